@@ -1,0 +1,1 @@
+"""Train SuperGlue on SIFT keypoints, and use it."""

@@ -1,0 +1,139 @@
+"""Plane geometry: points in pixels (x right, y down, centre of the first pixel at (0, 0)), 3x3 homographies.
+
+`H_a_to_b` maps points of frame a to frame b: p_b ~ H_a_to_b @ p_a.
+"""
+
+from __future__ import annotations
+
+from typing import Optional, Tuple
+
+import cv2
+import numpy as np
+
+MIN_POINTS = 4  # a homography has eight degrees of freedom, two per point
+
+
+def transform(points, H):
+    """Map points through homographies.
+
+    Works on numpy arrays and torch tensors alike (both arguments of one kind).
+
+    Args:
+        points: (..., N, 2) pixels.
+        H: (..., 3, 3), leading axes broadcast against those of `points`.
+
+    Returns:
+        (..., N, 2) pixels. A point on the horizon line gives inf or nan, never an error.
+    """
+    mapped = points @ H[..., :2, :2].swapaxes(-1, -2) + H[..., None, :2, 2]
+    depth = points @ H[..., 2:, :2].swapaxes(-1, -2) + H[..., None, 2:, 2]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return mapped / depth
+
+
+def compose(*homographies: np.ndarray) -> np.ndarray:
+    """Chain homographies, the last applied first, scaled so that the lower right entry is 1.
+
+    `H_0to1 = compose(H_image_to_1, np.linalg.inv(H_image_to_0))`. Each (3, 3) float64.
+    """
+    product = np.eye(3)
+    for H in homographies:
+        product = product @ np.asarray(H, dtype=np.float64)
+    return normalized(product)
+
+
+def normalized(H: np.ndarray) -> np.ndarray:
+    """The same map with lower right entry 1 (left as it is where that entry is 0). (3, 3) float64."""
+    return H / H[2, 2] if abs(H[2, 2]) > np.finfo(np.float64).tiny else H
+
+
+def corners(size: Tuple[int, int]) -> np.ndarray:
+    """Centres of the four corner pixels of an image of `size` (width, height): (4, 2) float64, clockwise."""
+    w, h = size
+    return np.array([[0, 0], [w - 1, 0], [w - 1, h - 1], [0, h - 1]], dtype=np.float64)
+
+
+def corner_error(H_estimated: Optional[np.ndarray], H_true: np.ndarray, size: Tuple[int, int]) -> float:
+    """Mean distance in px between the corners of image 0 mapped by both homographies (SuperGlue, section 5.1).
+
+    No estimate, or one that sends a corner to infinity, is an infinite error.
+    """
+    if H_estimated is None:
+        return float("inf")
+    points = corners(size)
+    distances = np.linalg.norm(transform(points, H_estimated) - transform(points, H_true), axis=-1)
+    error = float(distances.mean())
+    return error if np.isfinite(error) else float("inf")
+
+
+def fit_ransac(
+    points0: np.ndarray, points1: np.ndarray, threshold_px: float = 3.0, iterations: int = 3000, seed: int = 0
+) -> Optional[np.ndarray]:
+    """Robust homography 0 -> 1 with `cv2.findHomography` and RANSAC (the paper's estimator).
+
+    Args:
+        points0, points1: (N, 2) matched pixels.
+        threshold_px: inlier distance in image 1.
+        seed: of OpenCV's generator, so that the same matches give the same estimate.
+
+    Returns:
+        (3, 3) float64, or None from fewer than four matches or none that OpenCV accepts.
+    """
+    if len(points0) < MIN_POINTS:
+        return None
+    cv2.setRNGSeed(seed)
+    H, _ = cv2.findHomography(
+        np.ascontiguousarray(points0, np.float64),
+        np.ascontiguousarray(points1, np.float64),
+        cv2.RANSAC,
+        threshold_px,
+        maxIters=iterations,
+    )
+    return H
+
+
+def _conditioner(points: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Similarity that moves the weighted mean to 0 and the mean distance to sqrt(2) (Hartley 1997)."""
+    mean = weights @ points / weights.sum()
+    spread = weights @ np.linalg.norm(points - mean, axis=1) / weights.sum()
+    scale = np.sqrt(2.0) / max(float(spread), 1e-12)
+    return np.array([[scale, 0, -scale * mean[0]], [0, scale, -scale * mean[1]], [0, 0, 1.0]])
+
+
+def fit_dlt(
+    points0: np.ndarray, points1: np.ndarray, weights: Optional[np.ndarray] = None
+) -> Optional[np.ndarray]:
+    """Weighted least-squares homography 0 -> 1 over all matches, without outlier rejection.
+
+    The direct linear transform with Hartley conditioning (Hartley and Zisserman, algorithm 4.2), each
+    match's two equations scaled by its weight. The paper's "DLT" column.
+
+    Args:
+        points0, points1: (N, 2) matched pixels.
+        weights: (N,) non-negative confidences; None weighs all alike.
+
+    Returns:
+        (3, 3) float64, or None from fewer than four matches of positive weight or a degenerate set.
+    """
+    weights = np.ones(len(points0)) if weights is None else np.asarray(weights, np.float64)
+    used = weights > 0
+    if used.sum() < MIN_POINTS:
+        return None
+    p0, p1 = np.asarray(points0, np.float64)[used], np.asarray(points1, np.float64)[used]
+    w = weights[used]
+    T0, T1 = _conditioner(p0, w), _conditioner(p1, w)
+    homogeneous = np.concatenate([transform(p0, T0), np.ones((len(p0), 1))], axis=1)
+    x, y = transform(p1, T1).T
+    zeros = np.zeros_like(homogeneous)
+    rows = np.concatenate(
+        [
+            np.concatenate([homogeneous, zeros, -x[:, None] * homogeneous], axis=1) * w[:, None],
+            np.concatenate([zeros, homogeneous, -y[:, None] * homogeneous], axis=1) * w[:, None],
+        ]
+    )
+    # eigenvector of the 9x9 normal matrix: the null vector an SVD of the rows gives, at a fraction of its cost
+    values, vectors = np.linalg.eigh(rows.T @ rows)
+    if values[1] <= 1e-12 * values[-1]:
+        return None  # a second null direction: collinear or coincident points
+    H = np.linalg.inv(T1) @ vectors[:, 0].reshape(3, 3) @ T0
+    return normalized(H) if np.isfinite(H).all() else None
