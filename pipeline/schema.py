@@ -1,0 +1,145 @@
+"""The sections of params.yaml: every key a stage may be asked with, its type and its limits.
+
+Units and meaning of each key stand in `presets/sample.yaml`, which holds the default of every one of them.
+`pipeline.params` loads them; what is wrong with a file is said there.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Dict, Literal, Type
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Pixels = Annotated[float, Field(gt=0.0, le=100.0)]
+Side = Annotated[int, Field(ge=64, le=8192, multiple_of=8)]
+KeypointCount = Annotated[int, Field(ge=1, le=16384)]
+
+
+class Section(BaseModel):
+    """Base of all sections: nothing is coerced, nothing unknown is let through, nothing changes later."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Homography(Section):
+    """How far a view may stand from the image it is cut from (all amounts before `difficulty`)."""
+
+    scale_min: Annotated[float, Field(gt=0.0, le=1.0)]
+    perspective: Annotated[float, Field(ge=0.0, le=0.9)]
+    rotation_deg: Annotated[float, Field(ge=0.0, le=180.0)]
+    translation: Fraction
+
+
+class Photometric(Section):
+    """How far the light and the camera may change between views; 0 switches a distortion off."""
+
+    brightness: Fraction
+    contrast: Fraction
+    gamma: Fraction
+    blur: Annotated[float, Field(ge=0.0, le=10.0)]
+    noise: Fraction
+    jpeg: Fraction
+
+
+class FetchParams(Section):
+    source: Literal["sample", "folder", "coco2014", "coco2017", "coco2017-val"]
+    path: str
+    val_path: str
+    content: str
+    limit: CountOrZero
+    val_fraction: Annotated[float, Field(ge=0.0, le=0.9)]
+    test_fraction: Fraction
+    mirror: str
+    seed: Seed
+
+    @model_validator(mode="after")
+    def _folder_has_a_path(self) -> FetchParams:
+        if self.source == "folder" and not self.path:
+            raise ValueError("path = '': must name the folder of images when source is 'folder'")
+        return self
+
+
+class KeypointsParams(Section):
+    views: Annotated[int, Field(ge=2, le=1000)]
+    width: Side
+    height: Side
+    max_keypoints: KeypointCount
+    difficulty: Fraction
+    homography: Homography
+    photometric: Photometric
+    max_bad_fraction: Fraction
+    shard_images: Annotated[int, Field(ge=1, le=4096)]
+    seed: Seed
+
+
+class TrainParams(Section):
+    parallel: Literal["ddp"]
+    batch: Annotated[int, Field(ge=1, le=65536)]
+    steps: Count
+    max_keypoints: KeypointCount
+    dim: Annotated[int, Field(ge=8, le=1024)]
+    layers: Annotated[int, Field(ge=1, le=64)]
+    heads: Annotated[int, Field(ge=1, le=64)]
+    norm: Literal["layer", "batch"]
+    scale_angle: bool
+    sinkhorn_iterations: Annotated[int, Field(ge=1, le=1000)]
+    positive_px: Pixels
+    negative_px: Pixels
+    optimizer: Literal["adam", "adamw", "sgd"]
+    lr: Annotated[float, Field(gt=0.0, le=10.0)]
+    weight_decay: Fraction
+    schedule: Literal["constant_decay", "cosine"]
+    warmup_steps: CountOrZero
+    decay_start: CountOrZero
+    decay: Annotated[float, Field(gt=0.0, le=1.0)]
+    clip_norm: Annotated[float, Field(ge=0.0)]
+    precision: Literal["float32", "bfloat16", "float16"]
+    val_pairs: Count
+    val_every: Count
+    save_every: Count
+    seed: Seed
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> TrainParams:
+        if self.negative_px < self.positive_px:
+            raise ValueError(
+                f"negative_px = {self.negative_px}: must be positive_px ({self.positive_px}) or more"
+            )
+        if self.dim % self.heads:
+            raise ValueError(f"heads = {self.heads}: must divide dim ({self.dim})")
+        return self
+
+
+class EvaluateParams(Section):
+    width: Side
+    height: Side
+    pairs_per_image: Count
+    max_keypoints: KeypointCount
+    difficulty: Fraction
+    homography: Homography
+    photometric: Photometric
+    correct_px: Pixels
+    ransac_px: Pixels
+    ransac_iterations: Annotated[int, Field(ge=1, le=1_000_000)]
+    ratio: Annotated[float, Field(gt=0.0, le=1.0)]
+    threshold: Fraction
+    sinkhorn_iterations: Annotated[int, Field(ge=1, le=1000)]
+    pictures: CountOrZero
+    seed: Seed
+
+
+class ExportParams(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+
+SECTIONS: Dict[str, Type[Section]] = {
+    "fetch": FetchParams,
+    "keypoints": KeypointsParams,
+    "train": TrainParams,
+    "evaluate": EvaluateParams,
+    "export": ExportParams,
+}

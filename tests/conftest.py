@@ -1,0 +1,103 @@
+"""Fixtures shared by all tests: small photographs, sections of params.yaml, real data where it is at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Callable, Dict
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED = ROOT.parent / "shared"
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """`../shared/data`: real photographs and image pairs beside the clone; skips without them."""
+    folder = SHARED / "data"
+    if not folder.is_dir():
+        pytest.skip(f"needs the real images in {folder}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def photo() -> np.ndarray:
+    """A real gray photograph, uint8 (H, W) = (400, 600), one that ships inside scikit-image."""
+    from skimage import color, data
+
+    return (color.rgb2gray(data.coffee()) * 255).round().astype(np.uint8)
+
+
+@pytest.fixture(scope="session")
+def color_photo() -> np.ndarray:
+    """A real colour photograph, uint8 RGB (300, 451, 3), one that ships inside scikit-image."""
+    from skimage import data
+
+    return data.chelsea()
+
+
+@pytest.fixture
+def image_folder(tmp_path: Path, photo: np.ndarray, color_photo: np.ndarray) -> Path:
+    """A folder of four readable images: JPEG, PNG and WebP, gray and colour, one of them nested."""
+    import cv2
+
+    folder = tmp_path / "images"
+    (folder / "nested").mkdir(parents=True)
+    bgr = color_photo[:, :, ::-1]
+    for name, image in (
+        ("coffee.png", photo),
+        ("chelsea.jpg", bgr),
+        ("flipped.webp", bgr[:, ::-1]),
+        ("nested/turned.JPG", np.rot90(photo)),
+    ):
+        assert cv2.imwrite(str(folder / name), np.ascontiguousarray(image))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_params() -> Callable[..., Any]:
+    """`make_params("train", steps=3)`: a checked section, the sample preset with these keys changed.
+
+    A nested section is changed key by key: `make_params("keypoints", homography={"scale_min": 0.8})`.
+    """
+    from pipeline import params
+
+    sections = params.load_all(ROOT / "presets" / "sample.yaml")
+
+    def changed(tree: Dict[str, Any], changes: Dict[str, Any]) -> Dict[str, Any]:
+        merged = dict(tree)
+        for key, value in changes.items():
+            nested = isinstance(value, dict) and isinstance(tree.get(key), dict)
+            merged[key] = changed(tree[key], value) if nested else value
+        return merged
+
+    def make(section: str, **changes: Any) -> Any:
+        tree = changed(sections[section].model_dump(), changes)
+        return params.parse({section: tree}, "params")[section]
+
+    return make
+
+
+def pytest_collection_modifyitems(items: Any) -> None:
+    """Skip tests marked `gpu` where no CUDA device is, and `cu111` on another stack, with the reason."""
+    marked = {name for item in items for name in ("gpu", "cu111") if item.get_closest_marker(name)}
+    if not marked:
+        return
+    import torch
+
+    missing = {}
+    if not torch.cuda.is_available():
+        missing["gpu"] = "needs a CUDA device"
+    if not torch.__version__.startswith("1.10"):
+        missing["cu111"] = "needs the CUDA 11.1 stack (torch 1.10)"
+    for item in items:
+        for name, reason in missing.items():
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
