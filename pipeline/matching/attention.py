@@ -1,0 +1,86 @@
+"""Multi-head attention between ragged sets of keypoints (SuperGlue, section 3.1, equations 3 to 5).
+
+Tokens of all images of a batch lie packed one after another, (S, D) with S the sum of the counts, so that
+linear layers and norms never see padding. Only attention itself needs to know where an image begins.
+"""
+
+from __future__ import annotations
+
+from typing import List
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.stack import scaled_dot_product_attention
+
+
+def ragged_attention(q: Tensor, k: Tensor, v: Tensor, counts: List[int], partner: List[int]) -> Tensor:
+    """Attention of each sequence to its partner sequence, exact: no token of another image has any weight.
+
+    Args:
+        q, k, v: (S, H, d) packed tokens of H heads.
+        counts: tokens of each sequence, sum S.
+        partner: for each sequence the index of the one it attends to (itself in self-attention).
+
+    Returns:
+        (S, H, d). A sequence whose partner is empty receives zeros.
+    """
+    if q.device.type == "cpu":
+        return _one_by_one(q, k, v, counts, partner)
+    return _padded(q, k, v, counts, partner)
+
+
+def _one_by_one(q: Tensor, k: Tensor, v: Tensor, counts: List[int], partner: List[int]) -> Tensor:
+    """One unpadded call a sequence: no mask, no wasted work; launches cost nothing on a CPU."""
+    # (H, S, d), so that a sequence's heads are one batch of matrices
+    queries, keys, values = (t.transpose(0, 1).split(counts, dim=1) for t in (q, k, v))
+    messages = []
+    for i, j in enumerate(partner):
+        if counts[i] == 0 or counts[j] == 0:
+            messages.append(torch.zeros_like(queries[i]))
+            continue
+        heads = (t.unsqueeze(0) for t in (queries[i], keys[j], values[j]))
+        messages.append(scaled_dot_product_attention(*heads).squeeze(0))
+    return torch.cat(messages, dim=1).transpose(0, 1)
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, counts: List[int], partner: List[int]) -> Tensor:
+    """One padded and masked call for the batch: few launches on a GPU."""
+    longest = max(max(counts), 1)
+    lengths = torch.tensor(counts, device=q.device)
+    valid = torch.arange(longest, device=q.device) < lengths[:, None]
+
+    def pad(packed: Tensor) -> Tensor:
+        full = packed.new_zeros((len(counts), longest) + packed.shape[1:])
+        full[valid] = packed
+        return full.transpose(1, 2)  # (B, H, N, d)
+
+    index = torch.tensor(partner, device=q.device)
+    visible = valid[index]
+    # a softmax over no key at all is nan: let such a sequence see its (zero) padding instead
+    visible = visible | ~visible.any(-1, keepdim=True)
+    message = scaled_dot_product_attention(pad(q), pad(k)[index], pad(v)[index], visible[:, None, None, :])
+    return message.transpose(1, 2)[valid]
+
+
+class AttentionalLayer(nn.Module):
+    """One residual update of every keypoint: x <- x + MLP([x, message]) (equation 3)."""
+
+    def __init__(self, dim: int, heads: int, norm: nn.Module) -> None:
+        super().__init__()
+        if dim % heads:
+            raise ValueError(f"dim {dim} is not divisible by heads {heads}")
+        self.heads = heads
+        self.query_key_value = nn.Linear(dim, 3 * dim)
+        self.merge = nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.Linear(2 * dim, 2 * dim), norm, nn.ReLU(), nn.Linear(2 * dim, dim))
+        # each layer starts as the identity: the untrained network is then a soft nearest-neighbour matcher
+        nn.init.zeros_(self.mlp[-1].weight)
+        nn.init.zeros_(self.mlp[-1].bias)
+
+    def forward(self, x: Tensor, counts: List[int], partner: List[int]) -> Tensor:
+        """x (S, D) packed -> (S, D)."""
+        q, k, v = self.query_key_value(x).view(x.shape[0], 3, self.heads, -1).unbind(1)
+        message = ragged_attention(q, k, v, counts, partner)
+        message = self.merge(message.reshape(x.shape))
+        return x + self.mlp(torch.cat([x, message], dim=-1))

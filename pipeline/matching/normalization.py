@@ -1,0 +1,64 @@
+"""Normalisation of packed tokens (S, C): padding never enters, since there is none."""
+
+from __future__ import annotations
+
+from typing import Callable, Optional
+
+import torch
+from torch import Tensor, nn
+
+Reduce = Callable[[Tensor], Tensor]  # sums a tensor over all ranks, differentiably
+
+
+class TokenBatchNorm(nn.Module):
+    """Batch normalisation over all tokens of the batch, of all ranks when a `reduce` is handed in.
+
+    Statistics are those one process would compute over the whole batch, whatever the ranks' token counts
+    (torch's SyncBatchNorm needs a GPU). A batch without tokens leaves the running statistics as they are.
+    """
+
+    def __init__(self, channels: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+        self.momentum, self.eps = momentum, eps
+        self.reduce: Optional[Reduce] = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (S, C) -> (S, C), computed in float32 also under autocast."""
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        if self.training:
+            mean, var = self._statistics(wide)
+        else:
+            mean, var = self.running_mean, self.running_var
+        return ((wide - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
+
+    def _statistics(self, x: Tensor):
+        """Two passes, mean then variance: the difference of large squares would lose digits."""
+        reduce = self.reduce or (lambda tensor: tensor)
+        first = reduce(torch.cat([x.sum(0), x.new_tensor([float(x.shape[0])])]))
+        count = first[-1].detach().clamp(min=1.0)
+        mean = first[:-1] / count
+        var = reduce((x - mean).square().sum(0)) / count
+        with torch.no_grad():
+            step = self.momentum * float(first[-1] > 0)
+            self.running_mean += step * (mean - self.running_mean)
+            self.running_var += step * (var * count / (count - 1).clamp(min=1.0) - self.running_var)
+        return mean, var
+
+
+def token_norm(kind: str, channels: int) -> nn.Module:
+    """The norm of a hidden layer: "layer" or "batch"."""
+    if kind == "layer":
+        return nn.LayerNorm(channels)
+    if kind == "batch":
+        return TokenBatchNorm(channels)
+    raise ValueError(f"norm {kind!r}: must be layer or batch")
+
+
+def synchronize(model: nn.Module, reduce: Optional[Reduce]) -> None:
+    """Let every TokenBatchNorm of the model compute its statistics through `reduce` (None: this rank alone)."""
+    for module in model.modules():
+        if isinstance(module, TokenBatchNorm):
+            module.reduce = reduce

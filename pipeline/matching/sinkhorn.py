@@ -1,0 +1,182 @@
+"""Optimal transport between two sets of keypoints with a dustbin each (SuperGlue, section 3.2).
+
+The paper runs T Sinkhorn iterations in the log domain,
+
+    u <- log mu - logsumexp_j(Z + v),    v <- log nu - logsumexp_i(Z + u),    log P = Z + u + v.
+
+Here the same iterates are computed in the scaled-kernel form: with r_i = max_j Z_ij, K = exp(Z - r),
+a = exp(u + r) and b = exp(v), one iteration is a <- mu / (K b), b <- nu / (K^T a): two matrix-vector
+products instead of two passes of exp and log. The dustbin row is flat, so every column of K holds an entry 1
+and every row a maximum 1: no row or column can underflow whole. Only a_t and b_t are kept for the backward
+pass, which is the exact gradient of the unrolled loop: walking back gives rank-one terms, summed by one
+matrix product at the end. Memory does not grow with T beyond these vectors.
+
+A pair whose iterates are not finite falls back to the log domain alone (`_log_domain`, plain autograd).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import List, Tuple
+
+import torch
+from torch import Tensor
+
+from pipeline.stack import no_autocast
+
+
+def _mv(matrix: Tensor, vector: Tensor) -> Tensor:
+    """Matrix-vector product, one (2-D matrix) or batched (3-D)."""
+    if matrix.dim() == 2:
+        return torch.mv(matrix, vector)
+    return torch.bmm(matrix, vector.unsqueeze(-1)).squeeze(-1)
+
+
+def _kernel(Z: Tensor) -> Tuple[Tensor, Tensor]:
+    """exp(Z - r) and r, the row maxima; rows of -inf alone (padding) give r = 0 and a kernel of 0."""
+    r = Z.amax(dim=-1, keepdim=True)
+    r = torch.where(torch.isfinite(r), r, torch.zeros_like(r))
+    return torch.exp(Z - r), r.squeeze(-1)
+
+
+def _iterate(Z: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> Tuple[Tensor, Tensor, Tensor]:
+    """All iterates a (T, ..., M), b (T + 1, ..., N) and the row maxima r (..., M)."""
+    K, r = _kernel(Z)
+    Kt = K.transpose(-1, -2)
+    # where a marginal is 0 (padding, or the dustbin of an empty side) the quotient must be 0 and never 0/0
+    no_row, no_column = (mu == 0).to(Z.dtype), (nu == 0).to(Z.dtype)
+    a = Z.new_empty((iterations,) + mu.shape)
+    b = Z.new_empty((iterations + 1,) + nu.shape)
+    b[0] = 1.0 - no_column
+    for t in range(iterations):
+        a[t] = mu / (_mv(K, b[t]) + no_row)
+        b[t + 1] = nu / (_mv(Kt, a[t]) + no_column)
+    return a, b, r
+
+
+def _backward(Z: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor, grad: Tensor) -> Tensor:
+    """Gradient with respect to Z of <grad, log P>, exact for the unrolled iterations."""
+    K, _ = _kernel(Z)
+    Kt = K.transpose(-1, -2)
+    inverse_mu = torch.where(mu > 0, 1 / mu, torch.zeros_like(mu))
+    inverse_nu = torch.where(nu > 0, 1 / nu, torch.zeros_like(nu))
+    grad_u, grad_v = grad.sum(-1), grad.sum(-2)
+    left: List[Tensor] = []
+    right: List[Tensor] = []
+    for t in range(a.shape[0] - 1, -1, -1):
+        weight_v = grad_v * b[t + 1] * inverse_nu  # d v_t / d Z = -K a_t b_t / nu
+        left.append(a[t])
+        right.append(weight_v)
+        grad_u = grad_u - a[t] * _mv(K, weight_v)
+        weight_u = grad_u * a[t] * inverse_mu  # d u_t / d Z = -K a_t b_{t-1} / mu
+        left.append(weight_u)
+        right.append(b[t])
+        grad_v = -b[t] * _mv(Kt, weight_u)
+        grad_u = torch.zeros_like(grad_u)  # u_{t-1} acts through v_{t-1} alone
+    return grad - K * (torch.stack(left, -1) @ torch.stack(right, -2))
+
+
+class _Sinkhorn(torch.autograd.Function):
+    """log P (..., M, N) from Z (..., M, N), marginals mu (..., M), nu (..., N); -inf in Z is no connection."""
+
+    @staticmethod
+    def forward(ctx, Z: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> Tensor:
+        a, b, r = _iterate(Z, mu, nu, iterations)
+        ctx.save_for_backward(Z, mu, nu, a, b)
+        return Z + (a[-1].log() - r).unsqueeze(-1) + b[-1].log().unsqueeze(-2)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        Z, mu, nu, a, b = ctx.saved_tensors
+        allowed = torch.isfinite(Z) & (mu > 0).unsqueeze(-1) & (nu > 0).unsqueeze(-2)
+        grad = torch.where(allowed, grad, torch.zeros_like(grad))
+        return _backward(Z, mu, nu, a, b, grad), None, None, None
+
+
+def _log_domain(Z: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> Tensor:
+    """The paper's iterations as they stand, differentiated by autograd: slower, never overflows."""
+    log_mu, log_nu = mu.log(), nu.log()
+    v = torch.zeros_like(nu)
+    for _ in range(iterations):
+        u = log_mu - torch.logsumexp(Z + v.unsqueeze(-2), dim=-1)
+        v = log_nu - torch.logsumexp(Z + u.unsqueeze(-1), dim=-2)
+    return Z + u.unsqueeze(-1) + v.unsqueeze(-2)
+
+
+def _finite(log_P: Tensor, Z: Tensor, mu: Tensor, nu: Tensor) -> bool:
+    alive = torch.isfinite(Z) & (mu > 0).unsqueeze(-1) & (nu > 0).unsqueeze(-2)
+    return bool(torch.isfinite(log_P.detach()[alive]).all())
+
+
+def _augment(scores: Tensor, dustbin: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    """Z (m + 1, n + 1) with the dustbins last, and marginals of total mass 1 (equation 8, divided by m + n)."""
+    m, n = scores.shape
+    Z = torch.cat([torch.cat([scores, dustbin.expand(m, 1)], dim=1), dustbin.expand(1, n + 1)], dim=0)
+    mu = torch.cat([Z.new_ones(m), Z.new_full((1,), n)]) / (m + n)
+    nu = torch.cat([Z.new_ones(n), Z.new_full((1,), m)]) / (m + n)
+    return Z, mu, nu
+
+
+def _one_by_one(scores: List[Tensor], dustbin: Tensor, iterations: int) -> List[Tensor]:
+    """Each pair alone: on a CPU its kernel then stays in the cache, three times faster than a batch."""
+    log_assignments = []
+    for pair in scores:
+        Z, mu, nu = _augment(pair, dustbin)
+        log_P = _Sinkhorn.apply(Z, mu, nu, iterations)
+        if not _finite(log_P, Z, mu, nu):
+            log_P = _log_domain(Z, mu, nu, iterations)
+        log_assignments.append(log_P + math.log(sum(pair.shape)))
+    return log_assignments
+
+
+def _batched(scores: List[Tensor], dustbin: Tensor, iterations: int) -> List[Tensor]:
+    """All pairs in one padded batch (padding has neither kernel entries nor mass): few launches on a GPU."""
+    M, N = (max(pair.shape[axis] for pair in scores) + 1 for axis in (0, 1))
+    parts = [_augment(pair, dustbin) for pair in scores]
+    sides = [(N - Z.shape[1], M - Z.shape[0]) for Z, _, _ in parts]
+    pad = torch.nn.functional.pad
+    Z = torch.stack([pad(part[0], (0, right, 0, down), value=-math.inf) for part, (right, down) in zip(parts, sides)])
+    mu = torch.stack([pad(part[1], (0, down)) for part, (_, down) in zip(parts, sides)])
+    nu = torch.stack([pad(part[2], (0, right)) for part, (right, _) in zip(parts, sides)])
+    log_P = _Sinkhorn.apply(Z, mu, nu, iterations)
+    if not _finite(log_P, Z, mu, nu):
+        return _one_by_one(scores, dustbin, iterations)
+    return [P[: m + 1, : n + 1] + math.log(m + n) for P, (m, n) in zip(log_P, (pair.shape for pair in scores))]
+
+
+def _without_mass(scores: Tensor, dustbin: Tensor) -> Tensor:
+    """A pair with an empty side: each keypoint of the other is unmatched with certainty, log P = 0."""
+    m, n = scores.shape
+    log_P = scores.new_zeros((m + 1, n + 1)) + dustbin * 0
+    corner = torch.zeros_like(log_P, dtype=torch.bool)
+    corner[m, n] = True
+    return log_P.masked_fill(corner, -math.inf)
+
+
+def log_optimal_transport(scores: List[Tensor], dustbin: Tensor, iterations: int) -> List[Tensor]:
+    """Log of the partial assignment of each pair, dustbins last (SuperGlue, equations 8 and 9).
+
+    Computed in float32 or wider, also under autocast, which would otherwise round each product of each
+    iteration.
+
+    Args:
+        scores: B matrices (m_i, n_i), the similarity of each two keypoints.
+        dustbin: scalar, the score of leaving a keypoint unmatched.
+        iterations: T >= 1.
+
+    Returns:
+        B matrices (m_i + 1, n_i + 1). P = exp() has mass m_i + n_i; its rows and columns but the last sum to
+        1 at convergence, so P is the probability of a match. Where a side is empty, the other's keypoints are
+        unmatched with log P = 0 and the corner, which has no mass, is -inf.
+    """
+    with no_autocast(dustbin.device.type):
+        wide = [s.float() if s.dtype in (torch.float16, torch.bfloat16) else s for s in scores]
+        dtype = wide[0].dtype if wide else torch.float32
+        dustbin = dustbin.to(dtype)
+        full = [i for i, s in enumerate(wide) if min(s.shape) > 0]
+        results = [_without_mass(s, dustbin) for s in wide]
+        if full:
+            solve = _one_by_one if dustbin.device.type == "cpu" else _batched
+            for i, log_P in zip(full, solve([wide[i] for i in full], dustbin, iterations)):
+                results[i] = log_P
+        return results

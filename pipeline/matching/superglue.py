@@ -1,0 +1,187 @@
+"""SuperGlue for SIFT: a graph neural network that matches two sets of local features (arXiv 1911.11763).
+
+keypoints + descriptors -> keypoint encoder -> L x (self-, cross-attention) -> scores -> optimal transport.
+
+Written from the paper. What differs from it, and why:
+- Descriptors are SIFT's, cast from uint8 and taken to RootSIFT inside the network (Arandjelovic 2012).
+- The keypoint encoder also sees SIFT's scale and angle (`scale_angle`), which SuperPoint does not have.
+- Each residual branch starts at zero and the projections as the identity, so that the untrained network is
+  the softmax nearest-neighbour matcher of its descriptors and training can only improve on it.
+- The hidden norm is LayerNorm by default (`norm: layer`); the paper's BatchNorm is `norm: batch`. LayerNorm
+  makes a pair's result independent of its batch mates, needs no collective, and has no train/eval mismatch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import List, NamedTuple, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.matching.attention import AttentionalLayer
+from pipeline.matching.normalization import token_norm
+from pipeline.matching.sinkhorn import log_optimal_transport
+
+SIFT_DIM = 128
+ENCODER_WIDTHS = (32, 64, 128, 256)  # hidden layers of the keypoint encoder (appendix, "keypoint encoder")
+
+# Typical SIFT values at 512x384, so that the encoder's inputs are of order one.
+TYPICAL_SCORE, TYPICAL_SCALE = 0.03, 4.0
+
+# Start of the score: SHARPNESS * cosine of RootSIFT, and the dustbin at the cosine of a doubtful match.
+SHARPNESS, DOUBTFUL_COSINE = 30.0, 0.85
+
+
+@dataclasses.dataclass(frozen=True)
+class SuperGlueConfig:
+    """Everything that decides the shape and the meaning of the weights."""
+
+    dim: int = 128  # D, width of a keypoint's state; the paper: 128 for SIFT, 256 for SuperPoint
+    layers: int = 9  # pairs of one self- and one cross-attention layer
+    heads: int = 4
+    norm: str = "layer"  # layer | batch
+    scale_angle: bool = True  # encode SIFT's scale and angle beside position and score
+    sinkhorn_iterations: int = 100  # T, in training; inference may use another
+
+    def to_dict(self) -> dict:
+        """Plain values for JSON; `SuperGlueConfig(**values)` reads them back."""
+        return dataclasses.asdict(self)
+
+
+class Matches(NamedTuple):
+    """Mutual matches: -1 is none. matches0 (B, M) int64 index into image 1, scores0 (B, M) float32; and back."""
+
+    matches0: Tensor
+    matching_scores0: Tensor
+    matches1: Tensor
+    matching_scores1: Tensor
+
+
+class SuperGlue(nn.Module):
+    """The network. Input: a `pipeline.pairs.batch.PairBatch` (or any object with its fields)."""
+
+    def __init__(self, config: SuperGlueConfig = SuperGlueConfig()) -> None:
+        super().__init__()
+        self.config = config
+        dim = config.dim
+        self.descriptor_projection = nn.Linear(SIFT_DIM, dim)
+        self.keypoint_encoder = _keypoint_encoder(6 if config.scale_angle else 3, dim, config.norm)
+        self.self_attention = nn.ModuleList(_layer(config) for _ in range(config.layers))
+        self.cross_attention = nn.ModuleList(_layer(config) for _ in range(config.layers))
+        self.final_projection = nn.Linear(dim, dim)
+        self.dustbin = nn.Parameter(torch.tensor(SHARPNESS * DOUBTFUL_COSINE))
+        self._start_as_identity()
+
+    def _start_as_identity(self) -> None:
+        dim = self.config.dim
+        with torch.no_grad():
+            for linear in (self.descriptor_projection, self.final_projection):
+                nn.init.zeros_(linear.bias)
+            if dim == SIFT_DIM:
+                nn.init.eye_(self.descriptor_projection.weight)
+            else:  # keeps inner products when dim > 128, nearly so below
+                nn.init.orthogonal_(self.descriptor_projection.weight)
+            nn.init.eye_(self.final_projection.weight)
+            # unit descriptors scaled to entries of order one, then <f0, f1> / sqrt(D) = SHARPNESS * cosine
+            self.descriptor_projection.weight.mul_(math.sqrt(dim))
+            self.final_projection.weight.mul_(math.sqrt(SHARPNESS / math.sqrt(dim)))
+
+    def forward(self, batch) -> List[Tensor]:
+        """Log assignment of each pair.
+
+        Args:
+            batch: PairBatch of B pairs; keypoints (B, M, 2) px, descriptors (B, M, 128) uint8, counts (B,).
+
+        Returns:
+            B float32 matrices (m_i + 1, n_i + 1), without padding, dustbins last; exp() of an entry is the
+            probability of that match.
+        """
+        counts0, counts1 = batch.counts0.tolist(), batch.counts1.tolist()
+        x = self._encode(batch)
+        counts = counts0 + counts1
+        pairs = len(counts0)
+        itself = list(range(2 * pairs))
+        other = itself[pairs:] + itself[:pairs]
+        for self_layer, cross_layer in zip(self.self_attention, self.cross_attention):
+            x = self_layer(x, counts, itself)
+            x = cross_layer(x, counts, other)
+        projected = self.final_projection(x).split(counts)
+        scale = 1 / math.sqrt(self.config.dim)
+        scores = [(a @ b.T) * scale for a, b in zip(projected[:pairs], projected[pairs:])]
+        return log_optimal_transport(scores, self.dustbin, self.config.sinkhorn_iterations)
+
+    def _encode(self, batch) -> Tensor:
+        """Initial state of all tokens packed, image 0 of every pair first: (S, D) (equation 2)."""
+        geometry, descriptors = [], []
+        for side in "01":
+            keypoints = getattr(batch, "keypoints" + side)
+            counts = getattr(batch, "counts" + side)
+            valid = torch.arange(keypoints.shape[1], device=keypoints.device) < counts[:, None]
+            geometry.append(_geometry(batch, side, self.config.scale_angle)[valid])
+            descriptors.append(getattr(batch, "descriptors" + side)[valid])
+        dtype = self.dustbin.dtype
+        return self.descriptor_projection(root_sift(torch.cat(descriptors)).to(dtype)) + self.keypoint_encoder(
+            torch.cat(geometry).to(dtype)
+        )
+
+
+def _layer(config: SuperGlueConfig) -> AttentionalLayer:
+    return AttentionalLayer(config.dim, config.heads, token_norm(config.norm, 2 * config.dim))
+
+
+def _keypoint_encoder(inputs: int, dim: int, norm: str) -> nn.Sequential:
+    layers: List[nn.Module] = []
+    for width in ENCODER_WIDTHS:
+        layers += [nn.Linear(inputs, width), token_norm(norm, width), nn.ReLU()]
+        inputs = width
+    last = nn.Linear(inputs, dim)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(*layers, last)
+
+
+def root_sift(descriptors: Tensor) -> Tensor:
+    """RootSIFT of uint8 (or float) SIFT descriptors (..., 128): float32, unit length; zeros stay zeros."""
+    wide = descriptors.float()
+    return (wide / wide.sum(-1, keepdim=True).clamp(min=1.0)).sqrt()
+
+
+def _geometry(batch, side: str, scale_angle: bool) -> Tensor:
+    """What the keypoint encoder sees, (B, N, 3 or 6), of order one: position, score, log scale, direction."""
+    keypoints = getattr(batch, "keypoints" + side)
+    size = getattr(batch, "image_size" + side)[:, None, :]
+    position = (keypoints - (size - 1) / 2) / (size.amax(-1, keepdim=True) / 2)
+    score = (getattr(batch, "scores" + side).clamp(min=1e-6) / TYPICAL_SCORE).log().unsqueeze(-1)
+    if not scale_angle:
+        return torch.cat([position, score], -1)
+    scale = (getattr(batch, "scales" + side).clamp(min=1e-3) / TYPICAL_SCALE).log().unsqueeze(-1)
+    angle = torch.deg2rad(getattr(batch, "angles" + side)).unsqueeze(-1)
+    return torch.cat([position, score, scale, angle.cos(), angle.sin()], -1)
+
+
+def mutual_matches(log_assignments: List[Tensor], size: Tuple[int, int], threshold: float = 0.2) -> Matches:
+    """Matches that are each other's best and more probable than `threshold` (section 5, 0.2 in the paper).
+
+    Args:
+        log_assignments: output of `SuperGlue`, B matrices (m_i + 1, n_i + 1).
+        size: (M, N) of the padded answer, at least the largest (m_i, n_i).
+        threshold: least probability of a match.
+    """
+    B, (M, N) = len(log_assignments), size
+    device = log_assignments[0].device if B else torch.device("cpu")
+    matches0 = torch.full((B, M), -1, dtype=torch.int64, device=device)
+    matches1 = torch.full((B, N), -1, dtype=torch.int64, device=device)
+    scores0, scores1 = torch.zeros((B, M), device=device), torch.zeros((B, N), device=device)
+    for i, log_assignment in enumerate(log_assignments):
+        P = log_assignment[:-1, :-1].detach().float().exp()
+        if min(P.shape) == 0:
+            continue
+        best0, best1 = P.max(1), P.max(0)
+        rows = torch.arange(len(P), device=device)
+        good = (best1.indices[best0.indices] == rows) & (best0.values > threshold)
+        left, right = rows[good], best0.indices[good]
+        matches0[i, left], scores0[i, left] = right, best0.values[good]
+        matches1[i, right], scores1[i, right] = left, best0.values[good]
+    return Matches(matches0, scores0, matches1, scores1)

@@ -1,0 +1,55 @@
+"""Differences between the two software stacks, one function each, with the reason beside it.
+
+Stack "cu111": Python 3.9 + torch 1.10. Stack "modern": Python 3.11 + torch 2.x. Nothing else in the
+project asks for a version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+
+def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v over the last two axes; `mask` is True where a key may be seen.
+
+    torch 1.10 has no fused kernel (`F.scaled_dot_product_attention` came with 2.0): the plain formula serves.
+    """
+    fused = getattr(torch.nn.functional, "scaled_dot_product_attention", None)
+    if fused is not None:
+        return fused(q, k, v, attn_mask=mask)
+    logits = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
+    if mask is not None:
+        logits = logits.masked_fill(~mask, float("-inf"))
+    return logits.softmax(-1) @ v
+
+
+def no_autocast(device_type: str):
+    """A context in which nothing is cast down.
+
+    torch 1.10's `autocast` for the CPU accepts bfloat16 alone and only there needs naming it.
+    """
+    if device_type == "cpu":
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=False)
+    return torch.autocast(device_type, enabled=False)
+
+
+def autocast(device_type: str, precision: str):
+    """Mixed precision for `precision` in float32 (nothing happens), bfloat16, float16."""
+    if precision == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, dtype=getattr(torch, precision))
+
+
+def inference_mode():
+    """`torch.inference_mode` on both stacks (torch 1.10 has it; named here so that a change has one home)."""
+    return torch.inference_mode()
+
+
+def compiler():
+    """`torch.compile`, or None on torch 1.10, which has no compiler."""
+    return getattr(torch, "compile", None)
