@@ -1,0 +1,204 @@
+"""Write a preset into params.yaml and show the change: `python -m pipeline.presets use NAME`.
+
+`presets/sample.yaml` is complete and explains every key; the other presets list only what differs from it. What
+is written keeps the comments, and may be edited by hand afterwards. A folder of images is named with `--images`;
+the digest of its file names and sizes goes into `fetch.content`, so that a changed folder is fetched again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import io
+import os
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from pipeline import errors, params
+from pipeline.errors import RequestError
+
+FOLDER = Path(__file__).resolve().parents[1] / "presets"
+BASE = "sample"
+
+
+def names() -> List[str]:
+    """The presets there are, the default first."""
+    found = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    return sorted(found, key=lambda name: name != BASE)
+
+
+def describe(name: str) -> str:
+    """What a preset is for: the first line of its own comment."""
+    return _split(_text(name))[0].splitlines()[0].partition(": ")[2]
+
+
+def render(name: str, images: str = "", val_images: str = "") -> str:
+    """The text of params.yaml for a preset; `images` and `val_images` are folders of a person's own.
+
+    Raises RequestError for an unknown preset, a missing or empty folder, or a preset that does not take folders.
+    """
+    header = _split(_text(name))[0]
+    tree = _load(_split(_text(BASE))[1])
+    if name != BASE:
+        _merge(tree, _load(_text(name)))
+    if tree["fetch"]["source"] == "folder":
+        if not images:
+            raise RequestError(f"preset {name}: needs a folder of images; make repro IMAGES=/path/to/folder")
+        _set_folders(tree, _folder(images), _folder(val_images) if val_images else "")
+    elif images or val_images:
+        raise RequestError(
+            f"preset {name}: takes no folder of images; leave PRESET out, or use PRESET=folder"
+        )
+    body = _dump(tree)
+    params.parse(_plain(body), f"presets/{name}.yaml")
+    return f"{header}\n\n{body}"
+
+
+def refresh(path: Path) -> bool:
+    """Bring `fetch.content` in the file at `path` up to date with its folders; tell whether it changed."""
+    fetch = params.load("fetch", path)
+    if fetch.source != "folder":
+        return False
+    header, body = _split(path.read_text(encoding="utf-8"))
+    tree = _load(body)
+    _set_folders(tree, fetch.path, fetch.val_path)
+    return write(path, (f"{header}\n\n" if header else "") + _dump(tree))
+
+
+def write(path: Path, text: str) -> bool:
+    """Replace the file at `path` and print the difference; a file that is the same is left alone."""
+    before = path.read_text(encoding="utf-8") if path.exists() else ""
+    if before == text:
+        return False
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_text(text, encoding="utf-8")
+    os.replace(scratch, path)
+    lines = difflib.unified_diff(
+        _flat(before), _flat(text), f"{path} before", f"{path} now", n=0, lineterm=""
+    )
+    print("\n".join(line for line in lines if not line.startswith("@@")))
+    return True
+
+
+def digest(*folders: str) -> str:
+    """Digest of the names and sizes of the images in these folders, in 16 hexadecimal digits."""
+    from pipeline.images import decode
+
+    state = hashlib.sha256()
+    for folder in filter(None, folders):
+        for file in decode.list_images(folder):
+            size = file.stat().st_size if file.exists() else -1
+            state.update(f"{file.relative_to(folder).as_posix()}\0{size}\n".encode())
+        state.update(b"\0")
+    return state.hexdigest()[:16]
+
+
+def _flat(text: str) -> List[str]:
+    """Lines like `train.lr: 0.0001`, so that a difference tells its section; raw lines where that fails."""
+    try:
+        tree = _plain(text)
+        sections = {name: params.flatten(name, values) for name, values in tree.items()}
+    except (YAMLError, AttributeError):
+        return text.splitlines()
+    return [f"{key}: {value}" for section in sections.values() for key, value in section.items()]
+
+
+def _set_folders(tree: Any, images: str, val_images: str) -> None:
+    tree["fetch"].update(path=images, val_path=val_images, content=digest(images, val_images))
+
+
+def _folder(path: str) -> str:
+    """The absolute path of a folder that holds at least one image."""
+    from pipeline.images import decode
+
+    folder = Path(path).expanduser().resolve()
+    if not decode.list_images(folder):
+        kinds = ", ".join(decode.EXTENSIONS)
+        raise RequestError(f"{folder}: holds no images ({kinds})")
+    return str(folder)
+
+
+def _text(name: str) -> str:
+    if name not in names():
+        close = difflib.get_close_matches(name, names(), n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names())}"
+        raise RequestError(f"preset {name}: not in {FOLDER.name}/; {hint}")
+    return (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def _split(text: str) -> Tuple[str, str]:
+    """The comment a file begins with, and what follows the empty line after it."""
+    head, _, body = text.partition("\n\n")
+    if all(line.startswith("#") for line in head.splitlines()):
+        return head, body
+    return "", text
+
+
+def _yaml() -> YAML:
+    yaml = YAML()
+    yaml.preserve_quotes = True
+    yaml.width = 4096
+    return yaml
+
+
+def _load(text: str) -> Any:
+    return _yaml().load(text)
+
+
+def _dump(tree: Any) -> str:
+    stream = io.StringIO()
+    _yaml().dump(tree, stream)
+    return stream.getvalue()
+
+
+def _merge(tree: Any, changes: Dict[str, Any]) -> None:
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(tree.get(key), dict):
+            _merge(tree[key], value)
+        else:
+            tree[key] = value
+
+
+def _plain(text: str) -> Any:
+    """The tree in plain dicts, as `params.load` reads it: no round-trip types."""
+    return YAML(typ="safe", pure=True).load(text)
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Entry of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m pipeline.presets", description=__doc__.splitlines()[0])
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="the file written")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="name the presets")
+    commands.add_parser("refresh", help="look at the folders of images again")
+    use = commands.add_parser("use", help="write a preset into params.yaml and show the change")
+    use.add_argument("name", nargs="?", default="", help="the preset; 'folder' when --images is given")
+    use.add_argument("--images", default="", help="folder of training images")
+    use.add_argument("--val-images", default="", help="folder of held-out images")
+    args = parser.parse_args(argv)
+    if args.command == "list":
+        print("\n".join(f"{name:14} {describe(name)}" for name in names()))
+    elif args.command == "refresh":
+        refresh(args.params)
+    else:
+        return _use(args)
+    return 0
+
+
+def _use(args: argparse.Namespace) -> int:
+    if args.val_images and not args.images:
+        raise RequestError(
+            "VAL_IMAGES (--val-images) goes with IMAGES (--images): name the training images too"
+        )
+    name = args.name or ("folder" if args.images else BASE)
+    if not write(args.params, render(name, args.images, args.val_images)):
+        print(f"{args.params} already holds preset {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(errors.run(main))
