@@ -1,0 +1,131 @@
+"""What a matcher is judged by: precision, recall, corner error and the area under its recall curve.
+
+Pure numpy, no I/O. Every definition is written out, with its source, in docs/evaluation.md.
+Sources: Sarlin et al., "SuperGlue", CVPR 2020, sections 5.1 and 5.2 (arXiv 1911.11763).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Sequence
+
+import numpy as np
+
+from pipeline.matching import homography
+
+UNMATCHED = -1
+
+
+@dataclass(frozen=True)
+class MatchCounts:
+    """Counts of one pair, from which precision and recall follow.
+
+    matches: predicted matches; correct: those whose reprojection error is under the limit;
+    truth: pairs of keypoints that truly belong together; found: those of them predicted exactly.
+    """
+
+    matches: int
+    correct: int
+    truth: int
+    found: int
+
+    @property
+    def precision(self) -> float:
+        """correct / matches; 0 when nothing was matched: a matcher that says nothing has failed."""
+        return self.correct / self.matches if self.matches else 0.0
+
+    @property
+    def recall(self) -> float:
+        """found / truth; NaN when the pair has no true match, and then left out of the mean for every matcher."""
+        return self.found / self.truth if self.truth else float("nan")
+
+
+def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.ndarray) -> np.ndarray:
+    """Distance in pixels between matched points, the larger of the two directions.
+
+    points0, points1: (K, 2) pixels; H_0to1: (3, 3). Returns (K,) float64, inf where a point maps to infinity.
+    The larger direction, as in the ground truth: one rule for training and for judging.
+    """
+    points0 = np.asarray(points0, dtype=np.float64).reshape(-1, 2)
+    points1 = np.asarray(points1, dtype=np.float64).reshape(-1, 2)
+    H_0to1 = np.asarray(H_0to1, dtype=np.float64)
+    with np.errstate(all="ignore"):
+        forward = np.linalg.norm(homography.transform(points0, H_0to1) - points1, axis=-1)
+        backward = np.linalg.norm(homography.transform(points1, np.linalg.inv(H_0to1)) - points0, axis=-1)
+        worst = np.maximum(forward, backward)
+    return np.where(np.isfinite(worst), worst, np.inf)
+
+
+def count_matches(
+    matches0: np.ndarray, truth0: np.ndarray, errors: np.ndarray, correct_px: float
+) -> MatchCounts:
+    """Counts of one pair.
+
+    matches0: (M,) index into image 1 or -1; truth0: (M,) index, or negative where there is no true match;
+    errors: (K,) reprojection errors in pixels of the K predicted matches, in the order of their index in
+    image 0; correct_px: a match is correct when its error is strictly below this.
+    A predicted match that is near but not the true partner counts as correct, not as found.
+    """
+    matches0, truth0 = np.asarray(matches0), np.asarray(truth0)
+    if matches0.shape != truth0.shape:
+        raise ValueError(f"matches0 {matches0.shape} and truth0 {truth0.shape} must have one shape")
+    predicted, true = matches0 > UNMATCHED, truth0 > UNMATCHED
+    if len(errors) != int(predicted.sum()):
+        raise ValueError(f"{len(errors)} errors for {int(predicted.sum())} predicted matches")
+    return MatchCounts(
+        matches=int(predicted.sum()),
+        correct=int((np.asarray(errors) < correct_px).sum()),
+        truth=int(true.sum()),
+        found=int((true & (matches0 == truth0)).sum()),
+    )
+
+
+def auc(errors: Sequence[float], threshold: float) -> float:
+    """Area under the recall curve up to `threshold`, divided by `threshold`: between 0 and 1.
+
+    errors: one per pair, inf (or NaN) for a pair without an estimate, which is a failure and stays in the
+    mean. Recall(t) is the share of pairs with an error of at most t: a staircase, so its area is exactly
+    the mean of max(0, 1 - error / threshold). Returns NaN for no pairs.
+    """
+    errors = np.asarray(errors, dtype=np.float64)
+    if threshold <= 0:
+        raise ValueError(f"threshold must be positive, not {threshold}")
+    if errors.size == 0:
+        return float("nan")
+    if np.any(errors < 0):
+        raise ValueError("errors must not be negative")
+    errors = np.where(np.isnan(errors), np.inf, errors)
+    return float(np.mean(np.maximum(0.0, 1.0 - errors / threshold)))
+
+
+def auc_trapezoid(errors: Sequence[float], threshold: float) -> float:
+    """The same area with straight lines between the steps, as the published tables compute it.
+
+    Never below `auc` and at most 1 / (2 * number of pairs) above it; kept to compare with those tables.
+    """
+    errors = np.sort(np.asarray(errors, dtype=np.float64))
+    if errors.size == 0:
+        return float("nan")
+    errors = np.where(np.isnan(errors), np.inf, errors)
+    recall = np.arange(1, errors.size + 1) / errors.size
+    inside = errors < threshold
+    x = np.concatenate([[0.0], errors[inside], [threshold]])
+    y = np.concatenate([[0.0], recall[inside]])
+    y = np.append(y, y[-1])
+    return float(np.sum(np.diff(x) * (y[1:] + y[:-1]) / 2.0) / threshold)
+
+
+def recall_curve(errors: Sequence[float], limits: Sequence[float]) -> np.ndarray:
+    """Share of pairs with an error of at most each limit. errors: (P,), limits: (L,); returns (L,)."""
+    errors = np.asarray(errors, dtype=np.float64)
+    errors = np.sort(np.where(np.isnan(errors), np.inf, errors))
+    if errors.size == 0:
+        return np.full(len(limits), np.nan)
+    return np.searchsorted(errors, np.asarray(limits, dtype=np.float64), side="right") / errors.size
+
+
+def mean_finite(values: Sequence[float]) -> tuple[float, int]:
+    """Mean of the finite values and how many they are; (NaN, 0) when there is none."""
+    values = np.asarray(values, dtype=np.float64)
+    finite = values[np.isfinite(values)]
+    return (float(finite.mean()), int(finite.size)) if finite.size else (float("nan"), 0)

@@ -1,0 +1,162 @@
+"""Metrics against closed forms, cases made by hand, and independent computations."""
+
+from __future__ import annotations
+
+import cv2
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.matching import metrics
+
+errors_of_pairs = st.lists(
+    st.one_of(st.floats(0, 50, allow_nan=False), st.just(float("inf"))), min_size=1, max_size=40
+)
+limits = st.floats(0.1, 20)
+
+
+@pytest.mark.parametrize(
+    "errors, threshold, expected",
+    [
+        ([0.0], 3, 1.0),
+        ([3.0], 3, 0.0),
+        ([1.5], 3, 0.5),
+        ([float("inf")], 3, 0.0),
+        ([float("nan")], 3, 0.0),
+        ([0.0, float("inf")], 3, 0.5),
+        ([1.0, 2.0, 9.0], 4, (0.75 + 0.5) / 3),
+        ([0.5] * 7, 1, 0.5),
+    ],
+)
+def test_auc_of_cases_made_by_hand(errors, threshold, expected):
+    assert metrics.auc(errors, threshold) == pytest.approx(expected, abs=1e-12)
+
+
+def test_auc_closed_form_of_uniform_errors():
+    # errors spread evenly over 0..t: recall(x) = x / t, area = 1/2
+    errors = (np.arange(100_000) + 0.5) / 100_000 * 5.0
+    assert metrics.auc(errors, 5.0) == pytest.approx(0.5, abs=1e-9)
+    assert metrics.auc(errors, 2.5) == pytest.approx(0.25, abs=1e-9)
+
+
+def test_auc_closed_form_of_exponential_errors():
+    # P(error <= x) = 1 - exp(-x): area up to t = 1 - (1 - exp(-t)) / t
+    quantiles = (np.arange(200_000) + 0.5) / 200_000
+    errors = -np.log1p(-quantiles)
+    for t in (1, 3, 5, 10):
+        assert metrics.auc(errors, t) == pytest.approx(1 - (1 - np.exp(-t)) / t, abs=1e-5)
+
+
+@given(errors_of_pairs, limits)
+def test_auc_is_the_area_under_the_recall_curve(errors, threshold):
+    grid = np.linspace(0, threshold, 20_001)
+    recall = metrics.recall_curve(
+        errors, (grid[1:] + grid[:-1]) / 2
+    )  # midpoints: no rule of its own to check
+    assert metrics.auc(errors, threshold) == pytest.approx(recall.mean(), abs=2e-3)
+
+
+@given(errors_of_pairs, limits)
+def test_trapezoid_agrees_with_numpy_and_bounds_the_exact_area(errors, threshold):
+    trapezoid = getattr(np, "trapezoid", None) or np.trapz
+    ordered = np.sort(errors)
+    share = np.arange(1, len(ordered) + 1) / len(ordered)
+    below = ordered < threshold
+    x = np.concatenate([[0], ordered[below], [threshold]])
+    y = np.concatenate([[0], share[below]])
+    expected = trapezoid(np.append(y, y[-1]), x) / threshold
+    area = metrics.auc_trapezoid(errors, threshold)
+    assert area == pytest.approx(expected, abs=1e-12)
+    exact = metrics.auc(errors, threshold)
+    assert exact - 1e-12 <= area <= exact + 1 / (2 * len(errors)) + 1e-12
+
+
+@given(errors_of_pairs, limits)
+def test_auc_properties(errors, threshold):
+    value = metrics.auc(errors, threshold)
+    assert 0.0 <= value <= 1.0
+    assert metrics.auc(list(reversed(errors)), threshold) == pytest.approx(value)
+    assert metrics.auc(errors + errors, threshold) == pytest.approx(value)
+    assert metrics.auc(errors, threshold * 2) >= value - 1e-12
+    assert metrics.auc(errors + [float("inf")], threshold) == pytest.approx(
+        value * len(errors) / (len(errors) + 1)
+    )
+
+
+def test_auc_without_pairs_is_no_number_and_bad_input_is_refused():
+    assert np.isnan(metrics.auc([], 3)) and np.isnan(metrics.auc_trapezoid([], 3))
+    assert np.isnan(metrics.recall_curve([], [1.0])).all()
+    with pytest.raises(ValueError):
+        metrics.auc([1.0], 0)
+    with pytest.raises(ValueError):
+        metrics.auc([-1.0], 3)
+
+
+def test_precision_and_recall_by_hand():
+    # four keypoints; truth 0-0, 1-1, 2-2. Predicted: 0-0 right, 1-3 near but not the partner, 3-2 far.
+    matches0, truth0 = np.array([0, 3, -1, 2]), np.array([0, 1, 2, -2])
+    counts = metrics.count_matches(matches0, truth0, np.array([0.5, 2.9, 40.0]), correct_px=3.0)
+    assert counts == metrics.MatchCounts(matches=3, correct=2, truth=3, found=1)
+    assert counts.precision == pytest.approx(2 / 3) and counts.recall == pytest.approx(1 / 3)
+
+
+def test_no_match_is_a_failure_and_no_truth_is_no_question():
+    nothing = metrics.count_matches(np.array([-1, -1]), np.array([0, 1]), np.zeros(0), 3.0)
+    assert nothing.precision == 0.0 and nothing.recall == 0.0
+    no_truth = metrics.count_matches(np.array([0]), np.array([-1]), np.array([100.0]), 3.0)
+    assert no_truth.precision == 0.0 and np.isnan(no_truth.recall)
+    empty = metrics.count_matches(np.zeros(0, int), np.zeros(0, int), np.zeros(0), 3.0)
+    assert empty.precision == 0.0 and np.isnan(empty.recall)
+
+
+def test_correct_is_strictly_below_the_limit():
+    counts = metrics.count_matches(np.array([0, 1]), np.array([0, 1]), np.array([2.999, 3.0]), 3.0)
+    assert counts.correct == 1
+
+
+def test_counts_refuse_what_does_not_fit():
+    with pytest.raises(ValueError):
+        metrics.count_matches(np.array([0]), np.array([0, 1]), np.array([0.0]), 3.0)
+    with pytest.raises(ValueError):
+        metrics.count_matches(np.array([0]), np.array([0]), np.array([]), 3.0)
+
+
+def test_reprojection_error_is_the_larger_direction():
+    H = np.diag([2.0, 2.0, 1.0])  # one pixel in image 0 is two in image 1
+    error = metrics.reprojection_errors(np.array([[10.0, 10.0]]), np.array([[24.0, 20.0]]), H)
+    assert error == pytest.approx([4.0])
+    error = metrics.reprojection_errors(np.array([[24.0, 20.0]]), np.array([[10.0, 10.0]]), np.linalg.inv(H))
+    assert error == pytest.approx([4.0])
+
+
+def test_reprojection_error_agrees_with_opencv():
+    rng = np.random.default_rng(0)
+    H = np.array([[1.1, 0.05, 5], [-0.03, 0.95, 9], [1e-4, -2e-4, 1]])
+    points0, points1 = rng.uniform(0, 400, (50, 2)), rng.uniform(0, 400, (50, 2))
+    forward = np.linalg.norm(cv2.perspectiveTransform(points0[None], H)[0] - points1, axis=1)
+    backward = np.linalg.norm(cv2.perspectiveTransform(points1[None], np.linalg.inv(H))[0] - points0, axis=1)
+    np.testing.assert_allclose(
+        metrics.reprojection_errors(points0, points1, H), np.maximum(forward, backward), rtol=1e-9
+    )
+
+
+def test_reprojection_error_on_the_horizon_and_of_nothing():
+    H = np.array([[1.0, 0, 0], [0, 1, 0], [-0.01, 0, 1]])  # x = 100 maps to infinity
+    assert metrics.reprojection_errors(np.array([[100.0, 5]]), np.array([[1.0, 1]]), H) == np.inf
+    assert metrics.reprojection_errors(np.zeros((0, 2)), np.zeros((0, 2)), H).shape == (0,)
+
+
+def test_recall_curve_counts_equality():
+    assert metrics.recall_curve([1.0, 2.0, np.inf, np.nan], [0.5, 1.0, 2.0, 1e9]).tolist() == [
+        0,
+        0.25,
+        0.5,
+        0.5,
+    ]
+
+
+def test_mean_finite():
+    assert metrics.mean_finite([1.0, np.nan, 3.0, np.inf]) == (2.0, 2)
+    mean, count = metrics.mean_finite([])
+    assert np.isnan(mean) and count == 0
