@@ -76,18 +76,13 @@ def parse(tree: Any, origin: str) -> Dict[str, Section]:
     return sections
 
 
-def flatten(section: str, values: Section) -> Dict[str, Any]:
-    """`{"train.lr": 0.0001, "keypoints.homography.scale_min": 0.5, ...}`."""
-
-    def walk(prefix: str, tree: Dict[str, Any]) -> Dict[str, Any]:
-        flat: Dict[str, Any] = {}
-        for key, value in tree.items():
-            flat.update(
-                walk(f"{prefix}.{key}", value) if isinstance(value, dict) else {f"{prefix}.{key}": value}
-            )
-        return flat
-
-    return walk(section, values.model_dump())
+def flatten(name: str, values: Union[Section, Dict[str, Any]]) -> Dict[str, Any]:
+    """`{"train.lr": 0.0001, "keypoints.homography.scale_min": 0.5, ...}`; `name` is that of the section."""
+    tree = values.model_dump() if isinstance(values, Section) else values
+    flat: Dict[str, Any] = {}
+    for key, value in tree.items():
+        flat.update(flatten(f"{name}.{key}", value) if isinstance(value, dict) else {f"{name}.{key}": value})
+    return flat
 
 
 def _read(path: Path) -> Any:

@@ -1,8 +1,9 @@
 """Write a preset into params.yaml and show the change: `python -m pipeline.presets use NAME`.
 
-`presets/sample.yaml` is complete and explains every key; the other presets list only what differs from it. What
-is written keeps the comments, and may be edited by hand afterwards. A folder of images is named with `--images`;
-the digest of its file names and sizes goes into `fetch.content`, so that a changed folder is fetched again.
+`presets/sample.yaml` is complete and explains every key; the other presets list only what differs from it.
+What is written keeps the comments, and may be edited by hand afterwards. A folder of images is named with
+`--images`; the digest of its file names and sizes goes into `fetch.content`, so that a changed folder is fetched
+again.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def describe(name: str) -> str:
 def render(name: str, images: str = "", val_images: str = "") -> str:
     """The text of params.yaml for a preset; `images` and `val_images` are folders of a person's own.
 
-    Raises RequestError for an unknown preset, a missing or empty folder, or a preset that does not take folders.
+    Raises RequestError for an unknown preset, a missing or empty folder, a preset that takes no folder.
     """
     header = _split(_text(name))[0]
     tree = _load(_split(_text(BASE))[1])
