@@ -1,0 +1,232 @@
+"""Puts the events of a run log into MLflow (3.1 and later). The only file that knows MLflow."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Dict, List, Optional, Tuple
+
+from pipeline.runtime.run import is_gone
+from pipeline.runtime.run_log import Event
+from pipeline.runtime.shipper import Refused
+
+KEY_TAG = "superglue.run_key"
+METRICS_AT_ONCE = 1000  # MLflow's limits for one request
+PARAMS_AT_ONCE = 100
+DIGEST_LENGTH = 36
+FINAL_ERRORS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "INVALID_STATE")
+ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # the shipper tries again by itself
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+}
+
+
+class MlflowStore:
+    """Puts events into an MLflow store. Safe to repeat: what has arrived once is not added again."""
+
+    def __init__(self, uri: str) -> None:
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        from mlflow.tracking import MlflowClient
+
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        self._uri = uri
+        self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+    def open(self, header: Event, run_id: Optional[str]) -> Tuple[str, bool]:
+        """Find the run or make it; True when it is new to this store. Raises whatever the client raises."""
+        experiment = self._experiment(header["experiment"])
+        found = self._find(experiment, header["run"], run_id)
+        if found is None:
+            tags = dict(header.get("tags", {}), **{KEY_TAG: header["run"]})
+            made = self._client.create_run(experiment, header.get("time"), tags, header.get("name"))
+            found = made.info.run_id
+            run_id = None
+        if not header.get("attached"):
+            self._claim(experiment, found, header)
+        return found, run_id is None
+
+    def _claim(self, experiment: str, run_id: str, header: Event) -> None:
+        self._client.update_run(run_id, status="RUNNING")
+        self._params(run_id, header.get("params", {}))
+        running = self._client.search_runs([experiment], "attributes.status = 'RUNNING'", max_results=1000)
+        for run in running:
+            if run.info.run_id != run_id and is_gone(run.data.tags):
+                self._client.set_terminated(run.info.run_id, "KILLED")
+
+    def _experiment(self, name: str) -> str:
+        from mlflow.exceptions import MlflowException
+
+        known = self._client.get_experiment_by_name(name)
+        if known is not None:
+            return known.experiment_id
+        place = None
+        if self._uri.startswith("sqlite:///"):
+            # MLflow's default lies in the current directory, which may be an experiment's passing copy.
+            place = (Path(self._uri[len("sqlite:///") :]).resolve().parent / "mlartifacts" / name).as_uri()
+        try:
+            return self._client.create_experiment(
+                name, place, tags={"mlflow.experimentKind": "custom_model_development"}
+            )
+        except MlflowException:
+            known = self._client.get_experiment_by_name(name)  # another process was faster
+            if known is None:
+                raise
+            return known.experiment_id
+
+    def _find(self, experiment: str, key: str, run_id: Optional[str]) -> Optional[str]:
+        from mlflow.exceptions import MlflowException
+
+        if run_id:
+            try:
+                run = self._client.get_run(run_id)
+                if run.info.lifecycle_stage == "active":
+                    return run_id
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+        found = self._client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{key}'", max_results=1)
+        return found[0].info.run_id if found else None
+
+    def _params(self, run_id: str, params: Dict[str, str]) -> None:
+        from mlflow.entities import Param
+        from mlflow.exceptions import MlflowException
+
+        items = [Param(key, value) for key, value in params.items()]
+        for at in range(0, len(items), PARAMS_AT_ONCE):
+            try:
+                self._client.log_batch(run_id, params=items[at : at + PARAMS_AT_ONCE])
+            except MlflowException as error:
+                if error.error_code not in FINAL_ERRORS:
+                    raise  # a param that a resumed run has changed keeps its first value
+
+    def last_steps(self, run_id: str) -> Dict[str, int]:
+        """The last step the store has under each metric's name."""
+        names = self._client.get_run(run_id).data.metrics
+        return {n: max(m.step for m in self._client.get_metric_history(run_id, n)) for n in names}
+
+    def ship(self, run_id: str, events: List[Event]) -> None:
+        """Add events in order. Raises Refused when the store will never take one of them."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._metrics(run_id, [event for event in events if event.get("metrics")])
+            for event in events:
+                self._other(run_id, event)
+        except FileNotFoundError as error:
+            raise Refused(f"no file {error.filename}") from error
+        except MlflowException as error:
+            if error.error_code in FINAL_ERRORS:
+                raise Refused(str(error)) from error
+            raise
+
+    def _metrics(self, run_id: str, events: List[Event]) -> None:
+        from mlflow.entities import Metric
+
+        points = [
+            Metric(name, float(value), event["time"], event["step"])
+            for event in events
+            for name, value in event["metrics"].items()
+        ]
+        for at in range(0, len(points), METRICS_AT_ONCE):
+            self._client.log_batch(run_id, metrics=points[at : at + METRICS_AT_ONCE])
+
+    def _other(self, run_id: str, event: Event) -> None:
+        if "artifact" in event:
+            self._artifact(run_id, event["artifact"], event.get("folder") or None)
+        if "dataset" in event:
+            self._dataset(run_id, event["dataset"])
+        if "model" in event:
+            self._model(run_id, event["model"])
+        if "tags" in event and "run" not in event:
+            self._tags(run_id, event["tags"])
+        if "end" in event:
+            self._client.set_terminated(run_id, event["end"], event.get("time"))
+
+    def _artifact(self, run_id: str, path: str, folder: Optional[str]) -> None:
+        if os.path.isdir(path):
+            self._client.log_artifacts(run_id, path, folder)
+        else:
+            self._client.log_artifact(run_id, path, folder)
+
+    def _tags(self, run_id: str, tags: Dict[str, str]) -> None:
+        from mlflow.entities import RunTag
+
+        self._client.log_batch(
+            run_id, tags=[RunTag(key, value) for key, value in tags.items()][:PARAMS_AT_ONCE]
+        )
+
+    def _dataset(self, run_id: str, event: Event) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        source = json.dumps({"uri": event["source"], "digest": event["digest"]})
+        short = event["digest"].rpartition(":")[2][:DIGEST_LENGTH]  # the store holds no more, `source` does
+        data = Dataset(event["name"], short, "local", source, profile=json.dumps({"digest": event["digest"]}))
+        tags = [InputTag("mlflow.data.context", event["context"])]
+        self._client.log_inputs(run_id, datasets=[DatasetInput(data, tags)])
+
+    def _model(self, run_id: str, event: Event) -> None:
+        """The files as a logged model of the run and as a version of the registered one, alias `champion`."""
+        name = event["name"]
+        done = self._client.search_model_versions(f"run_id = '{run_id}'")
+        if any(version.tags.get("step") == str(event["step"]) for version in done):
+            return
+        model_id = self._logged_model(run_id, event)
+        if not self._client.search_registered_models(f"name = '{name}'"):
+            self._client.create_registered_model(name)
+        source = f"models:/{model_id}"
+        tags = {"step": str(event["step"])}
+        version = self._client.create_model_version(
+            name, source, run_id, tags, model_id=model_id, await_creation_for=0
+        )
+        self._client.set_registered_model_alias(name, "champion", version.version)
+
+    def _logged_model(self, run_id: str, event: Event) -> str:
+        from mlflow.entities import LoggedModelOutput
+
+        experiment = self._client.get_run(run_id).info.experiment_id
+        known = self._client.search_logged_models([experiment], f"source_run_id = '{run_id}'")
+        again = [m for m in known if m.tags.get("step") == str(event["step"]) and m.status == "READY"]
+        if again:
+            return again[0].model_id
+        tags = {"step": str(event["step"])}
+        model = self._client.create_logged_model(
+            experiment, event["name"], run_id, tags, model_type="matcher"
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            for path in event["files"]:
+                shutil.copy(path, folder)
+            write_description(Path(folder), run_id, model.model_id, event["files"])
+            self._client.log_model_artifacts(model.model_id, folder)
+        self._client.finalize_logged_model(model.model_id, "READY")
+        self._client.log_outputs(run_id, [LoggedModelOutput(model.model_id, event["step"])])
+        return model.model_id
+
+
+def write_description(folder: Path, run_id: str, model_id: str, files: List[str]) -> None:
+    """The `MLmodel` file: inputs, outputs and file names, and no code and no pickle."""
+    import numpy
+    from mlflow.models import Model, ModelSignature
+    from mlflow.types import Schema, TensorSpec
+
+    def spec(name: str, dtype: str, *shape: int) -> TensorSpec:
+        return TensorSpec(numpy.dtype(dtype), (-1, *shape), name)
+
+    inputs, outputs = [], []
+    for side in "01":
+        inputs += [spec(f"keypoints{side}", "float32", -1, 2), spec(f"descriptors{side}", "uint8", -1, 128)]
+        inputs += [spec(f"{name}{side}", "float32", -1) for name in ("scales", "angles", "scores")]
+        inputs.append(spec(f"image_size{side}", "float32", 2))
+        outputs += [spec(f"matches{side}", "int64", -1), spec(f"matching_scores{side}", "float32", -1)]
+    signature = ModelSignature(inputs=Schema(inputs), outputs=Schema(outputs))
+    model = Model(run_id=run_id, signature=signature, model_id=model_id)
+    model.add_flavor("superglue_safetensors", files=[Path(path).name for path in files])
+    model.save(str(folder / "MLmodel"))

@@ -1,0 +1,233 @@
+"""A run as the stages see it: log figures, add files, close. Nothing here blocks, nothing here raises."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import uuid
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional
+
+from pipeline.runtime.run_log import EventLog, now_ms, storable, write_json
+from pipeline.runtime.shipper import Feed, Shipper, say, wait_limit
+from pipeline.runtime.system_metrics import Sampler
+
+LOCAL_PREFIX = "local-"
+
+
+class NullRun:
+    """What the other ranks hold, and whoever turned tracking off: the same methods, doing nothing."""
+
+    run_id: Optional[str] = None
+
+    def log(self, metrics: Dict[str, Any], step: int) -> None:
+        pass
+
+    def artifact(self, path: Any, folder: str = "") -> None:
+        pass
+
+    def dataset(self, name: str, digest: str, source: str = "", context: str = "training") -> None:
+        pass
+
+    def model(self, *paths: Any, name: str = "superglue", step: int = 0) -> None:
+        pass
+
+    def tags(self, tags: Dict[str, Any]) -> None:
+        pass
+
+    def close(self, status: str = "FINISHED", wait: Optional[float] = None) -> bool:
+        return True
+
+    def __enter__(self) -> NullRun:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.close("FINISHED" if kind is None else ending(kind))
+
+
+class Run(NullRun):
+    """An open run. Everything goes to the local log; a `Shipper` carries it on from there.
+
+    Made by `tracking.open_run` and `tracking.attach`. As a context manager it closes itself: FINISHED, FAILED
+    on an exception, KILLED on Ctrl-C or sys.exit (which is how a signal ends a stage).
+    """
+
+    def __init__(
+        self,
+        log: EventLog,
+        feeds: List[Feed],
+        tracking_uri: str,
+        make_sink: Callable[[], object],
+        run_json: Optional[Path] = None,
+    ) -> None:
+        self._log = log
+        self._feed = feeds[0] if feeds[0].log is log else feeds[-1]
+        self._uri = tracking_uri
+        self._json = run_json
+        self._sampler: Optional[Sampler] = None
+        self._known = log.last_steps()
+        self._warned = False
+        self._closed = False
+        self._shipper = Shipper(feeds, make_sink, redacted(tracking_uri), self._opened)
+        self._shipper.start()
+        atexit.register(self.close, "FAILED")  # for a stage that ended without closing
+
+    @property
+    def run_id(self) -> str:
+        """MLflow's id as soon as it is known, before that a local key; `resume_run_id` takes either."""
+        return self._feed.run_id or self._log.header().get("run_id") or self._log.header()["run"]
+
+    def log(self, metrics: Dict[str, Any], step: int) -> None:
+        """Figures of one step: name -> number (floats, tensors of one element). NaN and infinity are kept.
+
+        A point whose step the log had before the run was resumed is the same point again, and left out.
+        """
+        try:
+            kept = {str(k): storable(v) for k, v in metrics.items() if step > self._known.get(str(k), -1)}
+        except (TypeError, ValueError) as error:
+            self._warn(f"a figure is not a number: {error}")
+            return
+        if kept:
+            self._append({"metrics": kept, "step": int(step), "time": now_ms()})
+
+    def artifact(self, path: Any, folder: str = "") -> None:
+        """Add a file, or all files of a folder, under `folder` of the run. It is read when it is shipped."""
+        self._append({"artifact": str(Path(path).resolve()), "folder": folder})
+
+    def dataset(self, name: str, digest: str, source: str = "", context: str = "training") -> None:
+        """Name the data the run has used; `digest` is its full hash."""
+        self._append({"dataset": {"name": name, "digest": digest, "source": source, "context": context}})
+
+    def model(self, *paths: Any, name: str = "superglue", step: int = 0) -> None:
+        """Add the files of the trained model, and register it under `name` with the alias `champion`."""
+        files = [str(Path(path).resolve()) for path in paths]
+        self._append({"model": {"name": name, "files": files, "step": int(step)}})
+
+    def tags(self, tags: Dict[str, Any]) -> None:
+        """Set further tags."""
+        self._append({"tags": {str(key): str(value) for key, value in tags.items()}})
+
+    def sample_system(self) -> None:
+        """Start logging CPU, memory, disk, network and GPUs."""
+        steps = [step for name, step in self._known.items() if name.startswith("system/")]
+        self._sampler = Sampler(self.log, max(steps) + 1 if steps else 0)
+        self._sampler.start()
+
+    def close(self, status: str = "FINISHED", wait: Optional[float] = None) -> bool:
+        """End the run as FINISHED, FAILED or KILLED; True when everything has reached the server.
+
+        Waits a bounded time (20 s for a server, 60 s for a local store, else `wait` seconds) and says what
+        has not arrived. The log keeps it, and the next run in the same place ships it.
+        """
+        if self._closed:
+            return True
+        self._closed = True
+        atexit.unregister(self.close)
+        if self._sampler is not None:
+            self._sampler.stop()
+        if not self._log.header().get("attached"):
+            self._append({"end": status, "time": now_ms()})
+        arrived = self._shipper.stop(wait_limit(self._uri) if wait is None else wait)
+        self._log.close()
+        if not arrived:
+            reason = f" ({self._shipper.error})" if self._shipper.error else ""
+            say(
+                f"{self._feed.unshipped()} entries have not reached {redacted(self._uri)}{reason}; "
+                f"{self._log.path} keeps them, and the next run there ships them"
+            )
+        return arrived
+
+    def _append(self, event: Dict[str, Any]) -> None:
+        try:
+            self._log.append(event)
+        except OSError as error:
+            self._warn(f"{self._log.path} cannot be written: {error}")
+
+    def _warn(self, text: str) -> None:
+        if not self._warned:
+            say(text)
+        self._warned = True
+
+    def _opened(self, feed: Feed) -> None:
+        if feed is self._feed and self._json is not None:
+            store_run_json(self._json, self._log.header(), feed.run_id)
+
+
+def store_run_json(path: Path, header: Dict[str, Any], run_id: Optional[str]) -> None:
+    """Write what `attach` reads: the run's key and id, the store's address without a password."""
+    address = {"tracking_uri": redacted(header["tracking_uri"]), "experiment": header["experiment"]}
+    write_json(path, dict(address, key=header["run"], run_id=run_id))
+
+
+def new_key() -> str:
+    """A name for a run that no server knows yet."""
+    return LOCAL_PREFIX + uuid.uuid4().hex
+
+
+def ending(kind: Any) -> str:
+    """FAILED or KILLED, from the exception that ended the work."""
+    if issubclass(kind, KeyboardInterrupt):
+        return "KILLED"
+    return "KILLED" if issubclass(kind, SystemExit) else "FAILED"
+
+
+def redacted(uri: str) -> str:
+    """The address without user name and password."""
+    head, mark, rest = uri.partition("://")
+    if not mark or "@" not in rest.split("/", 1)[0]:
+        return uri
+    return f"{head}://{rest.split('@', 1)[1]}"
+
+
+def flatten(params: Dict[str, Any], prefix: str = "") -> Dict[str, str]:
+    """{"train": {"lr": 0.1}} as {"train.lr": "0.1"}."""
+    flat: Dict[str, str] = {}
+    for key, value in params.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            flat.update(flatten(value, f"{name}."))
+        else:
+            flat[name] = str(value)
+    return flat
+
+
+def process_tags() -> Dict[str, str]:
+    """Enough to tell later, on this machine, whether the process still lives."""
+    return {
+        "process.host": socket.gethostname(),
+        "process.space": _process_space(),
+        "process.pid": str(os.getpid()),
+        "process.started": _start_time(os.getpid()) or "",
+    }
+
+
+def is_gone(tags: Dict[str, str]) -> bool:
+    """Whether the process of `process_tags` has ended. False where it cannot be told (another machine)."""
+    if tags.get("process.host") != socket.gethostname():
+        return False
+    host_boot, _, space = tags.get("process.space", "").partition(" ")
+    boot, _, mine = _process_space().partition(" ")
+    if host_boot != boot:
+        return True  # the machine has been started anew since
+    if space != mine or not tags.get("process.pid", "").isdigit():
+        return False
+    return _start_time(int(tags["process.pid"])) != tags.get("process.started")
+
+
+def _process_space() -> str:
+    """Boot id and process namespace: process ids mean something only within both."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return "unknown unknown"
+
+
+def _start_time(pid: int) -> Optional[str]:
+    """Clock ticks from boot to the start of a process, None when there is none of that id (or a zombie)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields[19]

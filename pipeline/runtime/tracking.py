@@ -1,0 +1,136 @@
+"""Tracking, from rank 0, without ever blocking or ending the work.
+
+A stage opens a run here and writes to its local log (`run`, `run_log`); a thread carries the log on
+(`shipper`) and `mlflow_store` puts it into MLflow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+from pipeline.runtime import repro
+from pipeline.runtime.mlflow_store import MlflowStore
+from pipeline.runtime.run import NullRun, Run, flatten, new_key, process_tags, store_run_json
+from pipeline.runtime.run_log import Event, EventLog, now_ms
+from pipeline.runtime.shipper import Feed
+
+__all__ = ["NullRun", "Run", "attach", "open_run", "tracking_uri"]
+
+EXPERIMENT = "superglue-sift"
+
+
+def tracking_uri() -> str:
+    """MLFLOW_TRACKING_URI, else `mlflow.db` in the person's clone (also from a DVC experiment's copy)."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{repro.main_root() / 'mlflow.db'}"
+
+
+def open_run(
+    reports_dir: Any,
+    params: Dict[str, Any],
+    tags: Optional[Dict[str, Any]] = None,
+    resume_run_id: Optional[str] = None,
+    enabled: bool = True,
+    system_metrics: bool = True,
+) -> NullRun:
+    """Open a run, or go on with the one a checkpoint names.
+
+    `reports_dir` gets `log.jsonl`, its cursor and `mlflow_run.json`. `params` may be nested:
+    {"train": {"lr": 1}} becomes `train.lr`. `resume_run_id` is what `.run_id` said in the interrupted process. `enabled=False`
+    (every rank but the first) gives a run that does nothing.
+    """
+    if not enabled:
+        return NullRun()
+    folder, uri = Path(reports_dir), tracking_uri()
+    log = EventLog(folder / "log.jsonl")
+    header = log.header()
+    ids = (header.get("run"), header.get("run_id"), log.cursor().get("run_id"))
+    if not resume_run_id or resume_run_id not in ids:
+        _set_aside(log)
+        header = _header(uri, params, tags or {}, resume_run_id)
+        log.append(header)
+    else:
+        log.append({"tags": dict(_tags(tags or {})), "resumed": True, "time": now_ms()})
+    feeds = [Feed(log, uri), *_leftovers(folder, uri)]
+    store_run_json(folder / "mlflow_run.json", header, feeds[0].run_id or header.get("run_id"))
+    run = Run(log, feeds, uri, lambda: MlflowStore(uri), folder / "mlflow_run.json")
+    if system_metrics:
+        run.sample_system()
+    return run
+
+
+def attach(run_json: Any, reports_dir: Any = None) -> NullRun:
+    """Go on with the run of `mlflow_run.json` from another stage; without the file, a run that does nothing.
+
+    Its log is `attached.jsonl` in `reports_dir`, else beside the file. Closing it leaves the run's state as
+    it is. What training could not ship is shipped first.
+    """
+    path = Path(run_json)
+    try:
+        known = json.loads(path.read_text())
+        key, run_id, experiment = known["key"], known["run_id"], known["experiment"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return NullRun()
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or known.get("tracking_uri") or tracking_uri()
+    folder = path.parent if reports_dir is None else Path(reports_dir)
+    log = EventLog(folder / "attached.jsonl")
+    _set_aside(log)
+    header = {"run": key, "run_id": run_id, "tracking_uri": uri, "experiment": experiment, "attached": True}
+    log.append(header)
+    before = Feed(EventLog(path.parent / "log.jsonl"), uri)
+    feeds = [before] if before.log.header().get("run") == key and before.pending() else []
+    return Run(log, [*feeds, Feed(log, uri), *_leftovers(folder, uri)], uri, lambda: MlflowStore(uri))
+
+
+def _header(uri: str, params: Dict[str, Any], tags: Dict[str, Any], run_id: Optional[str]) -> Event:
+    local = run_id is not None and run_id.startswith("local-")
+    return {
+        "run": run_id if local else new_key(),
+        "run_id": None if local else run_id,
+        "continues": bool(run_id),
+        "tracking_uri": uri,
+        "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT,
+        "name": _name(),
+        "params": flatten(params),
+        "tags": _tags(tags),
+        "time": now_ms(),
+    }
+
+
+def _name() -> str:
+    given = os.environ.get("MLFLOW_RUN_NAME") or os.environ.get("DVC_EXP_NAME")
+    return given or time.strftime("%Y-%m-%d %H.%M")
+
+
+def _tags(tags: Dict[str, Any]) -> Dict[str, str]:
+    own = repro.provenance()
+    own.update({str(key): str(value) for key, value in tags.items()})
+    own.update(process_tags())
+    own["mlflow.source.name"] = f"pipeline.{own.get('dvc.stage', 'train')}"
+    own["mlflow.source.type"] = "LOCAL"
+    own["mlflow.source.git.commit"] = own["git.commit"]
+    own["mlflow.user"] = os.environ.get("USER") or str(os.getuid())
+    return own
+
+
+def _set_aside(log: EventLog) -> None:
+    """Make room for a new log. An old one that has not all arrived waits in `unshipped/` to be shipped."""
+    header = log.header()
+    if not header:
+        log.delete()
+        return
+    if not header.get("attached") and not any("end" in event for event in log.events()[-1:]):
+        log.append({"end": "KILLED", "time": now_ms()})  # one writer at a time: its process must be gone
+    log.close()
+    if Feed(log, header["tracking_uri"]).pending():
+        log.move(log.path.parent / "unshipped" / f"{log.path.stem}-{now_ms()}.jsonl")
+    else:
+        log.delete()
+
+
+def _leftovers(folder: Path, uri: str) -> List[Feed]:
+    logs = [EventLog(path) for path in sorted((folder / "unshipped").glob("*.jsonl"))]
+    return [Feed(log, uri, leftover=True) for log in logs if log.header().get("tracking_uri") == uri]
