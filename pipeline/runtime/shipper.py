@@ -104,7 +104,6 @@ class Shipper(threading.Thread):
         make_sink: Callable[[], object],
         place: str,
         on_open: Optional[Callable[[Feed], None]] = None,
-        poll: float = POLL_SECONDS,
     ) -> None:
         super().__init__(name="tracking", daemon=True)
         self.feeds = feeds
@@ -112,19 +111,19 @@ class Shipper(threading.Thread):
         self._make_sink = make_sink
         self._place = place
         self._on_open = on_open
-        self._poll = poll
         self._sink = None
         self._wake = threading.Event()
         self._stopping = threading.Event()
+        self._given_up = threading.Event()
         self._announced: Dict[Feed, str] = {}
 
     def run(self) -> None:
-        pause = self._poll
+        pause = POLL_SECONDS
         while True:
             ok = self._round()
-            if self._stopping.is_set() and ok:
+            if self._given_up.is_set() or (self._stopping.is_set() and ok):
                 return
-            pause = self._poll if ok else min(2 * pause, LONGEST_PAUSE_SECONDS)
+            pause = POLL_SECONDS if ok else min(2 * pause, LONGEST_PAUSE_SECONDS)
             longest = pause if not self._stopping.is_set() else 0.5
             self._wake.wait(longest)
             self._wake.clear()
@@ -134,6 +133,7 @@ class Shipper(threading.Thread):
         self._stopping.set()
         self._wake.set()
         self.join(seconds)
+        self._given_up.set()
         return not self.is_alive() and not any(feed.pending() for feed in self.feeds)
 
     def _round(self) -> bool:
@@ -153,12 +153,12 @@ class Shipper(threading.Thread):
         return True
 
     def _drain(self, feed: Feed) -> None:
-        while feed.pending():
+        while feed.pending() and not self._given_up.is_set():
             feed.advance(self._sink)
             if self._on_open is not None and self._announced.get(feed) != feed.run_id:
                 self._announced[feed] = feed.run_id or ""
                 self._on_open(feed)
-        if feed.leftover:
+        if feed.leftover and not feed.pending():
             feed.log.delete()
             self.feeds.remove(feed)
 

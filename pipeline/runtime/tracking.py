@@ -39,8 +39,8 @@ def open_run(
     """Open a run, or go on with the one a checkpoint names.
 
     `reports_dir` gets `log.jsonl`, its cursor and `mlflow_run.json`. `params` may be nested:
-    {"train": {"lr": 1}} becomes `train.lr`. `resume_run_id` is what `.run_id` said in the interrupted process. `enabled=False`
-    (every rank but the first) gives a run that does nothing.
+    {"train": {"lr": 1}} becomes `train.lr`. `resume_run_id` is what `.run_id` said in the interrupted process. With `enabled=False`
+    (every rank but the first) the run does nothing.
     """
     if not enabled:
         return NullRun()

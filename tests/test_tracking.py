@@ -1,0 +1,414 @@
+"""Tracking: the log comes first, every point arrives once, and no server can hold up or end the work."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.runtime import run as run_module
+from pipeline.runtime import tracking
+from pipeline.runtime.progress import Lines, clock
+from pipeline.runtime.repro import main_root, provenance
+from pipeline.runtime.run_log import EventLog
+
+ROOT = Path(__file__).resolve().parents[1]
+PARAMS = {"train": {"lr": 1e-4, "layers": 5}}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Short pauses, and nothing inherited from the shell of the person who tests."""
+    for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_NAME", "DVC_EXP_NAME", "DVC_ROOT", "DVC_STAGE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.2")
+    monkeypatch.setattr("pipeline.runtime.shipper.POLL_SECONDS", 0.1)
+    monkeypatch.setattr("pipeline.runtime.shipper.LONGEST_PAUSE_SECONDS", 0.2)
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory) -> Path:
+    """A store with its tables made, to be copied: making one takes seconds."""
+    from mlflow.tracking import MlflowClient
+
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def store(empty_store, tmp_path, monkeypatch) -> str:
+    """Address of a local store of the test's own."""
+    (tmp_path / "mlflow.db").write_bytes(empty_store.read_bytes())
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    return uri
+
+
+class Gate:
+    """MLflow's own REST handlers over the test's store, behind a gate that can misbehave.
+
+    mode: "up"; "error" answers 500; "hang" answers nothing for 3 s; "deaf" does the work and loses the reply.
+    """
+
+    def __init__(self, uri: str) -> None:
+        os.environ["_MLFLOW_SERVER_FILE_STORE"] = uri
+        os.environ["_MLFLOW_SERVER_ARTIFACT_ROOT"] = str(Path(uri[len("sqlite:///") :]).parent / "served")
+        from mlflow.server import app, handlers
+
+        handlers._tracking_store = handlers._model_registry_store = None
+        self.app = app.wsgi_app if hasattr(app, "wsgi_app") else app
+        self.mode = "up"
+        self.posts = 0
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self.server = None
+
+    def __call__(self, environ, start_response):
+        self.posts += environ["REQUEST_METHOD"] == "POST"
+        mode = self.mode
+        if mode == "hang":
+            time.sleep(3)
+        if mode in ("error", "hang"):
+            return self._fail(start_response)
+        if mode == "deaf":
+            list(self.app(environ, lambda *_args: None))
+            return self._fail(start_response)
+        return self.app(environ, start_response)
+
+    @staticmethod
+    def _fail(start_response):
+        start_response("500 Broken", [("Content-Type", "text/plain")])
+        return [b"broken on purpose"]
+
+    def start(self) -> None:
+        import logging
+
+        from werkzeug.serving import make_server
+
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        self.server = make_server("127.0.0.1", self.port, self, threaded=True)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def stop(self) -> None:
+        if self.server is not None:
+            self.server.shutdown()
+            self.server.server_close()
+            self.server = None
+
+
+@pytest.fixture
+def gate(store, monkeypatch):
+    made = Gate(store)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", made.uri)
+    yield made
+    made.stop()
+
+
+def stored_run(store):
+    """The only run of the store, and its client."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(store)
+    runs = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    assert len(runs) == 1
+    return client, runs[0]
+
+
+def steps(store, name):
+    client, run = stored_run(store)
+    return [metric.step for metric in client.get_metric_history(run.info.run_id, name)]
+
+
+def log_steps(run, start, stop):
+    for step in range(start, stop):
+        run.log({"train/loss": 1.0 / (step + 1)}, step)
+
+
+def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path):
+    picture = tmp_path / "matches.png"
+    picture.write_bytes(b"png")
+    model = tmp_path / "best.safetensors"
+    model.write_bytes(b"weights")
+    with tracking.open_run(tmp_path / "reports", PARAMS, {"world_size": 2}) as run:
+        log_steps(run, 0, 50)
+        run.log({"val/loss": float("nan")}, 10)
+        run.artifact(picture, "pictures")
+        run.dataset("keypoints", "sha256:" + "ab" * 32, "data/keypoints")
+        run.model(model, step=50)
+        time.sleep(0.6)
+    client, stored = stored_run(store)
+    assert stored.info.status == "FINISHED"
+    assert stored.data.params == {"train.lr": "0.0001", "train.layers": "5"}
+    assert steps(store, "train/loss") == list(range(50))
+    assert len(steps(store, "system/cpu_utilization_percentage")) >= 2
+    assert {"git.commit", "git.dirty", "host", "world_size", "version.torch"} <= set(stored.data.tags)
+    assert stored.inputs.dataset_inputs[0].dataset.digest == ("ab" * 32)[:36]
+    assert [f.path for f in client.list_artifacts(stored.info.run_id, "pictures")] == ["pictures/matches.png"]
+    version = client.get_model_version_by_alias("superglue", "champion")
+    files = {path.name for path in (tmp_path / "mlartifacts").rglob("*") if path.is_file()}
+    assert {"MLmodel", "best.safetensors"} <= files
+    assert version.run_id == stored.info.run_id
+    assert json.loads((tmp_path / "reports/mlflow_run.json").read_text())["run_id"] == stored.info.run_id
+
+
+def test_evaluate_adds_to_the_same_run_and_leaves_its_state(store, tmp_path):
+    tracking.open_run(tmp_path, PARAMS, system_metrics=False).close("KILLED")
+    with tracking.attach(tmp_path / "mlflow_run.json", tmp_path / "evaluate") as run:
+        run.log({"test/auc_5px": 0.5}, 7)
+    _, stored = stored_run(store)
+    assert stored.data.metrics == {"test/auc_5px": 0.5}
+    assert stored.info.status == "KILLED"
+
+
+def test_attach_without_a_run_and_other_ranks_do_nothing(tmp_path):
+    with tracking.attach(tmp_path / "none.json") as run:
+        run.log({"a": 1}, 0)
+    other = tracking.open_run(tmp_path, PARAMS, enabled=False)
+    other.log({"a": 1}, 0)
+    other.close()
+    assert other.run_id is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dead_server_holds_up_nothing_and_gets_all_points_after_it_is_back(gate, store, tmp_path, capfd):
+    started = time.monotonic()
+    run = tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False)
+    log_steps(run, 0, 1000)
+    assert time.monotonic() - started < 5  # 1000 steps, and the tags' git calls
+    assert run.close(wait=2) is False
+    said = capfd.readouterr().err
+    assert "1002 entries have not reached" in said and "log.jsonl keeps them" in said
+    gate.start()
+    assert tracking.open_run(
+        tmp_path / "reports", PARAMS, resume_run_id=run.run_id, system_metrics=False
+    ).close()
+    assert steps(store, "train/loss") == list(range(1000))
+
+
+def test_the_next_run_ships_what_the_last_one_could_not(gate, tmp_path, store):
+    first = tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False)
+    log_steps(first, 0, 20)
+    first.close(wait=0.1)
+    gate.start()
+    tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False).close()
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(store)
+    runs = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    assert sorted(len(client.get_metric_history(r.info.run_id, "train/loss")) for r in runs) == [0, 20]
+    assert not list((tmp_path / "reports" / "unshipped").glob("*"))
+
+
+def test_evaluate_ships_what_training_could_not(gate, store, tmp_path):
+    run = tracking.open_run(tmp_path, PARAMS, system_metrics=False)
+    log_steps(run, 0, 20)
+    run.close(wait=0.1)
+    assert json.loads((tmp_path / "mlflow_run.json").read_text())["run_id"] is None
+    gate.start()
+    with tracking.attach(tmp_path / "mlflow_run.json") as again:
+        again.log({"test/auc_5px": 0.5}, 20)
+    assert steps(store, "train/loss") == list(range(20))
+    _, stored = stored_run(store)
+    assert (stored.info.status, stored.data.metrics["test/auc_5px"]) == ("FINISHED", 0.5)
+
+
+@pytest.mark.parametrize("fault", ["error", "hang", "deaf"])
+def test_a_server_that_fails_in_the_middle_gets_every_point_once(gate, store, tmp_path, fault, capfd):
+    gate.start()
+    run = tracking.open_run(tmp_path, PARAMS, system_metrics=False)
+    log_steps(run, 0, 100)
+    wait_for(lambda: gate.posts > 3)
+    gate.mode = fault
+    before = gate.posts
+    started = time.monotonic()
+    log_steps(run, 100, 200)
+    assert time.monotonic() - started < 1
+    wait_for(lambda: gate.posts > before)
+    time.sleep(1.2)
+    gate.mode = "up"
+    log_steps(run, 200, 300)
+    assert run.close(wait=30)
+    assert steps(store, "train/loss") == list(range(300))
+    said = capfd.readouterr().err
+    assert said.count("does not answer") == said.count("answers again") == 1
+
+
+def test_a_flapping_server_gets_every_point_once(gate, store, tmp_path):
+    gate.start()
+    run = tracking.open_run(tmp_path, PARAMS, system_metrics=False)
+    for step in range(200):
+        gate.mode = ("up", "deaf", "error")[step // 7 % 3]
+        run.log({"train/loss": step / 7}, step)
+        time.sleep(0.01)
+    gate.mode = "up"
+    assert run.close(wait=30)
+    assert steps(store, "train/loss") == list(range(200))
+
+
+def test_closing_against_a_hanging_server_is_bounded(gate, tmp_path):
+    gate.start()
+    gate.mode = "hang"
+    run = tracking.open_run(tmp_path, PARAMS, system_metrics=False)
+    started = time.monotonic()
+    assert run.close(wait=1) is False
+    assert time.monotonic() - started < 2
+
+
+def test_a_resumed_run_goes_on_without_doubling_the_steps_since_the_checkpoint(store, tmp_path):
+    run = tracking.open_run(tmp_path, PARAMS)
+    log_steps(run, 0, 57)
+    run.close("KILLED")
+    again = tracking.open_run(tmp_path, PARAMS, resume_run_id=run.run_id)
+    log_steps(again, 50, 80)
+    time.sleep(0.5)
+    again.close()
+    _, stored = stored_run(store)
+    assert steps(store, "train/loss") == list(range(80))
+    assert stored.info.status == "FINISHED"
+    assert len(set(steps(store, "system/cpu_utilization_percentage"))) == len(
+        steps(store, "system/cpu_utilization_percentage")
+    )
+
+
+def test_a_resumed_run_whose_log_is_lost_asks_the_server_what_it_has(store, tmp_path):
+    run = tracking.open_run(tmp_path / "one", PARAMS, system_metrics=False)
+    log_steps(run, 0, 57)
+    run.close("KILLED")
+    again = tracking.open_run(tmp_path / "two", PARAMS, resume_run_id=run.run_id, system_metrics=False)
+    log_steps(again, 50, 80)
+    again.close()
+    assert steps(store, "train/loss") == list(range(80))
+
+
+def test_a_new_store_gets_the_whole_log(store, empty_store, tmp_path, monkeypatch):
+    run = tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False)
+    log_steps(run, 0, 30)
+    run.close("KILLED")
+    (tmp_path / "other.db").write_bytes(empty_store.read_bytes())
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'other.db'}")
+    again = tracking.open_run(tmp_path / "reports", PARAMS, resume_run_id=run.run_id, system_metrics=False)
+    log_steps(again, 30, 40)
+    again.close()
+    assert steps(f"sqlite:///{tmp_path / 'other.db'}", "train/loss") == list(range(40))
+
+
+SCRIPT = """
+    import os, signal, sys, time
+    from pipeline.runtime import tracking
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with tracking.open_run(sys.argv[1], {"train": {"lr": 1}}, system_metrics=False) as run:
+        run.log({"train/loss": 1.0}, 0)
+        while not os.path.exists(os.path.join(sys.argv[1], "log.cursor.json")):
+            time.sleep(0.05)
+        time.sleep(0.3)
+        {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)", "KILLED"),
+        ("raise ValueError('broken')", "FAILED"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "RUNNING"),
+    ],
+)
+def test_no_run_stays_running(store, tmp_path, end, status):
+    script = textwrap.dedent(SCRIPT).replace("{end}", end)
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "reports")],
+        cwd=ROOT, env=dict(os.environ, PYTHONPATH=str(ROOT)), timeout=120, check=False, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    client, stored = stored_run(store)
+    assert stored.info.status == status
+    elsewhere = tracking.open_run(tmp_path / "elsewhere", PARAMS, system_metrics=False)
+    elsewhere.close()
+    state = client.get_run(stored.info.run_id).info.status
+    assert state == ("KILLED" if status == "RUNNING" else status)
+
+
+def test_the_dead_run_of_another_container_is_closed_by_the_next_in_its_place(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "_process_space", lambda: "boot pid:[1]")
+    run = tracking.open_run(tmp_path, PARAMS, system_metrics=False)
+    run.log({"train/loss": 1.0}, 0)
+    wait_for(lambda: run._feed.run_id and not run._feed.pending())
+    run._closed = True  # as SIGKILL leaves it
+    monkeypatch.setattr(run_module, "_process_space", lambda: "boot pid:[2]")
+    tracking.open_run(tmp_path, PARAMS, system_metrics=False).close()
+    from mlflow.tracking import MlflowClient
+
+    assert MlflowClient(store).get_run(run.run_id).info.status == "KILLED"
+
+
+def test_a_figure_that_is_no_number_and_a_missing_file_stop_nothing(store, tmp_path, capfd):
+    run = tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False)
+    run.log({"train/loss": "high"}, 0)
+    run.artifact(tmp_path / "missing.png")
+    run.log({"a bad name!": 1.0, "train/loss": 2.0}, 1)
+    run.log({"train/loss": 3.0}, 2)
+    assert run.close()
+    assert steps(store, "train/loss")[-1] == 2
+    assert "not a number" in capfd.readouterr().err
+
+
+def test_a_torn_last_line_is_cut_off(tmp_path):
+    log = EventLog(tmp_path / "log.jsonl")
+    log.append({"run": "local-1"})
+    log.close()
+    with open(log.path, "ab") as stream:
+        stream.write(b'{"metrics": {"tra')
+    log.append({"end": "KILLED"})
+    assert log.events() == [{"run": "local-1"}, {"end": "KILLED"}]
+
+
+def test_passwords_stay_out_of_files_that_are_kept():
+    assert run_module.redacted("https://me:secret@host:5000/x") == "https://host:5000/x"
+    assert run_module.redacted("sqlite:////a@b/mlflow.db") == "sqlite:////a@b/mlflow.db"
+
+
+def test_the_store_of_a_dvc_experiment_is_the_clones(tmp_path):
+    copy = tmp_path / "clone" / ".dvc" / "tmp" / "exps" / "tmpabc"
+    copy.mkdir(parents=True)
+    (copy / "dvc.yaml").touch()
+    assert main_root(copy) == tmp_path / "clone"
+
+
+def test_provenance_names_commit_and_versions(monkeypatch):
+    monkeypatch.setenv("IMAGE_DIGEST", "sha256:1234")
+    tags = provenance(ROOT)
+    assert tags["image.digest"] == "sha256:1234"
+    assert {"git.commit", "git.dirty", "host", "version.torch"} <= set(tags)
+    assert all(isinstance(value, str) for value in tags.values())
+
+
+def test_progress_prints_lines_with_an_eta_where_there_is_no_terminal():
+    out = io.StringIO()
+    bar = Lines(None, 100, "train", "step", 40, out, every=0.0)
+    bar.set_postfix(loss=0.25)
+    time.sleep(0.01)
+    bar.update(30)
+    assert "train: 70/100 step, 70 %" in out.getvalue()
+    assert "ETA 0:00" in out.getvalue() and "loss 0.25" in out.getvalue()
+    assert list(Lines([1, 2], None, "", "it", 0, out)) == [1, 2]
+    assert clock(3725) == "1:02:05"
+
+
+def wait_for(condition, seconds=20):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.02)
