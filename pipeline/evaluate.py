@@ -1,0 +1,150 @@
+"""Stage `evaluate`: the trained matcher beside the baselines, on held-out images or a folder of pairs.
+
+    python -m pipeline.evaluate --model checkpoints/best.safetensors --out reports/evaluate
+    python -m pipeline.evaluate --model models/superglue.safetensors --pairs DIR --out DIR
+
+Writes metrics.json (flat names), pairs.csv (one line per pair and matcher), scenes.csv, protocol.json,
+bad_images.csv, curves/ and pictures/ into --out. What every figure means: docs/evaluation.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import List, Optional, Tuple
+
+from pipeline import errors, params
+from pipeline.errors import RequestError, WorkError
+from pipeline.evaluation import matchers, outputs, scoring, summary
+from pipeline.evaluation.heldout import HeldOutPairs
+from pipeline.evaluation.hpatches import HPatchesPairs
+from pipeline.evaluation.model import choose_device, load_model
+from pipeline.evaluation.pairs import Source
+from pipeline.evaluation.run import Evaluation, Settings, evaluate
+from pipeline.features.tuning import tune_process
+from pipeline.images import sources
+from pipeline.report import tables
+from pipeline.runtime import tracking
+
+OWN_PARAMS = Path(__file__).resolve().parents[1] / "params.yaml"
+
+
+def parse(argv: Optional[List[str]]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m pipeline.evaluate", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", type=Path, default=Path("checkpoints/best.safetensors"), help="model to judge")
+    add("--images", type=Path, default=Path("data/images"), help="folder that `fetch` wrote")
+    add("--pairs", type=Path, help="instead of held-out images: a folder in HPatches layout")
+    add("--out", type=Path, default=Path("reports/evaluate"), help="folder for the results")
+    add("--params", type=Path, help="parameters (default: params.yaml here, else the project's)")
+    add("--mlflow-run", type=Path, help="mlflow_run.json of the training, to add the results to its run")
+    add("--max-keypoints", type=int, help="instead of evaluate.max_keypoints")
+    add("--resize", type=int, default=480, help="with --pairs: shorter side in pixels; 0: as they are")
+    add("--batch", type=int, default=8, help="pairs in one pass of the network")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    args = parser.parse_args(argv)
+    for name in ("max_keypoints", "batch"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise RequestError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be 1 or more")
+    return args
+
+
+def load_params(path: Optional[Path]) -> params.EvaluateParams:
+    """Section `evaluate` of params.yaml, from here or from the project."""
+    if path is None:
+        path = Path("params.yaml") if Path("params.yaml").is_file() else OWN_PARAMS
+    return params.load("evaluate", path)
+
+
+def choose_source(args: argparse.Namespace, section: params.EvaluateParams) -> Tuple[Source, str]:
+    """Where the pairs come from, and its name in words."""
+    if args.pairs is not None:
+        source = HPatchesPairs(args.pairs, args.resize)
+        return source, f"{args.pairs.resolve().name}: {len(source)} sequences"
+    images = sources.open_manifest(args.images)
+    split, entries = "test", images.entries("test")
+    if not entries:
+        split, entries = "val", images.entries("val")
+        chosen = "no test images: using the validation images, on which the checkpoint was chosen"
+        print(chosen, file=sys.stderr)
+    if not entries:
+        raise RequestError(
+            f"{args.images}: no held-out image; raise fetch.val_fraction or add images, then run fetch again"
+        )
+    return HeldOutPairs(images, entries, section), f"held-out images ({split}): {len(entries)}"
+
+
+def settings_of(args: argparse.Namespace, section: params.EvaluateParams) -> Settings:
+    """The evaluation's settings from params.yaml and the command line."""
+    return Settings(
+        max_keypoints=args.max_keypoints or section.max_keypoints,
+        threshold=section.threshold,
+        ratio=section.ratio,
+        limits=scoring.Limits(section.correct_px, section.ransac_px, section.ransac_iterations),
+        batch=args.batch,
+        pictures=section.pictures,
+    )
+
+
+def protocol(
+    args: argparse.Namespace, section: params.EvaluateParams, settings: Settings, where: str, info: dict
+) -> dict:
+    """Everything a figure must be quoted with."""
+    limits = settings.limits
+    resized = f"shorter side {args.resize} px" if args.resize else "as they are"
+    return {
+        "pairs_from": where,
+        "views": resized if args.pairs else f"{section.width}x{section.height}",
+        "keypoints": f"SIFT, at most {settings.max_keypoints} in each view",
+        "truth": f"mutual nearest reprojections under {limits.correct_px} px, the larger of both directions",
+        "ransac": f"cv2.findHomography, RANSAC {limits.ransac_px} px, {limits.ransac_iterations} iterations",
+        "dlt": "least squares over all matches, weighted by confidence (1 for the baselines)",
+        "params": section.model_dump(),
+        "model": {"file": args.model.as_posix(), "network": info["model"], "step": info.get("step")},
+    }
+
+
+def track(args: argparse.Namespace, result: Evaluation, step: int) -> None:
+    """Add figures and files to the MLflow run of the training, where there is one."""
+    if args.mlflow_run is None:
+        return
+    prefix = f"pairs/{args.pairs.resolve().name}" if args.pairs else "test"
+    figures = {f"{prefix}/{name}": value for name, value in result.figures.items() if value is not None}
+    with tracking.attach(args.mlflow_run) as run:
+        run.log(figures, step)
+        for name in outputs.FILES:
+            run.artifact(args.out / name, prefix)
+        for name in outputs.FOLDERS:
+            run.artifact(args.out / name, f"{prefix}/{name}")
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Entry of the command line."""
+    started = time.monotonic()
+    args = parse(argv)
+    tune_process()
+    section = load_params(args.params)
+    device = choose_device(args.device)
+    model, info = load_model(args.model, device, section.sinkhorn_iterations)
+    source, where = choose_source(args, section)
+    settings = settings_of(args, section)
+    result = evaluate(source, model, device, settings)
+    if not result.pairs:
+        raise WorkError(f"none of the {len(source)} images could be read; the first: {result.bad[0][1]}")
+    outputs.write_all(args.out, source, result, settings)
+    outputs.write_json(args.out / "protocol.json", protocol(args, section, settings, where, info))
+    track(args, result, int(info.get("step") or 0))
+    print(f"\n{where}, {len(result.pairs)} pairs\n")
+    if args.pairs:
+        print(tables.by_scene(summary.by_scene(result.rows, matchers.MATCHERS), matchers.MATCHERS) + "\n")
+    print(tables.comparison(result.figures))
+    bad = f"; {len(result.bad)} unreadable images left out, see bad_images.csv" if result.bad else ""
+    print(f"\nwritten to {args.out} in {time.monotonic() - started:.0f} s{bad}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(errors.run(main))

@@ -1,0 +1,49 @@
+"""How hard a pair is, read off its homography: the axes of the robustness table."""
+
+from __future__ import annotations
+
+from typing import Dict, Tuple
+
+import numpy as np
+
+from pipeline.matching import homography
+
+GRID = 32  # samples a side for the overlap
+
+
+def jacobian(H: np.ndarray, x: float, y: float) -> np.ndarray:
+    """(2, 2) derivative of the map at pixel (x, y): how it scales, turns and skews there."""
+    u, v, w = H @ np.array([x, y, 1.0])
+    return (H[:2, :2] - np.outer([u, v], H[2, :2]) / w) / w
+
+
+def overlap(H_0to1: np.ndarray, size0: Tuple[int, int], size1: Tuple[int, int]) -> float:
+    """Share of image 0 that image 1 shows, 0..1, on a grid of points."""
+    grid = np.stack(np.meshgrid(*[(np.arange(GRID) + 0.5) / GRID * side - 0.5 for side in size0]), axis=-1)
+    with np.errstate(all="ignore"):
+        mapped = homography.transform(grid.reshape(-1, 2), H_0to1)
+        inside = (mapped >= -0.5) & (mapped <= np.array(size1) - 0.5)
+    return float(inside.all(axis=1).mean())
+
+
+def conditions_of(H_0to1: np.ndarray, size0: Tuple[int, int], size1: Tuple[int, int]) -> Dict[str, float]:
+    """What the homography does at the centre of image 0.
+
+    rotation_deg: 0..180, either way; scale: 1 or more, the larger over the smaller; tilt: ratio of the two
+    principal stretches, 1 for a similarity; perspective: change of area between the corners, 1 for an affine
+    map; overlap: 0..1.
+    """
+    H_0to1 = np.asarray(H_0to1, np.float64)
+    centre = ((size0[0] - 1) / 2, (size0[1] - 1) / 2)
+    J = jacobian(H_0to1, *centre)
+    left, stretches, right = np.linalg.svd(J)
+    turn = left @ right  # nearest orthogonal map
+    scale = float(np.sqrt(stretches.prod()))
+    depths = np.abs([H_0to1[2] @ np.array([x, y, 1.0]) for x, y in homography.corners(size0)])
+    return {
+        "rotation_deg": float(np.degrees(abs(np.arctan2(turn[1, 0], turn[0, 0])))),
+        "scale": max(scale, 1 / scale) if scale > 0 else float("inf"),
+        "tilt": float(stretches[0] / stretches[1]) if stretches[1] > 0 else float("inf"),
+        "perspective": float((depths.max() / depths.min()) ** 3) if depths.min() > 0 else float("inf"),
+        "overlap": overlap(H_0to1, size0, size1),
+    }

@@ -1,0 +1,68 @@
+"""Pairs made from held-out photographs, by homographies that the seed of the evaluation alone decides.
+
+The protocol of the SuperGlue paper (section 5.1): two views of one photograph, the first nearly the whole of
+it, the second through a random homography without borders, photometric distortion on both. Nothing here
+depends on parameters of training, on the number of workers, or on which other photographs there are.
+"""
+
+from __future__ import annotations
+
+from typing import List, Sequence, Tuple
+
+import numpy as np
+
+from pipeline.evaluation.pairs import Scene, ViewPair, image_size
+from pipeline.images.decode import BadImage, decode_gray
+from pipeline.images.manifest import Entry
+from pipeline.images.sources import ImageSet
+from pipeline.matching.homography import compose
+from pipeline.schema import EvaluateParams
+from pipeline.views import homography, photometric, render
+
+
+class HeldOutPairs:
+    """`params.pairs_per_image` pairs of each entry; a source for `evaluation.pairs`.
+
+    Photographs smaller than a view are scaled up, as in the paper; `docs/evaluation.md` says what that does.
+    """
+
+    def __init__(self, images: ImageSet, entries: Sequence[Entry], params: EvaluateParams):
+        self.images = images
+        self.entries = list(entries)
+        self.params = params
+        self.view_size = (params.width, params.height)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def scene_name(self, index: int) -> str:
+        return self.entries[index].name
+
+    def load(self, index: int) -> Scene:
+        """Render the pairs of one photograph. Raises BadImage when it cannot be read or is too small."""
+        entry = self.entries[index]
+        image = decode_gray(self.images.read(entry), entry.name)
+        if not homography.fits(image_size(image), self.view_size):
+            least = "x".join(str(side) for side in homography.smallest_image(self.view_size))
+            raise BadImage(entry.name, f"{image.shape[1]}x{image.shape[0]} pixels, smaller than {least}")
+        views: List[np.ndarray] = []
+        pairs: List[ViewPair] = []
+        for number in range(self.params.pairs_per_image):
+            first, second = 2 * number, 2 * number + 1
+            view0, H_image_to_0 = self._view(image, entry.name, first)
+            view1, H_image_to_1 = self._view(image, entry.name, second)
+            views += [view0, view1]
+            H_0to1 = compose(H_image_to_1, np.linalg.inv(H_image_to_0))
+            pairs.append(ViewPair(f"{entry.name}#{number}", first, second, H_0to1))
+        return Scene(entry.name, views, pairs)
+
+    def _view(self, image: np.ndarray, name: str, number: int) -> Tuple[np.ndarray, np.ndarray]:
+        """View `number` of a photograph, (H, W) uint8, and H_image_to_view; even numbers are mild."""
+        rng = homography.generator(self.params.seed, f"evaluate {name}", number)
+        if number % 2 == 0:
+            H = homography.mild_view(rng, image_size(image), self.view_size)
+        else:
+            limits, difficulty = self.params.homography, self.params.difficulty
+            H = homography.sample_view(rng, image_size(image), self.view_size, limits, difficulty)
+        view = render.render(image, H, self.view_size)
+        return photometric.distort(view, rng, self.params.photometric), H

@@ -1,0 +1,168 @@
+"""Folders in HPatches layout: sequences with images `1.png, 2.png, ...` and homographies `H_1_2, H_1_3, ...`.
+
+`H_1_k` is a text file of three rows of three numbers that maps pixels of image 1 to pixels of image k
+(Balntas et al., "HPatches", CVPR 2017). Images may be png, ppm, jpg, jpeg, pgm, bmp or webp.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Dict, List, Optional
+
+import cv2
+import numpy as np
+
+from pipeline.errors import RequestError
+from pipeline.evaluation.pairs import Scene, ViewPair, image_size
+from pipeline.images.decode import BadImage, decode_gray
+
+IMAGE_SUFFIXES = (".png", ".ppm", ".jpg", ".jpeg", ".pgm", ".bmp", ".webp")
+REFERENCE = 1  # homographies start at this image
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One sequence: its images by number, and the homography file of each number but the first."""
+
+    name: str
+    images: Dict[int, Path]
+    homographies: Dict[int, Path]
+
+
+class HPatchesPairs:
+    """Pairs (1, k) of every sequence below a folder; a source for `evaluation.pairs`.
+
+    short_side: images are resized so that their shorter side has this many pixels, and the homographies
+    with them (480 in the protocol of LightGlue and glue-factory); 0 leaves them as they are.
+    """
+
+    def __init__(self, folder: Path, short_side: int = 480):
+        if short_side < 0:
+            raise RequestError(f"--resize {short_side}: must be 0 (leave as they are) or a side in pixels")
+        self.folder = Path(folder)
+        self.short_side = short_side
+        self.sequences = find_sequences(self.folder)
+        for sequence in self.sequences:
+            for number in sequence.homographies:
+                read_homography(sequence.homographies[number])  # a wrong file stops the run at its start
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def scene_name(self, index: int) -> str:
+        return self.sequences[index].name
+
+    def load(self, index: int) -> Scene:
+        """Read one sequence. Raises RequestError for an unreadable image: no pair is left out in silence."""
+        sequence = self.sequences[index]
+        numbers = sorted(sequence.images)
+        originals = [read_image(sequence.images[number]) for number in numbers]
+        images = [resize_short_side(image, self.short_side) for image in originals]
+        scalings = [
+            scaling(image_size(before), image_size(after)) for before, after in zip(originals, images)
+        ]
+        reference = numbers.index(REFERENCE)
+        pairs = []
+        for position, number in enumerate(numbers):
+            if number == REFERENCE:
+                continue
+            H_1_to_k = read_homography(sequence.homographies[number])
+            H_0to1 = scalings[position] @ H_1_to_k @ np.linalg.inv(scalings[reference])
+            name = f"{sequence.name}/{REFERENCE}-{number}"
+            pairs.append(ViewPair(name, reference, position, H_0to1 / H_0to1[2, 2]))
+        return Scene(sequence.name, images, pairs)
+
+
+def find_sequences(folder: Path) -> List[Sequence]:
+    """Sequences in `folder`, at any depth, sorted by name.
+
+    Raises RequestError: no such folder, no sequence in it, an image without homography or the reverse.
+    """
+    if not folder.is_dir():
+        raise RequestError(f"--pairs {folder}: no such folder")
+    folders = [folder, *sorted(path for path in folder.rglob("*") if path.is_dir())]
+    sequences = [found for found in (read_sequence(path, folder) for path in folders) if found]
+    if not sequences:
+        raise RequestError(
+            f"--pairs {folder}: no sequence found; expected folders with images 1.png, 2.png, ... "
+            "(or ppm, jpg) and homographies H_1_2, H_1_3, ..."
+        )
+    return sequences
+
+
+def read_sequence(path: Path, root: Path) -> Optional[Sequence]:
+    """The sequence in `path`, or None when the folder holds neither homographies nor an image called 1."""
+    images: Dict[int, Path] = {}
+    homographies: Dict[int, Path] = {}
+    for file in sorted(path.iterdir()):
+        match = re.fullmatch(r"H_1_(\d+)(\.txt)?", file.name)
+        if match:
+            homographies[int(match.group(1))] = file
+        elif file.stem.isdecimal() and file.suffix.lower() in IMAGE_SUFFIXES:
+            add_image(images, int(file.stem), file)
+    if not homographies and REFERENCE not in images:
+        return None
+    if REFERENCE not in images:
+        raise RequestError(
+            f"{path}: homographies but no image 1 ({', '.join('1' + s for s in IMAGE_SUFFIXES[:3])})"
+        )
+    for number in sorted(set(images) - {REFERENCE}):
+        if number not in homographies:
+            raise RequestError(f"{images[number]}: no homography H_1_{number} beside it")
+    for number in sorted(set(homographies) - set(images)):
+        raise RequestError(f"{homographies[number]}: no image {number}.png (or ppm, jpg) beside it")
+    if len(images) < 2:
+        raise RequestError(f"{path}: only image 1; expected 2.png with H_1_2 at least")
+    name = path.relative_to(root).as_posix()
+    return Sequence(path.resolve().name if name == "." else name, images, homographies)
+
+
+def add_image(images: Dict[int, Path], number: int, file: Path) -> None:
+    """Enter an image under its number. Raises RequestError when two files claim one number."""
+    if number in images:
+        raise RequestError(f"{file}: image {number} exists twice, also as {images[number].name}; keep one")
+    images[number] = file
+
+
+def read_homography(path: Path) -> np.ndarray:
+    """(3, 3) float64 from a text file. Raises RequestError when it is not an invertible 3x3 matrix."""
+    try:
+        rows = [
+            [float(word) for word in line.split()] for line in path.read_text().splitlines() if line.strip()
+        ]
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path}: not a homography: {error}") from error
+    if [len(row) for row in rows] != [3, 3, 3]:
+        shape = f"{len(rows)} rows of {sorted({len(row) for row in rows})} numbers"
+        raise RequestError(f"{path}: not a homography: expected 3 rows of 3 numbers, found {shape}")
+    H = np.array(rows, dtype=np.float64)
+    units = np.diag([1000.0, 1000.0, 1.0])  # thousands of pixels: entries of one order
+    if not np.isfinite(H).all() or np.linalg.matrix_rank(np.linalg.inv(units) @ H @ units) < 3:
+        raise RequestError(f"{path}: not a homography: the matrix cannot be inverted")
+    return H
+
+
+def read_image(path: Path) -> np.ndarray:
+    """(H, W) uint8 gray. Raises RequestError for a file that cannot be read."""
+    try:
+        return decode_gray(path.read_bytes(), path.name)
+    except (OSError, BadImage) as error:
+        raise RequestError(f"{path}: cannot read this image: {error}") from error
+
+
+def resize_short_side(image: np.ndarray, short_side: int) -> np.ndarray:
+    """Resize so that the shorter side has `short_side` pixels; averaging areas where it shrinks."""
+    shorter = min(image.shape)
+    if short_side == 0 or shorter == short_side:
+        return image
+    width, height = (max(1, round(side * short_side / shorter)) for side in image_size(image))
+    method = cv2.INTER_AREA if short_side < shorter else cv2.INTER_LINEAR
+    return cv2.resize(image, (width, height), interpolation=method)
+
+
+def scaling(before: tuple, after: tuple) -> np.ndarray:
+    """(3, 3) map of pixels when an image is resized; centres of the first pixels are at (0, 0) in both."""
+    sx, sy = after[0] / before[0], after[1] / before[1]
+    return np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1.0]])

@@ -1,0 +1,124 @@
+"""A pair to be matched, and where pairs come from.
+
+A source is anything with `len()`, `scene_name(index)` and `load(index) -> Scene`; `heldout` and `hpatches`
+are the two we have. Loading a scene twice gives the same bytes, so that pictures can be drawn afterwards
+without keeping the images of all pairs in memory.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Dict, List, Optional, Protocol, Tuple
+
+import numpy as np
+
+from pipeline.evaluation.conditions import conditions_of
+from pipeline.features import sift
+from pipeline.images.decode import BadImage
+from pipeline.runtime.progress import progress
+
+
+@dataclass(frozen=True)
+class ViewPair:
+    """Two views of a scene. first, second: indices of its images; H_0to1: (3, 3) float64, pixels."""
+
+    name: str
+    first: int
+    second: int
+    H_0to1: np.ndarray
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Images that show one thing, (H, W) uint8 gray, and the pairs among them."""
+
+    name: str
+    images: List[np.ndarray]
+    pairs: List[ViewPair]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What every matcher gets. keypoints0/1: KEYPOINT records; size0/1: (width, height)."""
+
+    name: str
+    scene: str
+    scene_index: int
+    position: int  # of the pair in its scene
+    keypoints0: np.ndarray
+    keypoints1: np.ndarray
+    size0: Tuple[int, int]
+    size1: Tuple[int, int]
+    H_0to1: np.ndarray
+    conditions: Dict[str, float]
+
+
+class Source(Protocol):
+    """Where scenes come from. `load` raises BadImage where a scene may be left out and counted."""
+
+    def __len__(self) -> int: ...
+
+    def scene_name(self, index: int) -> str: ...
+
+    def load(self, index: int) -> Scene: ...
+
+
+def image_size(image: np.ndarray) -> Tuple[int, int]:
+    """(width, height) of an (H, W) image."""
+    return int(image.shape[1]), int(image.shape[0])
+
+
+def pairs_of_scene(source: Source, index: int, max_keypoints: int) -> List[Pair]:
+    """Load one scene and run SIFT once on each of its images."""
+    scene = source.load(index)
+    keypoints = [sift.extract(image, max_keypoints) for image in scene.images]
+    sizes = [image_size(image) for image in scene.images]
+    return [
+        Pair(
+            name=view.name,
+            scene=scene.name,
+            scene_index=index,
+            position=position,
+            keypoints0=keypoints[view.first],
+            keypoints1=keypoints[view.second],
+            size0=sizes[view.first],
+            size1=sizes[view.second],
+            H_0to1=view.H_0to1,
+            conditions=conditions_of(view.H_0to1, sizes[view.first], sizes[view.second]),
+        )
+        for position, view in enumerate(scene.pairs)
+    ]
+
+
+def extract(
+    source: Source, max_keypoints: int, workers: Optional[int] = None
+) -> Tuple[List[Pair], List[Tuple[str, str]]]:
+    """Keypoints of all pairs, in the order of the source, and the scenes that could not be read.
+
+    Threads, not processes: decoding, warping and SIFT all release Python's lock, and nothing need be copied.
+    The result does not depend on `workers`. Returns (pairs, [(scene name, reason), ...]).
+    """
+
+    def work(index: int) -> Tuple[List[Pair], Optional[Tuple[str, str]]]:
+        try:
+            return pairs_of_scene(source, index, max_keypoints), None
+        except BadImage as error:
+            return [], (source.scene_name(index), str(error))
+
+    pairs: List[Pair] = []
+    bad: List[Tuple[str, str]] = []
+    with ThreadPoolExecutor(max_workers=workers or min(8, os.cpu_count() or 1)) as pool:
+        results = pool.map(work, range(len(source)))
+        for found, problem in progress(results, total=len(source), desc="views and SIFT", unit="image"):
+            pairs.extend(found)
+            bad.extend([problem] if problem else [])
+    return pairs, bad
+
+
+def images_of(source: Source, pair: Pair) -> Tuple[np.ndarray, np.ndarray]:
+    """The two images of a pair, (H, W) uint8, made again by its source."""
+    scene = source.load(pair.scene_index)
+    view = scene.pairs[pair.position]
+    return scene.images[view.first], scene.images[view.second]

@@ -1,0 +1,60 @@
+"""Print the comparison of the last evaluation and where to look next: `python -m pipeline.report`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import List, Optional
+
+from pipeline import errors
+from pipeline.errors import RequestError
+from pipeline.report import tables
+
+
+def read_metrics(folder: Path) -> dict:
+    """Figures of an evaluation. Raises RequestError when there is none in `folder`."""
+    path = folder / "metrics.json"
+    try:
+        figures = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RequestError(
+            f"{path}: no evaluation here yet; run `make repro` or `python -m pipeline.evaluate`"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path}: cannot be read: {error}") from None
+    if not tables.matchers_in(figures):
+        raise RequestError(f"{path}: holds no matcher's figures; run `python -m pipeline.evaluate` again")
+    return figures
+
+
+def next_steps(folder: Path, model: Path) -> List[str]:
+    """Where to look next, naming only what exists."""
+    steps = [("pairs", folder / "pairs.csv", "every pair and matcher, one line each")]
+    steps += [("pictures", folder / "pictures", "best, median and worst; right matches green, wrong red")]
+    steps += [("report", folder / "index.html", "all of it on one page, for a browser")]
+    lines = [f"  {name:<9} {path}  ({what})" for name, path, what in steps if path.exists()]
+    lines.append("  runs      make ui  (curves, parameters, pictures and models at http://127.0.0.1:5000)")
+    if model.exists():
+        lines.append("  use it    .venv/bin/python -m pipeline.match A.jpg B.jpg --out matches.png")
+    return lines
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Entry of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m pipeline.report", description=__doc__)
+    parser.add_argument(
+        "--evaluation", type=Path, default=Path("reports/evaluate"), help="folder with metrics.json"
+    )
+    parser.add_argument("--model", type=Path, default=Path("models/superglue.safetensors"))
+    args = parser.parse_args(argv)
+    figures = read_metrics(args.evaluation)
+    print(f"Comparison on held-out pairs ({args.evaluation / 'metrics.json'})\n")
+    print(tables.comparison(figures))
+    print("\nWhere to look next")
+    print("\n".join(next_steps(args.evaluation, args.model)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(errors.run(main))

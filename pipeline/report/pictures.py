@@ -1,0 +1,83 @@
+"""Pictures of matches: two images side by side, right matches green and wrong ones red."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import List, Optional, Sequence
+
+import cv2
+import numpy as np
+
+GREEN, RED, BLUE, WHITE = (80, 200, 60), (50, 50, 235), (235, 160, 40), (255, 255, 255)  # BGR
+GAP = 8  # pixels between the two images
+BAR = 26  # height of the heading in pixels
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One row of a picture: the matches of one matcher.
+
+    points0, points1: (K, 2) matched pixels; correct: (K,) bool, or None where the truth is not known.
+    """
+
+    heading: str
+    points0: np.ndarray
+    points1: np.ndarray
+    correct: Optional[np.ndarray] = None
+
+
+def side_by_side(image0: np.ndarray, image1: np.ndarray) -> np.ndarray:
+    """(H0, W0) and (H1, W1) uint8, gray or BGR -> (max H, W0 + gap + W1, 3) uint8."""
+    images = [
+        cv2.cvtColor(image, cv2.COLOR_GRAY2BGR) if image.ndim == 2 else image for image in (image0, image1)
+    ]
+    height = max(image.shape[0] for image in images)
+    canvas = np.full((height, images[0].shape[1] + GAP + images[1].shape[1], 3), 255, np.uint8)
+    canvas[: images[0].shape[0], : images[0].shape[1]] = images[0]
+    canvas[: images[1].shape[0], images[0].shape[1] + GAP :] = images[1]
+    return canvas
+
+
+def draw_lines(canvas: np.ndarray, panel: Panel, shift: int) -> None:
+    """Draw the matches of a panel; wrong ones last, so that none hides behind the right ones."""
+    correct = panel.correct
+    colours = [BLUE] * len(panel.points0) if correct is None else [GREEN if good else RED for good in correct]
+    order = range(len(colours)) if correct is None else np.argsort(~np.asarray(correct, bool), kind="stable")
+    for index in order:
+        # cv2 takes fixed-point coordinates: four bits after the point
+        start = tuple(round(16 * float(value)) for value in panel.points0[index])
+        end_x, end_y = panel.points1[index]
+        end = (round(16 * float(end_x + shift)), round(16 * float(end_y)))
+        cv2.line(canvas, start, end, colours[index], 1, cv2.LINE_AA, 4)
+        cv2.circle(canvas, start, 32, colours[index], 1, cv2.LINE_AA, 4)
+        cv2.circle(canvas, end, 32, colours[index], 1, cv2.LINE_AA, 4)
+
+
+def heading_bar(width: int, text: str) -> np.ndarray:
+    """A dark bar (BAR, width, 3) with text, made smaller where it would not fit."""
+    bar = np.full((BAR, width, 3), 40, np.uint8)
+    scale = 0.5
+    (text_width, _), _ = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, scale, 1)
+    scale = min(scale, scale * (width - 12) / max(text_width, 1))
+    cv2.putText(bar, text, (6, BAR - 9), cv2.FONT_HERSHEY_SIMPLEX, scale, WHITE, 1, cv2.LINE_AA)
+    return bar
+
+
+def draw(image0: np.ndarray, image1: np.ndarray, panels: Sequence[Panel]) -> np.ndarray:
+    """One picture, (H, W, 3) uint8 BGR: the panels below each other, each under its heading."""
+    rows: List[np.ndarray] = []
+    for panel in panels:
+        canvas = side_by_side(image0, image1)
+        draw_lines(canvas, panel, image0.shape[1] + GAP)
+        rows += [heading_bar(canvas.shape[1], panel.heading), canvas]
+    return np.concatenate(rows, axis=0)
+
+
+def write_png(path: Path, picture: np.ndarray) -> None:
+    """Write a BGR picture as PNG. Raises OSError when the file cannot be written."""
+    ok, encoded = cv2.imencode(".png", picture)
+    if not ok:
+        raise OSError(f"{path}: the picture could not be encoded")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encoded.tobytes())

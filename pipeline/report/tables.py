@@ -1,0 +1,76 @@
+"""Plain-text tables of matchers side by side, from the flat names of metrics.json."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Optional, Sequence
+
+TITLES = {
+    "superglue": "SuperGlue (ours)",
+    "nn": "nearest neighbour",
+    "mutual_nn": "mutual nearest neighbour",
+    "ratio_test": "ratio test 0.8, mutual",
+}
+AUC_PIXELS = (1, 3, 5, 10)
+COLUMNS = (
+    [("precision", "P"), ("recall", "R")]
+    + [(f"auc_ransac_{pixels}", f"@{pixels}") for pixels in AUC_PIXELS]
+    + [(f"auc_dlt_{pixels}", f"@{pixels}") for pixels in AUC_PIXELS]
+)
+
+
+def percent(value: Optional[float]) -> str:
+    """0.5367 -> '53.7'; '-' where there is no figure."""
+    return "-" if value is None else f"{100 * value:.1f}"
+
+
+def matchers_in(figures: Dict[str, Optional[float]]) -> List[str]:
+    """Names of the matchers with figures, in the order they appear."""
+    return [name[: -len(".pairs")] for name in figures if name.endswith(".pairs")]
+
+
+def title(matcher: str) -> str:
+    """A matcher's name for people."""
+    return TITLES.get(matcher, matcher)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> List[str]:
+    """Lines with columns of one width: the first to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def comparison(figures: Dict[str, Optional[float]]) -> str:
+    """The table every evaluation ends with: one line per matcher, percentages beside the number of pairs."""
+    rows = [["", "pairs", "matches", *[heading for _, heading in COLUMNS]]]
+    for matcher in matchers_in(figures):
+        matches = figures.get(f"{matcher}.matches")
+        rows.append(
+            [title(matcher), str(figures[f"{matcher}.pairs"]), "-" if matches is None else f"{matches:.0f}"]
+            + [percent(figures.get(f"{matcher}.{name}")) for name, _ in COLUMNS]
+        )
+    lines = aligned(rows)
+    start = lines[0].index("@1")
+    second = lines[0].index("@1", lines[0].index("@10") + len("@10"))
+    above = " " * start + "AUC RANSAC".ljust(second - start) + "AUC DLT"
+    notes = "in %; P, R: precision, recall; AUC of the mean corner error up to 1, 3, 5, 10 px"
+    return "\n".join([above, *lines, notes])
+
+
+def by_scene(lines: Sequence[Dict[str, object]], matchers: Sequence[str]) -> str:
+    """One line per sequence: AUC@3 with RANSAC and precision of each matcher. lines: as in scenes.csv."""
+    scenes = list(dict.fromkeys(str(line["scene"]) for line in lines))
+    found = {(str(line["scene"]), str(line["matcher"])): line for line in lines}
+    rows = [["AUC@3 RANSAC | precision", "pairs"] + [title(matcher) for matcher in matchers]]
+    for scene in scenes:
+        cells = [found[scene, matcher] for matcher in matchers]
+        rows.append(
+            [scene, str(cells[0]["pairs"])]
+            + [f"{percent(cell['auc_ransac_3'])} | {percent(cell['precision'])}" for cell in cells]
+        )
+    return "\n".join(aligned(rows))
