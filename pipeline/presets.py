@@ -2,8 +2,8 @@
 
 `presets/sample.yaml` is complete and explains every key; the other presets list only what differs from it.
 What is written keeps the comments, and may be edited by hand afterwards. A folder of images is named with
-`--images`; the digest of its file names and sizes goes into `fetch.content`, so that a changed folder is fetched
-again.
+`--images`; the digest of its file names and sizes goes into `fetch.content`, so that a changed folder is
+fetched again.
 """
 
 from __future__ import annotations

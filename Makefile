@@ -1,0 +1,92 @@
+# The two commands a person needs: `make repro` and `make test`. `make help` names the others.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+# Python 3.11 to 3.13, for making .venv; empty: python3.11, else python3.
+PYTHON ?=
+# Another package index for torch and torchvision, for instance one with CPU builds; empty: pip's own.
+TORCH_INDEX ?=
+PRESET ?=
+IMAGES ?=
+VAL_IMAGES ?=
+UI_PORT ?= 5000
+
+export PYTHON TORCH_INDEX
+# The stages call `python`: that of .venv, whether or not it is activated.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+# Neither DVC nor MLflow reports anything to anybody.
+export DVC_NO_ANALYTICS := true
+export DO_NOT_TRACK := true
+export MLFLOW_DISABLE_TELEMETRY := true
+export MLFLOW_SERVER_ENABLE_JOB_EXECUTION := false
+
+SETUP := $(VENV)/.set-up
+SETUP_DEV := $(VENV)/.set-up-dev
+
+.PHONY: help setup repro test test-all lint format ui report lock clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | expand -t 12
+	@echo
+	@echo "make repro PRESET=sample|coco2017-val|coco2017|coco2014    choose the scale"
+	@echo "make repro IMAGES=/path/to/folder [VAL_IMAGES=/path]       train on your own images"
+	@echo "TORCH_INDEX=...  another package index for torch    PYTHON=...  the interpreter for .venv"
+
+setup: $(SETUP)  ## make .venv from the hash lock
+
+$(SETUP): requirements/modern.lock requirements/install.sh
+	@requirements/install.sh $(VENV) run
+	@touch $@
+
+$(SETUP_DEV): $(SETUP) requirements/modern-dev.lock
+	@requirements/install.sh $(VENV) dev
+	@touch $@
+
+repro: $(SETUP)  ## set up once, then run every stage whose inputs changed, and show the result
+ifneq ($(PRESET)$(IMAGES)$(VAL_IMAGES),)
+	@python -m pipeline.presets use $(if $(PRESET),'$(PRESET)') $(if $(IMAGES),--images '$(IMAGES)') \
+		$(if $(VAL_IMAGES),--val-images '$(VAL_IMAGES)')
+else
+	@python -m pipeline.presets refresh
+endif
+	@dvc repro
+	@echo
+	@python -m pipeline.report
+
+test: $(SETUP_DEV)  ## the tests, without the slow ones
+	@python -m pytest -m "not slow"
+
+test-all: $(SETUP_DEV)  ## all tests
+	@python -m pytest
+
+lint: $(SETUP_DEV)  ## style, imports, and dvc.yaml against the imports of its stages
+	@ruff check .
+	@ruff format --check .
+	@python tests/import_closure.py
+
+format: $(SETUP_DEV)  ## rewrite what `make lint` would complain about
+	@ruff check --fix .
+	@ruff format .
+	@python tests/import_closure.py --write
+
+ui: $(SETUP)  ## MLflow at http://127.0.0.1:5000
+	@case "$${MLFLOW_TRACKING_URI:-}" in \
+		http*) echo "the tracking server of MLFLOW_TRACKING_URI shows the runs: $$MLFLOW_TRACKING_URI" ;; \
+		*) echo "MLflow at http://127.0.0.1:$(UI_PORT), Ctrl-C ends it"; \
+			exec mlflow server --backend-store-uri "$${MLFLOW_TRACKING_URI:-sqlite:///$(CURDIR)/mlflow.db}" \
+				--host 127.0.0.1 --port $(UI_PORT) --workers 1 ;; \
+	esac
+
+report: $(SETUP)  ## the table of the last evaluation
+	@python -m pipeline.report
+
+lock:  ## compile requirements/*.in into the locks (needs uv)
+	@requirements/compile.sh
+
+clean:  ## remove what the stages wrote; DVC's cache, .venv and the MLflow store stay
+	@rm -rf data/images data/keypoints checkpoints models reports .pytest_cache .ruff_cache .hypothesis
+	@git checkout -q -- reports 2>/dev/null || true
