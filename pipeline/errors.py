@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Callable, Optional, Sequence
 
@@ -21,11 +22,28 @@ class WorkError(Exception):
     """
 
 
+EXIT_FILE = "SG_EXIT_FILE"  # set by pipeline.launch: where the first rank leaves its exit code
+STOPPED = 143  # stopped by a signal, after a checkpoint
+
+
 def run(main: Callable[[Optional[Sequence[str]]], int], argv: Optional[Sequence[str]] = None) -> int:
     """Run a command's `main` and turn the errors above into their exit codes.
 
-    Returns 0 done, 1 the work failed, 2 the request was wrong, 130 stopped by Ctrl-C.
+    Returns 0 done, 1 the work failed, 2 the request was wrong, 130 stopped by Ctrl-C, 143 stopped by a signal
+    after a checkpoint.
     """
+    code = _guarded(main, argv)
+    exit_file = os.environ.get(EXIT_FILE)
+    if not exit_file:
+        return code
+    if os.environ.get("RANK", "0") == "0":
+        with open(exit_file, "w") as file:
+            file.write(str(code))
+    # torchrun takes any code but 0 for a crash, and reports it as one: the launcher reads the file instead
+    return 0 if code == STOPPED else code
+
+
+def _guarded(main: Callable[[Optional[Sequence[str]]], int], argv: Optional[Sequence[str]]) -> int:
     try:
         return main(argv)
     except RequestError as error:

@@ -6,7 +6,7 @@ Units and meaning of each key stand in `presets/sample.yaml`, which holds the de
 
 from __future__ import annotations
 
-from typing import Annotated, Dict, Literal, Type
+from typing import Annotated, Dict, List, Literal, Type
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -79,18 +79,23 @@ class KeypointsParams(Section):
 class TrainParams(Section):
     parallel: Literal["ddp"]
     batch: Annotated[int, Field(ge=1, le=65536)]
+    batch_per_rank: Annotated[int, Field(ge=0, le=65536)]
+    accumulate: Annotated[int, Field(ge=1, le=4096)]
     steps: Count
     max_keypoints: KeypointCount
+    keypoint_drop: Annotated[float, Field(ge=0.0, le=0.9)]
     dim: Annotated[int, Field(ge=8, le=1024)]
     layers: Annotated[int, Field(ge=1, le=64)]
     heads: Annotated[int, Field(ge=1, le=64)]
     norm: Literal["layer", "batch"]
+    sync_batchnorm: bool
     scale_angle: bool
     sinkhorn_iterations: Annotated[int, Field(ge=1, le=1000)]
     positive_px: Pixels
     negative_px: Pixels
     optimizer: Literal["adam", "adamw", "sgd"]
     lr: Annotated[float, Field(gt=0.0, le=10.0)]
+    lr_scaling: Literal["none", "linear", "sqrt"]
     weight_decay: Fraction
     schedule: Literal["constant_decay", "cosine"]
     warmup_steps: CountOrZero
@@ -98,6 +103,11 @@ class TrainParams(Section):
     decay: Annotated[float, Field(gt=0.0, le=1.0)]
     clip_norm: Annotated[float, Field(ge=0.0)]
     precision: Literal["float32", "bfloat16", "float16"]
+    ema: Annotated[float, Field(ge=0.0, lt=1.0)]
+    init_from: str
+    freeze: List[str]
+    deterministic: bool
+    log_every: Count
     val_pairs: Count
     val_every: Count
     save_every: Count

@@ -53,3 +53,10 @@ def inference_mode():
 def compiler():
     """`torch.compile`, or None on torch 1.10, which has no compiler."""
     return getattr(torch, "compile", None)
+
+
+def grad_scaler(enabled: bool):
+    """Loss scaling for float16; moved from `torch.cuda.amp` to `torch.amp` in torch 2.3."""
+    if hasattr(torch.amp if hasattr(torch, "amp") else torch, "GradScaler"):
+        return torch.amp.GradScaler("cuda", enabled=enabled)
+    return torch.cuda.amp.GradScaler(enabled=enabled)

@@ -41,17 +41,19 @@ def _one_by_one(q: Tensor, k: Tensor, v: Tensor, counts: List[int], partner: Lis
             continue
         heads = (t.unsqueeze(0) for t in (queries[i], keys[j], values[j]))
         messages.append(scaled_dot_product_attention(*heads).squeeze(0))
-    return torch.cat(messages, dim=1).transpose(0, 1)
+    return torch.cat(messages, dim=1).transpose(0, 1) if messages else q
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, counts: List[int], partner: List[int]) -> Tensor:
     """One padded and masked call for the batch: few launches on a GPU."""
+    if not counts:
+        return q
     longest = max(max(counts), 1)
     lengths = torch.tensor(counts, device=q.device)
     valid = torch.arange(longest, device=q.device) < lengths[:, None]
 
     def pad(packed: Tensor) -> Tensor:
-        full = packed.new_zeros((len(counts), longest) + packed.shape[1:])
+        full = packed.new_zeros((len(counts), longest, *packed.shape[1:]))
         full[valid] = packed
         return full.transpose(1, 2)  # (B, H, N, d)
 

@@ -36,7 +36,7 @@ class MatchCounts:
 
     @property
     def recall(self) -> float:
-        """found / truth; NaN when the pair has no true match, and then left out of the mean for every matcher."""
+        """found / truth; NaN when the pair has no true match: then every matcher's mean leaves it out."""
         return self.found / self.truth if self.truth else float("nan")
 
 

@@ -45,8 +45,8 @@ def _iterate(Z: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> Tuple[Tensor
     Kt = K.transpose(-1, -2)
     # where a marginal is 0 (padding, or the dustbin of an empty side) the quotient must be 0 and never 0/0
     no_row, no_column = (mu == 0).to(Z.dtype), (nu == 0).to(Z.dtype)
-    a = Z.new_empty((iterations,) + mu.shape)
-    b = Z.new_empty((iterations + 1,) + nu.shape)
+    a = Z.new_empty((iterations, *mu.shape))
+    b = Z.new_empty((iterations + 1, *nu.shape))
     b[0] = 1.0 - no_column
     for t in range(iterations):
         a[t] = mu / (_mv(K, b[t]) + no_row)
@@ -135,13 +135,17 @@ def _batched(scores: List[Tensor], dustbin: Tensor, iterations: int) -> List[Ten
     parts = [_augment(pair, dustbin) for pair in scores]
     sides = [(N - Z.shape[1], M - Z.shape[0]) for Z, _, _ in parts]
     pad = torch.nn.functional.pad
-    Z = torch.stack([pad(part[0], (0, right, 0, down), value=-math.inf) for part, (right, down) in zip(parts, sides)])
+    Z = torch.stack(
+        [pad(part[0], (0, right, 0, down), value=-math.inf) for part, (right, down) in zip(parts, sides)]
+    )
     mu = torch.stack([pad(part[1], (0, down)) for part, (_, down) in zip(parts, sides)])
     nu = torch.stack([pad(part[2], (0, right)) for part, (right, _) in zip(parts, sides)])
     log_P = _Sinkhorn.apply(Z, mu, nu, iterations)
     if not _finite(log_P, Z, mu, nu):
         return _one_by_one(scores, dustbin, iterations)
-    return [P[: m + 1, : n + 1] + math.log(m + n) for P, (m, n) in zip(log_P, (pair.shape for pair in scores))]
+    return [
+        P[: m + 1, : n + 1] + math.log(m + n) for P, (m, n) in zip(log_P, (pair.shape for pair in scores))
+    ]
 
 
 def _without_mass(scores: Tensor, dustbin: Tensor) -> Tensor:

@@ -98,18 +98,25 @@ class SuperGlue(nn.Module):
             B float32 matrices (m_i + 1, n_i + 1), without padding, dustbins last; exp() of an entry is the
             probability of that match.
         """
-        counts0, counts1 = batch.counts0.tolist(), batch.counts1.tolist()
+        return self.assign(self.states(batch), batch)
+
+    def states(self, batch) -> Tensor:
+        """Matching descriptors of all keypoints (equation 6), packed: images 0 of all pairs, then images 1: (S, D)."""
         x = self._encode(batch)
-        counts = counts0 + counts1
-        pairs = len(counts0)
-        itself = list(range(2 * pairs))
-        other = itself[pairs:] + itself[:pairs]
+        counts = batch.counts0.tolist() + batch.counts1.tolist()
+        itself = list(range(len(counts)))
+        other = itself[len(batch) :] + itself[: len(batch)]
         for self_layer, cross_layer in zip(self.self_attention, self.cross_attention):
             x = self_layer(x, counts, itself)
             x = cross_layer(x, counts, other)
-        projected = self.final_projection(x).split(counts)
+        return self.final_projection(x)
+
+    def assign(self, states: Tensor, batch) -> List[Tensor]:
+        """Log assignments from the matching descriptors of `states` (equations 7 to 9)."""
+        counts = batch.counts0.tolist() + batch.counts1.tolist()
         scale = 1 / math.sqrt(self.config.dim)
-        scores = [(a @ b.T) * scale for a, b in zip(projected[:pairs], projected[pairs:])]
+        sides = states.split(counts)
+        scores = [(a @ b.T) * scale for a, b in zip(sides[: len(batch)], sides[len(batch) :])]
         return log_optimal_transport(scores, self.dustbin, self.config.sinkhorn_iterations)
 
     def _encode(self, batch) -> Tensor:
@@ -122,9 +129,9 @@ class SuperGlue(nn.Module):
             geometry.append(_geometry(batch, side, self.config.scale_angle)[valid])
             descriptors.append(getattr(batch, "descriptors" + side)[valid])
         dtype = self.dustbin.dtype
-        return self.descriptor_projection(root_sift(torch.cat(descriptors)).to(dtype)) + self.keypoint_encoder(
-            torch.cat(geometry).to(dtype)
-        )
+        return self.descriptor_projection(
+            root_sift(torch.cat(descriptors)).to(dtype)
+        ) + self.keypoint_encoder(torch.cat(geometry).to(dtype))
 
 
 def _layer(config: SuperGlueConfig) -> AttentionalLayer:

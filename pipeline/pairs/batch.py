@@ -1,0 +1,119 @@
+"""PairBatch: THE shapes and units of everything that enters the network.
+
+A batch of B pairs of views holds two byte buffers of keypoint records, padded to the longest of the batch and
+moved to the device as they are: casting happens there. Suffix 0 is the first view, 1 the second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.features.sift import KEYPOINT
+
+DESCRIPTOR_AT = KEYPOINT.fields["descriptor"][1]  # byte offset inside a record
+_COLUMN = {name: KEYPOINT.fields[name][1] // 4 for name in ("x", "y", "scale", "angle", "score")}
+
+
+class Pair(NamedTuple):
+    """One pair of views before batching.
+
+    records0, records1: (n,) arrays of KEYPOINT; size0, size1: (width, height) px; H_0to1: (3, 3) float64 or
+    None where the truth is not known.
+    """
+
+    records0: np.ndarray
+    records1: np.ndarray
+    size0: Tuple[int, int]
+    size1: Tuple[int, int]
+    H_0to1: Optional[np.ndarray] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PairBatch:
+    """B pairs of views; the valid keypoints of a view come first, `counts` says how many they are.
+
+    Attributes:
+        records0, records1: (B, N0, 148), (B, N1, 148) uint8, N at least 1; zeros where padded.
+        counts0, counts1: (B,) int64.
+        image_size0, image_size1: (B, 2) float32, width and height in px.
+        H_0to1: (B, 3, 3) float64, maps pixels of view 0 to view 1; None where unknown.
+    """
+
+    records0: Tensor
+    records1: Tensor
+    counts0: Tensor
+    counts1: Tensor
+    image_size0: Tensor
+    image_size1: Tensor
+    H_0to1: Optional[Tensor] = None
+
+    def __len__(self) -> int:
+        return self.counts0.shape[0]
+
+    def to(self, device, non_blocking: bool = True) -> PairBatch:
+        """The same batch on `device`."""
+        moved = {
+            field.name: getattr(self, field.name).to(device, non_blocking=non_blocking)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) is not None
+        }
+        return PairBatch(**moved)
+
+    def pinned(self) -> PairBatch:
+        """The same batch in page-locked memory, from which a GPU copies without waiting."""
+        return PairBatch(**{k: v.pin_memory() for k, v in vars(self).items() if v is not None})
+
+    keypoints0 = property(lambda self: _floats(self.records0)[..., :2], doc="(B, N0, 2) float32, px")
+    keypoints1 = property(lambda self: _floats(self.records1)[..., :2], doc="(B, N1, 2) float32, px")
+    scales0 = property(lambda self: _column(self.records0, "scale"), doc="(B, N0) float32, diameter in px")
+    scales1 = property(lambda self: _column(self.records1, "scale"), doc="(B, N1) float32, diameter in px")
+    angles0 = property(lambda self: _column(self.records0, "angle"), doc="(B, N0) float32, degrees")
+    angles1 = property(lambda self: _column(self.records1, "angle"), doc="(B, N1) float32, degrees")
+    scores0 = property(lambda self: _column(self.records0, "score"), doc="(B, N0) float32, SIFT response")
+    scores1 = property(lambda self: _column(self.records1, "score"), doc="(B, N1) float32, SIFT response")
+    descriptors0 = property(lambda self: self.records0[..., DESCRIPTOR_AT:], doc="(B, N0, 128) uint8")
+    descriptors1 = property(lambda self: self.records1[..., DESCRIPTOR_AT:], doc="(B, N1, 128) uint8")
+
+
+def _floats(records: Tensor) -> Tensor:
+    return records.view(torch.float32)
+
+
+def _column(records: Tensor, name: str) -> Tensor:
+    return _floats(records)[..., _COLUMN[name]]
+
+
+def _pack(records: Sequence[np.ndarray]) -> Tuple[Tensor, Tensor]:
+    """One padded buffer (B, N, 148) uint8 of all views, and their counts (B,) int64."""
+    counts = [len(r) for r in records]
+    # at least one column, so that an empty view needs no special case further on
+    buffer = np.zeros((len(records), max([*counts, 1]), KEYPOINT.itemsize), np.uint8)
+    for row, r in zip(buffer, records):
+        if r.dtype != KEYPOINT:
+            raise TypeError(f"records of dtype {r.dtype}: must be KEYPOINT")
+        row[: len(r)] = np.ascontiguousarray(r).view(np.uint8).reshape(len(r), KEYPOINT.itemsize)
+    return torch.from_numpy(buffer), torch.tensor(counts, dtype=torch.int64)
+
+
+def from_pairs(pairs: Sequence[Pair]) -> PairBatch:
+    """Batch pairs of views; all of them with a homography, or none."""
+    records0, counts0 = _pack([p.records0 for p in pairs])
+    records1, counts1 = _pack([p.records1 for p in pairs])
+    known = [p.H_0to1 is not None for p in pairs]
+    if any(known) != all(known):
+        raise ValueError("either every pair of a batch has H_0to1 or none has")
+    H = np.stack([np.asarray(p.H_0to1, np.float64) for p in pairs]) if any(known) else np.zeros((0, 3, 3))
+    return PairBatch(
+        records0=records0,
+        records1=records1,
+        counts0=counts0,
+        counts1=counts1,
+        image_size0=torch.tensor([p.size0 for p in pairs], dtype=torch.float32).reshape(-1, 2),
+        image_size1=torch.tensor([p.size1 for p in pairs], dtype=torch.float32).reshape(-1, 2),
+        H_0to1=torch.from_numpy(H) if all(known) else None,
+    )

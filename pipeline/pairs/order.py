@@ -1,0 +1,72 @@
+"""Which pair of views is trained on when: a pure function of the seed and the position, of nothing else.
+
+No rank, worker or loader keeps state, so a run resumed at step s, at any number of processes, sees exactly
+the pairs that the uninterrupted run would have seen.
+"""
+
+from __future__ import annotations
+
+from typing import List, NamedTuple
+
+import numpy as np
+
+_SHUFFLE, _DRAW, _VALIDATION = 1, 2, 3  # separate streams of random numbers for separate uses
+
+
+class Sample(NamedTuple):
+    """One pair to train on: two views of one image, and the seed of its own augmentation."""
+
+    image: int
+    view0: int
+    view1: int
+    seed: int
+
+
+def _generator(*key: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+
+
+class PairOrder:
+    """The endless sequence of training pairs. Position p lies in epoch p // images, an epoch's images shuffled.
+
+    Every epoch each image gives one ordered pair of its views, drawn by (seed, epoch, image).
+    """
+
+    def __init__(self, seed: int, images: int, views: int) -> None:
+        if images < 1 or views < 2:
+            raise ValueError(f"{images} images of {views} views hold no pair")
+        self.seed, self.images, self.views = seed, images, views
+        self._epoch = -1
+        self._shuffled = np.zeros(0, np.int64)
+
+    def sample(self, position: int) -> Sample:
+        """The pair at a global position 0, 1, 2, ..."""
+        epoch, place = divmod(position, self.images)
+        if epoch != self._epoch:  # a cache, not a state: asking in any order gives the same answers
+            self._shuffled = _generator(self.seed, _SHUFFLE, epoch).permutation(self.images)
+            self._epoch = epoch
+        image = int(self._shuffled[place])
+        draw = _generator(self.seed, _DRAW, epoch, image)
+        view0, view1 = draw.choice(self.views, size=2, replace=False)
+        return Sample(image, int(view0), int(view1), int(draw.integers(2**31)))
+
+    def step(self, step: int, batch: int) -> List[Sample]:
+        """The `batch` pairs of global step 0, 1, 2, ..., in order."""
+        return [self.sample(p) for p in range(step * batch, (step + 1) * batch)]
+
+
+def validation_pairs(seed: int, images: int, views: int, count: int) -> List[Sample]:
+    """A fixed list of at most `count` pairs, spread evenly over the images; no augmentation seed matters."""
+    samples = []
+    for i in range(min(count, images * views * (views - 1))):
+        draw = _generator(seed, _VALIDATION, i)
+        view0, view1 = draw.choice(views, size=2, replace=False)
+        samples.append(
+            Sample(i * images // count if count < images else i % images, int(view0), int(view1), 0)
+        )
+    return samples
+
+
+def rank_slice(count: int, rank: int, world_size: int) -> slice:
+    """The contiguous share of `count` items that `rank` takes; shares differ by at most one item."""
+    return slice(count * rank // world_size, count * (rank + 1) // world_size)

@@ -1,0 +1,177 @@
+"""The one home of torch.distributed: joining the group, and every collective the project uses.
+
+Each function does the right thing in a single process without a group, so that callers never ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+from typing import Any, Dict, Iterator, List, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline.errors import RequestError
+
+TIMEOUT = datetime.timedelta(seconds=120)  # a rendezvous or a collective that takes longer is a dead peer
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """Who this process is among the processes of the run."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def _integer(name: str, fallback: int) -> int:
+    text = os.environ.get(name, "")
+    try:
+        return int(text) if text else fallback
+    except ValueError:
+        raise RequestError(f"environment {name}={text!r}: must be a whole number") from None
+
+
+def _adopt_slurm() -> None:
+    """`srun python -m pipeline.train` names ranks in SLURM's variables; torchrun's have precedence."""
+    names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+    # SLURM_PROCID alone is also set inside an sbatch script that starts torchrun or one process itself
+    if "RANK" in os.environ or "SLURM_STEP_ID" not in os.environ or _integer("SLURM_NTASKS", 1) < 2:
+        return
+    for ours, theirs in names.items():
+        os.environ[ours] = os.environ[theirs]
+    os.environ.setdefault("MASTER_ADDR", os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
+    os.environ.setdefault("MASTER_PORT", str(20000 + _integer("SLURM_JOB_ID", 0) % 20000))
+
+
+def start() -> Context:
+    """Join the process group named by torchrun's (or SLURM's) environment; without one, stand alone.
+
+    NCCL carries GPU tensors, gloo CPU ones and everything that is not a tensor.
+
+    Raises:
+        RequestError: an environment variable is not a number.
+    """
+    _adopt_slurm()
+    rank, world_size = _integer("RANK", 0), _integer("WORLD_SIZE", 1)
+    local_rank = _integer("LOCAL_RANK", 0)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    if world_size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    return Context(rank, world_size, local_rank, device)
+
+
+def finish() -> None:
+    """Leave the group, if there is one."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _grouped() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def all_reduce_sum(tensor: Tensor) -> Tensor:
+    """Sum over ranks, in place and returned; not differentiable."""
+    if _grouped():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+class _DifferentiableSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: Tensor) -> Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        # every rank's output depends on this rank's input: its gradient is the sum of all of theirs
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+def differentiable_sum(tensor: Tensor) -> Tensor:
+    """Sum over ranks through which gradients flow (for synchronised batch statistics)."""
+    return _DifferentiableSum.apply(tensor) if _grouped() else tensor
+
+
+def reduce_dict(values: Mapping[str, Any], average: bool = False) -> Dict[str, float]:
+    """Sum (or mean) over ranks of named numbers, in one collective of float64; the same keys on every rank."""
+    names = sorted(values)
+    device = _collective_device()
+    packed = torch.tensor([float(values[name]) for name in names], dtype=torch.float64, device=device)
+    all_reduce_sum(packed)
+    if average and _grouped():
+        packed /= dist.get_world_size()
+    return dict(zip(names, packed.tolist()))
+
+
+def any_rank(flag: bool) -> bool:
+    """True on every rank as soon as it is true on one."""
+    if not _grouped():
+        return flag
+    packed = torch.tensor([float(flag)], device=_collective_device())
+    dist.all_reduce(packed, op=dist.ReduceOp.MAX)
+    return bool(packed.item())
+
+
+def all_gather(item: Any) -> List[Any]:
+    """The item of every rank, in rank order; any object the standard library can serialise between processes."""
+    if not _grouped():
+        return [item]
+    items: List[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(items, item)
+    return items
+
+
+def broadcast(item: Any) -> Any:
+    """Rank 0's item, on every rank."""
+    if not _grouped():
+        return item
+    box = [item]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def barrier() -> None:
+    """Wait for all ranks; a rank that does not come within `TIMEOUT` is an error and not a hang."""
+    if _grouped():
+        dist.barrier()
+
+
+def _collective_device() -> torch.device:
+    return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
+
+
+def wrap(module: nn.Module) -> nn.Module:
+    """DistributedDataParallel around `module` in a group of several; `module` itself otherwise."""
+    if not _grouped():
+        return module
+    return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Context]:
+    """`start` and, however the work ends, `finish`."""
+    context = start()
+    try:
+        yield context
+    finally:
+        finish()

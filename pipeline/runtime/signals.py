@@ -1,0 +1,37 @@
+"""Being asked to stop: the request is noted and acted on between two steps, when a checkpoint can be saved."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from typing import Iterator
+
+ASKED_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the container, Ctrl-C, SLURM before preemption
+
+
+class Stop:
+    """`requested` turns True when one of the signals has come; a second Ctrl-C ends the process at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def _note(self, number: int, frame) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[Stop]:
+    """Within, the signals only set the flag; afterwards they do what they did before."""
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # Python lets the main thread alone handle signals
+        return
+    before = {number: signal.signal(number, stop._note) for number in ASKED_BY}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""What one training is made of: `objective` (batch -> loss), `optimization`, `step`, `validation`, `state`."""

@@ -1,0 +1,77 @@
+"""From a batch to its loss, inside one module, so that DistributedDataParallel sees the whole forward pass."""
+
+from __future__ import annotations
+
+from typing import Dict, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.matching.loss import assignment_loss
+from pipeline.matching.superglue import SuperGlue, mutual_matches
+from pipeline.matching.truth import IGNORED, ground_truth
+from pipeline.stack import autocast
+
+
+class MatchingObjective(nn.Module):
+    """SuperGlue with its ground truth and loss."""
+
+    def __init__(
+        self, model: SuperGlue, positive_px: float, negative_px: float, precision: str = "float32"
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.positive_px, self.negative_px, self.precision = positive_px, negative_px, precision
+
+    def forward(self, batch) -> Tuple[Tensor, Dict[str, Tensor]]:
+        """Loss of a batch with homographies, any number of pairs, none included.
+
+        Returns:
+            The sum (not the mean) of the pairs' losses, scalar float32: the caller divides by the number of
+            pairs of the whole step, which this rank does not know. And sums over the pairs, detached, by name.
+        """
+        with autocast(batch.counts0.device.type, self.precision):
+            states = self.model.states(batch)
+            log_assignments = self.model.assign(states, batch)
+        truths = ground_truth(batch, self.positive_px, self.negative_px)
+        losses = assignment_loss(log_assignments, truths)
+        # every parameter joins the graph on every rank, also where no pair has a match to learn from:
+        # a gradient that one rank does not compute would leave the others waiting for it
+        total = losses.total.sum() + 0.0 * (states.float().sum() + self.model.dustbin)
+        return total, {
+            "loss": total.detach(),
+            "loss_positive": losses.positive.sum(),
+            "loss_unmatched": (losses.unmatched0.sum() + losses.unmatched1.sum()) / 2,
+            "pairs": torch.tensor(float(len(batch)), device=total.device),
+        }
+
+
+@torch.no_grad()
+def validation_sums(objective: MatchingObjective, batch, threshold: float) -> Dict[str, float]:
+    """Sums of a batch from which precision and recall of any set of batches follow.
+
+    `predicted`: matches whose keypoint in image 0 is not ignored by the truth; `correct` of them equal to
+    the truth; `true`: matches in the truth; plus the sums of `MatchingObjective.forward`.
+    """
+    model = objective.model
+    log_assignments = model(batch)
+    truths = ground_truth(batch, objective.positive_px, objective.negative_px)
+    losses = assignment_loss(log_assignments, truths)
+    sums = {
+        "loss": float(losses.total.sum()),
+        "loss_positive": float(losses.positive.sum()),
+        "loss_unmatched": float((losses.unmatched0.sum() + losses.unmatched1.sum()) / 2),
+        "pairs": float(len(batch)),
+        "predicted": 0.0,
+        "correct": 0.0,
+        "true": 0.0,
+    }
+    size = (batch.records0.shape[1], batch.records1.shape[1])
+    answers = mutual_matches(log_assignments, size, threshold).matches0
+    for answer, truth in zip(answers, truths):
+        answer = answer[: len(truth.matches0)]
+        judged = (answer >= 0) & (truth.matches0 != IGNORED)
+        sums["predicted"] += float(judged.sum())
+        sums["correct"] += float((judged & (answer == truth.matches0)).sum())
+        sums["true"] += float((truth.matches0 >= 0).sum())
+    return sums

@@ -1,0 +1,100 @@
+"""Optimiser, learning rate as a function of the step, and the moving average of the weights."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from typing import Dict, List, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import RequestError
+
+
+def learning_rate(train, step: int, world_size: int = 1) -> float:
+    """Learning rate of global step 0, 1, 2, ...; no state, so a resumed run has it right.
+
+    `constant_decay` is the paper's: constant, then times `decay` in each step from `decay_start` on.
+    `cosine` falls to 0 at the last step. Either rises linearly over `warmup_steps` first. `lr_scaling` says
+    how it grows with the number of processes (Goyal 2017 for linear), for `batch_per_rank`.
+    """
+    factor = {"none": 1.0, "linear": float(world_size), "sqrt": math.sqrt(world_size)}[train.lr_scaling]
+    if step < train.warmup_steps:
+        return train.lr * factor * (step + 1) / train.warmup_steps
+    if train.schedule == "constant_decay":
+        return train.lr * factor * train.decay ** max(0, step - train.decay_start)
+    progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    return train.lr * factor * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> List[str]:
+    """Stop training of the parameters whose name fits one of the shell-style `patterns`; their names.
+
+    Raises:
+        RequestError: a pattern fits no parameter.
+    """
+    frozen = []
+    for pattern in patterns:
+        names = [name for name, _ in model.named_parameters() if fnmatch.fnmatchcase(name, pattern)]
+        if not names:
+            some = ", ".join(name for name, _ in list(model.named_parameters())[:3])
+            raise RequestError(f"train.freeze: {pattern!r} fits no parameter; names look like {some}")
+        frozen += names
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
+    return sorted(set(frozen))
+
+
+def make_optimizer(train, model: nn.Module) -> torch.optim.Optimizer:
+    """Adam, AdamW or SGD (momentum 0.9) over the parameters that train."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise RequestError("train.freeze: no parameter is left to train")
+    if train.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=train.lr, momentum=0.9, weight_decay=train.weight_decay)
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[train.optimizer]
+    return kind(parameters, lr=train.lr, weight_decay=train.weight_decay)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Dict[str, Tensor]:
+    """The optimiser's memory as named tensors: `<parameter index>.<what>`."""
+    tensors = {}
+    for index, values in optimizer.state_dict()["state"].items():
+        for name, value in values.items():
+            if value is not None:
+                tensors[f"{index}.{name}"] = torch.as_tensor(value)
+    return tensors
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Dict[str, Tensor]) -> None:
+    """Give `optimizer` the memory that `optimizer_tensors` took."""
+    state: Dict[int, dict] = {}
+    for key, tensor in tensors.items():
+        index, name = key.split(".", 1)
+        # torch 1.10 keeps Adam's step as a plain number, later versions as a tensor
+        plain = name == "step" and not hasattr(torch, "compile")
+        state.setdefault(int(index), {})[name] = int(tensor.item()) if plain else tensor
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+class MovingAverage:
+    """Exponential moving average of a model's parameters and buffers; decay 0 keeps none."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.values = {k: v.detach().clone() for k, v in model.state_dict().items()} if decay > 0 else {}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, step: int) -> None:
+        """Move towards the model after global step `step`; the first steps weigh more, so that the start fades."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        for name, value in model.state_dict().items():
+            if name in self.values:
+                self.values[name].lerp_(value, 1 - decay)
+
+    def restore(self, values: Dict[str, Tensor]) -> None:
+        """Take over saved averages."""
+        for name, value in values.items():
+            self.values[name].copy_(value)

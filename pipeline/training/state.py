@@ -1,0 +1,112 @@
+"""All that a training must remember, as one set of tensors and one JSON, and what it may be resumed with."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from pipeline.matching.superglue import SuperGlue
+from pipeline.training.optimization import MovingAverage, optimizer_tensors, restore_optimizer
+
+Fingerprint = Dict[str, Any]
+
+
+def fingerprint(train, data_digest: str, world_size: int) -> Fingerprint:
+    """What must be equal for a resumed run to be the interrupted one: parameters, data and code.
+
+    The number of processes is no part of it, unless it decides the batch or the learning rate.
+    """
+    values: Fingerprint = {f"train.{k}": v for k, v in train.model_dump().items()}
+    if train.batch_per_rank or train.lr_scaling != "none":
+        values["world_size"] = world_size
+    values["data"] = data_digest
+    values["code"] = code_digest()
+    return values
+
+
+def code_digest() -> str:
+    """SHA-256 over the project's modules that this process has loaded, `pipeline.train` included."""
+    files = {Path(__file__).parents[1] / "train.py"}
+    files |= {
+        Path(module.__file__)
+        for name, module in list(sys.modules.items())
+        if name.startswith("pipeline.") and getattr(module, "__file__", None)
+    }
+    files = {f for f in files if f.name not in ("launch.py", "errors.py")}
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def differences(saved: Fingerprint, ours: Fingerprint) -> List[str]:
+    """One text for each key that differs: `train.lr: 0.001 in the checkpoint, 0.0005 now`."""
+    return [
+        f"{key}: {saved.get(key)} in the checkpoint, {ours.get(key)} now"
+        for key in sorted(set(saved) | set(ours))
+        if saved.get(key) != ours.get(key)
+    ]
+
+
+class TrainState:
+    """Model, optimiser, scaler, moving average, position and best score of one training."""
+
+    def __init__(self, model: SuperGlue, optimizer, scaler, average: MovingAverage) -> None:
+        self.model, self.optimizer, self.scaler, self.average = model, optimizer, scaler, average
+        self.step = 0  # optimiser steps done
+        self.best: Optional[float] = None  # best validation f1 so far
+        self.best_step = 0
+        self.skipped = 0  # steps not applied because the gradient was not finite
+
+    def tensors(self) -> Dict[str, Tensor]:
+        """Everything that is a tensor, by name."""
+        tensors = {f"model.{k}": v for k, v in self.model.state_dict().items()}
+        tensors.update({f"optimizer.{k}": v for k, v in optimizer_tensors(self.optimizer).items()})
+        tensors.update({f"average.{k}": v for k, v in self.average.values.items()})
+        tensors["rng.cpu"] = torch.get_rng_state()
+        return tensors
+
+    def info(self) -> Dict[str, Any]:
+        """Everything else, as JSON values."""
+        return {
+            "model": self.model.config.to_dict(),
+            "step": self.step,
+            "best": self.best,
+            "best_step": self.best_step,
+            "skipped": self.skipped,
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def restore(self, tensors: Dict[str, Tensor], info: Dict[str, Any]) -> None:
+        """Become the state that was saved."""
+        self.model.load_state_dict(_part(tensors, "model."))
+        restore_optimizer(self.optimizer, _part(tensors, "optimizer."))
+        self.average.restore(_part(tensors, "average."))
+        torch.set_rng_state(tensors["rng.cpu"])
+        self.scaler.load_state_dict(info["scaler"])
+        self.step, self.best, self.best_step = info["step"], info["best"], info["best_step"]
+        self.skipped = info["skipped"]
+
+    def weights(self) -> Dict[str, Tensor]:
+        """The weights to validate and to ship: the moving average where there is one."""
+        return self.average.values or self.model.state_dict()
+
+
+def _part(tensors: Dict[str, Tensor], prefix: str) -> Dict[str, Tensor]:
+    return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def initialize_from(model: SuperGlue, tensors: Dict[str, Tensor]) -> Tuple[List[str], List[str], List[str]]:
+    """Take over what fits from another model's weights: names taken, skipped (shape differs), missing there."""
+    given = _part(tensors, "model.") or tensors
+    own = model.state_dict()
+    taken = [n for n in own if n in given and given[n].shape == own[n].shape]
+    skipped = [n for n in own if n in given and given[n].shape != own[n].shape]
+    missing = [n for n in own if n not in given]
+    model.load_state_dict({**own, **{n: given[n] for n in taken}})
+    return taken, skipped, missing
