@@ -1,0 +1,43 @@
+"""All views of one image: decode, render, distort, SIFT. A pure function of bytes, name and parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pipeline.features import sift
+from pipeline.features.store import ImageViews
+from pipeline.images.decode import BadImage, decode_gray
+from pipeline.views import homography, photometric, render
+
+
+def image_views(data: bytes, name: str, settings: Any) -> ImageViews:
+    """The views of an image with their keypoints.
+
+    View 0 is a mild crop with the light as it was; the others are random homographies with photometric
+    distortion. Views with few or no keypoints stay: training must meet them.
+
+    Args:
+        data: bytes of the image file; name: of the image, which with `settings.seed` fixes every draw.
+        settings: the section `keypoints`.
+
+    Raises BadImage with the reason when the image cannot serve.
+    """
+    gray = decode_gray(data, name)
+    size, view_size = (gray.shape[1], gray.shape[0]), (settings.width, settings.height)
+    if not homography.fits(size, view_size):
+        needed = "x".join(str(side) for side in homography.smallest_image(view_size))
+        raise BadImage(name, f"too small: {size[0]}x{size[1]}, a view needs {needed} pixels")
+    homographies, records = [], []
+    for index in range(settings.views):
+        rng = homography.generator(settings.seed, name, index)
+        if index == 0:
+            H = homography.mild_view(rng, size, view_size)
+            view = render.render(gray, H, view_size)
+        else:
+            H = homography.sample_view(rng, size, view_size, settings.homography, settings.difficulty)
+            view = photometric.distort(render.render(gray, H, view_size), rng, settings.photometric)
+        homographies.append(H)
+        records.append(sift.extract(view, settings.max_keypoints))
+    return ImageViews(name, size, np.array(homographies), records)

@@ -1,0 +1,113 @@
+"""Images through worker processes, results in the order asked for.
+
+One process per core with one OpenCV thread each and heap trimming off (`pipeline.features.tuning`). A bounded
+number of images is under way, so memory does not grow with their number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, Iterable, Iterator, Optional, Union
+
+from pipeline.errors import WorkError
+from pipeline.extraction.image import image_views
+from pipeline.features.store import ImageViews
+from pipeline.features.tuning import tune_process
+from pipeline.images.decode import BadImage
+from pipeline.images.manifest import Entry
+from pipeline.images.sources import ImageSet
+
+Result = Union[ImageViews, BadImage]
+
+_PR_SET_PDEATHSIG = 1
+_IN_FLIGHT = 4  # images per worker
+_worker: Optional[Extractor] = None
+
+
+class Extractor:
+    """What a worker holds: where the bytes are and how views are made."""
+
+    def __init__(self, images: ImageSet, settings: Any) -> None:
+        self.images = images.without_entries()
+        self.settings = settings
+
+    def __call__(self, entry: Entry) -> Result:
+        """The views of an image, or why it cannot serve. Never raises for the image's sake."""
+        try:
+            return image_views(self.images.read(entry), entry.name, self.settings)
+        except BadImage as bad:
+            return bad
+
+
+def cores() -> int:
+    """Cores this process may use, shared among the ranks of this machine when there are several."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(usable // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 1)
+
+
+class Pool:
+    """A context with `map(entries)`; with one worker everything happens in this process."""
+
+    def __init__(self, images: ImageSet, settings: Any, workers: int) -> None:
+        self._extract = Extractor(images, settings)
+        self._workers = workers
+        self._executor: Optional[ProcessPoolExecutor] = None
+
+    def __enter__(self) -> Pool:
+        if self._workers == 1:
+            tune_process()
+            return self
+        self._executor = ProcessPoolExecutor(
+            self._workers,
+            mp_context=multiprocessing.get_context("spawn"),  # a fork would copy locks of running threads
+            initializer=_start,
+            initargs=(self._extract, os.getpid()),
+        )
+        return self
+
+    def __exit__(self, *_error: Any) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def map(self, entries: Iterable[Entry]) -> Iterator[Result]:
+        """One result per entry, in their order. WorkError when a worker process dies."""
+        if self._executor is None:
+            yield from map(self._extract, entries)
+            return
+        waiting: deque = deque()
+        try:
+            for entry in entries:
+                waiting.append(self._executor.submit(_work, entry))
+                if len(waiting) >= _IN_FLIGHT * self._workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise WorkError(
+                "a worker process died (out of memory, or killed); finished shards are kept: "
+                "run again, with fewer --workers if memory is short"
+            ) from None
+
+
+def _start(extract: Extractor, parent: int) -> None:
+    """In a new worker: die with the parent, leave Ctrl-C to it, and tune the process."""
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)  # it died before we could ask to be told
+    tune_process()
+    _worker = extract
+
+
+def _work(entry: Entry) -> Result:
+    assert _worker is not None
+    return _worker(entry)

@@ -1,0 +1,159 @@
+"""The shards of one split: which there are, which of them are done, and the end of the work.
+
+A shard is a fixed run of manifest rows, so its bytes depend on them and on the parameters alone. While work
+goes on each finished shard has a note beside it; in the end the notes become store.json. A shard whose
+fingerprint (parameters, rows, code, OpenCV) is not the one wanted now is thrown away, a whole one is never
+made twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, Iterable, List, Optional, Sequence
+
+import cv2
+
+import pipeline
+from pipeline.errors import RequestError
+from pipeline.features import store
+from pipeline.features.store import ImageViews
+from pipeline.images.decode import BadImage
+from pipeline.images.manifest import Entry, write_atomic
+
+# what the bytes of a shard depend on
+CODE = (
+    "extraction/image.py",
+    "features/sift.py",
+    "features/store.py",
+    "images/decode.py",
+    "images/integrity.py",
+    "matching/homography.py",
+    "views/homography.py",
+    "views/photometric.py",
+    "views/render.py",
+)
+_NOT_IN_THE_BYTES = ("max_bad_fraction",)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A piece of work. fingerprint: SHA-256 over all that its bytes depend on."""
+
+    file: str
+    entries: Sequence[Entry]
+    fingerprint: str
+
+
+def plan(entries: Sequence[Entry], settings: Any) -> List[Shard]:
+    """Cut the rows of a split (sorted, as the manifest gives them) into shards."""
+    common = {
+        "settings": settings.model_dump(exclude=set(_NOT_IN_THE_BYTES)),
+        "code": _code_digest(),
+        "opencv": cv2.__version__,
+    }
+    length = settings.shard_images
+    pieces = [entries[start : start + length] for start in range(0, len(entries), length)]
+    return [
+        Shard(store.shard_name(index), piece, _fingerprint(common, piece))
+        for index, piece in enumerate(pieces)
+    ]
+
+
+def _fingerprint(common: Dict[str, Any], entries: Sequence[Entry]) -> str:
+    rows = [[entry.name, entry.size, entry.crc32] for entry in entries]
+    text = json.dumps({**common, "entries": rows}, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def _code_digest() -> str:
+    root = Path(pipeline.__file__).parent
+    return hashlib.sha256(b"".join((root / name).read_bytes() for name in CODE)).hexdigest()
+
+
+class Folder:
+    """The folder of one split while it is being filled. `shards`: the plan."""
+
+    def __init__(self, path: Path, shards: Sequence[Shard]) -> None:
+        self.path = path
+        self.shards = list(shards)
+
+    def open(self, mine: Sequence[Shard]) -> List[Shard]:
+        """Keep what is whole, throw away what does not fit; returns those of `mine` still to be made."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        rows = self._known_rows()
+        missing = []
+        for shard in mine:
+            row = rows.get(shard.file)
+            if row is not None and self._fits(shard, row):
+                self._note(shard, row)
+            else:
+                self._note_path(shard).unlink(missing_ok=True)
+                (self.path / shard.file).unlink(missing_ok=True)
+                missing.append(shard)
+        return missing
+
+    def discard_strangers(self) -> None:
+        """Remove what the plan does not know: shards of other parameters, halves left by a kill."""
+        known = {shard.file for shard in self.shards} | {self._note_path(shard).name for shard in self.shards}
+        for path in self.path.iterdir() if self.path.is_dir() else ():
+            if path.name not in known and path.name != store.INDEX and not path.is_dir():
+                path.unlink()
+
+    def write(self, shard: Shard, results: Iterable[Any]) -> None:
+        """Write one shard from its results (ImageViews or BadImage, in the order of its entries)."""
+        images: List[ImageViews] = []
+        bad: List[List[str]] = []
+        for result in results:
+            if isinstance(result, BadImage):
+                bad.append([result.name, result.reason])
+            else:
+                images.append(result)
+        row = store.write_shard(self.path / shard.file, images)
+        self._note(shard, {**row, "bad": bad, "fingerprint": shard.fingerprint})
+
+    def rows(self) -> List[Optional[Dict[str, Any]]]:
+        """The row of every planned shard, None for one that is not done."""
+        known = self._known_rows()
+        found = [known.get(shard.file) for shard in self.shards]
+        return [
+            row if row and row.get("fingerprint") == shard.fingerprint else None
+            for shard, row in zip(self.shards, found)
+        ]
+
+    def close(self, rows: Sequence[Dict[str, Any]], settings: Any) -> None:
+        """Write store.json and drop the notes."""
+        content = store.index(rows, settings.views, (settings.width, settings.height))
+        write_atomic(self.path / store.INDEX, json.dumps(content, indent=1) + "\n")
+        for shard in self.shards:
+            self._note_path(shard).unlink(missing_ok=True)
+
+    def _known_rows(self) -> Dict[str, Dict[str, Any]]:
+        """Rows by file name, from a finished store and from notes; what cannot be read is not known."""
+        try:
+            rows = {row["file"]: row for row in store.read_index(self.path)["shards"]}
+        except RequestError:
+            rows = {}
+        for shard in self.shards:
+            try:
+                rows[shard.file] = json.loads(self._note_path(shard).read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                continue
+        return rows
+
+    def _fits(self, shard: Shard, row: Dict[str, Any]) -> bool:
+        try:
+            if row["fingerprint"] == shard.fingerprint:
+                store.check_shard(self.path, row)
+                return True
+        except (RequestError, KeyError, TypeError):
+            pass
+        return False
+
+    def _note(self, shard: Shard, row: Dict[str, Any]) -> None:
+        write_atomic(self._note_path(shard), json.dumps(row))
+
+    def _note_path(self, shard: Shard) -> Path:
+        return (self.path / shard.file).with_suffix(".json")

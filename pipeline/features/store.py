@@ -1,0 +1,232 @@
+"""The keypoint store: written once, mapped into memory, verified.
+
+A folder with `store.json` and shards `shard-00000.safetensors`, each of some consecutive images:
+
+    records      uint8   (keypoints, 148)     packed KEYPOINT records, view after view
+    offsets      int64   (images * views + 1) where each view's records begin
+    homographies float64 (images, views, 3, 3) image pixels to view pixels
+    sizes        int32   (images, 2)          width, height of the image
+
+One view is one contiguous slice of the file, so random access costs a page of it and no decoding.
+store.json names format version, images, and the SHA-256 of every shard; DVC alone does not notice a damaged
+cache object.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Sequence, Tuple, Union
+
+import numpy as np
+
+from pipeline.errors import RequestError
+from pipeline.features.sift import KEYPOINT
+
+FORMAT = "superglue-sift-keypoints"
+VERSION = 1
+INDEX = "store.json"
+SAMPLED_SHARDS = 3  # hashed when a store is opened with verify="sample"
+
+_DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64, "F64": np.float64}
+
+
+class ImageViews(NamedTuple):
+    """All views of one image, as the extraction hands them over."""
+
+    name: str
+    size: Tuple[int, int]  # width, height of the image
+    homographies: np.ndarray  # (views, 3, 3) float64, image to view
+    records: List[np.ndarray]  # (n,) KEYPOINT of each view
+
+
+class View(NamedTuple):
+    """One stored view. records: (n,) KEYPOINT, read-only, in mapped memory; H: image to view; size: of the
+    view."""
+
+    records: np.ndarray
+    H_image_to_view: np.ndarray
+    size: Tuple[int, int]
+
+
+def shard_name(index: int) -> str:
+    return f"shard-{index:05d}.safetensors"
+
+
+def write_shard(path: Union[str, Path], images: Sequence[ImageViews]) -> Dict[str, Any]:
+    """Write the images of one shard atomically (temporary file, fsync, rename).
+
+    Returns its row in store.json: file, images (their names), keypoints, bytes, sha256. Equal images give
+    equal bytes. Raises OSError (a full disk) and leaves no half shard under the final name.
+    """
+    from safetensors.numpy import save
+
+    path = Path(path)
+    counts = [len(records) for image in images for records in image.records]
+    records = [records for image in images for records in image.records]
+    packed = np.concatenate(records) if records else np.empty(0, KEYPOINT)
+    views = len(images[0].records) if images else 0
+    homographies = [image.homographies for image in images]
+    data = save(
+        {
+            "records": packed.view(np.uint8).reshape(len(packed), KEYPOINT.itemsize),
+            "offsets": np.cumsum([0, *counts], dtype=np.int64),
+            "homographies": np.array(homographies, np.float64).reshape(len(images), views, 3, 3),
+            "sizes": np.array([image.size for image in images], np.int32).reshape(len(images), 2),
+        },
+        metadata={"format": f"{FORMAT} {VERSION}"},
+    )
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)
+    return {
+        "file": path.name,
+        "images": [image.name for image in images],
+        "keypoints": len(packed),
+        "bytes": len(data),
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }
+
+
+def index(shards: Sequence[Dict[str, Any]], views: int, view_size: Tuple[int, int]) -> Dict[str, Any]:
+    """The content of store.json for these rows of `write_shard`."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "views_per_image": views,
+        "view_size": list(view_size),
+        "record": [[name, KEYPOINT[name].base.str, list(KEYPOINT[name].shape)] for name in KEYPOINT.names],
+        "digest": _digest(shards),
+        "shards": list(shards),
+    }
+
+
+def _digest(shards: Sequence[Dict[str, Any]]) -> str:
+    lines = [
+        f"{FORMAT} {VERSION}",
+        *(f"{shard['sha256']} {name}" for shard in shards for name in shard["images"]),
+    ]
+    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+class Store:
+    """Read access to one split. Opening maps the shards; nothing is read before it is asked for.
+
+    Attributes: `images` names; `views_per_image`; `view_size` (width, height); `digest` SHA-256 over the
+    shards' own; `counts` (images, views) int64 keypoints; `sizes` (images, 2) int32 width and height of
+    each image.
+    """
+
+    def __init__(self, path: Union[str, Path], verify: str = "sample") -> None:
+        """Open the store in a folder. `verify`: "none", "sample" (hash a few shards) or "all".
+
+        Raises RequestError for a missing, foreign, damaged or newer store, naming the file.
+        """
+        self.path = Path(path)
+        self._index = read_index(self.path)
+        self.views_per_image: int = self._index["views_per_image"]
+        self.view_size: Tuple[int, int] = tuple(self._index["view_size"])
+        self.digest: str = self._index["digest"]
+        shards = [shard for shard in self._index["shards"] if shard["images"]]
+        self.images: List[str] = [name for shard in shards for name in shard["images"]]
+        self.verify(verify)
+        self._tensors = [map_shard(self.path / shard["file"]) for shard in shards]
+        self._records = [tensors["records"].reshape(-1).view(KEYPOINT) for tensors in self._tensors]
+        lengths = [len(shard["images"]) for shard in shards]
+        self._shard_of = np.repeat(np.arange(len(shards)), lengths)
+        self._first = np.concatenate([[0], np.cumsum(lengths)])[:-1].astype(np.int64)
+        views = self.views_per_image
+        counts = [np.diff(tensors["offsets"]).reshape(-1, views) for tensors in self._tensors]
+        self.counts = np.concatenate([np.empty((0, views), np.int64), *counts])
+        sizes = [tensors["sizes"] for tensors in self._tensors]
+        self.sizes = np.concatenate([np.empty((0, 2), np.int32), *sizes])
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.images)
+
+    def view(self, image: int, view: int) -> View:
+        """View `view` of image `image`; IndexError outside the store."""
+        if not 0 <= image < len(self.images) or not 0 <= view < self.views_per_image:
+            raise IndexError(f"view {view} of image {image}: the store has {self.counts.shape}")
+        shard = self._shard_of[image]
+        local = image - self._first[shard]
+        tensors = self._tensors[shard]
+        at = local * self.views_per_image + view
+        begin, end = tensors["offsets"][at], tensors["offsets"][at + 1]
+        return View(self._records[shard][begin:end], tensors["homographies"][local, view], self.view_size)
+
+    def verify(self, how: str = "all") -> None:
+        """Check sizes, and the SHA-256 of all or of a few shards; RequestError names the damaged one."""
+        shards = self._index["shards"]
+        step = 1 if how == "all" else max(len(shards) // SAMPLED_SHARDS, 1)
+        for position, shard in enumerate(shards):
+            check_shard(self.path, shard, hashed=how != "none" and position % step == 0)
+
+
+def check_shard(folder: Path, shard: Dict[str, Any], hashed: bool = True) -> None:
+    """Is the file of this row whole? RequestError says what differs."""
+    path = folder / shard["file"]
+    mend = "run `dvc repro keypoints` again (delete the file first if it is linked from the cache)"
+    try:
+        size = path.stat().st_size
+        if size != shard["bytes"]:
+            raise RequestError(f"{path}: {size} bytes, {shard['bytes']} when it was written; {mend}")
+        found = sha256(path) if hashed else shard["sha256"]
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read: {error.strerror}; {mend}") from None
+    if found != shard["sha256"]:
+        raise RequestError(f"{path}: SHA-256 {found}, {shard['sha256']} when it was written; {mend}")
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        for block in iter(lambda: stream.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def read_index(folder: Union[str, Path]) -> Dict[str, Any]:
+    """The content of store.json; RequestError when there is none or it is not one we can read."""
+    path = Path(folder) / INDEX
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        form, version = content["format"], content["version"]
+    except OSError:
+        raise RequestError(f"{folder}: no keypoint store here; run `dvc repro keypoints` first") from None
+    except (ValueError, KeyError, TypeError):
+        raise RequestError(f"{path}: damaged; run `dvc repro -f keypoints`") from None
+    if form != FORMAT or version != VERSION:
+        raise RequestError(
+            f"{path}: {form} version {version}, this program reads {FORMAT} version {VERSION}; "
+            "run `dvc repro -f keypoints`"
+        )
+    if _digest(content["shards"]) != content["digest"]:
+        raise RequestError(f"{path}: its digest does not fit its shards; run `dvc repro -f keypoints`")
+    return content
+
+
+def map_shard(path: Path) -> Dict[str, np.ndarray]:
+    """The tensors of a safetensors file as read-only arrays in mapped memory (the library would copy
+    them)."""
+    try:
+        with path.open("rb") as stream:
+            length = struct.unpack("<Q", stream.read(8))[0]
+            header = json.loads(stream.read(length))
+        data = np.memmap(path, np.uint8, mode="r").view(np.ndarray)[8 + length :]
+        header.pop("__metadata__", None)
+        return {name: _tensor(data, entry) for name, entry in header.items()}
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise RequestError(f"{path}: not a readable shard ({error}); run `dvc repro -f keypoints`") from None
+
+
+def _tensor(data: np.ndarray, entry: Dict[str, Any]) -> np.ndarray:
+    begin, end = entry["data_offsets"]
+    return data[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])

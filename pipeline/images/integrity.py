@@ -1,0 +1,114 @@
+"""Is a file a whole image? Checks of the container alone, a fraction of the cost of decoding.
+
+JPEG: an end-of-image marker after the first scan, no hole of zeros larger than the picture could explain.
+PNG: the CRC-32 of every chunk up to IEND. WebP: the length its header promises. All: a sane size.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import Tuple
+
+MAX_PIXELS = 200_000_000  # gray; a larger one would take a worker's memory (and is more likely a bomb)
+HOLE_BYTES = 1024  # the shortest run of zeros inside coded JPEG data that is looked at
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+_PNG_PIXELS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
+_JPEG_BARE = (0x01, *range(0xD0, 0xD9))  # markers without a length: TEM, RST0-7, SOI
+_JPEG_SIZE = (0xC0, 0xC1, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
+
+
+class BadImage(Exception):
+    """A file that cannot serve as an image. `name`: which one; `reason`: one line for bad_images.csv."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name = name
+        self.reason = reason
+
+    def __reduce__(self):  # worker processes hand it back: both arguments must survive the way
+        return type(self), (self.name, self.reason)
+
+
+def check(data: bytes, name: str) -> bytes:
+    """The bytes to decode, or BadImage. Other formats than JPEG, PNG and WebP are left to the decoder."""
+    if not data:
+        raise BadImage(name, "empty file")
+    if data[:3] == b"\xff\xd8\xff":
+        _check_jpeg(data, name)
+    elif data[:8] == _PNG:
+        return _check_png(data, name)
+    elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        _check_webp(data, name)
+    elif data[:1024].count(b"\0") == len(data[:1024]):
+        raise BadImage(name, "begins with nothing but zeros")
+    elif data[:512].lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
+        raise BadImage(name, "a web page, not an image")
+    return data
+
+
+def _check_size(width: int, height: int, name: str) -> None:
+    if width * height > MAX_PIXELS:
+        limit = f"{MAX_PIXELS // 1_000_000} megapixels"
+        raise BadImage(name, f"too large: {width}x{height} pixels, at most {limit}")
+
+
+def _jpeg_header(data: bytes, name: str) -> Tuple[int, int, int]:
+    """(width, height, offset of the first scan) by walking the segments, so that thumbnails are skipped."""
+    at, width, height = 2, 0, 0
+    while at + 4 <= len(data):
+        if data[at] != 0xFF:
+            raise BadImage(name, f"damaged JPEG: no marker at byte {at}")
+        marker = data[at + 1]
+        if marker == 0xFF or marker in _JPEG_BARE:
+            at += 1 if marker == 0xFF else 2
+            continue
+        if marker == 0xDA:
+            return width, height, at
+        length = struct.unpack_from(">H", data, at + 2)[0]
+        if marker in _JPEG_SIZE and at + 9 <= len(data):
+            height, width = struct.unpack_from(">HH", data, at + 5)
+        at += 2 + length
+    raise BadImage(name, "truncated JPEG: ends inside its header")
+
+
+def _check_jpeg(data: bytes, name: str) -> None:
+    width, height, scan = _jpeg_header(data, name)
+    _check_size(width, height, name)
+    if data.find(b"\xff\xd9", scan) < 0:
+        raise BadImage(name, "truncated JPEG: no end-of-image marker")
+    # A flat block costs two bits at the least, so a run of zeros this long would code more blocks of 8x8
+    # than the picture has: the data was lost, though every decoder accepts it.
+    hole = max(HOLE_BYTES, width * height // 64 // 4 * 3)
+    if data.find(bytes(hole), scan) >= 0:
+        raise BadImage(name, f"damaged JPEG: a hole of {hole} or more zero bytes in the coded data")
+
+
+def _check_png(data: bytes, name: str) -> bytes:
+    """Checks every chunk; returns the file without the ones that carry no pixels.
+
+    Dropping them keeps libpng from printing warnings on colour profiles, which gray pixels do not need.
+    """
+    at, kept = len(_PNG), [_PNG]
+    while at + 12 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, at)
+        end = at + 12 + length
+        if end > len(data):
+            break
+        if zlib.crc32(data[at + 4 : end - 4]) != struct.unpack_from(">I", data, end - 4)[0]:
+            raise BadImage(name, f"damaged PNG: wrong CRC-32 in a {kind.decode('latin1')} chunk")
+        if kind == b"IHDR":
+            _check_size(*struct.unpack_from(">II", data, at + 8), name)
+        if kind in _PNG_PIXELS:
+            kept.append(data[at:end])
+        if kind == b"IEND":
+            return b"".join(kept)
+        at = end
+    raise BadImage(name, "truncated PNG: no IEND chunk")
+
+
+def _check_webp(data: bytes, name: str) -> None:
+    promised = struct.unpack_from("<I", data, 4)[0] + 8 if len(data) >= 12 else 12
+    if len(data) < promised:
+        raise BadImage(name, f"truncated WebP: {len(data)} of {promised} bytes")

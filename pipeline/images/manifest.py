@@ -1,0 +1,87 @@
+"""The manifest: one row per image, the truth of the stage `fetch` about what there is to read.
+
+Columns: name, split, container, member, size, crc32, offset, packed, method, sorted by split and name. An
+image is `packed` bytes at `offset` of a file. In a folder that file is `member` itself; in a zip it is the
+archive, which therefore stays one file on disk and is read in place, by any number of processes, without
+its index.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import os
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Iterable, List, Union
+
+from pipeline.errors import RequestError
+
+SPLITS = ("train", "val", "test")
+STORED, DEFLATED = 0, 8  # zip's own numbers
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One image. `name` is unique within its split and never an absolute path."""
+
+    name: str  # relative path, with forward slashes
+    split: str  # train, val or test
+    container: str  # key of source.json's "containers": a folder or a zip
+    member: str  # path inside the container
+    size: int  # bytes of the image file
+    crc32: str  # 8 hexadecimal digits; empty when the file could not be read
+    offset: int = 0  # where its bytes begin in the file that holds them
+    packed: int = 0  # how many bytes it takes there
+    method: int = STORED
+
+
+def sort(entries: Iterable[Entry]) -> List[Entry]:
+    """By split and name: the order every later stage sees, whatever the order of files on disk."""
+    return sorted(entries, key=lambda entry: (entry.split, entry.name))
+
+
+def write(path: Union[str, Path], entries: Iterable[Entry]) -> None:
+    """Write the manifest, sorted, atomically; the same entries give the same bytes."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow([field.name for field in fields(Entry)])
+    table.writerows(astuple(entry) for entry in sort(entries))
+    write_atomic(path, text.getvalue())
+
+
+def read(path: Union[str, Path]) -> List[Entry]:
+    """Read a manifest; RequestError names the line that is wrong."""
+    path = Path(path)
+    try:
+        with path.open(newline="", encoding="utf-8", errors="surrogateescape") as stream:
+            rows = list(csv.DictReader(stream))
+    except OSError:
+        raise RequestError(f"{path}: no manifest here; run `dvc repro fetch` first") from None
+    entries = []
+    for line, row in enumerate(rows, 2):
+        try:
+            numbers = {key: int(row[key]) for key in ("size", "offset", "packed", "method")}
+            entries.append(Entry(**{**row, **numbers}))
+        except (KeyError, TypeError, ValueError):
+            raise RequestError(f"{path} line {line}: not a manifest row; run `dvc repro -f fetch`") from None
+    return entries
+
+
+def hash_share(seed: int, name: str) -> float:
+    """A number in [0, 1) from a name: adding or removing other images does not move it."""
+    digest = hashlib.sha256(f"{seed}\n{name}".encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def write_atomic(path: Union[str, Path], text: str) -> None:
+    """Write a text file so that a kill leaves the old one or the new one, never a half."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,172 @@
+"""The sources of photographs: the sample bundled with scikit-image, folders, archives; and reading them back.
+
+`fetch` writes two files: `manifest.csv` (`pipeline.images.manifest`) and `source.json`, which says where each
+container stands. `open_manifest(folder)` reads both and serves any later stage.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Callable, Dict, Iterable, List, Sequence, Tuple, Union
+
+from pipeline.errors import RequestError
+from pipeline.images import manifest
+from pipeline.images.integrity import BadImage
+from pipeline.images.manifest import DEFLATED, Entry
+
+# Photographs inside scikit-image's wheel that a detector of corners and blobs can work with; no drawing, no
+# screenshot. The two motorcycle frames show one scene and so share a split.
+SAMPLE: Dict[str, Tuple[str, ...]] = {
+    "train": (
+        "astronaut.png",
+        "brick.png",
+        "chelsea.png",
+        "coins.png",
+        "gravel.png",
+        "hubble_deep_field.jpg",
+        "ihc.png",
+        "moon.png",
+        "motorcycle_left.png",
+        "motorcycle_right.png",
+        "retina.jpg",
+    ),
+    "val": ("page.png", "rocket.jpg"),
+    "test": ("camera.png", "coffee.png", "grass.png"),
+}
+ENOUGH_TO_HOLD_OUT = 3  # images: with fewer there is nothing to put into val and test
+
+Tick = Callable[[Iterable], Iterable]  # wraps an iterable in a progress display
+
+
+class ImageSet:
+    """What `fetch` left: entries by split, and their bytes. Cheap to open and to pickle; no handle is
+    kept."""
+
+    def __init__(self, entries: Sequence[Entry], containers: Dict[str, str]) -> None:
+        self._entries = list(entries)
+        self._containers = containers
+
+    def entries(self, split: str) -> List[Entry]:
+        """The entries of `train`, `val` or `test`, sorted by name."""
+        return [entry for entry in self._entries if entry.split == split]
+
+    def without_entries(self) -> ImageSet:
+        """The same containers without the list: what a worker process needs to `read`."""
+        return ImageSet((), self._containers)
+
+    def read(self, entry: Entry) -> bytes:
+        """The bytes of the image file; BadImage when they are not the ones `fetch` saw."""
+        root = self._containers[entry.container]
+        path = root if entry.offset else os.path.join(root, entry.member)
+        try:
+            with open(path, "rb", buffering=0) as stream:
+                stream.seek(entry.offset)
+                data = _read_all(stream, entry.packed if entry.offset else -1)
+        except OSError as error:
+            raise BadImage(entry.name, f"cannot be read: {error.strerror}") from None
+        return _unpack(data, entry)
+
+
+def open_manifest(folder: Union[str, Path]) -> ImageSet:
+    """Open the folder `fetch` wrote; RequestError when it is missing or incomplete.
+
+    Relative paths in source.json count from that folder, so a clone that is moved keeps working.
+    """
+    folder = Path(folder)
+    entries = manifest.read(folder / "manifest.csv")
+    try:
+        source = json.loads((folder / "source.json").read_text(encoding="utf-8"))
+        roots = {key: str(folder / value["path"]) for key, value in source["containers"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise RequestError(f"{folder}/source.json: missing or damaged; run `dvc repro -f fetch`") from None
+    for entry in entries:
+        if entry.container not in roots:
+            raise RequestError(f"{folder}/source.json: does not name the container '{entry.container}'")
+    return ImageSet(entries, roots)
+
+
+def _read_all(stream, length: int) -> bytes:
+    """`length` bytes or to the end (-1): one raw read may give fewer than asked for."""
+    if length < 0:
+        return stream.readall()
+    pieces = []
+    while length > 0:
+        piece = stream.read(length)
+        if not piece:
+            break
+        pieces.append(piece)
+        length -= len(piece)
+    return b"".join(pieces)
+
+
+def _unpack(data: bytes, entry: Entry) -> bytes:
+    if entry.method == DEFLATED:
+        try:
+            data = zlib.decompressobj(-15).decompress(data, entry.size + 1)  # never more than it may hold
+        except zlib.error as error:
+            raise BadImage(entry.name, f"damaged inside its archive: {error}") from None
+    if len(data) != entry.size:
+        raise BadImage(entry.name, f"has {len(data)} bytes, {entry.size} when it was fetched")
+    if entry.crc32 and zlib.crc32(data) != int(entry.crc32, 16):
+        raise BadImage(entry.name, "its CRC-32 is not the one it had when it was fetched")
+    return data
+
+
+def copy_sample(target: Path) -> List[Entry]:
+    """Copy the bundled photographs into `target` and give their entries, splits fixed by `SAMPLE`."""
+    import skimage
+
+    origin = Path(skimage.__file__).parent / "data"
+    target.mkdir(parents=True, exist_ok=True)
+    entries: List[Entry] = []
+    for split, names in SAMPLE.items():
+        for name in names:
+            if not (origin / name).is_file():
+                raise RequestError(f"{origin / name}: not in this scikit-image; install the pinned version")
+            shutil.copyfile(origin / name, target / name)
+        entries += folder_entries(target, names, split, "sample")
+    for stale in {path.name for path in target.iterdir()} - {entry.name for entry in entries}:
+        (target / stale).unlink()
+    return entries
+
+
+def folder_entries(
+    root: Path, names: Sequence[str], split: str, container: str, tick: Tick = iter
+) -> List[Entry]:
+    """Entries of the files `names` under `root`. An unreadable file gets one too: `keypoints` reports it."""
+
+    def entry(name: str) -> Entry:
+        size, crc = _size_and_crc(root / name)
+        return Entry(name, split, container, name, size, crc, packed=size)
+
+    with ThreadPoolExecutor(4) as pool:  # threads: CRC-32 and reading both release the interpreter
+        return list(tick(pool.map(entry, names)))
+
+
+def _size_and_crc(path: Path) -> Tuple[int, str]:
+    crc, size = 0, 0
+    try:
+        with path.open("rb", buffering=0) as stream:
+            for block in iter(lambda: stream.read(1 << 20), b""):
+                crc, size = zlib.crc32(block, crc), size + len(block)
+    except OSError:
+        return 0, ""
+    return size, f"{crc:08x}"
+
+
+def hold_out(names: Sequence[str], fraction: float, seed: int) -> Tuple[List[str], List[str]]:
+    """(kept, held out), each sorted; a name falls by its own hash, so other images do not move it.
+
+    Where the hash alone would leave one of the two sides empty, the name nearest to it changes sides
+    (needs two names or more; with `fraction` 0 or 1 everything stays on one side).
+    """
+    ranked = sorted(names, key=lambda name: (manifest.hash_share(seed, name), name))
+    count = sum(manifest.hash_share(seed, name) < fraction for name in ranked)
+    if 0.0 < fraction < 1.0 and len(ranked) > 1:
+        count = min(max(count, 1), len(ranked) - 1)
+    return sorted(ranked[count:]), sorted(ranked[:count])

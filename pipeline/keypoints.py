@@ -1,0 +1,165 @@
+"""Stage 2: views of every image and their SIFT keypoints (`python -m pipeline.keypoints`).
+
+Fills --out/train and --out/val with keypoint stores (`pipeline.features.store`). Test images are left to
+the stage `evaluate`, which renders its own views. May be killed at any time: finished shards stay and are
+not made twice. Started by torchrun it shares the shards among the ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import os
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import numpy as np
+
+from pipeline import errors, params
+from pipeline.errors import RequestError, WorkError
+from pipeline.extraction.pool import Pool, cores
+from pipeline.extraction.shards import Folder, Shard, plan
+from pipeline.features.store import INDEX, Store
+from pipeline.images.manifest import write_atomic
+from pipeline.images.sources import ImageSet, open_manifest
+from pipeline.runtime.progress import progress
+
+SPLITS = ("train", "val")
+Work = List[Tuple[Folder, Shard]]
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    options = _arguments(argv)
+    settings = params.load("keypoints", options.params)
+    images = open_manifest(options.images)
+    folders = {split: Folder(options.out / split, plan(images.entries(split), settings)) for split in SPLITS}
+    for split, folder in folders.items():
+        if not folder.shards:
+            raise RequestError(
+                f"{options.images}/manifest.csv: no {split} images; give more images, "
+                "or change fetch.val_fraction and fetch.test_fraction"
+            )
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    started = time.monotonic()
+    made = _extract(folders, images, settings, options.workers or cores(), rank, ranks)
+    if rank:
+        return 0
+    rows = {split: _wait_for_all(folder) for split, folder in folders.items()}
+    seconds = time.monotonic() - started
+    bad = [tuple(each) for split in SPLITS for row in rows[split] for each in row["bad"]]
+    total = sum(len(shard.entries) for folder in folders.values() for shard in folder.shards)
+    _write_bad(options.reports / "bad_images.csv", bad)
+    _judge(bad, total, rows, settings, options.reports)
+    for split, folder in folders.items():
+        folder.close(rows[split], settings)
+    metrics = _metrics(options.out, bad, made, seconds)
+    write_atomic(options.reports / "metrics.json", json.dumps(metrics, indent=1) + "\n")
+    print(_sentence(metrics, options.out))
+    return 0
+
+
+def _arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m pipeline.keypoints", description=__doc__.split("\n")[0])
+    parser.add_argument("--params", default="params.yaml", help="file with the section `keypoints`")
+    parser.add_argument("--images", type=Path, default=Path("data/images"), help="folder `fetch` wrote")
+    parser.add_argument("--out", type=Path, default=Path("data/keypoints"), help="folder of the stores")
+    parser.add_argument("--reports", type=Path, default=Path("reports/keypoints"), help="folder of the lists")
+    parser.add_argument("--workers", type=int, default=0, help="processes; 0: one per core")
+    options = parser.parse_args(argv)
+    if options.workers < 0:
+        raise RequestError(f"--workers {options.workers}: must be 0 (one per core) or more")
+    return options
+
+
+def _extract(
+    folders: Dict[str, Folder], images: ImageSet, settings: Any, workers: int, rank: int, ranks: int
+) -> int:
+    """Make this rank's missing shards; returns how many images went through."""
+    todo: Work = []
+    for folder in folders.values():
+        if rank == 0:
+            folder.discard_strangers()
+        todo += [(folder, shard) for shard in folder.open(folder.shards[rank::ranks])]
+    if rank == 0 and todo:
+        for folder in folders.values():
+            (folder.path / INDEX).unlink(missing_ok=True)  # what it says is no longer so
+    entries = [entry for _, shard in todo for entry in shard.entries]
+    total = sum(len(shard.entries) for folder in folders.values() for shard in folder.shards[rank::ranks])
+    bar = progress(
+        total=total, initial=total - len(entries), desc="keypoints", unit="image", disable=rank > 0
+    )
+    with Pool(images, settings, max(min(workers, len(entries)), 1)) as pool, bar:
+        results = pool.map(entries)
+        for folder, shard in todo:
+            folder.write(shard, _counted(islice(results, len(shard.entries)), bar))
+    return len(entries)
+
+
+def _counted(results: Any, bar: Any) -> Any:
+    for result in results:
+        bar.update(1)
+        yield result
+
+
+def _wait_for_all(folder: Folder) -> List[Dict[str, Any]]:
+    """Rows of all shards; other ranks may still be at work on theirs (torchrun ends us if one of them
+    fails)."""
+    while True:
+        rows = folder.rows()
+        if all(row is not None for row in rows):
+            return rows  # type: ignore[return-value]
+        time.sleep(0.5)
+
+
+def _write_bad(path: Path, bad: Sequence[Tuple[str, str]]) -> None:
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["file", "reason"])
+    table.writerows(bad)
+    write_atomic(path, text.getvalue())
+
+
+def _judge(bad: Sequence[Any], total: int, rows: Dict[str, Any], settings: Any, reports: Path) -> None:
+    """Stop before training when too many images are bad, or a split has none left."""
+    listed = f"see {reports / 'bad_images.csv'}"
+    if len(bad) > settings.max_bad_fraction * total:
+        raise WorkError(
+            f"{len(bad)} of {total} images are bad, more than keypoints.max_bad_fraction = "
+            f"{settings.max_bad_fraction} allows; {listed}"
+        )
+    for split in SPLITS:
+        if not any(row["images"] for row in rows[split]):
+            raise WorkError(f"no {split} image is left after leaving out the bad ones; {listed}")
+
+
+def _metrics(out: Path, bad: Sequence[Any], made: int, seconds: float) -> Dict[str, Any]:
+    metrics: Dict[str, Any] = {}
+    for split in SPLITS:
+        store = Store(out / split, verify="none")
+        metrics[split] = {
+            "images": len(store),
+            "views": int(store.counts.size),
+            "keypoints_mean": round(float(store.counts.mean()), 2),
+            "keypoints_median": float(np.median(store.counts)),
+            "views_without_keypoints": int((store.counts == 0).sum()),
+        }
+    metrics["bad_images"] = len(bad)
+    metrics["images_per_second"] = round(made / seconds, 3) if made else 0.0
+    return metrics
+
+
+def _sentence(metrics: Dict[str, Any], out: Path) -> str:
+    train, val = metrics["train"], metrics["val"]
+    return (
+        f"keypoints: {train['images']} training and {val['images']} validation images, "
+        f"{train['views'] + val['views']} views, {train['keypoints_mean']:.0f} keypoints each on average, "
+        f"{metrics['bad_images']} bad images left out; {metrics['images_per_second']} images/s; in {out}"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(errors.run(main))

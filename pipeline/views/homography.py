@@ -1,0 +1,161 @@
+"""Sampling the homography of a view: border-free, convex, of bounded up-scaling.
+
+A view is cut from a quadrilateral of the image. Its shape is built around the origin (perspective, scale,
+rotation), shrunk until its bounding box fits into the image, and then moved to a place inside. Nothing is cut
+off and nothing has to be filled in; what remains to be rejected is only a fold or too much up-scaling.
+
+COCO's photographs are about 640x480, hardly more than a view, so a quadrilateral of half their size is
+magnified by up to `MAX_UPSCALE`. Magnified pixels carry no finer detail, and SIFT finds fewer, coarser
+keypoints there: that is a scale change as a zoom lens makes it, and what the bound keeps from becoming an
+empty blur.
+
+Source of the idea: SuperPoint's homographic adaptation (DeTone et al. 2018), SuperGlue appendix E.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any, Optional, Tuple
+
+import numpy as np
+
+from pipeline.matching.homography import corners, transform
+
+Size = Tuple[int, int]  # (width, height)
+
+MAX_UPSCALE = 2.0  # view pixels per image pixel, anywhere in the view
+MILD_SCALE_MIN = 0.9  # view 0: share of the largest crop
+_TRIES = 20
+
+
+def generator(seed: int, name: str, index: int) -> np.random.Generator:
+    """The generator of view `index` of the image `name`: no other image, worker or order has a part in it."""
+    digest = hashlib.sha256(f"{seed}\n{index}\n{name}".encode("utf-8", "surrogateescape")).digest()
+    return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "big")))
+
+
+def fits(image_size: Size, view_size: Size) -> bool:
+    """Can a view be cut from an image of this size within `MAX_UPSCALE`?"""
+    return _largest(image_size, view_size) * MAX_UPSCALE >= 1.0
+
+
+def smallest_image(view_size: Size) -> Size:
+    """The smallest image (width, height) that `fits`."""
+    return tuple(math.ceil((side - 1) / MAX_UPSCALE) + 1 for side in view_size)
+
+
+def sample_view(
+    rng: np.random.Generator, image_size: Size, view_size: Size, limits: Any, difficulty: float = 1.0
+) -> np.ndarray:
+    """A random view.
+
+    Args:
+        rng: consumed in a fixed order; see `generator`.
+        image_size, view_size: (width, height) px.
+        limits: `scale_min`, `perspective`, `rotation_deg`, `translation` as in `params.Homography`.
+        difficulty: 0 (the largest upright crop, centred) to 1 (the limits in full).
+
+    Returns:
+        H_image_to_view (3, 3) float64. The view's corner pixels come from inside the image, in a convex
+        quadrilateral, and no image pixel is magnified more than `MAX_UPSCALE` times.
+
+    Raises ValueError when not `fits(image_size, view_size)`.
+    """
+    _require_fit(image_size, view_size)
+    for attempt in range(_TRIES):
+        strength = difficulty * (1.0 - attempt / _TRIES)  # each rejection asks for a little less
+        H = _try_view(rng, image_size, view_size, limits, strength)
+        if H is not None:
+            return H
+    return mild_view(rng, image_size, view_size)
+
+
+def mild_view(rng: np.random.Generator, image_size: Size, view_size: Size) -> np.ndarray:
+    """View 0: an upright crop of 90 to 100 % of the largest that fits, anywhere inside the image.
+
+    Arguments, result and error as `sample_view`.
+    """
+    _require_fit(image_size, view_size)
+    largest = _largest(image_size, view_size)
+    scale = largest * rng.uniform(max(MILD_SCALE_MIN, min(1.0, 1.0 / (MAX_UPSCALE * largest))), 1.0)
+    quad = (corners(view_size) - corners(view_size).mean(0)) * scale
+    return _place(rng, quad, image_size, view_size, translation=1.0)
+
+
+def _require_fit(image_size: Size, view_size: Size) -> None:
+    if not fits(image_size, view_size):
+        raise ValueError(f"an image of {image_size} cannot give a view of {view_size}")
+
+
+def _largest(image_size: Size, view_size: Size) -> float:
+    """Image pixels per view pixel of the largest upright crop: distances between centres of corner pixels."""
+    return min((image - 1) / (view - 1) for image, view in zip(image_size, view_size))
+
+
+def _try_view(
+    rng: np.random.Generator, image_size: Size, view_size: Size, limits: Any, strength: float
+) -> Optional[np.ndarray]:
+    outline = corners(view_size) - corners(view_size).mean(0)
+    shift = limits.perspective * strength * rng.uniform(-1.0, 1.0, (4, 2))
+    angle = math.radians(limits.rotation_deg) * strength * rng.uniform(-1.0, 1.0)
+    turn = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+    quad = (outline + shift * np.array(view_size)) @ turn.T
+    if not _convex(quad):
+        return None
+    largest = _largest(image_size, view_size)
+    fitting = min(largest, *((np.array(image_size) - 1) / np.ptp(quad, axis=0)))
+    smallest = min(fitting, largest * (1.0 - strength * (1.0 - limits.scale_min)))
+    quad *= math.exp(rng.uniform(math.log(smallest), math.log(fitting)))
+    H = _place(rng, quad, image_size, view_size, limits.translation * strength)
+    return H if magnification(H, view_size).max() <= MAX_UPSCALE else None
+
+
+def _place(
+    rng: np.random.Generator, quad: np.ndarray, image_size: Size, view_size: Size, translation: float
+) -> np.ndarray:
+    """Move the quadrilateral to a random place inside the image; the homography that cuts it out."""
+    low, high = quad.min(0), quad.max(0)
+    last = np.array(image_size) - 1.0
+    room = np.maximum(last - (high - low), 0.0)
+    place = 0.5 + translation * rng.uniform(-0.5, 0.5, 2)
+    inside = np.clip(quad - low + room * place, 0.0, last)
+    return _through(inside, corners(view_size))
+
+
+def _through(source: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Homography through four correspondences, (4, 2) each (OpenCV's own would round them to float32)."""
+    (x, y), (u, v) = source.T, target.T
+    zero, one = np.zeros(4), np.ones(4)
+    rows = np.vstack(
+        [
+            np.stack([x, y, one, zero, zero, zero, -u * x, -u * y], 1),
+            np.stack([zero, zero, zero, x, y, one, -v * x, -v * y], 1),
+        ]
+    )
+    return np.append(np.linalg.solve(rows, np.concatenate([u, v])), 1.0).reshape(3, 3)
+
+
+def _convex(quad: np.ndarray) -> bool:
+    """Do all four corners turn the same way, none of them flat?"""
+    edges = np.roll(quad, -1, axis=0) - quad
+    following = np.roll(edges, -1, axis=0)
+    turns = edges[:, 0] * following[:, 1] - edges[:, 1] * following[:, 0]
+    lengths = np.linalg.norm(edges, axis=1) * np.linalg.norm(following, axis=1)
+    return bool((turns > 0.1 * lengths).all())
+
+
+def magnification(H: np.ndarray, view_size: Size) -> np.ndarray:
+    """(4,) view pixels per image pixel along the most stretched direction, at the corners of the view.
+
+    The extremes of a homography's local scale over a convex quadrilateral lie at its corners.
+    """
+    points = transform(corners(view_size), np.linalg.inv(H))
+    return np.linalg.norm(_jacobians(H, points), ord=2, axis=(-2, -1))
+
+
+def _jacobians(H: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """(N, 2, 2) derivatives of the map at image points (N, 2)."""
+    mapped = transform(points, H)
+    depth = points @ H[2, :2] + H[2, 2]
+    return (H[None, :2, :2] - mapped[:, :, None] * H[None, None, 2, :2]) / depth[:, None, None]

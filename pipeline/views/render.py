@@ -1,0 +1,51 @@
+"""Rendering a view of an image through a homography."""
+
+from __future__ import annotations
+
+from typing import Tuple
+
+import cv2
+import numpy as np
+
+from pipeline.matching.homography import compose, corners, transform
+
+SHRINK_BELOW = (
+    0.7  # view pixels per image pixel; above it bilinear sampling skips no image pixel worth naming
+)
+
+
+def render(image: np.ndarray, H_image_to_view: np.ndarray, view_size: Tuple[int, int]) -> np.ndarray:
+    """The view of an image.
+
+    Args:
+        image: (H, W) or (H, W, 3) uint8.
+        H_image_to_view: (3, 3) float64, pixel centres at integers.
+        view_size: (width, height) px.
+
+    Returns:
+        uint8 view of that size. Where the view shows the image much reduced (a huge photograph), the image is
+        first shrunk by averaging areas, so that nothing aliases; the homography then takes that scale in, and
+        the mapping from `image` to the view stays exactly `H_image_to_view`. Sampling is bilinear.
+    """
+    scale = _scale(H_image_to_view, view_size)
+    H = H_image_to_view
+    if scale < SHRINK_BELOW:
+        height, width = image.shape[:2]
+        small = (max(round(width * scale), 1), max(round(height * scale), 1))
+        H = compose(H, np.linalg.inv(_resize_homography((width, height), small)))
+        image = cv2.resize(image, small, interpolation=cv2.INTER_AREA)
+    # the border mode only ever serves the last fraction of a pixel that rounding may ask for
+    return cv2.warpPerspective(image, H, view_size, flags=cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
+
+
+def _scale(H: np.ndarray, view_size: Tuple[int, int]) -> float:
+    """View pixels per image pixel over the whole view: the root of the ratio of the areas."""
+    x, y = transform(corners(view_size), np.linalg.inv(H)).T
+    area = 0.5 * abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1)))
+    return float(np.sqrt((view_size[0] - 1) * (view_size[1] - 1) / area))
+
+
+def _resize_homography(size: Tuple[int, int], small: Tuple[int, int]) -> np.ndarray:
+    """What `cv2.resize` does to coordinates of pixel centres: outer edges, not centres, stay together."""
+    (sx, sy) = (small[0] / size[0], small[1] / size[1])
+    return np.array([[sx, 0, 0.5 * sx - 0.5], [0, sy, 0.5 * sy - 0.5], [0, 0, 1.0]])
