@@ -2,8 +2,8 @@
 
 `python tests/import_closure.py` names what differs (exit 1); `--write` rewrites the lists in dvc.yaml.
 
-Imports are read from the source, also those inside functions. Left out: imports under `if TYPE_CHECKING`, which
-never run, and what `pipeline/__init__.py` offers lazily to users of the package, which no stage asks for.
+Imports are read from the source, also those inside functions. Left out: imports under `if TYPE_CHECKING`,
+which never run, and what `pipeline/__init__.py` offers lazily to users of the package, which no stage asks for.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ def imports(path: Path, module: str) -> List[str]:
     """Modules (or names in them) that the file at `path` imports of the project."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names: List[str] = []
-    lazy = module != PACKAGE
-    for node in _running(tree, into_functions=lazy):
+    for node in _running(tree, into_functions=module != PACKAGE):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -1,0 +1,189 @@
+"""params.yaml: what is accepted, and that every mistake is one line naming file, key, value and range."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, Callable, Dict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+
+from pipeline import params
+from pipeline.errors import RequestError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def tree() -> Dict[str, Any]:
+    return YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text(encoding="utf-8"))
+
+
+def message(tree: Dict[str, Any], change: Callable[[Dict[str, Any]], Any]) -> str:
+    """What `parse` says of the tree after `change`."""
+    changed = copy.deepcopy(tree)
+    change(changed)
+    with pytest.raises(RequestError) as caught:
+        params.parse(changed, "params.yaml")
+    text = str(caught.value)
+    assert text.startswith("params.yaml: ")
+    assert "\n" not in text
+    return text
+
+
+def test_every_section_of_the_committed_file_loads() -> None:
+    sections = params.load_all(ROOT / "params.yaml")
+    assert list(sections) == ["fetch", "keypoints", "train", "evaluate", "export"]
+    assert isinstance(params.load("train", ROOT / "params.yaml"), params.TrainParams)
+
+
+def test_sections_are_frozen() -> None:
+    train = params.load("train", ROOT / "params.yaml")
+    with pytest.raises(ValidationError):
+        train.lr = 1.0
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "said"),
+    [
+        ("train", "lr", -1, "train.lr = -1: must be a number above 0, at most 10"),
+        ("train", "lr", "1e-4", "train.lr = '1e-4': must be a number above 0, at most 10"),
+        ("train", "lr", float("nan"), "train.lr = nan: must be a number"),
+        ("train", "lr", float("inf"), "train.lr = inf: must be a number"),
+        ("train", "batch", True, "train.batch = True: must be a whole number at least 1"),
+        ("train", "steps", 1.5, "train.steps = 1.5: must be a whole number at least 1"),
+        ("train", "steps", None, "train.steps = None: must be a whole number at least 1"),
+        ("train", "norm", "group", "train.norm = 'group': must be one of layer, batch"),
+        ("train", "scale_angle", 1, "train.scale_angle = 1: must be true or false"),
+        ("train", "lrr", 1, "train.lrr: unknown key; did you mean lr?"),
+        ("train", "zzz", 1, "train.zzz: unknown key; known are "),
+        ("train", "heads", 3, "train.heads = 3: must divide dim ("),
+        ("train", "negative_px", 1.0, "train.negative_px = 1.0: must be positive_px (3.0) or more"),
+        (
+            "train",
+            "max_keypoints",
+            16384,
+            "train.max_keypoints = 16384: must be at most keypoints.max_keypoints (",
+        ),
+        (
+            "keypoints",
+            "width",
+            321,
+            "keypoints.width = 321: must be a whole number at least 64, at most 8192, a mul",
+        ),
+        ("keypoints", "views", 1, "keypoints.views = 1: must be a whole number at least 2"),
+        ("keypoints", "homography", 3, "keypoints.homography = 3: must be a section of keys: "),
+        (
+            "fetch",
+            "source",
+            "folder",
+            "fetch.path = '': must name the folder of images when source is 'folder'",
+        ),
+        ("fetch", "source", "coco2015", "fetch.source = 'coco2015': must be one of sample, folder, "),
+        (
+            "fetch",
+            "val_fraction",
+            0.95,
+            "fetch.val_fraction = 0.95: must be a number at least 0, at most 0.9",
+        ),
+        ("export", "name", "../model", "export.name = '../model': must be a text matching "),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_range(
+    tree: Dict[str, Any], section: str, key: str, value: Any, said: str
+) -> None:
+    assert f"params.yaml: {said}" in message(tree, lambda changed: changed[section].update({key: value}))
+
+
+def test_a_missing_key_says_what_it_must_hold(tree: Dict[str, Any]) -> None:
+    said = message(tree, lambda changed: changed["train"].pop("lr"))
+    assert said == "params.yaml: train.lr is missing: must be a number above 0, at most 10"
+
+
+def test_a_nested_key_is_named_in_full(tree: Dict[str, Any]) -> None:
+    nested = lambda changed: changed["evaluate"]["homography"]  # noqa: E731
+    known = next(iter(tree["evaluate"]["homography"]))
+    said = message(tree, lambda changed: nested(changed).update({known + "x": 0.5}))
+    assert said == f"params.yaml: evaluate.homography.{known}x: unknown key; did you mean {known}?"
+    said = message(tree, lambda changed: nested(changed).update({known: "wide"}))
+    assert said.startswith(f"params.yaml: evaluate.homography.{known} = 'wide': must be a number")
+
+
+def test_an_unknown_section_is_named(tree: Dict[str, Any]) -> None:
+    assert (
+        message(tree, lambda t: t.update(trian={}))
+        == "params.yaml: trian: unknown section; did you mean train?"
+    )
+    assert message(tree, lambda t: t.update(train=None)).startswith(
+        "params.yaml: train = None: must hold keys"
+    )
+
+
+def test_the_first_problem_is_told_and_the_others_are_counted(tree: Dict[str, Any]) -> None:
+    said = message(tree, lambda changed: changed["train"].update(lr=-1, steps=0, batch=0))
+    assert said.endswith("(and 2 more)")
+
+
+def test_every_section_is_checked_whichever_is_asked_for(tree: Dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "params.yaml"
+    text = (ROOT / "params.yaml").read_text(encoding="utf-8")
+    path.write_text(text.replace("\nexport:\n", "\nexport:\n  nme: x\n"), encoding="utf-8")
+    with pytest.raises(RequestError, match=r"export\.nme: unknown key; did you mean name\?"):
+        params.load("fetch", path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("train: [", "line 1: is not valid YAML"),
+        ("train:\n  lr: 1\n  lr: 2\n", "line 3: is not valid YAML"),
+        ("", "must hold the sections"),
+        ("- 1\n", "must hold the sections"),
+        ("export:\n  name: x\n", "the section 'train' is missing"),
+    ],
+)
+def test_a_broken_file_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(RequestError) as caught:
+        params.load("train", path)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_names_the_mend(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="no such file; `make repro PRESET=sample` writes one"):
+        params.load("train", tmp_path / "params.yaml")
+    with pytest.raises(RequestError, match="cannot be read"):
+        params.load("train", tmp_path)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | st.integers(), inner)
+        ),
+        max_leaves=12,
+    ),
+    st.sampled_from([*params.SECTIONS, "nothing"]),
+)
+def test_no_content_whatever_gives_a_traceback(content: Any, section: str) -> None:
+    for tree in (content, {section: content}, {section: {"homography": content, "lr": content}}):
+        try:
+            params.parse(tree, "params.yaml")
+        except RequestError as error:
+            assert "\n" not in str(error)
+
+
+def test_flatten_names_every_leaf() -> None:
+    keypoints = params.load("keypoints", ROOT / "params.yaml")
+    flat = params.flatten("keypoints", keypoints)
+    assert flat["keypoints.views"] == keypoints.views
+    assert not any(isinstance(value, dict) for value in flat.values())
+    nested = [name for name in flat if name.startswith("keypoints.homography.")]
+    assert len(nested) == len(type(keypoints.homography).model_fields)

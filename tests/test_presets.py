@@ -1,0 +1,191 @@
+"""Presets: complete, explained, rendered with comments, and written only when everything is right."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+from pydantic import BaseModel
+from ruamel.yaml import YAML
+
+from pipeline import errors, params, presets
+
+ROOT = Path(__file__).resolve().parents[1]
+OFFERED = ["sample", "ci", "coco2014", "coco2017", "coco2017-val", "folder"]
+
+
+def use(target: Path, *arguments: str) -> int:
+    """Run the command on a params.yaml of its own; give its exit code."""
+    return errors.run(presets.main, ["--params", str(target), "use", *arguments])
+
+
+def keys(model: Any, prefix: str = "") -> List[str]:
+    """Every key of a section, nested ones included, as `homography.scale_min`."""
+    found = []
+    for name, field in model.model_fields.items():
+        found.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found += keys(field.annotation, f"{prefix}{name}.")
+    return found
+
+
+def test_the_promised_presets_are_there() -> None:
+    assert presets.names() == OFFERED
+    assert all(presets.describe(name) for name in OFFERED)
+
+
+def test_committed_params_are_the_sample_preset_rendered() -> None:
+    rendered = presets.render("sample")
+    assert (ROOT / "params.yaml").read_text(encoding="utf-8") == rendered
+    assert (ROOT / "presets" / "sample.yaml").read_text(encoding="utf-8") == rendered
+
+
+def test_the_sample_explains_every_key() -> None:
+    lines = (ROOT / "presets" / "sample.yaml").read_text(encoding="utf-8").splitlines()
+    bare = [
+        line.strip()
+        for before, line in zip(lines, lines[1:])
+        if re.match(r" +\w+:", line) and not before.strip().startswith("#")
+    ]
+    nested = [line for line in bare if line in ("homography:", "photometric:")]
+    assert sorted(set(bare) - set(nested)) == []
+
+
+def test_the_sample_holds_every_key_and_the_others_only_what_differs() -> None:
+    sample = YAML(typ="safe", pure=True).load((ROOT / "presets" / "sample.yaml").read_text(encoding="utf-8"))
+    base = {leaf: value for name in sample for leaf, value in params.flatten(name, sample[name]).items()}
+    for section, model in params.SECTIONS.items():
+        leaves = {f"{section}.{key}" for key in keys(model)}
+        assert {leaf for leaf in base if leaf.startswith(section + ".")} <= leaves
+        assert {leaf for leaf in leaves if not any(other.startswith(leaf + ".") for other in leaves)} <= set(
+            base
+        )
+    for name in OFFERED[1:]:
+        tree = YAML(typ="safe", pure=True).load(
+            (ROOT / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
+        )
+        for section, values in tree.items():
+            same = [
+                leaf for leaf, value in params.flatten(section, values).items() if base.get(leaf) == value
+            ]
+            assert same == [], f"presets/{name}.yaml repeats the sample: {same}"
+
+
+@pytest.mark.parametrize("name", OFFERED)
+def test_every_preset_renders_to_a_valid_commented_file(
+    name: str, tmp_path: Path, image_folder: Path
+) -> None:
+    target = tmp_path / "params.yaml"
+    folder = ["--images", str(image_folder)] if name == "folder" else []
+    assert use(target, name, *folder) == 0
+    sections = params.load_all(target)
+    assert list(sections) == list(params.SECTIONS)
+    text = target.read_text(encoding="utf-8")
+    assert text.startswith(f"# Preset {name}: ")
+    assert text.count("  # ") == (ROOT / "params.yaml").read_text(encoding="utf-8").count("  # ")
+
+
+def test_the_change_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    target = tmp_path / "params.yaml"
+    shutil.copy(ROOT / "params.yaml", target)
+    assert use(target, "sample") == 0
+    assert "already holds preset sample" in capsys.readouterr().out
+    assert use(target, "coco2017") == 0
+    shown = capsys.readouterr().out
+    assert "-fetch.source: sample\n+fetch.source: coco2017\n" in shown
+    assert "evaluate.seed" not in shown
+
+
+def test_own_images_are_written_as_absolute_paths(
+    tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    held_out = tmp_path / "held out: #1"
+    shutil.copytree(image_folder, held_out)
+    assert use(tmp_path / "params.yaml", "--images", "images", "--val-images", "held out: #1") == 0
+    fetch = params.load("fetch", tmp_path / "params.yaml")
+    assert (fetch.source, fetch.path, fetch.val_path) == ("folder", str(image_folder), str(held_out))
+    assert fetch.content == presets.digest(str(image_folder), str(held_out))
+
+
+def test_a_changed_folder_changes_the_content(tmp_path: Path, image_folder: Path) -> None:
+    target = tmp_path / "params.yaml"
+    assert use(target, "--images", str(image_folder)) == 0
+    before = params.load("fetch", target)
+    assert not presets.refresh(target)
+    shutil.copy(image_folder / "coffee.png", image_folder / "nested" / "again.png")
+    (image_folder / "notes.txt").write_text("no image")
+    assert presets.refresh(target)
+    after = params.load("fetch", target)
+    assert after.content != before.content
+    assert after == before.model_copy(update={"content": after.content})
+    assert target.read_text(encoding="utf-8").startswith("# Preset folder: ")
+
+
+def test_refresh_keeps_edits_and_leaves_other_sources_alone(tmp_path: Path, image_folder: Path) -> None:
+    target = tmp_path / "params.yaml"
+    shutil.copy(ROOT / "params.yaml", target)
+    assert not presets.refresh(target)
+    assert target.read_bytes() == (ROOT / "params.yaml").read_bytes()
+    assert use(target, "--images", str(image_folder)) == 0
+    target.write_text(
+        re.sub(r"  steps: \d+", "  steps: 7", target.read_text(encoding="utf-8")), encoding="utf-8"
+    )
+    (image_folder / "coffee.png").unlink()
+    assert presets.refresh(target)
+    assert params.load("train", target).steps == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["sampel"], "preset sampel: not in presets/; did you mean sample?"),
+        (["zzzzz"], "preset zzzzz: not in presets/; there are sample, ci, "),
+        (["../params"], "preset ../params: not in presets/"),
+        (["folder"], "preset folder: needs a folder of images; make repro IMAGES=/path/to/folder"),
+        (["coco2017", "--images", "images"], "preset coco2017: takes no folder of images"),
+        (["--images", "nowhere"], "nowhere: no such folder"),
+        (["--images", "images", "--val-images", "nowhere"], "nowhere: no such folder"),
+        (["--images", "empty"], "empty: holds no images (.jpg, "),
+        (["--val-images", "images"], "goes with IMAGES"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_changes_nothing(
+    arguments: List[str],
+    said: str,
+    tmp_path: Path,
+    image_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    target = tmp_path / "params.yaml"
+    shutil.copy(ROOT / "params.yaml", target)
+    assert use(target, *arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert target.read_bytes() == (ROOT / "params.yaml").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "images", "params.yaml"]
+
+
+def test_a_preset_with_a_wrong_key_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "presets"
+    shutil.copytree(ROOT / "presets", folder)
+    (folder / "mine.yaml").write_text("# Preset mine: my own\n\ntrain:\n  lrr: 1.0\n", encoding="utf-8")
+    monkeypatch.setattr(presets, "FOLDER", folder)
+    assert "mine" in presets.names()
+    with pytest.raises(
+        errors.RequestError, match=r"presets/mine.yaml: train.lrr: unknown key; did you mean lr\?"
+    ):
+        presets.render("mine")
+
+
+def test_list_names_them_all(capsys: pytest.CaptureFixture) -> None:
+    assert errors.run(presets.main, ["list"]) == 0
+    lines: Dict[str, str] = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert list(lines) == OFFERED
