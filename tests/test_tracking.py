@@ -279,9 +279,8 @@ def test_a_resumed_run_goes_on_without_doubling_the_steps_since_the_checkpoint(s
     _, stored = stored_run(store)
     assert steps(store, "train/loss") == list(range(80))
     assert stored.info.status == "FINISHED"
-    assert len(set(steps(store, "system/cpu_utilization_percentage"))) == len(
-        steps(store, "system/cpu_utilization_percentage")
-    )
+    samples = steps(store, "system/cpu_utilization_percentage")
+    assert len(set(samples)) == len(samples)
 
 
 def test_a_resumed_run_whose_log_is_lost_asks_the_server_what_it_has(store, tmp_path):
@@ -329,10 +328,9 @@ SCRIPT = """
 )
 def test_no_run_stays_running(store, tmp_path, end, status):
     script = textwrap.dedent(SCRIPT).replace("{end}", end)
-    subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "reports")],
-        cwd=ROOT, env=dict(os.environ, PYTHONPATH=str(ROOT)), timeout=120, check=False, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    command = [sys.executable, "-c", script, str(tmp_path / "reports")]
+    environment = dict(os.environ, PYTHONPATH=str(ROOT))
+    subprocess.run(command, cwd=ROOT, env=environment, timeout=120, check=False, stderr=subprocess.PIPE)
     client, stored = stored_run(store)
     assert stored.info.status == status
     elsewhere = tracking.open_run(tmp_path / "elsewhere", PARAMS, system_metrics=False)

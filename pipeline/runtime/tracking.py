@@ -6,6 +6,7 @@ A stage opens a run here and writes to its local log (`run`, `run_log`); a threa
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import time
@@ -39,8 +40,8 @@ def open_run(
     """Open a run, or go on with the one a checkpoint names.
 
     `reports_dir` gets `log.jsonl`, its cursor and `mlflow_run.json`. `params` may be nested:
-    {"train": {"lr": 1}} becomes `train.lr`. `resume_run_id` is what `.run_id` said in the interrupted process. With `enabled=False`
-    (every rank but the first) the run does nothing.
+    {"train": {"lr": 1}} becomes `train.lr`. `resume_run_id` is what `.run_id` said in the interrupted
+    process. With `enabled=False` (every rank but the first) the run does nothing.
     """
     if not enabled:
         return NullRun()
@@ -112,8 +113,15 @@ def _tags(tags: Dict[str, Any]) -> Dict[str, str]:
     own["mlflow.source.name"] = f"pipeline.{own.get('dvc.stage', 'train')}"
     own["mlflow.source.type"] = "LOCAL"
     own["mlflow.source.git.commit"] = own["git.commit"]
-    own["mlflow.user"] = os.environ.get("USER") or str(os.getuid())
+    own["mlflow.user"] = _user()
     return own
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's --user without an entry in passwd
+        return str(os.getuid())
 
 
 def _set_aside(log: EventLog) -> None:
