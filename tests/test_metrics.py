@@ -51,9 +51,7 @@ def test_auc_closed_form_of_exponential_errors():
 @given(errors_of_pairs, limits)
 def test_auc_is_the_area_under_the_recall_curve(errors, threshold):
     grid = np.linspace(0, threshold, 20_001)
-    recall = metrics.recall_curve(
-        errors, (grid[1:] + grid[:-1]) / 2
-    )  # midpoints: no rule of its own to check
+    recall = metrics.recall_curve(errors, (grid[1:] + grid[:-1]) / 2)
     assert metrics.auc(errors, threshold) == pytest.approx(recall.mean(), abs=2e-3)
 
 
@@ -79,9 +77,7 @@ def test_auc_properties(errors, threshold):
     assert metrics.auc(list(reversed(errors)), threshold) == pytest.approx(value)
     assert metrics.auc(errors + errors, threshold) == pytest.approx(value)
     assert metrics.auc(errors, threshold * 2) >= value - 1e-12
-    assert metrics.auc(errors + [float("inf")], threshold) == pytest.approx(
-        value * len(errors) / (len(errors) + 1)
-    )
+    assert metrics.auc([*errors, np.inf], threshold) == pytest.approx(value * len(errors) / (len(errors) + 1))
 
 
 def test_auc_without_pairs_is_no_number_and_bad_input_is_refused():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Optional, Tuple
+from typing import Dict, Optional, Tuple
 
 import torch
 
@@ -33,13 +33,25 @@ def load_model(
     try:
         config = SuperGlueConfig(**info["model"])
         model = SuperGlue(config)
-        model.load_state_dict(tensors)
+        model.load_state_dict(weights_of(tensors))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise RequestError(f"{path}: not a SuperGlue model of this project ({reason})") from error
     if sinkhorn_iterations:
         model.config = dataclasses.replace(config, sinkhorn_iterations=sinkhorn_iterations)
     return model.to(device).eval(), info
+
+
+def weights_of(tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+    """The network's weights in a file: all of a model's, those to ship of a training checkpoint.
+
+    A checkpoint keeps them as `model.*`, and a moving average, where there is one, as `average.*`.
+    """
+    weights = {name[len("model.") :]: value for name, value in tensors.items() if name.startswith("model.")}
+    average = {
+        name[len("average.") :]: value for name, value in tensors.items() if name.startswith("average.")
+    }
+    return {**weights, **average} or tensors
 
 
 def choose_device(name: str) -> str:

@@ -62,7 +62,7 @@ def write_pictures(folder: Path, source: Source, result: Evaluation, settings: S
         answers[OURS] = result.answers[index].above(settings.threshold)
         panels = [panel(pair, answers, rows[pair.name, matcher], settings) for matcher in PICTURED]
         image0, image1 = images_of(source, pair)
-        pictures.write_png(folder / f"{name}.png", pictures.draw(image0, image1, panels))
+        pictures.write(folder / f"{name}.png", pictures.draw(image0, image1, panels))
 
 
 def panel(

@@ -74,10 +74,10 @@ def draw(image0: np.ndarray, image1: np.ndarray, panels: Sequence[Panel]) -> np.
     return np.concatenate(rows, axis=0)
 
 
-def write_png(path: Path, picture: np.ndarray) -> None:
-    """Write a BGR picture as PNG. Raises OSError when the file cannot be written."""
-    ok, encoded = cv2.imencode(".png", picture)
-    if not ok:
-        raise OSError(f"{path}: the picture could not be encoded")
+def write(path: Path, picture: np.ndarray) -> None:
+    """Write a BGR picture in the format its name ends in. Raises OSError when it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    ok, encoded = cv2.imencode(path.suffix.lower(), picture)
+    if not ok:
+        raise OSError(0, "the picture could not be encoded", str(path))
     path.write_bytes(encoded.tobytes())

@@ -1,0 +1,93 @@
+"""Stage `export`: the chosen weights as one file to take away, with what they are and where they came from.
+
+    python -m pipeline.export --model checkpoints/best.safetensors --out models
+
+Writes models/<name>.safetensors (weights; configuration and provenance inside) and models/<name>.json (the same
+configuration and provenance, for people).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import List, Optional
+
+from pipeline import errors, params
+from pipeline.errors import RequestError
+from pipeline.evaluation.model import load_model
+from pipeline.runtime import checkpoint, repro
+
+OF_THE_MACHINE = ("host", "platform", "gpus", "world_size")  # of no use to whoever receives the model
+
+INTERFACE = {
+    "keypoints0, keypoints1": "(B, N, 2) float32, pixels, centre of the first pixel at (0, 0)",
+    "descriptors0, descriptors1": "(B, N, 128) uint8, OpenCV SIFT; RootSIFT is taken inside the network",
+    "scores, scales, angles": "(B, N) float32: SIFT response, diameter in pixels, degrees",
+    "matches0": "(B, M) int64, index into image 1, -1 without a match",
+    "matching_scores0": "(B, M) float32, probability of the match",
+}
+
+
+def parse(argv: Optional[List[str]]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m pipeline.export", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", type=Path, default=Path("checkpoints/best.safetensors"), help="weights to export")
+    add("--metrics", type=Path, help="metrics.json of their evaluation, to go with them")
+    add("--out", type=Path, default=Path("models"), help="folder for the model")
+    add("--params", type=Path, default=Path("params.yaml"), help="parameters")
+    return parser.parse_args(argv)
+
+
+def read_metrics(path: Optional[Path]) -> dict:
+    """Figures of the evaluation, none when no file is named. Raises RequestError for one that cannot be read."""
+    if path is None:
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RequestError(f"{path}: no such file; run `python -m pipeline.evaluate` first") from None
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path}: cannot be read: {error}") from None
+
+
+def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
+    """Everything that goes with the weights. info: what training stored beside them."""
+    provenance = {key: value for key, value in repro.provenance().items() if key not in OF_THE_MACHINE}
+    asked: dict = {}
+    for name, section in sections.items():
+        asked.update(params.flatten(name, section))
+    return {
+        "model": info["model"],
+        "interface": INTERFACE,
+        "step": info.get("step"),
+        "validation": info.get("validation", {}),
+        "metrics": metrics,
+        "provenance": {
+            **provenance,
+            "data.digest": info.get("data", ""),
+            "source.sha256": repro.file_sha256(source),
+        },
+        "params": asked,
+        "trained_with": info.get("train", {}),
+    }
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Entry of the command line."""
+    args = parse(argv)
+    sections = params.load_all(args.params)
+    name = params.load("export", args.params).name
+    model, info = load_model(args.model)
+    description = describe(info, sections, read_metrics(args.metrics), args.model)
+    path = args.out / f"{name}.safetensors"
+    checkpoint.save_model_file(path, model.state_dict(), description)
+    parameters = sum(weight.numel() for weight in model.parameters())
+    print(f"{path}: {parameters:,} parameters, {path.stat().st_size / 1e6:.1f} MB, step {info.get('step')}")
+    print(f"{path.with_suffix('.json')}: configuration, provenance and figures")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(errors.run(main))
