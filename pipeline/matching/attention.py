@@ -82,7 +82,7 @@ class AttentionalLayer(nn.Module):
 
     def forward(self, x: Tensor, counts: List[int], partner: List[int]) -> Tensor:
         """x (S, D) packed -> (S, D)."""
-        q, k, v = self.query_key_value(x).view(x.shape[0], 3, self.heads, -1).unbind(1)
+        q, k, v = self.query_key_value(x).view(x.shape[0], 3, self.heads, x.shape[1] // self.heads).unbind(1)
         message = ragged_attention(q, k, v, counts, partner)
         message = self.merge(message.reshape(x.shape))
         return x + self.mlp(torch.cat([x, message], dim=-1))

@@ -1,0 +1,56 @@
+"""Small inputs for the tests of evaluation: an untrained model, sequences with exact homographies, image sets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Dict, Sequence
+
+import cv2
+import numpy as np
+import torch
+
+from pipeline.images import manifest, sources
+from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
+from pipeline.runtime.checkpoint import save_model_file
+
+IDENTITY = np.eye(3)
+SHIFT = np.array([[1.0, 0, 12], [0, 1, -8], [0, 0, 1]])
+TURN = np.array([[0.92, -0.26, 70], [0.26, 0.92, -40], [1e-4, -5e-5, 1]])
+
+
+def write_model(path: Path, **changes) -> Path:
+    """An untrained network: the softmax nearest-neighbour matcher it starts as. changes: of its configuration."""
+    torch.manual_seed(0)
+    config = SuperGlueConfig(**{"layers": 1, "sinkhorn_iterations": 10, **changes})
+    save_model_file(
+        path, SuperGlue(config).state_dict(), {"model": config.to_dict(), "step": 7, "data": "abc"}
+    )
+    return path
+
+
+def write_sequence(folder: Path, image: np.ndarray, homographies: Dict[int, np.ndarray]) -> Path:
+    """A sequence in HPatches layout: image 1 and its warps, with the homographies that made them."""
+    folder.mkdir(parents=True)
+    cv2.imwrite(str(folder / "1.png"), image)
+    for number, H in homographies.items():
+        warped = cv2.warpPerspective(image, H, image.shape[::-1], borderMode=cv2.BORDER_REFLECT)
+        cv2.imwrite(str(folder / f"{number}.png"), warped)
+        np.savetxt(folder / f"H_1_{number}", H)
+    return folder
+
+
+def write_image_set(
+    folder: Path, images: Dict[str, np.ndarray], split: str, broken: Sequence[str] = ()
+) -> Path:
+    """What `fetch` leaves, for these images in one split; names in `broken` hold no image."""
+    originals = folder / "originals"
+    originals.mkdir(parents=True)
+    for name, image in images.items():
+        cv2.imwrite(str(originals / name), image)
+    for name in broken:
+        (originals / name).write_bytes(b"not an image")
+    entries = sources.folder_entries(originals, [*images, *broken], split, "folder")
+    manifest.write(folder / "manifest.csv", entries)
+    (folder / "source.json").write_text(json.dumps({"containers": {"folder": {"path": "originals"}}}))
+    return folder

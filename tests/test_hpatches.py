@@ -1,0 +1,138 @@
+"""Reading folders in HPatches layout: what is accepted, what is refused and in which words."""
+
+from __future__ import annotations
+
+import cv2
+import numpy as np
+import pytest
+from made_scenes import IDENTITY, SHIFT, TURN, write_sequence
+
+from pipeline.errors import RequestError
+from pipeline.evaluation import hpatches
+from pipeline.evaluation.hpatches import HPatchesPairs
+from pipeline.matching.homography import transform
+
+
+@pytest.fixture
+def small(photo):
+    return np.ascontiguousarray(photo[:240, :320])
+
+
+def test_pairs_of_every_sequence_sorted_by_name(tmp_path, small):
+    write_sequence(tmp_path / "b", small, {2: SHIFT})
+    write_sequence(tmp_path / "a", small, {2: IDENTITY, 10: TURN})
+    source = HPatchesPairs(tmp_path, short_side=0)
+    scenes = [source.load(index) for index in range(len(source))]
+    assert [pair.name for scene in scenes for pair in scene.pairs] == ["a/1-2", "a/1-10", "b/1-2"]
+    assert [source.scene_name(index) for index in range(2)] == ["a", "b"]
+    np.testing.assert_allclose(scenes[0].pairs[1].H_0to1, TURN / TURN[2, 2], rtol=1e-6)
+    assert scenes[0].images[scenes[0].pairs[1].second].shape == small.shape
+
+
+def test_a_sequence_itself_and_other_formats_are_read(tmp_path, small):
+    folder = write_sequence(tmp_path / "only", small, {2: SHIFT})
+    (folder / "1.png").unlink()
+    cv2.imwrite(str(folder / "1.ppm"), cv2.cvtColor(small, cv2.COLOR_GRAY2BGR))
+    (folder / "H_1_2").rename(folder / "H_1_2.txt")
+    scene = HPatchesPairs(folder, short_side=0).load(0)
+    assert scene.name == "only" and len(scene.pairs) == 1
+
+
+def test_resizing_takes_the_homography_along(tmp_path, photo):
+    write_sequence(tmp_path / "a", photo, {2: TURN})
+    scene = HPatchesPairs(tmp_path, short_side=200).load(0)
+    assert scene.images[0].shape == (200, 300)
+    # outer edges stay together when an image is resized, so a point moves by (x + 0.5) * scale - 0.5
+    points = np.array([[10.0, 20.0], [500.0, 300.0], [0.0, 0.0]])
+    small = (points + 0.5) * 0.5 - 0.5
+    expected = (transform(points, TURN) + 0.5) * 0.5 - 0.5
+    np.testing.assert_allclose(transform(small, scene.pairs[0].H_0to1), expected, atol=1e-6)
+
+
+def test_resizing_agrees_with_opencv_on_pixels(photo):
+    # a blob's centre of mass moves as `scaling` says
+    image = np.zeros((400, 600), np.uint8)
+    image[100:140, 200:260] = 255
+    resized = hpatches.resize_short_side(image, 200)
+    S = hpatches.scaling((600, 400), (300, 200))
+
+    def centre(pixels):
+        y, x = np.nonzero(pixels > 127)
+        return np.array([[x.mean(), y.mean()]])
+
+    np.testing.assert_allclose(transform(centre(image), S), centre(resized), atol=0.05)
+
+
+def spoil(folder, name, text):
+    (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    "name, text, words",
+    [
+        ("H_1_2", "1 0 0\n0 1 0\n", "expected 3 rows of 3 numbers"),
+        ("H_1_2", "1 0 0 0\n0 1 0 0\n0 0 1 0\n", "expected 3 rows of 3 numbers"),
+        ("H_1_2", "1 0 zero\n0 1 0\n0 0 1\n", "not a homography"),
+        ("H_1_2", "1 0 0\n2 0 0\n0 0 1\n", "cannot be inverted"),
+        ("H_1_2", "1 0 nan\n0 1 0\n0 0 1\n", "cannot be inverted"),
+        ("H_1_2", "", "expected 3 rows of 3 numbers"),
+        ("H_1_7", "1 0 0\n0 1 0\n0 0 1\n", "no image 7.png"),
+    ],
+)
+def test_wrong_homographies_are_named(tmp_path, small, name, text, words):
+    spoil(write_sequence(tmp_path / "a", small, {2: SHIFT}), name, text)
+    with pytest.raises(RequestError, match=words) as error:
+        HPatchesPairs(tmp_path)
+    assert name in str(error.value) and "\n" not in str(error.value)
+
+
+def test_missing_parts_are_named(tmp_path, small):
+    folder = write_sequence(tmp_path / "a", small, {2: SHIFT, 3: TURN})
+    (folder / "H_1_3").unlink()
+    with pytest.raises(RequestError, match=r"3\.png: no homography H_1_3"):
+        HPatchesPairs(tmp_path)
+    (folder / "3.png").unlink()
+    (folder / "1.png").unlink()
+    with pytest.raises(RequestError, match="no image 1"):
+        HPatchesPairs(tmp_path)
+
+
+def test_one_image_twice_is_refused(tmp_path, small):
+    folder = write_sequence(tmp_path / "a", small, {2: SHIFT})
+    cv2.imwrite(str(folder / "2.jpg"), small)
+    with pytest.raises(RequestError, match="exists twice"):
+        HPatchesPairs(tmp_path)
+
+
+def test_folders_without_sequences(tmp_path, small):
+    with pytest.raises(RequestError, match="no such folder"):
+        HPatchesPairs(tmp_path / "nowhere")
+    with pytest.raises(RequestError, match="no sequence found"):
+        HPatchesPairs(tmp_path)
+    (tmp_path / "lonely").mkdir()
+    cv2.imwrite(str(tmp_path / "lonely" / "1.png"), small)
+    with pytest.raises(RequestError, match="only image 1"):
+        HPatchesPairs(tmp_path)
+    with pytest.raises(RequestError, match="--resize -1"):
+        HPatchesPairs(tmp_path, short_side=-1)
+
+
+def test_unreadable_image_is_named(tmp_path, small):
+    folder = write_sequence(tmp_path / "a", small, {2: SHIFT})
+    (folder / "2.png").write_bytes((folder / "2.png").read_bytes()[:500])
+    with pytest.raises(RequestError, match=r"2\.png: cannot read this image"):
+        HPatchesPairs(tmp_path).load(0)
+
+
+def test_large_translations_are_homographies(tmp_path, small):
+    folder = write_sequence(tmp_path / "a", small, {2: SHIFT})
+    (folder / "H_1_2").write_text("1 0 90000\n0 1 -90000\n0 0 1\n")
+    HPatchesPairs(tmp_path)
+
+
+def test_real_sequences(shared_data):
+    source = HPatchesPairs(shared_data / "pairs" / "oxford_affine")
+    assert [source.scene_name(i) for i in range(len(source))] == [
+        "bark", "bikes", "boat", "graf", "leuven", "trees", "ubc", "wall",
+    ]  # fmt: skip
+    assert sum(len(sequence.homographies) for sequence in source.sequences) == 40

@@ -1,0 +1,99 @@
+"""The baselines against OpenCV, and ours alone and in batches."""
+
+from __future__ import annotations
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from pipeline.evaluation import matchers
+from pipeline.evaluation.matchers import PairMatches
+from pipeline.evaluation.pairs import Pair
+from pipeline.features import sift
+from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
+
+distance_matrices = arrays.arrays(
+    np.float32, st.tuples(st.integers(0, 8), st.integers(0, 8)), elements=st.floats(0, 2, width=32)
+)
+
+
+def pair_of(image0, image1, count=200, name="pair"):
+    keypoints = [sift.extract(image, count) for image in (image0, image1)]
+    sizes = [image.shape[::-1] for image in (image0, image1)]
+    return Pair(name, name, 0, 0, *keypoints, *sizes, np.eye(3), {})
+
+
+@pytest.fixture(scope="module")
+def pair(photo):
+    return pair_of(photo, np.ascontiguousarray(photo[20:, 30:]))
+
+
+def test_ratio_and_mutual_agree_with_opencv(pair):
+    descriptors = [matchers.root_sift(keys["descriptor"]) for keys in (pair.keypoints0, pair.keypoints1)]
+    answers = matchers.match_baselines(pair, ratio=0.8)
+    nearest = {m.queryIdx: m.trainIdx for m in cv2.BFMatcher(cv2.NORM_L2).match(*descriptors)}
+    assert dict(enumerate(answers["nn"].matches0)) == nearest
+    crossed = {
+        m.queryIdx: m.trainIdx for m in cv2.BFMatcher(cv2.NORM_L2, crossCheck=True).match(*descriptors)
+    }
+    found = answers["mutual_nn"].matches0
+    assert {i: j for i, j in enumerate(found) if j >= 0} == crossed
+    two = cv2.BFMatcher(cv2.NORM_L2).knnMatch(*descriptors, k=2)
+    passed = {a.queryIdx: a.trainIdx for a, b in two if a.distance < 0.8 * b.distance}
+    both = {i: j for i, j in passed.items() if crossed.get(i) == j}
+    assert {i: j for i, j in enumerate(answers["ratio_test"].matches0) if j >= 0} == both
+
+
+def test_root_sift_has_length_one_and_zeros_stay(pair):
+    rows = matchers.root_sift(pair.keypoints0["descriptor"])
+    np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1.0, atol=1e-5)
+    assert not matchers.root_sift(np.zeros((2, 128), np.uint8)).any()
+
+
+@given(distance_matrices)
+def test_properties_of_neighbours(distance):
+    nearest = matchers.match_neighbours(distance, mutual=False)
+    mutual = matchers.match_neighbours(distance, mutual=True)
+    strict = matchers.match_neighbours(distance, mutual=True, ratio=0.8)
+    for answer in (nearest, mutual, strict):
+        assert answer.matches0.shape == answer.scores0.shape == (distance.shape[0],)
+        assert ((answer.matches0 >= 0) == (answer.scores0 == 1)).all()
+    kept = mutual.matches0[mutual.matches0 >= 0]
+    assert len(set(kept.tolist())) == len(kept)  # no keypoint of image 1 twice
+    for answer, wider in ((mutual, nearest), (strict, mutual)):
+        assert ((answer.matches0 == -1) | (answer.matches0 == wider.matches0)).all()
+
+
+def test_one_keypoint_has_no_second_nearest():
+    assert (
+        matchers.match_neighbours(np.zeros((3, 1), np.float32), True, ratio=0.8).matches0.tolist() == [-1] * 3
+    )
+
+
+@settings(max_examples=20)
+@given(st.lists(st.floats(0, 1, width=32), max_size=10), st.floats(0, 1))
+def test_threshold_keeps_exactly_what_is_above(scores, threshold):
+    answer = PairMatches(np.arange(len(scores)), np.array(scores, np.float32)).above(threshold)
+    assert ((answer.matches0 >= 0) == (np.array(scores, np.float32) > threshold)).all()
+
+
+def test_ours_alone_and_in_a_batch(pair, photo):
+    torch.manual_seed(0)
+    model = SuperGlue(SuperGlueConfig(layers=2, sinkhorn_iterations=20)).eval()
+    blank = np.full((100, 120), 127, np.uint8)
+    pairs = [pair, pair_of(photo, blank), pair_of(photo[:150, :200].copy(), photo, 50), pair_of(blank, blank)]
+    together = list(matchers.match_superglue(model, [pairs], "cpu"))
+    alone = list(matchers.match_superglue(model, matchers.batches_of(pairs, 1), "cpu"))
+    for (_, first), (_, second), one in zip(together, alone, pairs):
+        assert first.matches0.shape == (len(one.keypoints0),)
+        np.testing.assert_array_equal(first.matches0, second.matches0)
+        np.testing.assert_allclose(first.scores0, second.scores0, atol=1e-5)
+    assert (together[0][1].above(0.2).matches0 >= 0).sum() > 50
+
+
+def test_batches_cover_everything_once():
+    assert [list(part) for part in matchers.batches_of(list(range(7)), 3)] == [[0, 1, 2], [3, 4, 5], [6]]
