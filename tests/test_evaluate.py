@@ -1,0 +1,247 @@
+"""The stage from end to end on tiny images with an untrained model, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+
+import cv2
+import numpy as np
+import pytest
+from made_scenes import SHIFT, TURN, write_image_set, write_model, write_sequence
+
+from pipeline import errors, evaluate
+from pipeline.evaluation import heldout, pairs
+from pipeline.evaluation.matchers import MATCHERS
+from pipeline.images import sources
+
+PARAMS = """
+evaluate:
+  width: 160
+  height: 120
+  pairs_per_image: 3
+  max_keypoints: 100
+  difficulty: 0.6
+  homography: {scale_min: 0.6, perspective: 0.2, rotation_deg: 30.0, translation: 1.0}
+  photometric: {brightness: 0.1, contrast: 0.1, gamma: 0.1, blur: 0.3, noise: 0.01, jpeg: 0.2}
+  correct_px: 3.0
+  ransac_px: 3.0
+  ransac_iterations: 500
+  ratio: 0.8
+  threshold: 0.1
+  sinkhorn_iterations: 20
+  pictures: 4
+  seed: 5
+"""
+
+
+@pytest.fixture
+def work(tmp_path, photo):
+    """A folder with params.yaml, a model, and two held-out images."""
+    (tmp_path / "params.yaml").write_text(PARAMS)
+    write_model(tmp_path / "model.safetensors")
+    images = {"a.png": photo[:300, :400], "b.png": photo[100:, 150:]}
+    write_image_set(tmp_path / "images", images, "test")
+    return tmp_path
+
+
+def run(folder, *extra, out="out"):
+    words = [
+        "--model",
+        folder / "model.safetensors",
+        "--params",
+        folder / "params.yaml",
+        "--out",
+        folder / out,
+    ]
+    words += ["--images", folder / "images", "--batch", "4", "--device", "cpu", *extra]
+    return errors.run(evaluate.main, [str(word) for word in words])
+
+
+def read_csv(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_held_out_images_from_end_to_end(work, capsys):
+    assert run(work) == 0
+    out = work / "out"
+    figures = json.loads((out / "metrics.json").read_text())
+    assert all(figures[f"{matcher}.pairs"] == 6 for matcher in MATCHERS)
+    lines = read_csv(out / "pairs.csv")
+    assert len(lines) == 6 * len(MATCHERS)
+    assert [line["pair"] for line in lines[:: len(MATCHERS)]] == [
+        f"{n}.png#{k}" for n in "ab" for k in range(3)
+    ]
+    printed = capsys.readouterr()
+    assert "held-out images (test): 2, 6 pairs" in printed.out and "SuperGlue (ours)" in printed.out
+    assert len(list((out / "pictures").glob("*.png"))) == 4
+    assert {path.name for path in (out / "curves").iterdir()} == {
+        "error_ransac.csv", "error_dlt.csv", "precision_recall.csv", "calibration.csv",
+    }  # fmt: skip
+    assert json.loads((out / "protocol.json").read_text())["model"]["step"] == 7
+    assert read_csv(out / "bad_images.csv") == []
+
+
+def test_an_auc_can_be_made_again_by_hand_from_pairs_csv(work):
+    run(work)
+    figures = json.loads((work / "out" / "metrics.json").read_text())
+    for matcher in MATCHERS:
+        lines = [line for line in read_csv(work / "out" / "pairs.csv") if line["matcher"] == matcher]
+        for name in ("ransac", "dlt"):
+            found = [float(line[f"error_{name}"]) for line in lines]
+            for pixels in (1, 3, 5, 10):
+                by_hand = sum(max(0.0, 1 - error / pixels) for error in found) / len(found)
+                assert figures[f"{matcher}.auc_{name}_{pixels}"] == pytest.approx(by_hand, abs=2e-6)
+        precision = [int(line["correct"]) / max(1, int(line["matches"])) for line in lines]
+        assert figures[f"{matcher}.precision"] == pytest.approx(np.mean(precision), abs=2e-6)
+
+
+def test_the_same_again_gives_the_same_bytes(work):
+    run(work)
+    run(work, out="again")
+    for name in ("metrics.json", "pairs.csv", "scenes.csv", "pictures/worst-1.png"):
+        assert (work / "out" / name).read_bytes() == (work / "again" / name).read_bytes()
+
+
+def test_workers_and_other_images_do_not_matter(work, make_params, photo):
+    section = make_params("evaluate", width=160, height=120, pairs_per_image=2, max_keypoints=60)
+    images = sources.open_manifest(work / "images")
+    entries = images.entries("test")
+    both, _ = pairs.extract(heldout.HeldOutPairs(images, entries, section), 60, workers=4)
+    only, _ = pairs.extract(heldout.HeldOutPairs(images, entries[1:], section), 60, workers=1)
+    assert [pair.name for pair in both[2:]] == [pair.name for pair in only]
+    for first, second in zip(both[2:], only):
+        assert first.keypoints0.tobytes() == second.keypoints0.tobytes()
+        assert first.keypoints1.tobytes() == second.keypoints1.tobytes()
+        np.testing.assert_array_equal(first.H_0to1, second.H_0to1)
+
+
+def test_homography_of_a_pair_maps_its_pixels(work, make_params):
+    quiet = dict.fromkeys(("brightness", "contrast", "gamma", "blur", "noise", "jpeg"), 0.0)
+    section = make_params("evaluate", width=160, height=120, pairs_per_image=2, photometric=quiet)
+    images = sources.open_manifest(work / "images")
+    source = heldout.HeldOutPairs(images, images.entries("test"), section)
+    scene = source.load(0)
+    for pair in scene.pairs:
+        image0, image1 = scene.images[pair.first], scene.images[pair.second]
+        warped = cv2.warpPerspective(image0, pair.H_0to1, (160, 120))
+        shown = cv2.warpPerspective(np.full_like(image0, 255), pair.H_0to1, (160, 120)) == 255
+        shown = cv2.erode(shown.astype(np.uint8), np.ones((9, 9))) > 0
+        difference = np.abs(warped.astype(float) - image1)[shown]
+        assert shown.mean() > 0.2 and np.median(difference) < 6
+
+
+def test_validation_images_stand_in_and_are_named(work, photo, capsys):
+    write_image_set(work / "held", {"a.png": photo}, "val")
+    assert run(work, "--images", work / "held") == 0
+    printed = capsys.readouterr()
+    assert "no test images: using the validation images" in printed.err and "(val)" in printed.out
+
+
+def test_unreadable_and_tiny_images_are_counted_and_listed(work, photo, capsys):
+    images = {"good.png": photo, "tiny.png": photo[:40, :40]}
+    write_image_set(work / "mixed", images, "test", broken=["broken.jpg"])
+    assert run(work, "--images", work / "mixed") == 0
+    lines = read_csv(work / "out" / "bad_images.csv")
+    assert {line["file"] for line in lines} == {"tiny.png", "broken.jpg"}
+    assert "2 unreadable images left out" in capsys.readouterr().out
+    write_image_set(work / "none", {}, "test", broken=["broken.jpg"])
+    assert run(work, "--images", work / "none") == 1
+    assert "none of the 1 images could be read" in capsys.readouterr().err
+
+
+def test_a_folder_of_pairs_from_end_to_end(work, photo, capsys):
+    for name, H in (("shifted", SHIFT), ("turned", TURN)):
+        write_sequence(work / "pairs" / name, np.ascontiguousarray(photo[:240, :320]), {2: H, 3: np.eye(3)})
+    assert run(work, "--pairs", work / "pairs", "--resize", "0", "--max-keypoints", "300") == 0
+    figures = json.loads((work / "out" / "metrics.json").read_text())
+    assert figures["ratio_test.pairs"] == 4
+    assert figures["ratio_test.precision"] > 0.8 and figures["ratio_test.auc_ransac_3"] > 0.5
+    assert figures["superglue.precision"] > 0.8 and figures["superglue.auc_dlt_5"] > 0.5
+    assert {line["scene"] for line in read_csv(work / "out" / "scenes.csv")} == {"shifted", "turned"}
+    printed = capsys.readouterr().out
+    assert "pairs: 2 sequences, 4 pairs" in printed and "turned" in printed
+
+
+def test_pairs_need_no_params_file_at_hand(work, photo, monkeypatch):
+    write_sequence(work / "pairs" / "one", np.ascontiguousarray(photo[:240, :320]), {2: SHIFT})
+    (work / "empty").mkdir()
+    monkeypatch.chdir(work / "empty")
+    words = ["--model", work / "model.safetensors", "--pairs", work / "pairs", "--out", "result"]
+    assert errors.run(evaluate.main, [str(word) for word in words]) == 0
+    assert (work / "empty" / "result" / "metrics.json").is_file()
+
+
+def test_pairs_without_any_match_are_failures_not_gaps(work):
+    flat = np.full((120, 160), 90, np.uint8)
+    write_sequence(work / "pairs" / "flat", flat, {2: SHIFT})
+    assert run(work, "--pairs", work / "pairs") == 0
+    figures = json.loads((work / "out" / "metrics.json").read_text())
+    assert figures["superglue.pairs"] == 1 and figures["superglue.auc_ransac_10"] == 0.0
+    assert figures["superglue.precision"] == 0.0 and figures["superglue.recall"] is None
+    assert math.isinf(float(read_csv(work / "out" / "pairs.csv")[0]["error_ransac"]))
+
+
+@pytest.mark.parametrize(
+    "extra, words",
+    [
+        (["--model", "nowhere.safetensors"], "nowhere.safetensors: no such model"),
+        (["--images", "nowhere"], "no manifest here"),
+        (["--pairs", "nowhere"], "no such folder"),
+        (["--params", "nowhere.yaml"], "nowhere.yaml: no such file"),
+        (["--max-keypoints", "0"], "--max-keypoints 0: must be 1 or more"),
+        (["--batch", "-1"], "--batch -1: must be 1 or more"),
+        (["--device", "cuda:99"], "--device cuda:99: not available here"),
+    ],
+)
+def test_wrong_requests_are_one_line(work, capsys, extra, words):
+    assert run(work, *extra) == 2
+    message = capsys.readouterr().err
+    assert words in message and message.count("\n") == 1
+
+
+def test_a_file_that_is_no_model(work, capsys):
+    (work / "model.safetensors").write_bytes(b"\0" * 100)
+    assert run(work) == 2
+    assert "model.safetensors" in capsys.readouterr().err
+
+
+def test_no_held_out_image_at_all(work, photo, capsys):
+    write_image_set(work / "held", {"a.png": photo}, "train")
+    assert run(work, "--images", work / "held") == 2
+    assert "no held-out image" in capsys.readouterr().err
+
+
+def test_results_reach_the_run_of_the_training(work, monkeypatch):
+    events = []
+
+    class Run:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            events.append("closed")
+
+        def log(self, figures, step):
+            events.append((figures, step))
+
+        def artifact(self, path, folder=""):
+            assert path.exists()
+            events.append((path.name, folder))
+
+    monkeypatch.setattr(evaluate.tracking, "attach", lambda path: Run())
+    assert run(work, "--mlflow-run", "run.json") == 0
+    figures, step = events[0]
+    assert step == 7 and figures["test/superglue.pairs"] == 6 and None not in figures.values()
+    assert (
+        ("pairs.csv", "test") in events and ("pictures", "test/pictures") in events and events[-1] == "closed"
+    )
+
+
+def test_the_size_of_a_batch_does_not_matter(work):
+    run(work)
+    run(work, "--batch", "1", out="single")
+    one, many = (read_csv(work / name / "pairs.csv") for name in ("out", "single"))
+    assert [line["matches"] for line in one] == [line["matches"] for line in many]

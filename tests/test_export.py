@@ -1,0 +1,105 @@
+"""The exported model: the same answers, and everything one should know about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from made_scenes import write_model
+
+from pipeline import errors, export
+from pipeline.evaluation import matchers
+from pipeline.evaluation.model import load_model, weights_of
+from pipeline.evaluation.pairs import Pair
+from pipeline.features import sift
+from pipeline.runtime.checkpoint import load_model_file, save_model_file
+
+
+@pytest.fixture
+def work(tmp_path, root):
+    write_model(tmp_path / "best.safetensors")
+    (tmp_path / "metrics.json").write_text('{"superglue.pairs": 3, "superglue.precision": 0.5}')
+    (tmp_path / "params.yaml").write_text((root / "presets" / "sample.yaml").read_text())
+    return tmp_path
+
+
+def run(folder: Path, *extra) -> int:
+    words = ["--model", folder / "best.safetensors", "--metrics", folder / "metrics.json"]
+    words += ["--out", folder / "models", "--params", folder / "params.yaml", *extra]
+    return errors.run(export.main, [str(word) for word in words])
+
+
+def test_export_keeps_weights_and_says_where_they_come_from(work, capsys):
+    assert run(work) == 0
+    tensors, info = load_model_file(work / "models" / "superglue.safetensors")
+    original, _ = load_model_file(work / "best.safetensors")
+    assert set(tensors) == set(original) and all(
+        torch.equal(tensors[name], original[name]) for name in original
+    )
+    beside = json.loads((work / "models" / "superglue.json").read_text())
+    assert beside == info
+    assert info["model"]["layers"] == 1 and info["step"] == 7
+    assert info["metrics"]["superglue.precision"] == 0.5
+    assert info["params"]["train.lr"] > 0 and info["params"]["keypoints.homography.scale_min"] > 0
+    assert info["provenance"]["data.digest"] == "abc" and len(info["provenance"]["source.sha256"]) == 64
+    assert "git.commit" in info["provenance"] and "host" not in info["provenance"]
+    assert "parameters" in capsys.readouterr().out
+
+
+def test_export_twice_gives_the_same_description(work):
+    run(work)
+    first = (work / "models" / "superglue.json").read_bytes()
+    run(work)
+    assert (work / "models" / "superglue.json").read_bytes() == first
+
+
+def test_the_exported_model_matches_as_the_checkpoint_does(work, photo):
+    run(work)
+    keypoints = [sift.extract(image, 150) for image in (photo, np.ascontiguousarray(photo[:, ::-1]))]
+    pair = Pair("p", "p", 0, 0, *keypoints, (600, 400), (600, 400), np.eye(3), {})
+    answers = []
+    for path in (work / "best.safetensors", work / "models" / "superglue.safetensors"):
+        model, _ = load_model(path)
+        answers.append(next(matchers.match_superglue(model, [[pair]], "cpu"))[1])
+    np.testing.assert_array_equal(answers[0].matches0, answers[1].matches0)
+    np.testing.assert_array_equal(answers[0].scores0, answers[1].scores0)
+
+
+def test_weights_of_a_training_checkpoint():
+    one, two = torch.ones(1), torch.zeros(1)
+    assert weights_of({"a": one}) == {"a": one}
+    assert weights_of({"model.a": one, "optimizer.a": two, "rng.cpu": two}) == {"a": one}
+    assert weights_of({"model.a": one, "model.b": one, "average.a": two}) == {"a": two, "b": one}
+
+
+def test_sinkhorn_iterations_can_be_chosen(work):
+    model, _ = load_model(work / "best.safetensors", sinkhorn_iterations=77)
+    assert model.config.sinkhorn_iterations == 77 and not model.training
+
+
+@pytest.mark.parametrize(
+    "extra, words",
+    [
+        (["--model", "nowhere.safetensors"], "nowhere.safetensors: no such model"),
+        (["--metrics", "nowhere.json"], "nowhere.json: no such file"),
+        (["--params", "nowhere.yaml"], "nowhere.yaml: no such file"),
+    ],
+)
+def test_wrong_requests_are_one_line(work, capsys, extra, words):
+    assert run(work, *extra) == 2
+    message = capsys.readouterr().err
+    assert words in message and message.count("\n") == 1
+
+
+def test_files_that_are_not_ours(work, capsys):
+    (work / "metrics.json").write_text("{")
+    assert run(work) == 2
+    save_model_file(work / "best.safetensors", {"a": torch.ones(1)}, {"model": {"dim": 128, "layers": 1}})
+    (work / "metrics.json").write_text("{}")
+    assert run(work) == 2
+    assert "not a SuperGlue model of this project" in capsys.readouterr().err
+    save_model_file(work / "best.safetensors", {"a": torch.ones(1)}, {})
+    assert run(work) == 2

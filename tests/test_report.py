@@ -1,0 +1,99 @@
+"""Tables, curves and pictures, and the command that prints the comparison."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+
+import cv2
+import numpy as np
+import pytest
+
+from pipeline import errors
+from pipeline.matching.metrics import auc
+from pipeline.report import __main__ as report
+from pipeline.report import curves, pictures, tables
+
+FIGURES = {
+    "superglue.pairs": 4, "superglue.matches": 51.7, "superglue.precision": 0.8, "superglue.recall": None,
+    "superglue.auc_ransac_3": 0.537, "ratio_test.pairs": 4, "ratio_test.matches": None,
+}  # fmt: skip
+
+
+def test_table_shows_pairs_percentages_and_gaps():
+    text = tables.comparison(FIGURES)
+    ours = next(line for line in text.splitlines() if line.startswith("SuperGlue (ours)"))
+    assert ours.split()[2:6] == ["4", "52", "80.0", "-"] and "53.7" in ours
+    assert "AUC RANSAC" in text and "AUC DLT" in text
+    above, header = text.splitlines()[:2]
+    starts = [match.start() for match in re.finditer(r"@1\b", header)]
+    assert [above.index("AUC RANSAC"), above.index("AUC DLT")] == starts
+
+
+def test_table_by_scene():
+    lines = [
+        {"scene": s, "matcher": m, "pairs": 5, "auc_ransac_3": 0.25, "precision": 1.0}
+        for s in ("graf", "wall")
+        for m in ("superglue", "nn")
+    ]
+    text = tables.by_scene(lines, ("superglue", "nn"))
+    assert len(text.splitlines()) == 3 and "25.0 | 100.0" in text
+
+
+def test_error_curve_has_the_auc_below_it():
+    found = [0.3, 2.2, math.inf, 8.0]
+    lines = curves.error_curve({"superglue": found})
+    share = np.array([line["superglue"] for line in lines])
+    assert (np.diff(share) >= 0).all() and share[-1] == 0.75 and lines[3]["superglue"] == 0.25
+    # left and right sums enclose the exact area
+    assert share[:-1].mean() <= auc(found, 10) <= share[1:].mean()
+
+
+def test_csv_keeps_columns_that_only_later_lines_have(tmp_path):
+    curves.write_csv(tmp_path / "deep" / "a.csv", [{"a": 1}, {"a": 2, "b": math.inf}])
+    with (tmp_path / "deep" / "a.csv").open() as file:
+        assert list(csv.DictReader(file)) == [{"a": "1", "b": ""}, {"a": "2", "b": "inf"}]
+    curves.write_csv(tmp_path / "empty.csv", [], ("file", "reason"))
+    assert (tmp_path / "empty.csv").read_text() == "file,reason\n"
+
+
+def test_picture_is_green_where_right_and_red_where_wrong(tmp_path):
+    image0, image1 = np.zeros((60, 80), np.uint8), np.zeros((50, 70, 3), np.uint8)
+    points = np.array([[10.0, 10.0], [10.0, 40.0]])
+    panel = pictures.Panel("x" * 200, points, points, np.array([True, False]))
+    picture = pictures.draw(image0, image1, [panel, panel])
+    assert picture.shape == (2 * (60 + pictures.BAR), 80 + pictures.GAP + 70, 3)
+    middle = 80 + pictures.GAP // 2
+    assert picture[pictures.BAR + 10, middle] == pytest.approx(np.array(pictures.GREEN), abs=40)
+    assert picture[pictures.BAR + 40, middle] == pytest.approx(np.array(pictures.RED), abs=40)
+    pictures.write(tmp_path / "new" / "a.png", picture)
+    np.testing.assert_array_equal(cv2.imread(str(tmp_path / "new" / "a.png")), picture)
+
+
+def test_picture_of_no_matches_and_of_unknown_truth():
+    image = np.zeros((40, 40), np.uint8)
+    none = np.zeros((0, 2))
+    assert pictures.draw(image, image, [pictures.Panel("nothing", none, none, np.zeros(0, bool))]).any()
+    some = pictures.draw(image, image, [pictures.Panel("", np.array([[5.0, 5]]), np.array([[5.0, 5]]))])
+    assert some[pictures.BAR + 5, 20] == pytest.approx(np.array(pictures.BLUE), abs=40)
+
+
+def test_report_command(tmp_path, capsys):
+    (tmp_path / "metrics.json").write_text(json.dumps(FIGURES))
+    (tmp_path / "pairs.csv").write_text("pair\n")
+    assert report.main(["--evaluation", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "SuperGlue (ours)" in printed and "pairs.csv" in printed and "make ui" in printed
+    assert "pictures" not in printed.split("Where to look next")[1].replace(
+        "parameters, pictures and models", ""
+    )
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}"])
+def test_report_command_without_figures(tmp_path, capsys, content):
+    if content is not None:
+        (tmp_path / "metrics.json").write_text(content)
+    assert errors.run(report.main, ["--evaluation", str(tmp_path)]) == 2
+    assert "metrics.json" in capsys.readouterr().err
