@@ -18,6 +18,7 @@ from pipeline.errors import RequestError, WorkError
 from pipeline.images.manifest import write_atomic
 
 CHUNK = 1 << 20
+READ = 1 << 16
 TRIES = 5
 TIMEOUT = (10, 60)  # seconds to connect, seconds without a byte
 
@@ -56,6 +57,7 @@ def _part(target: Path) -> Path:
 
 def _continue(url: str, part: Path) -> Iterator[int]:
     import requests
+    import urllib3
 
     known = _read_json(part.with_name(part.name + ".json"))
     have = part.stat().st_size if part.exists() and known else 0
@@ -76,11 +78,12 @@ def _continue(url: str, part: Path) -> Iterator[int]:
                 note["etag"] = answer.headers.get("Last-Modified", "")
             write_atomic(part.with_name(part.name + ".json"), json.dumps(note))
             with part.open("ab" if resumed else "wb") as stream:
-                for piece in answer.iter_content(CHUNK):
+                answer.raw.enforce_content_length = False  # else the last bytes before a cut are thrown away
+                for piece in iter(lambda: answer.raw.read(READ), b""):
                     stream.write(piece)
                     have += len(piece)
                     yield have
-    except (requests.RequestException, OSError) as error:
+    except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
         raise _Interrupted(f"{type(error).__name__}: {error}") from None
     if note["size"] not in (None, have):
         raise _Interrupted(f"stopped at {have} of {note['size']} bytes")
@@ -93,6 +96,7 @@ def settle(target: Path, md5: str) -> Dict[str, object]:
     if found["md5"] != md5:
         bad = target.with_name(target.name + ".bad")
         os.replace(part, bad)
+        part.with_name(part.name + ".json").unlink(missing_ok=True)
         raise WorkError(
             f"{target.name}: wrong MD5 {found['md5']}, expected {md5}; moved to {bad}; "
             "run again to download it anew"

@@ -76,12 +76,13 @@ def _jpeg_header(data: bytes, name: str) -> Tuple[int, int, int]:
 def _check_jpeg(data: bytes, name: str) -> None:
     width, height, scan = _jpeg_header(data, name)
     _check_size(width, height, name)
-    if data.find(b"\xff\xd9", scan) < 0:
+    end = data.find(b"\xff\xd9", scan)
+    if end < 0:
         raise BadImage(name, "truncated JPEG: no end-of-image marker")
     # A flat block costs two bits at the least, so a run of zeros this long would code more blocks of 8x8
     # than the picture has: the data was lost, though every decoder accepts it.
     hole = max(HOLE_BYTES, width * height // 64 // 4 * 3)
-    if data.find(bytes(hole), scan) >= 0:
+    if data.find(bytes(hole), scan, end) >= 0:
         raise BadImage(name, f"damaged JPEG: a hole of {hole} or more zero bytes in the coded data")
 
 

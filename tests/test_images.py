@@ -1,0 +1,269 @@
+"""images/: decoding and what it refuses, the manifest, reading images back from folders and archives."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zipfile
+import zlib
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import RequestError
+from pipeline.images import archive, decode, integrity, manifest, sources
+from pipeline.images.decode import BadImage, decode_gray
+from pipeline.images.manifest import Entry
+
+
+def encode(pixels, extension=".jpg", *options) -> bytes:
+    return cv2.imencode(extension, pixels, list(options))[1].tobytes()
+
+
+def reason(data: bytes) -> str:
+    with pytest.raises(BadImage) as caught:
+        decode_gray(data, "x.jpg")
+    return caught.value.reason
+
+
+@pytest.mark.parametrize("extension", [".jpg", ".png", ".webp", ".bmp", ".pgm"])
+def test_whole_files_of_every_kind_are_read(photo, extension):
+    pixels = decode_gray(encode(photo, extension))
+    assert pixels.shape == photo.shape and pixels.dtype == np.uint8
+    assert np.abs(pixels.astype(int) - photo).mean() < 3
+
+
+def test_colour_sixteen_bit_transparent_and_cmyk_files_are_read(photo, color_photo):
+    from PIL import Image
+
+    assert decode_gray(encode(color_photo)).ndim == 2
+    wide = decode_gray(encode(photo.astype(np.uint16) * 257, ".png"))
+    assert np.abs(wide.astype(int) - photo).max() <= 1
+    assert decode_gray(encode(np.dstack([color_photo, photo[:300, :451]]), ".png")).shape == (300, 451)
+    cmyk = io.BytesIO()
+    Image.fromarray(color_photo).convert("CMYK").save(cmyk, "JPEG")
+    assert decode_gray(cmyk.getvalue()).shape == (300, 451)
+    assert decode.decode_color(encode(photo)).shape == (*photo.shape, 3)
+
+
+def test_exif_orientation_is_ignored(photo):
+    from PIL import Image
+
+    turned = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # "turn me by 90 degrees"
+    Image.fromarray(photo).save(turned, "JPEG", exif=exif)
+    assert decode_gray(turned.getvalue()).shape == photo.shape
+
+
+@pytest.mark.parametrize("extension", [".jpg", ".png", ".webp"])
+def test_a_file_cut_anywhere_is_refused(photo, extension):
+    data = encode(photo, extension)
+    for length in np.linspace(0, len(data) - 1, 60).astype(int):
+        reason(data[:length])
+
+
+def test_progressive_jpeg_and_trailing_bytes_are_fine_and_a_cut_thumbnail_does_not_fool(photo):
+    progressive = encode(photo, ".jpg", cv2.IMWRITE_JPEG_PROGRESSIVE, 1, cv2.IMWRITE_JPEG_OPTIMIZE, 1)
+    assert decode_gray(progressive + b"\0" * 5000).shape == photo.shape
+    thumbnail = encode(photo[:60, :60])
+    inside = (
+        progressive[:2] + b"\xff\xe1" + struct.pack(">H", len(thumbnail) + 2) + thumbnail + progressive[2:]
+    )
+    assert decode_gray(inside).shape == photo.shape
+    assert "end-of-image" in reason(inside[: len(inside) * 2 // 3])
+
+
+def test_holes_of_zeros_are_found_where_decoders_see_nothing(photo):
+    data = encode(photo, ".jpg", cv2.IMWRITE_JPEG_QUALITY, 95)
+    holed = data[:20000] + bytes(4096) + data[24096:]
+    assert cv2.imdecode(np.frombuffer(holed, np.uint8), 0) is not None
+    assert "zero bytes" in reason(holed)
+    assert "zeros" in reason(bytes(len(data)))
+    png = encode(photo, ".png")
+    assert "CRC-32" in reason(png[:20000] + bytes(4096) + png[24096:])
+
+
+def test_a_flat_picture_is_not_taken_for_a_hole():
+    for value in (0, 128, 255):
+        flat = np.full((2000, 3000), value, np.uint8)
+        for progressive in (0, 1):
+            options = (cv2.IMWRITE_JPEG_OPTIMIZE, 1, cv2.IMWRITE_JPEG_PROGRESSIVE, progressive)
+            assert decode_gray(encode(flat, ".jpg", *options)).shape == flat.shape
+
+
+def test_things_that_are_no_images_are_named():
+    assert reason(b"") == "empty file"
+    assert "web page" in reason(b"\n<!DOCTYPE html><html>404</html>")
+    assert "cannot decode" in reason(b"something else entirely" * 50)
+    assert "header" in reason(b"\xff\xd8\xff\xe0\x00\x10JFIF")
+
+
+def test_huge_pictures_are_refused_before_they_take_memory():
+    def chunk(kind, body):
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    header = struct.pack(">IIBBBBB", 30000, 30000, 8, 0, 0, 0, 0)
+    bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+    assert "too large: 30000x30000" in reason(bomb)
+
+
+@given(
+    st.binary(max_size=400), st.sampled_from([b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF1234WEBP"])
+)
+def test_any_bytes_give_pixels_or_bad_image(data, start):
+    try:
+        assert decode_gray(start + data).dtype == np.uint8
+    except BadImage as bad:
+        assert "\n" not in bad.reason
+
+
+def test_profiles_print_nothing(capfd, root):
+    import skimage
+
+    decode_gray((Path(skimage.__file__).parent / "data" / "astronaut.png").read_bytes())
+    assert capfd.readouterr() == ("", "")
+
+
+def test_read_gray_speaks_to_the_person(tmp_path):
+    with pytest.raises(RequestError, match=r"no\.jpg: cannot be read"):
+        decode.read_gray(tmp_path / "no.jpg")
+    (tmp_path / "page.jpg").write_bytes(b"<html>")
+    with pytest.raises(RequestError, match=r"page.jpg: a web page"):
+        decode.read_gray(tmp_path / "page.jpg")
+
+
+def test_list_images_is_nested_sorted_and_leaves_hidden_files_out(image_folder):
+    (image_folder / "._coffee.png").write_bytes(b"x")
+    (image_folder / ".cache").mkdir()
+    (image_folder / ".cache" / "a.png").write_bytes(b"x")
+    (image_folder / "notes.txt").write_text("x")
+    (image_folder / "folder.jpg").mkdir()
+    (image_folder / "gone.jpg").symlink_to("nowhere")
+    names = [path.relative_to(image_folder).as_posix() for path in decode.list_images(image_folder)]
+    assert names == ["chelsea.jpg", "coffee.png", "flipped.webp", "gone.jpg", "nested/turned.JPG"]
+    with pytest.raises(RequestError, match="no such folder"):
+        decode.list_images(image_folder / "nothing")
+
+
+def test_manifest_survives_a_round_trip_and_does_not_depend_on_order(tmp_path):
+    entries = [
+        Entry('b, with "quotes".jpg', "train", "train", "b.jpg", 5, "0000abcd"),
+        Entry("new\nline.jpg", "train", "train", "c.jpg", 5, "", 30, 4, 8),
+        Entry("a.jpg", "val", "val", "a.jpg", 0, ""),
+        Entry(os.fsdecode(b"caf\xe9.jpg"), "test", "train", "d.jpg", 1, "00000001"),
+    ]
+    manifest.write(tmp_path / "1.csv", entries)
+    manifest.write(tmp_path / "2.csv", entries[::-1])
+    assert (tmp_path / "1.csv").read_bytes() == (tmp_path / "2.csv").read_bytes()
+    assert manifest.read(tmp_path / "1.csv") == manifest.sort(entries)
+
+
+def test_a_damaged_manifest_names_its_line(tmp_path):
+    path = tmp_path / "manifest.csv"
+    with pytest.raises(RequestError, match="run `dvc repro fetch`"):
+        manifest.read(path)
+    path.write_text("name,split,container,member,size,crc32,offset,packed,method\na,train,c,m,many,,0,0,0\n")
+    with pytest.raises(RequestError, match="line 2"):
+        manifest.read(path)
+
+
+def test_images_read_back_and_a_changed_one_is_bad(image_folder, tmp_path):
+    names = ["chelsea.jpg", "coffee.png"]
+    images = sources.ImageSet(
+        sources.folder_entries(image_folder, names, "train", "train"), {"train": str(image_folder)}
+    )
+    first, second = images.entries("train")
+    assert images.read(first) == (image_folder / "chelsea.jpg").read_bytes()
+    (image_folder / "coffee.png").write_bytes(b"x" * second.size)
+    with pytest.raises(BadImage, match="CRC-32"):
+        images.read(second)
+    (image_folder / "coffee.png").write_bytes(b"x")
+    with pytest.raises(BadImage, match=f"has 1 bytes, {second.size} when"):
+        images.read(second)
+    (image_folder / "coffee.png").unlink()
+    with pytest.raises(BadImage, match="cannot be read"):
+        images.read(second)
+
+
+@pytest.fixture
+def zipped(image_folder, tmp_path) -> Path:
+    path = tmp_path / "images.zip"
+    with zipfile.ZipFile(path, "w") as out:
+        out.write(image_folder / "chelsea.jpg", "set/chelsea.jpg")
+        out.write(image_folder / "coffee.png", "set/coffee.png", zipfile.ZIP_DEFLATED)
+        out.writestr("set/readme.txt", "no image")
+    return path
+
+
+def test_images_inside_a_zip_are_read_in_place(zipped, image_folder):
+    entries = archive.zip_entries(zipped, archive.image_members(zipped), "train", "train")
+    images = sources.ImageSet(entries, {"train": str(zipped)})
+    assert [entry.name for entry in entries] == ["set/chelsea.jpg", "set/coffee.png"]
+    for entry in entries:
+        assert images.read(entry) == (image_folder / Path(entry.name).name).read_bytes()
+    data = bytearray(zipped.read_bytes())
+    data[entries[0].offset + 5000] ^= 1
+    zipped.write_bytes(data)
+    with pytest.raises(BadImage, match="CRC-32"):
+        images.read(entries[0])
+
+
+@pytest.mark.parametrize(
+    "name", ["../out.jpg", "/etc/out.jpg", "a/../../b.jpg", "C:/x.jpg", "\\\\host\\x.jpg"]
+)
+def test_archives_with_names_that_lead_outside_are_refused(tmp_path, name):
+    with zipfile.ZipFile(tmp_path / "slip.zip", "w") as out:
+        out.writestr(name, b"x")
+    with pytest.raises(RequestError, match="points outside"):
+        archive.image_members(tmp_path / "slip.zip")
+
+
+def test_bombs_links_and_doubles_are_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as out:
+        out.writestr("a.jpg", bytes(10_000_000))
+    with pytest.raises(RequestError, match=r"'a.jpg' would grow from \d+ to 10000000"):
+        archive.image_members(tmp_path / "bomb.zip")
+    link = zipfile.ZipInfo("a.jpg")
+    link.external_attr = 0o120777 << 16
+    with zipfile.ZipFile(tmp_path / "link.zip", "w") as out:
+        out.writestr(link, "/etc/passwd")
+    with pytest.raises(RequestError, match="symbolic link"):
+        archive.image_members(tmp_path / "link.zip")
+    with zipfile.ZipFile(tmp_path / "twice.zip", "w") as out, pytest.warns(UserWarning):
+        out.writestr("a.jpg", b"1")
+        out.writestr("a.jpg", b"2")
+    with pytest.raises(RequestError, match="in it twice"):
+        archive.image_members(tmp_path / "twice.zip")
+
+
+def test_a_cut_archive_is_refused(zipped):
+    data = zipped.read_bytes()
+    for length in np.linspace(0, len(data) - 1, 20).astype(int):
+        zipped.write_bytes(data[:length])
+        with pytest.raises(RequestError, match=r"images\.zip"):
+            archive.image_members(zipped)
+
+
+@given(
+    st.lists(st.text(min_size=1, max_size=8), unique=True, max_size=40), st.floats(0, 1), st.integers(0, 5)
+)
+def test_hold_out_partitions_and_depends_on_names_alone(names, fraction, seed):
+    kept, held = sources.hold_out(names, fraction, seed)
+    assert sorted(kept + held) == sorted(names)
+    assert (kept, held) == sources.hold_out(names[::-1], fraction, seed)
+    if len(names) > 1 and 0 < fraction < 1:
+        assert kept and held
+    if len(names) > 20:  # a name stays on its side when others leave (unless a side would be empty)
+        fewer_kept, fewer_held = sources.hold_out(names[:-1], fraction, seed)
+        moved = (set(fewer_kept) & set(held)) | (set(fewer_held) & set(kept))
+        assert len(moved) <= 1
+
+
+def test_limits_of_integrity_are_stated():
+    assert integrity.MAX_PIXELS == 200_000_000

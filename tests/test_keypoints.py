@@ -1,0 +1,272 @@
+"""The stage `keypoints`: same bytes whoever works, bad images listed, nothing done twice."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from pipeline import fetch, keypoints
+from pipeline.errors import RequestError, WorkError
+from pipeline.extraction import shards
+from pipeline.extraction.image import image_views
+from pipeline.features.store import Store
+from pipeline.images.decode import BadImage
+
+SMALL = {"views": 3, "width": 128, "height": 96, "max_keypoints": 50, "shard_images": 3}
+
+
+@pytest.fixture
+def pictures(tmp_path, photo) -> Path:
+    """Nine small readable pictures."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for index in range(9):
+        cv2.imwrite(str(folder / f"{index}.jpg"), np.roll(photo, 37 * index, axis=1)[: 200 + index, :300])
+    return folder
+
+
+@pytest.fixture
+def stage(tmp_path, make_params, root):
+    """`stage(folder, ...)` fetches a folder and makes its keypoints; gives the folder of the stores."""
+    from ruamel.yaml import YAML
+
+    def write_params(folder, changes):
+        tree = {
+            "fetch": make_params("fetch", source="folder", path=str(folder), val_fraction=0.4).model_dump(),
+            "keypoints": make_params("keypoints", **{**SMALL, **changes}).model_dump(),
+        }
+        with (tmp_path / "params.yaml").open("w") as stream:
+            YAML(typ="safe").dump(tree, stream)
+
+    def run(folder, out="kp", workers=1, **changes) -> Path:
+        write_params(folder, changes)
+        shared = ["--params", str(tmp_path / "params.yaml"), "--reports", str(tmp_path / "reports")]
+        archives = str(tmp_path / "archives")
+        fetch.main([*shared, "--out", str(tmp_path / "images"), "--archives", archives])
+        arguments = [*shared, "--images", str(tmp_path / "images"), "--out", str(tmp_path / out)]
+        keypoints.main([*arguments, "--workers", str(workers)])
+        return tmp_path / out
+
+    return run
+
+
+def files(folder: Path):
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
+
+
+def bad_list(tmp_path):
+    with (tmp_path / "reports" / "bad_images.csv").open(newline="") as stream:
+        rows = list(csv.reader(stream))
+    assert rows[0] == ["file", "reason"]
+    return dict(rows[1:])
+
+
+def test_stores_hold_all_views_of_train_and_val(stage, pictures, tmp_path):
+    out = stage(pictures)
+    opened = {split: Store(out / split, verify="all") for split in ("train", "val")}
+    assert sorted(path.name for path in out.iterdir()) == ["train", "val"]
+    metrics = json.loads((tmp_path / "reports" / "metrics.json").read_text())
+    for split, each in opened.items():
+        assert each.counts.shape == (len(each), 3) and each.view_size == (128, 96) and each.counts.max() <= 50
+        assert metrics[split]["images"] == len(each) and metrics[split]["views"] == each.counts.size
+        assert metrics[split]["keypoints_mean"] == pytest.approx(each.counts.mean(), abs=0.01)
+    assert metrics["bad_images"] == 0 and metrics["images_per_second"] > 0 and bad_list(tmp_path) == {}
+    assert len(files(out)) == 2 + -(-len(opened["train"]) // 3) + -(-len(opened["val"]) // 3)
+
+
+def test_a_stored_view_is_what_image_views_gives(stage, pictures, make_params):
+    out = stage(pictures)
+    opened = Store(out / "train")
+    settings = make_params("keypoints", **SMALL)
+    made = image_views((pictures / opened.images[1]).read_bytes(), opened.images[1], settings)
+    for index in range(3):
+        view = opened.view(1, index)
+        assert view.records.tobytes() == made.records[index].tobytes()
+        assert np.array_equal(view.H_image_to_view, made.homographies[index])
+    assert tuple(opened.sizes[1]) == made.size
+
+
+def test_bytes_do_not_depend_on_workers_or_the_order_of_files(stage, pictures, tmp_path):
+    one = files(stage(pictures, "one", workers=1))
+    assert files(stage(pictures, "two", workers=2)) == one
+    other = tmp_path / "again" / "pictures"
+    other.mkdir(parents=True)
+    for path in sorted(pictures.iterdir(), reverse=True):
+        shutil.copyfile(path, other / path.name)
+    assert files(stage(other, "other")) == one
+
+
+def test_what_is_done_is_not_done_twice(stage, pictures, monkeypatch, tmp_path):
+    out = stage(pictures)
+    before = files(out)
+    done = []
+    original = shards.store.write_shard
+    monkeypatch.setattr(
+        shards.store, "write_shard", lambda path, images: done.append(path) or original(path, images)
+    )
+    stage(pictures)
+    assert done == [] and files(out) == before
+    damaged = out / "train" / "shard-00001.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    stage(pictures)
+    assert done == [damaged] and files(out) == before
+    stage(pictures, max_bad_fraction=0.5)
+    assert done == [damaged]
+
+
+def test_other_parameters_discard_what_was_made(stage, pictures):
+    reference = files(stage(pictures, "new", seed=1, shard_images=100))
+    out = stage(pictures, "old")
+    (out / "train" / "stranger.safetensors").write_bytes(b"x")
+    (out / "train" / ".shard-00000.safetensors.tmp").write_bytes(b"x")
+    stage(pictures, "old", seed=1, shard_images=100)
+    assert files(out) == reference
+
+
+def test_a_changed_image_remakes_its_shard_alone(stage, pictures, photo):
+    out = stage(pictures)
+    before = files(out)
+    name = Store(out / "train").images[0]
+    cv2.imwrite(str(pictures / name), photo[:200, :300])
+    after = files(stage(pictures))
+    changed = {path for path in before if before[path] != after[path]}
+    assert changed == {"train/shard-00000.safetensors", "train/store.json"}
+
+
+def make_bad(folder: Path, photo) -> dict:
+    """Bad files of every kind beside the good ones; gives a part of the reason expected for each."""
+    data = cv2.imencode(".jpg", photo)[1].tobytes()
+    png = cv2.imencode(".png", photo)[1].tobytes()
+    kinds = {
+        "truncated.jpg": (data[: len(data) // 2], "end-of-image"),
+        "truncated.png": (png[: len(png) // 2], "IEND"),
+        "zeroed.jpg": (bytes(len(data)), "zeros"),
+        "hole.jpg": (data[:20000] + bytes(4096) + data[24096:], "zero bytes"),
+        "empty.jpg": (b"", "empty"),
+        "page.jpg": (b"<html><body>404</body></html>", "web page"),
+        "pixel.png": (cv2.imencode(".png", photo[:1, :1])[1].tobytes(), "too small: 1x1"),
+        "noise.webp": (os.urandom(500), "cannot decode"),
+    }
+    for name, (content, _) in kinds.items():
+        (folder / name).write_bytes(content)
+    (folder / "gone.jpg").symlink_to("nowhere")
+    return {**{name: text for name, (_, text) in kinds.items()}, "gone.jpg": "No such file"}
+
+
+def make_odd(folder: Path, photo, color_photo) -> None:
+    """Files that are unusual but whole: they must be used."""
+    from PIL import Image
+
+    Image.fromarray(color_photo).convert("CMYK").save(folder / "cmyk.jpg")
+    cv2.imwrite(str(folder / "deep.png"), photo.astype(np.uint16) * 257)
+    (folder / "really_png.jpg").write_bytes(cv2.imencode(".png", photo)[1].tobytes())
+    cv2.imwrite(str(folder / "huge.jpg"), cv2.resize(photo, (3000, 2000)))
+    cv2.imwrite(str(folder / "black.png"), np.zeros((200, 300), np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(photo).save(folder / "turned.jpg", exif=exif)
+
+
+def test_exactly_the_bad_images_are_listed_and_none_is_used(stage, pictures, photo, color_photo, tmp_path):
+    make_odd(pictures, photo, color_photo)
+    good = {path.name for path in pictures.iterdir()}
+    expected = make_bad(pictures, photo)
+    out = stage(pictures, max_bad_fraction=0.5, workers=2)
+    listed, used = bad_list(tmp_path), []
+    for split in ("train", "val"):
+        used += Store(out / split, verify="all").images
+    held = {
+        row["name"]
+        for row in csv.DictReader((tmp_path / "images" / "manifest.csv").open())
+        if row["split"] == "test"
+    }
+    assert set(listed) == set(expected) - held and set(used) == good - held
+    for name, text in expected.items():
+        assert name in held or text in listed[name]
+
+
+def test_a_black_image_has_views_without_keypoints(stage, pictures, tmp_path):
+    for path in sorted(pictures.iterdir())[1:]:
+        cv2.imwrite(str(path), np.zeros((200, 300), np.uint8))
+    opened = Store(stage(pictures) / "train")
+    assert (opened.counts == 0).any() and opened.view(len(opened) - 1, 0).records.shape == (0,)
+
+
+def test_too_many_bad_images_stop_the_stage_and_are_listed(stage, pictures, photo, tmp_path):
+    expected = make_bad(pictures, photo)
+    with pytest.raises(
+        WorkError, match=r"more than keypoints.max_bad_fraction = 0.1 allows; see .*bad_images.csv"
+    ):
+        stage(pictures)
+    assert bad_list(tmp_path) and set(bad_list(tmp_path)) <= set(expected)
+    assert not (tmp_path / "kp" / "train" / "store.json").exists()
+
+
+def test_no_image_left_or_none_held_out_is_said(stage, pictures, tmp_path):
+    for path in pictures.iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(WorkError, match="no train image is left"):
+        stage(pictures, max_bad_fraction=1.0)
+    for path in sorted(pictures.iterdir())[1:]:
+        path.unlink()
+    with pytest.raises(RequestError, match="no val images"):
+        stage(pictures)
+
+
+def test_missing_manifest_and_wrong_workers_are_named(tmp_path, root):
+    sample = str(root / "presets" / "sample.yaml")
+    with pytest.raises(RequestError, match="no manifest here"):
+        keypoints.main(["--params", sample, "--images", str(tmp_path)])
+    with pytest.raises(RequestError, match="--workers -1"):
+        keypoints.main(["--params", sample, "--workers", "-1"])
+
+
+def test_image_views_is_pure_and_refuses_small_images(photo, make_params):
+    settings = make_params("keypoints", **SMALL)
+    data = cv2.imencode(".png", photo)[1].tobytes()
+    first, second = (image_views(data, "a.png", settings) for _ in range(2))
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(first.records, second.records))
+    tiny = cv2.imencode(".png", photo[:48, :64])[1].tobytes()
+    with pytest.raises(BadImage, match="too small: 64x48, a view needs 65x49 pixels"):
+        image_views(tiny, "a.png", settings)
+
+
+@pytest.mark.slow
+def test_killed_ten_times_gives_the_same_bytes_and_leaves_no_worker(stage, pictures, photo, tmp_path, root):
+    """SIGKILL to the parent at random moments: workers end too, whole shards are kept, the end is the same."""
+    for index in range(9, 60):
+        cv2.imwrite(str(pictures / f"{index}.jpg"), np.roll(photo, 13 * index, axis=1)[:300, :500])
+    reference = files(stage(pictures, "reference", workers=2))
+    command = [sys.executable, "-m", "pipeline.keypoints", "--params", str(tmp_path / "params.yaml")]
+    command += ["--images", str(tmp_path / "images"), "--out", str(tmp_path / "killed")]
+    command += ["--reports", str(tmp_path / "reports"), "--workers", "2"]
+    for attempt in range(10):
+        process = subprocess.Popen(command, cwd=root, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        time.sleep(1.0 + 0.15 * attempt)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        time.sleep(0.3)
+        assert not [pid for pid in children if _alive(pid)]
+    subprocess.run(command, cwd=root, check=True, stderr=subprocess.DEVNULL)
+    assert files(tmp_path / "killed") == reference
+
+
+def _alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] not in "ZX"
+    except OSError:
+        return False

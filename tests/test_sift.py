@@ -1,0 +1,118 @@
+"""features/sift.py: what a keypoint is, where it lies, which ones are kept."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import cv2
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from pipeline.features.sift import KEYPOINT, extract
+from pipeline.features.tuning import tune_process
+from pipeline.matching.homography import transform
+from pipeline.views.homography import generator, sample_view
+from pipeline.views.render import render
+
+
+def test_a_record_is_packed():
+    assert KEYPOINT.itemsize == 148
+    assert KEYPOINT.names == ("x", "y", "scale", "angle", "score", "descriptor")
+
+
+@pytest.mark.parametrize("limit", [1, 7, 200, 100_000])
+def test_the_strongest_are_kept_in_order_and_positions_are_distinct(photo, limit):
+    records = extract(photo, limit)
+    everything = extract(photo, 100_000)
+    assert records.dtype == KEYPOINT and len(records) == min(limit, len(everything))
+    assert np.array_equal(records, everything[:limit])
+    assert (np.diff(records["score"]) <= 0).all()
+    assert len({(record["x"], record["y"]) for record in records}) == len(records)
+
+
+def test_no_distinct_position_is_lost(photo):
+    points = cv2.SIFT_create(enable_precise_upscale=True).detect(photo, None)
+    assert len(extract(photo, 100_000)) == len({point.pt for point in points})
+
+
+def test_many_double_orientations_do_not_cost_keypoints(monkeypatch, photo):
+    from pipeline.features import sift
+
+    monkeypatch.setattr(sift, "_SPARE", 1.0)
+    assert len(sift.extract(photo, 300)) == 300
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 500), (16, 16), (240, 320)])
+@pytest.mark.parametrize("value", [0, 128, 255])
+def test_views_without_structure_give_none(shape, value):
+    records = extract(np.full(shape, value, np.uint8), 10)
+    assert records.shape == (0,) and records.dtype == KEYPOINT
+
+
+def test_a_few_blobs_give_a_few_keypoints():
+    x, y = np.meshgrid(np.arange(128), np.arange(96))
+    for count in (1, 2):
+        blobs = sum(np.exp(-((x - 40 * (i + 1)) ** 2 + (y - 48) ** 2) / 18.0) for i in range(count))
+        assert 1 <= len(extract((30 + 200 * blobs).clip(0, 255).astype(np.uint8), 50)) <= 12
+
+
+def test_keypoints_lie_on_the_structure_without_a_bias():
+    """OpenCV's default upscaling puts them 0.25 px too far right and down."""
+    rng = np.random.default_rng(0)
+    x, y = np.meshgrid(np.arange(128), np.arange(128))
+    errors = []
+    for cx, cy, sigma in zip(rng.uniform(60, 68, 25), rng.uniform(60, 68, 25), rng.uniform(2, 6, 25)):
+        blob = 30 + 180 * np.exp(-((x - cx) ** 2 + (y - cy) ** 2) / (2 * sigma**2))
+        errors += [(best["x"] - cx, best["y"] - cy) for best in extract(blob.astype(np.uint8), 1)]
+    assert len(errors) > 15 and np.abs(np.mean(errors, axis=0)).max() < 0.03
+
+
+def test_descriptors_are_opencvs_own(photo):
+    records = extract(photo, 50)
+    points, descriptors = cv2.SIFT_create(enable_precise_upscale=True).detectAndCompute(photo, None)
+    known = {(*map(np.float32, (*p.pt, p.size, p.angle)),): d for p, d in zip(points, descriptors)}
+    for record in records:
+        own = known[(record["x"], record["y"], record["scale"], record["angle"])]
+        assert np.array_equal(record["descriptor"].astype(np.float32), own)
+
+
+def test_equal_input_gives_equal_bytes_whatever_the_threads(photo):
+    threads = cv2.getNumThreads()
+    try:
+        cv2.setNumThreads(2)
+        first = extract(photo, 300).tobytes()
+        tune_process()
+        assert cv2.getNumThreads() == 1 and extract(photo, 300).tobytes() == first
+    finally:
+        cv2.setNumThreads(threads)
+
+
+@settings(max_examples=30, deadline=None)
+@given(arrays(np.uint8, st.tuples(st.integers(1, 80), st.integers(1, 80))), st.integers(1, 40))
+def test_any_picture_gives_valid_records(gray, limit):
+    records = extract(gray, limit)
+    assert len(records) <= limit
+    for name in ("x", "y", "scale", "angle", "score"):
+        assert np.isfinite(records[name]).all()
+    assert ((records["angle"] >= 0) & (records["angle"] <= 360)).all() and (records["scale"] > 0).all()
+
+
+def test_views_and_homographies_fit_together(photo):
+    """The whole chain: nearest descriptors of two views are the same place under H_0to1."""
+    limits = SimpleNamespace(scale_min=0.6, perspective=0.1, rotation_deg=30.0, translation=1.0)
+    size, view_size = photo.shape[::-1], (320, 240)
+    H = [sample_view(generator(0, "chain", i), size, view_size, limits) for i in (0, 1)]
+    first, second = (extract(render(photo, each, view_size), 300) for each in H)
+    pairs = cv2.BFMatcher(cv2.NORM_L2, crossCheck=True).match(
+        first["descriptor"].astype(np.float32), second["descriptor"].astype(np.float32)
+    )
+    i, j = np.array([(pair.queryIdx, pair.trainIdx) for pair in pairs]).T
+    points0 = np.stack([first["x"], first["y"]], 1)[i].astype(float)
+    points1 = np.stack([second["x"], second["y"]], 1)[j].astype(float)
+    errors = transform(points0, H[1] @ np.linalg.inv(H[0])) - points1
+    right = np.linalg.norm(errors, axis=1) < 3
+    assert right.sum() > 30 and right.mean() > 0.4
+    assert np.abs(errors[right].mean(0)).max() < 0.15

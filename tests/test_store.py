@@ -1,0 +1,167 @@
+"""features/store.py: written once, mapped, verified; what is damaged is named."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.errors import RequestError
+from pipeline.features import store
+from pipeline.features.sift import KEYPOINT
+from pipeline.features.store import ImageViews, Store
+
+
+def records(count: int, rng: np.random.Generator) -> np.ndarray:
+    return np.frombuffer(rng.bytes(count * KEYPOINT.itemsize), KEYPOINT)
+
+
+def make_images(counts, seed=0):
+    """One ImageViews per row of counts."""
+    rng = np.random.default_rng(seed)
+    return [
+        ImageViews(
+            f"image {i}.jpg",
+            (640 + i, 480),
+            rng.normal(size=(len(row), 3, 3)),
+            [records(n, rng) for n in row],
+        )
+        for i, row in enumerate(counts)
+    ]
+
+
+def write(folder: Path, images, per_shard=2, views=2):
+    folder.mkdir(parents=True, exist_ok=True)
+    pieces = [images[start : start + per_shard] for start in range(0, len(images), per_shard)]
+    rows = [store.write_shard(folder / store.shard_name(i), piece) for i, piece in enumerate(pieces)]
+    (folder / store.INDEX).write_text(json.dumps(store.index(rows, views, (320, 240))))
+    return folder
+
+
+COUNTS = [[5, 0], [1, 2], [0, 0], [300, 7], [2, 2]]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.lists(st.integers(0, 20), min_size=3, max_size=3), min_size=1, max_size=9), st.integers(1, 4)
+)
+def test_what_is_written_is_read(tmp_path_factory, counts, per_shard):
+    images = make_images(counts)
+    opened = Store(write(tmp_path_factory.mktemp("store"), images, per_shard, views=3), verify="all")
+    assert len(opened) == len(images) and opened.images == [image.name for image in images]
+    assert opened.views_per_image == 3 and opened.view_size == (320, 240)
+    assert opened.counts.tolist() == counts
+    assert opened.sizes.tolist() == [list(image.size) for image in images]
+    for i, image in enumerate(images):
+        for v in range(3):
+            view = opened.view(i, v)
+            assert view.records.tobytes() == image.records[v].tobytes() and view.size == (320, 240)
+            assert np.array_equal(view.H_image_to_view, image.homographies[v])
+
+
+def test_equal_images_give_equal_bytes_and_another_digest_otherwise(tmp_path):
+    first, second = write(tmp_path / "a", make_images(COUNTS)), write(tmp_path / "b", make_images(COUNTS))
+    for path in first.iterdir():
+        assert path.read_bytes() == (second / path.name).read_bytes()
+    assert Store(first).digest == Store(second).digest
+    assert Store(write(tmp_path / "c", make_images(COUNTS, seed=1))).digest != Store(first).digest
+
+
+def test_an_empty_shard_and_an_empty_store_are_fine(tmp_path):
+    images = make_images(COUNTS)
+    rows = [
+        store.write_shard(tmp_path / store.shard_name(i), piece) for i, piece in enumerate([[], images, []])
+    ]
+    (tmp_path / store.INDEX).write_text(json.dumps(store.index(rows, 2, (320, 240))))
+    assert Store(tmp_path, verify="all").counts.tolist() == COUNTS
+    assert len(Store(write(tmp_path / "empty", []))) == 0
+
+
+def test_records_are_a_read_only_map_not_a_copy(tmp_path):
+    view = Store(write(tmp_path, make_images(COUNTS))).view(3, 0)
+    assert not view.records.flags.owndata and not view.records.flags.writeable
+    with pytest.raises(ValueError):
+        view.records["x"][0] = 1.0
+
+
+@pytest.mark.parametrize("image, view", [(5, 0), (-1, 0), (0, 2), (0, -1)])
+def test_outside_is_an_index_error(tmp_path, image, view):
+    with pytest.raises(IndexError):
+        Store(write(tmp_path, make_images(COUNTS))).view(image, view)
+
+
+def test_every_damage_is_found_when_all_is_verified(tmp_path):
+    folder = write(tmp_path, make_images(COUNTS))
+    rng = np.random.default_rng(0)
+    for path in sorted(folder.glob("shard-*")):
+        whole = path.read_bytes()
+        for _ in range(40):
+            damaged = bytearray(whole)
+            damaged[rng.integers(len(whole))] ^= 1 << int(rng.integers(8))
+            path.write_bytes(damaged)
+            with pytest.raises(RequestError, match=path.name):
+                Store(folder, verify="all")
+            path.write_bytes(whole[: rng.integers(len(whole))])
+            for verify in ("none", "sample", "all"):
+                with pytest.raises(RequestError, match=f"{path.name}: .* bytes"):
+                    Store(folder, verify=verify)
+        path.unlink()
+        with pytest.raises(RequestError, match="cannot be read"):
+            Store(folder)
+        path.write_bytes(whole)
+    Store(folder, verify="all")
+
+
+def test_a_few_shards_are_hashed_by_default(tmp_path, monkeypatch):
+    folder = write(tmp_path, make_images([[1, 1]] * 40), per_shard=1)
+    hashed = []
+    monkeypatch.setattr(store, "sha256", lambda path: hashed.append(path) or "wrong")
+    with pytest.raises(RequestError, match="SHA-256 wrong"):
+        Store(folder)
+    Store(folder, verify="none")
+    assert len(hashed) == 1
+
+
+def test_missing_foreign_and_newer_stores_are_named(tmp_path):
+    with pytest.raises(RequestError, match="run `dvc repro keypoints` first"):
+        Store(tmp_path)
+    folder = write(tmp_path, make_images(COUNTS))
+    index = json.loads((folder / "store.json").read_text())
+    for change, message in (
+        ({"version": 99}, "version 99, this program reads .* version 1"),
+        ({"format": "other"}, "other version 1"),
+        ({"digest": "0" * 64}, "digest does not fit"),
+    ):
+        (folder / "store.json").write_text(json.dumps({**index, **change}))
+        with pytest.raises(RequestError, match=message):
+            Store(folder)
+    (folder / "store.json").write_text("{")
+    with pytest.raises(RequestError, match="damaged"):
+        Store(folder)
+
+
+def test_the_file_is_plain_safetensors(tmp_path):
+    from safetensors.numpy import load_file
+
+    tensors = load_file(write(tmp_path, make_images(COUNTS)) / "shard-00000.safetensors")
+    assert sorted(tensors) == ["homographies", "offsets", "records", "sizes"]
+    assert tensors["records"].dtype == np.uint8 and tensors["records"].shape[1] == 148
+
+
+def test_random_access_is_fast(tmp_path):
+    opened = Store(write(tmp_path, make_images([[512, 512]] * 64), per_shard=16))
+    order = np.random.default_rng(0).integers(64, size=2000)
+    best = min(_seconds(opened, order) for _ in range(5)) / len(order)
+    assert best < 100e-6  # a few microseconds on an idle core; the bound leaves room for a loaded one
+
+
+def _seconds(opened, order):
+    start = time.perf_counter()
+    for image in order:
+        np.array(opened.view(image, 1).records)
+    return time.perf_counter() - start
