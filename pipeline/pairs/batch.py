@@ -92,12 +92,12 @@ def _pack(records: Sequence[np.ndarray]) -> Tuple[Tensor, Tensor]:
     """One padded buffer (B, N, 148) uint8 of all views, and their counts (B,) int64."""
     counts = [len(r) for r in records]
     # at least one column, so that an empty view needs no special case further on
-    buffer = np.zeros((len(records), max([*counts, 1]), KEYPOINT.itemsize), np.uint8)
-    for row, r in zip(buffer, records):
+    buffer = torch.zeros((len(records), max([*counts, 1]), KEYPOINT.itemsize), dtype=torch.uint8)
+    for row, r in zip(buffer.numpy(), records):
         if r.dtype != KEYPOINT:
             raise TypeError(f"records of dtype {r.dtype}: must be KEYPOINT")
         row[: len(r)] = np.ascontiguousarray(r).view(np.uint8).reshape(len(r), KEYPOINT.itemsize)
-    return torch.from_numpy(buffer), torch.tensor(counts, dtype=torch.int64)
+    return buffer, torch.tensor(counts, dtype=torch.int64)
 
 
 def from_pairs(pairs: Sequence[Pair]) -> PairBatch:
@@ -105,7 +105,7 @@ def from_pairs(pairs: Sequence[Pair]) -> PairBatch:
     records0, counts0 = _pack([p.records0 for p in pairs])
     records1, counts1 = _pack([p.records1 for p in pairs])
     known = [p.H_0to1 is not None for p in pairs]
-    if any(known) != all(known):
+    if any(known) and not all(known):
         raise ValueError("either every pair of a batch has H_0to1 or none has")
     H = np.stack([np.asarray(p.H_0to1, np.float64) for p in pairs]) if any(known) else np.zeros((0, 3, 3))
     return PairBatch(

@@ -164,7 +164,7 @@ def wrap(module: nn.Module) -> nn.Module:
     """DistributedDataParallel around `module` in a group of several; `module` itself otherwise."""
     if not _grouped():
         return module
-    return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
+    return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,357 @@
+"""The matcher: transport, attention, norms, network, truth and loss, against values a person can check."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.features.sift import KEYPOINT
+from pipeline.matching import attention, homography, normalization, sinkhorn
+from pipeline.matching.loss import assignment_loss
+from pipeline.matching.superglue import SuperGlue, SuperGlueConfig, mutual_matches, root_sift
+from pipeline.matching.truth import IGNORED, UNMATCHED, Truth, ground_truth, pair_truth
+from pipeline.pairs.batch import Pair, from_pairs
+
+SIZE = (320, 240)
+
+
+def records(rng: np.random.Generator, count: int) -> np.ndarray:
+    """`count` made-up keypoints inside a 320x240 view."""
+    made = np.zeros(count, KEYPOINT)
+    made["x"], made["y"] = rng.uniform(0, 319, count), rng.uniform(0, 239, count)
+    made["scale"], made["angle"] = rng.uniform(2, 20, count), rng.uniform(0, 360, count)
+    made["score"] = rng.uniform(0.01, 0.1, count)
+    made["descriptor"] = rng.integers(0, 200, (count, 128))
+    return made
+
+
+def pair(rng: np.random.Generator, count0: int, count1: int, H=None) -> Pair:
+    return Pair(records(rng, count0), records(rng, count1), SIZE, SIZE, np.eye(3) if H is None else H)
+
+
+def scrambled(config: SuperGlueConfig, seed: int = 0) -> SuperGlue:
+    """A network whose every layer does something (an untrained one starts as the identity)."""
+    torch.manual_seed(seed)
+    model = SuperGlue(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3 / math.sqrt(parameter.shape[1]))
+    return model.eval()
+
+
+class TestSinkhorn:
+    def test_one_by_one_has_a_closed_form(self):
+        # all scores equal: mass spreads by the marginals alone, P = mu nu (m + n)
+        P = sinkhorn.log_optimal_transport([torch.zeros(2, 3)], torch.tensor(0.0), 50)[0].exp()
+        assert torch.allclose(P[:2, :3], torch.full((2, 3), 1 / 5), atol=1e-6)
+        assert torch.allclose(P[:2, 3], torch.full((2,), 2 / 5), atol=1e-6)
+        assert torch.allclose(P[2, :3], torch.full((3,), 3 / 5), atol=1e-6)
+
+    @settings(max_examples=30, deadline=None)
+    @given(m=st.integers(1, 12), n=st.integers(1, 12), spread=st.floats(0.1, 8), seed=st.integers(0, 99))
+    def test_marginals(self, m, n, spread, seed):
+        scores = torch.randn(m, n, generator=torch.Generator().manual_seed(seed)) * spread
+        P = sinkhorn.log_optimal_transport([scores], torch.tensor(1.0), 400)[0].exp()
+        # the last half-iteration makes columns exact
+        assert torch.allclose(P.sum(0), torch.tensor([1.0] * n + [float(m)]), atol=1e-4)
+        assert P.sum() == pytest.approx(m + n, rel=1e-4)
+
+    @pytest.mark.parametrize("solve", [sinkhorn._one_by_one, sinkhorn._batched])
+    @pytest.mark.parametrize("spread", [1.0, 30.0, 300.0])
+    def test_equals_the_log_domain_with_its_gradient(self, solve, spread):
+        torch.manual_seed(0)
+        scores = [torch.randn(m, n, dtype=torch.float64) * spread for m, n in ((30, 40), (5, 2), (1, 1))]
+        scores.append(scores[0][[0, 0, 0, 0, 1]] - 3 * spread)  # duplicates, all below the dustbin
+        leaves = [s.requires_grad_() for s in map(torch.Tensor.detach, scores)]
+        dustbin = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+        weights = [torch.randn(s.shape[0] + 1, s.shape[1] + 1, dtype=torch.float64) for s in scores]
+
+        def plain(s):
+            return sinkhorn._log_domain(*sinkhorn._augment(s, dustbin), 50) + math.log(sum(s.shape))
+
+        ours, theirs = solve(leaves, dustbin, 50), [plain(s) for s in leaves]
+        for a, b in zip(ours, theirs):
+            assert torch.allclose(a, b, atol=1e-9, rtol=1e-11)
+        totals = [sum((w * P).sum() for w, P in zip(weights, Ps)) for Ps in (ours, theirs)]
+        gradients = [torch.autograd.grad(total, [*leaves, dustbin]) for total in totals]
+        for a, b in zip(*gradients):
+            assert torch.allclose(a, b, atol=1e-9 * max(1.0, float(b.abs().max())))
+
+    def test_gradcheck(self):
+        torch.manual_seed(1)
+        a = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+        b = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+        dustbin = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(
+            lambda x, y, z: tuple(sinkhorn._batched([x, y], z, 4)), (a, b, dustbin)
+        )
+
+    def test_float32_stays_close_to_float64_on_hard_scores(self):
+        torch.manual_seed(2)
+        scores = torch.randn(200, 150) * 60
+        narrow = sinkhorn.log_optimal_transport([scores], torch.tensor(1.0), 100)[0]
+        wide = sinkhorn.log_optimal_transport([scores.double()], torch.tensor(1.0).double(), 100)[0]
+        # scores reach 250, where float32 itself resolves 1.5e-5
+        assert float((narrow - wide).abs().max()) < 1e-3
+
+    def test_falls_back_to_the_log_domain(self, monkeypatch):
+        scores = torch.randn(6, 5)
+        expected = sinkhorn.log_optimal_transport([scores], torch.tensor(1.0), 20)[0]
+        monkeypatch.setattr(sinkhorn, "_finite", lambda *_: False)
+        assert torch.allclose(
+            sinkhorn.log_optimal_transport([scores], torch.tensor(1.0), 20)[0], expected, atol=1e-5
+        )
+
+    def test_empty_sides(self):
+        sizes = [(0, 3), (2, 0), (0, 0)]
+        left, right, none = sinkhorn.log_optimal_transport(
+            [torch.zeros(s) for s in sizes], torch.tensor(1.0), 5
+        )
+        assert left.tolist() == [[0, 0, 0, -math.inf]]
+        assert right.tolist() == [[0], [0], [-math.inf]]
+        assert none.tolist() == [[-math.inf]]
+
+    def test_is_float32_under_autocast(self):
+        scores = torch.randn(20, 20)
+        plain = sinkhorn.log_optimal_transport([scores], torch.tensor(1.0), 50)[0]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            cast = sinkhorn.log_optimal_transport([scores], torch.tensor(1.0), 50)[0]
+        assert cast.dtype == torch.float32 and torch.equal(plain, cast)
+
+
+class TestAttention:
+    def test_both_forms_agree_with_the_formula(self):
+        torch.manual_seed(0)
+        counts, partner = [3, 0, 5, 2], [2, 3, 0, 1]
+        q, k, v = (torch.randn(10, 4, 8) for _ in range(3))
+        one = attention._one_by_one(q, k, v, counts, partner)
+        assert torch.allclose(one, attention._padded(q, k, v, counts, partner), atol=1e-6)
+        first, third = slice(0, 3), slice(3, 8)
+        logits = torch.einsum("ihd,jhd->hij", q[first], k[third]) / math.sqrt(8)
+        assert torch.allclose(
+            one[first], torch.einsum("hij,jhd->ihd", logits.softmax(-1), v[third]), atol=1e-6
+        )
+        assert torch.equal(one[8:], torch.zeros(2, 4, 8))  # its partner is empty
+
+
+class TestNorms:
+    def test_batch_norm_is_torchs(self):
+        torch.manual_seed(0)
+        ours, theirs = normalization.TokenBatchNorm(5), torch.nn.BatchNorm1d(5)
+        for _ in range(3):
+            x = torch.randn(11, 5) * 3 + 1
+            assert torch.allclose(ours(x), theirs(x), atol=1e-5)
+        assert torch.allclose(ours.running_var, theirs.running_var, atol=1e-5)
+        ours.eval(), theirs.eval()
+        assert torch.allclose(ours(x), theirs(x), atol=1e-5)
+
+    def test_no_token_changes_nothing(self):
+        norm = normalization.TokenBatchNorm(5)
+        assert norm(torch.zeros(0, 5)).shape == (0, 5)
+        assert torch.equal(norm.running_mean, torch.zeros(5)) and torch.equal(norm.running_var, torch.ones(5))
+
+
+class TestSuperGlue:
+    @pytest.mark.parametrize("norm", ["layer", "batch"])
+    @pytest.mark.parametrize("dim", [32, 128])
+    def test_a_pair_is_the_same_alone_and_in_any_batch(self, norm, dim):
+        rng = np.random.default_rng(0)
+        pairs = [pair(rng, *counts) for counts in ((20, 33), (0, 4), (60, 1), (7, 7), (2, 0))]
+        model = scrambled(SuperGlueConfig(dim=dim, layers=2, norm=norm))
+        with torch.no_grad():
+            together = model(from_pairs(pairs))
+            for one, log_P in zip(pairs, together):
+                alone = model(from_pairs([one]))[0]
+                assert alone.shape == (len(one.records0) + 1, len(one.records1) + 1)
+                assert torch.allclose(alone, log_P, atol=1e-5, rtol=0)
+
+    def test_untrained_it_is_a_nearest_neighbour_matcher(self):
+        rng = np.random.default_rng(1)
+        one = records(rng, 30)
+        order = rng.permutation(30)
+        batch = from_pairs([Pair(one, one[order], SIZE, SIZE)])
+        answer = mutual_matches(SuperGlue(SuperGlueConfig(layers=1)).eval()(batch), (30, 30))
+        assert np.array_equal(order[answer.matches0[0].numpy()], np.arange(30))
+
+    def test_keypoint_order_does_not_matter(self):
+        rng = np.random.default_rng(2)
+        one = pair(rng, 15, 12)
+        order = rng.permutation(15)
+        model = scrambled(SuperGlueConfig(dim=32, layers=2))
+        with torch.no_grad():
+            log_P = model(from_pairs([one]))[0]
+            mixed = model(from_pairs([one._replace(records0=one.records0[order])]))[0]
+        assert torch.allclose(mixed[:-1], log_P[torch.from_numpy(order)], atol=1e-5)
+
+    def test_swapping_images_transposes(self):
+        rng = np.random.default_rng(3)
+        one = pair(rng, 15, 12)
+        swapped = Pair(one.records1, one.records0, SIZE, SIZE)
+        # as many iterations as reach the fixed point: a half-iteration more for one side is not symmetric
+        model = scrambled(SuperGlueConfig(dim=32, layers=2, sinkhorn_iterations=300))
+        with torch.no_grad():
+            assert torch.allclose(model(from_pairs([one]))[0], model(from_pairs([swapped]))[0].T, atol=1e-3)
+
+    def test_every_weight_receives_a_gradient(self):
+        rng = np.random.default_rng(4)
+        model = scrambled(SuperGlueConfig(dim=32, layers=2)).train()
+        batch = from_pairs([pair(rng, 20, 20)])
+        assignment_loss(model(batch), ground_truth(batch)).total.sum().backward()
+        assert not [name for name, p in model.named_parameters() if p.grad is None]
+
+    def test_scale_and_angle_can_be_left_out(self):
+        rng = np.random.default_rng(5)
+        one = pair(rng, 9, 9)
+        turned = one.records0.copy()
+        turned["angle"] += 90
+        turned["scale"] *= 2
+        for used in (True, False):
+            model = scrambled(SuperGlueConfig(dim=32, layers=1, scale_angle=used))
+            with torch.no_grad():
+                before, after = (
+                    model(from_pairs([one._replace(records0=r)]))[0] for r in (one.records0, turned)
+                )
+            assert torch.allclose(before, after) is not used
+
+    def test_root_sift(self):
+        root = root_sift(torch.tensor([[4] + [0] * 126 + [12], [0] * 128], dtype=torch.uint8))
+        assert root[0, 0] == pytest.approx(0.5) and root[0, 127] == pytest.approx(math.sqrt(0.75))
+        assert torch.equal(root[1], torch.zeros(128))
+
+    def test_mutual_matches(self):
+        P = torch.tensor([[0.9, 0.1, 0.0], [0.8, 0.05, 0.1], [0.0, 0.15, 0.1], [0.1, 0.7, 0.8]])
+        found = mutual_matches([P.log()], (5, 4), threshold=0.2)
+        # row 1 prefers column 0, which prefers row 0; row 2's best is below the threshold
+        assert found.matches0.tolist() == [[0, -1, -1, -1, -1]]
+        assert found.matches1.tolist() == [[0, -1, -1, -1]]
+        assert found.matching_scores0[0, 0] == pytest.approx(0.9)
+
+
+def points(*xy) -> torch.Tensor:
+    return torch.tensor(xy, dtype=torch.float32).reshape(-1, 2)
+
+
+class TestTruth:
+    size = torch.tensor([100.0, 100.0])
+
+    def truth(self, keypoints0, keypoints1, H=None) -> Truth:
+        H = torch.eye(3, dtype=torch.float64) if H is None else torch.as_tensor(H, dtype=torch.float64)
+        return pair_truth(keypoints0, keypoints1, H, self.size, self.size)
+
+    def test_bands(self):
+        zero = points((10, 10), (30, 10), (50, 10), (70, 10), (90, 10))
+        one = points((12, 10), (34, 10), (56, 10), (70, 10), (71, 10))
+        truth = self.truth(zero, one)
+        # 2 px matches, 4 px is ignored, 6 px is unmatched; of two within 1 px the nearer matches
+        assert truth.matches0.tolist() == [0, IGNORED, UNMATCHED, 3, UNMATCHED]
+        assert truth.matches1.tolist() == [0, IGNORED, UNMATCHED, 3, IGNORED]
+
+    def test_outside_the_other_view_is_unmatched(self):
+        shift = [[1, 0, 60], [0, 1, 0], [0, 0, 1]]
+        truth = self.truth(points((41, 50), (5, 5)), points((97, 50), (65, 5)), shift)
+        # (41, 50) lands 4 px from a keypoint, but outside; that keypoint, seen from its side, is ignored
+        assert truth.matches0.tolist() == [UNMATCHED, 1]
+        assert truth.matches1.tolist() == [IGNORED, 1]
+
+    def test_error_is_the_larger_of_both_directions(self):
+        double = [[2, 0, 0], [0, 2, 0], [0, 0, 1]]
+        # 2 px in view 1 (right by half of that in view 0): a match; 4 px there would be 2 px here, and is none
+        assert self.truth(points((10, 10)), points((22, 20)), double).matches0.tolist() == [0]
+        assert self.truth(points((10, 10)), points((24, 20)), double).matches0.tolist() == [IGNORED]
+
+    @pytest.mark.parametrize("counts", [(0, 0), (0, 3), (2, 0)])
+    def test_empty_sides(self, counts):
+        truth = self.truth(torch.rand(counts[0], 2), torch.rand(counts[1], 2))
+        assert truth.matches0.tolist() == [UNMATCHED] * counts[0]
+        assert truth.matches1.tolist() == [UNMATCHED] * counts[1]
+
+    @settings(max_examples=25, deadline=None)
+    @given(seed=st.integers(0, 1000), count=st.integers(1, 40))
+    def test_is_consistent_and_symmetric(self, seed, count):
+        rng = np.random.default_rng(seed)
+        H = np.eye(3) + rng.normal(0, [[0.1, 0.1, 5], [0.1, 0.1, 5], [1e-4, 1e-4, 0]])
+        zero, one = (torch.from_numpy(rng.uniform(0, 100, (count, 2))).float() for _ in range(2))
+        truth, back = self.truth(zero, one, H), self.truth(one, zero, np.linalg.inv(H))
+        for i, j in enumerate(truth.matches0.tolist()):
+            assert j < 0 or truth.matches1[j] == i
+        assert torch.equal(truth.matches0, back.matches1) and torch.equal(truth.matches1, back.matches0)
+
+
+class TestLoss:
+    def test_known_value(self):
+        log_P = torch.log(torch.tensor([[0.5, 0.1, 0.25], [0.1, 0.2, 0.125], [0.25, 0.5, 1.0]]))
+        truth = Truth(torch.tensor([0, UNMATCHED]), torch.tensor([0, UNMATCHED]))
+        loss = assignment_loss([log_P], [truth])
+        assert loss.total.item() == pytest.approx(math.log(2) * (0.5 * 1 + 0.25 * 3 + 0.25 * 1))
+        ignored = Truth(torch.tensor([0, IGNORED]), torch.tensor([0, IGNORED]))
+        assert assignment_loss([log_P], [ignored]).total.item() == pytest.approx(math.log(2) / 2)
+
+    @pytest.mark.parametrize("counts", [(0, 0), (0, 2), (1, 0), (1, 1), (2, 1), (2, 2)])
+    def test_few_keypoints_give_a_finite_loss(self, counts):
+        batch = from_pairs([pair(np.random.default_rng(0), *counts)])
+        model = scrambled(SuperGlueConfig(dim=32, layers=1)).train()
+        loss = assignment_loss(model(batch), ground_truth(batch)).total.sum()
+        assert torch.isfinite(loss)
+        if loss.requires_grad:
+            loss.backward()
+            assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+    def test_identical_views_are_learnable(self):
+        """Ten steps on one pair lower its loss: loss, gradient and optimiser point the same way."""
+        rng = np.random.default_rng(0)
+        one = records(rng, 40)
+        noisy = one.copy()
+        noisy["descriptor"] = np.clip(one["descriptor"] + rng.normal(0, 60, (40, 128)), 0, 255).astype(
+            np.uint8
+        )
+        batch = from_pairs([Pair(one, noisy, SIZE, SIZE, np.eye(3))])
+        torch.manual_seed(0)
+        model = SuperGlue(SuperGlueConfig(dim=64, layers=2))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        losses = []
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss = assignment_loss(model(batch), ground_truth(batch)).total.sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < 0.7 * losses[0]
+
+
+class TestHomography:
+    H = np.array([[1.2, 0.1, 5.0], [-0.05, 0.9, -3.0], [1e-4, 2e-4, 1.0]])
+
+    def test_numpy_and_torch_agree(self):
+        p = np.random.default_rng(0).uniform(0, 100, (7, 2))
+        expected = homography.transform(p, self.H)
+        assert np.allclose(
+            homography.transform(torch.from_numpy(p), torch.from_numpy(self.H)).numpy(), expected
+        )
+        assert np.allclose(homography.transform(expected, np.linalg.inv(self.H)), p)
+
+    @pytest.mark.parametrize("fit", [homography.fit_ransac, homography.fit_dlt])
+    def test_fits_exact_points(self, fit):
+        p = np.random.default_rng(0).uniform(0, 300, (40, 2))
+        H = fit(p, homography.transform(p, self.H))
+        assert homography.corner_error(H, self.H, (320, 240)) < 1e-4
+        assert fit(p[:3], p[:3]) is None
+
+    def test_dlt_heeds_weights(self):
+        p = np.random.default_rng(0).uniform(0, 300, (40, 2))
+        q = homography.transform(p, self.H)
+        q[:10] += 50
+        weights = np.where(np.arange(40) < 10, 0.0, 1.0)
+        assert homography.corner_error(homography.fit_dlt(p, q, weights), self.H, (320, 240)) < 1e-4
+        assert homography.corner_error(homography.fit_dlt(p, q), self.H, (320, 240)) > 5
+        assert homography.fit_dlt(np.ones((9, 2)), np.ones((9, 2))) is None
+
+    def test_corner_error_of_a_shift(self):
+        shift = np.array([[1, 0, 3.0], [0, 1, 4.0], [0, 0, 1]])
+        assert homography.corner_error(shift, np.eye(3), (640, 480)) == pytest.approx(5.0)
+        assert homography.corner_error(None, np.eye(3), (640, 480)) == math.inf
