@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Run the steps of the Dockerfile where there is no container engine and no GPU, and try the image:
+#   docker/build-in-chroot.sh cu111|modern [build|run]...
+# buildah with chroot isolation on a Debian of the same C library generation and the same Python packages stands in
+# for the base image (Ubuntu 20.04 = Debian 11, glibc 2.31); torch comes from the package index (a build that runs on
+# the CPU) in place of the CUDA one. Needs root, and: apt-get install buildah debootstrap crun.
+# It cannot show --gpus, --shm-size and ports. ROOTS and STORE name folders for the base systems and the images.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+stack=$1
+shift
+ROOTS=${ROOTS:-/var/tmp/superglue-roots}
+STORE=${STORE:-/var/tmp/superglue-images}
+MIRROR=${MIRROR:-http://deb.debian.org/debian}
+image=localhost/superglue-sift:$stack
+export BUILDAH_ISOLATION=chroot STORAGE_DRIVER=overlay
+
+case $stack in
+    cu111) suite=bullseye base_arg=BASE_IMAGE ;;
+    modern) suite=bookworm base_arg=MODERN_BASE_IMAGE ;;
+    *) echo "error: no stack $stack: cu111 or modern" >&2 && exit 2 ;;
+esac
+standin=localhost/standin:$suite
+
+missing=
+for tool in buildah debootstrap; do command -v "$tool" >/dev/null || missing+=" $tool"; done
+[ -z "$missing" ] && [ "$(id -u)" = 0 ] || {
+    echo "SKIP: needs root and${missing:- nothing else} (apt-get install buildah debootstrap crun)"
+    exit 0
+}
+
+bud() { buildah --root "$STORE/root" --runroot "$STORE/run" "$@"; }
+
+# The stand-in carries what this machine's pip needs (certificates, a folder of wheels), so that the Dockerfile itself
+# stays as it is elsewhere.
+make_standin() {
+    local certificates=${PIP_CERT:-${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}} work
+    mkdir -p "$ROOTS"
+    [ -f "$ROOTS/$suite.done" ] || {
+        rm -rf "${ROOTS:?}/$suite"
+        debootstrap --variant=minbase "$suite" "$ROOTS/$suite" "$MIRROR" >"$ROOTS/$suite.log"
+        touch "$ROOTS/$suite.done"
+    }
+    mkdir -p "$ROOTS/$suite/ci/wheels"
+    cp "$certificates" "$ROOTS/$suite/ci/ca.crt"
+    [ -z "${PIP_FIND_LINKS:-}" ] || [ "$stack" = cu111 ] || cp "$PIP_FIND_LINKS"/torch-*.whl "$ROOTS/$suite/ci/wheels/"
+    work=$(bud from scratch)
+    bud add -q "$work" "$ROOTS/$suite" / >/dev/null
+    bud config --env PIP_CERT=/ci/ca.crt --env PIP_FIND_LINKS=/ci/wheels --env PIP_DEFAULT_TIMEOUT=180 "$work"
+    bud commit -q "$work" "$standin" >/dev/null
+    bud rm "$work" >/dev/null
+}
+
+build() {
+    bud inspect --type image "$standin" >/dev/null 2>&1 || make_standin
+    bud bud --pull-never --layers --quiet=false --target "$stack" -t "$image" \
+        --build-arg "$base_arg=$standin" --build-arg "TORCH_LOCK=docker/locks/torch-$stack.txt" \
+        --build-arg "VCS_REF=$(git rev-parse HEAD 2>/dev/null || echo unknown)" .
+}
+
+# Run the image's entrypoint in a workspace: docker/build-in-chroot.sh cu111 run FOLDER [COMMAND ...]
+run() {
+    local workspace work status=0
+    workspace=$(realpath "$1")
+    shift
+    work=$(bud from --pull-never "$image")
+    # shellcheck disable=SC2064
+    trap "bud rm $work >/dev/null" EXIT
+    bud run --user "${RUN_USER:-1000:1000}" --volume "$workspace:/workspace" ${RUN_OPTIONS:-} "$work" -- \
+        tini -s -- python /opt/superglue/docker/entrypoint.py "$@" || status=$?
+    return "$status"
+}
+
+what=${1:-build}
+[ $# -eq 0 ] || shift
+case $what in
+    build) build ;;
+    run) run "$@" ;;
+    *) echo "error: $what: build or run" >&2 && exit 2 ;;
+esac

@@ -1,0 +1,243 @@
+"""Check this machine before the work: `python -m pipeline.doctor` (all), `--quick` (what `repro` runs first).
+
+Exit code 0 when nothing stands in the way, 2 when something does; `--quick` prints that alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import getpass
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Callable, Iterator, List, Optional, Sequence
+
+from pipeline import errors
+from pipeline.runtime import machine, tracking
+from pipeline.runtime.machine import FAIL, NOTE, OK, WARN, Finding
+
+SECONDS = 3.0
+QUICK = ("gpus", "shared_memory", "disk", "user", "open_files")
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Print the findings; 0 or 2."""
+    parser = argparse.ArgumentParser(prog="python -m pipeline.doctor", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--quick", action="store_true", help="only what would stop the work, without the network"
+    )
+    options = parser.parse_args(argv)
+    findings = [finding for check in checks(options.quick) for finding in guarded(check)]
+    shown = [f for f in findings if f.level == FAIL] if options.quick else findings
+    for finding in shown:
+        print(
+            f"{finding.level:5} {finding.subject}: {finding.text}",
+            file=sys.stderr if options.quick else sys.stdout,
+        )
+    return 2 if machine.worst(findings) == FAIL else 0
+
+
+def checks(quick: bool) -> List[Callable[[], Iterator[Finding]]]:
+    """The checks in the order in which they are printed."""
+    every = (software, gpus, shared_memory, disk, user, open_files, git, dvc_links, ports, mlflow)
+    return [check for check in every if not quick or check.__name__ in QUICK]
+
+
+def guarded(check: Callable[[], Iterator[Finding]]) -> List[Finding]:
+    """A check that breaks is a warning: the doctor must not fall ill."""
+    try:
+        return list(check())
+    except Exception as error:  # whatever a strange machine does
+        return [
+            Finding(WARN, check.__name__.replace("_", " "), f"not checked: {type(error).__name__}: {error}")
+        ]
+
+
+def software() -> Iterator[Finding]:
+    """Python, torch, OpenCV, image."""
+    import torch
+
+    image = os.environ.get("IMAGE_STACK", "none")
+    cuda = torch.version.cuda or "none"
+    yield Finding(
+        OK,
+        "software",
+        f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {cuda}, image {image}",
+    )
+
+
+def gpus() -> Iterator[Finding]:
+    """Cards against the torch build, the driver, and the number of processes asked for."""
+    import torch
+
+    driver, known = nvidia_driver()
+    cuda = torch.version.cuda
+    if driver and cuda:
+        yield machine.judge_driver(driver, cuda)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    processes = os.environ.get("NPROC_PER_NODE", "auto")
+    yield machine.judge_gpu_count(count, processes, known, cuda)
+    for index in range(count):
+        name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        yield machine.judge_capability(name, capability, torch.cuda.get_arch_list(), cuda or "none")
+
+
+def nvidia_driver() -> tuple[str, int]:
+    """Driver version and number of GPUs, ("", 0) without a driver."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        version = pynvml.nvmlSystemGetDriverVersion()
+        return version.decode() if isinstance(version, bytes) else version, pynvml.nvmlDeviceGetCount()
+    except Exception:  # NVML's own error types, one of them for "no driver"
+        return "", 0
+
+
+def sections() -> dict:
+    """The sections of params.yaml, {} where there is none that can be read (the stages say what is wrong)."""
+    from pipeline import params
+
+    try:
+        return params.load_all(Path("params.yaml"))
+    except errors.RequestError:
+        return {}
+
+
+def shared_memory() -> Iterator[Finding]:
+    """/dev/shm against batch and number of ranks."""
+    import torch
+
+    train = sections().get("train")
+    if train is None or not os.path.isdir("/dev/shm"):
+        return
+    processes = os.environ.get("NPROC_PER_NODE", "auto")
+    ranks = int(processes) if processes.isdigit() else max(torch.cuda.device_count(), 1)
+    pairs = train.batch_per_rank or -(-train.batch // ranks)
+    needed = machine.shared_memory_needed(ranks, pairs, train.max_keypoints)
+    yield machine.judge_shared_memory(shutil.disk_usage("/dev/shm").free, needed)
+
+
+def disk() -> Iterator[Finding]:
+    """Free space against the preset; nothing is wanted for what is already there."""
+    found = sections()
+    if "fetch" not in found or "keypoints" not in found:
+        return
+    keypoints, source = found["keypoints"], found["fetch"].source
+    needed = machine.disk_needed(source, keypoints.views, keypoints.max_keypoints)
+    present = sum(path.stat().st_size for path in Path("data").rglob("*") if path.is_file())
+    yield machine.judge_disk(shutil.disk_usage(".").free, max(needed - present, 0), os.getcwd())
+
+
+def user() -> Iterator[Finding]:
+    """Who we are, and whether this place can be written to."""
+    uid = os.getuid()
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):
+        yield Finding(FAIL, "user", f"uid {uid} has no name, which DVC needs: set USER to any name")
+        return
+    if not os.access(".", os.W_OK):
+        yield Finding(
+            FAIL, "user", f"{os.getcwd()} cannot be written by {name}: docker run --user $(id -u):$(id -g)"
+        )
+    elif uid == 0 and os.environ.get("IMAGE_STACK") and os.stat(".").st_uid != 0:
+        yield Finding(
+            WARN, "user", "root writes files that their owner cannot change: --user $(id -u):$(id -g)"
+        )
+    else:
+        yield Finding(OK, "user", f"{name} (uid {uid}) can write here")
+
+
+def open_files() -> Iterator[Finding]:
+    """The limit on open files."""
+    import resource
+
+    yield machine.judge_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def git() -> Iterator[Finding]:
+    """Whether git answers: without it a run does not know its commit."""
+    if shutil.which("git") is None:
+        yield Finding(WARN, "git", "not installed: runs will not name their commit")
+        return
+    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=20)
+    if done.returncode == 0:
+        yield Finding(OK, "git", f"at commit {done.stdout.strip()[:12]}")
+    elif "dubious ownership" in done.stderr:
+        yield Finding(WARN, "git", f"git config --global --add safe.directory {os.getcwd()}")
+    else:
+        yield Finding(NOTE, "git", "no repository here: runs will not name their commit")
+
+
+def dvc_links() -> Iterator[Finding]:
+    """How DVC can share files between cache and workspace."""
+    cache = Path(".dvc/cache")
+    if not cache.parent.is_dir():
+        yield Finding(NOTE, "DVC", "no .dvc folder here")
+        return
+    cache.mkdir(exist_ok=True)
+    kinds = [kind for kind, link in (("hardlink", os.link), ("symlink", os.symlink)) if try_link(link, cache)]
+    command = [sys.executable, "-m", "dvc", "config", "cache.type"]
+    wanted = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    types = wanted.stdout.strip() or "reflink,copy"
+    yield Finding(OK, "DVC", f"cache.type {types}; possible here: {', '.join([*kinds, 'copy'])}")
+
+
+def try_link(link: Callable, cache: Path) -> bool:
+    """Whether a link from the cache into the workspace works."""
+    source, target = cache / f"doctor.{os.getpid()}", Path(f".doctor.{os.getpid()}")
+    try:
+        source.write_text("")
+        link(str(source.resolve()), str(target))
+        return True
+    except OSError:
+        return False
+    finally:
+        for path in (target, source):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def ports() -> Iterator[Finding]:
+    """Whether the port of `ui` is free."""
+    with socket.socket() as probe:
+        probe.settimeout(SECONDS)
+        busy = probe.connect_ex(("127.0.0.1", 5000)) == 0
+    yield Finding(NOTE if busy else OK, "port 5000", "in use" if busy else "free for `ui`")
+
+
+def mlflow() -> Iterator[Finding]:
+    """Whether the tracking store can be reached."""
+    uri = tracking.tracking_uri()
+    if not uri.startswith(("http://", "https://")):
+        folder = Path(uri.partition("///")[2]).resolve().parent
+        fine = os.access(str(folder), os.W_OK)
+        yield Finding(
+            OK if fine else WARN, "MLflow", f"{uri}{'' if fine else ': the folder cannot be written'}"
+        )
+        return
+    status, error = http_status(f"{uri}/api/2.0/mlflow/experiments/get?experiment_id=0")
+    yield machine.judge_tracking(uri, status, error)
+
+
+def http_status(address: str) -> tuple[Optional[int], str]:
+    """HTTP status of a page, or None and why there was none."""
+    try:
+        with urllib.request.urlopen(address, timeout=SECONDS) as answer:
+            return answer.status, ""
+    except urllib.error.HTTPError as error:
+        return error.code, ""
+    except OSError as error:
+        return None, str(getattr(error, "reason", error))
+
+
+if __name__ == "__main__":
+    raise SystemExit(errors.run(main))

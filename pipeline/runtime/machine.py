@@ -1,0 +1,171 @@
+"""What this machine can do, judged by pure functions: GPUs, driver, shared memory, disk, files, tracking server.
+
+Each returns a `Finding`; `pipeline.doctor` reads the machine and prints them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import List, Optional, Sequence, Tuple
+
+OK, NOTE, WARN, FAIL = "ok", "note", "warn", "FAIL"
+GIB = 1 << 30
+MIB = 1 << 20
+
+# Lowest driver for a CUDA version (docs.nvidia.com, CUDA release notes, minor-version compatibility).
+DRIVERS = ((13, (580, 0, 0)), (12, (525, 60, 13)), (11, (450, 80, 2)))
+NCCL_BYTES_PER_RANK = 64 * MIB  # its shared-memory channels between the ranks of one machine
+RECORD_BYTES = 148  # one stored keypoint, features/store.py
+PREFETCH = 4
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor: what was looked at, how it stands, and the mend where there is one."""
+
+    level: str
+    subject: str
+    text: str
+
+
+def judge_capability(name: str, capability: Tuple[int, int], arch_list: Sequence[str], cuda: str) -> Finding:
+    """Whether this torch build has kernels for a card.
+
+    A kernel for sm_XY runs on cards of the same X and the same or a later Y; PTX (`compute_XY`) is compiled for
+    any later card, which takes minutes and serves as a last resort only.
+    """
+    card = f"{name} (compute capability {capability[0]}.{capability[1]})"
+    built = sorted((int(a.split("_")[1][:-1]), int(a.split("_")[1][-1])) for a in arch_list if _plain(a))
+    if any(major == capability[0] and minor <= capability[1] for major, minor in built):
+        return Finding(OK, "GPU", f"{card}: this torch build has kernels for it (CUDA {cuda})")
+    if built and capability > built[-1]:
+        newest = ".".join(map(str, built[-1]))
+        return Finding(
+            FAIL,
+            "GPU",
+            f"{card} is newer than this torch build, which ends at {newest} (CUDA {cuda}): use the modern image "
+            "(docker build --target modern)",
+        )
+    return Finding(
+        FAIL, "GPU", f"{card} is older than this torch build supports (CUDA {cuda}): use the cu111 image"
+    )
+
+
+def _plain(arch: str) -> bool:
+    kind, _, number = arch.partition("_")
+    return kind == "sm" and number.isdigit()
+
+
+def judge_driver(driver: str, cuda: str) -> Finding:
+    """The NVIDIA driver against the CUDA version torch was built with."""
+    major = int(cuda.split(".")[0])
+    needed = next((version for since, version in DRIVERS if major >= since), (0, 0, 0))
+    numbers = tuple(int(part) for part in driver.split(".")[:3] if part.isdigit())
+    wanted = ".".join(f"{part:02d}" if at == 2 else str(part) for at, part in enumerate(needed)).replace(
+        ".0.00", ""
+    )
+    if numbers >= needed[: len(numbers)]:
+        return Finding(OK, "driver", f"{driver} serves CUDA {cuda} (needs {wanted} or later)")
+    return Finding(
+        FAIL,
+        "driver",
+        f"{driver} is too old for CUDA {cuda}: install {wanted} or later, or use the cu111 image",
+    )
+
+
+def judge_gpu_count(gpus: int, processes: str, hidden: int = 0, cuda: Optional[str] = None) -> Finding:
+    """GPUs torch can use against NPROC_PER_NODE; `hidden` is how many the driver knows of."""
+    if not gpus and hidden:
+        reason = "this torch build has no CUDA" if cuda is None else "the driver is too old or not passed in"
+        return Finding(
+            FAIL, "GPU", f"{hidden} in the machine and none usable: {reason}; docker needs --gpus all"
+        )
+    if not gpus:
+        return Finding(NOTE, "GPU", "none: training runs on the CPU (in docker, --gpus all passes GPUs in)")
+    if processes.isdigit() and int(processes) > gpus:
+        return Finding(
+            FAIL, "GPU", f"NPROC_PER_NODE={processes}, but there are {gpus}: set it to {gpus} or auto"
+        )
+    return Finding(OK, "GPU", f"{gpus} usable")
+
+
+def shared_memory_needed(ranks: int, pairs_per_rank: int, keypoints: int) -> int:
+    """Bytes of /dev/shm: NCCL's channels between ranks, and the batches that wait between loader and device."""
+    batches = ranks * PREFETCH * pairs_per_rank * 2 * keypoints * RECORD_BYTES
+    return batches + (ranks * NCCL_BYTES_PER_RANK if ranks > 1 else 0)
+
+
+def judge_shared_memory(free: int, needed: int) -> Finding:
+    """/dev/shm against what training wants; Docker gives 64 MB unless told otherwise."""
+    if free >= needed:
+        return Finding(OK, "/dev/shm", f"{size(free)} free, {size(needed)} wanted")
+    gigabytes = max(1, math.ceil(needed / GIB))
+    return Finding(
+        FAIL,
+        "/dev/shm",
+        f"{size(free)} free, {size(needed)} wanted: docker run --shm-size={gigabytes}g (or --ipc=host)",
+    )
+
+
+def disk_needed(source: str, views: int, keypoints: int, images: int = 0) -> int:
+    """Bytes that a preset needs: the archives once, the keypoints in workspace and DVC cache, checkpoints."""
+    archives, count = {
+        "coco2014": (20 * GIB, 123_287),
+        "coco2017": (20 * GIB, 123_287),
+        "coco2017-val": (1 * GIB, 5_000),
+        "sample": (0, 15),
+    }.get(source, (0, images))
+    # Photographs give fewer keypoints than the limit more often than not; three quarters is a safe mean.
+    records = int(0.75 * count * views * keypoints * RECORD_BYTES)
+    return archives + 2 * records + GIB
+
+
+def judge_disk(free: int, needed: int, place: str) -> Finding:
+    if free >= needed:
+        return Finding(OK, "disk", f"{size(free)} free in {place}, about {size(needed)} wanted")
+    return Finding(
+        FAIL,
+        "disk",
+        f"{size(free)} free in {place}, about {size(needed)} wanted: a smaller preset, fetch.limit, or room",
+    )
+
+
+def judge_files(soft: int, needed: int = 256) -> Finding:
+    if soft >= needed:
+        return Finding(OK, "open files", f"limit {soft}")
+    return Finding(
+        FAIL,
+        "open files",
+        f"limit {soft}, {needed} wanted: ulimit -n 4096, or docker run --ulimit nofile=4096",
+    )
+
+
+def judge_tracking(uri: str, status: Optional[int], error: str = "") -> Finding:
+    """A tracking server by the answer of its REST interface: HTTP status, or None and why there was none."""
+    if status == 403:
+        host = uri.split("://", 1)[1].split("/", 1)[0]
+        return Finding(
+            WARN,
+            "MLflow",
+            f"{uri} refuses the name {host} (403): start it with --allowed-hosts '{host},localhost:*'",
+        )
+    if status is None or status >= 400:
+        why = error or f"HTTP {status}"
+        return Finding(
+            WARN, "MLflow", f"{uri} does not answer ({why}); runs wait in reports/train and are sent later"
+        )
+    return Finding(OK, "MLflow", f"{uri} answers")
+
+
+def size(count: float) -> str:
+    """Bytes in words: 64 MiB, 1.5 GiB."""
+    if count >= GIB:
+        return f"{count / GIB:.1f} GiB"
+    return f"{math.ceil(count / MIB)} MiB"
+
+
+def worst(findings: List[Finding]) -> str:
+    """The gravest level among findings."""
+    order = (OK, NOTE, WARN, FAIL)
+    return max((finding.level for finding in findings), key=order.index, default=OK)
