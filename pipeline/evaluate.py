@@ -22,11 +22,11 @@ from pipeline.evaluation.heldout import HeldOutPairs
 from pipeline.evaluation.hpatches import HPatchesPairs
 from pipeline.evaluation.model import choose_device, load_model
 from pipeline.evaluation.pairs import Source
-from pipeline.evaluation.run import Evaluation, Settings, evaluate
+from pipeline.evaluation.run import Results, Settings, evaluate, figures_of
 from pipeline.features.tuning import tune_process
 from pipeline.images import sources
 from pipeline.report import tables
-from pipeline.runtime import tracking
+from pipeline.runtime import distributed, tracking
 
 OWN_PARAMS = Path(__file__).resolve().parents[1] / "params.yaml"
 
@@ -107,43 +107,63 @@ def protocol(
     }
 
 
-def track(args: argparse.Namespace, result: Evaluation, step: int) -> None:
+def track(args: argparse.Namespace, figures: summary.Figures, step: int) -> None:
     """Add figures and files to the MLflow run of the training, where there is one."""
     if args.mlflow_run is None:
         return
     prefix = f"pairs/{args.pairs.resolve().name}" if args.pairs else "test"
-    figures = {f"{prefix}/{name}": value for name, value in result.figures.items() if value is not None}
     with tracking.attach(args.mlflow_run) as run:
-        run.log(figures, step)
+        run.log({f"{prefix}/{name}": value for name, value in figures.items() if value is not None}, step)
         for name in outputs.FILES:
             run.artifact(args.out / name, prefix)
         for name in outputs.FOLDERS:
             run.artifact(args.out / name, f"{prefix}/{name}")
 
 
-def main(argv: Optional[List[str]] = None) -> int:
-    """Entry of the command line."""
+def show(args: argparse.Namespace, where: str, results: Results, figures: summary.Figures) -> None:
+    """Print the tables."""
+    print(f"\n{where}, {len(results.places)} pairs\n")
+    if args.pairs:
+        print(tables.by_scene(summary.by_scene(results.rows, matchers.MATCHERS), matchers.MATCHERS) + "\n")
+    print(tables.comparison(figures))
+
+
+def check(argv: Optional[List[str]], processes: int) -> None:
+    """What can be told before processes start. Raises RequestError."""
+    load_params(parse(argv).params)
+
+
+def run(args: argparse.Namespace, context: distributed.Context) -> int:
+    """The work of one process; the first of a group writes the results."""
     started = time.monotonic()
-    args = parse(argv)
-    tune_process()
     section = load_params(args.params)
-    device = choose_device(args.device)
+    device = choose_device(args.device) if context.world_size == 1 else str(context.device)
     model, info = load_model(args.model, device, section.sinkhorn_iterations)
     source, where = choose_source(args, section)
     settings = settings_of(args, section)
-    result = evaluate(source, model, device, settings)
-    if not result.pairs:
-        raise WorkError(f"none of the {len(source)} images could be read; the first: {result.bad[0][1]}")
-    outputs.write_all(args.out, source, result, settings)
+    results = evaluate(source, model, device, settings, context)
+    if not results.places:
+        raise WorkError(
+            f"none of the {len(source)} images could be read; the first: {': '.join(results.bad[0])}"
+        )
+    if not context.is_main:
+        return 0
+    figures = figures_of(results)
+    outputs.write_all(args.out, source, model, device, results, settings)
     outputs.write_json(args.out / "protocol.json", protocol(args, section, settings, where, info))
-    track(args, result, int(info.get("step") or 0))
-    print(f"\n{where}, {len(result.pairs)} pairs\n")
-    if args.pairs:
-        print(tables.by_scene(summary.by_scene(result.rows, matchers.MATCHERS), matchers.MATCHERS) + "\n")
-    print(tables.comparison(result.figures))
-    bad = f"; {len(result.bad)} unreadable images left out, see bad_images.csv" if result.bad else ""
+    track(args, figures, int(info.get("step") or 0))
+    show(args, where, results, figures)
+    bad = f"; {len(results.bad)} unreadable images left out, see bad_images.csv" if results.bad else ""
     print(f"\nwritten to {args.out} in {time.monotonic() - started:.0f} s{bad}")
     return 0
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Entry of the command line; alone, or as one process of torchrun's."""
+    args = parse(argv)
+    tune_process()
+    with distributed.joined() as context:
+        return run(args, context)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,23 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
+import subprocess
+import sys
 
 import cv2
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from made_scenes import SHIFT, TURN, write_image_set, write_model, write_sequence
 
 from pipeline import errors, evaluate
 from pipeline.evaluation import heldout, pairs
 from pipeline.evaluation.matchers import MATCHERS
+from pipeline.evaluation.run import ahead, units_of
 from pipeline.images import sources
+from pipeline.launch import free_port
 
 PARAMS = """
 evaluate:
@@ -109,8 +116,13 @@ def test_workers_and_other_images_do_not_matter(work, make_params, photo):
     section = make_params("evaluate", width=160, height=120, pairs_per_image=2, max_keypoints=60)
     images = sources.open_manifest(work / "images")
     entries = images.entries("test")
-    both, _ = pairs.extract(heldout.HeldOutPairs(images, entries, section), 60, workers=4)
-    only, _ = pairs.extract(heldout.HeldOutPairs(images, entries[1:], section), 60, workers=1)
+    source = heldout.HeldOutPairs(images, entries * 4, section)
+    threaded = [
+        ready() for ready in ahead(lambda unit: pairs.extract(source, unit, 60), [[n] for n in range(8)], 4)
+    ]
+    both = [pair for found, _ in threaded[:2] for pair in found]
+    assert all(found[0].keypoints1.tobytes() == both[0].keypoints1.tobytes() for found, _ in threaded[::2])
+    only, _ = pairs.extract(heldout.HeldOutPairs(images, entries[1:], section), [0], 60)
     assert [pair.name for pair in both[2:]] == [pair.name for pair in only]
     for first, second in zip(both[2:], only):
         assert first.keypoints0.tobytes() == second.keypoints0.tobytes()
@@ -245,3 +257,58 @@ def test_the_size_of_a_batch_does_not_matter(work):
     run(work, "--batch", "1", out="single")
     one, many = (read_csv(work / name / "pairs.csv") for name in ("out", "single"))
     assert [line["matches"] for line in one] == [line["matches"] for line in many]
+
+
+class Counted:
+    """A source with nothing but the number of pairs of each scene."""
+
+    def __init__(self, counts):
+        self.counts = counts
+
+    def __len__(self):
+        return len(self.counts)
+
+    def pairs_in(self, index):
+        return self.counts[index]
+
+
+@given(st.lists(st.integers(1, 12), max_size=20), st.integers(1, 10))
+def test_units_hold_every_scene_once_in_order(counts, batch):
+    units = units_of(Counted(counts), batch)
+    assert [index for unit in units for index in unit] == list(range(len(counts)))
+    for unit in units:
+        assert unit and (len(unit) == 1 or sum(counts[index] for index in unit) <= batch)
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_any_number_of_processes_gives_the_same_bytes(work, photo, root, processes):
+    images = {f"{n}.png": np.ascontiguousarray(photo[20 * n : 20 * n + 280]) for n in range(5)}
+    write_image_set(work / "five", images, "test", broken=["bad.jpg"])
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    assert run(work, "--images", work / "five") == 0
+    words = ["--model", "model.safetensors", "--params", "params.yaml", "--images", "five", "--batch", "4"]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        f"--nproc_per_node={processes}",
+        "--master_port",
+        str(free_port()),
+    ]
+    command = [sys.executable, *torchrun, "-m", "pipeline.evaluate", *words, "--out", "many"]
+    done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("SuperGlue (ours)") == 1
+    for name in ("metrics.json", "pairs.csv", "scenes.csv", "bad_images.csv", "curves/calibration.csv"):
+        assert (work / "out" / name).read_bytes() == (work / "many" / name).read_bytes(), name
+
+
+def test_a_wrong_request_ends_every_process(work, photo, root):
+    for name in "abc":
+        write_sequence(work / "pairs" / name, np.ascontiguousarray(photo[:120, :160]), {2: SHIFT})
+    (work / "pairs" / "b" / "2.png").write_bytes(b"nothing")
+    words = ["--model", "model.safetensors", "--params", "params.yaml", "--pairs", "pairs", "--batch", "1"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(free_port())]
+    command = [sys.executable, *torchrun, "-m", "pipeline.evaluate", *words, "--out", "many"]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and "2.png: cannot read this image" in done.stderr

@@ -38,6 +38,9 @@ class HeldOutPairs:
     def scene_name(self, index: int) -> str:
         return self.entries[index].name
 
+    def pairs_in(self, index: int) -> int:
+        return self.params.pairs_per_image
+
     def load(self, index: int) -> Scene:
         """Render the pairs of one photograph. Raises BadImage when it cannot be read or is too small."""
         entry = self.entries[index]

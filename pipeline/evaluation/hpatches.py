@@ -54,6 +54,9 @@ class HPatchesPairs:
     def scene_name(self, index: int) -> str:
         return self.sequences[index].name
 
+    def pairs_in(self, index: int) -> int:
+        return len(self.sequences[index].homographies)
+
     def load(self, index: int) -> Scene:
         """Read one sequence. Raises RequestError for an unreadable image: no pair is left out in silence."""
         sequence = self.sequences[index]

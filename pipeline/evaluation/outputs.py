@@ -7,10 +7,20 @@ import shutil
 from pathlib import Path
 from typing import Dict
 
+import numpy as np
+import torch
+
 from pipeline.evaluation import confidence, matchers, scoring, summary
 from pipeline.evaluation.matchers import OURS, PairMatches
-from pipeline.evaluation.pairs import Pair, Source, images_of
-from pipeline.evaluation.run import THRESHOLDS, Evaluation, Settings, errors_by_matcher, picture_choice
+from pipeline.evaluation.pairs import Pair, Source, images_of, pairs_of_scene
+from pipeline.evaluation.run import (
+    THRESHOLDS,
+    Results,
+    Settings,
+    errors_by_matcher,
+    figures_of,
+    picture_choice,
+)
 from pipeline.matching import metrics
 from pipeline.report import curves, pictures, tables
 
@@ -19,15 +29,23 @@ FILES = ("metrics.json", "protocol.json", "pairs.csv", "scenes.csv", "bad_images
 FOLDERS = ("curves", "pictures")
 
 
-def write_all(out: Path, source: Source, result: Evaluation, settings: Settings) -> None:
+def write_all(
+    out: Path, source: Source, model: torch.nn.Module, device: str, results: Results, settings: Settings
+):
     """Tables, curves and pictures. What an earlier evaluation left in `out` is replaced."""
-    write_json(out / "metrics.json", result.figures)
-    curves.write_csv(out / "pairs.csv", [summary.pair_line(row) for row in result.rows])
-    curves.write_csv(out / "scenes.csv", summary.by_scene(result.rows, matchers.MATCHERS))
-    bad = [{"file": name, "reason": reason} for name, reason in result.bad]
+    write_json(out / "metrics.json", figures_of(results))
+    curves.write_csv(out / "pairs.csv", [summary.pair_line(row) for row in results.rows])
+    curves.write_csv(out / "scenes.csv", summary.by_scene(results.rows, matchers.MATCHERS))
+    bad = [{"file": name, "reason": reason} for name, reason in results.bad]
     curves.write_csv(out / "bad_images.csv", bad, ("file", "reason"))
-    write_curves(out / "curves", result)
-    write_pictures(out / "pictures", source, result, settings)
+    write_curves(out / "curves", results)
+    folder = out / "pictures"
+    if folder.is_dir():
+        shutil.rmtree(folder)  # pictures of an earlier evaluation would pass for this one's
+    folder.mkdir(parents=True)
+    for name, index in picture_choice(results.rows, settings.pictures):
+        picture = draw_pair(source, model, device, results, index, settings)
+        pictures.write(folder / f"{name}.png", picture)
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -36,33 +54,38 @@ def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def write_curves(folder: Path, result: Evaluation) -> None:
+def write_curves(folder: Path, results: Results) -> None:
     """error_ransac.csv, error_dlt.csv, precision_recall.csv and calibration.csv."""
     for estimator in scoring.ESTIMATORS:
-        errors = errors_by_matcher(result.rows, estimator)
+        errors = errors_by_matcher(results.rows, estimator)
         curves.write_csv(folder / f"error_{estimator}.csv", curves.error_curve(errors))
     for name, lines in (
-        ("precision_recall", confidence.threshold_curve(result.judged, THRESHOLDS)),
-        ("calibration", confidence.calibration(result.judged)),
+        ("precision_recall", confidence.threshold_curve(results.judged, THRESHOLDS)),
+        ("calibration", confidence.calibration(results.judged)),
     ):
         rounded = [{key: summary.plain(value) for key, value in line.items()} for line in lines]
         columns = () if rounded else ("confidence", "precision", "matches")
         curves.write_csv(folder / f"{name}.csv", rounded, columns)
 
 
-def write_pictures(folder: Path, source: Source, result: Evaluation, settings: Settings) -> None:
-    """best-1.png, ..., median-1.png, ..., worst-1.png, ...: ours above the ratio test on the same pair."""
-    if folder.is_dir():
-        shutil.rmtree(folder)  # pictures of an earlier evaluation would pass for this one's
-    folder.mkdir(parents=True)
-    rows = {(row.pair, row.matcher): row for row in result.rows}
-    for name, index in picture_choice(result.rows, settings.pictures):
-        pair = result.pairs[index]
-        answers = matchers.match_baselines(pair, settings.ratio)
-        answers[OURS] = result.answers[index].above(settings.threshold)
-        panels = [panel(pair, answers, rows[pair.name, matcher], settings) for matcher in PICTURED]
-        image0, image1 = images_of(source, pair)
-        pictures.write(folder / f"{name}.png", pictures.draw(image0, image1, panels))
+def draw_pair(
+    source: Source,
+    model: torch.nn.Module,
+    device: str,
+    results: Results,
+    index: int,
+    settings: Settings,
+) -> np.ndarray:
+    """(H, W, 3) picture of pair `index`: ours above the ratio test. Made again from the source, not remembered."""
+    scene, position = results.places[index]
+    pair = pairs_of_scene(source, scene, settings.max_keypoints)[position]
+    answers = matchers.match_baselines(pair, settings.ratio)
+    _, ours = next(matchers.match_superglue(model, [[pair]], device))
+    answers[OURS] = ours.above(settings.threshold)
+    count = len(matchers.MATCHERS)
+    rows = {row.matcher: row for row in results.rows[index * count : (index + 1) * count]}
+    image0, image1 = images_of(source, pair)
+    return pictures.draw(image0, image1, [panel(pair, answers, rows[name], settings) for name in PICTURED])
 
 
 def panel(

@@ -1,23 +1,20 @@
 """A pair to be matched, and where pairs come from.
 
-A source is anything with `len()`, `scene_name(index)` and `load(index) -> Scene`; `heldout` and `hpatches`
-are the two we have. Loading a scene twice gives the same bytes, so that pictures can be drawn afterwards
+A source is anything with `len()`, `scene_name(index)`, `pairs_in(index)` and `load(index) -> Scene`; `heldout`
+and `hpatches` are two. Loading a scene twice gives the same bytes, so that pictures can be drawn afterwards
 without keeping the images of all pairs in memory.
 """
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Dict, List, Optional, Protocol, Tuple
+from typing import Dict, List, Protocol, Sequence, Tuple
 
 import numpy as np
 
 from pipeline.evaluation.conditions import conditions_of
 from pipeline.features import sift
 from pipeline.images.decode import BadImage
-from pipeline.runtime.progress import progress
 
 
 @dataclass(frozen=True)
@@ -62,6 +59,8 @@ class Source(Protocol):
 
     def scene_name(self, index: int) -> str: ...
 
+    def pairs_in(self, index: int) -> int: ...
+
     def load(self, index: int) -> Scene: ...
 
 
@@ -93,27 +92,16 @@ def pairs_of_scene(source: Source, index: int, max_keypoints: int) -> List[Pair]
 
 
 def extract(
-    source: Source, max_keypoints: int, workers: Optional[int] = None
+    source: Source, scenes: Sequence[int], max_keypoints: int
 ) -> Tuple[List[Pair], List[Tuple[str, str]]]:
-    """Keypoints of all pairs, in the order of the source, and the scenes that could not be read.
-
-    Threads, not processes: decoding, warping and SIFT all release Python's lock, and nothing need be copied.
-    The result does not depend on `workers`. Returns (pairs, [(scene name, reason), ...]).
-    """
-
-    def work(index: int) -> Tuple[List[Pair], Optional[Tuple[str, str]]]:
-        try:
-            return pairs_of_scene(source, index, max_keypoints), None
-        except BadImage as error:
-            return [], (source.scene_name(index), str(error))
-
+    """Keypoints of all pairs of these scenes, in order, and (scene name, reason) of those left out."""
     pairs: List[Pair] = []
     bad: List[Tuple[str, str]] = []
-    with ThreadPoolExecutor(max_workers=workers or min(8, os.cpu_count() or 1)) as pool:
-        results = pool.map(work, range(len(source)))
-        for found, problem in progress(results, total=len(source), desc="views and SIFT", unit="image"):
-            pairs.extend(found)
-            bad.extend([problem] if problem else [])
+    for index in scenes:
+        try:
+            pairs += pairs_of_scene(source, index, max_keypoints)
+        except BadImage as error:
+            bad.append((source.scene_name(index), error.reason))
     return pairs, bad
 
 
