@@ -13,7 +13,6 @@ ARG MODERN_BASE_IMAGE=debian:bookworm-slim
 FROM ${MODERN_BASE_IMAGE} AS modern
 ARG SOURCE_DATE_EPOCH=1767225600
 ARG TORCH_LOCK=docker/locks/torch-modern.lock
-SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 ENV DEBIAN_FRONTEND=noninteractive \
     PATH=/opt/venv/bin:$PATH
 
@@ -31,7 +30,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && pip install --disable-pip-version-check --no-deps -r "$TORCH_LOCK" \
     && pip install --disable-pip-version-check --require-hashes --no-deps -r requirements/modern.lock \
     && pip install --disable-pip-version-check --require-hashes --no-deps -r docker/locks/dali-modern.lock \
-    && if [[ "$TORCH_LOCK" == *.lock ]]; then pip check; fi
+    && case "$TORCH_LOCK" in *.lock) pip check ;; esac
 
 RUN useradd --uid 1000 --create-home --shell /bin/bash pipeline \
     && mkdir -p /workspace \
@@ -69,7 +68,6 @@ FROM ${BASE_IMAGE} AS cu111
 ARG SOURCE_DATE_EPOCH=1767225600
 ARG TORCH_LOCK=docker/locks/torch-cu111.lock
 ARG TORCH_LINKS=https://download.pytorch.org/whl/cu111/torch_stable.html
-SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 ENV DEBIAN_FRONTEND=noninteractive \
     PATH=/opt/venv/bin:$PATH
 

