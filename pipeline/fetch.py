@@ -19,6 +19,8 @@ from pipeline.images.decode import EXTENSIONS, list_images
 from pipeline.images.manifest import Entry
 from pipeline.runtime.progress import progress
 
+MIB = 1 << 20
+
 Found = Tuple[List[Entry], Dict[str, Dict[str, Any]]]  # entries, and the containers they name
 
 
@@ -80,8 +82,9 @@ def _names(root: Path) -> List[str]:
 
 def _hold_out(names: Sequence[str], settings: Any) -> Dict[str, List[str]]:
     """Hold out a part of one set of images by the hash of their names."""
-    fraction = settings.val_fraction if len(names) >= sources.ENOUGH_TO_HOLD_OUT else 0.0
-    return _split(*sources.hold_out(names, fraction, settings.seed), settings)
+    return _split(
+        *sources.hold_out(names, settings.val_fraction, settings.seed, sources.HELD_OUT_MIN), settings
+    )
 
 
 def _split(train: Sequence[str], held_out: Sequence[str], settings: Any) -> Dict[str, List[str]]:
@@ -128,12 +131,12 @@ def _coco(settings: Any, out: Path, archives: Path) -> Found:
 
 
 def _download(each: coco.Archive, path: Path, mirror: str) -> Dict[str, Any]:
-    total = -(-each.size // download.CHUNK) if each.size else None
+    total = -(-each.size // MIB) if each.size else None
     done = 0
     bar = progress(total=total, desc=f"downloading {each.file}", unit="MiB")
-    for have in download.download(each.urls(mirror), path, each.md5):
-        bar.update(have // download.CHUNK - done)
-        done = have // download.CHUNK
+    for have in download.download(each.urls(mirror), path, each.md5, each.size):
+        bar.update(have // MIB - done)
+        done = have // MIB
     bar.close()
     return download.verified(path, each.md5) or {}
 

@@ -38,7 +38,7 @@ SAMPLE: Dict[str, Tuple[str, ...]] = {
     "val": ("page.png", "rocket.jpg"),
     "test": ("camera.png", "coffee.png", "grass.png"),
 }
-ENOUGH_TO_HOLD_OUT = 3  # images: with fewer there is nothing to put into val and test
+HELD_OUT_MIN = 2  # images: one for val, one for test
 
 Tick = Callable[[Iterable], Iterable]  # wraps an iterable in a progress display
 
@@ -159,14 +159,16 @@ def _size_and_crc(path: Path) -> Tuple[int, str]:
     return size, f"{crc:08x}"
 
 
-def hold_out(names: Sequence[str], fraction: float, seed: int) -> Tuple[List[str], List[str]]:
+def hold_out(
+    names: Sequence[str], fraction: float, seed: int, at_least: int = 1
+) -> Tuple[List[str], List[str]]:
     """(kept, held out), each sorted; a name falls by its own hash, so other images do not move it.
 
-    Where the hash alone would leave one of the two sides empty, the name nearest to it changes sides
-    (needs two names or more; with `fraction` 0 or 1 everything stays on one side).
+    With a fraction above 0 and below 1, at least one name is kept and `at_least` are held out, where there
+    are so many: those whose hashes come next.
     """
     ranked = sorted(names, key=lambda name: (manifest.hash_share(seed, name), name))
     count = sum(manifest.hash_share(seed, name) < fraction for name in ranked)
-    if 0.0 < fraction < 1.0 and len(ranked) > 1:
-        count = min(max(count, 1), len(ranked) - 1)
+    if 0.0 < fraction < 1.0:
+        count = max(min(max(count, at_least), len(ranked) - 1), 0)
     return sorted(ranked[count:]), sorted(ranked[:count])

@@ -1,0 +1,163 @@
+"""A local HTTP server of one file that misbehaves as it is told, for the tests of downloads."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Callable, Dict, List, Optional
+
+
+class _Quiet(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: Any) -> None:
+        """A client that goes away is what these tests are about."""
+
+
+class FaultyServer:
+    """Serves `data` under any path. Each GET first takes one fault from `faults`, when there is one.
+
+    Faults: an int (break off after so many bytes of the body), or the name of a method `fault_...`.
+    `sent` counts body bytes, `requests` the Range headers asked for.
+    """
+
+    def __init__(self, data: bytes, head: bool = True, ranges: bool = True) -> None:
+        self.data = data
+        self.head = head
+        self.ranges = ranges
+        self.faults: List[Any] = []
+        self.pace = 0.0  # seconds between two pieces of 64 KiB
+        self.sent = 0
+        self.requests: List[Optional[str]] = []
+        self.etag = f'"{hashlib.md5(data).hexdigest()}"'
+        self._lock = threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                outer._get(self)
+
+            def do_HEAD(self) -> None:
+                outer._head(self)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._http = _Quiet(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+    def _headers(self, request: Any, code: int, length: int, **more: str) -> None:
+        request.send_response(code)
+        request.send_header("Content-Length", str(length))
+        request.send_header("ETag", self.etag)
+        if self.ranges:
+            request.send_header("Accept-Ranges", "bytes")
+        for name, value in more.items():
+            request.send_header(name.replace("_", "-"), value)
+        request.end_headers()
+
+    def _head(self, request: Any) -> None:
+        if self.head:
+            self._headers(request, 200, len(self.data))
+        else:
+            self._headers(request, 501, 0)
+
+    def _get(self, request: Any) -> None:
+        with self._lock:
+            self.requests.append(request.headers.get("Range"))
+            fault = self.faults.pop(0) if self.faults else None
+        if isinstance(fault, str):
+            getattr(self, f"fault_{fault}")(request)
+        else:
+            self._serve(request, fault)
+
+    def _span(self, request: Any) -> Any:
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range") or "")
+        same = request.headers.get("If-Range", self.etag) == self.etag
+        if not wanted or not self.ranges or not same:
+            return 200, 0, len(self.data)
+        start = int(wanted.group(1))
+        end = min(int(wanted.group(2)) + 1 if wanted.group(2) else len(self.data), len(self.data))
+        return (206, start, end) if start < len(self.data) else (416, 0, 0)
+
+    def _serve(
+        self, request: Any, cut: Optional[int] = None, pace: Callable[[], None] = lambda: None
+    ) -> None:
+        code, start, end = self._span(request)
+        more: Dict[str, str] = {}
+        if code == 206:
+            more["Content_Range"] = f"bytes {start}-{end - 1}/{len(self.data)}"
+        self._headers(request, code, end - start, **more)
+        body = self.data[start:end]
+        whole = cut is None or cut >= len(body)
+        self._send(request, body if whole else body[:cut], pace)
+        if not whole:
+            request.close_connection = True
+
+    def _send(
+        self, request: Any, body: bytes, pace: Callable[[], None] = lambda: None, step: int = 1 << 16
+    ) -> None:
+        for at in range(0, len(body), step):
+            try:
+                request.wfile.write(body[at : at + step])
+            except OSError:
+                request.close_connection = True
+                return
+            with self._lock:
+                self.sent += len(body[at : at + step])
+            pace()
+            time.sleep(self.pace)
+
+    # --- faults
+
+    def fault_503(self, request: Any) -> None:
+        self._headers(request, 503, 0, Retry_After="1")
+
+    def fault_416(self, request: Any) -> None:
+        self._headers(request, 416, 0, Content_Range=f"bytes */{len(self.data)}")
+
+    def fault_404(self, request: Any) -> None:
+        self._headers(request, 404, 0)
+
+    def fault_new_etag(self, request: Any) -> None:
+        """The same file under another ETag, from here on; breaks off."""
+        self.etag = f'"{len(self.requests)}"'
+        self._serve(request, 1000)
+
+    def fault_whole(self, request: Any) -> None:
+        """200 and the whole file, whatever was asked."""
+        self._headers(request, 200, len(self.data))
+        self._send(request, self.data)
+
+    def fault_short_length(self, request: Any) -> None:
+        """A Content-Length that lies, by half, and a body as short."""
+        _, start, end = self._span(request)
+        half = (end - start) // 2
+        self._headers(request, 200 if start == 0 else 206, half, Content_Range=f"bytes {start}-{end}/{half}")
+        self._send(request, self.data[start : start + half])
+
+    def fault_too_long(self, request: Any) -> None:
+        """A body longer than promised."""
+        code, start, end = self._span(request)
+        total = f"bytes {start}-{end - 1}/{len(self.data)}"
+        self._headers(request, code, end - start, Content_Range=total)
+        self._send(request, self.data[start:end])
+        request.wfile.write(b"and more" * 100)
+        request.close_connection = True
+
+    def fault_slow(self, request: Any) -> None:
+        """A few bytes now and then, for ever."""
+        code, start, end = self._span(request)
+        total = f"bytes {start}-{end - 1}/{len(self.data)}"
+        self._headers(request, code, end - start, Content_Range=total)
+        self._send(request, self.data[start:end], lambda: time.sleep(0.05), step=10)
