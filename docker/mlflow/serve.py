@@ -23,7 +23,7 @@ def store(environment: Dict[str, str], password_file: Path = Path(PASSWORD_FILE)
     """Address of the metadata store. Raises SystemExit(2) when a password is needed and missing."""
     host = environment.get("POSTGRES_HOST")
     if not host:
-        return "sqlite:////data/mlflow.db"
+        return environment.get("MLFLOW_BACKEND_STORE_URI") or "sqlite:////data/mlflow.db"
     password = password_file.read_text().strip() if password_file.is_file() else ""
     if not password:
         print(f"error: POSTGRES_HOST is set and {password_file} is missing or empty", file=sys.stderr)
@@ -35,7 +35,8 @@ def store(environment: Dict[str, str], password_file: Path = Path(PASSWORD_FILE)
 
 def command(environment: Dict[str, str]) -> List[str]:
     """The server's command line; the store's address travels in the environment, where `ps` does not show it."""
-    words = ["mlflow", "server", "--host", "0.0.0.0", "--port", "5000", "--workers", "1", "--serve-artifacts"]
+    port = environment.get("MLFLOW_PORT") or "5000"
+    words = ["mlflow", "server", "--host", "0.0.0.0", "--port", port, "--workers", "1", "--serve-artifacts"]
     words += ["--artifacts-destination", environment.get("MLFLOW_ARTIFACTS") or "/data/artifacts"]
     return [*words, "--allowed-hosts", environment.get("MLFLOW_ALLOWED_HOSTS") or HOSTS]
 
