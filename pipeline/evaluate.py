@@ -20,6 +20,7 @@ from pipeline.errors import RequestError, WorkError
 from pipeline.evaluation import matchers, outputs, scoring, summary
 from pipeline.evaluation.heldout import HeldOutPairs
 from pipeline.evaluation.hpatches import HPatchesPairs
+from pipeline.evaluation.intervals import differences
 from pipeline.evaluation.model import choose_device, load_model
 from pipeline.evaluation.pairs import Source
 from pipeline.evaluation.run import Results, Settings, evaluate, figures_of
@@ -125,7 +126,8 @@ def show(args: argparse.Namespace, where: str, results: Results, figures: summar
     print(f"\n{where}, {len(results.places)} pairs\n")
     if args.pairs:
         print(tables.by_scene(summary.by_scene(results.rows, matchers.MATCHERS), matchers.MATCHERS) + "\n")
-    print(tables.comparison(figures))
+    print(tables.comparison(figures) + "\n")
+    print(tables.differences(differences(results.rows)))
 
 
 def check(argv: Optional[List[str]], processes: int) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from pipeline.evaluation import confidence, matchers, scoring, summary
+from pipeline.evaluation.intervals import differences, intervals
 from pipeline.evaluation.matchers import OURS, PairMatches
 from pipeline.evaluation.pairs import Pair, Source, images_of, pairs_of_scene
 from pipeline.evaluation.run import (
@@ -25,7 +26,15 @@ from pipeline.matching import metrics
 from pipeline.report import curves, pictures, tables
 
 PICTURED = (OURS, "ratio_test")  # one above the other
-FILES = ("metrics.json", "protocol.json", "pairs.csv", "scenes.csv", "bad_images.csv")
+FILES = (
+    "metrics.json",
+    "protocol.json",
+    "pairs.csv",
+    "scenes.csv",
+    "intervals.csv",
+    "differences.csv",
+    "bad_images.csv",
+)
 FOLDERS = ("curves", "pictures")
 
 
@@ -36,6 +45,8 @@ def write_all(
     write_json(out / "metrics.json", figures_of(results))
     curves.write_csv(out / "pairs.csv", [summary.pair_line(row) for row in results.rows])
     curves.write_csv(out / "scenes.csv", summary.by_scene(results.rows, matchers.MATCHERS))
+    curves.write_csv(out / "intervals.csv", intervals(results.rows, matchers.MATCHERS))
+    curves.write_csv(out / "differences.csv", differences(results.rows))
     bad = [{"file": name, "reason": reason} for name, reason in results.bad]
     curves.write_csv(out / "bad_images.csv", bad, ("file", "reason"))
     write_curves(out / "curves", results)

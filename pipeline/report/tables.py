@@ -74,3 +74,19 @@ def by_scene(lines: Sequence[Dict[str, object]], matchers: Sequence[str]) -> str
             + [f"{percent(cell['auc_ransac_3'])} | {percent(cell['precision'])}" for cell in cells]
         )
     return "\n".join(aligned(rows))
+
+
+SHOWN_DIFFERENCES = ("precision", "recall", "auc_ransac_3", "auc_ransac_10", "auc_dlt_3", "auc_dlt_10")
+
+
+def differences(lines: Sequence[Dict[str, object]]) -> str:
+    """Ours minus the best baseline with its 95 % interval, in percentage points. lines: of differences.csv."""
+    rows = [["ours minus the best baseline", "points", "95 % interval", "", "best baseline"]]
+    for line in lines:
+        if line["figure"] not in SHOWN_DIFFERENCES:
+            continue
+        value, low, high = (line[name] for name in ("value", "low", "high"))
+        shown = "-" if value is None else f"{100 * value:+.1f}"
+        span = "-" if low is None or high is None else f"{100 * low:+.1f} .. {100 * high:+.1f}"
+        rows.append([str(line["figure"]), shown, span, str(line["verdict"]), title(str(line["baseline"]))])
+    return "\n".join(aligned(rows))
