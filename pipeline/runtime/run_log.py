@@ -61,14 +61,7 @@ class EventLog:
         A line that is no JSON object (a damaged disk) comes back as an empty event.
         """
         try:
-            with open(self.path, "rb") as stream:
-                stream.seek(offset)
-                block = stream.read(CHUNK)
-                while b"\n" not in block and len(block) % CHUNK == 0 and block:
-                    more = stream.read(CHUNK)
-                    if not more:
-                        break
-                    block += more
+            block = _whole_lines(self.path, offset)
         except FileNotFoundError:
             return []
         found: List[Tuple[Event, int]] = []
@@ -157,6 +150,19 @@ def storable(value: Any) -> Any:
     """
     number = float(value)
     return number if math.isfinite(number) else str(number)
+
+
+def _whole_lines(path: Path, offset: int) -> bytes:
+    """Bytes from `offset`, as many as it takes to hold a line's end, if there is one."""
+    block = b""
+    with open(path, "rb") as stream:
+        stream.seek(offset)
+        while b"\n" not in block:
+            more = stream.read(CHUNK)
+            if not more:
+                break
+            block += more
+    return block
 
 
 def _parse(line: bytes) -> Event:

@@ -1,0 +1,1 @@
+"""What surrounds the numbers: processes, checkpoints, signals, tracking, progress, provenance, the machine."""
