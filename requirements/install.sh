@@ -19,6 +19,7 @@ create() {
     local python=${PYTHON:-}
     [ -n "$python" ] || python=$(command -v python3.11 || command -v python3) ||
         stop "no python3.11 found: install Python 3.11 (Debian 12: apt-get install python3 python3-venv)"
+    command -v "$python" >/dev/null || stop "PYTHON=$python: no such interpreter"
     "$python" -c 'import sys; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' ||
         stop "$python is $("$python" -V 2>&1); make PYTHON=/path/to/python3.11 (3.11 to 3.13) is needed"
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
