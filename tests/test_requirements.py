@@ -1,0 +1,88 @@
+"""The locks: made from the lists beside them, hashed throughout, and alike where the stacks must be."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Dict, List
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements"
+PYTHON = {"modern": "3.11", "cu111": "3.9"}
+LOCKS = ["modern", "modern-dev", "cu111", "cu111-dev"]
+
+
+def locked(name: str) -> Dict[str, str]:
+    """Package -> version of a lock."""
+    text = (REQUIREMENTS / f"{name}.lock").read_text(encoding="utf-8")
+    return dict(re.findall(r"^([a-z0-9-]+)==(\S+)", text, re.MULTILINE))
+
+
+def wanted(name: str, stack: str) -> List[Requirement]:
+    """The requirements of an .in file that hold on a stack."""
+    lines = (
+        line.split("#")[0].strip() for line in (REQUIREMENTS / name).read_text(encoding="utf-8").splitlines()
+    )
+    found = [Requirement(line) for line in lines if line]
+    python = {"python_version": PYTHON[stack]}
+    return [each for each in found if each.marker is None or each.marker.evaluate(python)]
+
+
+@pytest.mark.parametrize("stack", PYTHON)
+@pytest.mark.parametrize("source", ["same", "dev"])
+def test_a_lock_holds_what_its_list_asks_for(source: str, stack: str) -> None:
+    lock = locked(stack if source == "same" else f"{stack}-dev")
+    for requirement in wanted(f"{source}.in", stack):
+        name = requirement.name.lower().replace(".", "-").replace("_", "-")
+        if name == "torch":
+            assert name not in lock
+            continue
+        assert Version(lock[name]) in requirement.specifier, requirement
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_every_package_is_hashed_and_no_index_is_named(name: str) -> None:
+    lines = (REQUIREMENTS / f"{name}.lock").read_text(encoding="utf-8").splitlines()
+    for line, following in zip(lines, lines[1:]):
+        if re.match(r"[a-z0-9]", line):
+            assert re.fullmatch(r"[a-z0-9-]+==\S+ \\", line), line
+            assert following.strip().startswith("--hash=sha256:"), line
+    assert not [line for line in lines if "://" in line or line.startswith("--")]
+
+
+@pytest.mark.parametrize("stack", PYTHON)
+def test_tests_and_work_share_their_packages(stack: str) -> None:
+    run, dev = locked(stack), locked(f"{stack}-dev")
+    assert {name: dev[name] for name in run.keys() & dev.keys()} == {
+        name: run[name] for name in run.keys() & dev.keys()
+    }
+
+
+def test_the_stacks_agree_where_a_difference_would_show() -> None:
+    modern, cu111 = locked("modern"), locked("cu111")
+    for name in ("opencv-python", "dvc", "poselib", "tqdm", "ruamel-yaml", "psutil"):
+        assert modern[name] == cu111[name], name
+
+
+def test_known_conflicts_stay_out() -> None:
+    modern, cu111 = locked("modern"), locked("cu111")
+    assert Version(cu111["setuptools"]) < Version("82")
+    assert not cu111["setuptools"].startswith("70.")
+    assert Version(cu111["numpy"]) < Version("2")
+    for lock in (modern, cu111):
+        assert Version(lock["sqlalchemy"]) < Version("2.1")
+        assert Version(lock["python-dateutil"]) < Version("3")
+        assert not {"torch", "torchvision", "triton", "opencv-python-headless"} & set(lock)
+        assert not [name for name in lock if name.startswith("nvidia-") and name != "nvidia-ml-py"]
+
+
+def test_the_installer_takes_the_torch_of_the_list() -> None:
+    text = (REQUIREMENTS / "install.sh").read_text(encoding="utf-8")
+    pins = dict(re.findall(r"^(TORCH\w*)=(\S+)", text, re.MULTILINE))
+    torch = next(each for each in wanted("same.in", "modern") if each.name == "torch")
+    assert str(torch.specifier) == f"=={pins['TORCH']}"
+    pairs = {"2.13.0": "0.28.0"}  # torchvision's own requirement on torch
+    assert pairs[pins["TORCH"]] == pins["TORCHVISION"]
