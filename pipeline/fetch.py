@@ -10,12 +10,13 @@ import argparse
 import json
 import os
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 from pipeline import errors, params
 from pipeline.errors import RequestError
-from pipeline.images import archive, coco, download, manifest, sources
-from pipeline.images.decode import EXTENSIONS, list_images
+from pipeline.images import coco, manifest, sources
+from pipeline.images.containers import Choice, Container, open_container
+from pipeline.images.holdings import Holding
 from pipeline.images.manifest import Entry
 from pipeline.runtime.progress import progress
 
@@ -30,13 +31,18 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("data/images"), help="folder of the manifest")
     parser.add_argument("--archives", type=Path, default=Path("data/archives"), help="folder of downloads")
     parser.add_argument("--reports", type=Path, default=Path("reports/fetch"), help="folder of metrics.json")
+    parser.add_argument("--limit", type=int, help="images of each set, instead of fetch.limit")
     options = parser.parse_args(argv)
     settings = params.load("fetch", options.params)
+    if options.limit is not None:
+        if options.limit < 0:
+            raise RequestError(f"--limit {options.limit}: must be 0 (all) or more")
+        settings = settings.model_copy(update={"limit": options.limit})
     options.archives.mkdir(parents=True, exist_ok=True)
     if settings.source == "sample":
         entries, containers = _sample(options.out)
     elif settings.source == "folder":
-        entries, containers = _folders(settings, options.out)
+        entries, containers = _own(settings, options.out)
     else:
         entries, containers = _coco(settings, options.out, options.archives)
     _write(options.out, settings.source, entries, containers)
@@ -53,31 +59,31 @@ def _sample(out: Path) -> Found:
     return sources.copy_sample(out / "sample"), {"sample": {"kind": "folder", "path": "sample"}}
 
 
-def _folders(settings: Any, out: Path) -> Found:
-    """A person's own images: one folder with a part held out, or one for training and one held out."""
-    roots = {"train": Path(settings.path)}
+def _own(settings: Any, out: Path) -> Found:
+    """A person's own images: one set with a part held out, or one for training and one held out."""
+    choice = Choice(tuple(filter(None, settings.categories.split(","))), settings.min_side)
+    held = {"train": open_container(settings.path, settings.root, choice)}
     if settings.val_path:
-        roots["val"] = Path(settings.val_path)
-        if roots["train"].resolve() == roots["val"].resolve():
-            raise RequestError("fetch.val_path: is the same folder as fetch.path; leave it empty instead")
-    names = {key: _names(root) for key, root in roots.items()}
-    if settings.val_path:
-        splits = _split(names["train"], names["val"], settings)
+        held["val"] = open_container(settings.val_path, settings.root, choice)
+        if Path(settings.path).resolve() == Path(settings.val_path).resolve():
+            raise RequestError("fetch.val_path: is the same as fetch.path; leave it empty instead")
+        splits = _split(held["train"].names, held["val"].names, settings)
     else:
-        splits = _hold_out(names["train"], settings)
+        splits = _hold_out(held["train"].names, settings)
+    return _entries(splits, held, out)
+
+
+def _entries(splits: Dict[str, List[str]], held: Dict[str, Container], out: Path) -> Found:
+    """Manifest entries of the splits; val and test come from the container "val" where there is one."""
     entries: List[Entry] = []
-    for split, chosen in splits.items():
-        container = "val" if settings.val_path and split != "train" else "train"
-        tick = _ticker(f"reading {split} images", len(chosen))
-        entries += sources.folder_entries(roots[container], chosen, split, container, tick)
-    return entries, {key: {"kind": "folder", "path": _reference(root, out)} for key, root in roots.items()}
-
-
-def _names(root: Path) -> List[str]:
-    names = [path.relative_to(root).as_posix() for path in list_images(root)]
-    if not names:
-        raise RequestError(f"{root}: holds no images ({', '.join(EXTENSIONS)}, nested folders included)")
-    return names
+    for split, names in splits.items():
+        key = "val" if split != "train" and "val" in held else next(iter(held))
+        entries += held[key].entries(names, split, key, _ticker(f"reading {split} images", len(names)))
+    containers = {
+        key: {**each.facts, "kind": each.kind, "path": _reference(each.path, out)}
+        for key, each in held.items()
+    }
+    return entries, containers
 
 
 def _hold_out(names: Sequence[str], settings: Any) -> Dict[str, List[str]]:
@@ -106,39 +112,43 @@ def _limit(names: Sequence[str], settings: Any) -> List[str]:
 
 
 def _coco(settings: Any, out: Path, archives: Path) -> Found:
-    """COCO's own archives, downloaded once and left as they are."""
+    """COCO's own archives: those at hand, else downloaded; with a small `fetch.limit` only a part of them."""
     source = coco.SOURCES[settings.source]
     wanted = {"train": source.train, **({"val": source.held_out} if source.held_out else {})}
-    members: Dict[str, Dict[str, Any]] = {}
-    containers: Dict[str, Dict[str, Any]] = {}
-    for key, each in wanted.items():
-        path = archives / each.file
-        known = download.verified(path, each.md5) or _download(each, path, settings.mirror)
-        members[key] = {member.filename: member for member in archive.image_members(path)}
-        containers[key] = {"kind": "zip", "path": _reference(path, out), **known}
-    if source.held_out:
-        fraction = min(1.0, coco.HELD_OUT / len(members["val"]))
-        held_out = sources.hold_out(list(members["val"]), fraction, settings.seed)[1]
-        splits = _split(list(members["train"]), held_out, settings)
+    holdings = {
+        key: Holding(each, archives, settings.path, settings.mirror, settings.limit > 0)
+        for key, each in wanted.items()
+    }
+    for holding in holdings.values():
+        holding.whole(_show_download)
+    if "val" in holdings:
+        names = holdings["val"].names
+        fraction = min(1.0, coco.HELD_OUT / len(names))
+        splits = _split(
+            holdings["train"].names, sources.hold_out(names, fraction, settings.seed)[1], settings
+        )
     else:
-        splits = _hold_out(list(members["train"]), settings)
-    entries: List[Entry] = []
-    for split, names in splits.items():
-        key = "val" if source.held_out and split != "train" else "train"
-        chosen = [members[key][name] for name in names]
-        entries += archive.zip_entries(archives / wanted[key].file, chosen, split, key)
-    return entries, containers
+        splits = _hold_out(holdings["train"].names, settings)
+    held_out = splits["val"] + splits["test"]
+    needed = {"train": splits["train"] + ([] if "val" in holdings else held_out), "val": held_out}
+    held = {key: each.bring(needed[key], _show_download, _show_images) for key, each in holdings.items()}
+    return _entries(splits, held, out)
 
 
-def _download(each: coco.Archive, path: Path, mirror: str) -> Dict[str, Any]:
-    total = -(-each.size // MIB) if each.size else None
-    done = 0
-    bar = progress(total=total, desc=f"downloading {each.file}", unit="MiB")
-    for have in download.download(each.urls(mirror), path, each.md5, each.size):
-        bar.update(have // MIB - done)
-        done = have // MIB
-    bar.close()
-    return download.verified(path, each.md5) or {}
+def _show_download(sizes: Iterator[int], size: Optional[int], name: str) -> None:
+    """Run a download with a progress display in MiB."""
+    bar = None
+    for have in sizes:
+        if bar is None:
+            total = -(-size // MIB) if size else None
+            bar = progress(total=total, initial=have // MIB, desc=f"downloading {name}", unit="MiB")
+        bar.update(have // MIB - bar.n)
+    if bar is not None:
+        bar.close()
+
+
+def _show_images(images: Iterable, total: int, desc: str) -> Iterable:
+    return progress(images, total=total, desc=desc, unit="image")
 
 
 def _reference(path: Path, out: Path) -> str:

@@ -49,6 +49,9 @@ class FetchParams(Section):
     source: Literal["sample", "folder", "coco2014", "coco2017", "coco2017-val"]
     path: str
     val_path: str
+    root: str
+    categories: str
+    min_side: CountOrZero
     content: str
     limit: CountOrZero
     val_fraction: Annotated[float, Field(ge=0.0, le=0.9)]

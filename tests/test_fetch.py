@@ -119,7 +119,7 @@ def test_wrong_requests_are_named(run, image_folder, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(RequestError, match="empty: holds no images"):
         run(source="folder", path=str(tmp_path / "empty"))
-    with pytest.raises(RequestError, match="val_path: is the same folder"):
+    with pytest.raises(RequestError, match=r"val_path: is the same as fetch\.path"):
         run(source="folder", path=str(image_folder), val_path=str(image_folder / "nested" / ".."))
 
 
@@ -194,3 +194,130 @@ def test_a_wrong_checksum_is_put_aside_and_both_are_named(run, archive_server, t
     assert sorted(path.name for path in (tmp_path / "archives").glob("val2017.zip*")) == ["val2017.zip.bad"]
     archive_server.data = right
     run(source="coco2017-val", mirror=archive_server.url)
+
+
+def test_a_small_limit_takes_single_images_out_of_the_remote_zip(run, tmp_path, monkeypatch, photo):
+    """2 of 40 images for training and 2 held out: a few per cent of the archive cross the network."""
+    import cv2
+
+    pictures = [cv2.imencode(".png", photo[i : i + 300])[1].tobytes() for i in range(40)]
+    with zipfile.ZipFile(tmp_path / "made.zip", "w") as out:
+        for index, data in enumerate(pictures):
+            kind = zipfile.ZIP_DEFLATED if index % 2 else zipfile.ZIP_STORED
+            out.writestr(zipfile.ZipInfo(f"val2017/{index:012d}.png"), data, kind)
+    server = FaultyServer((tmp_path / "made.zip").read_bytes())
+    monkeypatch.setitem(
+        coco.SOURCES, "coco2017-val", coco.Source(coco.Archive("val2017.zip", "0" * 32, 40), None)
+    )
+    server.faults = ["503", 100, None, 5000]
+    folder = run(source="coco2017-val", mirror=server.url, limit=2)
+    images = open_manifest(folder)
+    entries = [entry for split in ("train", "val", "test") for entry in images.entries(split)]
+    assert [len(names(folder, split)) for split in ("train", "val", "test")] == [2, 1, 1]
+    for entry in entries:
+        assert images.read(entry) == pictures[int(entry.name[-10:-4])]
+    assert server.sent < 0.2 * len(server.data)
+    kept = {path.name for path in (tmp_path / "archives").iterdir()}
+    assert kept == {"val2017.part-of.zip", "val2017.part-of.zip.json", "val2017.zip.directory.json"}
+    note = json.loads((folder / "source.json").read_text())["containers"]["train"]
+    assert note["partial"] and note["sha256"]
+    before, sent = (folder / "manifest.csv").read_bytes(), server.sent
+    assert (run(source="coco2017-val", mirror=server.url, limit=2) / "manifest.csv").read_bytes() == before
+    assert server.sent == sent
+    server.close()
+
+
+def test_a_wrong_byte_in_a_part_is_found(run, archive_server, tmp_path):
+    archive_server.data = archive_server.data.replace(b"\xff\xd8\xff", b"\xff\xd8\xfe")
+    with pytest.raises(WorkError, match="wrong CRC-32"):
+        run(source="coco2017-val", mirror=archive_server.url, limit=1, val_fraction=0.0)
+
+
+def test_archives_that_are_here_are_not_downloaded(run, archive_server, image_folder, tmp_path):
+    given = tmp_path / "given"
+    given.mkdir()
+    (given / "val2017.zip").write_bytes(archive_server.data)
+    folder = run("a", source="coco2017-val", path=str(given), mirror="http://127.0.0.1:9")
+    again = run("b", source="coco2017-val", path=str(given / "val2017.zip"), mirror="http://127.0.0.1:9")
+    assert (folder / "manifest.csv").read_bytes() == (again / "manifest.csv").read_bytes()
+    with zipfile.ZipFile(given / "val2017.zip") as zipped:
+        zipped.extractall(given)
+    (given / "val2017.zip").unlink()
+    unpacked = run("c", source="coco2017-val", path=str(given), mirror="http://127.0.0.1:9")
+    for split in ("train", "val", "test"):
+        assert names(unpacked, split) == names(folder, split)
+    entry = open_manifest(unpacked).entries("train")[0]
+    assert open_manifest(unpacked).read(entry) == (given / entry.name).read_bytes()
+
+
+def test_a_folder_of_an_own_zip_a_list_and_annotations(run, image_folder, tmp_path):
+    with zipfile.ZipFile(tmp_path / "own.zip", "w") as out:
+        for path in image_folder.rglob("*.*"):
+            out.write(path, path.relative_to(image_folder).as_posix())
+    every = {"chelsea.jpg", "coffee.png", "flipped.webp", "nested/turned.JPG"}
+
+    def everything(folder):
+        return {name for split in ("train", "val", "test") for name in names(folder, split)}
+
+    assert everything(run("zip", source="folder", path=str(tmp_path / "own.zip"))) == every
+    listed = tmp_path / "list.txt"
+    for root in (image_folder, tmp_path / "own.zip"):
+        listed.write_text("# mine\nchelsea.jpg\n\nnested/turned.JPG\nchelsea.jpg\n")
+        chosen = run(f"list {root.suffix}", source="folder", path=str(listed), root=str(root))
+        assert everything(chosen) == {"chelsea.jpg", "nested/turned.JPG"}
+    boxes = tmp_path / "instances.json"
+    boxes.write_text(json.dumps(ANNOTATIONS))
+    asked = {"source": "folder", "path": str(boxes), "root": str(image_folder)}
+    assert everything(run("d", **asked)) == {"chelsea.jpg", "coffee.png", "flipped.webp"}
+    assert everything(run("e", **asked, categories="cat")) == {"chelsea.jpg", "flipped.webp"}
+    assert everything(run("f", **asked, categories="cat,cup", min_side=350)) == {"coffee.png"}
+
+
+ANNOTATIONS = {
+    "images": [
+        {"id": 1, "file_name": "chelsea.jpg", "width": 451, "height": 300},
+        {"id": 2, "file_name": "flipped.webp", "width": 451, "height": 300},
+        {"id": 3, "file_name": "coffee.png", "width": 600, "height": 400},
+    ],
+    "categories": [{"id": 17, "name": "cat"}, {"id": 47, "name": "cup"}],
+    "annotations": [
+        {"image_id": 1, "category_id": 17},
+        {"image_id": 1, "category_id": 17},
+        {"image_id": 2, "category_id": 17},
+        {"image_id": 3, "category_id": 47},
+    ],
+}
+
+
+def test_wrong_lists_and_annotations_are_named(run, image_folder, tmp_path):
+    listed, boxes = tmp_path / "list.txt", tmp_path / "boxes.json"
+    boxes.write_text(json.dumps(ANNOTATIONS))
+    listed.write_text("../secret.jpg\n")
+    with pytest.raises(RequestError, match=r"'../secret.jpg' leads outside"):
+        run(source="folder", path=str(listed), root=str(image_folder))
+    listed.write_text("\n")
+    with pytest.raises(RequestError, match="holds no images"):
+        run(source="folder", path=str(listed), root=str(image_folder))
+    listed.write_text("a.jpg\n")
+    with pytest.raises(RequestError, match=r"'a\.jpg' is not in .* set fetch\.root"):
+        run(source="folder", path=str(listed), root=str(image_folder))
+    with pytest.raises(RequestError, match="nowhere: no such folder"):
+        run(source="folder", path=str(listed), root=str(tmp_path / "nowhere"))
+    with pytest.raises(RequestError, match=r"fetch\.categories: 'dog' is not in .*; known are cat, cup"):
+        run(source="folder", path=str(boxes), root=str(image_folder), categories="dog")
+    with pytest.raises(RequestError, match="no image fits"):
+        run(source="folder", path=str(boxes), root=str(image_folder), min_side=5000)
+    boxes.write_text("[]")
+    with pytest.raises(RequestError, match="not a COCO annotation file"):
+        run(source="folder", path=str(boxes), root=str(image_folder))
+    (tmp_path / "x.pdf").write_text("x")
+    with pytest.raises(RequestError, match=r"must be a folder, a \.zip"):
+        run(source="folder", path=str(tmp_path / "x.pdf"))
+
+
+def test_real_annotations(run, shared_data, tmp_path):
+    boxes = str(shared_data / "coco" / "instances_subset.json")
+    people = run(source="folder", path=boxes, root=str(shared_data / "coco"), categories="person")
+    images = open_manifest(people)
+    entries = [entry for split in ("train", "val", "test") for entry in images.entries(split)]
+    assert len(entries) > 40 and all(images.read(entry) for entry in entries)

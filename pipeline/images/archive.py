@@ -23,6 +23,11 @@ def image_members(path: Path) -> List[zipfile.ZipInfo]:
             members = archive.infolist()
     except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
         raise RequestError(f"{path}: not a whole zip archive ({error}); delete it and run again") from None
+    return checked(members, path)
+
+
+def checked(members: Sequence[zipfile.ZipInfo], path: object) -> List[zipfile.ZipInfo]:
+    """The images among the members, sorted by name; RequestError names one that is not to be trusted."""
     images = [member for member in members if member.filename.lower().endswith(EXTENSIONS)]
     seen = set()
     for member in images:
