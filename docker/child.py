@@ -21,7 +21,7 @@ class Child:
 
     def __init__(self, words: List[str]) -> None:
         self.process: Optional[subprocess.Popen] = None
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self.stop)
         self.process = subprocess.Popen(words, start_new_session=True)
         if Child.stopped:
