@@ -21,6 +21,7 @@ import numpy as np
 
 from pipeline import errors, params
 from pipeline.errors import RequestError, WorkError
+from pipeline.extraction import forecast
 from pipeline.extraction.pool import Pool, cores
 from pipeline.extraction.shards import Folder, Shard, plan
 from pipeline.features.store import INDEX, Store
@@ -43,6 +44,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
                 f"{options.images}/manifest.csv: no {split} images; give more images, "
                 "or change fetch.val_fraction and fetch.test_fraction"
             )
+    if options.plan:
+        return _plan(images, folders, settings, options)
+    if options.verify:
+        return _verify(options.out)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     started = time.monotonic()
     made = _extract(folders, images, settings, options.workers or cores(), rank, ranks)
@@ -69,10 +74,28 @@ def _arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("data/keypoints"), help="folder of the stores")
     parser.add_argument("--reports", type=Path, default=Path("reports/keypoints"), help="folder of the lists")
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: one per core")
+    parser.add_argument("--plan", action="store_true", help="only tell how long and how much disk it takes")
+    parser.add_argument("--verify", action="store_true", help="only check every shard that is there")
     options = parser.parse_args(argv)
     if options.workers < 0:
         raise RequestError(f"--workers {options.workers}: must be 0 (one per core) or more")
     return options
+
+
+def _plan(images: ImageSet, folders: Dict[str, Folder], settings: Any, options: argparse.Namespace) -> int:
+    """Print what the work would take on this and on larger machines."""
+    entries = [entry for folder in folders.values() for shard in folder.shards for entry in shard.entries]
+    expected = forecast.forecast(images, entries, settings)
+    print("\n".join(forecast.report(expected, settings, options.out, options.workers or cores())))
+    return 0
+
+
+def _verify(out: Path) -> int:
+    """Check the SHA-256 of every shard; RequestError names the damaged one."""
+    for split in SPLITS:
+        store = Store(out / split, verify="all")
+        print(f"{out / split}: {len(store)} images, every shard has the SHA-256 it was written with")
+    return 0
 
 
 def _extract(
@@ -95,8 +118,18 @@ def _extract(
     with Pool(images, settings, max(min(workers, len(entries)), 1)) as pool, bar:
         results = pool.map(entries)
         for folder, shard in todo:
-            folder.write(shard, _counted(islice(results, len(shard.entries)), bar))
+            _write(folder, shard, _counted(islice(results, len(shard.entries)), bar))
     return len(entries)
+
+
+def _write(folder: Folder, shard: Shard, results: Any) -> None:
+    try:
+        folder.write(shard, results)
+    except OSError as error:
+        raise WorkError(
+            f"{folder.path / shard.file}: cannot be written: {error.strerror}; finished shards are kept; "
+            "`python -m pipeline.keypoints --plan` tells how much room it takes"
+        ) from None
 
 
 def _counted(results: Any, bar: Any) -> Any:

@@ -87,13 +87,17 @@ def write(path: Path, text: str) -> bool:
 
 def digest(*folders: str) -> str:
     """Digest of the names and sizes of the images in these folders, in 16 hexadecimal digits."""
-    from pipeline.images import decode
+    from pipeline.images import containers, decode
 
     state = hashlib.sha256()
     for folder in filter(None, folders):
+        if Path(folder).is_file():  # a zip, a list or an annotation file
+            state.update(containers.fingerprint(folder))
+            continue
         for file in decode.list_images(folder):
             size = file.stat().st_size if file.exists() else -1
-            state.update(f"{file.relative_to(folder).as_posix()}\0{size}\n".encode())
+            name = file.relative_to(folder).as_posix()
+            state.update(f"{name}\0{size}\n".encode("utf-8", "surrogateescape"))
         state.update(b"\0")
     return state.hexdigest()[:16]
 
@@ -113,13 +117,11 @@ def _set_folders(tree: Any, images: str, val_images: str) -> None:
 
 
 def _folder(path: str) -> str:
-    """The absolute path of a folder that holds at least one image."""
-    from pipeline.images import decode
+    """The absolute path of a folder, zip, list or annotation file that holds at least one image."""
+    from pipeline.images.containers import open_container
 
     folder = Path(path).expanduser().resolve()
-    if not decode.list_images(folder):
-        kinds = ", ".join(decode.EXTENSIONS)
-        raise RequestError(f"{folder}: holds no images ({kinds})")
+    open_container(folder)
     return str(folder)
 
 

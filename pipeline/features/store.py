@@ -151,6 +151,11 @@ class Store:
         """Number of images."""
         return len(self.images)
 
+    @property
+    def shards(self) -> List[Dict[str, Any]]:
+        """The rows of store.json."""
+        return list(self._index["shards"])
+
     def view(self, image: int, view: int) -> View:
         """View `view` of image `image`; IndexError outside the store."""
         if not 0 <= image < len(self.images) or not 0 <= view < self.views_per_image:
@@ -230,3 +235,10 @@ def map_shard(path: Path) -> Dict[str, np.ndarray]:
 def _tensor(data: np.ndarray, entry: Dict[str, Any]) -> np.ndarray:
     begin, end = entry["data_offsets"]
     return data[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+
+
+if __name__ == "__main__":
+    from pipeline import errors
+    from pipeline.features import inspect
+
+    raise SystemExit(errors.run(inspect.main))

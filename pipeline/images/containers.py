@@ -68,6 +68,16 @@ def open_container(path: Union[str, Path], root: str = "", choice: Choice = Choi
     return container
 
 
+def fingerprint(path: Union[str, Path]) -> bytes:
+    """What changes when a zip, a list or an annotation file names other images: its directory, or its
+    text."""
+    path = Path(path)
+    if path.suffix.lower() != ".zip":
+        return path.read_bytes()
+    rows = [[each.filename, each.file_size, each.CRC] for each in archive.image_members(path)]
+    return json.dumps(rows).encode()
+
+
 def _folder(path: Path) -> Container:
     return Container(path, "folder", [each.relative_to(path).as_posix() for each in list_images(path)])
 

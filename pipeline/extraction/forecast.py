@@ -1,0 +1,95 @@
+"""How long the keypoints will take and how much disk they will fill, from a few images of the very set."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, List, Sequence
+
+from pipeline.errors import RequestError
+from pipeline.extraction.pool import Extractor
+from pipeline.features.sift import KEYPOINT
+from pipeline.features.tuning import tune_process
+from pipeline.images.decode import BadImage
+from pipeline.images.manifest import Entry
+from pipeline.images.sources import ImageSet
+
+SAMPLED = 12  # images, spread over the set
+CORES = (8, 16, 64)
+_PER_VIEW = 8 + 9 * 8  # bytes beside the records: an offset and a homography
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """images: in all; seconds: of one core for one image; size: bytes in the store for one image."""
+
+    images: int
+    seconds: float
+    size: float
+
+    def wall(self, cores: int) -> float:
+        """Seconds for everything with one worker per core."""
+        return self.images * self.seconds / cores
+
+    def disk(self) -> float:
+        """Bytes for everything."""
+        return self.images * self.size
+
+
+def forecast(images: ImageSet, entries: Sequence[Entry], settings: Any, sampled: int = SAMPLED) -> Forecast:
+    """Do a few images in this process and reckon up. RequestError when none of them can be used."""
+    tune_process()
+    extract = Extractor(images, settings)
+    step = max(len(entries) // sampled, 1)
+    chosen = list(entries[::step][:sampled])
+    extract(chosen[0])  # the first one also pays for loading and for the memory
+    begun, sizes = time.process_time(), []
+    for entry in chosen:
+        result = extract(entry)
+        if not isinstance(result, BadImage):
+            sizes.append(sum(len(records) for records in result.records) * KEYPOINT.itemsize)
+    if not sizes:
+        raise RequestError(
+            f"none of {len(chosen)} images tried can be used; look at them before the long run"
+        )
+    seconds = (time.process_time() - begun) / len(chosen)
+    return Forecast(len(entries), seconds, sum(sizes) / len(sizes) + settings.views * _PER_VIEW)
+
+
+def report(plan: Forecast, settings: Any, out: Path, cores: int) -> List[str]:
+    """The forecast in lines, with what to change when the disk is too small."""
+    here = out if out.exists() else next(parent for parent in out.resolve().parents if parent.exists())
+    free = shutil.disk_usage(here).free
+    lines = [
+        f"{plan.images} images, {settings.views} views each: {1000 * plan.seconds:.0f} ms of one core per image "
+        f"(measured on some of them), {plan.size / 1e3:.0f} kB per image in the store"
+    ]
+    for count in sorted({cores, *CORES}):
+        mine = " (this machine)" if count == cores else ""
+        lines.append(f"  {count:3d} cores: {_duration(plan.wall(count))}{mine}")
+    lines.append(
+        f"  disk: {plan.disk() / 1e9:.1f} GB of {free / 1e9:.1f} GB free at {here}, and as much again"
+    )
+    lines[-1] += " in DVC's cache unless cache.type is a link"
+    if plan.disk() > free:
+        views = int(settings.views * free / plan.disk())
+        images = int(plan.images * free / plan.disk())
+        choices = [f"keypoints.views = {views}"] if views >= 2 else []
+        choices.append(f"fetch.limit = {images}")
+        lines.append(
+            f"  too small: choose {' or '.join(choices)}, a smaller keypoints.max_keypoints, or --out"
+        )
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    minutes = seconds / 60
+    return (
+        f"{seconds:.0f} s"
+        if minutes < 2
+        else f"{minutes:.0f} min"
+        if minutes < 120
+        else f"{minutes / 60:.1f} h"
+    )

@@ -1,0 +1,122 @@
+"""What is inside a keypoint store (`python -m pipeline.features.store inspect data/keypoints/train`)."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import List, Optional, Sequence
+
+import cv2
+import numpy as np
+
+from pipeline.errors import RequestError
+from pipeline.features.store import Store, View, read_index
+
+_HISTOGRAM_BINS = 8
+_DRAWN = 200  # strongest keypoints in a picture
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.features.store", description=__doc__.split("\n")[0]
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    inspect = commands.add_parser("inspect", help="describe a store, list an image, draw its keypoints")
+    inspect.add_argument("store", type=Path, help="folder with store.json, such as data/keypoints/train")
+    inspect.add_argument("--verify", action="store_true", help="check the SHA-256 of every shard")
+    inspect.add_argument("--image", default="", help="name (or number) of an image to describe")
+    inspect.add_argument("--view", type=int, default=0, help="view of that image")
+    inspect.add_argument("--picture", type=Path, help="write the view's keypoints as a PNG")
+    inspect.add_argument("--under", type=Path, help="the image file itself, drawn under the keypoints")
+    options = parser.parse_args(argv)
+    store = Store(options.store, verify="all" if options.verify else "sample")
+    print("\n".join(describe(store)))
+    if options.verify:
+        print("every shard has the SHA-256 it was written with")
+    if options.image or options.picture:
+        image = _find(store, options.image)
+        if not 0 <= options.view < store.views_per_image:
+            raise RequestError(f"--view {options.view}: must be 0 to {store.views_per_image - 1}")
+        print("\n".join(describe_image(store, image)))
+        if options.picture:
+            _write(options.picture, draw(store.view(image, options.view), options.under))
+    return 0
+
+
+def describe(store: Store) -> List[str]:
+    """The store in some lines: what it holds, how large, how the keypoints are spread over the views."""
+    content = read_index(store.path)
+    size = sum(shard["bytes"] for shard in content["shards"])
+    bad = sum(len(shard.get("bad", ())) for shard in content["shards"])
+    lines = [
+        f"{store.path}: {content['format']} version {content['version']}, digest {store.digest}",
+        f"{len(store)} images ({bad} bad ones left out), {store.views_per_image} views of "
+        f"{store.view_size[0]}x{store.view_size[1]} px each, {store.counts.sum()} keypoints",
+        f"{len(content['shards'])} shards, {size / 1e6:.1f} MB, {size / max(store.counts.size, 1):.0f} bytes per view",
+    ]
+    if store.counts.size:
+        low, some, median, most, high = np.percentile(store.counts, [0, 5, 50, 95, 100])
+        lines.append(
+            f"keypoints per view: least {low:.0f}, 5 % {some:.0f}, median {median:.0f}, "
+            f"95 % {most:.0f}, most {high:.0f}"
+        )
+        lines += _histogram(store.counts.ravel())
+    return lines
+
+
+def _histogram(counts: np.ndarray) -> List[str]:
+    heights, edges = np.histogram(counts, bins=_HISTOGRAM_BINS)
+    return [
+        f"  {int(low):5d} to {int(high):5d} {'#' * round(50 * height / heights.max()):50s} {height}"
+        for height, low, high in zip(heights, edges[:-1], edges[1:])
+    ]
+
+
+def describe_image(store: Store, image: int) -> List[str]:
+    """One line per view of an image: how many keypoints, and where the view is cut from."""
+    width, height = store.sizes[image]
+    lines = [f"image {image}: {store.images[image]}, {width}x{height} px"]
+    w, h = store.view_size
+    outline = np.array([[[0, 0], [w - 1, 0], [w - 1, h - 1], [0, h - 1]]], np.float64)
+    for index in range(store.views_per_image):
+        view = store.view(image, index)
+        corners = cv2.perspectiveTransform(outline, np.linalg.inv(view.H_image_to_view))[0]
+        places = " ".join(f"({x:.1f}, {y:.1f})" for x, y in corners)
+        lines.append(f"  view {index}: {len(view.records):4d} keypoints, cut from {places}")
+    return lines
+
+
+def draw(view: View, under: Optional[Path] = None) -> np.ndarray:
+    """(H, W, 3) uint8 BGR: a circle per keypoint, of its scale, with a line in its direction."""
+    canvas = np.full((view.size[1], view.size[0], 3), 24, np.uint8)
+    if under is not None:
+        image = cv2.imread(str(under), cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
+        if image is None:
+            raise RequestError(f"--under {under}: cannot be read as an image")
+        canvas = cv2.warpPerspective(image, view.H_image_to_view, view.size)
+    for record in view.records[:_DRAWN]:
+        x, y, radius = float(record["x"]), float(record["y"]), max(float(record["scale"]) / 2, 1.0)
+        angle = np.radians(float(record["angle"]))
+        tip = (round(x + radius * np.cos(angle)), round(y + radius * np.sin(angle)))
+        cv2.circle(canvas, (round(x), round(y)), round(radius), (80, 220, 80), 1, cv2.LINE_AA)
+        cv2.line(canvas, (round(x), round(y)), tip, (60, 60, 240), 1, cv2.LINE_AA)
+    return canvas
+
+
+def _find(store: Store, image: str) -> int:
+    if image in store.images:
+        return store.images.index(image)
+    if (image or "0").isdigit() and int(image or "0") < len(store):
+        return int(image or "0")
+    near = next((name for name in store.images if image in name), None)
+    hint = f"; did you mean {near}?" if near else f"; it has {len(store)} images"
+    raise RequestError(f"--image {image}: not in {store.path}{hint}")
+
+
+def _write(path: Path, picture: np.ndarray) -> None:
+    if path.suffix.lower() != ".png":
+        raise RequestError(f"--picture {path}: must end in .png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not cv2.imwrite(str(path), picture):
+        raise RequestError(f"--picture {path}: cannot be written")
+    print(f"picture in {path}")
