@@ -3,8 +3,8 @@
     python -m pipeline.evaluate --model checkpoints/best.safetensors --out reports/evaluate
     python -m pipeline.evaluate --model models/superglue.safetensors --pairs DIR --out DIR
 
-Writes metrics.json (flat names), pairs.csv (one line per pair and matcher), scenes.csv, protocol.json,
-bad_images.csv, curves/ and pictures/ into --out. What every figure means: docs/evaluation.md.
+Writes index.html (all of it on one page), metrics.json (flat names), pairs.csv (one line per pair and matcher) and
+more into --out. What every file and figure means: docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import List, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
 
 from pipeline import errors, params
 from pipeline.errors import RequestError, WorkError
-from pipeline.evaluation import matchers, outputs, scoring, summary
+from pipeline.evaluation import matchers, outputs, scoring, summary, webpage
+from pipeline.evaluation.degraded import LEVELS, DegradedPairs
+from pipeline.evaluation.difficulty import by_condition, line_of
 from pipeline.evaluation.heldout import HeldOutPairs
 from pipeline.evaluation.hpatches import HPatchesPairs
 from pipeline.evaluation.intervals import differences
@@ -26,7 +28,8 @@ from pipeline.evaluation.pairs import Source
 from pipeline.evaluation.run import Results, Settings, evaluate, figures_of
 from pipeline.features.tuning import tune_process
 from pipeline.images import sources
-from pipeline.report import tables
+from pipeline.matching.superglue import SuperGlue
+from pipeline.report import page, tables
 from pipeline.runtime import distributed, tracking
 
 OWN_PARAMS = Path(__file__).resolve().parents[1] / "params.yaml"
@@ -45,6 +48,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add("--max-keypoints", type=int, help="instead of evaluate.max_keypoints")
     add("--resize", type=int, default=480, help="with --pairs: shorter side in pixels; 0: as they are")
     add("--batch", type=int, default=8, help="pairs in one pass of the network")
+    add("--robustness", type=int, default=0, help="photographs tried under growing blur, noise, ...; 0: none")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     args = parser.parse_args(argv)
     for name in ("max_keypoints", "batch"):
@@ -130,6 +134,27 @@ def show(args: argparse.Namespace, where: str, results: Results, figures: summar
     print(tables.differences(differences(results.rows)))
 
 
+def disturbances(
+    args: argparse.Namespace,
+    source: Source,
+    model: SuperGlue,
+    device: str,
+    settings: Settings,
+    context: distributed.Context,
+) -> List[Dict[str, object]]:
+    """Lines of robustness.csv under growing disturbances, on the first `--robustness` photographs; none for 0."""
+    if not args.robustness or not isinstance(source, HeldOutPairs):
+        return []
+    entries = source.entries[: args.robustness]
+    lines = []
+    for name, (disturb, levels) in LEVELS.items():
+        for level in levels:
+            pairs = DegradedPairs(source.images, entries, source.params, disturb, level)
+            results = evaluate(pairs, model, device, settings, context, f"{name} {level:g}")
+            lines.append(line_of(name, f"{level:g}", results.rows))
+    return lines
+
+
 def check(argv: Optional[List[str]], processes: int) -> None:
     """What can be told before processes start. Raises RequestError."""
     load_params(parse(argv).params)
@@ -144,15 +169,19 @@ def run(args: argparse.Namespace, context: distributed.Context) -> int:
     source, where = choose_source(args, section)
     settings = settings_of(args, section)
     results = evaluate(source, model, device, settings, context)
+    disturbed = disturbances(args, source, model, device, settings, context)
     if not results.places:
         raise WorkError(
             f"none of the {len(source)} images could be read; the first: {': '.join(results.bad[0])}"
         )
     if not context.is_main:
         return 0
-    figures = figures_of(results)
-    outputs.write_all(args.out, source, model, device, results, settings)
-    outputs.write_json(args.out / "protocol.json", protocol(args, section, settings, where, info))
+    figures, described = figures_of(results), protocol(args, section, settings, where, info)
+    robustness = by_condition(results.rows) + disturbed
+    outputs.write_all(args.out, results, described, robustness)
+    drawn = outputs.write_pictures(args.out / "pictures", source, model, device, results, settings)
+    content = webpage.content(f"Evaluation: {where}", results, figures, robustness, drawn, described)
+    (args.out / "index.html").write_text(page.render(content), encoding="utf-8")
     track(args, figures, int(info.get("step") or 0))
     show(args, where, results, figures)
     bad = f"; {len(results.bad)} unreadable images left out, see bad_images.csv" if results.bad else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Dict
+from typing import Dict, List, Tuple
 
 import numpy as np
 import torch
@@ -33,30 +33,42 @@ FILES = (
     "scenes.csv",
     "intervals.csv",
     "differences.csv",
+    "robustness.csv",
     "bad_images.csv",
+    "index.html",
 )
 FOLDERS = ("curves", "pictures")
 
 
 def write_all(
-    out: Path, source: Source, model: torch.nn.Module, device: str, results: Results, settings: Settings
-):
-    """Tables, curves and pictures. What an earlier evaluation left in `out` is replaced."""
+    out: Path, results: Results, protocol: Dict[str, object], robustness: List[Dict[str, object]]
+) -> None:
+    """Tables and curves. What an earlier evaluation left in `out` is replaced."""
     write_json(out / "metrics.json", figures_of(results))
+    write_json(out / "protocol.json", protocol)
     curves.write_csv(out / "pairs.csv", [summary.pair_line(row) for row in results.rows])
     curves.write_csv(out / "scenes.csv", summary.by_scene(results.rows, matchers.MATCHERS))
     curves.write_csv(out / "intervals.csv", intervals(results.rows, matchers.MATCHERS))
     curves.write_csv(out / "differences.csv", differences(results.rows))
+    curves.write_csv(out / "robustness.csv", robustness)
     bad = [{"file": name, "reason": reason} for name, reason in results.bad]
     curves.write_csv(out / "bad_images.csv", bad, ("file", "reason"))
     write_curves(out / "curves", results)
-    folder = out / "pictures"
+
+
+def write_pictures(
+    folder: Path, source: Source, model: torch.nn.Module, device: str, results: Results, settings: Settings
+) -> List[Tuple[str, int, np.ndarray]]:
+    """best-1.png, ..., median-1.png, ..., worst-1.png, ...; returns name, index of the pair and picture."""
     if folder.is_dir():
         shutil.rmtree(folder)  # pictures of an earlier evaluation would pass for this one's
     folder.mkdir(parents=True)
+    drawn = []
     for name, index in picture_choice(results.rows, settings.pictures):
         picture = draw_pair(source, model, device, results, index, settings)
         pictures.write(folder / f"{name}.png", picture)
+        drawn.append((name, index, picture))
+    return drawn
 
 
 def write_json(path: Path, content: dict) -> None:

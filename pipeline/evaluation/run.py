@@ -60,6 +60,7 @@ def evaluate(
     device: str,
     settings: Settings,
     context: Optional[distributed.Context] = None,
+    title: str = "evaluate",
 ) -> Results:
     """Run everything; progress goes to stderr. Every process of a group gets all results."""
     rank, world_size = (context.rank, context.world_size) if context else (0, 1)
@@ -69,7 +70,7 @@ def evaluate(
     total = sum(source.pairs_in(index) for index in range(len(source)))
     everything = Results()
     work = results_of(source, mine, model, device, settings, world_size)
-    bar = progress(total=total, desc="evaluate", unit="pair", disable=rank > 0)
+    bar = progress(total=total, desc=title, unit="pair", disable=rank > 0)
     for outcome in work:
         for part in distributed.all_gather(outcome):
             if isinstance(part, str):

@@ -33,6 +33,13 @@ def title(matcher: str) -> str:
     return TITLES.get(matcher, matcher)
 
 
+def figure_title(name: str) -> str:
+    """auc_ransac_3 -> 'AUC@3 RANSAC'; other names as they are."""
+    kind, _, rest = name.partition("_")
+    estimator, _, pixels = rest.rpartition("_")
+    return f"AUC@{pixels} {estimator.upper()}" if kind == "auc" else name
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> List[str]:
     """Lines with columns of one width: the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -88,5 +95,13 @@ def differences(lines: Sequence[Dict[str, object]]) -> str:
         value, low, high = (line[name] for name in ("value", "low", "high"))
         shown = "-" if value is None else f"{100 * value:+.1f}"
         span = "-" if low is None or high is None else f"{100 * low:+.1f} .. {100 * high:+.1f}"
-        rows.append([str(line["figure"]), shown, span, str(line["verdict"]), title(str(line["baseline"]))])
+        rows.append(
+            [
+                figure_title(str(line["figure"])),
+                shown,
+                span,
+                str(line["verdict"]),
+                title(str(line["baseline"])),
+            ]
+        )
     return "\n".join(aligned(rows))

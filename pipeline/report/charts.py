@@ -1,0 +1,82 @@
+"""Line charts as SVG text: small, sharp at any width, and no library in the page."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Dict, List, Mapping, Sequence, Tuple
+
+WIDTH, HEIGHT = 560, 340  # of the drawing; the page scales it
+LEFT, RIGHT, TOP, BOTTOM = 54, 12, 12, 46
+COLOURS = ("#0a7d4f", "#c4453a", "#3566c0", "#b07a00", "#7a4fb0", "#555555")
+
+Points = Sequence[Tuple[float, float]]
+
+
+def line_chart(
+    series: Mapping[str, Points],
+    x_label: str,
+    y_label: str,
+    x_range: Tuple[float, float],
+    y_range: Tuple[float, float] = (0.0, 1.0),
+    diagonal: bool = False,
+) -> str:
+    """An SVG element with one line per series and a legend.
+
+    series: name -> (x, y) points, drawn in order; those outside the ranges are cut off at the frame.
+    diagonal: a thin line from corner to corner, for calibration.
+    """
+
+    def place(x: float, y: float) -> Tuple[float, float]:
+        across = (x - x_range[0]) / (x_range[1] - x_range[0])
+        up = (y - y_range[0]) / (y_range[1] - y_range[0])
+        return (
+            LEFT + min(max(across, 0.0), 1.0) * (WIDTH - LEFT - RIGHT),
+            HEIGHT - BOTTOM - min(max(up, 0.0), 1.0) * (HEIGHT - TOP - BOTTOM),
+        )
+
+    parts = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(y_label)}, {escape(x_label)}">'
+    ]
+    parts += axes(x_range, y_range, place)
+    if diagonal:
+        (x0, y0), (x1, y1) = place(x_range[0], y_range[0]), place(x_range[1], y_range[1])
+        parts.append(f'<line class="diagonal" x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}"/>')
+    for colour, points in zip(COLOURS, series.values()):
+        path = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        if len(points) <= 20:
+            dots = (place(x, y) for x, y in points)
+            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in dots]
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    parts.append(f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>')
+    turned = f'transform="translate(14 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)"'
+    parts.append(f'<text {turned} text-anchor="middle">{escape(y_label)}</text></svg>')
+    return "\n".join(parts) + legend(series)
+
+
+def axes(x_range: Tuple[float, float], y_range: Tuple[float, float], place) -> List[str]:
+    """Grid lines and their numbers: five steps each way."""
+    parts = []
+    for step in range(6):
+        x = x_range[0] + (x_range[1] - x_range[0]) * step / 5
+        y = y_range[0] + (y_range[1] - y_range[0]) * step / 5
+        (across, bottom), (left, up) = place(x, y_range[0]), place(x_range[0], y)
+        parts.append(f'<line class="grid" x1="{across:.1f}" y1="{TOP}" x2="{across:.1f}" y2="{bottom:.1f}"/>')
+        parts.append(f'<line class="grid" x1="{left:.1f}" y1="{up:.1f}" x2="{WIDTH - RIGHT}" y2="{up:.1f}"/>')
+        parts.append(f'<text x="{across:.1f}" y="{bottom + 16:.1f}" text-anchor="middle">{x:g}</text>')
+        parts.append(f'<text x="{left - 6:.1f}" y="{up + 4:.1f}" text-anchor="end">{y:.2g}</text>')
+    return parts
+
+
+def legend(series: Mapping[str, Points]) -> str:
+    """Names with their colours, below the chart, where a narrow screen can wrap them."""
+    keys = (
+        f'<span><i style="background:{colour}"></i>{escape(name)}</span>'
+        for colour, name in zip(COLOURS, series)
+    )
+    return f'<p class="legend">{"".join(keys)}</p>'
+
+
+def column(lines: Sequence[Dict[str, object]], x: str, y: str) -> List[Tuple[float, float]]:
+    """Points of two columns of a CSV's lines, those without a number left out."""
+    return [(float(line[x]), float(line[y])) for line in lines if line[x] is not None and line[y] is not None]

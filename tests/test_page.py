@@ -1,0 +1,155 @@
+"""The HTML page, what it says of hard pairs, and pairs under growing disturbances."""
+
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from made_scenes import write_image_set
+
+from pipeline.evaluation import degraded, difficulty
+from pipeline.evaluation.matchers import MATCHERS
+from pipeline.evaluation.scoring import Row
+from pipeline.images import sources
+from pipeline.matching import metrics
+from pipeline.report import charts, page, tables
+
+VOID = {"meta", "link", "br", "img", "line", "circle", "polyline"}
+
+
+class Balanced(HTMLParser):
+    """Fails on a tag that is closed wrongly; collects what the page would load."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.loaded = [], []
+        self.feed(text)
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.loaded += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, tag
+
+
+def content(**changes):
+    lines = [
+        {"matcher": m, "figure": f, "value": 0.5, "low": 0.4, "high": 0.6, "pairs": 3}
+        for m in MATCHERS
+        for f in ("precision", "auc_ransac_3")
+    ]
+    difference = {"figure": "precision", "baseline": "nn", "value": 0.1, "low": 0.05, "high": 0.2}
+    values = {
+        "title": "Evaluation <b>",
+        "figures": {f"{m}.pairs": 3 for m in MATCHERS},
+        "intervals": lines,
+        "differences": [
+            {**difference, "verdict": "better"},
+            {**difference, "low": None, "verdict": "undecided"},
+        ],
+        "errors": {"ransac": [{"error_px": 0.0, "superglue": 0.0}, {"error_px": 10.0, "superglue": 1.0}]},
+        "thresholds": [{"threshold": 0.0, "precision": 0.5, "recall": None}],
+        "calibration": [],
+        "robustness": [],
+        "pictures": [page.Picture("worst-1", "a & b", "Why it failed: <blur>", b"\xff\xd8")],
+        "protocol": {"views": "640x480"},
+        "notes": ["3 pairs"],
+    }
+    return page.Content(**{**values, **changes})
+
+
+def test_page_is_whole_and_needs_nothing_beside_it():
+    text = page.render(content())
+    found = Balanced(text)
+    assert all(address.startswith("data:") for address in found.loaded)
+    assert "<script" not in text and "http" not in re.sub("&[a-z]+;", "", text)
+    assert "Evaluation &lt;b&gt;" in text and "a &amp; b" in text and "&lt;blur&gt;" in text
+    assert "Better than the best baseline in: precision." in text and "50.0<br><small>40.0&ndash;60.0" in text
+    assert "viewport" in text and "AUC@3 RANSAC" in text
+
+
+def test_page_with_robustness_and_without_numbers():
+    line = {"condition": "blur (px)", "level": "2", "pairs": 4, "superglue.precision": 0.9}
+    lines = [
+        {**line, "ratio_test.precision": 0.8},
+        {**line, "superglue.precision": None, "ratio_test.precision": 0.8},
+    ]
+    text = page.render(content(robustness=lines))
+    Balanced(text)
+    assert '<span class="better">90.0 | 80.0</span>' in text and "- | 80.0" in text
+    empty = content(
+        figures={}, intervals=[], differences=[], errors={"ransac": []}, thresholds=[], pictures=[]
+    )
+    Balanced(page.render(empty))
+
+
+def test_chart_places_points_and_cuts_off_at_the_frame():
+    svg = charts.line_chart({"a": [(0, 0), (10, 1), (20, 5)]}, "x", "y", (0, 10))
+    points = re.search('polyline points="([^"]*)"', svg).group(1).split()
+    left, bottom = charts.LEFT, charts.HEIGHT - charts.BOTTOM
+    assert points[0] == f"{left:.1f},{bottom:.1f}"
+    assert points[1] == points[2] == f"{charts.WIDTH - charts.RIGHT:.1f},{charts.TOP:.1f}"
+
+
+def test_names_of_figures():
+    assert (
+        tables.figure_title("auc_ransac_10") == "AUC@10 RANSAC" and tables.figure_title("recall") == "recall"
+    )
+
+
+def row(error=1.0, matcher="superglue", **conditions):
+    counts = metrics.MatchCounts(20, 15, 30, 12)
+    return Row("p", "s", matcher, 200, 300, counts, {"ransac": error, "dlt": error}, conditions)
+
+
+def test_rows_fall_into_bins_once_per_condition():
+    rows = [row(matcher=m, rotation_deg=d, scale=1.0) for d in (0.0, 15.0, 180.0) for m in MATCHERS]
+    lines = difficulty.by_condition(rows)
+    turned = {line["level"]: line["pairs"] for line in lines if line["condition"] == "rotation_deg"}
+    assert turned == {"0 .. 15": 1, "15 .. 30": 1, "120 .. 181": 1}
+    assert [line["pairs"] for line in lines if line["condition"] == "scale"] == [3]
+    assert [line["level"] for line in lines if line["condition"] == "keypoints"] == ["128 .. 256"]
+    assert lines[0]["superglue.auc_ransac_5"] == pytest.approx(0.8)
+
+
+def test_explanations_name_what_is_hard():
+    assert difficulty.explanation(row(error=2.9)) == ""
+    said = difficulty.explanation(row(error=math.inf, scale=3.2, overlap=0.2))
+    assert "scale changes 3.2 times" in said and "share only 20 %" in said
+    assert "too close together" in difficulty.explanation(row(error=8.0))
+
+
+def test_disturbances_do_what_they_say(photo):
+    for name, (disturb, levels) in degraded.LEVELS.items():
+        changes = [np.abs(disturb(photo, level).astype(float) - photo).mean() for level in levels]
+        assert (
+            disturb(photo, levels[-1]).dtype == np.uint8 and disturb(photo, levels[-1]).shape == photo.shape
+        )
+        growing = changes[:-1] if "illumination" in name else changes
+        assert growing == sorted(growing), name
+    assert abs(degraded.brightness(photo, 0.5).mean() - photo.mean() / 2) < 1
+    difference = degraded.noise(np.full((200, 200), 128, np.uint8), 10.0).astype(float) - 128
+    assert difference.std() == pytest.approx(10.0, rel=0.05)
+
+
+def test_levels_differ_in_the_second_view_alone(tmp_path, photo, make_params):
+    folder = write_image_set(tmp_path / "images", {"a.png": photo}, "test")
+    images = sources.open_manifest(folder)
+    section = make_params("evaluate", width=160, height=120)
+    disturb, _ = degraded.LEVELS["blur (px)"]
+    clear, blurred = (
+        degraded.DegradedPairs(images, images.entries("test"), section, disturb, level).load(0)
+        for level in (0.0, 2.0)
+    )
+    np.testing.assert_array_equal(clear.images[0], blurred.images[0])
+    np.testing.assert_array_equal(clear.pairs[0].H_0to1, blurred.pairs[0].H_0to1)
+    assert len(clear.pairs) == 1 and not np.array_equal(clear.images[1], blurred.images[1])
