@@ -18,7 +18,7 @@ import pytest
 
 from pipeline import fetch, keypoints
 from pipeline.errors import RequestError, WorkError
-from pipeline.extraction import shards
+from pipeline.extraction import forecast, shards
 from pipeline.extraction.image import image_views
 from pipeline.features.store import Store
 from pipeline.images.decode import BadImage
@@ -270,3 +270,76 @@ def _alive(pid: str) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().split()[2] not in "ZX"
     except OSError:
         return False
+
+
+def test_plan_tells_time_and_disk_and_makes_nothing(stage, pictures, tmp_path, capsys, make_params):
+    stage(pictures)
+    capsys.readouterr()
+    shared = ["--params", str(tmp_path / "params.yaml"), "--images", str(tmp_path / "images")]
+    assert keypoints.main([*shared, "--out", str(tmp_path / "nothing"), "--plan"]) == 0
+    said = capsys.readouterr().out
+    for part in ("3 views each", "8 cores", "16 cores", "64 cores", "GB free"):
+        assert part in said
+    assert not (tmp_path / "nothing").exists()
+    small = forecast.Forecast(images=1000, seconds=1.0, size=1e12)
+    told = "\n".join(forecast.report(small, make_params("keypoints"), tmp_path / "x" / "y", 8))
+    assert "too small: choose fetch.limit = " in told and "8 cores: 2 min (this machine)" in told
+
+
+def test_verify_names_the_damaged_shard(stage, pictures, tmp_path):
+    out = stage(pictures)
+    arguments = ["--params", str(tmp_path / "params.yaml"), "--images", str(tmp_path / "images")]
+    assert keypoints.main([*arguments, "--out", str(out), "--verify"]) == 0
+    damaged = out / "val" / "shard-00000.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    with pytest.raises(RequestError, match=r"val/shard-00000\.safetensors: SHA-256"):
+        keypoints.main([*arguments, "--out", str(out), "--verify"])
+
+
+def test_a_full_disk_is_said_and_finished_shards_are_kept(stage, pictures, monkeypatch, tmp_path):
+    original = shards.store.write_shard
+
+    def full(path, images):
+        if path.name == "shard-00001.safetensors":
+            raise OSError(28, "No space left on device")
+        return original(path, images)
+
+    monkeypatch.setattr(shards.store, "write_shard", full)
+    with pytest.raises(WorkError, match="No space left on device; finished shards are kept"):
+        stage(pictures)
+    assert (tmp_path / "kp" / "train" / "shard-00000.safetensors").exists()
+
+
+def test_two_ranks_give_the_same_bytes(stage, pictures, tmp_path, root):
+    """As torchrun starts them, but for its rendezvous, which the stage does not need."""
+    reference = files(stage(pictures, "reference"))
+    command = [sys.executable, "-m", "pipeline.keypoints", "--params", str(tmp_path / "params.yaml")]
+    command += ["--images", str(tmp_path / "images"), "--out", str(tmp_path / "ranks"), "--workers", "1"]
+    command += ["--reports", str(tmp_path / "reports")]
+    ranks = []
+    for rank in range(2):
+        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        ranks.append(subprocess.Popen(command, cwd=root, env=env, stderr=subprocess.DEVNULL))
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    assert files(tmp_path / "ranks") == reference
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_number_of_images(make_params):
+    """The pool keeps a bounded number of images under way, whatever their number."""
+    from pipeline.extraction import pool as pools
+    from pipeline.images.manifest import Entry
+    from pipeline.images.sources import ImageSet
+
+    settings = make_params("keypoints", **SMALL)
+    made = []
+
+    def entries(count):
+        for index in range(count):
+            made.append(index)
+            yield Entry(str(index), "train", "none", str(index), 0, "")
+
+    with pools.Pool(ImageSet((), {"none": "/nowhere"}), settings, 2) as pool:
+        for seen, result in enumerate(pool.map(entries(20_000))):
+            assert isinstance(result, BadImage) and len(made) - seen <= 2 * pools._IN_FLIGHT + 1
+    assert len(made) == 20_000

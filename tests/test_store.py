@@ -6,13 +6,15 @@ import json
 import time
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import RequestError
-from pipeline.features import store
+from pipeline.features import inspect, store
+from pipeline.features.access import store_rows
 from pipeline.features.sift import KEYPOINT
 from pipeline.features.store import ImageViews, Store
 
@@ -165,3 +167,52 @@ def _seconds(opened, order):
     for image in order:
         np.array(opened.view(image, 1).records)
     return time.perf_counter() - start
+
+
+def test_inspect_describes_verifies_and_draws(tmp_path, capsys):
+    folder, picture = write(tmp_path / "store", valid_images()), tmp_path / "p" / "view.png"
+    assert inspect.main(["inspect", str(folder), "--verify", "--image", "1", "--picture", str(picture)]) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "version 1",
+        "3 images",
+        "2 views of 320x240",
+        "every shard",
+        "image 1.jpg",
+        "view 1:   40 key",
+    ):
+        assert part in said
+    assert cv2.imread(str(picture)).shape == (240, 320, 3)
+    cv2.imwrite(str(tmp_path / "under.png"), np.full((300, 400, 3), 200, np.uint8))
+    under = ["--under", str(tmp_path / "under.png")]
+    inspect.main(["inspect", str(folder), "--image", "image 2.jpg", "--picture", str(picture), *under])
+    assert cv2.imread(str(picture)).mean() > 100
+
+
+def test_inspect_names_what_is_wrong(tmp_path):
+    folder = str(write(tmp_path / "store", valid_images()))
+    for arguments, message in (
+        (["--image", "mage 2"], "did you mean image 2.jpg"),
+        (["--image", "99"], "it has 3 images"),
+        (["--image", "0", "--view", "7"], "--view 7: must be 0 to 1"),
+        (["--picture", "x.jpg"], "must end in .png"),
+        (["--picture", str(tmp_path / "x.png"), "--under", "no.jpg"], "cannot be read as an image"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            inspect.main(["inspect", folder, *arguments])
+
+
+def valid_images():
+    """Three images with records that can be drawn."""
+    images = []
+    for index in range(3):
+        views = [np.zeros(n, KEYPOINT) for n in (0, 40)]
+        views[1]["x"], views[1]["y"], views[1]["scale"] = np.arange(40) * 7, np.arange(40) * 5, 6
+        images.append(ImageViews(f"image {index}.jpg", (400, 300), np.array([np.eye(3)] * 2), views))
+    return images
+
+
+def test_the_benchmark_of_access_tells_all_three(tmp_path):
+    rows = store_rows(write(tmp_path, make_images([[30, 30]] * 8)))
+    assert [row["what"] for row in rows] == ["pair, bare map", "pair, store", "batch of 64 packed"]
+    assert all(row["microseconds"] > 0 for row in rows)

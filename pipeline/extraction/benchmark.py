@@ -84,9 +84,7 @@ def _floor(jobs: Sequence[Job], workers: int) -> float:
 def _bare(jobs: Sequence[Job], barrier: Any, ends: Any) -> None:
     tune_process()
     prepared = [_prepared(*job) for job in jobs]
-    detector = cv2.SIFT_create(
-        nfeatures=int(jobs[0][2].max_keypoints * sift._SPARE), enable_precise_upscale=True
-    )
+    detector = sift.detector(sift.with_spare(jobs[0][2].max_keypoints))
     detector.detectAndCompute(prepared[0][2][0], None)
     barrier.wait()
     for data, homographies, views in prepared:

@@ -42,9 +42,9 @@ def extract(gray: np.ndarray, max_keypoints: int) -> np.ndarray:
         (n,) records of dtype KEYPOINT, n <= max_keypoints, positions all distinct, ordered by falling score;
         (0,) for a view without structure. Equal input gives equal bytes.
     """
-    asked = int(max_keypoints * _SPARE)
+    asked = with_spare(max_keypoints)
     while True:
-        points, descriptors = _detector(asked).detectAndCompute(gray, None)
+        points, descriptors = detector(asked).detectAndCompute(gray, None)
         records = _records(points, descriptors)
         order = _strongest_first(records)
         order = order[_first_of_each_position(records[order])]
@@ -54,8 +54,14 @@ def extract(gray: np.ndarray, max_keypoints: int) -> np.ndarray:
         asked *= 2
 
 
+def with_spare(max_keypoints: int) -> int:
+    """How many keypoints to ask OpenCV for, so that enough distinct ones are left."""
+    return int(max_keypoints * _SPARE)
+
+
 @functools.lru_cache(maxsize=8)
-def _detector(count: int) -> cv2.SIFT:
+def detector(count: int) -> cv2.SIFT:
+    """OpenCV's detector of the `count` strongest keypoints, orientations counted apart, as set above."""
     return cv2.SIFT_create(nfeatures=count, enable_precise_upscale=True)
 
 

@@ -105,10 +105,13 @@ def _try_view(
         return None
     largest = _largest(image_size, view_size)
     fitting = min(largest, *((np.array(image_size) - 1) / np.ptp(quad, axis=0)))
-    smallest = min(fitting, largest * (1.0 - strength * (1.0 - limits.scale_min)))
+    stretch = magnification(_through(quad, corners(view_size)), view_size).max()  # at scale 1
+    smallest = max(largest * (1.0 - strength * (1.0 - limits.scale_min)), stretch / MAX_UPSCALE)
+    if stretch / MAX_UPSCALE > fitting:
+        return None
+    smallest = min(smallest, fitting)
     quad *= math.exp(rng.uniform(math.log(smallest), math.log(fitting)))
-    H = _place(rng, quad, image_size, view_size, limits.translation * strength)
-    return H if magnification(H, view_size).max() <= MAX_UPSCALE else None
+    return _place(rng, quad, image_size, view_size, limits.translation * strength)
 
 
 def _place(
