@@ -17,7 +17,7 @@ from typing import Dict, List, Optional, Tuple
 
 from pipeline import errors, params
 from pipeline.errors import RequestError, WorkError
-from pipeline.evaluation import matchers, outputs, scoring, summary, webpage
+from pipeline.evaluation import estimators, matchers, outputs, scoring, summary, webpage
 from pipeline.evaluation.degraded import LEVELS, DegradedPairs
 from pipeline.evaluation.difficulty import by_condition, line_of
 from pipeline.evaluation.heldout import HeldOutPairs
@@ -48,6 +48,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add("--max-keypoints", type=int, help="instead of evaluate.max_keypoints")
     add("--resize", type=int, default=480, help="with --pairs: shorter side in pixels; 0: as they are")
     add("--batch", type=int, default=8, help="pairs in one pass of the network")
+    add("--estimators", default=",".join(estimators.DEFAULT), help="of: " + ", ".join(estimators.ESTIMATORS))
     add("--robustness", type=int, default=0, help="photographs tried under growing blur, noise, ...; 0: none")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     args = parser.parse_args(argv)
@@ -88,7 +89,12 @@ def settings_of(args: argparse.Namespace, section: params.EvaluateParams) -> Set
         max_keypoints=args.max_keypoints or section.max_keypoints,
         threshold=section.threshold,
         ratio=section.ratio,
-        limits=scoring.Limits(section.correct_px, section.ransac_px, section.ransac_iterations),
+        limits=scoring.Limits(
+            section.correct_px,
+            section.ransac_px,
+            section.ransac_iterations,
+            estimators.choose(args.estimators.split(",")),
+        ),
         batch=args.batch,
         pictures=section.pictures,
     )
@@ -105,8 +111,8 @@ def protocol(
         "views": resized if args.pairs else f"{section.width}x{section.height}",
         "keypoints": f"SIFT, at most {settings.max_keypoints} in each view",
         "truth": f"mutual nearest reprojections under {limits.correct_px} px, the larger of both directions",
-        "ransac": f"cv2.findHomography, RANSAC {limits.ransac_px} px, {limits.ransac_iterations} iterations",
-        "dlt": "least squares over all matches, weighted by confidence (1 for the baselines)",
+        "robust": f"inliers within {limits.ransac_px} px, {limits.ransac_iterations} iterations",
+        "estimators": {name: estimators.WORDS[name] for name in limits.estimators},
         "params": section.model_dump(),
         "model": {"file": args.model.as_posix(), "network": info["model"], "step": info.get("step")},
     }

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_scenes import SHIFT, TURN
 
-from pipeline.evaluation import confidence, matchers, run, scoring, summary
+from pipeline.errors import RequestError
+from pipeline.evaluation import confidence, estimators, matchers, run, scoring, summary
 from pipeline.evaluation.conditions import conditions_of
 from pipeline.evaluation.matchers import OURS, PairMatches
 from pipeline.evaluation.pairs import Pair
@@ -172,3 +173,24 @@ def test_conditions_of_shifts_and_perspective():
     assert conditions_of(np.diag([2.0, 1.0, 1.0]), SIZE, SIZE)["tilt"] == pytest.approx(2.0)
     leaning = np.array([[1.0, 0, 0], [0, 1, 0], [1 / 319, 0, 1]])  # depth 1 at the left, 2 at the right
     assert conditions_of(leaning, SIZE, SIZE)["perspective"] == pytest.approx(8.0)
+
+
+@pytest.mark.parametrize("name", ["ransac", "dlt", "magsac", "poselib"])
+def test_every_estimator_finds_an_exact_homography(exact, name):
+    if name == "poselib":
+        pytest.importorskip("poselib")
+    pair, partner = exact
+    limits = scoring.Limits(estimators=estimators.choose([name]))
+    answer = PairMatches(partner, np.ones(20, np.float32))
+    assert scoring.score(pair, OURS, answer, scoring.true_matches(pair, 3.0), limits).errors[name] < 0.05
+    for count in (0, 3):
+        few = PairMatches(np.where(np.arange(20) < count, partner, -1), np.ones(20, np.float32))
+        assert scoring.estimates(pair, few, limits)[name] is None
+
+
+def test_estimators_are_checked(monkeypatch):
+    with pytest.raises(RequestError, match="choose from ransac, dlt"):
+        estimators.choose(["best"])
+    monkeypatch.setattr(estimators.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RequestError, match="pip install poselib"):
+        estimators.choose(["poselib"])

@@ -14,7 +14,7 @@ from typing import Dict, List, Sequence
 import numpy as np
 
 from pipeline.evaluation.matchers import BASELINES, OURS
-from pipeline.evaluation.scoring import ESTIMATORS, Row
+from pipeline.evaluation.scoring import Row, estimators_of
 from pipeline.evaluation.summary import AUC_PIXELS, plain
 
 RESAMPLES = 2000
@@ -30,7 +30,7 @@ def values_of(rows: Sequence[Row]) -> Values:
         "precision": np.array([row.counts.precision for row in rows], np.float64),
         "recall": np.array([row.counts.recall for row in rows], np.float64),
     }
-    for estimator in ESTIMATORS:
+    for estimator in estimators_of(rows):
         errors = np.array([row.errors[estimator] for row in rows], np.float64)
         for pixels in AUC_PIXELS:
             values[f"auc_{estimator}_{pixels}"] = np.maximum(0.0, 1.0 - errors / pixels)

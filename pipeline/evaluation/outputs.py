@@ -79,7 +79,7 @@ def write_json(path: Path, content: dict) -> None:
 
 def write_curves(folder: Path, results: Results) -> None:
     """error_ransac.csv, error_dlt.csv, precision_recall.csv and calibration.csv."""
-    for estimator in scoring.ESTIMATORS:
+    for estimator in scoring.estimators_of(results.rows):
         errors = errors_by_matcher(results.rows, estimator)
         curves.write_csv(folder / f"error_{estimator}.csv", curves.error_curve(errors))
     for name, lines in (

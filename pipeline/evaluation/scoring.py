@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import Dict
+from typing import Dict, Sequence, Tuple
 
 import numpy as np
 import torch
 
+from pipeline.evaluation.estimators import DEFAULT, ESTIMATORS
 from pipeline.evaluation.matchers import PairMatches
 from pipeline.evaluation.pairs import Pair
 from pipeline.matching import homography, metrics
 from pipeline.matching.truth import pair_truth
-
-ESTIMATORS = ("ransac", "dlt")
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,7 @@ class Limits:
     correct_px: float = 3.0
     ransac_px: float = 3.0
     ransac_iterations: int = 3000
+    estimators: Tuple[str, ...] = DEFAULT
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,8 @@ def estimates(pair: Pair, found: PairMatches, limits: Limits) -> dict:
     """Homography or None by estimator. The seed of RANSAC depends on the pair alone."""
     points0, points1, weights = matched_points(pair, found)
     seed = zlib.crc32(pair.name.encode()) & 0x7FFFFFFF
-    return {
-        "ransac": homography.fit_ransac(points0, points1, limits.ransac_px, limits.ransac_iterations, seed),
-        "dlt": homography.fit_dlt(points0, points1, weights),
-    }
+    settings = (limits.ransac_px, limits.ransac_iterations, seed)
+    return {name: ESTIMATORS[name](points0, points1, weights, *settings) for name in limits.estimators}
 
 
 def score(pair: Pair, matcher: str, found: PairMatches, truth0: np.ndarray, limits: Limits) -> Row:
@@ -94,3 +92,8 @@ def score(pair: Pair, matcher: str, found: PairMatches, truth0: np.ndarray, limi
         },
         conditions=pair.conditions,
     )
+
+
+def estimators_of(rows: Sequence[Row]) -> Tuple[str, ...]:
+    """Names of the estimators the rows hold errors of."""
+    return tuple(rows[0].errors) if rows else DEFAULT

@@ -7,7 +7,7 @@ from typing import Dict, List, Optional, Sequence
 
 import numpy as np
 
-from pipeline.evaluation.scoring import ESTIMATORS, Row
+from pipeline.evaluation.scoring import Row, estimators_of
 from pipeline.matching import metrics
 
 AUC_PIXELS = (1, 3, 5, 10)
@@ -39,7 +39,7 @@ def figures_of(rows: Sequence[Row]) -> Figures:
         "recall": recall,
         "recall_pairs": recall_pairs,
     }
-    for estimator in ESTIMATORS:
+    for estimator in estimators_of(rows):
         errors = [row.errors[estimator] for row in rows]
         for pixels in AUC_PIXELS:
             figures[f"auc_{estimator}_{pixels}"] = metrics.auc(errors, pixels)

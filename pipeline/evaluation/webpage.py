@@ -29,7 +29,7 @@ def content(
     protocol: Dict[str, object],
 ) -> page.Content:
     """Everything the page shows. drawn: the pictures of `outputs`."""
-    errors = {name: errors_by_matcher(results.rows, name) for name in scoring.ESTIMATORS}
+    errors = {name: errors_by_matcher(results.rows, name) for name in scoring.estimators_of(results.rows)}
     notes = [f"{len(results.places)} pairs, {len(matchers.MATCHERS)} matchers on the same keypoints."]
     if results.bad:
         notes.append(f"{len(results.bad)} images could not be read and were left out: see bad_images.csv.")

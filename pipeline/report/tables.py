@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Dict, List, Optional, Sequence
 
 TITLES = {
@@ -11,11 +12,6 @@ TITLES = {
     "ratio_test": "ratio test 0.8, mutual",
 }
 AUC_PIXELS = (1, 3, 5, 10)
-COLUMNS = (
-    [("precision", "P"), ("recall", "R")]
-    + [(f"auc_ransac_{pixels}", f"@{pixels}") for pixels in AUC_PIXELS]
-    + [(f"auc_dlt_{pixels}", f"@{pixels}") for pixels in AUC_PIXELS]
-)
 
 
 def percent(value: Optional[float]) -> str:
@@ -52,21 +48,30 @@ def aligned(rows: Sequence[Sequence[str]]) -> List[str]:
     ]
 
 
+def estimators_in(figures: Dict[str, Optional[float]]) -> List[str]:
+    """Names of the estimators with an AUC, in the order they appear."""
+    return list(
+        dict.fromkeys(name.split(".auc_")[1].rpartition("_")[0] for name in figures if ".auc_" in name)
+    )
+
+
 def comparison(figures: Dict[str, Optional[float]]) -> str:
     """The table every evaluation ends with: one line per matcher, percentages beside the number of pairs."""
-    rows = [["", "pairs", "matches", *[heading for _, heading in COLUMNS]]]
+    estimators = estimators_in(figures)
+    names = ["precision", "recall"] + [f"auc_{kind}_{pixels}" for kind in estimators for pixels in AUC_PIXELS]
+    rows = [["", "pairs", "matches", "P", "R", *[f"@{pixels}" for _ in estimators for pixels in AUC_PIXELS]]]
     for matcher in matchers_in(figures):
         matches = figures.get(f"{matcher}.matches")
         rows.append(
             [title(matcher), str(figures[f"{matcher}.pairs"]), "-" if matches is None else f"{matches:.0f}"]
-            + [percent(figures.get(f"{matcher}.{name}")) for name, _ in COLUMNS]
+            + [percent(figures.get(f"{matcher}.{name}")) for name in names]
         )
     lines = aligned(rows)
-    start = lines[0].index("@1")
-    second = lines[0].index("@1", lines[0].index("@10") + len("@10"))
-    above = " " * start + "AUC RANSAC".ljust(second - start) + "AUC DLT"
+    above = ""
+    for kind, start in zip(estimators, re.finditer(r"@1\b", lines[0])):
+        above = above.ljust(start.start()) + f"AUC {kind.upper()} "
     notes = "in %; P, R: precision, recall; AUC of the mean corner error up to 1, 3, 5, 10 px"
-    return "\n".join([above, *lines, notes])
+    return "\n".join([above.rstrip(), *lines, notes])
 
 
 def by_scene(lines: Sequence[Dict[str, object]], matchers: Sequence[str]) -> str:

@@ -1,0 +1,76 @@
+"""From matches to a homography, in the ways that published tables use. Name the one behind a figure: they differ."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Callable, Dict, Optional, Sequence
+
+import cv2
+import numpy as np
+
+from pipeline.errors import RequestError
+from pipeline.matching import homography
+
+DEFAULT = ("ransac", "dlt")  # the paper's two
+Estimate = Optional[np.ndarray]  # (3, 3) float64
+
+
+def ransac(
+    points0: np.ndarray, points1: np.ndarray, weights: np.ndarray, px: float, iterations: int, seed: int
+):
+    """cv2.findHomography with RANSAC, the paper's."""
+    return homography.fit_ransac(points0, points1, px, iterations, seed)
+
+
+def dlt(points0: np.ndarray, points1: np.ndarray, weights: np.ndarray, px: float, iterations: int, seed: int):
+    """Weighted least squares over all matches, without rejection: the paper's DLT."""
+    return homography.fit_dlt(points0, points1, weights)
+
+
+def magsac(
+    points0: np.ndarray, points1: np.ndarray, weights: np.ndarray, px: float, iterations: int, seed: int
+):
+    """OpenCV's MAGSAC++ (Barath et al. 2020). Its generator starts from the same state at every call."""
+    if len(points0) < homography.MIN_POINTS:
+        return None
+    H, _ = cv2.findHomography(points0, points1, cv2.USAC_MAGSAC, px, maxIters=iterations)
+    return H
+
+
+def poselib(
+    points0: np.ndarray, points1: np.ndarray, weights: np.ndarray, px: float, iterations: int, seed: int
+):
+    """PoseLib's LO-RANSAC, glue-factory's default; an optional package."""
+    import poselib as library
+
+    if len(points0) < homography.MIN_POINTS:
+        return None
+    options = {"max_reproj_error": px, "max_iterations": iterations, "seed": seed}
+    H, found = library.estimate_homography(points0, points1, options, {})
+    return np.asarray(H) if found["num_inliers"] >= homography.MIN_POINTS and np.isfinite(H).all() else None
+
+
+ESTIMATORS: Dict[str, Callable[..., Estimate]] = {
+    "ransac": ransac,
+    "dlt": dlt,
+    "magsac": magsac,
+    "poselib": poselib,
+}
+WORDS = {
+    "ransac": "cv2.findHomography, RANSAC",
+    "dlt": "least squares over all matches, weighted by confidence (1 for the baselines)",
+    "magsac": "cv2.findHomography, USAC_MAGSAC",
+    "poselib": "PoseLib LO-RANSAC",
+}
+
+
+def choose(names: Sequence[str]) -> Sequence[str]:
+    """The names, checked. Raises RequestError for an unknown one or one whose package is missing."""
+    for name in names:
+        if name not in ESTIMATORS:
+            raise RequestError(f"--estimators {name}: unknown; choose from {', '.join(ESTIMATORS)}")
+    if "poselib" in names and importlib.util.find_spec("poselib") is None:
+        raise RequestError(
+            "--estimators poselib: the package is not installed; `pip install poselib` adds it"
+        )
+    return tuple(dict.fromkeys(names))
