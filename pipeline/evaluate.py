@@ -17,7 +17,7 @@ from typing import Dict, List, Optional, Tuple
 
 from pipeline import errors, params
 from pipeline.errors import RequestError, WorkError
-from pipeline.evaluation import estimators, matchers, outputs, scoring, summary, webpage
+from pipeline.evaluation import estimators, matchers, outputs, pose_run, poses, scoring, summary, webpage
 from pipeline.evaluation.degraded import LEVELS, DegradedPairs
 from pipeline.evaluation.difficulty import by_condition, line_of
 from pipeline.evaluation.heldout import HeldOutPairs
@@ -29,7 +29,7 @@ from pipeline.evaluation.run import Results, Settings, evaluate, figures_of
 from pipeline.features.tuning import tune_process
 from pipeline.images import sources
 from pipeline.matching.superglue import SuperGlue
-from pipeline.report import page, tables
+from pipeline.report import curves, page, tables
 from pipeline.runtime import distributed, tracking
 
 OWN_PARAMS = Path(__file__).resolve().parents[1] / "params.yaml"
@@ -42,11 +42,16 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add("--model", type=Path, default=Path("checkpoints/best.safetensors"), help="model to judge")
     add("--images", type=Path, default=Path("data/images"), help="folder that `fetch` wrote")
     add("--pairs", type=Path, help="instead of held-out images: a folder in HPatches layout")
+    add(
+        "--poses",
+        type=Path,
+        help="instead: a pairs_with_gt.txt of image pairs with cameras, images in --images",
+    )
     add("--out", type=Path, default=Path("reports/evaluate"), help="folder for the results")
     add("--params", type=Path, help="parameters (default: params.yaml here, else the project's)")
     add("--mlflow-run", type=Path, help="mlflow_run.json of the training, to add the results to its run")
     add("--max-keypoints", type=int, help="instead of evaluate.max_keypoints")
-    add("--resize", type=int, default=480, help="with --pairs: shorter side in pixels; 0: as they are")
+    add("--resize", type=int, default=480, help="--pairs, --poses: shorter side in pixels; 0: as they are")
     add("--batch", type=int, default=8, help="pairs in one pass of the network")
     add("--estimators", default=",".join(estimators.DEFAULT), help="of: " + ", ".join(estimators.ESTIMATORS))
     add("--robustness", type=int, default=0, help="photographs tried under growing blur, noise, ...; 0: none")
@@ -166,14 +171,26 @@ def check(argv: Optional[List[str]], processes: int) -> None:
     load_params(parse(argv).params)
 
 
+def run_poses(args: argparse.Namespace, model: SuperGlue, device: str, settings: Settings) -> int:
+    """Pairs with known cameras: metrics.json, pairs.csv and a table."""
+    rows = pose_run.evaluate(args.poses, args.images, args.resize, model, device, settings)
+    figures = poses.summarize(rows, matchers.MATCHERS)
+    outputs.write_json(args.out / "metrics.json", figures)
+    curves.write_csv(args.out / "pairs.csv", pose_run.lines_of(rows))
+    print(tables.pose_comparison(figures, poses.AUC_DEGREES) + f"\n\nwritten to {args.out}")
+    return 0
+
+
 def run(args: argparse.Namespace, context: distributed.Context) -> int:
     """The work of one process; the first of a group writes the results."""
     started = time.monotonic()
     section = load_params(args.params)
     device = choose_device(args.device) if context.world_size == 1 else str(context.device)
     model, info = load_model(args.model, device, section.sinkhorn_iterations)
-    source, where = choose_source(args, section)
     settings = settings_of(args, section)
+    if args.poses is not None:
+        return run_poses(args, model, device, settings) if context.is_main else 0
+    source, where = choose_source(args, section)
     results = evaluate(source, model, device, settings, context)
     disturbed = disturbances(args, source, model, device, settings, context)
     if not results.places:

@@ -74,6 +74,16 @@ def comparison(figures: Dict[str, Optional[float]]) -> str:
     return "\n".join([above.rstrip(), *lines, notes])
 
 
+def pose_comparison(figures: Dict[str, float], degrees: Sequence[int]) -> str:
+    """The same for relative poses: AUC of the pose error, precision (P) and matching score (MS)."""
+    names = [f"auc_pose_{limit}" for limit in degrees] + ["precision", "matching_score"]
+    rows = [["", "pairs", *[f"AUC@{limit} deg" for limit in degrees], "P", "MS"]]
+    for matcher in matchers_in(figures):
+        cells = [percent(figures[f"{matcher}.{name}"]) for name in names]
+        rows.append([title(matcher), str(figures[f"{matcher}.pairs"]), *cells])
+    return "\n".join(aligned(rows))
+
+
 def by_scene(lines: Sequence[Dict[str, object]], matchers: Sequence[str]) -> str:
     """One line per sequence: AUC@3 with RANSAC and precision of each matcher. lines: as in scenes.csv."""
     scenes = list(dict.fromkeys(str(line["scene"]) for line in lines))

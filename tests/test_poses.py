@@ -1,0 +1,146 @@
+"""Pose metrics on made scenes with exact cameras."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import cv2
+import numpy as np
+import pytest
+from made_scenes import write_model
+
+from pipeline import errors, evaluate
+from pipeline.errors import RequestError
+from pipeline.evaluation import poses
+
+K = np.array([[500.0, 0, 320], [0, 500, 240], [0, 0, 1]])
+
+
+def pose(degrees, t):
+    T = np.eye(4)
+    T[:3, :3] = cv2.Rodrigues(np.radians(np.array(degrees, float)))[0]
+    T[:3, 3] = t
+    return T
+
+
+T = pose([3, -8, 2], [1.0, 0.1, 0.2])
+
+
+def scene(count=80, noise=0.0, seed=0):
+    """Pixels of random points in space in both cameras."""
+    rng = np.random.default_rng(seed)
+    points = rng.uniform([-2, -1.5, 4], [2, 1.5, 9], (count, 3))
+    other = points @ T[:3, :3].T + T[:3, 3]
+    pixels = [(p / p[:, 2:]) @ K.T for p in (points, other)]
+    return [p[:, :2] + rng.normal(0, noise, (count, 2)) if noise else p[:, :2] for p in pixels]
+
+
+def test_exact_matches_give_the_exact_pose():
+    row = poses.score("p", "ours", 100, scene(), (K, K), T)
+    assert row.error < 0.05 and row.correct == row.matches == 80
+    assert row.precision == 1.0 and row.matching_score == 0.8
+
+
+def test_outliers_are_wrong_matches_and_do_not_move_the_pose():
+    points = scene(noise=0.2)
+    points[1][:30] = np.random.default_rng(5).uniform([0, 0], [640, 480], (30, 2))
+    row = poses.score("p", "ours", 100, points, (K, K), T)
+    assert row.error < 2.0 and 50 <= row.correct <= 56
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_too_few_matches_are_an_infinite_error(count):
+    row = poses.score("p", "ours", 100, [side[:count] for side in scene()], (K, K), T)
+    assert math.isinf(row.error) and row.matches == count
+
+
+def test_epipolar_error_is_zero_on_the_truth_and_symmetric():
+    flat = [poses.normalized(side, K) for side in scene()]
+    assert poses.epipolar_errors(*flat, T).max() < 1e-20
+    moved = flat[1] + [0, 0.01]
+    there = poses.epipolar_errors(flat[0], moved, T)
+    np.testing.assert_allclose(there, poses.epipolar_errors(moved, flat[0], np.linalg.inv(T)), rtol=1e-6)
+    # both distances squared, summed: about twice 0.01 squared for epipolar lines that lie nearly level
+    assert 0.5e-4 < np.median(there) < 2.5e-4
+
+
+@pytest.mark.parametrize(
+    "found, expected",
+    [
+        (T, 0.0),
+        (pose([3, -8, 2], [-1.0, -0.1, -0.2]), 0.0),  # the sign of t cannot be seen
+        (pose([3, -8, 2], [5.0, 0.5, 1.0]), 0.0),  # nor its length
+    ],
+)
+def test_pose_error_of_equal_poses(found, expected):
+    assert poses.pose_error((found[:3, :3], found[:3, 3]), T) == pytest.approx(expected, abs=1e-4)
+
+
+def test_pose_error_is_the_larger_angle():
+    base = pose([0, 0, 0], [1.0, 0, 0])
+    turned, moved = pose([0, 7, 0], [1.0, 0, 0]), pose([0, 0, 0], [1.0, math.tan(math.radians(30)), 0])
+    assert poses.pose_error((turned[:3, :3], turned[:3, 3]), base) == pytest.approx(7.0)
+    assert poses.pose_error((moved[:3, :3], moved[:3, 3]), base) == pytest.approx(30.0)
+    assert math.isinf(poses.pose_error(None, base))
+
+
+def line(name0, name1, K0=K, K1=K, pose_=T):
+    values = [*np.ravel(K0), *np.ravel(K1), *np.ravel(pose_)]
+    return f"{name0} {name1} 0 0 " + " ".join(repr(float(value)) for value in values)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("", "holds no pair"),
+        ("a.png b.png 0 0 1 2 3", "line 1: 7 words"),
+        (line("a.png", "b.png").replace("500.0", "wide", 1), "line 1: could not convert"),
+        (line("a.png", "b.png").replace(" 0 0 ", " 0 1 ", 1), "EXIF rotation"),
+        (line("a.png", "b.png", pose_=np.diag([1.0, 1, 2, 1])), "does not hold a rotation"),
+        (line("a.png", "b.png", K0=np.diag([0.0, 1, 1])), "focal lengths"),
+    ],
+)
+def test_wrong_files_are_named(tmp_path, text, words):
+    (tmp_path / "pairs.txt").write_text(text)
+    with pytest.raises(RequestError, match=words):
+        poses.read_pairs(tmp_path / "pairs.txt")
+    with pytest.raises(RequestError, match="cannot be read"):
+        poses.read_pairs(tmp_path / "nowhere.txt")
+
+
+def test_means_keep_failures():
+    rows = [poses.PoseRow("a", "x", 10, 8, 4, 2.5), poses.PoseRow("b", "x", 10, 0, 0, math.inf)]
+    figures = poses.summarize(rows, ["x"])
+    assert figures["x.pairs"] == 2 and figures["x.auc_pose_5"] == 0.25 and figures["x.auc_pose_10"] == 0.375
+    assert figures["x.precision"] == 0.25 and figures["x.matching_score"] == 0.2
+
+
+def test_a_textured_plane_from_end_to_end(tmp_path, photo, root, capsys):
+    # a plane at depth 5 in front of camera 0: its homography is K (R + t n^T / d) inv(K)
+    small = pose([2, 5, 1], [0.5, 0.1, 0.0])
+    H = K @ (small[:3, :3] + np.outer(small[:3, 3], [0, 0, 1]) / 5) @ np.linalg.inv(K)
+    image = cv2.resize(photo, (640, 480))
+    cv2.imwrite(str(tmp_path / "a.png"), image)
+    cv2.imwrite(str(tmp_path / "b.png"), cv2.warpPerspective(image, H, (640, 480)))
+    (tmp_path / "pairs.txt").write_text(
+        line("a.png", "b.png", pose_=small) + "\n" + line("a.png", "b.png", pose_=small)
+    )
+    write_model(tmp_path / "model.safetensors", layers=1)
+    words = [
+        "--model",
+        tmp_path / "model.safetensors",
+        "--poses",
+        tmp_path / "pairs.txt",
+        "--images",
+        tmp_path,
+    ]
+    words += ["--params", root / "presets" / "sample.yaml", "--out", tmp_path / "out", "--device", "cpu"]
+    assert errors.run(evaluate.main, [str(word) for word in words]) == 0
+    figures = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert figures["superglue.pairs"] == 2 and figures["ratio_test.precision"] > 0.8
+    assert "matching_score" in (tmp_path / "out" / "pairs.csv").read_text()
+    assert "AUC" in capsys.readouterr().out
+    (tmp_path / "b.png").unlink()
+    assert errors.run(evaluate.main, [str(word) for word in words]) == 2
+    assert "b.png: cannot read this image" in capsys.readouterr().err
