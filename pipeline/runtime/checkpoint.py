@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor
 
-FORMAT = "superglue-sift/1"
+FORMAT = "superglue-sift/1"  # the one key of the header: several would come in no fixed order
 Tensors = Dict[str, Tensor]
 
 
@@ -30,7 +30,7 @@ class BadCheckpoint(Exception):
 def _digest(arrays: Mapping[str, np.ndarray], text: str) -> str:
     digest = hashlib.sha256(text.encode())
     for name in sorted(arrays):
-        array = np.ascontiguousarray(arrays[name])
+        array = np.asarray(arrays[name], order="C")
         digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()
@@ -59,9 +59,9 @@ def save_model_file(path: Union[str, Path], tensors: Mapping[str, Tensor], info:
     path = Path(path)
     arrays = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
     text = json.dumps(info, sort_keys=True)
-    header = {"format": FORMAT, "info": text, "sha256": _digest(arrays, text)}
+    header = {FORMAT: json.dumps({"info": text, "sha256": _digest(arrays, text)})}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, save({k: np.ascontiguousarray(a) for k, a in arrays.items()}, metadata=header))
+    write_atomically(path, save({k: np.asarray(a, order="C") for k, a in arrays.items()}, metadata=header))
     write_atomically(path.with_suffix(".json"), (json.dumps(info, indent=2, sort_keys=True) + "\n").encode())
 
 
@@ -77,13 +77,12 @@ def load_model_file(path: Union[str, Path]) -> Tuple[Tensors, Dict[str, Any]]:
         raise FileNotFoundError(f"{path}: no such file")
     try:
         with safe_open(str(path), framework="numpy") as file:
-            header = file.metadata() or {}
-            if header.get("format") != FORMAT:
-                raise BadCheckpoint(
-                    f"{path}: not a model file of this project (format {header.get('format')!r})"
-                )
+            metadata = file.metadata() or {}
+            if FORMAT not in metadata:
+                raise BadCheckpoint(f"{path}: not a model file of this project: its header lacks {FORMAT}")
+            header = json.loads(metadata[FORMAT])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not iterable)
-        if _digest(arrays, header.get("info", "")) != header.get("sha256"):
+        if _digest(arrays, header["info"]) != header["sha256"]:
             raise BadCheckpoint(
                 f"{path}: the checksum does not fit: the file was altered after it was written"
             )

@@ -1,0 +1,57 @@
+"""Run a function in several processes that form a gloo group, and collect what they return."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from typing import Any, Callable, List
+
+import torch.multiprocessing as mp
+
+from pipeline.launch import free_port
+
+LIMIT_SECONDS = 120
+
+
+def _work(rank: int, world_size: int, port: int, function: Callable, arguments: tuple, answers) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    import torch
+
+    from pipeline.runtime import distributed
+
+    torch.set_num_threads(1)
+    try:
+        with distributed.joined() as context:
+            answers.put((rank, function(context, *arguments), None))
+    except BaseException:
+        answers.put((rank, None, traceback.format_exc()))
+
+
+def in_group(world_size: int, function: Callable, *arguments: Any) -> List[Any]:
+    """`function(context, *arguments)` on each rank; its answers in rank order. AssertionError when a rank fails.
+
+    Answers must be plain values (numbers, lists, numpy arrays).
+    """
+    context = mp.get_context("spawn")
+    answers = context.Queue()
+    port = free_port()
+    processes = [
+        context.Process(target=_work, args=(rank, world_size, port, function, arguments, answers), daemon=True)
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        found = {}
+        for _ in processes:
+            rank, answer, trouble = answers.get(timeout=LIMIT_SECONDS)
+            assert trouble is None, f"rank {rank} of {world_size}:\n{trouble}"
+            found[rank] = answer
+        return [found[rank] for rank in range(world_size)]
+    finally:
+        for process in processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()

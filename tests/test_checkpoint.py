@@ -1,0 +1,94 @@
+"""Checkpoint files: what is written comes back, what is damaged is recognised, the newest whole one is used."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.runtime import checkpoint
+from pipeline.runtime.checkpoint import BadCheckpoint, Checkpoints, load_model_file, save_model_file
+
+TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3), "step": torch.tensor(7), "none": torch.zeros(0, 4)}
+
+
+def test_round_trip(tmp_path):
+    path = tmp_path / "m.safetensors"
+    save_model_file(path, TENSORS, {"step": 7, "model": {"dim": 128}})
+    tensors, info = load_model_file(path)
+    assert info == {"step": 7, "model": {"dim": 128}}
+    assert set(tensors) == set(TENSORS) and all(torch.equal(tensors[k], TENSORS[k]) for k in TENSORS)
+    assert json.loads(path.with_suffix(".json").read_text()) == info
+    first = path.read_bytes()
+    save_model_file(path, TENSORS, info)
+    assert path.read_bytes() == first
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.json", "m.safetensors"]  # no temporary file stays
+
+
+def test_every_flip_and_every_cut_is_recognised(tmp_path):
+    path = tmp_path / "m.safetensors"
+    save_model_file(path, TENSORS, {"step": 7})
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        at = int(rng.integers(len(whole)))
+        flipped = bytearray(whole)
+        flipped[at] ^= 1 << int(rng.integers(8))
+        for damaged in (bytes(flipped), whole[:at]):
+            path.write_bytes(damaged)
+            try:
+                tensors, info = load_model_file(path)
+            except BadCheckpoint as error:
+                assert str(path) in str(error)
+            else:  # a flip in the header's padding changes nothing that is read
+                assert info == {"step": 7} and all(torch.equal(tensors[k], TENSORS[k]) for k in TENSORS)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80\x04\x95", (2**40).to_bytes(8, "little") + b"{}", b"PK\x03\x04" * 9, b"\0" * 64]
+)
+def test_other_files_are_refused(tmp_path, content):
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(BadCheckpoint, match=r"m\.safetensors"):
+        load_model_file(path)
+    with pytest.raises(FileNotFoundError):
+        load_model_file(tmp_path / "none.safetensors")
+
+
+def test_the_newest_two_stay_and_best_is_apart(tmp_path):
+    folder = Checkpoints(tmp_path)
+    for step in (1, 2, 10):
+        folder.save(step, {"w": torch.tensor([float(step)])}, {"step": step})
+    folder.save_best({"w": torch.zeros(1)}, {"step": 2})
+    assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == [
+        "best.safetensors",
+        "step-00000002.safetensors",
+        "step-00000010.safetensors",
+    ]
+    assert folder.load_newest()[0][1] == {"step": 10}
+    newest = tmp_path / "step-00000010.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    (tensors, info), complaints = folder.load_newest()
+    assert info == {"step": 2} and tensors["w"].item() == 2
+    assert len(complaints) == 1 and "step-00000010" in complaints[0]
+    folder.clear()
+    assert not list(tmp_path.iterdir()) and folder.load_newest() == (None, [])
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "m.safetensors"
+    save_model_file(path, TENSORS, {"step": 1})
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        save_model_file(path, TENSORS, {"step": 2})
+    monkeypatch.setattr(checkpoint.os, "fsync", os.fsync)
+    assert load_model_file(path)[1] == {"step": 1}
+    assert not list(tmp_path.glob(".*"))

@@ -1,0 +1,92 @@
+"""Collectives in groups of one, two and three processes over gloo."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from processes import in_group
+
+from pipeline.errors import RequestError
+from pipeline.matching.normalization import TokenBatchNorm, synchronize
+from pipeline.runtime import distributed
+
+SHARES = {1: [7], 2: [5, 2], 3: [4, 0, 3]}  # tokens of each rank; a rank may have none
+
+
+def collectives(context) -> dict:
+    rank = context.rank
+    return {
+        "sum": distributed.reduce_dict({"b": rank + 1, "a": 0.5}),
+        "mean": distributed.reduce_dict({"a": rank + 1}, average=True),
+        "gathered": distributed.all_gather({"rank": rank, "items": list(range(rank))}),
+        "broadcast": distributed.broadcast(f"from {rank}"),
+        "any": [distributed.any_rank(rank == 0), distributed.any_rank(False)],
+        "tensor": distributed.all_reduce_sum(torch.tensor([1.0, float(rank)])).tolist(),
+        "main": context.is_main,
+        "barrier": distributed.barrier(),
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_collectives(world_size):
+    ranks = range(world_size)
+    answers = [collectives(distributed.start())] if world_size == 1 else in_group(world_size, collectives)
+    for rank, answer in enumerate(answers):
+        assert answer["sum"] == {"a": 0.5 * world_size, "b": sum(r + 1 for r in ranks)}
+        assert answer["mean"] == {"a": sum(r + 1 for r in ranks) / world_size}
+        assert answer["gathered"] == [{"rank": r, "items": list(range(r))} for r in ranks]
+        assert answer["broadcast"] == "from 0"
+        assert answer["any"] == [True, False]
+        assert answer["tensor"] == [world_size, sum(ranks)]
+        assert answer["main"] is (rank == 0)
+
+
+def batch_norm(context, x: np.ndarray, shares: list) -> dict:
+    """Statistics and gradients of this rank's tokens under a synchronised norm."""
+    begin = sum(shares[: context.rank])
+    own = torch.from_numpy(x[begin : begin + shares[context.rank]]).requires_grad_()
+    norm = TokenBatchNorm(x.shape[1]).double()
+    synchronize(norm, distributed.differentiable_sum)
+    y = norm(own)
+    (y * y * y).sum().backward()
+    return {
+        "y": y.detach().numpy(),
+        "grad": own.grad.numpy(),
+        "weight": distributed.all_reduce_sum(norm.weight.grad).numpy(),
+        "mean": norm.running_mean.numpy(),
+        "var": norm.running_var.numpy(),
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_batch_norm_over_ranks_is_that_of_one_process(world_size):
+    x = np.random.default_rng(0).normal(2, 3, (7, 5))
+    whole = batch_norm(distributed.start(), x, SHARES[1])
+    parts = in_group(world_size, batch_norm, x, SHARES[world_size])
+    for name in ("y", "grad"):
+        assert np.allclose(np.concatenate([p[name] for p in parts]), whole[name], atol=1e-12)
+    for name in ("weight", "mean", "var"):
+        for part in parts:
+            assert np.allclose(part[name], whole[name], atol=1e-12)
+
+
+def test_slurm_variables(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {
+        "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "20041",
+        "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.5",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    distributed._adopt_slurm()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    assert [distributed.os.environ[n] for n in names] == ["3", "8", "1", "10.0.0.5", "20041"]
+    for name in names:  # what the function set is not undone by monkeypatch, which did not set it
+        monkeypatch.delenv(name)
+
+
+def test_an_environment_that_is_no_number(monkeypatch):
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(RequestError, match="RANK='first'"):
+        distributed.start()

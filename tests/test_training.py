@@ -1,0 +1,317 @@
+"""Training: the same gradient on any number of ranks, the same weights after any interruption."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from made_views import made_keypoints, made_store
+from processes import in_group
+
+from pipeline import errors, params, train
+from pipeline.errors import RequestError
+from pipeline.features.store import Store
+from pipeline.matching import normalization
+from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
+from pipeline.pairs.loader import load_batch, split_evenly
+from pipeline.pairs.order import PairOrder
+from pipeline.runtime import distributed
+from pipeline.runtime.checkpoint import load_model_file, save_model_file
+from pipeline.stack import grad_scaler
+from pipeline.training import optimization, trainer
+from pipeline.training.objective import MatchingObjective
+from pipeline.training.step import train_step
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = dict(
+    batch=4, steps=6, dim=16, layers=1, heads=2, max_keypoints=32, sinkhorn_iterations=10, warmup_steps=2,
+    val_pairs=4, val_every=3, save_every=2, log_every=2, decay_start=3,
+)  # fmt: skip
+
+
+def one_step(context, folder: str, norm: str, shares: list, accumulate: int, seed: int = 0) -> np.ndarray:
+    """All weights after two SGD steps, rank r taking `shares[r]` of the pairs; through the real step."""
+    store = Store(folder)
+    samples = PairOrder(0, len(store), store.views_per_image)
+    torch.manual_seed(seed)
+    model = SuperGlue(SuperGlueConfig(dim=32, layers=2, norm=norm, sinkhorn_iterations=20))
+    with torch.no_grad():  # the zero start of the residual branches would hide most gradients
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+    normalization.synchronize(model, distributed.differentiable_sum)
+    objective = distributed.wrap(MatchingObjective(model, 3.0, 5.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    pairs = sum(shares)
+    for step in range(2):
+        begin = sum(shares[: context.rank])
+        own = samples.step(step, pairs)[begin : begin + shares[context.rank]]
+        batches = [load_batch(store, part, 48) for part in split_evenly(own, accumulate)]
+        result = train_step(objective, optimizer, grad_scaler(False), batches, pairs, context.world_size, 1.0)
+        assert result.applied and result.grad_norm > 0
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
+
+
+class TestGradients:
+    @pytest.mark.parametrize("norm", ["layer", "batch"])
+    @pytest.mark.parametrize("shares", [[3, 3], [5, 1], [2, 0, 4]], ids=str)
+    def test_ranks_equal_one_process_with_the_whole_batch(self, tmp_path, norm, shares):
+        folder = str(made_store(tmp_path))
+        whole = one_step(distributed.start(), folder, norm, [6], 1)
+        start = one_step(distributed.start(), folder, norm, [6], 1, seed=1)
+        parts = in_group(len(shares), one_step, folder, norm, shares, 1)
+        for part in parts:
+            assert np.array_equal(part, parts[0])  # every rank holds the same weights, to the bit
+        assert np.abs(parts[0] - whole).max() < 1e-6
+        assert np.abs(start - whole).max() > 1e-3  # the comparison is not blind
+
+    def test_accumulation_changes_nothing(self, tmp_path):
+        folder = str(made_store(tmp_path))
+        whole = one_step(distributed.start(), folder, "layer", [6], 1)
+        assert np.abs(one_step(distributed.start(), folder, "layer", [6], 3) - whole).max() < 1e-6
+        parts = in_group(2, one_step, folder, "layer", [3, 3], 2)
+        assert np.abs(parts[0] - whole).max() < 1e-6
+
+    def test_a_gradient_that_is_not_finite_is_not_applied(self, tmp_path):
+        store = Store(made_store(tmp_path))
+        model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2))
+        objective = MatchingObjective(model, 3.0, 5.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batch = load_batch(store, PairOrder(0, 5, 3).step(0, 2), 32)
+        before = [p.clone() for p in model.parameters()]
+        model.final_projection.weight.register_hook(lambda g: g * float("nan"))
+        result = train_step(objective, optimizer, grad_scaler(False), [batch], 2, 1, 1.0)
+        assert not result.applied
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+class TestOptimization:
+    def test_learning_rates(self, make_params):
+        def rates(steps, **keys):
+            section = make_params("train", lr=1.0, warmup_steps=2, steps=10, **keys)
+            return [optimization.learning_rate(section, s, 4) for s in steps]
+
+        assert rates([0, 1, 2, 6, 10], schedule="cosine") == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.0])
+        decay = dict(schedule="constant_decay", decay=0.5, decay_start=4)
+        assert rates([1, 3, 4, 5, 7], **decay) == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.125])
+        assert rates([2], lr_scaling="linear") == [4.0] and rates([2], lr_scaling="sqrt") == [2.0]
+
+    @pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
+    def test_memory_survives_a_round_trip(self, make_params, kind):
+        section = make_params("train", optimizer=kind, lr=0.1, weight_decay=0.1)
+        torch.manual_seed(0)
+        models = [torch.nn.Linear(3, 2) for _ in range(2)]
+        first = optimization.make_optimizer(section, models[0])
+
+        def step(model, optimizer, seed):
+            optimizer.zero_grad()
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
+            model(x).square().sum().backward()
+            optimizer.step()
+
+        for seed in range(3):
+            step(models[0], first, seed)
+        models[1].load_state_dict(models[0].state_dict())
+        second = optimization.make_optimizer(section, models[1])
+        tensors = {k: v.clone() for k, v in optimization.optimizer_tensors(first).items()}
+        optimization.restore_optimizer(second, tensors)
+        for model, optimizer in zip(models, (first, second)):
+            step(model, optimizer, 9)
+        assert torch.equal(models[0].weight, models[1].weight)
+
+    def test_moving_average(self):
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        average = optimization.MovingAverage(model, 0.5)
+        torch.nn.init.ones_(model.weight)
+        average.update(model, 1000)
+        average.update(model, 1001)
+        assert average.values["weight"].item() == pytest.approx(0.75)
+
+    def test_freezing_by_name(self):
+        model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2))
+        frozen = optimization.freeze(model, ["keypoint_encoder.*"])
+        assert frozen and all(n.startswith("keypoint_encoder.") for n in frozen)
+        assert {n for n, p in model.named_parameters() if not p.requires_grad} == set(frozen)
+        with pytest.raises(RequestError, match="fits no parameter"):
+            optimization.freeze(model, ["encoder*nothing"])
+
+
+@pytest.fixture
+def request_of(tmp_path, make_params, monkeypatch):
+    """A training on made views: `request_of(out, **train_keys)` gives the arguments of pipeline.train."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    keypoints = made_keypoints(tmp_path / "keypoints")
+
+    def make(out: str, **keys) -> list:
+        section = make_params("train", **{**SMALL, **keys})
+        file = tmp_path / f"{out}.yaml"
+        file.write_text(json.dumps({"train": section.model_dump()}))  # JSON is YAML
+        return [
+            "--keypoints", str(keypoints), "--out", str(tmp_path / out),
+            "--reports", str(tmp_path / f"{out}-reports"), "--params", str(file),
+        ]  # fmt: skip
+
+    return make
+
+
+def stop_after(monkeypatch, step: int) -> None:
+    """As if SIGTERM had come during `step`."""
+    inner = trainer.Training._step
+
+    def stepping(self, *arguments):
+        inner(self, *arguments)
+        if self.state.step == step:
+            self.stop.requested = True
+
+    monkeypatch.setattr(trainer.Training, "_step", stepping)
+
+
+class TestResume:
+    @pytest.mark.parametrize("keys", [{}, {"ema": 0.9, "norm": "batch", "optimizer": "sgd", "accumulate": 2}], ids=str)
+    def test_a_stopped_run_ends_with_the_same_bytes(self, tmp_path, request_of, monkeypatch, keys):
+        assert train.main(request_of("whole", **keys)) == 0
+        for step in (1, 3, 5):
+            with monkeypatch.context() as patch:
+                stop_after(patch, step)
+                assert train.main(request_of("parts", **keys)) == 143
+            assert (tmp_path / "parts" / f"step-{step:08d}.safetensors").is_file()
+        assert train.main(request_of("parts", **keys)) == 0
+        for name in ("step-00000006", "best"):
+            whole, parts = (load_model_file(tmp_path / run / f"{name}.safetensors") for run in ("whole", "parts"))
+            assert {k: v.numpy().tobytes() for k, v in whole[0].items()} == {
+                k: v.numpy().tobytes() for k, v in parts[0].items()
+            }
+        curves = [(tmp_path / f"{run}-reports" / "curves" / "validation.csv").read_text() for run in ("whole", "parts")]
+        assert curves[0] == curves[1]
+
+    def test_a_finished_run_has_nothing_to_do(self, tmp_path, request_of):
+        assert train.main(request_of("run")) == 0
+        before = (tmp_path / "run" / "best.safetensors").read_bytes()
+        assert train.main([*request_of("run"), "--resume", "must"]) == 0
+        assert (tmp_path / "run" / "best.safetensors").read_bytes() == before
+
+    def test_another_training_is_refused_or_replaced(self, tmp_path, request_of, capsys):
+        assert train.main(request_of("run")) == 0
+        with pytest.raises(RequestError, match=r"train\.lr: 0\.0005 in the checkpoint, 0\.001 now"):
+            train.main([*request_of("run", lr=0.001), "--resume", "must"])
+        assert (tmp_path / "run" / "step-00000006.safetensors").is_file()
+        capsys.readouterr()
+        assert train.main(request_of("run", lr=0.001)) == 0
+        assert "holds another training (train.lr: 0.0005 in the checkpoint, 0.001 now)" in capsys.readouterr().out
+
+    def test_changed_code_is_accepted_on_request(self, tmp_path, request_of, monkeypatch, capsys):
+        with monkeypatch.context() as patch:
+            stop_after(patch, 3)
+            assert train.main(request_of("run")) == 143
+        monkeypatch.setattr("pipeline.training.state.code_digest", lambda: "changed")
+        with pytest.raises(RequestError, match="code: "):
+            train.main([*request_of("run"), "--resume", "must"])
+        assert train.main([*request_of("run"), "--resume", "must", "--accept", "code"]) == 0
+        assert "resuming at step 3 of 6" in capsys.readouterr().out
+
+    def test_a_damaged_newest_checkpoint_is_passed_over(self, tmp_path, request_of, capsys):
+        assert train.main(request_of("run")) == 0
+        newest = tmp_path / "run" / "step-00000006.safetensors"
+        whole = newest.read_bytes()
+        newest.write_bytes(whole[: len(whole) // 2])
+        assert train.main(request_of("run")) == 0
+        out = capsys.readouterr().out
+        assert "warning" in out and "step-00000006" in out and "resuming at step 4 of 6" in out
+        assert newest.read_bytes() == whole
+
+
+class TestRequests:
+    def test_learning_shows_on_the_curves(self, tmp_path, request_of):
+        assert train.main(request_of("run", steps=30, val_every=15, lr=0.003, dim=32)) == 0
+        metrics = json.loads((tmp_path / "run-reports" / "metrics.json").read_text())
+        assert metrics["step"] == 30 and metrics["val_pairs"] == 4 and 0 < metrics["val_f1"] <= 1
+        rows = (tmp_path / "run-reports" / "curves" / "train.csv").read_text().splitlines()
+        assert len(rows) == 16 and rows[0].startswith("step,loss,loss_positive,loss_unmatched,lr,grad_norm")
+        losses = [float(row.split(",")[1]) for row in rows[1:]]
+        assert np.mean(losses[-3:]) < np.mean(losses[:3])
+
+    @pytest.mark.parametrize(
+        "keys, world_size, message",
+        [
+            ({"batch": 4}, 3, r"train\.batch = 4 cannot be shared by 3 processes: .*\[1, 2, 4\]"),
+            ({"init_from": "none.safetensors"}, 1, r"train\.init_from: none\.safetensors: no such file"),
+        ],
+    )
+    def test_wrong_requests_name_the_mend(self, request_of, keys, world_size, message):
+        with pytest.raises(RequestError, match=message):
+            train.check(request_of("run", **keys), world_size)
+
+    def test_missing_views(self, request_of, tmp_path, capsys):
+        arguments = request_of("run")
+        arguments[1] = str(tmp_path / "nowhere")
+        assert errors.run(train.main, arguments) == 2
+        assert "nowhere" in capsys.readouterr().err
+
+    def test_initial_weights_of_another_shape(self, tmp_path, request_of, capsys):
+        save_model_file(tmp_path / "m.safetensors", SuperGlue(SuperGlueConfig(dim=16, layers=2, heads=2)).state_dict(), {})
+        assert train.main(request_of("run", init_from=str(tmp_path / "m.safetensors"), steps=1, val_every=1)) == 0
+        assert "tensors taken" in capsys.readouterr().out
+        assert train.main(request_of("other", init_from=str(tmp_path / "m.safetensors"), dim=32, steps=1, val_every=1)) == 0
+        assert "skipped, another shape: " in capsys.readouterr().out
+
+
+def curve(folder: Path) -> np.ndarray:
+    lines = (folder / "curves" / "train.csv").read_text().splitlines()[1:]
+    return np.array([[float(v) for v in line.split(",")[1:4]] for line in lines])
+
+
+def launched(arguments: list, processes: int, **options) -> subprocess.Popen:
+    environment = {**train_environment(), "NPROC_PER_NODE": str(processes)}
+    command = [sys.executable, "-m", "pipeline.launch", "pipeline.train", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stderr=subprocess.PIPE, **options)
+
+
+def train_environment() -> dict:
+    import os
+
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+class TestLaunched:
+    def test_two_ranks_follow_the_curve_of_one(self, tmp_path, request_of):
+        assert train.main(request_of("one")) == 0
+        process = launched(request_of("two"), 2)
+        _, err = process.communicate(timeout=180)
+        assert process.returncode == 0, err
+        one, two = (curve(tmp_path / f"{name}-reports") for name in ("one", "two"))
+        assert np.allclose(one, two, rtol=1e-4)
+        metrics = [json.loads((tmp_path / f"{n}-reports" / "metrics.json").read_text()) for n in ("one", "two")]
+        assert metrics[0]["val_loss"] == pytest.approx(metrics[1]["val_loss"], rel=1e-4)
+
+    def test_sigterm_leaves_a_checkpoint_and_143(self, tmp_path, request_of):
+        arguments = request_of("run", steps=100000, val_every=1000, save_every=1000)
+        process = launched(arguments, 2)
+        curves = tmp_path / "run-reports" / "curves" / "train.csv"
+        deadline = time.monotonic() + 120
+        while not curves.is_file() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 143, err
+        assert "Traceback" not in err
+        assert len(list((tmp_path / "run").glob("step-*.safetensors"))) == 1
+
+    def test_a_wrong_request_is_one_line(self, request_of):
+        process = launched(request_of("run", batch=4), 3)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 2
+        assert err.strip().splitlines()[-1].startswith("error: train.batch = 4 cannot be shared")
+        assert "Traceback" not in err
+
+
+def test_the_committed_sample_asks_for_layer_norm():
+    """superglue.py says which norm is the default and why: the preset must not say another."""
+    assert params.load("train", ROOT / "presets" / "sample.yaml").norm == SuperGlueConfig().norm
