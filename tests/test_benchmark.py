@@ -1,0 +1,40 @@
+"""The speed table: runs, compares equal work, says what is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import cv2
+import pytest
+
+from pipeline import benchmark
+from pipeline.errors import RequestError
+from pipeline.extraction.benchmark import keypoint_rows
+from pipeline.images.sources import ImageSet, folder_entries
+
+
+def test_keypoints_are_measured_against_the_floor_and_a_plain_pool(tmp_path, photo, make_params):
+    """Ours and the plain pool must give the same bytes; `keypoint_rows` raises where they do not."""
+    for index in range(4):
+        cv2.imwrite(str(tmp_path / f"{index}.jpg"), photo[:, index * 10 :])
+    names = [f"{index}.jpg" for index in range(4)]
+    entries = folder_entries(tmp_path, names, "train", "train")
+    settings = make_params("keypoints", views=2, width=128, height=96, shard_images=3)
+    rows = keypoint_rows(ImageSet(entries, {"train": str(tmp_path)}), entries, settings, 2, rounds=1)
+    assert [row["what"] for row in rows] == ["keypoints floor", "keypoints ours", "keypoints plain"]
+    assert rows[0]["of_floor"] == 1.0 and all(row["images_per_second"] > 0 for row in rows)
+
+
+def test_the_table_is_printed_and_written(tmp_path, monkeypatch, capsys):
+    rows = [{"what": "a long name", "speed": 1.5}, {"what": "b", "speed": 12.25}]
+    monkeypatch.setattr(benchmark, "_store", lambda _: rows)
+    assert benchmark.main(["--json", str(tmp_path / "rows.json"), "store"]) == 0
+    assert capsys.readouterr().out == "what         speed\na long name    1.5\nb            12.25\n"
+    assert json.loads((tmp_path / "rows.json").read_text()) == rows
+
+
+def test_wrong_requests_are_named(tmp_path):
+    with pytest.raises(RequestError, match="--count and --rounds"):
+        benchmark.main(["keypoints", "--count", "0"])
+    with pytest.raises(RequestError, match="no keypoint store here"):
+        benchmark.main(["store", "--keypoints", str(tmp_path)])
