@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Run the steps of the Dockerfile where there is no container engine and no GPU, and try the image:
-#   docker/build-in-chroot.sh cu111|modern [build|run]...
+#   docker/build-in-chroot.sh cu111|modern build
+#   docker/build-in-chroot.sh cu111|modern run WORKSPACE [COMMAND ...]     the entrypoint, as `docker run` would
+#   docker/build-in-chroot.sh cu111|modern test CLONE [PYTEST ARGUMENTS]   the tests of a clone, inside the image
 # buildah with chroot isolation on a Debian of the same C library generation and the same Python packages stands in
 # for the base image (Ubuntu 20.04 = Debian 11, glibc 2.31); torch comes from the package index (a build that runs on
 # the CPU) in place of the CUDA one. Needs root, and: apt-get install buildah debootstrap crun.
@@ -59,17 +61,31 @@ build() {
         --build-arg "VCS_REF=$(git rev-parse HEAD 2>/dev/null || echo unknown)" .
 }
 
-# Run the image's entrypoint in a workspace: docker/build-in-chroot.sh cu111 run FOLDER [COMMAND ...]
+# A container of the image, removed at the end.
+container() {
+    work=$(bud from --pull-never "$image")
+    trap 'bud rm "$work" >/dev/null' EXIT
+}
+
 run() {
-    local workspace work status=0
+    local workspace status=0
     workspace=$(realpath "$1")
     shift
-    work=$(bud from --pull-never "$image")
-    # shellcheck disable=SC2064
-    trap "bud rm $work >/dev/null" EXIT
+    container
     bud run --user "${RUN_USER:-1000:1000}" --volume "$workspace:/workspace" ${RUN_OPTIONS:-} "$work" -- \
         tini -s -- python /opt/superglue/docker/entrypoint.py "$@" || status=$?
     return "$status"
+}
+
+test_clone() {
+    local clone
+    clone=$(realpath "$1")
+    shift
+    container
+    bud run --user root --volume "$clone:/workspace" "$work" -- \
+        pip install --quiet --require-hashes --no-deps -r "requirements/$stack-dev.lock"
+    bud run --user "${RUN_USER:-1000:1000}" --env PYTHONPATH= --env OMP_NUM_THREADS=1 --env MLFLOW_TRACKING_URI= \
+        --volume "$clone:/workspace" "$work" -- python -m pytest -p no:cacheprovider "$@"
 }
 
 what=${1:-build}
@@ -77,5 +93,6 @@ what=${1:-build}
 case $what in
     build) build ;;
     run) run "$@" ;;
-    *) echo "error: $what: build or run" >&2 && exit 2 ;;
+    test) test_clone "$@" ;;
+    *) echo "error: $what: build, run or test" >&2 && exit 2 ;;
 esac

@@ -60,3 +60,15 @@ def grad_scaler(enabled: bool):
     if hasattr(torch.amp if hasattr(torch, "amp") else torch, "GradScaler"):
         return torch.amp.GradScaler("cuda", enabled=enabled)
     return torch.cuda.amp.GradScaler(enabled=enabled)
+
+
+def floats_of_bytes(data: Tensor) -> Tensor:
+    """uint8 (..., 4 k) read as little-endian float32 (..., k).
+
+    torch 1.10's `view` cannot change the size of an element: there the bytes are put together as integers.
+    """
+    if hasattr(torch.Tensor, "untyped_storage"):
+        return data.view(torch.float32)
+    parts = data.reshape(*data.shape[:-1], data.shape[-1] // 4, 4).to(torch.int32)
+    words = parts[..., 0] | (parts[..., 1] << 8) | (parts[..., 2] << 16) | (parts[..., 3] << 24)
+    return words.view(torch.float32)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.features.sift import KEYPOINT
+from pipeline.stack import floats_of_bytes
 
 DESCRIPTOR_AT = KEYPOINT.fields["descriptor"][1]  # byte offset inside a record
 _COLUMN = {name: KEYPOINT.fields[name][1] // 4 for name in ("x", "y", "scale", "angle", "score")}
@@ -81,7 +82,7 @@ class PairBatch:
 
 
 def _floats(records: Tensor) -> Tensor:
-    return records.view(torch.float32)
+    return floats_of_bytes(records[..., :DESCRIPTOR_AT])
 
 
 def _column(records: Tensor, name: str) -> Tensor:

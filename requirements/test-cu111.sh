@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Run the tests on the CUDA 11.1 stack (`make test-cu111`): Python 3.9 and torch 1.10.2 from the package index, whose
+# CUDA 10.2 build runs on the CPU, in .venv-cu111. Arguments go to pytest; without any, all tests run.
+# Python 3.9 is PYTHON39, else python3.9 of the PATH or of pyenv; without one this says SKIP and is content.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=.venv-cu111
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+find_python() {
+    local candidate
+    for candidate in "${PYTHON39:-}" python3.9 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.9.*/bin/python3.9; do
+        [ -n "$candidate" ] && "$candidate" -c 'import ensurepip, venv' 2>/dev/null || continue
+        command -v "$candidate"
+        return
+    done
+}
+
+stamp=$venv/.set-up-$(cat requirements/cu111.lock requirements/cu111-dev.lock | sha256sum | cut -c 1-16)
+if [ ! -f "$stamp" ]; then
+    python=$(find_python)
+    [ -n "$python" ] || {
+        echo "SKIP: no Python 3.9 with venv found (PYTHON39=/path/to/python3.9, apt-get install python3.9-venv, pyenv)"
+        exit 0
+    }
+    echo "== $venv with $("$python" -V)"
+    "$python" -m venv --clear "$venv"
+    "$venv/bin/pip" install --quiet --require-hashes --no-deps -r docker/locks/pip.lock
+    # torchvision: imported only where a GPU renders, so the tests need none
+    "$venv/bin/pip" install --quiet --no-deps torch==1.10.2
+    "$venv/bin/pip" install --quiet --require-hashes --no-deps -r requirements/cu111.lock
+    "$venv/bin/pip" install --quiet --require-hashes --no-deps -r requirements/cu111-dev.lock
+    touch "$stamp"
+fi
+export PATH="$PWD/$venv/bin:$PATH"
+exec "$venv/bin/python" -m pytest "$@"
