@@ -69,6 +69,11 @@ def floats_of_bytes(data: Tensor) -> Tensor:
     """
     if hasattr(torch.Tensor, "untyped_storage"):
         return data.view(torch.float32)
+    return join_bytes(data)
+
+
+def join_bytes(data: Tensor) -> Tensor:
+    """`floats_of_bytes` by integer arithmetic."""
     parts = data.reshape(*data.shape[:-1], data.shape[-1] // 4, 4).to(torch.int32)
     words = parts[..., 0] | (parts[..., 1] << 8) | (parts[..., 2] << 16) | (parts[..., 3] << 24)
     return words.view(torch.float32)
