@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from made_scenes import SHIFT, TURN, write_image_set, write_model, write_sequence
 
 from pipeline import errors, evaluate
-from pipeline.evaluation import heldout, pairs
+from pipeline.evaluation import degraded, heldout, pairs
 from pipeline.evaluation.matchers import MATCHERS
 from pipeline.evaluation.run import ahead, units_of
 from pipeline.images import sources
@@ -150,6 +150,35 @@ def test_validation_images_stand_in_and_are_named(work, photo, capsys):
     assert run(work, "--images", work / "held") == 0
     printed = capsys.readouterr()
     assert "no test images: using the validation images" in printed.err and "(val)" in printed.out
+
+
+def test_the_papers_protocol_and_its_variants(work, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "PAPER", ((160, 120, 50), (120, 96, 80)))
+    monkeypatch.setattr(evaluate, "PAPER_PAIRS", 5)
+    assert run(work, "--paper") == 0
+    lines = read_csv(work / "out" / "protocols.csv")
+    assert [line["protocol"] for line in lines[:: len(MATCHERS)]] == ["160x120-50", "120x96-80"]
+    assert {line["pairs"] for line in lines} == {"5"}
+    for name, most in (("160x120-50", 50), ("120x96-80", 80)):
+        rows = read_csv(work / "out" / name / "pairs.csv")
+        assert max(int(row["keypoints0"]) for row in rows) <= most
+        assert [row["pair"] for row in rows[:: len(MATCHERS)]] == [
+            "a.png#0",
+            "a.png#1",
+            "a.png#2",
+            "b.png#0",
+            "b.png#1",
+        ]
+    assert capsys.readouterr().out.count("SuperGlue (ours)") == 2
+
+
+def test_growing_disturbances(work, monkeypatch):
+    monkeypatch.setattr(degraded, "LEVELS", {"blur (px)": (degraded.blur, (0.0, 3.0))})
+    assert run(work, "--robustness", "2") == 0
+    lines = [line for line in read_csv(work / "out" / "robustness.csv") if line["condition"] == "blur (px)"]
+    assert [(line["level"], line["pairs"]) for line in lines] == [("0", "2"), ("3", "2")]
+    page = (work / "out" / "index.html").read_text()
+    assert "blur (px) 3" in page and "data:image/jpeg" in page
 
 
 def test_unreadable_and_tiny_images_are_counted_and_listed(work, photo, capsys):
@@ -311,4 +340,4 @@ def test_a_wrong_request_ends_every_process(work, photo, root):
     command = [sys.executable, *torchrun, "-m", "pipeline.evaluate", *words, "--out", "many"]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode != 0 and "2.png: cannot read this image" in done.stderr
+    assert done.returncode != 0 and "2.png: cannot read this image" in done.stderr, done.stderr

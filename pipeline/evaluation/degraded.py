@@ -6,13 +6,17 @@ View 0 stays clean; view 1 is disturbed by exactly the amount that stands in the
 
 from __future__ import annotations
 
-from typing import Callable, Dict, Tuple
+from typing import Callable, Dict, List, Tuple
 
 import cv2
 import numpy as np
+import torch
 
+from pipeline.evaluation.difficulty import line_of
 from pipeline.evaluation.heldout import HeldOutPairs
 from pipeline.evaluation.pairs import Scene
+from pipeline.evaluation.run import Settings, evaluate
+from pipeline.runtime.distributed import Context
 
 
 def brightness(image: np.ndarray, factor: float) -> np.ndarray:
@@ -63,3 +67,21 @@ class DegradedPairs(HeldOutPairs):
             for number, image in enumerate(scene.images)
         ]
         return Scene(scene.name, views, scene.pairs)
+
+
+def sweep(
+    source: HeldOutPairs,
+    count: int,
+    model: torch.nn.Module,
+    device: str,
+    settings: Settings,
+    context: Context,
+) -> List[Dict[str, object]]:
+    """Lines of robustness.csv: every disturbance at every level, on the first `count` photographs of a source."""
+    lines = []
+    for name, (disturb, levels) in LEVELS.items():
+        for level in levels:
+            pairs = DegradedPairs(source.images, source.entries[:count], source.params, disturb, level)
+            results = evaluate(pairs, model, device, settings, context, f"{name} {level:g}")
+            lines.append(line_of(name, f"{level:g}", results.rows))
+    return lines

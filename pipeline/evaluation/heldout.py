@@ -7,7 +7,7 @@ depends on parameters of training, on the number of workers, or on which other p
 
 from __future__ import annotations
 
-from typing import List, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -21,14 +21,17 @@ from pipeline.views import homography, photometric, render
 
 
 class HeldOutPairs:
-    """`params.pairs_per_image` pairs of each entry; a source for `evaluation.pairs`.
+    """`params.pairs_per_image` pairs of each entry, or `total` over all; a source for `evaluation.pairs`.
 
     Photographs smaller than a view are scaled up, as in the paper; `docs/evaluation.md` says what that does.
     """
 
-    def __init__(self, images: ImageSet, entries: Sequence[Entry], params: EvaluateParams):
+    def __init__(
+        self, images: ImageSet, entries: Sequence[Entry], params: EvaluateParams, total: Optional[int] = None
+    ):
         self.images = images
-        self.entries = list(entries)
+        self.entries = list(entries)[:total]
+        self.total = total
         self.params = params
         self.view_size = (params.width, params.height)
 
@@ -39,7 +42,10 @@ class HeldOutPairs:
         return self.entries[index].name
 
     def pairs_in(self, index: int) -> int:
-        return self.params.pairs_per_image
+        if self.total is None:
+            return self.params.pairs_per_image
+        share, rest = divmod(self.total, len(self.entries))
+        return share + (index < rest)
 
     def load(self, index: int) -> Scene:
         """Render the pairs of one photograph. Raises BadImage when it cannot be read or is too small."""
@@ -50,7 +56,7 @@ class HeldOutPairs:
             raise BadImage(entry.name, f"{image.shape[1]}x{image.shape[0]} pixels, smaller than {least}")
         views: List[np.ndarray] = []
         pairs: List[ViewPair] = []
-        for number in range(self.params.pairs_per_image):
+        for number in range(self.pairs_in(index)):
             first, second = 2 * number, 2 * number + 1
             view0, H_image_to_0 = self._view(image, entry.name, first)
             view1, H_image_to_1 = self._view(image, entry.name, second)

@@ -59,6 +59,15 @@ def summarize(rows: Sequence[Row], matchers: Sequence[str]) -> Figures:
     return flat
 
 
+def by_matcher(figures: Figures) -> List[Dict[str, object]]:
+    """Flat names the other way round: one line per matcher."""
+    lines: Dict[str, Dict[str, object]] = {}
+    for name, value in figures.items():
+        matcher, _, figure = name.partition(".")
+        lines.setdefault(matcher, {"matcher": matcher})[figure] = value
+    return list(lines.values())
+
+
 def by_scene(rows: Sequence[Row], matchers: Sequence[str]) -> List[Dict[str, object]]:
     """One line per scene (sequence or image) and matcher, scenes in their order of appearance."""
     groups: Dict[tuple, List[Row]] = {}
