@@ -71,8 +71,9 @@ def parse(tree: Any, origin: str) -> Dict[str, Section]:
             problems += [_problem(name, SECTIONS[name], each) for each in error.errors()]
     problems = problems or _sections_agree(sections)
     if problems:
+        first = " ".join(problems[0].split())  # one line, whatever a key is made of
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise RequestError(f"{origin}: {problems[0]}{more}")
+        raise RequestError(f"{origin}: {first}{more}")
     return sections
 
 

@@ -173,7 +173,12 @@ def test_a_missing_file_names_the_mend(tmp_path: Path) -> None:
     st.sampled_from([*params.SECTIONS, "nothing"]),
 )
 def test_no_content_whatever_gives_a_traceback(content: Any, section: str) -> None:
-    for tree in (content, {section: content}, {section: {"homography": content, "lr": content}}):
+    for tree in (
+        content,
+        {"line\nbreak": content},
+        {section: content},
+        {section: {"homography": content, "lr": content}},
+    ):
         try:
             params.parse(tree, "params.yaml")
         except RequestError as error:
