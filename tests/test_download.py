@@ -168,11 +168,10 @@ def test_killed_at_random_it_goes_on(server, tmp_path, root):
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    server.pace = 0.0
+    server.pace, before = 0.0, server.sent
     subprocess.run(command, cwd=root, check=True)
     assert (tmp_path / "file.zip").read_bytes() == DATA
-    # each kill loses what its connections had under way, and what was written since the journal's last line
-    once_over(server, 1 + 4 * 4 * 2 * (1 << 16) / len(DATA))
+    assert server.sent - before < 0.9 * len(DATA)  # a part of it was kept
 
 
 def test_a_file_that_is_here_is_hashed_once(tmp_path, monkeypatch):

@@ -166,7 +166,7 @@ def _take(
         if address.stale:
             address.look()
         remote = address.remote
-        skip = end is None and not remote.etag
+        skip = end is None and not (remote.etag and remote.ranges)
         for piece in transfer.span(address.http, remote, at[0], end, skip, part.set_size):
             part.write(at[0], piece)
             at[0] += len(piece)
