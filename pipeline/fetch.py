@@ -38,7 +38,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if options.limit < 0:
             raise RequestError(f"--limit {options.limit}: must be 0 (all) or more")
         settings = settings.model_copy(update={"limit": options.limit})
-    options.archives.mkdir(parents=True, exist_ok=True)
+    manifest.writable(options.out, options.archives, options.reports)
     if settings.source == "sample":
         entries, containers = _sample(options.out)
     elif settings.source == "folder":

@@ -25,7 +25,7 @@ from pipeline.extraction import forecast
 from pipeline.extraction.pool import Pool, cores
 from pipeline.extraction.shards import Folder, Shard, plan
 from pipeline.features.store import INDEX, Store
-from pipeline.images.manifest import write_atomic
+from pipeline.images.manifest import writable, write_atomic
 from pipeline.images.sources import ImageSet, open_manifest
 from pipeline.runtime.progress import progress
 
@@ -48,6 +48,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return _plan(images, folders, settings, options)
     if options.verify:
         return _verify(options.out)
+    writable(options.out, options.reports)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     started = time.monotonic()
     made = _extract(folders, images, settings, options.workers or cores(), rank, ranks)

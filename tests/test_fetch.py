@@ -123,6 +123,12 @@ def test_wrong_requests_are_named(run, image_folder, tmp_path):
         run(source="folder", path=str(image_folder), val_path=str(image_folder / "nested" / ".."))
 
 
+def test_a_folder_that_cannot_be_made_is_named(run, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RequestError, match="file/out: cannot be made: Not a directory"):
+        run("file/out")
+
+
 def test_an_incomplete_output_is_named(tmp_path, run):
     with pytest.raises(RequestError, match="run `dvc repro fetch`"):
         open_manifest(tmp_path)

@@ -234,6 +234,12 @@ def test_missing_manifest_and_wrong_workers_are_named(tmp_path, root):
         keypoints.main(["--params", sample, "--workers", "-1"])
 
 
+def test_a_folder_that_cannot_be_made_is_named(stage, pictures, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RequestError, match="file/kp: cannot be made: Not a directory"):
+        stage(pictures, out="file/kp")
+
+
 def test_image_views_is_pure_and_refuses_small_images(photo, make_params):
     settings = make_params("keypoints", **SMALL)
     data = cv2.imencode(".png", photo)[1].tobytes()

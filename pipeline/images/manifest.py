@@ -85,3 +85,14 @@ def write_atomic(path: Union[str, Path], text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(temporary, path)
+
+
+def writable(*folders: Union[str, Path]) -> None:
+    """Make these folders; RequestError names one that cannot be made or written to."""
+    for folder in folders:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RequestError(f"{folder}: cannot be made: {error.strerror}; name another folder") from None
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise RequestError(f"{folder}: cannot be written to; change its rights or name another folder")
