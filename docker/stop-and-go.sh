@@ -15,13 +15,14 @@ fail() {
     exit 1
 }
 
+rm -rf "$place/checkpoints" "$place/reports/train"
 # Enough steps that the stop falls into the middle, and no checkpoint by itself before it.
 sed -i -E "/^train:/,/^[a-z]+:$/ { s/^( +steps:) [0-9]+/\1 $STEPS/; s/^( +(save|val)_every:) [0-9]+/\1 100000/ }" \
     "$place/params.yaml"
 docker/build-in-chroot.sh "$stack" run "$place" repro >"$log" 2>&1 &
 runner=$!
 for _ in $(seq 600); do
-    grep -qE "Running stage 'train'" "$log" && grep -q '"train/loss"' "$place/reports/train/log.jsonl" 2>/dev/null && break
+    grep -q '"train/loss"' "$place/reports/train/log.jsonl" 2>/dev/null && break
     kill -0 "$runner" 2>/dev/null || fail "the run ended before training began"
     sleep 0.5
 done
