@@ -58,9 +58,18 @@ def show(args: argparse.Namespace, where: str, results: Results, figures: summar
     print(tables.differences(differences(results.rows)))
 
 
-def check(argv: Optional[List[str]], processes: int) -> None:
-    """What can be told before processes start. Raises RequestError."""
-    options.load_params(options.parse(argv).params)
+def check(argv: Optional[List[str]] = None, world_size: int = 1) -> None:
+    """What can be told before processes start, once and in one line. Raises RequestError."""
+    args = options.parse(argv)
+    section = options.load_params(args.params)
+    load_model(args.model)
+    if args.poses is None:
+        options.choose_source(args, section)
+
+
+def processes(argv: Optional[List[str]], proposed: int) -> int:
+    """How many local processes the launcher starts: one for --poses, whose work is not shared out."""
+    return 1 if options.parse(argv).poses else proposed
 
 
 def run_poses(args: argparse.Namespace, model: SuperGlue, device: str, settings: Settings) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 
 import numpy as np
@@ -75,6 +77,26 @@ def test_page_is_whole_and_needs_nothing_beside_it():
     assert "Evaluation &lt;b&gt;" in text and "a &amp; b" in text and "&lt;blur&gt;" in text
     assert "Better than the best baseline in: precision." in text and "50.0<br><small>40.0&ndash;60.0" in text
     assert "viewport" in text and "AUC@3 RANSAC" in text
+
+
+def test_a_browser_opens_it_without_complaint(tmp_path):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("needs Chromium")
+    (tmp_path / "index.html").write_text(page.render(content(pictures=[])), encoding="utf-8")
+    words = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        "--window-size=390,800",
+    ]
+    address = (tmp_path / "index.html").as_uri()
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    command = [browser, *words, profile, f"--screenshot={tmp_path / 'page.png'}", address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "CONSOLE" not in done.stderr
+    assert (tmp_path / "page.png").stat().st_size > 5000
 
 
 def test_page_with_robustness_and_without_numbers():

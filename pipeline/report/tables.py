@@ -9,7 +9,7 @@ TITLES = {
     "superglue": "SuperGlue (ours)",
     "nn": "nearest neighbour",
     "mutual_nn": "mutual nearest neighbour",
-    "ratio_test": "ratio test 0.8, mutual",
+    "ratio_test": "ratio test, mutual",
 }
 AUC_PIXELS = (1, 3, 5, 10)
 
