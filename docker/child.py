@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Dict, List, Optional
 
@@ -21,6 +22,7 @@ class Child:
 
     def __init__(self, words: List[str]) -> None:
         self.process: Optional[subprocess.Popen] = None
+        self.target = 0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self.stop)
         self.process = subprocess.Popen(words, start_new_session=True)
@@ -32,7 +34,7 @@ class Child:
         Child.stopped = True
         if self.process is None or self.process.poll() is not None:
             return
-        target = trainer(self.process.pid) or self.process.pid
+        target = self.target = trainer(self.process.pid) or self.process.pid
         name = "the trainer" if target != self.process.pid else "the command"
         print(f"stopping: SIGTERM to {name} (process {target}), which may take a while to save", flush=True)
         try:
@@ -44,6 +46,10 @@ class Child:
         """The exit code a person can count on; DVC's own codes mean that a stage failed."""
         code = self.process.wait()
         if Child.stopped:
+            while alive(
+                self.target
+            ):  # some schedulers signal DVC as well, which ends before the trainer has saved
+                time.sleep(0.1)
             return STOPPED
         return code if code in (0, BAD_REQUEST) else WORK_FAILED
 
@@ -61,6 +67,14 @@ def trainer(root: int) -> Optional[int]:
         if module.startswith("pipeline.") and os.path.basename(words[0]).startswith("python"):
             stages.append(pid)
     return stages[0] if stages else None
+
+
+def alive(pid: int) -> bool:
+    """Whether a process still runs; a zombie does not."""
+    try:
+        return pid > 0 and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
+        return False
 
 
 def descendants(root: int) -> List[int]:

@@ -208,7 +208,7 @@ def bin_folder(workspace: Path) -> Path:
     folder.mkdir(exist_ok=True)
     program = folder / "dvc"
     program.write_text(
-        f"#!/bin/sh\ntrap 'echo dvc got SIGTERM' TERM\n{sys.executable} -m pipeline.launch && echo ok\n"
+        f"#!/bin/sh\necho $$ >{folder.parent}/dvc.pid\ntrap 'echo dvc got SIGTERM' TERM\n{sys.executable} -m pipeline.launch && echo ok\n"
     )
     program.chmod(0o755)
     return folder
@@ -258,6 +258,17 @@ def test_sigterm_reaches_the_trainer_and_not_dvc(workspace):
     assert process.returncode == 143
     assert (workspace / "checkpoint").read_text() == "saved"
     assert "SIGTERM to the trainer" in out and "dvc got SIGTERM" not in out
+
+
+def test_the_trainer_may_save_although_dvc_was_killed(workspace, tmp_path):
+    process = started(workspace)
+    dvc = int((tmp_path / "dvc.pid").read_text())
+    process.send_signal(signal.SIGTERM)
+    assert any("SIGTERM to the trainer" in line for line in iter(process.stdout.readline, ""))
+    os.kill(dvc, signal.SIGKILL)
+    process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert (workspace / "checkpoint").read_text() == "saved"
 
 
 def test_a_workspace_has_one_writer_and_the_second_is_told_who(workspace):
