@@ -207,9 +207,13 @@ def bin_folder(workspace: Path) -> Path:
     folder = workspace.parent / "bin"
     folder.mkdir(exist_ok=True)
     program = folder / "dvc"
-    program.write_text(
-        f"#!/bin/sh\necho $$ >{folder.parent}/dvc.pid\ntrap 'echo dvc got SIGTERM' TERM\n{sys.executable} -m pipeline.launch && echo ok\n"
-    )
+    lines = [
+        "#!/bin/sh",
+        f"echo $$ >{folder.parent}/dvc.pid",
+        "trap 'echo dvc got SIGTERM' TERM",
+        f"{sys.executable} -m pipeline.launch && echo ok",
+    ]
+    program.write_text("\n".join(lines) + "\n")
     program.chmod(0o755)
     return folder
 
