@@ -78,6 +78,8 @@ class WorkspaceLock:
         return self
 
     def __exit__(self, *_exc: object) -> None:
+        if foreign(self.rwlock):  # our DVC has ended, killed before it could tidy up
+            self.rwlock.unlink()
         self._write("")
         self.stream.close()
 

@@ -269,10 +269,13 @@ def test_the_trainer_may_save_although_dvc_was_killed(workspace, tmp_path):
     dvc = int((tmp_path / "dvc.pid").read_text())
     process.send_signal(signal.SIGTERM)
     assert any("SIGTERM to the trainer" in line for line in iter(process.stdout.readline, ""))
+    rwlock = workspace / ".dvc" / "tmp" / "rwlock"
+    rwlock.write_text(json.dumps({"/workspace/checkpoints": {"write": {"pid": dvc, "cmd": "dvc repro"}}}))
     os.kill(dvc, signal.SIGKILL)
     process.communicate(timeout=30)
     assert process.returncode == 143
     assert (workspace / "checkpoint").read_text() == "saved"
+    assert not rwlock.exists()
 
 
 def test_a_workspace_has_one_writer_and_the_second_is_told_who(workspace):
