@@ -50,6 +50,8 @@ WORK_AT_IMPORT: Dict[str, str] = {}
 HOMES = {
     "SIFT_create": "pipeline/features/sift.py",
     "torch.distributed": "pipeline/runtime/distributed.py",
+    "DistributedDataParallel": "pipeline/runtime/distributed.py",
+    "DataParallel": "pipeline/training/objective.py",
     "mlflow": "pipeline/runtime/mlflow_store.py",
     "torchrun": "pipeline/launch.py",
 }
@@ -206,27 +208,22 @@ def test_each_thing_has_one_home(name: str) -> None:
             HOMES["torch.distributed"],
             HOMES["torchrun"],
         ), where
-        assert (
-            last not in ("DataParallel", "DistributedDataParallel") or name == HOMES["torch.distributed"]
-        ), where
+        parallel = last in ("DataParallel", "DistributedDataParallel")
+        assert not parallel or name == HOMES[last], where
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_torchrun_is_started_in_one_place(name: str) -> None:
-    docstrings = {
-        id(node.body[0].value)
+    starts = [
+        node.lineno
         for node in ast.walk(TREES[name])
-        if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef))
-        and node.body
-        and isinstance(node.body[0], ast.Expr)
-    }
-    words = [
-        node.value
-        for node in ast.walk(TREES[name])
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+        if (
+            isinstance(node, ast.Constant)
+            and node.value in ("torch.distributed.run", "torch.distributed.launch")
+        )
+        or (isinstance(node, ast.List) and node.elts and ast.unparse(node.elts[0]) == "'torchrun'")
     ]
-    starts = [word for word in words if word.strip() in ("torchrun", "torch.distributed.run")]
-    assert not starts or name == HOMES["torchrun"]
+    assert not starts or name == HOMES["torchrun"], f"{name}:{starts[0]} starts torchrun"
 
 
 @pytest.mark.parametrize("name", FILES)
