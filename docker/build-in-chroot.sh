@@ -25,12 +25,10 @@ case $stack in
 esac
 standin=localhost/standin:$suite
 
-missing=
-for tool in buildah debootstrap; do command -v "$tool" >/dev/null || missing+=" $tool"; done
-[ -z "$missing" ] && [ "$(id -u)" = 0 ] || {
-    echo "SKIP: needs root and${missing:- nothing else} (apt-get install buildah debootstrap crun)"
-    exit 0
-}
+for tool in buildah debootstrap; do
+    command -v "$tool" >/dev/null || { echo "SKIP: no $tool here (apt-get install buildah debootstrap crun)" && exit 0; }
+done
+[ "$(id -u)" = 0 ] || { echo "SKIP: buildah's chroot isolation needs root" && exit 0; }
 
 bud() { buildah --root "$STORE/root" --runroot "$STORE/run" "$@"; }
 
@@ -72,7 +70,7 @@ run() {
     workspace=$(realpath "$1")
     shift
     container
-    bud run --user "${RUN_USER:-1000:1000}" --volume "$workspace:/workspace" ${RUN_OPTIONS:-} "$work" -- \
+    bud run --user "${RUN_USER:-1000:1000}" --volume "$workspace:/workspace" "$work" -- \
         tini -s -- python /opt/superglue/docker/entrypoint.py "$@" || status=$?
     return "$status"
 }
