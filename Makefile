@@ -27,7 +27,7 @@ export MLFLOW_SERVER_ENABLE_JOB_EXECUTION := false
 SETUP := $(VENV)/.set-up
 SETUP_DEV := $(VENV)/.set-up-dev
 
-.PHONY: help setup repro test test-all lint format ui report lock clean
+.PHONY: help setup repro test test-all test-cu111 images lint format ui report lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | expand -t 12
@@ -62,6 +62,12 @@ test: $(SETUP_DEV)  ## the tests, without the slow ones
 
 test-all: $(SETUP_DEV)  ## all tests
 	@python -m pytest
+
+test-cu111:  ## the tests on the CUDA 11.1 stack, Python 3.9 and torch 1.10 (.venv-cu111)
+	@requirements/test-cu111.sh
+
+images:  ## build and try both images without a container engine (root, buildah, debootstrap)
+	@docker/ci.sh --always
 
 lint: $(SETUP_DEV)  ## style, imports, and dvc.yaml against the imports of its stages
 	@ruff check .
