@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Callable, Optional, Sequence
@@ -22,7 +23,7 @@ class WorkError(Exception):
     """
 
 
-EXIT_FILE = "SG_EXIT_FILE"  # set by pipeline.launch: where the first rank leaves its exit code
+EXIT_FOLDER = "SG_EXIT_FOLDER"  # set by pipeline.launch: where each local rank leaves its exit code
 STOPPED = 143  # stopped by a signal, after a checkpoint
 
 
@@ -32,12 +33,14 @@ def run(main: Callable[[Optional[Sequence[str]]], int], argv: Optional[Sequence[
     Returns 0 done, 1 the work failed, 2 the request was wrong, 130 stopped by Ctrl-C, 143 stopped by a signal
     after a checkpoint.
     """
-    code = _guarded(main, argv)
-    exit_file = os.environ.get(EXIT_FILE)
-    if not exit_file:
-        return code
-    if os.environ.get("RANK", "0") == "0":
-        with open(exit_file, "w") as file:
+    folder = os.environ.get(EXIT_FOLDER)
+    if not folder:
+        return _guarded(main, argv)
+    code = 1  # of an unforeseen exception, which goes on its way
+    try:
+        code = _guarded(main, argv)
+    finally:
+        with open(os.path.join(folder, os.environ.get("LOCAL_RANK", "0")), "w") as file:
             file.write(str(code))
     # torchrun takes any code but 0 for a crash, and reports it as one: the launcher reads the file instead
     return 0 if code == STOPPED else code
@@ -58,3 +61,8 @@ def _guarded(main: Callable[[Optional[Sequence[str]]], int], argv: Optional[Sequ
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output went away: nothing to tell and nobody to tell it to
         return 0
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print(f"failed: {error.strerror}: {error.filename or 'a file'} could not be written", file=sys.stderr)
+        return 1

@@ -5,12 +5,15 @@ exit code 2 rather than a traceback of every rank; chooses the number of process
 of a stage's hash); passes signals on; and gives the stage's own exit code back, which torchrun does not.
 
 NPROC_PER_NODE: a number, or auto (the default): the number of GPUs, else 2, or 1 on a single core.
-Several nodes: set NNODES and RDZV_ENDPOINT (host:port of one of them), the same on each node.
+Several nodes: set NNODES (2, or 1:2 for an elastic job) and RDZV_ENDPOINT (host:port of one of them), the same on
+each node; RDZV_ID tells jobs at one endpoint apart. One node: MASTER_ADDR and MASTER_PORT choose another address.
+SG_MAX_RESTARTS (3): how often a run that lost a process is started again, from its newest checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
 import signal
@@ -19,15 +22,16 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import psutil
 
 from pipeline import errors
-from pipeline.errors import EXIT_FILE, RequestError
+from pipeline.errors import EXIT_FOLDER, STOPPED, RequestError
 
 DEFAULT_CPU_PROCESSES = 2
-LAUNCHED = ("pipeline.train",)
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+LAUNCHED = ("pipeline.train", "pipeline.evaluate")
 
 
 def processes_per_node() -> int:
@@ -55,20 +59,27 @@ def command(module: str, arguments: Sequence[str], processes: int) -> List[str]:
     nodes, endpoint = os.environ.get("NNODES", "1"), os.environ.get("RDZV_ENDPOINT", "")
     if nodes == "1":
         # an explicit address: --standalone asks for the host's name, which a container may not resolve
-        torchrun += ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        port = os.environ.get("MASTER_PORT") or free_port()
+        torchrun += [f"--master_addr={address}", f"--master_port={port}"]
     elif endpoint:
-        torchrun += [
-            f"--nnodes={nodes}",
-            "--rdzv_backend=c10d",
-            f"--rdzv_endpoint={endpoint}",
-            "--rdzv_id=pipeline",
-        ]
+        # nodes must restart together, which torchrun's agents agree upon by themselves
+        torchrun += [f"--nnodes={nodes}", "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}"]
+        torchrun += [f"--rdzv_id={os.environ.get('RDZV_ID', 'pipeline')}", f"--max_restarts={max_restarts()}"]
     else:
         raise RequestError(f"NNODES={nodes} needs RDZV_ENDPOINT=host:port, the same on every node")
     return [*torchrun, "-m", module, *arguments]
 
 
-def environment(processes: int, exit_file: Path) -> Dict[str, str]:
+def max_restarts() -> int:
+    """SG_MAX_RESTARTS, how often a run that lost a process is started again. RequestError when it is no number."""
+    text = os.environ.get("SG_MAX_RESTARTS", "3")
+    if not text.isdigit():
+        raise RequestError(f"SG_MAX_RESTARTS={text!r}: must be a whole number from 0 on")
+    return int(text)
+
+
+def environment(processes: int, exit_folder: Path) -> Dict[str, str]:
     """What the ranks inherit."""
     values = dict(os.environ)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -77,32 +88,80 @@ def environment(processes: int, exit_file: Path) -> Dict[str, str]:
     values.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     values.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "90")  # seconds a rank has to save after SIGTERM
     values.setdefault("PYTHONWARNINGS", "ignore:pkg_resources:UserWarning")  # torch 1.10, at every import
-    values[EXIT_FILE] = str(exit_file)
+    # a rank that waits for a dead one must fail, not wait for ever; the name changed with torch 2.2
+    values.setdefault("NCCL_ASYNC_ERROR_HANDLING", "1")
+    values.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    values[EXIT_FOLDER] = str(exit_folder)
     return values
+
+
+class Supervisor:
+    """Runs torchrun, hands on signals, and starts a run again that lost a process to anything but its own error."""
+
+    def __init__(self, module: str, arguments: Sequence[str], processes: int) -> None:
+        self.module, self.arguments, self.processes = module, arguments, processes
+        self.torchrun: Optional[subprocess.Popen] = None
+        self.stopping = False
+
+    def run(self) -> int:
+        """The stage's own exit code."""
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._forward)
+        several_nodes = os.environ.get("NNODES", "1") != "1"
+        left = 0 if several_nodes else max_restarts()
+        while True:
+            with tempfile.TemporaryDirectory(prefix="launch-") as folder:
+                code, lost = self._once(Path(folder))
+            if lost:
+                print(
+                    f"{' and '.join(lost)} died or hung (killed, stopped, or out of memory)", file=sys.stderr
+                )
+            if not lost or self.stopping or left == 0:
+                return code
+            left -= 1
+            print(f"starting again from the newest checkpoint; {left} more times at most", file=sys.stderr)
+
+    def _once(self, folder: Path) -> Tuple[int, List[str]]:
+        """Exit code of one run of torchrun, and the ranks that ended without leaving their own."""
+        values = environment(self.processes, folder)
+        line = command(self.module, self.arguments, self.processes)
+        self.torchrun = subprocess.Popen(line, env=values, preexec_fn=_die_with_launcher)
+        code = self.torchrun.wait()
+        codes = {int(file.name): int(file.read_text() or 1) for file in folder.iterdir() if not file.suffix}
+        if code != 0 and len(codes) < self.processes:
+            lost = [_last_seen(folder, rank) for rank in range(self.processes) if rank not in codes]
+            return (STOPPED if self.stopping else 1), lost
+        return next((codes[rank] for rank in sorted(codes) if codes[rank]), 1 if code else 0), []
+
+    def _forward(self, number: int, frame) -> None:
+        """To the ranks and not to torchrun, which would kill them 30 s later, saved or not."""
+        self.stopping = True
+        for rank in _ranks(self.torchrun.pid) if self.torchrun else []:
+            with contextlib.suppress(psutil.Error):
+                rank.send_signal(signal.SIGTERM)
+
+
+def _last_seen(folder: Path, rank: int) -> str:
+    file = folder / f"{rank}.step"
+    return f"rank {rank}, last seen at step {file.read_text()}," if file.is_file() else f"rank {rank}"
+
+
+def _die_with_launcher() -> None:
+    """Before torchrun starts: a launcher that is killed must leave nothing behind (its ranks follow torchrun)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _stop_with_dvc() -> None:
+    """Under `dvc repro`, end with a checkpoint when dvc itself is killed: the next one would run beside us."""
+    if sys.platform == "linux" and "DVC_STAGE" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _ranks(torchrun: int) -> List[psutil.Process]:
     with contextlib.suppress(psutil.Error):
         return psutil.Process(torchrun).children()
     return []
-
-
-def supervise(arguments: List[str], values: Dict[str, str], exit_file: Path) -> int:
-    """Run torchrun, hand it our signals, and return the stage's exit code."""
-    process = subprocess.Popen(arguments, env=values)
-
-    def forward(number: int, frame) -> None:
-        # to the ranks and not to torchrun, which would kill them 30 s later, saved or not
-        for rank in _ranks(process.pid):
-            with contextlib.suppress(psutil.Error):
-                rank.send_signal(signal.SIGTERM)
-
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, forward)
-    code = process.wait()
-    if exit_file.is_file() and exit_file.read_text().strip():
-        return int(exit_file.read_text())
-    return 1 if code else 0
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -112,16 +171,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return 0 if arguments else 2
     name, rest = arguments[0], arguments[1:]
     if name not in LAUNCHED:
-        raise RequestError(
-            f"{name!r} cannot be launched: must be pipeline.train, pipeline.keypoints or pipeline.evaluate"
-        )
+        raise RequestError(f"{name!r} cannot be launched: must be one of {', '.join(LAUNCHED)}")
     module = importlib.import_module(name)
-    processes = processes_per_node()
-    nodes = int(os.environ.get("NNODES", "1").split(":")[-1])
-    module.check(rest, processes * nodes)
-    with tempfile.TemporaryDirectory(prefix="launch-") as folder:
-        exit_file = Path(folder) / "exit"
-        return supervise(command(name, rest, processes), environment(processes, exit_file), exit_file)
+    processes = module.processes(rest, processes_per_node())
+    module.check(rest, processes * int(os.environ.get("NNODES", "1").split(":")[-1]))
+    _stop_with_dvc()
+    return Supervisor(name, rest, processes).run()
 
 
 if __name__ == "__main__":

@@ -80,7 +80,8 @@ class KeypointsParams(Section):
 
 
 class TrainParams(Section):
-    parallel: Literal["ddp"]
+    parallel: Literal["ddp", "dp", "single"]
+    bitwise_elastic: bool
     batch: Annotated[int, Field(ge=1, le=65536)]
     batch_per_rank: Annotated[int, Field(ge=0, le=65536)]
     accumulate: Annotated[int, Field(ge=1, le=4096)]
@@ -110,6 +111,10 @@ class TrainParams(Section):
     init_from: str
     freeze: List[str]
     deterministic: bool
+    checkpoint_layers: bool
+    compile: bool
+    profile_steps: CountOrZero
+    max_skipped: CountOrZero
     log_every: Count
     val_pairs: Count
     val_every: Count
@@ -122,6 +127,12 @@ class TrainParams(Section):
             raise ValueError(
                 f"negative_px = {self.negative_px}: must be positive_px ({self.positive_px}) or more"
             )
+        if self.checkpoint_layers and self.norm == "batch":
+            raise ValueError(
+                "checkpoint_layers = True: needs norm: layer (running statistics would move twice)"
+            )
+        if self.bitwise_elastic and self.accumulate > 1:
+            raise ValueError("accumulate > 1: bitwise_elastic cuts the batch itself; set accumulate: 1")
         if self.dim % self.heads:
             raise ValueError(f"heads = {self.heads}: must divide dim ({self.dim})")
         return self

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Optional
+from typing import Any, Callable, Optional
 
 import torch
 from torch import Tensor
@@ -50,9 +50,9 @@ def inference_mode():
     return torch.inference_mode()
 
 
-def compiler():
-    """`torch.compile`, or None on torch 1.10, which has no compiler."""
-    return getattr(torch, "compile", None)
+def can_compile() -> bool:
+    """Does this torch have a compiler that works on a module in place? torch 1.10 has none."""
+    return hasattr(torch.nn.Module, "compile")
 
 
 def grad_scaler(enabled: bool):
@@ -77,3 +77,15 @@ def join_bytes(data: Tensor) -> Tensor:
     parts = data.reshape(*data.shape[:-1], data.shape[-1] // 4, 4).to(torch.int32)
     words = parts[..., 0] | (parts[..., 1] << 8) | (parts[..., 2] << 16) | (parts[..., 3] << 24)
     return words.view(torch.float32)
+
+
+def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """`function(*arguments)` whose inner tensors are computed again for the backward pass (gradient checkpointing).
+
+    torch 1.10 has only the reentrant form, which later versions advise against.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    if can_compile():
+        return checkpoint(function, *arguments, use_reentrant=False)
+    return checkpoint(function, *arguments)

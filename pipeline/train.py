@@ -17,7 +17,8 @@ from typing import Optional, Sequence
 from pipeline import errors, params
 from pipeline.features.store import Store
 from pipeline.runtime import distributed, signals
-from pipeline.training.trainer import Training, global_batch, initial_weights
+from pipeline.training import setup
+from pipeline.training.trainer import Training
 
 
 def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
@@ -48,9 +49,14 @@ def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> None:
     train = params.load("train", args.params)
     for split in ("train", "val"):
         Store(args.keypoints / split)
-    global_batch(train, world_size)
+    setup.global_batch(train, world_size)
     if train.init_from:
-        initial_weights(train.init_from)
+        setup.initial_weights(train.init_from)
+
+
+def processes(argv: Optional[Sequence[str]], proposed: int) -> int:
+    """How many local processes the launcher starts, where `proposed` could be had."""
+    return setup.processes(params.load("train", parse(argv).params), proposed)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

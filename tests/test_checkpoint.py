@@ -25,7 +25,10 @@ def test_round_trip(tmp_path):
     first = path.read_bytes()
     save_model_file(path, TENSORS, info)
     assert path.read_bytes() == first
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.json", "m.safetensors"]  # no temporary file stays
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "m.json",
+        "m.safetensors",
+    ]  # no temporary file stays
 
 
 def test_every_flip_and_every_cut_is_recognised(tmp_path):

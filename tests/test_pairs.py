@@ -20,7 +20,9 @@ from pipeline.pairs.order import PairOrder, Sample, rank_slice, validation_pairs
 
 class TestOrder:
     @settings(max_examples=30, deadline=None)
-    @given(seed=st.integers(0, 9), images=st.integers(1, 30), views=st.integers(2, 6), epoch=st.integers(0, 3))
+    @given(
+        seed=st.integers(0, 9), images=st.integers(1, 30), views=st.integers(2, 6), epoch=st.integers(0, 3)
+    )
     def test_an_epoch_shows_every_image_once(self, seed, images, views, epoch):
         order = PairOrder(seed, images, views)
         samples = [order.sample(p) for p in range(epoch * images, (epoch + 1) * images)]
@@ -68,7 +70,10 @@ class TestOrder:
 class TestBatch:
     def test_fields_come_back_as_they_went_in(self):
         rng = np.random.default_rng(0)
-        sides = [made_records(rng, rng.uniform(0, 200, (n, 2)), rng.integers(0, 160, (n, 128))) for n in (4, 9, 0, 2)]
+        sides = [
+            made_records(rng, rng.uniform(0, 200, (n, 2)), rng.integers(0, 160, (n, 128)))
+            for n in (4, 9, 0, 2)
+        ]
         batch = from_pairs([Pair(sides[0], sides[1], SIZE, (64, 48)), Pair(sides[2], sides[3], SIZE, SIZE)])
         assert batch.counts0.tolist() == [4, 0] and batch.counts1.tolist() == [9, 2]
         assert batch.records0.shape == (2, 4, 148) and batch.records1.shape == (2, 9, 148)

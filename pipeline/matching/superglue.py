@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from pipeline.matching.attention import AttentionalLayer
 from pipeline.matching.normalization import token_norm
 from pipeline.matching.sinkhorn import log_optimal_transport
+from pipeline.stack import recomputed
 
 SIFT_DIM = 128
 ENCODER_WIDTHS = (32, 64, 128, 256)  # hidden layers of the keypoint encoder (appendix, "keypoint encoder")
@@ -66,6 +67,7 @@ class SuperGlue(nn.Module):
     def __init__(self, config: SuperGlueConfig = SuperGlueConfig()) -> None:
         super().__init__()
         self.config = config
+        self.recompute = False  # trade time for memory in training: keep no activations inside layers
         dim = config.dim
         self.descriptor_projection = nn.Linear(SIFT_DIM, dim)
         self.keypoint_encoder = _keypoint_encoder(6 if config.scale_angle else 3, dim, config.norm)
@@ -108,8 +110,11 @@ class SuperGlue(nn.Module):
         itself = list(range(len(counts)))
         other = itself[len(batch) :] + itself[: len(batch)]
         for self_layer, cross_layer in zip(self.self_attention, self.cross_attention):
-            x = self_layer(x, counts, itself)
-            x = cross_layer(x, counts, other)
+            for layer, partner in ((self_layer, itself), (cross_layer, other)):
+                if self.recompute and self.training:
+                    x = recomputed(layer, x, counts, partner)
+                else:
+                    x = layer(x, counts, partner)
         return self.final_projection(x)
 
     def assign(self, states: Tensor, batch) -> List[Tensor]:

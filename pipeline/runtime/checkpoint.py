@@ -19,6 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor
 
+from pipeline.runtime import faults
+
 FORMAT = "superglue-sift/1"  # the one key of the header: several would come in no fixed order
 Tensors = Dict[str, Tensor]
 
@@ -41,9 +43,12 @@ def write_atomically(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
+            faults.at("ckpt_tmp")
             file.write(data)
             file.flush()
+            faults.at("ckpt_fsync")
             os.fsync(file.fileno())
+        faults.at("ckpt_replace")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -102,6 +107,7 @@ class Checkpoints:
         """Write the checkpoint of `step`, then drop the oldest beyond `keep`."""
         path = self.folder / f"step-{step:08d}.safetensors"
         save_model_file(path, tensors, info)
+        faults.at("ckpt_prune")
         for old in self._newest_first()[self.keep :]:
             old.with_suffix(".json").unlink(missing_ok=True)
             old.unlink(missing_ok=True)

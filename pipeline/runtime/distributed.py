@@ -6,18 +6,25 @@ Each function does the right thing in a single process without a group, so that 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import datetime
 import os
+import signal
+import sys
+import warnings
 from typing import Any, Dict, Iterator, List, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.errors import RequestError
+from pipeline.errors import EXIT_FOLDER, RequestError
 
-TIMEOUT = datetime.timedelta(seconds=120)  # a rendezvous or a collective that takes longer is a dead peer
+TIMEOUT_SECONDS = (
+    120  # a rendezvous or a collective that takes longer is a dead peer; SG_TIMEOUT sets another
+)
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +61,12 @@ def _adopt_slurm() -> None:
     os.environ.setdefault("MASTER_PORT", str(20000 + _integer("SLURM_JOB_ID", 0) % 20000))
 
 
+def _die_with_parent() -> None:
+    """Ask Linux to end this rank when torchrun is killed: left alone it would hold its GPU for ever."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def start() -> Context:
     """Join the process group named by torchrun's (or SLURM's) environment; without one, stand alone.
 
@@ -62,6 +75,7 @@ def start() -> Context:
     Raises:
         RequestError: an environment variable is not a number.
     """
+    _die_with_parent()
     _adopt_slurm()
     rank, world_size = _integer("RANK", 0), _integer("WORLD_SIZE", 1)
     local_rank = _integer("LOCAL_RANK", 0)
@@ -71,7 +85,7 @@ def start() -> Context:
     else:
         device = torch.device("cpu")
     if world_size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_timeout())
     return Context(rank, world_size, local_rank, device)
 
 
@@ -79,6 +93,33 @@ def finish() -> None:
     """Leave the group, if there is one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _timeout() -> datetime.timedelta:
+    return datetime.timedelta(seconds=_integer("SG_TIMEOUT", TIMEOUT_SECONDS))
+
+
+def seen_at(step: int) -> None:
+    """Leave word for the launcher of the step this rank has come to, in case it is never heard of again."""
+    folder = os.environ.get(EXIT_FOLDER)
+    if folder:
+        with open(os.path.join(folder, f"{os.environ.get('LOCAL_RANK', '0')}.step"), "w") as file:
+            file.write(str(step))
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Is this the failure of a collective because another rank is gone or hangs?"""
+    text = str(error)
+    signs = (
+        "Connection closed by peer",
+        "Connection reset",
+        "Broken pipe",
+        "imed out",
+        "imeout",
+        "NCCL",
+        "gloo",
+    )
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
 
 
 def _grouped() -> bool:
@@ -141,6 +182,15 @@ def all_gather(item: Any) -> List[Any]:
     return items
 
 
+def all_gather_tensor(tensor: Tensor) -> Tensor:
+    """(W, ...) the tensors of all ranks, of one shape, in rank order."""
+    if not _grouped():
+        return tensor.unsqueeze(0)
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor.contiguous())
+    return torch.stack(parts)
+
+
 def broadcast(item: Any) -> Any:
     """Rank 0's item, on every rank."""
     if not _grouped():
@@ -151,7 +201,7 @@ def broadcast(item: Any) -> Any:
 
 
 def barrier() -> None:
-    """Wait for all ranks; a rank that does not come within `TIMEOUT` is an error and not a hang."""
+    """Wait for all ranks; a rank that does not come within the time-out is an error and not a hang."""
     if _grouped():
         dist.barrier()
 
@@ -161,10 +211,18 @@ def _collective_device() -> torch.device:
 
 
 def wrap(module: nn.Module) -> nn.Module:
-    """DistributedDataParallel around `module` in a group of several; `module` itself otherwise."""
+    """DistributedDataParallel around `module` in a group of several; `module` itself otherwise.
+
+    `find_unused_parameters` is set for what it does beside: the gradient's buckets stay as they were laid out.
+    Otherwise they are laid out anew after the first step, a resumed run starts from the first layout again, and
+    from three ranks on the ring adds in another order: the resumed weights differ in their last bits.
+    """
     if not _grouped():
         return module
-    return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+    return nn.parallel.DistributedDataParallel(
+        module, gradient_as_bucket_view=True, find_unused_parameters=True
+    )
 
 
 @contextlib.contextmanager

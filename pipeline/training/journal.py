@@ -67,6 +67,8 @@ class Journal:
             f"{training.store.views_per_image} views, {training.batch} pairs a step, "
             f"{self.context.world_size} process(es) on {self.context.device.type}"
         )
+        for line in training.told:
+            print(line)
         self.run.dataset("views", training.store.digest, str(training.args.keypoints))
 
     def stepped(self, result: StepResult, lr: float, waited: float) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from pipeline.matching.loss import assignment_loss
 from pipeline.matching.superglue import SuperGlue, mutual_matches
 from pipeline.matching.truth import IGNORED, ground_truth
+from pipeline.pairs.batch import PairBatch
 from pipeline.stack import autocast
 
 
@@ -27,8 +28,8 @@ class MatchingObjective(nn.Module):
         """Loss of a batch with homographies, any number of pairs, none included.
 
         Returns:
-            The sum (not the mean) of the pairs' losses, scalar float32: the caller divides by the number of
-            pairs of the whole step, which this rank does not know. And sums over the pairs, detached, by name.
+            The sum (not the mean) of the pairs' losses, (1,) float32: the caller divides by the number of
+            pairs of the whole step, which this rank does not know. And by name the values of each pair, (B,).
         """
         with autocast(batch.counts0.device.type, self.precision):
             states = self.model.states(batch)
@@ -38,12 +39,37 @@ class MatchingObjective(nn.Module):
         # every parameter joins the graph on every rank, also where no pair has a match to learn from:
         # a gradient that one rank does not compute would leave the others waiting for it
         total = losses.total.sum() + 0.0 * (states.float().sum() + self.model.dustbin)
-        return total, {
-            "loss": total.detach(),
-            "loss_positive": losses.positive.sum(),
-            "loss_unmatched": (losses.unmatched0.sum() + losses.unmatched1.sum()) / 2,
-            "pairs": torch.tensor(float(len(batch)), device=total.device),
+        return total.reshape(1), {
+            "loss": losses.total.detach(),
+            "loss_positive": losses.positive,
+            "loss_unmatched": (losses.unmatched0 + losses.unmatched1) / 2,
         }
+
+
+class DataParallelObjective(nn.Module):
+    """The objective over all GPUs of one process (torch's DataParallel), for comparison with one process each.
+
+    DataParallel scatters tensors and nothing else, so a batch travels as its tensors. Without several GPUs it
+    is the objective itself.
+    """
+
+    def __init__(self, objective: MatchingObjective) -> None:
+        super().__init__()
+        self.parallel = nn.DataParallel(_FromTensors(objective))
+
+    def forward(self, batch) -> Tuple[Tensor, Dict[str, Tensor]]:
+        """As `MatchingObjective.forward`."""
+        total, parts = self.parallel(*vars(batch).values())
+        return total.sum().reshape(1), parts
+
+
+class _FromTensors(nn.Module):
+    def __init__(self, objective: MatchingObjective) -> None:
+        super().__init__()
+        self.objective = objective
+
+    def forward(self, *tensors: Tensor) -> Tuple[Tensor, Dict[str, Tensor]]:
+        return self.objective(PairBatch(*tensors))
 
 
 @torch.no_grad()

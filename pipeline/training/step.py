@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Dict, NamedTuple, Sequence
+import math
+from typing import Dict, List, NamedTuple, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from pipeline.runtime import distributed, faults
 
 
 class StepResult(NamedTuple):
-    """sums: this rank's sums by name (see MatchingObjective); grad_norm before clipping; applied: False if skipped."""
+    """What a step did.
+
+    sums: this rank's sums by name (see MatchingObjective) and its number of `pairs`; grad_norm: before clipping;
+    applied: False when the gradient was not finite; bad_pairs: places, in this rank's share, of pairs whose loss
+    was not finite.
+    """
 
     sums: Dict[str, float]
     grad_norm: float
     applied: bool
+    bad_pairs: List[int]
 
 
 def train_step(
@@ -32,32 +41,96 @@ def train_step(
     pairs of all ranks, of which DistributedDataParallel then takes the mean. That is the gradient of one
     process with the whole batch, also when the ranks' shares are uneven or empty.
 
-    A gradient that is not finite is not applied. Its norm is computed after the all-reduce, so every rank
-    sees the same norm and all skip the same step without asking each other.
-
     Args:
         objective: MatchingObjective, perhaps wrapped for several processes.
-        scaler: torch.cuda.amp.GradScaler, enabled for float16 only.
+        scaler: torch's GradScaler, enabled for float16 only.
         micro_batches: one or more PairBatches, on the device; gradients are exchanged with the last.
         pairs: pairs in this step over all ranks and micro-batches.
         clip_norm: largest norm of the gradient; 0 does not clip.
     """
     optimizer.zero_grad()
-    sums: Dict[str, torch.Tensor] = {}
+    values: Dict[str, List[Tensor]] = {}
     last = len(micro_batches) - 1
     for i, batch in enumerate(micro_batches):
         wait = objective.no_sync() if i < last and hasattr(objective, "no_sync") else contextlib.nullcontext()
         with wait:
-            total, parts = objective(batch)
-            scaler.scale(total * (world_size / pairs)).backward()
-        for name, value in parts.items():
-            sums[name] = sums.get(name, 0.0) + value
+            _backward(objective, batch, scaler, world_size / pairs, values)
+    return _apply(optimizer, scaler, clip_norm, values)
+
+
+def elastic_step(
+    objective: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler,
+    micro_batches: Sequence,
+    pairs: int,
+    clip_norm: float,
+) -> StepResult:
+    """The same step with the same bytes at any world size: gradients are added in one order.
+
+    The batch is cut into a fixed number of micro-batches; ranks take contiguous runs of them, exchange the
+    gradient of each, and every rank adds all of them in the order of the batch. Batch normalisation uses each
+    micro-batch's own statistics, and its running statistics move by their mean. Costs one copy of the gradient
+    a micro-batch, in memory and on the wire.
+
+    Args: as `train_step`; `objective` is not wrapped, and every rank has equally many micro-batches.
+    """
+    parameters = _parameters(optimizer)
+    buffers = [b for b in objective.buffers() if b.is_floating_point()]
+    before = [b.clone() for b in buffers]
+    values: Dict[str, List[Tensor]] = {}
+    rows = []
+    for batch in micro_batches:
+        optimizer.zero_grad()
+        for buffer, value in zip(buffers, before):
+            buffer.copy_(value)
+        _backward(objective, batch, scaler, 1.0 / pairs, values)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        rows.append(torch.cat([t.detach().flatten() for t in (*gradients, *buffers)]))
+    gathered = distributed.all_gather_tensor(torch.stack(rows)).flatten(0, 1)
+    total = torch.zeros_like(gathered[0])
+    for row in gathered:  # one after another: the order of a library's sum is not promised
+        total += row
+    sizes = [t.numel() for t in (*parameters, *buffers)]
+    pieces = total.split(sizes)
+    for parameter, piece in zip(parameters, pieces):
+        parameter.grad = piece.view_as(parameter).clone()
+    for buffer, piece in zip(buffers, pieces[len(parameters) :]):
+        buffer.copy_(piece.view_as(buffer) / len(gathered))
+    return _apply(optimizer, scaler, clip_norm, values)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> List[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _backward(objective: nn.Module, batch, scaler, weight: float, values: Dict[str, List[Tensor]]) -> None:
+    poisoned = faults.at("forward")
+    total, parts = objective(batch)
+    faults.at("backward")
+    if poisoned:
+        total, parts["loss"] = total * math.nan, parts["loss"] * math.nan
+    scaler.scale(total.sum() * weight).backward()
+    for name, value in parts.items():
+        values.setdefault(name, []).append(value)
+
+
+def _apply(optimizer: torch.optim.Optimizer, scaler, clip_norm: float, values) -> StepResult:
+    """Clip and step, unless the gradient is not finite.
+
+    Its norm is taken after the exchange, so every rank sees the same norm and all skip the same step without
+    asking each other.
+    """
     scaler.unscale_(optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm if clip_norm > 0 else float("inf"))
+    norm = torch.nn.utils.clip_grad_norm_(_parameters(optimizer), clip_norm if clip_norm > 0 else math.inf)
     grad_norm = float(norm)
-    finite = grad_norm == grad_norm and grad_norm != float("inf")
-    if finite:
+    applied = math.isfinite(grad_norm)
+    faults.at("opt_step")
+    if applied:
         scaler.step(optimizer)
     scaler.update()
-    return StepResult({name: float(value) for name, value in sums.items()}, grad_norm, finite)
+    joined = {name: torch.cat(parts) for name, parts in values.items()}
+    losses = joined["loss"]
+    bad = [] if applied else torch.nonzero(~torch.isfinite(losses))[:, 0].tolist()
+    sums = {name: float(value.sum()) for name, value in joined.items()}
+    return StepResult({**sums, "pairs": float(losses.numel())}, grad_norm, applied, bad)

@@ -3,51 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 from typing import Dict, List, Optional
-
-from torch import Tensor
 
 from pipeline import params
 from pipeline.errors import STOPPED, RequestError, WorkError
 from pipeline.features.store import Store
-from pipeline.matching import normalization
-from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
 from pipeline.pairs.batch import PairBatch
 from pipeline.pairs.loader import load_batch, prefetched, split_evenly
-from pipeline.pairs.order import PairOrder, rank_slice, validation_pairs
-from pipeline.runtime import distributed, repro, signals
-from pipeline.runtime.checkpoint import BadCheckpoint, Checkpoints, load_model_file
+from pipeline.pairs.order import PairOrder, Sample, rank_slice, validation_pairs
+from pipeline.runtime import distributed, faults, signals
+from pipeline.runtime.checkpoint import Checkpoints
 from pipeline.runtime.progress import progress
-from pipeline.stack import grad_scaler
+from pipeline.training import setup
 from pipeline.training.journal import Journal
-from pipeline.training.objective import MatchingObjective
-from pipeline.training.optimization import MovingAverage, freeze, learning_rate, make_optimizer
-from pipeline.training.state import TrainState, differences, fingerprint, initialize_from
-from pipeline.training.step import train_step
+from pipeline.training.optimization import learning_rate
+from pipeline.training.profiling import Profile
+from pipeline.training.state import differences, fingerprint
+from pipeline.training.step import StepResult, elastic_step, train_step
 from pipeline.training.validation import validate
-
-MAX_SKIPPED = 20  # steps with a gradient that is not finite before the run gives up
-
-
-def global_batch(train, world_size: int) -> int:
-    """Pairs of one step over all ranks. RequestError when the ranks cannot share `train.batch` evenly."""
-    if train.batch_per_rank:
-        return train.batch_per_rank * world_size
-    if train.batch % world_size:
-        legal = [n for n in range(1, min(train.batch, 64) + 1) if train.batch % n == 0]
-        raise RequestError(
-            f"train.batch = {train.batch} cannot be shared by {world_size} processes: "
-            f"set NPROC_PER_NODE to one of {legal}, or another train.batch"
-        )
-    return train.batch
-
-
-def initial_weights(path: str) -> Dict[str, Tensor]:
-    try:
-        return load_model_file(path)[0]
-    except (FileNotFoundError, BadCheckpoint) as error:
-        raise RequestError(f"train.init_from: {error}") from None
 
 
 class Training:
@@ -56,129 +31,146 @@ class Training:
     def __init__(self, args: argparse.Namespace, context: distributed.Context, stop: signals.Stop) -> None:
         self.args, self.context, self.stop = args, context, stop
         self.train = params.load("train", args.params)
-        self.batch = global_batch(self.train, context.world_size)
+        self.batch = setup.global_batch(self.train, context.world_size)
         self.store, self.held_out = Store(args.keypoints / "train"), Store(args.keypoints / "val")
         self.order = PairOrder(self.train.seed, len(self.store), self.store.views_per_image)
         self.validation = validation_pairs(
             self.train.seed, len(self.held_out), self.held_out.views_per_image, self.train.val_pairs
         )
-        self._build()
+        parts, self.told = setup.build(self.train, context)
+        self.objective, self.wrapped, self.state = parts
         self.checkpoints = Checkpoints(args.out)
         self.fingerprint = fingerprint(self.train, self.store.digest, context.world_size)
-
-    def _build(self) -> None:
-        """Model, optimiser and what belongs to them, equal on every rank: all start from the same seed."""
-        train, context = self.train, self.context
-        repro.seed_everything(train.seed, train.deterministic)
-        model = SuperGlue(
-            SuperGlueConfig(
-                dim=train.dim,
-                layers=train.layers,
-                heads=train.heads,
-                norm=train.norm,
-                scale_angle=train.scale_angle,
-                sinkhorn_iterations=train.sinkhorn_iterations,
-            )
-        )
-        if train.init_from:
-            self._take_over(model, train.init_from)
-        freeze(model, train.freeze)
-        model.to(context.device)
-        if train.sync_batchnorm:
-            normalization.synchronize(model, distributed.differentiable_sum)
-        self.objective = MatchingObjective(model, train.positive_px, train.negative_px, train.precision)
-        self.wrapped = distributed.wrap(self.objective)
-        self.state = TrainState(
-            model,
-            make_optimizer(train, model),
-            grad_scaler(train.precision == "float16" and context.device.type == "cuda"),
-            MovingAverage(model, train.ema),
-        )
-
-    def _take_over(self, model: SuperGlue, path: str) -> None:
-        taken, skipped, missing = initialize_from(model, initial_weights(path))
-        if self.context.is_main:
-            print(f"initial weights from {path}: {len(taken)} tensors taken")
-            for title, names in (("skipped, another shape", skipped), ("missing there", missing)):
-                if names:
-                    print(f"  {title}: {', '.join(names)}")
 
     def run(self) -> int:
         """Train to the last step, or until told to stop; 0 or 143."""
         resumed_run = self._resume()
         with Journal(self, resumed_run) as journal:
             journal.began()
-            finished = self._loop(journal)
+            try:
+                finished = self._loop(journal)
+            except RuntimeError as error:
+                if not distributed.lost_peer(error):
+                    raise
+                raise WorkError(self._lost_peer(error)) from error
             if not finished:
                 journal.stopped()
                 return STOPPED
             journal.finished()
         return 0
 
+    def _lost_peer(self, error: RuntimeError) -> str:
+        reason = str(error).splitlines()[0]
+        return f"rank {self.context.rank} at step {self.state.step}: another rank died or hangs ({reason})"
+
     def _loop(self, journal: Journal) -> bool:
         """True when the last step is done, False when a signal came first (a checkpoint is then saved)."""
         state, train = self.state, self.train
+        steps = range(state.step, train.steps)
         bar = progress(
             total=train.steps, initial=state.step, desc="train", unit="step", disable=not self.context.is_main
         )
-        loader = prefetched(self._micro_batches, range(state.step, train.steps))
-        waiting = time.perf_counter()
-        for micro_batches in loader:
-            waited = time.perf_counter() - waiting
-            self._step(micro_batches, journal, waited)
-            bar.update(1)
-            if state.step % train.val_every == 0 or state.step == train.steps:
-                bar.set_postfix(journal.validated(self._validate()))
-            stopping = distributed.any_rank(self.stop.requested)
-            if state.step % train.save_every == 0 or state.step == train.steps or stopping:
-                self._save(journal)
-            if stopping and state.step < train.steps:
-                loader.close()
-                bar.close()
-                return False
+        profile = Profile(train.profile_steps, self.args.reports / "profile", self.context)
+        with (
+            contextlib.closing(bar),
+            contextlib.closing(prefetched(self._micro_batches, steps)) as loader,
+            profile,
+        ):
             waiting = time.perf_counter()
-        bar.close()
+            for micro_batches in loader:
+                waited = time.perf_counter() - waiting
+                self._step(micro_batches, journal, waited)
+                profile.stepped()
+                bar.update(1)
+                if state.step % train.val_every == 0 or state.step == train.steps:
+                    bar.set_postfix(journal.validated(self._validate()))
+                stopping = distributed.any_rank(self.stop.requested)
+                if state.step % train.save_every == 0 or state.step == train.steps or stopping:
+                    self._save(journal)
+                if stopping and state.step < train.steps:
+                    return False
+                waiting = time.perf_counter()
         return True
 
+    def _samples(self, step: int) -> List[List[Sample]]:
+        """This rank's share of global step `step`, in micro-batches."""
+        samples, context = self.order.step(step, self.batch), self.context
+        if self.train.bitwise_elastic:
+            parts = split_evenly(samples, setup.elastic_parts(self.batch))
+            return parts[rank_slice(len(parts), context.rank, context.world_size)]
+        return split_evenly(
+            samples[rank_slice(self.batch, context.rank, context.world_size)], self.train.accumulate
+        )
+
     def _micro_batches(self, step: int) -> List[PairBatch]:
-        """This rank's share of global step `step`, on the host, in `train.accumulate` parts."""
-        samples = self.order.step(step, self.batch)[
-            rank_slice(self.batch, self.context.rank, self.context.world_size)
-        ]
-        parts = split_evenly(samples, self.train.accumulate)
+        """The PairBatches of `_samples`, on the host; runs in the loader's thread."""
+        faults.at("load_batch")
         batches = [
-            load_batch(self.store, part, self.train.max_keypoints, self.train.keypoint_drop) for part in parts
+            load_batch(self.store, part, self.train.max_keypoints, self.train.keypoint_drop)
+            for part in self._samples(step)
         ]
         return [b.pinned() for b in batches] if self.context.device.type == "cuda" else batches
 
     def _step(self, micro_batches: List[PairBatch], journal: Journal, waited: float) -> None:
-        state, context = self.state, self.context
-        lr = learning_rate(self.train, state.step, context.world_size)
+        state, train = self.state, self.train
+        faults.at_step(state.step)
+        distributed.seen_at(state.step)
+        lr = learning_rate(train, state.step, self.context.world_size)
         for group in state.optimizer.param_groups:
             group["lr"] = lr
-        result = train_step(
-            self.wrapped,
-            state.optimizer,
-            state.scaler,
-            [batch.to(context.device) for batch in micro_batches],
-            self.batch,
-            context.world_size,
-            self.train.clip_norm,
-        )
+        result = self._gradient_step([batch.to(self.context.device) for batch in micro_batches])
         if result.applied:
             state.average.update(state.model, state.step)
         else:
-            state.skipped += 1
-            if state.skipped > MAX_SKIPPED and not state.scaler.is_enabled():
-                raise WorkError(
-                    f"step {state.step}: {state.skipped} gradients were not finite; lower train.lr or train.clip_norm"
-                )
+            self._skipped(result)
         state.step += 1
         journal.stepped(result, lr, waited)
+
+    def _gradient_step(self, batches: List[PairBatch]) -> StepResult:
+        common = (self.wrapped, self.state.optimizer, self.state.scaler, batches, self.batch)
+        try:
+            if self.train.bitwise_elastic:
+                return elastic_step(*common, self.train.clip_norm)
+            return train_step(*common, self.context.world_size, self.train.clip_norm)
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            raise WorkError(self._out_of_memory()) from error
+
+    def _out_of_memory(self) -> str:
+        here = -(-self.batch // self.context.world_size // self.train.accumulate)
+        mend = f"train.accumulate: {self.train.accumulate * 2} (the same steps, {max(here // 2, 1)} pairs at a time)"
+        smaller = f"train.batch: {max(self.batch // 2, self.context.world_size)}"
+        return (
+            f"out of memory at step {self.state.step} with {here} pairs at a time: set {mend}, or {smaller}"
+        )
+
+    def _skipped(self, result: StepResult) -> None:
+        """A gradient was not finite: every rank is here. Say which pairs, and give up after too many."""
+        state, train = self.state, self.train
+        own = [sample for part in self._samples(state.step) for sample in part]
+        named = [self._name(own[place]) for place in result.bad_pairs]
+        bad = [name for names in distributed.all_gather(named) for name in names]
+        if self.context.is_main:
+            print(
+                f"step {state.step}: the gradient is not finite, skipped; pairs: {', '.join(bad) or 'none alone'}"
+            )
+        if state.scaler.is_enabled() and not bad:
+            return  # the scaler feels its way to the largest scale that does not overflow
+        state.skipped += 1
+        if state.skipped > train.max_skipped:
+            raise WorkError(
+                f"step {state.step}: {state.skipped} steps had a gradient that was not finite, more than "
+                f"train.max_skipped = {train.max_skipped}; lower train.lr, or look at the pairs named above"
+            )
+
+    def _name(self, sample: Sample) -> str:
+        return f"{self.store.images[sample.image]} views {sample.view0} and {sample.view1}"
 
     def _validate(self) -> Dict[str, float]:
         """Figures of the weights that would be shipped; keeps them as `best` when they are."""
         state, train = self.state, self.train
+        faults.at("eval")
         own = {k: v.clone() for k, v in state.model.state_dict().items()} if state.average.values else None
         state.model.load_state_dict(state.weights())
         figures = validate(self.objective, self.held_out, self.validation, train.max_keypoints, self.context)

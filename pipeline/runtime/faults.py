@@ -1,0 +1,99 @@
+"""Faults on purpose, for the tests that prove the promises: nothing happens unless SG_FAULT is set.
+
+SG_FAULT="kill:rank=1,step=7,phase=ckpt_replace;nan:step=3" names faults: what, and where it strikes (each of
+rank, step and phase may be left out). SG_FAULT_ONCE names a folder in which each fault leaves a mark, so that
+it strikes once and not again after the restart.
+
+What: kill (SIGKILL itself), term, int, usr1, stop (the signals of these names), torchrun (SIGKILL the parent), oom
+(CUDA's out-of-memory error), full (disk full), nan (a loss that is not a number).
+Phases, in the order of a step: load_batch, forward, backward, opt_step, eval, ckpt_tmp, ckpt_fsync,
+ckpt_replace, ckpt_prune.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from typing import Dict, List, NamedTuple
+
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "term": signal.SIGTERM,
+    "int": signal.SIGINT,
+    "usr1": signal.SIGUSR1,
+    "stop": signal.SIGSTOP,
+}
+KINDS = (*SIGNALS, "torchrun", "oom", "full", "nan")
+PHASES = (
+    "load_batch", "forward", "backward", "opt_step", "eval", "ckpt_tmp", "ckpt_fsync", "ckpt_replace", "ckpt_prune",
+)  # fmt: skip
+
+_position = {"step": 0}
+
+
+class Fault(NamedTuple):
+    """One fault of SG_FAULT: its kind and its conditions by name."""
+
+    kind: str
+    conditions: Dict[str, str]
+    index: int
+
+
+def parse(text: str) -> List[Fault]:
+    """The faults named by `text`. ValueError says what is wrong with it."""
+    faults = []
+    for index, part in enumerate(filter(None, text.split(";"))):
+        kind, _, rest = part.strip().partition(":")
+        conditions = dict(item.split("=", 1) for item in rest.split(",") if item)
+        if kind not in KINDS or not set(conditions) <= {"rank", "step", "phase"}:
+            raise ValueError(f"SG_FAULT: {part!r}: must be one of {', '.join(KINDS)} with rank, step, phase")
+        if conditions.get("phase", PHASES[0]) not in PHASES:
+            raise ValueError(f"SG_FAULT: phase {conditions['phase']!r}: must be one of {', '.join(PHASES)}")
+        faults.append(Fault(kind, conditions, index))
+    return faults
+
+
+def at_step(step: int) -> None:
+    """The training has come to global step `step`."""
+    _position["step"] = step
+
+
+def at(phase: str) -> bool:
+    """Let the fault planned for this place strike; True when it is one that the caller must act out (nan)."""
+    text = os.environ.get("SG_FAULT")
+    if not text:
+        return False
+    here = {"rank": os.environ.get("RANK", "0"), "step": str(_position["step"]), "phase": phase}
+    struck = False
+    for fault in parse(text):
+        # a fault without a phase strikes at the start of the forward pass
+        wanted = {"phase": "forward", **fault.conditions}
+        if all(here[name] == value for name, value in wanted.items()) and _first_time(fault):
+            struck = _strike(fault.kind) or struck
+    return struck
+
+
+def _first_time(fault: Fault) -> bool:
+    folder = os.environ.get("SG_FAULT_ONCE")
+    if not folder:
+        return True
+    # a fault without a rank strikes every rank once
+    mark = os.path.join(folder, f"fault-{fault.index}-rank-{os.environ.get('RANK', '0')}")
+    try:
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _strike(kind: str) -> bool:
+    if kind in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[kind])
+    elif kind == "torchrun":
+        os.kill(os.getppid(), signal.SIGKILL)
+    elif kind == "oom":
+        raise RuntimeError("CUDA out of memory (a fault on purpose)")
+    elif kind == "full":
+        raise OSError(errno.ENOSPC, "No space left on device (a fault on purpose)")
+    return kind == "nan"

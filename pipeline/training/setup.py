@@ -1,0 +1,132 @@
+"""From parameters to the things a training works with: batch sizes, model, optimiser, parallel wrapper."""
+
+from __future__ import annotations
+
+from typing import Dict, List, NamedTuple, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeline import stack
+from pipeline.errors import RequestError
+from pipeline.matching import normalization
+from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
+from pipeline.runtime import distributed, repro
+from pipeline.runtime.checkpoint import BadCheckpoint, load_model_file
+from pipeline.training.objective import DataParallelObjective, MatchingObjective
+from pipeline.training.optimization import MovingAverage, freeze, make_optimizer
+from pipeline.training.state import TrainState, initialize_from
+
+ELASTIC_PARTS = (
+    8  # micro-batches of a step with bitwise_elastic, so worlds of 1, 2, 4 and 8 give the same bytes
+)
+
+
+class Parts(NamedTuple):
+    """What a step needs: the bare objective, the one to call (perhaps wrapped), and the state to save."""
+
+    objective: MatchingObjective
+    wrapped: nn.Module
+    state: TrainState
+
+
+def processes(train, proposed: int) -> int:
+    """How many local processes to start: one for DataParallel and for `single`, else as many as proposed."""
+    return proposed if train.parallel == "ddp" else 1
+
+
+def global_batch(train, world_size: int) -> int:
+    """Pairs of one step over all ranks.
+
+    Raises:
+        RequestError: the ranks cannot share it evenly, or `parallel` does not go with several processes.
+    """
+    if world_size > 1 and train.parallel != "ddp":
+        raise RequestError(f"train.parallel = {train.parallel} runs in one process: set NPROC_PER_NODE=1")
+    batch = train.batch_per_rank * world_size if train.batch_per_rank else train.batch
+    units = elastic_parts(batch) if train.bitwise_elastic else batch
+    if units % world_size:
+        legal = [n for n in range(1, min(units, 64) + 1) if units % n == 0]
+        why = f" (bitwise_elastic: {units} micro-batches)" if train.bitwise_elastic else ""
+        raise RequestError(
+            f"train.batch = {batch} cannot be shared by {world_size} processes{why}: "
+            f"set NPROC_PER_NODE to one of {legal}, or another train.batch"
+        )
+    return batch
+
+
+def elastic_parts(batch: int) -> int:
+    """Micro-batches of a step with `bitwise_elastic`: the largest power of two up to 8 that divides the batch."""
+    parts = ELASTIC_PARTS
+    while batch % parts:
+        parts //= 2
+    return parts
+
+
+def initial_weights(path: str) -> Dict[str, Tensor]:
+    """Tensors of the model file named by train.init_from; RequestError when it cannot be read."""
+    try:
+        return load_model_file(path)[0]
+    except (FileNotFoundError, BadCheckpoint) as error:
+        raise RequestError(f"train.init_from: {error}") from None
+
+
+def build(train, context: distributed.Context) -> Tuple[Parts, List[str]]:
+    """Everything to train with, equal on every rank since all start from the same seed; and lines worth telling."""
+    repro.seed_everything(train.seed, train.deterministic)
+    if train.bitwise_elastic:
+        torch.set_num_threads(1)  # a product split over other threads is rounded otherwise
+    model = SuperGlue(
+        SuperGlueConfig(
+            dim=train.dim,
+            layers=train.layers,
+            heads=train.heads,
+            norm=train.norm,
+            scale_angle=train.scale_angle,
+            sinkhorn_iterations=train.sinkhorn_iterations,
+        )
+    )
+    told = _take_over(model, train.init_from) if train.init_from else []
+    frozen = freeze(model, train.freeze)
+    told += [f"frozen: {', '.join(frozen)}"] if frozen else []
+    model.to(context.device)
+    model.recompute = train.checkpoint_layers
+    if train.sync_batchnorm and not train.bitwise_elastic:
+        normalization.synchronize(model, distributed.differentiable_sum)
+    if train.compile:
+        _compile(model)
+    objective = MatchingObjective(model, train.positive_px, train.negative_px, train.precision)
+    state = TrainState(
+        model,
+        make_optimizer(train, model),
+        stack.grad_scaler(train.precision == "float16" and context.device.type == "cuda"),
+        MovingAverage(model, train.ema),
+    )
+    return Parts(objective, _wrap(train, objective), state), told
+
+
+def _wrap(train, objective: MatchingObjective) -> nn.Module:
+    if train.parallel == "dp":
+        return DataParallelObjective(objective)
+    return objective if train.bitwise_elastic else distributed.wrap(objective)
+
+
+def _compile(model: SuperGlue) -> None:
+    """Compile what is dense in a layer; attention between ragged sets stays as it is.
+
+    Raises:
+        RequestError: this torch has no compiler.
+    """
+    if not stack.can_compile():
+        raise RequestError("train.compile: this torch has no compiler; set train.compile: false")
+    for layer in (*model.self_attention, *model.cross_attention):
+        layer.mlp.compile(dynamic=True)
+
+
+def _take_over(model: SuperGlue, path: str) -> List[str]:
+    taken, skipped, missing = initialize_from(model, initial_weights(path))
+    told = [f"initial weights from {path}: {len(taken)} tensors taken"]
+    for title, names in (("skipped, another shape", skipped), ("missing there", missing)):
+        if names:
+            told.append(f"  {title}: {', '.join(names)}")
+    return told

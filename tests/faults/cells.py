@@ -1,0 +1,121 @@
+"""The matrix: every place where a training is killed here, and the trainings that are killed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Tuple
+
+from made_views import made_keypoints
+
+from pipeline import params
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 8
+TRAIN = {
+    "batch": 8,
+    "steps": STEPS,
+    "dim": 16,
+    "layers": 1,
+    "heads": 2,
+    "max_keypoints": 24,
+    "sinkhorn_iterations": 5,
+    "warmup_steps": 2,
+    "val_pairs": 4,
+    "val_every": 2,
+    "save_every": 2,
+    "log_every": 2,
+    "decay_start": 3,
+    "keypoint_drop": 0.2,
+}
+COMPUTING = ("load_batch", "forward", "backward", "opt_step")
+SAVING = ("ckpt_tmp", "ckpt_fsync", "ckpt_replace", "ckpt_prune")
+
+
+class Cell(NamedTuple):
+    """One training with one or more faults: the worlds of its starts, SG_FAULT, and changes to its parameters."""
+
+    worlds: Tuple[int, ...]
+    fault: str
+    keys: Tuple[Tuple[str, Any], ...] = ()
+
+
+def kills() -> List[Cell]:
+    """SIGKILL of every rank, at first, early and last steps, in every phase: row 4."""
+    cells = []
+    for world in (1, 2, 4):
+        for rank in range(world):
+            cells += [
+                Cell((world,), f"kill:rank={rank},step={step},phase={phase}")
+                for phase in COMPUTING
+                for step in (0, 1, 3, STEPS - 1)
+            ]
+            cells += [
+                Cell((world,), f"kill:rank={rank},step={step},phase=eval") for step in (1, 3, STEPS - 1)
+            ]
+        cells += [
+            Cell((world,), f"kill:rank=0,step={step},phase={phase}")
+            for phase in SAVING
+            for step in (1, 3, STEPS - 1)
+        ]
+    return cells
+
+
+def repeated() -> List[Cell]:
+    """Killed twice and more, while resuming too; with accumulation, batch norm and a moving average: row 6."""
+    twice = "kill:rank=1,step=3,phase=backward;kill:rank=0,step=5,phase=ckpt_replace;kill:rank=1,step=7,phase=eval"
+    resuming = "kill:rank=0,step=4,phase=forward;kill:rank=1,step=4,phase=load_batch;kill:rank=0,step=4,phase=opt_step"
+    options = (
+        (("accumulate", 2),), (("norm", "batch"),), (("ema", 0.9),), (("optimizer", "sgd"),),
+        (("schedule", "constant_decay"),),
+    )  # fmt: skip
+    return [Cell((2,), fault, keys) for fault in (twice, resuming) for keys in ((), *options)]
+
+
+def elastic() -> List[Cell]:
+    """Killed at one world size and resumed at another, with bitwise_elastic: row 2, both norms."""
+    worlds = ((1, 2), (2, 1), (4, 2), (2, 4), (1, 4), (4, 1), (1, 2, 4), (4, 2, 1))
+    fault = "kill:rank=0,step=3,phase=backward;kill:rank=0,step=5,phase=forward"
+    return [
+        Cell(w, fault, (("bitwise_elastic", True), ("norm", norm)))
+        for w in worlds
+        for norm in ("layer", "batch")
+    ]
+
+
+def signals() -> List[Cell]:
+    """SIGTERM, SIGINT and SIGUSR1 to one rank, in training, validation and saving: row 7."""
+    return [
+        Cell((world,), f"{name}:rank={rank},step={step},phase={phase}")
+        for world, rank in ((1, 0), (2, 0), (2, 1))
+        for name in ("term", "int", "usr1")
+        for step, phase in ((0, "forward"), (3, "backward"), (3, "eval"))
+    ]
+
+
+class Workbench:
+    """A folder with made views, and the arguments of trainings on them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.keypoints = made_keypoints(folder / "keypoints")
+        self._clean: Dict[tuple, str] = {}
+
+    def arguments(self, keys: Tuple[Tuple[str, Any], ...] = ()) -> List[str]:
+        """Command line of pipeline.train, but for --out and --reports."""
+        section = params.load_all(ROOT / "presets" / "sample.yaml")["train"].model_dump()
+        section.update(TRAIN)
+        section.update(dict(keys))
+        file = self.folder / f"params-{abs(hash(keys))}.yaml"
+        file.write_text(json.dumps({"train": section}))  # JSON is YAML
+        return ["--keypoints", str(self.keypoints), "--params", str(file)]
+
+    def clean(self, world: int, keys: Tuple[Tuple[str, Any], ...] = ()) -> str:
+        """Digest of the same training without any fault, at `world` ranks."""
+        from faults.group import until_done
+
+        if (world, keys) not in self._clean:
+            done = until_done(self.folder / "clean", self.arguments(keys), [world], "")
+            assert done.starts == 1, done
+            self._clean[world, keys] = done.digest
+        return self._clean[world, keys]

@@ -1,0 +1,132 @@
+"""Trainings that are killed, in processes forked from this one: no interpreter starts, so a kill costs a second.
+
+A group is what torchrun would start (RANK, WORLD_SIZE, a gloo group over loopback), and `until_done` what the
+launcher does: start again from the newest checkpoint whenever a process died.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import List, NamedTuple, Sequence
+
+import torch
+
+from pipeline import errors, train
+from pipeline.launch import free_port
+from pipeline.runtime.checkpoint import load_model_file
+from pipeline.runtime.run import NullRun
+
+HANG_SECONDS = 60
+
+
+class Outcome(NamedTuple):
+    """Of one start of a group: exit code of each rank (negative: the signal), and whether one had to be put down."""
+
+    codes: List[int]
+    hung: bool
+
+
+def _child(
+    rank: int, world_size: int, port: int, arguments: Sequence[str], log: Path, environment: dict
+) -> None:
+    """Never returns: becomes one rank."""
+    code = 1
+    try:
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        # pytest has put its own in their place
+        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port), SG_TIMEOUT="20", **environment,
+        )  # fmt: skip
+        torch.set_num_threads(1)
+        code = errors.run(train.main, list(arguments))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def start(world_size: int, arguments: Sequence[str], log: Path, **environment: str) -> List[int]:
+    """Fork the ranks of a group; their process ids."""
+    from pipeline.runtime import tracking
+
+    tracking.open_run = lambda *_, **__: NullRun()  # in the children: MLflow has tests of its own
+    port = free_port()
+    pids = []
+    for rank in range(world_size):
+        pid = os.fork()
+        if pid == 0:
+            _child(rank, world_size, port, arguments, log, environment)
+        pids.append(pid)
+    return pids
+
+
+def wait(pids: List[int], limit: float = HANG_SECONDS) -> Outcome:
+    """Wait for all ranks; those that are still there after `limit` seconds are killed, and that counts as a hang."""
+    codes = {}
+    deadline = time.monotonic() + limit
+    while len(codes) < len(pids) and time.monotonic() < deadline:
+        for pid in set(pids) - set(codes):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[pid] = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+        time.sleep(0.02)
+    hung = len(codes) < len(pids)
+    for pid in set(pids) - set(codes):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        codes[pid] = -signal.SIGKILL
+    return Outcome([codes[pid] for pid in pids], hung)
+
+
+class Killed(NamedTuple):
+    """A training carried to its end through faults: digest of its last checkpoint, starts it took, hangs seen."""
+
+    digest: str
+    starts: int
+    hung: int
+    codes: List[List[int]]
+
+
+def until_done(
+    folder: Path, arguments: Sequence[str], world_sizes: Sequence[int], fault: str, limit: int = 12
+) -> Killed:
+    """Start a group again and again until the training is done. Start i has world_sizes[i] ranks, then the last.
+
+    AssertionError when it is not done after `limit` starts.
+    """
+    marks, out = folder / "marks", folder / "checkpoints"
+    shutil.rmtree(folder, ignore_errors=True)
+    marks.mkdir(parents=True)
+    whole = [*arguments, "--out", str(out), "--reports", str(folder / "reports")]
+    seen: List[Outcome] = []
+    while not seen or any(seen[-1].codes):
+        assert len(seen) < limit, (
+            f"not done after {limit} starts: {seen}\n{(folder / 'log').read_text()[-3000:]}"
+        )
+        world_size = world_sizes[min(len(seen), len(world_sizes) - 1)]
+        pids = start(world_size, whole, folder / "log", SG_FAULT=fault, SG_FAULT_ONCE=str(marks))
+        seen.append(wait(pids))
+    hung = sum(outcome.hung for outcome in seen)
+    return Killed(digest(out), len(seen), hung, [outcome.codes for outcome in seen])
+
+
+def digest(checkpoints: Path) -> str:
+    """SHA-256 over all tensors of the newest checkpoint and of the best model."""
+    newest = sorted(checkpoints.glob("step-*.safetensors"))[-1]
+    found = hashlib.sha256()
+    for file in (newest, checkpoints / "best.safetensors"):
+        for name, tensor in sorted(load_model_file(file)[0].items()):
+            found.update(name.encode() + tensor.numpy().tobytes())
+    return found.hexdigest()

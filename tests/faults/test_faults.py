@@ -1,0 +1,94 @@
+"""A small part of the fault matrix in every test run; `make faults` runs all of it and writes docs/faults.md."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from faults import cells
+from faults.group import start, until_done, wait
+from pipeline.runtime import faults
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    return cells.Workbench(tmp_path_factory.mktemp("faults"))
+
+
+def ends_the_same(bench, cell, starts):
+    done = until_done(bench.folder / "cell", bench.arguments(cell.keys), cell.worlds, cell.fault)
+    assert done.hung == 0 and done.starts == starts
+    assert done.digest == bench.clean(cell.worlds[-1], cell.keys)
+
+
+KILLS = cells.kills()
+
+
+@pytest.mark.parametrize("cell", KILLS[:: max(1, len(KILLS) // 10)], ids=lambda c: f"{c.worlds[0]}:{c.fault}")
+def test_killed_anywhere_the_weights_are_the_same_bytes(bench, cell):
+    ends_the_same(bench, cell, 2)
+
+
+@pytest.mark.parametrize("cell", cells.repeated()[:2], ids=lambda c: c.fault)
+def test_killed_again_and_again(bench, cell):
+    ends_the_same(bench, cell, 4)
+
+
+@pytest.mark.parametrize("norm", ["layer", "batch"])
+def test_bitwise_elastic_gives_the_same_bytes_at_any_world_size(bench, norm):
+    keys = (("bitwise_elastic", True), ("norm", norm))
+    assert len({bench.clean(world, keys) for world in (1, 2, 4)}) == 1
+    plain = (("norm", norm),)
+    assert len({bench.clean(world, plain) for world in (1, 2, 4)}) > 1  # without it the bytes do differ
+
+
+def test_bitwise_elastic_survives_a_change_of_world_size(bench):
+    ends_the_same(bench, cells.elastic()[6], 3)
+
+
+def test_a_signal_saves_and_resumes_to_the_same_bytes(bench):
+    cell = cells.Cell((2,), "usr1:rank=1,step=3,phase=backward")
+    done = until_done(bench.folder / "cell", bench.arguments(), cell.worlds, cell.fault)
+    assert done.codes == [[143, 143], [0, 0]]
+    assert done.digest == bench.clean(2)
+
+
+def test_a_loss_that_is_no_number_is_skipped_by_all_ranks_together(bench):
+    arguments = [
+        *bench.arguments(),
+        "--out",
+        str(bench.folder / "nan"),
+        "--reports",
+        str(bench.folder / "nan-reports"),
+    ]
+    log = bench.folder / "nan.log"
+    assert wait(start(2, arguments, log, SG_FAULT="nan:rank=1,step=3")).codes == [0, 0]
+    lines = [line for line in log.read_text().splitlines() if "not finite" in line]
+    assert len(lines) == 1 and lines[0].startswith("step 3:") and "views" in lines[0]
+
+
+def test_too_many_bad_steps_end_the_run(bench):
+    arguments = bench.arguments((("max_skipped", 1),))
+    arguments += ["--out", str(bench.folder / "many"), "--reports", str(bench.folder / "many-reports")]
+    log = bench.folder / "many.log"
+    codes = wait(start(2, arguments, log, SG_FAULT="nan:rank=0,step=2;nan:rank=1,step=3")).codes
+    assert codes == [1, 1] and "train.max_skipped = 1" in log.read_text()
+
+
+@pytest.mark.parametrize("kind, text", [("oom", "set train.accumulate: 2"), ("full", "No space left")])
+def test_the_message_names_the_mend(bench, kind, text):
+    arguments = [*bench.arguments(), "--out", str(bench.folder / kind), "--reports", str(bench.folder / "r")]
+    log = bench.folder / f"{kind}.log"
+    phase = "forward" if kind == "oom" else "ckpt_fsync"
+    assert wait(start(1, arguments, log, SG_FAULT=f"{kind}:step=3,phase={phase}")).codes == [1]
+    assert text in log.read_text() and "Traceback" not in log.read_text()
+    assert wait(start(1, arguments, log)).codes == [0]  # what was saved before is still good
+
+
+def test_the_injector_refuses_what_it_does_not_know():
+    assert faults.parse("kill:rank=1,step=7,phase=eval;nan")[1] == faults.Fault("nan", {}, 1)
+    for wrong in ("bomb", "kill:where=here", "kill:phase=never"):
+        with pytest.raises(ValueError, match="SG_FAULT"):
+            faults.parse(wrong)
+    assert faults.SIGNALS["kill"] == signal.SIGKILL
