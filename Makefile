@@ -30,7 +30,7 @@ SETUP_DEV := $(VENV)/.set-up-dev
 .PHONY: help setup repro test test-all test-cu111 images lint format ui report lock clean
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*  ## /\1\t/' | expand -t 12
 	@echo
 	@echo "make repro PRESET=sample|coco2017-val|coco2017|coco2014    choose the scale"
 	@echo "make repro IMAGES=/path/to/folder [VAL_IMAGES=/path]       train on your own images"
