@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the steps of the Dockerfile where there is no container engine and no GPU, and try the image:
-#   docker/build-in-chroot.sh cu111|modern build
+#   docker/build-in-chroot.sh cu111|modern|mlflow build
 #   docker/build-in-chroot.sh cu111|modern run WORKSPACE [COMMAND ...]     the entrypoint, as `docker run` would
 #   docker/build-in-chroot.sh cu111|modern test CLONE [PYTEST ARGUMENTS]   the tests of a clone, inside the image
 # buildah with chroot isolation on a Debian of the same C library generation and the same Python packages stands in
@@ -21,7 +21,8 @@ export BUILDAH_ISOLATION=chroot STORAGE_DRIVER=overlay
 case $stack in
     cu111) suite=bullseye base_arg=BASE_IMAGE ;;
     modern) suite=bookworm base_arg=MODERN_BASE_IMAGE ;;
-    *) echo "error: no stack $stack: cu111 or modern" >&2 && exit 2 ;;
+    mlflow) suite=bookworm base_arg=BASE_IMAGE ;;
+    *) echo "error: no stack $stack: cu111, modern or mlflow" >&2 && exit 2 ;;
 esac
 standin=localhost/standin:$suite
 
@@ -54,9 +55,10 @@ make_standin() {
 
 build() {
     bud inspect --type image "$standin" >/dev/null 2>&1 || make_standin
-    bud bud --pull-never --layers --quiet=false --target "$stack" -t "$image" \
-        --build-arg "$base_arg=$standin" --build-arg "TORCH_LOCK=docker/locks/torch-$stack.txt" \
-        --build-arg "VCS_REF=$(git rev-parse HEAD 2>/dev/null || echo unknown)" .
+    local options=(--target "$stack" --build-arg "TORCH_LOCK=docker/locks/torch-$stack.txt"
+        --build-arg "VCS_REF=$(git rev-parse HEAD 2>/dev/null || echo unknown)")
+    [ "$stack" != mlflow ] || options=(-f docker/mlflow/Dockerfile)
+    bud bud --pull-never --layers --quiet=false -t "$image" --build-arg "$base_arg=$standin" "${options[@]}" .
 }
 
 # A container of the image, removed at the end.

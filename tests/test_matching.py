@@ -169,7 +169,8 @@ class TestSuperGlue:
             for one, log_P in zip(pairs, together):
                 alone = model(from_pairs([one]))[0]
                 assert alone.shape == (len(one.records0) + 1, len(one.records1) + 1)
-                assert torch.allclose(alone, log_P, atol=1e-5, rtol=0)
+                # values reach 20 here, where torch 1.10's matrix products differ by 1.4e-5 between batch sizes
+                assert torch.allclose(alone, log_P, atol=1e-5, rtol=1e-6)
 
     def test_untrained_it_is_a_nearest_neighbour_matcher(self):
         rng = np.random.default_rng(1)
