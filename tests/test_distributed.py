@@ -82,8 +82,8 @@ def test_slurm_variables(monkeypatch):
     distributed._adopt_slurm()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     assert [distributed.os.environ[n] for n in names] == ["3", "8", "1", "10.0.0.5", "20041"]
-    for name in names:  # what the function set is not undone by monkeypatch, which did not set it
-        monkeypatch.delenv(name)
+    for name in names:  # monkeypatch.delenv would put them back at the end, for all tests that follow
+        distributed.os.environ.pop(name)
 
 
 def test_an_environment_that_is_no_number(monkeypatch):
