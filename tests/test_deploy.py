@@ -166,7 +166,8 @@ def test_the_slurm_job_saves_requeues_and_appends():
 def test_the_slurm_job_is_a_valid_script():
     subprocess.run(["bash", "-n", str(ROOT / "deploy" / "slurm" / "train.sbatch")], check=True)
     if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", "--severity=warning", str(ROOT / "deploy" / "slurm" / "train.sbatch")], check=True)
+        script = str(ROOT / "deploy" / "slurm" / "train.sbatch")
+        subprocess.run(["shellcheck", "--severity=warning", script], check=True)
 
 
 @pytest.mark.parametrize("text", [SBATCH, (ROOT / "deploy" / "kubeflow" / "pytorchjob.yaml").read_text()])
