@@ -7,6 +7,8 @@ of a stage's hash); passes signals on; and gives the stage's own exit code back,
 NPROC_PER_NODE: a number, or auto (the default): the number of GPUs, else 2, or 1 on a single core.
 Several nodes: set NNODES (2, or 1:2 for an elastic job) and RDZV_ENDPOINT (host:port of one of them), the same on
 each node; RDZV_ID tells jobs at one endpoint apart. One node: MASTER_ADDR and MASTER_PORT choose another address.
+LOCAL_ADDR: the address by which other nodes reach this one, where its host name is not (and GLOO_SOCKET_IFNAME or
+NCCL_SOCKET_IFNAME the network interface, as torch has it).
 SG_MAX_RESTARTS (3): how often a run that lost a process is started again, from its newest checkpoint.
 """
 
@@ -66,9 +68,32 @@ def command(module: str, arguments: Sequence[str], processes: int) -> List[str]:
         # nodes must restart together, which torchrun's agents agree upon by themselves
         torchrun += [f"--nnodes={nodes}", "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}"]
         torchrun += [f"--rdzv_id={os.environ.get('RDZV_ID', 'pipeline')}", f"--max_restarts={max_restarts()}"]
+        torchrun += _own_address(endpoint)
     else:
         raise RequestError(f"NNODES={nodes} needs RDZV_ENDPOINT=host:port, the same on every node")
     return [*torchrun, "-m", module, *arguments]
+
+
+def _own_address(endpoint: str) -> List[str]:
+    """LOCAL_ADDR, for a node whose host name is not the address others reach it by."""
+    own = os.environ.get("LOCAL_ADDR")
+    if not own:
+        return []
+    host = "true" if endpoint.rsplit(":", 1)[0] == own else "false"
+    return [f"--local_addr={own}", f"--rdzv_conf=is_host={host}"]
+
+
+def world_sizes(processes: int) -> List[int]:
+    """Every number of ranks the run may have: several with an elastic NNODES such as 1:2.
+
+    Raises:
+        RequestError: NNODES is neither a number nor two with a colon.
+    """
+    text = os.environ.get("NNODES", "1")
+    bounds = text.split(":")
+    if not all(part.isdigit() and int(part) > 0 for part in bounds) or len(bounds) > 2:
+        raise RequestError(f"NNODES={text!r}: must be a number of nodes, or least:most")
+    return [nodes * processes for nodes in range(int(bounds[0]), int(bounds[-1]) + 1)]
 
 
 def max_restarts() -> int:
@@ -174,7 +199,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         raise RequestError(f"{name!r} cannot be launched: must be one of {', '.join(LAUNCHED)}")
     module = importlib.import_module(name)
     processes = module.processes(rest, processes_per_node())
-    module.check(rest, processes * int(os.environ.get("NNODES", "1").split(":")[-1]))
+    for world_size in world_sizes(processes):
+        module.check(rest, world_size)
     _stop_with_dvc()
     return Supervisor(name, rest, processes).run()
 

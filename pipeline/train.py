@@ -16,6 +16,7 @@ from typing import Optional, Sequence
 
 from pipeline import errors, params
 from pipeline.features.store import Store
+from pipeline.pairs.loader import choose
 from pipeline.runtime import distributed, signals
 from pipeline.training import setup
 from pipeline.training.trainer import Training
@@ -36,6 +37,11 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
                         "must: refuse to start anew; never: start anew")  # fmt: skip
     parser.add_argument("--accept", choices=("code",), action="append", default=[],
                         help="go on from a checkpoint although the training code has changed since")  # fmt: skip
+    parser.add_argument(
+        "--validate-only",
+        action="store_true",
+        help="print figures of the best model (or train.init_from); no training",
+    )
     return parser.parse_args(argv)
 
 
@@ -50,8 +56,9 @@ def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> None:
     for split in ("train", "val"):
         Store(args.keypoints / split)
     setup.global_batch(train, world_size)
+    choose(train.loader, None)
     if train.init_from:
-        setup.initial_weights(train.init_from)
+        setup.read_model(train.init_from, "train.init_from")
 
 
 def processes(argv: Optional[Sequence[str]], proposed: int) -> int:
@@ -63,7 +70,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     args = parse(argv)
     with signals.deferred() as stop, distributed.joined() as context:
         check(argv, context.world_size)
-        return Training(args, context, stop).run()
+        training = Training(args, context, stop)
+        return training.validate_only() if args.validate_only else training.run()
 
 
 if __name__ == "__main__":

@@ -63,12 +63,12 @@ def elastic_parts(batch: int) -> int:
     return parts
 
 
-def initial_weights(path: str) -> Dict[str, Tensor]:
-    """Tensors of the model file named by train.init_from; RequestError when it cannot be read."""
+def read_model(path, asked_by: str) -> Dict[str, Tensor]:
+    """Tensors of a model file; RequestError, beginning with `asked_by`, when it cannot be read."""
     try:
         return load_model_file(path)[0]
     except (FileNotFoundError, BadCheckpoint) as error:
-        raise RequestError(f"train.init_from: {error}") from None
+        raise RequestError(f"{asked_by}: {error}") from None
 
 
 def build(train, context: distributed.Context) -> Tuple[Parts, List[str]]:
@@ -124,7 +124,7 @@ def _compile(model: SuperGlue) -> None:
 
 
 def _take_over(model: SuperGlue, path: str) -> List[str]:
-    taken, skipped, missing = initialize_from(model, initial_weights(path))
+    taken, skipped, missing = initialize_from(model, read_model(path, "train.init_from"))
     told = [f"initial weights from {path}: {len(taken)} tensors taken"]
     for title, names in (("skipped, another shape", skipped), ("missing there", missing)):
         if names:

@@ -11,7 +11,7 @@ from pipeline import params
 from pipeline.errors import STOPPED, RequestError, WorkError
 from pipeline.features.store import Store
 from pipeline.pairs.batch import PairBatch
-from pipeline.pairs.loader import load_batch, prefetched, split_evenly
+from pipeline.pairs.loader import choose, split_evenly
 from pipeline.pairs.order import PairOrder, Sample, rank_slice, validation_pairs
 from pipeline.runtime import distributed, faults, signals
 from pipeline.runtime.checkpoint import Checkpoints
@@ -39,6 +39,7 @@ class Training:
         )
         parts, self.told = setup.build(self.train, context)
         self.objective, self.wrapped, self.state = parts
+        self.load_batch, self.prefetched = choose(self.train.loader, context.device)
         self.checkpoints = Checkpoints(args.out)
         self.fingerprint = fingerprint(self.train, self.store.digest, context.world_size)
 
@@ -63,6 +64,18 @@ class Training:
         reason = str(error).splitlines()[0]
         return f"rank {self.context.rank} at step {self.state.step}: another rank died or hangs ({reason})"
 
+    def validate_only(self) -> int:
+        """Print the figures of the best model so far, or of `train.init_from`; 0."""
+        source = self.train.init_from or self.args.out / "best.safetensors"
+        if not self.train.init_from:
+            self.state.model.load_state_dict(setup.read_model(source, "--validate-only"))
+        figures = validate(
+            self.objective, self.held_out, self.validation, self.train.max_keypoints, self.context
+        )
+        if self.context.is_main:
+            print(f"{source}: " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
+        return 0
+
     def _loop(self, journal: Journal) -> bool:
         """True when the last step is done, False when a signal came first (a checkpoint is then saved)."""
         state, train = self.state, self.train
@@ -73,7 +86,7 @@ class Training:
         profile = Profile(train.profile_steps, self.args.reports / "profile", self.context)
         with (
             contextlib.closing(bar),
-            contextlib.closing(prefetched(self._micro_batches, steps)) as loader,
+            contextlib.closing(self.prefetched(self._micro_batches, steps)) as loader,
             profile,
         ):
             waiting = time.perf_counter()
@@ -106,10 +119,11 @@ class Training:
         """The PairBatches of `_samples`, on the host; runs in the loader's thread."""
         faults.at("load_batch")
         batches = [
-            load_batch(self.store, part, self.train.max_keypoints, self.train.keypoint_drop)
+            self.load_batch(self.store, part, self.train.max_keypoints, self.train.keypoint_drop)
             for part in self._samples(step)
         ]
-        return [b.pinned() for b in batches] if self.context.device.type == "cuda" else batches
+        pin = self.context.device.type == "cuda" and self.train.loader != "dali"  # which copies by itself
+        return [b.pinned() for b in batches] if pin else batches
 
     def _step(self, micro_batches: List[PairBatch], journal: Journal, waited: float) -> None:
         state, train = self.state, self.train

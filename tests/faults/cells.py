@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Tuple
@@ -106,7 +107,7 @@ class Workbench:
         section = params.load_all(ROOT / "presets" / "sample.yaml")["train"].model_dump()
         section.update(TRAIN)
         section.update(dict(keys))
-        file = self.folder / f"params-{abs(hash(keys))}.yaml"
+        file = self.folder / f"params-{hashlib.sha256(repr(keys).encode()).hexdigest()[:12]}.yaml"
         file.write_text(json.dumps({"train": section}))  # JSON is YAML
         return ["--keypoints", str(self.keypoints), "--params", str(file)]
 
@@ -115,7 +116,8 @@ class Workbench:
         from faults.group import until_done
 
         if (world, keys) not in self._clean:
-            done = until_done(self.folder / "clean", self.arguments(keys), [world], "")
+            steps = dict(keys).get("steps", STEPS)
+            done = until_done(self.folder / "clean", self.arguments(keys), [world], "", seconds=60 + steps)
             assert done.starts == 1, done
             self._clean[world, keys] = done.digest
         return self._clean[world, keys]

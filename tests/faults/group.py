@@ -100,11 +100,16 @@ class Killed(NamedTuple):
 
 
 def until_done(
-    folder: Path, arguments: Sequence[str], world_sizes: Sequence[int], fault: str, limit: int = 12
+    folder: Path,
+    arguments: Sequence[str],
+    world_sizes: Sequence[int],
+    fault: str,
+    limit: int = 12,
+    seconds: float = HANG_SECONDS,
 ) -> Killed:
     """Start a group again and again until the training is done. Start i has world_sizes[i] ranks, then the last.
 
-    AssertionError when it is not done after `limit` starts.
+    A start that takes more than `seconds` hangs. AssertionError when it is not done after `limit` starts.
     """
     marks, out = folder / "marks", folder / "checkpoints"
     shutil.rmtree(folder, ignore_errors=True)
@@ -117,7 +122,7 @@ def until_done(
         )
         world_size = world_sizes[min(len(seen), len(world_sizes) - 1)]
         pids = start(world_size, whole, folder / "log", SG_FAULT=fault, SG_FAULT_ONCE=str(marks))
-        seen.append(wait(pids))
+        seen.append(wait(pids, seconds))
     hung = sum(outcome.hung for outcome in seen)
     return Killed(digest(out), len(seen), hung, [outcome.codes for outcome in seen])
 

@@ -1,0 +1,226 @@
+"""The launcher: how many processes, which torchrun, whose exit code; several nodes in network namespaces."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from faults.cells import Workbench
+from faults.group import digest
+
+from pipeline import launch
+from pipeline.errors import RequestError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class TestRequest:
+    def test_number_of_processes(self, monkeypatch):
+        monkeypatch.setenv("NPROC_PER_NODE", "3")
+        assert launch.processes_per_node() == 3
+        monkeypatch.setenv("NPROC_PER_NODE", "auto")
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+        monkeypatch.setattr(launch.os, "cpu_count", lambda: 16)
+        assert launch.processes_per_node() == 2
+        monkeypatch.setattr(launch.os, "cpu_count", lambda: 1)
+        assert launch.processes_per_node() == 1
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+        assert launch.processes_per_node() == 4
+        for wrong in ("0", "two", "-1", "1.5"):
+            monkeypatch.setenv("NPROC_PER_NODE", wrong)
+            with pytest.raises(RequestError, match="NPROC_PER_NODE"):
+                launch.processes_per_node()
+
+    def test_static_and_c10d(self, monkeypatch):
+        one = launch.command("pipeline.train", ["--out", "x"], 2)
+        assert "--master_addr=127.0.0.1" in one and one[-4:] == ["-m", "pipeline.train", "--out", "x"]
+        assert not [part for part in one if "-per-" in part]  # torch 1.10 knows underscores alone
+        monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", "1234")
+        assert {"--master_addr=10.0.0.1", "--master_port=1234"} <= set(launch.command("m", [], 1))
+        monkeypatch.setenv("NNODES", "1:2")
+        with pytest.raises(RequestError, match="RDZV_ENDPOINT"):
+            launch.command("m", [], 1)
+        monkeypatch.setenv("RDZV_ENDPOINT", "head:29400")
+        two = launch.command("m", [], 1)
+        assert {
+            "--nnodes=1:2",
+            "--rdzv_backend=c10d",
+            "--rdzv_endpoint=head:29400",
+            "--max_restarts=3",
+        } <= set(two)
+        monkeypatch.setenv("LOCAL_ADDR", "head")
+        assert "--rdzv_conf=is_host=true" in launch.command("m", [], 1)
+
+    def test_elastic_worlds(self, monkeypatch):
+        monkeypatch.setenv("NNODES", "1:3")
+        assert launch.world_sizes(2) == [2, 4, 6]
+        for wrong in ("0", "a", "1:2:3", ":2"):
+            monkeypatch.setenv("NNODES", wrong)
+            with pytest.raises(RequestError, match="NNODES"):
+                launch.world_sizes(2)
+
+    def test_what_cannot_be_launched(self):
+        with pytest.raises(RequestError, match=r"pipeline\.train"):
+            launch.main(["pipeline.fetch"])
+
+
+def launcher(arguments, prefix=(), **environment) -> subprocess.Popen:
+    values = {**os.environ, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "2", **environment}
+    command = [*prefix, sys.executable, "-m", "pipeline.launch", "pipeline.train", *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=values, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    return Workbench(tmp_path)
+
+
+def whole(bench, name, keys=()):
+    return [
+        *bench.arguments(keys),
+        "--out",
+        str(bench.folder / name),
+        "--reports",
+        str(bench.folder / f"{name}-r"),
+    ]
+
+
+@pytest.mark.slow
+class TestFaults:
+    """The same promises as tests/faults, through torchrun itself."""
+
+    def test_a_killed_rank_is_started_again(self, bench):
+        expected = bench.clean(2)
+        marks = bench.folder / "marks"
+        marks.mkdir()
+        fault = "kill:rank=1,step=3,phase=backward;kill:rank=0,step=5,phase=ckpt_replace"
+        process = launcher(whole(bench, "run"), SG_FAULT=fault, SG_FAULT_ONCE=str(marks))
+        out, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, out
+        assert "rank 1, last seen at step 3, died" in out and "resuming at step 2 of 8" in out
+        assert digest(bench.folder / "run") == expected
+
+    def test_a_rank_that_hangs_is_named(self, bench):
+        process = launcher(
+            whole(bench, "run"), SG_FAULT="stop:rank=1,step=3", SG_TIMEOUT="10", SG_MAX_RESTARTS="0"
+        )
+        began = time.monotonic()
+        out, _ = process.communicate(timeout=200)
+        assert process.returncode == 1, out
+        assert "rank 1, last seen at step 3, died or hung" in out
+        assert time.monotonic() - began < 120
+
+    def test_no_rank_outlives_a_killed_launcher(self, bench):
+        process = launcher(whole(bench, "run", (("steps", 100000),)))
+        curve = bench.folder / "run-r" / "curves" / "train.csv"
+        wait_until(curve.is_file, 120)
+        process.kill()
+        process.wait()
+        wait_until(lambda: not ranks_of(bench.folder), 10)
+
+
+def ranks_of(folder: Path) -> list:
+    found = subprocess.run(
+        ["pgrep", "-f", f"pipeline.train.*{folder}"], stdout=subprocess.PIPE, text=True, check=False
+    )
+    return found.stdout.split()
+
+
+def wait_until(true, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"not so within {seconds} s"
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def nodes():
+    """Two network namespaces joined by a cable: [(prefix of a command, address, interface)]."""
+    if os.geteuid() or not shutil.which("ip"):
+        pytest.skip("needs root and iproute2 to make network namespaces")
+    names = [f"sg{os.getpid()}{side}" for side in "ab"]
+    made = [("ip", "netns", "add", name) for name in names]
+    made.append(
+        (
+            "ip",
+            "link",
+            "add",
+            "sgv0",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "sgv1",
+            "netns",
+            names[1],
+        )
+    )
+    for i, name in enumerate(names):
+        inside = ("ip", "-n", name)
+        made += [
+            (*inside, "addr", "add", f"10.77.0.{i + 1}/24", "dev", f"sgv{i}"),
+            (*inside, "link", "set", f"sgv{i}", "up"),
+            (*inside, "link", "set", "lo", "up"),
+        ]
+    try:
+        for command in made:
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+            )
+            if done.returncode:
+                pytest.skip(f"no network namespaces here: {done.stdout.strip()}")
+        yield [(("ip", "netns", "exec", name), f"10.77.0.{i + 1}", f"sgv{i}") for i, name in enumerate(names)]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
+
+
+def start_node(nodes, i: int, arguments, spread: str) -> subprocess.Popen:
+    prefix, address, interface = nodes[i]
+    return launcher(
+        arguments, prefix, NNODES=spread, RDZV_ENDPOINT=f"{nodes[0][1]}:29411", LOCAL_ADDR=address,
+        GLOO_SOCKET_IFNAME=interface, NPROC_PER_NODE="1", SG_TIMEOUT="20",
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+class TestNodes:
+    def test_two_nodes(self, bench, nodes):
+        expected = bench.clean(2)
+        both = [start_node(nodes, i, whole(bench, "run"), "2") for i in range(2)]
+        outs = [process.communicate(timeout=300)[0] for process in both]
+        assert [process.returncode for process in both] == [0, 0], "\n".join(outs)
+        assert digest(bench.folder / "run") == expected
+
+    def test_elastic_loses_a_node_and_gets_it_back(self, bench, nodes):
+        """With bitwise_elastic the weights are those of a run that always had one node."""
+        keys = (("bitwise_elastic", True), ("steps", 300), ("val_every", 100), ("save_every", 10))
+        expected = bench.clean(1, keys)
+        arguments = whole(bench, "run", keys)
+        first, second = (start_node(nodes, i, arguments, "1:2") for i in range(2))
+        checkpoints = bench.folder / "run"
+
+        def step() -> int:
+            return max((int(f.stem[5:]) for f in checkpoints.glob("step-*.safetensors")), default=0)
+
+        wait_until(lambda: step() >= 20, 180)
+        second.send_signal(signal.SIGKILL)
+        lost_at = step()
+        wait_until(lambda: step() > lost_at + 20, 180)
+        second = start_node(nodes, 1, arguments, "1:2")
+        outs = [process.communicate(timeout=400)[0] for process in (first, second)]
+        assert first.returncode == 0, outs[0]
+        assert outs[0].count("resuming at step") >= 1
+        assert digest(checkpoints) == expected

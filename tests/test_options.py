@@ -1,0 +1,261 @@
+"""Each option of a training does something, and what it says: a test for each that fails when it does nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from faults.cells import TRAIN, Workbench
+from made_views import made_store
+
+from pipeline import train
+from pipeline.errors import RequestError
+from pipeline.features.store import Store
+from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
+from pipeline.pairs.loader import load_batch
+from pipeline.pairs.order import PairOrder
+from pipeline.runtime import distributed, tracking
+from pipeline.runtime.checkpoint import load_model_file
+from pipeline.runtime.run import NullRun
+from pipeline.stack import can_compile
+from pipeline.training import setup
+from pipeline.training.objective import DataParallelObjective, MatchingObjective
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "open_run", lambda *_, **__: NullRun())
+    return Workbench(tmp_path)
+
+
+def run(bench, name: str = "run", **keys) -> dict:
+    """Train; the tensors of the last checkpoint."""
+    out = bench.folder / name
+    shutil.rmtree(out, ignore_errors=True)
+    arguments = [
+        *bench.arguments(tuple(keys.items())),
+        "--out",
+        str(out),
+        "--reports",
+        str(bench.folder / f"{name}-r"),
+    ]
+    assert train.main(arguments) == 0
+    return load_model_file(sorted(out.glob("step-*.safetensors"))[-1])[0]
+
+
+def weights(tensors: dict) -> np.ndarray:
+    return np.concatenate([t.numpy().ravel() for n, t in sorted(tensors.items()) if n.startswith("model.")])
+
+
+def one_batch(folder: Path):
+    store = Store(made_store(folder))
+    return load_batch(store, PairOrder(0, 5, 3).step(0, 6), 40)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"optimizer": "adamw", "weight_decay": 0.1},
+        {"optimizer": "sgd"},
+        {"weight_decay": 0.1},
+        {"schedule": "constant_decay", "decay": 0.5},
+        {"warmup_steps": 0},
+        {"lr": 0.001},
+        {"clip_norm": 0.01},
+        {"norm": "batch"},
+        {"scale_angle": False},
+        {"sinkhorn_iterations": 20},
+        {"keypoint_drop": 0.0},
+        {"max_keypoints": 12},
+        {"positive_px": 0.2},
+        {"negative_px": 100.0},
+        {"precision": "bfloat16"},
+        {"batch_per_rank": 4},
+        {"seed": 1},
+    ],
+    ids=str,
+)
+def test_every_key_changes_the_weights(bench, keys):
+    usual, changed = weights(run(bench)), weights(run(bench, "changed", **keys))
+    assert usual.shape != changed.shape or np.abs(usual - changed).max() > 1e-6
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"accumulate": 2}, {"checkpoint_layers": True}, {"parallel": "single"}, {"parallel": "dp"}],
+    ids=str,
+)
+def test_ways_of_computing_change_nothing_but_rounding(bench, keys):
+    usual, changed = weights(run(bench)), weights(run(bench, "changed", **keys))
+    # Adam divides by the gradient's own size: where that is rounding alone, so is the step
+    assert np.abs(usual - changed).max() < 2e-3 and np.median(np.abs(usual - changed)) < 1e-6
+
+
+def test_accumulation_makes_smaller_batches(bench, monkeypatch):
+    seen = []
+    inner = MatchingObjective.forward
+    monkeypatch.setattr(
+        MatchingObjective, "forward", lambda self, batch: seen.append(len(batch)) or inner(self, batch)
+    )
+    run(bench, accumulate=4)
+    assert set(seen) == {TRAIN["batch"] // 4}
+
+
+def test_data_parallel_is_torchs(bench, tmp_path):
+    section = load(bench, parallel="dp")
+    parts, _ = setup.build(section, distributed.start())
+    assert isinstance(parts.wrapped, DataParallelObjective)
+    assert isinstance(parts.wrapped.parallel, torch.nn.DataParallel)
+    batch = one_batch(tmp_path / "store")
+    assert parts.wrapped(batch)[0].item() == pytest.approx(parts.objective(batch)[0].item(), rel=1e-6)
+    assert setup.processes(section, 4) == 1 and setup.processes(load(bench), 4) == 4
+    with pytest.raises(RequestError, match="NPROC_PER_NODE=1"):
+        setup.global_batch(section, 2)
+
+
+@pytest.mark.gpu
+def test_data_parallel_over_two_devices(bench, tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    parts, _ = setup.build(load(bench, parallel="dp"), distributed.start())
+    batch = one_batch(tmp_path / "store").to("cuda")
+    assert parts.wrapped(batch)[0].item() == pytest.approx(parts.objective(batch)[0].item(), rel=1e-4)
+
+
+@pytest.mark.gpu
+def test_float16_scales_the_loss(bench):
+    run(bench, precision="float16")
+    info = json.loads((bench.folder / "run" / "step-00000008.json").read_text())
+    assert info["scaler"]["scale"] > 1
+
+
+def load(bench, **keys):
+    from pipeline import params
+
+    return params.load("train", bench.arguments(tuple(keys.items()))[-1])
+
+
+def test_mixed_precision_reaches_the_layers_and_spares_the_transport(tmp_path):
+    batch = one_batch(tmp_path)
+    objective = MatchingObjective(SuperGlue(SuperGlueConfig(dim=32, layers=1)), 3.0, 5.0, "bfloat16")
+    kinds = {}
+    objective.model.final_projection.register_forward_hook(lambda _, __, out: kinds.update(layer=out.dtype))
+    total, _ = objective(batch)
+    assert kinds["layer"] == torch.bfloat16 and total.dtype == torch.float32
+    total.sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in objective.parameters())
+
+
+def test_recomputing_layers_keeps_less(tmp_path):
+    batch = one_batch(tmp_path)
+    kept, gradients = {}, {}
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        objective = MatchingObjective(SuperGlue(SuperGlueConfig(dim=32, layers=3)), 3.0, 5.0)
+        objective.model.recompute = recompute
+        kept[recompute] = 0
+
+        def keep(tensor, recompute=recompute):
+            kept[recompute] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            total, _ = objective(batch)
+        total.sum().backward()
+        gradients[recompute] = torch.cat([p.grad.flatten() for p in objective.parameters()])
+    assert kept[True] < 0.6 * kept[False]
+    assert torch.allclose(gradients[True], gradients[False], atol=1e-5)
+
+
+def test_the_moving_average_is_what_is_shipped(bench):
+    tensors = run(bench, ema=0.9, val_every=8)
+    best = load_model_file(bench.folder / "run" / "best.safetensors")[0]
+    raw, average = tensors["model.final_projection.weight"], tensors["average.final_projection.weight"]
+    assert torch.equal(best["final_projection.weight"], average) and not torch.equal(raw, average)
+
+
+def test_frozen_weights_stay(bench):
+    before, _ = setup.build(load(bench), distributed.start())
+    tensors = run(bench, freeze=["keypoint_encoder.*", "dustbin"])
+    for name, value in before.state.model.state_dict().items():
+        frozen = name.startswith("keypoint_encoder.") or name == "dustbin"
+        if frozen:
+            assert torch.equal(tensors[f"model.{name}"], value), name
+    assert not torch.equal(
+        tensors["model.final_projection.weight"], before.state.model.final_projection.weight
+    )
+
+
+def test_initial_weights_are_taken(bench):
+    run(bench, "first")
+    best = bench.folder / "first" / "best.safetensors"
+    parts, told = setup.build(load(bench, init_from=str(best)), distributed.start())
+    given = load_model_file(best)[0]
+    assert all(torch.equal(v, given[k]) for k, v in parts.state.model.state_dict().items())
+    assert told == [f"initial weights from {best}: {len(given)} tensors taken"]
+
+
+def test_a_profile_is_written(bench, capsys):
+    run(bench, profile_steps=2)
+    folder = bench.folder / "run-r" / "profile"
+    assert "aten::" in (folder / "table.txt").read_text()
+    assert json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert "profile of 2 steps" in capsys.readouterr().out
+
+
+def test_deterministic_kernels(bench):
+    run(bench, deterministic=True)
+    try:
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.slow
+def test_compiled_layers_compute_the_same(bench, tmp_path):
+    if not can_compile() or not shutil.which("g++"):
+        pytest.skip("needs torch 2 and a C++ compiler")
+    batch = one_batch(tmp_path / "store")
+    losses = {}
+    for compiled in (False, True):
+        parts, _ = setup.build(load(bench, compile=compiled), distributed.start())
+        losses[compiled] = parts.objective(batch)[0].item()
+        assert (parts.objective.model.self_attention[0].mlp._compiled_call_impl is not None) is compiled
+    assert losses[True] == pytest.approx(losses[False], rel=1e-4)
+
+
+def test_compile_without_a_compiler_is_refused(bench, monkeypatch):
+    monkeypatch.setattr("pipeline.stack.can_compile", lambda: False)
+    with pytest.raises(RequestError, match=r"train\.compile"):
+        setup.build(load(bench, compile=True), distributed.start())
+
+
+def test_validation_alone(bench, capsys):
+    run(bench)
+    arguments = [
+        *bench.arguments(),
+        "--out",
+        str(bench.folder / "run"),
+        "--reports",
+        str(bench.folder / "none"),
+    ]
+    capsys.readouterr()
+    assert train.main([*arguments, "--validate-only"]) == 0
+    said = capsys.readouterr().out
+    figures = json.loads((bench.folder / "run" / "best.json").read_text())["validation"]
+    assert f"f1 {figures['f1']:.4f}" in said and f"loss {figures['loss']:.4f}" in said
+    assert not (bench.folder / "none").exists()
+    shutil.rmtree(bench.folder / "run")
+    with pytest.raises(RequestError, match="validate-only"):
+        train.main([*arguments, "--validate-only"])
+
+
+def test_options_that_exclude_each_other(make_params):
+    with pytest.raises(RequestError, match="checkpoint_layers"):
+        make_params("train", checkpoint_layers=True, norm="batch")
+    with pytest.raises(RequestError, match="accumulate"):
+        make_params("train", bitwise_elastic=True, accumulate=2)
