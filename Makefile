@@ -27,7 +27,7 @@ export MLFLOW_SERVER_ENABLE_JOB_EXECUTION := false
 SETUP := $(VENV)/.set-up
 SETUP_DEV := $(VENV)/.set-up-dev
 
-.PHONY: help setup repro test test-all test-cu111 images lint format ui report lock clean
+.PHONY: help setup repro test test-all faults test-cu111 images lint format ui report lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*  ## /\1\t/' | expand -t 12
@@ -68,6 +68,9 @@ test-cu111:  ## the tests on the CUDA 11.1 stack, Python 3.9 and torch 1.10 (.ve
 
 images:  ## build and try both images without a container engine (root, buildah, debootstrap)
 	@docker/ci.sh --always
+
+faults: $(SETUP_DEV)  ## kill trainings in every way of the matrix; writes docs/faults.md (half an hour)
+	@python tests/faults/run.py
 
 lint: $(SETUP_DEV)  ## style, imports, and dvc.yaml against the imports of its stages
 	@ruff check .

@@ -1,0 +1,195 @@
+"""`make faults`: the whole matrix of faults, and docs/faults.md, which says what came of it.
+
+    python tests/faults/run.py [--report docs/faults.md] [--only ROW] [--every N]
+
+--every N takes each N-th cell of the long rows, for a quick look; the report then says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Callable, Dict, List, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from faults import cells  # noqa: E402 (the path must be set first)
+from faults.group import until_done  # noqa: E402
+from pipeline.runtime.progress import clock, progress  # noqa: E402
+
+
+class Result(NamedTuple):
+    """Of one row of the matrix."""
+
+    promise: str
+    runs: int
+    kills: int
+    failures: List[str]
+    hangs: int
+    seconds: float
+    skipped: List[str]
+
+
+def of_cells(promise: str, chosen: List[cells.Cell], bench: cells.Workbench) -> Result:
+    """Carry every cell through its faults; the weights must be those of the run without any."""
+    began = time.monotonic()
+    failures, kills, hangs = [], 0, 0
+    for cell in progress(chosen, desc=promise[:40], unit="run"):
+        try:
+            done = until_done(bench.folder / "cell", bench.arguments(cell.keys), cell.worlds, cell.fault)
+            kills += done.starts - 1
+            hangs += done.hung
+            if done.digest != bench.clean(cell.worlds[-1], cell.keys):
+                failures.append(f"{cell}: other bytes")
+            elif done.starts == 1:
+                failures.append(f"{cell}: the fault did not strike")
+        except AssertionError as error:
+            failures.append(f"{cell}: {str(error).splitlines()[0]}")
+    return Result(promise, len(chosen), kills, failures, hangs, time.monotonic() - began, [])
+
+
+def repeats(promise: str, bench: cells.Workbench) -> Result:
+    """The same training again, at each world size and seed: the same bytes."""
+    began = time.monotonic()
+    failures, runs = [], 0
+    for seed in (0, 1, 2):
+        for world in (1, 2, 4):
+            keys = (("seed", seed),)
+            again = until_done(bench.folder / "cell", bench.arguments(keys), [world], "")
+            runs += 2
+            if again.digest != bench.clean(world, keys):
+                failures.append(f"seed {seed}, {world} ranks: other bytes")
+    return Result(promise, runs, 0, failures, 0, time.monotonic() - began, [])
+
+
+def of_pytest(promise: str, *selection: str) -> Result:
+    """Rows that have tests of their own: run them and count."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "junit.xml"
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={file}",
+            *selection,
+        ]
+        subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL)
+        if not file.is_file():
+            return Result(promise, 0, 0, ["pytest did not run"], 0, time.monotonic() - began, [])
+        tests = list(ElementTree.parse(file).iter("testcase"))
+    failures = [
+        t.get("name", "") for t in tests if t.find("failure") is not None or t.find("error") is not None
+    ]
+    skipped = [
+        f"{t.get('name')}: {t.find('skipped').get('message')}" for t in tests if t.find("skipped") is not None
+    ]
+    return Result(promise, len(tests) - len(skipped), 0, failures, 0, time.monotonic() - began, skipped)
+
+
+def rows(bench: cells.Workbench, every: int) -> Dict[str, Callable[[], Result]]:
+    """The matrix by row name."""
+    return {
+        "1 repeat": lambda: repeats("run twice: the same bytes, at 1, 2 and 4 ranks", bench),
+        "2 elastic": lambda: of_cells(
+            "killed at one world size, resumed at another, `bitwise_elastic`: the same bytes", cells.elastic(), bench
+        ),
+        "4 kill": lambda: of_cells(
+            "SIGKILL of any rank, any phase, first to last step: the same bytes", cells.kills()[::every], bench
+        ),
+        "5 launcher": lambda: of_pytest(
+            "through torchrun: a killed rank, a rank that hangs (8), a killed launcher leaves no rank",
+            "tests/test_launch.py", "-k", "TestFaults",
+        ),
+        "6 again": lambda: of_cells(
+            "killed again and again, while resuming too, with every option: the same bytes", cells.repeated(), bench
+        ),
+        "7 signals": lambda: of_cells(
+            "SIGTERM, SIGINT, SIGUSR1 to one rank: a checkpoint, then the same bytes", cells.signals(), bench
+        ),
+        "9-12 files": lambda: of_pytest(
+            "400 torn and flipped checkpoints, other files, another training: recognised, never run, never used",
+            "tests/test_checkpoint.py", "tests/test_training.py", "-k", "checkpoint or Resume",
+        ),
+        "13, 25, 10": lambda: of_pytest(
+            "NaN on one rank, out of memory, disk full: all ranks together, one line, nothing lost",
+            "tests/faults/test_faults.py", "-k", "number or many or mend",
+        ),
+        "15 few": lambda: of_pytest(
+            "0, 1, 2 keypoints: finite loss, right shapes", "tests/test_matching.py", "-k", "few or empty or alone"
+        ),
+        "22 MLflow": lambda: of_pytest(
+            "MLflow down, hanging, flapping: training is not held up, every point arrives once", "tests/test_tracking.py"
+        ),
+        "nodes": lambda: of_pytest(
+            "two nodes; an elastic job loses one and gets it back", "tests/test_launch.py", "-k", "TestNodes"
+        ),
+        "GPU": lambda: of_pytest("NCCL, float16, two devices", "tests", "-m", "gpu"),
+    }  # fmt: skip
+
+
+HEAD = """# Faults
+
+Made by `make faults` on {date}: {machine}, Python {python}, {cores} cores, torch {torch}. {note}A kill is a SIGKILL (or the
+signal named) of one rank in the middle of a training of {steps} steps, which is then started again until it ends; its weights,
+optimiser state and best model must have the SHA-256 of the run nobody touched. Cells in forked processes form real gloo
+groups; the rows that say so go through torchrun. What could not run here is listed as SKIP, never as passed.
+
+| row | promise | runs | kills | hangs | failures | time |
+|---|---|---|---|---|---|---|
+"""
+
+
+def report(results: Dict[str, Result], every: int) -> str:
+    """docs/faults.md."""
+    import torch
+
+    text = HEAD.format(
+        date=datetime.date.today(), machine=f"{platform.system()} {platform.machine()}", steps=cells.STEPS,
+        python=platform.python_version(), cores=os.cpu_count(), torch=torch.__version__,
+        note=f"Only each {every}th cell of row 4 was run. " if every > 1 else "",
+    )  # fmt: skip
+    for name, r in results.items():
+        text += f"| {name} | {r.promise} | {r.runs} | {r.kills} | {r.hangs} | {len(r.failures)} | {clock(r.seconds)} |\n"
+    kills, hangs = (sum(getattr(r, f) for r in results.values()) for f in ("kills", "hangs"))
+    failures = [f"{name}: {line}" for name, r in results.items() for line in r.failures]
+    skipped = [f"{name}: {line}" for name, r in results.items() for line in r.skipped]
+    text += f"\n**{kills} kills, {hangs} hangs, {len(failures)} failures.**\n"
+    for title, lines in (("Failures", failures), ("SKIP", skipped)):
+        if lines:
+            text += f"\n## {title}\n\n" + "\n".join(f"- {line}" for line in lines) + "\n"
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--report", type=Path, default=ROOT / "docs" / "faults.md")
+    parser.add_argument("--only", action="append", default=[], help="a row by its name; may be given again")
+    parser.add_argument("--every", type=int, default=1)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        matrix = rows(cells.Workbench(Path(folder)), options.every)
+        unknown = set(options.only) - set(matrix)
+        if unknown:
+            parser.error(f"--only: no row {', '.join(sorted(unknown))}; rows: {', '.join(matrix)}")
+        results = {name: run() for name, run in matrix.items() if not options.only or name in options.only}
+    text = report(results, options.every)
+    options.report.write_text(text)
+    print(text[text.index("| row") :])
+    return 1 if any(r.failures or r.hangs for r in results.values()) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
