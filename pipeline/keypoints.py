@@ -36,6 +36,10 @@ Work = List[Tuple[Folder, Shard]]
 def main(argv: Optional[Sequence[str]] = None) -> int:
     options = _arguments(argv)
     settings = params.load("keypoints", options.params)
+    if settings.decoder == "dali":
+        from pipeline.images import dali
+
+        dali.require()
     images = open_manifest(options.images)
     folders = {split: Folder(options.out / split, plan(images.entries(split), settings)) for split in SPLITS}
     for split, folder in folders.items():

@@ -67,6 +67,7 @@ class FetchParams(Section):
 
 
 class KeypointsParams(Section):
+    decoder: Literal["opencv", "dali"]
     views: Annotated[int, Field(ge=2, le=1000)]
     width: Side
     height: Side
@@ -85,6 +86,7 @@ class TrainParams(Section):
     batch: Annotated[int, Field(ge=1, le=65536)]
     batch_per_rank: Annotated[int, Field(ge=0, le=65536)]
     accumulate: Annotated[int, Field(ge=1, le=4096)]
+    loader: Literal["plain", "dali", "synthetic"]
     steps: Count
     max_keypoints: KeypointCount
     keypoint_drop: Annotated[float, Field(ge=0.0, le=0.9)]

@@ -13,6 +13,8 @@ from typing import Any, Callable, Optional
 import torch
 from torch import Tensor
 
+from pipeline.errors import RequestError
+
 
 def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Tensor:
     """softmax(q k^T / sqrt(d)) v over the last two axes; `mask` is True where a key may be seen.
@@ -89,3 +91,19 @@ def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     if can_compile():
         return checkpoint(function, *arguments, use_reentrant=False)
     return checkpoint(function, *arguments)
+
+
+def dali_package() -> str:
+    """The pip requirement of NVIDIA DALI.
+
+    The cuda110 packages after 1.34.0 are stubs that fetch the wheel from NVIDIA's own index.
+    """
+    return "nvidia-dali-cuda130==2.4.0" if can_compile() else "nvidia-dali-cuda110==1.34.0"
+
+
+def without_dali(asked: str, instead: str) -> RequestError:
+    """The error of a request for DALI where it is not installed."""
+    key = asked.split(" ")[0]
+    return RequestError(
+        f"{asked}: NVIDIA DALI is not installed; `pip install {dali_package()}`, or set {key}: {instead}"
+    )

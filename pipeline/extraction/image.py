@@ -13,18 +13,22 @@ from pipeline.views import homography, photometric, render
 
 
 def image_views(data: bytes, name: str, settings: Any) -> ImageViews:
+    """`gray_views` from the bytes of the image file."""
+    return gray_views(decode_gray(data, name), name, settings)
+
+
+def gray_views(gray: np.ndarray, name: str, settings: Any) -> ImageViews:
     """The views of an image with their keypoints.
 
     View 0 is a mild crop with the light as it was; the others are random homographies with photometric
     distortion. Views with few or no keypoints stay: training must meet them.
 
     Args:
-        data: bytes of the image file; name: of the image, which with `settings.seed` fixes every draw.
+        gray: (H, W) uint8; name: of the image, which with `settings.seed` fixes every draw.
         settings: the section `keypoints`.
 
     Raises BadImage with the reason when the image cannot serve.
     """
-    gray = decode_gray(data, name)
     size, view_size = (gray.shape[1], gray.shape[0]), (settings.width, settings.height)
     if not homography.fits(size, view_size):
         needed = "x".join(str(side) for side in homography.smallest_image(view_size))

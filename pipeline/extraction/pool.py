@@ -14,17 +14,21 @@ import sys
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, Iterable, Iterator, Optional, Union
+from typing import Any, Iterable, Iterator, Optional, Tuple, Union
+
+import numpy as np
 
 from pipeline.errors import WorkError
-from pipeline.extraction.image import image_views
+from pipeline.extraction.image import gray_views
 from pipeline.features.store import ImageViews
 from pipeline.features.tuning import tune_process
-from pipeline.images.decode import BadImage
+from pipeline.images.decode import BadImage, decoded
 from pipeline.images.manifest import Entry
 from pipeline.images.sources import ImageSet
 
 Result = Union[ImageViews, BadImage]
+# an entry that a worker reads and decodes, or one already decoded
+Work = Union[Entry, Tuple[Entry, Union[np.ndarray, BadImage]]]
 
 _PR_SET_PDEATHSIG = 1
 _IN_FLIGHT = 4  # images per worker
@@ -38,12 +42,23 @@ class Extractor:
         self.images = images.without_entries()
         self.settings = settings
 
-    def __call__(self, entry: Entry) -> Result:
+    def __call__(self, work: Work) -> Result:
         """The views of an image, or why it cannot serve. Never raises for the image's sake."""
+        entry, gray = next(decoded(self.images, [work])) if isinstance(work, Entry) else work
+        if isinstance(gray, BadImage):
+            return gray
         try:
-            return image_views(self.images.read(entry), entry.name, self.settings)
+            return gray_views(gray, entry.name, self.settings)
         except BadImage as bad:
             return bad
+
+    def source(self, entries: Iterable[Entry]) -> Iterable[Work]:
+        """What the workers are given: the entries, unless `keypoints.decoder` has them decoded before."""
+        if self.settings.decoder != "dali":
+            return entries
+        from pipeline.images import dali
+
+        return dali.decoded(self.images, entries)
 
 
 def cores() -> int:
@@ -79,12 +94,12 @@ class Pool:
     def map(self, entries: Iterable[Entry]) -> Iterator[Result]:
         """One result per entry, in their order. WorkError when a worker process dies."""
         if self._executor is None:
-            yield from map(self._extract, entries)
+            yield from map(self._extract, self._extract.source(entries))
             return
         waiting: deque = deque()
         try:
-            for entry in entries:
-                waiting.append(self._executor.submit(_work, entry))
+            for work in self._extract.source(entries):
+                waiting.append(self._executor.submit(_work, work))
                 if len(waiting) >= _IN_FLIGHT * self._workers:
                     yield waiting.popleft().result()
             while waiting:
@@ -108,6 +123,6 @@ def _start(extract: Extractor, parent: int) -> None:
     _worker = extract
 
 
-def _work(entry: Entry) -> Result:
+def _work(work: Work) -> Result:
     assert _worker is not None
-    return _worker(entry)
+    return _worker(work)

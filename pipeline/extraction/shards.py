@@ -28,6 +28,7 @@ CODE = (
     "extraction/image.py",
     "features/sift.py",
     "features/store.py",
+    "images/dali.py",
     "images/decode.py",
     "images/integrity.py",
     "matching/homography.py",

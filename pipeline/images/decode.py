@@ -11,7 +11,7 @@ are taken as stored, so that keypoints and homographies live in the frame of the
 from __future__ import annotations
 
 from pathlib import Path
-from typing import List, Union
+from typing import TYPE_CHECKING, Iterable, Iterator, List, Tuple, Union
 
 import cv2
 import numpy as np
@@ -20,7 +20,11 @@ from pipeline.errors import RequestError
 from pipeline.images import integrity
 from pipeline.images.integrity import BadImage
 
-__all__ = ["BadImage", "EXTENSIONS", "decode_color", "decode_gray", "list_images", "read_gray"]
+if TYPE_CHECKING:
+    from pipeline.images.manifest import Entry
+    from pipeline.images.sources import ImageSet
+
+__all__ = ["BadImage", "EXTENSIONS", "decode_color", "decode_gray", "decoded", "list_images", "read_gray"]
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 
@@ -37,6 +41,17 @@ def decode_gray(data: bytes, name: str = "image") -> np.ndarray:
 def decode_color(data: bytes, name: str = "image") -> np.ndarray:
     """(H, W, 3) uint8 BGR, for pictures; the same checks and errors as `decode_gray`."""
     return _decode(data, name, cv2.IMREAD_COLOR)
+
+
+def decoded(
+    images: ImageSet, entries: Iterable[Entry]
+) -> Iterator[Tuple[Entry, Union[np.ndarray, BadImage]]]:
+    """Each entry with its gray pixels (H, W) uint8, or with why it cannot serve; in their order, each once."""
+    for entry in entries:
+        try:
+            yield entry, decode_gray(images.read(entry), entry.name)
+        except BadImage as bad:
+            yield entry, bad
 
 
 def read_gray(path: Union[str, Path]) -> np.ndarray:

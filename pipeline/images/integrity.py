@@ -48,6 +48,22 @@ def check(data: bytes, name: str) -> bytes:
     return data
 
 
+def is_plain_jpeg(data: bytes) -> bool:
+    """Is this, already checked, a JPEG of 8 bits and of one or three components?"""
+    if data[:3] != b"\xff\xd8\xff":
+        return False
+    at = 2
+    while at + 10 <= len(data):
+        marker = data[at + 1]
+        if marker in _JPEG_SIZE:
+            return data[at + 4] == 8 and data[at + 9] in (1, 3)
+        if marker == 0xFF or marker in _JPEG_BARE:
+            at += 1 if marker == 0xFF else 2
+            continue
+        at += 2 + struct.unpack_from(">H", data, at + 2)[0]
+    return False
+
+
 def _check_size(width: int, height: int, name: str) -> None:
     if width * height > MAX_PIXELS:
         limit = f"{MAX_PIXELS // 1_000_000} megapixels"

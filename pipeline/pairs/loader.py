@@ -6,9 +6,10 @@ docs/performance.md), and handing it between processes would cost more than maki
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
-from typing import Callable, Iterator, List, Sequence
+from typing import Any, Callable, Iterator, List, Sequence, Tuple
 
 import numpy as np
 from numpy.linalg import inv
@@ -94,3 +95,21 @@ def split_evenly(samples: List[Sample], parts: int) -> List[List[Sample]]:
     """`samples` in `parts` contiguous groups whose sizes differ by at most one (micro-batches)."""
     bounds = [len(samples) * i // parts for i in range(parts + 1)]
     return [samples[a:b] for a, b in zip(bounds, bounds[1:])]
+
+
+def choose(name: str, device: Any) -> Tuple[Callable[..., PairBatch], Callable[..., Iterator]]:
+    """(load_batch, prefetched) of `train.loader`: plain, dali or synthetic; all have the plain one's signatures.
+
+    Raises:
+        RequestError: dali is asked for and not installed.
+    """
+    if name == "synthetic":
+        from pipeline.pairs import synthetic
+
+        return synthetic.load_batch, prefetched
+    if name == "dali":
+        from pipeline.pairs import dali
+
+        dali.require()
+        return load_batch, functools.partial(dali.prefetched, device=device)
+    return load_batch, prefetched

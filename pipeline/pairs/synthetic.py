@@ -1,0 +1,46 @@
+"""Made-up pairs that cost nothing to load, to measure the training step alone. Nothing can be learnt from them.
+
+`load_batch` is `pipeline.pairs.loader.load_batch` under another name: the same signature and shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Sequence, Tuple
+
+import numpy as np
+
+from pipeline.features.sift import KEYPOINT
+from pipeline.features.store import Store
+from pipeline.matching.homography import transform
+from pipeline.pairs.batch import Pair, PairBatch, from_pairs
+from pipeline.pairs.order import Sample
+
+KINDS = 16  # different pairs; made once, then dealt out by the seed of the sample
+
+
+def load_batch(store: Store, samples: Sequence[Sample], max_keypoints: int, drop: float = 0.0) -> PairBatch:
+    """A made-up pair for each sample: `max_keypoints` keypoints in both views, of which most match.
+
+    Args:
+        store: gives the size of the views alone. drop: has no effect, so that every batch is full.
+    """
+    size = tuple(store.view_size)
+    return from_pairs([_made(sample.seed % KINDS, size, max_keypoints) for sample in samples])
+
+
+@functools.lru_cache(maxsize=4 * KINDS)
+def _made(kind: int, size: Tuple[int, int], count: int) -> Pair:
+    rng = np.random.default_rng(kind)
+    H = np.eye(3)
+    H[:2] += rng.normal(0, 0.05, (2, 3)) * [1, 1, 100]
+    first, second = np.zeros(count, KEYPOINT), np.zeros(count, KEYPOINT)
+    xy = rng.uniform(0, 1, (count, 2)) * (np.array(size) - 1)
+    moved = np.clip(transform(xy, H) + rng.normal(0, 0.5, xy.shape), 0, np.array(size) - 1)
+    for records, place in ((first, xy), (second, moved)):
+        records["x"], records["y"] = place.T
+        records["scale"], records["angle"] = rng.uniform(2, 20, count), rng.uniform(0, 360, count)
+        records["score"] = np.sort(rng.uniform(0.01, 0.1, count))[::-1]
+    first["descriptor"] = rng.integers(0, 160, (count, 128))
+    second["descriptor"] = np.clip(first["descriptor"] + rng.normal(0, 20, (count, 128)), 0, 255)
+    return Pair(first, second[rng.permutation(count)], size, size, H)

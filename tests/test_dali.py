@@ -1,0 +1,289 @@
+"""The DALI image source and pair loader beside the plain ones: the same pixels, batches and order."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from made_views import made_store
+
+from pipeline.errors import RequestError
+from pipeline.extraction.pool import Pool
+from pipeline.extraction.shards import Folder, plan
+from pipeline.features.store import Store
+from pipeline.images import dali as images_dali
+from pipeline.images import decode
+from pipeline.images.integrity import BadImage
+from pipeline.images.sources import ImageSet, folder_entries
+from pipeline.pairs import dali as pairs_dali
+from pipeline.pairs import loader, synthetic
+from pipeline.pairs.order import PairOrder, rank_slice
+
+try:
+    import nvidia.dali
+
+    DALI = nvidia.dali.__version__
+except ImportError:
+    DALI = ""
+needs_dali = pytest.mark.skipif(not DALI, reason="needs NVIDIA DALI (see docker/locks/dali-*.lock)")
+
+
+def jpeg(pixels: np.ndarray, mode: str = "RGB", **options) -> bytes:
+    from PIL import Image
+
+    stream = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(stream, "JPEG", **options)
+    return stream.getvalue()
+
+
+@pytest.fixture
+def photographs(tmp_path: Path, color_photo: np.ndarray) -> Path:
+    """23 files: JPEG of every kind DALI decodes, others that OpenCV does, and some that nobody can."""
+    from PIL import Image
+
+    turned = Image.Exif()
+    turned[274] = 6
+    folder = tmp_path / "photographs"
+    folder.mkdir()
+    kinds = (
+        {},
+        {"progressive": True},
+        {"subsampling": 0},
+        {"subsampling": 2, "quality": 40},
+        {"mode": "L"},
+        {"exif": turned},
+        {"mode": "CMYK"},
+    )
+    for index in range(18):
+        piece = np.ascontiguousarray(color_photo[index : 240 + index, : 320 + 7 * index])
+        (folder / f"{index:02d}.jpg").write_bytes(jpeg(piece, **kinds[index % len(kinds)]))
+    Image.fromarray(color_photo).save(folder / "05-colour.png")
+    (folder / "07-wrong-name.jpg").write_bytes((folder / "05-colour.png").read_bytes())
+    (folder / "09-empty.jpg").write_bytes(b"")
+    (folder / "11-cut.jpg").write_bytes((folder / "00.jpg").read_bytes()[:3000])
+    (folder / "99-page.jpg").write_bytes(b"<html>gone</html>")
+    return folder
+
+
+def image_set(folder: Path) -> ImageSet:
+    names = sorted(path.name for path in folder.iterdir())
+    return ImageSet(folder_entries(folder, names, "train", "photographs"), {"photographs": str(folder)})
+
+
+def same(one, other) -> bool:
+    if isinstance(one, BadImage) or isinstance(other, BadImage):
+        return str(one) == str(other)
+    return one.dtype == other.dtype and np.array_equal(one, other)
+
+
+@needs_dali
+class TestImages:
+    # 1: every batch partial or full alike; 4, 5: a partial last one; 64: one batch only
+    @pytest.mark.parametrize("batch", [1, 4, 5, 64])
+    def test_pixels_order_and_verdicts_are_those_of_opencv(self, photographs, batch):
+        images = image_set(photographs)
+        entries = images.entries("train")
+        plain = list(decode.decoded(images, entries))
+        ours = list(images_dali.decoded(images, entries, batch))
+        assert [entry for entry, _ in ours] == [entry for entry, _ in plain] == entries
+        if torch.cuda.is_available():
+            pytest.skip("nvJPEG's pixels differ by a few levels")
+        wrong = [entry.name for (entry, one), (_, other) in zip(ours, plain) if not same(one, other)]
+        assert wrong == []
+
+    def test_a_second_pass_gives_the_same_and_nothing_twice(self, photographs):
+        images = image_set(photographs)
+        entries = images.entries("train")
+        passes = [list(images_dali.decoded(images, entries, 4)) for _ in range(2)]
+        names = [entry.name for entry, _ in passes[0]]
+        assert sorted(set(names)) == names and len(names) == len(entries)
+        assert all(same(one, other) for (_, one), (_, other) in zip(*passes))
+
+    def test_what_dali_refuses_opencv_decides(self, photographs, monkeypatch, capfd):
+        """Without our own checks a web page reaches DALI, which drops its whole batch."""
+        images = image_set(photographs)
+        entries = images.entries("train")
+        expected = list(decode.decoded(images, entries))
+        monkeypatch.setattr(images_dali.integrity, "check", _check_later(images_dali.integrity.check))
+        jpeg_or_page = images_dali.integrity.is_plain_jpeg
+        monkeypatch.setattr(
+            images_dali.integrity, "is_plain_jpeg", lambda data: data[:1] == b"<" or jpeg_or_page(data)
+        )
+        ours = list(images_dali.decoded(images, entries, 4))
+        assert [entry for entry, _ in ours] == entries
+        if not torch.cuda.is_available():
+            assert all(same(one, other) for (_, one), (_, other) in zip(ours, expected))
+        assert "OpenCV decodes it" in capfd.readouterr().err
+
+    def test_no_image_and_no_jpeg(self, photographs):
+        images = image_set(photographs)
+        assert list(images_dali.decoded(images, [])) == []
+        others = [entry for entry in images.entries("train") if "-" in entry.name]
+        assert [entry for entry, _ in images_dali.decoded(images, others, 2)] == others
+
+    def test_leaving_early_does_not_hang(self, photographs):
+        images = image_set(photographs)
+        source = images_dali.decoded(images, images.entries("train"), 2)
+        next(source)
+        source.close()
+
+    @pytest.mark.parametrize("workers", [1, 2])
+    def test_the_stage_writes_the_same_shards(self, photographs, tmp_path, make_params, workers):
+        if torch.cuda.is_available():
+            pytest.skip("nvJPEG's pixels differ by a few levels")
+        written = {}
+        for decoder in ("opencv", "dali"):
+            settings = make_params(
+                "keypoints", decoder=decoder, views=2, shard_images=5, width=128, height=96
+            )
+            written[decoder] = shards_of(tmp_path / decoder, image_set(photographs), settings, workers)
+        assert written["dali"] == written["opencv"] and len(written["dali"]) == 5
+
+    def test_shards_stick_to_their_rank(self, photographs):
+        """Every pass over a rank's shards brings the same images, and the ranks together all of them."""
+        images = image_set(photographs)
+        entries = images.entries("train")
+        seen = []
+        for _ in range(2):
+            ranks = [
+                [e.name for e, _ in images_dali.decoded(images, entries[rank::3], 4)] for rank in range(3)
+            ]
+            seen.append(ranks)
+        assert seen[0] == seen[1]
+        assert sorted(name for names in seen[0] for name in names) == [entry.name for entry in entries]
+
+    @pytest.mark.gpu
+    def test_the_gpu_decodes_nearly_the_same(self, photographs):
+        images = image_set(photographs)
+        entries = images.entries("train")
+        plain = decode.decoded(images, entries)
+        for (entry, one), (_, other) in zip(images_dali.decoded(images, entries, 8), plain):
+            assert isinstance(one, BadImage) == isinstance(other, BadImage), entry.name
+            if not isinstance(one, BadImage):
+                assert one.shape == other.shape
+                assert np.abs(one.astype(int) - other).mean() < 1.0, entry.name
+
+
+def _check_later(check):
+    """Lets the web page pass the first look, which is `dali`'s, and not the second, `decode`'s."""
+    looked = set()
+
+    def later(data: bytes, name: str) -> bytes:
+        if name == "99-page.jpg" and name not in looked:
+            looked.add(name)
+            return data
+        return check(data, name)
+
+    return later
+
+
+def shards_of(folder: Path, images: ImageSet, settings, workers: int) -> list:
+    """Bytes of the shards a pool of the stage makes."""
+    folder = Folder(folder, plan(images.entries("train"), settings))
+    todo = folder.open(folder.shards)
+    with Pool(images, settings, workers) as pool:
+        results = pool.map([entry for shard in todo for entry in shard.entries])
+        for shard in todo:
+            folder.write(shard, [next(results) for _ in shard.entries])
+    return [(folder.path / shard.file).read_bytes() for shard in folder.shards]
+
+
+def micro_batches(store: Store, rank: int, world_size: int, parts: int = 2):
+    """`make` of a training of 8 pairs a step."""
+    order = PairOrder(0, len(store), store.views_per_image)
+
+    def make(step: int):
+        own = order.step(step, 8)[rank_slice(8, rank, world_size)]
+        return [loader.load_batch(store, part, 30, 0.3) for part in loader.split_evenly(own, parts)]
+
+    return make
+
+
+def equal(one, other) -> bool:
+    return all(torch.equal(getattr(one, name).cpu(), getattr(other, name)) for name in pairs_dali.FIELDS)
+
+
+@needs_dali
+class TestPairs:
+    @pytest.mark.parametrize("rank, world_size, parts", [(0, 1, 1), (0, 1, 3), (1, 2, 2), (8, 9, 2)])
+    def test_every_step_brings_the_plain_batches(self, tmp_path, rank, world_size, parts):
+        """Also for a rank whose share is empty in part."""
+        store = Store(made_store(tmp_path / "store"))
+        make = micro_batches(store, rank, world_size, parts)
+        plain = list(loader.prefetched(make, range(3, 12)))
+        ours = list(pairs_dali.prefetched(make, range(3, 12)))
+        assert len(ours) == len(plain) == 9
+        for one, other in zip(ours, plain):
+            assert len(one) == len(other) and all(equal(a, b) for a, b in zip(one, other))
+
+    def test_batches_stay_as_they_were_while_later_ones_come(self, tmp_path):
+        store = Store(made_store(tmp_path / "store"))
+        make = micro_batches(store, 0, 1)
+        source = pairs_dali.prefetched(make, range(6))
+        first = next(source)
+        list(source)
+        assert all(equal(a, b) for a, b in zip(first, make(0)))
+
+    def test_an_error_is_raised_at_its_step(self, tmp_path):
+        store = Store(made_store(tmp_path / "store"))
+        make = micro_batches(store, 0, 1)
+
+        def failing(step: int):
+            if step == 3:
+                raise OSError("gone")
+            return make(step)
+
+        source = pairs_dali.prefetched(failing, range(6))
+        assert [len(next(source)) for _ in range(3)] == [2, 2, 2]
+        with pytest.raises(OSError, match="gone"):
+            next(source)
+
+    def test_no_steps_and_leaving_early(self, tmp_path):
+        make = micro_batches(Store(made_store(tmp_path / "store")), 0, 1)
+        assert list(pairs_dali.prefetched(make, range(0))) == []
+        source = pairs_dali.prefetched(make, range(100))
+        next(source)
+        source.close()
+
+    @pytest.mark.gpu
+    def test_batches_arrive_on_the_gpu(self, tmp_path):
+        make = micro_batches(Store(made_store(tmp_path / "store")), 0, 1)
+        device = torch.device("cuda", 0)
+        for step, batches in enumerate(pairs_dali.prefetched(make, range(5), device=device)):
+            assert all(batch.records0.device == device for batch in batches)
+            assert all(equal(a, b) for a, b in zip(batches, make(step)))
+
+
+class TestChoice:
+    def test_synthetic_pairs_look_like_stored_ones(self, tmp_path):
+        store = Store(made_store(tmp_path / "store"))
+        samples = PairOrder(0, len(store), store.views_per_image).step(0, 6)
+        batch = synthetic.load_batch(store, samples, 50, 0.3)
+        stored = loader.load_batch(store, samples, 50)
+        for name in pairs_dali.FIELDS:
+            assert getattr(batch, name).dtype == getattr(stored, name).dtype
+        assert batch.counts0.tolist() == batch.counts1.tolist() == [50] * 6
+        assert equal(batch, synthetic.load_batch(store, samples, 50))
+
+    def test_the_parameter_chooses(self):
+        assert loader.choose("plain", None) == (loader.load_batch, loader.prefetched)
+        assert loader.choose("synthetic", None) == (synthetic.load_batch, loader.prefetched)
+
+    @pytest.mark.parametrize(
+        "asks, key",
+        [
+            (images_dali.require, "keypoints.decoder: opencv"),
+            (lambda: loader.choose("dali", None), "train.loader: plain"),
+        ],
+    )
+    def test_missing_dali_is_one_line_with_the_mend(self, monkeypatch, asks, key):
+        for name in ("nvidia.dali", "nvidia.dali.plugin.pytorch"):
+            monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(RequestError) as error:
+            asks()
+        assert "pip install nvidia-dali-cuda1" in str(error.value) and key in str(error.value)
+        assert "\n" not in str(error.value)
