@@ -32,16 +32,16 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, counts: List[int], partner
 
 def _one_by_one(q: Tensor, k: Tensor, v: Tensor, counts: List[int], partner: List[int]) -> Tensor:
     """One unpadded call a sequence: no mask, no wasted work; launches cost nothing on a CPU."""
-    # (H, S, d), so that a sequence's heads are one batch of matrices
-    queries, keys, values = (t.transpose(0, 1).split(counts, dim=1) for t in (q, k, v))
+    queries, keys, values = (t.split(counts) for t in (q, k, v))
     messages = []
     for i, j in enumerate(partner):
         if counts[i] == 0 or counts[j] == 0:
             messages.append(torch.zeros_like(queries[i]))
             continue
-        heads = (t.unsqueeze(0) for t in (queries[i], keys[j], values[j]))
-        messages.append(scaled_dot_product_attention(*heads).squeeze(0))
-    return torch.cat(messages, dim=1).transpose(0, 1) if messages else q
+        # (1, H, n, d) without a copy; what comes back lies as (n, H, d) in memory
+        heads = (t.transpose(0, 1).unsqueeze(0) for t in (queries[i], keys[j], values[j]))
+        messages.append(scaled_dot_product_attention(*heads).squeeze(0).transpose(0, 1))
+    return torch.cat(messages) if messages else q
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, counts: List[int], partner: List[int]) -> Tensor:
@@ -65,6 +65,24 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, counts: List[int], partner: List[in
     return message.transpose(1, 2)[valid]
 
 
+class _Update(nn.Sequential):
+    """MLP([x, merge(message)]): Linear, norm, ReLU, Linear.
+
+    The merge and the first Linear are one map of the message, so their product is taken of the weights, which are few,
+    rather than of the tokens; and what the two halves of the input give is added, not their concatenation made.
+    """
+
+    def forward(self, x: Tensor, message: Tensor, merge: nn.Linear) -> Tensor:
+        """x, message (S, D) -> (S, D)."""
+        first = self[0]
+        own, others = first.weight.split(x.shape[1], dim=1)
+        bias = torch.addmv(first.bias, others, merge.bias)
+        hidden = nn.functional.linear(x, own, bias) + nn.functional.linear(message, others @ merge.weight)
+        for module in list(self)[1:]:
+            hidden = module(hidden)
+        return hidden
+
+
 class AttentionalLayer(nn.Module):
     """One residual update of every keypoint: x <- x + MLP([x, message]) (equation 3)."""
 
@@ -75,7 +93,7 @@ class AttentionalLayer(nn.Module):
         self.heads = heads
         self.query_key_value = nn.Linear(dim, 3 * dim)
         self.merge = nn.Linear(dim, dim)
-        self.mlp = nn.Sequential(nn.Linear(2 * dim, 2 * dim), norm, nn.ReLU(), nn.Linear(2 * dim, dim))
+        self.mlp = _Update(nn.Linear(2 * dim, 2 * dim), norm, nn.ReLU(), nn.Linear(2 * dim, dim))
         # each layer starts as the identity: the untrained network is then a soft nearest-neighbour matcher
         nn.init.zeros_(self.mlp[-1].weight)
         nn.init.zeros_(self.mlp[-1].bias)
@@ -84,5 +102,4 @@ class AttentionalLayer(nn.Module):
         """x (S, D) packed -> (S, D)."""
         q, k, v = self.query_key_value(x).view(x.shape[0], 3, self.heads, x.shape[1] // self.heads).unbind(1)
         message = ragged_attention(q, k, v, counts, partner)
-        message = self.merge(message.reshape(x.shape))
-        return x + self.mlp(torch.cat([x, message], dim=-1))
+        return x + self.mlp(x, message.reshape(x.shape), self.merge)

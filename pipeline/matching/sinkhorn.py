@@ -25,11 +25,11 @@ from torch import Tensor
 from pipeline.stack import no_autocast
 
 
-def _mv(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Matrix-vector product, one (2-D matrix) or batched (3-D)."""
+def _mv(matrix: Tensor, vector: Tensor, out: Tensor) -> Tensor:
+    """Matrix-vector product into `out`, one (2-D matrix) or batched (3-D)."""
     if matrix.dim() == 2:
-        return torch.mv(matrix, vector)
-    return torch.bmm(matrix, vector.unsqueeze(-1)).squeeze(-1)
+        return torch.mv(matrix, vector, out=out)
+    return torch.bmm(matrix, vector.unsqueeze(-1), out=out.unsqueeze(-1)).squeeze(-1)
 
 
 def _kernel(Z: Tensor) -> Tuple[Tensor, Tensor]:
@@ -39,58 +39,76 @@ def _kernel(Z: Tensor) -> Tuple[Tensor, Tensor]:
     return torch.exp(Z - r), r.squeeze(-1)
 
 
-def _iterate(Z: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> Tuple[Tensor, Tensor, Tensor]:
+def _iterate(
+    Z: Tensor, mu: Tensor, nu: Tensor, iterations: int, padded: bool
+) -> Tuple[Tensor, Tensor, Tensor]:
     """All iterates a (T, ..., M), b (T + 1, ..., N) and the row maxima r (..., M)."""
     K, r = _kernel(Z)
     Kt = K.transpose(-1, -2)
-    # where a marginal is 0 (padding, or the dustbin of an empty side) the quotient must be 0 and never 0/0
-    no_row, no_column = (mu == 0).to(Z.dtype), (nu == 0).to(Z.dtype)
     a = Z.new_empty((iterations, *mu.shape))
     b = Z.new_empty((iterations + 1, *nu.shape))
-    b[0] = 1.0 - no_column
-    for t in range(iterations):
-        a[t] = mu / (_mv(K, b[t]) + no_row)
-        b[t + 1] = nu / (_mv(Kt, a[t]) + no_column)
+    b[0] = (nu > 0).to(Z.dtype)
+    row, column = torch.empty_like(mu), torch.empty_like(nu)
+    # where a marginal is 0 (padding) the quotient must be 0 and never 0/0
+    no_row, no_column = (mu == 0).to(Z.dtype), (nu == 0).to(Z.dtype)
+    before = b[0]
+    for a_t, b_t in zip(a.unbind(0), b[1:].unbind(0)):
+        _mv(K, before, row)
+        torch.div(mu, row.add_(no_row) if padded else row, out=a_t)
+        _mv(Kt, a_t, column)
+        torch.div(nu, column.add_(no_column) if padded else column, out=b_t)
+        before = b_t
     return a, b, r
 
 
 def _backward(Z: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor, grad: Tensor) -> Tensor:
-    """Gradient with respect to Z of <grad, log P>, exact for the unrolled iterations."""
+    """Gradient with respect to Z of <grad, log P>, exact for the unrolled iterations.
+
+    With w_v = (gradient of v_t) b_t / nu and w_u = (gradient of u_t) a_t / mu, each found from the one after it,
+    the gradient is grad - K o sum_t (a_t w_v^T + w_u b_{t-1}^T).
+    """
     K, _ = _kernel(Z)
     Kt = K.transpose(-1, -2)
     inverse_mu = torch.where(mu > 0, 1 / mu, torch.zeros_like(mu))
     inverse_nu = torch.where(nu > 0, 1 / nu, torch.zeros_like(nu))
-    grad_u, grad_v = grad.sum(-1), grad.sum(-2)
-    left: List[Tensor] = []
-    right: List[Tensor] = []
-    for t in range(a.shape[0] - 1, -1, -1):
-        weight_v = grad_v * b[t + 1] * inverse_nu  # d v_t / d Z = -K a_t b_t / nu
-        left.append(a[t])
-        right.append(weight_v)
-        grad_u = grad_u - a[t] * _mv(K, weight_v)
-        weight_u = grad_u * a[t] * inverse_mu  # d u_t / d Z = -K a_t b_{t-1} / mu
-        left.append(weight_u)
-        right.append(b[t])
-        grad_v = -b[t] * _mv(Kt, weight_u)
-        grad_u = torch.zeros_like(grad_u)  # u_{t-1} acts through v_{t-1} alone
-    return grad - K * (torch.stack(left, -1) @ torch.stack(right, -2))
+    down, back = a.square() * -inverse_mu, b.square() * -inverse_nu
+    from_u, from_v = torch.empty_like(a), torch.empty_like(b[1:])
+    row, column = torch.empty_like(mu), torch.empty_like(nu)
+    last = a.shape[0] - 1
+    from_v[last] = grad.sum(-2) * b[last + 1] * inverse_nu
+    for t in range(last, -1, -1):
+        torch.mul(_mv(K, from_v[t], row), down[t], out=from_u[t])
+        if t == last:
+            from_u[t] += grad.sum(-1) * a[t] * inverse_mu
+        if t > 0:
+            torch.mul(_mv(Kt, from_u[t], column), back[t], out=from_v[t - 1])
+    # (..., M, 2T) times (..., 2T, N)
+    left, right = torch.cat([a, from_u]).movedim(0, -1), torch.cat([from_v, b[:-1]]).movedim(0, -2)
+    return grad - K * (left @ right)
 
 
 class _Sinkhorn(torch.autograd.Function):
-    """log P (..., M, N) from Z (..., M, N), marginals mu (..., M), nu (..., N); -inf in Z is no connection."""
+    """log P (..., M, N), u (..., M), v (..., N) from Z (..., M, N), marginals mu (..., M), nu (..., N).
+
+    padded: -inf in Z is no connection, 0 in a marginal no keypoint. Only log P carries a gradient.
+    """
 
     @staticmethod
-    def forward(ctx, Z: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> Tensor:
-        a, b, r = _iterate(Z, mu, nu, iterations)
+    def forward(ctx, Z: Tensor, mu: Tensor, nu: Tensor, iterations: int, padded: bool):
+        a, b, r = _iterate(Z, mu, nu, iterations, padded)
         ctx.save_for_backward(Z, mu, nu, a, b)
-        return Z + (a[-1].log() - r).unsqueeze(-1) + b[-1].log().unsqueeze(-2)
+        ctx.padded = padded
+        u, v = a[-1].log() - r, b[-1].log()
+        ctx.mark_non_differentiable(u, v)
+        return (Z + u.unsqueeze(-1)).add_(v.unsqueeze(-2)), u, v
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad: Tensor, *_):
         Z, mu, nu, a, b = ctx.saved_tensors
-        allowed = torch.isfinite(Z) & (mu > 0).unsqueeze(-1) & (nu > 0).unsqueeze(-2)
-        grad = torch.where(allowed, grad, torch.zeros_like(grad))
-        return _backward(Z, mu, nu, a, b, grad), None, None, None
+        if ctx.padded:
+            allowed = torch.isfinite(Z) & (mu > 0).unsqueeze(-1) & (nu > 0).unsqueeze(-2)
+            grad = torch.where(allowed, grad, torch.zeros_like(grad))
+        return _backward(Z, mu, nu, a, b, grad), None, None, None, None
 
 
 def _log_domain(Z: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> Tensor:
@@ -103,9 +121,10 @@ def _log_domain(Z: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> Tensor:
     return Z + u.unsqueeze(-1) + v.unsqueeze(-2)
 
 
-def _finite(log_P: Tensor, Z: Tensor, mu: Tensor, nu: Tensor) -> bool:
-    alive = torch.isfinite(Z) & (mu > 0).unsqueeze(-1) & (nu > 0).unsqueeze(-2)
-    return bool(torch.isfinite(log_P.detach()[alive]).all())
+def _finite(u: Tensor, v: Tensor, mu: Tensor, nu: Tensor) -> bool:
+    """Are all potentials that matter finite? A score that is not finite makes its row's potential so."""
+    rows, columns = torch.isfinite(u) | (mu == 0), torch.isfinite(v) | (nu == 0)
+    return bool(rows.all() & columns.all())
 
 
 def _augment(scores: Tensor, dustbin: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
@@ -122,8 +141,8 @@ def _one_by_one(scores: List[Tensor], dustbin: Tensor, iterations: int) -> List[
     log_assignments = []
     for pair in scores:
         Z, mu, nu = _augment(pair, dustbin)
-        log_P = _Sinkhorn.apply(Z, mu, nu, iterations)
-        if not _finite(log_P, Z, mu, nu):
+        log_P, u, v = _Sinkhorn.apply(Z, mu, nu, iterations, False)
+        if not _finite(u, v, mu, nu):
             log_P = _log_domain(Z, mu, nu, iterations)
         log_assignments.append(log_P + math.log(sum(pair.shape)))
     return log_assignments
@@ -140,8 +159,8 @@ def _batched(scores: List[Tensor], dustbin: Tensor, iterations: int) -> List[Ten
     )
     mu = torch.stack([pad(part[1], (0, down)) for part, (_, down) in zip(parts, sides)])
     nu = torch.stack([pad(part[2], (0, right)) for part, (right, _) in zip(parts, sides)])
-    log_P = _Sinkhorn.apply(Z, mu, nu, iterations)
-    if not _finite(log_P, Z, mu, nu):
+    log_P, u, v = _Sinkhorn.apply(Z, mu, nu, iterations, True)
+    if not _finite(u, v, mu, nu):
         return _one_by_one(scores, dustbin, iterations)
     return [
         P[: m + 1, : n + 1] + math.log(m + n) for P, (m, n) in zip(log_P, (pair.shape for pair in scores))

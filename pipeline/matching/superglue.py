@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pipeline.matching.attention import AttentionalLayer
 from pipeline.matching.normalization import token_norm
 from pipeline.matching.sinkhorn import log_optimal_transport
-from pipeline.stack import recomputed
+from pipeline.stack import no_autocast, recomputed
 
 SIFT_DIM = 128
 ENCODER_WIDTHS = (32, 64, 128, 256)  # hidden layers of the keypoint encoder (appendix, "keypoint encoder")
@@ -121,8 +121,9 @@ class SuperGlue(nn.Module):
         """Log assignments from the matching descriptors of `states` (equations 7 to 9)."""
         counts = batch.counts0.tolist() + batch.counts1.tolist()
         scale = 1 / math.sqrt(self.config.dim)
-        sides = states.split(counts)
-        scores = [(a @ b.T) * scale for a, b in zip(sides[: len(batch)], sides[len(batch) :])]
+        with no_autocast(states.device.type):  # scores reach 40, where bfloat16 resolves 0.25
+            sides = states.float().split(counts) if states.dtype != torch.float64 else states.split(counts)
+            scores = [(a * scale) @ b.T for a, b in zip(sides[: len(batch)], sides[len(batch) :])]
         return log_optimal_transport(scores, self.dustbin, self.config.sinkhorn_iterations)
 
     def _encode(self, batch) -> Tensor:
