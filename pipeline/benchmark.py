@@ -1,6 +1,7 @@
-"""The speed table of this machine: `python -m pipeline.benchmark keypoints`.
+"""The speed table of this machine, each row within a budget of time and memory: `python -m pipeline.benchmark`.
 
-Figures are only comparable within one run: the ways compared take turns over the same work.
+Figures are only comparable within one run: the ways compared take turns over the same work. With a subcommand only
+that stage is measured, in more detail.
 """
 
 from __future__ import annotations
@@ -16,11 +17,23 @@ from pipeline.images.manifest import write_atomic
 from pipeline.images.sources import open_manifest
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m pipeline.benchmark", description=__doc__.split("\n")[0])
-    parser.add_argument("--params", default="params.yaml", help="file with the sections that are measured")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    commands = parser.add_subparsers(dest="command", required=True)
+    add = parser.add_argument
+    add("--params", type=Path, default=Path("params.yaml"), help="file with the sections that are measured")
+    add("--json", type=Path, help="also write the rows of a subcommand to this file")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--dim", type=int, default=128, help="D, width of the network")
+    add("--iterations", type=int, default=100, help="T, Sinkhorn iterations")
+    add("--seconds", type=float, default=5.0, help="budget of a row; dearer ones are skipped")
+    add("--rounds", type=int, default=7, help="most rounds of a comparison")
+    add("--only", default="", help="groups of rows, separated by commas; default: all")
+    add("--fetched", type=Path, default=Path("data/images"), help="folder of photographs that `fetch` wrote")
+    add("--out", type=Path, default=Path("reports/benchmark"), help="folder of table.json and table.csv")
+    add("--no-tracking", action="store_true", help="keep the table out of MLflow")
+    commands = parser.add_subparsers(dest="command")
+    parser.set_defaults(run=None)
     keypoints = commands.add_parser(
         "keypoints", help="the keypoint stage against bare OpenCV and a plain pool"
     )
@@ -34,11 +47,47 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         "--keypoints", type=Path, default=Path("data/keypoints/train"), help="folder of a store"
     )
     store.set_defaults(run=_store)
-    options = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    options = parse(argv)
+    if options.run is None:
+        return _whole_table(options)
     rows = options.run(options)
     print("\n".join(_table(rows)))
     if options.json:
         write_atomic(options.json, json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+def _whole_table(options: argparse.Namespace) -> int:
+    from pipeline.benchmarks import row, table
+    from pipeline.evaluation.model import choose_device
+    from pipeline.matching.superglue import SuperGlueConfig
+
+    if options.seconds <= 0 or options.rounds < 2:
+        raise RequestError("--seconds must be above 0, --rounds 2 or more")
+    if options.dim % 4 or options.dim < 8 or options.iterations < 1:
+        raise RequestError("--dim must be a multiple of 4 from 8 on, --iterations 1 or more")
+    table.chosen(options.only)
+    config = SuperGlueConfig(dim=options.dim, sinkhorn_iterations=options.iterations)
+    setting = row.setting_for(
+        choose_device(options.device),
+        config,
+        rounds=options.rounds,
+        seconds=options.seconds,
+        images=options.fetched,
+        params=options.params,
+    )
+    about = table.machine(setting)
+    print("\n".join(f"{name}: {value}" for name, value in about.items()), flush=True)
+    rows = table.run(setting, options.only, lambda text: print(text, flush=True))
+    about["load at the end"] = row.load()
+    files = table.write(rows, about, options.out)
+    if not options.no_tracking:
+        table.track(rows, about, options.out, files)
+    print(f"{files[0]}, {files[1]}; {about['load at the end']}")
     return 0
 
 

@@ -1,0 +1,69 @@
+"""Floating-point operations of a pair, counted from the shapes; and the share of a machine's peak they reach.
+
+A multiplication with its addition counts as two. Backward counts as twice forward. Element-wise work and the
+exponentials of the softmax are left out, as is customary for model FLOP utilisation (MFU).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Dict, Optional, Tuple
+
+import torch
+
+from pipeline.matching.superglue import ENCODER_WIDTHS, SIFT_DIM, SuperGlueConfig
+
+# Dense peak by a word in the device's name, FLOP/s: vendors' data sheets, without sparsity.
+PEAKS: Dict[str, Dict[str, float]] = {
+    "H200": {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
+    "H100": {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
+    "A100": {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12},
+    "L40S": {"bfloat16": 362e12, "float16": 362e12, "float32": 91.6e12},
+    "V100": {"float16": 125e12, "float32": 15.7e12},
+    "T4": {"float16": 65e12, "float32": 8.1e12},
+}
+
+
+def forward_flops(config: SuperGlueConfig, keypoints: int) -> Dict[str, float]:
+    """Of one pair with `keypoints` in each view, by part: linear, attention, sinkhorn, rest."""
+    N, D, layers = keypoints, config.dim, 2 * config.layers
+    widths = [6 if config.scale_angle else 3, *ENCODER_WIDTHS, D]
+    encoder = sum(a * b for a, b in zip(widths, widths[1:])) + SIFT_DIM * D
+    return {
+        "linear": 2.0 * 2 * N * layers * 10 * D * D,
+        "attention": 2.0 * 2 * layers * 2 * N * N * D,
+        "sinkhorn": 2.0 * 2 * config.sinkhorn_iterations * (N + 1) ** 2,
+        "rest": 2.0 * (2 * N * (encoder + D * D) + N * N * D),
+    }
+
+
+def training_flops(config: SuperGlueConfig, keypoints: int) -> float:
+    """Forward and backward of one pair."""
+    return 3.0 * sum(forward_flops(config, keypoints).values())
+
+
+def peak(device: torch.device, precision: str) -> Tuple[Optional[float], str]:
+    """FLOP/s of the device and where the figure comes from; None where it is not known.
+
+    A CPU's is measured: the best of some products of large matrices, with torch's present threads.
+    """
+    if device.type == "cpu":
+        return measured_rate(precision), "measured matrix product"
+    name = torch.cuda.get_device_name(device)
+    for word, rates in PEAKS.items():
+        if word in name and precision in rates:
+            return rates[precision], f"data sheet of {word}"
+    return None, f"no peak known for {name} in {precision}"
+
+
+def measured_rate(precision: str = "float32", side: int = 1024, seconds: float = 0.5) -> float:
+    """FLOP/s of a square matrix product, the best of those that fit into `seconds`."""
+    dtype = getattr(torch, precision)
+    a, b = torch.randn(side, side).to(dtype), torch.randn(side, side).to(dtype)
+    best = 0.0
+    end = time.perf_counter() + seconds
+    while best == 0.0 or time.perf_counter() < end:
+        begun = time.perf_counter()
+        torch.mm(a, b)
+        best = max(best, 2.0 * side**3 / (time.perf_counter() - begun))
+    return best

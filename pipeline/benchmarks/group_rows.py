@@ -1,0 +1,60 @@
+"""Rows of several processes: a step with the gradient's exchange beside the same processes left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from typing import Dict, Iterator, List
+
+import torch
+
+from pipeline.benchmarks import flops, timing
+from pipeline.benchmarks.row import Row, Setting, activation_bytes
+from pipeline.launch import free_port
+
+KEYPOINTS = 512
+
+
+def groups(setting: Setting) -> Iterator[Row]:
+    """DistributedDataParallel with 2, 4, 8 processes."""
+    cuda = setting.device.type == "cuda"
+    places = torch.cuda.device_count() if cuda else os.cpu_count() or 1
+    pairs = 64 if cuda else 2
+    for processes in (2, 4, 8):
+        name = f"DDP, {processes} processes of {pairs} pairs, N = {KEYPOINTS}"
+        reason = f"{places} {'GPUs' if cuda else 'cores'}" if processes > places else ""
+        operations = pairs * flops.training_flops(setting.config, KEYPOINTS)
+        memory = processes * activation_bytes(setting.config, KEYPOINTS, pairs)
+        reason = reason or setting.too_dear(operations, memory, calls=2 * setting.rounds)
+        if reason:
+            yield Row("training", name, skipped=reason)
+            continue
+        exchanged, alone = _measured(setting, processes, pairs)
+        rate = processes * pairs / statistics.median(exchanged)
+        ratio = timing.speed_up(alone, exchanged)
+        against = f"the same processes alone, {1e3 * statistics.median(alone):.0f} ms a step"
+        yield Row("training", name, rate, "pairs/s", ratio, None, against, 0.95)
+
+
+def _measured(setting: Setting, processes: int, pairs: int) -> List[List[float]]:
+    command = [
+        sys.executable, "-m", "pipeline.benchmarks.rank", "--config", json.dumps(setting.config.to_dict()),
+        "--keypoints", str(KEYPOINTS), "--pairs", str(pairs), "--rounds", str(setting.rounds),
+    ]  # fmt: skip
+    shared = {
+        "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    started = []
+    for rank in range(processes):
+        environment: Dict[str, str] = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        if setting.device.type == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    answers = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
+        raise RuntimeError(f"a rank ended with {[process.returncode for process in started]}")
+    return json.loads(answers[0])

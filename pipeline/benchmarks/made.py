@@ -1,0 +1,62 @@
+"""Made-up work of a given size: views whose keypoints and truth are known, without any image."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import List
+
+import numpy as np
+
+from pipeline.features import store
+from pipeline.features.sift import KEYPOINT
+from pipeline.matching.homography import transform
+from pipeline.pairs.batch import Pair, PairBatch, from_pairs
+
+SIZE = (640, 480)
+SHARED = 0.6  # of the keypoints of a view are seen in the other, as in real pairs at 3 px
+
+
+def made_pair(keypoints: int, rng: np.random.Generator) -> Pair:
+    """Two views of `keypoints` each under a mild homography; descriptors of the same point are alike."""
+    H = np.eye(3) + rng.normal(0, [[0.05, 0.05, 15], [0.05, 0.05, 15], [5e-5, 5e-5, 0]])
+    records0, records1 = _view(keypoints, rng), _view(keypoints, rng)
+    seen = rng.permutation(keypoints)[: int(SHARED * keypoints)]
+    xy = np.stack([records0["x"], records0["y"]], 1)[seen].astype(np.float64)
+    moved = transform(xy, H)
+    records1["x"][: len(seen)], records1["y"][: len(seen)] = moved.T
+    noisy = records0["descriptor"][seen] + rng.normal(0, 15, (len(seen), 128))
+    records1["descriptor"][: len(seen)] = np.clip(noisy, 0, 255)
+    return Pair(records0, records1, SIZE, SIZE, H)
+
+
+def _view(keypoints: int, rng: np.random.Generator) -> np.ndarray:
+    records = np.zeros(keypoints, KEYPOINT)
+    records["x"], records["y"] = rng.uniform(0, SIZE[0], keypoints), rng.uniform(0, SIZE[1], keypoints)
+    records["scale"], records["angle"] = rng.uniform(2, 20, keypoints), rng.uniform(0, 360, keypoints)
+    records["score"] = np.sort(rng.uniform(0.01, 0.1, keypoints))[::-1]
+    records["descriptor"] = np.clip(rng.exponential(30, (keypoints, 128)), 0, 255)
+    return records
+
+
+def made_pairs(keypoints: int, pairs: int, seed: int = 0) -> List[Pair]:
+    """`pairs` independent pairs."""
+    rng = np.random.default_rng(seed)
+    return [made_pair(keypoints, rng) for _ in range(pairs)]
+
+
+def made_batch(keypoints: int, pairs: int, seed: int = 0) -> PairBatch:
+    """A batch in which every view has exactly `keypoints`."""
+    return from_pairs(made_pairs(keypoints, pairs, seed))
+
+
+def made_store(folder: Path, keypoints: int, images: int = 64) -> Path:
+    """A keypoint store of `images` images with two views of `keypoints` each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = [
+        store.ImageViews(f"{i:04d}", SIZE, np.stack([np.eye(3), p.H_0to1]), [p.records0, p.records1])
+        for i, p in enumerate(made_pairs(keypoints, images))
+    ]
+    rows = [store.write_shard(folder / store.shard_name(0), made)]
+    (folder / store.INDEX).write_text(json.dumps(store.index(rows, 2, SIZE)))
+    return folder

@@ -1,0 +1,220 @@
+"""Rows of the network: the grid over keypoints and batch, Sinkhorn alone, ours beside plain, peak memory."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Callable, Dict, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.benchmarks import flops, plain, timing
+from pipeline.benchmarks.made import made_batch
+from pipeline.benchmarks.row import Row, Setting, activation_bytes
+from pipeline.matching import sinkhorn
+from pipeline.matching.superglue import SuperGlue, mutual_matches
+from pipeline.matching.truth import ground_truth
+from pipeline.stack import autocast
+from pipeline.training.objective import MatchingObjective
+
+Call = Callable[[], object]
+
+
+def grid(setting: Setting) -> Iterator[Row]:
+    """Forward, and forward with backward, for each number of keypoints and batch."""
+    rate, _ = flops.peak(setting.device, "float32")
+    for keypoints in setting.keypoint_counts:
+        for pairs in setting.batches:
+            yield from _cell(setting, keypoints, pairs, rate)
+
+
+def _cell(setting: Setting, keypoints: int, pairs: int, rate) -> Iterator[Row]:
+    forward = sum(flops.forward_flops(setting.config, keypoints).values())
+    memory_needed = activation_bytes(setting.config, keypoints, pairs)
+    for what, operations, make in (
+        ("forward", forward, forward_call),
+        ("forward + backward", 3 * forward, training_call),
+    ):
+        name = f"{what}, N = {keypoints}, batch {pairs}"
+        reason = setting.too_dear(operations * pairs, memory_needed if make is training_call else 0)
+        if reason:
+            yield Row("model", name, skipped=reason)
+            continue
+        call = make(setting.model(), made_batch(keypoints, pairs).to(setting.device))
+        taken = setting.timed({what: call}, setting.seconds / 2)[what]
+        each = statistics.median(taken.wall) / pairs
+        share = f"{operations / each / 1e9:.0f} GFLOP/s" + (
+            f", MFU {operations / each / rate:.0%}" if rate else ""
+        )
+        busy = sum(taken.cpu) / sum(taken.wall)
+        note = f"{share}, cores in use {busy:.2f}"
+        yield Row("model", name, 1e3 * each, "ms/pair", note=note, size=(what, keypoints, pairs))
+
+
+def forward_call(model: SuperGlue, batch) -> Call:
+    """Log assignments without gradients."""
+    model.eval()
+
+    def call() -> None:
+        with torch.no_grad():
+            model(batch)
+
+    return call
+
+
+def training_call(model: SuperGlue, batch, precision: str = "float32", optimizer=None) -> Call:
+    """Truth, loss and gradient of a batch, with a step of Adam when there is an optimiser."""
+    objective = MatchingObjective(model.train(), 3.0, 5.0, precision)
+
+    def call() -> None:
+        model.zero_grad(set_to_none=True)
+        objective(batch)[0].sum().backward()
+        if optimizer is not None:
+            optimizer.step()
+
+    return call
+
+
+def plain_training_call(model: nn.Module, batch, optimizer=None) -> Call:
+    """The same work on the plain network."""
+    model.train()
+
+    def call() -> None:
+        model.zero_grad(set_to_none=True)
+        plain.dense_loss(model(batch), ground_truth(batch)).sum().backward()
+        if optimizer is not None:
+            optimizer.step()
+
+    return call
+
+
+def _ratio_rows(
+    group: str, name: str, taken: Dict[str, timing.Seconds], pairs: int, targets
+) -> Iterator[Row]:
+    """One row for each way but `plain`, as its ratio to `plain`."""
+    base = taken["plain"]
+    for way, target in targets.items():
+        own = taken[way]
+        yield Row(
+            group,
+            f"{name}: {way}",
+            1e3 * statistics.median(own.wall) / pairs,
+            "ms/pair",
+            timing.speed_up(base.wall, own.wall),
+            timing.speed_up(base.cpu, own.cpu),
+            f"plain {1e3 * statistics.median(base.wall) / pairs:.1f} ms",
+            target,
+        )
+
+
+def against_plain(setting: Setting) -> Iterator[Row]:
+    """A training step, with Adam, beside the plain network's, in float32 and bfloat16."""
+    for keypoints, pairs, targets in (
+        (512, 2, {"float32": 1.4, "bfloat16": 2.2}),
+        (1024, 1, {"float32": 2.0, "bfloat16": None}),
+    ):
+        name = f"training step, N = {keypoints}, batch {pairs}"
+        operations = pairs * flops.training_flops(setting.config, keypoints)
+        reason = setting.too_dear(
+            8 * operations, activation_bytes(setting.config, keypoints, pairs, plain=True)
+        )
+        if reason:
+            yield Row("plain", name, skipped=reason)
+            continue
+        batch = made_batch(keypoints, pairs).to(setting.device)
+        model = setting.model()
+        twin = plain.plain_from(setting.model(norm="batch")).to(setting.device)
+        ways: Dict[str, Call] = {"plain": plain_training_call(twin, batch, _adam(twin))}
+        ways["float32"] = training_call(model, batch, "float32", _adam(model))
+        ways["bfloat16"] = training_call(model, batch, "bfloat16", _adam(model))
+        taken = setting.timed(ways, 3 * setting.seconds)
+        yield from _ratio_rows("plain", name, taken, pairs, targets)
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=1e-4)
+
+
+def latency(setting: Setting) -> Iterator[Row]:
+    """One pair through the matcher, beside the plain network with the same weights."""
+    for keypoints in (512, 1024):
+        batch = made_batch(keypoints, 1).to(setting.device)
+        model = setting.model().eval()
+        twin = plain.plain_from(model).to(setting.device)
+        ways: Dict[str, Call] = {"plain": forward_call(twin, batch), "float32": forward_call(model, batch)}
+        ways["bfloat16"] = _cast(forward_call(setting.model(), batch), setting.device.type)
+        name = f"match latency, N = {keypoints}"
+        targets = {"float32": 1.6, "bfloat16": 4.0 if keypoints == 512 else None}
+        yield from _ratio_rows("latency", name, setting.timed(ways, 2 * setting.seconds), 1, targets)
+        yield _difference(model, twin, batch, keypoints)
+    yield Row("latency", "transformers' SuperGlue", skipped="another licence's weights: not a dependency")
+
+
+def _difference(model: SuperGlue, twin: nn.Module, batch, keypoints: int) -> Row:
+    with torch.no_grad():
+        ours, theirs = model(batch)[0], twin(batch)[0]
+    largest = float((ours - theirs).abs().max())
+    return Row("latency", f"largest difference of log P to plain, N = {keypoints}", largest, "", target=None)
+
+
+def _cast(call: Call, device: str) -> Call:
+    def inside() -> None:
+        with autocast(device, "bfloat16"):
+            call()
+
+    return inside
+
+
+def transport(setting: Setting) -> Iterator[Row]:
+    """Sinkhorn alone, forward and backward, T = 100, beside autograd in the log domain."""
+    for keypoints, pairs in ((512, 8), (1024, 4)):
+        shape = (keypoints, pairs)
+        name = f"Sinkhorn T = 100 forward + backward, N = {keypoints}, batch {pairs}"
+        reason = setting.too_dear(pairs * 200 * 20.0 * keypoints**2, pairs * 3400.0 * keypoints**2)
+        if reason:
+            yield Row("sinkhorn", name, skipped=reason)
+            continue
+        ways = {"plain": sinkhorn_call(setting.device, "plain", *shape), "ours": None}
+        ways["ours"] = sinkhorn_call(setting.device, "ours", *shape)
+        yield from _ratio_rows(
+            "sinkhorn", name, setting.timed(ways, 2 * setting.seconds), pairs, {"ours": 10.0}
+        )
+
+
+def sinkhorn_call(device, way: str, keypoints: int, pairs: int) -> Call:
+    """T = 100 on random scores of the range a network gives."""
+    generator = torch.Generator().manual_seed(0)
+    scores = (torch.randn(pairs, keypoints, keypoints, generator=generator) * 5).to(device).requires_grad_()
+    dustbin = torch.tensor(1.0, device=device, requires_grad=True)
+
+    def call() -> None:
+        scores.grad = None
+        if way == "ours":
+            found = sinkhorn.log_optimal_transport(list(scores), dustbin, 100)
+            total = sum(P[::7, ::7].sum() for P in found)
+        else:
+            total = plain.sinkhorn(scores, dustbin, 100)[:, ::7, ::7].sum()
+        total.backward()
+
+    return call
+
+
+def parity(setting: Setting) -> Iterator[Row]:
+    """Share of the matches in bfloat16 that float32 finds as well, and the largest difference of log P."""
+    batch = made_batch(512, 2).to(setting.device)
+    model = setting.model().eval()
+    with torch.no_grad():
+        exact = model(batch)
+        with autocast(setting.device.type, "bfloat16"):
+            cast = model(batch)
+    answers = [mutual_matches(P, (512, 512)).matches0 for P in (exact, cast)]
+    if not bool((answers[0] >= 0).any()):
+        yield Row("parity", "bfloat16: equal matches, N = 512", skipped="the untrained network finds none")
+        return
+    same = _agreement(*answers)
+    yield Row("parity", "bfloat16: equal matches, N = 512", same, "share", note="untrained network")
+
+
+def _agreement(a: Tensor, b: Tensor) -> float:
+    found = (a >= 0) | (b >= 0)
+    return float((a[found] == b[found]).float().mean())

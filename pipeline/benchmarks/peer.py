@@ -1,0 +1,82 @@
+"""The work of the best-known trainer of SuperGlue on SIFT, for comparison: the work, not the code.
+
+As its users run it: a batch of one pair; the view warped and SIFT computed on both at every access, in the process
+that trains; truth by double-precision distances; the whole network in float64, D = 128, T = 20; a loss gathered in a
+Python loop of -log(exp(.)) over the matches; Adam. Written by us from that description and the paper, on
+the plain network of `pipeline.benchmarks.plain`.
+"""
+
+from __future__ import annotations
+
+from typing import List, Sequence
+
+import cv2
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.benchmarks.plain import PlainSuperGlue
+from pipeline.features import sift
+from pipeline.matching.homography import transform
+from pipeline.matching.superglue import SuperGlueConfig
+from pipeline.pairs.batch import Pair, PairBatch, from_pairs
+
+CONFIG = SuperGlueConfig(dim=128, layers=9, heads=4, norm="batch", scale_angle=False, sinkhorn_iterations=20)
+
+
+class PeerTraining:
+    """One optimiser step a call, over the images in turn."""
+
+    def __init__(self, images: Sequence[np.ndarray], keypoints: int, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.images, self.keypoints = images, keypoints
+        self.model = PlainSuperGlue(CONFIG).double().train()
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
+        self.random = np.random.default_rng(seed)
+        self.count = 0
+        self.seen: List[int] = []  # keypoints of the views so far
+
+    def __call__(self) -> float:
+        """One pair: load, forward, backward, step; its loss."""
+        pair = self.load(self.images[self.count % len(self.images)])
+        self.count += 1
+        self.seen += [len(pair.records0), len(pair.records1)]
+        matches, lone0, lone1 = _truth(pair)
+        self.optimizer.zero_grad()
+        loss = _loss(self.model(_batch(pair)), matches, lone0, lone1)
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.detach())
+
+    def load(self, image: np.ndarray) -> Pair:
+        """Warp the image (H, W) uint8 by random corners and extract both."""
+        height, width = image.shape
+        corners = np.array([[0, 0], [width, 0], [width, height], [0, height]], np.float32)
+        moved = corners + self.random.uniform(-80, 80, (4, 2)).astype(np.float32)
+        H = cv2.getPerspectiveTransform(corners, moved)
+        warped = cv2.warpPerspective(image, H, (width, height))
+        records = [sift.extract(view, self.keypoints) for view in (image, warped)]
+        return Pair(records[0], records[1], (width, height), (width, height), H)
+
+
+def _batch(pair: Pair) -> PairBatch:
+    """The plain network takes views of one length only within each side, which one pair always has."""
+    return from_pairs([pair])
+
+
+def _truth(pair: Pair):
+    points0 = np.stack([pair.records0["x"], pair.records0["y"]], 1).astype(np.float64)
+    points1 = np.stack([pair.records1["x"], pair.records1["y"]], 1).astype(np.float64)
+    distance = np.linalg.norm(transform(points0, pair.H_0to1)[:, None] - points1[None], axis=-1)
+    best0, best1 = distance.argmin(1), distance.argmin(0)
+    matches = [(i, int(j)) for i, j in enumerate(best0) if best1[j] == i and distance[i, j] < 3.0]
+    taken0, taken1 = {i for i, _ in matches}, {j for _, j in matches}
+    lone0 = [i for i in range(len(points0)) if i not in taken0]
+    lone1 = [j for j in range(len(points1)) if j not in taken1]
+    return matches, lone0, lone1
+
+
+def _loss(log_P: Tensor, matches, lone0, lone1) -> Tensor:
+    entries = [*matches, *((i, -1) for i in lone0), *((-1, j) for j in lone1)]
+    losses = [-torch.log(log_P[0][i][j].exp()) for i, j in entries]
+    return torch.stack(losses).mean()

@@ -1,0 +1,161 @@
+"""A plain SuperGlue to compare with, written from the paper (arXiv 1911.11763) the way a reader would first write it.
+
+Convolutions of width 1 over (B, D, N), attention by einsum with all its weights kept, Sinkhorn in the log domain left
+to autograd, a dense target for the loss. Weights can be taken over from ours, and then both compute the same.
+All views of a batch have the same number of keypoints.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import List
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.matching.superglue import ENCODER_WIDTHS, SIFT_DIM, SuperGlue, SuperGlueConfig, root_sift
+from pipeline.matching.superglue import _geometry as geometry_of
+from pipeline.matching.truth import UNMATCHED, Truth
+
+
+def sinkhorn(scores: Tensor, dustbin: Tensor, iterations: int) -> Tensor:
+    """Log assignment (B, M + 1, N + 1) from scores (B, M, N), equation 9 as it stands, in the log domain."""
+    B, m, n = scores.shape
+    right, below = dustbin.expand(B, m, 1), dustbin.expand(B, 1, n + 1)
+    Z = torch.cat([torch.cat([scores, right], 2), below], 1)
+    norm = -math.log(m + n)
+    log_mu = torch.cat([scores.new_zeros(m), scores.new_tensor([math.log(n)])]) + norm
+    log_nu = torch.cat([scores.new_zeros(n), scores.new_tensor([math.log(m)])]) + norm
+    u, v = torch.zeros_like(Z[:, :, 0]), torch.zeros_like(Z[:, 0, :])
+    for _ in range(iterations):
+        u = log_mu - torch.logsumexp(Z + v.unsqueeze(1), dim=2)
+        v = log_nu - torch.logsumexp(Z + u.unsqueeze(2), dim=1)
+    return Z + u.unsqueeze(2) + v.unsqueeze(1) - norm
+
+
+class ChannelNorm(nn.Module):
+    """LayerNorm over the channels of (B, C, N)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+def _norm(kind: str, channels: int) -> nn.Module:
+    return nn.BatchNorm1d(channels) if kind == "batch" else ChannelNorm(channels)
+
+
+def _perceptron(widths: List[int], norm: str) -> nn.Sequential:
+    layers: List[nn.Module] = []
+    for a, b in zip(widths[:-2], widths[1:-1]):
+        layers += [nn.Conv1d(a, b, 1), _norm(norm, b), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Conv1d(widths[-2], widths[-1], 1))
+
+
+class PlainLayer(nn.Module):
+    """Multi-head attention and the residual update, (B, D, N)."""
+
+    def __init__(self, dim: int, heads: int, norm: str) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value = (nn.Conv1d(dim, dim, 1) for _ in range(3))
+        self.merge = nn.Conv1d(dim, dim, 1)
+        self.mlp = _perceptron([2 * dim, 2 * dim, dim], norm)
+
+    def forward(self, x: Tensor, source: Tensor) -> Tensor:
+        B, D, _ = x.shape
+        q, k, v = (
+            conv(t).view(B, self.heads, D // self.heads, -1)
+            for conv, t in ((self.query, x), (self.key, source), (self.value, source))
+        )
+        weights = torch.einsum("bhdn,bhdm->bhnm", q, k).div((D // self.heads) ** 0.5).softmax(-1)
+        message = torch.einsum("bhnm,bhdm->bhdn", weights, v).reshape(B, D, -1)
+        return self.mlp(torch.cat([x, self.merge(message)], 1))
+
+
+class PlainSuperGlue(nn.Module):
+    """The network; `forward` answers as ours, but with one tensor (B, M + 1, N + 1)."""
+
+    def __init__(self, config: SuperGlueConfig) -> None:
+        super().__init__()
+        self.config = config
+        dim = config.dim
+        self.projection = nn.Conv1d(SIFT_DIM, dim, 1)
+        inputs = 6 if config.scale_angle else 3
+        self.encoder = _perceptron([inputs, *ENCODER_WIDTHS, dim], config.norm)
+        self.layers = nn.ModuleList(
+            PlainLayer(dim, config.heads, config.norm) for _ in range(2 * config.layers)
+        )
+        self.final = nn.Conv1d(dim, dim, 1)
+        self.dustbin = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, batch) -> Tensor:
+        x0, x1 = (self._encoded(batch, side) for side in "01")
+        for i, layer in enumerate(self.layers):
+            source0, source1 = (x0, x1) if i % 2 == 0 else (x1, x0)
+            x0, x1 = x0 + layer(x0, source0), x1 + layer(x1, source1)
+        scores = torch.einsum("bdn,bdm->bnm", self.final(x0), self.final(x1)) / self.config.dim**0.5
+        return sinkhorn(scores, self.dustbin, self.config.sinkhorn_iterations)
+
+    def _encoded(self, batch, side: str) -> Tensor:
+        dtype = self.dustbin.dtype
+        descriptors = root_sift(getattr(batch, "descriptors" + side)).to(dtype).transpose(1, 2)
+        geometry = geometry_of(batch, side, self.config.scale_angle).to(dtype).transpose(1, 2)
+        return self.projection(descriptors) + self.encoder(geometry)
+
+
+def dense_loss(log_P: Tensor, truths: List[Truth]) -> Tensor:
+    """The loss of `pipeline.matching.loss`, (B,), through a target as large as the assignment."""
+    losses = []
+    for P, truth in zip(log_P, truths):
+        target = torch.zeros_like(P)
+        left = torch.nonzero(truth.matches0 >= 0)[:, 0]
+        lone0 = torch.nonzero(truth.matches0 == UNMATCHED)[:, 0]
+        lone1 = torch.nonzero(truth.matches1 == UNMATCHED)[:, 0]
+        target[left, truth.matches0[left]] = 0.5 / max(len(left), 1)
+        target[lone0, -1] = 0.25 / max(len(lone0), 1)
+        target[-1, lone1] = 0.25 / max(len(lone1), 1)
+        losses.append(-(P * target).sum())
+    return torch.stack(losses)
+
+
+def plain_from(model: SuperGlue) -> PlainSuperGlue:
+    """A plain network with the weights of ours, in the same mode."""
+    plain = PlainSuperGlue(model.config)
+    ours = model.state_dict()
+    with torch.no_grad():
+        plain.dustbin.copy_(ours["dustbin"])
+        _copy(plain.projection, ours, "descriptor_projection")
+        _copy(plain.final, ours, "final_projection")
+        _copy_all(plain.encoder, ours, "keypoint_encoder")
+        for i, layer in enumerate(plain.layers):
+            kind = ("self_attention", "cross_attention")[i % 2]
+            _copy_layer(layer, ours, f"{kind}.{i // 2}")
+    return plain.train(model.training)
+
+
+def _copy_layer(layer: PlainLayer, ours: dict, name: str) -> None:
+    weights = ours[f"{name}.query_key_value.weight"].chunk(3)
+    biases = ours[f"{name}.query_key_value.bias"].chunk(3)
+    for conv, weight, bias in zip((layer.query, layer.key, layer.value), weights, biases):
+        conv.weight.copy_(weight.unsqueeze(-1))
+        conv.bias.copy_(bias)
+    _copy(layer.merge, ours, f"{name}.merge")
+    _copy_all(layer.mlp, ours, f"{name}.mlp")
+
+
+def _copy_all(sequence: nn.Sequential, ours: dict, name: str) -> None:
+    for place, module in enumerate(sequence):
+        if not isinstance(module, nn.ReLU):
+            _copy(module, ours, f"{name}.{place}")
+
+
+def _copy(module: nn.Module, ours: dict, name: str) -> None:
+    own = {key[len(name) + 1 :]: value for key, value in ours.items() if key.startswith(name + ".")}
+    target = getattr(module, "norm", module)
+    for key, value in own.items():
+        held = getattr(target, key)
+        held.copy_(value.unsqueeze(-1) if held.dim() == 3 else value)

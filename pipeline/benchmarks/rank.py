@@ -1,0 +1,67 @@
+"""One rank of the row that compares steps of several processes with the same processes left alone.
+
+    python -m pipeline.benchmarks.rank   (started by `group_rows`, with RANK, WORLD_SIZE, ... in its environment)
+
+Every process does both: a step whose gradient is exchanged, and the same step without exchange, in turns. So the
+two are compared in one run, with as many processes busy in either case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import List, Optional, Sequence
+
+import torch
+
+from pipeline.benchmarks.made import made_batch
+from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
+from pipeline.runtime import distributed
+from pipeline.training.objective import MatchingObjective
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", required=True, help="JSON of a SuperGlueConfig")
+    parser.add_argument("--keypoints", type=int, required=True)
+    parser.add_argument("--pairs", type=int, required=True, help="pairs of a rank")
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--precision", default="float32")
+    args = parser.parse_args(argv)
+    with distributed.joined() as context:
+        if context.device.type == "cpu":
+            torch.set_num_threads(1)
+        rows = _rounds(args, context)
+        everyone = distributed.all_gather(rows)
+    if context.is_main:
+        json.dump([[max(ranks) for ranks in zip(*way)] for way in zip(*everyone)], sys.stdout)
+    return 0
+
+
+def _rounds(args: argparse.Namespace, context: distributed.Context) -> List[List[float]]:
+    """Seconds of this rank's steps: [exchanged, alone], each a list over the rounds."""
+    torch.manual_seed(0)
+    model = SuperGlue(SuperGlueConfig(**json.loads(args.config))).to(context.device)
+    objective = MatchingObjective(model, 3.0, 5.0, args.precision)
+    wrapped = distributed.wrap(objective)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    batch = made_batch(args.keypoints, args.pairs, seed=context.rank).to(context.device)
+    taken: List[List[float]] = [[], []]
+    for number in range(args.rounds + 1):
+        for way, module in enumerate((wrapped, objective)):
+            distributed.barrier()
+            begun = time.perf_counter()
+            optimizer.zero_grad(set_to_none=False)
+            module(batch)[0].sum().backward()
+            optimizer.step()
+            if context.device.type == "cuda":
+                torch.cuda.synchronize()
+            if number:  # the first is not counted
+                taken[way].append(time.perf_counter() - begun)
+    return taken
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,132 @@
+"""A row of the table, what a run is set to, and what a row may cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any, Callable, Dict, Optional
+
+import psutil
+import torch
+
+from pipeline.benchmarks import flops, timing
+from pipeline.benchmarks.timing import Ratio
+from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
+
+EFFICIENCY = 0.25  # of a plain matrix product's speed, to foretell what a row takes; pessimistic on purpose
+GPU_RATE = 20e12  # FLOP/s, the same for a GPU
+MEMORY_SHARE = 0.7  # of what is free, that a row may take
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line: a figure with its unit, perhaps a ratio with its interval, or the reason why it was skipped.
+
+    ratio_cpu: the same ratio in processor seconds, which others' load does not move (one process, CPU).
+    """
+
+    group: str
+    what: str
+    value: Optional[float] = None
+    unit: str = ""
+    ratio: Optional[Ratio] = None
+    ratio_cpu: Optional[Ratio] = None
+    against: str = ""
+    target: Optional[float] = None
+    note: str = ""
+    skipped: str = ""
+    size: tuple = ()  # (what, keypoints, pairs) of a cell of the grid
+
+    @property
+    def met(self) -> str:
+        """yes: the interval lies above the target; near: it holds it; no: it lies below. Empty without one."""
+        if self.target is None or self.ratio is None:
+            return ""
+        if self.ratio.low >= self.target:
+            return "yes"
+        return "near" if self.ratio.high >= self.target else "no"
+
+    def flat(self) -> Dict[str, Any]:
+        """Columns of the CSV and JSON."""
+        columns: Dict[str, Any] = {
+            "group": self.group,
+            "what": self.what,
+            "value": self.value,
+            "unit": self.unit,
+        }
+        for name, ratio in (("ratio", self.ratio), ("ratio_cpu", self.ratio_cpu)):
+            for part in ("value", "low", "high"):
+                key = name if part == "value" else f"{name}_{part}"
+                columns[key] = None if ratio is None else round(getattr(ratio, part), 4)
+        rest = {"against": self.against, "target": self.target, "met": self.met, "note": self.note}
+        return {**columns, **rest, "skipped": self.skipped}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a run measures and how long a row may take. `rate`: FLOP/s of a plain product on this device."""
+
+    device: torch.device
+    config: SuperGlueConfig
+    rounds: int = 5
+    seconds: float = 8.0
+    images: Path = Path("data/images")
+    params: Path = Path("params.yaml")
+    keypoint_counts: tuple = (256, 512, 1024, 2048)
+    batches: tuple = (1, 8, 32)
+    rate: float = 1e11
+
+    def model(self, **changes: Any) -> SuperGlue:
+        """An untrained network of this size, the same weights each time."""
+        torch.manual_seed(0)
+        return SuperGlue(dataclasses.replace(self.config, **changes)).to(self.device)
+
+    def wait(self) -> None:
+        """Until the device has done its work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def timed(self, ways: Dict[str, Callable[[], object]], seconds: float = 0.0) -> Dict[str, timing.Seconds]:
+        """`timing.interleaved` within this setting's budget."""
+        return timing.interleaved(ways, self.rounds, seconds or self.seconds, self.wait)
+
+    def too_dear(self, operations: float, memory: float, calls: int = 3) -> str:
+        """Why a row of `calls` calls is not affordable, or nothing."""
+        rate = GPU_RATE if self.device.type == "cuda" else EFFICIENCY * self.rate
+        seconds = calls * operations / rate
+        if seconds > 2 * self.seconds:
+            return f"about {seconds:.0f} s, more than {2 * self.seconds:.0f}; --seconds {seconds / 2:.0f} runs it"
+        free = free_memory(self.device)
+        if memory > MEMORY_SHARE * free:
+            return f"about {memory / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
+        return ""
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that can still be had on the device."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    return float(psutil.virtual_memory().available)
+
+
+def setting_for(device: str, config: SuperGlueConfig, **others: Any) -> Setting:
+    """A setting whose `rate` has been measured."""
+    found = torch.device(device)
+    rate = flops.measured_rate() if found.type == "cpu" else GPU_RATE
+    return Setting(found, config, rate=rate, **others)
+
+
+def load() -> str:
+    """What else the machine does: the load of the last minute, cores, threads of torch."""
+    return f"load {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+
+
+def activation_bytes(config: SuperGlueConfig, keypoints: int, pairs: int, plain: bool = False) -> float:
+    """Roughly what a training step keeps, to foretell whether it fits."""
+    tokens, layers = 2.0 * keypoints * pairs, 2 * config.layers
+    kept = tokens * layers * 16 * config.dim * 4 + pairs * 8.0 * (keypoints + 1) ** 2 * 4
+    if plain:
+        kept += tokens * layers * 2 * config.heads * keypoints * 4
+        kept += pairs * config.sinkhorn_iterations * 4.0 * (keypoints + 1) ** 2 * 4
+    return kept

@@ -1,0 +1,133 @@
+"""Rows of whole stages: keypoints beside bare OpenCV, evaluation, and two JPEG files to their matches."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Iterator, List
+
+import cv2
+
+from pipeline import params
+from pipeline.benchmarks import plain, timing
+from pipeline.benchmarks.model_rows import forward_call
+from pipeline.benchmarks.photographs import photographs
+from pipeline.benchmarks.row import Row, Setting
+from pipeline.errors import RequestError
+from pipeline.features.tuning import tune_process
+from pipeline.images.sources import open_manifest
+
+
+def keypoints(setting: Setting) -> Iterator[Row]:
+    """The stage's own pool beside bare OpenCV and a plain pool."""
+    from pipeline.extraction.benchmark import keypoint_rows
+    from pipeline.extraction.pool import cores
+
+    try:
+        images = open_manifest(setting.images)
+        settings = params.load("keypoints", setting.params)
+    except RequestError as error:
+        yield Row("keypoints", "keypoint stage", skipped=str(error))
+        return
+    entries = images.entries("train")[: max(4, 8 * cores())]
+    for row in keypoint_rows(images, entries, settings, cores(), 2):
+        share = row["of_floor"]
+        ratio = timing.Ratio(share, share, share)
+        note = f"{settings.width}x{settings.height}, best of 2"
+        yield Row(
+            "keypoints", row["what"], row["views_per_second"], "views/s", ratio, None, "floor", None, note
+        )
+
+
+def evaluation(setting: Setting) -> Iterator[Row]:
+    """Pairs per second of `evaluate`, and what it spends outside the matcher and SIFT."""
+    from pipeline.evaluation import matchers
+    from pipeline.evaluation.heldout import HeldOutPairs
+    from pipeline.evaluation.pairs import pairs_of_scene
+    from pipeline.evaluation.run import Settings, score_pair
+    from pipeline.evaluation.scoring import Limits
+
+    try:
+        images = open_manifest(setting.images)
+    except RequestError as error:
+        yield Row("evaluation", "evaluation", skipped=str(error))
+        return
+    asked = params.load("evaluate", setting.params)
+    limits = Limits(asked.correct_px, asked.ransac_px, asked.ransac_iterations)
+    settings = Settings(asked.max_keypoints, asked.threshold, asked.ratio, limits)
+    source = HeldOutPairs(images, images.entries("test") or images.entries("train"), asked, 8)
+    model = setting.model().eval()
+    begun = time.perf_counter()
+    found = [
+        pair for index in range(len(source)) for pair in pairs_of_scene(source, index, asked.max_keypoints)
+    ]
+    extracting = time.perf_counter() - begun
+    batches = matchers.batches_of(found, settings.batch)
+    answers = list(matchers.match_superglue(model, batches, str(setting.device)))
+    taken = setting.timed(
+        {
+            "match": lambda: list(matchers.match_superglue(model, batches, str(setting.device))),
+            "score": lambda: [score_pair(pair, answer, settings) for pair, answer in answers],
+        }
+    )
+    match, score = (statistics.median(taken[way].wall) for way in ("match", "score"))
+    total = extracting + match + score
+    counts = sum(len(pair.keypoints0) for pair in found) / len(found)
+    name = f"evaluation, {asked.width}x{asked.height}, mean {counts:.0f} keypoints"
+    yield Row("evaluation", name, len(found) / total, "pairs/s", note="one process, SIFT included")
+    yield Row(
+        "evaluation", "outside matcher and SIFT", score / total, "of the time", note="target: at most 0.05"
+    )
+
+
+def files(setting: Setting) -> Iterator[Row]:
+    """Two JPEG files to matches at 512 keypoints, SIFT of both views in two threads."""
+    from pipeline.match import keypoints_of
+    from pipeline.pairs.batch import Pair, from_pairs
+
+    tune_process()
+    model = setting.model().eval()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+        paths = _jpegs(Path(folder), photographs(setting.images, 1))
+
+        def call() -> None:
+            sides = list(pool.map(lambda path: keypoints_of(path, 512, 0), paths))
+            pair = Pair(sides[0][0], sides[1][0], sides[0][1], sides[1][1])
+            forward_call(model, from_pairs([pair]).to(setting.device))()
+
+        taken = setting.timed({"call": call})["call"]
+    spread = timing.interval(taken.wall)
+    note = f"[{spread.low:.3f}, {spread.high:.3f}] s; target: at most 0.25 on 2 cores"
+    yield Row("latency", "two JPEGs to matches, 512 keypoints", spread.value, "s", note=note)
+
+
+def _jpegs(folder: Path, images: List) -> List[Path]:
+    image = images[0]
+    turned = cv2.warpAffine(image, cv2.getRotationMatrix2D((320, 240), 10, 1.0), (640, 480))
+    paths = [folder / "a.jpg", folder / "b.jpg"]
+    for path, view in zip(paths, (image, turned)):
+        cv2.imwrite(str(path), view)
+    return paths
+
+
+def batched_evaluation(setting: Setting) -> Iterator[Row]:
+    """Matching cached pairs in batches, beside the plain network one pair at a time."""
+    from pipeline.benchmarks.made import made_batch
+
+    model = setting.model().eval()
+    twin = plain.plain_from(model).to(setting.device)
+    pairs = 4
+    whole = made_batch(512, pairs).to(setting.device)
+    single = made_batch(512, 1).to(setting.device)
+    alone = forward_call(twin, single)
+    ways = {"plain": lambda: [alone() for _ in range(pairs)], "ours": forward_call(model, whole)}
+    taken = setting.timed(ways)
+    ratio = timing.speed_up(taken["plain"].wall, taken["ours"].wall)
+    cpu = timing.speed_up(taken["plain"].cpu, taken["ours"].cpu)
+    rate = pairs / statistics.median(taken["ours"].wall)
+    yield Row(
+        "evaluation", "matcher, N = 512, batch 4", rate, "pairs/s", ratio, cpu, "plain, one by one", 1.6
+    )

@@ -1,0 +1,84 @@
+"""Timing two or more ways of the same work: in turns, repeated, with the interval of their ratio.
+
+A machine changes its speed from one minute to the next by more than most improvements are worth. So the ways take
+turns, each round gives one ratio, and the interval is a bootstrap over the rounds. Processor seconds stand
+beside the wall's: with one thread they hold also while others use the machine.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Callable, Dict, List, NamedTuple, Sequence
+
+import numpy as np
+
+RESAMPLES = 2000
+
+
+class Seconds(NamedTuple):
+    """What one way took in each round: by the clock on the wall, and of the processor (all threads)."""
+
+    wall: List[float]
+    cpu: List[float]
+
+
+class Ratio(NamedTuple):
+    """How many times faster; the median over the rounds and its 95 % bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f}x [{self.low:.2f}, {self.high:.2f}]"
+
+
+def nothing() -> None:
+    """No waiting: what a CPU does is done when the call returns."""
+
+
+def interleaved(
+    ways: Dict[str, Callable[[], object]],
+    rounds: int = 5,
+    seconds: float = 10.0,
+    wait: Callable[[], None] = nothing,
+) -> Dict[str, Seconds]:
+    """Each way once a round, the order turned from round to round, after one unmeasured call of each.
+
+    Args:
+        rounds: the most; at least two are made.
+        seconds: no new round begins after so many.
+        wait: called before the clock is read, for work that goes on after the call (a GPU's).
+    """
+    for way in ways.values():
+        way()
+    wait()
+    taken = {name: Seconds([], []) for name in ways}
+    names = list(ways)
+    begun = time.perf_counter()
+    for number in range(max(rounds, 2)):
+        if number >= 2 and time.perf_counter() - begun > seconds:
+            break
+        gc.collect()
+        for name in names if number % 2 == 0 else reversed(names):
+            wall, cpu = time.perf_counter(), time.process_time()
+            ways[name]()
+            wait()
+            taken[name].wall.append(time.perf_counter() - wall)
+            taken[name].cpu.append(time.process_time() - cpu)
+    return taken
+
+
+def speed_up(slow: Sequence[float], fast: Sequence[float], seed: int = 0) -> Ratio:
+    """`slow` over `fast`, round by round."""
+    ratios = np.asarray(slow, float) / np.maximum(np.asarray(fast, float), 1e-9)
+    return interval(ratios, seed)
+
+
+def interval(values: Sequence[float], seed: int = 0) -> Ratio:
+    """Median and its 95 % bootstrap interval."""
+    array = np.asarray(values, float)
+    draws = np.random.default_rng(seed).integers(len(array), size=(RESAMPLES, len(array)))
+    low, high = np.percentile(np.median(array[draws], axis=1), [2.5, 97.5])
+    return Ratio(float(np.median(array)), float(low), float(high))
