@@ -3,6 +3,9 @@
 #   docker/build-in-chroot.sh cu111|modern|mlflow build
 #   docker/build-in-chroot.sh cu111|modern run WORKSPACE [COMMAND ...]     the entrypoint, as `docker run` would
 #   docker/build-in-chroot.sh cu111|modern test CLONE [PYTEST ARGUMENTS]   the tests of a clone, inside the image
+#   docker/build-in-chroot.sh cu111|modern|mlflow check     says why nothing can be built here; nothing, if it can
+#   docker/build-in-chroot.sh cu111|modern|mlflow built     exits with 0 when the image is there
+#   docker/build-in-chroot.sh cu111|modern|mlflow prune     removes what newer builds have replaced
 # buildah with chroot isolation on a Debian of the same C library generation and the same Python packages stands in
 # for the base image (Ubuntu 20.04 = Debian 11, glibc 2.31); torch comes from the package index (a build that runs on
 # the CPU) in place of the CUDA one. Needs root, and: apt-get install buildah debootstrap crun.
@@ -26,26 +29,40 @@ case $stack in
 esac
 standin=localhost/standin:$suite
 
-for tool in buildah debootstrap; do
-    command -v "$tool" >/dev/null || { echo "SKIP: no $tool here (apt-get install buildah debootstrap crun)" && exit 0; }
-done
-[ "$(id -u)" = 0 ] || { echo "SKIP: buildah's chroot isolation needs root" && exit 0; }
-
 bud() { buildah --root "$STORE/root" --runroot "$STORE/run" "$@"; }
+
+# Why this machine cannot build; nothing when it can.
+obstacle() {
+    local tool work
+    [ "$(id -u)" = 0 ] || { echo "buildah's chroot isolation needs root" && return; }
+    for tool in buildah debootstrap; do
+        command -v "$tool" >/dev/null || { echo "no $tool here (apt-get install buildah debootstrap crun)" && return; }
+    done
+    unshare --mount true 2>/dev/null || { echo "nothing can be mounted here, which chroot isolation needs" && return; }
+    mkdir -p "$STORE"
+    work=$(bud from scratch 2>&1) || { echo "no image can be kept in $STORE: ${work##*$'\n'}" && return; }
+    bud rm "$work" >/dev/null
+}
 
 # The stand-in carries what this machine's pip needs (certificates, a folder of wheels), so that the Dockerfile itself
 # stays as it is elsewhere.
+own_wheel() { compgen -G "${PIP_FIND_LINKS:-/nowhere}/torch-*.whl" >/dev/null; }
+
 make_standin() {
     local certificates=${PIP_CERT:-${SSL_CERT_FILE:-/etc/ssl/certs/ca-certificates.crt}} work
     mkdir -p "$ROOTS"
     [ -f "$ROOTS/$suite.done" ] || {
         rm -rf "${ROOTS:?}/$suite"
-        debootstrap --variant=minbase "$suite" "$ROOTS/$suite" "$MIRROR" >"$ROOTS/$suite.log"
+        debootstrap --variant=minbase "$suite" "$ROOTS/$suite" "$MIRROR" >"$ROOTS/$suite.log" || {
+            tail -n 3 "$ROOTS/$suite.log"
+            echo "error: no $suite from $MIRROR (MIRROR names another, once it has moved to archive.debian.org)" >&2
+            return 1
+        }
         touch "$ROOTS/$suite.done"
     }
     mkdir -p "$ROOTS/$suite/ci/wheels"
     cp "$certificates" "$ROOTS/$suite/ci/ca.crt"
-    [ -z "${PIP_FIND_LINKS:-}" ] || [ "$stack" = cu111 ] || cp "$PIP_FIND_LINKS"/torch-*.whl "$ROOTS/$suite/ci/wheels/"
+    [ "$stack" != modern ] || ! own_wheel || cp "$PIP_FIND_LINKS"/torch-*.whl "$ROOTS/$suite/ci/wheels/"
     work=$(bud from scratch)
     bud add -q "$work" "$ROOTS/$suite" / >/dev/null
     bud config --env PIP_CERT=/ci/ca.crt --env PIP_FIND_LINKS=/ci/wheels --env PIP_DEFAULT_TIMEOUT=180 "$work"
@@ -55,7 +72,10 @@ make_standin() {
 
 build() {
     bud inspect --type image "$standin" >/dev/null 2>&1 || make_standin
-    local options=(--target "$stack" --build-arg "TORCH_LOCK=docker/locks/torch-$stack.txt"
+    local lock=docker/locks/torch-$stack.txt options
+    # The index's torch 2 wants the CUDA packages of the full lock, unless this machine has a build for the CPU.
+    [ "$stack" != modern ] || own_wheel || lock=docker/locks/torch-modern.lock
+    options=(--target "$stack" --build-arg "TORCH_LOCK=$lock"
         --build-arg "VCS_REF=$(git rev-parse HEAD 2>/dev/null || echo unknown)")
     [ "$stack" != mlflow ] || options=(-f docker/mlflow/Dockerfile)
     bud bud --pull-never --layers --quiet=false -t "$image" --build-arg "$base_arg=$standin" "${options[@]}" .
@@ -83,16 +103,22 @@ test_clone() {
     shift
     container
     bud run --user root --volume "$clone:/workspace" "$work" -- \
-        pip install --quiet --require-hashes --no-deps -r "requirements/$stack-dev.lock"
+        pip install --quiet --root-user-action=ignore --disable-pip-version-check --require-hashes --no-deps \
+        -r "requirements/$stack.lock" -r "requirements/$stack-dev.lock"
     bud run --user "${RUN_USER:-1000:1000}" --env PYTHONPATH= --env OMP_NUM_THREADS=1 --env MLFLOW_TRACKING_URI= \
         --volume "$clone:/workspace" "$work" -- python -m pytest -p no:cacheprovider "$@"
 }
 
 what=${1:-build}
 [ $# -eq 0 ] || shift
+reason=$(obstacle)
+[ -z "$reason" ] || { echo "SKIP: $reason" && exit 0; }
 case $what in
+    check) ;;
+    built) bud inspect --type image "$image" >/dev/null 2>&1 ;;
+    prune) bud rmi --prune >/dev/null 2>&1 || true ;;
     build) build ;;
     run) run "$@" ;;
     test) test_clone "$@" ;;
-    *) echo "error: $what: build, run or test" >&2 && exit 2 ;;
+    *) echo "error: $what: build, run, test, check, built or prune" >&2 && exit 2 ;;
 esac

@@ -12,6 +12,8 @@ import torch
 from pipeline.runtime import checkpoint
 from pipeline.runtime.checkpoint import BadCheckpoint, Checkpoints, load_model_file, save_model_file
 
+pytestmark = pytest.mark.cu111
+
 TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3), "step": torch.tensor(7), "none": torch.zeros(0, 4)}
 
 

@@ -17,6 +17,8 @@ from pipeline.matching.superglue import SuperGlue, SuperGlueConfig, mutual_match
 from pipeline.matching.truth import IGNORED, UNMATCHED, Truth, ground_truth, pair_truth
 from pipeline.pairs.batch import Pair, from_pairs
 
+pytestmark = pytest.mark.cu111
+
 SIZE = (320, 240)
 
 

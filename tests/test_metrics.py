@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from pipeline.matching import metrics
 
+pytestmark = pytest.mark.cu111
+
 errors_of_pairs = st.lists(
     st.one_of(st.floats(0, 50, allow_nan=False), st.just(float("inf"))), min_size=1, max_size=40
 )

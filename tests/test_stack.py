@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from pipeline import stack
+
+pytestmark = pytest.mark.cu111
 
 
 def test_bytes_are_read_as_floats_on_both_stacks():

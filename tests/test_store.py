@@ -17,6 +17,8 @@ from pipeline.features.access import store_rows
 from pipeline.features.sift import KEYPOINT
 from pipeline.features.store import ImageViews, Store
 
+pytestmark = pytest.mark.cu111
+
 
 def records(count: int, rng: np.random.Generator) -> np.ndarray:
     return np.frombuffer(rng.bytes(count * KEYPOINT.itemsize), KEYPOINT)

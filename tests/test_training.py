@@ -186,6 +186,7 @@ def stop_after(monkeypatch, step: int) -> None:
 
 
 class TestResume:
+    @pytest.mark.cu111
     @pytest.mark.parametrize(
         "keys", [{}, {"ema": 0.9, "norm": "batch", "optimizer": "sgd", "accumulate": 2}], ids=str
     )
