@@ -24,8 +24,6 @@ from pipeline.images.manifest import DEFLATED, Entry
 SAMPLE: Dict[str, Tuple[str, ...]] = {
     "train": (
         "astronaut.png",
-        "brick.png",
-        "chelsea.png",
         "coins.png",
         "gravel.png",
         "hubble_deep_field.jpg",
@@ -33,9 +31,11 @@ SAMPLE: Dict[str, Tuple[str, ...]] = {
         "moon.png",
         "motorcycle_left.png",
         "motorcycle_right.png",
+        "page.png",
         "retina.jpg",
+        "rocket.jpg",
     ),
-    "val": ("page.png", "rocket.jpg"),
+    "val": ("brick.png", "chelsea.png"),
     "test": ("camera.png", "coffee.png", "grass.png"),
 }
 HELD_OUT_MIN = 2  # images: one for val, one for test
