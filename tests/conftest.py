@@ -8,6 +8,11 @@ from typing import Any, Callable, Dict, Iterator
 
 import numpy as np
 import pytest
+from hypothesis import settings
+
+# No deadline: how long an example takes on a busy machine says nothing about the code.
+settings.register_profile("steady", deadline=None)
+settings.load_profile("steady")
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"

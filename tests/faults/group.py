@@ -20,6 +20,7 @@ import torch
 
 from pipeline import errors, train
 from pipeline.launch import free_port
+from pipeline.runtime import tracking
 from pipeline.runtime.checkpoint import load_model_file
 from pipeline.runtime.run import NullRun
 
@@ -49,6 +50,7 @@ def _child(
             MASTER_PORT=str(port), SG_TIMEOUT="20", **environment,
         )  # fmt: skip
         torch.set_num_threads(1)
+        tracking.open_run = lambda *_, **__: NullRun()  # here in the child: MLflow has tests of its own
         code = errors.run(train.main, list(arguments))
     except BaseException:
         traceback.print_exc()
@@ -59,9 +61,6 @@ def _child(
 
 def start(world_size: int, arguments: Sequence[str], log: Path, **environment: str) -> List[int]:
     """Fork the ranks of a group; their process ids."""
-    from pipeline.runtime import tracking
-
-    tracking.open_run = lambda *_, **__: NullRun()  # in the children: MLflow has tests of its own
     port = free_port()
     pids = []
     for rank in range(world_size):
