@@ -116,7 +116,7 @@ def against_plain(setting: Setting) -> Iterator[Row]:
         name = f"training step, N = {keypoints}, batch {pairs}"
         operations = pairs * flops.training_flops(setting.config, keypoints)
         reason = setting.too_dear(
-            8 * operations, activation_bytes(setting.config, keypoints, pairs, plain=True)
+            2 * operations, activation_bytes(setting.config, keypoints, pairs, plain=True), budgets=6
         )
         if reason:
             yield Row("plain", name, skipped=reason)

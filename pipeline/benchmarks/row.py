@@ -91,12 +91,14 @@ class Setting:
         """`timing.interleaved` within this setting's budget."""
         return timing.interleaved(ways, self.rounds, seconds or self.seconds, self.wait)
 
-    def too_dear(self, operations: float, memory: float, calls: int = 3) -> str:
-        """Why a row of `calls` calls is not affordable, or nothing."""
+    def too_dear(self, operations: float, memory: float, calls: int = 3, budgets: float = 2.0) -> str:
+        """Why a row of `calls` calls is not affordable within so many `budgets`, or nothing."""
         rate = GPU_RATE if self.device.type == "cuda" else EFFICIENCY * self.rate
-        seconds = calls * operations / rate
-        if seconds > 2 * self.seconds:
-            return f"about {seconds:.0f} s, more than {2 * self.seconds:.0f}; --seconds {seconds / 2:.0f} runs it"
+        seconds, most = calls * operations / rate, budgets * self.seconds
+        if seconds > most:
+            return (
+                f"about {seconds:.0f} s, more than {most:.0f}; --seconds {seconds / budgets + 1:.0f} runs it"
+            )
         free = free_memory(self.device)
         if memory > MEMORY_SHARE * free:
             return f"about {memory / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"

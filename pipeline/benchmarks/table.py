@@ -19,7 +19,7 @@ from pipeline.images.manifest import write_atomic
 
 def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
     """Groups of rows by name, in the order of the table."""
-    from pipeline.benchmarks import group_rows, memory_rows, model_rows, stage_rows, training_rows
+    from pipeline.benchmarks import gpu_rows, group_rows, memory_rows, model_rows, stage_rows, training_rows
 
     return {
         "sinkhorn": model_rows.transport,
@@ -36,6 +36,7 @@ def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
         "evaluation": stage_rows.evaluation,
         "keypoints": stage_rows.keypoints,
         "grid": model_rows.grid,
+        "gpu": gpu_rows.gpu,
     }
 
 

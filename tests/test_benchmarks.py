@@ -1,0 +1,224 @@
+"""The speed table: equal work on both sides, targets judged right, rows that cannot run say why."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from test_matching import scrambled
+
+from pipeline import benchmark
+from pipeline.benchmarks import (
+    flops,
+    growth,
+    made,
+    memory,
+    model_rows,
+    peer,
+    plain,
+    planner,
+    row,
+    table,
+    timing,
+)
+from pipeline.benchmarks.row import Row, Setting
+from pipeline.errors import RequestError
+from pipeline.matching.loss import assignment_loss
+from pipeline.matching.superglue import SuperGlueConfig
+from pipeline.matching.truth import ground_truth
+
+SMALL = SuperGlueConfig(dim=16, layers=2, heads=2, sinkhorn_iterations=20)
+
+
+def setting(**changes) -> Setting:
+    given = {"rounds": 2, "seconds": 5.0, "keypoint_counts": (16, 32), "batches": (1, 2), **changes}
+    return Setting(torch.device("cpu"), SMALL, **given)
+
+
+class TestPlain:
+    """Ours must equal the plain path: the table's ratios are worth nothing otherwise."""
+
+    @pytest.mark.parametrize("norm", ["layer", "batch"])
+    def test_assignment_loss_and_gradient_equal_ours(self, norm):
+        model = scrambled(
+            SuperGlueConfig(dim=32, layers=3, heads=4, norm=norm, sinkhorn_iterations=50)
+        ).double()
+        twin = plain.plain_from(model).double()
+        batch = made.made_batch(40, 3)
+        truths = ground_truth(batch)
+        ours, theirs = model(batch), twin(batch)
+        assert max(float((a - b).detach().abs().max()) for a, b in zip(ours, theirs)) < 1e-9
+        losses = assignment_loss(ours, truths).total.sum(), plain.dense_loss(theirs, truths).sum()
+        assert float((losses[0] - losses[1]).detach().abs()) < 1e-9
+        for loss in losses:
+            loss.backward()
+        pairs = [
+            (model.dustbin.grad, twin.dustbin.grad),
+            (model.final_projection.weight.grad, twin.final.weight.grad[..., 0]),
+            (model.descriptor_projection.weight.grad, twin.projection.weight.grad[..., 0]),
+            (model.self_attention[0].merge.weight.grad, twin.layers[0].merge.weight.grad[..., 0]),
+            (model.cross_attention[2].mlp[0].weight.grad, twin.layers[5].mlp[0].weight.grad[..., 0]),
+        ]
+        for ours_grad, theirs_grad in pairs:
+            assert torch.allclose(ours_grad, theirs_grad, atol=1e-9, rtol=1e-7)
+
+    def test_the_loss_in_float32_stays_within_1e_5(self):
+        model = scrambled(SuperGlueConfig(dim=32, layers=3, heads=4))
+        batch = made.made_batch(60, 2)
+        truths = ground_truth(batch)
+        with torch.no_grad():
+            ours = assignment_loss(model(batch), truths).total
+            theirs = plain.dense_loss(plain.plain_from(model)(batch), truths)
+        assert torch.allclose(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+class TestTiming:
+    def test_every_way_has_equally_many_rounds_in_turns(self):
+        order = []
+        taken = timing.interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=3)
+        assert order == list("ab" + "abbaab")
+        assert all(len(each.wall) == len(each.cpu) == 3 for each in taken.values())
+
+    def test_two_rounds_are_made_whatever_they_cost(self):
+        taken = timing.interleaved({"a": lambda: sum(range(200_000))}, rounds=9, seconds=0.0)
+        assert len(taken["a"].wall) == 2
+
+    def test_the_interval_holds_the_ratio(self):
+        random = np.random.default_rng(0)
+        fast = random.uniform(1, 1.1, 15)
+        found = timing.speed_up(3 * fast * random.uniform(0.98, 1.02, 15), fast)
+        assert found.low <= found.value <= found.high and found.low > 2.9 and found.high < 3.1
+
+    @pytest.mark.parametrize(("target", "met"), [(2.0, "yes"), (3.0, "near"), (4.0, "no"), (None, "")])
+    def test_a_target_is_met_when_the_interval_reaches_it(self, target, met):
+        assert Row("g", "w", 1.0, "s", timing.Ratio(3.0, 2.5, 3.5), target=target).met == met
+
+
+class TestCounts:
+    def test_operations_of_the_paper_size(self):
+        """performance: 24.2 + 9.7 GFLOP at D = 256, N = 512."""
+        counted = flops.forward_flops(SuperGlueConfig(dim=256), 512)
+        assert counted["linear"] == pytest.approx(24.2e9, rel=0.01)
+        assert counted["attention"] == pytest.approx(9.7e9, rel=0.01)
+
+    def test_slopes(self):
+        assert growth.slope([1, 2, 4], [3, 12, 48]) == pytest.approx(2.0)
+        rows = [
+            Row("model", "", 1.0 * n, "ms/pair", size=("forward", n, b)) for n in (16, 32) for b in (1, 2)
+        ]
+        found = {each.what: each.value for each in growth.slopes(rows, SMALL)}
+        assert found["forward: time against N, batch 1"] == pytest.approx(1.0)
+        assert found["forward: time against batch, N = 16"] == pytest.approx(1.0)
+
+    def test_the_plan_says_what_is_computed_and_what_measured(self):
+        here = [Row("training", "one process, float32, N = 512", 2.0, "pairs/s", against="float32")]
+        rows = list(planner.plan(planner.measured(here, gpu=False), SuperGlueConfig()))
+        assert len(rows) == 4 and "computed, not measured" in rows[1].note
+        assert rows[0].value == pytest.approx(
+            planner.PAIRS / planner.at_paper_scale(planner.measured(here, False), SuperGlueConfig()) / 3600
+        )
+        rows = list(planner.plan(planner.measured(here, gpu=True), SuperGlueConfig()))
+        assert "measured here" in rows[0].note and rows[1].value == pytest.approx(rows[0].value / 4 / 0.97)
+
+
+class TestRows:
+    def test_the_grid(self):
+        rows = list(model_rows.grid(setting()))
+        assert len(rows) == 8 and all(each.value > 0 for each in rows)
+
+    def test_a_row_that_is_too_dear_says_so(self):
+        rows = list(model_rows.grid(setting(rate=1.0)))
+        assert all("--seconds" in each.skipped for each in rows)
+        assert "GiB" in setting().too_dear(0.0, 1e18)
+
+    def test_sinkhorn_ways_have_the_same_gradient(self):
+        calls = {way: model_rows.sinkhorn_call(torch.device("cpu"), way, 20, 2) for way in ("plain", "ours")}
+        gradients = []
+        for call in calls.values():
+            call()
+            gradients.append(next(c.cell_contents for c in call.__closure__ if torch.is_tensor(c.cell_contents)
+                                  and c.cell_contents.dim() == 3).grad)  # fmt: skip
+        assert torch.allclose(*gradients, atol=1e-5)
+
+    def test_the_peers_work_trains(self, photo):
+        training = peer.PeerTraining([photo], 30)
+        assert math.isfinite(training()) and len(training.seen) == 2
+
+    def test_peak_memory(self):
+        few, many = (memory.peak_mib(_allocate, "cpu", mib) for mib in (10, 100))
+        assert few < 40 < 90 < many < 140
+
+    def test_agreement(self):
+        assert model_rows._agreement(
+            torch.tensor([1, -1, 2, -1]), torch.tensor([1, -1, 3, 0])
+        ) == pytest.approx(1 / 3)
+
+
+def _allocate(device: str, mib: int):
+    return lambda: torch.ones(mib << 18).sum()
+
+
+class TestTable:
+    def test_it_is_printed_written_and_a_failing_group_costs_itself_alone(
+        self, tmp_path, monkeypatch, capsys
+    ):
+        def good(_):
+            yield Row("a", "one", 1.5, "ms", timing.Ratio(2.0, 1.5, 2.5), target=1.4, against="plain")
+            yield Row("a", "two", skipped="no such device")
+
+        def bad(_):
+            raise RuntimeError("out of memory\nand more")
+            yield
+
+        monkeypatch.setattr(table, "groups", lambda: {"good": good, "bad": bad})
+        arguments = ["--no-tracking", "--device", "cpu", "--out", str(tmp_path)]
+        assert benchmark.main(arguments) == 0
+        printed = capsys.readouterr().out
+        assert "2.00x [1.50, 2.50]" in printed and "target 1.4: yes" in printed
+        assert "SKIP       no such device" in printed and "SKIP       failed: out of memory\n" in printed
+        held = json.loads((tmp_path / "table.json").read_text())
+        assert held["rows"][0]["ratio_low"] == 1.5 and held["machine"]["network"]["dim"] == 128
+        with open(tmp_path / "table.csv") as file:
+            lines = list(csv.DictReader(file))
+        assert [line["skipped"] for line in lines[:3]] == ["", "no such device", "failed: out of memory"]
+
+    def test_it_goes_to_the_tracking_server(self, tmp_path, monkeypatch):
+        logged = {}
+
+        class Log:
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *_):
+                logged["closed"] = True
+
+            def log(self, metrics, step):
+                logged.update(metrics)
+
+            def artifact(self, path, folder=""):
+                logged.setdefault("files", []).append(path)
+
+        monkeypatch.setattr("pipeline.runtime.tracking.open_run", lambda *_, **__: Log())
+        table.track([Row("a", "N = 512: ours", 1.0)], {}, tmp_path, ["f"])
+        assert logged == {"a/N   512  ours": 1.0, "files": ["f"], "closed": True}
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["--only", "nothing"], "no such group"),
+            (["--seconds", "0"], "--seconds"),
+            (["--dim", "7"], "--dim"),
+        ],
+    )
+    def test_wrong_requests_are_named(self, arguments, said):
+        with pytest.raises(RequestError, match=said):
+            benchmark.main([*arguments, "--device", "cpu", "--no-tracking"])
+
+    def test_load_is_told(self):
+        assert "cores" in row.load()
+        assert dataclasses.asdict(Row("a", "b"))["skipped"] == ""
