@@ -41,11 +41,19 @@ class Row:
     @property
     def met(self) -> str:
         """yes: the interval lies above the target; near: it holds it; no: it lies below. Empty without one."""
-        if self.target is None or self.ratio is None:
+        return self._reached(self.ratio)
+
+    @property
+    def met_cpu(self) -> str:
+        """The same by processor seconds."""
+        return self._reached(self.ratio_cpu)
+
+    def _reached(self, ratio: Optional[Ratio]) -> str:
+        if self.target is None or ratio is None:
             return ""
-        if self.ratio.low >= self.target:
+        if ratio.low >= self.target:
             return "yes"
-        return "near" if self.ratio.high >= self.target else "no"
+        return "near" if ratio.high >= self.target else "no"
 
     def flat(self) -> Dict[str, Any]:
         """Columns of the CSV and JSON."""
@@ -59,7 +67,13 @@ class Row:
             for part in ("value", "low", "high"):
                 key = name if part == "value" else f"{name}_{part}"
                 columns[key] = None if ratio is None else round(getattr(ratio, part), 4)
-        rest = {"against": self.against, "target": self.target, "met": self.met, "note": self.note}
+        rest = {
+            "against": self.against,
+            "target": self.target,
+            "met": self.met,
+            "met_cpu": self.met_cpu,
+            "note": self.note,
+        }
         return {**columns, **rest, "skipped": self.skipped}
 
 

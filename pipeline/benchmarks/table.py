@@ -82,6 +82,7 @@ def line(each: Row) -> str:
     ratio = "" if each.ratio is None else f"  {each.ratio}"
     cpu = "" if each.ratio_cpu is None else f" (cpu {each.ratio_cpu})"
     target = "" if each.target is None else f"  target {each.target:g}: {each.met}"
+    target += f" (cpu {each.met_cpu})" if each.met_cpu else ""
     against = f"  against {each.against}" if each.against else ""
     return f"{name} {value}{ratio}{cpu}{target}{against}" + (f"  {each.note}" if each.note else "")
 
