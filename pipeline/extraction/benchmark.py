@@ -5,12 +5,13 @@ Three ways over the same images, in turns, so that a busy machine treats them al
 - floor: one process per core, heap trimming off, doing nothing but OpenCV's decode, warp and SIFT, from
   bytes and homographies already in memory, on the views as the stage distorts them;
 - ours: the stage's own pool, from the manifest to the written shards;
-- plain: `multiprocessing.Pool` over the same function without the tuning of the process, shards written
-alike.
+- plain: what one writes without knowing any of this: `multiprocessing.Pool.imap` (spawned) over the same images,
+  read and extracted in the workers, OpenCV's threads and the allocator as they come; shards written alike.
 """
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import tempfile
 import time
@@ -40,13 +41,13 @@ def keypoint_rows(
 
     Raises AssertionError when ours and plain do not give the same bytes.
     """
-    jobs = [(images.read(entry), entry.name, settings) for entry in entries]
+    jobs = [(images.read(entry), entry.name, settings) for entry in entries]  # for the floor alone
     seconds: Dict[str, List[float]] = {"floor": [], "ours": [], "plain": []}
     digests = set()
     for _ in range(rounds):
         seconds["floor"].append(_floor(jobs, workers))
         for name, run in (("ours", _ours), ("plain", _plain)):
-            taken, digest = run(images, entries, jobs, settings, workers)
+            taken, digest = run(images, entries, settings, workers)
             seconds[name].append(taken)
             digests.add(digest)
     assert len(digests) == 1, "ours and the plain pool differ"
@@ -112,23 +113,25 @@ def _prepared(data: bytes, name: str, settings: Any) -> Tuple[bytes, List[np.nda
     return data, homographies, views
 
 
-def _ours(images: ImageSet, entries: Sequence[Entry], jobs: Any, settings: Any, workers: int) -> Any:
+def _ours(images: ImageSet, entries: Sequence[Entry], settings: Any, workers: int) -> Any:
     with Pool(images, settings, workers) as pool:
         list(pool.map(entries[: 2 * workers]))  # processes started, as in a run of hours
         begun = time.perf_counter()
         return _written(pool.map(entries), begun, settings.shard_images)
 
 
-def _plain(images: ImageSet, entries: Any, jobs: Sequence[Job], settings: Any, workers: int) -> Any:
+def _plain(images: ImageSet, entries: Sequence[Entry], settings: Any, workers: int) -> Any:
+    extract = functools.partial(_plain_views, images.without_entries(), settings)
+    # spawn: a fork would inherit the tuning of this process where ours ran with one worker
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        list(pool.imap(_plain_views, jobs[: 2 * workers]))
+        list(pool.imap(extract, entries[: 2 * workers]))
         begun = time.perf_counter()
-        return _written(pool.imap(_plain_views, jobs), begun, settings.shard_images)
+        return _written(pool.imap(extract, entries), begun, settings.shard_images)
 
 
-def _plain_views(job: Job) -> Any:
+def _plain_views(images: ImageSet, settings: Any, entry: Entry) -> Any:
     try:
-        return image_views(*job)
+        return image_views(images.read(entry), entry.name, settings)
     except BadImage as bad:
         return bad
 

@@ -1,11 +1,12 @@
 """Images through worker processes, results in the order asked for.
 
-One process per core with one OpenCV thread each and heap trimming off (`pipeline.features.tuning`). A bounded
+One process per core with one OpenCV thread each, heap trimming off, huge pages (`pipeline.features.tuning`). A bounded
 number of images is under way, so memory does not grow with their number.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ import numpy as np
 from pipeline.errors import WorkError
 from pipeline.extraction.image import gray_views
 from pipeline.features.store import ImageViews
-from pipeline.features.tuning import tune_process
+from pipeline.features.tuning import huge_pages, tune_process
 from pipeline.images.decode import BadImage, decoded
 from pipeline.images.manifest import Entry
 from pipeline.images.sources import ImageSet
@@ -74,11 +75,13 @@ class Pool:
         self._extract = Extractor(images, settings)
         self._workers = workers
         self._executor: Optional[ProcessPoolExecutor] = None
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Pool:
         if self._workers == 1:
             tune_process()
             return self
+        self._stack.enter_context(huge_pages())  # until the end: workers start when they are first needed
         self._executor = ProcessPoolExecutor(
             self._workers,
             mp_context=multiprocessing.get_context("spawn"),  # a fork would copy locks of running threads
@@ -90,6 +93,7 @@ class Pool:
     def __exit__(self, *_error: Any) -> None:
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
+        self._stack.close()
 
     def map(self, entries: Iterable[Entry]) -> Iterator[Result]:
         """One result per entry, in their order. WorkError when a worker process dies."""
