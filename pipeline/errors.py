@@ -62,7 +62,8 @@ def _guarded(main: Callable[[Optional[Sequence[str]]], int], argv: Optional[Sequ
         sys.stderr.close()  # the reader of our output went away: nothing to tell and nobody to tell it to
         return 0
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        # of a file or the disk, which a person can mend; anything else (a network, a pipe) shows where it happened
+        if error.errno != errno.ENOSPC and error.filename is None:
             raise
-        print(f"failed: {error.strerror}: {error.filename or 'a file'} could not be written", file=sys.stderr)
+        print(f"failed: {error.strerror}: {error.filename or 'the disk is full'}", file=sys.stderr)
         return 1

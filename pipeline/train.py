@@ -38,6 +38,9 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser.add_argument("--accept", choices=("code",), action="append", default=[],
                         help="go on from a checkpoint although the training code has changed since")  # fmt: skip
     parser.add_argument(
+        "--verify", action="store_true", help="check every shard of the keypoints, not a sample"
+    )
+    parser.add_argument(
         "--validate-only",
         action="store_true",
         help="print figures of the best model (or train.init_from); no training",
@@ -54,7 +57,7 @@ def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> None:
     args = parse(argv)
     train = params.load("train", args.params)
     for split in ("train", "val"):
-        Store(args.keypoints / split)
+        Store(args.keypoints / split, verify="all" if args.verify else "sample")
     setup.global_batch(train, world_size)
     choose(train.loader, None)
     if train.init_from:

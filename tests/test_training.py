@@ -279,6 +279,14 @@ class TestRequests:
         assert errors.run(train.main, arguments) == 2
         assert "nowhere" in capsys.readouterr().err
 
+    def test_a_damaged_shard_is_refused(self, request_of, tmp_path, capsys):
+        shard = next((tmp_path / "keypoints" / "train").glob("*.safetensors"))
+        whole = bytearray(shard.read_bytes())
+        whole[-1] ^= 1
+        shard.write_bytes(whole)
+        assert errors.run(train.main, [*request_of("run"), "--verify"]) == 2
+        assert shard.name in capsys.readouterr().err
+
     def test_initial_weights_of_another_shape(self, tmp_path, request_of, capsys):
         save_model_file(
             tmp_path / "m.safetensors", SuperGlue(SuperGlueConfig(dim=16, layers=2, heads=2)).state_dict(), {}
