@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline import stack
 from pipeline.features.sift import KEYPOINT
 from pipeline.matching import attention, homography, normalization, sinkhorn
 from pipeline.matching.loss import assignment_loss
@@ -166,13 +167,15 @@ class TestSuperGlue:
         rng = np.random.default_rng(0)
         pairs = [pair(rng, *counts) for counts in ((20, 33), (0, 4), (60, 1), (7, 7), (2, 0))]
         model = scrambled(SuperGlueConfig(dim=dim, layers=2, norm=norm))
+        # torch 1.10's matrix products add up in another order for another batch size: 2.3e-5 at most over 20 seeds,
+        # where values reach 20 and one rounding is 1.9e-6. torch 2.13 gave the same bits.
+        atol = 1e-5 if stack.can_compile() else 5e-5
         with torch.no_grad():
             together = model(from_pairs(pairs))
             for one, log_P in zip(pairs, together):
                 alone = model(from_pairs([one]))[0]
                 assert alone.shape == (len(one.records0) + 1, len(one.records1) + 1)
-                # values reach 20 here, where torch 1.10's matrix products differ by 1.4e-5 between batch sizes
-                assert torch.allclose(alone, log_P, atol=1e-5, rtol=1e-6)
+                assert torch.allclose(alone, log_P, atol=atol, rtol=1e-6)
 
     def test_untrained_it_is_a_nearest_neighbour_matcher(self):
         rng = np.random.default_rng(1)
