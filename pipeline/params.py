@@ -68,7 +68,9 @@ def parse(tree: Any, origin: str) -> Dict[str, Section]:
         try:
             sections[name] = SECTIONS[name].model_validate(values)
         except ValidationError as error:
-            problems += [_problem(name, SECTIONS[name], each) for each in error.errors()]
+            # a misspelt key first: that its right name is missing follows from it
+            found = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+            problems += [_problem(name, SECTIONS[name], each) for each in found]
     problems = problems or _sections_agree(sections)
     if problems:
         first = " ".join(problems[0].split())  # one line, whatever a key is made of
