@@ -33,7 +33,7 @@ from pipeline.errors import EXIT_FOLDER, STOPPED, RequestError
 
 DEFAULT_CPU_PROCESSES = 2
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-LAUNCHED = ("pipeline.train", "pipeline.evaluate")
+LAUNCHED = ("pipeline.keypoints", "pipeline.train", "pipeline.evaluate")
 
 
 def processes_per_node() -> int:
@@ -198,9 +198,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if name not in LAUNCHED:
         raise RequestError(f"{name!r} cannot be launched: must be one of {', '.join(LAUNCHED)}")
     module = importlib.import_module(name)
-    processes = module.processes(rest, processes_per_node())
+    processes = processes_per_node()
+    if hasattr(module, "processes"):  # a stage may want fewer
+        processes = module.processes(rest, processes)
     for world_size in world_sizes(processes):
-        module.check(rest, world_size)
+        if hasattr(module, "check"):
+            module.check(rest, world_size)
     _stop_with_dvc()
     return Supervisor(name, rest, processes).run()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,7 @@ def collectives(context) -> dict:
         "mean": distributed.reduce_dict({"a": rank + 1}, average=True),
         "gathered": distributed.all_gather({"rank": rank, "items": list(range(rank))}),
         "broadcast": distributed.broadcast(f"from {rank}"),
+        "weighted": distributed.weighted_means({"loss": 2.0 * rank * (rank + 1)}, rank + 1),
         "any": [distributed.any_rank(rank == 0), distributed.any_rank(False)],
         "tensor": distributed.all_reduce_sum(torch.tensor([1.0, float(rank)])).tolist(),
         "main": context.is_main,
@@ -37,9 +40,28 @@ def test_collectives(world_size):
         assert answer["mean"] == {"a": sum(r + 1 for r in ranks) / world_size}
         assert answer["gathered"] == [{"rank": r, "items": list(range(r))} for r in ranks]
         assert answer["broadcast"] == "from 0"
+        pairs = sum(r + 1 for r in ranks)
+        assert answer["weighted"] == ({"loss": sum(2.0 * r * (r + 1) for r in ranks) / pairs}, pairs)
         assert answer["any"] == [True, False]
         assert answer["tensor"] == [world_size, sum(ranks)]
         assert answer["main"] is (rank == 0)
+
+
+def absent(context) -> str:
+    """Rank 1 does not come to the barrier in time."""
+    if context.rank == 1:
+        time.sleep(12)
+        return "late"
+    try:
+        distributed.barrier()
+    except RuntimeError as error:
+        return "given up" if distributed.lost_peer(error) else str(error)
+    return "met"
+
+
+def test_a_barrier_gives_up(monkeypatch):
+    monkeypatch.setenv("SG_TIMEOUT", "4")
+    assert in_group(2, absent) == ["given up", "late"]
 
 
 def batch_norm(context, x: np.ndarray, shares: list) -> dict:

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import warnings
-from typing import Any, Dict, Iterator, List, Mapping
+from typing import Any, Dict, Iterator, List, Mapping, Tuple
 
 import torch
 import torch.distributed as dist
@@ -162,6 +162,13 @@ def reduce_dict(values: Mapping[str, Any], average: bool = False) -> Dict[str, f
     if average and _grouped():
         packed /= dist.get_world_size()
     return dict(zip(names, packed.tolist()))
+
+
+def weighted_means(sums: Mapping[str, float], weight: float) -> Tuple[Dict[str, float], float]:
+    """Means over ragged shards: every rank's sums over every rank's weight, and that weight; 0 where it is 0."""
+    totals = reduce_dict({**sums, "": weight})
+    whole = totals.pop("")
+    return {name: value / whole if whole else 0.0 for name, value in totals.items()}, whole
 
 
 def any_rank(flag: bool) -> bool:

@@ -80,10 +80,9 @@ class Journal:
         step = self.training.state.step
         if step % self.training.train.log_every and step != self.training.train.steps:
             return
-        totals = distributed.reduce_dict(self.sums)
+        weight = self.sums.pop("pairs", 0.0)
+        point, pairs = distributed.weighted_means(self.sums, weight)
         seconds = max(time.perf_counter() - self.window_began, 1e-9)
-        pairs = max(totals.pop("pairs", 0.0), 1.0)
-        point = {name: value / pairs for name, value in totals.items()}
         point.update(
             lr=lr,
             grad_norm=result.grad_norm,
