@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests on the CUDA 11.1 stack (`make test-cu111`): Python 3.9 and torch 1.10.2 from the package index, whose
 # CUDA 10.2 build runs on the CPU, in .venv-cu111. Arguments go to pytest; without any, all tests run. CI runs those
-# marked cu111.
+# marked cu111. `--set-up` only makes .venv-cu111.
 # Python 3.9 is PYTHON39, else python3.9 of the PATH or of pyenv, else that of the image, where docker/ci.sh has built it
 # on a bullseye root; without one this says SKIP and is content.
 set -euo pipefail
@@ -43,5 +43,6 @@ if [ ! -f "$stamp" ]; then
     "$venv/bin/pip" install --quiet --require-hashes --no-deps -r requirements/cu111-dev.lock
     touch "$stamp"
 fi
+[ "${1:-}" != --set-up ] || exit 0
 export PATH="$PWD/$venv/bin:$PATH"
 exec "$venv/bin/python" -m pytest "$@"

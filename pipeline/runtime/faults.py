@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from typing import Dict, List, NamedTuple
+from typing import Dict, List, NamedTuple, Optional
 
 SIGNALS = {
     "kill": signal.SIGKILL,
@@ -59,12 +59,16 @@ def at_step(step: int) -> None:
     _position["step"] = step
 
 
-def at(phase: str) -> bool:
-    """Let the fault planned for this place strike; True when it is one that the caller must act out (nan)."""
+def at(phase: str, step: Optional[int] = None) -> bool:
+    """Let the fault planned for this place strike; True when it is one that the caller must act out (nan).
+
+    `step` is named by what works ahead of the training, as the loader does.
+    """
     text = os.environ.get("SG_FAULT")
     if not text:
         return False
-    here = {"rank": os.environ.get("RANK", "0"), "step": str(_position["step"]), "phase": phase}
+    here = {"rank": os.environ.get("RANK", "0"), "phase": phase}
+    here["step"] = str(_position["step"] if step is None else step)
     struck = False
     for fault in parse(text):
         # a fault without a phase strikes at the start of the forward pass

@@ -117,7 +117,7 @@ class Training:
 
     def _micro_batches(self, step: int) -> List[PairBatch]:
         """The PairBatches of `_samples`, on the host; runs in the loader's thread."""
-        faults.at("load_batch")
+        faults.at("load_batch", step)
         batches = [
             self.load_batch(self.store, part, self.train.max_keypoints, self.train.keypoint_drop)
             for part in self._samples(step)
