@@ -35,11 +35,15 @@ class MlflowStore:
     def __init__(self, uri: str) -> None:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        import mlflow
         from mlflow.tracking import MlflowClient
 
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.ERROR)
         self._uri = uri
+        # a registered model's source is looked up through the process's own default, whatever the client was given
+        mlflow.set_tracking_uri(uri)
+        mlflow.set_registry_uri(uri)
         self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
 
     def open(self, header: Event, run_id: Optional[str]) -> Tuple[str, bool]:
