@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from made_scenes import SHIFT, TURN, write_image_set, write_model, write_sequence
 
 from pipeline import errors, evaluate
-from pipeline.evaluation import degraded, heldout, pairs
-from pipeline.evaluation.matchers import MATCHERS
-from pipeline.evaluation.run import ahead, units_of
+from pipeline.evaluation import degraded, heldout, lightglue, pairs, paper
+from pipeline.evaluation.matchers import MATCHERS, PairMatches
+from pipeline.evaluation.run import units_of
+from pipeline.evaluation.sharing import ahead
 from pipeline.images import sources
 from pipeline.launch import free_port
 
@@ -153,9 +154,8 @@ def test_validation_images_stand_in_and_are_named(work, photo, capsys):
 
 
 def test_the_papers_protocol_and_its_variants(work, monkeypatch, capsys):
-    monkeypatch.setattr(evaluate, "PAPER", ((160, 120, 50), (120, 96, 80)))
-    monkeypatch.setattr(evaluate, "PAPER_PAIRS", 5)
-    assert run(work, "--paper") == 0
+    monkeypatch.setattr(paper, "VARIANTS", ((160, 120, 50), (120, 96, 80)))
+    assert run(work, "--paper", "5") == 0
     lines = read_csv(work / "out" / "protocols.csv")
     assert [line["protocol"] for line in lines[:: len(MATCHERS)]] == ["160x120-50", "120x96-80"]
     assert {line["pairs"] for line in lines} == {"5"}
@@ -169,7 +169,55 @@ def test_the_papers_protocol_and_its_variants(work, monkeypatch, capsys):
             "b.png#0",
             "b.png#1",
         ]
-    assert capsys.readouterr().out.count("SuperGlue (ours)") == 2
+    printed = capsys.readouterr().out
+    assert printed.count("SuperGlue (ours)") == 2 * 2  # in a table of its own, and in that of all
+    last = printed.split("side by side, 5 pairs each")[1]
+    assert [line.split()[0] for line in last.splitlines() if "SuperGlue (ours)" in line] == [
+        "160x120-50",
+        "120x96-80",
+    ]
+    assert "AUC RANSAC" in last and "AUC MAGSAC" in last and "AUC DLT" in last
+    both = json.loads((work / "out" / "metrics.json").read_text())
+    one = json.loads((work / "out" / "120x96-80" / "metrics.json").read_text())
+    assert both["120x96-80.superglue.auc_dlt_10"] == one["superglue.auc_dlt_10"]
+    page = (work / "out" / "index.html").read_text()
+    assert 'href="160x120-50/index.html"' in page and "&ndash;" in page
+
+
+def test_the_papers_protocol_takes_one_pair_of_a_photograph_where_that_is_enough(work, monkeypatch, capsys):
+    monkeypatch.setattr(paper, "VARIANTS", ((160, 120, 50),))
+    assert run(work, "--paper", "1", "--estimators", "dlt,ransac") == 0
+    rows = read_csv(work / "out" / "160x120-50" / "pairs.csv")
+    assert [row["pair"] for row in rows] == ["a.png#0"] * len(MATCHERS)
+    assert "held-out images (test): 1," in capsys.readouterr().out
+    assert "error_magsac" not in rows[0]
+
+
+def test_what_is_not_installed_is_said_and_left_out(work, monkeypatch, capsys):
+    monkeypatch.setattr(paper, "VARIANTS", ((160, 120, 50),))
+    monkeypatch.setattr(lightglue, "PACKAGES", ("no_such_package",))
+    monkeypatch.setattr("pipeline.evaluation.estimators.installed", lambda: ("ransac", "dlt"))
+    assert run(work, "--paper", "2", "--lightglue") == 0
+    printed = capsys.readouterr().out
+    assert "SKIP poselib: not installed" in printed
+    assert "SKIP LightGlue: neither kornia nor lightglue is installed" in printed
+    assert "SKIP LightGlue" in (work / "out" / "index.html").read_text()
+
+
+def test_a_further_baseline_stands_in_every_table(work, monkeypatch, capsys):
+    def match(pair):
+        count = min(len(pair.keypoints0), len(pair.keypoints1))
+        found = np.where(np.arange(len(pair.keypoints0)) < count, np.arange(len(pair.keypoints0)), -1)
+        return PairMatches(found, (found >= 0).astype(np.float32))
+
+    monkeypatch.setattr(lightglue, "load", lambda device: (match, "made"))
+    assert run(work, "--lightglue") == 0
+    figures = json.loads((work / "out" / "metrics.json").read_text())
+    assert figures["lightglue.pairs"] == 6 and figures["lightglue.matches"] > 20
+    assert len(read_csv(work / "out" / "pairs.csv")) == 6 * (len(MATCHERS) + 1)
+    assert {line["matcher"] for line in read_csv(work / "out" / "intervals.csv")} == {*MATCHERS, "lightglue"}
+    assert "LightGlue" in (work / "out" / "index.html").read_text()
+    assert "SKIP" not in capsys.readouterr().out
 
 
 def test_growing_disturbances(work, monkeypatch):
@@ -235,6 +283,10 @@ def test_pairs_without_any_match_are_failures_not_gaps(work):
         (["--max-keypoints", "0"], "--max-keypoints 0: must be 1 or more"),
         (["--batch", "-1"], "--batch -1: must be 1 or more"),
         (["--device", "cuda:99"], "--device cuda:99: not available here"),
+        (["--paper", "0"], "--paper 0: must be 1 or more"),
+        (["--paper", "--pairs", "x"], "--pairs and --paper are two evaluations"),
+        (["--robustness", "3", "--pairs", "x"], "--robustness needs held-out images"),
+        (["--estimators", "ransac,best"], "--estimators best: unknown"),
     ],
 )
 def test_wrong_requests_are_one_line(work, capsys, extra, words):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 import cv2
 import numpy as np
@@ -116,16 +119,16 @@ def test_means_keep_failures():
     assert figures["x.precision"] == 0.25 and figures["x.matching_score"] == 0.2
 
 
-def test_a_textured_plane_from_end_to_end(tmp_path, photo, root, capsys):
-    # a plane at depth 5 in front of camera 0: its homography is K (R + t n^T / d) inv(K)
+@pytest.fixture
+def plane(tmp_path, photo, root):
+    """Three pairs of a textured plane at depth 5 in front of camera 0; the words of a command that judges them."""
     small = pose([2, 5, 1], [0.5, 0.1, 0.0])
     H = K @ (small[:3, :3] + np.outer(small[:3, 3], [0, 0, 1]) / 5) @ np.linalg.inv(K)
     image = cv2.resize(photo, (640, 480))
     cv2.imwrite(str(tmp_path / "a.png"), image)
     cv2.imwrite(str(tmp_path / "b.png"), cv2.warpPerspective(image, H, (640, 480)))
-    (tmp_path / "pairs.txt").write_text(
-        line("a.png", "b.png", pose_=small) + "\n" + line("a.png", "b.png", pose_=small)
-    )
+    back = line("b.png", "a.png", pose_=np.linalg.inv(small))
+    (tmp_path / "pairs.txt").write_text("\n".join([line("a.png", "b.png", pose_=small), back, back]))
     write_model(tmp_path / "model.safetensors", layers=1)
     words = [
         "--model",
@@ -135,12 +138,34 @@ def test_a_textured_plane_from_end_to_end(tmp_path, photo, root, capsys):
         "--images",
         tmp_path,
     ]
-    words += ["--params", root / "presets" / "sample.yaml", "--out", tmp_path / "out", "--device", "cpu"]
-    assert errors.run(evaluate.main, [str(word) for word in words]) == 0
+    words += ["--params", root / "presets" / "sample.yaml", "--device", "cpu", "--out"]
+    return [str(word) for word in words]
+
+
+def test_a_textured_plane_from_end_to_end(plane, tmp_path, capsys):
+    assert errors.run(evaluate.main, [*plane, str(tmp_path / "out")]) == 0
     figures = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    assert figures["superglue.pairs"] == 2 and figures["ratio_test.precision"] > 0.8
+    assert figures["superglue.pairs"] == 3 and figures["ratio_test.precision"] > 0.8
     assert "matching_score" in (tmp_path / "out" / "pairs.csv").read_text()
-    assert "AUC" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "AUC@5 deg" in printed and "ours minus the best baseline" in printed
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "pose error in degrees" in page and "Relative pose from ESSENTIAL MATRIX" in page
+    assert page.count("data:image/jpeg") == len(list((tmp_path / "out" / "pictures").iterdir())) == 3
+    assert "auc_pose_20" in (tmp_path / "out" / "intervals.csv").read_text()
+    protocol = json.loads((tmp_path / "out" / "protocol.json").read_text())
+    assert "epipolar" in protocol["truth"] and protocol["views"] == "shorter side 480 px"
     (tmp_path / "b.png").unlink()
-    assert errors.run(evaluate.main, [str(word) for word in words]) == 2
+    assert errors.run(evaluate.main, [*plane, str(tmp_path / "out")]) == 2
     assert "b.png: cannot read this image" in capsys.readouterr().err
+
+
+def test_two_processes_share_the_pairs_and_write_the_same_bytes(plane, tmp_path, root):
+    assert errors.run(evaluate.main, [*plane, str(tmp_path / "one")]) == 0
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "2"}
+    command = [sys.executable, "-m", "pipeline.launch", "pipeline.evaluate", *plane, str(tmp_path / "two")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("SuperGlue (ours)") == 1
+    for name in ("metrics.json", "pairs.csv", "intervals.csv", "curves/error_pose.csv"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name

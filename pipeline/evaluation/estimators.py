@@ -64,12 +64,19 @@ WORDS = {
 }
 
 
+def installed() -> Sequence[str]:
+    """Names of all estimators that can run here."""
+    return tuple(
+        name for name in ESTIMATORS if name != "poselib" or importlib.util.find_spec("poselib") is not None
+    )
+
+
 def choose(names: Sequence[str]) -> Sequence[str]:
     """The names, checked. Raises RequestError for an unknown one or one whose package is missing."""
     for name in names:
         if name not in ESTIMATORS:
             raise RequestError(f"--estimators {name}: unknown; choose from {', '.join(ESTIMATORS)}")
-    if "poselib" in names and importlib.util.find_spec("poselib") is None:
+    if "poselib" in names and "poselib" not in installed():
         raise RequestError(
             "--estimators poselib: the package is not installed; `pip install poselib` adds it"
         )

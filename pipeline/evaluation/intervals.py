@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import Dict, List, Sequence
+from typing import Callable, Dict, List, Sequence
 
 import numpy as np
 
-from pipeline.evaluation.matchers import BASELINES, OURS
+from pipeline.evaluation.matchers import OURS
 from pipeline.evaluation.scoring import Row, estimators_of
 from pipeline.evaluation.summary import AUC_PIXELS, plain
 
@@ -68,8 +68,13 @@ def bootstrap(values: np.ndarray):
     )
 
 
-def intervals(rows: Sequence[Row], matchers: Sequence[str]) -> List[Dict[str, object]]:
-    """One line per matcher and figure: matcher, figure, value, low, high, pairs."""
+def intervals(
+    rows: Sequence, matchers: Sequence[str], values_of: Callable[[Sequence], Values] = values_of
+) -> List[Dict[str, object]]:
+    """One line per matcher and figure: matcher, figure, value, low, high, pairs.
+
+    rows: anything with a `matcher`, of which `values_of` makes one value per pair and figure.
+    """
     lines = []
     for matcher in matchers:
         values = values_of([row for row in rows if row.matcher == matcher])
@@ -79,18 +84,20 @@ def intervals(rows: Sequence[Row], matchers: Sequence[str]) -> List[Dict[str, ob
     return lines
 
 
-def differences(rows: Sequence[Row]) -> List[Dict[str, object]]:
+def differences(
+    rows: Sequence, values_of: Callable[[Sequence], Values] = values_of
+) -> List[Dict[str, object]]:
     """Ours minus the best baseline, pair by pair, for each figure.
 
     The best baseline is the one with the highest mean on these pairs: a choice in its favour. verdict: better or
     worse where the interval does not hold 0, else undecided.
     """
-    by_matcher = {
-        name: values_of([row for row in rows if row.matcher == name]) for name in (OURS, *BASELINES)
-    }
+    names = dict.fromkeys(row.matcher for row in rows)
+    by_matcher = {name: values_of([row for row in rows if row.matcher == name]) for name in names}
+    baselines = [name for name in names if name != OURS]
     lines = []
     for figure, ours in by_matcher[OURS].items():
-        means = {name: interval_mean(by_matcher[name][figure]) for name in BASELINES}
+        means = {name: interval_mean(by_matcher[name][figure]) for name in baselines}
         best = max(means, key=lambda name: means[name])
         found = interval(ours - by_matcher[best][figure])
         lines.append(

@@ -14,7 +14,7 @@ from pipeline.pairs import batch as pair_batch
 
 OURS = "superglue"
 BASELINES = ("nn", "mutual_nn", "ratio_test")
-MATCHERS = (OURS, *BASELINES)  # the order of every table
+MATCHERS = (OURS, *BASELINES)  # always there, in the order of every table
 
 
 @dataclass(frozen=True)

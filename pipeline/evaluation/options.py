@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import List, Optional, Tuple
+from typing import Callable, List, Mapping, Optional, Tuple
 
 from pipeline import params
 from pipeline.errors import RequestError
-from pipeline.evaluation import estimators, scoring
+from pipeline.evaluation import estimators, lightglue, poses, scoring
 from pipeline.evaluation.heldout import HeldOutPairs
 from pipeline.evaluation.hpatches import HPatchesPairs
 from pipeline.evaluation.pairs import Source
@@ -17,6 +18,7 @@ from pipeline.evaluation.run import Settings
 from pipeline.images import sources
 
 WHAT = "The trained matcher beside the baselines, on held-out images or a folder of pairs."
+PAPER_PAIRS = 1024
 OWN_PARAMS = Path(__file__).resolve().parents[2] / "params.yaml"
 
 
@@ -40,14 +42,26 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add("--batch", type=int, default=8, help="pairs in one pass of the network")
     add(
         "--paper",
-        action="store_true",
-        help="the paper's protocol: 1,024 pairs, 640x480 and 512x384, 512 and 1,024 keypoints",
+        type=int,
+        nargs="?",
+        const=PAPER_PAIRS,
+        metavar="PAIRS",
+        help="the paper's protocol: 1,024 pairs (or so many), 640x480 and 512x384, 512 and 1,024 keypoints",
     )
-    add("--estimators", default=",".join(estimators.DEFAULT), help="of: " + ", ".join(estimators.ESTIMATORS))
+    usual = f"default: {','.join(estimators.DEFAULT)}; --paper: all that are installed"
+    add("--estimators", help=f"of: {', '.join(estimators.ESTIMATORS)} ({usual})")
+    add(
+        "--lightglue", action="store_true", help="also LightGlue for SIFT, where it is installed with weights"
+    )
     add("--robustness", type=int, default=0, help="photographs tried under growing blur, noise, ...; 0: none")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     args = parser.parse_args(argv)
-    for name in ("max_keypoints", "batch"):
+    wants = [name for name in ("pairs", "poses", "paper") if getattr(args, name) is not None]
+    if len(wants) > 1:
+        raise RequestError(f"--{wants[0]} and --{wants[1]} are two evaluations: ask for one at a time")
+    if args.robustness and (args.pairs or args.poses):
+        raise RequestError("--robustness needs held-out images: leave it out with --pairs and --poses")
+    for name in ("max_keypoints", "batch", "paper"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise RequestError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be 1 or more")
     return args
@@ -77,10 +91,47 @@ def choose_source(
         raise RequestError(
             f"{args.images}: no held-out image; raise fetch.val_fraction or add images, then run fetch again"
         )
-    return HeldOutPairs(images, entries, section, total), f"held-out images ({split}): {len(entries)}"
+    source = HeldOutPairs(images, entries, section, total)
+    return source, f"held-out images ({split}): {len(source)}"
 
 
-def settings_of(args: argparse.Namespace, section: params.EvaluateParams) -> Settings:
+@dataclass(frozen=True)
+class Extras:
+    """What depends on this machine. skipped: a line for each thing that was asked for and is not here."""
+
+    estimators: Tuple[str, ...] = estimators.DEFAULT
+    further: Mapping[str, Callable] = field(default_factory=dict)
+    skipped: Tuple[str, ...] = ()
+
+
+def extras(args: argparse.Namespace, device: str) -> Extras:
+    """Estimators and further baselines. Raises RequestError for an estimator that was named and is not there."""
+    skipped: List[str] = []
+    further = {}
+    if args.estimators is not None:
+        chosen = estimators.choose(args.estimators.split(","))
+    elif args.paper:
+        chosen = estimators.installed()
+        skipped += [f"SKIP {name}: not installed" for name in estimators.ESTIMATORS if name not in chosen]
+    else:
+        chosen = estimators.DEFAULT
+    if args.lightglue:
+        match, said = lightglue.load(device)
+        if match is None:
+            skipped.append(f"SKIP LightGlue: {said}")
+        else:
+            further[lightglue.NAME] = match
+    return Extras(chosen, further, tuple(skipped))
+
+
+def tracked_as(args: argparse.Namespace) -> str:
+    """Where the figures stand in the run of the training."""
+    if args.pairs or args.poses:
+        return f"pairs/{(args.pairs or args.poses).resolve().stem}"
+    return "paper" if args.paper else "test"
+
+
+def settings_of(args: argparse.Namespace, section: params.EvaluateParams, extras: Extras) -> Settings:
     """The evaluation's settings from params.yaml and the command line."""
     return Settings(
         max_keypoints=args.max_keypoints or section.max_keypoints,
@@ -90,10 +141,11 @@ def settings_of(args: argparse.Namespace, section: params.EvaluateParams) -> Set
             section.correct_px,
             section.ransac_px,
             section.ransac_iterations,
-            estimators.choose(args.estimators.split(",")),
+            extras.estimators,
         ),
         batch=args.batch,
         pictures=section.pictures,
+        further=extras.further,
     )
 
 
@@ -103,13 +155,19 @@ def protocol(
     """Everything a figure must be quoted with."""
     limits = settings.limits
     resized = f"shorter side {args.resize} px" if args.resize else "as they are"
+    if args.poses:
+        judged = poses.RULES
+    else:
+        judged = {
+            "truth": f"mutual nearest reprojections under {limits.correct_px} px, the larger of both directions",
+            "robust": f"inliers within {limits.ransac_px} px, {limits.ransac_iterations} iterations",
+            "estimators": {name: estimators.WORDS[name] for name in limits.estimators},
+        }
     return {
         "pairs_from": where,
-        "views": resized if args.pairs else f"{section.width}x{section.height}",
+        "views": resized if args.pairs or args.poses else f"{section.width}x{section.height}",
         "keypoints": f"SIFT, at most {settings.max_keypoints} in each view",
-        "truth": f"mutual nearest reprojections under {limits.correct_px} px, the larger of both directions",
-        "robust": f"inliers within {limits.ransac_px} px, {limits.ransac_iterations} iterations",
-        "estimators": {name: estimators.WORDS[name] for name in limits.estimators},
+        **judged,
         "params": section.model_dump(),
         "model": {"file": args.model.as_posix(), "network": info["model"], "step": info.get("step")},
     }

@@ -20,6 +20,7 @@ from pipeline.evaluation.run import (
     Settings,
     errors_by_matcher,
     figures_of,
+    match_others,
     picture_choice,
 )
 from pipeline.matching import metrics
@@ -47,8 +48,8 @@ def write_all(
     write_json(out / "metrics.json", figures_of(results))
     write_json(out / "protocol.json", protocol)
     curves.write_csv(out / "pairs.csv", [summary.pair_line(row) for row in results.rows])
-    curves.write_csv(out / "scenes.csv", summary.by_scene(results.rows, matchers.MATCHERS))
-    curves.write_csv(out / "intervals.csv", intervals(results.rows, matchers.MATCHERS))
+    curves.write_csv(out / "scenes.csv", summary.by_scene(results.rows, results.matchers))
+    curves.write_csv(out / "intervals.csv", intervals(results.rows, results.matchers))
     curves.write_csv(out / "differences.csv", differences(results.rows))
     curves.write_csv(out / "robustness.csv", robustness)
     bad = [{"file": name, "reason": reason} for name, reason in results.bad]
@@ -60,15 +61,21 @@ def write_pictures(
     folder: Path, source: Source, model: torch.nn.Module, device: str, results: Results, settings: Settings
 ) -> List[Tuple[str, int, np.ndarray]]:
     """best-1.png, ..., median-1.png, ..., worst-1.png, ...; returns name, index of the pair and picture."""
-    if folder.is_dir():
-        shutil.rmtree(folder)  # pictures of an earlier evaluation would pass for this one's
-    folder.mkdir(parents=True)
+    emptied(folder)
     drawn = []
     for name, index in picture_choice(results.rows, settings.pictures):
         picture = draw_pair(source, model, device, results, index, settings)
         pictures.write(folder / f"{name}.png", picture)
         drawn.append((name, index, picture))
     return drawn
+
+
+def emptied(folder: Path) -> Path:
+    """The folder, made anew: pictures of an earlier evaluation would pass for this one's."""
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    return folder
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -102,11 +109,10 @@ def draw_pair(
     """(H, W, 3) picture of pair `index`: ours above the ratio test. Made again from the source, not remembered."""
     scene, position = results.places[index]
     pair = pairs_of_scene(source, scene, settings.max_keypoints)[position]
-    answers = matchers.match_baselines(pair, settings.ratio)
+    answers = match_others(pair, settings)
     _, ours = next(matchers.match_superglue(model, [[pair]], device))
     answers[OURS] = ours.above(settings.threshold)
-    count = len(matchers.MATCHERS)
-    rows = {row.matcher: row for row in results.rows[index * count : (index + 1) * count]}
+    rows = results.rows_of(index)
     image0, image1 = images_of(source, pair)
     return pictures.draw(image0, image1, [panel(pair, answers, rows[name], settings) for name in PICTURED])
 

@@ -28,6 +28,10 @@ EPIPOLAR_LIMIT = (
 )
 RANSAC_PX = 1.0  # inlier threshold in pixels, divided by the mean focal length
 CONFIDENCE = 0.99999
+RULES = {  # for protocol.json
+    "truth": f"symmetric epipolar distance, squared, below {EPIPOLAR_LIMIT} in normalized coordinates",
+    "estimator": f"cv2.findEssentialMat, RANSAC at {RANSAC_PX:g} px over the focal length, probability {CONFIDENCE}",
+}
 LEAST = 5  # matches an essential matrix needs
 
 
@@ -174,8 +178,24 @@ def score(
     flat0, flat1 = (normalized(side, intrinsics) for side, intrinsics in zip(points, K))
     focal = float(np.mean([K[0][0, 0], K[0][1, 1], K[1][0, 0], K[1][1, 1]]))
     pose = estimate(flat0, flat1, RANSAC_PX / focal, zlib.crc32(name.encode()) & 0x7FFFFFFF)
-    correct = int((epipolar_errors(flat0, flat1, T_0to1) < EPIPOLAR_LIMIT).sum())
+    correct = int(right_matches(points, K, T_0to1).sum())
     return PoseRow(name, matcher, keypoints, len(flat0), correct, pose_error(pose, T_0to1))
+
+
+def right_matches(points: Sequence[np.ndarray], K: Sequence[np.ndarray], T_0to1: np.ndarray) -> np.ndarray:
+    """(N,) bool: matches whose epipolar error is below the limit. points: pixels (N, 2) in both images."""
+    flat0, flat1 = (normalized(side, intrinsics) for side, intrinsics in zip(points, K))
+    return epipolar_errors(flat0, flat1, T_0to1) < EPIPOLAR_LIMIT
+
+
+def values_of(rows: Sequence[PoseRow]) -> Dict[str, np.ndarray]:
+    """One value per pair of each figure, (P,) float64, as the intervals take them."""
+    errors = np.array([row.error for row in rows], np.float64)
+    return {
+        "precision": np.array([row.precision for row in rows], np.float64),
+        "matching_score": np.array([row.matching_score for row in rows], np.float64),
+        **{f"auc_pose_{degrees}": np.maximum(0.0, 1.0 - errors / degrees) for degrees in AUC_DEGREES},
+    }
 
 
 def summarize(rows: Sequence[PoseRow], matchers: Sequence[str]) -> Dict[str, object]:

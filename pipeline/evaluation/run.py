@@ -1,23 +1,17 @@
 """One evaluation: pairs from a source, all matchers on the same keypoints, rows and means.
 
-The work is cut into units of consecutive scenes, the same whatever the number of processes. Each process takes
-every n-th unit, and after each round all of them hear the results of all: nothing is computed twice or padded,
-and the figures have the same bits for any number of processes.
+The work is cut into units of consecutive scenes, the same whatever the number of processes, and `sharing` shares them
+out: the figures have the same bits for any number of processes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
-from pipeline.errors import RequestError
-from pipeline.evaluation import confidence, matchers, pairs, scoring, summary
+from pipeline.evaluation import confidence, matchers, pairs, scoring, sharing, summary
 from pipeline.evaluation.matchers import OURS, PairMatches
 from pipeline.evaluation.pairs import Pair
 from pipeline.runtime import distributed
@@ -36,16 +30,27 @@ class Settings:
     limits: scoring.Limits
     batch: int = 8  # pairs in one pass of the network
     pictures: int = 8
+    further: Mapping[str, Callable[[Pair], PairMatches]] = field(default_factory=dict)  # baselines by name
 
 
 @dataclass
 class Results:
-    """What comes out, in the order of the source. rows: len(places) * len(matchers.MATCHERS)."""
+    """What comes out, in the order of the source. rows: as many for each place as there are matchers."""
 
     places: List[Tuple[int, int]] = field(default_factory=list)  # (scene, position in it) of each pair
     rows: List[scoring.Row] = field(default_factory=list)
     judged: List[confidence.Judged] = field(default_factory=list)  # of ours, one per pair
     bad: List[Tuple[str, str]] = field(default_factory=list)  # (scene, reason)
+
+    @property
+    def matchers(self) -> Tuple[str, ...]:
+        """Who was compared: the rows of a pair stand in this order."""
+        return scoring.matchers_of(self.rows)
+
+    def rows_of(self, index: int) -> Dict[str, scoring.Row]:
+        """The rows of pair `index`, by matcher."""
+        count = len(self.rows) // len(self.places)
+        return {row.matcher: row for row in self.rows[index * count : (index + 1) * count]}
 
     def extend(self, other: Results) -> None:
         """Append another's results."""
@@ -64,33 +69,21 @@ def evaluate(
     title: str = "evaluate",
 ) -> Results:
     """Run everything; progress goes to stderr. Every process of a group gets all results."""
-    rank, world_size = (context.rank, context.world_size) if context else (0, 1)
-    units = units_of(source, settings.batch)
-    rounds = range(-(-len(units) // world_size))
-    mine = [units[index] if index < len(units) else [] for index in (n * world_size + rank for n in rounds)]
+
+    def extract(unit: Sequence[int]) -> Tuple[List[Pair], List[Tuple[str, str]]]:
+        return pairs.extract(source, unit, settings.max_keypoints)
+
+    def score(extracted: Tuple[List[Pair], List[Tuple[str, str]]]) -> Results:
+        return score_pairs(*extracted, model, device, settings)
+
     total = sum(source.pairs_in(index) for index in range(len(source)))
     everything = Results()
-    work = results_of(source, mine, model, device, settings, world_size)
-    bar = progress(total=total, desc=title, unit="pair", disable=rank > 0)
-    for outcome in work:
-        for part in distributed.all_gather(outcome):
-            if isinstance(part, str):
-                leave_together()
-                raise RequestError(part)
+    units = units_of(source, settings.batch)
+    with progress(total=total, desc=title, unit="pair", disable=bool(context and context.rank)) as bar:
+        for part in sharing.share_out(units, [], extract, score, context):
             everything.extend(part)
             bar.update(len(part.places))
-    bar.close()
-    leave_together()
     return everything
-
-
-def leave_together() -> None:
-    """Wait until all processes have heard the last results: who leaves early takes the connection along.
-
-    By then nothing can be lost any more, so a peer that has left this barrier first is no failure.
-    """
-    with contextlib.suppress(RuntimeError):
-        distributed.barrier()
 
 
 def units_of(source: pairs.Source, batch: int) -> List[List[int]]:
@@ -105,44 +98,6 @@ def units_of(source: pairs.Source, batch: int) -> List[List[int]]:
         units[-1].append(index)
         filled += count
     return units
-
-
-def results_of(
-    source: pairs.Source,
-    units: Sequence[Sequence[int]],
-    model: torch.nn.Module,
-    device: str,
-    settings: Settings,
-    processes: int,
-) -> Iterator[object]:
-    """Results of each unit in turn; a message in place of one whose request was wrong, for all to hear."""
-
-    def extract(unit: Sequence[int]) -> Tuple[List[Pair], List[Tuple[str, str]]]:
-        return pairs.extract(source, unit, settings.max_keypoints)
-
-    workers = max(1, (os.cpu_count() or 1) // processes)
-    for ready in ahead(extract, units, min(workers, 8)):
-        try:
-            found, bad = ready()
-        except RequestError as error:
-            yield str(error)
-            return
-        yield score_pairs(found, bad, model, device, settings)
-
-
-def ahead(work: Callable, items: Sequence, workers: int) -> Iterator[Callable]:
-    """A callable with the result of `work(item)` for each item, computed by threads a little before it is asked for.
-
-    Threads, not processes: decoding, warping and SIFT all release Python's lock, and nothing need be copied.
-    """
-    with ThreadPoolExecutor(max_workers=workers) as pool:
-        waiting: deque = deque()
-        for item in items:
-            waiting.append(pool.submit(work, item))
-            if len(waiting) > workers:
-                yield waiting.popleft().result
-        while waiting:
-            yield waiting.popleft().result
 
 
 def score_pairs(
@@ -167,15 +122,22 @@ def score_pair(
     pair: Pair, answer: PairMatches, settings: Settings
 ) -> Tuple[List[scoring.Row], confidence.Judged]:
     """Rows of all matchers on one pair, and the verdict on each match of ours whatever its score."""
-    answers = {OURS: answer.above(settings.threshold), **matchers.match_baselines(pair, settings.ratio)}
+    answers = {OURS: answer.above(settings.threshold), **match_others(pair, settings)}
     truth0 = scoring.true_matches(pair, settings.limits.correct_px)
     rows = [scoring.score(pair, name, found, truth0, settings.limits) for name, found in answers.items()]
     return rows, confidence.judge(pair, answer, truth0, settings.limits.correct_px)
 
 
+def match_others(pair: Pair, settings: Settings) -> Dict[str, PairMatches]:
+    """Every baseline on one pair, by name."""
+    answers = matchers.match_baselines(pair, settings.ratio)
+    answers.update({name: match(pair) for name, match in settings.further.items()})
+    return answers
+
+
 def figures_of(results: Results) -> summary.Figures:
     """Flat names for metrics.json."""
-    figures = summary.summarize(results.rows, matchers.MATCHERS)
+    figures = summary.summarize(results.rows, results.matchers)
     lines = confidence.calibration(results.judged)
     figures[f"{OURS}.calibration_error"] = summary.plain(confidence.calibration_error(lines))
     return figures
@@ -185,7 +147,7 @@ def errors_by_matcher(rows: Sequence[scoring.Row], estimator: str) -> Dict[str, 
     """Corner errors in pixels of all pairs, by matcher."""
     return {
         matcher: [row.errors[estimator] for row in rows if row.matcher == matcher]
-        for matcher in matchers.MATCHERS
+        for matcher in scoring.matchers_of(rows)
     }
 
 
@@ -196,7 +158,11 @@ def picture_choice(rows: Sequence[scoring.Row], count: int) -> List[Tuple[str, i
     """
     ours = [row for row in rows if row.matcher == OURS]
     ranks = [(row.errors["ransac"], -row.counts.correct, index) for index, row in enumerate(ours)]
-    ranked = [index for _, _, index in sorted(ranks)]
+    return best_median_worst([index for _, _, index in sorted(ranks)], count)
+
+
+def best_median_worst(ranked: Sequence[int], count: int) -> List[Tuple[str, int]]:
+    """`count` of the pairs in `ranked`, the best first: [("best-1", index), ..., ("worst-1", index)]."""
     count = min(count, len(ranked))
     worst, best = (count + 2) // 3, (count + 1) // 3
     middle = count - worst - best

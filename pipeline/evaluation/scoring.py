@@ -94,6 +94,11 @@ def score(pair: Pair, matcher: str, found: PairMatches, truth0: np.ndarray, limi
     )
 
 
+def matchers_of(rows: Sequence[Row]) -> Tuple[str, ...]:
+    """Names of the matchers the rows belong to, in their order: that of every table."""
+    return tuple(dict.fromkeys(row.matcher for row in rows))
+
+
 def estimators_of(rows: Sequence[Row]) -> Tuple[str, ...]:
     """Names of the estimators the rows hold errors of."""
     return tuple(rows[0].errors) if rows else DEFAULT

@@ -7,7 +7,7 @@ from typing import Dict, List, Sequence, Tuple
 import cv2
 import numpy as np
 
-from pipeline.evaluation import confidence, intervals, matchers, scoring
+from pipeline.evaluation import confidence, intervals, scoring
 from pipeline.evaluation.difficulty import explanation
 from pipeline.evaluation.matchers import OURS
 from pipeline.evaluation.run import THRESHOLDS, Results, errors_by_matcher
@@ -30,13 +30,13 @@ def content(
 ) -> page.Content:
     """Everything the page shows. drawn: the pictures of `outputs`."""
     errors = {name: errors_by_matcher(results.rows, name) for name in scoring.estimators_of(results.rows)}
-    notes = [f"{len(results.places)} pairs, {len(matchers.MATCHERS)} matchers on the same keypoints."]
+    notes = [f"{len(results.places)} pairs, {len(results.matchers)} matchers on the same keypoints."]
     if results.bad:
         notes.append(f"{len(results.bad)} images could not be read and were left out: see bad_images.csv.")
     return page.Content(
         title=title,
         figures=figures,
-        intervals=intervals.intervals(results.rows, matchers.MATCHERS),
+        intervals=intervals.intervals(results.rows, results.matchers),
         differences=intervals.differences(results.rows),
         errors={name: curves.error_curve(found) for name, found in errors.items()},
         thresholds=numbers(confidence.threshold_curve(results.judged, THRESHOLDS)),
@@ -54,17 +54,21 @@ def numbers(lines: Sequence[Dict[str, float]]) -> List[Dict[str, object]]:
 
 
 def picture(results: Results, name: str, index: int, drawn: np.ndarray) -> page.Picture:
-    """A picture made small enough for the page, with its figures and what stood in the way."""
-    count = len(matchers.MATCHERS)
-    rows = {row.matcher: row for row in results.rows[index * count : (index + 1) * count]}
+    """A picture for the page, with its figures and what stood in the way."""
+    rows = results.rows_of(index)
     ours, theirs = rows[OURS], rows["ratio_test"]
-    if drawn.shape[1] > WIDEST:
-        height = round(drawn.shape[0] * WIDEST / drawn.shape[1])
-        drawn = cv2.resize(drawn, (WIDEST, height), interpolation=cv2.INTER_AREA)
-    _, data = cv2.imencode(".jpg", drawn, [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
     caption = (
         f"{ours.pair}. Above ours: {ours.counts.correct} of {ours.counts.matches} matches right, corner error "
         f"{ours.errors['ransac']:.2f} px. Below the ratio test: {theirs.counts.correct} of "
         f"{theirs.counts.matches} right, {theirs.errors['ransac']:.2f} px."
     )
-    return page.Picture(name, caption, explanation(ours), data.tobytes())
+    return page.Picture(name, caption, explanation(ours), small_jpeg(drawn))
+
+
+def small_jpeg(drawn: np.ndarray) -> bytes:
+    """A picture (H, W, 3) as a JPEG file's bytes, made smaller where it is wider than the page needs."""
+    if drawn.shape[1] > WIDEST:
+        height = round(drawn.shape[0] * WIDEST / drawn.shape[1])
+        drawn = cv2.resize(drawn, (WIDEST, height), interpolation=cv2.INTER_AREA)
+    _, data = cv2.imencode(".jpg", drawn, [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
+    return data.tobytes()

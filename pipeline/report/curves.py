@@ -10,6 +10,7 @@ import numpy as np
 
 from pipeline.matching.metrics import recall_curve
 
+LIMITS_DEG = tuple(round(0.2 * step, 1) for step in range(101))  # 0 .. 20 degrees, of the pose error
 LIMITS_PX = tuple(round(0.1 * step, 1) for step in range(101))  # 0 .. 10 px, the range of the widest AUC
 
 
@@ -23,16 +24,19 @@ def write_csv(path: Path, lines: Sequence[Mapping[str, object]], columns: Sequen
         writer.writerows(lines)
 
 
-def error_curve(errors: Mapping[str, Sequence[float]]) -> List[Dict[str, float]]:
-    """Share of pairs with a corner error of at most x px, by matcher: the curve whose area the AUC is.
+def error_curve(
+    errors: Mapping[str, Sequence[float]], limits: Sequence[float] = LIMITS_PX, unit: str = "px"
+) -> List[Dict[str, float]]:
+    """Share of pairs with an error of at most each limit, by matcher: the curve whose area the AUC is.
 
-    errors: matcher -> one error in pixels per pair, inf without an estimate.
+    errors: matcher -> one error per pair in the unit of the limits, inf without an estimate. The first column of a
+    line is the limit, `error_px` or `error_deg`.
     """
-    shares = {matcher: recall_curve(values, LIMITS_PX) for matcher, values in errors.items()}
+    shares = {matcher: recall_curve(values, limits) for matcher, values in errors.items()}
     return [
         {
-            "error_px": limit,
+            f"error_{unit}": limit,
             **{matcher: round(float(np.nan_to_num(share[index])), 6) for matcher, share in shares.items()},
         }
-        for index, limit in enumerate(LIMITS_PX)
+        for index, limit in enumerate(limits)
     ]

@@ -8,26 +8,9 @@ from html import escape
 from typing import Dict, List, Mapping, Optional, Sequence
 
 from pipeline.report import charts, tables
+from pipeline.report.document import definitions, document, paragraphs, table
 
 Line = Mapping[str, object]
-
-STYLE = """
-:root{color-scheme:light dark;--line:#8884;--soft:#8881}
-*{box-sizing:border-box}
-body{font:16px/1.5 system-ui,sans-serif;margin:0 auto;max-width:64rem;padding:1rem}
-h1{font-size:1.5rem;margin:.5rem 0}h2{font-size:1.2rem;margin:2rem 0 .5rem;border-bottom:1px solid var(--line)}
-.wide{overflow-x:auto}table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
-th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
-th:first-child,td:first-child{text-align:left}tr.ours{font-weight:600;background:var(--soft)}
-small{font-weight:400;opacity:.75}.better{color:#0a7d4f}.worse{color:#c4453a}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1rem}
-figure{margin:0}figcaption{font-size:.9rem}svg{width:100%;height:auto}svg text{font-size:12px;fill:currentColor}
-.grid{stroke:var(--line)}.diagonal{stroke:currentColor;stroke-dasharray:4 4;opacity:.5}
-.legend{margin:.2rem 0;font-size:.85rem;display:flex;flex-wrap:wrap;gap:.2rem 1rem}
-.legend i{display:inline-block;width:.8em;height:.8em;margin-right:.4em;border-radius:2px}
-img{width:100%;height:auto;border-radius:4px}.pair{margin:1rem 0}
-dl{font-size:.9rem}dt{font-weight:600}dd{margin:0 0 .3rem;overflow-wrap:anywhere}
-"""
 
 
 @dataclass(frozen=True)
@@ -55,6 +38,7 @@ class Content:
     pictures: Sequence[Picture]
     protocol: Mapping[str, object]
     notes: List[str] = field(default_factory=list)
+    unit: str = "the mean corner error up to 1, 3, 5 and 10 px"  # what the AUC is of
 
 
 def render(content: Content) -> str:
@@ -62,23 +46,14 @@ def render(content: Content) -> str:
     sections = [
         ("Summary", summary(content)),
         ("Comparison", comparison(content) + difference_table(content.differences)),
-        ("Pairs within a corner error", error_charts(content)),
+        ("Pairs within an error", error_charts(content)),
         ("Confidence", confidence_charts(content)),
         ("Where it wins and where it loses", robustness_table(content.robustness)),
         ("Pairs", "".join(picture(one) for one in content.pictures)),
-        ("How these figures were made", protocol(content.protocol)),
+        ("How these figures were made", definitions(content.protocol)),
     ]
     body = "\n".join(f"<section><h2>{name}</h2>\n{text}</section>" for name, text in sections if text)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(content.title)}</title>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">\n'
-        f"<style>{STYLE}</style></head>\n<body><h1>{escape(content.title)}</h1>\n{body}\n</body></html>\n"
-    )
-
-
-def paragraphs(lines: Sequence[str]) -> str:
-    """HTML paragraphs of plain text."""
-    return "".join(f"<p>{escape(line)}</p>" for line in lines)
+    return document(content.title, body)
 
 
 def summary(content: Content) -> str:
@@ -95,17 +70,6 @@ def summary(content: Content) -> str:
     return paragraphs([*content.notes, *lines])
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], marks: Sequence[str] = ()) -> str:
-    """An HTML table in a box that scrolls sideways; cells are HTML. marks: a class for each row."""
-    marks = list(marks) or [""] * len(rows)
-    top = "".join(f"<th>{cell}</th>" for cell in head)
-    body = "".join(
-        f'<tr class="{mark}">' + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>"
-        for mark, row in zip(marks, rows)
-    )
-    return f'<div class="wide"><table><tr>{top}</tr>{body}</table></div>\n'
-
-
 def comparison(content: Content) -> str:
     """One row per matcher, each figure with its interval below it."""
     found = {(line["matcher"], line["figure"]): line for line in content.intervals}
@@ -116,7 +80,7 @@ def comparison(content: Content) -> str:
         cells = [interval_cell(found.get((matcher, column))) for column in columns]
         rows.append([escape(tables.title(matcher)), str(content.figures[f"{matcher}.pairs"]), *cells])
     marks = ["ours" if matcher == "superglue" else "" for matcher in matchers]
-    note = "Percent, with 95 % intervals over pairs. AUC of the mean corner error up to 1, 3, 5 and 10 px."
+    note = f"Percent, with 95 % intervals over pairs. AUC of {content.unit}."
     return table(["", "pairs", *map(tables.figure_title, columns)], rows, marks) + paragraphs([note])
 
 
@@ -160,19 +124,30 @@ def figure(chart: str, caption: str) -> str:
     return f"<figure>{chart}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
+AXES = {  # first column of a curve -> its axis, and what was estimated
+    "error_px": ("corner error in pixels", "Homography from"),
+    "error_deg": ("pose error in degrees", "Relative pose from"),
+}
+
+
 def error_charts(content: Content) -> str:
     """The curves whose areas the AUC are."""
     parts = []
     for estimator, lines in content.errors.items():
-        names = [name for name in lines[0] if name != "error_px"] if lines else []
-        series = {tables.title(name): charts.column(lines, "error_px", name) for name in names}
-        chart = charts.line_chart(series, "corner error in pixels", "share of pairs", (0, 10))
-        parts.append(figure(chart, f"Homography from {estimator.upper()}: share of pairs within an error"))
-    return f'<div class="charts">{"".join(parts)}</div>'
+        if not lines:
+            continue
+        axis, *names = lines[0]
+        series = {tables.title(name): charts.column(lines, axis, name) for name in names}
+        label, title = AXES[axis]
+        chart = charts.line_chart(series, label, "share of pairs", (0, float(lines[-1][axis])))
+        parts.append(figure(chart, f"{title} {estimator.upper()}: share of pairs within an error"))
+    return f'<div class="charts">{"".join(parts)}</div>' if parts else ""
 
 
 def confidence_charts(content: Content) -> str:
-    """Precision and recall over the threshold, and calibration."""
+    """Precision and recall over the threshold, and calibration; nothing where neither was asked."""
+    if not content.thresholds:
+        return ""
     series = {name: charts.column(content.thresholds, "threshold", name) for name in ("precision", "recall")}
     first = charts.line_chart(series, "smallest confidence of a match", "share", (0, 1))
     points = {"ours": charts.column(content.calibration, "confidence", "precision")}
@@ -196,12 +171,15 @@ def robustness_table(lines: Sequence[Line]) -> str:
     rows = []
     for line in lines:
         cells = [duel(line[name], line[name.replace("superglue.", "ratio_test.")]) for name in names]
-        rows.append(
-            [f"{escape(str(line['condition']))} {escape(str(line['level']))}", str(line["pairs"]), *cells]
-        )
+        rows.append([f"{escape(condition(line))} {escape(str(line['level']))}", str(line["pairs"]), *cells])
     head = ["condition", "pairs", *[tables.figure_title(name.partition(".")[2]) for name in names]]
     note = "Percent, ours | ratio test; green where ours is ahead by a point or more, red where it is behind."
     return table(head, rows) + paragraphs([note])
+
+
+def condition(line: Line) -> str:
+    """rotation_deg -> rotation (deg); other names as they are."""
+    return str(line["condition"]).replace("_deg", " (deg)")
 
 
 def duel(ours: Optional[float], theirs: Optional[float]) -> str:
@@ -220,9 +198,3 @@ def picture(one: Picture) -> str:
         f'<figure class="pair"><img alt="{escape(one.caption)}" loading="lazy" src="data:image/jpeg;base64,{data}">'
         f"<figcaption><b>{escape(one.name)}</b>: {escape(one.caption)}{why}</figcaption></figure>\n"
     )
-
-
-def protocol(values: Mapping[str, object]) -> str:
-    """Everything a figure must be quoted with."""
-    items = (f"<dt>{escape(str(name))}</dt><dd>{escape(str(value))}</dd>" for name, value in values.items())
-    return f"<dl>{''.join(items)}</dl>"

@@ -10,6 +10,7 @@ TITLES = {
     "nn": "nearest neighbour",
     "mutual_nn": "mutual nearest neighbour",
     "ratio_test": "ratio test, mutual",
+    "lightglue": "LightGlue",
 }
 AUC_PIXELS = (1, 3, 5, 10)
 
@@ -72,6 +73,23 @@ def comparison(figures: Dict[str, Optional[float]]) -> str:
         above = above.ljust(start.start()) + f"AUC {kind.upper()} "
     notes = "in %; P, R: precision, recall; AUC of the mean corner error up to 1, 3, 5, 10 px"
     return "\n".join([above.rstrip(), *lines, notes])
+
+
+def side_by_side(variants: Dict[str, Dict[str, Optional[float]]]) -> str:
+    """Several evaluations in one table. variants: name -> the figures of each."""
+    figures = {}
+    for variant, own in variants.items():
+        for matcher in matchers_in(own):
+            start = f"{matcher}."
+            names = (name[len(start) :] for name in own if name.startswith(start))
+            figures.update(
+                {
+                    f"{variant}  {title(matcher)}.{name}": own[start + name]
+                    for name in names
+                    if "." not in name
+                }
+            )
+    return comparison(figures)
 
 
 def pose_comparison(figures: Dict[str, float], degrees: Sequence[int]) -> str:
