@@ -24,6 +24,9 @@ export DO_NOT_TRACK := true
 export MLFLOW_DISABLE_TELEMETRY := true
 export MLFLOW_SERVER_ENABLE_JOB_EXECUTION := false
 
+# One writer, also beside a container on the same folder: DVC knows the processes of its own container only.
+LOCKED := python docker/workspace.py
+
 SETUP := $(VENV)/.set-up
 SETUP_DEV := $(VENV)/.set-up-dev
 
@@ -48,12 +51,12 @@ $(SETUP_DEV): $(SETUP) requirements/modern-dev.lock
 
 repro: $(SETUP)  ## set up once, then run every stage whose inputs changed, and show the result
 ifneq ($(PRESET)$(IMAGES)$(VAL_IMAGES),)
-	@python -m pipeline.presets use $(if $(PRESET),'$(PRESET)') $(if $(IMAGES),--images '$(IMAGES)') \
+	@$(LOCKED) python -m pipeline.presets use $(if $(PRESET),'$(PRESET)') $(if $(IMAGES),--images '$(IMAGES)') \
 		$(if $(VAL_IMAGES),--val-images '$(VAL_IMAGES)')
 else
-	@python -m pipeline.presets refresh
+	@$(LOCKED) python -m pipeline.presets refresh
 endif
-	@dvc repro
+	@$(LOCKED) dvc repro
 	@echo
 	@python -m pipeline.report
 

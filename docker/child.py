@@ -15,17 +15,18 @@ WORK_FAILED, BAD_REQUEST, STOPPED = 1, 2, 143
 class Child:
     """One command in a session of its own, so that Ctrl-C and SIGTERM reach it through `stop` alone.
 
-    A stop that comes before the command has started, or between two commands, stops the next one.
+    A stop that comes before the command has started, or between two commands, stops the next one. The command inherits
+    the descriptor `keep`, which may be a lock, so that a kill of this process alone does not release it.
     """
 
     stopped = False
 
-    def __init__(self, words: List[str]) -> None:
+    def __init__(self, words: List[str], keep: int) -> None:
         self.process: Optional[subprocess.Popen] = None
         self.target = 0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self.stop)
-        self.process = subprocess.Popen(words, start_new_session=True)
+        self.process = subprocess.Popen(words, start_new_session=True, pass_fds=[keep])
         if Child.stopped:
             self.stop()
 

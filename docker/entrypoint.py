@@ -1,7 +1,7 @@
 """Entrypoint of both images: `repro` (the default), `ui`, `match`, `doctor`, `shell` and more; see USAGE.
 
 It runs under tini with the standard library alone. What it adds to `dvc repro`:
-- one writer for a workspace, across containers (DVC's own lock knows the processes of one container only);
+- one writer for a workspace, across containers and the host (DVC's own lock knows the processes of one container);
 - SIGTERM reaches the trainer and not DVC, so that `docker stop` leaves a checkpoint;
 - a workspace that is empty gets the project's files from the image.
 Exit codes: 0 done, 1 the work failed, 2 the request was wrong, 143 stopped after a checkpoint.
@@ -75,9 +75,11 @@ def repro(options: List[str]) -> int:
     """Check the machine, set the preset, run DVC, show the result; under the lock of the workspace."""
     workspace = Path.cwd()
     seed(workspace)
-    with WorkspaceLock(workspace / ".dvc" / "tmp" / "workspace.lock"):
+    with WorkspaceLock(workspace / ".dvc" / "tmp" / "workspace.lock") as lock:
         for step in plan(options):
-            code = Child(step).wait()
+            child = Child(step, lock.fileno())
+            lock.runs(child.process.pid)
+            code = child.wait()
             if code != 0:
                 return code
     return 0

@@ -1,4 +1,7 @@
-"""The mounted workspace: what an empty one gets, and one writer at a time across containers."""
+"""The mounted workspace: what an empty one gets, and one writer at a time across containers and the host.
+
+`python docker/workspace.py COMMAND ...` runs a command under the same lock, without a container (`make repro`).
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ import json
 import os
 import shutil
 import socket
+import sys
 import time
 from pathlib import Path
-from typing import Dict
+from typing import Dict, List, Set
 
 HOME = Path(__file__).resolve().parents[1]
 SEED = ("pipeline", "presets", "params.yaml", "dvc.yaml", ".dvcignore", ".dvc", "LICENSE")
@@ -47,11 +51,11 @@ def seed(workspace: Path) -> None:
 
 
 class WorkspaceLock:
-    """flock on a file of the workspace: one kernel, one writer, whatever container it lives in.
+    """flock on a file of the workspace: one kernel, one writer, whatever container or host process it is.
 
-    The file names the holder while it is held and is empty after a clean end. What a killed holder left in
-    DVC's `rwlock` names process ids of a container that is gone, which may live in this one: it is removed,
-    but only when the last holder was one of us.
+    The file names the last holder and the DVC it ran; it is empty after a clean end. Who holds the lock knows that this
+    DVC is gone, and removes what a kill left of it in DVC's `rwlock`: its process id may be alive here, as that of
+    another. An entry with another process id is of a DVC that was started without this lock, and is left alone.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,29 +63,49 @@ class WorkspaceLock:
         self.rwlock = path.with_name("rwlock")
 
     def __enter__(self) -> WorkspaceLock:
-        self.stream = open(self.path, "a+")
+        try:
+            os.makedirs(str(self.path.parent), exist_ok=True)
+            self.stream = open(self.path, "a+")
+        except OSError as error:
+            raise Wrong(f"{self.path}: {error.strerror} (uid {os.getuid()})") from None
         try:
             fcntl.flock(self.stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Wrong(f"{self.path.parents[2]} is in use by {describe(self._holder())}") from None
-        died = self._holder()
-        if died and self.rwlock.exists():
-            print(f"the last run ({describe(died)}) was killed: its DVC lock is removed", flush=True)
-            self.rwlock.unlink()
-        elif foreign(self.rwlock):
-            raise Wrong(
-                f"a DVC run outside of this image holds {self.rwlock}; if there is none, remove the file"
-            )
-        self._write(
-            json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")})
-        )
+        except OSError as error:  # a network file system without locks
+            print(f"note: {self.path}: {error.strerror}; nothing keeps a second run away", flush=True)
+        last = self._holder()
+        if self._clear(last.get("dvc")):
+            print(f"the last run ({describe(last)}) was killed: its DVC lock is removed", flush=True)
+        elif processes(self.rwlock):
+            raise Wrong(f"a DVC run without our lock holds {self.rwlock}; if there is none, remove the file")
+        self.dvc = 0
+        self.runs(0)
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        if foreign(self.rwlock):  # our DVC has ended, killed before it could tidy up
-            self.rwlock.unlink()
+        self._clear(self.dvc)  # our DVC has ended, perhaps killed before it could tidy up
         self._write("")
         self.stream.close()
+
+    def fileno(self) -> int:
+        """The descriptor that a child inherits, so that the lock lasts as long as the child does."""
+        return self.stream.fileno()
+
+    def runs(self, pid: int) -> None:
+        """Note the process that may be DVC."""
+        self.dvc = pid
+        since = time.strftime("%F %T")
+        self._write(
+            json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since, "dvc": pid})
+        )
+
+    def _clear(self, dvc: object) -> bool:
+        """Remove the `rwlock` when all its entries are of this process; tell whether it did."""
+        left = processes(self.rwlock) == {dvc}
+        if left:
+            self.rwlock.unlink()
+        return left
 
     def _holder(self) -> Dict[str, object]:
         self.stream.seek(0)
@@ -101,9 +125,27 @@ def describe(holder: Dict[str, object]) -> str:
     return f"container or host {holder.get('host', 'unknown')}, since {holder.get('since', 'unknown')}"
 
 
-def foreign(rwlock: Path) -> bool:
-    """Whether DVC's lock file names anybody."""
+def processes(rwlock: Path) -> Set[object]:
+    """The process ids that DVC's lock file names: `write` has one entry for a path, `read` a list."""
     try:
-        return bool(json.loads(rwlock.read_text() or "{}"))
-    except (OSError, ValueError):
-        return False
+        tree = json.loads(rwlock.read_text() or "{}")
+        found = [entry for paths in tree.values() for entry in paths.values()]
+    except (OSError, ValueError, AttributeError):
+        return set()
+    return {one.get("pid") for entry in found for one in (entry if isinstance(entry, list) else [entry])}
+
+
+def main(words: List[str]) -> None:
+    """Become `words` under the lock of the workspace this is started in; the lock ends with the process."""
+    try:
+        lock = WorkspaceLock(Path.cwd() / ".dvc" / "tmp" / "workspace.lock").__enter__()
+    except Wrong as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+    lock.runs(os.getpid())
+    os.set_inheritable(lock.fileno(), True)
+    os.execvp(words[0], words)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -281,32 +281,82 @@ def test_the_trainer_may_save_although_dvc_was_killed(workspace, tmp_path):
 def test_a_workspace_has_one_writer_and_the_second_is_told_who(workspace):
     first = started(workspace)
     second = entry(workspace)
+    host = on_host(workspace, "touch", "written")
     first.terminate()
     first.communicate(timeout=30)
-    assert second.returncode == 2
-    assert "is in use by container or host" in second.stderr and len(second.stderr.splitlines()) == 1
+    for refused in (second, host):
+        assert refused.returncode == 2
+        assert "is in use by container or host" in refused.stderr and len(refused.stderr.splitlines()) == 1
+    assert not (workspace / "written").exists()
+
+
+def on_host(workspace, *words):
+    """Run a command as `make repro` does."""
+    command = [sys.executable, str(DOCKER / "workspace.py"), *words]
+    return subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=60)
+
+
+def test_a_run_on_the_host_keeps_containers_away_and_has_no_process_between(workspace):
+    command = [sys.executable, str(DOCKER / "workspace.py"), "sh", "-c", "echo $$; read end; exit 7"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=workspace, stdin=pipe, stdout=pipe, text=True) as host:
+        assert int(host.stdout.readline()) == host.pid
+        left_by(workspace, 4711, host.pid)
+        refused = entry(workspace)
+        host.communicate("\n", timeout=30)
+    assert refused.returncode == 2 and "is in use by" in refused.stderr
+    assert host.returncode == 7
+    (workspace / "pipeline" / "launch.py").write_text("")
+    assert entry(workspace).returncode == 0, "the lock outlived its process"
+
+
+def test_make_repro_changes_nothing_without_the_lock():
+    command = ["make", "-n", "-o", ".venv/.set-up", "repro", "PRESET=sample"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    writers = [line for line in done.stdout.splitlines() if "pipeline.presets" in line or "dvc repro" in line]
+    assert len(writers) == 2
+    assert all(line.startswith("python docker/workspace.py ") for line in writers)
+
+
+def left_by(workspace, dvc, *alive):
+    """What a killed holder of the lock leaves, whose DVC was `dvc`; DVC's own file names the processes `alive`."""
+    folder = workspace / ".dvc" / "tmp"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "workspace.lock", "a") as file:
+        if file.tell() == 0:
+            file.write(json.dumps({"host": "4f2d", "pid": 2, "since": "before", "dvc": dvc}))
+    entries = [{"pid": pid, "cmd": "dvc repro"} for pid in alive]
+    tree = {"write": {"/workspace/checkpoints": entries[0]}, "read": {"/workspace/data/keypoints": entries}}
+    (folder / "rwlock").write_text(json.dumps(tree))
+    return folder / "rwlock"
 
 
 def test_a_killed_container_leaves_a_lock_that_the_next_one_clears(workspace):
     (workspace / "pipeline" / "launch.py").write_text("")
-    (workspace / ".dvc" / "tmp").mkdir()
-    (workspace / ".dvc" / "tmp" / "workspace.lock").write_text(
-        json.dumps({"host": "4f2d", "pid": 2, "since": "before"})
-    )
-    rwlock = workspace / ".dvc" / "tmp" / "rwlock"
-    rwlock.write_text(json.dumps({"/workspace/checkpoints": {"write": {"pid": 2, "cmd": "dvc repro"}}}))
+    rwlock = left_by(workspace, 30, 30)
     done = entry(workspace)
     assert done.returncode == 0, done.stderr
     assert "container or host 4f2d" in done.stdout and not rwlock.exists()
     assert (workspace / ".dvc" / "tmp" / "workspace.lock").read_text() == ""
 
 
-def test_a_lock_of_a_run_outside_is_left_alone(workspace):
-    (workspace / ".dvc" / "tmp").mkdir()
-    rwlock = workspace / ".dvc" / "tmp" / "rwlock"
-    rwlock.write_text(json.dumps({"/home/me/checkpoints": {"write": {"pid": 4711, "cmd": "dvc repro"}}}))
+@pytest.mark.parametrize("dvc", [0, 30, 4711], ids=["stopped early", "killed", "same number"])
+def test_a_dvc_without_our_lock_is_left_alone_although_the_last_container_was_killed(workspace, dvc):
+    rwlock = left_by(workspace, dvc, 4712, 4711)
     done = entry(workspace)
     assert done.returncode == 2 and "rwlock" in done.stderr and rwlock.exists()
+    assert on_host(workspace, "true").returncode == 2
+
+
+def test_a_kill_of_the_entrypoint_alone_does_not_release_the_lock(workspace, tmp_path):
+    first = started(workspace)
+    first.kill()
+    first.wait(timeout=30)
+    dvc = int((tmp_path / "dvc.pid").read_text())
+    try:
+        assert entry(workspace).returncode == 2
+    finally:
+        os.killpg(dvc, signal.SIGKILL)
 
 
 def test_an_empty_workspace_gets_the_project(tmp_path, part):
