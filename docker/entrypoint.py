@@ -89,7 +89,8 @@ def plan(options: List[str]) -> List[List[str]]:
     """The commands of one `repro`, in order."""
     python = [sys.executable, "-m"]
     given = preset_options(options)
-    steps = [[*python, "pipeline.presets", "use", *given]] if given else []
+    # refresh: a folder of images that has changed is fetched again
+    steps = [[*python, "pipeline.presets", *(["use", *given] if given else ["refresh"])]]
     steps.append([*python, "pipeline.doctor", "--quick"])
     steps.append(["dvc", "repro"])
     steps.append([*python, "pipeline.report"])

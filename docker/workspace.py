@@ -67,7 +67,7 @@ class WorkspaceLock:
             os.makedirs(str(self.path.parent), exist_ok=True)
             self.stream = open(self.path, "a+")
         except OSError as error:
-            raise Wrong(f"{self.path}: {error.strerror} (uid {os.getuid()})") from None
+            raise Wrong(f"{self.path}: {error.strerror}; uid {os.getuid()} has to write it") from None
         try:
             fcntl.flock(self.stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -191,7 +191,7 @@ def test_the_server_wants_its_password(monkeypatch, tmp_path, capsys):
     assert "a/b" not in " ".join(serve.command({}))
 
 
-def entry(workspace, *words, timeout=60, **environment):
+def entry(workspace, *words, timeout=120, **environment):
     """Run the entrypoint as the image does, in a workspace."""
     environment = dict(
         os.environ, PYTHONPATH=str(ROOT), PATH=f"{bin_folder(workspace)}:{os.environ['PATH']}", **environment
@@ -238,9 +238,9 @@ def workspace(tmp_path):
     (folder / ".dvc").mkdir()
     (folder / "dvc.yaml").touch()
     (folder / "pipeline" / "__init__.py").touch()
-    for name in ("doctor", "report"):
+    for name in ("doctor", "presets", "report"):
         (folder / "pipeline" / f"{name}.py").touch()
-    (folder / "pipeline" / "launch.py").write_text(textwrap.dedent(TRAINER).format(seconds=30))
+    (folder / "pipeline" / "launch.py").write_text(textwrap.dedent(TRAINER).format(seconds=300))
     return folder
 
 
@@ -248,7 +248,7 @@ def started(workspace):
     command = [sys.executable, str(DOCKER / "entrypoint.py")]
     environment = dict(os.environ, PATH=f"{bin_folder(workspace)}:{os.environ['PATH']}")
     process = subprocess.Popen(command, cwd=workspace, env=environment, stdout=subprocess.PIPE, text=True)
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while not (workspace / "started").exists():
         assert time.monotonic() < until and process.poll() is None
         time.sleep(0.05)
@@ -258,7 +258,7 @@ def started(workspace):
 def test_sigterm_reaches_the_trainer_and_not_dvc(workspace):
     process = started(workspace)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=120)
     assert process.returncode == 143
     assert (workspace / "checkpoint").read_text() == "saved"
     assert "SIGTERM to the trainer" in out and "dvc got SIGTERM" not in out
@@ -272,7 +272,7 @@ def test_the_trainer_may_save_although_dvc_was_killed(workspace, tmp_path):
     rwlock = workspace / ".dvc" / "tmp" / "rwlock"
     rwlock.write_text(json.dumps({"/workspace/checkpoints": {"write": {"pid": dvc, "cmd": "dvc repro"}}}))
     os.kill(dvc, signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert process.returncode == 143
     assert (workspace / "checkpoint").read_text() == "saved"
     assert not rwlock.exists()
@@ -283,7 +283,7 @@ def test_a_workspace_has_one_writer_and_the_second_is_told_who(workspace):
     second = entry(workspace)
     host = on_host(workspace, "touch", "written")
     first.terminate()
-    first.communicate(timeout=30)
+    first.communicate(timeout=120)
     for refused in (second, host):
         assert refused.returncode == 2
         assert "is in use by container or host" in refused.stderr and len(refused.stderr.splitlines()) == 1
@@ -293,7 +293,7 @@ def test_a_workspace_has_one_writer_and_the_second_is_told_who(workspace):
 def on_host(workspace, *words):
     """Run a command as `make repro` does."""
     command = [sys.executable, str(DOCKER / "workspace.py"), *words]
-    return subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=120)
 
 
 def test_a_run_on_the_host_keeps_containers_away_and_has_no_process_between(workspace):
@@ -303,7 +303,7 @@ def test_a_run_on_the_host_keeps_containers_away_and_has_no_process_between(work
         assert int(host.stdout.readline()) == host.pid
         left_by(workspace, 4711, host.pid)
         refused = entry(workspace)
-        host.communicate("\n", timeout=30)
+        host.communicate("\n", timeout=120)
     assert refused.returncode == 2 and "is in use by" in refused.stderr
     assert host.returncode == 7
     (workspace / "pipeline" / "launch.py").write_text("")
@@ -351,7 +351,7 @@ def test_a_dvc_without_our_lock_is_left_alone_although_the_last_container_was_ki
 def test_a_kill_of_the_entrypoint_alone_does_not_release_the_lock(workspace, tmp_path):
     first = started(workspace)
     first.kill()
-    first.wait(timeout=30)
+    first.wait(timeout=120)
     dvc = int((tmp_path / "dvc.pid").read_text())
     try:
         assert entry(workspace).returncode == 2
@@ -387,7 +387,10 @@ def test_wrong_requests_are_one_line_and_exit_2(workspace, tmp_path):
 
 def test_options_of_repro_become_a_preset(part):
     entrypoint = part("entrypoint")
-    assert entrypoint.plan([])[0][-2:] == ["pipeline.doctor", "--quick"]
+    assert [step[-2:] for step in entrypoint.plan([])[:2]] == [
+        ["pipeline.presets", "refresh"],
+        ["pipeline.doctor", "--quick"],
+    ]
     words = ["--preset=coco2014", "--images", "/data/a=b"]
     assert entrypoint.plan(words)[0][-5:] == ["pipeline.presets", "use", "coco2014", "--images", "/data/a=b"]
 
