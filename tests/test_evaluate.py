@@ -283,6 +283,7 @@ def test_pairs_without_any_match_are_failures_not_gaps(work):
         (["--max-keypoints", "0"], "--max-keypoints 0: must be 1 or more"),
         (["--batch", "-1"], "--batch -1: must be 1 or more"),
         (["--device", "cuda:99"], "--device cuda:99: not available here"),
+        (["--out", __file__], "is a file; name a folder"),
         (["--paper", "0"], "--paper 0: must be 1 or more"),
         (["--paper", "--pairs", "x"], "--pairs and --paper are two evaluations"),
         (["--robustness", "3", "--pairs", "x"], "--robustness needs held-out images"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import cv2
 import numpy as np
 import pytest
@@ -53,7 +55,7 @@ def test_resizing_agrees_with_opencv_on_pixels(photo):
     # a blob's centre of mass moves as `scaling` says
     image = np.zeros((400, 600), np.uint8)
     image[100:140, 200:260] = 255
-    resized = hpatches.resize_short_side(image, 200)
+    resized = hpatches.resize_short_side(image, 200, Path("a.png"))
     S = hpatches.scaling((600, 400), (300, 200))
 
     def centre(pixels):
@@ -136,3 +138,9 @@ def test_real_sequences(shared_data):
         "bark", "bikes", "boat", "graf", "leuven", "trees", "ubc", "wall",
     ]  # fmt: skip
     assert sum(len(sequence.homographies) for sequence in source.sequences) == 40
+
+
+@pytest.mark.parametrize("size, side", [((1, 500), 480), ((40, 16_001), 0)])
+def test_an_image_that_would_be_too_long_is_named(size, side):
+    with pytest.raises(RequestError, match=r"strip\.png: .* at most 16000 are possible"):
+        hpatches.resize_short_side(np.zeros(size, np.uint8), side, Path("strip.png"))

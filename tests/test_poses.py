@@ -108,6 +108,9 @@ def test_wrong_files_are_named(tmp_path, text, words):
     (tmp_path / "pairs.txt").write_text(text)
     with pytest.raises(RequestError, match=words):
         poses.read_pairs(tmp_path / "pairs.txt")
+    (tmp_path / "picture.txt").write_bytes(b"\xff\xd8\xff")
+    with pytest.raises(RequestError, match="is no text"):
+        poses.read_pairs(tmp_path / "picture.txt")
     with pytest.raises(RequestError, match="cannot be read"):
         poses.read_pairs(tmp_path / "nowhere.txt")
 

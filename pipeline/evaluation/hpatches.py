@@ -19,6 +19,7 @@ from pipeline.evaluation.pairs import Scene, ViewPair, image_size
 from pipeline.images.decode import BadImage, decode_gray
 
 IMAGE_SUFFIXES = (".png", ".ppm", ".jpg", ".jpeg", ".pgm", ".bmp", ".webp")
+LONGEST = 16_000  # pixels along a side: SIFT doubles an image, and OpenCV's remap takes less than 32,767
 REFERENCE = 1  # homographies start at this image
 
 
@@ -62,7 +63,10 @@ class HPatchesPairs:
         sequence = self.sequences[index]
         numbers = sorted(sequence.images)
         originals = [read_image(sequence.images[number]) for number in numbers]
-        images = [resize_short_side(image, self.short_side) for image in originals]
+        images = [
+            resize_short_side(image, self.short_side, sequence.images[number])
+            for image, number in zip(originals, numbers)
+        ]
         scalings = [
             scaling(image_size(before), image_size(after)) for before, after in zip(originals, images)
         ]
@@ -155,10 +159,20 @@ def read_image(path: Path) -> np.ndarray:
         raise RequestError(f"{path}: cannot read this image: {error}") from error
 
 
-def resize_short_side(image: np.ndarray, short_side: int) -> np.ndarray:
-    """Resize so that the shorter side has `short_side` pixels; averaging areas where it shrinks."""
-    shorter = min(image.shape)
-    if short_side == 0 or shorter == short_side:
+def resize_short_side(image: np.ndarray, short_side: int, path: Path) -> np.ndarray:
+    """Resize so that the shorter side has `short_side` pixels, 0: leave it; averaging areas where it shrinks.
+
+    Raises RequestError, naming the image's `path`, when the longer side would be more than OpenCV's SIFT takes.
+    """
+    shorter, longer = min(image.shape), max(image.shape)
+    scale = short_side / shorter if short_side else 1.0
+    if longer * scale > LONGEST:
+        now = "x".join(map(str, image_size(image)))
+        raise RequestError(
+            f"{path}: {now} pixels, at --resize {short_side} {longer * scale:.0f} along the longer side; "
+            f"at most {LONGEST} are possible"
+        )
+    if scale == 1.0:
         return image
     width, height = (max(1, round(side * short_side / shorter)) for side in image_size(image))
     method = cv2.INTER_AREA if short_side < shorter else cv2.INTER_LINEAR

@@ -61,6 +61,8 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
         raise RequestError(f"--{wants[0]} and --{wants[1]} are two evaluations: ask for one at a time")
     if args.robustness and (args.pairs or args.poses):
         raise RequestError("--robustness needs held-out images: leave it out with --pairs and --poses")
+    if args.out.exists() and not args.out.is_dir():
+        raise RequestError(f"--out {args.out}: is a file; name a folder for the results")
     for name in ("max_keypoints", "batch", "paper"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise RequestError(f"--{name.replace('_', '-')} {getattr(args, name)}: must be 1 or more")

@@ -74,6 +74,8 @@ def read_pairs(path: Path) -> List[PosePair]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise RequestError(f"--poses {path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise RequestError(f"--poses {path}: is no text; one pair on each line is expected") from None
     found = [read_line(path, number, line.split()) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise RequestError(f"--poses {path}: holds no pair")
@@ -111,7 +113,7 @@ def read_line(path: Path, number: int, words: Sequence[str]) -> PosePair:
 def load_view(folder: Path, name: str, K: np.ndarray, short_side: int) -> Tuple[np.ndarray, np.ndarray]:
     """Image (H, W) uint8 with a shorter side of `short_side` (0: as it is) and its intrinsics."""
     original = hpatches.read_image(folder / name)
-    image = hpatches.resize_short_side(original, short_side)
+    image = hpatches.resize_short_side(original, short_side, folder / name)
     return image, hpatches.scaling(image_size(original), image_size(image)) @ K
 
 
