@@ -32,6 +32,13 @@ def test_table_shows_pairs_percentages_and_gaps():
     assert [above.index("AUC RANSAC"), above.index("AUC DLT")] == starts
 
 
+def test_table_says_how_many_pairs_the_recall_is_of():
+    said = "recall is over 3 of 4 pairs"
+    assert said not in tables.comparison(FIGURES)
+    text = tables.comparison({**FIGURES, "superglue.recall_pairs": 3, "ratio_test.recall_pairs": 3})
+    assert text.count(said) == 1
+
+
 def test_table_by_scene():
     lines = [
         {"scene": s, "matcher": m, "pairs": 5, "auc_ransac_3": 0.25, "precision": 1.0}

@@ -81,7 +81,8 @@ def comparison(content: Content) -> str:
         rows.append([escape(tables.title(matcher)), str(content.figures[f"{matcher}.pairs"]), *cells])
     marks = ["ours" if matcher == "superglue" else "" for matcher in matchers]
     note = f"Percent, with 95 % intervals over pairs. AUC of {content.unit}."
-    return table(["", "pairs", *map(tables.figure_title, columns)], rows, marks) + paragraphs([note])
+    head = ["", "pairs", *map(tables.figure_title, columns)]
+    return table(head, rows, marks) + paragraphs([note, *tables.recall_notes(content.figures)])
 
 
 def interval_cell(line: Optional[Line]) -> str:

@@ -71,8 +71,21 @@ def comparison(figures: Dict[str, Optional[float]]) -> str:
     above = ""
     for kind, start in zip(estimators, re.finditer(r"@1\b", lines[0])):
         above = above.ljust(start.start()) + f"AUC {kind.upper()} "
-    notes = "in %; P, R: precision, recall; AUC of the mean corner error up to 1, 3, 5, 10 px"
-    return "\n".join([above.rstrip(), *lines, notes])
+    notes = [
+        "in %; P, R: precision, recall; AUC of the mean corner error up to 1, 3, 5, 10 px",
+        *recall_notes(figures),
+    ]
+    return "\n".join([above.rstrip(), *lines, *notes])
+
+
+def recall_notes(figures: Dict[str, Optional[float]]) -> List[str]:
+    """How many pairs the recall is a mean of, where that is not all of them."""
+    found = {}
+    for matcher in matchers_in(figures):
+        pairs, asked = figures[f"{matcher}.pairs"], figures.get(f"{matcher}.recall_pairs")
+        if asked is not None and asked != pairs:
+            found[asked, pairs] = f"recall is over {asked} of {pairs} pairs: the others have no true match"
+    return list(found.values())
 
 
 def side_by_side(variants: Dict[str, Dict[str, Optional[float]]]) -> str:
