@@ -197,7 +197,7 @@ def test_what_is_not_installed_is_said_and_left_out(work, monkeypatch, capsys):
     monkeypatch.setattr(paper, "VARIANTS", ((160, 120, 50),))
     monkeypatch.setattr(lightglue, "PACKAGES", ("no_such_package",))
     monkeypatch.setattr("pipeline.evaluation.estimators.installed", lambda: ("ransac", "dlt"))
-    assert run(work, "--paper", "2", "--lightglue") == 0
+    assert run(work, "--paper", "2", "--lightglue", "x") == 0
     printed = capsys.readouterr().out
     assert "SKIP poselib: not installed" in printed
     assert "SKIP LightGlue: neither kornia nor lightglue is installed" in printed
@@ -210,8 +210,8 @@ def test_a_further_baseline_stands_in_every_table(work, monkeypatch, capsys):
         found = np.where(np.arange(len(pair.keypoints0)) < count, np.arange(len(pair.keypoints0)), -1)
         return PairMatches(found, (found >= 0).astype(np.float32))
 
-    monkeypatch.setattr(lightglue, "load", lambda device: (match, "made"))
-    assert run(work, "--lightglue") == 0
+    monkeypatch.setattr(lightglue, "load", lambda *_: (match, "made"))
+    assert run(work, "--lightglue", "x") == 0
     figures = json.loads((work / "out" / "metrics.json").read_text())
     assert figures["lightglue.pairs"] == 6 and figures["lightglue.matches"] > 20
     assert len(read_csv(work / "out" / "pairs.csv")) == 6 * (len(MATCHERS) + 1)

@@ -8,43 +8,49 @@ import types
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from pipeline.errors import RequestError
 from pipeline.evaluation import lightglue
 from pipeline.evaluation.pairs import Pair
 from pipeline.features import sift
 
-URL = "https://example.invalid/sift_lightglue.pth"
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.self_attn = torch.nn.Linear(1, 1)
 
 
 class Made(torch.nn.Module):
-    """Asks torch's hub for weights as kornia does, and matches the nearest descriptors of what it is given."""
+    """Takes the options of kornia's class and matches the nearest descriptors of what it is given."""
 
     def __init__(self, features, **options):
         super().__init__()
-        assert features == "sift" and options == {"depth_confidence": -1, "width_confidence": -1}
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.load_state_dict(torch.hub.load_state_dict_from_url(URL, file_name="made.pth"))
-        self.given = None
+        assert features is None, "a package that is given a name of features downloads their weights"
+        assert options == {
+            "input_dim": 128, "add_scale_ori": True, "depth_confidence": -1, "width_confidence": -1,
+        }  # fmt: skip
+        self.transformers = torch.nn.ModuleList([Block()])
+        self.register_buffer("confidence_thresholds", torch.zeros(3))  # not in the published file
 
     def forward(self, data):
-        self.given = data
         one, two = (data[name]["descriptors"] for name in ("image0", "image1"))
         scores, index = (one @ two.transpose(1, 2)).max(-1)
         index[0, 0] = -1
-        return {"matches0": index, "matching_scores0": scores * self.weight}
+        return {"matches0": index, "matching_scores0": scores * self.transformers[0].self_attn.bias}
 
 
 @pytest.fixture
-def made(monkeypatch, tmp_path):
-    """The package `made`, and the folder of torch's hub."""
+def weights(monkeypatch, tmp_path):
+    """The package `made`, and a file of weights with the names of LightGlue's first version."""
     package = types.ModuleType("made")
     package.LightGlue = Made
     monkeypatch.setitem(sys.modules, "made", package)
     monkeypatch.setattr(lightglue, "PACKAGES", ("no_such_package", "made"))
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.hub, "_hub_dir", None, raising=False)
-    (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
-    return tmp_path / "hub" / "checkpoints"
+    values = {"self_attn.0.weight": torch.ones(1, 1), "self_attn.0.bias": torch.full((1,), 0.5)}
+    save_file(values, str(tmp_path / "weights.safetensors"))
+    return tmp_path / "weights.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -54,48 +60,34 @@ def pair(photo):
     return Pair("p", "p", 0, 0, *keypoints, *(view.shape[::-1] for view in views), np.eye(3), {})
 
 
-needs_torch_2 = pytest.mark.skipif(torch.__version__ < "2", reason="torch 1 would run code in the weights")
-
-
-def write_weights(folder):
-    torch.save({"weight": torch.full((1,), 0.5)}, folder / "made.pth")
-
-
-def test_without_weights_it_is_said_where_they_belong(made):
-    original = torch.hub.load_state_dict_from_url
-    match, said = lightglue.load("cpu")
-    assert match is None and str(made / "made.pth") in said and URL in said
-    assert torch.hub.load_state_dict_from_url is original
-
-
-def test_without_a_package_it_is_said_which(monkeypatch):
+def test_what_is_missing_is_said(monkeypatch, weights):
+    match, said = lightglue.load(weights.with_name("nowhere"), "cpu")
+    assert match is None and "no weights at" in said and "nowhere" in said
     monkeypatch.setattr(lightglue, "PACKAGES", ("no_such_package",))
-    assert lightglue.load("cpu") == (
-        None,
-        "neither kornia nor lightglue is installed (`pip install kornia`)",
-    )
+    match, said = lightglue.load(weights, "cpu")
+    assert match is None and said == "neither kornia nor lightglue is installed (`pip install kornia`)"
 
 
-@needs_torch_2
-def test_matches_come_with_its_own_scores(made, pair):
-    write_weights(made)
-    match, said = lightglue.load("cpu")
+def test_a_file_of_something_else_is_a_wrong_request(weights):
+    save_file({"other": torch.ones(1)}, str(weights))
+    with pytest.raises(RequestError, match=r"not LightGlue for SIFT, transformers\.0\.self_attn"):
+        lightglue.load(weights, "cpu")
+    save_file({"self_attn.0.weight": torch.ones(2, 2)}, str(weights))
+    with pytest.raises(RequestError, match="--lightglue"):
+        lightglue.load(weights, "cpu")
+    weights.write_bytes(b"\x80\x02}q\x00.")  # a pickle
+    with pytest.raises(RequestError, match="--lightglue"):
+        lightglue.load(weights, "cpu")
+
+
+def test_matches_come_with_its_own_scores(weights, pair):
+    match, said = lightglue.load(weights, "cpu")
     assert said == "made"
     found = match(pair)
-    distance = (
-        lightglue.root_sift(pair.keypoints0["descriptor"])
-        @ lightglue.root_sift(pair.keypoints1["descriptor"]).T
-    )
+    first, second = (lightglue.root_sift(keys["descriptor"]) for keys in (pair.keypoints0, pair.keypoints1))
     assert found.matches0[0] == -1 and found.scores0[0] == 0
-    np.testing.assert_array_equal(found.matches0[1:], distance.argmax(1)[1:])
-    np.testing.assert_allclose(found.scores0[1:], 0.5 * distance.max(1)[1:], rtol=1e-5)
-
-
-@needs_torch_2
-def test_a_file_with_code_in_it_is_not_run(made):
-    torch.save({"weight": Made}, made / "made.pth")  # a class by reference: what weights-only loading refuses
-    with pytest.raises(Exception, match=r"(?i)weights.only"):
-        lightglue.load("cpu")
+    np.testing.assert_array_equal(found.matches0[1:], (first @ second.T).argmax(1)[1:])
+    np.testing.assert_allclose(found.scores0[1:], 0.5 * (first @ second.T).max(1)[1:], rtol=1e-5)
 
 
 def test_it_is_given_pixels_diameters_and_radians(pair):

@@ -1,77 +1,70 @@
 """LightGlue for SIFT (Lindenberger et al. 2023) as one more baseline, where its package and weights lie ready.
 
-Not ours and no part of the installation: `kornia` or `lightglue` brings the network, torch's hub cache its weights.
-Nothing is downloaded: what is missing is named instead. The weights are read by torch without running code in them.
+Not ours and no part of the installation: `kornia` or `lightglue` brings the network, a safetensors file its weights.
+The network is made empty and filled here: the packages' own ways to weights download them, and unpickle.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import inspect
 import math
-import sys
+import re
 from pathlib import Path
-from typing import Callable, Dict, Iterator, Optional, Tuple
+from typing import Callable, Dict, Optional, Tuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
+from pipeline.errors import RequestError
 from pipeline.evaluation.matchers import PairMatches, root_sift
 from pipeline.evaluation.pairs import Pair
 
 NAME = "lightglue"
 PACKAGES = ("kornia.feature", "lightglue")  # whose `LightGlue` it is, in the order they are tried
+# The whole network for every pair: neither layers nor keypoints are left out for speed.
+OPTIONS = {"depth_confidence": -1, "width_confidence": -1}
+SIFT = {"input_dim": 128, "add_scale_ori": True}
 
 
-class Absent(Exception):
-    """What LightGlue lacks here, in words."""
+def load(weights: Path, device: str) -> Tuple[Optional[Callable[[Pair], PairMatches]], str]:
+    """The matcher and the package it comes from; or None and what is missing, the package or the file.
 
-
-def load(device: str) -> Tuple[Optional[Callable[[Pair], PairMatches]], str]:
-    """The matcher and the package it comes from; or None and what is missing."""
+    Raises RequestError for a file that is there and does not hold the weights of LightGlue for SIFT.
+    """
+    package, network = found_network()
+    if network is None:
+        return None, "neither kornia nor lightglue is installed (`pip install kornia`)"
+    if not weights.is_file():
+        return None, f"no weights at {weights} (docs/evaluation.md says where they come from)"
+    model = network(features=None, **SIFT, **OPTIONS)
     try:
-        package, network = found_network()
-        with hub_without_network(), contextlib.redirect_stdout(sys.stderr):  # kornia prints that it is loaded
-            # the whole network for every pair: neither layers nor keypoints are left out for speed
-            model = network(features="sift", depth_confidence=-1, width_confidence=-1)
-    except Absent as missing:
-        return None, str(missing)
+        tensors = {current_name(name): value for name, value in load_file(str(weights)).items()}
+        found = model.load_state_dict(tensors, strict=False)
+    except (SafetensorError, RuntimeError) as error:
+        raise RequestError(f"--lightglue {weights}: {str(error).splitlines()[0]}") from None
+    learned = dict(model.named_parameters())
+    missing = [name for name in found.missing_keys if name in learned]
+    if missing:
+        raise RequestError(f"--lightglue {weights}: not LightGlue for SIFT, {missing[0]} is missing")
     model = model.eval().to(device)
     return lambda pair: match(model, pair, device), package
 
 
-def found_network() -> Tuple[str, Callable]:
-    """Name of the first package that is installed, and its class. Raises Absent."""
+def found_network() -> Tuple[str, Optional[Callable]]:
+    """Name of the first package that is installed, and its class; ("", None) without any."""
     for package in PACKAGES:
         try:
             return package, importlib.import_module(package).LightGlue
         except (ImportError, AttributeError):
             continue
-    raise Absent("neither kornia nor lightglue is installed (`pip install kornia`)")
+    return "", None
 
 
-@contextlib.contextmanager
-def hub_without_network() -> Iterator[None]:
-    """Inside, torch's hub gives weights from its cache alone, and takes nothing from the file but tensors.
-
-    Raises Absent from within where the file is not there, or where this torch cannot read it so.
-    """
-    original = torch.hub.load_state_dict_from_url
-
-    def cached(url: str, *_, file_name: Optional[str] = None, **__) -> Dict[str, torch.Tensor]:
-        file = Path(torch.hub.get_dir()) / "checkpoints" / (file_name or url.rsplit("/", 1)[-1])
-        if not file.is_file():
-            raise Absent(f"its weights are not at {file} (from {url}; nothing is downloaded here)")
-        if "weights_only" not in inspect.signature(original).parameters:
-            raise Absent(f"torch {torch.__version__} would run code in {file.name}; it takes torch 2")
-        return original(url, map_location="cpu", file_name=file.name, weights_only=True)
-
-    torch.hub.load_state_dict_from_url = cached
-    try:
-        yield
-    finally:
-        torch.hub.load_state_dict_from_url = original
+def current_name(name: str) -> str:
+    """The published file has the names of the first version: self_attn.3.x is transformers.3.self_attn.x now."""
+    return re.sub(r"^(self_attn|cross_attn)\.(\d+)\.", r"transformers.\2.\1.", name)
 
 
 def match(model: torch.nn.Module, pair: Pair, device: str) -> PairMatches:

@@ -50,9 +50,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     )
     usual = f"default: {','.join(estimators.DEFAULT)}; --paper: all that are installed"
     add("--estimators", help=f"of: {', '.join(estimators.ESTIMATORS)} ({usual})")
-    add(
-        "--lightglue", action="store_true", help="also LightGlue for SIFT, where it is installed with weights"
-    )
+    add("--lightglue", type=Path, metavar="FILE", help="also LightGlue for SIFT, with these weights")
     add("--robustness", type=int, default=0, help="photographs tried under growing blur, noise, ...; 0: none")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     args = parser.parse_args(argv)
@@ -117,8 +115,8 @@ def extras(args: argparse.Namespace, device: str) -> Extras:
         skipped += [f"SKIP {name}: not installed" for name in estimators.ESTIMATORS if name not in chosen]
     else:
         chosen = estimators.DEFAULT
-    if args.lightglue:
-        match, said = lightglue.load(device)
+    if args.lightglue is not None:
+        match, said = lightglue.load(args.lightglue, device)
         if match is None:
             skipped.append(f"SKIP LightGlue: {said}")
         else:
