@@ -11,7 +11,7 @@ import math
 from typing import Any, Callable, Optional
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.errors import RequestError
 
@@ -45,6 +45,20 @@ def autocast(device_type: str, precision: str):
     if precision == "float32":
         return contextlib.nullcontext()
     return torch.autocast(device_type, dtype=getattr(torch, precision))
+
+
+class _WideLayerNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+def layer_norm(channels: int) -> nn.LayerNorm:
+    """LayerNorm of (..., channels), also under `autocast`.
+
+    torch 1.10 takes no bfloat16 beside float32 weights on the CPU; like its own autocast on a GPU, it is then computed
+    and handed on in float32.
+    """
+    return nn.LayerNorm(channels) if can_compile() else _WideLayerNorm(channels)
 
 
 def inference_mode():

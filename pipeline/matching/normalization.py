@@ -7,6 +7,8 @@ from typing import Callable, Optional
 import torch
 from torch import Tensor, nn
 
+from pipeline.stack import layer_norm
+
 Reduce = Callable[[Tensor], Tensor]  # sums a tensor over all ranks, differentiably
 
 
@@ -51,7 +53,7 @@ class TokenBatchNorm(nn.Module):
 def token_norm(kind: str, channels: int) -> nn.Module:
     """The norm of a hidden layer: "layer" or "batch"."""
     if kind == "layer":
-        return nn.LayerNorm(channels)
+        return layer_norm(channels)
     if kind == "batch":
         return TokenBatchNorm(channels)
     raise ValueError(f"norm {kind!r}: must be layer or batch")
