@@ -15,7 +15,8 @@ The package in reading order:
     evaluation/   protocols, baselines, scores, intervals
     report/       tables, curves, pictures, the page
     runtime/      processes, checkpoints, tracking, faults on purpose
-    params, schema, errors, stack               parameters, what is said when they are wrong, the two torch stacks
+    params, schema, errors      parameters, and what is said when they are wrong
+    files, stack  writing a file whole, the two torch stacks
 """
 
 from __future__ import annotations

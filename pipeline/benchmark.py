@@ -13,7 +13,7 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from pipeline import errors, params
 from pipeline.errors import RequestError
-from pipeline.images.manifest import write_atomic
+from pipeline.files import write_atomic
 from pipeline.images.sources import open_manifest
 
 

@@ -14,6 +14,7 @@ from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tupl
 
 from pipeline import errors, params
 from pipeline.errors import RequestError
+from pipeline.files import write_atomic
 from pipeline.images import coco, manifest, sources
 from pipeline.images.containers import Choice, Container, open_container
 from pipeline.images.holdings import Holding
@@ -47,7 +48,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         entries, containers = _coco(settings, options.out, options.archives)
     _write(options.out, settings.source, entries, containers)
     counts = _summary(entries)
-    manifest.write_atomic(options.reports / "metrics.json", json.dumps(counts, indent=1) + "\n")
+    write_atomic(options.reports / "metrics.json", json.dumps(counts, indent=1) + "\n")
     print(
         f"fetch: {counts['train_images']} training, {counts['val_images']} validation and "
         f"{counts['test_images']} test images ({counts['bytes'] / 1e6:.1f} MB) in {options.out}/manifest.csv"
@@ -168,7 +169,7 @@ def _write(out: Path, source: str, entries: List[Entry], containers: Dict[str, A
         {"source": source, "containers": containers, "images": counts}, indent=1, sort_keys=True
     )
     manifest.write(out / "manifest.csv", entries)
-    manifest.write_atomic(out / "source.json", text + "\n")
+    write_atomic(out / "source.json", text + "\n")
 
 
 def _summary(entries: List[Entry]) -> Dict[str, int]:

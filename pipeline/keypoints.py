@@ -25,7 +25,8 @@ from pipeline.extraction import forecast
 from pipeline.extraction.pool import Pool, cores
 from pipeline.extraction.shards import Folder, Shard, plan
 from pipeline.features.store import INDEX, Store
-from pipeline.images.manifest import writable, write_atomic
+from pipeline.files import write_atomic
+from pipeline.images.manifest import writable
 from pipeline.images.sources import ImageSet, open_manifest
 from pipeline.runtime.progress import progress
 

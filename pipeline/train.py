@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Optional, Sequence
+from typing import Optional, Sequence, Tuple
 
 from pipeline import errors, params
 from pipeline.features.store import Store
@@ -48,20 +48,21 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> None:
-    """Everything that can be wrong with the request, before any process is started.
+def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[Store, Store]:
+    """Everything that can be wrong with the request, before any process is started. The opened train and val stores.
 
     Raises:
         RequestError: with the key or file and the mend.
     """
     args = parse(argv)
     train = params.load("train", args.params)
-    for split in ("train", "val"):
-        Store(args.keypoints / split, verify="all" if args.verify else "sample")
+    how = "all" if args.verify else "sample"
+    stores = Store(args.keypoints / "train", how), Store(args.keypoints / "val", how)
     setup.global_batch(train, world_size)
     choose(train.loader, None)
     if train.init_from:
         setup.read_model(train.init_from, "train.init_from")
+    return stores
 
 
 def processes(argv: Optional[Sequence[str]], proposed: int) -> int:
@@ -72,8 +73,7 @@ def processes(argv: Optional[Sequence[str]], proposed: int) -> int:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     args = parse(argv)
     with signals.deferred() as stop, distributed.joined() as context:
-        check(argv, context.world_size)
-        training = Training(args, context, stop)
+        training = Training(args, context, stop, *check(argv, context.world_size))
         return training.validate_only() if args.validate_only else training.run()
 
 

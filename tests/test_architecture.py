@@ -16,12 +16,13 @@ FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "pipeline")
 TREES = {name: ast.parse((ROOT / name).read_text(encoding="utf-8"), feature_version=(3, 9)) for name in FILES}
 
 STAGES = {"fetch", "keypoints", "train", "evaluate", "export"}
-# Whatever a room does, it may raise the project's errors and ask for a difference between the two stacks.
-GROUND = {"errors", "stack"}
+# Whatever a room does, it may raise the project's errors, write a file and ask for a difference between the stacks.
+GROUND = {"errors", "files", "stack"}
 # Rooms, and what each may import besides itself. A name with a dot is that module alone. Files that are not listed
 # are stages and tools, which may import every room.
 ROOMS: Dict[str, Set[str]] = {
     "errors": set(),
+    "files": set(),
     "stack": set(),
     "schema": set(),
     "params": {"schema"},

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.runtime import checkpoint
 from pipeline.runtime.checkpoint import BadCheckpoint, Checkpoints, load_model_file, save_model_file
 
 pytestmark = pytest.mark.cu111
@@ -67,6 +66,9 @@ def test_other_files_are_refused(tmp_path, content):
 def test_the_newest_two_stay_and_best_is_apart(tmp_path):
     folder = Checkpoints(tmp_path)
     for step in (1, 2, 10):
+        (tmp_path / f".step-{step:08d}.safetensors.99.tmp").write_bytes(
+            b"half"
+        )  # of a writer that was killed
         folder.save(step, {"w": torch.tensor([float(step)])}, {"step": step})
     folder.save_best({"w": torch.zeros(1)}, {"step": 2})
     assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == [
@@ -74,6 +76,7 @@ def test_the_newest_two_stay_and_best_is_apart(tmp_path):
         "step-00000002.safetensors",
         "step-00000010.safetensors",
     ]
+    assert not list(tmp_path.glob(".*"))
     assert folder.load_newest()[0][1] == {"step": 10}
     newest = tmp_path / "step-00000010.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
@@ -91,9 +94,9 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     def full(_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         save_model_file(path, TENSORS, {"step": 2})
-    monkeypatch.setattr(checkpoint.os, "fsync", os.fsync)
+    monkeypatch.undo()
     assert load_model_file(path)[1] == {"step": 1}
     assert not list(tmp_path.glob(".*"))

@@ -20,8 +20,9 @@ import pipeline
 from pipeline.errors import RequestError
 from pipeline.features import store
 from pipeline.features.store import ImageViews
+from pipeline.files import write_atomic
 from pipeline.images.decode import BadImage
-from pipeline.images.manifest import Entry, write_atomic
+from pipeline.images.manifest import Entry
 
 # what the bytes of a shard depend on
 CODE = (

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional
 
 from pipeline.errors import RequestError, WorkError
+from pipeline.files import write_atomic
 from pipeline.images import transfer
-from pipeline.images.manifest import write_atomic
 from pipeline.images.partfile import PartFile, read_json
 from pipeline.images.transfer import Interrupted, NoRanges, Refused, Remote, Stubborn
 

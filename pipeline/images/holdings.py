@@ -8,10 +8,10 @@ import zipfile
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence
 
+from pipeline.files import write_atomic
 from pipeline.images import archive, download, partial
 from pipeline.images.coco import Archive
 from pipeline.images.containers import Container, open_container, zip_container
-from pipeline.images.manifest import write_atomic
 
 WORTH_A_PART = 0.5  # of the whole archive's bytes; above it, the whole is downloaded
 

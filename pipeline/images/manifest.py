@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Iterable, List, Union
 
 from pipeline.errors import RequestError
+from pipeline.files import write_atomic
 
 SPLITS = ("train", "val", "test")
 STORED, DEFLATED = 0, 8  # zip's own numbers
@@ -73,18 +74,6 @@ def hash_share(seed: int, name: str) -> float:
     """A number in [0, 1) from a name: adding or removing other images does not move it."""
     digest = hashlib.sha256(f"{seed}\n{name}".encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
-
-
-def write_atomic(path: Union[str, Path], text: str) -> None:
-    """Write a text file so that a kill leaves the old one or the new one, never a half."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
 
 
 def writable(*folders: Union[str, Path]) -> None:

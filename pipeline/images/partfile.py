@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 from pipeline.errors import WorkError
-from pipeline.images.manifest import write_atomic
+from pipeline.files import write_atomic
 from pipeline.images.transfer import Interrupted
 
 BLOCK = 32 << 20

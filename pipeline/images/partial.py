@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence
 
 from pipeline.errors import WorkError
+from pipeline.files import write_atomic
 from pipeline.images import archive, transfer
 from pipeline.images.download import digests
-from pipeline.images.manifest import DEFLATED, write_atomic
+from pipeline.images.manifest import DEFLATED
 from pipeline.images.partfile import read_json
 from pipeline.images.transfer import Interrupted, NoRanges, Refused, Remote, Stubborn
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any, Dict, Mapping, Optional, Tuple, Union
 
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor
 
+from pipeline.files import write_atomic
 from pipeline.runtime import faults
 
 FORMAT = "superglue-sift/1"  # the one key of the header: several would come in no fixed order
@@ -38,25 +38,8 @@ def _digest(arrays: Mapping[str, np.ndarray], text: str) -> str:
     return digest.hexdigest()
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Put `data` at `path` so that a crash at any moment leaves the old file or the new one, whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            faults.at("ckpt_tmp")
-            file.write(data)
-            file.flush()
-            faults.at("ckpt_fsync")
-            os.fsync(file.fileno())
-        faults.at("ckpt_replace")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+def _write(path: Path, data: bytes) -> None:
+    write_atomic(path, data, at=lambda moment: faults.at(f"ckpt_{moment}"))
 
 
 def save_model_file(path: Union[str, Path], tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
@@ -65,9 +48,8 @@ def save_model_file(path: Union[str, Path], tensors: Mapping[str, Tensor], info:
     arrays = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
     text = json.dumps(info, sort_keys=True)
     header = {FORMAT: json.dumps({"info": text, "sha256": _digest(arrays, text)})}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, save({k: np.asarray(a, order="C") for k, a in arrays.items()}, metadata=header))
-    write_atomically(path.with_suffix(".json"), (json.dumps(info, indent=2, sort_keys=True) + "\n").encode())
+    _write(path, save({k: np.asarray(a, order="C") for k, a in arrays.items()}, metadata=header))
+    _write(path.with_suffix(".json"), (json.dumps(info, indent=2, sort_keys=True) + "\n").encode())
 
 
 def load_model_file(path: Union[str, Path]) -> Tuple[Tensors, Dict[str, Any]]:
@@ -104,7 +86,8 @@ class Checkpoints:
         self.folder, self.keep = Path(folder), keep
 
     def save(self, step: int, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> Path:
-        """Write the checkpoint of `step`, then drop the oldest beyond `keep`."""
+        """Write the checkpoint of `step`, then drop the oldest beyond `keep`. One process at a time writes here."""
+        self._drop_halves()
         path = self.folder / f"step-{step:08d}.safetensors"
         save_model_file(path, tensors, info)
         faults.at("ckpt_prune")
@@ -131,7 +114,13 @@ class Checkpoints:
 
     def clear(self) -> None:
         """Remove every checkpoint and `best`: they belong to another training."""
-        for path in [*self.folder.glob("step-*"), *self.folder.glob("best.*"), *self.folder.glob(".*.tmp")]:
+        self._drop_halves()
+        for path in [*self.folder.glob("step-*"), *self.folder.glob("best.*")]:
+            path.unlink(missing_ok=True)
+
+    def _drop_halves(self) -> None:
+        """What a writer that was killed left behind would otherwise fill the disk, kill by kill."""
+        for path in self.folder.glob(".*.tmp"):
             path.unlink(missing_ok=True)
 
     def _newest_first(self) -> list:

@@ -13,8 +13,8 @@ from typing import Dict, List, Optional
 
 import torch
 
+from pipeline.files import write_atomic
 from pipeline.runtime import distributed, tracking
-from pipeline.runtime.checkpoint import write_atomically
 from pipeline.training.step import StepResult
 
 CURVES = {"train": "train.csv", "val": "validation.csv"}
@@ -28,10 +28,8 @@ class Journal:
         self.context = training.context
         self.reports: Path = training.args.reports
         self.sums: Dict[str, float] = {}
-        self.steps = 0
         self.window_began = time.perf_counter()
         self.waited = 0.0
-        self.last: Dict[str, float] = {}
         self.status = "FAILED"
         if self.context.is_main:
             (self.reports / "curves").mkdir(parents=True, exist_ok=True)
@@ -75,7 +73,6 @@ class Journal:
         """Count a step; every `log_every` steps one point on the curves."""
         for name, value in result.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
-        self.steps += 1
         self.waited += waited
         step = self.training.state.step
         if step % self.training.train.log_every and step != self.training.train.steps:
@@ -93,13 +90,12 @@ class Journal:
             memory_gib=_memory_gib(self.context.device),
         )
         self._point("train", step, point)
-        self.sums, self.steps, self.waited = {}, 0, 0.0
+        self.sums, self.waited = {}, 0.0
         self.window_began = time.perf_counter()
 
     def validated(self, figures: Dict[str, float]) -> Dict[str, str]:
         """A point of the validation curves; what the progress bar shows of it."""
         self._point("val", self.training.state.step, figures)
-        self.last = figures
         self.window_began, self.waited = time.perf_counter(), 0.0  # validation is no training time
         return {name: f"{figures[name]:.3f}" for name in ("loss", "precision", "recall")}
 
@@ -122,7 +118,7 @@ class Journal:
         metrics = {"step": state.step, "best_step": state.best_step, "skipped_steps": state.skipped}
         metrics.update({f"val_{name}": value for name, value in figures.items()})
         text = json.dumps(metrics, indent=2) + "\n"
-        write_atomically(self.reports / "metrics.json", text.encode())
+        write_atomic(self.reports / "metrics.json", text)
         self.run.artifact(self.reports / "metrics.json")
         self.run.model(training.args.out / "best.safetensors", best, step=state.best_step)
         print(

@@ -26,13 +26,20 @@ from pipeline.training.validation import validate
 
 
 class Training:
-    """One rank of one training run."""
+    """One rank of one training run on the views of `store`, validated on those of `held_out`."""
 
-    def __init__(self, args: argparse.Namespace, context: distributed.Context, stop: signals.Stop) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        context: distributed.Context,
+        stop: signals.Stop,
+        store: Store,
+        held_out: Store,
+    ) -> None:
         self.args, self.context, self.stop = args, context, stop
         self.train = params.load("train", args.params)
         self.batch = setup.global_batch(self.train, context.world_size)
-        self.store, self.held_out = Store(args.keypoints / "train"), Store(args.keypoints / "val")
+        self.store, self.held_out = store, held_out
         self.order = PairOrder(self.train.seed, len(self.store), self.store.views_per_image)
         self.validation = validation_pairs(
             self.train.seed, len(self.held_out), self.held_out.views_per_image, self.train.val_pairs
