@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import inspect
 import json
 import math
 
@@ -14,6 +15,8 @@ from test_matching import scrambled
 
 from pipeline import benchmark
 from pipeline.benchmarks import (
+    elastic_rank,
+    elastic_rows,
     flops,
     growth,
     made,
@@ -222,3 +225,46 @@ class TestTable:
     def test_load_is_told(self):
         assert "cores" in row.load()
         assert dataclasses.asdict(Row("a", "b"))["skipped"] == ""
+
+
+class TestElastic:
+    """What bitwise_elastic costs: both ways are the step of the training, on the same pairs."""
+
+    def test_both_ways_take_the_same_step(self, make_params, capsys, monkeypatch):
+        threads = torch.get_num_threads()
+        section = make_params("train", batch=4, dim=16, layers=1, heads=2, sinkhorn_iterations=5)
+        weights = {}
+        for name in ("_step", "_elastic"):
+            inner = getattr(elastic_rank, name)
+
+            def made(*arguments, name=name, inner=inner):
+                step = inner(*arguments)
+                parts = inspect.getclosurevars(step).nonlocals["parts"]
+
+                def stepping():
+                    step()
+                    weights[name] = torch.cat([p.detach().flatten() for p in parts.objective.parameters()])
+
+                return stepping
+
+            monkeypatch.setattr(elastic_rank, name, made)
+        asked = ["--train", json.dumps(section.model_dump()), "--keypoints", "20", "--rounds", "2"]
+        try:
+            assert elastic_rank.main(asked) == 0
+        finally:
+            torch.set_num_threads(threads)
+        taken = json.loads(capsys.readouterr().out)
+        assert all(len(way) == 2 and min(way) > 0 for key in ("wall", "cpu") for way in taken[key])
+        assert torch.allclose(weights["_step"], weights["_elastic"], atol=1e-4)
+
+    def test_the_row_says_how_many_times_as_long(self, monkeypatch):
+        taken = json.dumps({"wall": [[1.0, 1.0], [1.5, 1.5]], "cpu": [[2.0, 2.0], [2.5, 2.5]]})
+        asked = []
+        monkeypatch.setattr(
+            elastic_rows.group_rows, "in_processes", lambda *given: asked.append(given[2:]) or taken
+        )
+        monkeypatch.setattr(elastic_rows.os, "cpu_count", lambda: 2)
+        rows = list(elastic_rows.elastic(setting(seconds=1e6)))
+        assert asked == [(1, 2), (1, 2), (2, 1), (2, 1)]
+        assert [row.note for row in rows] == ["1.50 times as long, 1.25 times the processor's time"] * 4
+        assert all(row.skipped for row in elastic_rows.elastic(setting(seconds=1e-6)))

@@ -44,9 +44,18 @@ def _measured(setting: Setting, processes: int, pairs: int) -> List[List[float]]
         sys.executable, "-m", "pipeline.benchmarks.rank", "--config", json.dumps(setting.config.to_dict()),
         "--keypoints", str(KEYPOINTS), "--pairs", str(pairs), "--rounds", str(setting.rounds),
     ]  # fmt: skip
+    return json.loads(in_processes(setting, command, processes, 1))
+
+
+def in_processes(setting: Setting, command: List[str], processes: int, threads: int) -> str:
+    """Run `command` as the ranks of a group, each with so many threads; what rank 0 printed.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
     shared = {
         "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": str(threads),
     }  # fmt: skip
     started = []
     for rank in range(processes):
@@ -57,4 +66,4 @@ def _measured(setting: Setting, processes: int, pairs: int) -> List[List[float]]
     answers = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
         raise RuntimeError(f"a rank ended with {[process.returncode for process in started]}")
-    return json.loads(answers[0])
+    return answers[0]

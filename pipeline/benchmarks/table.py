@@ -14,12 +14,20 @@ import torch
 from pipeline.benchmarks import growth, planner, row
 from pipeline.benchmarks.row import Row, Setting
 from pipeline.errors import RequestError
-from pipeline.images.manifest import write_atomic
+from pipeline.files import write_atomic
 
 
 def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
     """Groups of rows by name, in the order of the table."""
-    from pipeline.benchmarks import gpu_rows, group_rows, memory_rows, model_rows, stage_rows, training_rows
+    from pipeline.benchmarks import (
+        elastic_rows,
+        gpu_rows,
+        group_rows,
+        memory_rows,
+        model_rows,
+        stage_rows,
+        training_rows,
+    )
 
     return {
         "sinkhorn": model_rows.transport,
@@ -29,6 +37,7 @@ def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
         "peer": training_rows.peer,
         "training": training_rows.modes,
         "processes": group_rows.groups,
+        "elastic": elastic_rows.elastic,
         "loader": training_rows.loader,
         "memory": memory_rows.peaks,
         "parity": model_rows.parity,
