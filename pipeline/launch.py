@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import logging
 import os
 import signal
 import socket
@@ -33,6 +34,7 @@ from pipeline.errors import EXIT_FOLDER, STOPPED, RequestError
 
 DEFAULT_CPU_PROCESSES = 2
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+AGENT = "--agent"  # first argument of the process in which torchrun runs
 LAUNCHED = ("pipeline.keypoints", "pipeline.train", "pipeline.evaluate")
 
 
@@ -57,7 +59,7 @@ def free_port() -> int:
 
 def command(module: str, arguments: Sequence[str], processes: int) -> List[str]:
     """The torchrun command line. Underscores in its options: torch 1.10 knows no others."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+    torchrun = [sys.executable, "-m", "pipeline.launch", AGENT, f"--nproc_per_node={processes}"]
     nodes, endpoint = os.environ.get("NNODES", "1"), os.environ.get("RDZV_ENDPOINT", "")
     if nodes == "1":
         # an explicit address: --standalone asks for the host's name, which a container may not resolve
@@ -72,6 +74,22 @@ def command(module: str, arguments: Sequence[str], processes: int) -> List[str]:
     else:
         raise RequestError(f"NNODES={nodes} needs RDZV_ENDPOINT=host:port, the same on every node")
     return [*torchrun, "-m", module, *arguments]
+
+
+def _agent(arguments: Sequence[str]) -> int:
+    """torchrun, but for its traceback and log about a rank that failed; 0, or 1 when one did.
+
+    A rank that raised has shown its own traceback, and one that was killed is named by the supervisor.
+    """
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    try:
+        run.main(list(arguments))
+    except ChildFailedError:
+        return 1
+    return 0
 
 
 def _own_address(endpoint: str) -> List[str]:
@@ -113,6 +131,8 @@ def environment(processes: int, exit_folder: Path) -> Dict[str, str]:
     values.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     values.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "90")  # seconds a rank has to save after SIGTERM
     values.setdefault("PYTHONWARNINGS", "ignore:pkg_resources:UserWarning")  # torch 1.10, at every import
+    # torch's C++ warnings name no step; what fails raises, and Python shows it
+    values.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # a rank that waits for a dead one must fail, not wait for ever; the name changed with torch 2.2
     values.setdefault("NCCL_ASYNC_ERROR_HANDLING", "1")
     values.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
@@ -209,4 +229,5 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(errors.run(main))
+    # the agent leaves no exit code of its own where the ranks leave theirs
+    raise SystemExit(_agent(sys.argv[2:]) if sys.argv[1:2] == [AGENT] else errors.run(main))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -39,6 +41,7 @@ class TestRequest:
 
     def test_static_and_c10d(self, monkeypatch):
         one = launch.command("pipeline.train", ["--out", "x"], 2)
+        assert one[1:4] == ["-m", "pipeline.launch", launch.AGENT]
         assert "--master_addr=127.0.0.1" in one and one[-4:] == ["-m", "pipeline.train", "--out", "x"]
         assert not [part for part in one if "-per-" in part]  # torch 1.10 knows underscores alone
         monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
@@ -108,6 +111,51 @@ class TestFaults:
         out, _ = process.communicate(timeout=300)
         assert process.returncode == 0, out
         assert "rank 1, last seen at step 3, died" in out and "resuming at step 2 of 8" in out
+        assert "Traceback" not in out and "exitcode" not in out  # torchrun's own, which names no step
+        assert digest(bench.folder / "run") == expected
+
+    def test_an_error_of_a_rank_shows_where_it_happened(self, bench):
+        process = launcher(whole(bench, "run"), SG_FAULT="bomb")
+        out, _ = process.communicate(timeout=200)
+        assert process.returncode == 1, out
+        assert "ValueError: SG_FAULT: 'bomb'" in out and "in at\n" in out.replace("(", "\n")
+        assert "ChildFailedError" not in out and "starting again" not in out
+
+    def test_a_killed_torchrun_is_started_again(self, bench):
+        marks = bench.folder / "marks"
+        marks.mkdir()
+        fault = "torchrun:rank=1,step=3,phase=forward;torchrun:rank=0,step=5,phase=ckpt_fsync"
+        process = launcher(whole(bench, "run"), SG_FAULT=fault, SG_FAULT_ONCE=str(marks))
+        out, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, out
+        assert out.count("starting again from the newest checkpoint") == len(list(marks.iterdir())) == 2
+        assert digest(bench.folder / "run") == bench.clean(2)
+
+    def test_after_a_killed_dvc_the_next_repro_goes_on(self, bench, monkeypatch):
+        """The launcher stops with a checkpoint, so that two trainings never write into one folder."""
+        keys = (("steps", 400), ("save_every", 1000), ("val_every", 400))
+        expected = bench.clean(2, keys)
+        workspace = bench.folder / "workspace"
+        workspace.mkdir()
+        for name, value in {"PYTHONPATH": str(ROOT), "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"}.items():
+            monkeypatch.setenv(name, value)
+        line = shlex.join(
+            [sys.executable, "-m", "pipeline.launch", "pipeline.train", *whole(bench, "run", keys)]
+        )
+        out = {str(bench.folder / "run"): {"persist": True, "cache": False}}
+        stage = {"cmd": line, "outs": [out]}
+        (workspace / "dvc.yaml").write_text(json.dumps({"stages": {"train": stage}}))  # JSON is YAML
+        command = [sys.executable, "-m", "dvc"]
+        subprocess.run([*command, "init", "-q", "--no-scm"], cwd=workspace, check=True)
+        curve = bench.folder / "run-r" / "curves" / "train.csv"
+        dvc = subprocess.Popen([*command, "repro"], cwd=workspace)
+        wait_until(curve.is_file, 120)
+        dvc.kill()
+        dvc.wait()
+        wait_until(lambda: not ranks_of(bench.folder), 30)
+        saved = [int(file.stem[5:]) for file in (bench.folder / "run").glob("step-*.safetensors")]
+        assert len(saved) == 1 and 0 < saved[0] < 400
+        subprocess.run([*command, "repro"], cwd=workspace, check=True, timeout=300)
         assert digest(bench.folder / "run") == expected
 
     def test_a_rank_that_hangs_is_named(self, bench):
@@ -127,6 +175,24 @@ class TestFaults:
         process.kill()
         process.wait()
         wait_until(lambda: not ranks_of(bench.folder), 10)
+
+    def test_slurm_names_the_ranks(self, bench):
+        """As `srun --ntasks=2 python -m pipeline.train` starts them: no launcher, no torchrun."""
+        arguments = [sys.executable, "-m", "pipeline.train", *whole(bench, "run")]
+        job = {
+            "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "OMP_NUM_THREADS": "1",
+            "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "MASTER_PORT": str(launch.free_port()),
+        }  # fmt: skip
+        tasks = [
+            subprocess.Popen(
+                arguments,
+                cwd=ROOT,
+                env={**os.environ, **job, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)},
+            )
+            for i in range(2)
+        ]
+        assert [task.wait(timeout=200) for task in tasks] == [0, 0]
+        assert digest(bench.folder / "run") == bench.clean(2)
 
 
 def ranks_of(folder: Path) -> list:
