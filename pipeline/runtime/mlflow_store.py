@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ from pipeline.runtime.run_log import Event
 from pipeline.runtime.shipper import Refused
 
 KEY_TAG = "superglue.run_key"
+WEIGHTS_TAG = "weights.sha256"
 METRICS_AT_ONCE = 1000  # MLflow's limits for one request
 PARAMS_AT_ONCE = 100
 DIGEST_LENGTH = 36
@@ -78,9 +80,8 @@ class MlflowStore:
             # MLflow's default lies in the current directory, which may be an experiment's passing copy.
             place = (Path(self._uri[len("sqlite:///") :]).resolve().parent / "mlartifacts" / name).as_uri()
         try:
-            return self._client.create_experiment(
-                name, place, tags={"mlflow.experimentKind": "custom_model_development"}
-            )
+            tags = {"mlflow.experimentKind": "custom_model_development"}
+            return self._client.create_experiment(name, place, tags)
         except MlflowException:
             known = self._client.get_experiment_by_name(name)  # another process was faster
             if known is None:
@@ -165,9 +166,8 @@ class MlflowStore:
     def _tags(self, run_id: str, tags: Dict[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        self._client.log_batch(
-            run_id, tags=[RunTag(key, value) for key, value in tags.items()][:PARAMS_AT_ONCE]
-        )
+        own = [RunTag(key, value) for key, value in tags.items()]
+        self._client.log_batch(run_id, tags=own[:PARAMS_AT_ONCE])
 
     def _dataset(self, run_id: str, event: Event) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
@@ -181,6 +181,7 @@ class MlflowStore:
     def _model(self, run_id: str, event: Event) -> None:
         """The files as a logged model of the run and as a version of the registered one, alias `champion`."""
         name = event["name"]
+        self._same_weights(run_id, event["files"][0])
         done = self._client.search_model_versions(f"run_id = '{run_id}'")
         if any(version.tags.get("step") == str(event["step"]) for version in done):
             return
@@ -193,6 +194,18 @@ class MlflowStore:
             name, source, run_id, tags, model_id=model_id, await_creation_for=0
         )
         self._client.set_registered_model_alias(name, "champion", version.version)
+
+    def _same_weights(self, run_id: str, file: str) -> None:
+        """Tag the run with the digest of its weights, and with the earliest other run that has the same.
+
+        DVC does not evaluate weights again that it has evaluated: their figures stand in that other run.
+        """
+        tags = {WEIGHTS_TAG: hashlib.sha256(Path(file).read_bytes()).hexdigest()}
+        alike = f"tags.`{WEIGHTS_TAG}` = '{tags[WEIGHTS_TAG]}' AND attributes.run_id != '{run_id}'"
+        experiment, order = self._client.get_run(run_id).info.experiment_id, ["attributes.start_time ASC"]
+        for earliest in self._client.search_runs([experiment], alike, max_results=1, order_by=order):
+            tags["weights.same_as"] = earliest.info.run_id
+        self._tags(run_id, tags)
 
     def _logged_model(self, run_id: str, event: Event) -> str:
         from mlflow.entities import LoggedModelOutput
