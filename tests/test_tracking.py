@@ -14,7 +14,11 @@ import time
 from pathlib import Path
 
 import pytest
+from faults.cells import Workbench
+from faults.group import digest
+from faults.telemetry import Silent
 
+from pipeline import train
 from pipeline.runtime import run as run_module
 from pipeline.runtime import tracking
 from pipeline.runtime.progress import Lines, clock
@@ -97,10 +101,13 @@ class Gate:
     def start(self) -> None:
         import logging
 
-        from werkzeug.serving import make_server
+        from werkzeug.serving import WSGIRequestHandler, make_server
+
+        class Once(WSGIRequestHandler):
+            protocol_version = "HTTP/1.0"  # a connection that is kept would outlive `stop`
 
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
-        self.server = make_server("127.0.0.1", self.port, self, threaded=True)
+        self.server = make_server("127.0.0.1", self.port, self, threaded=True, request_handler=Once)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def stop(self) -> None:
@@ -179,6 +186,23 @@ def test_evaluate_adds_to_the_same_run_and_leaves_its_state(store, tmp_path):
     assert stored.info.status == "KILLED"
 
 
+def test_a_run_with_the_weights_of_an_earlier_one_names_it(store, tmp_path):
+    """DVC evaluates equal weights once: the later run has no figures of its own."""
+    from mlflow.tracking import MlflowClient
+
+    ids = []
+    for weights in (b"same", b"other", b"same"):
+        model = tmp_path / "best.safetensors"
+        model.write_bytes(weights)
+        with tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False) as run:
+            run.model(model, step=50)
+        ids.append(run.run_id)
+    first, other, again = (MlflowClient(store).get_run(run_id).data.tags for run_id in ids)
+    assert again["weights.sha256"] == first["weights.sha256"] != other["weights.sha256"]
+    assert again["weights.same_as"] == ids[0]
+    assert "weights.same_as" not in {**first, **other}
+
+
 def test_attach_without_a_run_and_other_ranks_do_nothing(tmp_path):
     with tracking.attach(tmp_path / "none.json") as run:
         run.log({"a": 1}, 0)
@@ -250,6 +274,51 @@ def test_a_server_that_fails_in_the_middle_gets_every_point_once(gate, store, tm
     assert steps(store, "train/loss") == list(range(300))
     said = capfd.readouterr().err
     assert said.count("does not answer") == said.count("answers again") == 1
+
+
+def curves_of_runs(store) -> list:
+    """For each run, oldest first: {name: steps, as often as they arrived}, without samples of the machine."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(store)
+    experiments = [e.experiment_id for e in client.search_experiments()]
+    runs = client.search_runs(experiments, order_by=["attributes.start_time ASC"])
+    names = [[n for n in run.data.metrics if not n.startswith("system/")] for run in runs]
+    return [
+        {n: [m.step for m in client.get_metric_history(run.info.run_id, n)] for n in own}
+        for run, own in zip(runs, names)
+    ]
+
+
+def test_the_weights_are_the_same_without_mlflow_with_it_and_while_it_hangs(
+    gate, store, tmp_path, monkeypatch
+):
+    bench = Workbench(tmp_path)
+
+    def trained(name: str) -> str:
+        # MLflow's handlers, which run in this process, put their own store into the environment
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", gate.uri)
+        folders = ["--out", str(tmp_path / name), "--reports", str(tmp_path / f"{name}-r")]
+        assert train.main([*bench.arguments(), *folders]) == 0
+        return digest(tmp_path / name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tracking, "open_run", lambda *_, **__: tracking.NullRun())
+        without = trained("without")
+    gate.start()
+    assert trained("with") == without
+    gate.stop()
+    silent = Silent(gate.port)
+    monkeypatch.setattr(run_module, "wait_limit", lambda _: 2.0)
+    assert trained("hanging") == without
+    assert silent.taken
+    silent.close()
+    assert len(curves_of_runs(store)) == 1
+    gate.start()
+    assert trained("hanging") == without  # it is done: only what waits is shipped
+    first, second = curves_of_runs(store)
+    assert first == second
+    assert first["train/loss"] == [2, 4, 6, 8] and first["val/f1"] == [2, 4, 6, 8]
 
 
 def test_a_flapping_server_gets_every_point_once(gate, store, tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import platform
 import subprocess
@@ -99,6 +100,29 @@ def of_pytest(promise: str, *selection: str) -> Result:
     return Result(promise, len(tests) - len(skipped), 0, failures, 0, time.monotonic() - began, skipped)
 
 
+def hanging_server(bench: cells.Workbench, steps: int = 300) -> Result:
+    """The cost of a tracking server that never answers, as a share of the time of small, quick steps."""
+    began = time.monotonic()
+    keys = (("steps", steps), ("log_every", 10), ("val_every", 100), ("save_every", 100))
+    folders = ["--out", str(bench.folder / "told"), "--reports", str(bench.folder / "told-reports")]
+    command = [sys.executable, str(ROOT / "tests/faults/telemetry.py"), *bench.arguments(keys), *folders]
+    quick = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=quick, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        return Result(
+            "a server that never answers", 1, 0, ["the training failed"], 0, time.monotonic() - began, []
+        )
+    t = json.loads(done.stdout.splitlines()[-1])
+    share = t["told"] / t["loop"]
+    promise = (
+        f"a tracking server that never answers takes {share:.2%} of the training's time: {t['told']:.3f} s in "
+        f"{t['calls']} calls, of {t['loop']:.1f} s for {t['steps']} steps of {1e3 * t['loop'] / t['steps']:.0f} ms; "
+        f"once, {t['thread']:.1f} s of processor in its own thread, and {t['closing']:.0f} s of waiting at the end"
+    )
+    failures = [f"{share:.2%} of the training's time, more than 1 %"] if share > 0.01 else []
+    return Result(promise, 1, 0, failures, 0, time.monotonic() - began, [])
+
+
 def rows(bench: cells.Workbench, every: int) -> Dict[str, Callable[[], Result]]:
     """The matrix by row name."""
     return {
@@ -110,7 +134,7 @@ def rows(bench: cells.Workbench, every: int) -> Dict[str, Callable[[], Result]]:
             "SIGKILL of any rank, any phase, first to last step: the same bytes", cells.kills()[::every], bench
         ),
         "5 launcher": lambda: of_pytest(
-            "through torchrun: a killed rank, a rank that hangs (8), a killed launcher leaves no rank",
+            "a killed rank, torchrun, launcher or `dvc repro`, a rank that hangs (8), SLURM: goes on, the same bytes",
             "tests/test_launch.py", "-k", "TestFaults",
         ),
         "6 again": lambda: of_cells(
@@ -133,6 +157,7 @@ def rows(bench: cells.Workbench, every: int) -> Dict[str, Callable[[], Result]]:
         "22 MLflow": lambda: of_pytest(
             "MLflow down, hanging, flapping: nothing is held up, every point arrives once", "tests/test_tracking.py"
         ),
+        "22 cost": lambda: hanging_server(bench),
         "nodes": lambda: of_pytest(
             "two nodes; an elastic job loses one and gets it back", "tests/test_launch.py", "-k", "TestNodes"
         ),

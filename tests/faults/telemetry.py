@@ -1,0 +1,105 @@
+"""What a tracking server that takes connections and never answers costs the training: measured.
+
+    python tests/faults/telemetry.py [arguments of pipeline.train]
+
+Prints JSON: `steps`; `loop`, seconds of the training loop, validation and checkpoints included; `calls` to the run
+from the training's thread and `told`, the seconds they took; `thread`, processor seconds of the thread that ships
+(importing MLflow is nearly all of it); `opening` and `closing`, seconds before the first and after the last step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Dict, Sequence
+
+ROOT = Path(__file__).resolve().parents[2]
+TOLD_BY = ("log", "artifact", "dataset", "model", "tags")
+
+
+class Silent:
+    """A server on a free port that takes every connection and never says a word."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.listener = socket.create_server(("127.0.0.1", port))
+        self.uri = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.taken: list = []
+        threading.Thread(target=self._take, daemon=True).start()
+
+    def _take(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                self.taken.append(self.listener.accept()[0])
+
+    def close(self) -> None:
+        self.listener.shutdown(socket.SHUT_RDWR)  # close alone leaves the thread, and so the port, in accept
+        for each in (self.listener, *self.taken):
+            each.close()
+
+
+class Stopwatch:
+    """Adds up the seconds of calls from the main thread, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: Dict[str, float] = {}
+        self.calls: Dict[str, int] = {}
+
+    def around(self, owner: object, method: str, name: str) -> None:
+        """Replace `owner.method` by itself, timed."""
+        inner = getattr(owner, method)
+
+        def timed(*arguments, **named):
+            begun = time.perf_counter()
+            try:
+                return inner(*arguments, **named)
+            finally:
+                if threading.current_thread() is threading.main_thread():
+                    self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
+                    self.calls[name] = self.calls.get(name, 0) + 1
+
+        setattr(owner, method, timed)
+
+
+def measure(arguments: Sequence[str]) -> Dict[str, float]:
+    """Train in this process, against a server that hangs."""
+    from pipeline import train
+    from pipeline.runtime import run, tracking
+    from pipeline.training.trainer import Training
+
+    silent, watch, thread = Silent(), Stopwatch(), {}
+    os.environ["MLFLOW_TRACKING_URI"] = silent.uri
+    for method in TOLD_BY:
+        watch.around(run.Run, method, "told")
+    closing = run.Run.close
+
+    def close(self, *given):
+        clock = time.pthread_getcpuclockid(self._shipper.ident)
+        thread["seconds"] = time.clock_gettime(clock)
+        return closing(self, *given)
+
+    run.Run.close = close
+    watch.around(run.Run, "close", "closing")
+    watch.around(tracking, "open_run", "opening")
+    watch.around(Training, "_loop", "loop")
+    watch.around(Training, "_step", "step")
+    code = train.main(list(arguments))
+    if code or not silent.taken:
+        raise SystemExit(f"the training ended with {code}, {len(silent.taken)} connections were taken")
+    return {
+        "steps": watch.calls["step"],
+        "calls": watch.calls["told"],
+        "thread": thread["seconds"],
+        **{name: watch.seconds[name] for name in ("loop", "told", "opening", "closing")},
+    }
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT)]
+    found = measure(sys.argv[1:])
+    print(json.dumps(found))
