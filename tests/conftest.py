@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+
+# before torch is loaded: on the small tensors of tests the threads of several processes only fight for the cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator
 

@@ -26,6 +26,7 @@ def collectives(context) -> dict:
         "weighted": distributed.weighted_means({"loss": 2.0 * rank * (rank + 1)}, rank + 1),
         "any": [distributed.any_rank(rank == 0), distributed.any_rank(False)],
         "tensor": distributed.all_reduce_sum(torch.tensor([1.0, float(rank)])).tolist(),
+        "rows": distributed.all_gather_tensor(torch.tensor([[rank, 1]])).tolist(),
         "main": context.is_main,
         "barrier": distributed.barrier(),
     }
@@ -44,6 +45,7 @@ def test_collectives(world_size):
         assert answer["weighted"] == ({"loss": sum(2.0 * r * (r + 1) for r in ranks) / pairs}, pairs)
         assert answer["any"] == [True, False]
         assert answer["tensor"] == [world_size, sum(ranks)]
+        assert answer["rows"] == [[[r, 1]] for r in ranks]
         assert answer["main"] is (rank == 0)
 
 

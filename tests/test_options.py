@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -10,20 +11,22 @@ import numpy as np
 import pytest
 import torch
 from faults.cells import TRAIN, Workbench
+from faults.group import until_done
 from made_views import made_store
 
 from pipeline import train
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
 from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
-from pipeline.pairs.loader import load_batch
+from pipeline.pairs.loader import load_batch, split_evenly
 from pipeline.pairs.order import PairOrder
 from pipeline.runtime import distributed, tracking
 from pipeline.runtime.checkpoint import load_model_file
 from pipeline.runtime.run import NullRun
-from pipeline.stack import can_compile
+from pipeline.stack import can_compile, grad_scaler
 from pipeline.training import setup
 from pipeline.training.objective import DataParallelObjective, MatchingObjective
+from pipeline.training.step import train_step
 
 
 @pytest.fixture
@@ -49,6 +52,14 @@ def run(bench, name: str = "run", **keys) -> dict:
 
 def weights(tensors: dict) -> np.ndarray:
     return np.concatenate([t.numpy().ravel() for n, t in sorted(tensors.items()) if n.startswith("model.")])
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory) -> np.ndarray:
+    """The weights of the training that no option has changed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracking, "open_run", lambda *_, **__: NullRun())
+        return weights(run(Workbench(tmp_path_factory.mktemp("usual"))))
 
 
 def one_batch(folder: Path):
@@ -79,9 +90,13 @@ def one_batch(folder: Path):
     ],
     ids=str,
 )
-def test_every_key_changes_the_weights(bench, keys):
-    usual, changed = weights(run(bench)), weights(run(bench, "changed", **keys))
-    assert not np.array_equal(usual, changed)
+def test_every_key_changes_the_weights(bench, usual, keys):
+    assert not np.array_equal(usual, weights(run(bench, **keys)))
+
+
+def test_the_same_keys_give_the_same_weights(bench, usual):
+    """Without this the test above would pass for keys that do nothing."""
+    assert np.array_equal(usual, weights(run(bench)))
 
 
 @pytest.mark.parametrize(
@@ -89,8 +104,8 @@ def test_every_key_changes_the_weights(bench, keys):
     [{"accumulate": 2}, {"checkpoint_layers": True}, {"parallel": "single"}, {"parallel": "dp"}],
     ids=str,
 )
-def test_ways_of_computing_change_nothing_but_rounding(bench, keys):
-    usual, changed = weights(run(bench)), weights(run(bench, "changed", **keys))
+def test_ways_of_computing_change_nothing_but_rounding(bench, usual, keys):
+    changed = weights(run(bench, **keys))
     # Adam divides by the gradient's own size: where that is rounding alone, so is the step
     assert np.abs(usual - changed).max() < 2e-3 and np.median(np.abs(usual - changed)) < 1e-6
 
@@ -115,6 +130,50 @@ def test_data_parallel_is_torchs(bench, tmp_path):
     assert setup.processes(section, 4) == 1 and setup.processes(load(bench), 4) == 4
     with pytest.raises(RequestError, match="NPROC_PER_NODE=1"):
         setup.global_batch(section, 2)
+
+
+def test_single_is_one_process(bench):
+    section = load(bench, parallel="single")
+    assert setup.processes(section, 4) == 1 and setup.processes(load(bench), 4) == 4
+    with pytest.raises(RequestError, match=r"train\.parallel = single runs in one process"):
+        setup.global_batch(section, 2)
+
+
+def test_batch_statistics_are_those_of_all_ranks_only_when_asked_for(bench):
+    alone = (("norm", "batch"), ("sync_batchnorm", False))
+    assert bench.clean(2, alone) != bench.clean(2, alone[:1])
+    assert bench.clean(1, alone) == bench.clean(1, alone[:1])  # one process has nobody to ask
+
+
+@pytest.mark.parametrize("scaling, factor", [("linear", 2.0), ("sqrt", 2.0**0.5)])
+def test_the_learning_rate_grows_with_the_ranks_and_their_pairs(bench, scaling, factor):
+    keys = (("batch_per_rank", 4), ("lr_scaling", scaling), ("steps", 2), ("val_every", 2))
+    rates = {}
+    for world in (1, 2):
+        until_done(bench.folder / "cell", bench.arguments(keys), [world], "")
+        curve = (bench.folder / "cell" / "reports" / "curves" / "train.csv").read_text().splitlines()
+        rates[world] = float(dict(zip(*(line.split(",") for line in curve[:2])))["lr"])
+        assert f", {4 * world} pairs a step" in (bench.folder / "cell" / "log").read_text()
+    assert rates[2] == pytest.approx(factor * rates[1], rel=1e-5)
+
+
+def test_micro_batches_exchange_once(bench, tmp_path):
+    """The gradient goes over the wire with the last of them alone, which is what no_sync is for."""
+
+    class Counting(MatchingObjective):
+        held = 0
+
+        @contextlib.contextmanager
+        def no_sync(self):
+            self.held += 1
+            yield
+
+    store = Store(made_store(tmp_path / "store"))
+    batches = [load_batch(store, part, 40) for part in split_evenly(PairOrder(0, 5, 3).step(0, 6), 3)]
+    objective = Counting(SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2)), 3.0, 5.0)
+    optimizer = torch.optim.SGD(objective.parameters(), lr=0.1)
+    assert train_step(objective, optimizer, grad_scaler(False), batches, 6, 1, 1.0).applied
+    assert objective.held == 2
 
 
 @pytest.mark.gpu

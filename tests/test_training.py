@@ -27,6 +27,7 @@ from pipeline.runtime.checkpoint import load_model_file, save_model_file
 from pipeline.stack import grad_scaler
 from pipeline.training import optimization, trainer
 from pipeline.training.objective import MatchingObjective
+from pipeline.training.state import TrainState
 from pipeline.training.step import train_step
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,7 +73,9 @@ def one_step(context, folder: str, norm: str, shares: list, accumulate: int, see
 
 class TestGradients:
     @pytest.mark.parametrize("norm", ["layer", "batch"])
-    @pytest.mark.parametrize("shares", [[3, 3], [5, 1], [2, 0, 4]], ids=str)
+    @pytest.mark.parametrize(
+        "shares", [[3, 3], pytest.param([5, 1], marks=pytest.mark.slow), [2, 0, 4]], ids=str
+    )
     def test_ranks_equal_one_process_with_the_whole_batch(self, tmp_path, norm, shares):
         folder = str(made_store(tmp_path))
         whole = one_step(distributed.start(), folder, norm, [6], 1)
@@ -229,6 +232,42 @@ class TestResume:
             in capsys.readouterr().out
         )
 
+    def test_other_data_is_another_training(self, tmp_path, request_of):
+        arguments = request_of("run")
+        assert train.main(arguments) == 0
+        arguments[1] = str(made_keypoints(tmp_path / "others", seed=5))
+        with pytest.raises(RequestError, match=r"data: [0-9a-f]{64} in the checkpoint, [0-9a-f]{64} now"):
+            train.main([*arguments, "--resume", "must"])
+
+    def test_parameters_of_other_stages_do_not_count(self, tmp_path, request_of):
+        arguments = request_of("run")
+        file = tmp_path / "run.yaml"
+        for sections in ({}, {"evaluate": {"seed": 1}}, {"evaluate": {"seed": 2}, "export": {}}):
+            file.write_text(json.dumps({**json.loads(file.read_text()), **sections}))
+            assert train.main([*arguments, "--resume", "must" if sections else "auto"]) == 0
+
+    def test_the_loss_scale_is_resumed(self):
+        """On any device: float16 itself runs on a GPU alone."""
+
+        class Scaler:
+            def __init__(self, scale):
+                self.values = {"scale": scale}
+
+            def state_dict(self):
+                return dict(self.values)
+
+            def load_state_dict(self, values):
+                self.values = values
+
+        def state(scale):
+            model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            return TrainState(model, optimizer, Scaler(scale), optimization.MovingAverage(model, 0.0))
+
+        saved, resumed = state(1024.0), state(65536.0)
+        resumed.restore(saved.tensors(), json.loads(json.dumps(saved.info())))
+        assert resumed.scaler.values == {"scale": 1024.0}
+
     def test_changed_code_is_accepted_on_request(self, tmp_path, request_of, monkeypatch, capsys):
         with monkeypatch.context() as patch:
             stop_after(patch, 3)
@@ -258,7 +297,14 @@ class TestRequests:
         metrics = json.loads((tmp_path / "run-reports" / "metrics.json").read_text())
         assert metrics["step"] == 30 and metrics["val_pairs"] == 4 and 0 < metrics["val_f1"] <= 1
         rows = (tmp_path / "run-reports" / "curves" / "train.csv").read_text().splitlines()
-        assert len(rows) == 16 and rows[0].startswith("step,loss,loss_positive,loss_unmatched,lr,grad_norm")
+        assert len(rows) == 16 and rows[0] == (
+            "step,loss,loss_positive,loss_unmatched,lr,grad_norm,pairs_per_s,data_wait,dustbin,skipped_steps,memory_gib"
+        )
+        figures = (tmp_path / "run-reports" / "curves" / "validation.csv").read_text().splitlines()
+        assert (
+            len(figures) == 3
+            and figures[0] == "step,loss,loss_positive,loss_unmatched,precision,recall,f1,pairs"
+        )
         losses = [float(row.split(",")[1]) for row in rows[1:]]
         assert np.mean(losses[-3:]) < np.mean(losses[:3])
 
@@ -298,11 +344,14 @@ class TestRequests:
         assert "tensors taken" in capsys.readouterr().out
         assert (
             train.main(
-                request_of("other", init_from=str(tmp_path / "m.safetensors"), dim=32, steps=1, val_every=1)
+                request_of(
+                    "other", init_from=str(tmp_path / "m.safetensors"), dim=32, layers=3, steps=1, val_every=1
+                )
             )
             == 0
         )
-        assert "skipped, another shape: " in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "skipped, another shape: " in said and "missing there: cross_attention.2." in said
 
 
 def curve(folder: Path) -> np.ndarray:
