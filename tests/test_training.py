@@ -239,12 +239,13 @@ class TestResume:
         with pytest.raises(RequestError, match=r"data: [0-9a-f]{64} in the checkpoint, [0-9a-f]{64} now"):
             train.main([*arguments, "--resume", "must"])
 
-    def test_parameters_of_other_stages_do_not_count(self, tmp_path, request_of):
+    def test_parameters_of_other_stages_do_not_count(self, tmp_path, request_of, make_params):
         arguments = request_of("run")
         file = tmp_path / "run.yaml"
-        for sections in ({}, {"evaluate": {"seed": 1}}, {"evaluate": {"seed": 2}, "export": {}}):
-            file.write_text(json.dumps({**json.loads(file.read_text()), **sections}))
-            assert train.main([*arguments, "--resume", "must" if sections else "auto"]) == 0
+        for seed, resume in ((1, "auto"), (2, "must")):
+            evaluate = make_params("evaluate", seed=seed).model_dump()
+            file.write_text(json.dumps({**json.loads(file.read_text()), "evaluate": evaluate}))
+            assert train.main([*arguments, "--resume", resume]) == 0
 
     def test_the_loss_scale_is_resumed(self):
         """On any device: float16 itself runs on a GPU alone."""
@@ -351,7 +352,7 @@ class TestRequests:
             == 0
         )
         said = capsys.readouterr().out
-        assert "skipped, another shape: " in said and "missing there: cross_attention.2." in said
+        assert "skipped, another shape: " in said and "missing there: self_attention.2." in said
 
 
 def curve(folder: Path) -> np.ndarray:
