@@ -18,6 +18,7 @@ from pipeline.evaluation import options, outputs, paper, pose_run, poses, summar
 from pipeline.evaluation.job import Job
 from pipeline.evaluation.model import choose_device, load_model
 from pipeline.features.tuning import tune_process
+from pipeline.matching.inference import folded
 from pipeline.runtime import distributed, tracking
 
 
@@ -67,6 +68,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         section = options.load_params(args.params)
         device = choose_device(args.device) if context.world_size == 1 else str(context.device)
         model, info = load_model(args.model, device, section.sinkhorn_iterations)
+        model = folded(model)
         job = Job(args, context, model, info, device, options.extras(args, device))
         figures = evaluate(job, section)
         if figures is not None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pipeline import stack
 from pipeline.features.sift import KEYPOINT
 from pipeline.matching import attention, homography, normalization, sinkhorn
+from pipeline.matching.inference import folded
 from pipeline.matching.loss import assignment_loss
 from pipeline.matching.superglue import SuperGlue, SuperGlueConfig, mutual_matches, root_sift
 from pipeline.matching.truth import IGNORED, UNMATCHED, Truth, ground_truth, pair_truth
@@ -65,9 +66,12 @@ class TestSinkhorn:
         assert torch.allclose(P.sum(0), torch.tensor([1.0] * n + [float(m)]), atol=1e-4)
         assert P.sum() == pytest.approx(m + n, rel=1e-4)
 
+    @pytest.mark.parametrize("rows", [0, 1, 7])
     @pytest.mark.parametrize("solve", [sinkhorn._one_by_one, sinkhorn._batched])
     @pytest.mark.parametrize("spread", [1.0, 30.0, 300.0])
-    def test_equals_the_log_domain_with_its_gradient(self, solve, spread):
+    def test_equals_the_log_domain_with_its_gradient(self, monkeypatch, solve, spread, rows):
+        if rows:  # a kernel in several blocks of so many rows
+            monkeypatch.setattr(sinkhorn, "BLOCK_BYTES", rows * 48 * 8)
         torch.manual_seed(0)
         scores = [torch.randn(m, n, dtype=torch.float64) * spread for m, n in ((30, 40), (5, 2), (1, 1))]
         scores.append(scores[0][[0, 0, 0, 0, 1]] - 3 * spread)  # duplicates, all below the dustbin
@@ -141,6 +145,52 @@ class TestAttention:
             one[first], torch.einsum("hij,jhd->ihd", logits.softmax(-1), v[third]), atol=1e-6
         )
         assert torch.equal(one[8:], torch.zeros(2, 4, 8))  # its partner is empty
+
+    def test_gradient_in_bfloat16_is_that_of_float32(self):
+        torch.manual_seed(0)
+        counts, partner = [30, 0, 50, 20], [2, 3, 0, 1]
+        exact = [torch.randn(100, 4, 8).bfloat16().float().requires_grad_() for _ in range(3)]
+        cast = [t.detach().bfloat16().requires_grad_() for t in exact]
+        weight = torch.randn(100, 4, 8)
+        for leaves in (exact, cast):
+            (attention._one_by_one(*leaves, counts, partner).float() * weight).sum().backward()
+        for a, b in zip(exact, cast):
+            # eight bits of mantissa in the weights and in each product
+            assert float((a.grad - b.grad.float()).norm() / a.grad.norm()) < 0.01
+
+
+class TestInference:
+    @pytest.mark.parametrize("norm", ["layer", "batch"])
+    def test_folded_is_the_same_network(self, norm):
+        rng = np.random.default_rng(0)
+        model = scrambled(SuperGlueConfig(dim=32, layers=2, norm=norm))
+        with torch.no_grad():
+            for module in model.modules():
+                if isinstance(module, normalization.TokenBatchNorm):
+                    module.running_mean.normal_()
+                    module.running_var.uniform_(0.5, 2.0)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        batch = from_pairs([pair(rng, *counts) for counts in ((20, 33), (0, 4), (60, 1))])
+        with torch.no_grad():
+            expected, found = model(batch), folded(model)(batch)
+        for a, b in zip(expected, found):
+            assert torch.allclose(a, b, atol=5e-5, rtol=1e-6)  # values reach 20
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    def test_bfloat16_finds_the_same_matches(self):
+        torch.manual_seed(0)
+        model = scrambled(SuperGlueConfig(dim=128, layers=3))
+        rng = np.random.default_rng(0)
+        both = records(rng, 200)
+        batch = from_pairs([Pair(both, both[::-1].copy(), SIZE, SIZE, np.eye(3))])
+        with torch.no_grad():
+            answers = [
+                mutual_matches(folded(model, precision)(batch), (200, 200), 0.0).matches0
+                for precision in ("float32", "bfloat16")
+            ]
+        found = answers[0] >= 0
+        assert int(found.sum()) >= 150
+        assert float((answers[0] == answers[1])[found].float().mean()) >= 0.99
 
 
 class TestNorms:

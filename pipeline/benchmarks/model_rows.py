@@ -8,13 +8,13 @@ from typing import Callable, Dict, Iterator
 import torch
 from torch import Tensor, nn
 
-from pipeline.benchmarks import flops, plain, timing
+from pipeline.benchmarks import flops, plain, timing, transformers_module
 from pipeline.benchmarks.made import made_batch
 from pipeline.benchmarks.row import Row, Setting, activation_bytes
 from pipeline.matching import sinkhorn
+from pipeline.matching.inference import folded
 from pipeline.matching.superglue import SuperGlue, mutual_matches
 from pipeline.matching.truth import ground_truth
-from pipeline.stack import autocast
 from pipeline.training.objective import MatchingObjective
 
 Call = Callable[[], object]
@@ -89,10 +89,10 @@ def plain_training_call(model: nn.Module, batch, optimizer=None) -> Call:
 
 
 def _ratio_rows(
-    group: str, name: str, taken: Dict[str, timing.Seconds], pairs: int, targets
+    group: str, name: str, taken: Dict[str, timing.Seconds], pairs: int, targets, other: str = "plain"
 ) -> Iterator[Row]:
-    """One row for each way but `plain`, as its ratio to `plain`."""
-    base = taken["plain"]
+    """One row for each way of `targets`, as its ratio to `other`."""
+    base = taken[other]
     for way, target in targets.items():
         own = taken[way]
         yield Row(
@@ -102,7 +102,7 @@ def _ratio_rows(
             "ms/pair",
             timing.speed_up(base.wall, own.wall),
             timing.speed_up(base.cpu, own.cpu),
-            f"plain {1e3 * statistics.median(base.wall) / pairs:.1f} ms",
+            f"{other} {1e3 * statistics.median(base.wall) / pairs:.1f} ms",
             target,
         )
 
@@ -141,28 +141,42 @@ def latency(setting: Setting) -> Iterator[Row]:
         batch = made_batch(keypoints, 1).to(setting.device)
         model = setting.model().eval()
         twin = plain.plain_from(model).to(setting.device)
-        ways: Dict[str, Call] = {"plain": forward_call(twin, batch), "float32": forward_call(model, batch)}
-        ways["bfloat16"] = _cast(forward_call(setting.model(), batch), setting.device.type)
+        ways: Dict[str, Call] = {"plain": forward_call(twin, batch)}
+        for precision in ("float32", "bfloat16"):
+            ways[precision] = forward_call(folded(model, precision), batch)
         name = f"match latency, N = {keypoints}"
         targets = {"float32": 1.6, "bfloat16": 4.0 if keypoints == 512 else None}
         yield from _ratio_rows("latency", name, setting.timed(ways, 2 * setting.seconds), 1, targets)
         yield _difference(model, twin, batch, keypoints)
-    yield Row("latency", "transformers' SuperGlue", skipped="another licence's weights: not a dependency")
+    yield from _against_transformers(setting)
+
+
+def _against_transformers(setting: Setting) -> Iterator[Row]:
+    """One pair to mutual matches beside the module of `transformers`, in float32."""
+    name = "match latency beside transformers' SuperGlue, N = 512"
+    if setting.device.type != "cpu":
+        yield Row("latency", name, skipped="measured on the CPU")
+        return
+    try:
+        theirs = transformers_module.matching_call(setting.config, 512)
+    except ImportError as error:
+        yield Row("latency", name, skipped=f"`transformers` does not import ({str(error).splitlines()[0]})")
+        return
+    batch, model = made_batch(512, 1), folded(setting.model())
+
+    def ours() -> None:
+        with torch.no_grad():
+            mutual_matches(model(batch), (512, 512))
+
+    taken = setting.timed({"transformers": theirs, "float32": ours}, 2 * setting.seconds)
+    yield from _ratio_rows("latency", name, taken, 1, {"float32": 1.8}, "transformers")
 
 
 def _difference(model: SuperGlue, twin: nn.Module, batch, keypoints: int) -> Row:
     with torch.no_grad():
-        ours, theirs = model(batch)[0], twin(batch)[0]
+        ours, theirs = folded(model)(batch)[0], twin(batch)[0]
     largest = float((ours - theirs).abs().max())
     return Row("latency", f"largest difference of log P to plain, N = {keypoints}", largest, "", target=None)
-
-
-def _cast(call: Call, device: str) -> Call:
-    def inside() -> None:
-        with autocast(device, "bfloat16"):
-            call()
-
-    return inside
 
 
 def transport(setting: Setting) -> Iterator[Row]:
@@ -204,9 +218,7 @@ def parity(setting: Setting) -> Iterator[Row]:
     batch = made_batch(512, 2).to(setting.device)
     model = setting.model().eval()
     with torch.no_grad():
-        exact = model(batch)
-        with autocast(setting.device.type, "bfloat16"):
-            cast = model(batch)
+        exact, cast = model(batch), folded(model, "bfloat16")(batch)
     answers = [mutual_matches(P, (512, 512)).matches0 for P in (exact, cast)]
     if not bool((answers[0] >= 0).any()):
         yield Row("parity", "bfloat16: equal matches, N = 512", skipped="the untrained network finds none")

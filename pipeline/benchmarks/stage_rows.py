@@ -19,6 +19,7 @@ from pipeline.benchmarks.row import Row, Setting
 from pipeline.errors import RequestError
 from pipeline.features.tuning import tune_process
 from pipeline.images.sources import open_manifest
+from pipeline.matching.inference import folded
 
 
 def keypoints(setting: Setting) -> Iterator[Row]:
@@ -89,7 +90,7 @@ def files(setting: Setting) -> Iterator[Row]:
     from pipeline.pairs.batch import Pair, from_pairs
 
     tune_process()
-    model = setting.model().eval()
+    model = folded(setting.model())
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         paths = _jpegs(Path(folder), photographs(setting.images, 1))
 
@@ -117,7 +118,7 @@ def batched_evaluation(setting: Setting) -> Iterator[Row]:
     """Matching cached pairs in batches, beside the plain network one pair at a time."""
     from pipeline.benchmarks.made import made_batch
 
-    model = setting.model().eval()
+    model = folded(setting.model())
     twin = plain.plain_from(model).to(setting.device)
     pairs = 4
     whole = made_batch(512, pairs).to(setting.device)

@@ -6,12 +6,13 @@ linear layers and norms never see padding. Only attention itself needs to know w
 
 from __future__ import annotations
 
+import math
 from typing import List
 
 import torch
 from torch import Tensor, nn
 
-from pipeline.stack import scaled_dot_product_attention
+from pipeline.stack import no_autocast, scaled_dot_product_attention
 
 
 def ragged_attention(q: Tensor, k: Tensor, v: Tensor, counts: List[int], partner: List[int]) -> Tensor:
@@ -33,6 +34,8 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, counts: List[int], partner
 def _one_by_one(q: Tensor, k: Tensor, v: Tensor, counts: List[int], partner: List[int]) -> Tensor:
     """One unpadded call a sequence: no mask, no wasted work; launches cost nothing on a CPU."""
     queries, keys, values = (t.split(counts) for t in (q, k, v))
+    learns = torch.is_grad_enabled() and q.requires_grad
+    attend = _WithOwnGradient.apply if learns and q.dtype == torch.bfloat16 else scaled_dot_product_attention
     messages = []
     for i, j in enumerate(partner):
         if counts[i] == 0 or counts[j] == 0:
@@ -40,8 +43,28 @@ def _one_by_one(q: Tensor, k: Tensor, v: Tensor, counts: List[int], partner: Lis
             continue
         # (1, H, n, d) without a copy; what comes back lies as (n, H, d) in memory
         heads = (t.transpose(0, 1).unsqueeze(0) for t in (queries[i], keys[j], values[j]))
-        messages.append(scaled_dot_product_attention(*heads).squeeze(0).transpose(0, 1))
+        messages.append(attend(*heads).squeeze(0).transpose(0, 1))
     return torch.cat(messages) if messages else q
+
+
+class _WithOwnGradient(torch.autograd.Function):
+    """The fused kernel forward; backward as plain products, whose weights are computed again and not kept.
+
+    On a CPU the fused kernel's own backward pass is slower in bfloat16 than in float32, while plain products use the
+    matrix units: a training step takes 0.7 times as long (docs/performance.md).
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return scaled_dot_product_attention(q, k, v)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        with torch.enable_grad(), no_autocast(grad.device.type):
+            q, k, v = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+            weights = ((q / math.sqrt(q.shape[-1])) @ k.transpose(-1, -2)).softmax(-1)
+            return torch.autograd.grad(weights @ v, (q, k, v), grad)
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, counts: List[int], partner: List[int]) -> Tensor:
@@ -77,7 +100,7 @@ class _Update(nn.Sequential):
         first = self[0]
         own, others = first.weight.split(x.shape[1], dim=1)
         bias = torch.addmv(first.bias, others, merge.bias)
-        hidden = nn.functional.linear(x, own, bias) + nn.functional.linear(message, others @ merge.weight)
+        hidden = torch.addmm(nn.functional.linear(x, own, bias), message, (others @ merge.weight).t())
         for module in list(self)[1:]:
             hidden = module(hidden)
         return hidden
