@@ -101,13 +101,15 @@ def test_a_browser_opens_it_without_complaint(tmp_path):
 
 def test_page_with_robustness_and_without_numbers():
     line = {"condition": "blur (px)", "level": "2", "pairs": 4, "superglue.precision": 0.9}
+    found = {"recall_pairs": 1, "superglue.recall": 1.0, "ratio_test.recall": 0.0}
     lines = [
-        {**line, "ratio_test.precision": 0.8},
-        {**line, "superglue.precision": None, "ratio_test.precision": 0.8},
+        {**line, **found, "ratio_test.precision": 0.8},
+        {**line, **found, "superglue.precision": None, "ratio_test.precision": 0.8},
     ]
     text = page.render(content(robustness=lines))
     Balanced(text)
     assert '<span class="better">90.0 | 80.0</span>' in text and "- | 80.0" in text
+    assert text.count("1 with true matches") == 2
     empty = content(
         figures={}, intervals=[], differences=[], errors={"ransac": []}, thresholds=[], pictures=[]
     )

@@ -45,6 +45,7 @@ def line_of(condition: str, level: str, rows: Sequence[Row]) -> Dict[str, object
     for matcher in COMPARED:
         figures = figures_of([row for row in rows if row.matcher == matcher])
         line.setdefault("pairs", figures["pairs"])
+        line.setdefault("recall_pairs", figures["recall_pairs"])
         line.update({f"{matcher}.{name}": figures[name] for name in SHOWN})
     return line
 

@@ -30,7 +30,9 @@ def content(
 ) -> page.Content:
     """Everything the page shows. drawn: the pictures of `outputs`."""
     errors = {name: errors_by_matcher(results.rows, name) for name in scoring.estimators_of(results.rows)}
-    notes = [f"{len(results.places)} pairs, {len(results.matchers)} matchers on the same keypoints."]
+    scenes = len({row.scene for row in results.rows})
+    pairs = f"{len(results.places)} pairs of {scenes} scenes"
+    notes = [f"{pairs}, {len(results.matchers)} matchers on the same keypoints."]
     if results.bad:
         notes.append(f"{len(results.bad)} images could not be read and were left out: see bad_images.csv.")
     return page.Content(
