@@ -8,7 +8,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 
 from pipeline.errors import RequestError
 from pipeline.evaluation import lightglue
@@ -48,7 +48,10 @@ def weights(monkeypatch, tmp_path):
     package.LightGlue = Made
     monkeypatch.setitem(sys.modules, "made", package)
     monkeypatch.setattr(lightglue, "PACKAGES", ("no_such_package", "made"))
-    values = {"self_attn.0.weight": torch.ones(1, 1), "self_attn.0.bias": torch.full((1,), 0.5)}
+    values = {
+        "self_attn.0.weight": np.ones((1, 1), np.float32),
+        "self_attn.0.bias": np.full(1, 0.5, np.float32),
+    }
     save_file(values, str(tmp_path / "weights.safetensors"))
     return tmp_path / "weights.safetensors"
 
@@ -69,10 +72,10 @@ def test_what_is_missing_is_said(monkeypatch, weights):
 
 
 def test_a_file_of_something_else_is_a_wrong_request(weights):
-    save_file({"other": torch.ones(1)}, str(weights))
+    save_file({"other": np.ones(1, np.float32)}, str(weights))
     with pytest.raises(RequestError, match=r"not LightGlue for SIFT, transformers\.0\.self_attn"):
         lightglue.load(weights, "cpu")
-    save_file({"self_attn.0.weight": torch.ones(2, 2)}, str(weights))
+    save_file({"self_attn.0.weight": np.ones((2, 2), np.float32)}, str(weights))
     with pytest.raises(RequestError, match="--lightglue"):
         lightglue.load(weights, "cpu")
     weights.write_bytes(b"\x80\x02}q\x00.")  # a pickle

@@ -15,7 +15,7 @@ from typing import Callable, Dict, Optional, Tuple
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.numpy import load_file
 
 from pipeline.errors import RequestError
 from pipeline.evaluation.matchers import PairMatches, root_sift
@@ -40,7 +40,9 @@ def load(weights: Path, device: str) -> Tuple[Optional[Callable[[Pair], PairMatc
         return None, f"no weights at {weights} (docs/evaluation.md says where they come from)"
     model = network(features=None, **SIFT, **OPTIONS)
     try:
-        tensors = {current_name(name): value for name, value in load_file(str(weights)).items()}
+        tensors = {
+            current_name(name): torch.from_numpy(value) for name, value in load_file(str(weights)).items()
+        }
         found = model.load_state_dict(tensors, strict=False)
     except (SafetensorError, RuntimeError) as error:
         raise RequestError(f"--lightglue {weights}: {str(error).splitlines()[0]}") from None
