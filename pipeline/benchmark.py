@@ -39,12 +39,15 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     )
     keypoints.add_argument("--images", type=Path, default=Path("data/images"), help="folder `fetch` wrote")
     keypoints.add_argument("--count", type=int, default=60, help="training images to use")
-    keypoints.add_argument("--rounds", type=int, default=3, help="the best of so many is told")
+    keypoints.add_argument(
+        "--size", default="", help="of the views, such as 640x480; default: that of --params"
+    )
+    keypoints.add_argument("--rounds", type=int, default=3, help="times that every way is measured")
     keypoints.add_argument("--workers", type=int, default=0, help="processes; 0: one per core")
     keypoints.set_defaults(run=_keypoints)
     store = commands.add_parser("store", help="random access to the keypoint store against a bare map")
     store.add_argument(
-        "--keypoints", type=Path, default=Path("data/keypoints/train"), help="folder of a store"
+        "--keypoints", type=Path, help="folder of a store; default: made up, 512 keypoints a view"
     )
     store.set_defaults(run=_store)
     return parser.parse_args(argv)
@@ -92,12 +95,12 @@ def _whole_table(options: argparse.Namespace) -> int:
 
 
 def _keypoints(options: argparse.Namespace) -> List[Dict[str, Any]]:
-    from pipeline.extraction.benchmark import keypoint_rows
+    from pipeline.benchmarks.keypoint_rows import keypoint_rows
     from pipeline.extraction.pool import cores
 
     if options.count < 1 or options.rounds < 1 or options.workers < 0:
         raise RequestError("--count and --rounds must be 1 or more, --workers 0 or more")
-    settings = params.load("keypoints", options.params)
+    settings = _sized(params.load_all(options.params), options.size)
     images = open_manifest(options.images)
     entries = images.entries("train")[: options.count]
     if not entries:
@@ -105,8 +108,19 @@ def _keypoints(options: argparse.Namespace) -> List[Dict[str, Any]]:
     return keypoint_rows(images, entries, settings, options.workers or cores(), options.rounds)
 
 
+def _sized(sections: Dict[str, Any], size: str) -> Any:
+    """The section `keypoints` with views of another size."""
+    if not size:
+        return sections["keypoints"]
+    width, _, height = size.partition("x")
+    if not (width.isdigit() and height.isdigit()):
+        raise RequestError(f"--size {size}: must be WIDTHxHEIGHT in pixels, such as 640x480")
+    changed = {**sections["keypoints"].model_dump(), "width": int(width), "height": int(height)}
+    return params.parse({"keypoints": changed}, "--size")["keypoints"]
+
+
 def _store(options: argparse.Namespace) -> List[Dict[str, Any]]:
-    from pipeline.features.access import store_rows
+    from pipeline.benchmarks.store_rows import store_rows
 
     return store_rows(options.keypoints)
 

@@ -39,8 +39,8 @@ ROOMS: Dict[str, Set[str]] = {
         "images", "views", "features", "pairs", "matching", "runtime", "report", "params", "schema",
     },
     "benchmarks": {
-        "images", "extraction", "features", "pairs", "matching", "training", "evaluation", "runtime", "params",
-        "schema", "launch", "match",
+        "images", "views", "extraction", "features", "pairs", "matching", "training", "evaluation", "runtime",
+        "params", "schema", "launch", "match",
     },
 }  # fmt: skip
 
@@ -60,6 +60,8 @@ HOMES = {
     "mlflow": "pipeline/runtime/mlflow_store.py",
     "torchrun": "pipeline/launch.py",
 }
+# NVIDIA's DALI has two: it decodes images for the keypoint stage and carries batches for training.
+DALI_HOMES = ("pipeline/images/dali.py", "pipeline/pairs/dali.py")
 
 
 def module_of(name: str) -> str:
@@ -209,6 +211,7 @@ def test_each_thing_has_one_home(name: str) -> None:
         first, last = word.split(".")[0], word.split(".")[-1]
         assert last not in ("SIFT_create", "SIFT") or name == HOMES["SIFT_create"], where
         assert first != "mlflow" or name == HOMES["mlflow"], where
+        assert first != "nvidia" or name in DALI_HOMES, where
         assert not word.startswith(("torch.distributed", "torch.nn.parallel")) or name in (
             HOMES["torch.distributed"],
             HOMES["torchrun"],

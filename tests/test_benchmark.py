@@ -8,8 +8,8 @@ import cv2
 import pytest
 
 from pipeline import benchmark
+from pipeline.benchmarks.keypoint_rows import keypoint_rows
 from pipeline.errors import RequestError
-from pipeline.extraction.benchmark import keypoint_rows
 from pipeline.images.sources import ImageSet, folder_entries
 
 
@@ -21,8 +21,22 @@ def test_keypoints_are_measured_against_the_floor_and_a_plain_pool(tmp_path, pho
     entries = folder_entries(tmp_path, names, "train", "train")
     settings = make_params("keypoints", views=2, width=128, height=96, shard_images=3)
     rows = keypoint_rows(ImageSet(entries, {"train": str(tmp_path)}), entries, settings, 2, rounds=1)
-    assert [row["what"] for row in rows] == ["keypoints floor", "keypoints ours", "keypoints plain"]
-    assert rows[0]["of_floor"] == 1.0 and all(row["images_per_second"] > 0 for row in rows)
+    assert [row["what"] for row in rows] == [f"keypoints {way}, 128x96" for way in ("floor", "ours", "plain")]
+    assert rows[0]["of_floor"] == rows[2]["of_plain"] == 1.0
+    for row in rows:
+        assert row["views_per_second"] > 0 and row["cpu_ms"] > 0 and row["faults"] >= 0
+        assert row["of_plain_low"] <= row["of_plain"] <= row["of_plain_high"]
+
+
+def test_bad_and_small_images_do_not_stop_the_measurement(tmp_path, photo, make_params):
+    (tmp_path / "0.jpg").write_bytes(b"")
+    cv2.imwrite(str(tmp_path / "1.jpg"), photo[:20, :20])
+    cv2.imwrite(str(tmp_path / "2.jpg"), photo)
+    entries = folder_entries(tmp_path, ["0.jpg", "1.jpg", "2.jpg"], "train", "train")
+    settings = make_params("keypoints", views=2, width=128, height=96)
+    assert (
+        len(keypoint_rows(ImageSet(entries, {"train": str(tmp_path)}), entries, settings, 2, rounds=1)) == 3
+    )
 
 
 def test_the_table_is_printed_and_written(tmp_path, monkeypatch, capsys):
@@ -33,8 +47,13 @@ def test_the_table_is_printed_and_written(tmp_path, monkeypatch, capsys):
     assert json.loads((tmp_path / "rows.json").read_text()) == rows
 
 
-def test_wrong_requests_are_named(tmp_path):
+def test_wrong_requests_are_named(tmp_path, root):
     with pytest.raises(RequestError, match="--count and --rounds"):
         benchmark.main(["keypoints", "--count", "0"])
+    sample = ["--params", str(root / "presets" / "sample.yaml")]
+    with pytest.raises(RequestError, match="--size 640: must be WIDTHxHEIGHT"):
+        benchmark.main([*sample, "keypoints", "--size", "640"])
+    with pytest.raises(RequestError, match=r"--size: keypoints\.width"):
+        benchmark.main([*sample, "keypoints", "--size", "641x480"])
     with pytest.raises(RequestError, match="no keypoint store here"):
         benchmark.main(["store", "--keypoints", str(tmp_path)])

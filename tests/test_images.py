@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import struct
+import tracemalloc
 import zipfile
 import zlib
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import RequestError
-from pipeline.images import archive, decode, integrity, manifest, sources
+from pipeline.images import archive, decode, headers, integrity, manifest, sources
 from pipeline.images.decode import BadImage, decode_gray
 from pipeline.images.manifest import Entry
 
@@ -265,5 +266,60 @@ def test_hold_out_partitions_and_depends_on_names_alone(names, fraction, seed):
         assert len(moved) <= 1
 
 
-def test_limits_of_integrity_are_stated():
+def claiming(extension: str, width: int, height: int) -> bytes:
+    """A whole small image whose header promises another size."""
+    data = bytearray(encode(np.zeros((16, 24), np.uint8), extension))
+    if extension == ".jpg":
+        at = data.index(b"\xff\xc0") + 5
+        data[at : at + 4] = struct.pack(">HH", height, width)
+    elif extension == ".png":
+        data[16:24] = struct.pack(">II", width, height)
+        data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+    elif extension == ".bmp":
+        data[18:26] = struct.pack("<ii", width, -height)
+    elif extension == ".pgm":
+        data[:] = data.replace(b"24 16", f"# made\n{width} {height}".encode())
+    else:
+        directory = struct.unpack_from("<I", data, 4)[0]
+        for at in range(directory + 2, directory + 26, 12):
+            tag, _, count, _ = struct.unpack_from("<HHII", data, at)
+            if tag in (256, 257):
+                struct.pack_into("<HHII", data, at, tag, 4, count, width if tag == 256 else height)
+    return bytes(data)
+
+
+@pytest.mark.parametrize("extension", [".jpg", ".png", ".bmp", ".pgm", ".tiff"])
+def test_an_image_above_200_megapixels_is_refused_by_its_header(extension, monkeypatch):
+    """No decoder is asked, which would take a byte a pixel at the least."""
     assert integrity.MAX_PIXELS == 200_000_000
+    integrity.check(claiming(extension, 20_000, 10_000), "at the limit")
+    monkeypatch.setattr(decode.cv2, "imdecode", lambda *_: pytest.fail("decoded"))
+    data = claiming(extension, 20_000, 10_001)
+    tracemalloc.start()
+    with pytest.raises(BadImage, match="too large: 20000x10001 pixels, at most 200 megapixels"):
+        decode_gray(data, "huge")
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("options", [{}, {"lossless": True}, {"exif": b"Exif\0\0"}])
+def test_the_size_of_a_webp_is_read_from_each_kind_of_header(color_photo, options):
+    """WebP ends at 16383 x 16383 pixels, still above the limit."""
+    from PIL import Image
+
+    stream = io.BytesIO()
+    Image.fromarray(color_photo).save(stream, "WEBP", **options)
+    assert headers.promised_size(stream.getvalue()) == color_photo.shape[1::-1]
+
+
+@pytest.mark.parametrize("extension", [".bmp", ".pgm", ".tiff"])
+def test_a_header_that_is_cut_promises_nothing(extension):
+    whole = claiming(extension, 24, 16)
+    assert headers.promised_size(whole) == (24, 16)
+    for length in range(len(whole)):
+        assert headers.promised_size(whole[:length]) in (None, (24, 16), (24, 1), (2, 16))
+
+
+def test_a_format_whose_header_is_not_read_is_judged_by_its_pixels(photo, monkeypatch):
+    monkeypatch.setattr(integrity, "MAX_PIXELS", 1000)
+    assert "too large: 600x400" in reason(encode(photo, ".jp2"))

@@ -44,6 +44,7 @@ def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
         "batched": stage_rows.batched_evaluation,
         "evaluation": stage_rows.evaluation,
         "keypoints": stage_rows.keypoints,
+        "store": stage_rows.store,
         "grid": model_rows.grid,
         "gpu": gpu_rows.gpu,
     }

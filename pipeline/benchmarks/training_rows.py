@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 import tempfile
@@ -14,10 +15,11 @@ from pipeline import params
 from pipeline.benchmarks import timing
 from pipeline.benchmarks.made import made_batch, made_store
 from pipeline.benchmarks.row import Row, Setting
+from pipeline.errors import RequestError
 from pipeline.features.store import Store
 from pipeline.matching.loss import assignment_loss
 from pipeline.matching.truth import ground_truth
-from pipeline.pairs.loader import load_batch, split_evenly
+from pipeline.pairs.loader import choose, load_batch, split_evenly
 from pipeline.pairs.order import PairOrder
 from pipeline.runtime import distributed
 from pipeline.stack import can_compile
@@ -25,6 +27,7 @@ from pipeline.training import setup
 from pipeline.training.step import train_step
 
 KEYPOINTS = 512
+_ENDLESS = 10**9  # steps
 
 
 class Trainer:
@@ -36,6 +39,7 @@ class Trainer:
             "dim": config.dim, "layers": config.layers, "heads": config.heads, "norm": config.norm,
             "sinkhorn_iterations": config.sinkhorn_iterations, "parallel": "ddp", "bitwise_elastic": False,
             "compile": False, "init_from": "", "freeze": [], "accumulate": 1, "precision": "float32",
+            "loader": "plain",
         }  # fmt: skip
         self.train = params.load("train", setting.params).model_copy(update={**same, **changes})
         self.context = distributed.Context(0, 1, 0, setting.device)
@@ -46,8 +50,12 @@ class Trainer:
 
     def loaded(self) -> List[Any]:
         """The next step's micro-batches on the device."""
-        samples = split_evenly(self.order.step(self.step, self.batch), self.train.accumulate)
-        return [load_batch(self.store, part, KEYPOINTS).to(self.context.device) for part in samples]
+        return [batch.to(self.context.device) for batch in self.made(self.step)]
+
+    def made(self, step: int) -> List[Any]:
+        """The micro-batches of a step, on the host."""
+        samples = split_evenly(self.order.step(step, self.batch), self.train.accumulate)
+        return [load_batch(self.store, part, KEYPOINTS) for part in samples]
 
     def __call__(self) -> None:
         batches = self.kept or self.loaded()
@@ -58,33 +66,43 @@ class Trainer:
         self.step += 1
 
 
+class Ahead(Trainer):
+    """The same with batches made ahead, as the stage has them, by the loader that `train.loader` names."""
+
+    def __init__(self, setting: Setting, store: Store, batch: int, **changes: Any) -> None:
+        super().__init__(setting, store, batch, **changes)
+        _, prefetched = choose(self.train.loader, setting.device)
+        self.source = prefetched(self.made, range(_ENDLESS))
+
+    def loaded(self) -> List[Any]:
+        return [batch.to(self.context.device) for batch in next(self.source)]
+
+
 def modes(setting: Setting) -> Iterator[Row]:
     """Pairs per second of one process in each mode, in turns."""
     cuda = setting.device.type == "cuda"
     batch = 64 if cuda else 4
     with tempfile.TemporaryDirectory() as folder:
         store = Store(made_store(Path(folder), KEYPOINTS))
-        make = {
+        changes: Dict[str, Dict[str, Any]] = {
             "one process, float32": {},
             "bfloat16": {"precision": "bfloat16"},
             "two micro-batches": {"accumulate": 2},
             "synthetic loader": {"load": False},
-        }
-        reasons = {
-            "float16": "" if cuda else "needs a GPU: its gradients are scaled there",
-            "DataParallel": "" if torch.cuda.device_count() > 1 else "needs two GPUs",
-            "torch.compile": _no_compiler(),
-            "DALI loader": "training reads keypoints, not images: nothing is left for DALI to decode",
-        }
-        extra = {
             "float16": {"precision": "float16"},
             "DataParallel": {"parallel": "dp"},
             "torch.compile": {"compile": True},
         }
-        make.update({name: extra[name] for name, reason in reasons.items() if not reason and name in extra})
-        ways = {name: Trainer(setting, store, batch, **changes) for name, changes in make.items()}
-        taken = setting.timed(ways, 4 * setting.seconds)
-    for name in make:
+        reasons = _reasons(setting)
+        made = {
+            name: Trainer(setting, store, batch, **each)
+            for name, each in changes.items()
+            if not reasons.get(name)
+        }
+        with contextlib.ExitStack() as stack:
+            ways = {**made, **_ahead(setting, store, batch, reasons, stack)}
+            taken = setting.timed(ways, 4 * setting.seconds)
+    for name in ways:
         rate = batch / statistics.median(taken[name].wall)
         base = taken["one process, float32"]
         ratio = timing.speed_up(base.wall, taken[name].wall)
@@ -95,6 +113,36 @@ def modes(setting: Setting) -> Iterator[Row]:
     for name, reason in reasons.items():
         if reason:
             yield Row("training", name, skipped=reason)
+
+
+def _ahead(
+    setting: Setting, store: Store, batch: int, reasons: Dict[str, str], stack: Any
+) -> Dict[str, Ahead]:
+    """A way for each loader that runs here; `stack` ends them."""
+    ways = {}
+    for name, kind in (("plain loader, ahead", "plain"), ("DALI loader, ahead", "dali")):
+        if not reasons.get(name):
+            ways[name] = Ahead(setting, store, batch, loader=kind)
+            stack.callback(ways[name].source.close)
+    return ways
+
+
+def _reasons(setting: Setting) -> Dict[str, str]:
+    """Why a mode cannot run here; empty where it can."""
+    return {
+        "float16": "" if setting.device.type == "cuda" else "needs a GPU: its gradients are scaled there",
+        "DataParallel": "" if torch.cuda.device_count() > 1 else "needs two GPUs",
+        "torch.compile": _no_compiler(),
+        "DALI loader, ahead": _no_dali(setting),
+    }
+
+
+def _no_dali(setting: Setting) -> str:
+    try:
+        choose("dali", setting.device)
+    except RequestError as error:
+        return str(error)
+    return ""
 
 
 def _no_compiler() -> str:

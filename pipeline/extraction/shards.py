@@ -31,6 +31,7 @@ CODE = (
     "features/store.py",
     "images/dali.py",
     "images/decode.py",
+    "images/headers.py",
     "images/integrity.py",
     "matching/homography.py",
     "views/homography.py",

@@ -137,10 +137,13 @@ class Store:
         self.images: List[str] = [name for shard in shards for name in shard["images"]]
         self.verify(verify)
         self._tensors = [map_shard(self.path / shard["file"]) for shard in shards]
-        self._records = [tensors["records"].reshape(-1).view(KEYPOINT) for tensors in self._tensors]
         lengths = [len(shard["images"]) for shard in shards]
-        self._shard_of = np.repeat(np.arange(len(shards)), lengths)
-        self._first = np.concatenate([[0], np.cumsum(lengths)])[:-1].astype(np.int64)
+        # plain numbers and lists: a scalar out of an array costs several times one out of a list
+        self._shard_of: List[int] = np.repeat(np.arange(len(shards)), lengths).tolist()
+        self._first: List[int] = np.concatenate([[0], np.cumsum(lengths)])[:-1].astype(int).tolist()
+        self._records = [tensors["records"].reshape(-1).view(KEYPOINT) for tensors in self._tensors]
+        self._offsets = [memoryview(tensors["offsets"]) for tensors in self._tensors]
+        self._homographies = [tensors["homographies"] for tensors in self._tensors]
         views = self.views_per_image
         counts = [np.diff(tensors["offsets"]).reshape(-1, views) for tensors in self._tensors]
         self.counts = np.concatenate([np.empty((0, views), np.int64), *counts])
@@ -162,10 +165,9 @@ class Store:
             raise IndexError(f"view {view} of image {image}: the store has {self.counts.shape}")
         shard = self._shard_of[image]
         local = image - self._first[shard]
-        tensors = self._tensors[shard]
-        at = local * self.views_per_image + view
-        begin, end = tensors["offsets"][at], tensors["offsets"][at + 1]
-        return View(self._records[shard][begin:end], tensors["homographies"][local, view], self.view_size)
+        at, offsets = local * self.views_per_image + view, self._offsets[shard]
+        records = self._records[shard][offsets[at] : offsets[at + 1]]
+        return View(records, self._homographies[shard][local, view], self.view_size)
 
     def verify(self, how: str = "all") -> None:
         """Check sizes, and the SHA-256 of all or of a few shards; RequestError names the damaged one."""

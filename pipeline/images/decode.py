@@ -72,6 +72,7 @@ def _decode(data: bytes, name: str, flag: int) -> np.ndarray:
         raise BadImage(name, f"OpenCV cannot decode it: {error.err}") from None
     if pixels is None:
         raise BadImage(name, "OpenCV cannot decode it (damaged, or an unknown format)")
+    integrity.check_size(pixels.shape[1], pixels.shape[0], name)
     return pixels
 
 

@@ -1,7 +1,8 @@
 """Is a file a whole image? Checks of the container alone, a fraction of the cost of decoding.
 
 JPEG: an end-of-image marker after the first scan, no hole of zeros larger than the picture could explain.
-PNG: the CRC-32 of every chunk up to IEND. WebP: the length its header promises. All: a sane size.
+PNG: the CRC-32 of every chunk up to IEND. WebP: the length its header promises. These and BMP, PNM and TIFF: a sane
+size by the header; for what else OpenCV reads it is looked at after decoding (`decode`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import struct
 import zlib
 from typing import Tuple
+
+from pipeline.images import headers
 
 MAX_PIXELS = 200_000_000  # gray; a larger one would take a worker's memory (and is more likely a bomb)
 HOLE_BYTES = 1024  # the shortest run of zeros inside coded JPEG data that is looked at
@@ -32,7 +35,7 @@ class BadImage(Exception):
 
 
 def check(data: bytes, name: str) -> bytes:
-    """The bytes to decode, or BadImage. Other formats than JPEG, PNG and WebP are left to the decoder."""
+    """The bytes to decode, or BadImage. Whether other formats than JPEG, PNG and WebP are whole the decoder finds."""
     if not data:
         raise BadImage(name, "empty file")
     if data[:3] == b"\xff\xd8\xff":
@@ -45,6 +48,9 @@ def check(data: bytes, name: str) -> bytes:
         raise BadImage(name, "begins with nothing but zeros")
     elif data[:512].lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
         raise BadImage(name, "a web page, not an image")
+    size = headers.promised_size(data)
+    if size is not None:
+        check_size(*size, name)
     return data
 
 
@@ -64,7 +70,8 @@ def is_plain_jpeg(data: bytes) -> bool:
     return False
 
 
-def _check_size(width: int, height: int, name: str) -> None:
+def check_size(width: int, height: int, name: str) -> None:
+    """BadImage for more than `MAX_PIXELS`."""
     if width * height > MAX_PIXELS:
         limit = f"{MAX_PIXELS // 1_000_000} megapixels"
         raise BadImage(name, f"too large: {width}x{height} pixels, at most {limit}")
@@ -91,7 +98,7 @@ def _jpeg_header(data: bytes, name: str) -> Tuple[int, int, int]:
 
 def _check_jpeg(data: bytes, name: str) -> None:
     width, height, scan = _jpeg_header(data, name)
-    _check_size(width, height, name)
+    check_size(width, height, name)
     end = data.find(b"\xff\xd9", scan)
     if end < 0:
         raise BadImage(name, "truncated JPEG: no end-of-image marker")
@@ -116,7 +123,7 @@ def _check_png(data: bytes, name: str) -> bytes:
         if zlib.crc32(data[at + 4 : end - 4]) != struct.unpack_from(">I", data, end - 4)[0]:
             raise BadImage(name, f"damaged PNG: wrong CRC-32 in a {kind.decode('latin1')} chunk")
         if kind == b"IHDR":
-            _check_size(*struct.unpack_from(">II", data, at + 8), name)
+            check_size(*struct.unpack_from(">II", data, at + 8), name)
         if kind in _PNG_PIXELS:
             kept.append(data[at:end])
         if kind == b"IEND":

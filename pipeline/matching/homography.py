@@ -10,6 +10,7 @@ from typing import Optional, Tuple
 import cv2
 import numpy as np
 
+_TINY = np.finfo(np.float64).tiny
 MIN_POINTS = 4  # a homography has eight degrees of freedom, two per point
 
 
@@ -43,8 +44,9 @@ def compose(*homographies: np.ndarray) -> np.ndarray:
 
 
 def normalized(H: np.ndarray) -> np.ndarray:
-    """The same map with lower right entry 1 (left as it is where that entry is 0). (3, 3) float64."""
-    return H / H[2, 2] if abs(H[2, 2]) > np.finfo(np.float64).tiny else H
+    """The same map with lower right entry 1 (left as it is where that entry is 0). (..., 3, 3) float64."""
+    scale = H[..., 2:, 2:]
+    return H / np.where(np.abs(scale) > _TINY, scale, 1.0)
 
 
 def corners(size: Tuple[int, int]) -> np.ndarray:

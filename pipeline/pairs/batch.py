@@ -93,11 +93,12 @@ def _pack(records: Sequence[np.ndarray]) -> Tuple[Tensor, Tensor]:
     """One padded buffer (B, N, 148) uint8 of all views, and their counts (B,) int64."""
     counts = [len(r) for r in records]
     # at least one column, so that an empty view needs no special case further on
-    buffer = torch.zeros((len(records), max([*counts, 1]), KEYPOINT.itemsize), dtype=torch.uint8)
+    buffer = torch.empty((len(records), max([*counts, 1]), KEYPOINT.itemsize), dtype=torch.uint8)
     for row, r in zip(buffer.numpy(), records):
         if r.dtype != KEYPOINT:
             raise TypeError(f"records of dtype {r.dtype}: must be KEYPOINT")
         row[: len(r)] = np.ascontiguousarray(r).view(np.uint8).reshape(len(r), KEYPOINT.itemsize)
+        row[len(r) :] = 0
     return buffer, torch.tensor(counts, dtype=torch.int64)
 
 

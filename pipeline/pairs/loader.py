@@ -15,7 +15,7 @@ import numpy as np
 from numpy.linalg import inv
 
 from pipeline.features.store import Store
-from pipeline.matching.homography import compose
+from pipeline.matching.homography import normalized
 from pipeline.pairs.batch import Pair, PairBatch, from_pairs
 from pipeline.pairs.order import Sample
 
@@ -28,23 +28,36 @@ def read_pair(store: Store, sample: Sample, max_keypoints: int, drop: float = 0.
         drop: up to this share of each view's keypoints is left out at random (by `sample.seed`), so that an
             epoch never repeats a pair as it was.
     """
-    random = np.random.default_rng(sample.seed)
-    records0, H_image_to_0, size0 = store.view(sample.image, sample.view0)
-    records1, H_image_to_1, size1 = store.view(sample.image, sample.view1)
-    H_0to1 = compose(H_image_to_1, inv(H_image_to_0))
-    sides = []
-    for records in (records0, records1):
-        records = records[:max_keypoints]
-        if drop > 0:
-            kept = random.random(len(records)) >= drop * random.random()
-            records = records[kept]
-        sides.append(records)
-    return Pair(sides[0], sides[1], size0, size1, H_0to1)
+    return _read_pairs(store, [sample], max_keypoints, drop)[0]
 
 
 def load_batch(store: Store, samples: Sequence[Sample], max_keypoints: int, drop: float = 0.0) -> PairBatch:
     """The PairBatch of these samples, in order; an empty list gives a batch of no pairs with homographies."""
-    return from_pairs([read_pair(store, s, max_keypoints, drop) for s in samples])
+    return from_pairs(_read_pairs(store, samples, max_keypoints, drop))
+
+
+def _read_pairs(store: Store, samples: Sequence[Sample], max_keypoints: int, drop: float) -> List[Pair]:
+    """`read_pair` of each; their homographies are computed at once, since 64 small inversions cost a batch 1 ms."""
+    if not samples:
+        return []
+    views0 = [store.view(sample.image, sample.view0) for sample in samples]
+    views1 = [store.view(sample.image, sample.view1) for sample in samples]
+    to0, to1 = (np.stack([view.H_image_to_view for view in views]) for views in (views0, views1))
+    H_0to1 = normalized(to1 @ inv(to0))
+    pairs = []
+    for sample, view0, view1, H in zip(samples, views0, views1, H_0to1):
+        sides = [view0.records[:max_keypoints], view1.records[:max_keypoints]]
+        if drop > 0:
+            random = np.random.default_rng(sample.seed)
+            sides = [_thinned(records, drop, random) for records in sides]
+        pairs.append(Pair(*sides, view0.size, view1.size, H))
+    return pairs
+
+
+def _thinned(records: np.ndarray, drop: float, random: np.random.Generator) -> np.ndarray:
+    """Some of the records; as opaque bytes, which numpy copies eight times as fast as records of fields."""
+    kept = random.random(len(records)) >= drop * random.random()
+    return records.view(f"V{records.itemsize}")[kept].view(records.dtype)
 
 
 _END = object()
