@@ -126,9 +126,10 @@ def _store(options: argparse.Namespace) -> List[Dict[str, Any]]:
 
 
 def _table(rows: Sequence[Dict[str, Any]]) -> List[str]:
-    """Columns as wide as their widest cell."""
-    names = list(rows[0])
-    cells = [names] + [[str(row[name]) for name in names] for row in rows]
+    """Columns as wide as their widest cell; a ratio and its interval are one."""
+    shown = [_shown(row) for row in rows]
+    names = list(shown[0])
+    cells = [names] + [[row[name] for name in names] for row in shown]
     widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
     return [
         "  ".join(
@@ -137,6 +138,17 @@ def _table(rows: Sequence[Dict[str, Any]]) -> List[str]:
         )
         for line in cells
     ]
+
+
+def _shown(row: Dict[str, Any]) -> Dict[str, str]:
+    """The cells of a row: `x`, `x_low` and `x_high` become `x [low, high]`."""
+    shown = {}
+    for name, value in row.items():
+        if f"{name}_low" in row and value != "":
+            value = f"{value:.2f} [{row[name + '_low']:.2f}, {row[name + '_high']:.2f}]"
+        if not name.endswith(("_low", "_high")):
+            shown[name] = str(value)
+    return shown
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ class FaultyServer:
     """Serves `data` under any path. Each GET first takes one fault from `faults`, when there is one.
 
     Faults: an int (break off after so many bytes of the body), or the name of a method `fault_...`.
-    `sent` counts body bytes, `requests` the Range headers asked for.
+    `sent` counts body bytes, `requests` the Range headers asked for, `cuts` the bodies broken off.
     """
 
     def __init__(self, data: bytes, head: bool = True, ranges: bool = True) -> None:
@@ -30,7 +30,7 @@ class FaultyServer:
         self.ranges = ranges
         self.faults: List[Any] = []
         self.pace = 0.0  # seconds between two pieces of 64 KiB
-        self.sent = 0
+        self.sent = self.cuts = 0
         self.requests: List[Optional[str]] = []
         self.etag = f'"{hashlib.md5(data).hexdigest()}"'
         self._lock = threading.Lock()
@@ -103,6 +103,8 @@ class FaultyServer:
         self._send(request, body if whole else body[:cut], pace)
         if not whole:
             request.close_connection = True
+            with self._lock:
+                self.cuts += 1
 
     def _send(
         self, request: Any, body: bytes, pace: Callable[[], None] = lambda: None, step: int = 1 << 16

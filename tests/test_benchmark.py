@@ -40,10 +40,14 @@ def test_bad_and_small_images_do_not_stop_the_measurement(tmp_path, photo, make_
 
 
 def test_the_table_is_printed_and_written(tmp_path, monkeypatch, capsys):
-    rows = [{"what": "a long name", "speed": 1.5}, {"what": "b", "speed": 12.25}]
+    rows = [
+        {"what": "a long name", "speed": 1.5, "of": 1.0, "of_low": 0.9, "of_high": 1.25},
+        {"what": "b", "speed": 12.25, "of": "", "of_low": "", "of_high": ""},
+    ]
     monkeypatch.setattr(benchmark, "_store", lambda _: rows)
     assert benchmark.main(["--json", str(tmp_path / "rows.json"), "store"]) == 0
-    assert capsys.readouterr().out == "what         speed\na long name    1.5\nb            12.25\n"
+    lines = ["what         speed                 of", "a long name    1.5  1.00 [0.90, 1.25]"]
+    assert capsys.readouterr().out.splitlines() == [*lines, "b            12.25                   "]
     assert json.loads((tmp_path / "rows.json").read_text()) == rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import inspect
@@ -26,11 +27,14 @@ from pipeline.benchmarks import (
     plain,
     planner,
     row,
+    stage_rows,
     table,
     timing,
+    training_rows,
 )
 from pipeline.benchmarks.row import Row, Setting
 from pipeline.errors import RequestError
+from pipeline.features.store import Store
 from pipeline.matching.loss import assignment_loss
 from pipeline.matching.superglue import SuperGlueConfig
 from pipeline.matching.truth import ground_truth
@@ -268,3 +272,25 @@ class TestElastic:
         assert asked == [(1, 2), (1, 2), (2, 1), (2, 1)]
         assert [row.note for row in rows] == ["1.50 times as long, 1.25 times the processor's time"] * 4
         assert all(row.skipped for row in elastic_rows.elastic(setting(seconds=1e-6)))
+
+
+class TestStages:
+    def test_the_loader_that_works_ahead_trains_like_the_one_that_does_not(self, tmp_path):
+        """Two steps from the same weights; where DALI is missing its row says so."""
+        store = Store(made.made_store(tmp_path / "store", 30, images=8))
+        reasons = training_rows._reasons(setting())
+        assert not reasons["DALI loader, ahead"] or "pip install nvidia-dali" in reasons["DALI loader, ahead"]
+        with contextlib.ExitStack() as stack:
+            ways = training_rows._ahead(setting(), store, 4, reasons, stack)
+            torch.manual_seed(0)
+            ways["no loader"] = training_rows.Trainer(setting(), store, 4)
+            for way in ways.values():
+                way(), way()
+            weights = [[p.detach() for p in way.parts.wrapped.parameters()] for way in ways.values()]
+        assert len(weights) == 2 + (not reasons["DALI loader, ahead"])
+        assert all(torch.equal(a, b) for own in weights for a, b in zip(own, weights[0]))
+
+    def test_the_rows_of_the_store_tell_their_bounds(self):
+        rows = list(stage_rows.store(setting()))
+        assert [each.unit for each in rows] == ["us"] * 4
+        assert "target: at most 20" in rows[1].note and "target: at most 2500" in rows[2].note

@@ -63,7 +63,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("repeat", range(3))
+@pytest.mark.parametrize("repeat", range(10))
 @pytest.mark.parametrize("name", CASES)
 def test_each_fault_is_survived_with_hardly_a_byte_sent_twice(server, tmp_path, name, repeat):
     server.faults = list(CASES[name])

@@ -61,7 +61,11 @@ def store(setting: Setting) -> Iterator[Row]:
     del setting
     for row in store_rows():
         bound = f"; target: at most {row['at most']}" if row["at most"] else ""
-        against = f"; {row['of_bare']} of a bare map [{row['low']}, {row['high']}]" if row["of_bare"] else ""
+        against = (
+            f"; {row['of_bare']} of a bare map [{row['of_bare_low']}, {row['of_bare_high']}]"
+            if row["of_bare"]
+            else ""
+        )
         yield Row(
             "store", row["what"], row["microseconds"], "us", note=f"one core, hot cache{against}{bound}"
         )

@@ -70,8 +70,8 @@ def _rows(store: Store) -> Iterator[Dict[str, Any]]:
             "microseconds": round(1e6 * min(taken[name].cpu) / times, 2),
             "median": round(1e6 * statistics.median(taken[name].cpu) / times, 2),
             "of_bare": of_bare[0],
-            "low": of_bare[1],
-            "high": of_bare[2],
+            "of_bare_low": of_bare[1],
+            "of_bare_high": of_bare[2],
             "at most": bounds.get(name, ""),
         }
 
