@@ -109,11 +109,14 @@ def peaks(command: List[str], root: Path) -> List[int]:
     """Largest resident memory in KiB of a command and, after it, of its workers, seen while it runs."""
     process = subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     seen: Dict[int, int] = {}
+    pids: List[int] = []
     while process.poll() is None:
-        for each in [process.pid, *(child.pid for child in psutil.Process(process.pid).children())]:
-            with contextlib.suppress(OSError, AttributeError):
-                peak = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{each}/status").read_text())
-                seen[each] = int(peak[1])
+        with contextlib.suppress(psutil.NoSuchProcess):
+            pids = [process.pid, *(child.pid for child in psutil.Process(process.pid).children())]
+        for each in pids:
+            with contextlib.suppress(OSError):  # it has ended
+                for peak in re.findall(r"VmHWM:\s+(\d+)", Path(f"/proc/{each}/status").read_text()):
+                    seen[each] = int(peak)
         time.sleep(0.1)
     assert process.returncode == 0
     parent = seen.pop(process.pid)
