@@ -268,6 +268,7 @@ class TestElastic:
             elastic_rows.group_rows, "in_processes", lambda *given: asked.append(given[2:]) or taken
         )
         monkeypatch.setattr(elastic_rows.os, "cpu_count", lambda: 2)
+        monkeypatch.setattr(elastic_rows.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
         rows = list(elastic_rows.elastic(setting(seconds=1e6)))
         assert asked == [(1, 2), (1, 2), (2, 1), (2, 1)]
         assert [row.note for row in rows] == ["1.50 times as long, 1.25 times the processor's time"] * 4

@@ -45,7 +45,8 @@ def _row(setting: Setting, name: str, processes: int, norm: str) -> Row:
         sys.executable, "-m", "pipeline.benchmarks.elastic_rank", "--train", json.dumps(train),
         "--keypoints", str(KEYPOINTS), "--rounds", str(setting.rounds),
     ]  # fmt: skip
-    threads = max(1, (os.cpu_count() or 1) // processes)  # what the launcher gives a rank
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, cores // processes)  # what the launcher gives a rank
     taken = json.loads(group_rows.in_processes(setting, command, processes, threads))
     ratio, cpu = (timing.speed_up(*taken[key]) for key in ("wall", "cpu"))
     plain, own = (1e3 * statistics.median(way) for way in taken["wall"])
