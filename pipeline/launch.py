@@ -70,7 +70,9 @@ def command(module: str, arguments: Sequence[str], processes: int) -> List[str]:
         # nodes must restart together, which torchrun's agents agree upon by themselves
         torchrun += [f"--nnodes={nodes}", "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}"]
         torchrun += [f"--rdzv_id={os.environ.get('RDZV_ID', 'pipeline')}", f"--max_restarts={max_restarts()}"]
-        torchrun += _own_address(endpoint)
+        own = os.environ.get("LOCAL_ADDR")
+        if own:  # host names would not tell which node has the endpoint
+            torchrun += [f"--rdzv_conf=is_host={'true' if endpoint.rsplit(':', 1)[0] == own else 'false'}"]
     else:
         raise RequestError(f"NNODES={nodes} needs RDZV_ENDPOINT=host:port, the same on every node")
     return [*torchrun, "-m", module, *arguments]
@@ -84,21 +86,14 @@ def _agent(arguments: Sequence[str]) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from pipeline.stack import own_address
+
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
-        run.main(list(arguments))
+        run.main([*own_address(os.environ.get("LOCAL_ADDR", "")), *arguments])
     except ChildFailedError:
         return 1
     return 0
-
-
-def _own_address(endpoint: str) -> List[str]:
-    """LOCAL_ADDR, for a node whose host name is not the address others reach it by."""
-    own = os.environ.get("LOCAL_ADDR")
-    if not own:
-        return []
-    host = "true" if endpoint.rsplit(":", 1)[0] == own else "false"
-    return [f"--local_addr={own}", f"--rdzv_conf=is_host={host}"]
 
 
 def world_sizes(processes: int) -> List[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any, Callable, Optional
+from typing import Any, Callable, List, Optional
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +105,22 @@ def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     if can_compile():
         return checkpoint(function, *arguments, use_reentrant=False)
     return checkpoint(function, *arguments)
+
+
+def own_address(address: str) -> List[str]:
+    """torchrun's option for the address by which other nodes reach this one; "": none, its host name serves.
+
+    torch 1.10's torchrun has no such option; there its agent is told another name for this host.
+    """
+    from torch.distributed.elastic.agent.server import api
+    from torch.distributed.launcher.api import LaunchConfig
+
+    if not address:
+        return []
+    if hasattr(LaunchConfig, "local_addr"):
+        return [f"--local_addr={address}"]
+    api._get_fq_hostname = lambda: address
+    return []
 
 
 def dali_package() -> str:
