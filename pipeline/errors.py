@@ -36,11 +36,14 @@ def run(main: Callable[[Optional[Sequence[str]]], int], argv: Optional[Sequence[
     folder = os.environ.get(EXIT_FOLDER)
     if not folder:
         return _guarded(main, argv)
+    left = os.path.join(folder, os.environ.get("LOCAL_RANK", "0"))
+    if os.path.exists(left):  # by the process that torchrun has replaced by this one
+        os.unlink(left)
     code = 1  # of an unforeseen exception, which goes on its way
     try:
         code = _guarded(main, argv)
     finally:
-        with open(os.path.join(folder, os.environ.get("LOCAL_RANK", "0")), "w") as file:
+        with open(left, "w") as file:
             file.write(str(code))
     # torchrun takes any code but 0 for a crash, and reports it as one: the launcher reads the file instead
     return 0 if code == STOPPED else code

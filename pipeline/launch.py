@@ -84,13 +84,15 @@ def _agent(arguments: Sequence[str]) -> int:
     A rank that raised has shown its own traceback, and one that was killed is named by the supervisor.
     """
     from torch.distributed import run
+    from torch.distributed.elastic.agent.server import api
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig
 
     from pipeline.stack import own_address
 
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
-        run.main([*own_address(os.environ.get("LOCAL_ADDR", "")), *arguments])
+        run.main([*own_address(os.environ.get("LOCAL_ADDR", ""), LaunchConfig, api), *arguments])
     except ChildFailedError:
         return 1
     return 0
@@ -171,7 +173,8 @@ class Supervisor:
         if code != 0 and len(codes) < self.processes:
             lost = [_last_seen(folder, rank) for rank in range(self.processes) if rank not in codes]
             return (STOPPED if self.stopping else 1), lost
-        return next((codes[rank] for rank in sorted(codes) if codes[rank]), 1 if code else 0), []
+        # torchrun's own code says nothing more: torch 1.10's agents may stumble over each other once all ranks are done
+        return next((codes[rank] for rank in sorted(codes) if codes[rank]), 0), []
 
     def _forward(self, number: int, frame) -> None:
         """To the ranks and not to torchrun, which would kill them 30 s later, saved or not."""

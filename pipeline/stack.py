@@ -107,19 +107,17 @@ def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     return checkpoint(function, *arguments)
 
 
-def own_address(address: str) -> List[str]:
+def own_address(address: str, config: type, agent: Any) -> List[str]:
     """torchrun's option for the address by which other nodes reach this one; "": none, its host name serves.
 
-    torch 1.10's torchrun has no such option; there its agent is told another name for this host.
+    torch 1.10's torchrun has no such option (nor its class `config`, LaunchConfig): there its module `agent` is told
+    another name for this host.
     """
-    from torch.distributed.elastic.agent.server import api
-    from torch.distributed.launcher.api import LaunchConfig
-
     if not address:
         return []
-    if hasattr(LaunchConfig, "local_addr"):
+    if hasattr(config, "local_addr"):
         return [f"--local_addr={address}"]
-    api._get_fq_hostname = lambda: address
+    agent._get_fq_hostname = lambda: address
     return []
 
 
