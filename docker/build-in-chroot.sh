@@ -27,7 +27,7 @@ case $stack in
     mlflow) suite=bookworm base_arg=BASE_IMAGE ;;
     *) echo "error: no stack $stack: cu111, modern or mlflow" >&2 && exit 2 ;;
 esac
-standin=localhost/standin:$suite
+standin=localhost/standin:$stack # modern and mlflow share a suite, not the folder of wheels
 
 bud() { buildah --root "$STORE/root" --runroot "$STORE/run" "$@"; }
 
