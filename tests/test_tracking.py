@@ -27,11 +27,13 @@ from pipeline.runtime.run_log import EventLog
 
 ROOT = Path(__file__).resolve().parents[1]
 PARAMS = {"train": {"lr": 1e-4, "layers": 5}}
+PATIENCE = 120  # seconds: a guard, for a busy machine on which a request outlasts its second again and again
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Short pauses, and nothing inherited from the shell of the person who tests."""
+    """Short pauses, long patience, and nothing inherited from the shell of the person who tests."""
+    monkeypatch.setattr(run_module, "wait_limit", lambda _: PATIENCE)
     for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_NAME", "DVC_EXP_NAME", "DVC_ROOT", "DVC_STAGE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
@@ -74,7 +76,7 @@ class Gate:
         handlers._tracking_store = handlers._model_registry_store = None
         self.app = app.wsgi_app if hasattr(app, "wsgi_app") else app
         self.mode = "up"
-        self.posts = 0
+        self.posts = self.requests = 0
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -82,6 +84,7 @@ class Gate:
         self.server = None
 
     def __call__(self, environ, start_response):
+        self.requests += 1
         self.posts += environ["REQUEST_METHOD"] == "POST"
         mode = self.mode
         if mode == "hang":
@@ -217,7 +220,9 @@ def test_a_dead_server_holds_up_nothing_and_gets_all_points_after_it_is_back(gat
     started = time.monotonic()
     run = tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False)
     log_steps(run, 0, 1000)
-    assert time.monotonic() - started < 5  # 1000 steps, and the tags' git calls
+    assert (
+        time.monotonic() - started < 60
+    )  # 1000 steps and the tags' git calls; waiting for each would take 1000 s
     assert run.close(wait=2) is False
     said = capfd.readouterr().err
     assert "1002 entries have not reached" in said and "log.jsonl keeps them" in said
@@ -262,15 +267,15 @@ def test_a_server_that_fails_in_the_middle_gets_every_point_once(gate, store, tm
     log_steps(run, 0, 100)
     wait_for(lambda: gate.posts > 3)
     gate.mode = fault
-    before = gate.posts
+    before = gate.requests
     started = time.monotonic()
     log_steps(run, 100, 200)
-    assert time.monotonic() - started < 1
-    wait_for(lambda: gate.posts > before)
+    assert time.monotonic() - started < 10  # waiting for a server that hangs would take 100 s
+    wait_for(lambda: gate.requests > before)
     time.sleep(1.2)
     gate.mode = "up"
     log_steps(run, 200, 300)
-    assert run.close(wait=30)
+    assert run.close(wait=PATIENCE)
     assert steps(store, "train/loss") == list(range(300))
     said = capfd.readouterr().err
     assert said.count("does not answer") == said.count("answers again") == 1
@@ -309,8 +314,9 @@ def test_the_weights_are_the_same_without_mlflow_with_it_and_while_it_hangs(
     assert trained("with") == without
     gate.stop()
     silent = Silent(gate.port)
-    monkeypatch.setattr(run_module, "wait_limit", lambda _: 2.0)
-    assert trained("hanging") == without
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "wait_limit", lambda _: 5.0)
+        assert trained("hanging") == without
     assert silent.taken
     silent.close()
     assert len(curves_of_runs(store)) == 1
@@ -329,7 +335,7 @@ def test_a_flapping_server_gets_every_point_once(gate, store, tmp_path):
         run.log({"train/loss": step / 7}, step)
         time.sleep(0.01)
     gate.mode = "up"
-    assert run.close(wait=30)
+    assert run.close(wait=PATIENCE)
     assert steps(store, "train/loss") == list(range(200))
 
 
@@ -339,7 +345,7 @@ def test_closing_against_a_hanging_server_is_bounded(gate, tmp_path):
     run = tracking.open_run(tmp_path, PARAMS, system_metrics=False)
     started = time.monotonic()
     assert run.close(wait=1) is False
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10  # a server's usual limit is 20 s
 
 
 def test_a_resumed_run_goes_on_without_doubling_the_steps_since_the_checkpoint(store, tmp_path):
@@ -405,7 +411,9 @@ def test_no_run_stays_running(store, tmp_path, end, status):
     script = textwrap.dedent(SCRIPT).replace("{end}", end)
     command = [sys.executable, "-c", script, str(tmp_path / "reports")]
     environment = dict(os.environ, PYTHONPATH=str(ROOT))
-    subprocess.run(command, cwd=ROOT, env=environment, timeout=120, check=False, stderr=subprocess.PIPE)
+    subprocess.run(
+        command, cwd=ROOT, env=environment, timeout=5 * PATIENCE, check=False, stderr=subprocess.PIPE
+    )
     client, stored = stored_run(store)
     assert stored.info.status == status
     elsewhere = tracking.open_run(tmp_path / "elsewhere", PARAMS, system_metrics=False)
@@ -480,7 +488,7 @@ def test_progress_prints_lines_with_an_eta_where_there_is_no_terminal():
     assert clock(3725) == "1:02:05"
 
 
-def wait_for(condition, seconds=20):
+def wait_for(condition, seconds=PATIENCE):
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "waited in vain"
