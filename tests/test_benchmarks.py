@@ -295,3 +295,7 @@ class TestStages:
         rows = list(stage_rows.store(setting()))
         assert [each.unit for each in rows] == ["us"] * 4
         assert "target: at most 20" in rows[1].note and "target: at most 2500" in rows[2].note
+
+    def test_batches_are_matched_beside_the_plain_network(self):
+        (found,) = stage_rows.batched_evaluation(setting(seconds=0.5))
+        assert found.unit == "pairs/s" and found.value > 0 and found.ratio.low > 0

@@ -146,8 +146,8 @@ def batched_evaluation(setting: Setting) -> Iterator[Row]:
     """Matching cached pairs in batches, beside the plain network one pair at a time."""
     from pipeline.benchmarks.made import made_batch
 
-    model = folded(setting.model())
-    twin = plain.plain_from(model).to(setting.device)
+    own = setting.model().eval()
+    model, twin = folded(own), plain.plain_from(own).to(setting.device)
     pairs = 4
     whole = made_batch(512, pairs).to(setting.device)
     single = made_batch(512, 1).to(setting.device)
