@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from faults.cells import TRAIN, Workbench
-from faults.group import until_done
 from made_views import made_store
 
 from pipeline import train
@@ -137,24 +136,6 @@ def test_single_is_one_process(bench):
     assert setup.processes(section, 4) == 1 and setup.processes(load(bench), 4) == 4
     with pytest.raises(RequestError, match=r"train\.parallel = single runs in one process"):
         setup.global_batch(section, 2)
-
-
-def test_batch_statistics_are_those_of_all_ranks_only_when_asked_for(bench):
-    alone = (("norm", "batch"), ("sync_batchnorm", False))
-    assert bench.clean(2, alone) != bench.clean(2, alone[:1])
-    assert bench.clean(1, alone) == bench.clean(1, alone[:1])  # one process has nobody to ask
-
-
-@pytest.mark.parametrize("scaling, factor", [("linear", 2.0), ("sqrt", 2.0**0.5)])
-def test_the_learning_rate_grows_with_the_ranks_and_their_pairs(bench, scaling, factor):
-    keys = (("batch_per_rank", 4), ("lr_scaling", scaling), ("steps", 2), ("val_every", 2))
-    rates = {}
-    for world in (1, 2):
-        until_done(bench.folder / "cell", bench.arguments(keys), [world], "")
-        curve = (bench.folder / "cell" / "reports" / "curves" / "train.csv").read_text().splitlines()
-        rates[world] = float(dict(zip(*(line.split(",") for line in curve[:2])))["lr"])
-        assert f", {4 * world} pairs a step" in (bench.folder / "cell" / "log").read_text()
-    assert rates[2] == pytest.approx(factor * rates[1], rel=1e-5)
 
 
 def test_micro_batches_exchange_once(bench, tmp_path):

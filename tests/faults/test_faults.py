@@ -98,3 +98,23 @@ def test_the_injector_refuses_what_it_does_not_know():
         with pytest.raises(ValueError, match="SG_FAULT"):
             faults.parse(wrong)
     assert faults.SIGNALS["kill"] == signal.SIGKILL
+
+
+# Options of several ranks. They stand here, and tests/faults runs first, because torch 1.10 cannot fork a training from
+# a process that has used autograd.
+def test_batch_statistics_are_those_of_all_ranks_only_when_asked_for(bench):
+    alone = (("norm", "batch"), ("sync_batchnorm", False))
+    assert bench.clean(2, alone) != bench.clean(2, alone[:1])
+    assert bench.clean(1, alone) == bench.clean(1, alone[:1])  # one process has nobody to ask
+
+
+@pytest.mark.parametrize("scaling, factor", [("linear", 2.0), ("sqrt", 2.0**0.5)])
+def test_the_learning_rate_grows_with_the_ranks_and_their_pairs(bench, scaling, factor):
+    keys = (("batch_per_rank", 4), ("lr_scaling", scaling), ("steps", 2), ("val_every", 2))
+    rates = {}
+    for world in (1, 2):
+        until_done(bench.folder / "cell", bench.arguments(keys), [world], "")
+        curve = (bench.folder / "cell" / "reports" / "curves" / "train.csv").read_text().splitlines()
+        rates[world] = float(dict(zip(*(line.split(",") for line in curve[:2])))["lr"])
+        assert f", {4 * world} pairs a step" in (bench.folder / "cell" / "log").read_text()
+    assert rates[2] == pytest.approx(factor * rates[1], rel=1e-5)
