@@ -99,18 +99,24 @@ def whole(bench, name, keys=()):
     ]
 
 
+def survived(bench, fault: str):
+    """What the launcher printed of a run that each fault struck once and that ended well; and how many struck."""
+    marks = bench.folder / "marks"
+    marks.mkdir()
+    process = launcher(whole(bench, "run"), SG_FAULT=fault, SG_FAULT_ONCE=str(marks))
+    out, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, out
+    return out, len(list(marks.iterdir()))
+
+
 @pytest.mark.slow
 class TestFaults:
     """The same promises as tests/faults, through torchrun itself."""
 
     def test_a_killed_rank_is_started_again(self, bench):
         expected = bench.clean(2)
-        marks = bench.folder / "marks"
-        marks.mkdir()
         fault = "kill:rank=1,step=3,phase=backward;kill:rank=0,step=5,phase=ckpt_replace"
-        process = launcher(whole(bench, "run"), SG_FAULT=fault, SG_FAULT_ONCE=str(marks))
-        out, _ = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 0, out
+        out, _ = survived(bench, fault)
         assert "rank 1, last seen at step 3, died" in out and "resuming at step 2 of 8" in out
         assert "Traceback" not in out and "exitcode" not in out  # torchrun's own, which names no step
         assert digest(bench.folder / "run") == expected
@@ -123,13 +129,9 @@ class TestFaults:
         assert "ChildFailedError" not in out and "starting again" not in out
 
     def test_a_killed_torchrun_is_started_again(self, bench):
-        marks = bench.folder / "marks"
-        marks.mkdir()
         fault = "torchrun:rank=1,step=3,phase=forward;torchrun:rank=0,step=5,phase=ckpt_fsync"
-        process = launcher(whole(bench, "run"), SG_FAULT=fault, SG_FAULT_ONCE=str(marks))
-        out, _ = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 0, out
-        assert out.count("starting again from the newest checkpoint") == len(list(marks.iterdir())) == 2
+        out, struck = survived(bench, fault)
+        assert out.count("starting again from the newest checkpoint") == struck == 2
         assert digest(bench.folder / "run") == bench.clean(2)
 
     def test_after_a_killed_dvc_the_next_repro_goes_on(self, bench, monkeypatch):
