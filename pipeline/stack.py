@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,68 @@ def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional
     if mask is not None:
         logits = logits.masked_fill(~mask, float("-inf"))
     return logits.softmax(-1) @ v
+
+
+def has_packed_attention(q: Tensor) -> bool:
+    """Is there a fused kernel for packed sequences of any lengths (torch 2.10, a GPU, half precision)?"""
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and _varlen() is not None
+
+
+def _varlen() -> Optional[Callable[..., Tensor]]:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, partner_starts: Tensor, longest: int
+) -> Tensor:
+    """Attention of packed sequences; where `has_packed_attention`.
+
+    Args:
+        q (S, H, d), k and v (S', H, d); starts, partner_starts: (B + 1,) int32, where each sequence begins.
+        longest: at least the length of the longest sequence.
+    """
+    return _varlen()(q, k, v, starts, partner_starts, longest, longest)
+
+
+def recorded(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """`work` recorded as a CUDA graph: call the result to do it again on the same memory, in one launch.
+
+    `work` is called now as well. It must neither make the host wait nor read other memory each time.
+
+    torch 1.10 records too, but then no other thread may ask for memory meanwhile, such as the loader's: there, as on a
+    CPU, the work itself is returned.
+    """
+    if not can_record(device):
+        work()
+        return work
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        work()  # what libraries set up at a first call cannot be recorded
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        work()
+    graph.replay()
+    return graph.replay
+
+
+def can_record(device: torch.device) -> bool:
+    """Does `recorded` record here? Not within another recording."""
+    return device.type == "cuda" and can_compile() and not torch.cuda.is_current_stream_capturing()
+
+
+def softmax_gradient(grad: Tensor, weights: Tensor) -> Tensor:
+    """Gradient of what `weights` = softmax(., -1) was taken of; `grad` is that of the weights.
+
+    torch 1.10 wants to see a tensor of the input's element type, later versions name the type.
+    """
+    kind = weights.dtype if hasattr(torch.nn.functional, "scaled_dot_product_attention") else weights
+    return torch._softmax_backward_data(grad, weights, -1, kind)
 
 
 def no_autocast(device_type: str):
@@ -76,6 +138,11 @@ def grad_scaler(enabled: bool):
     if hasattr(torch.amp if hasattr(torch, "amp") else torch, "GradScaler"):
         return torch.amp.GradScaler("cuda", enabled=enabled)
     return torch.cuda.amp.GradScaler(enabled=enabled)
+
+
+def fused_adam() -> Dict[str, bool]:
+    """Options of Adam for one pass over all parameters, a quarter of the time; torch 1.10 has no such form."""
+    return {"fused": True} if can_compile() else {}
 
 
 def floats_of_bytes(data: Tensor) -> Tensor:

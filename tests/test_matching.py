@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from pipeline import stack
 from pipeline.features.sift import KEYPOINT
-from pipeline.matching import attention, homography, normalization, sinkhorn
-from pipeline.matching.inference import folded
+from pipeline.matching import attention, homography, normalization, packing, sinkhorn
+from pipeline.matching.assignment import Assignments
+from pipeline.matching.inference import Replayed, folded
 from pipeline.matching.loss import assignment_loss
 from pipeline.matching.superglue import SuperGlue, SuperGlueConfig, mutual_matches, root_sift
 from pipeline.matching.truth import IGNORED, UNMATCHED, Truth, ground_truth, pair_truth
@@ -49,6 +50,16 @@ def scrambled(config: SuperGlueConfig, seed: int = 0) -> SuperGlue:
     return model.eval()
 
 
+def padded(scores, dustbin, iterations):
+    """`log_optimal_transport` by way of one padded batch; what is padded is nonsense."""
+    sides = [torch.tensor([s.shape[axis] for s in scores]) for axis in (0, 1)]
+    M, N = (int(side.max()) for side in sides)
+    batch = torch.stack([torch.nn.functional.pad(s, (0, N - s.shape[1], 0, M - s.shape[0]), value=1e3) for s in scores])
+    log_P, finite = sinkhorn.padded_optimal_transport(batch, *sides, dustbin, iterations)
+    assert finite
+    return [P[: s.shape[0] + 1, : s.shape[1] + 1] for P, s in zip(log_P, scores)]
+
+
 class TestSinkhorn:
     def test_one_by_one_has_a_closed_form(self):
         # all scores equal: mass spreads by the marginals alone, P = mu nu (m + n)
@@ -67,7 +78,7 @@ class TestSinkhorn:
         assert P.sum() == pytest.approx(m + n, rel=1e-4)
 
     @pytest.mark.parametrize("rows", [0, 1, 7])
-    @pytest.mark.parametrize("solve", [sinkhorn._one_by_one, sinkhorn._batched])
+    @pytest.mark.parametrize("solve", [sinkhorn.log_optimal_transport, padded])
     @pytest.mark.parametrize("spread", [1.0, 30.0, 300.0])
     def test_equals_the_log_domain_with_its_gradient(self, monkeypatch, solve, spread, rows):
         if rows:  # a kernel in several blocks of so many rows
@@ -96,7 +107,7 @@ class TestSinkhorn:
         b = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
         dustbin = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
         assert torch.autograd.gradcheck(
-            lambda x, y, z: tuple(sinkhorn._batched([x, y], z, 4)), (a, b, dustbin)
+            lambda x, y, z: tuple(padded([x, y], z, 4)), (a, b, dustbin)
         )
 
     def test_float32_stays_close_to_float64_on_hard_scores(self):
@@ -110,7 +121,7 @@ class TestSinkhorn:
     def test_falls_back_to_the_log_domain(self, monkeypatch):
         scores = torch.randn(6, 5)
         expected = sinkhorn.log_optimal_transport([scores], torch.tensor(1.0), 20)[0]
-        monkeypatch.setattr(sinkhorn, "_finite", lambda *_: False)
+        monkeypatch.setattr(sinkhorn, "_finite", lambda *_: torch.tensor(False))
         assert torch.allclose(
             sinkhorn.log_optimal_transport([scores], torch.tensor(1.0), 20)[0], expected, atol=1e-5
         )
@@ -124,6 +135,48 @@ class TestSinkhorn:
         assert right.tolist() == [[0], [0], [-math.inf]]
         assert none.tolist() == [[-math.inf]]
 
+    def test_empty_sides_in_a_padded_batch(self):
+        left, right, none, full = padded([torch.zeros(s) for s in [(0, 3), (2, 0), (0, 0), (1, 1)]], torch.tensor(1.0), 5)
+        assert left.tolist() == [[0, 0, 0, -math.inf]]
+        assert right.tolist() == [[0], [0], [-math.inf]]
+        assert none.tolist() == [[0]]
+        assert torch.isfinite(full).all()
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf])
+    def test_a_padded_batch_tells_when_it_is_not_finite(self, bad):
+        scores = torch.zeros(2, 4, 3)
+        scores[1, 2, 1] = bad
+        counts = torch.tensor([4, 4]), torch.tensor([3, 3])
+        assert not sinkhorn.padded_optimal_transport(scores, *counts, torch.tensor(1.0), 5)[1]
+        scores[1, 2, 1], scores[1, 3, 2] = 0.0, bad  # of padding it does not matter
+        assert sinkhorn.padded_optimal_transport(scores, counts[0] - 1, counts[1], torch.tensor(1.0), 5)[1]
+
+    def test_loops_done_again_on_the_same_memory_give_the_same(self, monkeypatch):
+        """What a GPU records is a loop over fixed memory; here the loop itself is called again."""
+        def answers():
+            found = []
+            for seed, (m, n) in enumerate([(9, 7), (9, 7), (5, 7), (9, 7)]):
+                scores = torch.randn(3, m, n, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+                P = padded(list(scores), torch.tensor(1.0), 20)
+                sum((p * p).sum() for p in P).backward()
+                found += [*P, scores.grad]
+            return found
+
+        expected = answers()
+        monkeypatch.setattr(sinkhorn, "can_record", lambda device: True)
+        monkeypatch.setattr(sinkhorn, "GRAPHS", 3)
+        for _ in range(2):
+            assert all(torch.equal(a, b) for a, b in zip(answers(), expected))
+        assert len(sinkhorn._recordings) == 3
+        sinkhorn._recordings.clear()
+
+    def test_chunks_do_not_matter(self, monkeypatch):
+        scores = [torch.randn(m, n) for m, n in ((4, 6), (5, 5), (1, 2), (3, 6), (5, 1))]
+        whole = padded(scores, torch.tensor(1.0), 30)
+        monkeypatch.setattr(sinkhorn, "CHUNK_BYTES", 2 * 6 * 7 * 4)
+        parts = padded(scores, torch.tensor(1.0), 30)
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(whole, parts))
+
     def test_is_float32_under_autocast(self):
         scores = torch.randn(20, 20)
         plain = sinkhorn.log_optimal_transport([scores], torch.tensor(1.0), 50)[0]
@@ -135,10 +188,10 @@ class TestSinkhorn:
 class TestAttention:
     def test_both_forms_agree_with_the_formula(self):
         torch.manual_seed(0)
-        counts, partner = [3, 0, 5, 2], [2, 3, 0, 1]
+        edges = packing.Edges(packing.Packing([3, 0, 5, 2], torch.device("cpu")), [2, 3, 0, 1])
         q, k, v = (torch.randn(10, 4, 8) for _ in range(3))
-        one = attention._one_by_one(q, k, v, counts, partner)
-        assert torch.allclose(one, attention._padded(q, k, v, counts, partner), atol=1e-6)
+        one = attention._one_by_one(q, k, v, edges)
+        assert torch.allclose(one, attention._padded(q, k, v, edges), atol=1e-6)
         first, third = slice(0, 3), slice(3, 8)
         logits = torch.einsum("ihd,jhd->hij", q[first], k[third]) / math.sqrt(8)
         assert torch.allclose(
@@ -146,14 +199,35 @@ class TestAttention:
         )
         assert torch.equal(one[8:], torch.zeros(2, 4, 8))  # its partner is empty
 
+    @pytest.mark.parametrize("counts", [[4, 4, 4], [4, 2, 3]])
+    @pytest.mark.parametrize("partner", [[0, 1, 2], [2, 0, 1]])
+    def test_forms_of_a_gpu(self, monkeypatch, counts, partner):
+        """Padded, without a mask where all are of one length, and packed (here by a stand-in for the fused kernel)."""
+        torch.manual_seed(0)
+        edges = packing.Edges(packing.Packing(counts, torch.device("cpu")), partner)
+        q, k, v = (torch.randn(sum(counts), 2, 8) for _ in range(3))
+        expected = attention._one_by_one(q, k, v, edges)
+        assert torch.allclose(attention._padded(q, k, v, edges), expected, atol=1e-6)
+
+        def fused(q, k, v, starts, others, longest):
+            assert longest >= max(counts) and starts.dtype == others.dtype == torch.int32
+            out = torch.empty_like(q)
+            for a, b, c, d in zip(starts, starts[1:], others, others[1:]):
+                weights = torch.einsum("ihd,jhd->hij", q[a:b], k[c:d]).div(math.sqrt(8)).softmax(-1)
+                out[a:b] = torch.einsum("hij,jhd->ihd", weights, v[c:d])
+            return out
+
+        monkeypatch.setattr(stack, "packed_attention", fused)
+        assert torch.allclose(attention._packed(q, k, v, edges), expected, atol=1e-6)
+
     def test_gradient_in_bfloat16_is_that_of_float32(self):
         torch.manual_seed(0)
-        counts, partner = [30, 0, 50, 20], [2, 3, 0, 1]
+        edges = packing.Edges(packing.Packing([30, 0, 50, 20], torch.device("cpu")), [2, 3, 0, 1])
         exact = [torch.randn(100, 4, 8).bfloat16().float().requires_grad_() for _ in range(3)]
         cast = [t.detach().bfloat16().requires_grad_() for t in exact]
         weight = torch.randn(100, 4, 8)
         for leaves in (exact, cast):
-            (attention._one_by_one(*leaves, counts, partner).float() * weight).sum().backward()
+            (attention._one_by_one(*leaves, edges).float() * weight).sum().backward()
         for a, b in zip(exact, cast):
             # eight bits of mantissa in the weights and in each product
             assert float((a.grad - b.grad.float()).norm() / a.grad.norm()) < 0.01
@@ -176,6 +250,27 @@ class TestInference:
         for a, b in zip(expected, found):
             assert torch.allclose(a, b, atol=5e-5, rtol=1e-6)  # values reach 20
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    def test_replayed_answers_as_the_network(self):
+        """Done again on the same memory, with sizes that come again and others; the answers stay as they were."""
+        rng = np.random.default_rng(0)
+        model = folded(scrambled(SuperGlueConfig(dim=32, layers=2)))
+        fast = Replayed(model, most=2)
+        kept = []
+        for counts in ((20, 33), (20, 33), (9, 4), (20, 33), (0, 4), (9, 4)):
+            batch = from_pairs([pair(rng, *counts)])
+            with torch.no_grad():
+                kept.append((fast(batch)[0], model(batch)[0]))
+            assert len(fast._kept) <= 2
+        for found, expected in kept:
+            assert torch.allclose(found, expected, atol=5e-5, rtol=1e-6)
+
+    def test_replayed_falls_back_to_the_log_domain(self, monkeypatch):
+        model = folded(scrambled(SuperGlueConfig(dim=32, layers=1)))
+        batch = from_pairs([pair(np.random.default_rng(0), 9, 9)])
+        expected = model(batch)[0]
+        monkeypatch.setattr(model, "transport", lambda *_: (torch.zeros(1, 10, 10), torch.tensor(False)))
+        assert torch.equal(Replayed(model)(batch)[0], expected)
 
     def test_bfloat16_finds_the_same_matches(self):
         torch.manual_seed(0)
@@ -339,14 +434,52 @@ class TestTruth:
         assert torch.equal(truth.matches0, back.matches1) and torch.equal(truth.matches1, back.matches0)
 
 
+    def test_a_padded_batch_has_the_truth_of_its_pairs(self):
+        rng = np.random.default_rng(0)
+        H = np.array([[1, 0, 4.0], [0, 1, 2.0], [0, 0, 1]])
+        pairs = [pair(rng, *counts, H) for counts in ((40, 60), (0, 4), (90, 1), (7, 0))]
+        for one in pairs:  # some that match
+            shared = min(len(one.records0), len(one.records1)) // 2
+            one.records1["x"][:shared] = one.records0["x"][:shared] + 4
+            one.records1["y"][:shared] = one.records0["y"][:shared] + 2
+        batch = from_pairs(pairs)
+        found = ground_truth(batch)
+        assert int((found.matches0 >= 0).sum()) >= 20
+        valid = [side.valid for side in packing.Layout(batch).sides]
+        together = pair_truth(
+            batch.keypoints0, batch.keypoints1, batch.H_0to1, batch.image_size0, batch.image_size1,
+            valid=valid[0][:, :, None] & valid[1][:, None, :],
+        )  # fmt: skip
+        for expected, own, shown in zip(found, together, valid):
+            assert torch.equal(expected[shown], own[shown])
+            assert bool((expected[~shown] == IGNORED).all())
+
+
 class TestLoss:
+    def test_entries_of_a_padded_buffer(self):
+        rng = np.random.default_rng(0)
+        batch = from_pairs([pair(rng, *counts) for counts in ((20, 33), (60, 9), (0, 5), (7, 7))])
+        model = scrambled(SuperGlueConfig(dim=32, layers=1)).train()
+        layout = packing.Layout(batch)
+        states = model.states(batch, layout)
+        log_P, finite = model.transport(states, layout)
+        assert finite
+        ways = model.assign(states, layout), Assignments.padded(log_P, layout.sizes)
+        for a, b in zip(*ways):
+            assert a.shape == b.shape and torch.allclose(a, b, atol=1e-5, rtol=1e-6)
+        losses = [assignment_loss(way, ground_truth(batch)).total for way in ways]
+        assert torch.allclose(*losses, atol=1e-5)
+        gradients = [torch.autograd.grad(loss.sum(), model.parameters(), retain_graph=True) for loss in losses]
+        for a, b in zip(*gradients):
+            assert torch.allclose(a, b, atol=1e-5 * max(1.0, float(a.abs().max())))
+
     def test_known_value(self):
         log_P = torch.log(torch.tensor([[0.5, 0.1, 0.25], [0.1, 0.2, 0.125], [0.25, 0.5, 1.0]]))
-        truth = Truth(torch.tensor([0, UNMATCHED]), torch.tensor([0, UNMATCHED]))
-        loss = assignment_loss([log_P], [truth])
+        truth = Truth(torch.tensor([[0, UNMATCHED]]), torch.tensor([[0, UNMATCHED]]))
+        loss = assignment_loss(Assignments.of([log_P]), truth)
         assert loss.total.item() == pytest.approx(math.log(2) * (0.5 * 1 + 0.25 * 3 + 0.25 * 1))
-        ignored = Truth(torch.tensor([0, IGNORED]), torch.tensor([0, IGNORED]))
-        assert assignment_loss([log_P], [ignored]).total.item() == pytest.approx(math.log(2) / 2)
+        ignored = Truth(torch.tensor([[0, IGNORED]]), torch.tensor([[0, IGNORED]]))
+        assert assignment_loss(Assignments.of([log_P]), ignored).total.item() == pytest.approx(math.log(2) / 2)
 
     @pytest.mark.parametrize("counts", [(0, 0), (0, 2), (1, 0), (1, 1), (2, 1), (2, 2)])
     def test_few_keypoints_give_a_finite_loss(self, counts):

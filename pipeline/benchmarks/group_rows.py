@@ -53,17 +53,24 @@ def in_processes(setting: Setting, command: List[str], processes: int, threads: 
     Raises:
         RuntimeError: a rank failed.
     """
+    ranks = started(setting, command, processes, threads)
+    answers = [rank.communicate()[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise RuntimeError(f"a rank ended with {[rank.returncode for rank in ranks]}")
+    return answers[0]
+
+
+def started(setting: Setting, command: List[str], processes: int, threads: int) -> List[subprocess.Popen]:
+    """The processes of `in_processes`, with pipes to their standard input and output."""
     shared = {
         "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": str(threads),
     }  # fmt: skip
-    started = []
+    ranks = []
     for rank in range(processes):
         environment: Dict[str, str] = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         if setting.device.type == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    answers = [process.communicate()[0] for process in started]
-    if any(process.returncode for process in started):
-        raise RuntimeError(f"a rank ended with {[process.returncode for process in started]}")
-    return answers[0]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        ranks.append(subprocess.Popen(command, env=environment, **pipes))
+    return ranks

@@ -49,5 +49,5 @@ def step_work(device: str, way: str, config: SuperGlueConfig, keypoints: int, pa
 
 def sinkhorn_work(device: str, way: str, keypoints: int, pairs: int) -> Call:
     """For `memory.peak_mib`: Sinkhorn alone."""
-    sinkhorn_call(device, way, 16, 1)()
-    return sinkhorn_call(device, way, keypoints, pairs)
+    sinkhorn_call(torch.device(device), way, 16, 1)()
+    return sinkhorn_call(torch.device(device), way, keypoints, pairs)

@@ -107,15 +107,15 @@ class PlainSuperGlue(nn.Module):
         return self.projection(descriptors) + self.encoder(geometry)
 
 
-def dense_loss(log_P: Tensor, truths: List[Truth]) -> Tensor:
+def dense_loss(log_P: Tensor, truth: Truth) -> Tensor:
     """The loss of `pipeline.matching.loss`, (B,), through a target as large as the assignment."""
     losses = []
-    for P, truth in zip(log_P, truths):
+    for P, matches0, matches1 in zip(log_P, *truth):
         target = torch.zeros_like(P)
-        left = torch.nonzero(truth.matches0 >= 0)[:, 0]
-        lone0 = torch.nonzero(truth.matches0 == UNMATCHED)[:, 0]
-        lone1 = torch.nonzero(truth.matches1 == UNMATCHED)[:, 0]
-        target[left, truth.matches0[left]] = 0.5 / max(len(left), 1)
+        left = torch.nonzero(matches0 >= 0)[:, 0]
+        lone0 = torch.nonzero(matches0 == UNMATCHED)[:, 0]
+        lone1 = torch.nonzero(matches1 == UNMATCHED)[:, 0]
+        target[left, matches0[left]] = 0.5 / max(len(left), 1)
         target[lone0, -1] = 0.25 / max(len(lone0), 1)
         target[-1, lone1] = 0.25 / max(len(lone1), 1)
         losses.append(-(P * target).sum())

@@ -25,6 +25,7 @@ def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
         group_rows,
         memory_rows,
         model_rows,
+        peer_rows,
         stage_rows,
         training_rows,
     )
@@ -34,7 +35,7 @@ def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
         "step": model_rows.against_plain,
         "latency": model_rows.latency,
         "files": stage_rows.files,
-        "peer": training_rows.peer,
+        "peer": peer_rows.peer,
         "training": training_rows.modes,
         "processes": group_rows.groups,
         "elastic": elastic_rows.elastic,

@@ -1,13 +1,12 @@
-"""Rows of training: pairs per second for each mode, the loader, and the peer's work beside ours."""
+"""Rows of training: pairs per second for each mode, and the loader."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List
+from typing import Any, Dict, Iterator, List, Optional
 
 import torch
 
@@ -20,7 +19,7 @@ from pipeline.features.store import Store
 from pipeline.matching.loss import assignment_loss
 from pipeline.matching.truth import ground_truth
 from pipeline.pairs.loader import choose, load_batch, split_evenly
-from pipeline.pairs.order import PairOrder
+from pipeline.pairs.order import PairOrder, rank_slice
 from pipeline.runtime import distributed
 from pipeline.stack import can_compile
 from pipeline.training import setup
@@ -31,9 +30,21 @@ _ENDLESS = 10**9  # steps
 
 
 class Trainer:
-    """One training step a call, by the trainer's own parts; `load=False` reuses one batch (a synthetic loader)."""
+    """One training step a call, by the trainer's own parts; `load=False` reuses one batch (a synthetic loader).
 
-    def __init__(self, setting: Setting, store: Store, batch: int, load: bool = True, **changes: Any) -> None:
+    context: of a rank of several, which takes its share of the batch's pairs; None: there is one process.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        store: Store,
+        batch: int,
+        load: bool = True,
+        keypoints: int = KEYPOINTS,
+        context: Optional[distributed.Context] = None,
+        **changes: Any,
+    ) -> None:
         config = setting.config
         same = {
             "dim": config.dim, "layers": config.layers, "heads": config.heads, "norm": config.norm,
@@ -42,9 +53,9 @@ class Trainer:
             "loader": "plain",
         }  # fmt: skip
         self.train = params.load("train", setting.params).model_copy(update={**same, **changes})
-        self.context = distributed.Context(0, 1, 0, setting.device)
+        self.context = context or distributed.Context(0, 1, 0, setting.device)
         self.parts, _ = setup.build(self.train, self.context)
-        self.store, self.batch, self.step = store, batch, 0
+        self.store, self.batch, self.keypoints, self.step = store, batch, keypoints, 0
         self.order = PairOrder(0, len(store), store.views_per_image)
         self.kept = None if load else self.loaded()
 
@@ -54,15 +65,14 @@ class Trainer:
 
     def made(self, step: int) -> List[Any]:
         """The micro-batches of a step, on the host."""
-        samples = split_evenly(self.order.step(step, self.batch), self.train.accumulate)
-        return [load_batch(self.store, part, KEYPOINTS) for part in samples]
+        own = self.order.step(step, self.batch)[rank_slice(self.batch, self.context.rank, self.context.world_size)]
+        return [load_batch(self.store, part, self.keypoints) for part in split_evenly(own, self.train.accumulate)]
 
     def __call__(self) -> None:
         batches = self.kept or self.loaded()
         state = self.parts.state
-        train_step(
-            self.parts.wrapped, state.optimizer, state.scaler, batches, self.batch, 1, self.train.clip_norm
-        )
+        common = self.parts.wrapped, state.optimizer, state.scaler, batches, self.batch
+        train_step(*common, self.context.world_size, self.train.clip_norm)
         self.step += 1
 
 
@@ -163,7 +173,8 @@ def loader(setting: Setting) -> Iterator[Row]:
         order = PairOrder(0, len(store), store.views_per_image)
         model, made = setting.model(), made_batch(KEYPOINTS, batch).to(setting.device)
         with torch.no_grad():
-            found = [P.requires_grad_() for P in model(made)]
+            found = model(made)
+        found.flat.requires_grad_()
         ways = {
             "step": trainer,
             "load": lambda: load_batch(store, order.step(0, batch), KEYPOINTS),
@@ -179,67 +190,3 @@ def loader(setting: Setting) -> Iterator[Row]:
         each = statistics.median(taken[way].wall)
         note = f"{batch / each:.0f} pairs/s, {cpu.value**-1:.2%} of the step's processor time"
         yield Row("loader", name, 1 / ratio.value, "of the step", ratio, cpu, "step", least, note)
-
-
-def peer(setting: Setting) -> Iterator[Row]:
-    """Training pairs per second beside the online, float64, batch-1 peer's work on the same photographs."""
-    from pipeline.benchmarks import peer as other
-    from pipeline.benchmarks.photographs import photographs
-
-    images = photographs(setting.images, 12)
-    for keypoints, calls in ((512, 3), (1024, 2)):
-        theirs = other.PeerTraining(images, keypoints)
-        with tempfile.TemporaryDirectory() as folder:
-            store = Store(_store_of(theirs, images, Path(folder)))
-            same = {"dim": 128, "sinkhorn_iterations": 20, "max_keypoints": keypoints}
-            ways: Dict[str, Callable[[], object]] = {
-                "peer": theirs,
-                "float32": _Whole(setting, store, keypoints, **same),
-                "bfloat16": _Whole(setting, store, keypoints, precision="bfloat16", **same),
-                "extract": functools.partial(theirs.load, images[0]),
-            }
-            taken = setting.timed(ways, calls * setting.seconds)
-        mean = sum(theirs.seen) / len(theirs.seen)
-        yield from _peer_rows(taken, keypoints, mean, str(setting.images))
-
-
-class _Whole(Trainer):
-    """Steps of `BATCH` pairs; the keypoint limit is the store's."""
-
-    BATCH = 4
-
-    def __init__(self, setting: Setting, store: Store, keypoints: int, **changes: Any) -> None:
-        super().__init__(setting, store, self.BATCH, **changes)
-
-
-def _store_of(theirs: Any, images: List[Any], folder: Path) -> Path:
-    """The peer's own pairs, kept, so that both sides see the same keypoints."""
-    import json
-
-    import numpy as np
-
-    from pipeline.features import store
-
-    made = []
-    for number, image in enumerate(images):
-        pair = theirs.load(image)
-        both = np.stack([np.eye(3), pair.H_0to1])
-        made.append(store.ImageViews(f"{number:03d}", pair.size0, both, [pair.records0, pair.records1]))
-    rows = [store.write_shard(folder / store.shard_name(0), made)]
-    (folder / store.INDEX).write_text(json.dumps(store.index(rows, 2, made[0].size)))
-    return folder
-
-
-def _peer_rows(taken: Dict[str, timing.Seconds], keypoints: int, mean: float, source: str) -> Iterator[Row]:
-    name = f"end to end, D = 128, T = 20, at most {keypoints} keypoints (mean {mean:.0f})"
-    base, extract = taken["peer"], taken["extract"]
-    against = f"peer's work {statistics.median(base.wall):.2f} s/pair"
-    for way, target in (("float32", 5.0), ("bfloat16", 10.0)):
-        own = taken[way]
-        wall = [t / _Whole.BATCH for t in own.wall]
-        cpu = [t / _Whole.BATCH for t in own.cpu]
-        rate = 1 / statistics.median(wall)
-        ratios = timing.speed_up(base.wall, wall), timing.speed_up(base.cpu, cpu)
-        once = [a + b for a, b in zip(wall, extract.wall)]
-        note = f"{timing.speed_up(base.wall, once)} when each stored pair is trained on only once"
-        yield Row("peer", f"{name}: {way}", rate, "pairs/s", *ratios, against, target, note)

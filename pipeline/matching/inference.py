@@ -7,15 +7,20 @@ and the transport stay float32.
 
 from __future__ import annotations
 
+import collections
 import copy
-from typing import List, Tuple
+from typing import List, OrderedDict, Tuple
 
 import torch
 from torch import Tensor, nn
 
+from pipeline.matching.assignment import Assignments
 from pipeline.matching.attention import AttentionalLayer, ragged_attention
 from pipeline.matching.normalization import TokenBatchNorm
+from pipeline.matching.packing import Edges, Layout
 from pipeline.matching.superglue import SuperGlue
+from pipeline.pairs.batch import PairBatch
+from pipeline.stack import recorded
 
 
 def folded(model: SuperGlue, precision: str = "float32") -> SuperGlue:
@@ -32,6 +37,52 @@ def folded(model: SuperGlue, precision: str = "float32") -> SuperGlue:
         for number, layer in enumerate(layers):
             layers[number] = FoldedLayer(layer, dtype)
     return ready
+
+
+class Replayed:
+    """A network whose call on a GPU is recorded as a CUDA graph, for each sizes that come, and done again.
+
+    Up to some thousand keypoints a GPU waits longer for the launches of a pair than it works. Recording takes as long
+    as some ten calls, so this pays where sizes come again: of a video, or with as many keypoints as are allowed. On a
+    CPU nothing is recorded, and nothing gained.
+    """
+
+    def __init__(self, model: SuperGlue, most: int = 8) -> None:
+        """model: for inference, such as `folded` gives. most: recordings kept, the last used."""
+        self.model, self.most = model, most
+        self._kept: OrderedDict[tuple, _Recording] = collections.OrderedDict()
+
+    @torch.no_grad()
+    def __call__(self, batch: PairBatch) -> Assignments:
+        """As the network itself; the answer is the caller's own."""
+        sizes = batch.counts0.tolist(), batch.counts1.tolist()
+        key = (batch.device, *map(tuple, sizes), batch.records0.shape[1], batch.records1.shape[1])
+        if key in self._kept:
+            found = self._kept[key]
+            found.batch.copy_(batch)
+            found.again()
+        else:
+            while len(self._kept) >= self.most:
+                self._kept.popitem(last=False)
+            found = self._kept[key] = _Recording(self.model, batch)
+        self._kept.move_to_end(key)
+        log_P, finite = found.answer
+        if not bool(finite):
+            return self.model(batch)
+        return Assignments.padded(log_P.clone(), found.layout.sizes)
+
+
+class _Recording:
+    """The network on memory of its own: `again()` writes its `answer` to what lies in `batch`."""
+
+    def __init__(self, model: SuperGlue, batch: PairBatch) -> None:
+        self.batch, self.layout = batch.clone(), Layout(batch)
+        self.answer: Tuple[Tensor, Tensor]
+
+        def work() -> None:
+            self.answer = model.transport(model.states(self.batch, self.layout), self.layout)
+
+        self.again = recorded(work, batch.device)
 
 
 class FoldedLayer(nn.Module):
@@ -55,13 +106,13 @@ class FoldedLayer(nn.Module):
         for name, value in named.items():
             self.register_buffer(name, value.detach().to(dtype))
 
-    def forward(self, x: Tensor, counts: List[int], partner: List[int]) -> Tensor:
+    def forward(self, x: Tensor, edges: Edges) -> Tensor:
         """x (S, D) packed float32 -> (S, D) float32."""
         linear = nn.functional.linear
         state = x.to(self.own.dtype)
         heads = linear(state, self.heads_weight, self.heads_bias)
         q, k, v = heads.view(len(x), 3, self.heads, x.shape[1] // self.heads).unbind(1)
-        message = ragged_attention(q, k, v, counts, partner).reshape(x.shape)
+        message = ragged_attention(q, k, v, edges).reshape(x.shape)
         hidden = torch.addmm(linear(state, self.own, self.bias), message, self.message)
         return x + linear(self.norm(hidden).relu_(), self.last_weight, self.last_bias)
 

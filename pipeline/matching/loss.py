@@ -10,11 +10,12 @@ matches. Ignored keypoints do not count. Only these entries are gathered: no den
 
 from __future__ import annotations
 
-from typing import List, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pipeline.matching.assignment import Assignments
 from pipeline.matching.truth import UNMATCHED, Truth
 
 
@@ -27,31 +28,34 @@ class PairLoss(NamedTuple):
     unmatched1: Tensor
 
 
-def _mean(values: Tensor) -> Tensor:
-    return values.sum() / max(values.numel(), 1)
-
-
-def assignment_loss(log_assignments: List[Tensor], truths: List[Truth]) -> PairLoss:
+def assignment_loss(log_assignments: Assignments, truth: Truth) -> PairLoss:
     """Loss of each pair.
 
     Args:
-        log_assignments: B matrices (m_i + 1, n_i + 1), dustbins last.
-        truths: B ground truths.
+        log_assignments: of B pairs, the output of `SuperGlue`.
+        truth: of the batch, (B, M) and (B, N).
 
     Returns:
         PairLoss; a pair without any keypoint has loss 0.
     """
-    rows = []
-    for log_P, truth in zip(log_assignments, truths):
-        left = torch.nonzero(truth.matches0 >= 0)[:, 0]
-        positive = _mean(-log_P[left, truth.matches0[left]])
-        unmatched0 = _mean(-log_P[:-1, -1][truth.matches0 == UNMATCHED])
-        unmatched1 = _mean(-log_P[-1, :-1][truth.matches1 == UNMATCHED])
-        rows.append(torch.stack([positive, unmatched0, unmatched1]))
-    if not rows:
-        empty = torch.zeros(0)
-        return PairLoss(empty, empty, empty, empty)
-    parts = torch.stack(rows)
-    total = parts @ parts.new_tensor([0.5, 0.25, 0.25])
-    positive, unmatched0, unmatched1 = parts.detach().unbind(1)
-    return PairLoss(total, positive, unmatched0, unmatched1)
+    dustbin = log_assignments.dustbins
+    rows, columns = (torch.arange(t.shape[1], device=t.device) for t in truth)
+    # where padded the dustbins' own entry is read, and does not count
+    matched = truth.matches0 >= 0
+    partners = torch.where(matched, truth.matches0, dustbin.column)
+    found0 = log_assignments.entries(torch.minimum(rows, dustbin.row), partners)
+    found1 = log_assignments.entries(
+        dustbin.row.expand(truth.matches1.shape), torch.minimum(columns, dustbin.column)
+    )
+    positive = _mean(found0, matched)
+    unmatched0, unmatched1 = (
+        _mean(found, own == UNMATCHED) for found, own in ((found0, truth.matches0), (found1, truth.matches1))
+    )
+    total = 0.5 * positive + 0.25 * unmatched0 + 0.25 * unmatched1
+    return PairLoss(total, positive.detach(), unmatched0.detach(), unmatched1.detach())
+
+
+def _mean(log_P: Tensor, counted: Tensor) -> Tensor:
+    """Mean of -log P over each row's `counted` entries: (B,)."""
+    values = torch.where(counted, -log_P, torch.zeros_like(log_P))
+    return values.sum(1) / counted.sum(1).clamp(min=1)

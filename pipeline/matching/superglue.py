@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import List, NamedTuple, Tuple
+from typing import List, NamedTuple, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
+from pipeline.matching.assignment import Assignments
 from pipeline.matching.attention import AttentionalLayer
 from pipeline.matching.normalization import token_norm
-from pipeline.matching.sinkhorn import log_optimal_transport
+from pipeline.matching.packing import Layout
+from pipeline.matching.sinkhorn import log_optimal_transport, padded_optimal_transport
 from pipeline.stack import no_autocast, recomputed
 
 SIFT_DIM = 128
@@ -91,54 +93,78 @@ class SuperGlue(nn.Module):
             self.descriptor_projection.weight.mul_(math.sqrt(dim))
             self.final_projection.weight.mul_(math.sqrt(SHARPNESS / math.sqrt(dim)))
 
-    def forward(self, batch) -> List[Tensor]:
+    def forward(self, batch) -> Assignments:
         """Log assignment of each pair.
 
         Args:
             batch: PairBatch of B pairs; keypoints (B, M, 2) px, descriptors (B, M, 128) uint8, counts (B,).
 
         Returns:
-            B float32 matrices (m_i + 1, n_i + 1), without padding, dustbins last; exp() of an entry is the
-            probability of that match.
+            A sequence of B float32 matrices (m_i + 1, n_i + 1), without padding, dustbins last; exp() of an
+            entry is the probability of that match.
         """
-        return self.assign(self.states(batch), batch)
+        layout = Layout(batch)
+        return self.assign(self.states(batch, layout), layout)
 
-    def states(self, batch) -> Tensor:
+    def states(self, batch, layout: Layout) -> Tensor:
         """Matching descriptors of all keypoints (equation 6), packed: images 0 of all pairs, then images 1: (S, D)."""
-        x = self._encode(batch)
-        counts = batch.counts0.tolist() + batch.counts1.tolist()
-        itself = list(range(len(counts)))
-        other = itself[len(batch) :] + itself[: len(batch)]
+        x = self._encode(batch, layout)
         for self_layer, cross_layer in zip(self.self_attention, self.cross_attention):
-            for layer, partner in ((self_layer, itself), (cross_layer, other)):
+            for layer, edges in ((self_layer, layout.within), (cross_layer, layout.between)):
                 if self.recompute and self.training:
-                    x = recomputed(layer, x, counts, partner)
+                    x = recomputed(layer, x, edges)
                 else:
-                    x = layer(x, counts, partner)
+                    x = layer(x, edges)
         return self.final_projection(x)
 
-    def assign(self, states: Tensor, batch) -> List[Tensor]:
+    def assign(self, states: Tensor, layout: Layout) -> Assignments:
         """Log assignments from the matching descriptors of `states` (equations 7 to 9)."""
-        counts = batch.counts0.tolist() + batch.counts1.tolist()
-        scale = 1 / math.sqrt(self.config.dim)
-        with no_autocast(states.device.type):  # scores reach 40, where bfloat16 resolves 0.25
-            sides = states.float().split(counts) if states.dtype != torch.float64 else states.split(counts)
-            scores = [(a * scale) @ b.T for a, b in zip(sides[: len(batch)], sides[len(batch) :])]
-        return log_optimal_transport(scores, self.dustbin, self.config.sinkhorn_iterations)
+        if layout.device.type == "cpu":
+            return self._assign_one_by_one(states, layout)
+        log_P, finite = self.transport(states, layout)
+        if not bool(finite):
+            return self._assign_one_by_one(states, layout)
+        return Assignments.padded(log_P, layout.sizes)
 
-    def _encode(self, batch) -> Tensor:
+    def _assign_one_by_one(self, states: Tensor, layout: Layout) -> Assignments:
+        sides0, sides1 = (_wide(t).split(s.counts) for t, s in zip(layout.halves(states), layout.sides))
+        with no_autocast(states.device.type):  # scores reach 40, where bfloat16 resolves 0.25
+            scores = [(a * self._scale) @ b.T for a, b in zip(sides0, sides1)]
+        return Assignments.of(log_optimal_transport(scores, self.dustbin, self.config.sinkhorn_iterations))
+
+    def transport(self, states: Tensor, layout: Layout) -> Tuple[Tensor, Tensor]:
+        """`assign` of the whole batch at once, without waiting for a GPU.
+
+        Returns:
+            log P (B, M + 1, N + 1), pair i in its first m_i + 1 rows and n_i + 1 columns; and () bool, whether it is
+            finite: if not, only the log domain gives the answer.
+        """
+        side0, side1 = layout.sides
+        x0, x1 = (side.pad(_wide(t)) for side, t in zip(layout.sides, layout.halves(states)))
+        with no_autocast(states.device.type):
+            scores = torch.bmm(x0 * self._scale, x1.transpose(1, 2))
+        T = self.config.sinkhorn_iterations
+        return padded_optimal_transport(scores, side0.lengths, side1.lengths, self.dustbin, T)
+
+    @property
+    def _scale(self) -> float:
+        return 1 / math.sqrt(self.config.dim)
+
+    def _encode(self, batch, layout: Layout) -> Tensor:
         """Initial state of all tokens packed, image 0 of every pair first: (S, D) (equation 2)."""
         geometry, descriptors = [], []
-        for side in "01":
-            keypoints = getattr(batch, "keypoints" + side)
-            counts = getattr(batch, "counts" + side)
-            valid = torch.arange(keypoints.shape[1], device=keypoints.device) < counts[:, None]
-            geometry.append(_geometry(batch, side, self.config.scale_angle)[valid])
-            descriptors.append(getattr(batch, "descriptors" + side)[valid])
+        for side, packing in zip("01", layout.sides):
+            geometry.append(packing.pack(_geometry(batch, side, self.config.scale_angle)))
+            descriptors.append(packing.pack(getattr(batch, "descriptors" + side)))
         dtype = self.dustbin.dtype
         return self.descriptor_projection(
             root_sift(torch.cat(descriptors)).to(dtype)
         ) + self.keypoint_encoder(torch.cat(geometry).to(dtype))
+
+
+def _wide(t: Tensor) -> Tensor:
+    """In float32, or float64 as it is."""
+    return t if t.dtype == torch.float64 else t.float()
 
 
 def _layer(config: SuperGlueConfig) -> AttentionalLayer:
@@ -175,7 +201,9 @@ def _geometry(batch, side: str, scale_angle: bool) -> Tensor:
     return torch.cat([position, score, scale, angle.cos(), angle.sin()], -1)
 
 
-def mutual_matches(log_assignments: List[Tensor], size: Tuple[int, int], threshold: float = 0.2) -> Matches:
+def mutual_matches(
+    log_assignments: Sequence[Tensor], size: Tuple[int, int], threshold: float = 0.2
+) -> Matches:
     """Matches that are each other's best and more probable than `threshold` (section 5, 0.2 in the paper).
 
     Args:
@@ -193,9 +221,10 @@ def mutual_matches(log_assignments: List[Tensor], size: Tuple[int, int], thresho
         if min(P.shape) == 0:
             continue
         best0, best1 = P.max(1), P.max(0)
-        rows = torch.arange(len(P), device=device)
-        good = (best1.indices[best0.indices] == rows) & (best0.values > threshold)
-        left, right = rows[good], best0.indices[good]
-        matches0[i, left], scores0[i, left] = right, best0.values[good]
-        matches1[i, right], scores1[i, right] = left, best0.values[good]
+        for matches, scores, best, back in ((matches0, scores0, best0, best1), (matches1, scores1, best1, best0)):
+            count = len(best.indices)
+            mutual = back.indices[best.indices] == torch.arange(count, device=device)
+            good = mutual & (best.values > threshold)
+            matches[i, :count] = best.indices.masked_fill(~good, -1)
+            scores[i, :count] = best.values.masked_fill(~good, 0.0)
     return Matches(matches0, scores0, matches1, scores1)

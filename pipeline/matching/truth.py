@@ -5,19 +5,26 @@ Used by the loss, by validation and by evaluation alike, so that there is one de
 
 from __future__ import annotations
 
-from typing import List, NamedTuple
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from pipeline.matching.homography import transform
+from pipeline.matching.packing import Layout
 
 UNMATCHED = -1  # has no counterpart: belongs in the dustbin
 IGNORED = -2  # neither right nor wrong: too near to be unmatched, not near enough to be a match
 
 
+PADDED_BYTES = 64 << 20  # of one matrix of errors, for the pairs that a GPU takes at a time
+
+
 class Truth(NamedTuple):
-    """Of one pair: matches0 (M,) int64, the index in image 1, or UNMATCHED or IGNORED; matches1 (N,) back."""
+    """matches0 (..., M) int64: the index in image 1, or UNMATCHED or IGNORED; matches1 (..., N) back.
+
+    Of one pair, or of a batch (B, ...) with IGNORED where it is padded.
+    """
 
     matches0: Tensor
     matches1: Tensor
@@ -27,14 +34,14 @@ def reprojection_error(keypoints0: Tensor, keypoints1: Tensor, H_0to1: Tensor) -
     """Symmetric error of each two keypoints: the larger of the two directions, px.
 
     Args:
-        keypoints0 (M, 2), keypoints1 (N, 2) px; H_0to1 (3, 3), float64.
+        keypoints0 (..., M, 2), keypoints1 (..., N, 2) px; H_0to1 (..., 3, 3), float64.
 
     Returns:
-        (M, N) float32.
+        (..., M, N) float32.
     """
     H = H_0to1.double()
     forward = transform(keypoints0.double(), H).float()
-    back = transform(keypoints1.double(), torch.linalg.inv(H)).float()
+    back = transform(keypoints1.double(), _inverse(H)).float()
     # direct differences: the matrix-product form of cdist loses the third digit at 640 px
     exact = "donot_use_mm_for_euclid_dist"
     error = torch.cdist(forward, keypoints1.float(), compute_mode=exact)
@@ -42,10 +49,15 @@ def reprojection_error(keypoints0: Tensor, keypoints1: Tensor, H_0to1: Tensor) -
     return torch.nan_to_num(error, nan=float("inf"), posinf=float("inf"))
 
 
+def _inverse(H: Tensor) -> Tensor:
+    """As `torch.linalg.inv`, which would wait for a GPU to say whether there is one."""
+    return torch.linalg.inv_ex(H).inverse
+
+
 def _outside(keypoints: Tensor, H: Tensor, size: Tensor) -> Tensor:
-    """(N,) bool: mapped by H, the point falls outside an image of `size` (width, height)."""
-    mapped = transform(keypoints.double(), H.double())
-    inside = (mapped >= -0.5) & (mapped <= size.double() - 0.5)
+    """(..., N) bool: mapped by H, the point falls outside an image of `size` (..., 2) (width, height)."""
+    mapped = transform(keypoints.double(), H)
+    inside = (mapped >= -0.5) & (mapped <= size.double().unsqueeze(-2) - 0.5)
     return ~inside.all(-1)
 
 
@@ -57,46 +69,63 @@ def pair_truth(
     size1: Tensor,
     positive_px: float = 3.0,
     negative_px: float = 5.0,
+    valid: Optional[Tensor] = None,
 ) -> Truth:
-    """Ground truth of one pair.
+    """Ground truth of one pair, or of several (with one more axis in front everywhere).
 
     Mutual nearest neighbours under `positive_px` match. Of the rest, those that fall outside the other view
     or whose nearest counterpart is `negative_px` or more away are unmatched; what is left is ignored.
 
     Args:
-        keypoints0 (M, 2), keypoints1 (N, 2): px, no padding; either may be empty.
+        keypoints0 (M, 2), keypoints1 (N, 2): px; either may be empty.
         H_0to1: (3, 3) float64.
         size0, size1: (2,) width and height, px.
+        valid: (M, N) bool, where neither is padding; None: nowhere padding.
     """
-    device = keypoints0.device
-    matches0 = torch.full((len(keypoints0),), UNMATCHED, dtype=torch.int64, device=device)
-    matches1 = torch.full((len(keypoints1),), UNMATCHED, dtype=torch.int64, device=device)
-    if len(keypoints0) == 0 or len(keypoints1) == 0:
+    matches0 = torch.full_like(keypoints0[..., 0], UNMATCHED, dtype=torch.int64)
+    matches1 = torch.full_like(keypoints1[..., 0], UNMATCHED, dtype=torch.int64)
+    if min(matches0.shape[-1], matches1.shape[-1]) == 0:
         return Truth(matches0, matches1)
     error = reprojection_error(keypoints0, keypoints1, H_0to1)
-    best0, best1 = error.min(1), error.min(0)
-    rows = torch.arange(len(keypoints0), device=device)
-    positive = (best1.indices[best0.indices] == rows) & (best0.values < positive_px)
-    outside0 = _outside(keypoints0, H_0to1, size1)
-    outside1 = _outside(keypoints1, torch.linalg.inv(H_0to1.double()), size0)
-    matches0[(best0.values < negative_px) & ~outside0] = IGNORED
-    matches1[(best1.values < negative_px) & ~outside1] = IGNORED
-    left, right = rows[positive], best0.indices[positive]
-    matches0[left], matches1[right] = right, left
+    if valid is not None:
+        error.masked_fill_(~valid, float("inf"))
+    best0, best1 = error.min(-1), error.min(-2)
+    H = H_0to1.double()
+    outside0, outside1 = _outside(keypoints0, H, size1), _outside(keypoints1, _inverse(H), size0)
+    for matches, own, other, outside in (
+        (matches0, best0, best1, outside0),
+        (matches1, best1, best0, outside1),
+    ):
+        itself = torch.arange(matches.shape[-1], device=matches.device)
+        positive = (other.indices.gather(-1, own.indices) == itself) & (own.values < positive_px)
+        matches.masked_fill_((own.values < negative_px) & ~outside, IGNORED)
+        matches.copy_(torch.where(positive, own.indices, matches))
     return Truth(matches0, matches1)
 
 
-def ground_truth(batch, positive_px: float = 3.0, negative_px: float = 5.0) -> List[Truth]:
-    """`pair_truth` of each pair of a PairBatch with homographies, without padding: B Truths."""
-    return [
-        pair_truth(
-            batch.keypoints0[i, : int(batch.counts0[i])],
-            batch.keypoints1[i, : int(batch.counts1[i])],
-            batch.H_0to1[i],
-            batch.image_size0[i],
-            batch.image_size1[i],
-            positive_px,
-            negative_px,
-        )
-        for i in range(len(batch.counts0))
-    ]
+def ground_truth(batch, positive_px: float = 3.0, negative_px: float = 5.0) -> Truth:
+    """`pair_truth` of each pair of a PairBatch with homographies: (B, M) and (B, N), IGNORED where padded.
+
+    Pair by pair on a CPU, whose cache then holds the errors; many together on a GPU.
+    """
+    keypoints0, keypoints1 = batch.keypoints0, batch.keypoints1
+    matches0, matches1 = (
+        torch.full(k.shape[:2], IGNORED, dtype=torch.int64, device=k.device) for k in (keypoints0, keypoints1)
+    )
+    limits = positive_px, negative_px
+    if keypoints0.device.type == "cpu":
+        for i, (m, n) in enumerate(zip(batch.counts0.tolist(), batch.counts1.tolist())):
+            sides = keypoints0[i, :m], keypoints1[i, :n]
+            sizes = batch.image_size0[i], batch.image_size1[i]
+            matches0[i, :m], matches1[i, :n] = pair_truth(*sides, batch.H_0to1[i], *sizes, *limits)
+        return Truth(matches0, matches1)
+    valid0, valid1 = (side.valid for side in Layout(batch).sides)
+    pairs = max(1, PADDED_BYTES // (4 * keypoints0.shape[1] * keypoints1.shape[1]))
+    for start in range(0, len(keypoints0), pairs):
+        part = slice(start, start + pairs)
+        shown = valid0[part, :, None] & valid1[part, None, :]
+        sizes = batch.image_size0[part], batch.image_size1[part]
+        found = pair_truth(keypoints0[part], keypoints1[part], batch.H_0to1[part], *sizes, *limits, shown)
+        for matches, own, valid in zip((matches0, matches1), found, (valid0, valid1)):
+            matches[part] = own.masked_fill(~valid[part], IGNORED)
+    return Truth(matches0, matches1)

@@ -7,7 +7,7 @@ moved to the device as they are: casting happens there. Suffix 0 is the first vi
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from pipeline.features.sift import KEYPOINT
 from pipeline.stack import floats_of_bytes
 
 DESCRIPTOR_AT = KEYPOINT.fields["descriptor"][1]  # byte offset inside a record
+ON_HOST = ("counts0", "counts1")  # fields of a PairBatch
 _COLUMN = {name: KEYPOINT.fields[name][1] // 4 for name in ("x", "y", "scale", "angle", "score")}
 
 
@@ -40,7 +41,8 @@ class PairBatch:
 
     Attributes:
         records0, records1: (B, N0, 148), (B, N1, 148) uint8, N at least 1; zeros where padded.
-        counts0, counts1: (B,) int64.
+        counts0, counts1: (B,) int64, on the host wherever the rest lies: they decide shapes, and to ask a GPU for
+            them would make the host wait for it.
         image_size0, image_size1: (B, 2) float32, width and height in px.
         H_0to1: (B, 3, 3) float64, maps pixels of view 0 to view 1; None where unknown.
     """
@@ -56,18 +58,35 @@ class PairBatch:
     def __len__(self) -> int:
         return self.counts0.shape[0]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the keypoints lie."""
+        return self.records0.device
+
     def to(self, device, non_blocking: bool = True) -> PairBatch:
         """The same batch on `device`."""
-        moved = {
-            field.name: getattr(self, field.name).to(device, non_blocking=non_blocking)
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) is not None
-        }
-        return PairBatch(**moved)
+        return self._with(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pinned(self) -> PairBatch:
         """The same batch in page-locked memory, from which a GPU copies without waiting."""
-        return PairBatch(**{k: v.pin_memory() for k, v in vars(self).items() if v is not None})
+        return self._with(Tensor.pin_memory)
+
+    def clone(self) -> PairBatch:
+        """A copy in other memory."""
+        return self._with(Tensor.clone)
+
+    def copy_(self, other: PairBatch) -> None:
+        """Overwrite the tensors with those of a batch of the same counts."""
+        for name, value in vars(self).items():
+            if value is not None and name not in ON_HOST:
+                value.copy_(getattr(other, name))
+
+    def _with(self, moved: Callable[[Tensor], Tensor]) -> PairBatch:
+        """The same batch with all but the counts `moved`."""
+        changed = {
+            name: moved(value) for name, value in vars(self).items() if value is not None and name not in ON_HOST
+        }
+        return dataclasses.replace(self, **changed)
 
     keypoints0 = property(lambda self: _floats(self.records0)[..., :2], doc="(B, N0, 2) float32, px")
     keypoints1 = property(lambda self: _floats(self.records1)[..., :2], doc="(B, N1, 2) float32, px")

@@ -17,7 +17,7 @@ import torch
 
 from pipeline import stack
 from pipeline.pairs import loader
-from pipeline.pairs.batch import PairBatch
+from pipeline.pairs.batch import ON_HOST, PairBatch
 
 FIELDS = tuple(field.name for field in dataclasses.fields(PairBatch))
 
@@ -120,7 +120,9 @@ def _pipeline(feed: _Feed, device: torch.device, ahead: int) -> Any:
     )
     def carrying():
         fields = fn.external_source(feed, num_outputs=len(FIELDS), batch=False, dtype=dtypes)
-        return tuple(field.gpu() if on_gpu else field for field in fields)
+        return tuple(
+            field.gpu() if on_gpu and name not in ON_HOST else field for name, field in zip(FIELDS, fields)
+        )
 
     built = carrying()
     built.build()
@@ -134,7 +136,13 @@ def _next(pipeline: Any, device: torch.device) -> Optional[PairBatch]:
     except StopIteration:
         return None
     kinds = _dtypes()
-    return PairBatch(**{name: _tensor(out, kinds[name][1], device) for name, out in zip(FIELDS, outputs)})
+    host = torch.device("cpu")
+    return PairBatch(
+        **{
+            name: _tensor(out, kinds[name][1], host if name in ON_HOST else device)
+            for name, out in zip(FIELDS, outputs)
+        }
+    )
 
 
 def _tensor(output: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

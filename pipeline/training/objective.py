@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.matching.loss import assignment_loss
+from pipeline.matching.packing import Layout
 from pipeline.matching.superglue import SuperGlue, mutual_matches
 from pipeline.matching.truth import IGNORED, ground_truth
 from pipeline.pairs.batch import PairBatch
@@ -31,11 +32,11 @@ class MatchingObjective(nn.Module):
             The sum (not the mean) of the pairs' losses, (1,) float32: the caller divides by the number of
             pairs of the whole step, which this rank does not know. And by name the values of each pair, (B,).
         """
-        with autocast(batch.counts0.device.type, self.precision):
-            states = self.model.states(batch)
-            log_assignments = self.model.assign(states, batch)
-        truths = ground_truth(batch, self.positive_px, self.negative_px)
-        losses = assignment_loss(log_assignments, truths)
+        layout = Layout(batch)
+        with autocast(layout.device.type, self.precision):
+            states = self.model.states(batch, layout)
+            log_assignments = self.model.assign(states, layout)
+        losses = assignment_loss(log_assignments, ground_truth(batch, self.positive_px, self.negative_px))
         # every parameter joins the graph on every rank, also where no pair has a match to learn from:
         # a gradient that one rank does not compute would leave the others waiting for it
         total = losses.total.sum() + 0.0 * (states.float().sum() + self.model.dustbin)
@@ -81,23 +82,17 @@ def validation_sums(objective: MatchingObjective, batch, threshold: float) -> Di
     """
     model = objective.model
     log_assignments = model(batch)
-    truths = ground_truth(batch, objective.positive_px, objective.negative_px)
-    losses = assignment_loss(log_assignments, truths)
-    sums = {
+    truth = ground_truth(batch, objective.positive_px, objective.negative_px)
+    losses = assignment_loss(log_assignments, truth)
+    size = (batch.records0.shape[1], batch.records1.shape[1])
+    answers = mutual_matches(log_assignments, size, threshold).matches0
+    judged = (answers >= 0) & (truth.matches0 != IGNORED)
+    return {
         "loss": float(losses.total.sum()),
         "loss_positive": float(losses.positive.sum()),
         "loss_unmatched": float((losses.unmatched0.sum() + losses.unmatched1.sum()) / 2),
         "pairs": float(len(batch)),
-        "predicted": 0.0,
-        "correct": 0.0,
-        "true": 0.0,
+        "predicted": float(judged.sum()),
+        "correct": float((judged & (answers == truth.matches0)).sum()),
+        "true": float((truth.matches0 >= 0).sum()),
     }
-    size = (batch.records0.shape[1], batch.records1.shape[1])
-    answers = mutual_matches(log_assignments, size, threshold).matches0
-    for answer, truth in zip(answers, truths):
-        answer = answer[: len(truth.matches0)]
-        judged = (answer >= 0) & (truth.matches0 != IGNORED)
-        sums["predicted"] += float(judged.sum())
-        sums["correct"] += float((judged & (answer == truth.matches0)).sum())
-        sums["true"] += float((truth.matches0 >= 0).sum())
-    return sums

@@ -9,6 +9,7 @@ from typing import Dict, List, Sequence
 import torch
 from torch import Tensor, nn
 
+from pipeline import stack
 from pipeline.errors import RequestError
 
 
@@ -55,7 +56,7 @@ def make_optimizer(train, model: nn.Module) -> torch.optim.Optimizer:
     if train.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=train.lr, momentum=0.9, weight_decay=train.weight_decay)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[train.optimizer]
-    return kind(parameters, lr=train.lr, weight_decay=train.weight_decay)
+    return kind(parameters, lr=train.lr, weight_decay=train.weight_decay, **stack.fused_adam())
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Dict[str, Tensor]:

@@ -123,14 +123,14 @@ def _apply(optimizer: torch.optim.Optimizer, scaler, clip_norm: float, values) -
     """
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(_parameters(optimizer), clip_norm if clip_norm > 0 else math.inf)
-    grad_norm = float(norm)
+    joined = {name: torch.cat(parts) for name, parts in values.items()}
+    # in one piece, so that the host waits for a GPU once
+    grad_norm, *sums = torch.stack([t.double() for t in (norm, *(v.sum() for v in joined.values()))]).tolist()
     applied = math.isfinite(grad_norm)
     faults.at("opt_step")
     if applied:
         scaler.step(optimizer)
     scaler.update()
-    joined = {name: torch.cat(parts) for name, parts in values.items()}
     losses = joined["loss"]
     bad = [] if applied else torch.nonzero(~torch.isfinite(losses))[:, 0].tolist()
-    sums = {name: float(value.sum()) for name, value in joined.items()}
-    return StepResult({**sums, "pairs": float(losses.numel())}, grad_norm, applied, bad)
+    return StepResult({**dict(zip(joined, sums)), "pairs": float(losses.numel())}, grad_norm, applied, bad)

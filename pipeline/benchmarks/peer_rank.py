@@ -1,0 +1,57 @@
+"""One rank of ours beside the peer's work.
+
+    python -m pipeline.benchmarks.peer_rank   (started by `peer_rows`, with RANK, WORLD_SIZE, ... in its environment)
+
+A line on rank 0's standard input asks for a step of all ranks; a line on its standard output says that it is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Optional, Sequence
+
+import torch
+
+from pipeline.benchmarks.row import Setting
+from pipeline.benchmarks.training_rows import Trainer
+from pipeline.features.store import Store
+from pipeline.matching.superglue import SuperGlueConfig
+from pipeline.runtime import distributed
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--store", type=Path, required=True, help="folder of a keypoint store")
+    parser.add_argument("--params", type=Path, required=True)
+    parser.add_argument("--config", required=True, help="JSON of a SuperGlueConfig")
+    parser.add_argument("--keypoints", type=int, required=True, help="most of a view")
+    parser.add_argument("--pairs", type=int, required=True, help="of a step of all ranks")
+    parser.add_argument("--changes", required=True, help="JSON of keys of the section `train`")
+    args = parser.parse_args(argv)
+    with distributed.joined() as context:
+        setting = Setting(context.device, SuperGlueConfig(**json.loads(args.config)), params=args.params)
+        changes = json.loads(args.changes)
+        step = Trainer(
+            setting, Store(args.store), args.pairs, keypoints=args.keypoints, context=context, **changes
+        )
+        while distributed.broadcast(_asked(context)):
+            step()
+            if context.device.type == "cuda":
+                torch.cuda.synchronize()
+            distributed.barrier()
+    return 0
+
+
+def _asked(context: distributed.Context) -> bool:
+    """Is another step asked for? Says first that what was asked for is done; rank 0 alone knows."""
+    if not context.is_main:
+        return False
+    print("ready", flush=True)
+    return bool(sys.stdin.readline())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,125 @@
+"""Rows of the peer's work beside ours: training pairs per second, end to end, on the same photographs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Optional
+
+import numpy as np
+import torch
+
+from pipeline.benchmarks import group_rows, timing
+from pipeline.benchmarks import peer as other
+from pipeline.benchmarks.photographs import photographs
+from pipeline.benchmarks.row import Row, Setting
+from pipeline.benchmarks.training_rows import Trainer
+from pipeline.features import store
+
+PAIRS = 4  # of a step of one of our processes
+TARGETS = {"float32": 5.0, "bfloat16": 10.0}
+
+
+def peer(setting: Setting) -> Iterator[Row]:
+    """One process of ours, and one for each core or GPU, beside the online, float64, batch-1 peer's work."""
+    images = photographs(setting.images, 12)
+    for keypoints, calls in ((512, 3), (1024, 2)):
+        theirs = other.PeerTraining(images, keypoints)
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            kept = _store_of(theirs, images, Path(folder))
+            ways: Dict[str, Callable[[], object]] = {
+                "peer": theirs,
+                "extract": functools.partial(theirs.load, images[0]),
+            }
+            pairs = {}
+            for precision in TARGETS:
+                changes = {
+                    "dim": 128, "sinkhorn_iterations": 20, "max_keypoints": keypoints, "precision": precision,
+                }  # fmt: skip
+                ways[precision] = Trainer(setting, store.Store(kept), PAIRS, keypoints=keypoints, **changes)
+                pairs[precision] = PAIRS
+                if _places(setting) > 1:
+                    group = Group(setting, kept, keypoints, changes)
+                    stack.callback(group.close)
+                    name = f"{precision}, DDP of {group.processes} processes"
+                    ways[name], pairs[name] = group, group.pairs
+            taken = setting.timed(ways, calls * setting.seconds)
+        mean = sum(theirs.seen) / len(theirs.seen)
+        yield from _rows(taken, pairs, keypoints, mean)
+
+
+def _places(setting: Setting) -> int:
+    return torch.cuda.device_count() if setting.device.type == "cuda" else os.cpu_count() or 1
+
+
+class Group:
+    """A step of several ranks a call, one for each core or GPU."""
+
+    def __init__(self, setting: Setting, kept: Path, keypoints: int, changes: Dict[str, Any]) -> None:
+        self.processes = _places(setting)
+        self.pairs = PAIRS * self.processes
+        command = [
+            sys.executable, "-m", "pipeline.benchmarks.peer_rank", "--store", str(kept),
+            "--params", str(setting.params), "--config", json.dumps(setting.config.to_dict()),
+            "--keypoints", str(keypoints), "--pairs", str(self.pairs), "--changes", json.dumps(changes),
+        ]  # fmt: skip
+        self.ranks: List[subprocess.Popen] = group_rows.started(setting, command, self.processes, 1)
+        self._answered()
+
+    def __call__(self) -> None:
+        self.ranks[0].stdin.write("step\n")
+        self.ranks[0].stdin.flush()
+        self._answered()
+
+    def _answered(self) -> None:
+        if not self.ranks[0].stdout.readline():
+            raise RuntimeError("a rank of ours beside the peer's work ended")
+
+    def close(self) -> None:
+        """End the ranks."""
+        for rank in self.ranks:
+            rank.stdin.close()
+        for rank in self.ranks:
+            rank.wait()
+            rank.stdout.close()
+
+
+def _store_of(theirs: Any, images: List[Any], folder: Path) -> Path:
+    """The peer's own pairs, kept, so that both sides see the same keypoints."""
+    made = []
+    for number, image in enumerate(images):
+        pair = theirs.load(image)
+        both = np.stack([np.eye(3), pair.H_0to1])
+        made.append(store.ImageViews(f"{number:03d}", pair.size0, both, [pair.records0, pair.records1]))
+    rows = [store.write_shard(folder / store.shard_name(0), made)]
+    (folder / store.INDEX).write_text(json.dumps(store.index(rows, 2, made[0].size)))
+    return folder
+
+
+def _rows(
+    taken: Dict[str, timing.Seconds], pairs: Dict[str, int], keypoints: int, mean: float
+) -> Iterator[Row]:
+    name = f"end to end, D = 128, T = 20, at most {keypoints} keypoints (mean {mean:.0f})"
+    base, extract = taken["peer"], taken["extract"]
+    against = f"peer's work {statistics.median(base.wall):.2f} s/pair"
+    for way, count in pairs.items():
+        wall = [t / count for t in taken[way].wall]
+        ratio, cpu = timing.speed_up(base.wall, wall), _cpu_ratio(base, taken[way], count)
+        once = timing.speed_up(base.wall, [a + b for a, b in zip(wall, extract.wall)])
+        note = f"{once} when each stored pair is trained on only once" if cpu else ""
+        target = TARGETS[way.split(",")[0]]
+        yield Row("peer", f"{name}: {way}", 1 / statistics.median(wall), "pairs/s", ratio, cpu, against, target, note)
+
+
+def _cpu_ratio(base: timing.Seconds, own: timing.Seconds, count: int) -> Optional[timing.Ratio]:
+    """None of a group, whose processor time is not this process's."""
+    if sum(own.cpu) < 0.1 * sum(own.wall):
+        return None
+    return timing.speed_up(base.cpu, [t / count for t in own.cpu])

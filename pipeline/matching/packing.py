@@ -1,0 +1,127 @@
+"""Ragged sets of keypoints: where the tokens of each image of a batch lie, and which image attends to which.
+
+Tokens of all images lie packed one after another, (S, D) with S the sum of the counts, so that linear layers and norms
+never see padding. What a GPU needs to know of it lies on the GPU, made once a batch from counts on the host: nobody waits.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import List, Optional, Tuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Packing:
+    """Sequences of `counts` tokens, packed (S, ...) or padded (B, width, ...), and the way between the two."""
+
+    def __init__(self, counts: List[int], device: torch.device, width: int = 0) -> None:
+        """width: of the padded form; 0: that of the longest, at least 1."""
+        self.counts, self.device = counts, device
+        self.width = width or max([*counts, 1])
+
+    @property
+    def full(self) -> bool:
+        """Is the padded form without padding?"""
+        return all(count == self.width for count in self.counts)
+
+    @functools.cached_property
+    def starts(self) -> Tensor:
+        """(B + 1,) int32: where each sequence begins among the packed, and S."""
+        return self._on_device(np.cumsum([0, *self.counts]).astype(np.int32))
+
+    @functools.cached_property
+    def lengths(self) -> Tensor:
+        """(B,) int64: the counts."""
+        return self._on_device(np.asarray(self.counts, np.int64))
+
+    @functools.cached_property
+    def valid(self) -> Tensor:
+        """(B, width) bool: where the padded form holds a token."""
+        return torch.arange(self.width, device=self.device) < self.lengths[:, None]
+
+    @functools.cached_property
+    def _places(self) -> Tensor:
+        """(S,) int64: row of each token in the padded form, its first two axes taken as one."""
+        return self._on_device(np.flatnonzero(np.arange(self.width) < np.asarray(self.counts)[:, None]))
+
+    def rows_of(self, order: List[int]) -> Tensor:
+        """(S',) int64: packed rows of the sequences in another order."""
+        starts = np.cumsum([0, *self.counts])
+        return self._on_device(np.concatenate([np.arange(starts[i], starts[i + 1]) for i in order]))
+
+    def pad(self, packed: Tensor) -> Tensor:
+        """(S, ...) -> (B, width, ...), zeros where there is no token; a view where there is no padding."""
+        shape = (len(self.counts), self.width, *packed.shape[1:])
+        if self.full:
+            return packed.reshape(shape)
+        rows = packed.new_zeros((shape[0] * shape[1], *shape[2:]))
+        return rows.index_copy(0, self._places, packed).view(shape)
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """(B, width, ...) -> (S, ...); a view where there is no padding."""
+        rows = padded.reshape(-1, *padded.shape[2:])
+        return rows if self.full else rows.index_select(0, self._places)
+
+    def _on_device(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+
+class Edges:
+    """Which image the keypoints of each image attend to (SuperGlue, section 3.1: self and cross edges)."""
+
+    def __init__(self, packing: Packing, partner: List[int]) -> None:
+        """partner: for each sequence the index of the one it attends to."""
+        self.packing, self.partner = packing, partner
+        self.counts = [packing.counts[j] for j in partner]  # of the partners
+
+    @functools.cached_property
+    def partners(self) -> Optional[Tensor]:
+        """(B,) int64: `partner`; None when each is its own."""
+        if self.partner == list(range(len(self.partner))):
+            return None
+        return torch.tensor(self.partner).to(self.packing.device, non_blocking=True)
+
+    @functools.cached_property
+    def partner_packing(self) -> Packing:
+        """The partners' tokens, packed in the order of those that attend to them."""
+        return Packing(self.counts, self.packing.device, self.packing.width)
+
+    @functools.cached_property
+    def partner_rows(self) -> Tensor:
+        """(S',) int64: packed rows of `partner_packing`."""
+        return self.packing.rows_of(self.partner)
+
+    @functools.cached_property
+    def visible(self) -> Tensor:
+        """(B, 1, 1, width) bool: the keys each sequence may see. Of an empty partner the padding, which is zero."""
+        valid = self.partner_packing.valid
+        # a softmax over no key at all would be nan
+        return (valid | ~valid.any(-1, keepdim=True))[:, None, None, :]
+
+
+class Layout:
+    """Of a batch of B pairs: each side, all 2B images (images 0 first), and the edges within and between them."""
+
+    def __init__(self, batch) -> None:
+        """batch: a PairBatch, or any object with its counts and records."""
+        self.device = batch.records0.device
+        counts = [batch.counts0.tolist(), batch.counts1.tolist()]
+        widths = batch.records0.shape[1], batch.records1.shape[1]
+        self.sides = [Packing(own, self.device, width) for own, width in zip(counts, widths)]
+        both = Packing(counts[0] + counts[1], self.device)
+        itself = list(range(len(both.counts)))
+        self.within = Edges(both, itself)
+        self.between = Edges(both, itself[len(counts[0]) :] + itself[: len(counts[0])])
+
+    @property
+    def sizes(self) -> List[Tuple[int, int]]:
+        """(m_i, n_i) of each pair."""
+        return list(zip(*(side.counts for side in self.sides)))
+
+    def halves(self, packed: Tensor) -> Tuple[Tensor, Tensor]:
+        """(S, ...) of all images: that of images 0, and that of images 1."""
+        first = sum(self.sides[0].counts)
+        return packed[:first], packed[first:]
