@@ -30,6 +30,7 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     add("--rounds", type=int, default=7, help="most rounds of a comparison")
     add("--only", default="", help="groups of rows, separated by commas; default: all")
     add("--fetched", type=Path, default=Path("data/images"), help="folder of photographs that `fetch` wrote")
+    add("--model", type=Path, help="trained weights for the rows of evaluation; default: untrained")
     add("--out", type=Path, default=Path("reports/benchmark"), help="folder of table.json and table.csv")
     add("--no-tracking", action="store_true", help="keep the table out of MLflow")
     commands = parser.add_subparsers(dest="command")
@@ -67,6 +68,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 def _whole_table(options: argparse.Namespace) -> int:
     from pipeline.benchmarks import row, table
     from pipeline.evaluation.model import choose_device
+    from pipeline.features.tuning import keep_memory
     from pipeline.matching.superglue import SuperGlueConfig
 
     if options.seconds <= 0 or options.rounds < 2:
@@ -74,6 +76,8 @@ def _whole_table(options: argparse.Namespace) -> int:
     if options.dim % 4 or options.dim < 8 or options.iterations < 1:
         raise RequestError("--dim must be a multiple of 4 from 8 on, --iterations 1 or more")
     table.chosen(options.only)
+    # for both sides of every comparison: what comes first would otherwise decide how often the others' memory is new
+    keep_memory()
     config = SuperGlueConfig(dim=options.dim, sinkhorn_iterations=options.iterations)
     setting = row.setting_for(
         choose_device(options.device),
@@ -82,6 +86,7 @@ def _whole_table(options: argparse.Namespace) -> int:
         seconds=options.seconds,
         images=options.fetched,
         params=options.params,
+        weights=options.model,
     )
     about = table.machine(setting)
     print("\n".join(f"{name}: {value}" for name, value in about.items()), flush=True)

@@ -19,11 +19,13 @@ from pipeline.benchmarks import (
     elastic_rank,
     elastic_rows,
     flops,
+    gpu_rows,
     growth,
     made,
     memory,
     model_rows,
     peer,
+    peer_rows,
     plain,
     planner,
     row,
@@ -159,6 +161,37 @@ class TestRows:
     def test_peak_memory(self):
         few, many = (memory.peak_mib(_allocate, "cpu", mib) for mib in (10, 100))
         assert few < 40 < 90 < many < 140
+
+    def test_rows_of_a_gpu(self, monkeypatch):
+        """Every row that a GPU fills, on what there is: so that they run where nobody has tried them."""
+        monkeypatch.setattr(gpu_rows, "GOALS", {16: 1.0})
+        monkeypatch.setattr(gpu_rows, "BATCH", 2)
+        found = list(gpu_rows.rows(setting(seconds=0.1)))
+        names = [each.what for each in found]
+        assert names[0].startswith("training, bfloat16") and "target at least 1" in found[0].note
+        for what in ("training, ragged", "Sinkhorn of the step", "waits of the host"):
+            assert sum(name.startswith(what) for name in names) == 1
+        assert sum(name.startswith("latency") for name in names) == 3
+        skipped = {each.what for each in found if each.skipped}
+        assert skipped == {"attention, packed", "decoding by DALI"}
+        assert all(each.value > 0 for each in found if not each.skipped and "profile" not in each.what)
+
+    def test_a_group_of_ranks_steps_beside_the_peer(self, tmp_path):
+        kept = made.made_store(tmp_path / "store", 20, images=16)
+        changes = {"dim": 32, "sinkhorn_iterations": 5, "max_keypoints": 20, "precision": "float32"}
+        group = peer_rows.Group(setting(), kept, 20, changes)
+        try:
+            assert group.processes >= 1 and group.pairs == peer_rows.PAIRS * group.processes
+            group(), group()
+        finally:
+            group.close()
+        assert [rank.returncode for rank in group.ranks] == [0] * group.processes
+
+    def test_training_rows_heed_the_limit_of_keypoints(self, tmp_path):
+        store = Store(made.made_store(tmp_path / "store", 40, images=8))
+        for limit in (40, 25):
+            (batch,) = training_rows.Trainer(setting(), store, 2, keypoints=limit).made(0)
+            assert batch.counts0.tolist() == [limit] * 2
 
     def test_agreement(self):
         assert model_rows._agreement(

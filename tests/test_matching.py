@@ -54,7 +54,9 @@ def padded(scores, dustbin, iterations):
     """`log_optimal_transport` by way of one padded batch; what is padded is nonsense."""
     sides = [torch.tensor([s.shape[axis] for s in scores]) for axis in (0, 1)]
     M, N = (int(side.max()) for side in sides)
-    batch = torch.stack([torch.nn.functional.pad(s, (0, N - s.shape[1], 0, M - s.shape[0]), value=1e3) for s in scores])
+    batch = torch.stack(
+        [torch.nn.functional.pad(s, (0, N - s.shape[1], 0, M - s.shape[0]), value=1e3) for s in scores]
+    )
     log_P, finite = sinkhorn.padded_optimal_transport(batch, *sides, dustbin, iterations)
     assert finite
     return [P[: s.shape[0] + 1, : s.shape[1] + 1] for P, s in zip(log_P, scores)]
@@ -106,9 +108,7 @@ class TestSinkhorn:
         a = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
         b = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
         dustbin = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
-        assert torch.autograd.gradcheck(
-            lambda x, y, z: tuple(padded([x, y], z, 4)), (a, b, dustbin)
-        )
+        assert torch.autograd.gradcheck(lambda x, y, z: tuple(padded([x, y], z, 4)), (a, b, dustbin))
 
     def test_float32_stays_close_to_float64_on_hard_scores(self):
         torch.manual_seed(2)
@@ -136,7 +136,9 @@ class TestSinkhorn:
         assert none.tolist() == [[-math.inf]]
 
     def test_empty_sides_in_a_padded_batch(self):
-        left, right, none, full = padded([torch.zeros(s) for s in [(0, 3), (2, 0), (0, 0), (1, 1)]], torch.tensor(1.0), 5)
+        left, right, none, full = padded(
+            [torch.zeros(s) for s in [(0, 3), (2, 0), (0, 0), (1, 1)]], torch.tensor(1.0), 5
+        )
         assert left.tolist() == [[0, 0, 0, -math.inf]]
         assert right.tolist() == [[0], [0], [-math.inf]]
         assert none.tolist() == [[0]]
@@ -153,6 +155,7 @@ class TestSinkhorn:
 
     def test_loops_done_again_on_the_same_memory_give_the_same(self, monkeypatch):
         """What a GPU records is a loop over fixed memory; here the loop itself is called again."""
+
         def answers():
             found = []
             for seed, (m, n) in enumerate([(9, 7), (9, 7), (5, 7), (9, 7)]):
@@ -433,7 +436,6 @@ class TestTruth:
             assert j < 0 or truth.matches1[j] == i
         assert torch.equal(truth.matches0, back.matches1) and torch.equal(truth.matches1, back.matches0)
 
-
     def test_a_padded_batch_has_the_truth_of_its_pairs(self):
         rng = np.random.default_rng(0)
         H = np.array([[1, 0, 4.0], [0, 1, 2.0], [0, 0, 1]])
@@ -469,7 +471,9 @@ class TestLoss:
             assert a.shape == b.shape and torch.allclose(a, b, atol=1e-5, rtol=1e-6)
         losses = [assignment_loss(way, ground_truth(batch)).total for way in ways]
         assert torch.allclose(*losses, atol=1e-5)
-        gradients = [torch.autograd.grad(loss.sum(), model.parameters(), retain_graph=True) for loss in losses]
+        gradients = [
+            torch.autograd.grad(loss.sum(), model.parameters(), retain_graph=True) for loss in losses
+        ]
         for a, b in zip(*gradients):
             assert torch.allclose(a, b, atol=1e-5 * max(1.0, float(a.abs().max())))
 
@@ -479,7 +483,9 @@ class TestLoss:
         loss = assignment_loss(Assignments.of([log_P]), truth)
         assert loss.total.item() == pytest.approx(math.log(2) * (0.5 * 1 + 0.25 * 3 + 0.25 * 1))
         ignored = Truth(torch.tensor([[0, IGNORED]]), torch.tensor([[0, IGNORED]]))
-        assert assignment_loss(Assignments.of([log_P]), ignored).total.item() == pytest.approx(math.log(2) / 2)
+        assert assignment_loss(Assignments.of([log_P]), ignored).total.item() == pytest.approx(
+            math.log(2) / 2
+        )
 
     @pytest.mark.parametrize("counts", [(0, 0), (0, 2), (1, 0), (1, 1), (2, 1), (2, 2)])
     def test_few_keypoints_give_a_finite_loss(self, counts):

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from typing import Dict, Iterator
+from typing import Callable, Dict, Iterator, List
 
 import torch
 
-from pipeline.benchmarks import flops
-from pipeline.benchmarks.made import made_batch
+from pipeline import stack
+from pipeline.benchmarks import flops, plain, timing
+from pipeline.benchmarks.made import made_batch, made_pairs
 from pipeline.benchmarks.model_rows import forward_call, sinkhorn_call, training_call
 from pipeline.benchmarks.row import Row, Setting
-from pipeline.stack import autocast
+from pipeline.errors import RequestError
+from pipeline.images.sources import open_manifest
+from pipeline.matching import attention
+from pipeline.matching.inference import Replayed, folded
+from pipeline.matching.packing import Edges, Packing
+from pipeline.pairs.batch import from_pairs
 
 GOALS: Dict[int, float] = {
     512: 1300.0,
@@ -21,6 +27,7 @@ GOALS: Dict[int, float] = {
 }  # pairs/s of one H200, D = 256, T = 100, bfloat16
 BATCH = 64
 LATENCY_MS = 3.0
+WAITS = ("aten::item", "aten::nonzero", "cudaStreamSynchronize", "cudaDeviceSynchronize")
 
 
 def gpu(setting: Setting) -> Iterator[Row]:
@@ -29,12 +36,24 @@ def gpu(setting: Setting) -> Iterator[Row]:
         yield Row("gpu", "training speed, MFU, profile at D = 256, T = 100", skipped="needs a CUDA device")
         return
     config = dataclasses.replace(setting.config, dim=256, sinkhorn_iterations=100)
-    wide = dataclasses.replace(setting, config=config)
-    for keypoints, goal in GOALS.items():
-        yield _training(wide, keypoints, goal)
-    yield _sinkhorn_share(wide)
-    yield _latency(wide)
-    yield from _profile(wide)
+    yield from rows(dataclasses.replace(setting, config=config))
+
+
+def rows(setting: Setting) -> Iterator[Row]:
+    """All of them; one that does not fit the memory costs itself alone."""
+    groups: List[Callable[[Setting], Iterator[Row]]] = [
+        *(lambda setting, N=N, goal=goal: _training(setting, N, goal) for N, goal in GOALS.items()),
+        _ragged, _sinkhorn_share, _latency, _attention, _decoding, _profile,
+    ]  # fmt: skip
+    for group in groups:
+        try:
+            yield from group(setting)
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            yield Row("gpu", "the next rows", skipped=f"out of memory: {str(error).splitlines()[0]}")
+        if setting.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _judged(value: float, goal: float, most: bool = False) -> str:
@@ -42,14 +61,14 @@ def _judged(value: float, goal: float, most: bool = False) -> str:
     return f"target {'at most' if most else 'at least'} {goal:g}: {'met' if good else 'not met'}"
 
 
-def _step(setting: Setting, keypoints: int):
+def _step(setting: Setting, batch):
     model = setting.model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    return training_call(model, made_batch(keypoints, BATCH).to(setting.device), "bfloat16", optimizer)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, **stack.fused_adam())
+    return training_call(model, batch.to(setting.device), "bfloat16", optimizer)
 
 
-def _training(setting: Setting, keypoints: int, goal: float) -> Row:
-    taken = setting.timed({"step": _step(setting, keypoints)})["step"]
+def _training(setting: Setting, keypoints: int, goal: float) -> Iterator[Row]:
+    taken = setting.timed({"step": _step(setting, made_batch(keypoints, BATCH))})["step"]
     rate = BATCH / statistics.median(taken.wall)
     peak, source = flops.peak(setting.device, "bfloat16")
     share = (
@@ -58,34 +77,113 @@ def _training(setting: Setting, keypoints: int, goal: float) -> Row:
         else source
     )
     name = f"training, bfloat16, D = 256, T = 100, N = {keypoints}, batch {BATCH}"
-    return Row("gpu", name, rate, "pairs/s", note=f"{share}; {_judged(rate, goal)}")
+    yield Row("gpu", name, rate, "pairs/s", note=f"{share}; {_judged(rate, goal)}")
 
 
-def _sinkhorn_share(setting: Setting) -> Row:
-    ways = {"step": _step(setting, 512), "sinkhorn": sinkhorn_call(setting.device, "ours", 512, BATCH)}
+def _ragged(setting: Setting) -> Iterator[Row]:
+    """As real pairs are: four views in ten have fewer keypoints than allowed."""
+    pairs = made_pairs(512, BATCH)
+    short = [
+        pair._replace(
+            records0=pair.records0[: 512 - 37 * (i % 5)], records1=pair.records1[: 512 - 53 * (i % 4)]
+        )
+        for i, pair in enumerate(pairs)
+    ]
+    ways = {"full": _step(setting, from_pairs(pairs)), "ragged": _step(setting, from_pairs(short))}
+    taken = setting.timed(ways)
+    rate = BATCH / statistics.median(taken["ragged"].wall)
+    ratio = timing.speed_up(taken["full"].wall, taken["ragged"].wall)
+    name = f"training, ragged views of up to 512, batch {BATCH}"
+    yield Row("gpu", name, rate, "pairs/s", ratio, None, "all views of 512")
+
+
+def _sinkhorn_share(setting: Setting) -> Iterator[Row]:
+    ways = {
+        "step": _step(setting, made_batch(512, BATCH)),
+        "sinkhorn": sinkhorn_call(setting.device, "ours", 512, BATCH),
+    }
     taken = setting.timed(ways)
     share = statistics.median(taken["sinkhorn"].wall) / statistics.median(taken["step"].wall)
-    return Row(
+    yield Row(
         "gpu", "Sinkhorn of the step, N = 512", share, "of the step", note=_judged(share, 0.2, most=True)
     )
 
 
-def _latency(setting: Setting) -> Row:
-    call = forward_call(setting.model(), made_batch(512, 1).to(setting.device))
+def _latency(setting: Setting) -> Iterator[Row]:
+    """One pair through the network as it is, and recorded as a CUDA graph, beside the plain one."""
+    batch, model = made_batch(512, 1).to(setting.device), setting.model().eval()
+    ready = folded(model, "bfloat16")
+    replayed = Replayed(ready)
+    ways = {
+        "plain, float32": forward_call(plain.plain_from(model).to(setting.device), batch),
+        "launch by launch": forward_call(ready, batch),
+        "recorded": lambda: replayed(batch),
+    }
+    taken = setting.timed(ways)
+    base = taken["plain, float32"].wall
+    for way, found in taken.items():
+        each = 1e3 * statistics.median(found.wall)
+        note = "" if way.startswith("plain") else _judged(each, LATENCY_MS, most=True)
+        ratio = timing.speed_up(base, found.wall)
+        name = f"latency, bfloat16, N = 512, batch 1: {way}"
+        yield Row("gpu", name, each, "ms", ratio, None, "plain, float32", note=note)
 
-    def cast() -> None:
-        with autocast("cuda", "bfloat16"):
-            call()
 
-    each = 1e3 * statistics.median(setting.timed({"call": cast})["call"].wall)
-    return Row("gpu", "latency, N = 512, batch 1", each, "ms", note=_judged(each, LATENCY_MS, most=True))
+def _attention(setting: Setting) -> Iterator[Row]:
+    """Forward and backward of one layer's attention on ragged views, in each form there is."""
+    counts = [512 - 37 * (i % 5) for i in range(2 * BATCH)]
+    other = [*range(BATCH, 2 * BATCH), *range(BATCH)]
+    edges = Edges(Packing(counts, setting.device), other)
+    heads, dim = setting.config.heads, setting.config.dim
+    qkv = torch.randn(sum(counts), 3, heads, dim // heads, device=setting.device).bfloat16().requires_grad_()
+    forms = {"padded and masked": attention._padded}
+    if stack.has_packed_attention(qkv):
+        forms["packed"] = attention._packed
+
+    def call(form) -> Callable[[], None]:
+        return lambda: form(*qkv.unbind(1), edges).float().sum().backward()
+
+    taken = setting.timed({name: call(form) for name, form in forms.items()})
+    base = taken["padded and masked"].wall
+    for name, found in taken.items():
+        each = 1e3 * statistics.median(found.wall)
+        what = f"attention of {2 * BATCH} ragged views: {name}"
+        yield Row("gpu", what, each, "ms", timing.speed_up(base, found.wall), None, "padded and masked")
+    if "packed" not in forms:
+        yield Row(
+            "gpu", "attention, packed", skipped="this torch has no fused kernel for packed sequences here"
+        )
+
+
+def _decoding(setting: Setting) -> Iterator[Row]:
+    """Photographs decoded by DALI (on the GPU where there is one) beside OpenCV with one thread."""
+    from pipeline.images import dali, decode
+
+    name = "decoding by DALI"
+    try:
+        images = open_manifest(setting.images)
+        dali.require()
+    except RequestError as error:
+        yield Row("gpu", name, skipped=str(error))
+        return
+    entries = images.entries("train")[:256]
+    ways = {
+        "opencv": lambda: sum(1 for _ in decode.decoded(images, entries)),
+        "dali": lambda: sum(1 for _ in dali.decoded(images, entries)),
+    }
+    taken = setting.timed(ways)
+    ratio = timing.speed_up(taken["opencv"].wall, taken["dali"].wall)
+    rate = len(entries) / statistics.median(taken["dali"].wall)
+    yield Row("gpu", name, rate, "images/s", ratio, None, "OpenCV, one thread")
 
 
 def _profile(setting: Setting) -> Iterator[Row]:
     """The ten dearest kernels of a step, and how often something waits for the GPU."""
-    step = _step(setting, 512)
+    step = _step(setting, made_batch(512, BATCH))
     step()
-    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if setting.device.type == "cuda":
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=kinds) as profile:
         step()
         setting.wait()
@@ -93,9 +191,10 @@ def _profile(setting: Setting) -> Iterator[Row]:
     # renamed in torch 2.3 or so; both stacks have one of them
     own = "self_device_time_total" if hasattr(events[0], "self_device_time_total") else "self_cuda_time_total"
     total = sum(getattr(event, own) for event in events) or 1.0
-    waits = sum(event.count for event in events if event.key in ("aten::item", "aten::nonzero"))
+    waits = {event.key: event.count for event in events if event.key in WAITS}
+    note = ", ".join(f"{name} {count}" for name, count in waits.items())
     yield Row(
-        "gpu", "waits of the host for the GPU in a step", float(waits), "calls", note="item and nonzero"
+        "gpu", "waits of the host for the GPU in a step", float(sum(waits.values())), "calls", note=note
     )
     for event in sorted(events, key=lambda each: -getattr(each, own))[:10]:
         spent = getattr(event, own)

@@ -87,6 +87,7 @@ class Setting:
     seconds: float = 8.0
     images: Path = Path("data/images")
     params: Path = Path("params.yaml")
+    weights: Optional[Path] = None  # of the model of the rows of evaluation; None: untrained
     keypoint_counts: tuple = (256, 512, 1024, 2048)
     batches: tuple = (1, 8, 32)
     rate: float = 1e11

@@ -65,8 +65,12 @@ class Trainer:
 
     def made(self, step: int) -> List[Any]:
         """The micro-batches of a step, on the host."""
-        own = self.order.step(step, self.batch)[rank_slice(self.batch, self.context.rank, self.context.world_size)]
-        return [load_batch(self.store, part, self.keypoints) for part in split_evenly(own, self.train.accumulate)]
+        own = self.order.step(step, self.batch)[
+            rank_slice(self.batch, self.context.rank, self.context.world_size)
+        ]
+        return [
+            load_batch(self.store, part, self.keypoints) for part in split_evenly(own, self.train.accumulate)
+        ]
 
     def __call__(self) -> None:
         batches = self.kept or self.loaded()

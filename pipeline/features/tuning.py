@@ -18,12 +18,19 @@ _MALLOPT = ((-3, 32 * _MIB), (-1, 2**31 - 1), (-2, 256 * _MIB))
 def tune_process() -> None:
     """Keep freed memory, and use one OpenCV thread.
 
-    Each SIFT call allocates and frees about 70 MB. Whether glibc gives it back to the system hangs on sizes and on
-    what else is in memory; for views of 640x480 it does, which costs 17,500 page faults, a quarter to a third of the
-    call (docs/data.md has the figures). Processes side by side fill the cores better than threads inside one. Results
-    do not change. Elsewhere than on glibc only the threads are set.
+    Processes side by side fill the cores better than threads inside one. Results do not change.
     """
     cv2.setNumThreads(1)
+    keep_memory()
+
+
+def keep_memory() -> None:
+    """Keep freed memory; elsewhere than on glibc nothing happens.
+
+    Each SIFT call allocates and frees about 70 MB. Whether glibc gives it back to the system hangs on sizes and on
+    what else is in memory; for views of 640x480 it does, which costs 17,500 page faults, a quarter to a third of the
+    call (docs/data.md has the figures).
+    """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):

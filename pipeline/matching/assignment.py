@@ -21,7 +21,7 @@ class Assignments(collections.abc.Sequence):
     """Of B pairs the log assignment (m_i + 1, n_i + 1), dustbins last: a sequence of such matrices, without padding."""
 
     def __init__(self, flat: Tensor, sizes: List[Tuple[int, int]], places: List[Tuple[int, int]]) -> None:
-        """flat: (E,) all entries; sizes: (m_i, n_i); places: of each matrix its offset in `flat` and its row's stride."""
+        """flat: (E,) entries; sizes: (m_i, n_i); places: of each matrix its offset in `flat` and its rows' stride."""
         self.flat, self.sizes, self._places = flat, sizes, places
 
     @classmethod

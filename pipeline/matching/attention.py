@@ -24,7 +24,8 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, edges: Edges) -> Tensor:
     """
     if not edges.partner:
         return q
-    if q.device.type == "cpu":
+    learns = torch.is_grad_enabled() and q.requires_grad
+    if q.device.type == "cpu" and (learns or not edges.packing.full):
         return _one_by_one(q, k, v, edges)
     if not edges.packing.full and min(edges.counts) > 0 and stack.has_packed_attention(q):
         return _packed(q, k, v, edges)

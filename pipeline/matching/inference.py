@@ -19,7 +19,6 @@ from pipeline.matching.attention import AttentionalLayer, ragged_attention
 from pipeline.matching.normalization import TokenBatchNorm
 from pipeline.matching.packing import Edges, Layout
 from pipeline.matching.superglue import SuperGlue
-from pipeline.pairs.batch import PairBatch
 from pipeline.stack import recorded
 
 
@@ -53,8 +52,8 @@ class Replayed:
         self._kept: OrderedDict[tuple, _Recording] = collections.OrderedDict()
 
     @torch.no_grad()
-    def __call__(self, batch: PairBatch) -> Assignments:
-        """As the network itself; the answer is the caller's own."""
+    def __call__(self, batch) -> Assignments:
+        """As the network itself, of a PairBatch; the answer is the caller's own."""
         sizes = batch.counts0.tolist(), batch.counts1.tolist()
         key = (batch.device, *map(tuple, sizes), batch.records0.shape[1], batch.records1.shape[1])
         if key in self._kept:
@@ -75,7 +74,7 @@ class Replayed:
 class _Recording:
     """The network on memory of its own: `again()` writes its `answer` to what lies in `batch`."""
 
-    def __init__(self, model: SuperGlue, batch: PairBatch) -> None:
+    def __init__(self, model: SuperGlue, batch) -> None:
         self.batch, self.layout = batch.clone(), Layout(batch)
         self.answer: Tuple[Tensor, Tensor]
 
@@ -113,7 +112,7 @@ class FoldedLayer(nn.Module):
         heads = linear(state, self.heads_weight, self.heads_bias)
         q, k, v = heads.view(len(x), 3, self.heads, x.shape[1] // self.heads).unbind(1)
         message = ragged_attention(q, k, v, edges).reshape(x.shape)
-        hidden = torch.addmm(linear(state, self.own, self.bias), message, self.message)
+        hidden = linear(state, self.own, self.bias).addmm_(message, self.message)
         return x + linear(self.norm(hidden).relu_(), self.last_weight, self.last_bias)
 
 

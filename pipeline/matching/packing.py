@@ -1,7 +1,7 @@
 """Ragged sets of keypoints: where the tokens of each image of a batch lie, and which image attends to which.
 
 Tokens of all images lie packed one after another, (S, D) with S the sum of the counts, so that linear layers and norms
-never see padding. What a GPU needs to know of it lies on the GPU, made once a batch from counts on the host: nobody waits.
+never see padding. What a GPU needs to know of it is made once a batch, from counts on the host: nobody waits.
 """
 
 from __future__ import annotations

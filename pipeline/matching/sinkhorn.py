@@ -29,10 +29,12 @@ from torch import Tensor
 from pipeline.stack import can_record, no_autocast, recorded
 
 # Of a kernel larger than a core's cache each block of rows is used twice while it is there: K a gives the rows' a, and
-# these the block's part of K^T a.
+# these the block's part of K^T a. Each of torch's threads has a cache of its own.
 BLOCK_BYTES = 5 << 18
 
-CHUNK_BYTES = 32 << 20  # kernels of the pairs that a GPU works on at a time: they fit the L2 cache of an A100 or newer
+CHUNK_BYTES = (
+    32 << 20
+)  # kernels of the pairs that a GPU works on at a time: they fit the L2 cache of an A100 or newer
 GRAPHS = 16  # recorded at a time: those of the last batches' shapes
 
 
@@ -62,7 +64,7 @@ def _block_rows(K: Tensor) -> int:
     """Rows of a block: all of them but for one large kernel."""
     if K.dim() > 2:
         return K.shape[-2]
-    return max(1, BLOCK_BYTES // (K.stride(0) * K.element_size()))
+    return max(1, BLOCK_BYTES * torch.get_num_threads() // (K.stride(0) * K.element_size()))
 
 
 def _blocks(K: Tensor, *others: Tensor) -> List[Tuple]:
@@ -71,9 +73,7 @@ def _blocks(K: Tensor, *others: Tensor) -> List[Tuple]:
     Of those with an axis more, (T, ..., M), a list over T.
     """
     rows = _block_rows(K)
-    parts = [
-        [part if t.dim() < K.dim() else part.unbind(0) for part in t.split(rows, -1)] for t in others
-    ]
+    parts = [[part if t.dim() < K.dim() else part.unbind(0) for part in t.split(rows, -1)] for t in others]
     return [(K_i, K_i.transpose(-1, -2), *rest) for K_i, *rest in zip(K.split(rows, -2), *parts)]
 
 

@@ -221,7 +221,10 @@ def mutual_matches(
         if min(P.shape) == 0:
             continue
         best0, best1 = P.max(1), P.max(0)
-        for matches, scores, best, back in ((matches0, scores0, best0, best1), (matches1, scores1, best1, best0)):
+        for matches, scores, best, back in (
+            (matches0, scores0, best0, best1),
+            (matches1, scores1, best1, best0),
+        ):
             count = len(best.indices)
             mutual = back.indices[best.indices] == torch.arange(count, device=device)
             good = mutual & (best.values > threshold)

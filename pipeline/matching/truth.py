@@ -5,6 +5,7 @@ Used by the loss, by validation and by evaluation alike, so that there is one de
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Optional
 
 import torch
@@ -42,11 +43,20 @@ def reprojection_error(keypoints0: Tensor, keypoints1: Tensor, H_0to1: Tensor) -
     H = H_0to1.double()
     forward = transform(keypoints0.double(), H).float()
     back = transform(keypoints1.double(), _inverse(H)).float()
-    # direct differences: the matrix-product form of cdist loses the third digit at 640 px
-    exact = "donot_use_mm_for_euclid_dist"
-    error = torch.cdist(forward, keypoints1.float(), compute_mode=exact)
-    error = torch.maximum(error, torch.cdist(keypoints0.float(), back, compute_mode=exact))
-    return torch.nan_to_num(error, nan=float("inf"), posinf=float("inf"))
+    return torch.maximum(
+        _squared_distance(forward, keypoints1.float()), _squared_distance(keypoints0.float(), back)
+    ).sqrt_()
+
+
+def _squared_distance(a: Tensor, b: Tensor) -> Tensor:
+    """(..., M, N) of points a (..., M, 2) and b (..., N, 2); inf where one lies on the horizon.
+
+    By direct differences: the matrix-product form loses the third digit at 640 px, and `torch.cdist` without it takes
+    twice as long for points of the plane.
+    """
+    a, b = (torch.nan_to_num(t, nan=math.inf, posinf=math.inf, neginf=-math.inf) for t in (a, b))
+    x, y = (a[..., :, None, axis] - b[..., None, :, axis] for axis in (0, 1))
+    return x.square_().addcmul_(y, y)
 
 
 def _inverse(H: Tensor) -> Tensor:
@@ -88,7 +98,7 @@ def pair_truth(
         return Truth(matches0, matches1)
     error = reprojection_error(keypoints0, keypoints1, H_0to1)
     if valid is not None:
-        error.masked_fill_(~valid, float("inf"))
+        error.masked_fill_(~valid, math.inf)
     best0, best1 = error.min(-1), error.min(-2)
     H = H_0to1.double()
     outside0, outside1 = _outside(keypoints0, H, size1), _outside(keypoints1, _inverse(H), size0)
