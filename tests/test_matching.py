@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline import stack
 from pipeline.features.sift import KEYPOINT
-from pipeline.matching import attention, homography, normalization, packing, sinkhorn
+from pipeline.matching import attention, homography, normalization, packing, scaling, sinkhorn
 from pipeline.matching.assignment import Assignments
 from pipeline.matching.inference import Replayed, folded
 from pipeline.matching.loss import assignment_loss
@@ -84,7 +84,7 @@ class TestSinkhorn:
     @pytest.mark.parametrize("spread", [1.0, 30.0, 300.0])
     def test_equals_the_log_domain_with_its_gradient(self, monkeypatch, solve, spread, rows):
         if rows:  # a kernel in several blocks of so many rows
-            monkeypatch.setattr(sinkhorn, "BLOCK_BYTES", rows * 48 * 8)
+            monkeypatch.setattr(scaling, "BLOCK_BYTES", rows * 48 * 8)
         torch.manual_seed(0)
         scores = [torch.randn(m, n, dtype=torch.float64) * spread for m, n in ((30, 40), (5, 2), (1, 1))]
         scores.append(scores[0][[0, 0, 0, 0, 1]] - 3 * spread)  # duplicates, all below the dustbin
@@ -166,12 +166,12 @@ class TestSinkhorn:
             return found
 
         expected = answers()
-        monkeypatch.setattr(sinkhorn, "can_record", lambda device: True)
-        monkeypatch.setattr(sinkhorn, "GRAPHS", 3)
+        monkeypatch.setattr(scaling, "can_record", lambda device: True)
+        monkeypatch.setattr(scaling, "GRAPHS", 3)
         for _ in range(2):
             assert all(torch.equal(a, b) for a, b in zip(answers(), expected))
-        assert len(sinkhorn._recordings) == 3
-        sinkhorn._recordings.clear()
+        assert len(scaling._recordings) == 3
+        scaling._recordings.clear()
 
     def test_chunks_do_not_matter(self, monkeypatch):
         scores = [torch.randn(m, n) for m, n in ((4, 6), (5, 5), (1, 2), (3, 6), (5, 1))]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
 import torch
@@ -36,25 +36,28 @@ def peer(setting: Setting) -> Iterator[Row]:
         theirs = other.PeerTraining(images, keypoints)
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             kept = _store_of(theirs, images, Path(folder))
-            ways: Dict[str, Callable[[], object]] = {
-                "peer": theirs,
-                "extract": functools.partial(theirs.load, images[0]),
-            }
-            pairs = {}
-            for precision in TARGETS:
-                changes = {
-                    "dim": 128, "sinkhorn_iterations": 20, "max_keypoints": keypoints, "precision": precision,
-                }  # fmt: skip
-                ways[precision] = Trainer(setting, store.Store(kept), PAIRS, keypoints=keypoints, **changes)
-                pairs[precision] = PAIRS
-                if _places(setting) > 1:
-                    group = Group(setting, kept, keypoints, changes)
-                    stack.callback(group.close)
-                    name = f"{precision}, DDP of {group.processes} processes"
-                    ways[name], pairs[name] = group, group.pairs
+            ours = _ours(setting, kept, keypoints, stack)
+            ways: Dict[str, Callable[[], object]] = {name: step for name, (step, _) in ours.items()}
+            ways.update(peer=theirs, extract=functools.partial(theirs.load, images[0]))
             taken = setting.timed(ways, calls * setting.seconds)
         mean = sum(theirs.seen) / len(theirs.seen)
-        yield from _rows(taken, pairs, keypoints, mean)
+        yield from _rows(taken, {name: pairs for name, (_, pairs) in ours.items()}, keypoints, mean)
+
+
+def _ours(
+    setting: Setting, kept: Path, keypoints: int, stack: contextlib.ExitStack
+) -> Dict[str, Tuple[Callable[[], object], int]]:
+    """Steps of ours by name, with their number of pairs; `stack` ends their processes."""
+    ways: Dict[str, Tuple[Callable[[], object], int]] = {}
+    for precision in TARGETS:
+        changes = {"dim": 128, "sinkhorn_iterations": 20, "max_keypoints": keypoints, "precision": precision}
+        step = Trainer(setting, store.Store(kept), PAIRS, keypoints=keypoints, **changes)
+        ways[precision] = step, PAIRS
+        if _places(setting) > 1:
+            group = Group(setting, kept, keypoints, changes)
+            stack.callback(group.close)
+            ways[f"{precision}, DDP of {group.processes} processes"] = group, group.pairs
+    return ways
 
 
 def _places(setting: Setting) -> int:

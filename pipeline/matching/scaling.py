@@ -1,0 +1,156 @@
+"""The iterations of optimal transport in the scaled-kernel form, and the gradient through them (see `sinkhorn`).
+
+All functions take one pair, (M, N) and marginals (M,) and (N,), or a batch of pairs with one more axis in front.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Callable, List, NamedTuple, OrderedDict, Tuple
+
+import torch
+from torch import Tensor
+
+from pipeline.stack import can_record, recorded
+
+# Of a kernel larger than a core's cache each block of rows is used twice while it is there: K a gives the rows' a, and
+# these the block's part of K^T a. Each of torch's threads has a cache of its own.
+BLOCK_BYTES = 5 << 18
+
+GRAPHS = 16  # recorded at a time: those of the last batches' shapes
+
+
+def _mv(matrix: Tensor, vector: Tensor, out: Tensor, add: bool = False) -> Tensor:
+    """Matrix-vector product into `out`, one (2-D matrix; with `add` added to it) or batched (3-D)."""
+    if matrix.dim() == 2:
+        return torch.addmv(out, matrix, vector, beta=float(add), out=out)
+    return torch.bmm(matrix, vector.unsqueeze(-1), out=out.unsqueeze(-1)).squeeze(-1)
+
+
+def _room(like: Tensor) -> Tensor:
+    """Memory of the shape of `like` whose rows begin at multiples of 64 bytes.
+
+    Products with K^T take half the time of those with rows of n + 1 numbers.
+    """
+    width = like.shape[-1]
+    return like.new_empty((*like.shape[:-1], -(-width // 16) * 16))[..., :width]
+
+
+def _kernel(Z: Tensor) -> Tuple[Tensor, Tensor]:
+    """exp(Z - r) and r, the row maxima."""
+    r = Z.amax(dim=-1, keepdim=True)
+    return torch.sub(Z, r, out=_room(Z)).exp_(), r.squeeze(-1)
+
+
+def _block_rows(K: Tensor) -> int:
+    """Rows of a block: all of them but for one large kernel."""
+    if K.dim() > 2:
+        return K.shape[-2]
+    return max(1, BLOCK_BYTES * torch.get_num_threads() // (K.stride(0) * K.element_size()))
+
+
+def _blocks(K: Tensor, *others: Tensor) -> List[Tuple]:
+    """For each block of rows: its part of K, that transposed, and its part of `others` (..., M).
+
+    Of those with an axis more, (T, ..., M), a list over T.
+    """
+    rows = _block_rows(K)
+    parts = [[part if t.dim() < K.dim() else part.unbind(0) for part in t.split(rows, -1)] for t in others]
+    return [(K_i, K_i.transpose(-1, -2), *rest) for K_i, *rest in zip(K.split(rows, -2), *parts)]
+
+
+def _forward_loop(K: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor) -> None:
+    """Writes all iterates a (T, ..., M) and b (T + 1, ..., N)."""
+    row, column = torch.empty_like(mu), torch.empty_like(nu)
+    blocks = _blocks(K, mu, row, a)
+    before, *rest = b.unbind(0)
+    before.copy_(nu > 0)
+    for t, b_t in enumerate(rest):
+        for number, (K_i, Kt_i, mu_i, row_i, a_i) in enumerate(blocks):
+            a_t = torch.div(mu_i, _mv(K_i, before, row_i), out=a_i[t])
+            _mv(Kt_i, a_t, column, add=number > 0)
+        before = torch.div(nu, column, out=b_t)
+
+
+def _backward_loop(
+    K: Tensor, down: Tensor, back: Tensor, start: Tensor, direct: Tensor, from_u: Tensor, from_v: Tensor
+) -> None:
+    """Writes w_u (T, ..., M) and w_v (T, ..., N) of `gradient`, from the last w_v and what log P gives u directly."""
+    row, column = torch.empty_like(direct), torch.empty_like(start)
+    blocks = _blocks(K, row, direct, down, from_u)
+    backs, from_vs = back.unbind(0), from_v.unbind(0)
+    from_vs[-1].copy_(start)
+    for t in range(len(from_vs) - 1, -1, -1):
+        for number, (K_i, Kt_i, row_i, direct_i, down_i, from_u_i) in enumerate(blocks):
+            w_u = torch.mul(_mv(K_i, from_vs[t], row_i), down_i[t], out=from_u_i[t])
+            if t == len(from_vs) - 1:
+                w_u += direct_i
+            if t > 0:
+                _mv(Kt_i, w_u, column, add=number > 0)
+        if t > 0:
+            torch.mul(column, backs[t], out=from_vs[t - 1])
+
+
+class _Recording(NamedTuple):
+    inputs: List[Tensor]
+    outputs: List[Tensor]
+    again: Callable[[], None]
+
+
+_recordings: OrderedDict[tuple, _Recording] = collections.OrderedDict()
+
+
+def _run(loop: Callable[..., None], inputs: List[Tensor], outputs: List[Tensor]) -> None:
+    """`loop(*inputs, *outputs)`, which writes the outputs; on a GPU recorded once for these shapes and done again."""
+    device = inputs[0].device
+    if not can_record(device):
+        loop(*inputs, *outputs)
+        return
+    tensors = [*inputs, *outputs]
+    key = (loop.__name__, device, *((t.shape, t.dtype) for t in tensors))
+    if key in _recordings:
+        found = _recordings[key]
+        _copy(inputs, found.inputs)
+        found.again()
+    else:
+        while len(_recordings) >= GRAPHS:
+            _recordings.popitem(last=False)
+        fixed = [_room(t) for t in tensors]
+        _copy(inputs, fixed)
+        found = _Recording(fixed[: len(inputs)], fixed[len(inputs) :], recorded(lambda: loop(*fixed), device))
+        _recordings[key] = found
+    _recordings.move_to_end(key)
+    _copy(found.outputs, outputs)
+
+
+def _copy(sources: List[Tensor], targets: List[Tensor]) -> None:
+    for source, target in zip(sources, targets):
+        target.copy_(source)
+
+
+def iterate(Z: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> Tuple[Tensor, Tensor, Tensor]:
+    """All iterates a (T, ..., M), b (T + 1, ..., N) and the row maxima r (..., M)."""
+    K, r = _kernel(Z)
+    a = Z.new_empty((iterations, *mu.shape))
+    b = Z.new_empty((iterations + 1, *nu.shape))
+    _run(_forward_loop, [K, mu, nu], [a, b])
+    return a, b, r
+
+
+def gradient(Z: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor, grad: Tensor) -> Tensor:
+    """Gradient with respect to Z of <grad, log P>, exact for the unrolled iterations.
+
+    With w_v = (gradient of v_t) b_t / nu and w_u = (gradient of u_t) a_t / mu, each found from the one after it,
+    the gradient is grad - K o sum_t (a_t w_v^T + w_u b_{t-1}^T).
+    """
+    K, _ = _kernel(Z)
+    inverse_mu = torch.where(mu > 0, 1 / mu, torch.zeros_like(mu))
+    inverse_nu = torch.where(nu > 0, 1 / nu, torch.zeros_like(nu))
+    down, back = a.square() * -inverse_mu, b.square() * -inverse_nu
+    from_u, from_v = torch.empty_like(a), torch.empty_like(b[1:])
+    start = grad.sum(-2) * b[-1] * inverse_nu
+    direct = grad.sum(-1) * a[-1] * inverse_mu
+    _run(_backward_loop, [K, down, back, start, direct], [from_u, from_v])
+    # (..., M, 2T) times (..., 2T, N)
+    left, right = torch.cat([a, from_u]).movedim(0, -1), torch.cat([from_v, b[:-1]]).movedim(0, -2)
+    return grad - K * (left @ right)
