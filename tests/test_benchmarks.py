@@ -21,6 +21,7 @@ from pipeline.benchmarks import (
     flops,
     gpu_rows,
     growth,
+    growth_rows,
     made,
     memory,
     model_rows,
@@ -175,6 +176,16 @@ class TestRows:
         skipped = {each.what for each in found if each.skipped}
         assert skipped == {"attention, packed", "decoding by DALI"}
         assert all(each.value > 0 for each in found if not each.skipped and "profile" not in each.what)
+
+    def test_how_memory_and_time_grow(self, monkeypatch):
+        monkeypatch.setattr(growth_rows, "ITERATIONS", (2, 4))
+        found = {
+            each.what.split(":")[0]: each for each in growth_rows.growth(setting(keypoint_counts=(64, 128)))
+        }
+        memory_rows = [each for each in found.values() if "step" in each.what or "Sinkhorn" in each.what]
+        assert len(memory_rows) == 3 and all(each.unit == "exponent" for each in memory_rows)
+        assert "no manifest here" in found["keypoint stage"].skipped
+        assert found["DDP"].unit == "exponent" or "1 core" in found["DDP"].skipped
 
     def test_a_group_of_ranks_steps_beside_the_peer(self, tmp_path):
         kept = made.made_store(tmp_path / "store", 20, images=16)

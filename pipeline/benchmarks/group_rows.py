@@ -32,14 +32,15 @@ def groups(setting: Setting) -> Iterator[Row]:
         if reason:
             yield Row("training", name, skipped=reason)
             continue
-        exchanged, alone = _measured(setting, processes, pairs)
+        exchanged, alone = step_seconds(setting, processes, pairs)
         rate = processes * pairs / statistics.median(exchanged)
         ratio = timing.speed_up(alone, exchanged)
         against = f"the same processes alone, {1e3 * statistics.median(alone):.0f} ms a step"
         yield Row("training", name, rate, "pairs/s", ratio, None, against, 0.95)
 
 
-def _measured(setting: Setting, processes: int, pairs: int) -> List[List[float]]:
+def step_seconds(setting: Setting, processes: int, pairs: int) -> List[List[float]]:
+    """Of steps of so many processes: [with exchange of the gradient, without], each a list over the rounds."""
     command = [
         sys.executable, "-m", "pipeline.benchmarks.rank", "--config", json.dumps(setting.config.to_dict()),
         "--keypoints", str(KEYPOINTS), "--pairs", str(pairs), "--rounds", str(setting.rounds),

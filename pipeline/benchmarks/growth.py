@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Dict, Iterator, List, Sequence, Tuple
+from typing import Dict, Iterator, Sequence, Tuple
 
 import numpy as np
 
@@ -28,17 +28,18 @@ def slopes(rows: Sequence[Row], config: SuperGlueConfig) -> Iterator[Row]:
             counts = sorted(n for n, b in own if b == pairs)
             if len(counts) > 1:
                 work = [sum(flops.forward_flops(config, n).values()) for n in counts]
-                yield _row(f"{what}: time against N, batch {pairs}", counts, [own[n, pairs] for n in counts],
+                yield slope_row(f"{what}: time against N, batch {pairs}", counts, [own[n, pairs] for n in counts],
                            slope(counts, work))  # fmt: skip
         for count in sorted({key[0] for key in own}):
             batches = sorted(b for n, b in own if n == count)
             if len(batches) > 1:
-                yield _row(
+                yield slope_row(
                     f"{what}: time against batch, N = {count}", batches, [own[count, b] for b in batches], 1.0
                 )
 
 
-def _row(what: str, xs: List[int], ys: List[float], expected: float) -> Row:
+def slope_row(what: str, xs: Sequence[float], ys: Sequence[float], expected: float) -> Row:
+    """Measured exponent of `ys` over `xs` beside the expected one."""
     over = ", ".join(str(x) for x in xs)
     found = slope(xs, ys)
     judged = "" if math.isclose(found, expected, abs_tol=0.25) else "; not as the operations foretell"

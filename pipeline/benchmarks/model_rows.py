@@ -198,8 +198,8 @@ def transport(setting: Setting) -> Iterator[Row]:
         )
 
 
-def sinkhorn_call(device: torch.device, way: str, keypoints: int, pairs: int) -> Call:
-    """T = 100 on random scores of the range a network gives."""
+def sinkhorn_call(device: torch.device, way: str, keypoints: int, pairs: int, iterations: int = 100) -> Call:
+    """On random scores of the range a network gives."""
     generator = torch.Generator().manual_seed(0)
     scores = (torch.randn(pairs, keypoints, keypoints, generator=generator) * 5).to(device).requires_grad_()
     dustbin = torch.tensor(1.0, device=device, requires_grad=True)
@@ -208,12 +208,12 @@ def sinkhorn_call(device: torch.device, way: str, keypoints: int, pairs: int) ->
     def call() -> None:
         scores.grad = None
         if way == "plain":
-            total = plain.sinkhorn(scores, dustbin, 100)[:, ::7, ::7].sum()
+            total = plain.sinkhorn(scores, dustbin, iterations)[:, ::7, ::7].sum()
         elif device.type == "cpu":
-            found = sinkhorn.log_optimal_transport(list(scores), dustbin, 100)
+            found = sinkhorn.log_optimal_transport(list(scores), dustbin, iterations)
             total = sum(P[::7, ::7].sum() for P in found)
         else:
-            found, _ = sinkhorn.padded_optimal_transport(scores, counts, counts, dustbin, 100)
+            found, _ = sinkhorn.padded_optimal_transport(scores, counts, counts, dustbin, iterations)
             total = found[:, ::7, ::7].sum()
         total.backward()
 

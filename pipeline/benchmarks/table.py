@@ -23,6 +23,7 @@ def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
         elastic_rows,
         gpu_rows,
         group_rows,
+        growth_rows,
         memory_rows,
         model_rows,
         peer_rows,
@@ -47,6 +48,7 @@ def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
         "keypoints": stage_rows.keypoints,
         "store": stage_rows.store,
         "grid": model_rows.grid,
+        "growth": growth_rows.growth,
         "gpu": gpu_rows.gpu,
     }
 
