@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
+import weakref
 from typing import Any, Callable, Dict, List, Optional
 
 import torch
@@ -31,8 +33,11 @@ def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional
 
 
 def has_packed_attention(q: Tensor) -> bool:
-    """Is there a fused kernel for packed sequences of any lengths (torch 2.10, a GPU, half precision)?"""
-    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and _varlen() is not None
+    """Is there a fused kernel for packed sequences of any lengths (torch 2.10, Ampere or newer, half precision)?"""
+    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and q.dtype in (torch.float16, torch.bfloat16)
+    return (
+        fits and q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 0) and _varlen() is not None
+    )
 
 
 def _varlen() -> Optional[Callable[..., Tensor]]:
@@ -66,16 +71,33 @@ def recorded(work: Callable[[], None], device: torch.device) -> Callable[[], Non
     if not can_record(device):
         work()
         return work
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        work()  # what libraries set up at a first call cannot be recorded
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        work()
-    graph.replay()
+    with _recording, torch.cuda.device(device):
+        stream = _own_stream(device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()  # what libraries set up at a first call cannot be recorded
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        weakref.finalize(graph, _free_streams[device].append, stream)
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            work()
+        graph.replay()
     return graph.replay
+
+
+_recording = threading.RLock()  # DataParallel has a thread for each GPU
+_free_streams: Dict[torch.device, List[Any]] = {}
+
+
+def _own_stream(device: torch.device) -> Any:
+    """A stream that no other living graph was recorded on.
+
+    Where two share one, as all do by default, the end of one takes the workspace of cuBLAS from the other.
+    """
+    if device not in _free_streams:
+        _free_streams[device] = [torch.cuda.Stream(device) for _ in range(32)]  # torch has no more than these
+    free = _free_streams[device]
+    return free.pop() if free else torch.cuda.Stream(device)
 
 
 def can_record(device: torch.device) -> bool:
@@ -90,6 +112,11 @@ def softmax_gradient(grad: Tensor, weights: Tensor) -> Tensor:
     """
     kind = weights.dtype if hasattr(torch.nn.functional, "scaled_dot_product_attention") else weights
     return torch._softmax_backward_data(grad, weights, -1, kind)
+
+
+def exact_float32() -> None:
+    """Products of float32 in float32, not TF32: scores reach 40, where TF32 errs by 0.02. Later versions begin so."""
+    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def no_autocast(device_type: str):

@@ -65,7 +65,7 @@ def started(setting: Setting, command: List[str], processes: int, threads: int) 
     """The processes of `in_processes`, with pipes to their standard input and output."""
     shared = {
         "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR", "SG_TIMEOUT": "3600",
     }  # fmt: skip
     ranks = []
     for rank in range(processes):

@@ -27,10 +27,12 @@ CONFIG = SuperGlueConfig(dim=128, layers=9, heads=4, norm="batch", scale_angle=F
 class PeerTraining:
     """One optimiser step a call, over the images in turn."""
 
-    def __init__(self, images: Sequence[np.ndarray], keypoints: int, seed: int = 0) -> None:
+    def __init__(
+        self, images: Sequence[np.ndarray], keypoints: int, device: torch.device, seed: int = 0
+    ) -> None:
         torch.manual_seed(seed)
-        self.images, self.keypoints = images, keypoints
-        self.model = PlainSuperGlue(CONFIG).double().train()
+        self.images, self.keypoints, self.device = images, keypoints, device
+        self.model = PlainSuperGlue(CONFIG).double().to(device).train()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
         self.random = np.random.default_rng(seed)
         self.count = 0
@@ -43,7 +45,7 @@ class PeerTraining:
         self.seen += [len(pair.records0), len(pair.records1)]
         matches, lone0, lone1 = _truth(pair)
         self.optimizer.zero_grad()
-        loss = _loss(self.model(_batch(pair)), matches, lone0, lone1)
+        loss = _loss(self.model(_batch(pair).to(self.device)), matches, lone0, lone1)
         loss.backward()
         self.optimizer.step()
         return float(loss.detach())

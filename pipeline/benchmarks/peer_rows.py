@@ -33,7 +33,7 @@ def peer(setting: Setting) -> Iterator[Row]:
     for keypoints, calls in ((512, 3), (1024, 2)):
         # so that each pair is the same work
         images = [image for image in found if len(sift.extract(image, keypoints)) == keypoints] or found
-        theirs = other.PeerTraining(images, keypoints)
+        theirs = other.PeerTraining(images, keypoints, setting.device)
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             kept = _store_of(theirs, images, Path(folder))
             ours = _ours(setting, kept, keypoints, stack)

@@ -64,13 +64,14 @@ class Trainer:
         return [batch.to(self.context.device) for batch in self.made(self.step)]
 
     def made(self, step: int) -> List[Any]:
-        """The micro-batches of a step, on the host."""
+        """The micro-batches of a step, on the host; page-locked for a GPU, as the trainer has them."""
         own = self.order.step(step, self.batch)[
             rank_slice(self.batch, self.context.rank, self.context.world_size)
         ]
-        return [
-            load_batch(self.store, part, self.keypoints) for part in split_evenly(own, self.train.accumulate)
-        ]
+        parts = split_evenly(own, self.train.accumulate)
+        batches = [load_batch(self.store, part, self.keypoints) for part in parts]
+        pin = self.context.device.type == "cuda" and self.train.loader != "dali"
+        return [batch.pinned() for batch in batches] if pin else batches
 
     def __call__(self) -> None:
         batches = self.kept or self.loaded()

@@ -11,6 +11,7 @@ import torch
 from pipeline.errors import RequestError
 from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
 from pipeline.runtime import checkpoint
+from pipeline.stack import exact_float32
 
 
 def load_model(
@@ -56,6 +57,7 @@ def weights_of(tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
 
 def choose_device(name: str) -> str:
     """'auto' -> 'cuda' where there is one, else 'cpu'. Raises RequestError for one this machine lacks."""
+    exact_float32()
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -9,6 +9,8 @@ from typing import List, NamedTuple, Tuple
 import torch
 from torch import Tensor
 
+from pipeline.matching.packing import sent
+
 
 class Dustbins(NamedTuple):
     """(B, 1) int64 each: row and column of a pair's dustbins, which are its numbers of keypoints."""
@@ -37,7 +39,7 @@ class Assignments(collections.abc.Sequence):
 
     @classmethod
     def padded(cls, log_P: Tensor, sizes: List[Tuple[int, int]]) -> Assignments:
-        """From (B, M + 1, N + 1), pair i in its first m_i + 1 rows and n_i + 1 columns."""
+        """From (B, M', N'), pair i in its first m_i + 1 rows and n_i + 1 columns."""
         _, rows, columns = log_P.shape
         places = [(i * rows * columns, columns) for i in range(len(sizes))]
         return cls(log_P.reshape(-1), sizes, places)
@@ -65,4 +67,4 @@ class Assignments(collections.abc.Sequence):
     def _on_device(self, values: List[Tuple[int, int]]) -> Tensor:
         """(B, 2, 1) int64."""
         table = torch.tensor(values, dtype=torch.int64).reshape(-1, 2, 1)
-        return table.to(self.flat.device, non_blocking=True)
+        return sent(table, self.flat.device)

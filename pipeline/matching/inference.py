@@ -75,7 +75,8 @@ class _Recording:
     """The network on memory of its own: `again()` writes its `answer` to what lies in `batch`."""
 
     def __init__(self, model: SuperGlue, batch) -> None:
-        self.batch, self.layout = batch.clone(), Layout(batch)
+        with torch.inference_mode(False):  # the memory is written again outside of it
+            self.batch, self.layout = batch.clone(), Layout(batch)
         self.answer: Tuple[Tensor, Tensor]
 
         def work() -> None:

@@ -14,6 +14,11 @@ import torch
 from torch import Tensor
 
 
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """From the host to `device`; by way of page-locked memory, from which a GPU copies while the host goes on."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
 class Packing:
     """Sequences of `counts` tokens, packed (S, ...) or padded (B, width, ...), and the way between the two."""
 
@@ -66,7 +71,7 @@ class Packing:
         return rows if self.full else rows.index_select(0, self._places)
 
     def _on_device(self, values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(self.device, non_blocking=True)
+        return sent(torch.from_numpy(values), self.device)
 
 
 class Edges:
@@ -82,7 +87,7 @@ class Edges:
         """(B,) int64: `partner`; None when each is its own."""
         if self.partner == list(range(len(self.partner))):
             return None
-        return torch.tensor(self.partner).to(self.packing.device, non_blocking=True)
+        return sent(torch.tensor(self.partner), self.packing.device)
 
     @functools.cached_property
     def partner_packing(self) -> Packing:

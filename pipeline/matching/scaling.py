@@ -6,6 +6,7 @@ All functions take one pair, (M, N) and marginals (M,) and (N,), or a batch of p
 from __future__ import annotations
 
 import collections
+import threading
 from typing import Callable, List, NamedTuple, OrderedDict, Tuple
 
 import torch
@@ -97,30 +98,37 @@ class _Recording(NamedTuple):
     again: Callable[[], None]
 
 
+_lock = threading.RLock()  # DataParallel has a thread for each GPU
 _recordings: OrderedDict[tuple, _Recording] = collections.OrderedDict()
 
 
 def _run(loop: Callable[..., None], inputs: List[Tensor], outputs: List[Tensor]) -> None:
     """`loop(*inputs, *outputs)`, which writes the outputs; on a GPU recorded once for these shapes and done again."""
     device = inputs[0].device
-    if not can_record(device):
+    if inputs[0].dim() == 2 or not can_record(device):
         loop(*inputs, *outputs)
         return
     tensors = [*inputs, *outputs]
     key = (loop.__name__, device, *((t.shape, t.dtype) for t in tensors))
-    if key in _recordings:
-        found = _recordings[key]
-        _copy(inputs, found.inputs)
-        found.again()
-    else:
-        while len(_recordings) >= GRAPHS:
-            _recordings.popitem(last=False)
-        fixed = [_room(t) for t in tensors]
-        _copy(inputs, fixed)
-        found = _Recording(fixed[: len(inputs)], fixed[len(inputs) :], recorded(lambda: loop(*fixed), device))
-        _recordings[key] = found
-    _recordings.move_to_end(key)
-    _copy(found.outputs, outputs)
+    with _lock:
+        if key in _recordings:
+            found = _recordings[key]
+            _copy(inputs, found.inputs)
+            found.again()
+        else:
+            while len(_recordings) >= GRAPHS:
+                _recordings.popitem(last=False)
+            found = _recordings[key] = _record(loop, inputs, outputs)
+        _recordings.move_to_end(key)
+        _copy(found.outputs, outputs)
+
+
+def _record(loop: Callable[..., None], inputs: List[Tensor], outputs: List[Tensor]) -> _Recording:
+    with torch.inference_mode(False):  # the memory is written again outside of it
+        fixed = [_room(t) for t in (*inputs, *outputs)]
+    own, theirs = fixed[: len(inputs)], fixed[len(inputs) :]
+    _copy(inputs, own)
+    return _Recording(own, theirs, recorded(lambda: loop(*fixed), inputs[0].device))
 
 
 def _copy(sources: List[Tensor], targets: List[Tensor]) -> None:

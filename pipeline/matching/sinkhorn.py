@@ -127,7 +127,7 @@ def padded_optimal_transport(
         counts0, counts1: (B,) int64 on the same device.
 
     Returns:
-        log P (B, M + 1, N + 1), pair i in its first counts0[i] + 1 rows and counts1[i] + 1 columns; and () bool,
+        log P (B, M', N'), pair i in its first counts0[i] + 1 rows and counts1[i] + 1 columns; and () bool,
         whether all potentials are finite. If not, only `log_optimal_transport` gives the answer. The corner of a pair
         without any keypoint is 0.
     """
@@ -147,16 +147,19 @@ def _wide(scores: Tensor) -> Tensor:
 def _augment_padded(
     scores: Tensor, counts0: Tensor, counts1: Tensor, dustbin: Tensor
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """`_augment` of a batch.
+    """`_augment` of a batch, with room up to multiples of 16: few shapes, for few recordings.
 
     Beyond a pair's dustbins lie more of their score, without mass: a row or column of them has a product above 0, so
     that its quotient is 0 and not 0/0. For the same reason a pair without any keypoint has mass in its corner.
     """
     _, M, N = scores.shape
+    rows, columns = (-(-(size + 1) // 16) * 16 for size in (M, N))
     m, n = counts0[:, None], counts1[:, None]
-    i, j = (torch.arange(size + 1, device=scores.device) for size in (M, N))
+    i, j = (torch.arange(size, device=scores.device) for size in (rows, columns))
     core = (i < m).unsqueeze(2) & (j < n).unsqueeze(1)
-    Z = torch.where(core, torch.nn.functional.pad(scores, (0, 1, 0, 1)), dustbin.to(scores.dtype))
+    Z = torch.where(
+        core, torch.nn.functional.pad(scores, (0, columns - N, 0, rows - M)), dustbin.to(scores.dtype)
+    )
     marginals = []
     for place, own, other in ((i, m, n), (j, n, m)):
         lone = torch.where(m + n > 0, other, torch.ones_like(other))

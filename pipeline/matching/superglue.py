@@ -136,7 +136,7 @@ class SuperGlue(nn.Module):
         """`assign` of the whole batch at once, without waiting for a GPU.
 
         Returns:
-            log P (B, M + 1, N + 1), pair i in its first m_i + 1 rows and n_i + 1 columns; and () bool, whether it is
+            log P (B, M', N'), pair i in its first m_i + 1 rows and n_i + 1 columns; and () bool, whether it is
             finite: if not, only the log domain gives the answer.
         """
         side0, side1 = layout.sides

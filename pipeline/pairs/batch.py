@@ -76,10 +76,11 @@ class PairBatch:
         return self._with(Tensor.clone)
 
     def copy_(self, other: PairBatch) -> None:
-        """Overwrite the tensors with those of a batch of the same counts."""
+        """Overwrite the tensors with those that a batch of the same counts has."""
         for name, value in vars(self).items():
-            if value is not None and name not in ON_HOST:
-                value.copy_(getattr(other, name))
+            given = getattr(other, name)
+            if value is not None and given is not None and name not in ON_HOST:
+                value.copy_(given)
 
     def _with(self, moved: Callable[[Tensor], Tensor]) -> PairBatch:
         """The same batch with all but the counts `moved`."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.errors import EXIT_FOLDER, RequestError
+from pipeline.stack import exact_float32
 
 TIMEOUT_SECONDS = (
     120  # a rendezvous or a collective that takes longer is a dead peer; SG_TIMEOUT sets another
@@ -82,6 +83,7 @@ def start() -> Context:
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        exact_float32()
     else:
         device = torch.device("cpu")
     if world_size > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Dict, Tuple
 
 import torch
@@ -11,7 +12,7 @@ from pipeline.matching.loss import assignment_loss
 from pipeline.matching.packing import Layout
 from pipeline.matching.superglue import SuperGlue, mutual_matches
 from pipeline.matching.truth import IGNORED, ground_truth
-from pipeline.pairs.batch import PairBatch
+from pipeline.pairs.batch import ON_HOST, PairBatch
 from pipeline.stack import autocast
 
 
@@ -70,7 +71,9 @@ class _FromTensors(nn.Module):
         self.objective = objective
 
     def forward(self, *tensors: Tensor) -> Tuple[Tensor, Dict[str, Tensor]]:
-        return self.objective(PairBatch(*tensors))
+        batch = PairBatch(*tensors)
+        counts = {name: getattr(batch, name).cpu() for name in ON_HOST}
+        return self.objective(dataclasses.replace(batch, **counts))
 
 
 @torch.no_grad()
@@ -87,12 +90,13 @@ def validation_sums(objective: MatchingObjective, batch, threshold: float) -> Di
     size = (batch.records0.shape[1], batch.records1.shape[1])
     answers = mutual_matches(log_assignments, size, threshold).matches0
     judged = (answers >= 0) & (truth.matches0 != IGNORED)
-    return {
-        "loss": float(losses.total.sum()),
-        "loss_positive": float(losses.positive.sum()),
-        "loss_unmatched": float((losses.unmatched0.sum() + losses.unmatched1.sum()) / 2),
-        "pairs": float(len(batch)),
-        "predicted": float(judged.sum()),
-        "correct": float((judged & (answers == truth.matches0)).sum()),
-        "true": float((truth.matches0 >= 0).sum()),
+    sums = {
+        "loss": losses.total.sum(),
+        "loss_positive": losses.positive.sum(),
+        "loss_unmatched": (losses.unmatched0.sum() + losses.unmatched1.sum()) / 2,
+        "predicted": judged.sum(),
+        "correct": (judged & (answers == truth.matches0)).sum(),
+        "true": (truth.matches0 >= 0).sum(),
     }
+    values = torch.stack([value.double() for value in sums.values()]).tolist()
+    return {**dict(zip(sums, values)), "pairs": float(len(batch))}
