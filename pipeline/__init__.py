@@ -28,6 +28,8 @@ _PUBLIC = {
     "SuperGlue": "pipeline.matching.superglue",
     "SuperGlueConfig": "pipeline.matching.superglue",
     "mutual_matches": "pipeline.matching.superglue",
+    "folded": "pipeline.matching.inference",
+    "Replayed": "pipeline.matching.inference",
     "PairBatch": "pipeline.pairs.batch",
     "Pair": "pipeline.pairs.batch",
     "from_pairs": "pipeline.pairs.batch",
