@@ -23,7 +23,7 @@ from pipeline.benchmarks.row import Row, Setting
 from pipeline.benchmarks.training_rows import Trainer
 from pipeline.features import sift, store
 
-PAIRS = 4  # of a step of one of our processes
+PAIRS = {512: 8, 1024: 4}  # of a step of one of our processes, by keypoints
 TARGETS = {"float32": 5.0, "bfloat16": 10.0}
 
 
@@ -51,10 +51,10 @@ def _ours(
     ways: Dict[str, Tuple[Callable[[], object], int]] = {}
     for precision in TARGETS:
         changes = {"dim": 128, "sinkhorn_iterations": 20, "max_keypoints": keypoints, "precision": precision}
-        step = Trainer(setting, store.Store(kept), PAIRS, keypoints=keypoints, **changes)
-        ways[precision] = step, PAIRS
+        step = Trainer(setting, store.Store(kept), PAIRS[keypoints], keypoints=keypoints, **changes)
+        ways[precision] = step, PAIRS[keypoints]
         if _places(setting) > 1:
-            group = Group(setting, kept, keypoints, changes)
+            group = Group(setting, kept, keypoints, PAIRS[keypoints], changes)
             stack.callback(group.close)
             ways[f"{precision}, DDP of {group.processes} processes"] = group, group.pairs
     return ways
@@ -67,9 +67,12 @@ def _places(setting: Setting) -> int:
 class Group:
     """A step of several ranks a call, one for each core or GPU."""
 
-    def __init__(self, setting: Setting, kept: Path, keypoints: int, changes: Dict[str, Any]) -> None:
+    def __init__(
+        self, setting: Setting, kept: Path, keypoints: int, pairs: int, changes: Dict[str, Any]
+    ) -> None:
+        """pairs: of one process."""
         self.processes = _places(setting)
-        self.pairs = PAIRS * self.processes
+        self.pairs = pairs * self.processes
         command = [
             sys.executable, "-m", "pipeline.benchmarks.peer_rank", "--store", str(kept),
             "--params", str(setting.params), "--config", json.dumps(setting.config.to_dict()),

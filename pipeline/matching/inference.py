@@ -42,8 +42,8 @@ class Replayed:
     """A network whose call on a GPU is recorded as a CUDA graph, for each sizes that come, and done again.
 
     Up to a thousand keypoints a GPU waits longer for the launches of a pair than it works (published timings are alike
-    from 256 to 1,024). A recording costs several calls, so this pays where sizes come again: of a video, or with as many
-    keypoints as are allowed. On a CPU nothing is recorded, and nothing gained.
+    from 256 to 1,024). A recording costs several calls, so this pays where sizes come again: of a video, or where each
+    view has as many keypoints as are allowed. On a CPU nothing is recorded, and nothing gained.
     """
 
     def __init__(self, model: SuperGlue, most: int = 8) -> None:
