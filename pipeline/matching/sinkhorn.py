@@ -113,8 +113,7 @@ def log_optimal_transport(scores: List[Tensor], dustbin: Tensor, iterations: int
         unmatched with log P = 0 and the corner, which has no mass, is -inf.
     """
     with no_autocast(dustbin.device.type):
-        wide = [_wide(pair) for pair in scores]
-        return [_alone(pair, dustbin.to(pair.dtype), iterations) for pair in wide]
+        return [_alone(pair, dustbin.to(pair.dtype), iterations) for pair in map(wide, scores)]
 
 
 def padded_optimal_transport(
@@ -132,7 +131,7 @@ def padded_optimal_transport(
         without any keypoint is 0.
     """
     with no_autocast(dustbin.device.type):
-        Z, mu, nu = _augment_padded(_wide(scores), counts0, counts1, dustbin)
+        Z, mu, nu = _augment_padded(wide(scores), counts0, counts1, dustbin)
         pairs = max(1, CHUNK_BYTES // (Z[0].numel() * Z.element_size())) if len(Z) else 1
         parts = [_Sinkhorn.apply(*chunk, iterations) for chunk in zip(*(t.split(pairs) for t in (Z, mu, nu)))]
         log_P, u, v = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts))
@@ -140,8 +139,9 @@ def padded_optimal_transport(
         return log_P + mass[:, None, None], _finite(u, v, mu, nu)
 
 
-def _wide(scores: Tensor) -> Tensor:
-    return scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores
+def wide(t: Tensor) -> Tensor:
+    """In float32, or float64 as it is."""
+    return t if t.dtype == torch.float64 else t.float()
 
 
 def _augment_padded(

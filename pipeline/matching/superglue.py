@@ -24,7 +24,7 @@ from pipeline.matching.assignment import Assignments
 from pipeline.matching.attention import AttentionalLayer
 from pipeline.matching.normalization import token_norm
 from pipeline.matching.packing import Layout
-from pipeline.matching.sinkhorn import log_optimal_transport, padded_optimal_transport
+from pipeline.matching.sinkhorn import log_optimal_transport, padded_optimal_transport, wide
 from pipeline.stack import no_autocast, recomputed
 
 SIFT_DIM = 128
@@ -127,7 +127,7 @@ class SuperGlue(nn.Module):
         return Assignments.padded(log_P, layout.sizes)
 
     def _assign_one_by_one(self, states: Tensor, layout: Layout) -> Assignments:
-        sides0, sides1 = (_wide(t).split(s.counts) for t, s in zip(layout.halves(states), layout.sides))
+        sides0, sides1 = (wide(t).split(s.counts) for t, s in zip(layout.halves(states), layout.sides))
         with no_autocast(states.device.type):  # scores reach 40, where bfloat16 resolves 0.25
             scores = [(a * self._scale) @ b.T for a, b in zip(sides0, sides1)]
         return Assignments.of(log_optimal_transport(scores, self.dustbin, self.config.sinkhorn_iterations))
@@ -140,7 +140,7 @@ class SuperGlue(nn.Module):
             finite: if not, only the log domain gives the answer.
         """
         side0, side1 = layout.sides
-        x0, x1 = (side.pad(_wide(t)) for side, t in zip(layout.sides, layout.halves(states)))
+        x0, x1 = (side.pad(wide(t)) for side, t in zip(layout.sides, layout.halves(states)))
         with no_autocast(states.device.type):
             scores = torch.bmm(x0 * self._scale, x1.transpose(1, 2))
         T = self.config.sinkhorn_iterations
@@ -160,11 +160,6 @@ class SuperGlue(nn.Module):
         return self.descriptor_projection(
             root_sift(torch.cat(descriptors)).to(dtype)
         ) + self.keypoint_encoder(torch.cat(geometry).to(dtype))
-
-
-def _wide(t: Tensor) -> Tensor:
-    """In float32, or float64 as it is."""
-    return t if t.dtype == torch.float64 else t.float()
 
 
 def _layer(config: SuperGlueConfig) -> AttentionalLayer:
