@@ -105,13 +105,23 @@ def can_record(device: torch.device) -> bool:
     return device.type == "cuda" and can_compile() and not torch.cuda.is_current_stream_capturing()
 
 
-def softmax_gradient(grad: Tensor, weights: Tensor) -> Tensor:
-    """Gradient of what `weights` = softmax(., -1) was taken of; `grad` is that of the weights.
+def softmax_(logits: Tensor) -> None:
+    """Softmax over the last axis, in place; torch 1.10 has no form that is told where to write."""
+    if can_compile():
+        torch.softmax(logits, -1, out=logits)
+    else:
+        logits.copy_(logits.softmax(-1))
+
+
+def softmax_gradient_(grad: Tensor, weights: Tensor) -> None:
+    """Gradient of what `weights` = softmax(., -1) was taken of, in place of `grad`, that of the weights.
 
     torch 1.10 wants to see a tensor of the input's element type, later versions name the type.
     """
-    kind = weights.dtype if hasattr(torch.nn.functional, "scaled_dot_product_attention") else weights
-    return torch._softmax_backward_data(grad, weights, -1, kind)
+    if can_compile():
+        torch._softmax_backward_data(grad, weights, -1, weights.dtype, grad_input=grad)
+    else:
+        grad.copy_(torch._softmax_backward_data(grad, weights, -1, weights))
 
 
 def exact_float32() -> None:

@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 import math
+from typing import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from pipeline import stack
 from pipeline.matching.packing import Edges
-from pipeline.stack import no_autocast, scaled_dot_product_attention, softmax_gradient
+from pipeline.stack import no_autocast, scaled_dot_product_attention
+
+# Numbers in a matrix of attention weights that the gradient on a CPU holds at a time: that of several short sequences.
+ROOM = 1 << 22
 
 
-def ragged_attention(q: Tensor, k: Tensor, v: Tensor, edges: Edges) -> Tensor:
+def ragged_attention(heads: Tensor, edges: Edges) -> Tensor:
     """Attention of each sequence to its partner sequence, exact: no token of another image has any weight.
 
     Args:
-        q, k, v: (S, H, d) packed tokens of H heads.
+        heads: (S, 3, H, d) query, key and value of packed tokens for each of H heads.
         edges: whose tokens they are, and who attends to whom.
 
     Returns:
         (S, H, d). A sequence whose partner is empty receives zeros.
     """
     if not edges.partner:
-        return q
-    learns = torch.is_grad_enabled() and q.requires_grad
-    if q.device.type == "cpu" and (learns or not edges.packing.full):
+        return heads[:, 0]
+    learns = torch.is_grad_enabled() and heads.requires_grad
+    if learns and heads.device.type == "cpu" and heads.dtype == torch.bfloat16:
+        return _WithOwnGradient.apply(heads, edges)
+    return _fused(heads, edges)
+
+
+def _fused(heads: Tensor, edges: Edges) -> Tensor:
+    """`ragged_attention` by torch's kernels and their gradient, in the form that suits the sequences and the device."""
+    q, k, v = heads.unbind(1)
+    if edges.packing.full:
+        return _padded(q, k, v, edges)
+    if heads.device.type == "cpu":
         return _one_by_one(q, k, v, edges)
-    if not edges.packing.full and min(edges.counts) > 0 and stack.has_packed_attention(q):
+    if min(edges.counts) > 0 and stack.has_packed_attention(q):
         return _packed(q, k, v, edges)
     return _padded(q, k, v, edges)
 
@@ -35,42 +49,74 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, edges: Edges) -> Tensor:
 def _one_by_one(q: Tensor, k: Tensor, v: Tensor, edges: Edges) -> Tensor:
     """One unpadded call a sequence: no mask, no wasted work; launches cost nothing on a CPU."""
     queries, keys, values = (t.split(edges.packing.counts) for t in (q, k, v))
-    learns = torch.is_grad_enabled() and q.requires_grad
-    attend = _WithOwnGradient.apply if learns and q.dtype == torch.bfloat16 else scaled_dot_product_attention
     messages = []
     for i, j in enumerate(edges.partner):
         if len(queries[i]) == 0 or len(keys[j]) == 0:
             messages.append(torch.zeros_like(queries[i]))
             continue
         # (1, H, n, d) without a copy; what comes back lies as (n, H, d) in memory
-        heads = (t.transpose(0, 1).unsqueeze(0) for t in (queries[i], keys[j], values[j]))
-        messages.append(attend(*heads).squeeze(0).transpose(0, 1))
+        own = (t.transpose(0, 1).unsqueeze(0) for t in (queries[i], keys[j], values[j]))
+        messages.append(scaled_dot_product_attention(*own).squeeze(0).transpose(0, 1))
     return torch.cat(messages)
 
 
 class _WithOwnGradient(torch.autograd.Function):
-    """The fused kernel forward; backward as plain products, whose weights are computed again and not kept.
+    """`_fused`, whose backward pass is plain products; their weights are computed again and not kept.
 
     On a CPU the fused kernel's own backward pass is slower in bfloat16 than in float32, while plain products use the
     matrix units (docs/performance.md has the figures).
     """
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        return scaled_dot_product_attention(q, k, v)
+    def forward(ctx, heads: Tensor, edges: Edges) -> Tensor:
+        ctx.save_for_backward(heads)
+        ctx.edges = edges
+        return _fused(heads, edges)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        # (1, H, n, d) as (H, n, d), without the stride of the other heads
-        q, k, v, grad = (t.squeeze(0).contiguous() for t in (*ctx.saved_tensors, grad))
-        scale = 1 / math.sqrt(q.shape[-1])
+        (heads,), edges = ctx.saved_tensors, ctx.edges
+        found = torch.empty_like(heads)
+        groups = list(edges.groups(ROOM // heads.shape[2]))
+        # one room for all, so that it stays in the cache
+        rooms = heads.new_empty((2, heads.shape[2] * max(group.weights for group in groups)))
         with no_autocast("cpu"):
-            weights = torch.bmm(q * scale, k.transpose(1, 2)).softmax(-1)
-            d_v = torch.bmm(weights.transpose(1, 2), grad)
-            d_logits = softmax_gradient(torch.bmm(grad, v.transpose(1, 2)), weights)
-            d_q, d_k = torch.bmm(d_logits, k), torch.bmm(d_logits.transpose(1, 2), q)
-        return d_q.mul_(scale).unsqueeze(0), d_k.mul_(scale).unsqueeze(0), d_v.unsqueeze(0)
+            for own, others, number in groups:
+                inputs = heads[own, 0], heads[others, 1], heads[others, 2], grad[own]
+                outputs = found[own, 0], found[others, 1], found[others, 2]
+                _write_gradient(inputs, outputs, number, rooms)
+        return found, None
+
+
+def _write_gradient(inputs: Sequence[Tensor], outputs: Sequence[Tensor], number: int, rooms: Tensor) -> None:
+    """The gradient of attention of some sequences, all of n keypoints, to as many others, all of m.
+
+    Args:
+        inputs: q (number n, H, d), k, v (number m, H, d) and the gradient of the message, as q.
+        outputs: where to write those of q, k and v.
+        rooms: (2, at least number H n m), overwritten.
+    """
+    # (number, H, n, d), and in contiguous copies
+    outputs, parts = (
+        [t.unflatten(0, (number, len(t) // number)).transpose(1, 2) for t in each]
+        for each in (outputs, inputs)
+    )
+    q, k, v, grad = (t.clone(memory_format=torch.contiguous_format).flatten(0, 1) for t in parts)
+    shape = (len(q), q.shape[1], k.shape[1])
+    if 0 in shape:
+        for t in outputs:
+            t.zero_()
+        return
+    weights, d_logits = (room[: math.prod(shape)].view(shape) for room in rooms)
+    scale = 1 / math.sqrt(q.shape[-1])
+    k.mul_(scale)
+    stack.softmax_(torch.bmm(q, k.transpose(1, 2), out=weights))
+    d_v = torch.bmm(weights.transpose(1, 2), grad)
+    stack.softmax_gradient_(torch.bmm(grad, v.transpose(1, 2), out=d_logits), weights)
+    d_k = torch.bmm(d_logits.transpose(1, 2), q).mul_(scale)
+    d_q = torch.bmm(d_logits, k)
+    for there, t in zip(outputs, (d_q, d_k, d_v)):
+        there.copy_(t.view(there.shape))
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, edges: Edges) -> Tensor:
@@ -103,7 +149,7 @@ class _Update(nn.Sequential):
         first = self[0]
         own, others = first.weight.split(x.shape[1], dim=1)
         bias = torch.addmv(first.bias, others, merge.bias)
-        hidden = torch.addmm(nn.functional.linear(x, own, bias), message, (others @ merge.weight).t())
+        hidden = nn.functional.linear(x, own, bias).addmm_(message, (others @ merge.weight).t())
         for module in list(self)[1:]:
             hidden = module(hidden)
         return hidden
@@ -119,13 +165,13 @@ class AttentionalLayer(nn.Module):
         self.heads = heads
         self.query_key_value = nn.Linear(dim, 3 * dim)
         self.merge = nn.Linear(dim, dim)
-        self.mlp = _Update(nn.Linear(2 * dim, 2 * dim), norm, nn.ReLU(), nn.Linear(2 * dim, dim))
+        self.mlp = _Update(nn.Linear(2 * dim, 2 * dim), norm, nn.ReLU(inplace=True), nn.Linear(2 * dim, dim))
         # each layer starts as the identity: the untrained network is then a soft nearest-neighbour matcher
         nn.init.zeros_(self.mlp[-1].weight)
         nn.init.zeros_(self.mlp[-1].bias)
 
     def forward(self, x: Tensor, edges: Edges) -> Tensor:
         """x (S, D) packed -> (S, D)."""
-        q, k, v = self.query_key_value(x).view(x.shape[0], 3, self.heads, x.shape[1] // self.heads).unbind(1)
-        message = ragged_attention(q, k, v, edges)
+        heads = self.query_key_value(x).view(x.shape[0], 3, self.heads, x.shape[1] // self.heads)
+        message = ragged_attention(heads, edges)
         return x + self.mlp(x, message.reshape(x.shape), self.merge)

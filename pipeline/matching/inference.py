@@ -111,8 +111,8 @@ class FoldedLayer(nn.Module):
         linear = nn.functional.linear
         state = x.to(self.own.dtype)
         heads = linear(state, self.heads_weight, self.heads_bias)
-        q, k, v = heads.view(len(x), 3, self.heads, x.shape[1] // self.heads).unbind(1)
-        message = ragged_attention(q, k, v, edges).reshape(x.shape)
+        heads = heads.view(len(x), 3, self.heads, x.shape[1] // self.heads)
+        message = ragged_attention(heads, edges).reshape(x.shape)
         hidden = linear(state, self.own, self.bias).addmm_(message, self.message)
         return x + linear(self.norm(hidden).relu_(), self.last_weight, self.last_bias)
 

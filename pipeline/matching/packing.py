@@ -7,7 +7,7 @@ never see padding. What a GPU needs to know of it is made once a batch, from cou
 from __future__ import annotations
 
 import functools
-from typing import List, Optional, Tuple
+from typing import Iterator, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 import torch
@@ -74,13 +74,42 @@ class Packing:
         return sent(torch.from_numpy(values), self.device)
 
 
+class Group(NamedTuple):
+    """`number` neighbours of n keypoints each, whose partners are neighbours of m keypoints each: their packed rows."""
+
+    own: slice
+    others: slice
+    number: int
+
+    @property
+    def weights(self) -> int:
+        """How many pairs of keypoints attend to each other: number n m."""
+        return (self.own.stop - self.own.start) * (self.others.stop - self.others.start) // self.number
+
+
 class Edges:
     """Which image the keypoints of each image attend to (SuperGlue, section 3.1: self and cross edges)."""
 
     def __init__(self, packing: Packing, partner: List[int]) -> None:
-        """partner: for each sequence the index of the one it attends to."""
+        """partner: for each sequence the index of the one it attends to, and no other does."""
         self.packing, self.partner = packing, partner
         self.counts = [packing.counts[j] for j in partner]  # of the partners
+
+    def groups(self, most: int) -> Iterator[Group]:
+        """All sequences, in groups of at most `most` weights or one sequence."""
+        starts = np.cumsum([0, *self.packing.counts]).tolist()
+        shapes = list(zip(self.packing.counts, self.counts))
+        i = 0
+        while i < len(shapes):
+            n, m = shapes[i]
+            number = 1
+            for k in range(i + 1, min(len(shapes), i + most // max(n * m, 1))):
+                if shapes[k] != (n, m) or self.partner[k] != self.partner[i] + number:
+                    break
+                number += 1
+            j = self.partner[i]
+            yield Group(slice(starts[i], starts[i + number]), slice(starts[j], starts[j + number]), number)
+            i += number
 
     @functools.cached_property
     def partners(self) -> Optional[Tensor]:
