@@ -12,12 +12,14 @@ import math
 import numpy as np
 import pytest
 import torch
+from made_scenes import write_image_set
 from test_matching import scrambled
 
 from pipeline import benchmark
 from pipeline.benchmarks import (
     elastic_rank,
     elastic_rows,
+    evaluation_rows,
     flops,
     gpu_rows,
     growth,
@@ -341,5 +343,13 @@ class TestStages:
         assert "target: at most 20" in rows[1].note and "target: at most 2500" in rows[2].note
 
     def test_batches_are_matched_beside_the_plain_network(self):
-        (found,) = stage_rows.batched_evaluation(setting(seconds=0.5))
+        (found,) = evaluation_rows.batched(setting(seconds=0.5))
         assert found.unit == "pairs/s" and found.value > 0 and found.ratio.low > 0
+
+    def test_evaluation_is_counted_by_part_and_as_a_whole(self, tmp_path, photo, monkeypatch):
+        images = write_image_set(tmp_path / "images", {"a.png": photo, "b.png": photo[::-1].copy()}, "test")
+        monkeypatch.setattr(evaluation_rows, "EVALUATED", 4)
+        parts, alone, compared, whole = evaluation_rows.evaluation(setting(images=images, seconds=0.1))
+        assert all(f"{part} " in parts.note for part in ("SIFT", "matcher", "baselines", "truth", "score"))
+        assert 0 < alone.value < compared.value < 1
+        assert whole.unit == "pairs/s" and whole.value > 0 and whole.ratio.low > 0

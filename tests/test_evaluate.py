@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 
 import cv2
 import numpy as np
@@ -20,7 +21,7 @@ from pipeline import errors, evaluate
 from pipeline.evaluation import degraded, heldout, lightglue, pairs, paper
 from pipeline.evaluation.matchers import MATCHERS, PairMatches
 from pipeline.evaluation.run import units_of
-from pipeline.evaluation.sharing import ahead
+from pipeline.evaluation.sharing import ahead, share_out
 from pipeline.images import sources
 from pipeline.launch import free_port
 
@@ -129,6 +130,22 @@ def test_workers_and_other_images_do_not_matter(work, make_params, photo):
         assert first.keypoints0.tobytes() == second.keypoints0.tobytes()
         assert first.keypoints1.tobytes() == second.keypoints1.tobytes()
         np.testing.assert_array_equal(first.H_0to1, second.H_0to1)
+
+
+def test_units_come_in_order_up_to_a_wrong_request():
+    def prepare(unit):
+        if unit == 6:
+            raise errors.RequestError("unit 6 is wrong")
+        return unit
+
+    def score(unit):
+        time.sleep(0.01 * (unit % 3))
+        return unit
+
+    begun, found = [], []
+    with pytest.raises(errors.RequestError, match="unit 6 is wrong"):
+        found.extend(share_out(range(9), None, prepare, lambda unit: begun.append(unit) or unit, score))
+    assert found == begun == [0, 1, 2, 3, 4, 5]
 
 
 def test_homography_of_a_pair_maps_its_pixels(work, make_params):

@@ -21,6 +21,7 @@ def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
     """Groups of rows by name, in the order of the table."""
     from pipeline.benchmarks import (
         elastic_rows,
+        evaluation_rows,
         gpu_rows,
         group_rows,
         growth_rows,
@@ -43,8 +44,8 @@ def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
         "loader": training_rows.loader,
         "memory": memory_rows.peaks,
         "parity": model_rows.parity,
-        "batched": stage_rows.batched_evaluation,
-        "evaluation": stage_rows.evaluation,
+        "batched": evaluation_rows.batched,
+        "evaluation": evaluation_rows.evaluation,
         "keypoints": stage_rows.keypoints,
         "store": stage_rows.store,
         "grid": model_rows.grid,

@@ -59,14 +59,19 @@ class PoseEvaluation:
         _, ours = next(matchers.match_superglue(self.job.model, [[pair]], self.job.device))
         return {OURS: ours.above(self.settings.threshold), **match_others(pair, self.settings)}
 
-    def score(self, loaded: Optional[Loaded]) -> List[poses.PoseRow]:
+    def match(self, loaded: Optional[Loaded]) -> Optional[Tuple[Loaded, Dict[str, PairMatches]]]:
+        """A pair with its answers; None for no pair."""
+        return None if loaded is None else (loaded, self.answers(loaded.pair))
+
+    def score(self, matched: Optional[Tuple[Loaded, Dict[str, PairMatches]]]) -> List[poses.PoseRow]:
         """Rows of all matchers on one pair; none for no pair."""
-        if loaded is None:
+        if matched is None:
             return []
+        loaded, answers = matched
         name, count = loaded.pair.name, len(loaded.pair.keypoints0)
         return [
             poses.score(name, matcher, count, matched_points(loaded.pair, found)[:2], loaded.K, loaded.T_0to1)
-            for matcher, found in self.answers(loaded.pair).items()
+            for matcher, found in answers.items()
         ]
 
     def rows(self, known: Sequence[poses.PosePair]) -> List[poses.PoseRow]:
@@ -78,7 +83,7 @@ class PoseEvaluation:
             return None if one is None else self.load(one)
 
         with progress(total=len(known), desc="evaluate", unit="pair", disable=context.rank > 0) as bar:
-            for part in sharing.share_out(known, None, load, self.score, context):
+            for part in sharing.share_out(known, None, load, self.match, self.score, context):
                 found += part
                 bar.update(bool(part))
         return found

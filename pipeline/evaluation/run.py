@@ -7,8 +7,9 @@ out: the figures have the same bits for any number of processes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
+import numpy as np
 import torch
 
 from pipeline.evaluation import confidence, matchers, pairs, scoring, sharing, summary
@@ -60,6 +61,16 @@ class Results:
         self.bad += other.bad
 
 
+@dataclass(frozen=True)
+class Matched:
+    """What all matchers say of a pair, and what is right. ours: whatever its scores; truth0: see `true_matches`."""
+
+    pair: Pair
+    ours: PairMatches
+    others: Dict[str, PairMatches]
+    truth0: np.ndarray
+
+
 def evaluate(
     source: pairs.Source,
     model: torch.nn.Module,
@@ -69,21 +80,42 @@ def evaluate(
     title: str = "evaluate",
 ) -> Results:
     """Run everything; progress goes to stderr. Every process of a group gets all results."""
+    total = sum(source.pairs_in(index) for index in range(len(source)))
+    everything = Results()
+    with progress(total=total, desc=title, unit="pair", disable=bool(context and context.rank)) as bar:
+        for part in parts_of(source, model, device, settings, context):
+            everything.extend(part)
+            bar.update(len(part.places))
+    return everything
+
+
+def parts_of(
+    source: pairs.Source,
+    model: torch.nn.Module,
+    device: str,
+    settings: Settings,
+    context: Optional[distributed.Context] = None,
+) -> Iterator[Results]:
+    """The results, unit by unit."""
 
     def extract(unit: Sequence[int]) -> Tuple[List[Pair], List[Tuple[str, str]]]:
         return pairs.extract(source, unit, settings.max_keypoints)
 
-    def score(extracted: Tuple[List[Pair], List[Tuple[str, str]]]) -> Results:
-        return score_pairs(*extracted, model, device, settings)
+    def match(extracted: Tuple[List[Pair], List[Tuple[str, str]]]) -> Tuple[List[Matched], Results]:
+        found, bad = extracted
+        return match_pairs(found, model, device, settings), Results(bad=bad)
 
-    total = sum(source.pairs_in(index) for index in range(len(source)))
-    everything = Results()
+    def score(work: Tuple[List[Matched], Results]) -> Results:
+        matched, results = work
+        for one in matched:
+            rows, verdict = score_pair(one, settings)
+            results.places.append((one.pair.scene_index, one.pair.position))
+            results.rows += rows
+            results.judged.append(verdict)
+        return results
+
     units = units_of(source, settings.batch)
-    with progress(total=total, desc=title, unit="pair", disable=bool(context and context.rank)) as bar:
-        for part in sharing.share_out(units, [], extract, score, context):
-            everything.extend(part)
-            bar.update(len(part.places))
-    return everything
+    return sharing.share_out(units, [], extract, match, score, context)
 
 
 def units_of(source: pairs.Source, batch: int) -> List[List[int]]:
@@ -100,32 +132,25 @@ def units_of(source: pairs.Source, batch: int) -> List[List[int]]:
     return units
 
 
-def score_pairs(
-    found: Sequence[Pair],
-    bad: List[Tuple[str, str]],
-    model: torch.nn.Module,
-    device: str,
-    settings: Settings,
-) -> Results:
-    """Match and score the pairs of one unit."""
-    results = Results(bad=bad)
+def match_pairs(
+    found: Sequence[Pair], model: torch.nn.Module, device: str, settings: Settings
+) -> List[Matched]:
+    """All matchers on the pairs of one unit."""
     batches = matchers.batches_of(found, settings.batch)
-    for pair, answer in matchers.match_superglue(model, batches, device):
-        rows, verdict = score_pair(pair, answer, settings)
-        results.places.append((pair.scene_index, pair.position))
-        results.rows += rows
-        results.judged.append(verdict)
-    return results
+    return [
+        Matched(
+            pair, ours, match_others(pair, settings), scoring.true_matches(pair, settings.limits.correct_px)
+        )
+        for pair, ours in matchers.match_superglue(model, batches, device)
+    ]
 
 
-def score_pair(
-    pair: Pair, answer: PairMatches, settings: Settings
-) -> Tuple[List[scoring.Row], confidence.Judged]:
+def score_pair(matched: Matched, settings: Settings) -> Tuple[List[scoring.Row], confidence.Judged]:
     """Rows of all matchers on one pair, and the verdict on each match of ours whatever its score."""
-    answers = {OURS: answer.above(settings.threshold), **match_others(pair, settings)}
-    truth0 = scoring.true_matches(pair, settings.limits.correct_px)
+    pair, ours, truth0 = matched.pair, matched.ours, matched.truth0
+    answers = {OURS: ours.above(settings.threshold), **matched.others}
     rows = [scoring.score(pair, name, found, truth0, settings.limits) for name, found in answers.items()]
-    return rows, confidence.judge(pair, answer, truth0, settings.limits.correct_px)
+    return rows, confidence.judge(pair, ours, truth0, settings.limits.correct_px)
 
 
 def match_others(pair: Pair, settings: Settings) -> Dict[str, PairMatches]:

@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Callable, Iterator, Optional, Sequence, TypeVar
+from typing import Any, Callable, Iterable, Iterator, Optional, Sequence, TypeVar
 
 from pipeline.errors import RequestError
 from pipeline.runtime import distributed
@@ -23,13 +23,14 @@ def share_out(
     units: Sequence[Unit],
     nothing: Unit,
     prepare: Callable[[Unit], Any],
-    finish: Callable[[Any], Any],
+    match: Callable[[Any], Any],
+    score: Callable[[Any], Any],
     context: Optional[distributed.Context] = None,
 ) -> Iterator[Any]:
-    """`finish(prepare(unit))` of every unit, in their order, on every process of the group.
+    """`score(match(prepare(unit)))` of every unit, in their order, on every process of the group.
 
-    prepare runs in threads a little ahead, finish in turn. nothing: the unit of a process that has none left in the
-    last round. Raises RequestError on all processes when `prepare` raises one on any.
+    prepare and score run in threads, a little ahead and behind; match in turn. nothing: the unit of a process that has
+    none left in the last round. Raises RequestError on all processes when `prepare` raises one on any.
     """
     rank, world_size = (context.rank, context.world_size) if context else (0, 1)
     rounds = range(-(-len(units) // world_size))
@@ -37,8 +38,9 @@ def share_out(
         units[index] if index < len(units) else nothing for index in (n * world_size + rank for n in rounds)
     ]
     workers = max(1, min((os.cpu_count() or 1) // world_size, MOST_THREADS))
-    for outcome in outcomes(mine, prepare, finish, workers):
-        for part in distributed.all_gather(outcome):
+    matched = in_turn(mine, prepare, match, workers)
+    for scored in ahead(lambda found: found if isinstance(found, str) else score(found), matched, workers):
+        for part in distributed.all_gather(scored()):
             if isinstance(part, str):
                 leave_together()
                 raise RequestError(part)
@@ -46,23 +48,24 @@ def share_out(
     leave_together()
 
 
-def outcomes(
-    units: Sequence[Unit], prepare: Callable[[Unit], Any], finish: Callable[[Any], Any], workers: int
+def in_turn(
+    units: Sequence[Unit], prepare: Callable[[Unit], Any], match: Callable[[Any], Any], workers: int
 ) -> Iterator[Any]:
-    """Results of each unit in turn; a message in place of one whose request was wrong, for all to hear."""
+    """`match(prepare(unit))` of each; a message in place of one whose request was wrong, for all to hear."""
     for ready in ahead(prepare, units, workers):
         try:
             prepared = ready()
         except RequestError as error:
             yield str(error)
             return
-        yield finish(prepared)
+        yield match(prepared)
 
 
-def ahead(work: Callable, items: Sequence, workers: int) -> Iterator[Callable]:
+def ahead(work: Callable, items: Iterable, workers: int) -> Iterator[Callable]:
     """A callable with the result of `work(item)` for each item, computed by threads a little before it is asked for.
 
-    Threads, not processes: decoding, warping and SIFT all release Python's lock, and nothing need be copied.
+    Threads, not processes: decoding, warping, SIFT and robust estimators all release Python's lock, and nothing need
+    be copied.
     """
     with ThreadPoolExecutor(max_workers=workers) as pool:
         waiting: deque = deque()

@@ -1,0 +1,141 @@
+"""Rows of evaluation: what its parts cost, the whole beside SIFT and matching alone, and matching in batches."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+from typing import Any, Callable, Dict, Iterator, List
+
+import torch
+
+from pipeline import params
+from pipeline.benchmarks import plain, timing
+from pipeline.benchmarks.made import made_batch
+from pipeline.benchmarks.model_rows import forward_call
+from pipeline.benchmarks.row import Row, Setting
+from pipeline.benchmarks.stage_rows import one_opencv_thread
+from pipeline.errors import RequestError
+from pipeline.evaluation import matchers, pairs, run, scoring, sharing
+from pipeline.evaluation.heldout import HeldOutPairs
+from pipeline.evaluation.model import load_model
+from pipeline.images.sources import open_manifest
+from pipeline.matching.inference import folded
+
+EVALUATED = 64  # pairs
+OUTSIDE = "target: at most 0.05"
+
+
+def evaluation(setting: Setting) -> Iterator[Row]:
+    """What a pair costs `evaluate`, and the share of it outside SIFT and matching."""
+    try:
+        work = _Evaluation(setting)
+    except RequestError as error:
+        yield Row("evaluation", "evaluation", skipped=str(error))
+        return
+    yield from work.parts()
+    yield work.whole()
+
+
+class _Evaluation:
+    """Pairs of held-out images, as `evaluate` has them, with all answers."""
+
+    def __init__(self, setting: Setting) -> None:
+        """Raises RequestError without images or for a wrong model."""
+        images = open_manifest(setting.images)
+        own = load_model(setting.weights, str(setting.device))[0] if setting.weights else setting.model()
+        self.setting, self.device, self.model = setting, str(setting.device), folded(own)
+        self.asked = params.load("evaluate", setting.params)
+        limits = scoring.Limits(self.asked.correct_px, self.asked.ransac_px, self.asked.ransac_iterations)
+        self.settings = run.Settings(self.asked.max_keypoints, self.asked.threshold, self.asked.ratio, limits)
+        entries = images.entries("test") or images.entries("train")
+        self.source = HeldOutPairs(images, entries, self.asked, EVALUATED)
+        self.pairs = [pair for index in range(len(self.source)) for pair in self._of_scene(index)]
+        self.matched = run.match_pairs(self.pairs, self.model, self.device, self.settings)
+        kind = "trained" if setting.weights else "untrained"
+        mean = sum(len(pair.keypoints0) for pair in self.pairs) / len(self.pairs)
+        self.name = f"{self.asked.width}x{self.asked.height}, mean {mean:.0f} keypoints, {kind}"
+
+    def _of_scene(self, index: int) -> List[pairs.Pair]:
+        return pairs.pairs_of_scene(self.source, index, self.settings.max_keypoints)
+
+    def _matches(self, found: List[pairs.Pair]) -> List[Any]:
+        batches = matchers.batches_of(found, self.settings.batch)
+        return list(matchers.match_superglue(self.model, batches, self.device))
+
+    def parts(self) -> Iterator[Row]:
+        """What each part costs one core."""
+        settings, limits = self.settings, self.settings.limits
+        alone = [dataclasses.replace(one, others={}) for one in self.matched]
+        ways: Dict[str, Callable[[], object]] = {
+            "SIFT": lambda: [self._of_scene(index) for index in range(len(self.source))],
+            "matcher": lambda: self._matches(self.pairs),
+            "baselines": lambda: [run.match_others(pair, settings) for pair in self.pairs],
+            "truth": lambda: [scoring.true_matches(pair, limits.correct_px) for pair in self.pairs],
+            "ours": lambda: [run.score_pair(one, settings) for one in alone],
+            "score": lambda: [run.score_pair(one, settings) for one in self.matched],
+        }
+        with _one_thread():
+            taken = self.setting.timed(ways)
+        each = {way: statistics.median(spent.wall) / len(self.pairs) for way, spent in taken.items()}
+        matching = each["SIFT"] + each["matcher"]
+        ours, all_of_them = (each["truth"] + each[way] for way in ("ours", "score"))
+        note = "one thread: " + ", ".join(f"{way} {1e3 * spent:.1f}" for way, spent in each.items())
+        total = 1e3 * (matching + each["baselines"] + all_of_them)
+        yield Row("evaluation", self.name, total, "ms/pair", note=note)
+        for what, inside, outside in (
+            ("our matcher alone", matching, ours),
+            ("with three baselines, each by RANSAC and DLT", matching + each["baselines"], all_of_them),
+        ):
+            share = outside / (inside + outside)
+            yield Row("evaluation", f"outside matching and SIFT: {what}", share, "of the time", note=OUTSIDE)
+
+    def whole(self) -> Row:
+        """`evaluate` with all its threads, beside the same that only matches."""
+        units = run.units_of(self.source, self.settings.batch)
+
+        def bare() -> None:
+            list(sharing.share_out(units, [], self._extract, self._matches, len))
+
+        def whole() -> None:
+            list(run.parts_of(self.source, self.model, self.device, self.settings))
+
+        with one_opencv_thread():
+            taken = self.setting.timed({"bare": bare, "whole": whole})
+        ratio = timing.speed_up(taken["bare"].wall, taken["whole"].wall)
+        rate = len(self.pairs) / statistics.median(taken["whole"].wall)
+        what = f"evaluate, all threads, {self.name}"
+        return Row("evaluation", what, rate, "pairs/s", ratio, None, "SIFT and our matcher alone")
+
+    def _extract(self, scenes: List[int]) -> List[pairs.Pair]:
+        return pairs.extract(self.source, scenes, self.settings.max_keypoints)[0]
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Of OpenCV and of torch: in `evaluate` all parts run side by side, so what counts is what each costs a core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with one_opencv_thread():
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def batched(setting: Setting) -> Iterator[Row]:
+    """Matching cached pairs in batches, beside the plain network one pair at a time."""
+    own = setting.model().eval()
+    model, twin = folded(own), plain.plain_from(own).to(setting.device)
+    together = 4
+    whole = made_batch(512, together).to(setting.device)
+    single = made_batch(512, 1).to(setting.device)
+    alone = forward_call(twin, single)
+    ways = {"plain": lambda: [alone() for _ in range(together)], "ours": forward_call(model, whole)}
+    taken = setting.timed(ways)
+    ratio = timing.speed_up(taken["plain"].wall, taken["ours"].wall)
+    cpu = timing.speed_up(taken["plain"].cpu, taken["ours"].cpu)
+    rate = together / statistics.median(taken["ours"].wall)
+    yield Row(
+        "evaluation", "matcher, N = 512, batch 4", rate, "pairs/s", ratio, cpu, "plain, one by one", 1.6
+    )
