@@ -6,11 +6,10 @@ import math
 from typing import Dict, List, Sequence, Tuple
 
 from pipeline.evaluation.matchers import OURS
-from pipeline.evaluation.scoring import Row
+from pipeline.evaluation.scoring import Row, estimators_of
 from pipeline.evaluation.summary import figures_of
 
 COMPARED = (OURS, "ratio_test")
-SHOWN = ("precision", "recall", "auc_ransac_5", "auc_dlt_5")
 BINS: Dict[str, Tuple[float, ...]] = {  # condition -> edges; a pair falls into low <= value < high
     "rotation_deg": (0, 15, 30, 60, 120, 181),
     "scale": (1, 1.25, 1.6, 2.2, 3, math.inf),
@@ -42,17 +41,18 @@ def by_condition(rows: Sequence[Row]) -> List[Dict[str, object]]:
 def line_of(condition: str, level: str, rows: Sequence[Row]) -> Dict[str, object]:
     """One line of robustness.csv."""
     line: Dict[str, object] = {"condition": condition, "level": level}
+    shown = ["precision", "recall", *(f"auc_{name}_5" for name in estimators_of(rows)[:2])]
     for matcher in COMPARED:
         figures = figures_of([row for row in rows if row.matcher == matcher])
         line.setdefault("pairs", figures["pairs"])
         line.setdefault("recall_pairs", figures["recall_pairs"])
-        line.update({f"{matcher}.{name}": figures[name] for name in SHOWN})
+        line.update({f"{matcher}.{name}": figures[name] for name in shown})
     return line
 
 
 def explanation(row: Row, limit_px: float = 3.0) -> str:
-    """In words, what stood in the way of a pair whose RANSAC error is above `limit_px`; empty for the others."""
-    if row.errors["ransac"] <= limit_px:
+    """In words, what stood in the way of a pair whose error is above `limit_px`; empty for the others."""
+    if row.error <= limit_px:
         return ""
     found = conditions(row)
     reasons = [

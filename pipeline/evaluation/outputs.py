@@ -125,6 +125,6 @@ def panel(
     correct = metrics.reprojection_errors(points0, points1, pair.H_0to1) < settings.limits.correct_px
     heading = (
         f"{tables.title(row.matcher)}: {row.counts.correct} of {row.counts.matches} matches right, "
-        f"corner error {row.errors['ransac']:.2f} px   ({pair.name})"
+        f"corner error {row.error:.2f} px   ({pair.name})"
     )
     return pictures.Panel(heading, points0, points1, correct)

@@ -177,12 +177,12 @@ def errors_by_matcher(rows: Sequence[scoring.Row], estimator: str) -> Dict[str, 
 
 
 def picture_choice(rows: Sequence[scoring.Row], count: int) -> List[Tuple[str, int]]:
-    """Which pairs to draw: `count` of the best, the median and the worst by our RANSAC error.
+    """Which pairs to draw: `count` of the best, the median and the worst by our error.
 
     Returns [("best-1", index of the pair), ...]; no pair twice.
     """
     ours = [row for row in rows if row.matcher == OURS]
-    ranks = [(row.errors["ransac"], -row.counts.correct, index) for index, row in enumerate(ours)]
+    ranks = [(row.error, -row.counts.correct, index) for index, row in enumerate(ours)]
     return best_median_worst([index for _, _, index in sorted(ranks)], count)
 
 

@@ -39,6 +39,11 @@ class Row:
     errors: Dict[str, float]
     conditions: Dict[str, float]
 
+    @property
+    def error(self) -> float:
+        """That of the first estimator, by which pairs are called good or bad."""
+        return next(iter(self.errors.values()))
+
 
 def points_of(records: np.ndarray) -> np.ndarray:
     """(N, 2) float64 pixels of KEYPOINT records."""

@@ -61,8 +61,8 @@ def picture(results: Results, name: str, index: int, drawn: np.ndarray) -> page.
     ours, theirs = rows[OURS], rows["ratio_test"]
     caption = (
         f"{ours.pair}. Above ours: {ours.counts.correct} of {ours.counts.matches} matches right, corner error "
-        f"{ours.errors['ransac']:.2f} px. Below the ratio test: {theirs.counts.correct} of "
-        f"{theirs.counts.matches} right, {theirs.errors['ransac']:.2f} px."
+        f"{ours.error:.2f} px. Below the ratio test: {theirs.counts.correct} of "
+        f"{theirs.counts.matches} right, {theirs.error:.2f} px."
     )
     return page.Picture(name, caption, explanation(ours), small_jpeg(drawn))
 

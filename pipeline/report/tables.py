@@ -116,27 +116,34 @@ def pose_comparison(figures: Dict[str, float], degrees: Sequence[int]) -> str:
 
 
 def by_scene(lines: Sequence[Dict[str, object]], matchers: Sequence[str]) -> str:
-    """One line per sequence: AUC@3 with RANSAC and precision of each matcher. lines: as in scenes.csv."""
+    """One line per sequence: AUC@3 by the first estimator and precision of each matcher. lines: as in scenes.csv."""
+    area = next(name for name in lines[0] if name.startswith("auc_") and name.endswith("_3"))
     scenes = list(dict.fromkeys(str(line["scene"]) for line in lines))
     found = {(str(line["scene"]), str(line["matcher"])): line for line in lines}
-    rows = [["AUC@3 RANSAC | precision", "pairs"] + [title(matcher) for matcher in matchers]]
+    rows = [[f"{figure_title(area)} | precision", "pairs"] + [title(matcher) for matcher in matchers]]
     for scene in scenes:
         cells = [found[scene, matcher] for matcher in matchers]
         rows.append(
             [scene, str(cells[0]["pairs"])]
-            + [f"{percent(cell['auc_ransac_3'])} | {percent(cell['precision'])}" for cell in cells]
+            + [f"{percent(cell[area])} | {percent(cell['precision'])}" for cell in cells]
         )
     return "\n".join(aligned(rows))
 
 
-SHOWN_DIFFERENCES = ("precision", "recall", "auc_ransac_3", "auc_ransac_10", "auc_dlt_3", "auc_dlt_10")
+def foremost(names: Sequence[str]) -> List[str]:
+    """Of these figures those to show first: precision, recall, AUC@3 and AUC@10 of the first two estimators."""
+    areas = [name for name in names if name.startswith("auc_")]
+    estimators = list(dict.fromkeys(name.rpartition("_")[0] for name in areas))[:2]
+    shown = ["precision", "recall", *(f"{name}_{pixels}" for name in estimators for pixels in (3, 10))]
+    return [name for name in names if name in shown]
 
 
 def differences(lines: Sequence[Dict[str, object]]) -> str:
     """Ours minus the best baseline with its 95 % interval, in percentage points. lines: of differences.csv."""
     rows = [["ours minus the best baseline", "points", "95 % interval", "", "best baseline"]]
+    first = foremost([str(line["figure"]) for line in lines])
     for line in lines:
-        if line["figure"] not in SHOWN_DIFFERENCES:
+        if line["figure"] not in first:
             continue
         value, low, high = (line[name] for name in ("value", "low", "high"))
         shown = "-" if value is None else f"{100 * value:+.1f}"
