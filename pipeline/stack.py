@@ -23,13 +23,17 @@ def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional
 
     torch 1.10 has no fused kernel (`F.scaled_dot_product_attention` came with 2.0): the plain formula serves.
     """
-    fused = getattr(torch.nn.functional, "scaled_dot_product_attention", None)
-    if fused is not None:
-        return fused(q, k, v, attn_mask=mask)
+    if has_fused_attention():
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     logits = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
     if mask is not None:
         logits = logits.masked_fill(~mask, float("-inf"))
     return logits.softmax(-1) @ v
+
+
+def has_fused_attention() -> bool:
+    """Is there a kernel that never holds the weights of a whole batch (torch 2.0)?"""
+    return hasattr(torch.nn.functional, "scaled_dot_product_attention")
 
 
 def has_packed_attention(q: Tensor) -> bool:
@@ -107,7 +111,7 @@ def can_record(device: torch.device) -> bool:
 
 def softmax_(logits: Tensor) -> None:
     """Softmax over the last axis, in place; torch 1.10 has no form that is told where to write."""
-    if can_compile():
+    if has_fused_attention():
         torch.softmax(logits, -1, out=logits)
     else:
         logits.copy_(logits.softmax(-1))
@@ -118,7 +122,7 @@ def softmax_gradient_(grad: Tensor, weights: Tensor) -> None:
 
     torch 1.10 wants to see a tensor of the input's element type, later versions name the type.
     """
-    if can_compile():
+    if has_fused_attention():
         torch._softmax_backward_data(grad, weights, -1, weights.dtype, grad_input=grad)
     else:
         grad.copy_(torch._softmax_backward_data(grad, weights, -1, weights))

@@ -108,12 +108,16 @@ def test_an_auc_can_be_made_again_by_hand_from_pairs_csv(work):
 
 
 def test_other_estimators_lead_where_they_were_asked_for(work, capsys):
+    run(work)
     assert run(work, "--estimators", "magsac") == 0
     figures = json.loads((work / "out" / "metrics.json").read_text())
     assert "superglue.auc_magsac_3" in figures and not any("ransac" in name for name in figures)
     printed = capsys.readouterr().out
     assert "AUC MAGSAC" in printed and "AUC@3 MAGSAC" in printed
     assert "superglue.auc_magsac_5" in read_csv(work / "out" / "robustness.csv")[0]
+    # nothing of the evaluation before is left to be taken for this one's
+    left = {path.name for path in (work / "out" / "curves").iterdir()}
+    assert left == {"error_magsac.csv", "precision_recall.csv", "calibration.csv"}
 
 
 def test_the_same_again_gives_the_same_bytes(work):

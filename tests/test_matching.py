@@ -238,6 +238,26 @@ class TestAttention:
             assert float((a - b).norm()) <= 0.01 * float(exact.grad.norm())
         assert torch.equal(cast.detach(), before)
 
+    def test_neighbours_of_one_length_are_done_together(self, monkeypatch):
+        """Images 0 attend to images 1 and back; a group ends where lengths change, partners jump, or it is full."""
+        edges = packing.Edges(
+            packing.Packing([3, 3, 3, 2] * 2, torch.device("cpu")), [4, 5, 6, 7, 0, 1, 2, 3]
+        )
+        found = [(group.own, group.others, group.number) for group in edges.groups(18)]
+        assert found == [
+            (slice(0, 6), slice(11, 17), 2), (slice(6, 9), slice(17, 20), 1), (slice(9, 11), slice(20, 22), 1),
+            (slice(11, 17), slice(0, 6), 2), (slice(17, 20), slice(6, 9), 1), (slice(20, 22), slice(9, 11), 1),
+        ]  # fmt: skip
+        assert [group.weights for group in edges.groups(1)] == [9, 9, 9, 4] * 2
+        gradients = []
+        for room in (1, 4 * 18, 1 << 22):
+            monkeypatch.setattr(attention, "ROOM", room)
+            torch.manual_seed(0)
+            heads = torch.randn(22, 3, 4, 8).bfloat16().requires_grad_()
+            attention.ragged_attention(heads, edges).square().sum().backward()
+            gradients.append(heads.grad)
+        assert all(torch.allclose(gradients[0], each, atol=1e-2, rtol=1e-2) for each in gradients[1:])
+
 
 class TestInference:
     @pytest.mark.parametrize("norm", ["layer", "batch"])

@@ -83,5 +83,6 @@ def sweep(
         for level in levels:
             pairs = DegradedPairs(source.images, source.entries[:count], source.params, disturb, level)
             results = evaluate(pairs, model, device, settings, context, f"{name} {level:g}")
-            lines.append(line_of(name, f"{level:g}", results.rows))
+            if results.rows:
+                lines.append(line_of(name, f"{level:g}", results.rows))
     return lines

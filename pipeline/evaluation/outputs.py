@@ -13,7 +13,7 @@ import torch
 from pipeline.evaluation import confidence, matchers, scoring, summary
 from pipeline.evaluation.intervals import differences, intervals
 from pipeline.evaluation.matchers import OURS, PairMatches
-from pipeline.evaluation.pairs import Pair, Source, images_of, pairs_of_scene
+from pipeline.evaluation.pairs import Pair, Scene, Source, pair_of_scene
 from pipeline.evaluation.run import (
     THRESHOLDS,
     Results,
@@ -63,15 +63,20 @@ def write_pictures(
     """best-1.png, ..., median-1.png, ..., worst-1.png, ...; returns name, index of the pair and picture."""
     emptied(folder)
     drawn = []
+    scenes: Dict[int, Scene] = {}  # made again, not remembered
     for name, index in picture_choice(results.rows, settings.pictures):
-        picture = draw_pair(source, model, device, results, index, settings)
+        number, position = results.places[index]
+        if number not in scenes:
+            scenes[number] = source.load(number)
+        pair, images = pair_of_scene(scenes[number], number, position, settings.max_keypoints)
+        picture = draw_pair(pair, images, model, device, results.rows_of(index), settings)
         pictures.write(folder / f"{name}.png", picture)
         drawn.append((name, index, picture))
     return drawn
 
 
 def emptied(folder: Path) -> Path:
-    """The folder, made anew: pictures of an earlier evaluation would pass for this one's."""
+    """The folder, made anew: what an earlier evaluation left would pass for this one's."""
     if folder.is_dir():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -85,7 +90,8 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def write_curves(folder: Path, results: Results) -> None:
-    """error_ransac.csv, error_dlt.csv, precision_recall.csv and calibration.csv."""
+    """error_ransac.csv, ... of each estimator, precision_recall.csv and calibration.csv."""
+    emptied(folder)
     for estimator in scoring.estimators_of(results.rows):
         errors = errors_by_matcher(results.rows, estimator)
         curves.write_csv(folder / f"error_{estimator}.csv", curves.error_curve(errors))
@@ -99,22 +105,18 @@ def write_curves(folder: Path, results: Results) -> None:
 
 
 def draw_pair(
-    source: Source,
+    pair: Pair,
+    images: Tuple[np.ndarray, np.ndarray],
     model: torch.nn.Module,
     device: str,
-    results: Results,
-    index: int,
+    rows: Dict[str, scoring.Row],
     settings: Settings,
 ) -> np.ndarray:
-    """(H, W, 3) picture of pair `index`: ours above the ratio test. Made again from the source, not remembered."""
-    scene, position = results.places[index]
-    pair = pairs_of_scene(source, scene, settings.max_keypoints)[position]
+    """(H, W, 3) picture of a pair: ours above the ratio test. rows: its own, by matcher."""
     answers = match_others(pair, settings)
     _, ours = next(matchers.match_superglue(model, [[pair]], device))
     answers[OURS] = ours.above(settings.threshold)
-    rows = results.rows_of(index)
-    image0, image1 = images_of(source, pair)
-    return pictures.draw(image0, image1, [panel(pair, answers, rows[name], settings) for name in PICTURED])
+    return pictures.draw(*images, [panel(pair, answers, rows[name], settings) for name in PICTURED])
 
 
 def panel(

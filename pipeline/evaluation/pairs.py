@@ -69,26 +69,40 @@ def image_size(image: np.ndarray) -> Tuple[int, int]:
     return int(image.shape[1]), int(image.shape[0])
 
 
-def pairs_of_scene(source: Source, index: int, max_keypoints: int) -> List[Pair]:
-    """Load one scene and run SIFT once on each of its images."""
-    scene = source.load(index)
+def pairs_of_scene(scene: Scene, index: int, max_keypoints: int) -> List[Pair]:
+    """All pairs of scene number `index`, SIFT run once on each of its images."""
     keypoints = [sift.extract(image, max_keypoints) for image in scene.images]
-    sizes = [image_size(image) for image in scene.images]
     return [
-        Pair(
-            name=view.name,
-            scene=scene.name,
-            scene_index=index,
-            position=position,
-            keypoints0=keypoints[view.first],
-            keypoints1=keypoints[view.second],
-            size0=sizes[view.first],
-            size1=sizes[view.second],
-            H_0to1=view.H_0to1,
-            conditions=conditions_of(view.H_0to1, sizes[view.first], sizes[view.second]),
-        )
+        _pair(scene, index, position, keypoints[view.first], keypoints[view.second])
         for position, view in enumerate(scene.pairs)
     ]
+
+
+def pair_of_scene(
+    scene: Scene, index: int, position: int, max_keypoints: int
+) -> Tuple[Pair, Tuple[np.ndarray, np.ndarray]]:
+    """One of these pairs alone, and its two images."""
+    view = scene.pairs[position]
+    images = scene.images[view.first], scene.images[view.second]
+    keypoints0, keypoints1 = (sift.extract(image, max_keypoints) for image in images)
+    return _pair(scene, index, position, keypoints0, keypoints1), images
+
+
+def _pair(scene: Scene, index: int, position: int, keypoints0: np.ndarray, keypoints1: np.ndarray) -> Pair:
+    view = scene.pairs[position]
+    size0, size1 = image_size(scene.images[view.first]), image_size(scene.images[view.second])
+    return Pair(
+        name=view.name,
+        scene=scene.name,
+        scene_index=index,
+        position=position,
+        keypoints0=keypoints0,
+        keypoints1=keypoints1,
+        size0=size0,
+        size1=size1,
+        H_0to1=view.H_0to1,
+        conditions=conditions_of(view.H_0to1, size0, size1),
+    )
 
 
 def extract(
@@ -99,14 +113,7 @@ def extract(
     bad: List[Tuple[str, str]] = []
     for index in scenes:
         try:
-            pairs += pairs_of_scene(source, index, max_keypoints)
+            pairs += pairs_of_scene(source.load(index), index, max_keypoints)
         except BadImage as error:
             bad.append((source.scene_name(index), error.reason))
     return pairs, bad
-
-
-def images_of(source: Source, pair: Pair) -> Tuple[np.ndarray, np.ndarray]:
-    """The two images of a pair, (H, W) uint8, made again by its source."""
-    scene = source.load(pair.scene_index)
-    view = scene.pairs[pair.position]
-    return scene.images[view.first], scene.images[view.second]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
@@ -25,10 +25,13 @@ UNIT = "the pose error up to 5, 10 and 20 degrees"
 
 @dataclass(frozen=True)
 class Loaded:
-    """A pair ready to be matched. images: (H, W) uint8 as matched; K: their intrinsics, (3, 3) pixels."""
+    """A pair ready to be matched.
+
+    images: (H, W) uint8 as matched, none once that is done; K: their intrinsics, (3, 3) pixels.
+    """
 
     pair: Pair
-    images: Tuple[np.ndarray, np.ndarray]
+    images: Tuple[np.ndarray, ...]
     K: Tuple[np.ndarray, np.ndarray]
     T_0to1: np.ndarray
 
@@ -60,8 +63,10 @@ class PoseEvaluation:
         return {OURS: ours.above(self.settings.threshold), **match_others(pair, self.settings)}
 
     def match(self, loaded: Optional[Loaded]) -> Optional[Tuple[Loaded, Dict[str, PairMatches]]]:
-        """A pair with its answers; None for no pair."""
-        return None if loaded is None else (loaded, self.answers(loaded.pair))
+        """A pair, its images let go, with its answers; None for no pair."""
+        if loaded is None:
+            return None
+        return replace(loaded, images=()), self.answers(loaded.pair)
 
     def score(self, matched: Optional[Tuple[Loaded, Dict[str, PairMatches]]]) -> List[poses.PoseRow]:
         """Rows of all matchers on one pair; none for no pair."""

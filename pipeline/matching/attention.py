@@ -37,9 +37,10 @@ def ragged_attention(heads: Tensor, edges: Edges) -> Tensor:
 def _fused(heads: Tensor, edges: Edges) -> Tensor:
     """`ragged_attention` by torch's kernels and their gradient, in the form that suits the sequences and the device."""
     q, k, v = heads.unbind(1)
-    if edges.packing.full:
+    on_cpu = heads.device.type == "cpu"
+    if edges.packing.full and (stack.has_fused_attention() or not on_cpu):
         return _padded(q, k, v, edges)
-    if heads.device.type == "cpu":
+    if on_cpu:
         return _one_by_one(q, k, v, edges)
     if min(edges.counts) > 0 and stack.has_packed_attention(q):
         return _packed(q, k, v, edges)

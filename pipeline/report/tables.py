@@ -131,10 +131,15 @@ def by_scene(lines: Sequence[Dict[str, object]], matchers: Sequence[str]) -> str
 
 
 def foremost(names: Sequence[str]) -> List[str]:
-    """Of these figures those to show first: precision, recall, AUC@3 and AUC@10 of the first two estimators."""
-    areas = [name for name in names if name.startswith("auc_")]
-    estimators = list(dict.fromkeys(name.rpartition("_")[0] for name in areas))[:2]
-    shown = ["precision", "recall", *(f"{name}_{pixels}" for name in estimators for pixels in (3, 10))]
+    """Of these figures those to show first: precision, recall, and two areas of each of the first two estimators.
+
+    The second and the last, such as AUC@3 and AUC@10.
+    """
+    areas: Dict[str, List[str]] = {}
+    for name in names:
+        if name.startswith("auc_"):
+            areas.setdefault(name.rpartition("_")[0], []).append(name)
+    shown = {"precision", "recall"}.union(*([own[1], own[-1]] for own in list(areas.values())[:2]))
     return [name for name in names if name in shown]
 
 
