@@ -29,11 +29,12 @@ from pipeline.evaluation.pairs import Pair, image_size
 from pipeline.features import sift
 from pipeline.features.tuning import tune_process
 from pipeline.images.decode import decode_color, read_gray
+from pipeline.matching import homography
 from pipeline.matching.inference import folded
 from pipeline.report import pictures
 
 INLIER_PX = 3.0
-LEAST = {"homography": 4, "fundamental": 8}  # matches an estimate needs
+LEAST_FUNDAMENTAL = 8  # matches that a fundamental matrix needs
 
 
 @dataclass(frozen=True)
@@ -96,24 +97,22 @@ def keypoints_of(path: Path, max_keypoints: int, resize: int) -> Tuple[np.ndarra
 
 def fit(points0: np.ndarray, points1: np.ndarray) -> Dict[str, Geometry]:
     """RANSAC homography and fundamental matrix of matched points, (K, 2) pixels each."""
-    found = {}
-    for name in LEAST:
-        model, mask = None, None
-        if len(points0) >= LEAST[name]:
-            cv2.setRNGSeed(0)
-            if name == "homography":
-                model, mask = cv2.findHomography(points0, points1, cv2.RANSAC, INLIER_PX, maxIters=3000)
-            else:
-                model, mask = cv2.findFundamentalMat(points0, points1, cv2.FM_RANSAC, INLIER_PX, 0.999, 3000)
-        inliers = np.zeros(len(points0), bool) if model is None else mask.ravel().astype(bool)
-        found[name] = Geometry(model, inliers)
-    return found
+    H = homography.fit_ransac(points0, points1, INLIER_PX)
+    fits = np.zeros(len(points0), bool)
+    if H is not None:
+        fits = np.linalg.norm(homography.transform(points0, H) - points1, axis=1) <= INLIER_PX
+    F, mask = None, None
+    if len(points0) >= LEAST_FUNDAMENTAL:
+        cv2.setRNGSeed(0)
+        F, mask = cv2.findFundamentalMat(points0, points1, cv2.FM_RANSAC, INLIER_PX, 0.999, 3000)
+    lies = np.zeros(len(points0), bool) if F is None else mask.ravel().astype(bool)
+    return {"homography": Geometry(H, fits), "fundamental": Geometry(F, lies)}
 
 
 def to_json(args: argparse.Namespace, pair: Pair, answer: PairMatches, geometry: Dict[str, Geometry]) -> dict:
     """Plain values under the names SuperGlue's users know; `matches` holds [index0, index1, score]."""
     index0 = np.flatnonzero(answer.matches0 >= 0)
-    homography = geometry["homography"].model
+    H_0to1 = geometry["homography"].model
     return {
         "image0": str(args.image0),
         "image1": str(args.image1),
@@ -125,7 +124,7 @@ def to_json(args: argparse.Namespace, pair: Pair, answer: PairMatches, geometry:
         "matching_scores0": [round(float(score), 6) for score in answer.scores0],
         "matches": [[int(i), int(answer.matches0[i]), round(float(answer.scores0[i]), 6)] for i in index0],
         "inliers": {name: int(found.inliers.sum()) for name, found in geometry.items()},
-        "H_0to1": None if homography is None else homography.tolist(),
+        "H_0to1": None if H_0to1 is None else H_0to1.tolist(),
         "model": str(args.model),
     }
 

@@ -175,7 +175,7 @@ def test_conditions_of_shifts_and_perspective():
     assert conditions_of(leaning, SIZE, SIZE)["perspective"] == pytest.approx(8.0)
 
 
-@pytest.mark.parametrize("name", ["ransac", "dlt", "magsac", "poselib"])
+@pytest.mark.parametrize("name", ["ransac", "dlt", "opencv", "magsac", "poselib"])
 def test_every_estimator_finds_an_exact_homography(exact, name):
     if name == "poselib":
         pytest.importorskip("poselib")

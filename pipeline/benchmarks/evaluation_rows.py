@@ -85,9 +85,6 @@ class _Evaluation:
         """What each part costs one core."""
         settings, limits = self.settings, self.settings.limits
         alone = [dataclasses.replace(one, others={}) for one in self.matched]
-        magsac = dataclasses.replace(
-            settings, limits=dataclasses.replace(limits, estimators=("magsac", "dlt"))
-        )
         ways: Dict[str, Callable[[], object]] = {
             "views": lambda: list(self._loaded()),
             "SIFT": self._found,
@@ -96,13 +93,12 @@ class _Evaluation:
             "truth": lambda: [scoring.true_matches(pair, limits.correct_px) for pair in self.pairs],
             "ours": lambda: [run.score_pair(one, settings) for one in alone],
             "all": lambda: [run.score_pair(one, settings) for one in self.matched],
-            "all by MAGSAC": lambda: [run.score_pair(one, magsac) for one in self.matched],
         }
         with _one_thread():
             taken = self.setting.timed(ways)
         each = {way: statistics.median(spent.wall) / len(self.pairs) for way, spent in taken.items()}
         matching = each["SIFT"] + each["matcher"]
-        ours, compared, by_magsac = (each["truth"] + each[way] for way in ("ours", "all", "all by MAGSAC"))
+        ours, compared = (each["truth"] + each[way] for way in ("ours", "all"))
         note = "one thread: " + ", ".join(f"{way} {1e3 * spent:.1f}" for way, spent in each.items())
         others = matching + each["baselines"]
         total = 1e3 * (each["views"] + others + compared)
@@ -110,7 +106,6 @@ class _Evaluation:
         for what, inside, outside in (
             ("our matcher alone", matching, ours),
             ("with three baselines, each by RANSAC and DLT", others, compared),
-            ("with three baselines, each by MAGSAC and DLT (--estimators magsac,dlt)", others, by_magsac),
         ):
             share = outside / (inside + outside)
             rest = (outside + each["views"]) / (inside + outside + each["views"])

@@ -18,8 +18,21 @@ Estimate = Optional[np.ndarray]  # (3, 3) float64
 def ransac(
     points0: np.ndarray, points1: np.ndarray, weights: np.ndarray, px: float, iterations: int, seed: int
 ):
-    """cv2.findHomography with RANSAC, the paper's."""
+    """RANSAC, the paper's: see `homography.fit_ransac`."""
     return homography.fit_ransac(points0, points1, px, iterations, seed)
+
+
+def opencv(
+    points0: np.ndarray, points1: np.ndarray, weights: np.ndarray, px: float, iterations: int, seed: int
+):
+    """cv2.findHomography with its first RANSAC: the "OpenCV" of published tables (LightGlue, glue-factory)."""
+    if len(points0) < homography.MIN_POINTS:
+        return None
+    cv2.setRNGSeed(seed)
+    H, _ = cv2.findHomography(
+        points0, points1, cv2.RANSAC, px, maxIters=iterations, confidence=homography.CONFIDENCE
+    )
+    return H
 
 
 def dlt(points0: np.ndarray, points1: np.ndarray, weights: np.ndarray, px: float, iterations: int, seed: int):
@@ -53,12 +66,14 @@ def poselib(
 ESTIMATORS: Dict[str, Callable[..., Estimate]] = {
     "ransac": ransac,
     "dlt": dlt,
+    "opencv": opencv,
     "magsac": magsac,
     "poselib": poselib,
 }
 WORDS = {
-    "ransac": "cv2.findHomography, RANSAC",
+    "ransac": "cv2.findHomography, UsacParams: uniform samples, MSAC score, no local optimisation",
     "dlt": "least squares over all matches, weighted by confidence (1 for the baselines)",
+    "opencv": "cv2.findHomography, RANSAC",
     "magsac": "cv2.findHomography, USAC_MAGSAC",
     "poselib": "PoseLib LO-RANSAC",
 }

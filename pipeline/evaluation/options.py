@@ -49,7 +49,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
         help="the paper's protocol: 1,024 pairs (or so many), 640x480 and 512x384, 512 and 1,024 keypoints",
     )
     usual = f"default: {','.join(estimators.DEFAULT)}; --paper: all that are installed"
-    add("--estimators", help=f"of: {', '.join(estimators.ESTIMATORS)} ({usual})")
+    add("--estimators", help=f"of: {', '.join(estimators.ESTIMATORS)}; the first leads ({usual})")
     add("--lightglue", type=Path, metavar="FILE", help="also LightGlue for SIFT, with these weights")
     add("--robustness", type=int, default=0, help="photographs tried under growing blur, noise, ...; 0: none")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
