@@ -103,12 +103,13 @@ class TestSinkhorn:
         for a, b in zip(*gradients):
             assert torch.allclose(a, b, atol=1e-9 * max(1.0, float(b.abs().max())))
 
-    def test_gradcheck(self):
+    @pytest.mark.parametrize("solve", [sinkhorn.log_optimal_transport, padded])
+    def test_gradcheck(self, solve):
         torch.manual_seed(1)
         a = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
         b = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
         dustbin = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
-        assert torch.autograd.gradcheck(lambda x, y, z: tuple(padded([x, y], z, 4)), (a, b, dustbin))
+        assert torch.autograd.gradcheck(lambda x, y, z: tuple(solve([x, y], z, 4)), (a, b, dustbin))
 
     def test_float32_stays_close_to_float64_on_hard_scores(self):
         torch.manual_seed(2)
@@ -117,6 +118,45 @@ class TestSinkhorn:
         wide = sinkhorn.log_optimal_transport([scores.double()], torch.tensor(1.0).double(), 100)[0]
         # scores reach 250, where float32 itself resolves 1.5e-5
         assert float((narrow - wide).abs().max()) < 1e-3
+
+    @pytest.mark.parametrize(
+        "solve, lead",
+        [
+            (padded, 20.0),
+            (padded, 60.0),
+            *((sinkhorn.log_optimal_transport, n) for n in (20.0, 60.0, 100.0, 300.0)),
+        ],
+    )
+    def test_the_float32_gradient_of_hard_scores_is_that_of_float64(self, solve, lead):
+        """Two rows that want one column, duplicates, all below the dustbin: the squares of a leave float32 at 45."""
+        torch.manual_seed(3)
+        rivals, spread = torch.zeros(30, 30), torch.randn(40, 40) * lead / 4
+        rivals[:2, 0] = lead
+        spread[1] = spread[0]
+        hard = [rivals, spread, -torch.rand(20, 10) * lead]
+        gradients = []
+        for dtype in (torch.float32, torch.float64):
+            leaves = [s.to(dtype, copy=True).requires_grad_() for s in hard]
+            found = solve(leaves, torch.tensor(1.0, dtype=dtype), 100)
+            total = sum((P[:-1] * torch.linspace(-1, 1, P.shape[1], dtype=dtype)).sum() for P in found)
+            gradients.append(torch.autograd.grad(total, leaves))
+        for ours, exact in zip(*gradients):
+            assert torch.isfinite(ours).all()
+            # float32 resolves scores of 300 to 3e-5
+            assert torch.allclose(ours.double(), exact, atol=2e-4 * max(1.0, float(exact.abs().max())))
+
+    def test_what_float32_cannot_hold_goes_to_the_log_domain(self, monkeypatch):
+        torch.manual_seed(1)
+        scores = torch.randn(30, 30) * 70  # products of a and b beyond 1e38, though log P is finite
+        calls = []
+        log_domain = sinkhorn._log_domain
+        monkeypatch.setattr(sinkhorn, "_log_domain", lambda *args: calls.append(1) or log_domain(*args))
+        leaf = scores.clone().requires_grad_()
+        (log_P,) = sinkhorn.log_optimal_transport([leaf], torch.tensor(1.0), 100)
+        log_P.diagonal().sum().backward()
+        assert calls and torch.isfinite(log_P).all() and torch.isfinite(leaf.grad).all()
+        counts = torch.tensor([30]), torch.tensor([30])
+        assert not sinkhorn.padded_optimal_transport(scores[None], *counts, torch.tensor(1.0), 100)[1]
 
     def test_falls_back_to_the_log_domain(self, monkeypatch):
         scores = torch.randn(6, 5)

@@ -74,22 +74,34 @@ def _forward_loop(K: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor) -> No
 
 
 def _backward_loop(
-    K: Tensor, down: Tensor, back: Tensor, start: Tensor, direct: Tensor, from_u: Tensor, from_v: Tensor
+    K: Tensor,
+    a: Tensor,
+    b: Tensor,
+    down: Tensor,
+    back: Tensor,
+    start: Tensor,
+    direct: Tensor,
+    from_u: Tensor,
+    from_v: Tensor,
 ) -> None:
-    """Writes w_u (T, ..., M) and w_v (T, ..., N) of `gradient`, from the last w_v and what log P gives u directly."""
+    """Writes w_u (T, ..., M) and w_v (T, ..., N) of `gradient`, from the last w_v and what log P gives u directly.
+
+    down, back: -a / mu and -b / nu. K w_v is multiplied by a and then by that: where a score leads by 45 the square of a is
+    beyond float32, while a K w_v, the gradient of u_t, is at most as large as that of log P.
+    """
     row, column = torch.empty_like(direct), torch.empty_like(start)
-    blocks = _blocks(K, row, direct, down, from_u)
-    backs, from_vs = back.unbind(0), from_v.unbind(0)
+    blocks = _blocks(K, row, direct, a, down, from_u)
+    befores, backs, from_vs = b.unbind(0), back.unbind(0), from_v.unbind(0)
     from_vs[-1].copy_(start)
     for t in range(len(from_vs) - 1, -1, -1):
-        for number, (K_i, Kt_i, row_i, direct_i, down_i, from_u_i) in enumerate(blocks):
-            w_u = torch.mul(_mv(K_i, from_vs[t], row_i), down_i[t], out=from_u_i[t])
+        for number, (K_i, Kt_i, row_i, direct_i, a_i, down_i, from_u_i) in enumerate(blocks):
+            w_u = torch.mul(_mv(K_i, from_vs[t], row_i), a_i[t], out=from_u_i[t]).mul_(down_i[t])
             if t == len(from_vs) - 1:
                 w_u += direct_i
             if t > 0:
                 _mv(Kt_i, w_u, column, add=number > 0)
         if t > 0:
-            torch.mul(column, backs[t], out=from_vs[t - 1])
+            torch.mul(column, befores[t], out=from_vs[t - 1]).mul_(backs[t])
 
 
 class _Recording(NamedTuple):
@@ -154,11 +166,11 @@ def gradient(Z: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor, grad: Tens
     K, _ = _kernel(Z)
     inverse_mu = torch.where(mu > 0, 1 / mu, torch.zeros_like(mu))
     inverse_nu = torch.where(nu > 0, 1 / nu, torch.zeros_like(nu))
-    down, back = a.square() * -inverse_mu, b.square() * -inverse_nu
+    down, back = a * -inverse_mu, b * -inverse_nu
     from_u, from_v = torch.empty_like(a), torch.empty_like(b[1:])
     start = grad.sum(-2) * b[-1] * inverse_nu
     direct = grad.sum(-1) * a[-1] * inverse_mu
-    _run(_backward_loop, [K, down, back, start, direct], [from_u, from_v])
+    _run(_backward_loop, [K, a, b, down, back, start, direct], [from_u, from_v])
     # (..., M, 2T) times (..., 2T, N)
     left, right = torch.cat([a, from_u]).movedim(0, -1), torch.cat([from_v, b[:-1]]).movedim(0, -2)
     return grad - K * (left @ right)

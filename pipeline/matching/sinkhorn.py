@@ -11,7 +11,8 @@ and every row a maximum 1: no row or column can underflow whole. Only a_t and b_
 pass, which is the exact gradient of the unrolled loop: walking back gives rank-one terms, summed by one
 matrix product at the end. Memory does not grow with T beyond these vectors.
 
-A pair whose iterates are not finite falls back to the log domain alone (`_log_domain`, plain autograd).
+A pair whose iterates, or the products of a and b that the gradient needs, leave the range of the numbers falls back to
+the log domain alone (`_log_domain`, plain autograd): in float32 where rival scores lead by more than some 70.
 
 On a CPU the pairs of a batch go one by one, so that a kernel stays in the cache; on a GPU together, in chunks whose
 kernels fit its cache, and the 2T small products of a chunk are recorded as a CUDA graph.
@@ -31,11 +32,14 @@ from pipeline.stack import no_autocast
 # Kernels of the pairs that a GPU works on at a time, so that they fit the L2 cache of an A100 or newer.
 CHUNK_BYTES = 32 << 20
 
+# The gradient has products of an a, a b, 1 / mu, and what comes in: room for the latter two.
+GRADIENT = 1e8
+
 
 class _Sinkhorn(torch.autograd.Function):
-    """log P (..., M, N), u (..., M), v (..., N) from Z (..., M, N), marginals mu (..., M), nu (..., N).
+    """log P (..., M, N) and () bool, from Z (..., M, N) and marginals mu (..., M), nu (..., N).
 
-    Where a marginal is 0 there is no keypoint. Only log P carries a gradient.
+    Where a marginal is 0 there is no keypoint. The bool: are log P and its gradient finite, whatever gradient comes in?
     """
 
     @staticmethod
@@ -43,8 +47,10 @@ class _Sinkhorn(torch.autograd.Function):
         a, b, r = scaling.iterate(Z, mu, nu, iterations)
         ctx.save_for_backward(Z, mu, nu, a, b)
         u, v = a[-1].log() - r, b[-1].log()
-        ctx.mark_non_differentiable(u, v)
-        return (Z + u.unsqueeze(-1)).add_(v.unsqueeze(-2)), u, v
+        reach = a.amax(-1).amax(0) * b.amax(-1).amax(0) * GRADIENT
+        finite = _finite(u, v, mu, nu) & torch.isfinite(reach).all()
+        ctx.mark_non_differentiable(finite)
+        return (Z + u.unsqueeze(-1)).add_(v.unsqueeze(-2)), finite
 
     @staticmethod
     def backward(ctx, grad: Tensor, *_):
@@ -90,8 +96,8 @@ def _alone(scores: Tensor, dustbin: Tensor, iterations: int) -> Tensor:
     if min(scores.shape) == 0:
         return _without_mass(scores, dustbin)
     Z, mu, nu = _augment(scores, dustbin)
-    log_P, u, v = _Sinkhorn.apply(Z, mu, nu, iterations)
-    if not bool(_finite(u, v, mu, nu)):
+    log_P, finite = _Sinkhorn.apply(Z, mu, nu, iterations)
+    if not bool(finite):
         log_P = _log_domain(Z, mu, nu, iterations)
     return log_P + math.log(sum(scores.shape))
 
@@ -127,16 +133,17 @@ def padded_optimal_transport(
 
     Returns:
         log P (B, M', N'), pair i in its first counts0[i] + 1 rows and counts1[i] + 1 columns; and () bool,
-        whether all potentials are finite. If not, only `log_optimal_transport` gives the answer. The corner of a pair
-        without any keypoint is 0.
+        whether it and its gradient are finite. If not, only `log_optimal_transport` gives the answer. The corner of a
+        pair without any keypoint is 0.
     """
     with no_autocast(dustbin.device.type):
         Z, mu, nu = _augment_padded(wide(scores), counts0, counts1, dustbin)
         pairs = max(1, CHUNK_BYTES // (Z[0].numel() * Z.element_size())) if len(Z) else 1
         parts = [_Sinkhorn.apply(*chunk, iterations) for chunk in zip(*(t.split(pairs) for t in (Z, mu, nu)))]
-        log_P, u, v = (torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts))
+        log_P = torch.cat([part for part, _ in parts]) if len(parts) > 1 else parts[0][0]
+        finite = torch.stack([finite for _, finite in parts]).all()
         mass = (counts0 + counts1).clamp(min=1).to(log_P.dtype).log()
-        return log_P + mass[:, None, None], _finite(u, v, mu, nu)
+        return log_P + mass[:, None, None], finite
 
 
 def wide(t: Tensor) -> Tensor:
