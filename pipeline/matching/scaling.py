@@ -86,8 +86,8 @@ def _backward_loop(
 ) -> None:
     """Writes w_u (T, ..., M) and w_v (T, ..., N) of `gradient`, from the last w_v and what log P gives u directly.
 
-    down, back: -a / mu and -b / nu. K w_v is multiplied by a and then by that: where a score leads by 45 the square of a is
-    beyond float32, while a K w_v, the gradient of u_t, is at most as large as that of log P.
+    down, back: -a / mu and -b / nu. K w_v is multiplied by a and then by that: the square of an a is beyond float32
+    where a score leads by 45, while a K w_v, the gradient of u_t, is at most as large as that of log P.
     """
     row, column = torch.empty_like(direct), torch.empty_like(start)
     blocks = _blocks(K, row, direct, a, down, from_u)
