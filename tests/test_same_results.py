@@ -1,0 +1,103 @@
+"""No speed-up changes results beyond rounding: the sample run beside the same run by the plain network."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from pipeline.benchmarks import plain
+from pipeline.extraction.image import gray_views
+from pipeline.features import store
+from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
+from pipeline.matching.truth import Truth, pair_truth
+from pipeline.pairs.loader import load_batch
+from pipeline.pairs.order import PairOrder
+from pipeline.stack import grad_scaler
+from pipeline.training import optimization
+from pipeline.training.objective import MatchingObjective
+from pipeline.training.step import train_step
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory, photo, make_params):
+    """What the stage keypoints makes of two photographs, by the sample's settings."""
+    folder = tmp_path_factory.mktemp("views")
+    section = make_params("keypoints", views=3)
+    views = [
+        gray_views(gray, name, section) for name, gray in (("coffee", photo), ("turned", photo.T.copy()))
+    ]
+    rows = [store.write_shard(folder / store.shard_name(0), views)]
+    size = (section.width, section.height)
+    (folder / store.INDEX).write_text(json.dumps(store.index(rows, section.views, size)))
+    return store.Store(folder)
+
+
+class Run:
+    """Training as the sample's, `batch` pairs a step, in `dtype`; beside it a plain network with the same weights."""
+
+    def __init__(self, photographs, section, dtype: torch.dtype) -> None:
+        self.photographs, self.section = photographs, section
+        self.order = PairOrder(section.seed, len(photographs), photographs.views_per_image)
+        torch.manual_seed(section.seed)
+        keys = ("dim", "layers", "heads", "norm", "scale_angle", "sinkhorn_iterations")
+        self.model = SuperGlue(SuperGlueConfig(**{key: getattr(section, key) for key in keys})).to(dtype)
+        self.twin = plain.plain_from(self.model).to(dtype)
+        self.objective = MatchingObjective(self.model, section.positive_px, section.negative_px)
+        self.optimizers = [optimization.make_optimizer(section, m) for m in (self.model, self.twin)]
+
+    def step(self, number: int) -> float:
+        """The mean loss of a step of ours."""
+        self._rate(self.optimizers[0], number)
+        pairs = self.section.batch
+        batch = load_batch(self.photographs, self.order.step(number, pairs), self.section.max_keypoints)
+        clip = self.section.clip_norm
+        done = train_step(self.objective, self.optimizers[0], grad_scaler(False), [batch], pairs, 1, clip)
+        return done.sums["loss"] / pairs
+
+    def plain_loss(self, number: int, twin: plain.PlainSuperGlue) -> torch.Tensor:
+        """The mean loss of the same pairs, one after another: the plain network knows no padding."""
+        pairs = self.order.step(number, self.section.batch)
+        losses = []
+        for pair in pairs:
+            batch = load_batch(self.photographs, [pair], self.section.max_keypoints)
+            sides = batch.keypoints0[0], batch.keypoints1[0], batch.H_0to1[0]
+            limits = self.section.positive_px, self.section.negative_px
+            truth = pair_truth(*sides, batch.image_size0[0], batch.image_size1[0], *limits)
+            losses.append(plain.dense_loss(twin(batch), Truth(*(m[None] for m in truth))))
+        return torch.cat(losses).sum() / len(pairs)
+
+    def plain_step(self, number: int) -> float:
+        """The same step of the plain network, by its own gradient."""
+        optimizer = self.optimizers[1]
+        self._rate(optimizer, number)
+        optimizer.zero_grad()
+        loss = self.plain_loss(number, self.twin)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.twin.parameters(), self.section.clip_norm)
+        optimizer.step()
+        return loss.item()
+
+    def _rate(self, optimizer: torch.optim.Optimizer, number: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = optimization.learning_rate(self.section, number, 1)
+
+
+@pytest.mark.parametrize("steps", [6, pytest.param(40, marks=pytest.mark.slow)])
+def test_the_sample_run_has_the_losses_of_the_plain_network(photographs, make_params, steps):
+    """In float64, so that what float32 rounds, and Adam then magnifies, does not hide a wrong gradient."""
+    run = Run(photographs, make_params("train", batch=4), torch.float64)
+    ours, theirs = zip(*((run.step(number), run.plain_step(number)) for number in range(steps)))
+    assert max(abs(a - b) for a, b in zip(ours, theirs)) < 1e-9
+    assert max(ours) - min(ours) > 0.1  # the weights have moved
+
+
+@pytest.mark.parametrize("steps", [6, pytest.param(40, marks=pytest.mark.slow)])
+def test_in_float32_each_loss_of_the_sample_run_is_within_1e_5(photographs, make_params, steps):
+    """Of the plain network with the weights of that step."""
+    run = Run(photographs, make_params("train", batch=4), torch.float32)
+    for number in range(steps):
+        with torch.no_grad():
+            expected = float(run.plain_loss(number, plain.plain_from(run.model)))
+        assert abs(run.step(number) - expected) < 1e-5
