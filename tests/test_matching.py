@@ -142,7 +142,7 @@ class TestSinkhorn:
             gradients.append(torch.autograd.grad(total, leaves))
         for ours, exact in zip(*gradients):
             assert torch.isfinite(ours).all()
-            # float32 resolves scores of 300 to 3e-5
+            # plain autograd through the log domain in float32 misses up to 4.5e-4 here, at a lead of 75
             assert torch.allclose(ours.double(), exact, atol=2e-4 * max(1.0, float(exact.abs().max())))
 
     def test_what_float32_cannot_hold_goes_to_the_log_domain(self, monkeypatch):

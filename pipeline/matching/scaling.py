@@ -74,34 +74,22 @@ def _forward_loop(K: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor) -> No
 
 
 def _backward_loop(
-    K: Tensor,
-    a: Tensor,
-    b: Tensor,
-    down: Tensor,
-    back: Tensor,
-    start: Tensor,
-    direct: Tensor,
-    from_u: Tensor,
-    from_v: Tensor,
+    K: Tensor, down: Tensor, back: Tensor, start: Tensor, direct: Tensor, from_u: Tensor, from_v: Tensor
 ) -> None:
-    """Writes w_u (T, ..., M) and w_v (T, ..., N) of `gradient`, from the last w_v and what log P gives u directly.
-
-    down, back: -a / mu and -b / nu. K w_v is multiplied by a and then by that: the square of an a is beyond float32
-    where a score leads by 45, while a K w_v, the gradient of u_t, is at most as large as that of log P.
-    """
+    """Writes w_u (T, ..., M) and w_v (T, ..., N) of `gradient`, from the last w_v and what log P gives u directly."""
     row, column = torch.empty_like(direct), torch.empty_like(start)
-    blocks = _blocks(K, row, direct, a, down, from_u)
-    befores, backs, from_vs = b.unbind(0), back.unbind(0), from_v.unbind(0)
+    blocks = _blocks(K, row, direct, down, from_u)
+    backs, from_vs = back.unbind(0), from_v.unbind(0)
     from_vs[-1].copy_(start)
     for t in range(len(from_vs) - 1, -1, -1):
-        for number, (K_i, Kt_i, row_i, direct_i, a_i, down_i, from_u_i) in enumerate(blocks):
-            w_u = torch.mul(_mv(K_i, from_vs[t], row_i), a_i[t], out=from_u_i[t]).mul_(down_i[t])
+        for number, (K_i, Kt_i, row_i, direct_i, down_i, from_u_i) in enumerate(blocks):
+            w_u = torch.mul(_mv(K_i, from_vs[t], row_i), down_i[t], out=from_u_i[t])
             if t == len(from_vs) - 1:
                 w_u += direct_i
             if t > 0:
                 _mv(Kt_i, w_u, column, add=number > 0)
         if t > 0:
-            torch.mul(column, befores[t], out=from_vs[t - 1]).mul_(backs[t])
+            torch.mul(column, backs[t], out=from_vs[t - 1])
 
 
 class _Recording(NamedTuple):
@@ -157,20 +145,28 @@ def iterate(Z: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> Tuple[Tensor,
     return a, b, r
 
 
+def largest(iterates: Tensor) -> Tensor:
+    """(...) the largest number of each pair in all of its iterates (T, ..., M)."""
+    return iterates.amax(-1).amax(0)
+
+
 def gradient(Z: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor, grad: Tensor) -> Tensor:
     """Gradient with respect to Z of <grad, log P>, exact for the unrolled iterations.
 
     With w_v = (gradient of v_t) b_t / nu and w_u = (gradient of u_t) a_t / mu, each found from the one after it,
-    the gradient is grad - K o sum_t (a_t w_v^T + w_u b_{t-1}^T).
+    the gradient is grad - K o sum_t (a_t w_v^T + w_u b_{t-1}^T). The same holds for s a and b / s: with both equally
+    large their squares stay in the range of float32, which that of an a would leave where a score leads by 45.
     """
     K, _ = _kernel(Z)
+    s = torch.sqrt(largest(b) / largest(a)).unsqueeze(-1)
+    a, b = a * s, b / s
     inverse_mu = torch.where(mu > 0, 1 / mu, torch.zeros_like(mu))
     inverse_nu = torch.where(nu > 0, 1 / nu, torch.zeros_like(nu))
-    down, back = a * -inverse_mu, b * -inverse_nu
+    down, back = a.square() * -inverse_mu, b.square() * -inverse_nu
     from_u, from_v = torch.empty_like(a), torch.empty_like(b[1:])
     start = grad.sum(-2) * b[-1] * inverse_nu
     direct = grad.sum(-1) * a[-1] * inverse_mu
-    _run(_backward_loop, [K, a, b, down, back, start, direct], [from_u, from_v])
+    _run(_backward_loop, [K, down, back, start, direct], [from_u, from_v])
     # (..., M, 2T) times (..., 2T, N)
     left, right = torch.cat([a, from_u]).movedim(0, -1), torch.cat([from_v, b[:-1]]).movedim(0, -2)
     return grad - K * (left @ right)

@@ -12,7 +12,7 @@ pass, which is the exact gradient of the unrolled loop: walking back gives rank-
 matrix product at the end. Memory does not grow with T beyond these vectors.
 
 A pair whose iterates, or the products of a and b that the gradient needs, leave the range of the numbers falls back to
-the log domain alone (`_log_domain`, plain autograd): in float32 where rival scores lead by more than some 70.
+the log domain alone (`_log_domain`, plain autograd): in float32 where rival scores lead by more than some 65.
 
 On a CPU the pairs of a batch go one by one, so that a kernel stays in the cache; on a GPU together, in chunks whose
 kernels fit its cache, and the 2T small products of a chunk are recorded as a CUDA graph.
@@ -32,8 +32,8 @@ from pipeline.stack import no_autocast
 # Kernels of the pairs that a GPU works on at a time, so that they fit the L2 cache of an A100 or newer.
 CHUNK_BYTES = 32 << 20
 
-# The gradient has products of an a, a b, 1 / mu, and what comes in: room for the latter two.
-GRADIENT = 1e8
+# Room for what the gradient multiplies an a and a b by; also keeps apart from where exp(Z - r) is no normal number.
+GRADIENT = 1e12
 
 
 class _Sinkhorn(torch.autograd.Function):
@@ -47,7 +47,7 @@ class _Sinkhorn(torch.autograd.Function):
         a, b, r = scaling.iterate(Z, mu, nu, iterations)
         ctx.save_for_backward(Z, mu, nu, a, b)
         u, v = a[-1].log() - r, b[-1].log()
-        reach = a.amax(-1).amax(0) * b.amax(-1).amax(0) * GRADIENT
+        reach = scaling.largest(a) * scaling.largest(b) * GRADIENT
         finite = _finite(u, v, mu, nu) & torch.isfinite(reach).all()
         ctx.mark_non_differentiable(finite)
         return (Z + u.unsqueeze(-1)).add_(v.unsqueeze(-2)), finite
