@@ -6,11 +6,17 @@ import json
 
 import cv2
 import pytest
+import torch
 
 from pipeline import benchmark
+from pipeline.benchmarks import gpu_rows, table
 from pipeline.benchmarks.keypoint_rows import keypoint_rows
+from pipeline.benchmarks.row import Row, Setting
 from pipeline.errors import RequestError
 from pipeline.images.sources import ImageSet, folder_entries
+from pipeline.matching.superglue import SuperGlueConfig
+
+SETTING = Setting(torch.device("cpu"), SuperGlueConfig(dim=16))
 
 
 def test_keypoints_are_measured_against_the_floor_and_a_plain_pool(tmp_path, photo, make_params):
@@ -61,3 +67,53 @@ def test_wrong_requests_are_named(tmp_path, root):
         benchmark.main([*sample, "keypoints", "--size", "641x480"])
     with pytest.raises(RequestError, match="no keypoint store here"):
         benchmark.main(["store", "--keypoints", str(tmp_path)])
+
+
+def _table_of(monkeypatch, setting=SETTING, **groups):
+    """The rows of these groups, without those of the plan."""
+    monkeypatch.setattr(table, "groups", lambda: groups)
+    return [each for each in table.run(setting, "", lambda _: None) if each.group != "plan"]
+
+
+def _failing(error):
+    def group(_):
+        yield Row("bad", "first", 1.0)
+        raise error
+
+    return group
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyError("dim"), "failed: KeyError: 'dim'"),
+        (AssertionError("they differ\nat 3"), "failed: AssertionError: they differ"),
+        (RuntimeError(), "failed: RuntimeError"),
+        (RequestError("no images here"), "no images here"),
+    ],
+)
+def test_a_group_that_fails_costs_its_remaining_rows_alone(monkeypatch, error, said):
+    rows = _table_of(monkeypatch, bad=_failing(error), good=lambda _: iter([Row("good", "row", 2.0)]))
+    assert [(row.group, row.what, row.skipped) for row in rows] == [
+        ("bad", "first", ""),
+        ("bad", "bad", said),
+        ("good", "row", ""),
+    ]
+
+
+def test_a_table_can_be_stopped(monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        _table_of(monkeypatch, bad=_failing(KeyboardInterrupt()))
+
+
+def test_rows_of_a_gpu_fail_alone_and_are_named(monkeypatch):
+    for name in ("_ragged", "_sinkhorn_share", "_attention", "_decoding", "_profile"):
+        monkeypatch.setattr(gpu_rows, name, lambda _, name=name: iter([Row("gpu", name, 1.0)]))
+    monkeypatch.setattr(gpu_rows, "GOALS", {16: 1.0})
+    monkeypatch.setattr(gpu_rows, "_training", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(gpu_rows, "_latency", _failing(RuntimeError("CUDA error: launch failure\n...")))
+    rows = list(gpu_rows.rows(SETTING))
+    assert len(rows) == 8 and [(row.what, row.skipped) for row in rows if row.skipped] == [
+        ("training, N = 16", "failed: ZeroDivisionError: division by zero"),
+        ("latency", "failed: RuntimeError: CUDA error: launch failure"),
+    ]

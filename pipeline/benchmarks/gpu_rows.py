@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
-from typing import Callable, Dict, Iterator, List
+from typing import Callable, Dict, Iterator
 
 import torch
 
@@ -12,7 +13,7 @@ from pipeline import stack
 from pipeline.benchmarks import flops, plain, timing
 from pipeline.benchmarks.made import made_batch, made_pairs
 from pipeline.benchmarks.model_rows import forward_call, sinkhorn_call, training_call
-from pipeline.benchmarks.row import Row, Setting
+from pipeline.benchmarks.row import Row, Setting, contained
 from pipeline.errors import RequestError
 from pipeline.images.sources import open_manifest
 from pipeline.matching import attention
@@ -40,20 +41,21 @@ def gpu(setting: Setting) -> Iterator[Row]:
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """All of them; one that does not fit the memory costs itself alone."""
-    groups: List[Callable[[Setting], Iterator[Row]]] = [
-        *(lambda setting, N=N, goal=goal: _training(setting, N, goal) for N, goal in GOALS.items()),
-        _ragged, _sinkhorn_share, _latency, _attention, _decoding, _profile,
-    ]  # fmt: skip
-    for group in groups:
-        try:
-            yield from group(setting)
-        except RuntimeError as error:
-            if "out of memory" not in str(error):
-                raise
-            yield Row("gpu", "the next rows", skipped=f"out of memory: {str(error).splitlines()[0]}")
-        if setting.device.type == "cuda":
-            torch.cuda.empty_cache()
+    """All of them; what fails (it may not fit the memory) costs its own rows alone."""
+    groups: Dict[str, Callable[[Setting], Iterator[Row]]] = {
+        **{
+            f"training, N = {N}": functools.partial(_training, keypoints=N, goal=goal)
+            for N, goal in GOALS.items()
+        },
+        "training, ragged views": _ragged,
+        "Sinkhorn of the step": _sinkhorn_share,
+        "latency": _latency,
+        "attention": _attention,
+        "decoding by DALI": _decoding,
+        "profile of a step": _profile,
+    }
+    for name, group in groups.items():
+        yield from contained("gpu", name, functools.partial(group, setting))
 
 
 def _judged(value: float, goal: float, most: bool = False) -> str:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict, Iterable, Iterator, Optional
 
 import psutil
 import torch
 
 from pipeline.benchmarks import flops, timing
 from pipeline.benchmarks.timing import Ratio
+from pipeline.errors import RequestError
 from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
 
 EFFICIENCY = 0.25  # of a plain matrix product's speed, to foretell what a row takes; pessimistic on purpose
@@ -118,6 +120,19 @@ class Setting:
         if memory > MEMORY_SHARE * free:
             return f"about {memory / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
         return ""
+
+
+def contained(group: str, what: str, made: Callable[[], Iterable[Row]]) -> Iterator[Row]:
+    """The rows of `made`. An exception costs those still to come and no others; a row named `what` says so."""
+    try:
+        yield from made()
+    except RequestError as error:
+        yield Row(group, what, skipped=str(error))
+    except Exception as error:
+        told = str(error).strip().splitlines()[:1]
+        yield Row(group, what, skipped=": ".join(["failed", type(error).__name__, *told]))
+    with contextlib.suppress(RuntimeError):  # a GPU that has failed fails here again
+        torch.cuda.empty_cache()
 
 
 def free_memory(device: torch.device) -> float:

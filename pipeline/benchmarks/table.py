@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import json
 import platform
@@ -68,22 +69,16 @@ def run(setting: Setting, only: str, told: Callable[[str], None]) -> List[Row]:
     """All rows; each is told as soon as it is known. A group that fails costs its own rows alone."""
     rows: List[Row] = []
 
-    def add(found: Iterator[Row]) -> None:
-        for each in found:
+    def add(name: str, made: Callable[[], Iterator[Row]]) -> None:
+        for each in row.contained(name, name, made):
             rows.append(each)
             told(line(each))
 
     for name, group in chosen(only).items():
-        try:
-            add(group(setting))
-        except RequestError as error:
-            add(iter([Row(name, name, skipped=str(error))]))
-        except (RuntimeError, OSError, ValueError) as error:
-            add(iter([Row(name, name, skipped=f"failed: {str(error).splitlines()[0]}")]))
-        if setting.device.type == "cuda":
-            torch.cuda.empty_cache()
-    add(growth.slopes(rows, setting.config))
-    add(planner.plan(planner.measured(rows, setting.device.type == "cuda"), setting.config))
+        add(name, functools.partial(group, setting))
+    add("growth", lambda: growth.slopes(rows, setting.config))
+    gpu = setting.device.type == "cuda"
+    add("plan", lambda: planner.plan(planner.measured(rows, gpu), setting.config))
     return rows
 
 
