@@ -72,7 +72,7 @@ def test_wrong_requests_are_named(tmp_path, root):
 def _table_of(monkeypatch, setting=SETTING, **groups):
     """The rows of these groups, without those of the plan."""
     monkeypatch.setattr(table, "groups", lambda: groups)
-    return [each for each in table.run(setting, "", lambda _: None) if each.group != "plan"]
+    return [each for each in table.run(setting, "", print, lambda *_: None) if each.group != "plan"]
 
 
 def _failing(error):
@@ -117,3 +117,23 @@ def test_rows_of_a_gpu_fail_alone_and_are_named(monkeypatch):
         ("training, N = 16", "failed: ZeroDivisionError: division by zero"),
         ("latency", "failed: RuntimeError: CUDA error: launch failure"),
     ]
+
+
+def test_a_run_cut_off_leaves_the_groups_it_has_done(tmp_path, monkeypatch):
+    groups = {
+        "one": lambda _: iter([Row("one", "row", 1.0)]),
+        "none": lambda _: iter([]),
+        "cut": _failing(KeyboardInterrupt()),
+    }
+    monkeypatch.setattr(table, "groups", lambda: groups)
+    arguments = ["--no-tracking", "--device", "cpu", "--out", str(tmp_path)]
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.main(arguments)
+    held = json.loads((tmp_path / "table.json").read_text())
+    assert held["machine"]["groups"] == ["one", "none"] and [row["group"] for row in held["rows"]] == ["one"]
+    assert "load at the end" not in held["machine"]
+    assert len((tmp_path / "table.csv").read_text().splitlines()) == 2
+    assert benchmark.main([*arguments, "--only", "none,one"]) == 0
+    held = json.loads((tmp_path / "table.json").read_text())
+    assert held["machine"]["groups"] == ["none", "one"] and "load at the end" in held["machine"]
+    assert held["rows"][-1]["group"] == "plan"

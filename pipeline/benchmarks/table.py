@@ -65,8 +65,13 @@ def chosen(only: str) -> Dict[str, Callable[[Setting], Iterator[Row]]]:
     return {name: known[name] for name in (names or known)}
 
 
-def run(setting: Setting, only: str, told: Callable[[str], None]) -> List[Row]:
-    """All rows; each is told as soon as it is known. A group that fails costs its own rows alone."""
+def run(
+    setting: Setting, only: str, told: Callable[[str], None], kept: Callable[[str, List[Row]], object]
+) -> List[Row]:
+    """All rows; each is told as soon as it is known. A group that fails costs its own rows alone.
+
+    kept: called after each group with its name and all rows so far.
+    """
     rows: List[Row] = []
 
     def add(name: str, made: Callable[[], Iterator[Row]]) -> None:
@@ -76,6 +81,7 @@ def run(setting: Setting, only: str, told: Callable[[str], None]) -> List[Row]:
 
     for name, group in chosen(only).items():
         add(name, functools.partial(group, setting))
+        kept(name, rows)
     add("growth", lambda: growth.slopes(rows, setting.config))
     gpu = setting.device.type == "cuda"
     add("plan", lambda: planner.plan(planner.measured(rows, gpu), setting.config))
@@ -118,12 +124,12 @@ def _processor() -> str:
 
 
 def write(rows: Sequence[Row], about: Dict[str, Any], folder: Path) -> List[Path]:
-    """table.json and table.csv."""
+    """table.json and table.csv, each whole at any time."""
     folder.mkdir(parents=True, exist_ok=True)
     flat = [each.flat() for each in rows]
     write_atomic(folder / "table.json", json.dumps({"machine": about, "rows": flat}, indent=1) + "\n")
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(flat[0]), lineterminator="\n")
+    writer = csv.DictWriter(text, list(Row("", "").flat()), lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
     write_atomic(folder / "table.csv", text.getvalue())
