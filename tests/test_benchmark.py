@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import cv2
 import pytest
 import torch
 
 from pipeline import benchmark
-from pipeline.benchmarks import gpu_rows, table
+from pipeline.benchmarks import evaluation_rows, gpu_rows, table
 from pipeline.benchmarks.keypoint_rows import keypoint_rows
 from pipeline.benchmarks.row import Row, Setting
 from pipeline.errors import RequestError
@@ -137,3 +138,27 @@ def test_a_run_cut_off_leaves_the_groups_it_has_done(tmp_path, monkeypatch):
     held = json.loads((tmp_path / "table.json").read_text())
     assert held["machine"]["groups"] == ["none", "one"] and "load at the end" in held["machine"]
     assert held["rows"][-1]["group"] == "plan"
+
+
+def test_every_figure_of_a_network_has_its_dim(monkeypatch):
+    rows = [
+        Row("plain", "training step: float32", 1.0, "ms"),
+        Row("plain", "too dear", skipped="about 9 s"),
+        Row("peer", "end to end, D = 128, T = 20", 1.0),
+        Row("sinkhorn", "Sinkhorn T = 100", 1.0),
+        Row("memory", "Sinkhorn T = 100, N = 512: ours", 1.0),
+        Row("growth", "Sinkhorn, N = 512: memory against T", 1.0),
+        Row("keypoints", "keypoints ours, 640x480", 1.0),
+        Row("plan", "keypoint stage, COCO2014, 2 views an image, here", 1.0),
+    ]
+    own = [Row("gpu", "Sinkhorn of the step, N = 512", 1.0), Row("gpu", "decoding by DALI", 1.0)]
+    work = SimpleNamespace(parts=lambda: rows[:1], whole=lambda: rows[:1], dim=64)
+    monkeypatch.setattr(gpu_rows, "rows", lambda _: iter(own))
+    monkeypatch.setattr(evaluation_rows, "_Evaluation", lambda _: work)
+    groups = {"a": lambda _: iter(rows), "gpu": gpu_rows.gpu, "evaluation": evaluation_rows.evaluation}
+    monkeypatch.setattr(table, "groups", lambda: groups)
+    setting = Setting(torch.device("cuda"), SuperGlueConfig(dim=16))
+    found = table.run(setting, "", print, lambda *_: None)
+    assert [row.flat()["dim"] for row in found[:12]] == [16, None, 128, *[None] * 5, 256, None, 64, 64]
+    assert "ms  D=16" in table.line(found[0]) and "D=" not in table.line(found[3])
+    assert all(row.dim == 16 for row in found[12:])

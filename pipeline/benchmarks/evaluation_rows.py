@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import statistics
 from typing import Any, Callable, Dict, Iterator, List
 
@@ -34,8 +35,8 @@ def evaluation(setting: Setting) -> Iterator[Row]:
     except RequestError as error:
         yield Row("evaluation", "evaluation", skipped=str(error))
         return
-    yield from work.parts()
-    yield work.whole()
+    for each in itertools.chain(work.parts(), work.whole()):
+        yield dataclasses.replace(each, dim=work.dim)
 
 
 class _Evaluation:
@@ -48,7 +49,7 @@ class _Evaluation:
         self.asked = params.load("evaluate", setting.params)
         T = self.asked.sinkhorn_iterations
         own = load_model(setting.weights, self.device, T)[0] if setting.weights else setting.model()
-        self.model = folded(own)
+        self.model, self.dim = folded(own), own.config.dim
         limits = scoring.Limits(self.asked.correct_px, self.asked.ransac_px, self.asked.ransac_iterations)
         self.settings = run.Settings(self.asked.max_keypoints, self.asked.threshold, self.asked.ratio, limits)
         entries = images.entries("test") or images.entries("val") or images.entries("train")
@@ -112,7 +113,7 @@ class _Evaluation:
             note = f"{OUTSIDE}; {rest:.4f} with the making of the views"
             yield Row("evaluation", f"outside matching and SIFT: {what}", share, "of the time", note=note)
 
-    def whole(self) -> Row:
+    def whole(self) -> Iterator[Row]:
         """All rows of pairs.csv, with all threads of `evaluate`, beside views, SIFT and our matcher alone."""
         units = run.units_of(self.source, self.settings.batch)
 
@@ -127,7 +128,7 @@ class _Evaluation:
         ratio = timing.speed_up(taken["bare"].wall, taken["whole"].wall)
         rate = len(self.pairs) / statistics.median(taken["whole"].wall)
         what = f"evaluate, all threads, {self.name}"
-        return Row("evaluation", what, rate, "pairs/s", ratio, None, "views, SIFT and our matcher alone")
+        yield Row("evaluation", what, rate, "pairs/s", ratio, None, "views, SIFT and our matcher alone")
 
     def _extract(self, scenes: List[int]) -> List[pairs.Pair]:
         return pairs.extract(self.source, scenes, self.settings.max_keypoints)[0]

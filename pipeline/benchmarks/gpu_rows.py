@@ -37,7 +37,8 @@ def gpu(setting: Setting) -> Iterator[Row]:
         yield Row("gpu", "training speed, MFU, profile at D = 256, T = 100", skipped="needs a CUDA device")
         return
     config = dataclasses.replace(setting.config, dim=256, sinkhorn_iterations=100)
-    yield from rows(dataclasses.replace(setting, config=config))
+    for each in rows(dataclasses.replace(setting, config=config)):
+        yield dataclasses.replace(each, dim=config.dim)
 
 
 def rows(setting: Setting) -> Iterator[Row]:

@@ -39,6 +39,7 @@ class Row:
     note: str = ""
     skipped: str = ""
     size: tuple = ()  # (what, keypoints, pairs) of a cell of the grid
+    dim: Optional[int] = None  # D of the network; `table.run` knows it where a group has no other
 
     @property
     def met(self) -> str:
@@ -62,6 +63,7 @@ class Row:
         columns: Dict[str, Any] = {
             "group": self.group,
             "what": self.what,
+            "dim": self.dim,
             "value": self.value,
             "unit": self.unit,
         }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
 import io
 import json
 import platform
+import re
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Sequence
 
@@ -16,6 +18,11 @@ from pipeline.benchmarks import growth, planner, row
 from pipeline.benchmarks.row import Row, Setting
 from pipeline.errors import RequestError
 from pipeline.files import write_atomic
+
+WITHOUT_NETWORK = (
+    "sinkhorn/", "keypoints/", "store/", "memory/Sinkhorn", "growth/Sinkhorn", "growth/keypoint", "plan/keypoint",
+    "gpu/decoding",
+)  # fmt: skip
 
 
 def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
@@ -76,8 +83,8 @@ def run(
 
     def add(name: str, made: Callable[[], Iterator[Row]]) -> None:
         for each in row.contained(name, name, made):
-            rows.append(each)
-            told(line(each))
+            rows.append(_with_dim(each, setting.config.dim))
+            told(line(rows[-1]))
 
     for name, group in chosen(only).items():
         add(name, functools.partial(group, setting))
@@ -88,12 +95,21 @@ def run(
     return rows
 
 
+def _with_dim(each: Row, dim: int) -> Row:
+    """With D of its network: the one it names, or its group's own, or the setting's."""
+    if each.skipped or f"{each.group}/{each.what}".startswith(WITHOUT_NETWORK):
+        return dataclasses.replace(each, dim=None)
+    named = re.search(r"D = (\d+)", each.what)
+    return dataclasses.replace(each, dim=int(named[1]) if named else each.dim or dim)
+
+
 def line(each: Row) -> str:
     """A row of the printed table."""
     name = f"{each.group:10s} {each.what:62s}"
     if each.skipped:
         return f"{name} SKIP       {each.skipped}"
     value = "" if each.value is None else f"{each.value:10.4g} {each.unit}"
+    value += f"  D={each.dim}" if each.dim else ""
     ratio = "" if each.ratio is None else f"  {each.ratio}"
     cpu = "" if each.ratio_cpu is None else f" (cpu {each.ratio_cpu})"
     target = "" if each.target is None else f"  target {each.target:g}: {each.met}"
