@@ -13,11 +13,13 @@ from pipeline import benchmark
 from pipeline.benchmarks import evaluation_rows, gpu_rows, table
 from pipeline.benchmarks.keypoint_rows import keypoint_rows
 from pipeline.benchmarks.row import Row, Setting
+from pipeline.benchmarks.timing import Ratio
 from pipeline.errors import RequestError
 from pipeline.images.sources import ImageSet, folder_entries
 from pipeline.matching.superglue import SuperGlueConfig
 
 SETTING = Setting(torch.device("cpu"), SuperGlueConfig(dim=16))
+ON_GPU = Setting(torch.device("cuda"), SuperGlueConfig(dim=16))
 
 
 def test_keypoints_are_measured_against_the_floor_and_a_plain_pool(tmp_path, photo, make_params):
@@ -157,8 +159,19 @@ def test_every_figure_of_a_network_has_its_dim(monkeypatch):
     monkeypatch.setattr(evaluation_rows, "_Evaluation", lambda _: work)
     groups = {"a": lambda _: iter(rows), "gpu": gpu_rows.gpu, "evaluation": evaluation_rows.evaluation}
     monkeypatch.setattr(table, "groups", lambda: groups)
-    setting = Setting(torch.device("cuda"), SuperGlueConfig(dim=16))
-    found = table.run(setting, "", print, lambda *_: None)
+    found = table.run(ON_GPU, "", print, lambda *_: None)
     assert [row.flat()["dim"] for row in found[:12]] == [16, None, 128, *[None] * 5, 256, None, 64, 64]
     assert "ms  D=16" in table.line(found[0]) and "D=" not in table.line(found[3])
     assert all(row.dim == 16 for row in found[12:])
+
+
+def test_a_gpu_is_not_judged_by_the_host(monkeypatch):
+    """Neither by its processor seconds nor by a rate that nobody measured."""
+    ratio = Ratio(2.0, 1.0, 3.0)
+    group = {"a": lambda _: iter([Row("a", "b", 1.0, "s", ratio, ratio)])}
+    assert _table_of(monkeypatch, **group)[0].ratio_cpu == ratio
+    (found,) = _table_of(monkeypatch, ON_GPU, **group)
+    assert found.ratio == ratio and found.ratio_cpu is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    assert table.machine(ON_GPU)["device"] == "a GPU"
+    assert [table.machine(each).get("matrix product GFLOP/s") for each in (SETTING, ON_GPU)] == [100.0, None]

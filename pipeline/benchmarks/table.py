@@ -83,7 +83,7 @@ def run(
 
     def add(name: str, made: Callable[[], Iterator[Row]]) -> None:
         for each in row.contained(name, name, made):
-            rows.append(_with_dim(each, setting.config.dim))
+            rows.append(_with_dim(_of_device(each, setting.device), setting.config.dim))
             told(line(rows[-1]))
 
     for name, group in chosen(only).items():
@@ -93,6 +93,11 @@ def run(
     gpu = setting.device.type == "cuda"
     add("plan", lambda: planner.plan(planner.measured(rows, gpu), setting.config))
     return rows
+
+
+def _of_device(each: Row, device: torch.device) -> Row:
+    """Without processor seconds where a GPU does the work: those of the host say nothing about it."""
+    return each if device.type == "cpu" else dataclasses.replace(each, ratio_cpu=None)
 
 
 def _with_dim(each: Row, dim: int) -> Row:
@@ -120,14 +125,15 @@ def line(each: Row) -> str:
 
 def machine(setting: Setting) -> Dict[str, Any]:
     """What the figures hold for."""
-    device = torch.cuda.get_device_name(setting.device) if setting.device.type == "cuda" else _processor()
+    cpu = setting.device.type == "cpu"  # of a GPU the rate is assumed, not measured
+    rate = {"matrix product GFLOP/s": round(setting.rate / 1e9, 1)} if cpu else {}
     return {
-        "device": device,
+        "device": _processor() if cpu else torch.cuda.get_device_name(setting.device),
         "load": row.load(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "network": setting.config.to_dict(),
-        "matrix product GFLOP/s": round(setting.rate / 1e9, 1),
+        **rate,
     }
 
 
