@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from types import SimpleNamespace
 
@@ -175,3 +176,13 @@ def test_a_gpu_is_not_judged_by_the_host(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     assert table.machine(ON_GPU)["device"] == "a GPU"
     assert [table.machine(each).get("matrix product GFLOP/s") for each in (SETTING, ON_GPU)] == [100.0, None]
+
+
+def test_ratios_go_to_the_tracking_server_too(tmp_path, monkeypatch):
+    logged = {}
+    log = SimpleNamespace(log=lambda figures, _: logged.update(figures), artifact=None)
+    monkeypatch.setattr("pipeline.runtime.tracking.open_run", lambda *_, **__: contextlib.nullcontext(log))
+    rows = [Row("a", "step: ours", 1.5, "ms", Ratio(2.0, 1.0, 3.0)), Row("a", "none", skipped="no")]
+    table.track(rows, {}, tmp_path, [])
+    key = "a/step  ours"
+    assert logged == {key: 1.5, f"{key} ratio": 2.0, f"{key} ratio low": 1.0, f"{key} ratio high": 3.0}

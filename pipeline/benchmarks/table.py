@@ -162,11 +162,18 @@ def track(rows: Sequence[Row], about: Dict[str, Any], folder: Path, files: Seque
     """The same as a run in MLflow."""
     from pipeline.runtime import tracking
 
-    figures = {_key(each): each.value for each in rows if each.value is not None}
+    figures = {name: value for each in rows for name, value in _figures(each).items()}
     with tracking.open_run(folder, {"benchmark": about}, {"kind": "benchmark"}, system_metrics=False) as run:
         run.log(figures, 0)
         for file in files:
             run.artifact(file, "benchmark")
+
+
+def _figures(each: Row) -> Dict[str, float]:
+    """The value, and the ratio with its interval, by their names in MLflow."""
+    key, flat = _key(each), each.flat()
+    columns = {"value": "", "ratio": " ratio", "ratio_low": " ratio low", "ratio_high": " ratio high"}
+    return {key + name: flat[column] for column, name in columns.items() if flat[column] is not None}
 
 
 def _key(each: Row) -> str:
