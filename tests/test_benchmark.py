@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline import benchmark
-from pipeline.benchmarks import evaluation_rows, gpu_rows, table
+from pipeline.benchmarks import evaluation_rows, gpu_rows, stage_rows, table, timing
 from pipeline.benchmarks.keypoint_rows import keypoint_rows
 from pipeline.benchmarks.row import Row, Setting
 from pipeline.benchmarks.timing import Ratio
@@ -186,3 +186,48 @@ def test_ratios_go_to_the_tracking_server_too(tmp_path, monkeypatch):
     table.track(rows, {}, tmp_path, [])
     key = "a/step  ours"
     assert logged == {key: 1.5, f"{key} ratio": 2.0, f"{key} ratio low": 1.0, f"{key} ratio high": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "met"), [(0.1, 0.2, "yes"), (0.2, 0.3, "near"), (0.3, 0.4, "no"), (None, None, "no")]
+)
+def test_a_target_of_the_value_is_judged_by_its_interval(low, high, met):
+    spread = Ratio(0.3, low, high) if low else None
+    row = Row("a", "b", 0.3, "s", Ratio(9.0, 8.0, 9.5), spread=spread, at_most=0.25)
+    assert (row.met, row.met_cpu) == (met, "")
+    assert f"  target at most 0.25: {met}" in table.line(row)
+    flat = row.flat()
+    assert (flat["value_low"], flat["value_high"], flat["at_most"]) == (low, high, 0.25)
+    assert Row("a", "b", skipped="no", at_most=0.25).met == ""
+
+
+def test_two_files_to_matches_are_held_to_their_seconds(monkeypatch):
+    wall = [0.2, 0.21, 0.3]
+    monkeypatch.setattr(Setting, "timed", lambda *_: {"call": timing.Seconds(wall, wall)})
+    (row,) = stage_rows.files(SETTING)
+    assert row.spread == timing.interval(wall) and row.at_most == 0.25 and row.met == "near"
+
+
+def test_shares_of_the_evaluation_are_held_to_a_twentieth(monkeypatch):
+    """By the interval over the rounds: here 1 of 25 ms in one and 3 of 27 ms in the other."""
+    ways = ("views", "SIFT", "matcher", "baselines", "truth", "ours", "all")
+    walls = [[1.0, 1.0], [12.0, 12.0], [12.0, 12.0], [0.0, 0.0], [0.5, 1.5], [0.5, 1.5], [0.5, 1.5]]
+    taken = {way: timing.Seconds(wall, wall) for way, wall in zip(ways, walls)}
+    work = object.__new__(evaluation_rows._Evaluation)
+    setting = SimpleNamespace(timed=lambda _: taken)
+    parts = SimpleNamespace(limits=None)
+    vars(work).update(setting=setting, settings=parts, matched=[], pairs=[None], name="")
+    total, *shares = work.parts()
+    assert total.value == pytest.approx(1e3 * (1 + 24 + 2))
+    for share in shares:
+        assert share.spread.low == pytest.approx(1 / 25) and share.spread.high == pytest.approx(3 / 27)
+        assert share.value == pytest.approx((1 / 25 + 3 / 27) / 2) and share.met == "near"
+
+
+def test_sinkhorns_share_of_the_gpu_is_held_to_a_fifth(monkeypatch):
+    taken = {"step": timing.Seconds([1.0, 1.0], []), "sinkhorn": timing.Seconds([0.1, 0.15], [])}
+    monkeypatch.setattr(Setting, "timed", lambda *_: taken)
+    for name in ("_step", "made_batch", "sinkhorn_call"):
+        monkeypatch.setattr(gpu_rows, name, lambda *_: None)
+    (row,) = gpu_rows._sinkhorn_share(SETTING)
+    assert (row.value, row.spread.high, row.met) == (pytest.approx(0.125), 0.15, "yes")

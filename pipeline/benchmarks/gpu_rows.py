@@ -59,11 +59,6 @@ def rows(setting: Setting) -> Iterator[Row]:
         yield from contained("gpu", name, functools.partial(group, setting))
 
 
-def _judged(value: float, goal: float, most: bool = False) -> str:
-    good = value <= goal if most else value >= goal
-    return f"target {'at most' if most else 'at least'} {goal:g}: {'met' if good else 'not met'}"
-
-
 def _step(setting: Setting, batch):
     model = setting.model()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, **stack.fused_adam())
@@ -80,7 +75,8 @@ def _training(setting: Setting, keypoints: int, goal: float) -> Iterator[Row]:
         else source
     )
     name = f"training, bfloat16, D = 256, T = 100, N = {keypoints}, batch {BATCH}"
-    yield Row("gpu", name, rate, "pairs/s", note=f"{share}; {_judged(rate, goal)}")
+    note = f"{share}; target at least {goal:g}: {'met' if rate >= goal else 'not met'}"
+    yield Row("gpu", name, rate, "pairs/s", note=note)
 
 
 def _ragged(setting: Setting) -> Iterator[Row]:
@@ -106,10 +102,9 @@ def _sinkhorn_share(setting: Setting) -> Iterator[Row]:
         "sinkhorn": sinkhorn_call(setting.device, "ours", 512, BATCH),
     }
     taken = setting.timed(ways)
-    share = statistics.median(taken["sinkhorn"].wall) / statistics.median(taken["step"].wall)
-    yield Row(
-        "gpu", "Sinkhorn of the step, N = 512", share, "of the step", note=_judged(share, 0.2, most=True)
-    )
+    share = timing.speed_up(taken["sinkhorn"].wall, taken["step"].wall)
+    name = "Sinkhorn of the step, N = 512"
+    yield Row("gpu", name, share.value, "of the step", spread=share, at_most=0.2)
 
 
 def _latency(setting: Setting) -> Iterator[Row]:
@@ -125,11 +120,11 @@ def _latency(setting: Setting) -> Iterator[Row]:
     taken = setting.timed(ways)
     base = taken["plain, float32"].wall
     for way, found in taken.items():
-        each = 1e3 * statistics.median(found.wall)
-        note = "" if way.startswith("plain") else _judged(each, LATENCY_MS, most=True)
+        each = timing.interval([1e3 * seconds for seconds in found.wall])
+        most = None if way.startswith("plain") else LATENCY_MS
         ratio = timing.speed_up(base, found.wall)
         name = f"latency, bfloat16, N = 512, batch 1: {way}"
-        yield Row("gpu", name, each, "ms", ratio, None, "plain, float32", note=note)
+        yield Row("gpu", name, each.value, "ms", ratio, None, "plain, float32", spread=each, at_most=most)
 
 
 def _attention(setting: Setting) -> Iterator[Row]:

@@ -39,12 +39,17 @@ class Row:
     note: str = ""
     skipped: str = ""
     size: tuple = ()  # (what, keypoints, pairs) of a cell of the grid
+    spread: Optional[Ratio] = None  # the value with its interval over the rounds
+    at_most: Optional[float] = None  # target of the value; `target` is one of the ratio
     dim: Optional[int] = None  # D of the network; `table.run` knows it where a group has no other
 
     @property
     def met(self) -> str:
-        """yes: the interval lies above the target; near: it holds it; no: it lies below. Empty without one."""
-        return self._reached(self.ratio)
+        """yes: the interval lies on the target's good side; near: it holds it; no: beyond. Empty without a target."""
+        if self.at_most is None or self.value is None:
+            return self._reached(self.ratio)
+        spread = self.spread or Ratio(self.value, self.value, self.value)
+        return _judged(spread.high <= self.at_most, spread.low <= self.at_most)
 
     @property
     def met_cpu(self) -> str:
@@ -54,9 +59,7 @@ class Row:
     def _reached(self, ratio: Optional[Ratio]) -> str:
         if self.target is None or ratio is None:
             return ""
-        if ratio.low >= self.target:
-            return "yes"
-        return "near" if ratio.high >= self.target else "no"
+        return _judged(ratio.low >= self.target, ratio.high >= self.target)
 
     def flat(self) -> Dict[str, Any]:
         """Columns of the CSV and JSON."""
@@ -65,6 +68,8 @@ class Row:
             "what": self.what,
             "dim": self.dim,
             "value": self.value,
+            "value_low": getattr(self.spread, "low", None),
+            "value_high": getattr(self.spread, "high", None),
             "unit": self.unit,
         }
         for name, ratio in (("ratio", self.ratio), ("ratio_cpu", self.ratio_cpu)):
@@ -74,11 +79,16 @@ class Row:
         rest = {
             "against": self.against,
             "target": self.target,
+            "at_most": self.at_most,
             "met": self.met,
             "met_cpu": self.met_cpu,
             "note": self.note,
         }
         return {**columns, **rest, "skipped": self.skipped}
+
+
+def _judged(whole: bool, part: bool) -> str:
+    return "yes" if whole else "near" if part else "no"
 
 
 @dataclasses.dataclass(frozen=True)

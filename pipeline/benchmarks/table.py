@@ -114,13 +114,18 @@ def line(each: Row) -> str:
     if each.skipped:
         return f"{name} SKIP       {each.skipped}"
     value = "" if each.value is None else f"{each.value:10.4g} {each.unit}"
+    value += f" [{each.spread.low:.4g}, {each.spread.high:.4g}]" if each.spread else ""
     value += f"  D={each.dim}" if each.dim else ""
     ratio = "" if each.ratio is None else f"  {each.ratio}"
     cpu = "" if each.ratio_cpu is None else f" (cpu {each.ratio_cpu})"
-    target = "" if each.target is None else f"  target {each.target:g}: {each.met}"
+    target = f"  target {_goal(each)}: {each.met}" if each.met else ""
     target += f" (cpu {each.met_cpu})" if each.met_cpu else ""
     against = f"  against {each.against}" if each.against else ""
     return f"{name} {value}{ratio}{cpu}{target}{against}" + (f"  {each.note}" if each.note else "")
+
+
+def _goal(each: Row) -> str:
+    return f"{each.target:g}" if each.at_most is None else f"at most {each.at_most:g}"
 
 
 def machine(setting: Setting) -> Dict[str, Any]:
