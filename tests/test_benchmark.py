@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline import benchmark
-from pipeline.benchmarks import evaluation_rows, gpu_rows, stage_rows, table, timing
+from pipeline.benchmarks import evaluation_rows, gpu_rows, memory_rows, stage_rows, table, timing
 from pipeline.benchmarks.keypoint_rows import keypoint_rows
 from pipeline.benchmarks.row import Row, Setting
 from pipeline.benchmarks.timing import Ratio
@@ -231,3 +231,15 @@ def test_sinkhorns_share_of_the_gpu_is_held_to_a_fifth(monkeypatch):
         monkeypatch.setattr(gpu_rows, name, lambda *_: None)
     (row,) = gpu_rows._sinkhorn_share(SETTING)
     assert (row.value, row.spread.high, row.met) == (pytest.approx(0.125), 0.15, "yes")
+
+
+def test_memory_measured_once_has_no_interval(monkeypatch):
+    monkeypatch.setattr(
+        memory_rows.memory, "peak_mib", lambda _, __, way, *___: 70.0 if way == "plain" else 20.0
+    )
+    found = list(memory_rows.peaks(SETTING))
+    assert [row.ratio for row in found] == [Ratio(3.5)] * 5
+    assert [row.met for row in found] == ["yes"] * 4 + ["no"]
+    assert str(found[0].ratio) == "3.50x"
+    flat = found[0].flat()
+    assert (flat["ratio"], flat["ratio_low"], flat["ratio_high"]) == (3.5, None, None)

@@ -48,8 +48,8 @@ class Row:
         """yes: the interval lies on the target's good side; near: it holds it; no: beyond. Empty without a target."""
         if self.at_most is None or self.value is None:
             return self._reached(self.ratio)
-        spread = self.spread or Ratio(self.value, self.value, self.value)
-        return _judged(spread.high <= self.at_most, spread.low <= self.at_most)
+        low, high = (self.spread or Ratio(self.value)).ends
+        return _judged(high <= self.at_most, low <= self.at_most)
 
     @property
     def met_cpu(self) -> str:
@@ -59,7 +59,8 @@ class Row:
     def _reached(self, ratio: Optional[Ratio]) -> str:
         if self.target is None or ratio is None:
             return ""
-        return _judged(ratio.low >= self.target, ratio.high >= self.target)
+        low, high = ratio.ends
+        return _judged(low >= self.target, high >= self.target)
 
     def flat(self) -> Dict[str, Any]:
         """Columns of the CSV and JSON."""
@@ -73,9 +74,8 @@ class Row:
             "unit": self.unit,
         }
         for name, ratio in (("ratio", self.ratio), ("ratio_cpu", self.ratio_cpu)):
-            for part in ("value", "low", "high"):
-                key = name if part == "value" else f"{name}_{part}"
-                columns[key] = None if ratio is None else round(getattr(ratio, part), 4)
+            for key, part in zip((name, f"{name}_low", f"{name}_high"), ratio or [None] * 3):
+                columns[key] = None if part is None else round(part, 4)
         rest = {
             "against": self.against,
             "target": self.target,
