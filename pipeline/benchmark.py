@@ -28,10 +28,12 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     add("--iterations", type=int, default=100, help="T, Sinkhorn iterations")
     add("--seconds", type=float, default=5.0, help="budget of a row; dearer ones are skipped")
     add("--rounds", type=int, default=7, help="most rounds of a comparison")
-    add("--only", default="", help="groups of rows, separated by commas; default: all")
+    add("--only", default="", help="groups of rows, separated by commas; --out then holds these alone")
     add("--fetched", type=Path, default=Path("data/images"), help="folder of photographs that `fetch` wrote")
     add("--model", type=Path, help="trained weights for the rows of evaluation; default: untrained")
-    add("--out", type=Path, default=Path("reports/benchmark"), help="folder of table.json and table.csv")
+    add(
+        "--out", type=Path, default=Path("reports/benchmark"), help="folder; table.json and .csv are replaced"
+    )
     add("--no-tracking", action="store_true", help="keep the table out of MLflow")
     commands = parser.add_subparsers(dest="command")
     parser.set_defaults(run=None)
@@ -90,7 +92,13 @@ def _whole_table(options: argparse.Namespace) -> int:
     )
     about = table.machine(setting)
     print("\n".join(f"{name}: {value}" for name, value in about.items()), flush=True)
-    rows = table.run(setting, options.only, lambda text: print(text, flush=True))
+    about["groups"] = []
+
+    def kept(group: str, rows: List[Any]) -> None:
+        about["groups"].append(group)
+        table.write(rows, about, options.out)
+
+    rows = table.run(setting, options.only, lambda text: print(text, flush=True), kept)
     about["load at the end"] = row.load()
     files = table.write(rows, about, options.out)
     if not options.no_tracking:

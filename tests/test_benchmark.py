@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from types import SimpleNamespace
 
 import cv2
 import pytest
+import torch
 
 from pipeline import benchmark
+from pipeline.benchmarks import evaluation_rows, gpu_rows, memory_rows, stage_rows, table, timing
 from pipeline.benchmarks.keypoint_rows import keypoint_rows
+from pipeline.benchmarks.row import Row, Setting
+from pipeline.benchmarks.timing import Ratio
 from pipeline.errors import RequestError
 from pipeline.images.sources import ImageSet, folder_entries
+from pipeline.matching.superglue import SuperGlueConfig
+
+SETTING = Setting(torch.device("cpu"), SuperGlueConfig(dim=16))
+ON_GPU = Setting(torch.device("cuda"), SuperGlueConfig(dim=16))
 
 
 def test_keypoints_are_measured_against_the_floor_and_a_plain_pool(tmp_path, photo, make_params):
@@ -61,3 +71,175 @@ def test_wrong_requests_are_named(tmp_path, root):
         benchmark.main([*sample, "keypoints", "--size", "641x480"])
     with pytest.raises(RequestError, match="no keypoint store here"):
         benchmark.main(["store", "--keypoints", str(tmp_path)])
+
+
+def _table_of(monkeypatch, setting=SETTING, **groups):
+    """The rows of these groups, without those of the plan."""
+    monkeypatch.setattr(table, "groups", lambda: groups)
+    return [each for each in table.run(setting, "", print, lambda *_: None) if each.group != "plan"]
+
+
+def _failing(error):
+    def group(_):
+        yield Row("bad", "first", 1.0)
+        raise error
+
+    return group
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyError("dim"), "failed: KeyError: 'dim'"),
+        (AssertionError("they differ\nat 3"), "failed: AssertionError: they differ"),
+        (RuntimeError(), "failed: RuntimeError"),
+        (RequestError("no images here"), "no images here"),
+    ],
+)
+def test_a_group_that_fails_costs_its_remaining_rows_alone(monkeypatch, error, said):
+    rows = _table_of(monkeypatch, bad=_failing(error), good=lambda _: iter([Row("good", "row", 2.0)]))
+    assert [(row.group, row.what, row.skipped) for row in rows] == [
+        ("bad", "first", ""),
+        ("bad", "bad", said),
+        ("good", "row", ""),
+    ]
+
+
+def test_a_table_can_be_stopped(monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        _table_of(monkeypatch, bad=_failing(KeyboardInterrupt()))
+
+
+def test_rows_of_a_gpu_fail_alone_and_are_named(monkeypatch):
+    for name in ("_ragged", "_sinkhorn_share", "_attention", "_decoding", "_profile"):
+        monkeypatch.setattr(gpu_rows, name, lambda _, name=name: iter([Row("gpu", name, 1.0)]))
+    monkeypatch.setattr(gpu_rows, "GOALS", {16: 1.0})
+    monkeypatch.setattr(gpu_rows, "_training", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(gpu_rows, "_latency", _failing(RuntimeError("CUDA error: launch failure\n...")))
+    rows = list(gpu_rows.rows(SETTING))
+    assert len(rows) == 8 and [(row.what, row.skipped) for row in rows if row.skipped] == [
+        ("training, N = 16", "failed: ZeroDivisionError: division by zero"),
+        ("latency", "failed: RuntimeError: CUDA error: launch failure"),
+    ]
+
+
+def test_a_run_cut_off_leaves_the_groups_it_has_done(tmp_path, monkeypatch):
+    groups = {
+        "one": lambda _: iter([Row("one", "row", 1.0)]),
+        "none": lambda _: iter([]),
+        "cut": _failing(KeyboardInterrupt()),
+    }
+    monkeypatch.setattr(table, "groups", lambda: groups)
+    arguments = ["--no-tracking", "--device", "cpu", "--out", str(tmp_path)]
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.main(arguments)
+    held = json.loads((tmp_path / "table.json").read_text())
+    assert held["machine"]["groups"] == ["one", "none"] and [row["group"] for row in held["rows"]] == ["one"]
+    assert "load at the end" not in held["machine"]
+    assert len((tmp_path / "table.csv").read_text().splitlines()) == 2
+    assert benchmark.main([*arguments, "--only", "none,one"]) == 0
+    held = json.loads((tmp_path / "table.json").read_text())
+    assert held["machine"]["groups"] == ["none", "one"] and "load at the end" in held["machine"]
+    assert held["rows"][-1]["group"] == "plan"
+
+
+def test_every_figure_of_a_network_has_its_dim(monkeypatch):
+    rows = [
+        Row("plain", "training step: float32", 1.0, "ms"),
+        Row("plain", "too dear", skipped="about 9 s"),
+        Row("peer", "end to end, D = 128, T = 20", 1.0),
+        Row("sinkhorn", "Sinkhorn T = 100", 1.0),
+        Row("memory", "Sinkhorn T = 100, N = 512: ours", 1.0),
+        Row("growth", "Sinkhorn, N = 512: memory against T", 1.0),
+        Row("keypoints", "keypoints ours, 640x480", 1.0),
+        Row("plan", "keypoint stage, COCO2014, 2 views an image, here", 1.0),
+    ]
+    own = [Row("gpu", "Sinkhorn of the step, N = 512", 1.0), Row("gpu", "decoding by DALI", 1.0)]
+    work = SimpleNamespace(parts=lambda: rows[:1], whole=lambda: rows[:1], dim=64)
+    monkeypatch.setattr(gpu_rows, "rows", lambda _: iter(own))
+    monkeypatch.setattr(evaluation_rows, "_Evaluation", lambda _: work)
+    groups = {"a": lambda _: iter(rows), "gpu": gpu_rows.gpu, "evaluation": evaluation_rows.evaluation}
+    monkeypatch.setattr(table, "groups", lambda: groups)
+    found = table.run(ON_GPU, "", print, lambda *_: None)
+    assert [row.flat()["dim"] for row in found[:12]] == [16, None, 128, *[None] * 5, 256, None, 64, 64]
+    assert "ms  D=16" in table.line(found[0]) and "D=" not in table.line(found[3])
+    assert all(row.dim == 16 for row in found[12:])
+
+
+def test_a_gpu_is_not_judged_by_the_host(monkeypatch):
+    """Neither by its processor seconds nor by a rate that nobody measured."""
+    ratio = Ratio(2.0, 1.0, 3.0)
+    group = {"a": lambda _: iter([Row("a", "b", 1.0, "s", ratio, ratio)])}
+    assert _table_of(monkeypatch, **group)[0].ratio_cpu == ratio
+    (found,) = _table_of(monkeypatch, ON_GPU, **group)
+    assert found.ratio == ratio and found.ratio_cpu is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    assert table.machine(ON_GPU)["device"] == "a GPU"
+    assert [table.machine(each).get("matrix product GFLOP/s") for each in (SETTING, ON_GPU)] == [100.0, None]
+
+
+def test_ratios_go_to_the_tracking_server_too(tmp_path, monkeypatch):
+    logged = {}
+    log = SimpleNamespace(log=lambda figures, _: logged.update(figures), artifact=None)
+    monkeypatch.setattr("pipeline.runtime.tracking.open_run", lambda *_, **__: contextlib.nullcontext(log))
+    rows = [Row("a", "step: ours", 1.5, "ms", Ratio(2.0, 1.0, 3.0)), Row("a", "none", skipped="no")]
+    table.track(rows, {}, tmp_path, [])
+    key = "a/step  ours"
+    assert logged == {key: 1.5, f"{key} ratio": 2.0, f"{key} ratio low": 1.0, f"{key} ratio high": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "met"), [(0.1, 0.2, "yes"), (0.2, 0.3, "near"), (0.3, 0.4, "no"), (None, None, "no")]
+)
+def test_a_target_of_the_value_is_judged_by_its_interval(low, high, met):
+    spread = Ratio(0.3, low, high) if low else None
+    row = Row("a", "b", 0.3, "s", Ratio(9.0, 8.0, 9.5), spread=spread, at_most=0.25)
+    assert (row.met, row.met_cpu) == (met, "")
+    assert f"  target at most 0.25: {met}" in table.line(row)
+    flat = row.flat()
+    assert (flat["value_low"], flat["value_high"], flat["at_most"]) == (low, high, 0.25)
+    assert Row("a", "b", skipped="no", at_most=0.25).met == ""
+
+
+def test_two_files_to_matches_are_held_to_their_seconds(monkeypatch):
+    wall = [0.2, 0.21, 0.3]
+    monkeypatch.setattr(Setting, "timed", lambda *_: {"call": timing.Seconds(wall, wall)})
+    (row,) = stage_rows.files(SETTING)
+    assert row.spread == timing.interval(wall) and row.at_most == 0.25 and row.met == "near"
+
+
+def test_shares_of_the_evaluation_are_held_to_a_twentieth(monkeypatch):
+    """By the interval over the rounds: here 1 of 25 ms in one and 3 of 27 ms in the other."""
+    ways = ("views", "SIFT", "matcher", "baselines", "truth", "ours", "all")
+    walls = [[1.0, 1.0], [12.0, 12.0], [12.0, 12.0], [0.0, 0.0], [0.5, 1.5], [0.5, 1.5], [0.5, 1.5]]
+    taken = {way: timing.Seconds(wall, wall) for way, wall in zip(ways, walls)}
+    work = object.__new__(evaluation_rows._Evaluation)
+    setting = SimpleNamespace(timed=lambda _: taken)
+    parts = SimpleNamespace(limits=None)
+    vars(work).update(setting=setting, settings=parts, matched=[], pairs=[None], name="")
+    total, *shares = work.parts()
+    assert total.value == pytest.approx(1e3 * (1 + 24 + 2))
+    for share in shares:
+        assert share.spread.low == pytest.approx(1 / 25) and share.spread.high == pytest.approx(3 / 27)
+        assert share.value == pytest.approx((1 / 25 + 3 / 27) / 2) and share.met == "near"
+
+
+def test_sinkhorns_share_of_the_gpu_is_held_to_a_fifth(monkeypatch):
+    taken = {"step": timing.Seconds([1.0, 1.0], []), "sinkhorn": timing.Seconds([0.1, 0.15], [])}
+    monkeypatch.setattr(Setting, "timed", lambda *_: taken)
+    for name in ("_step", "made_batch", "sinkhorn_call"):
+        monkeypatch.setattr(gpu_rows, name, lambda *_: None)
+    (row,) = gpu_rows._sinkhorn_share(SETTING)
+    assert (row.value, row.spread.high, row.met) == (pytest.approx(0.125), 0.15, "yes")
+
+
+def test_memory_measured_once_has_no_interval(monkeypatch):
+    monkeypatch.setattr(
+        memory_rows.memory, "peak_mib", lambda _, __, way, *___: 70.0 if way == "plain" else 20.0
+    )
+    found = list(memory_rows.peaks(SETTING))
+    assert [row.ratio for row in found] == [Ratio(3.5)] * 5
+    assert [row.met for row in found] == ["yes"] * 4 + ["no"]
+    assert str(found[0].ratio) == "3.50x"
+    flat = found[0].flat()
+    assert (flat["ratio"], flat["ratio_low"], flat["ratio_high"]) == (3.5, None, None)

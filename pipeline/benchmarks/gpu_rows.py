@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
-from typing import Callable, Dict, Iterator, List
+from typing import Callable, Dict, Iterator
 
 import torch
 
@@ -12,7 +13,7 @@ from pipeline import stack
 from pipeline.benchmarks import flops, plain, timing
 from pipeline.benchmarks.made import made_batch, made_pairs
 from pipeline.benchmarks.model_rows import forward_call, sinkhorn_call, training_call
-from pipeline.benchmarks.row import Row, Setting
+from pipeline.benchmarks.row import Row, Setting, contained
 from pipeline.errors import RequestError
 from pipeline.images.sources import open_manifest
 from pipeline.matching import attention
@@ -36,29 +37,26 @@ def gpu(setting: Setting) -> Iterator[Row]:
         yield Row("gpu", "training speed, MFU, profile at D = 256, T = 100", skipped="needs a CUDA device")
         return
     config = dataclasses.replace(setting.config, dim=256, sinkhorn_iterations=100)
-    yield from rows(dataclasses.replace(setting, config=config))
+    for each in rows(dataclasses.replace(setting, config=config)):
+        yield dataclasses.replace(each, dim=config.dim)
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """All of them; one that does not fit the memory costs itself alone."""
-    groups: List[Callable[[Setting], Iterator[Row]]] = [
-        *(lambda setting, N=N, goal=goal: _training(setting, N, goal) for N, goal in GOALS.items()),
-        _ragged, _sinkhorn_share, _latency, _attention, _decoding, _profile,
-    ]  # fmt: skip
-    for group in groups:
-        try:
-            yield from group(setting)
-        except RuntimeError as error:
-            if "out of memory" not in str(error):
-                raise
-            yield Row("gpu", "the next rows", skipped=f"out of memory: {str(error).splitlines()[0]}")
-        if setting.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def _judged(value: float, goal: float, most: bool = False) -> str:
-    good = value <= goal if most else value >= goal
-    return f"target {'at most' if most else 'at least'} {goal:g}: {'met' if good else 'not met'}"
+    """All of them; what fails (it may not fit the memory) costs its own rows alone."""
+    groups: Dict[str, Callable[[Setting], Iterator[Row]]] = {
+        **{
+            f"training, N = {N}": functools.partial(_training, keypoints=N, goal=goal)
+            for N, goal in GOALS.items()
+        },
+        "training, ragged views": _ragged,
+        "Sinkhorn of the step": _sinkhorn_share,
+        "latency": _latency,
+        "attention": _attention,
+        "decoding by DALI": _decoding,
+        "profile of a step": _profile,
+    }
+    for name, group in groups.items():
+        yield from contained("gpu", name, functools.partial(group, setting))
 
 
 def _step(setting: Setting, batch):
@@ -77,7 +75,8 @@ def _training(setting: Setting, keypoints: int, goal: float) -> Iterator[Row]:
         else source
     )
     name = f"training, bfloat16, D = 256, T = 100, N = {keypoints}, batch {BATCH}"
-    yield Row("gpu", name, rate, "pairs/s", note=f"{share}; {_judged(rate, goal)}")
+    note = f"{share}; target at least {goal:g}: {'met' if rate >= goal else 'not met'}"
+    yield Row("gpu", name, rate, "pairs/s", note=note)
 
 
 def _ragged(setting: Setting) -> Iterator[Row]:
@@ -103,10 +102,9 @@ def _sinkhorn_share(setting: Setting) -> Iterator[Row]:
         "sinkhorn": sinkhorn_call(setting.device, "ours", 512, BATCH),
     }
     taken = setting.timed(ways)
-    share = statistics.median(taken["sinkhorn"].wall) / statistics.median(taken["step"].wall)
-    yield Row(
-        "gpu", "Sinkhorn of the step, N = 512", share, "of the step", note=_judged(share, 0.2, most=True)
-    )
+    share = timing.speed_up(taken["sinkhorn"].wall, taken["step"].wall)
+    name = "Sinkhorn of the step, N = 512"
+    yield Row("gpu", name, share.value, "of the step", spread=share, at_most=0.2)
 
 
 def _latency(setting: Setting) -> Iterator[Row]:
@@ -122,11 +120,11 @@ def _latency(setting: Setting) -> Iterator[Row]:
     taken = setting.timed(ways)
     base = taken["plain, float32"].wall
     for way, found in taken.items():
-        each = 1e3 * statistics.median(found.wall)
-        note = "" if way.startswith("plain") else _judged(each, LATENCY_MS, most=True)
+        each = timing.interval([1e3 * seconds for seconds in found.wall])
+        most = None if way.startswith("plain") else LATENCY_MS
         ratio = timing.speed_up(base, found.wall)
         name = f"latency, bfloat16, N = 512, batch 1: {way}"
-        yield Row("gpu", name, each, "ms", ratio, None, "plain, float32", note=note)
+        yield Row("gpu", name, each.value, "ms", ratio, None, "plain, float32", spread=each, at_most=most)
 
 
 def _attention(setting: Setting) -> Iterator[Row]:

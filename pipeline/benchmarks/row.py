@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict, Iterable, Iterator, Optional
 
 import psutil
 import torch
 
 from pipeline.benchmarks import flops, timing
 from pipeline.benchmarks.timing import Ratio
+from pipeline.errors import RequestError
 from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
 
 EFFICIENCY = 0.25  # of a plain matrix product's speed, to foretell what a row takes; pessimistic on purpose
@@ -37,11 +39,17 @@ class Row:
     note: str = ""
     skipped: str = ""
     size: tuple = ()  # (what, keypoints, pairs) of a cell of the grid
+    spread: Optional[Ratio] = None  # the value with its interval over the rounds
+    at_most: Optional[float] = None  # target of the value; `target` is one of the ratio
+    dim: Optional[int] = None  # D of the network; `table.run` knows it where a group has no other
 
     @property
     def met(self) -> str:
-        """yes: the interval lies above the target; near: it holds it; no: it lies below. Empty without one."""
-        return self._reached(self.ratio)
+        """yes: the interval lies on the target's good side; near: it holds it; no: beyond. Empty without a target."""
+        if self.at_most is None or self.value is None:
+            return self._reached(self.ratio)
+        low, high = (self.spread or Ratio(self.value)).ends
+        return _judged(high <= self.at_most, low <= self.at_most)
 
     @property
     def met_cpu(self) -> str:
@@ -51,30 +59,36 @@ class Row:
     def _reached(self, ratio: Optional[Ratio]) -> str:
         if self.target is None or ratio is None:
             return ""
-        if ratio.low >= self.target:
-            return "yes"
-        return "near" if ratio.high >= self.target else "no"
+        low, high = ratio.ends
+        return _judged(low >= self.target, high >= self.target)
 
     def flat(self) -> Dict[str, Any]:
         """Columns of the CSV and JSON."""
         columns: Dict[str, Any] = {
             "group": self.group,
             "what": self.what,
+            "dim": self.dim,
             "value": self.value,
+            "value_low": getattr(self.spread, "low", None),
+            "value_high": getattr(self.spread, "high", None),
             "unit": self.unit,
         }
         for name, ratio in (("ratio", self.ratio), ("ratio_cpu", self.ratio_cpu)):
-            for part in ("value", "low", "high"):
-                key = name if part == "value" else f"{name}_{part}"
-                columns[key] = None if ratio is None else round(getattr(ratio, part), 4)
+            for key, part in zip((name, f"{name}_low", f"{name}_high"), ratio or [None] * 3):
+                columns[key] = None if part is None else round(part, 4)
         rest = {
             "against": self.against,
             "target": self.target,
+            "at_most": self.at_most,
             "met": self.met,
             "met_cpu": self.met_cpu,
             "note": self.note,
         }
         return {**columns, **rest, "skipped": self.skipped}
+
+
+def _judged(whole: bool, part: bool) -> str:
+    return "yes" if whole else "near" if part else "no"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +132,19 @@ class Setting:
         if memory > MEMORY_SHARE * free:
             return f"about {memory / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
         return ""
+
+
+def contained(group: str, what: str, made: Callable[[], Iterable[Row]]) -> Iterator[Row]:
+    """The rows of `made`. An exception costs those still to come and no others; a row named `what` says so."""
+    try:
+        yield from made()
+    except RequestError as error:
+        yield Row(group, what, skipped=str(error))
+    except Exception as error:
+        told = str(error).strip().splitlines()[:1]
+        yield Row(group, what, skipped=": ".join(["failed", type(error).__name__, *told]))
+    with contextlib.suppress(RuntimeError):  # a GPU that has failed fails here again
+        torch.cuda.empty_cache()
 
 
 def free_memory(device: torch.device) -> float:

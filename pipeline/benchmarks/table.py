@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
+import functools
 import io
 import json
 import platform
+import re
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Sequence
 
@@ -15,6 +18,11 @@ from pipeline.benchmarks import growth, planner, row
 from pipeline.benchmarks.row import Row, Setting
 from pipeline.errors import RequestError
 from pipeline.files import write_atomic
+
+WITHOUT_NETWORK = (
+    "sinkhorn/", "keypoints/", "store/", "memory/Sinkhorn", "growth/Sinkhorn", "growth/keypoint", "plan/keypoint",
+    "gpu/decoding",
+)  # fmt: skip
 
 
 def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
@@ -64,27 +72,40 @@ def chosen(only: str) -> Dict[str, Callable[[Setting], Iterator[Row]]]:
     return {name: known[name] for name in (names or known)}
 
 
-def run(setting: Setting, only: str, told: Callable[[str], None]) -> List[Row]:
-    """All rows; each is told as soon as it is known. A group that fails costs its own rows alone."""
+def run(
+    setting: Setting, only: str, told: Callable[[str], None], kept: Callable[[str, List[Row]], object]
+) -> List[Row]:
+    """All rows; each is told as soon as it is known. A group that fails costs its own rows alone.
+
+    kept: called after each group with its name and all rows so far.
+    """
     rows: List[Row] = []
 
-    def add(found: Iterator[Row]) -> None:
-        for each in found:
-            rows.append(each)
-            told(line(each))
+    def add(name: str, made: Callable[[], Iterator[Row]]) -> None:
+        for each in row.contained(name, name, made):
+            rows.append(_with_dim(_of_device(each, setting.device), setting.config.dim))
+            told(line(rows[-1]))
 
     for name, group in chosen(only).items():
-        try:
-            add(group(setting))
-        except RequestError as error:
-            add(iter([Row(name, name, skipped=str(error))]))
-        except (RuntimeError, OSError, ValueError) as error:
-            add(iter([Row(name, name, skipped=f"failed: {str(error).splitlines()[0]}")]))
-        if setting.device.type == "cuda":
-            torch.cuda.empty_cache()
-    add(growth.slopes(rows, setting.config))
-    add(planner.plan(planner.measured(rows, setting.device.type == "cuda"), setting.config))
+        add(name, functools.partial(group, setting))
+        kept(name, rows)
+    add("growth", lambda: growth.slopes(rows, setting.config))
+    gpu = setting.device.type == "cuda"
+    add("plan", lambda: planner.plan(planner.measured(rows, gpu), setting.config))
     return rows
+
+
+def _of_device(each: Row, device: torch.device) -> Row:
+    """Without processor seconds where a GPU does the work: those of the host say nothing about it."""
+    return each if device.type == "cpu" else dataclasses.replace(each, ratio_cpu=None)
+
+
+def _with_dim(each: Row, dim: int) -> Row:
+    """With D of its network: the one it names, or its group's own, or the setting's."""
+    if each.skipped or f"{each.group}/{each.what}".startswith(WITHOUT_NETWORK):
+        return dataclasses.replace(each, dim=None)
+    named = re.search(r"D = (\d+)", each.what)
+    return dataclasses.replace(each, dim=int(named[1]) if named else each.dim or dim)
 
 
 def line(each: Row) -> str:
@@ -93,24 +114,31 @@ def line(each: Row) -> str:
     if each.skipped:
         return f"{name} SKIP       {each.skipped}"
     value = "" if each.value is None else f"{each.value:10.4g} {each.unit}"
+    value += f" [{each.spread.low:.4g}, {each.spread.high:.4g}]" if each.spread else ""
+    value += f"  D={each.dim}" if each.dim else ""
     ratio = "" if each.ratio is None else f"  {each.ratio}"
     cpu = "" if each.ratio_cpu is None else f" (cpu {each.ratio_cpu})"
-    target = "" if each.target is None else f"  target {each.target:g}: {each.met}"
+    target = f"  target {_goal(each)}: {each.met}" if each.met else ""
     target += f" (cpu {each.met_cpu})" if each.met_cpu else ""
     against = f"  against {each.against}" if each.against else ""
     return f"{name} {value}{ratio}{cpu}{target}{against}" + (f"  {each.note}" if each.note else "")
 
 
+def _goal(each: Row) -> str:
+    return f"{each.target:g}" if each.at_most is None else f"at most {each.at_most:g}"
+
+
 def machine(setting: Setting) -> Dict[str, Any]:
     """What the figures hold for."""
-    device = torch.cuda.get_device_name(setting.device) if setting.device.type == "cuda" else _processor()
+    cpu = setting.device.type == "cpu"  # of a GPU the rate is assumed, not measured
+    rate = {"matrix product GFLOP/s": round(setting.rate / 1e9, 1)} if cpu else {}
     return {
-        "device": device,
+        "device": _processor() if cpu else torch.cuda.get_device_name(setting.device),
         "load": row.load(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "network": setting.config.to_dict(),
-        "matrix product GFLOP/s": round(setting.rate / 1e9, 1),
+        **rate,
     }
 
 
@@ -123,12 +151,12 @@ def _processor() -> str:
 
 
 def write(rows: Sequence[Row], about: Dict[str, Any], folder: Path) -> List[Path]:
-    """table.json and table.csv."""
+    """table.json and table.csv, each whole at any time."""
     folder.mkdir(parents=True, exist_ok=True)
     flat = [each.flat() for each in rows]
     write_atomic(folder / "table.json", json.dumps({"machine": about, "rows": flat}, indent=1) + "\n")
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(flat[0]), lineterminator="\n")
+    writer = csv.DictWriter(text, list(Row("", "").flat()), lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
     write_atomic(folder / "table.csv", text.getvalue())
@@ -139,11 +167,18 @@ def track(rows: Sequence[Row], about: Dict[str, Any], folder: Path, files: Seque
     """The same as a run in MLflow."""
     from pipeline.runtime import tracking
 
-    figures = {_key(each): each.value for each in rows if each.value is not None}
+    figures = {name: value for each in rows for name, value in _figures(each).items()}
     with tracking.open_run(folder, {"benchmark": about}, {"kind": "benchmark"}, system_metrics=False) as run:
         run.log(figures, 0)
         for file in files:
             run.artifact(file, "benchmark")
+
+
+def _figures(each: Row) -> Dict[str, float]:
+    """The value, and the ratio with its interval, by their names in MLflow."""
+    key, flat = _key(each), each.flat()
+    columns = {"value": "", "ratio": " ratio", "ratio_low": " ratio low", "ratio_high": " ratio high"}
+    return {key + name: flat[column] for column, name in columns.items() if flat[column] is not None}
 
 
 def _key(each: Row) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from typing import Callable, Dict, List, NamedTuple, Sequence
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -24,14 +24,19 @@ class Seconds(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """How many times faster; the median over the rounds and its 95 % bootstrap interval."""
+    """How many times faster; the median over the rounds and its 95 % bootstrap interval, if it has one."""
 
     value: float
-    low: float
-    high: float
+    low: Optional[float] = None
+    high: Optional[float] = None
+
+    @property
+    def ends(self) -> Tuple[float, float]:
+        """Of the interval; of what was measured once, the value."""
+        return (self.value, self.value) if self.low is None else (self.low, self.high)
 
     def __str__(self) -> str:
-        return f"{self.value:.2f}x [{self.low:.2f}, {self.high:.2f}]"
+        return f"{self.value:.2f}x" + ("" if self.low is None else f" [{self.low:.2f}, {self.high:.2f}]")
 
 
 def nothing() -> None:
