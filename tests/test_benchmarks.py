@@ -27,6 +27,7 @@ from pipeline.benchmarks import (
     made,
     memory,
     model_rows,
+    parity_rows,
     peer,
     peer_rows,
     plain,
@@ -206,10 +207,38 @@ class TestRows:
             (batch,) = training_rows.Trainer(setting(), store, 2, keypoints=limit).made(0)
             assert batch.counts0.tolist() == [limit] * 2
 
-    def test_agreement(self):
-        assert model_rows._agreement(
-            torch.tensor([1, -1, 2, -1]), torch.tensor([1, -1, 3, 0])
-        ) == pytest.approx(1 / 3)
+    def test_share_of_equal_matches(self):
+        a, b = torch.tensor([1, -1, 2, -1]), torch.tensor([1, -1, 3, 0])
+        assert parity_rows.equal(a, b) == pytest.approx(1 / 3)
+
+    def test_parity_compares_layers_that_do_something(self):
+        """An untrained network's branches are zero in every precision; float16 says why a CPU leaves it out."""
+        wide = dataclasses.replace(
+            setting(), config=SuperGlueConfig(dim=128, layers=1, sinkhorn_iterations=20)
+        )
+        found = {each.what: each for each in parity_rows.parity(wide)}
+        assert "GPU" in found.pop("float16").skipped and len(found) == 6
+        values = {what.split(", N")[0]: each.value for what, each in found.items()}
+        assert 0.5 < values["bfloat16, autocast: equal matches"] <= 1
+        assert 0 < values["bfloat16, autocast: difference of the loss"] < 0.1
+        assert 1e-3 < values["bfloat16, autocast: difference of the whole gradient"] < 0.1
+        for way in ("autocast", "folded"):
+            assert 0.01 < values[f"bfloat16, {way}: largest difference of log P"] < 1
+
+    def test_the_perturbed_network_uses_every_weight(self):
+        model = parity_rows.perturbed(setting().model())
+        answer = parity_rows.answer(model, made.made_batch(30, 2), "float32")
+        moving = [bool(p.grad.abs().sum() > 0) for name, p in model.named_parameters() if "bias" not in name]
+        assert all(moving) and not torch.equal(model.dustbin, setting().model().dustbin)
+        assert answer.gradient.dtype == torch.float64 and answer.loss > 0
+
+    def test_the_difference_to_plain_is_taken_where_layers_do_something(self, monkeypatch):
+        seen = []
+        inner = plain.plain_from
+        monkeypatch.setattr(model_rows.plain, "plain_from", lambda model: seen.append(model) or inner(model))
+        difference = model_rows._difference(setting(), made.made_batch(30, 1), 30)
+        assert 0 < difference.value < 1e-3
+        assert all(bool(layer.mlp[-1].weight.any()) for layer in seen[0].self_attention)
 
 
 def _allocate(device: str, mib: int):

@@ -6,11 +6,12 @@ import statistics
 from typing import Callable, Dict, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeline import stack
 from pipeline.benchmarks import flops, plain, timing, transformers_module
 from pipeline.benchmarks.made import made_batch
+from pipeline.benchmarks.parity_rows import largest, perturbed
 from pipeline.benchmarks.row import Row, Setting, activation_bytes
 from pipeline.matching import sinkhorn
 from pipeline.matching.inference import folded
@@ -150,7 +151,7 @@ def latency(setting: Setting) -> Iterator[Row]:
         name = f"match latency, N = {keypoints}"
         targets = {"float32": 1.6, "bfloat16": 4.0 if keypoints == 512 else None}
         yield from _ratio_rows("latency", name, setting.timed(ways, 2 * setting.seconds), 1, targets)
-        yield _difference(model, twin, batch, keypoints)
+        yield _difference(setting, batch, keypoints)
     yield from _against_transformers(setting)
 
 
@@ -175,11 +176,12 @@ def _against_transformers(setting: Setting) -> Iterator[Row]:
     yield from _ratio_rows("latency", name, taken, 1, {"float32": 1.8}, "transformers")
 
 
-def _difference(model: SuperGlue, twin: nn.Module, batch, keypoints: int) -> Row:
+def _difference(setting: Setting, batch, keypoints: int) -> Row:
+    model = perturbed(setting.model()).eval()
     with torch.no_grad():
-        ours, theirs = folded(model)(batch)[0], twin(batch)[0]
-    largest = float((ours - theirs).abs().max())
-    return Row("latency", f"largest difference of log P to plain, N = {keypoints}", largest, "", target=None)
+        ours, theirs = folded(model)(batch), plain.plain_from(model).to(setting.device)(batch)
+    what = f"largest difference of log P to plain, N = {keypoints}"
+    return Row("latency", what, largest(ours, theirs))
 
 
 def transport(setting: Setting) -> Iterator[Row]:
@@ -218,22 +220,3 @@ def sinkhorn_call(device: torch.device, way: str, keypoints: int, pairs: int, it
         total.backward()
 
     return call
-
-
-def parity(setting: Setting) -> Iterator[Row]:
-    """Share of the matches in bfloat16 that float32 finds as well, and the largest difference of log P."""
-    batch = made_batch(512, 2).to(setting.device)
-    model = setting.model().eval()
-    with torch.no_grad():
-        exact, cast = model(batch), folded(model, "bfloat16")(batch)
-    answers = [mutual_matches(P, (512, 512)).matches0 for P in (exact, cast)]
-    if not bool((answers[0] >= 0).any()):
-        yield Row("parity", "bfloat16: equal matches, N = 512", skipped="the untrained network finds none")
-        return
-    same = _agreement(*answers)
-    yield Row("parity", "bfloat16: equal matches, N = 512", same, "share", note="untrained network")
-
-
-def _agreement(a: Tensor, b: Tensor) -> float:
-    found = (a >= 0) | (b >= 0)
-    return float((a[found] == b[found]).float().mean())
