@@ -128,15 +128,61 @@ class TestCounts:
         assert found["forward: time against N, batch 1"] == pytest.approx(1.0)
         assert found["forward: time against batch, N = 16"] == pytest.approx(1.0)
 
-    def test_the_plan_says_what_is_computed_and_what_measured(self):
+
+class TestPlan:
+    def plan(self, rows, gpu, **config):
+        return list(planner.plan(planner.measured(rows, gpu), SuperGlueConfig(**config)))
+
+    def rate(self, found):
+        """Pairs per second behind a row's hours."""
+        return planner.PAIRS / found.value / 3600
+
+    def test_it_says_what_is_computed_and_what_measured(self):
         here = [Row("training", "one process, float32, N = 512", 2.0, "pairs/s", against="float32")]
-        rows = list(planner.plan(planner.measured(here, gpu=False), SuperGlueConfig()))
+        rows = self.plan(here, gpu=False)
         assert len(rows) == 4 and "computed, not measured" in rows[1].note
-        assert rows[0].value == pytest.approx(
-            planner.PAIRS / planner.at_paper_scale(planner.measured(here, False), SuperGlueConfig()) / 3600
-        )
-        rows = list(planner.plan(planner.measured(here, gpu=True), SuperGlueConfig()))
+        by = flops.training_flops(SuperGlueConfig(), 512) / flops.training_flops(SuperGlueConfig(), 1024)
+        assert self.rate(rows[0]) == pytest.approx(2.0 * by)
+        rows = self.plan(here, gpu=True)
         assert "measured here" in rows[0].note and rows[1].value == pytest.approx(rows[0].value / 4 / 0.97)
+
+    def test_speed_is_of_one_device_with_a_real_loader(self):
+        names = ("bfloat16", "DataParallel", "synthetic loader, ahead", "one kept batch")
+        here = [
+            Row("training", f"{name}, N = 512", 1.0 + i, "pairs/s", against="float32")
+            for i, name in enumerate(names)
+        ]
+        here.append(Row("training", "DDP, 2 processes of 64 pairs, N = 512", 9.0, "pairs/s"))
+        assert planner.measured(here, True).modes == {"bfloat16, N = 512": 1.0}
+        assert "(bfloat16)" in self.plan(here, True)[0].note
+
+    def test_what_was_measured_at_1024_keypoints_goes_before_what_is_scaled(self):
+        here = [
+            Row("training", "bfloat16, N = 512, batch 64", 1000.0, "pairs/s", against="float32"),
+            Row("gpu", "training, bfloat16, D = 256, T = 100, N = 512, batch 64", 1300.0, "pairs/s"),
+            Row("gpu", "training, bfloat16, D = 256, T = 100, N = 1024, batch 64", 450.0, "pairs/s"),
+        ]
+        measured, scaled = self.plan(here, True, dim=256)[0], self.plan(here, True, dim=128)[0]
+        assert self.rate(measured) == pytest.approx(450.0) and "by operations" not in measured.note
+        assert self.rate(scaled) < 500.0 and "by operations from 1000.00 at N = 512" in scaled.note
+
+    def test_each_number_of_gpus_has_its_own_efficiency(self):
+        here = [Row("training", "bfloat16, N = 512", 1000.0, "pairs/s", against="float32")]
+        for processes, share in ((2, 0.98), (4, 0.9)):
+            ratio = timing.Ratio(share, share, share)
+            here.append(Row("training", f"DDP, {processes} processes of 64 pairs", 1.0, "pairs/s", ratio))
+        one, four, eight = self.plan(here, True)
+        assert one.value / four.value == pytest.approx(4 * 0.9) and "efficiency measured" in four.note
+        assert one.value / eight.value == pytest.approx(8 * 0.9) and "carried over from 4" in eight.note
+
+    def test_the_keypoint_stage_at_each_size_of_its_views(self):
+        here = [Row("keypoints", f"keypoints {way}", 50.0, "views/s")
+                for way in ("floor, 512x384", "ours, 512x384", "ours, 640x480")]  # fmt: skip
+        found = self.plan(here, False)[-2:]
+        assert [each.what for each in found] == [
+            f"keypoint stage, COCO2014, 2 views an image, {size}, here" for size in ("512x384", "640x480")
+        ]
+        assert found[0].value == pytest.approx(2 * planner.COCO2014_IMAGES / 50.0 / 3600)
 
 
 class TestRows:
