@@ -119,6 +119,25 @@ class TestCounts:
         assert counted["linear"] == pytest.approx(24.2e9, rel=0.01)
         assert counted["attention"] == pytest.approx(9.7e9, rel=0.01)
 
+    def test_goals_of_a_gpu_and_what_the_plan_computes_have_one_peak(self, root):
+        """The data sheet's; docs/performance.md states the goals' share of it."""
+        text, peak = (root / "docs" / "performance.md").read_text(), flops.PEAKS["H200"]["bfloat16"]
+        counted = {N: flops.training_flops(planner.GOAL_CONFIG, N) for N in gpu_rows.GOALS}
+        shares = {N: f"{100 * goal * counted[N] / peak:.1f}" for N, goal in gpu_rows.GOALS.items()}
+        assert f"MFU {shares[512]} %" in text and f"MFU {shares[1024]}; {shares[2048]} %" in text
+        computed, *_ = planner.plan(planner.measured([], False), planner.GOAL_CONFIG)
+        assert computed.value == pytest.approx(planner.PAIRS / gpu_rows.GOALS[1024] / 3600)
+        assert f"{shares[1024]}% of the {peak / 1e12:.0f} in H200's data sheet" in computed.note
+
+    def test_a_peak_says_which_it_is_and_what_a_product_reaches(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+        monkeypatch.setattr(flops, "gpu_rate", lambda *_: 790e12)
+        rate, source = flops.peak(torch.device("cuda"), "bfloat16")
+        assert rate == 989e12
+        assert source == "of 989 TFLOP/s, data sheet of H200; a matrix product reaches 80%"
+        monkeypatch.setattr(flops, "measured_rate", lambda _: 1e11)
+        assert flops.peak(torch.device("cpu"), "float32") == (1e11, "of a measured matrix product")
+
     def test_slopes(self):
         assert growth.slope([1, 2, 4], [3, 12, 48]) == pytest.approx(2.0)
         rows = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from typing import Callable, Dict, Iterator
+from typing import Callable, Dict, Iterator, Optional
 
 import torch
 from torch import nn
@@ -24,13 +24,13 @@ Call = Callable[[], object]
 
 def grid(setting: Setting) -> Iterator[Row]:
     """Forward, and forward with backward, for each number of keypoints and batch."""
-    rate, _ = flops.peak(setting.device, "float32")
+    peak = flops.peak(setting.device, "float32")
     for keypoints in setting.keypoint_counts:
         for pairs in setting.batches:
-            yield from _cell(setting, keypoints, pairs, rate)
+            yield from _cell(setting, keypoints, pairs, *peak)
 
 
-def _cell(setting: Setting, keypoints: int, pairs: int, rate) -> Iterator[Row]:
+def _cell(setting: Setting, keypoints: int, pairs: int, rate: Optional[float], source: str) -> Iterator[Row]:
     forward = sum(flops.forward_flops(setting.config, keypoints).values())
     memory_needed = activation_bytes(setting.config, keypoints, pairs)
     for what, operations, make in (
@@ -45,9 +45,8 @@ def _cell(setting: Setting, keypoints: int, pairs: int, rate) -> Iterator[Row]:
         call = make(setting.model(), made_batch(keypoints, pairs).to(setting.device))
         taken = setting.timed({what: call}, setting.seconds / 2)[what]
         each = statistics.median(taken.wall) / pairs
-        share = f"{operations / each / 1e9:.0f} GFLOP/s" + (
-            f", MFU {operations / each / rate:.0%}" if rate else ""
-        )
+        share = f"{operations / each / 1e9:.0f} GFLOP/s, "
+        share += f"MFU {operations / each / rate:.0%} ({source})" if rate else source
         busy = sum(taken.cpu) / sum(taken.wall)
         note = f"{share}, cores in use {busy:.2f}"
         yield Row("model", name, 1e3 * each, "ms/pair", note=note, size=(what, keypoints, pairs))
