@@ -6,8 +6,11 @@ import contextlib
 import csv
 import dataclasses
 import inspect
+import io
 import json
 import math
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -22,6 +25,7 @@ from pipeline.benchmarks import (
     evaluation_rows,
     flops,
     gpu_rows,
+    group_rows,
     growth,
     growth_rows,
     made,
@@ -29,6 +33,7 @@ from pipeline.benchmarks import (
     model_rows,
     parity_rows,
     peer,
+    peer_rank,
     peer_rows,
     plain,
     planner,
@@ -44,6 +49,7 @@ from pipeline.features.store import Store
 from pipeline.matching.loss import assignment_loss
 from pipeline.matching.superglue import SuperGlueConfig
 from pipeline.matching.truth import ground_truth
+from pipeline.runtime import distributed
 
 SMALL = SuperGlueConfig(dim=16, layers=2, heads=2, sinkhorn_iterations=20)
 
@@ -264,7 +270,7 @@ class TestRows:
             group(), group()
         finally:
             group.close()
-        assert [rank.returncode for rank in group.ranks] == [0] * group.processes
+        assert [rank.returncode for rank in group.ranks.all] == [0] * group.processes
 
     def test_training_rows_heed_the_limit_of_keypoints(self, tmp_path):
         store = Store(made.made_store(tmp_path / "store", 40, images=8))
@@ -413,6 +419,46 @@ class TestElastic:
         assert asked == [(1, 2), (1, 2), (2, 1), (2, 1)]
         assert [row.note for row in rows] == ["1.50 times as long, 1.25 times the processor's time"] * 4
         assert all(row.skipped for row in elastic_rows.elastic(setting(seconds=1e-6)))
+
+
+class TestRanks:
+    def ranks(self, code):
+        return setting(), [
+            sys.executable,
+            "-c",
+            f"import os, sys, time; rank = int(os.environ['RANK']); {code}",
+        ]
+
+    def test_a_rank_that_dies_takes_the_others_along_and_is_named(self):
+        begun = time.monotonic()
+        with pytest.raises(RuntimeError, match="rank 1 ended with 3, of 3 ranks"):
+            group_rows.in_processes(*self.ranks("sys.exit(3) if rank == 1 else time.sleep(60)"), 3, 1)
+        assert time.monotonic() - begun < 30
+        said = group_rows.in_processes(*self.ranks("print(rank)"), 2, 1)
+        assert said == "0\n"
+
+    def test_so_does_one_beside_the_peer_while_nobody_asks_for_a_step(self):
+        group = peer_rows.Group.__new__(peer_rows.Group)
+        code = "print('ready', flush=True); sys.stdin.readline(); print('ready', flush=True); time.sleep(60)"
+        group.ranks = group_rows.Ranks(*self.ranks(code), 2, 1)
+        group._answered(), group()
+        group.ranks.all[1].kill()
+        with pytest.raises(RuntimeError, match="rank 1 ended with -9, of 2 ranks"):
+            group()
+        group.close()
+
+    def test_idle_ranks_beside_the_peer_wait_for_their_own_input(self, tmp_path, monkeypatch, capsys):
+        """Not in a collective, which would work on the GPU of the group that is timed."""
+        context = distributed.Context(1, 2, 1, torch.device("cpu"))
+        monkeypatch.setattr(distributed, "joined", lambda: contextlib.nullcontext(context))
+        monkeypatch.setattr(distributed, "broadcast", lambda _: pytest.fail("waits in a collective"))
+        steps = []
+        monkeypatch.setattr(peer_rank, "Trainer", lambda *_, **__: lambda: steps.append(1))
+        monkeypatch.setattr("sys.stdin", io.StringIO("step\n" * 3))
+        kept = made.made_store(tmp_path / "store", 20, images=2)
+        given = {"store": kept, "params": "p", "config": "{}", "keypoints": 20, "pairs": 2, "changes": "{}"}
+        arguments = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        assert peer_rank.main(arguments) == 0 and len(steps) == 3 and capsys.readouterr().out == ""
 
 
 class TestStages:
