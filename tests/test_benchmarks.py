@@ -460,6 +460,16 @@ class TestRanks:
         arguments = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         assert peer_rank.main(arguments) == 0 and len(steps) == 3 and capsys.readouterr().out == ""
 
+    @pytest.mark.parametrize(("device", "sharing"), [("cpu", (2, 4, 8)), ("cuda", (1, 1, 1))])
+    def test_ranks_share_a_cpus_memory_and_have_a_gpu_each(self, device, sharing, monkeypatch):
+        asked = []
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+        monkeypatch.setattr(group_rows.os, "cpu_count", lambda: 8)
+        monkeypatch.setattr(Setting, "too_dear", lambda self, _, memory, **__: asked.append(memory) or "dear")
+        assert all(each.skipped for each in group_rows.groups(Setting(torch.device(device), SMALL)))
+        one = row.activation_bytes(SMALL, 512, 64 if device == "cuda" else 2)
+        assert asked == [ranks * one for ranks in sharing]
+
 
 class TestStages:
     def test_the_loader_that_works_ahead_trains_like_the_one_that_does_not(self, tmp_path):

@@ -29,7 +29,8 @@ def groups(setting: Setting) -> Iterator[Row]:
         name = f"DDP, {processes} processes of {pairs} pairs, N = {KEYPOINTS}"
         reason = f"{places} {'GPUs' if cuda else 'cores'}" if processes > places else ""
         operations = pairs * flops.training_flops(setting.config, KEYPOINTS)
-        memory = processes * activation_bytes(setting.config, KEYPOINTS, pairs)
+        sharing = 1 if cuda else processes  # each rank has a GPU of its own
+        memory = sharing * activation_bytes(setting.config, KEYPOINTS, pairs)
         reason = reason or setting.too_dear(operations, memory, calls=2 * setting.rounds)
         if reason:
             yield Row("training", name, skipped=reason)
