@@ -472,20 +472,35 @@ class TestRanks:
 
 
 class TestStages:
-    def test_the_loader_that_works_ahead_trains_like_the_one_that_does_not(self, tmp_path):
-        """Two steps from the same weights; where DALI is missing its row says so."""
+    def test_loaders_that_work_ahead_train_like_the_one_that_does_not(self, tmp_path):
+        """Two steps from the same weights; the synthetic one has other pairs."""
         store = Store(made.made_store(tmp_path / "store", 30, images=8))
-        reasons = training_rows._reasons(setting())
-        assert not reasons["DALI loader, ahead"] or "pip install nvidia-dali" in reasons["DALI loader, ahead"]
         with contextlib.ExitStack() as stack:
-            ways = training_rows._ahead(setting(), store, 4, reasons, stack)
+            ways = training_rows._ahead(setting(), store, 4, stack)
             torch.manual_seed(0)
             ways["no loader"] = training_rows.Trainer(setting(), store, 4)
             for way in ways.values():
                 way(), way()
-            weights = [[p.detach() for p in way.parts.wrapped.parameters()] for way in ways.values()]
-        assert len(weights) == 2 + (not reasons["DALI loader, ahead"])
-        assert all(torch.equal(a, b) for own in weights for a, b in zip(own, weights[0]))
+            weights = {
+                name: [p.detach() for p in way.parts.wrapped.parameters()] for name, way in ways.items()
+            }
+        synthetic = weights.pop("synthetic loader")
+        assert len(weights) == 2 + (not training_rows._no_dali(setting()))
+        assert all(torch.equal(a, b) for own in weights.values() for a, b in zip(own, weights["no loader"]))
+        assert not all(torch.equal(a, b) for a, b in zip(synthetic, weights["no loader"]))
+
+    def test_loaders_are_compared_by_pairs_a_second(self, monkeypatch):
+        monkeypatch.setattr(training_rows, "KEYPOINTS", 40)
+        monkeypatch.setattr(training_rows, "DRAWN", 2)
+        monkeypatch.setattr(training_rows, "_no_compiler", lambda: "no compiler")
+        found = {each.what.split(", N")[0]: each for rows in (training_rows.modes, training_rows.loader)
+                 for each in rows(setting(seconds=0.1))}  # fmt: skip
+        for place in (", ahead", " alone"):
+            rows = [found.get(f"{name}{place}") for name in training_rows.LOADERS]
+            assert [each.unit for each in rows[:2]] == ["pairs/s"] * 2 and rows[1].ratio.value > 0
+            assert rows[1].against.startswith("plain loader")
+            assert rows[2].against.startswith("plain loader") or "pip install nvidia-dali" in rows[2].skipped
+        assert found["one kept batch"].against == found["plain loader, ahead"].against == "float32"
 
     def test_the_rows_of_the_store_tell_their_bounds(self):
         rows = list(stage_rows.store(setting()))
