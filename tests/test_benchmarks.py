@@ -502,6 +502,22 @@ class TestStages:
             assert rows[2].against.startswith("plain loader") or "pip install nvidia-dali" in rows[2].skipped
         assert found["one kept batch"].against == found["plain loader, ahead"].against == "float32"
 
+    def test_what_params_say_does_not_change_the_figures_of_training(
+        self, tmp_path, make_params, monkeypatch
+    ):
+        odd = {"checkpoint_layers": True, "ema": 0.9, "deterministic": True, "scale_angle": False}
+        section = make_params("train", **odd, optimizer="sgd", loader="synthetic", compile=True)
+        monkeypatch.setattr(training_rows.params, "load", lambda *_: section)
+        store = Store(made.made_store(tmp_path / "store", 20, images=4))
+        train = training_rows.Trainer(setting(), store, 2).train
+        assert (train.checkpoint_layers, train.ema, train.deterministic, train.scale_angle) == (
+            False,
+            0,
+            False,
+            True,
+        )
+        assert (train.optimizer, train.loader, train.compile) == ("adam", "plain", False)
+
     def test_the_rows_of_the_store_tell_their_bounds(self):
         rows = list(stage_rows.store(setting()))
         assert [each.unit for each in rows] == ["us"] * 4

@@ -53,7 +53,8 @@ class Trainer:
             "dim": config.dim, "layers": config.layers, "heads": config.heads, "norm": config.norm,
             "sinkhorn_iterations": config.sinkhorn_iterations, "parallel": "ddp", "bitwise_elastic": False,
             "compile": False, "init_from": "", "freeze": [], "accumulate": 1, "precision": "float32",
-            "loader": "plain",
+            "loader": "plain", "scale_angle": config.scale_angle, "checkpoint_layers": False, "deterministic": False,
+            "ema": 0.0, "optimizer": "adam",
         }  # fmt: skip
         self.train = params.load("train", setting.params).model_copy(update={**same, **changes})
         self.context = context or distributed.Context(0, 1, 0, setting.device)
