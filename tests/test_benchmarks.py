@@ -95,6 +95,23 @@ class TestPlain:
             theirs = plain.dense_loss(plain.plain_from(model)(batch), truths)
         assert torch.allclose(ours, theirs, atol=1e-5, rtol=1e-5)
 
+    def test_its_layer_norm_leaves_nothing_to_copy(self):
+        """Handed on transposed it costs a layer 1.05 times as much."""
+        assert plain.ChannelNorm(6)(torch.rand(2, 6, 5)).is_contiguous()
+
+    @pytest.mark.parametrize("cheaper", ["LayerNorm", "BatchNorm"])
+    def test_a_step_is_compared_with_the_cheaper_norm(self, cheaper, monkeypatch):
+        def timed(_, ways, seconds):
+            assert sorted(ways) == ["bfloat16", "float32", "plain with BatchNorm", "plain with LayerNorm"]
+            costs = {"float32": 1.0, "bfloat16": 0.5, f"plain with {cheaper}": 2.0}
+            return {way: timing.Seconds([costs.get(way, 3.0)] * 2, [1.0] * 2) for way in ways}
+
+        monkeypatch.setattr(Setting, "timed", timed)
+        rows = list(model_rows.against_plain(setting(seconds=1e3)))
+        assert [each.ratio.value for each in rows] == [2.0, 4.0] * 2
+        assert all(each.against.startswith(f"plain with {cheaper} (the cheaper norm), ") for each in rows)
+        assert [each.target for each in rows] == [1.4, 2.2, 2.0, 2.2]
+
 
 class TestTiming:
     def test_every_way_has_equally_many_rounds_in_turns(self):
