@@ -163,7 +163,7 @@ def test_every_figure_of_a_network_has_its_dim(monkeypatch):
     found = table.run(ON_GPU, "", print, lambda *_: None)
     assert [row.flat()["dim"] for row in found[:12]] == [16, None, 128, *[None] * 5, 256, None, 64, 64]
     assert "ms  D=16" in table.line(found[0]) and "D=" not in table.line(found[3])
-    assert all(row.dim == 16 for row in found[12:])
+    assert all(row.dim == 16 for row in found[12:15])
 
 
 def test_a_gpu_is_not_judged_by_the_host(monkeypatch):

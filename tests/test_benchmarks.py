@@ -6,8 +6,11 @@ import contextlib
 import csv
 import dataclasses
 import inspect
+import io
 import json
 import math
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -22,12 +25,15 @@ from pipeline.benchmarks import (
     evaluation_rows,
     flops,
     gpu_rows,
+    group_rows,
     growth,
     growth_rows,
     made,
     memory,
     model_rows,
+    parity_rows,
     peer,
+    peer_rank,
     peer_rows,
     plain,
     planner,
@@ -43,6 +49,7 @@ from pipeline.features.store import Store
 from pipeline.matching.loss import assignment_loss
 from pipeline.matching.superglue import SuperGlueConfig
 from pipeline.matching.truth import ground_truth
+from pipeline.runtime import distributed
 
 SMALL = SuperGlueConfig(dim=16, layers=2, heads=2, sinkhorn_iterations=20)
 
@@ -88,6 +95,23 @@ class TestPlain:
             theirs = plain.dense_loss(plain.plain_from(model)(batch), truths)
         assert torch.allclose(ours, theirs, atol=1e-5, rtol=1e-5)
 
+    def test_its_layer_norm_leaves_nothing_to_copy(self):
+        """Handed on transposed it costs a layer 1.05 times as much."""
+        assert plain.ChannelNorm(6)(torch.rand(2, 6, 5)).is_contiguous()
+
+    @pytest.mark.parametrize("cheaper", ["LayerNorm", "BatchNorm"])
+    def test_a_step_is_compared_with_the_cheaper_norm(self, cheaper, monkeypatch):
+        def timed(_, ways, seconds):
+            assert sorted(ways) == ["bfloat16", "float32", "plain with BatchNorm", "plain with LayerNorm"]
+            costs = {"float32": 1.0, "bfloat16": 0.5, f"plain with {cheaper}": 2.0}
+            return {way: timing.Seconds([costs.get(way, 3.0)] * 2, [1.0] * 2) for way in ways}
+
+        monkeypatch.setattr(Setting, "timed", timed)
+        rows = list(model_rows.against_plain(setting(seconds=1e3)))
+        assert [each.ratio.value for each in rows] == [2.0, 4.0] * 2
+        assert all(each.against.startswith(f"plain with {cheaper} (the cheaper norm), ") for each in rows)
+        assert [each.target for each in rows] == [1.4, 2.2, 2.0, 2.2]
+
 
 class TestTiming:
     def test_every_way_has_equally_many_rounds_in_turns(self):
@@ -118,6 +142,25 @@ class TestCounts:
         assert counted["linear"] == pytest.approx(24.2e9, rel=0.01)
         assert counted["attention"] == pytest.approx(9.7e9, rel=0.01)
 
+    def test_goals_of_a_gpu_and_what_the_plan_computes_have_one_peak(self, root):
+        """The data sheet's; docs/performance.md states the goals' share of it."""
+        text, peak = (root / "docs" / "performance.md").read_text(), flops.PEAKS["H200"]["bfloat16"]
+        counted = {N: flops.training_flops(planner.GOAL_CONFIG, N) for N in gpu_rows.GOALS}
+        shares = {N: f"{100 * goal * counted[N] / peak:.1f}" for N, goal in gpu_rows.GOALS.items()}
+        assert f"MFU {shares[512]} %" in text and f"MFU {shares[1024]}; {shares[2048]} %" in text
+        computed, *_ = planner.plan(planner.measured([], False), planner.GOAL_CONFIG)
+        assert computed.value == pytest.approx(planner.PAIRS / gpu_rows.GOALS[1024] / 3600)
+        assert f"{shares[1024]}% of the {peak / 1e12:.0f} in H200's data sheet" in computed.note
+
+    def test_a_peak_says_which_it_is_and_what_a_product_reaches(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+        monkeypatch.setattr(flops, "gpu_rate", lambda *_: 790e12)
+        rate, source = flops.peak(torch.device("cuda"), "bfloat16")
+        assert rate == 989e12
+        assert source == "of 989 TFLOP/s, data sheet of H200; a matrix product reaches 80%"
+        monkeypatch.setattr(flops, "measured_rate", lambda _: 1e11)
+        assert flops.peak(torch.device("cpu"), "float32") == (1e11, "of a measured matrix product")
+
     def test_slopes(self):
         assert growth.slope([1, 2, 4], [3, 12, 48]) == pytest.approx(2.0)
         rows = [
@@ -127,15 +170,61 @@ class TestCounts:
         assert found["forward: time against N, batch 1"] == pytest.approx(1.0)
         assert found["forward: time against batch, N = 16"] == pytest.approx(1.0)
 
-    def test_the_plan_says_what_is_computed_and_what_measured(self):
+
+class TestPlan:
+    def plan(self, rows, gpu, **config):
+        return list(planner.plan(planner.measured(rows, gpu), SuperGlueConfig(**config)))
+
+    def rate(self, found):
+        """Pairs per second behind a row's hours."""
+        return planner.PAIRS / found.value / 3600
+
+    def test_it_says_what_is_computed_and_what_measured(self):
         here = [Row("training", "one process, float32, N = 512", 2.0, "pairs/s", against="float32")]
-        rows = list(planner.plan(planner.measured(here, gpu=False), SuperGlueConfig()))
+        rows = self.plan(here, gpu=False)
         assert len(rows) == 4 and "computed, not measured" in rows[1].note
-        assert rows[0].value == pytest.approx(
-            planner.PAIRS / planner.at_paper_scale(planner.measured(here, False), SuperGlueConfig()) / 3600
-        )
-        rows = list(planner.plan(planner.measured(here, gpu=True), SuperGlueConfig()))
+        by = flops.training_flops(SuperGlueConfig(), 512) / flops.training_flops(SuperGlueConfig(), 1024)
+        assert self.rate(rows[0]) == pytest.approx(2.0 * by)
+        rows = self.plan(here, gpu=True)
         assert "measured here" in rows[0].note and rows[1].value == pytest.approx(rows[0].value / 4 / 0.97)
+
+    def test_speed_is_of_one_device_with_a_real_loader(self):
+        names = ("bfloat16", "DataParallel", "synthetic loader, ahead", "one kept batch")
+        here = [
+            Row("training", f"{name}, N = 512", 1.0 + i, "pairs/s", against="float32")
+            for i, name in enumerate(names)
+        ]
+        here.append(Row("training", "DDP, 2 processes of 64 pairs, N = 512", 9.0, "pairs/s"))
+        assert planner.measured(here, True).modes == {"bfloat16, N = 512": 1.0}
+        assert "(bfloat16)" in self.plan(here, True)[0].note
+
+    def test_what_was_measured_at_1024_keypoints_goes_before_what_is_scaled(self):
+        here = [
+            Row("training", "bfloat16, N = 512, batch 64", 1000.0, "pairs/s", against="float32"),
+            Row("gpu", "training, bfloat16, D = 256, T = 100, N = 512, batch 64", 1300.0, "pairs/s"),
+            Row("gpu", "training, bfloat16, D = 256, T = 100, N = 1024, batch 64", 450.0, "pairs/s"),
+        ]
+        measured, scaled = self.plan(here, True, dim=256)[0], self.plan(here, True, dim=128)[0]
+        assert self.rate(measured) == pytest.approx(450.0) and "by operations" not in measured.note
+        assert self.rate(scaled) < 500.0 and "by operations from 1000.00 at N = 512" in scaled.note
+
+    def test_each_number_of_gpus_has_its_own_efficiency(self):
+        here = [Row("training", "bfloat16, N = 512", 1000.0, "pairs/s", against="float32")]
+        for processes, share in ((2, 0.98), (4, 0.9)):
+            ratio = timing.Ratio(share, share, share)
+            here.append(Row("training", f"DDP, {processes} processes of 64 pairs", 1.0, "pairs/s", ratio))
+        one, four, eight = self.plan(here, True)
+        assert one.value / four.value == pytest.approx(4 * 0.9) and "efficiency measured" in four.note
+        assert one.value / eight.value == pytest.approx(8 * 0.9) and "carried over from 4" in eight.note
+
+    def test_the_keypoint_stage_at_each_size_of_its_views(self):
+        here = [Row("keypoints", f"keypoints {way}", 50.0, "views/s")
+                for way in ("floor, 512x384", "ours, 512x384", "ours, 640x480")]  # fmt: skip
+        found = self.plan(here, False)[-2:]
+        assert [each.what for each in found] == [
+            f"keypoint stage, COCO2014, 2 views an image, {size}, here" for size in ("512x384", "640x480")
+        ]
+        assert found[0].value == pytest.approx(2 * planner.COCO2014_IMAGES / 50.0 / 3600)
 
 
 class TestRows:
@@ -198,7 +287,7 @@ class TestRows:
             group(), group()
         finally:
             group.close()
-        assert [rank.returncode for rank in group.ranks] == [0] * group.processes
+        assert [rank.returncode for rank in group.ranks.all] == [0] * group.processes
 
     def test_training_rows_heed_the_limit_of_keypoints(self, tmp_path):
         store = Store(made.made_store(tmp_path / "store", 40, images=8))
@@ -206,10 +295,38 @@ class TestRows:
             (batch,) = training_rows.Trainer(setting(), store, 2, keypoints=limit).made(0)
             assert batch.counts0.tolist() == [limit] * 2
 
-    def test_agreement(self):
-        assert model_rows._agreement(
-            torch.tensor([1, -1, 2, -1]), torch.tensor([1, -1, 3, 0])
-        ) == pytest.approx(1 / 3)
+    def test_share_of_equal_matches(self):
+        a, b = torch.tensor([1, -1, 2, -1]), torch.tensor([1, -1, 3, 0])
+        assert parity_rows.equal(a, b) == pytest.approx(1 / 3)
+
+    def test_parity_compares_layers_that_do_something(self):
+        """An untrained network's branches are zero in every precision; float16 says why a CPU leaves it out."""
+        wide = dataclasses.replace(
+            setting(), config=SuperGlueConfig(dim=128, layers=1, sinkhorn_iterations=20)
+        )
+        found = {each.what: each for each in parity_rows.parity(wide)}
+        assert "GPU" in found.pop("float16").skipped and len(found) == 6
+        values = {what.split(", N")[0]: each.value for what, each in found.items()}
+        assert 0.5 < values["bfloat16, autocast: equal matches"] <= 1
+        assert 0 < values["bfloat16, autocast: difference of the loss"] < 0.1
+        assert 1e-3 < values["bfloat16, autocast: difference of the whole gradient"] < 0.1
+        for way in ("autocast", "folded"):
+            assert 0.01 < values[f"bfloat16, {way}: largest difference of log P"] < 1
+
+    def test_the_perturbed_network_uses_every_weight(self):
+        model = parity_rows.perturbed(setting().model())
+        answer = parity_rows.answer(model, made.made_batch(30, 2), "float32")
+        moving = [bool(p.grad.abs().sum() > 0) for name, p in model.named_parameters() if "bias" not in name]
+        assert all(moving) and not torch.equal(model.dustbin, setting().model().dustbin)
+        assert answer.gradient.dtype == torch.float64 and answer.loss > 0
+
+    def test_the_difference_to_plain_is_taken_where_layers_do_something(self, monkeypatch):
+        seen = []
+        inner = plain.plain_from
+        monkeypatch.setattr(model_rows.plain, "plain_from", lambda model: seen.append(model) or inner(model))
+        difference = model_rows._difference(setting(), made.made_batch(30, 1), 30)
+        assert 0 < difference.value < 1e-3
+        assert all(bool(layer.mlp[-1].weight.any()) for layer in seen[0].self_attention)
 
 
 def _allocate(device: str, mib: int):
@@ -321,21 +438,102 @@ class TestElastic:
         assert all(row.skipped for row in elastic_rows.elastic(setting(seconds=1e-6)))
 
 
+class TestRanks:
+    def ranks(self, code):
+        return setting(), [
+            sys.executable,
+            "-c",
+            f"import os, sys, time; rank = int(os.environ['RANK']); {code}",
+        ]
+
+    def test_a_rank_that_dies_takes_the_others_along_and_is_named(self):
+        begun = time.monotonic()
+        with pytest.raises(RuntimeError, match="rank 1 ended with 3, of 3 ranks"):
+            group_rows.in_processes(*self.ranks("sys.exit(3) if rank == 1 else time.sleep(60)"), 3, 1)
+        assert time.monotonic() - begun < 30
+        said = group_rows.in_processes(*self.ranks("print(rank)"), 2, 1)
+        assert said == "0\n"
+
+    def test_so_does_one_beside_the_peer_while_nobody_asks_for_a_step(self):
+        group = peer_rows.Group.__new__(peer_rows.Group)
+        code = "print('ready', flush=True); sys.stdin.readline(); print('ready', flush=True); time.sleep(60)"
+        group.ranks = group_rows.Ranks(*self.ranks(code), 2, 1)
+        group._answered(), group()
+        group.ranks.all[1].kill()
+        with pytest.raises(RuntimeError, match="rank 1 ended with -9, of 2 ranks"):
+            group()
+        group.close()
+
+    def test_idle_ranks_beside_the_peer_wait_for_their_own_input(self, tmp_path, monkeypatch, capsys):
+        """Not in a collective, which would work on the GPU of the group that is timed."""
+        context = distributed.Context(1, 2, 1, torch.device("cpu"))
+        monkeypatch.setattr(distributed, "joined", lambda: contextlib.nullcontext(context))
+        monkeypatch.setattr(distributed, "broadcast", lambda _: pytest.fail("waits in a collective"))
+        steps = []
+        monkeypatch.setattr(peer_rank, "Trainer", lambda *_, **__: lambda: steps.append(1))
+        monkeypatch.setattr("sys.stdin", io.StringIO("step\n" * 3))
+        kept = made.made_store(tmp_path / "store", 20, images=2)
+        given = {"store": kept, "params": "p", "config": "{}", "keypoints": 20, "pairs": 2, "changes": "{}"}
+        arguments = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        assert peer_rank.main(arguments) == 0 and len(steps) == 3 and capsys.readouterr().out == ""
+
+    @pytest.mark.parametrize(("device", "sharing"), [("cpu", (2, 4, 8)), ("cuda", (1, 1, 1))])
+    def test_ranks_share_a_cpus_memory_and_have_a_gpu_each(self, device, sharing, monkeypatch):
+        asked = []
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+        monkeypatch.setattr(group_rows.os, "cpu_count", lambda: 8)
+        monkeypatch.setattr(Setting, "too_dear", lambda self, _, memory, **__: asked.append(memory) or "dear")
+        assert all(each.skipped for each in group_rows.groups(Setting(torch.device(device), SMALL)))
+        one = row.activation_bytes(SMALL, 512, 64 if device == "cuda" else 2)
+        assert asked == [ranks * one for ranks in sharing]
+
+
 class TestStages:
-    def test_the_loader_that_works_ahead_trains_like_the_one_that_does_not(self, tmp_path):
-        """Two steps from the same weights; where DALI is missing its row says so."""
+    def test_loaders_that_work_ahead_train_like_the_one_that_does_not(self, tmp_path):
+        """Two steps from the same weights; the synthetic one has other pairs."""
         store = Store(made.made_store(tmp_path / "store", 30, images=8))
-        reasons = training_rows._reasons(setting())
-        assert not reasons["DALI loader, ahead"] or "pip install nvidia-dali" in reasons["DALI loader, ahead"]
         with contextlib.ExitStack() as stack:
-            ways = training_rows._ahead(setting(), store, 4, reasons, stack)
+            ways = training_rows._ahead(setting(), store, 4, stack)
             torch.manual_seed(0)
             ways["no loader"] = training_rows.Trainer(setting(), store, 4)
             for way in ways.values():
                 way(), way()
-            weights = [[p.detach() for p in way.parts.wrapped.parameters()] for way in ways.values()]
-        assert len(weights) == 2 + (not reasons["DALI loader, ahead"])
-        assert all(torch.equal(a, b) for own in weights for a, b in zip(own, weights[0]))
+            weights = {
+                name: [p.detach() for p in way.parts.wrapped.parameters()] for name, way in ways.items()
+            }
+        synthetic = weights.pop("synthetic loader")
+        assert len(weights) == 2 + (not training_rows._no_dali(setting()))
+        assert all(torch.equal(a, b) for own in weights.values() for a, b in zip(own, weights["no loader"]))
+        assert not all(torch.equal(a, b) for a, b in zip(synthetic, weights["no loader"]))
+
+    def test_loaders_are_compared_by_pairs_a_second(self, monkeypatch):
+        monkeypatch.setattr(training_rows, "KEYPOINTS", 40)
+        monkeypatch.setattr(training_rows, "DRAWN", 2)
+        monkeypatch.setattr(training_rows, "_no_compiler", lambda: "no compiler")
+        found = {each.what.split(", N")[0]: each for rows in (training_rows.modes, training_rows.loader)
+                 for each in rows(setting(seconds=0.1))}  # fmt: skip
+        for place in (", ahead", " alone"):
+            rows = [found.get(f"{name}{place}") for name in training_rows.LOADERS]
+            assert [each.unit for each in rows[:2]] == ["pairs/s"] * 2 and rows[1].ratio.value > 0
+            assert rows[1].against.startswith("plain loader")
+            assert rows[2].against.startswith("plain loader") or "pip install nvidia-dali" in rows[2].skipped
+        assert found["one kept batch"].against == found["plain loader, ahead"].against == "float32"
+
+    def test_what_params_say_does_not_change_the_figures_of_training(
+        self, tmp_path, make_params, monkeypatch
+    ):
+        odd = {"checkpoint_layers": True, "ema": 0.9, "deterministic": True, "scale_angle": False}
+        section = make_params("train", **odd, optimizer="sgd", loader="synthetic", compile=True)
+        monkeypatch.setattr(training_rows.params, "load", lambda *_: section)
+        store = Store(made.made_store(tmp_path / "store", 20, images=4))
+        train = training_rows.Trainer(setting(), store, 2).train
+        assert (train.checkpoint_layers, train.ema, train.deterministic, train.scale_angle) == (
+            False,
+            0,
+            False,
+            True,
+        )
+        assert (train.optimizer, train.loader, train.compile) == ("adam", "plain", False)
 
     def test_the_rows_of_the_store_tell_their_bounds(self):
         rows = list(stage_rows.store(setting()))

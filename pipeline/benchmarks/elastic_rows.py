@@ -38,7 +38,8 @@ def _row(setting: Setting, name: str, processes: int, norm: str) -> Row:
         "dim": config.dim, "layers": config.layers, "heads": config.heads, "norm": norm, "batch": PAIRS,
         "sinkhorn_iterations": config.sinkhorn_iterations, "parallel": "ddp", "bitwise_elastic": False,
         "compile": False, "checkpoint_layers": False, "init_from": "", "freeze": [], "accumulate": 1,
-        "batch_per_rank": 0, "precision": "float32",
+        "batch_per_rank": 0, "precision": "float32", "optimizer": "adam", "ema": 0.0, "deterministic": False,
+        "scale_angle": True,
     }  # fmt: skip
     train = params.load("train", setting.params).model_copy(update=same).model_dump()
     command = [

@@ -7,7 +7,9 @@ import os
 import statistics
 import subprocess
 import sys
-from typing import Dict, Iterator, List
+import threading
+import time
+from typing import Any, Dict, Iterator, List
 
 import torch
 
@@ -27,7 +29,8 @@ def groups(setting: Setting) -> Iterator[Row]:
         name = f"DDP, {processes} processes of {pairs} pairs, N = {KEYPOINTS}"
         reason = f"{places} {'GPUs' if cuda else 'cores'}" if processes > places else ""
         operations = pairs * flops.training_flops(setting.config, KEYPOINTS)
-        memory = processes * activation_bytes(setting.config, KEYPOINTS, pairs)
+        sharing = 1 if cuda else processes  # each rank has a GPU of its own
+        memory = sharing * activation_bytes(setting.config, KEYPOINTS, pairs)
         reason = reason or setting.too_dear(operations, memory, calls=2 * setting.rounds)
         if reason:
             yield Row("training", name, skipped=reason)
@@ -54,24 +57,51 @@ def in_processes(setting: Setting, command: List[str], processes: int, threads: 
     Raises:
         RuntimeError: a rank failed.
     """
-    ranks = started(setting, command, processes, threads)
-    answers = [rank.communicate()[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError(f"a rank ended with {[rank.returncode for rank in ranks]}")
+    ranks = Ranks(setting, command, processes, threads)
+    answers = [rank.communicate()[0] for rank in ranks.all]
+    ranks.check()
     return answers[0]
 
 
-def started(setting: Setting, command: List[str], processes: int, threads: int) -> List[subprocess.Popen]:
-    """The processes of `in_processes`, with pipes to their standard input and output."""
-    shared = {
-        "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR", "SG_TIMEOUT": "3600",
-    }  # fmt: skip
-    ranks = []
-    for rank in range(processes):
-        environment: Dict[str, str] = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+class Ranks:
+    """Processes of a group, `all`, with pipes to their standard input and output.
+
+    As soon as one has failed the others are killed: in a collective they would wait for it until its time-out.
+    """
+
+    def __init__(self, setting: Setting, command: List[str], processes: int, threads: int) -> None:
+        shared = {
+            "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+            "OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR", "SG_TIMEOUT": "3600",
+        }  # fmt: skip
         if setting.device.type == "cpu":
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        ranks.append(subprocess.Popen(command, env=environment, **pipes))
-    return ranks
+            shared["CUDA_VISIBLE_DEVICES"] = ""
+        self.all: List[subprocess.Popen] = []
+        for rank in range(processes):
+            environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            pipes: Dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self.all.append(subprocess.Popen(command, env=environment, **pipes))
+        self._failed: Dict[int, int] = {}  # by rank, what they ended with
+        self._guard = threading.Thread(target=self._watch, daemon=True)
+        self._guard.start()
+
+    def check(self) -> None:
+        """Wait for the ranks to end.
+
+        Raises:
+            RuntimeError: one failed.
+        """
+        self._guard.join()
+        if self._failed:
+            told = ", ".join(f"rank {rank} ended with {code}" for rank, code in self._failed.items())
+            raise RuntimeError(f"{told}, of {len(self.all)} ranks")
+
+    def _watch(self) -> None:
+        running = True
+        while running and not self._failed:
+            time.sleep(0.2)
+            running = any(rank.poll() is None for rank in self.all)
+            self._failed = {i: rank.returncode for i, rank in enumerate(self.all) if rank.poll()}
+        if self._failed:
+            for rank in self.all:
+                rank.kill()

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -78,23 +77,29 @@ class Group:
             "--params", str(setting.params), "--config", json.dumps(setting.config.to_dict()),
             "--keypoints", str(keypoints), "--pairs", str(self.pairs), "--changes", json.dumps(changes),
         ]  # fmt: skip
-        self.ranks: List[subprocess.Popen] = group_rows.started(setting, command, self.processes, 1)
+        self.ranks = group_rows.Ranks(setting, command, self.processes, 1)
         self._answered()
 
     def __call__(self) -> None:
-        self.ranks[0].stdin.write("step\n")
-        self.ranks[0].stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # of a rank that has ended, which `_answered` names
+            for rank in self.ranks.all:
+                rank.stdin.write("step\n")
+                rank.stdin.flush()
         self._answered()
 
     def _answered(self) -> None:
-        if not self.ranks[0].stdout.readline():
-            raise RuntimeError("a rank of ours beside the peer's work ended")
+        """Raises RuntimeError when a rank has failed."""
+        if not self.ranks.all[0].stdout.readline():
+            self.close()
+            self.ranks.check()
+            raise RuntimeError("rank 0 of ours beside the peer's work ended without an answer")
 
     def close(self) -> None:
         """End the ranks."""
-        for rank in self.ranks:
-            rank.stdin.close()
-        for rank in self.ranks:
+        for rank in self.ranks.all:
+            with contextlib.suppress(BrokenPipeError):
+                rank.stdin.close()
+        for rank in self.ranks.all:
             rank.wait()
             rank.stdout.close()
 

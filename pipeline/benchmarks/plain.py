@@ -34,14 +34,14 @@ def sinkhorn(scores: Tensor, dustbin: Tensor, iterations: int) -> Tensor:
 
 
 class ChannelNorm(nn.Module):
-    """LayerNorm over the channels of (B, C, N)."""
+    """LayerNorm over the channels of (B, C, N); left transposed, what follows would copy it at more cost."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return self.norm(x.transpose(1, 2)).transpose(1, 2).contiguous()
 
 
 def _norm(kind: str, channels: int) -> nn.Module:

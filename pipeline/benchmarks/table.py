@@ -21,7 +21,7 @@ from pipeline.files import write_atomic
 
 WITHOUT_NETWORK = (
     "sinkhorn/", "keypoints/", "store/", "memory/Sinkhorn", "growth/Sinkhorn", "growth/keypoint", "plan/keypoint",
-    "gpu/decoding",
+    "gpu/decoding", "loader/plain loader alone", "loader/synthetic loader alone", "loader/DALI loader alone",
 )  # fmt: skip
 
 
@@ -35,6 +35,7 @@ def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
         growth_rows,
         memory_rows,
         model_rows,
+        parity_rows,
         peer_rows,
         stage_rows,
         training_rows,
@@ -51,7 +52,7 @@ def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
         "elastic": elastic_rows.elastic,
         "loader": training_rows.loader,
         "memory": memory_rows.peaks,
-        "parity": model_rows.parity,
+        "parity": parity_rows.parity,
         "batched": evaluation_rows.batched,
         "evaluation": evaluation_rows.evaluation,
         "keypoints": stage_rows.keypoints,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import tempfile
 from pathlib import Path
@@ -26,11 +27,13 @@ from pipeline.training import setup
 from pipeline.training.step import train_step
 
 KEYPOINTS = 512
+LOADERS = {"plain loader": "plain", "synthetic loader": "synthetic", "DALI loader": "dali"}  # `train.loader`
+DRAWN = 32  # batches at a time of a loader alone, so that the two it keeps ready count for little
 _ENDLESS = 10**9  # steps
 
 
 class Trainer:
-    """One training step a call, by the trainer's own parts; `load=False` reuses one batch (a synthetic loader).
+    """One training step a call, by the trainer's own parts; `load=False` keeps one batch.
 
     context: of a rank of several, which takes its share of the batch's pairs; None: there is one process.
     """
@@ -50,11 +53,13 @@ class Trainer:
             "dim": config.dim, "layers": config.layers, "heads": config.heads, "norm": config.norm,
             "sinkhorn_iterations": config.sinkhorn_iterations, "parallel": "ddp", "bitwise_elastic": False,
             "compile": False, "init_from": "", "freeze": [], "accumulate": 1, "precision": "float32",
-            "loader": "plain",
+            "loader": "plain", "scale_angle": config.scale_angle, "checkpoint_layers": False, "deterministic": False,
+            "ema": 0.0, "optimizer": "adam",
         }  # fmt: skip
         self.train = params.load("train", setting.params).model_copy(update={**same, **changes})
         self.context = context or distributed.Context(0, 1, 0, setting.device)
         self.parts, _ = setup.build(self.train, self.context)
+        self._load_batch, self.prefetched = choose(self.train.loader, setting.device)
         self.store, self.batch, self.keypoints, self.step = store, batch, keypoints, 0
         self.order = PairOrder(0, len(store), store.views_per_image)
         self.kept = None if load else self.loaded()
@@ -69,7 +74,7 @@ class Trainer:
             rank_slice(self.batch, self.context.rank, self.context.world_size)
         ]
         parts = split_evenly(own, self.train.accumulate)
-        batches = [load_batch(self.store, part, self.keypoints) for part in parts]
+        batches = [self._load_batch(self.store, part, self.keypoints) for part in parts]
         pin = self.context.device.type == "cuda" and self.train.loader != "dali"
         return [batch.pinned() for batch in batches] if pin else batches
 
@@ -86,8 +91,7 @@ class Ahead(Trainer):
 
     def __init__(self, setting: Setting, store: Store, batch: int, **changes: Any) -> None:
         super().__init__(setting, store, batch, **changes)
-        _, prefetched = choose(self.train.loader, setting.device)
-        self.source = prefetched(self.made, range(_ENDLESS))
+        self.source = self.prefetched(self.made, range(_ENDLESS))
 
     def loaded(self) -> List[Any]:
         return [batch.to(self.context.device) for batch in next(self.source)]
@@ -103,7 +107,7 @@ def modes(setting: Setting) -> Iterator[Row]:
             "one process, float32": {},
             "bfloat16": {"precision": "bfloat16"},
             "two micro-batches": {"accumulate": 2},
-            "synthetic loader": {"load": False},
+            "one kept batch": {"load": False},
             "float16": {"precision": "float16"},
             "DataParallel": {"parallel": "dp"},
             "torch.compile": {"compile": True},
@@ -115,28 +119,30 @@ def modes(setting: Setting) -> Iterator[Row]:
             if not reasons.get(name)
         }
         with contextlib.ExitStack() as stack:
-            ways = {**made, **_ahead(setting, store, batch, reasons, stack)}
-            taken = setting.timed(ways, 4 * setting.seconds)
-    for name in ways:
-        rate = batch / statistics.median(taken[name].wall)
-        base = taken["one process, float32"]
-        ratio = timing.speed_up(base.wall, taken[name].wall)
-        cpu = timing.speed_up(base.cpu, taken[name].cpu)
-        yield Row(
-            "training", f"{name}, N = {KEYPOINTS}, batch {batch}", rate, "pairs/s", ratio, cpu, "float32"
-        )
-    for name, reason in reasons.items():
+            ahead = {f"{name}, ahead": way for name, way in _ahead(setting, store, batch, stack).items()}
+            taken = setting.timed({**made, **ahead}, 4 * setting.seconds)
+    first, plain = "one process, float32", "plain loader, ahead"
+    bases = {**dict.fromkeys(taken, first), **dict.fromkeys(ahead, plain), plain: first}
+    size = f"N = {KEYPOINTS}, batch {batch}"
+    for name, base in bases.items():
+        against = "float32" if base == first else base
+        yield _row("training", f"{name}, {size}", batch, taken[name], taken[base], against)
+    for name, reason in {**reasons, "DALI loader, ahead": _no_dali(setting)}.items():
         if reason:
             yield Row("training", name, skipped=reason)
 
 
-def _ahead(
-    setting: Setting, store: Store, batch: int, reasons: Dict[str, str], stack: Any
-) -> Dict[str, Ahead]:
+def _row(group: str, name: str, pairs: int, own: timing.Seconds, base: timing.Seconds, against: str) -> Row:
+    """Pairs per second, and how many times those of `base`, which does the same pairs."""
+    ratio, cpu = timing.speed_up(base.wall, own.wall), timing.speed_up(base.cpu, own.cpu)
+    return Row(group, name, pairs / statistics.median(own.wall), "pairs/s", ratio, cpu, against)
+
+
+def _ahead(setting: Setting, store: Store, batch: int, stack: contextlib.ExitStack) -> Dict[str, Ahead]:
     """A way for each loader that runs here; `stack` ends them."""
     ways = {}
-    for name, kind in (("plain loader, ahead", "plain"), ("DALI loader, ahead", "dali")):
-        if not reasons.get(name):
+    for name, kind in LOADERS.items():
+        if kind != "dali" or not _no_dali(setting):
             ways[name] = Ahead(setting, store, batch, loader=kind)
             stack.callback(ways[name].source.close)
     return ways
@@ -148,7 +154,6 @@ def _reasons(setting: Setting) -> Dict[str, str]:
         "float16": "" if setting.device.type == "cuda" else "needs a GPU: its gradients are scaled there",
         "DataParallel": "" if torch.cuda.device_count() > 1 else "needs two GPUs",
         "torch.compile": _no_compiler(),
-        "DALI loader, ahead": _no_dali(setting),
     }
 
 
@@ -186,6 +191,8 @@ def loader(setting: Setting) -> Iterator[Row]:
             "truth": lambda: assignment_loss(found, ground_truth(made)).total.sum().backward(),
         }
         taken = setting.timed(ways, 2 * setting.seconds)
+        alone = list(_alone(setting, store, batch))
+    yield from alone
     step = taken["step"]
     for way, name, least in (
         ("load", "loading, as a share of the step it runs beside", 100.0),
@@ -195,3 +202,20 @@ def loader(setting: Setting) -> Iterator[Row]:
         each = statistics.median(taken[way].wall)
         note = f"{batch / each:.0f} pairs/s, {cpu.value**-1:.2%} of the step's processor time"
         yield Row("loader", name, 1 / ratio.value, "of the step", ratio, cpu, "step", least, note)
+
+
+def _alone(setting: Setting, store: Store, batch: int) -> Iterator[Row]:
+    """Pairs per second of each loader, ahead as in training, with no step to feed."""
+
+    def drawn(way: Ahead) -> None:
+        for _ in range(DRAWN):
+            way.loaded()
+
+    with contextlib.ExitStack() as stack:
+        ahead = _ahead(setting, store, batch, stack)
+        taken = setting.timed({name: functools.partial(drawn, way) for name, way in ahead.items()})
+    for name, own in taken.items():
+        what = f"{name} alone, N = {KEYPOINTS}, batch {batch}"
+        yield _row("loader", what, DRAWN * batch, own, taken["plain loader"], "plain loader")
+    if _no_dali(setting):
+        yield Row("loader", "DALI loader alone", skipped=_no_dali(setting))
