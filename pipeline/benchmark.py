@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
@@ -92,10 +93,11 @@ def _whole_table(options: argparse.Namespace) -> int:
     )
     about = table.machine(setting)
     print("\n".join(f"{name}: {value}" for name, value in about.items()), flush=True)
-    about["groups"] = []
+    done = about["groups"] = {}  # with the seconds each took
+    started = time.monotonic()
 
     def kept(group: str, rows: List[Any]) -> None:
-        about["groups"].append(group)
+        done[group] = round(time.monotonic() - started - sum(done.values()), 1)
         table.write(rows, about, options.out)
 
     rows = table.run(setting, options.only, lambda text: print(text, flush=True), kept)

@@ -278,6 +278,13 @@ class TestRows:
         assert "no manifest here" in found["keypoint stage"].skipped
         assert found["DDP"].unit == "exponent" or "1 core" in found["DDP"].skipped
 
+    def test_the_peers_work_is_skipped_where_it_outlasts_the_budget(self, tmp_path, photo, monkeypatch):
+        images = write_image_set(tmp_path / "images", {"a.png": photo}, "train")
+        monkeypatch.setattr(peer.PeerTraining, "__call__", lambda self: time.sleep(0.05))
+        found = list(peer_rows.peer(setting(images=images, seconds=0.01)))
+        assert [bool(row.skipped) for row in found] == [True, True]
+        assert "--seconds 1 runs it" in found[0].skipped
+
     def test_a_group_of_ranks_steps_beside_the_peer(self, tmp_path):
         kept = made.made_store(tmp_path / "store", 20, images=16)
         changes = {"dim": 32, "sinkhorn_iterations": 5, "max_keypoints": 20, "precision": "float32"}

@@ -41,6 +41,8 @@ def slopes(rows: Sequence[Row], config: SuperGlueConfig) -> Iterator[Row]:
 def slope_row(what: str, xs: Sequence[float], ys: Sequence[float], expected: float) -> Row:
     """Measured exponent of `ys` over `xs` beside the expected one."""
     over = ", ".join(str(x) for x in xs)
+    if min(ys) <= 0:
+        return Row("growth", what, skipped=f"too little to measure over {over}")
     found = slope(xs, ys)
     judged = "" if math.isclose(found, expected, abs_tol=0.25) else "; not as the operations foretell"
     return Row("growth", what, found, "exponent", note=f"expected {expected:.2f} over {over}{judged}")

@@ -9,6 +9,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
@@ -24,6 +25,7 @@ from pipeline.features import sift, store
 
 PAIRS = {512: 8, 1024: 4}  # of a step of one of our processes, by keypoints
 TARGETS = {"float32": 5.0, "bfloat16": 10.0}
+CALLS, BUDGETS = 3, 2.0  # of the peer's work at least; `--seconds` that they may take together
 
 
 def peer(setting: Setting) -> Iterator[Row]:
@@ -33,6 +35,10 @@ def peer(setting: Setting) -> Iterator[Row]:
         # so that each pair is the same work
         images = [image for image in found if len(sift.extract(image, keypoints)) == keypoints] or found
         theirs = other.PeerTraining(images, keypoints, setting.device)
+        reason = _too_long(theirs, setting)
+        if reason:
+            yield Row("peer", f"end to end, at most {keypoints} keypoints", skipped=reason)
+            continue
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             kept = _store_of(theirs, images, Path(folder))
             ours = _ours(setting, kept, keypoints, stack)
@@ -41,6 +47,16 @@ def peer(setting: Setting) -> Iterator[Row]:
             taken = setting.timed(ways, calls * setting.seconds)
         mean = sum(theirs.seen) / len(theirs.seen)
         yield from _rows(taken, {name: pairs for name, (_, pairs) in ours.items()}, keypoints, mean)
+
+
+def _too_long(theirs: Callable[[], object], setting: Setting) -> str:
+    """Why the fewest rounds would not fit the budget, or nothing; costs one call."""
+    started = time.perf_counter()
+    theirs()
+    seconds = CALLS * (time.perf_counter() - started)
+    if seconds <= BUDGETS * setting.seconds:
+        return ""
+    return f"about {seconds:.0f} s of the peer's work alone; --seconds {seconds / BUDGETS + 1:.0f} runs it"
 
 
 def _ours(

@@ -33,7 +33,7 @@ def keypoints(setting: Setting) -> Iterator[Row]:
     except RequestError as error:
         yield Row("keypoints", "keypoint stage", skipped=str(error))
         return
-    entries = images.entries("train")[: max(4, 8 * cores())]
+    entries = images.entries("train")[: max(4, 4 * cores())]
     for width, height in sorted({(settings.width, settings.height), PAPER}):
         sized = settings.model_copy(update={"width": width, "height": height})
         yield from map(_keypoint_row, keypoint_rows(images, entries, sized, cores(), 2))
