@@ -274,9 +274,10 @@ class TestRows:
             each.what.split(":")[0]: each for each in growth_rows.growth(setting(keypoint_counts=(64, 128)))
         }
         memory_rows = [each for each in found.values() if "step" in each.what or "Sinkhorn" in each.what]
-        assert len(memory_rows) == 3 and all(each.unit == "exponent" for each in memory_rows)
+        assert len(memory_rows) == 3
+        # networks as small as these may stay within what the process has already
+        assert all(each.unit == "exponent" or "too little" in each.skipped for each in memory_rows)
         assert "no manifest here" in found["keypoint stage"].skipped
-        assert found["DDP"].unit == "exponent" or "1 core" in found["DDP"].skipped
 
     def test_the_peers_work_is_skipped_where_it_outlasts_the_budget(self, tmp_path, photo, monkeypatch):
         images = write_image_set(tmp_path / "images", {"a.png": photo}, "train")
@@ -484,7 +485,7 @@ class TestRanks:
         arguments = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         assert peer_rank.main(arguments) == 0 and len(steps) == 3 and capsys.readouterr().out == ""
 
-    @pytest.mark.parametrize(("device", "sharing"), [("cpu", (2, 4, 8)), ("cuda", (1, 1, 1))])
+    @pytest.mark.parametrize(("device", "sharing"), [("cpu", (1, 2, 4, 8)), ("cuda", (1, 1, 1, 1))])
     def test_ranks_share_a_cpus_memory_and_have_a_gpu_each(self, device, sharing, monkeypatch):
         asked = []
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
@@ -493,6 +494,15 @@ class TestRanks:
         assert all(each.skipped for each in group_rows.groups(Setting(torch.device(device), SMALL)))
         one = row.activation_bytes(SMALL, 512, 64 if device == "cuda" else 2)
         assert asked == [ranks * one for ranks in sharing]
+
+    def test_the_step_of_several_processes_beside_that_of_one(self, monkeypatch):
+        monkeypatch.setattr(group_rows.os, "cpu_count", lambda: 4)
+        monkeypatch.setattr(
+            group_rows, "step_seconds", lambda _, processes, __: [[float(processes)] * 3, [1.0] * 3]
+        )
+        *found, grown = [each for each in group_rows.groups(setting()) if not each.skipped]
+        assert [each.value for each in found] == [2.0] * 3  # two pairs each, in as many seconds as processes
+        assert [each.target for each in found] == [None, 0.95, 0.95] and grown.value == pytest.approx(1.0)
 
 
 class TestStages:

@@ -14,32 +14,40 @@ from typing import Any, Dict, Iterator, List
 import torch
 
 from pipeline.benchmarks import flops, timing
+from pipeline.benchmarks.growth import slope_row
 from pipeline.benchmarks.row import Row, Setting, activation_bytes
 from pipeline.launch import free_port
 
 KEYPOINTS = 512
+BUDGETS = 6.0  # of `--seconds`, for a row whose processes have to start first
 
 
 def groups(setting: Setting) -> Iterator[Row]:
-    """DistributedDataParallel with 2, 4, 8 processes."""
+    """DistributedDataParallel with 1, 2, 4, 8 processes, and how the time of a step grows with their number."""
     cuda = setting.device.type == "cuda"
     places = torch.cuda.device_count() if cuda else os.cpu_count() or 1
     pairs = 64 if cuda else 2
-    for processes in (2, 4, 8):
-        name = f"DDP, {processes} processes of {pairs} pairs, N = {KEYPOINTS}"
+    steps: Dict[int, float] = {}
+    for processes in (1, 2, 4, 8):
+        several = "processes" if processes > 1 else "process"
+        name = f"DDP, {processes} {several} of {pairs} pairs, N = {KEYPOINTS}"
         reason = f"{places} {'GPUs' if cuda else 'cores'}" if processes > places else ""
         operations = pairs * flops.training_flops(setting.config, KEYPOINTS)
         sharing = 1 if cuda else processes  # each rank has a GPU of its own
         memory = sharing * activation_bytes(setting.config, KEYPOINTS, pairs)
-        reason = reason or setting.too_dear(operations, memory, calls=2 * setting.rounds)
+        reason = reason or setting.too_dear(operations, memory, calls=2 * setting.rounds, budgets=BUDGETS)
         if reason:
             yield Row("training", name, skipped=reason)
             continue
         exchanged, alone = step_seconds(setting, processes, pairs)
+        steps[processes] = statistics.median(exchanged)
         rate = processes * pairs / statistics.median(exchanged)
         ratio = timing.speed_up(alone, exchanged)
         against = f"the same processes alone, {1e3 * statistics.median(alone):.0f} ms a step"
-        yield Row("training", name, rate, "pairs/s", ratio, None, against, 0.95)
+        yield Row("training", name, rate, "pairs/s", ratio, None, against, 0.95 if processes > 1 else None)
+    if len(steps) > 1:
+        what = "DDP: time of a step against processes, the same pairs each"
+        yield slope_row(what, list(steps), list(steps.values()), 0.0)
 
 
 def step_seconds(setting: Setting, processes: int, pairs: int) -> List[List[float]]:

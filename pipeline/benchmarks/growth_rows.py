@@ -1,18 +1,14 @@
-"""Rows that tell how memory grows with keypoints, pairs and iterations, and time with images and processes.
+"""Rows that tell how memory grows with keypoints, pairs and iterations, and time with images.
 
-How time grows with keypoints and pairs follows from the grid (`growth`).
+How time grows with keypoints and pairs follows from the grid (`growth`), with processes from `group_rows`.
 """
 
 from __future__ import annotations
 
-import os
-import statistics
 from typing import Iterator, List, Sequence, Tuple
 
-import torch
-
 from pipeline import params
-from pipeline.benchmarks import group_rows, keypoint_rows, memory
+from pipeline.benchmarks import keypoint_rows, memory
 from pipeline.benchmarks.growth import slope, slope_row
 from pipeline.benchmarks.memory_rows import sinkhorn_work, step_work
 from pipeline.benchmarks.row import Row, Setting, activation_bytes
@@ -21,13 +17,13 @@ from pipeline.extraction.pool import cores
 from pipeline.images.sources import open_manifest
 
 Shape = Tuple[int, int]  # keypoints, pairs
-ITERATIONS = (25, 50, 100, 200)
+ITERATIONS = (25, 100, 200)
 
 
 def growth(setting: Setting) -> Iterator[Row]:
-    """Memory of a training step and of Sinkhorn; time of the keypoint stage and of a step of several processes."""
+    """Memory of a training step and of Sinkhorn; time of the keypoint stage."""
     counts = [count for count in setting.keypoint_counts if count <= 1024]
-    pairs = (1, 2, 4, 8)
+    pairs = (1, 4, 8)
     yield from _memory(setting, "memory against N, 2 pairs", counts, [(count, 2) for count in counts])
     yield from _memory(
         setting, f"memory against batch, N = {counts[0]}", pairs, [(counts[0], b) for b in pairs]
@@ -36,7 +32,6 @@ def growth(setting: Setting) -> Iterator[Row]:
     taken = [memory.peak_mib(sinkhorn_work, device, "ours", keypoints, 1, T) for T in ITERATIONS]
     yield slope_row(f"Sinkhorn, N = {keypoints}: memory against T", ITERATIONS, taken, 0.0)
     yield from _images(setting)
-    yield from _processes(setting)
 
 
 def _memory(setting: Setting, what: str, xs: Sequence[int], shapes: List[Shape]) -> Iterator[Row]:
@@ -60,22 +55,9 @@ def _images(setting: Setting) -> Iterator[Row]:
         yield Row("growth", name, skipped=str(error))
         return
     entries = images.entries("train")
-    counts = [count for count in (8, 16, 32, 64) if count <= len(entries)]
+    counts = [count for count in (8, 16, 32) if count <= len(entries)]
     if len(counts) < 2:
         yield Row("growth", name, skipped=f"{setting.images}: {len(entries)} training images, fewer than 16")
         return
     taken = [keypoint_rows.stage_seconds(images, entries[:count], settings, cores()) for count in counts]
     yield slope_row(name, counts, taken, 1.0)
-
-
-def _processes(setting: Setting) -> Iterator[Row]:
-    cuda = setting.device.type == "cuda"
-    places = torch.cuda.device_count() if cuda else os.cpu_count() or 1
-    counts = [count for count in (1, 2, 4, 8) if count <= places]
-    name = "DDP: time of a step against processes, the same pairs each"
-    if len(counts) < 2:
-        yield Row("growth", name, skipped=f"{places} {'GPU' if cuda else 'core'}")
-        return
-    pairs = 64 if cuda else 1
-    taken = [statistics.median(group_rows.step_seconds(setting, count, pairs)[0]) for count in counts]
-    yield slope_row(name, counts, taken, 0.0)
