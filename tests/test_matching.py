@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline import stack
 from pipeline.features.sift import KEYPOINT
-from pipeline.matching import attention, homography, normalization, packing, scaling, sinkhorn
+from pipeline.matching import attention, homography, normalization, packing, scaling, sinkhorn, threads
 from pipeline.matching.assignment import Assignments
 from pipeline.matching.inference import Replayed, folded
 from pipeline.matching.loss import assignment_loss
@@ -157,6 +157,39 @@ class TestSinkhorn:
         assert calls and torch.isfinite(log_P).all() and torch.isfinite(leaf.grad).all()
         counts = torch.tensor([30]), torch.tensor([30])
         assert not sinkhorn.padded_optimal_transport(scores[None], *counts, torch.tensor(1.0), 100)[1]
+
+    def test_a_pair_for_each_thread_gives_the_same(self, monkeypatch):
+        torch.manual_seed(0)
+        scores = [torch.randn(m, n) * 5 for m, n in ((30, 40), (25, 30), (40, 20), (0, 3), (30, 30), (9, 8))]
+        scores[2] *= 50  # beyond float32: one of them goes to the log domain, and its gradient with it
+        before = torch.get_num_threads()
+
+        def answers(threads: int, inference: bool = False):
+            torch.set_num_threads(threads)
+            leaves = [s.clone().requires_grad_() for s in scores]
+            dustbin = torch.tensor(1.0, requires_grad=True)
+            with torch.inference_mode(inference):
+                found = sinkhorn.log_optimal_transport(leaves, dustbin, 100)
+            assert torch.get_num_threads() == threads
+            if inference:
+                return found
+            total = sum(P[torch.isfinite(P)].square().sum() for P in found)
+            return [P.detach() for P in found], torch.autograd.grad(total, [*leaves[:3], *leaves[4:], dustbin])
+
+        monkeypatch.setattr(sinkhorn, "APART", 1)
+        asked = []
+        each = threads.each
+        monkeypatch.setattr(
+            threads, "each", lambda work, items: asked.append(len(items)) or each(work, items)
+        )
+        try:
+            alone, apart, fast = answers(1), answers(2), answers(2, inference=True)
+        finally:
+            torch.set_num_threads(before)
+        assert asked == [5, 4, 5, 4, 5]  # forward and backward; of the fallen one no gradient is asked
+        for a, b in zip((*alone[0], *alone[1]), (*apart[0], *apart[1])):
+            assert torch.equal(a, b)
+        assert all(torch.equal(a, b) for a, b in zip(alone[0], fast))
 
     def test_falls_back_to_the_log_domain(self, monkeypatch):
         scores = torch.randn(6, 5)

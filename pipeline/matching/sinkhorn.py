@@ -14,47 +14,75 @@ matrix product at the end. Memory does not grow with T beyond these vectors.
 A pair whose iterates, or the products of a and b that the gradient needs, leave the range of the numbers falls back to
 the log domain alone (`_log_domain`, plain autograd): in float32 where rival scores lead by more than some 65.
 
-On a CPU the pairs of a batch go one by one, so that a kernel stays in the cache; on a GPU together, in chunks whose
-kernels fit its cache, and the 2T small products of a chunk are recorded as a CUDA graph.
+On a CPU each of torch's threads takes a pair at a time, whose kernel stays in its cache (all take one together where
+there are few or they are small); a GPU takes chunks of pairs whose kernels fit its own, and the 2T small products of a
+chunk are recorded as a CUDA graph.
 """
 
 from __future__ import annotations
 
 import math
-from typing import List, Tuple
+from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
-from pipeline.matching import scaling
+from pipeline.matching import scaling, threads
 from pipeline.stack import no_autocast
 
 # Kernels of the pairs that a GPU works on at a time, so that they fit the L2 cache of an A100 or newer.
 CHUNK_BYTES = 32 << 20
+
+# Entries of a pair from which on a CPU's threads take a pair each: of a smaller one Python, which one thread runs at a
+# time, has too large a part.
+APART = 1 << 17
 
 # Room for what the gradient multiplies an a and a b by; also keeps apart from where exp(Z - r) is no normal number.
 GRADIENT = 1e12
 
 
 class _Sinkhorn(torch.autograd.Function):
-    """log P (..., M, N) and () bool, from Z (..., M, N) and marginals mu (..., M), nu (..., N).
+    """log P (..., M, N) of each problem, then for each a () bool: are it and its gradient finite?
 
-    Where a marginal is 0 there is no keypoint. The bool: are log P and its gradient finite, whatever gradient comes in?
+    A problem is three arguments: Z (..., M, N) and marginals mu (..., M), nu (..., N). Where a marginal is 0 there is
+    no keypoint.
     """
 
     @staticmethod
-    def forward(ctx, Z: Tensor, mu: Tensor, nu: Tensor, iterations: int):
-        a, b, r = scaling.iterate(Z, mu, nu, iterations)
-        ctx.save_for_backward(Z, mu, nu, a, b)
-        u, v = a[-1].log() - r, b[-1].log()
-        reach = scaling.largest(a) * scaling.largest(b) * GRADIENT
-        finite = _finite(u, v, mu, nu) & torch.isfinite(reach).all()
-        ctx.mark_non_differentiable(finite)
-        return (Z + u.unsqueeze(-1)).add_(v.unsqueeze(-2)), finite
+    def forward(ctx, iterations: int, *problems: Tensor):
+        def solve(Z: Tensor, mu: Tensor, nu: Tensor):
+            a, b, r = scaling.iterate(Z, mu, nu, iterations)
+            u, v = a[-1].log() - r, b[-1].log()
+            reach = scaling.largest(a) * scaling.largest(b) * GRADIENT
+            finite = _finite(u, v, mu, nu) & torch.isfinite(reach).all()
+            return (Z + u.unsqueeze(-1)).add_(v.unsqueeze(-2)), finite, a, b
+
+        apart = list(zip(problems[::3], problems[1::3], problems[2::3]))
+        log_P, finite, a, b = zip(*_each(solve, apart))
+        ctx.save_for_backward(*problems, *a, *b)
+        ctx.mark_non_differentiable(*finite)
+        ctx.set_materialize_grads(False)  # one that was not used may hold anything
+        return (*log_P, *finite)
 
     @staticmethod
-    def backward(ctx, grad: Tensor, *_):
-        return scaling.gradient(*ctx.saved_tensors, grad), None, None, None
+    def backward(ctx, *grads: Optional[Tensor]):
+        count = len(grads) // 2
+        saved = ctx.saved_tensors
+        parts = zip(*(saved[start : 3 * count : 3] for start in range(3)), saved[3 * count : 4 * count],
+                    saved[4 * count :], grads)  # fmt: skip
+        used = [part for part in parts if part[-1] is not None]
+        found = iter(_each(scaling.gradient, used))
+        each_Z = [None if grad is None else next(found) for grad in grads[:count]]
+        return (None, *(value for grad in each_Z for value in (grad, None, None)))
+
+
+def _each(work: Callable, problems: Sequence[Tuple[Tensor, ...]]) -> List:
+    """`work(*problem)` of each; of many large ones on a CPU several at a time."""
+    entries = sum(problem[0].numel() for problem in problems)
+    many = len(problems) >= 2 * torch.get_num_threads() and entries >= APART * len(problems)
+    if many and problems[0][0].device.type == "cpu":
+        return threads.each(work, problems)
+    return [work(*problem) for problem in problems]
 
 
 def _log_domain(Z: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> Tensor:
@@ -91,17 +119,6 @@ def _without_mass(scores: Tensor, dustbin: Tensor) -> Tensor:
     return log_P.masked_fill(corner, -math.inf)
 
 
-def _alone(scores: Tensor, dustbin: Tensor, iterations: int) -> Tensor:
-    """Log assignment of one pair."""
-    if min(scores.shape) == 0:
-        return _without_mass(scores, dustbin)
-    Z, mu, nu = _augment(scores, dustbin)
-    log_P, finite = _Sinkhorn.apply(Z, mu, nu, iterations)
-    if not bool(finite):
-        log_P = _log_domain(Z, mu, nu, iterations)
-    return log_P + math.log(sum(scores.shape))
-
-
 def log_optimal_transport(scores: List[Tensor], dustbin: Tensor, iterations: int) -> List[Tensor]:
     """Log of the partial assignment of each pair, dustbins last (SuperGlue, equations 8 and 9), pair by pair.
 
@@ -119,7 +136,20 @@ def log_optimal_transport(scores: List[Tensor], dustbin: Tensor, iterations: int
         unmatched with log P = 0 and the corner, which has no mass, is -inf.
     """
     with no_autocast(dustbin.device.type):
-        return [_alone(pair, dustbin.to(pair.dtype), iterations) for pair in map(wide, scores)]
+        wider = [wide(pair) for pair in scores]
+        full = [_augment(pair, dustbin.to(pair.dtype)) for pair in wider if pair.numel()]
+        solved = _Sinkhorn.apply(iterations, *(t for problem in full for t in problem)) if full else ()
+        found = iter(zip(full, solved, solved[len(full) :]))
+        return [
+            _checked(*next(found), iterations) + math.log(sum(pair.shape))
+            if pair.numel()
+            else _without_mass(pair, dustbin.to(pair.dtype))
+            for pair in wider
+        ]
+
+
+def _checked(problem: Tuple[Tensor, ...], log_P: Tensor, finite: Tensor, iterations: int) -> Tensor:
+    return log_P if bool(finite) else _log_domain(*problem, iterations)
 
 
 def padded_optimal_transport(
@@ -139,7 +169,7 @@ def padded_optimal_transport(
     with no_autocast(dustbin.device.type):
         Z, mu, nu = _augment_padded(wide(scores), counts0, counts1, dustbin)
         pairs = max(1, CHUNK_BYTES // (Z[0].numel() * Z.element_size())) if len(Z) else 1
-        parts = [_Sinkhorn.apply(*chunk, iterations) for chunk in zip(*(t.split(pairs) for t in (Z, mu, nu)))]
+        parts = [_Sinkhorn.apply(iterations, *chunk) for chunk in zip(*(t.split(pairs) for t in (Z, mu, nu)))]
         log_P = torch.cat([part for part, _ in parts]) if len(parts) > 1 else parts[0][0]
         finite = torch.stack([finite for _, finite in parts]).all()
         mass = (counts0 + counts1).clamp(min=1).to(log_P.dtype).log()
