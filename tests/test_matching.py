@@ -174,7 +174,9 @@ class TestSinkhorn:
             if inference:
                 return found
             total = sum(P[torch.isfinite(P)].square().sum() for P in found)
-            return [P.detach() for P in found], torch.autograd.grad(total, [*leaves[:3], *leaves[4:], dustbin])
+            return [P.detach() for P in found], torch.autograd.grad(
+                total, [*leaves[:3], *leaves[4:], dustbin]
+            )
 
         monkeypatch.setattr(sinkhorn, "APART", 1)
         asked = []
