@@ -42,12 +42,13 @@ from pipeline.benchmarks import (
     table,
     timing,
     training_rows,
+    transformers_module,
 )
 from pipeline.benchmarks.row import Row, Setting
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
 from pipeline.matching.loss import assignment_loss
-from pipeline.matching.superglue import SuperGlueConfig
+from pipeline.matching.superglue import SuperGlueConfig, mutual_matches
 from pipeline.matching.truth import ground_truth
 from pipeline.runtime import distributed
 
@@ -111,6 +112,19 @@ class TestPlain:
         assert [each.ratio.value for each in rows] == [2.0, 4.0] * 2
         assert all(each.against.startswith(f"plain with {cheaper} (the cheaper norm), ") for each in rows)
         assert [each.target for each in rows] == [1.4, 2.2, 2.0, 2.2]
+
+    def test_the_module_of_transformers_gives_the_same_matches(self):
+        pytest.importorskip("transformers")
+        config = SuperGlueConfig(
+            dim=64, layers=3, heads=4, norm="batch", scale_angle=False, sinkhorn_iterations=50
+        )
+        model, batch = scrambled(config).eval(), made.made_batch(80, 1)
+        matches, scores = transformers_module.matching_call(model, batch)()
+        with torch.no_grad():
+            ours = mutual_matches(model(batch), (80, 80), 0.0)
+        assert torch.equal(ours.matches0[0], matches[0]) and torch.equal(ours.matches1[0], matches[1])
+        assert (matches[0] >= 0).sum() > 10
+        assert torch.allclose(ours.matching_scores0[0], scores[0], atol=1e-5)
 
 
 class TestTiming:
