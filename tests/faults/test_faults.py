@@ -41,7 +41,7 @@ def test_killed_again_and_again(bench, cell):
     ends_the_same(bench, cell, 4)
 
 
-@pytest.mark.parametrize("norm", ["layer", "batch"])
+@pytest.mark.parametrize("norm", ["layer", pytest.param("batch", marks=pytest.mark.slow)])
 def test_bitwise_elastic_gives_the_same_bytes_at_any_world_size(bench, norm):
     keys = (("bitwise_elastic", True), ("norm", norm))
     assert len({bench.clean(world, keys) for world in (1, 2, 4)}) == 1
