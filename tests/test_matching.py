@@ -156,7 +156,17 @@ class TestSinkhorn:
         log_P.diagonal().sum().backward()
         assert calls and torch.isfinite(log_P).all() and torch.isfinite(leaf.grad).all()
         counts = torch.tensor([30]), torch.tensor([30])
-        assert not sinkhorn.padded_optimal_transport(scores[None], *counts, torch.tensor(1.0), 100)[1]
+        asked = scores[None].clone().requires_grad_()
+        assert not sinkhorn.padded_optimal_transport(asked, *counts, torch.tensor(1.0), 100)[1]
+        with torch.no_grad():  # log P alone float32 does hold
+            assert sinkhorn.padded_optimal_transport(asked, *counts, torch.tensor(1.0), 100)[1]
+
+    def test_there_is_no_second_derivative(self):
+        score = torch.zeros(3, 3, requires_grad=True)
+        (log_P,) = sinkhorn.log_optimal_transport([score], torch.tensor(1.0), 5)
+        (grad,) = torch.autograd.grad(log_P.square().sum(), score, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
 
     def test_a_pair_for_each_thread_gives_the_same(self, monkeypatch):
         torch.manual_seed(0)

@@ -44,7 +44,9 @@ class TokenBatchNorm(nn.Module):
         mean = first[:-1] / count
         var = reduce((x - mean).square().sum(0)) / count
         with torch.no_grad():
-            step = self.momentum * (first[-1] > 0)  # a tensor: the host need not wait for a GPU
+            step = self.momentum * (first[-1] > 0).to(
+                first.dtype
+            )  # a tensor: the host need not wait for a GPU
             self.running_mean += step * (mean - self.running_mean)
             self.running_var += step * (var * count / (count - 1).clamp(min=1.0) - self.running_var)
         return mean, var

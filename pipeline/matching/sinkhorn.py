@@ -26,6 +26,7 @@ from typing import Callable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pipeline.matching import scaling, threads
 from pipeline.stack import no_autocast
@@ -42,7 +43,7 @@ GRADIENT = 1e12
 
 
 class _Sinkhorn(torch.autograd.Function):
-    """log P (..., M, N) of each problem, then for each a () bool: are it and its gradient finite?
+    """log P (..., M, N) of each problem, then for each a () bool: is it finite, and its gradient where one is asked?
 
     A problem is three arguments: Z (..., M, N) and marginals mu (..., M), nu (..., N). Where a marginal is 0 there is
     no keypoint.
@@ -50,11 +51,15 @@ class _Sinkhorn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, iterations: int, *problems: Tensor):
+        learning = any(ctx.needs_input_grad)
+
         def solve(Z: Tensor, mu: Tensor, nu: Tensor):
             a, b, r = scaling.iterate(Z, mu, nu, iterations)
             u, v = a[-1].log() - r, b[-1].log()
-            reach = scaling.largest(a) * scaling.largest(b) * GRADIENT
-            finite = _finite(u, v, mu, nu) & torch.isfinite(reach).all()
+            finite = _finite(u, v, mu, nu)
+            if learning:
+                reach = scaling.largest(a) * scaling.largest(b) * GRADIENT
+                finite = finite & torch.isfinite(reach).all()
             return (Z + u.unsqueeze(-1)).add_(v.unsqueeze(-2)), finite, a, b
 
         apart = list(zip(problems[::3], problems[1::3], problems[2::3]))
@@ -65,6 +70,7 @@ class _Sinkhorn(torch.autograd.Function):
         return (*log_P, *finite)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads: Optional[Tensor]):
         count = len(grads) // 2
         saved = ctx.saved_tensors
@@ -162,9 +168,9 @@ def padded_optimal_transport(
         counts0, counts1: (B,) int64 on the same device.
 
     Returns:
-        log P (B, M', N'), pair i in its first counts0[i] + 1 rows and counts1[i] + 1 columns; and () bool,
-        whether it and its gradient are finite. If not, only `log_optimal_transport` gives the answer. The corner of a
-        pair without any keypoint is 0.
+        log P (B, M', N'), pair i in its first counts0[i] + 1 rows and counts1[i] + 1 columns; and () bool, whether it
+        is finite, and its gradient if that can be asked. If not, only `log_optimal_transport` gives the answer. The
+        corner of a pair without any keypoint is 0.
     """
     with no_autocast(dustbin.device.type):
         Z, mu, nu = _augment_padded(wide(scores), counts0, counts1, dustbin)

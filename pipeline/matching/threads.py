@@ -9,7 +9,11 @@ import torch
 
 
 def each(work: Callable[..., Any], items: Sequence[Any]) -> List[Any]:
-    """`work(*item)` of each, without gradients; on a CPU as many at a time as torch has threads."""
+    """`work(*item)` of each, without gradients; on a CPU as many at a time as torch has threads.
+
+    Meanwhile torch's number of threads is 1 for the whole process: one of your own threads that calls torch for the
+    first time just then keeps it.
+    """
     threads = torch.get_num_threads()
     if threads == 1 or len(items) < 2:
         return [work(*item) for item in items]
