@@ -274,7 +274,7 @@ class TestRows:
         monkeypatch.setattr(gpu_rows, "BATCH", 2)
         found = list(gpu_rows.rows(setting(seconds=0.1)))
         names = [each.what for each in found]
-        assert names[0].startswith("training, bfloat16") and found[0].met == "no"
+        assert names[0].startswith("training, bfloat16") and found[0].target == 1.0 and found[0].met
         for what in ("training, ragged", "Sinkhorn of the step", "waits of the host"):
             assert sum(name.startswith(what) for name in names) == 1
         assert sum(name.startswith("latency") for name in names) == 3
