@@ -282,6 +282,7 @@ class TestRows:
         assert skipped == {"attention, packed", "decoding by DALI"}
         assert all(each.value > 0 for each in found if not each.skipped and "waits" not in each.what)
 
+    @pytest.mark.slow
     def test_how_memory_and_time_grow(self, monkeypatch):
         monkeypatch.setattr(growth_rows, "ITERATIONS", (2, 4))
         *grown, images = growth_rows.growth(setting(keypoint_counts=(64, 128)))
@@ -563,6 +564,7 @@ class TestStages:
         )
         assert (train.optimizer, train.loader, train.compile) == ("adam", "plain", False)
 
+    @pytest.mark.slow
     def test_the_rows_of_the_store_tell_their_bounds(self):
         rows = list(stage_rows.store(setting()))
         assert [each.unit for each in rows] == ["us"] * 4
