@@ -38,10 +38,6 @@ ROOMS: Dict[str, Set[str]] = {
     "evaluation": {
         "images", "views", "features", "pairs", "matching", "runtime", "report", "params", "schema",
     },
-    "benchmarks": {
-        "images", "views", "extraction", "features", "pairs", "matching", "training", "evaluation", "runtime",
-        "params", "schema", "launch", "match",
-    },
 }  # fmt: skip
 
 # What is larger than the rule, by name, with the reason it is better so.

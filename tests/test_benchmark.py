@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import cv2
 import pytest
 import torch
 
-from pipeline import benchmark
-from pipeline.benchmarks import evaluation_rows, gpu_rows, memory_rows, stage_rows, table, timing
-from pipeline.benchmarks.keypoint_rows import keypoint_rows
-from pipeline.benchmarks.row import Row, Setting
-from pipeline.benchmarks.timing import Ratio
+from benchmarks import __main__ as benchmark
+from benchmarks import evaluation_rows, gpu_rows, memory_rows, stage_rows, table, timing
+from benchmarks.keypoint_rows import keypoint_rows
+from benchmarks.row import Row, Setting
+from benchmarks.timing import Ratio
 from pipeline.errors import RequestError
 from pipeline.images.sources import ImageSet, folder_entries
 from pipeline.matching.superglue import SuperGlueConfig
 
+ROOT = Path(__file__).resolve().parents[1]
 SETTING = Setting(torch.device("cpu"), SuperGlueConfig(dim=16))
 ON_GPU = Setting(torch.device("cuda"), SuperGlueConfig(dim=16))
 
@@ -245,3 +251,25 @@ def test_memory_measured_once_has_no_interval(monkeypatch):
     assert str(found[0].ratio) == "3.50x"
     flat = found[0].flat()
     assert (flat["ratio"], flat["ratio_low"], flat["ratio_high"]) == (3.5, None, None)
+
+
+def test_the_command_runs_the_bench_beside_the_package(tmp_path):
+    """From any folder: neither the bench nor the packages have to be installed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pipeline.benchmark", "--only", "nothing"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: --only nothing: no such group of rows")
+
+
+def test_a_package_without_its_bench_says_so_in_one_line(tmp_path):
+    """As an installed wheel: the package alone."""
+    shutil.copytree(ROOT / "pipeline", tmp_path / "installed" / "pipeline")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    command = [sys.executable, "-m", "pipeline.benchmark"]
+    done = subprocess.run(
+        command, cwd=tmp_path / "installed", env=environment, capture_output=True, text=True
+    )
+    folder = tmp_path / "installed" / "benchmarks"
+    assert done.returncode == 2 and done.stderr.splitlines() == [
+        f"error: {folder}: not there; the benchmark comes with a clone, not with the wheel"
+    ]

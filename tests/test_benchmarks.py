@@ -18,8 +18,8 @@ import torch
 from made_scenes import write_image_set
 from test_matching import scrambled
 
-from pipeline import benchmark
-from pipeline.benchmarks import (
+from benchmarks import __main__ as benchmark
+from benchmarks import (
     elastic_rank,
     elastic_rows,
     evaluation_rows,
@@ -44,7 +44,7 @@ from pipeline.benchmarks import (
     training_rows,
     transformers_module,
 )
-from pipeline.benchmarks.row import Row, Setting
+from benchmarks.row import Row, Setting
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
 from pipeline.matching.loss import assignment_loss

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from pipeline.benchmarks import plain
+from benchmarks import plain
 from pipeline.extraction.image import gray_views
 from pipeline.features import store
 from pipeline.matching.superglue import SuperGlue, SuperGlueConfig

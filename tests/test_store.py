@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.benchmarks.store_rows import store_rows
+from benchmarks.store_rows import store_rows
 from pipeline.errors import RequestError
 from pipeline.features import inspect, store
 from pipeline.features.sift import KEYPOINT

@@ -9,11 +9,11 @@ from typing import Callable, Dict, Iterator
 
 import torch
 
+from benchmarks import flops, plain, timing
+from benchmarks.made import made_batch, made_pairs
+from benchmarks.model_rows import forward_call, sinkhorn_call, training_call
+from benchmarks.row import Row, Setting, contained
 from pipeline import stack
-from pipeline.benchmarks import flops, plain, timing
-from pipeline.benchmarks.made import made_batch, made_pairs
-from pipeline.benchmarks.model_rows import forward_call, sinkhorn_call, training_call
-from pipeline.benchmarks.row import Row, Setting, contained
 from pipeline.errors import RequestError
 from pipeline.images.sources import open_manifest
 from pipeline.matching import attention

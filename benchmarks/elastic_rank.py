@@ -1,6 +1,6 @@
 """One rank of the rows that tell what `train.bitwise_elastic` costs.
 
-    python -m pipeline.benchmarks.elastic_rank   (started by `elastic_rows`, with RANK, WORLD_SIZE, ... set)
+    python -m benchmarks.elastic_rank   (started by `elastic_rows`, with RANK, WORLD_SIZE, ... set)
 
 Every process takes the same step of the training with the option and without it, in turns. With it torch has one
 thread, as in a training: what that costs a process with several is part of the price.
@@ -16,7 +16,7 @@ from typing import Callable, Dict, List, Optional, Sequence
 
 import torch
 
-from pipeline.benchmarks.made import made_pairs
+from benchmarks.made import made_pairs
 from pipeline.pairs.batch import from_pairs
 from pipeline.pairs.loader import split_evenly
 from pipeline.pairs.order import rank_slice

@@ -16,11 +16,11 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 import numpy as np
 import torch
 
-from pipeline.benchmarks import group_rows, timing
-from pipeline.benchmarks import peer as other
-from pipeline.benchmarks.photographs import photographs
-from pipeline.benchmarks.row import Row, Setting
-from pipeline.benchmarks.training_rows import Trainer
+from benchmarks import group_rows, timing
+from benchmarks import peer as other
+from benchmarks.photographs import photographs
+from benchmarks.row import Row, Setting
+from benchmarks.training_rows import Trainer
 from pipeline.features import sift, store
 
 PAIRS = {512: 8, 1024: 4}  # of a step of one of our processes, by keypoints
@@ -89,7 +89,7 @@ class Group:
         self.processes = _places(setting)
         self.pairs = pairs * self.processes
         command = [
-            sys.executable, "-m", "pipeline.benchmarks.peer_rank", "--store", str(kept),
+            sys.executable, "-m", "benchmarks.peer_rank", "--store", str(kept),
             "--params", str(setting.params), "--config", json.dumps(setting.config.to_dict()),
             "--keypoints", str(keypoints), "--pairs", str(self.pairs), "--changes", json.dumps(changes),
         ]  # fmt: skip

@@ -11,8 +11,8 @@ from typing import Any, Callable, Dict, Iterable, Iterator, Optional
 import psutil
 import torch
 
-from pipeline.benchmarks import flops, timing
-from pipeline.benchmarks.timing import Ratio
+from benchmarks import flops, timing
+from benchmarks.timing import Ratio
 from pipeline.errors import RequestError
 from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
 

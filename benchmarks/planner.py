@@ -9,9 +9,9 @@ import dataclasses
 import re
 from typing import Dict, Iterator, Optional, Sequence, Tuple
 
-from pipeline.benchmarks import flops
-from pipeline.benchmarks.gpu_rows import GOALS
-from pipeline.benchmarks.row import Row
+from benchmarks import flops
+from benchmarks.gpu_rows import GOALS
+from benchmarks.row import Row
 from pipeline.matching.superglue import SuperGlueConfig
 
 # SuperGlue, appendix E: training on homographies.

@@ -14,8 +14,8 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence
 
 import torch
 
-from pipeline.benchmarks import growth, planner, row
-from pipeline.benchmarks.row import Row, Setting
+from benchmarks import growth, planner, row
+from benchmarks.row import Row, Setting
 from pipeline.errors import RequestError
 from pipeline.files import write_atomic
 
@@ -27,7 +27,7 @@ WITHOUT_NETWORK = (
 
 def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
     """Groups of rows by name, in the order of the table."""
-    from pipeline.benchmarks import (
+    from benchmarks import (
         elastic_rows,
         evaluation_rows,
         gpu_rows,

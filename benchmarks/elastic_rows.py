@@ -10,9 +10,9 @@ from typing import Iterator
 
 import torch
 
+from benchmarks import flops, group_rows, timing
+from benchmarks.row import Row, Setting, activation_bytes
 from pipeline import params
-from pipeline.benchmarks import flops, group_rows, timing
-from pipeline.benchmarks.row import Row, Setting, activation_bytes
 
 KEYPOINTS = 256
 PAIRS = 8  # of all processes together, so that each micro-batch is one pair
@@ -43,7 +43,7 @@ def _row(setting: Setting, name: str, processes: int, norm: str) -> Row:
     }  # fmt: skip
     train = params.load("train", setting.params).model_copy(update=same).model_dump()
     command = [
-        sys.executable, "-m", "pipeline.benchmarks.elastic_rank", "--train", json.dumps(train),
+        sys.executable, "-m", "benchmarks.elastic_rank", "--train", json.dumps(train),
         "--keypoints", str(KEYPOINTS), "--rounds", str(setting.rounds),
     ]  # fmt: skip
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

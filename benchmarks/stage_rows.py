@@ -10,12 +10,12 @@ from typing import Any, Dict, Iterator, List
 
 import cv2
 
+from benchmarks import timing
+from benchmarks.keypoint_rows import OF_FLOOR, OF_PLAIN, keypoint_rows
+from benchmarks.model_rows import forward_call
+from benchmarks.photographs import photographs
+from benchmarks.row import Row, Setting
 from pipeline import params
-from pipeline.benchmarks import timing
-from pipeline.benchmarks.keypoint_rows import OF_FLOOR, OF_PLAIN, keypoint_rows
-from pipeline.benchmarks.model_rows import forward_call
-from pipeline.benchmarks.photographs import photographs
-from pipeline.benchmarks.row import Row, Setting
 from pipeline.errors import RequestError
 from pipeline.images.sources import open_manifest
 from pipeline.matching.inference import folded
@@ -54,7 +54,7 @@ def _keypoint_row(row: Dict[str, Any]) -> Row:
 
 def store(setting: Setting) -> Iterator[Row]:
     """Random access to a store of 512 keypoints a view; `setting` says nothing about it."""
-    from pipeline.benchmarks.store_rows import store_rows
+    from benchmarks.store_rows import store_rows
 
     del setting
     for row in store_rows():

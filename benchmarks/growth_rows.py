@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Iterator, List, Sequence, Tuple
 
+from benchmarks import keypoint_rows, memory
+from benchmarks.growth import slope, slope_row
+from benchmarks.memory_rows import sinkhorn_work, step_work
+from benchmarks.row import Row, Setting, activation_bytes
 from pipeline import params
-from pipeline.benchmarks import keypoint_rows, memory
-from pipeline.benchmarks.growth import slope, slope_row
-from pipeline.benchmarks.memory_rows import sinkhorn_work, step_work
-from pipeline.benchmarks.row import Row, Setting, activation_bytes
 from pipeline.errors import RequestError
 from pipeline.extraction.pool import cores
 from pipeline.images.sources import open_manifest

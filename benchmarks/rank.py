@@ -1,6 +1,6 @@
 """One rank of the row that compares steps of several processes with the same processes left alone.
 
-    python -m pipeline.benchmarks.rank   (started by `group_rows`, with RANK, WORLD_SIZE, ... in its environment)
+    python -m benchmarks.rank   (started by `group_rows`, with RANK, WORLD_SIZE, ... in its environment)
 
 Every process does both: a step whose gradient is exchanged, and the same step without exchange, in turns. So the
 two are compared in one run, with as many processes busy in either case.
@@ -16,7 +16,7 @@ from typing import List, Optional, Sequence
 
 import torch
 
-from pipeline.benchmarks.made import made_batch
+from benchmarks.made import made_batch
 from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
 from pipeline.runtime import distributed
 from pipeline.training.objective import MatchingObjective

@@ -24,7 +24,7 @@ import cv2
 import numpy as np
 import psutil
 
-from pipeline.benchmarks import timing
+from benchmarks import timing
 from pipeline.extraction.image import image_views
 from pipeline.extraction.pool import Pool
 from pipeline.features import sift

@@ -1,6 +1,6 @@
 """One rank of ours beside the peer's work.
 
-    python -m pipeline.benchmarks.peer_rank   (started by `peer_rows`, with RANK, WORLD_SIZE, ... in its environment)
+    python -m benchmarks.peer_rank   (started by `peer_rows`, with RANK, WORLD_SIZE, ... in its environment)
 
 A line on the standard input of each rank asks for a step; a line on the standard output of rank 0 says that all have
 done it. In between all ranks wait for that line, not in a collective: on a GPU it would work while others are timed.
@@ -16,8 +16,8 @@ from typing import Optional, Sequence
 
 import torch
 
-from pipeline.benchmarks.row import Setting
-from pipeline.benchmarks.training_rows import Trainer
+from benchmarks.row import Setting
+from benchmarks.training_rows import Trainer
 from pipeline.features.store import Store
 from pipeline.matching.superglue import SuperGlueConfig
 from pipeline.runtime import distributed

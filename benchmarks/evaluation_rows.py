@@ -11,12 +11,12 @@ from typing import Any, Callable, Dict, Iterator, List
 import numpy as np
 import torch
 
+from benchmarks import plain, timing
+from benchmarks.made import made_batch
+from benchmarks.model_rows import forward_call
+from benchmarks.row import Row, Setting
+from benchmarks.stage_rows import one_opencv_thread
 from pipeline import params
-from pipeline.benchmarks import plain, timing
-from pipeline.benchmarks.made import made_batch
-from pipeline.benchmarks.model_rows import forward_call
-from pipeline.benchmarks.row import Row, Setting
-from pipeline.benchmarks.stage_rows import one_opencv_thread
 from pipeline.errors import RequestError
 from pipeline.evaluation import matchers, pairs, run, scoring, sharing
 from pipeline.evaluation.heldout import HeldOutPairs

@@ -8,11 +8,11 @@ from typing import Callable, Dict, Iterator, Optional
 import torch
 from torch import nn
 
+from benchmarks import flops, plain, timing, transformers_module
+from benchmarks.made import made_batch
+from benchmarks.parity_rows import largest, perturbed
+from benchmarks.row import Row, Setting, activation_bytes
 from pipeline import stack
-from pipeline.benchmarks import flops, plain, timing, transformers_module
-from pipeline.benchmarks.made import made_batch
-from pipeline.benchmarks.parity_rows import largest, perturbed
-from pipeline.benchmarks.row import Row, Setting, activation_bytes
 from pipeline.matching import sinkhorn
 from pipeline.matching.inference import folded
 from pipeline.matching.superglue import Matches, SuperGlue, mutual_matches

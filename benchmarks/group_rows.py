@@ -9,15 +9,19 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any, Dict, Iterator, List
 
 import torch
 
-from pipeline.benchmarks import flops, timing
-from pipeline.benchmarks.growth import slope_row
-from pipeline.benchmarks.row import Row, Setting, activation_bytes
+from benchmarks import flops, timing
+from benchmarks.growth import slope_row
+from benchmarks.row import Row, Setting, activation_bytes
 from pipeline.launch import free_port
 
+CLONE = (
+    Path(__file__).resolve().parents[1]
+)  # where ranks find `benchmarks`, whatever the folder they start in
 KEYPOINTS = 512
 BUDGETS = 6.0  # of `--seconds`, for a row whose processes have to start first
 
@@ -53,7 +57,7 @@ def groups(setting: Setting) -> Iterator[Row]:
 def step_seconds(setting: Setting, processes: int, pairs: int) -> List[List[float]]:
     """Of steps of so many processes: [with exchange of the gradient, without], each a list over the rounds."""
     command = [
-        sys.executable, "-m", "pipeline.benchmarks.rank", "--config", json.dumps(setting.config.to_dict()),
+        sys.executable, "-m", "benchmarks.rank", "--config", json.dumps(setting.config.to_dict()),
         "--keypoints", str(KEYPOINTS), "--pairs", str(pairs), "--rounds", str(setting.rounds),
     ]  # fmt: skip
     return json.loads(in_processes(setting, command, processes, 1))
@@ -81,6 +85,7 @@ class Ranks:
         shared = {
             "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR", "SG_TIMEOUT": "3600",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(CLONE), os.environ.get("PYTHONPATH")])),
         }  # fmt: skip
         if setting.device.type == "cpu":
             shared["CUDA_VISIBLE_DEVICES"] = ""

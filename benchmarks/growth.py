@@ -7,8 +7,8 @@ from typing import Dict, Iterator, Sequence, Tuple
 
 import numpy as np
 
-from pipeline.benchmarks import flops
-from pipeline.benchmarks.row import Row
+from benchmarks import flops
+from benchmarks.row import Row
 from pipeline.matching.superglue import SuperGlueConfig
 
 

@@ -3,7 +3,7 @@
 As its users run it: a batch of one pair; the view warped and SIFT computed on both at every access, in the process
 that trains; truth by double-precision distances; the whole network in float64, D = 128, T = 20; a loss gathered in a
 Python loop of -log(exp(.)) over the matches; Adam. Written by us from that description and the paper, on
-the plain network of `pipeline.benchmarks.plain`.
+the plain network of `benchmarks.plain`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.benchmarks.plain import PlainSuperGlue
+from benchmarks.plain import PlainSuperGlue
 from pipeline.features import sift
 from pipeline.matching.homography import transform
 from pipeline.matching.superglue import SuperGlueConfig

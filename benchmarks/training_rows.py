@@ -11,10 +11,10 @@ from typing import Any, Dict, Iterator, List, Optional
 
 import torch
 
+from benchmarks import timing
+from benchmarks.made import made_batch, made_store
+from benchmarks.row import Row, Setting
 from pipeline import params
-from pipeline.benchmarks import timing
-from pipeline.benchmarks.made import made_batch, made_store
-from pipeline.benchmarks.row import Row, Setting
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
 from pipeline.matching.loss import assignment_loss

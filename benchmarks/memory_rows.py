@@ -7,10 +7,10 @@ from typing import Callable, Dict, Iterator, List, Sequence, Tuple
 import torch
 from torch import nn
 
-from pipeline.benchmarks import memory, plain, timing
-from pipeline.benchmarks.made import made_batch
-from pipeline.benchmarks.model_rows import Call, plain_training_call, sinkhorn_call, training_call
-from pipeline.benchmarks.row import Row, Setting, activation_bytes
+from benchmarks import memory, plain, timing
+from benchmarks.made import made_batch
+from benchmarks.model_rows import Call, plain_training_call, sinkhorn_call, training_call
+from benchmarks.row import Row, Setting, activation_bytes
 from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
 
 

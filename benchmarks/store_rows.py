@@ -14,8 +14,8 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 import numpy as np
 import torch
 
-from pipeline.benchmarks import timing
-from pipeline.benchmarks.made import made_store
+from benchmarks import timing
+from benchmarks.made import made_store
 from pipeline.errors import RequestError
 from pipeline.features.store import Store, map_shard
 from pipeline.pairs.loader import load_batch

@@ -12,8 +12,8 @@ from typing import Iterator, NamedTuple, Optional, Sequence
 import torch
 from torch import Tensor
 
-from pipeline.benchmarks.made import made_batch
-from pipeline.benchmarks.row import Row, Setting
+from benchmarks.made import made_batch
+from benchmarks.row import Row, Setting
 from pipeline.matching.inference import folded
 from pipeline.matching.superglue import SuperGlue, mutual_matches
 from pipeline.stack import autocast
