@@ -15,7 +15,6 @@ from typing import Any, Dict, Iterator, List
 import torch
 
 from benchmarks import flops, timing
-from benchmarks.growth import slope_row
 from benchmarks.row import Row, Setting, activation_bytes
 from pipeline.launch import free_port
 
@@ -27,11 +26,10 @@ BUDGETS = 6.0  # of `--seconds`, for a row whose processes have to start first
 
 
 def groups(setting: Setting) -> Iterator[Row]:
-    """DistributedDataParallel with 1, 2, 4, 8 processes, and how the time of a step grows with their number."""
+    """DistributedDataParallel with 1, 2, 4, 8 processes."""
     cuda = setting.device.type == "cuda"
     places = torch.cuda.device_count() if cuda else os.cpu_count() or 1
     pairs = 64 if cuda else 2
-    steps: Dict[int, float] = {}
     for processes in (1, 2, 4, 8):
         several = "processes" if processes > 1 else "process"
         name = f"DDP, {processes} {several} of {pairs} pairs, N = {KEYPOINTS}"
@@ -44,14 +42,10 @@ def groups(setting: Setting) -> Iterator[Row]:
             yield Row("training", name, skipped=reason)
             continue
         exchanged, alone = step_seconds(setting, processes, pairs)
-        steps[processes] = statistics.median(exchanged)
         rate = processes * pairs / statistics.median(exchanged)
         ratio = timing.speed_up(alone, exchanged)
         against = f"the same processes alone, {1e3 * statistics.median(alone):.0f} ms a step"
         yield Row("training", name, rate, "pairs/s", ratio, None, against, 0.95 if processes > 1 else None)
-    if len(steps) > 1:
-        what = "DDP: time of a step against processes, the same pairs each"
-        yield slope_row(what, list(steps), list(steps.values()), 0.0)
 
 
 def step_seconds(setting: Setting, processes: int, pairs: int) -> List[List[float]]:

@@ -47,7 +47,7 @@ def step_work(device: str, way: str, config: SuperGlueConfig, keypoints: int, pa
     return make(model, made_batch(keypoints, pairs).to(device), *extra)
 
 
-def sinkhorn_work(device: str, way: str, keypoints: int, pairs: int, iterations: int = 100) -> Call:
+def sinkhorn_work(device: str, way: str, keypoints: int, pairs: int) -> Call:
     """For `memory.peak_mib`: Sinkhorn alone."""
     sinkhorn_call(torch.device(device), way, 16, 1)()
-    return sinkhorn_call(torch.device(device), way, keypoints, pairs, iterations)
+    return sinkhorn_call(torch.device(device), way, keypoints, pairs)

@@ -50,7 +50,7 @@ def _cell(setting: Setting, keypoints: int, pairs: int, rate: Optional[float], s
         share += f"MFU {operations / each / rate:.0%} ({source})" if rate else source
         busy = sum(taken.cpu) / sum(taken.wall)
         note = f"{share}, cores in use {busy:.2f}"
-        yield Row("model", name, 1e3 * each, "ms/pair", note=note, size=(what, keypoints, pairs))
+        yield Row("model", name, 1e3 * each, "ms/pair", note=note)
 
 
 def forward_call(model: SuperGlue, batch) -> Call:

@@ -65,7 +65,7 @@ def _ours(
     """Steps of ours by name, with their number of pairs; `stack` ends their processes."""
     ways: Dict[str, Tuple[Callable[[], object], int]] = {}
     for precision in TARGETS:
-        changes = {"dim": 128, "sinkhorn_iterations": 20, "max_keypoints": keypoints, "precision": precision}
+        changes = {"dim": 128, "sinkhorn_iterations": 20, "precision": precision}
         step = Trainer(setting, store.Store(kept), PAIRS[keypoints], keypoints=keypoints, **changes)
         ways[precision] = step, PAIRS[keypoints]
         if _places(setting) > 1:

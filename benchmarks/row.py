@@ -38,7 +38,6 @@ class Row:
     target: Optional[float] = None
     note: str = ""
     skipped: str = ""
-    size: tuple = ()  # (what, keypoints, pairs) of a cell of the grid
     spread: Optional[Ratio] = None  # the value with its interval over the rounds
     at_most: Optional[float] = None  # target of the value; `target` is one of the ratio
     dim: Optional[int] = None  # D of the network; `table.run` knows it where a group has no other

@@ -14,25 +14,23 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence
 
 import torch
 
-from benchmarks import growth, planner, row
+from benchmarks import row
 from benchmarks.row import Row, Setting
 from pipeline.errors import RequestError
 from pipeline.files import write_atomic
 
 WITHOUT_NETWORK = (
-    "sinkhorn/", "keypoints/", "store/", "memory/Sinkhorn", "growth/Sinkhorn", "growth/keypoint", "plan/keypoint",
-    "gpu/decoding", "loader/plain loader alone", "loader/synthetic loader alone", "loader/DALI loader alone",
+    "sinkhorn/", "keypoints/", "store/", "memory/Sinkhorn", "gpu/decoding",
+    "loader/plain loader alone", "loader/synthetic loader alone", "loader/DALI loader alone",
 )  # fmt: skip
 
 
 def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
     """Groups of rows by name, in the order of the table."""
     from benchmarks import (
-        elastic_rows,
         evaluation_rows,
         gpu_rows,
         group_rows,
-        growth_rows,
         memory_rows,
         model_rows,
         parity_rows,
@@ -49,7 +47,6 @@ def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
         "peer": peer_rows.peer,
         "training": training_rows.modes,
         "processes": group_rows.groups,
-        "elastic": elastic_rows.elastic,
         "loader": training_rows.loader,
         "memory": memory_rows.peaks,
         "parity": parity_rows.parity,
@@ -58,7 +55,6 @@ def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
         "keypoints": stage_rows.keypoints,
         "store": stage_rows.store,
         "grid": model_rows.grid,
-        "growth": growth_rows.growth,
         "gpu": gpu_rows.gpu,
     }
 
@@ -90,9 +86,6 @@ def run(
     for name, group in chosen(only).items():
         add(name, functools.partial(group, setting))
         kept(name, rows)
-    add("growth", lambda: growth.slopes(rows, setting.config))
-    gpu = setting.device.type == "cuda"
-    add("plan", lambda: planner.plan(planner.measured(rows, gpu), setting.config))
     return rows
 
 

@@ -19,11 +19,13 @@ from pipeline.errors import RequestError
 from pipeline.features.store import Store
 from pipeline.matching.loss import assignment_loss
 from pipeline.matching.truth import ground_truth
-from pipeline.pairs.loader import choose, load_batch, split_evenly
-from pipeline.pairs.order import PairOrder, rank_slice
+from pipeline.pairs.batch import PairBatch
+from pipeline.pairs.loader import choose, load_batch
+from pipeline.pairs.order import PairOrder
 from pipeline.runtime import distributed
 from pipeline.stack import can_compile
 from pipeline.training import setup
+from pipeline.training.batches import StepBatches
 from pipeline.training.step import train_step
 
 KEYPOINTS = 512
@@ -54,34 +56,26 @@ class Trainer:
             "sinkhorn_iterations": config.sinkhorn_iterations, "parallel": "ddp", "bitwise_elastic": False,
             "compile": False, "init_from": "", "freeze": [], "accumulate": 1, "precision": "float32",
             "loader": "plain", "scale_angle": config.scale_angle, "checkpoint_layers": False, "deterministic": False,
-            "ema": 0.0, "optimizer": "adam",
+            "ema": 0.0, "optimizer": "adam", "max_keypoints": keypoints, "keypoint_drop": 0.0,
         }  # fmt: skip
         self.train = params.load("train", setting.params).model_copy(update={**same, **changes})
         self.context = context or distributed.Context(0, 1, 0, setting.device)
         self.parts, _ = setup.build(self.train, self.context)
-        self._load_batch, self.prefetched = choose(self.train.loader, setting.device)
-        self.store, self.batch, self.keypoints, self.step = store, batch, keypoints, 0
-        self.order = PairOrder(0, len(store), store.views_per_image)
+        self.batches = StepBatches(self.train, store, batch, self.context)
+        self.pairs, self.step = batch, 0
         self.kept = None if load else self.loaded()
 
-    def loaded(self) -> List[Any]:
+    def loaded(self) -> List[PairBatch]:
         """The next step's micro-batches on the device."""
-        return [batch.to(self.context.device) for batch in self.made(self.step)]
+        return self._placed(self.batches.load(self.step))
 
-    def made(self, step: int) -> List[Any]:
-        """The micro-batches of a step, on the host; page-locked for a GPU, as the trainer has them."""
-        own = self.order.step(step, self.batch)[
-            rank_slice(self.batch, self.context.rank, self.context.world_size)
-        ]
-        parts = split_evenly(own, self.train.accumulate)
-        batches = [self._load_batch(self.store, part, self.keypoints) for part in parts]
-        pin = self.context.device.type == "cuda" and self.train.loader != "dali"
-        return [batch.pinned() for batch in batches] if pin else batches
+    def _placed(self, batches: List[PairBatch]) -> List[PairBatch]:
+        return [batch.to(self.context.device) for batch in batches]
 
     def __call__(self) -> None:
         batches = self.kept or self.loaded()
         state = self.parts.state
-        common = self.parts.wrapped, state.optimizer, state.scaler, batches, self.batch
+        common = self.parts.wrapped, state.optimizer, state.scaler, batches, self.pairs
         train_step(*common, self.context.world_size, self.train.clip_norm)
         self.step += 1
 
@@ -91,10 +85,10 @@ class Ahead(Trainer):
 
     def __init__(self, setting: Setting, store: Store, batch: int, **changes: Any) -> None:
         super().__init__(setting, store, batch, **changes)
-        self.source = self.prefetched(self.made, range(_ENDLESS))
+        self.source = self.batches.ahead(range(_ENDLESS))
 
-    def loaded(self) -> List[Any]:
-        return [batch.to(self.context.device) for batch in next(self.source)]
+    def loaded(self) -> List[PairBatch]:
+        return self._placed(next(self.source))
 
 
 def modes(setting: Setting) -> Iterator[Row]:

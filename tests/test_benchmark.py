@@ -80,9 +80,9 @@ def test_wrong_requests_are_named(tmp_path, root):
 
 
 def _table_of(monkeypatch, setting=SETTING, **groups):
-    """The rows of these groups, without those of the plan."""
+    """The rows of these groups."""
     monkeypatch.setattr(table, "groups", lambda: groups)
-    return [each for each in table.run(setting, "", print, lambda *_: None) if each.group != "plan"]
+    return table.run(setting, "", print, lambda *_: None)
 
 
 def _failing(error):
@@ -148,7 +148,6 @@ def test_a_run_cut_off_leaves_the_groups_it_has_done(tmp_path, monkeypatch):
     assert benchmark.main([*arguments, "--only", "none,one"]) == 0
     held = json.loads((tmp_path / "table.json").read_text())
     assert list(held["machine"]["groups"]) == ["none", "one"] and "load at the end" in held["machine"]
-    assert held["rows"][-1]["group"] == "plan"
 
 
 def test_every_figure_of_a_network_has_its_dim(monkeypatch):
@@ -158,9 +157,7 @@ def test_every_figure_of_a_network_has_its_dim(monkeypatch):
         Row("peer", "end to end, D = 128, T = 20", 1.0),
         Row("sinkhorn", "Sinkhorn T = 100", 1.0),
         Row("memory", "Sinkhorn T = 100, N = 512: ours", 1.0),
-        Row("growth", "Sinkhorn, N = 512: memory against T", 1.0),
         Row("keypoints", "keypoints ours, 640x480", 1.0),
-        Row("plan", "keypoint stage, COCO2014, 2 views an image, here", 1.0),
     ]
     own = [Row("gpu", "Sinkhorn of the step, N = 512", 1.0), Row("gpu", "decoding by DALI", 1.0)]
     work = SimpleNamespace(parts=lambda: rows[:1], whole=lambda: rows[:1], dim=64)
@@ -169,9 +166,8 @@ def test_every_figure_of_a_network_has_its_dim(monkeypatch):
     groups = {"a": lambda _: iter(rows), "gpu": gpu_rows.gpu, "evaluation": evaluation_rows.evaluation}
     monkeypatch.setattr(table, "groups", lambda: groups)
     found = table.run(ON_GPU, "", print, lambda *_: None)
-    assert [row.flat()["dim"] for row in found[:12]] == [16, None, 128, *[None] * 5, 256, None, 64, 64]
+    assert [row.flat()["dim"] for row in found] == [16, None, 128, *[None] * 3, 256, None, 64, 64]
     assert "ms  D=16" in table.line(found[0]) and "D=" not in table.line(found[3])
-    assert all(row.dim == 16 for row in found[12:15])
 
 
 def test_a_gpu_is_not_judged_by_the_host(monkeypatch):

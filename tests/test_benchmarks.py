@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
-import inspect
 import io
 import json
 import math
@@ -20,14 +19,10 @@ from test_matching import scrambled
 
 from benchmarks import __main__ as benchmark
 from benchmarks import (
-    elastic_rank,
-    elastic_rows,
     evaluation_rows,
     flops,
     gpu_rows,
     group_rows,
-    growth,
-    growth_rows,
     made,
     memory,
     model_rows,
@@ -36,7 +31,6 @@ from benchmarks import (
     peer_rank,
     peer_rows,
     plain,
-    planner,
     row,
     stage_rows,
     table,
@@ -156,16 +150,6 @@ class TestCounts:
         assert counted["linear"] == pytest.approx(24.2e9, rel=0.01)
         assert counted["attention"] == pytest.approx(9.7e9, rel=0.01)
 
-    def test_goals_of_a_gpu_and_what_the_plan_computes_have_one_peak(self, root):
-        """The data sheet's; docs/performance.md states the goals' share of it."""
-        text, peak = (root / "docs" / "performance.md").read_text(), flops.PEAKS["H200"]["bfloat16"]
-        counted = {N: flops.training_flops(planner.GOAL_CONFIG, N) for N in gpu_rows.GOALS}
-        shares = {N: f"{100 * goal * counted[N] / peak:.1f}" for N, goal in gpu_rows.GOALS.items()}
-        assert f"MFU {shares[512]} %" in text and f"MFU {shares[1024]}; {shares[2048]} %" in text
-        computed, *_ = planner.plan(planner.measured([], False), planner.GOAL_CONFIG)
-        assert computed.value == pytest.approx(planner.PAIRS / gpu_rows.GOALS[1024] / 3600)
-        assert f"{shares[1024]}% of the {peak / 1e12:.0f} in H200's data sheet" in computed.note
-
     def test_a_peak_says_which_it_is_and_what_a_product_reaches(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
         monkeypatch.setattr(flops, "gpu_rate", lambda *_: 790e12)
@@ -174,71 +158,6 @@ class TestCounts:
         assert source == "of 989 TFLOP/s, data sheet of H200; a matrix product reaches 80%"
         monkeypatch.setattr(flops, "measured_rate", lambda _: 1e11)
         assert flops.peak(torch.device("cpu"), "float32") == (1e11, "of a measured matrix product")
-
-    def test_slopes(self):
-        assert growth.slope([1, 2, 4], [3, 12, 48]) == pytest.approx(2.0)
-        rows = [
-            Row("model", "", 1.0 * n, "ms/pair", size=("forward", n, b)) for n in (16, 32) for b in (1, 2)
-        ]
-        found = {each.what: each.value for each in growth.slopes(rows, SMALL)}
-        assert found["forward: time against N, batch 1"] == pytest.approx(1.0)
-        assert found["forward: time against batch, N = 16"] == pytest.approx(1.0)
-
-
-class TestPlan:
-    def plan(self, rows, gpu, **config):
-        return list(planner.plan(planner.measured(rows, gpu), SuperGlueConfig(**config)))
-
-    def rate(self, found):
-        """Pairs per second behind a row's hours."""
-        return planner.PAIRS / found.value / 3600
-
-    def test_it_says_what_is_computed_and_what_measured(self):
-        here = [Row("training", "one process, float32, N = 512", 2.0, "pairs/s", against="float32")]
-        rows = self.plan(here, gpu=False)
-        assert len(rows) == 4 and "computed, not measured" in rows[1].note
-        by = flops.training_flops(SuperGlueConfig(), 512) / flops.training_flops(SuperGlueConfig(), 1024)
-        assert self.rate(rows[0]) == pytest.approx(2.0 * by)
-        rows = self.plan(here, gpu=True)
-        assert "measured here" in rows[0].note and rows[1].value == pytest.approx(rows[0].value / 4 / 0.97)
-
-    def test_speed_is_of_one_device_with_a_real_loader(self):
-        names = ("bfloat16", "DataParallel", "synthetic loader, ahead", "one kept batch")
-        here = [
-            Row("training", f"{name}, N = 512", 1.0 + i, "pairs/s", against="float32")
-            for i, name in enumerate(names)
-        ]
-        here.append(Row("training", "DDP, 2 processes of 64 pairs, N = 512", 9.0, "pairs/s"))
-        assert planner.measured(here, True).modes == {"bfloat16, N = 512": 1.0}
-        assert "(bfloat16)" in self.plan(here, True)[0].note
-
-    def test_what_was_measured_at_1024_keypoints_goes_before_what_is_scaled(self):
-        here = [
-            Row("training", "bfloat16, N = 512, batch 64", 1000.0, "pairs/s", against="float32"),
-            Row("gpu", "training, bfloat16, D = 256, T = 100, N = 512, batch 64", 1300.0, "pairs/s"),
-            Row("gpu", "training, bfloat16, D = 256, T = 100, N = 1024, batch 64", 450.0, "pairs/s"),
-        ]
-        measured, scaled = self.plan(here, True, dim=256)[0], self.plan(here, True, dim=128)[0]
-        assert self.rate(measured) == pytest.approx(450.0) and "by operations" not in measured.note
-        assert self.rate(scaled) < 500.0 and "by operations from 1000.00 at N = 512" in scaled.note
-
-    def test_each_number_of_gpus_has_its_own_efficiency(self):
-        here = [Row("training", "bfloat16, N = 512", 1000.0, "pairs/s", against="float32")]
-        for processes, share in ((2, 0.98), (4, 0.9)):
-            ratio = timing.Ratio(share, share, share)
-            here.append(Row("training", f"DDP, {processes} processes of 64 pairs", 1.0, "pairs/s", ratio))
-        one, four, eight = self.plan(here, True)
-        assert one.value / four.value == pytest.approx(4 * 0.9) and "efficiency measured" in four.note
-        assert one.value / eight.value == pytest.approx(8 * 0.9) and "carried over from 4" in eight.note
-
-    def test_the_keypoint_stage_at_each_size_of_its_views(self):
-        here = [Row("keypoints", f"keypoints {way}", 50.0, "views/s")
-                for way in ("floor, 512x384", "ours, 512x384", "ours, 640x480")]  # fmt: skip
-        found = self.plan(here, False)[-2:]
-        assert [each.what for each in found] == [
-            f"keypoint stage, COCO2014, 2 views an image, {size}, here" for size in ("512x384", "640x480")
-        ]
-        assert found[0].value == pytest.approx(2 * planner.COCO2014_IMAGES / 50.0 / 3600)
 
 
 class TestRows:
@@ -282,15 +201,6 @@ class TestRows:
         assert skipped == {"attention, packed", "decoding by DALI"}
         assert all(each.value > 0 for each in found if not each.skipped and "waits" not in each.what)
 
-    @pytest.mark.slow
-    def test_how_memory_and_time_grow(self, monkeypatch):
-        monkeypatch.setattr(growth_rows, "ITERATIONS", (2, 4))
-        *grown, images = growth_rows.growth(setting(keypoint_counts=(64, 128)))
-        # networks as small as these may stay within what the process has already
-        assert len(grown) == 3
-        assert all(each.unit == "exponent" or "too little" in each.skipped for each in grown)
-        assert "no manifest here" in images.skipped
-
     def test_the_peers_work_is_skipped_where_it_outlasts_the_budget(self, tmp_path, photo, monkeypatch):
         images = write_image_set(tmp_path / "images", {"a.png": photo}, "train")
         monkeypatch.setattr(peer.PeerTraining, "__call__", lambda self: time.sleep(0.05))
@@ -300,7 +210,7 @@ class TestRows:
 
     def test_a_group_of_ranks_steps_beside_the_peer(self, tmp_path):
         kept = made.made_store(tmp_path / "store", 20, images=16)
-        changes = {"dim": 32, "sinkhorn_iterations": 5, "max_keypoints": 20, "precision": "float32"}
+        changes = {"dim": 32, "sinkhorn_iterations": 5, "precision": "float32"}
         group = peer_rows.Group(setting(), kept, 20, 4, changes)
         try:
             assert group.processes >= 1 and group.pairs == 4 * group.processes
@@ -312,7 +222,7 @@ class TestRows:
     def test_training_rows_heed_the_limit_of_keypoints(self, tmp_path):
         store = Store(made.made_store(tmp_path / "store", 40, images=8))
         for limit in (40, 25):
-            (batch,) = training_rows.Trainer(setting(), store, 2, keypoints=limit).made(0)
+            (batch,) = training_rows.Trainer(setting(), store, 2, keypoints=limit).loaded()
             assert batch.counts0.tolist() == [limit] * 2
 
     def test_share_of_equal_matches(self):
@@ -414,50 +324,6 @@ class TestTable:
         assert dataclasses.asdict(Row("a", "b"))["skipped"] == ""
 
 
-class TestElastic:
-    """What bitwise_elastic costs: both ways are the step of the training, on the same pairs."""
-
-    def test_both_ways_take_the_same_step(self, make_params, capsys, monkeypatch):
-        threads = torch.get_num_threads()
-        section = make_params("train", batch=4, dim=16, layers=1, heads=2, sinkhorn_iterations=5)
-        weights = {}
-        for name in ("_step", "_elastic"):
-            inner = getattr(elastic_rank, name)
-
-            def made(*arguments, name=name, inner=inner):
-                step = inner(*arguments)
-                parts = inspect.getclosurevars(step).nonlocals["parts"]
-
-                def stepping():
-                    step()
-                    weights[name] = torch.cat([p.detach().flatten() for p in parts.objective.parameters()])
-
-                return stepping
-
-            monkeypatch.setattr(elastic_rank, name, made)
-        asked = ["--train", json.dumps(section.model_dump()), "--keypoints", "20", "--rounds", "2"]
-        try:
-            assert elastic_rank.main(asked) == 0
-        finally:
-            torch.set_num_threads(threads)
-        taken = json.loads(capsys.readouterr().out)
-        assert all(len(way) == 2 and min(way) > 0 for key in ("wall", "cpu") for way in taken[key])
-        assert torch.allclose(weights["_step"], weights["_elastic"], atol=1e-4)
-
-    def test_the_row_says_how_many_times_as_long(self, monkeypatch):
-        taken = json.dumps({"wall": [[1.0, 1.0], [1.5, 1.5]], "cpu": [[2.0, 2.0], [2.5, 2.5]]})
-        asked = []
-        monkeypatch.setattr(
-            elastic_rows.group_rows, "in_processes", lambda *given: asked.append(given[2:]) or taken
-        )
-        monkeypatch.setattr(elastic_rows.os, "cpu_count", lambda: 2)
-        monkeypatch.setattr(elastic_rows.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-        rows = list(elastic_rows.elastic(setting(seconds=1e6)))
-        assert asked == [(1, 2), (1, 2), (2, 1), (2, 1)]
-        assert [row.note for row in rows] == ["1.50 times as long, 1.25 times the processor's time"] * 4
-        assert all(row.skipped for row in elastic_rows.elastic(setting(seconds=1e-6)))
-
-
 class TestRanks:
     def ranks(self, code):
         return setting(), [
@@ -512,9 +378,9 @@ class TestRanks:
         monkeypatch.setattr(
             group_rows, "step_seconds", lambda _, processes, __: [[float(processes)] * 3, [1.0] * 3]
         )
-        *found, grown = [each for each in group_rows.groups(setting()) if not each.skipped]
+        found = [each for each in group_rows.groups(setting()) if not each.skipped]
         assert [each.value for each in found] == [2.0] * 3  # two pairs each, in as many seconds as processes
-        assert [each.target for each in found] == [None, 0.95, 0.95] and grown.value == pytest.approx(1.0)
+        assert [each.target for each in found] == [None, 0.95, 0.95]
 
 
 class TestStages:

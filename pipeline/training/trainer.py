@@ -11,12 +11,12 @@ from pipeline import params
 from pipeline.errors import STOPPED, RequestError, WorkError
 from pipeline.features.store import Store
 from pipeline.pairs.batch import PairBatch
-from pipeline.pairs.loader import choose, split_evenly
-from pipeline.pairs.order import PairOrder, Sample, rank_slice, validation_pairs
+from pipeline.pairs.order import Sample, validation_pairs
 from pipeline.runtime import distributed, faults, signals
 from pipeline.runtime.checkpoint import Checkpoints
 from pipeline.runtime.progress import progress
 from pipeline.training import setup
+from pipeline.training.batches import StepBatches
 from pipeline.training.journal import Journal
 from pipeline.training.optimization import learning_rate
 from pipeline.training.profiling import Profile
@@ -40,13 +40,12 @@ class Training:
         self.train = params.load("train", args.params)
         self.batch = setup.global_batch(self.train, context.world_size)
         self.store, self.held_out = store, held_out
-        self.order = PairOrder(self.train.seed, len(self.store), self.store.views_per_image)
+        self.batches = StepBatches(self.train, store, self.batch, context)
         self.validation = validation_pairs(
             self.train.seed, len(self.held_out), self.held_out.views_per_image, self.train.val_pairs
         )
         parts, self.told = setup.build(self.train, context)
         self.objective, self.wrapped, self.state = parts
-        self.load_batch, self.prefetched = choose(self.train.loader, context.device)
         self.checkpoints = Checkpoints(args.out)
         self.fingerprint = fingerprint(self.train, self.store.digest, context.world_size)
 
@@ -93,7 +92,7 @@ class Training:
         profile = Profile(train.profile_steps, self.args.reports / "profile", self.context)
         with (
             contextlib.closing(bar),
-            contextlib.closing(self.prefetched(self._micro_batches, steps)) as loader,
+            contextlib.closing(self.batches.ahead(steps)) as loader,
             profile,
         ):
             waiting = time.perf_counter()
@@ -111,26 +110,6 @@ class Training:
                     return False
                 waiting = time.perf_counter()
         return True
-
-    def _samples(self, step: int) -> List[List[Sample]]:
-        """This rank's share of global step `step`, in micro-batches."""
-        samples, context = self.order.step(step, self.batch), self.context
-        if self.train.bitwise_elastic:
-            parts = split_evenly(samples, setup.elastic_parts(self.batch))
-            return parts[rank_slice(len(parts), context.rank, context.world_size)]
-        return split_evenly(
-            samples[rank_slice(self.batch, context.rank, context.world_size)], self.train.accumulate
-        )
-
-    def _micro_batches(self, step: int) -> List[PairBatch]:
-        """The PairBatches of `_samples`, on the host; runs in the loader's thread."""
-        faults.at("load_batch", step)
-        batches = [
-            self.load_batch(self.store, part, self.train.max_keypoints, self.train.keypoint_drop)
-            for part in self._samples(step)
-        ]
-        pin = self.context.device.type == "cuda" and self.train.loader != "dali"  # which copies by itself
-        return [b.pinned() for b in batches] if pin else batches
 
     def _step(self, micro_batches: List[PairBatch], journal: Journal, waited: float) -> None:
         state, train = self.state, self.train
@@ -169,7 +148,7 @@ class Training:
     def _skipped(self, result: StepResult) -> None:
         """A gradient was not finite: every rank is here. Say which pairs, and give up after too many."""
         state, train = self.state, self.train
-        own = [sample for part in self._samples(state.step) for sample in part]
+        own = [sample for part in self.batches.samples(state.step) for sample in part]
         named = [self._name(own[place]) for place in result.bad_pairs]
         bad = [name for names in distributed.all_gather(named) for name in names]
         if self.context.is_main:
