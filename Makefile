@@ -83,7 +83,6 @@ lint: $(SETUP_DEV)  ## style, imports, and dvc.yaml against the imports of its s
 format: $(SETUP_DEV)  ## rewrite what `make lint` would complain about
 	@ruff check --fix .
 	@ruff format .
-	@python tests/import_closure.py --write
 
 ui: $(SETUP)  ## MLflow at http://127.0.0.1:5000
 	@case "$${MLFLOW_TRACKING_URI:-}" in \

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Dict, Iterator, List, Set, Tuple
 
 import pytest
-from import_closure import imports
+
+from pipeline.runtime.code import imports
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "pipeline").rglob("*.py"))

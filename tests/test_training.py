@@ -273,7 +273,7 @@ class TestResume:
         with monkeypatch.context() as patch:
             stop_after(patch, 3)
             assert train.main(request_of("run")) == 143
-        monkeypatch.setattr("pipeline.training.state.code_digest", lambda: "changed")
+        monkeypatch.setattr("pipeline.training.state.code_digest", lambda *_: "changed")
         with pytest.raises(RequestError, match="code: "):
             train.main([*request_of("run"), "--resume", "must"])
         assert train.main([*request_of("run"), "--resume", "must", "--accept", "code"]) == 0

@@ -16,28 +16,22 @@ from typing import Any, Dict, Iterable, List, Optional, Sequence
 
 import cv2
 
-import pipeline
 from pipeline.errors import RequestError
 from pipeline.features import store
 from pipeline.features.store import ImageViews
 from pipeline.files import write_atomic
 from pipeline.images.decode import BadImage
 from pipeline.images.manifest import Entry
+from pipeline.runtime.code import code_digest
 
-# what the bytes of a shard depend on
 CODE = (
-    "extraction/image.py",
-    "features/sift.py",
-    "features/store.py",
-    "images/dali.py",
-    "images/decode.py",
-    "images/headers.py",
-    "images/integrity.py",
-    "matching/homography.py",
-    "views/homography.py",
-    "views/photometric.py",
-    "views/render.py",
+    "pipeline.extraction.image",
+    "pipeline.images.decode",
+    "pipeline.images.dali",
+    "pipeline.features.store",
 )
+# the manifest names the CRC-32 of the very bytes an image is made of, wherever they are read from
+OUTSIDE = ("pipeline.features.inspect", "pipeline.images.manifest", "pipeline.images.sources")
 _NOT_IN_THE_BYTES = ("max_bad_fraction",)
 
 
@@ -54,7 +48,7 @@ def plan(entries: Sequence[Entry], settings: Any) -> List[Shard]:
     """Cut the rows of a split (sorted, as the manifest gives them) into shards."""
     common = {
         "settings": settings.model_dump(exclude=set(_NOT_IN_THE_BYTES)),
-        "code": _code_digest(),
+        "code": code_digest(CODE, OUTSIDE),
         "opencv": cv2.__version__,
     }
     length = settings.shard_images
@@ -69,11 +63,6 @@ def _fingerprint(common: Dict[str, Any], entries: Sequence[Entry]) -> str:
     rows = [[entry.name, entry.size, entry.crc32] for entry in entries]
     text = json.dumps({**common, "entries": rows}, sort_keys=True)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
-
-
-def _code_digest() -> str:
-    root = Path(pipeline.__file__).parent
-    return hashlib.sha256(b"".join((root / name).read_bytes() for name in CODE)).hexdigest()
 
 
 class Folder:

@@ -11,7 +11,7 @@ from pipeline import stack
 from pipeline.errors import RequestError
 from pipeline.matching import normalization
 from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
-from pipeline.runtime import distributed, repro
+from pipeline.runtime import distributed, seeding
 from pipeline.runtime.checkpoint import BadCheckpoint, load_model_file
 from pipeline.training.objective import DataParallelObjective, MatchingObjective
 from pipeline.training.optimization import MovingAverage, freeze, make_optimizer
@@ -73,7 +73,7 @@ def read_model(path, asked_by: str) -> Dict[str, Tensor]:
 
 def build(train, context: distributed.Context) -> Tuple[Parts, List[str]]:
     """Everything to train with, equal on every rank since all start from the same seed; and lines worth telling."""
-    repro.seed_everything(train.seed, train.deterministic)
+    seeding.seed_everything(train.seed, train.deterministic)
     if train.bitwise_elastic:
         torch.set_num_threads(1)  # a product split over other threads is rounded otherwise
     model = SuperGlue(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import sys
-from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from pipeline.matching.superglue import SuperGlue
+from pipeline.runtime.code import code_digest
 from pipeline.training.optimization import MovingAverage, optimizer_tensors, restore_optimizer
 
 Fingerprint = Dict[str, Any]
+
+CODE = ("pipeline.training.trainer",)  # with what it imports: everything that can change a weight
+# but for what writes files, whose bytes are verified, and what reports
+OUTSIDE = ("pipeline.runtime.checkpoint", "pipeline.training.journal", "pipeline.training.profiling")
 
 
 def fingerprint(train, data_digest: str, world_size: int) -> Fingerprint:
@@ -25,23 +27,8 @@ def fingerprint(train, data_digest: str, world_size: int) -> Fingerprint:
     if train.batch_per_rank or train.lr_scaling != "none":
         values["world_size"] = world_size
     values["data"] = data_digest
-    values["code"] = code_digest()
+    values["code"] = code_digest(CODE, OUTSIDE)
     return values
-
-
-def code_digest() -> str:
-    """SHA-256 over the project's modules that this process has loaded, `pipeline.train` included."""
-    files = {Path(__file__).parents[1] / "train.py"}
-    files |= {
-        Path(module.__file__)
-        for name, module in list(sys.modules.items())
-        if name.startswith("pipeline.") and getattr(module, "__file__", None)
-    }
-    files = {f for f in files if f.name not in ("launch.py", "errors.py")}
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def differences(saved: Fingerprint, ours: Fingerprint) -> List[str]:
