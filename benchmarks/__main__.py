@@ -70,9 +70,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def _whole_table(options: argparse.Namespace) -> int:
     from benchmarks import row, table
-    from pipeline.evaluation.model import choose_device
     from pipeline.features.tuning import keep_memory
-    from pipeline.matching.superglue import SuperGlueConfig
+    from superglue_sift.superglue import SuperGlueConfig
+    from superglue_sift.weights import choose_device
 
     if options.seconds <= 0 or options.rounds < 2:
         raise RequestError("--seconds must be above 0, --rounds 2 or more")

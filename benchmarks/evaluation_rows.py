@@ -20,10 +20,10 @@ from pipeline import params
 from pipeline.errors import RequestError
 from pipeline.evaluation import matchers, pairs, run, scoring, sharing
 from pipeline.evaluation.heldout import HeldOutPairs
-from pipeline.evaluation.model import load_model
 from pipeline.images.decode import BadImage
 from pipeline.images.sources import open_manifest
-from pipeline.matching.inference import folded
+from superglue_sift.inference import folded
+from superglue_sift.weights import load_model
 
 EVALUATED = 32  # pairs
 OUTSIDE = 0.05  # of the time, at most

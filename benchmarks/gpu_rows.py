@@ -16,10 +16,10 @@ from benchmarks.row import Row, Setting, contained
 from pipeline import stack
 from pipeline.errors import RequestError
 from pipeline.images.sources import open_manifest
-from pipeline.matching import attention
-from pipeline.matching.inference import Replayed, folded
-from pipeline.matching.packing import Edges, Packing
-from pipeline.pairs.batch import from_pairs
+from superglue_sift import attention, torch_compat
+from superglue_sift.batch import from_pairs
+from superglue_sift.inference import Replayed, folded
+from superglue_sift.packing import Edges, Packing
 
 GOALS: Dict[int, float] = {
     512: 1300.0,
@@ -142,7 +142,7 @@ def _attention(setting: Setting) -> Iterator[Row]:
     heads, dim = setting.config.heads, setting.config.dim
     qkv = torch.randn(sum(counts), 3, heads, dim // heads, device=setting.device).bfloat16().requires_grad_()
     forms = {"padded and masked": attention._padded}
-    if stack.has_packed_attention(qkv):
+    if torch_compat.has_packed_attention(qkv):
         forms["packed"] = attention._packed
 
     def call(form) -> Callable[[], None]:

@@ -9,9 +9,9 @@ from typing import List
 import numpy as np
 
 from pipeline.features import store
-from pipeline.features.sift import KEYPOINT
-from pipeline.matching.homography import transform
-from pipeline.pairs.batch import Pair, PairBatch, from_pairs
+from superglue_sift.batch import Pair, PairBatch, from_pairs
+from superglue_sift.geometry import transform
+from superglue_sift.sift import KEYPOINT
 
 SIZE = (640, 480)
 SHARED = 0.6  # of the keypoints of a view are seen in the other, as in real pairs at 3 px

@@ -11,7 +11,7 @@ from benchmarks import memory, plain, timing
 from benchmarks.made import made_batch
 from benchmarks.model_rows import Call, plain_training_call, sinkhorn_call, training_call
 from benchmarks.row import Row, Setting, activation_bytes
-from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
 
 def peaks(setting: Setting) -> Iterator[Row]:

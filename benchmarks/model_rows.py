@@ -13,11 +13,11 @@ from benchmarks.made import made_batch
 from benchmarks.parity_rows import largest, perturbed
 from benchmarks.row import Row, Setting, activation_bytes
 from pipeline import stack
-from pipeline.matching import sinkhorn
-from pipeline.matching.inference import folded
-from pipeline.matching.superglue import Matches, SuperGlue, mutual_matches
-from pipeline.matching.truth import ground_truth
 from pipeline.training.objective import MatchingObjective
+from superglue_sift import sinkhorn
+from superglue_sift.inference import folded
+from superglue_sift.superglue import Matches, SuperGlue, mutual_matches
+from superglue_sift.truth import ground_truth
 
 Call = Callable[[], object]
 PLAINS = {"plain with LayerNorm": "layer", "plain with BatchNorm": "batch"}

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from benchmarks.made import made_batch
 from benchmarks.row import Row, Setting
-from pipeline.matching.inference import folded
-from pipeline.matching.superglue import SuperGlue, mutual_matches
-from pipeline.stack import autocast
 from pipeline.training.objective import MatchingObjective
+from superglue_sift.inference import folded
+from superglue_sift.superglue import SuperGlue, mutual_matches
+from superglue_sift.torch_compat import autocast
 
 NOISE = 0.3  # standard deviation of what is added to a weight, times the root of its number of inputs
 SCALE = 1024.0  # of the loss while the gradient is taken, so that float16 does not round it to nothing

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.plain import PlainSuperGlue
-from pipeline.features import sift
-from pipeline.matching.homography import transform
-from pipeline.matching.superglue import SuperGlueConfig
-from pipeline.pairs.batch import Pair, PairBatch, from_pairs
+from superglue_sift import sift
+from superglue_sift.batch import Pair, PairBatch, from_pairs
+from superglue_sift.geometry import transform
+from superglue_sift.superglue import SuperGlueConfig
 
 CONFIG = SuperGlueConfig(dim=128, layers=9, heads=4, norm="batch", scale_angle=False, sinkhorn_iterations=20)
 

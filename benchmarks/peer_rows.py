@@ -21,7 +21,8 @@ from benchmarks import peer as other
 from benchmarks.photographs import photographs
 from benchmarks.row import Row, Setting
 from benchmarks.training_rows import Trainer
-from pipeline.features import sift, store
+from pipeline.features import store
+from superglue_sift import sift
 
 PAIRS = {512: 8, 1024: 4}  # of a step of one of our processes, by keypoints
 TARGETS = {"float32": 5.0, "bfloat16": 10.0}

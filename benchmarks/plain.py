@@ -13,9 +13,9 @@ from typing import List
 import torch
 from torch import Tensor, nn
 
-from pipeline.matching.superglue import ENCODER_WIDTHS, SIFT_DIM, SuperGlue, SuperGlueConfig, root_sift
-from pipeline.matching.superglue import _geometry as geometry_of
-from pipeline.matching.truth import UNMATCHED, Truth
+from superglue_sift.superglue import ENCODER_WIDTHS, SIFT_DIM, SuperGlue, SuperGlueConfig, root_sift
+from superglue_sift.superglue import _geometry as geometry_of
+from superglue_sift.truth import UNMATCHED, Truth
 
 
 def sinkhorn(scores: Tensor, dustbin: Tensor, iterations: int) -> Tensor:
@@ -108,7 +108,7 @@ class PlainSuperGlue(nn.Module):
 
 
 def dense_loss(log_P: Tensor, truth: Truth) -> Tensor:
-    """The loss of `pipeline.matching.loss`, (B,), through a target as large as the assignment."""
+    """The loss of `pipeline.training.loss`, (B,), through a target as large as the assignment."""
     losses = []
     for P, matches0, matches1 in zip(log_P, *truth):
         target = torch.zeros_like(P)

@@ -17,9 +17,9 @@ from typing import List, Optional, Sequence
 import torch
 
 from benchmarks.made import made_batch
-from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
 from pipeline.runtime import distributed
 from pipeline.training.objective import MatchingObjective
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -18,7 +18,7 @@ from benchmarks.row import Row, Setting
 from pipeline import params
 from pipeline.errors import RequestError
 from pipeline.images.sources import open_manifest
-from pipeline.matching.inference import folded
+from superglue_sift.inference import folded
 
 PAPER = (640, 480)  # views of the paper's training; each SIFT call there gives 72 MB back unless it is kept
 
@@ -82,7 +82,7 @@ def one_opencv_thread() -> Iterator[None]:
 def files(setting: Setting) -> Iterator[Row]:
     """Two JPEG files to matches at 512 keypoints, SIFT of both views in two threads."""
     from pipeline.match import keypoints_of
-    from pipeline.pairs.batch import Pair, from_pairs
+    from superglue_sift.batch import Pair, from_pairs
 
     model = folded(setting.model())
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool, one_opencv_thread():

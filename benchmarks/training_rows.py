@@ -17,16 +17,16 @@ from benchmarks.row import Row, Setting
 from pipeline import params
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
-from pipeline.matching.loss import assignment_loss
-from pipeline.matching.truth import ground_truth
-from pipeline.pairs.batch import PairBatch
 from pipeline.pairs.loader import choose, load_batch
 from pipeline.pairs.order import PairOrder
 from pipeline.runtime import distributed
-from pipeline.stack import can_compile
 from pipeline.training import setup
 from pipeline.training.batches import StepBatches
+from pipeline.training.loss import assignment_loss
 from pipeline.training.step import train_step
+from superglue_sift.batch import PairBatch
+from superglue_sift.torch_compat import can_compile
+from superglue_sift.truth import ground_truth
 
 KEYPOINTS = 512
 LOADERS = {"plain loader": "plain", "synthetic loader": "synthetic", "DALI loader": "dali"}  # `train.loader`

@@ -12,8 +12,8 @@ from typing import Callable, Dict, Tuple
 import torch
 from torch import Tensor, nn
 
-from pipeline.matching.superglue import SuperGlue, root_sift
-from pipeline.matching.superglue import _geometry as geometry_of
+from superglue_sift.superglue import SuperGlue, root_sift
+from superglue_sift.superglue import _geometry as geometry_of
 
 SIDE, REACH = (
     64,

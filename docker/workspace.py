@@ -16,7 +16,17 @@ from pathlib import Path
 from typing import Dict, List, Set
 
 HOME = Path(__file__).resolve().parents[1]
-SEED = ("pipeline", "presets", "params.yaml", "dvc.yaml", ".dvcignore", ".dvc", "LICENSE")
+SEED = (
+    "superglue_sift",
+    "pipeline",
+    "benchmarks",
+    "presets",
+    "params.yaml",
+    "dvc.yaml",
+    ".dvcignore",
+    ".dvc",
+    "LICENSE",
+)
 
 
 class Wrong(Exception):

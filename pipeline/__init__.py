@@ -1,19 +1,18 @@
 """Train SuperGlue on SIFT keypoints, and use it.
 
-The package in reading order:
+The network itself is the library `superglue_sift`, which knows nothing of this package. The package in reading order:
 
     fetch, keypoints, train, evaluate, export   one file a stage, one `main` each, `python -m pipeline.<stage>`
     match, benchmark, doctor, presets, report   tools for the person at the keyboard
     launch        starts a stage on all processes of this machine
     images/       where photographs come from, how they are decoded, what is wrong with them
     views/        random homographies without borders, rendering, photometric distortion
-    features/     a view to SIFT keypoints; the store that training maps into memory
+    features/     the store of keypoints that training maps into memory
     extraction/   all views of all images, in parallel, shard by shard
-    pairs/        which two views when, and their batch: the shapes and units of all that enters the network
-    matching/     the network, its optimal transport, truth, loss; plane geometry and metrics
-    training/     objective, step, validation, what is saved, what is told
-    evaluation/   protocols, baselines, scores, intervals
-    report/       tables, curves, pictures, the page
+    pairs/        which two views when, read from the store
+    training/     loss, objective, step, validation, what is saved, what is told
+    evaluation/   protocols, baselines, metrics, scores, intervals
+    report/       tables, curves, the page
     runtime/      processes, checkpoints, tracking, faults on purpose
     params, schema, errors      parameters, and what is said when they are wrong
     files, stack  writing a file whole, the two torch stacks
@@ -25,16 +24,16 @@ import importlib
 from typing import Any
 
 _PUBLIC = {
-    "SuperGlue": "pipeline.matching.superglue",
-    "SuperGlueConfig": "pipeline.matching.superglue",
-    "mutual_matches": "pipeline.matching.superglue",
-    "folded": "pipeline.matching.inference",
-    "Replayed": "pipeline.matching.inference",
-    "PairBatch": "pipeline.pairs.batch",
-    "Pair": "pipeline.pairs.batch",
-    "from_pairs": "pipeline.pairs.batch",
-    "extract": "pipeline.features.sift",
-    "load_model_file": "pipeline.runtime.checkpoint",
+    "SuperGlue": "superglue_sift.superglue",
+    "SuperGlueConfig": "superglue_sift.superglue",
+    "mutual_matches": "superglue_sift.superglue",
+    "folded": "superglue_sift.inference",
+    "Replayed": "superglue_sift.inference",
+    "PairBatch": "superglue_sift.batch",
+    "Pair": "superglue_sift.batch",
+    "from_pairs": "superglue_sift.batch",
+    "extract": "superglue_sift.sift",
+    "load_model_file": "superglue_sift.weights",
 }
 
 __all__ = list(_PUBLIC)

@@ -7,13 +7,9 @@ import os
 import sys
 from typing import Callable, Optional, Sequence
 
+from superglue_sift.errors import RequestError
 
-class RequestError(Exception):
-    """The request was wrong: a missing file, a misspelt key, a value out of range.
-
-    The message is one line that names the file or key and the mend. Commands end with exit code 2
-    and this line on stderr, without a traceback.
-    """
+__all__ = ["EXIT_FOLDER", "STOPPED", "RequestError", "WorkError", "run"]
 
 
 class WorkError(Exception):

@@ -16,10 +16,10 @@ from typing import List, Optional
 from pipeline import errors, params
 from pipeline.evaluation import options, outputs, paper, pose_run, poses, summary
 from pipeline.evaluation.job import Job
-from pipeline.evaluation.model import choose_device, load_model
 from pipeline.features.tuning import tune_process
-from pipeline.matching.inference import folded
 from pipeline.runtime import distributed, tracking
+from superglue_sift.inference import folded
+from superglue_sift.weights import choose_device, load_model
 
 
 def track(args: argparse.Namespace, figures: summary.Figures, step: int) -> None:

@@ -15,8 +15,8 @@ from typing import List, Optional
 
 from pipeline import errors, params
 from pipeline.errors import RequestError
-from pipeline.evaluation.model import load_model
 from pipeline.runtime import checkpoint, repro
+from superglue_sift.weights import load_model
 
 OF_THE_MACHINE = ("host", "platform", "gpus", "world_size")  # of no use to whoever receives the model
 

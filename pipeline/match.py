@@ -24,14 +24,12 @@ from pipeline import errors
 from pipeline.errors import RequestError
 from pipeline.evaluation import matchers, scoring
 from pipeline.evaluation.matchers import PairMatches
-from pipeline.evaluation.model import choose_device, load_model
 from pipeline.evaluation.pairs import Pair, image_size
-from pipeline.features import sift
 from pipeline.features.tuning import tune_process
 from pipeline.images.decode import decode_color, read_gray
-from pipeline.matching import homography
-from pipeline.matching.inference import folded
-from pipeline.report import pictures
+from superglue_sift import drawing, geometry, sift
+from superglue_sift.inference import folded
+from superglue_sift.weights import choose_device, load_model
 
 INLIER_PX = 3.0
 LEAST_FUNDAMENTAL = 8  # matches that a fundamental matrix needs
@@ -97,10 +95,10 @@ def keypoints_of(path: Path, max_keypoints: int, resize: int) -> Tuple[np.ndarra
 
 def fit(points0: np.ndarray, points1: np.ndarray) -> Dict[str, Geometry]:
     """RANSAC homography and fundamental matrix of matched points, (K, 2) pixels each."""
-    H = homography.fit_ransac(points0, points1, INLIER_PX)
+    H = geometry.fit_ransac(points0, points1, INLIER_PX)
     fits = np.zeros(len(points0), bool)
     if H is not None:
-        fits = np.linalg.norm(homography.transform(points0, H) - points1, axis=1) <= INLIER_PX
+        fits = np.linalg.norm(geometry.transform(points0, H) - points1, axis=1) <= INLIER_PX
     F, mask = None, None
     if len(points0) >= LEAST_FUNDAMENTAL:
         cv2.setRNGSeed(0)
@@ -136,7 +134,7 @@ def draw(args: argparse.Namespace, pair: Pair, answer: PairMatches, geometry: Di
     points0, points1, _ = scoring.matched_points(pair, answer)
     heading = f"{len(points0)} matches; green: {int(inliers.sum())} that fit one {name}"
     images = [decode_color(path.read_bytes(), path.name) for path in (args.image0, args.image1)]
-    pictures.write(args.out, pictures.draw(*images, [pictures.Panel(heading, points0, points1, inliers)]))
+    drawing.write(args.out, drawing.draw(*images, [drawing.Panel(heading, points0, points1, inliers)]))
 
 
 def write_results(

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from pipeline.images import manifest, sources
-from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
 from pipeline.runtime.checkpoint import save_model_file
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
 IDENTITY = np.eye(3)
 SHIFT = np.array([[1.0, 0, 12], [0, 1, -8], [0, 0, 1]])

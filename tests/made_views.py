@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.features import store
-from pipeline.features.sift import KEYPOINT
-from pipeline.matching.homography import transform
+from superglue_sift.geometry import transform
+from superglue_sift.sift import KEYPOINT
 
 SIZE = (320, 240)
 

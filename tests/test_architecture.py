@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Dict, Iterator, List, Set, Tuple
 
@@ -13,14 +14,20 @@ import pytest
 from pipeline.runtime.code import imports
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "pipeline").rglob("*.py"))
+FILES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for package in ("pipeline", "superglue_sift")
+    for path in (ROOT / package).rglob("*.py")
+)
 TREES = {name: ast.parse((ROOT / name).read_text(encoding="utf-8"), feature_version=(3, 9)) for name in FILES}
 
 STAGES = {"fetch", "keypoints", "train", "evaluate", "export"}
 # Whatever a room does, it may raise the project's errors, write a file and ask for a difference between the stacks.
 GROUND = {"errors", "files", "stack"}
-# Rooms, and what each may import besides itself. A name with a dot is that module alone. Files that are not listed
-# are stages and tools, which may import every room.
+# What the library may import: nothing of the project but itself, and of others these alone.
+LIBRARY = {"cv2", "numpy", "safetensors", "superglue_sift", "torch", *getattr(sys, "stdlib_module_names", ())}
+# Rooms of `pipeline`, and what each may import besides itself and the library. A name with a dot is that module alone.
+# Files that are not listed are stages and tools, which may import every room.
 ROOMS: Dict[str, Set[str]] = {
     "errors": set(),
     "files": set(),
@@ -29,15 +36,14 @@ ROOMS: Dict[str, Set[str]] = {
     "params": {"schema"},
     "images": set(),
     "features": set(),
-    "matching": set(),
     "runtime": set(),
-    "views": {"matching.homography"},
-    "pairs": {"features", "matching"},
-    "report": {"matching.metrics"},
+    "views": set(),
+    "pairs": {"features"},
+    "report": {"evaluation.metrics"},
     "extraction": {"images", "views", "features", "runtime", "params", "schema"},
-    "training": {"pairs", "features", "matching", "runtime", "params", "schema"},
+    "training": {"pairs", "features", "runtime", "params", "schema"},
     "evaluation": {
-        "images", "views", "features", "pairs", "matching", "runtime", "report", "params", "schema",
+        "images", "views", "features", "pairs", "runtime", "report", "params", "schema",
     },
 }  # fmt: skip
 
@@ -50,7 +56,7 @@ WORK_AT_IMPORT: Dict[str, str] = {}
 
 # A thing and the one file it lives in.
 HOMES = {
-    "SIFT_create": "pipeline/features/sift.py",
+    "SIFT_create": "superglue_sift/sift.py",
     "torch.distributed": "pipeline/runtime/distributed.py",
     "DistributedDataParallel": "pipeline/runtime/distributed.py",
     "DataParallel": "pipeline/training/objective.py",
@@ -77,7 +83,7 @@ def crossings(name: str) -> List[str]:
     found = []
     for other in imports(ROOT / name, module):
         is_file = any((ROOT / (other.replace(".", "/") + end)).exists() for end in (".py", "/__init__.py"))
-        if is_file and room_of(other) not in ("", room_of(module)):
+        if is_file and other.startswith("pipeline.") and room_of(other) != room_of(module):
             found.append(other)
     return found
 
@@ -95,7 +101,14 @@ def allowed(room: str, other: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.skipif(sys.version_info < (3, 10), reason="Python 3.9 does not list its own modules")
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("superglue_sift/")])
+def test_the_library_stands_alone(name: str) -> None:
+    words = [word for word, _ in called(TREES[name], lookups=False)]
+    assert {word.split(".")[0] for word in words} - LIBRARY == set(), name
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.startswith("pipeline/")])
 def test_a_room_imports_only_what_it_may(name: str) -> None:
     room = room_of(module_of(name))
     wrong = [
@@ -176,14 +189,14 @@ def test_nothing_happens_at_import(name: str) -> None:
         assert runs_nothing or name in WORK_AT_IMPORT, f"{name}:{node.lineno} does work at import"
 
 
-def called(tree: ast.AST) -> Iterator[Tuple[str, ast.AST]]:
-    """Dotted names that are imported or looked up, as written."""
+def called(tree: ast.AST, lookups: bool = True) -> Iterator[Tuple[str, ast.AST]]:
+    """Dotted names that are imported or, with `lookups`, looked up, as written."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
             yield from ((f"{node.module}.{alias.name}", node) for alias in node.names)
-        elif isinstance(node, ast.Attribute):
+        elif lookups and isinstance(node, ast.Attribute):
             yield ast.unparse(node), node
 
 

@@ -22,7 +22,7 @@ from benchmarks.row import Row, Setting
 from benchmarks.timing import Ratio
 from pipeline.errors import RequestError
 from pipeline.images.sources import ImageSet, folder_entries
-from pipeline.matching.superglue import SuperGlueConfig
+from superglue_sift.superglue import SuperGlueConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTING = Setting(torch.device("cpu"), SuperGlueConfig(dim=16))

@@ -41,10 +41,10 @@ from benchmarks import (
 from benchmarks.row import Row, Setting
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
-from pipeline.matching.loss import assignment_loss
-from pipeline.matching.superglue import SuperGlueConfig, mutual_matches
-from pipeline.matching.truth import ground_truth
 from pipeline.runtime import distributed
+from pipeline.training.loss import assignment_loss
+from superglue_sift.superglue import SuperGlueConfig, mutual_matches
+from superglue_sift.truth import ground_truth
 
 SMALL = SuperGlueConfig(dim=16, layers=2, heads=2, sinkhorn_iterations=20)
 

@@ -12,10 +12,10 @@ from made_scenes import write_model
 
 from pipeline import errors, export
 from pipeline.evaluation import matchers
-from pipeline.evaluation.model import load_model, weights_of
 from pipeline.evaluation.pairs import Pair
-from pipeline.features import sift
-from pipeline.runtime.checkpoint import load_model_file, save_model_file
+from pipeline.runtime.checkpoint import save_model_file
+from superglue_sift import sift
+from superglue_sift.weights import load_model, load_model_file, weights_of
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from made_scenes import IDENTITY, SHIFT, TURN, write_sequence
 from pipeline.errors import RequestError
 from pipeline.evaluation import hpatches
 from pipeline.evaluation.hpatches import HPatchesPairs
-from pipeline.matching.homography import transform
+from superglue_sift.geometry import transform
 
 
 @pytest.fixture

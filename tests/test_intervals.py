@@ -7,10 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.evaluation import intervals
+from pipeline.evaluation import intervals, metrics
 from pipeline.evaluation.matchers import MATCHERS
 from pipeline.evaluation.scoring import Row
-from pipeline.matching import metrics
 
 
 def test_interval_of_a_mean_agrees_with_the_normal_one():

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from pipeline.errors import RequestError
 from pipeline.evaluation import lightglue
 from pipeline.evaluation.pairs import Pair
-from pipeline.features import sift
+from superglue_sift import sift
 
 
 class Block(torch.nn.Module):

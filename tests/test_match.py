@@ -10,7 +10,7 @@ import pytest
 from made_scenes import TURN, write_model
 
 from pipeline import errors, match
-from pipeline.matching.homography import corner_error, transform
+from superglue_sift.geometry import corner_error, transform
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from hypothesis.extra import numpy as arrays
 from pipeline.evaluation import matchers
 from pipeline.evaluation.matchers import PairMatches
 from pipeline.evaluation.pairs import Pair
-from pipeline.features import sift
-from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift import sift
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
 distance_matrices = arrays.arrays(
     np.float32, st.tuples(st.integers(0, 8), st.integers(0, 8)), elements=st.floats(0, 2, width=32)

@@ -10,15 +10,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import stack
-from pipeline.features.sift import KEYPOINT
-from pipeline.matching import attention, homography, normalization, packing, scaling, sinkhorn, threads
-from pipeline.matching.assignment import Assignments
-from pipeline.matching.inference import Replayed, folded
-from pipeline.matching.loss import assignment_loss
-from pipeline.matching.superglue import SuperGlue, SuperGlueConfig, mutual_matches, root_sift
-from pipeline.matching.truth import IGNORED, UNMATCHED, Truth, ground_truth, pair_truth
-from pipeline.pairs.batch import Pair, from_pairs
+from pipeline.training.loss import assignment_loss
+from superglue_sift import (
+    attention,
+    geometry,
+    normalization,
+    packing,
+    sinkhorn,
+    sinkhorn_kernel,
+    threads,
+    torch_compat,
+)
+from superglue_sift.assignment import Assignments
+from superglue_sift.batch import Pair, from_pairs
+from superglue_sift.inference import Replayed, folded
+from superglue_sift.sift import KEYPOINT
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches, root_sift
+from superglue_sift.truth import IGNORED, UNMATCHED, Truth, ground_truth, pair_truth
 
 pytestmark = pytest.mark.cu111
 
@@ -84,7 +92,7 @@ class TestSinkhorn:
     @pytest.mark.parametrize("spread", [1.0, 30.0, 300.0])
     def test_equals_the_log_domain_with_its_gradient(self, monkeypatch, solve, spread, rows):
         if rows:  # a kernel in several blocks of so many rows
-            monkeypatch.setattr(scaling, "BLOCK_BYTES", rows * 48 * 8)
+            monkeypatch.setattr(sinkhorn_kernel, "BLOCK_BYTES", rows * 48 * 8)
         torch.manual_seed(0)
         scores = [torch.randn(m, n, dtype=torch.float64) * spread for m, n in ((30, 40), (5, 2), (1, 1))]
         scores.append(scores[0][[0, 0, 0, 0, 1]] - 3 * spread)  # duplicates, all below the dustbin
@@ -251,12 +259,12 @@ class TestSinkhorn:
             return found
 
         expected = answers()
-        monkeypatch.setattr(scaling, "can_record", lambda device: True)
-        monkeypatch.setattr(scaling, "GRAPHS", 3)
+        monkeypatch.setattr(sinkhorn_kernel, "can_record", lambda device: True)
+        monkeypatch.setattr(sinkhorn_kernel, "GRAPHS", 3)
         for _ in range(2):
             assert all(torch.equal(a, b) for a, b in zip(answers(), expected))
-        assert len(scaling._recordings) == 3
-        scaling._recordings.clear()
+        assert len(sinkhorn_kernel._recordings) == 3
+        sinkhorn_kernel._recordings.clear()
 
     def test_chunks_do_not_matter(self, monkeypatch):
         scores = [torch.randn(m, n) for m, n in ((4, 6), (5, 5), (1, 2), (3, 6), (5, 1))]
@@ -305,7 +313,7 @@ class TestAttention:
                 out[a:b] = torch.einsum("hij,jhd->ihd", weights, v[c:d])
             return out
 
-        monkeypatch.setattr(stack, "packed_attention", fused)
+        monkeypatch.setattr(torch_compat, "packed_attention", fused)
         assert torch.allclose(attention._packed(q, k, v, edges), expected, atol=1e-6)
 
     @pytest.mark.parametrize("counts", [[30, 0, 50, 20], [1, 9, 1, 9], [16, 16, 16, 16]])
@@ -425,7 +433,7 @@ class TestSuperGlue:
         model = scrambled(SuperGlueConfig(dim=dim, layers=2, norm=norm))
         # torch 1.10's matrix products add up in another order for another batch size: 2.3e-5 at most over 20 seeds,
         # where values reach 20 and one rounding is 1.9e-6. torch 2.13 gave the same bits.
-        atol = 1e-5 if stack.can_compile() else 5e-5
+        atol = 1e-5 if torch_compat.can_compile() else 5e-5
         with torch.no_grad():
             together = model(from_pairs(pairs))
             for one, log_P in zip(pairs, together):
@@ -632,41 +640,41 @@ class TestHomography:
 
     def test_numpy_and_torch_agree(self):
         p = np.random.default_rng(0).uniform(0, 100, (7, 2))
-        expected = homography.transform(p, self.H)
+        expected = geometry.transform(p, self.H)
         assert np.allclose(
-            homography.transform(torch.from_numpy(p), torch.from_numpy(self.H)).numpy(), expected
+            geometry.transform(torch.from_numpy(p), torch.from_numpy(self.H)).numpy(), expected
         )
-        assert np.allclose(homography.transform(expected, np.linalg.inv(self.H)), p)
+        assert np.allclose(geometry.transform(expected, np.linalg.inv(self.H)), p)
 
     # OpenCV's framework for RANSAC takes points as float32: 2e-5 px at 300, some hundred times that at the corners
-    @pytest.mark.parametrize("fit, limit", [(homography.fit_ransac, 5e-3), (homography.fit_dlt, 1e-4)])
+    @pytest.mark.parametrize("fit, limit", [(geometry.fit_ransac, 5e-3), (geometry.fit_dlt, 1e-4)])
     def test_fits_exact_points(self, fit, limit):
         p = np.random.default_rng(0).uniform(0, 300, (40, 2))
-        H = fit(p, homography.transform(p, self.H))
-        assert homography.corner_error(H, self.H, (320, 240)) < limit
+        H = fit(p, geometry.transform(p, self.H))
+        assert geometry.corner_error(H, self.H, (320, 240)) < limit
         assert fit(p[:3], p[:3]) is None
         assert fit(np.ones((9, 2)), np.ones((9, 2))) is None
 
     def test_ransac_leaves_wrong_matches_out_and_repeats_itself(self):
         rng = np.random.default_rng(0)
         p = rng.uniform(0, 300, (200, 2))
-        q = homography.transform(p, self.H) + rng.normal(0, 0.5, p.shape)
+        q = geometry.transform(p, self.H) + rng.normal(0, 0.5, p.shape)
         q[:140] = rng.uniform(0, 300, (140, 2))  # seven in ten wrong: what nearest neighbours come to
-        found = [homography.fit_ransac(p, q, seed=seed) for seed in (0, 1, 2, 0)]
-        assert all(homography.corner_error(H, self.H, (320, 240)) < 3.0 for H in found)
-        assert homography.corner_error(homography.fit_dlt(p, q), self.H, (320, 240)) > 20.0
+        found = [geometry.fit_ransac(p, q, seed=seed) for seed in (0, 1, 2, 0)]
+        assert all(geometry.corner_error(H, self.H, (320, 240)) < 3.0 for H in found)
+        assert geometry.corner_error(geometry.fit_dlt(p, q), self.H, (320, 240)) > 20.0
         assert np.array_equal(found[0], found[3])
 
     def test_dlt_heeds_weights(self):
         p = np.random.default_rng(0).uniform(0, 300, (40, 2))
-        q = homography.transform(p, self.H)
+        q = geometry.transform(p, self.H)
         q[:10] += 50
         weights = np.where(np.arange(40) < 10, 0.0, 1.0)
-        assert homography.corner_error(homography.fit_dlt(p, q, weights), self.H, (320, 240)) < 1e-4
-        assert homography.corner_error(homography.fit_dlt(p, q), self.H, (320, 240)) > 5
-        assert homography.fit_dlt(np.ones((9, 2)), np.ones((9, 2))) is None
+        assert geometry.corner_error(geometry.fit_dlt(p, q, weights), self.H, (320, 240)) < 1e-4
+        assert geometry.corner_error(geometry.fit_dlt(p, q), self.H, (320, 240)) > 5
+        assert geometry.fit_dlt(np.ones((9, 2)), np.ones((9, 2))) is None
 
     def test_corner_error_of_a_shift(self):
         shift = np.array([[1, 0, 3.0], [0, 1, 4.0], [0, 0, 1]])
-        assert homography.corner_error(shift, np.eye(3), (640, 480)) == pytest.approx(5.0)
-        assert homography.corner_error(None, np.eye(3), (640, 480)) == math.inf
+        assert geometry.corner_error(shift, np.eye(3), (640, 480)) == pytest.approx(5.0)
+        assert geometry.corner_error(None, np.eye(3), (640, 480)) == math.inf

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.matching import metrics
+from pipeline.evaluation import metrics
 
 pytestmark = pytest.mark.cu111
 

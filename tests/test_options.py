@@ -16,16 +16,17 @@ from made_views import made_store
 from pipeline import train
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
-from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
 from pipeline.pairs.loader import load_batch, split_evenly
 from pipeline.pairs.order import PairOrder
 from pipeline.runtime import distributed, tracking
-from pipeline.runtime.checkpoint import load_model_file
 from pipeline.runtime.run import NullRun
-from pipeline.stack import can_compile, grad_scaler
+from pipeline.stack import grad_scaler
 from pipeline.training import setup
 from pipeline.training.objective import DataParallelObjective, MatchingObjective
 from pipeline.training.step import train_step
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.torch_compat import can_compile
+from superglue_sift.weights import load_model_file
 
 
 @pytest.fixture
@@ -269,7 +270,7 @@ def test_compiled_layers_compute_the_same(bench, tmp_path):
 
 
 def test_compile_without_a_compiler_is_refused(bench, monkeypatch):
-    monkeypatch.setattr("pipeline.stack.can_compile", lambda: False)
+    monkeypatch.setattr("superglue_sift.torch_compat.can_compile", lambda: False)
     with pytest.raises(RequestError, match=r"train\.compile"):
         setup.build(load(bench, compile=True), distributed.start())
 

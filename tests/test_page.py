@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 from made_scenes import write_image_set
 
-from pipeline.evaluation import degraded, difficulty
+from pipeline.evaluation import degraded, difficulty, metrics
 from pipeline.evaluation.matchers import MATCHERS
 from pipeline.evaluation.scoring import Row
 from pipeline.images import sources
-from pipeline.matching import metrics
 from pipeline.report import charts, page, tables
 
 VOID = {"meta", "link", "br", "img", "line", "circle", "polyline"}

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from made_views import SIZE, made_records, made_store
 
 from pipeline.features.store import Store
-from pipeline.matching.homography import transform
-from pipeline.pairs.batch import Pair, from_pairs
 from pipeline.pairs.loader import load_batch, prefetched, read_pair, split_evenly
 from pipeline.pairs.order import PairOrder, Sample, rank_slice, validation_pairs
+from superglue_sift.batch import Pair, from_pairs
+from superglue_sift.geometry import transform
 
 pytestmark = pytest.mark.cu111
 

@@ -10,14 +10,14 @@ import torch
 from benchmarks import plain
 from pipeline.extraction.image import gray_views
 from pipeline.features import store
-from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
-from pipeline.matching.truth import Truth, pair_truth
 from pipeline.pairs.loader import load_batch
 from pipeline.pairs.order import PairOrder
 from pipeline.stack import grad_scaler
 from pipeline.training import optimization
 from pipeline.training.objective import MatchingObjective
 from pipeline.training.step import train_step
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.truth import Truth, pair_truth
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from made_scenes import SHIFT, TURN
 
 from pipeline.errors import RequestError
-from pipeline.evaluation import confidence, estimators, matchers, run, scoring, summary
+from pipeline.evaluation import confidence, estimators, matchers, metrics, run, scoring, summary
 from pipeline.evaluation.conditions import conditions_of
 from pipeline.evaluation.matchers import OURS, PairMatches
 from pipeline.evaluation.pairs import Pair
-from pipeline.features.sift import KEYPOINT
-from pipeline.matching import metrics
-from pipeline.matching.homography import transform
+from superglue_sift.geometry import transform
+from superglue_sift.sift import KEYPOINT
 
 SIZE = (320, 240)
 

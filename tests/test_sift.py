@@ -1,4 +1,4 @@
-"""features/sift.py: what a keypoint is, where it lies, which ones are kept."""
+"""superglue_sift/sift.py: what a keypoint is, where it lies, which ones are kept."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from pipeline.features.sift import KEYPOINT, extract
 from pipeline.features.tuning import tune_process
-from pipeline.matching.homography import transform
 from pipeline.views.homography import generator, sample_view
 from pipeline.views.render import render
+from superglue_sift.geometry import transform
+from superglue_sift.sift import KEYPOINT, extract
 
 
 def test_a_record_is_packed():
@@ -41,7 +41,7 @@ def test_no_distinct_position_is_lost(photo):
 
 
 def test_many_double_orientations_do_not_cost_keypoints(monkeypatch, photo):
-    from pipeline.features import sift
+    from superglue_sift import sift
 
     monkeypatch.setattr(sift, "_SPARE", 1.0)
     assert len(sift.extract(photo, 300)) == 300
@@ -95,7 +95,8 @@ def test_equal_input_gives_equal_bytes_whatever_the_threads(photo):
 def test_a_tuned_process_keeps_the_memory_of_sift(root):
     """At 640x480 each call takes and frees some 70 MB: 17,000 page faults a call where glibc gives it back."""
     program = (
-        "import resource, numpy as np; from pipeline.features import sift, tuning; tuning.tune_process()\n"
+        "import resource, numpy as np; from pipeline.features import tuning; from superglue_sift import sift\n"
+        "tuning.tune_process()\n"
         "gray = np.random.default_rng(0).integers(0, 256, (480, 640), np.uint8)\n"
         "[sift.extract(gray, 512) for _ in range(2)]\n"
         "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pipeline import stack
+from superglue_sift import torch_compat
 
 pytestmark = pytest.mark.cu111
 
@@ -15,8 +16,8 @@ def test_bytes_are_read_as_floats_on_both_stacks():
     values = np.random.default_rng(0).normal(size=(3, 5, 37)).astype("<f4")
     values[0, 0, :4] = [-0.0, np.inf, -np.inf, 3.4e38]
     data = torch.from_numpy(values.view(np.uint8).copy())
-    first = stack.floats_of_bytes(data[..., :20])
-    second = stack.join_bytes(data[..., :20])
+    first = torch_compat.floats_of_bytes(data[..., :20])
+    second = torch_compat.join_bytes(data[..., :20])
     assert first.shape == second.shape == (3, 5, 5)
     assert np.array_equal(first.numpy().view(np.int32), values[..., :5].copy().view(np.int32))
     assert np.array_equal(second.numpy().view(np.int32), first.numpy().view(np.int32))
@@ -38,8 +39,8 @@ def test_an_agent_without_the_option_is_told_its_address():
 
 
 def test_layer_norm_bears_mixed_precision():
-    norm, x = stack.layer_norm(8), torch.randn(3, 8)
-    with stack.autocast("cpu", "bfloat16"):
+    norm, x = torch_compat.layer_norm(8), torch.randn(3, 8)
+    with torch_compat.autocast("cpu", "bfloat16"):
         narrow = norm(x.bfloat16())
     assert torch.allclose(
         narrow.float(), norm(x.bfloat16().float()), atol=0.02

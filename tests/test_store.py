@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from benchmarks.store_rows import store_rows
 from pipeline.errors import RequestError
 from pipeline.features import inspect, store
-from pipeline.features.sift import KEYPOINT
 from pipeline.features.store import ImageViews, Store
+from superglue_sift.sift import KEYPOINT
 
 pytestmark = pytest.mark.cu111
 

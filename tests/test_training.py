@@ -18,17 +18,18 @@ from processes import in_group
 from pipeline import errors, params, train
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
-from pipeline.matching import normalization
-from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
 from pipeline.pairs.loader import load_batch, split_evenly
 from pipeline.pairs.order import PairOrder
 from pipeline.runtime import distributed
-from pipeline.runtime.checkpoint import load_model_file, save_model_file
+from pipeline.runtime.checkpoint import save_model_file
 from pipeline.stack import grad_scaler
 from pipeline.training import optimization, trainer
 from pipeline.training.objective import MatchingObjective
 from pipeline.training.state import TrainState
 from pipeline.training.step import train_step
+from superglue_sift import normalization
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.weights import load_model_file
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = {

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.matching.homography import corners, transform
 from pipeline.views import homography, photometric, render
 from pipeline.views.homography import MAX_UPSCALE, generator, mild_view, sample_view
+from superglue_sift.geometry import corners, transform
 
 sides = st.integers(1, 12).map(lambda n: 32 * n)
 limits = st.builds(

@@ -6,7 +6,7 @@ from typing import Dict, Tuple
 
 import numpy as np
 
-from pipeline.matching import homography
+from superglue_sift import geometry
 
 GRID = 32  # samples a side for the overlap
 
@@ -21,7 +21,7 @@ def overlap(H_0to1: np.ndarray, size0: Tuple[int, int], size1: Tuple[int, int]) 
     """Share of image 0 that image 1 shows, 0..1, on a grid of points."""
     grid = np.stack(np.meshgrid(*[(np.arange(GRID) + 0.5) / GRID * side - 0.5 for side in size0]), axis=-1)
     with np.errstate(all="ignore"):
-        mapped = homography.transform(grid.reshape(-1, 2), H_0to1)
+        mapped = geometry.transform(grid.reshape(-1, 2), H_0to1)
         inside = (mapped >= -0.5) & (mapped <= np.array(size1) - 0.5)
     return float(inside.all(axis=1).mean())
 
@@ -39,7 +39,7 @@ def conditions_of(H_0to1: np.ndarray, size0: Tuple[int, int], size1: Tuple[int, 
     left, stretches, right = np.linalg.svd(J)
     turn = left @ right  # nearest orthogonal map
     scale = float(np.sqrt(stretches.prod()))
-    depths = np.abs([H_0to1[2] @ np.array([x, y, 1.0]) for x, y in homography.corners(size0)])
+    depths = np.abs([H_0to1[2] @ np.array([x, y, 1.0]) for x, y in geometry.corners(size0)])
     return {
         "rotation_deg": float(np.degrees(abs(np.arctan2(turn[1, 0], turn[0, 0])))),
         "scale": max(scale, 1 / scale) if scale > 0 else float("inf"),

@@ -7,10 +7,10 @@ from typing import Dict, List, Sequence
 
 import numpy as np
 
+from pipeline.evaluation import metrics
 from pipeline.evaluation.matchers import PairMatches
 from pipeline.evaluation.pairs import Pair
 from pipeline.evaluation.scoring import matched_points
-from pipeline.matching import metrics
 
 
 @dataclass(frozen=True)

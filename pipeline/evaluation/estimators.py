@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 
 from pipeline.errors import RequestError
-from pipeline.matching import homography
+from superglue_sift import geometry
 
 DEFAULT = ("ransac", "dlt")  # the paper's two
 Estimate = Optional[np.ndarray]  # (3, 3) float64
@@ -18,33 +18,33 @@ Estimate = Optional[np.ndarray]  # (3, 3) float64
 def ransac(
     points0: np.ndarray, points1: np.ndarray, weights: np.ndarray, px: float, iterations: int, seed: int
 ):
-    """RANSAC, the paper's: see `homography.fit_ransac`."""
-    return homography.fit_ransac(points0, points1, px, iterations, seed)
+    """RANSAC, the paper's: see `geometry.fit_ransac`."""
+    return geometry.fit_ransac(points0, points1, px, iterations, seed)
 
 
 def opencv(
     points0: np.ndarray, points1: np.ndarray, weights: np.ndarray, px: float, iterations: int, seed: int
 ):
     """cv2.findHomography with its first RANSAC: the "OpenCV" of published tables (LightGlue, glue-factory)."""
-    if len(points0) < homography.MIN_POINTS:
+    if len(points0) < geometry.MIN_POINTS:
         return None
     cv2.setRNGSeed(seed)
     H, _ = cv2.findHomography(
-        points0, points1, cv2.RANSAC, px, maxIters=iterations, confidence=homography.CONFIDENCE
+        points0, points1, cv2.RANSAC, px, maxIters=iterations, confidence=geometry.CONFIDENCE
     )
     return H
 
 
 def dlt(points0: np.ndarray, points1: np.ndarray, weights: np.ndarray, px: float, iterations: int, seed: int):
     """Weighted least squares over all matches, without rejection: the paper's DLT."""
-    return homography.fit_dlt(points0, points1, weights)
+    return geometry.fit_dlt(points0, points1, weights)
 
 
 def magsac(
     points0: np.ndarray, points1: np.ndarray, weights: np.ndarray, px: float, iterations: int, seed: int
 ):
     """OpenCV's MAGSAC++ (Barath et al. 2020). Its generator starts from the same state at every call."""
-    if len(points0) < homography.MIN_POINTS:
+    if len(points0) < geometry.MIN_POINTS:
         return None
     H, _ = cv2.findHomography(points0, points1, cv2.USAC_MAGSAC, px, maxIters=iterations)
     return H
@@ -56,11 +56,11 @@ def poselib(
     """PoseLib's LO-RANSAC, glue-factory's default; an optional package."""
     import poselib as library
 
-    if len(points0) < homography.MIN_POINTS:
+    if len(points0) < geometry.MIN_POINTS:
         return None
     options = {"max_reproj_error": px, "max_iterations": iterations, "seed": seed}
     H, found = library.estimate_homography(points0, points1, options, {})
-    return np.asarray(H) if found["num_inliers"] >= homography.MIN_POINTS and np.isfinite(H).all() else None
+    return np.asarray(H) if found["num_inliers"] >= geometry.MIN_POINTS and np.isfinite(H).all() else None
 
 
 ESTIMATORS: Dict[str, Callable[..., Estimate]] = {

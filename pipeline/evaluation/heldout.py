@@ -15,9 +15,9 @@ from pipeline.evaluation.pairs import Scene, ViewPair, image_size
 from pipeline.images.decode import BadImage, decode_gray
 from pipeline.images.manifest import Entry
 from pipeline.images.sources import ImageSet
-from pipeline.matching.homography import compose
 from pipeline.schema import EvaluateParams
 from pipeline.views import homography, photometric, render
+from superglue_sift.geometry import compose
 
 
 class HeldOutPairs:

@@ -15,10 +15,10 @@ from pipeline.evaluation.heldout import HeldOutPairs
 from pipeline.evaluation.intervals import differences
 from pipeline.evaluation.pairs import Source
 from pipeline.evaluation.run import Results, Settings, evaluate, figures_of
-from pipeline.matching.superglue import SuperGlue
 from pipeline.report import page, tables
 from pipeline.runtime import distributed
 from pipeline.schema import EvaluateParams
+from superglue_sift.superglue import SuperGlue
 
 
 @dataclass(frozen=True)

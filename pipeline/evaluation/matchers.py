@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from pipeline.evaluation.pairs import Pair
-from pipeline.matching import superglue
-from pipeline.pairs import batch as pair_batch
+from superglue_sift import batch as pair_batch
+from superglue_sift import superglue
 
 OURS = "superglue"
 BASELINES = ("nn", "mutual_nn", "ratio_test")

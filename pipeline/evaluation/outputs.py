@@ -10,7 +10,7 @@ from typing import Dict, List, Tuple
 import numpy as np
 import torch
 
-from pipeline.evaluation import confidence, matchers, scoring, summary
+from pipeline.evaluation import confidence, matchers, metrics, scoring, summary
 from pipeline.evaluation.intervals import differences, intervals
 from pipeline.evaluation.matchers import OURS, PairMatches
 from pipeline.evaluation.pairs import Pair, Scene, Source, pair_of_scene
@@ -23,8 +23,8 @@ from pipeline.evaluation.run import (
     match_others,
     picture_choice,
 )
-from pipeline.matching import metrics
-from pipeline.report import curves, pictures, tables
+from pipeline.report import curves, tables
+from superglue_sift import drawing
 
 PICTURED = (OURS, "ratio_test")  # one above the other
 FILES = (
@@ -70,7 +70,7 @@ def write_pictures(
             scenes[number] = source.load(number)
         pair, images = pair_of_scene(scenes[number], number, position, settings.max_keypoints)
         picture = draw_pair(pair, images, model, device, results.rows_of(index), settings)
-        pictures.write(folder / f"{name}.png", picture)
+        drawing.write(folder / f"{name}.png", picture)
         drawn.append((name, index, picture))
     return drawn
 
@@ -116,12 +116,10 @@ def draw_pair(
     answers = match_others(pair, settings)
     _, ours = next(matchers.match_superglue(model, [[pair]], device))
     answers[OURS] = ours.above(settings.threshold)
-    return pictures.draw(*images, [panel(pair, answers, rows[name], settings) for name in PICTURED])
+    return drawing.draw(*images, [panel(pair, answers, rows[name], settings) for name in PICTURED])
 
 
-def panel(
-    pair: Pair, answers: Dict[str, PairMatches], row: scoring.Row, settings: Settings
-) -> pictures.Panel:
+def panel(pair: Pair, answers: Dict[str, PairMatches], row: scoring.Row, settings: Settings) -> drawing.Panel:
     """One matcher's row of a picture."""
     points0, points1, _ = scoring.matched_points(pair, answers[row.matcher])
     correct = metrics.reprojection_errors(points0, points1, pair.H_0to1) < settings.limits.correct_px
@@ -129,4 +127,4 @@ def panel(
         f"{tables.title(row.matcher)}: {row.counts.correct} of {row.counts.matches} matches right, "
         f"corner error {row.error:.2f} px   ({pair.name})"
     )
-    return pictures.Panel(heading, points0, points1, correct)
+    return drawing.Panel(heading, points0, points1, correct)

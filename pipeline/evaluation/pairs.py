@@ -13,8 +13,8 @@ from typing import Dict, List, Protocol, Sequence, Tuple
 import numpy as np
 
 from pipeline.evaluation.conditions import conditions_of
-from pipeline.features import sift
 from pipeline.images.decode import BadImage
+from superglue_sift import sift
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from pipeline.evaluation.options import protocol
 from pipeline.evaluation.pairs import Pair, image_size
 from pipeline.evaluation.run import Settings, best_median_worst, match_others
 from pipeline.evaluation.scoring import matched_points, matchers_of
-from pipeline.features import sift
-from pipeline.report import curves, page, pictures, tables
+from pipeline.report import curves, page, tables
 from pipeline.runtime.progress import progress
 from pipeline.schema import EvaluateParams
+from superglue_sift import drawing, sift
 
 UNIT = "the pose error up to 5, 10 and 20 degrees"
 
@@ -102,9 +102,9 @@ class PoseEvaluation:
             points0, points1, _ = matched_points(loaded.pair, answers[name])
             right = poses.right_matches((points0, points1), loaded.K, loaded.T_0to1)
             panels.append(
-                pictures.Panel(f"{tables.title(name)}: {in_words(rows[name])}", points0, points1, right)
+                drawing.Panel(f"{tables.title(name)}: {in_words(rows[name])}", points0, points1, right)
             )
-        return pictures.draw(*loaded.images, panels)
+        return drawing.draw(*loaded.images, panels)
 
 
 def run(job: Job, section: EvaluateParams) -> Optional[Dict[str, object]]:
@@ -164,7 +164,7 @@ def drawn(
     for name, index in best_median_worst(ranked, work.settings.pictures):
         of_pair = {row.matcher: row for row in rows[index * count : (index + 1) * count]}
         picture = work.draw(known[index], of_pair)
-        pictures.write(folder / f"{name}.png", picture)
+        drawing.write(folder / f"{name}.png", picture)
         above, below = (in_words(of_pair[matcher]) for matcher in outputs.PICTURED)
         caption = f"{ours[index].pair}. Above ours: {above}. Below the ratio test: {below}."
         shown.append(page.Picture(name, caption, "", webpage.small_jpeg(picture)))

@@ -17,9 +17,8 @@ import cv2
 import numpy as np
 
 from pipeline.errors import RequestError
-from pipeline.evaluation import hpatches
+from pipeline.evaluation import hpatches, metrics
 from pipeline.evaluation.pairs import image_size
-from pipeline.matching import metrics
 
 NUMBERS = 2 + 9 + 9 + 16  # on a line, after the two names
 AUC_DEGREES = (5, 10, 20)

@@ -9,11 +9,12 @@ from typing import Dict, Sequence, Tuple
 import numpy as np
 import torch
 
+from pipeline.evaluation import metrics
 from pipeline.evaluation.estimators import DEFAULT, ESTIMATORS
 from pipeline.evaluation.matchers import PairMatches
 from pipeline.evaluation.pairs import Pair
-from pipeline.matching import homography, metrics
-from pipeline.matching.truth import pair_truth
+from superglue_sift import geometry
+from superglue_sift.truth import pair_truth
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def score(pair: Pair, matcher: str, found: PairMatches, truth0: np.ndarray, limi
         keypoints1=len(pair.keypoints1),
         counts=metrics.count_matches(found.matches0, truth0, errors, limits.correct_px),
         errors={
-            name: homography.corner_error(H, pair.H_0to1, pair.size0)
+            name: geometry.corner_error(H, pair.H_0to1, pair.size0)
             for name, H in estimates(pair, found, limits).items()
         },
         conditions=pair.conditions,

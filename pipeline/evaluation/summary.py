@@ -7,8 +7,8 @@ from typing import Dict, List, Optional, Sequence
 
 import numpy as np
 
+from pipeline.evaluation import metrics
 from pipeline.evaluation.scoring import Row, estimators_of
-from pipeline.matching import metrics
 
 AUC_PIXELS = (1, 3, 5, 10)
 DIGITS = 6  # figures are written with so many decimals: beyond them lies the noise of float32 sums

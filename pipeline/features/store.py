@@ -24,7 +24,7 @@ from typing import Any, Dict, List, NamedTuple, Sequence, Tuple, Union
 import numpy as np
 
 from pipeline.errors import RequestError
-from pipeline.features.sift import KEYPOINT
+from superglue_sift.sift import KEYPOINT
 
 FORMAT = "superglue-sift-keypoints"
 VERSION = 1

@@ -17,7 +17,7 @@ import torch
 
 from pipeline import stack
 from pipeline.pairs import loader
-from pipeline.pairs.batch import ON_HOST, PairBatch
+from superglue_sift.batch import ON_HOST, PairBatch
 
 FIELDS = tuple(field.name for field in dataclasses.fields(PairBatch))
 

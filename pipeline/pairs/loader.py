@@ -15,9 +15,9 @@ import numpy as np
 from numpy.linalg import inv
 
 from pipeline.features.store import Store
-from pipeline.matching.homography import normalized
-from pipeline.pairs.batch import Pair, PairBatch, from_pairs
 from pipeline.pairs.order import Sample
+from superglue_sift.batch import Pair, PairBatch, from_pairs
+from superglue_sift.geometry import normalized
 
 
 def read_pair(store: Store, sample: Sample, max_keypoints: int, drop: float = 0.0) -> Pair:

@@ -10,11 +10,11 @@ from typing import Sequence, Tuple
 
 import numpy as np
 
-from pipeline.features.sift import KEYPOINT
 from pipeline.features.store import Store
-from pipeline.matching.homography import transform
-from pipeline.pairs.batch import Pair, PairBatch, from_pairs
 from pipeline.pairs.order import Sample
+from superglue_sift.batch import Pair, PairBatch, from_pairs
+from superglue_sift.geometry import transform
+from superglue_sift.sift import KEYPOINT
 
 KINDS = 16  # different pairs; made once, then dealt out by the seed of the sample
 

@@ -8,7 +8,7 @@ from typing import Dict, List, Mapping, Sequence
 
 import numpy as np
 
-from pipeline.matching.metrics import recall_curve
+from pipeline.evaluation.metrics import recall_curve
 
 LIMITS_DEG = tuple(round(0.2 * step, 1) for step in range(101))  # 0 .. 20 degrees, of the pose error
 LIMITS_PX = tuple(round(0.1 * step, 1) for step in range(101))  # 0 .. 10 px, the range of the widest AUC

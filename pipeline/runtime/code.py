@@ -33,6 +33,7 @@ CHANGES_NO_OUTPUT = (
     "pipeline.runtime.signals",
     "pipeline.runtime.system_metrics",
     "pipeline.runtime.tracking",
+    "superglue_sift.errors",
 )
 
 

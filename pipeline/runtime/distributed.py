@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.errors import EXIT_FOLDER, RequestError
-from pipeline.stack import exact_float32
+from superglue_sift.torch_compat import exact_float32
 
 TIMEOUT_SECONDS = (
     120  # a rendezvous or a collective that takes longer is a dead peer; SG_TIMEOUT sets another

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Iterator, List, Sequence
 
 from pipeline.features.store import Store
-from pipeline.pairs.batch import PairBatch
 from pipeline.pairs.loader import choose, split_evenly
 from pipeline.pairs.order import PairOrder, Sample, rank_slice
 from pipeline.runtime import distributed, faults
 from pipeline.training import setup
+from superglue_sift.batch import PairBatch
 
 
 class StepBatches:

@@ -8,12 +8,12 @@ from typing import Dict, Tuple
 import torch
 from torch import Tensor, nn
 
-from pipeline.matching.loss import assignment_loss
-from pipeline.matching.packing import Layout
-from pipeline.matching.superglue import SuperGlue, mutual_matches
-from pipeline.matching.truth import IGNORED, ground_truth
-from pipeline.pairs.batch import ON_HOST, PairBatch
-from pipeline.stack import autocast
+from pipeline.training.loss import assignment_loss
+from superglue_sift.batch import ON_HOST, PairBatch
+from superglue_sift.packing import Layout
+from superglue_sift.superglue import SuperGlue, mutual_matches
+from superglue_sift.torch_compat import autocast
+from superglue_sift.truth import IGNORED, ground_truth
 
 
 class MatchingObjective(nn.Module):

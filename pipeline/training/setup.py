@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from pipeline import stack
 from pipeline.errors import RequestError
-from pipeline.matching import normalization
-from pipeline.matching.superglue import SuperGlue, SuperGlueConfig
 from pipeline.runtime import distributed, seeding
-from pipeline.runtime.checkpoint import BadCheckpoint, load_model_file
 from pipeline.training.objective import DataParallelObjective, MatchingObjective
 from pipeline.training.optimization import MovingAverage, freeze, make_optimizer
 from pipeline.training.state import TrainState, initialize_from
+from superglue_sift import normalization, torch_compat
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.weights import BadCheckpoint, load_model_file
 
 ELASTIC_PARTS = (
     8  # micro-batches of a step with bitwise_elastic, so worlds of 1, 2, 4 and 8 give the same bytes
@@ -117,7 +117,7 @@ def _compile(model: SuperGlue) -> None:
     Raises:
         RequestError: this torch has no compiler.
     """
-    if not stack.can_compile():
+    if not torch_compat.can_compile():
         raise RequestError("train.compile: this torch has no compiler; set train.compile: false")
     for layer in (*model.self_attention, *model.cross_attention):
         layer.mlp.compile(dynamic=True)

@@ -7,9 +7,9 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 from torch import Tensor
 
-from pipeline.matching.superglue import SuperGlue
 from pipeline.runtime.code import code_digest
 from pipeline.training.optimization import MovingAverage, optimizer_tensors, restore_optimizer
+from superglue_sift.superglue import SuperGlue
 
 Fingerprint = Dict[str, Any]
 

@@ -10,7 +10,6 @@ from typing import Dict, List, Optional
 from pipeline import params
 from pipeline.errors import STOPPED, RequestError, WorkError
 from pipeline.features.store import Store
-from pipeline.pairs.batch import PairBatch
 from pipeline.pairs.order import Sample, validation_pairs
 from pipeline.runtime import distributed, faults, signals
 from pipeline.runtime.checkpoint import Checkpoints
@@ -23,6 +22,7 @@ from pipeline.training.profiling import Profile
 from pipeline.training.state import differences, fingerprint
 from pipeline.training.step import StepResult, elastic_step, train_step
 from pipeline.training.validation import validate
+from superglue_sift.batch import PairBatch
 
 
 class Training:

@@ -20,7 +20,7 @@ from typing import Any, Optional, Tuple
 
 import numpy as np
 
-from pipeline.matching.homography import corners, transform
+from superglue_sift.geometry import corners, transform
 
 Size = Tuple[int, int]  # (width, height)
 

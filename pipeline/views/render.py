@@ -7,7 +7,7 @@ from typing import Tuple
 import cv2
 import numpy as np
 
-from pipeline.matching.homography import compose, corners, transform
+from superglue_sift.geometry import compose, corners, transform
 
 SHRINK_BELOW = (
     0.7  # view pixels per image pixel; above it bilinear sampling skips no image pixel worth naming

@@ -21,8 +21,8 @@ import torch
 from pipeline import errors, train
 from pipeline.launch import free_port
 from pipeline.runtime import tracking
-from pipeline.runtime.checkpoint import load_model_file
 from pipeline.runtime.run import NullRun
+from superglue_sift.weights import load_model_file
 
 HANG_SECONDS = 60
 

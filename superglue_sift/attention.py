@@ -8,9 +8,9 @@ from typing import Sequence
 import torch
 from torch import Tensor, nn
 
-from pipeline import stack
-from pipeline.matching.packing import Edges
-from pipeline.stack import no_autocast, scaled_dot_product_attention
+from superglue_sift import torch_compat
+from superglue_sift.packing import Edges
+from superglue_sift.torch_compat import no_autocast, scaled_dot_product_attention
 
 # Numbers in a matrix of attention weights that the gradient on a CPU holds at a time: that of several short sequences.
 ROOM = 1 << 22
@@ -38,11 +38,11 @@ def _fused(heads: Tensor, edges: Edges) -> Tensor:
     """`ragged_attention` by torch's kernels and their gradient, in the form that suits the sequences and the device."""
     q, k, v = heads.unbind(1)
     on_cpu = heads.device.type == "cpu"
-    if edges.packing.full and (stack.has_fused_attention() or not on_cpu):
+    if edges.packing.full and (torch_compat.has_fused_attention() or not on_cpu):
         return _padded(q, k, v, edges)
     if on_cpu:
         return _one_by_one(q, k, v, edges)
-    if min(edges.counts) > 0 and stack.has_packed_attention(q):
+    if min(edges.counts) > 0 and torch_compat.has_packed_attention(q):
         return _packed(q, k, v, edges)
     return _padded(q, k, v, edges)
 
@@ -111,9 +111,9 @@ def _write_gradient(inputs: Sequence[Tensor], outputs: Sequence[Tensor], number:
     weights, d_logits = (room[: math.prod(shape)].view(shape) for room in rooms)
     scale = 1 / math.sqrt(q.shape[-1])
     k.mul_(scale)
-    stack.softmax_(torch.bmm(q, k.transpose(1, 2), out=weights))
+    torch_compat.softmax_(torch.bmm(q, k.transpose(1, 2), out=weights))
     d_v = torch.bmm(weights.transpose(1, 2), grad)
-    stack.softmax_gradient_(torch.bmm(grad, v.transpose(1, 2), out=d_logits), weights)
+    torch_compat.softmax_gradient_(torch.bmm(grad, v.transpose(1, 2), out=d_logits), weights)
     d_k = torch.bmm(d_logits.transpose(1, 2), q).mul_(scale)
     d_q = torch.bmm(d_logits, k)
     for there, t in zip(outputs, (d_q, d_k, d_v)):
@@ -125,7 +125,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, edges: Edges) -> Tensor:
     if edges.partners is not None:
         k, v = (t.index_select(0, edges.partner_rows) for t in (k, v))
     theirs = edges.partner_packing
-    return stack.packed_attention(q, k, v, edges.packing.starts, theirs.starts, edges.packing.width)
+    return torch_compat.packed_attention(q, k, v, edges.packing.starts, theirs.starts, edges.packing.width)
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, edges: Edges) -> Tensor:

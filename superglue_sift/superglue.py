@@ -20,12 +20,12 @@ from typing import List, NamedTuple, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from pipeline.matching.assignment import Assignments
-from pipeline.matching.attention import AttentionalLayer
-from pipeline.matching.normalization import token_norm
-from pipeline.matching.packing import Layout
-from pipeline.matching.sinkhorn import log_optimal_transport, padded_optimal_transport, wide
-from pipeline.stack import no_autocast, recomputed
+from superglue_sift.assignment import Assignments
+from superglue_sift.attention import AttentionalLayer
+from superglue_sift.normalization import token_norm
+from superglue_sift.packing import Layout
+from superglue_sift.sinkhorn import log_optimal_transport, padded_optimal_transport, wide
+from superglue_sift.torch_compat import no_autocast, recomputed
 
 SIFT_DIM = 128
 ENCODER_WIDTHS = (32, 64, 128, 256)  # hidden layers of the keypoint encoder (appendix, "keypoint encoder")
@@ -64,7 +64,7 @@ class Matches(NamedTuple):
 
 
 class SuperGlue(nn.Module):
-    """The network. Input: a `pipeline.pairs.batch.PairBatch` (or any object with its fields)."""
+    """The network. Input: a `superglue_sift.batch.PairBatch` (or any object with its fields)."""
 
     def __init__(self, config: SuperGlueConfig = SuperGlueConfig()) -> None:
         super().__init__()

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pipeline.matching import scaling, threads
-from pipeline.stack import no_autocast
+from superglue_sift import sinkhorn_kernel, threads
+from superglue_sift.torch_compat import no_autocast
 
 # Kernels of the pairs that a GPU works on at a time, so that they fit the L2 cache of an A100 or newer.
 CHUNK_BYTES = 32 << 20
@@ -54,11 +54,11 @@ class _Sinkhorn(torch.autograd.Function):
         learning = any(ctx.needs_input_grad)
 
         def solve(Z: Tensor, mu: Tensor, nu: Tensor):
-            a, b, r = scaling.iterate(Z, mu, nu, iterations)
+            a, b, r = sinkhorn_kernel.iterate(Z, mu, nu, iterations)
             u, v = a[-1].log() - r, b[-1].log()
             finite = _finite(u, v, mu, nu)
             if learning:
-                reach = scaling.largest(a) * scaling.largest(b) * GRADIENT
+                reach = sinkhorn_kernel.largest(a) * sinkhorn_kernel.largest(b) * GRADIENT
                 finite = finite & torch.isfinite(reach).all()
             return (Z + u.unsqueeze(-1)).add_(v.unsqueeze(-2)), finite, a, b
 
@@ -77,7 +77,7 @@ class _Sinkhorn(torch.autograd.Function):
         parts = zip(*(saved[start : 3 * count : 3] for start in range(3)), saved[3 * count : 4 * count],
                     saved[4 * count :], grads)  # fmt: skip
         used = [part for part in parts if part[-1] is not None]
-        found = iter(_each(scaling.gradient, used))
+        found = iter(_each(sinkhorn_kernel.gradient, used))
         each_Z = [None if grad is None else next(found) for grad in grads[:count]]
         return (None, *(value for grad in each_Z for value in (grad, None, None)))
 

@@ -7,7 +7,7 @@ from typing import Callable, Optional
 import torch
 from torch import Tensor, nn
 
-from pipeline.stack import layer_norm
+from superglue_sift.torch_compat import layer_norm
 
 Reduce = Callable[[Tensor], Tensor]  # sums a tensor over all ranks, differentiably
 

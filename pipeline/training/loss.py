@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.matching.assignment import Assignments
-from pipeline.matching.truth import UNMATCHED, Truth
+from superglue_sift.assignment import Assignments
+from superglue_sift.truth import UNMATCHED, Truth
 
 
 class PairLoss(NamedTuple):

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.features.sift import KEYPOINT
-from pipeline.stack import floats_of_bytes
+from superglue_sift.sift import KEYPOINT
+from superglue_sift.torch_compat import floats_of_bytes
 
 DESCRIPTOR_AT = KEYPOINT.fields["descriptor"][1]  # byte offset inside a record
 ON_HOST = ("counts0", "counts1")  # fields of a PairBatch

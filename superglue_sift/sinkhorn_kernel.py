@@ -12,7 +12,7 @@ from typing import Callable, List, NamedTuple, OrderedDict, Tuple
 import torch
 from torch import Tensor
 
-from pipeline.stack import can_record, recorded
+from superglue_sift.cuda_graphs import can_record, recorded
 
 # Of a kernel larger than a core's cache each block of rows is used twice while it is there: K a gives the rows' a, and
 # these the block's part of K^T a. Each of torch's threads has a cache of its own.

@@ -14,12 +14,12 @@ from typing import List, OrderedDict, Tuple
 import torch
 from torch import Tensor, nn
 
-from pipeline.matching.assignment import Assignments
-from pipeline.matching.attention import AttentionalLayer, ragged_attention
-from pipeline.matching.normalization import TokenBatchNorm
-from pipeline.matching.packing import Edges, Layout
-from pipeline.matching.superglue import SuperGlue
-from pipeline.stack import recorded
+from superglue_sift.assignment import Assignments
+from superglue_sift.attention import AttentionalLayer, ragged_attention
+from superglue_sift.cuda_graphs import recorded
+from superglue_sift.normalization import TokenBatchNorm
+from superglue_sift.packing import Edges, Layout
+from superglue_sift.superglue import SuperGlue
 
 
 def folded(model: SuperGlue, precision: str = "float32") -> SuperGlue:

@@ -11,8 +11,8 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from pipeline.matching.homography import transform
-from pipeline.matching.packing import Layout
+from superglue_sift.geometry import transform
+from superglue_sift.packing import Layout
 
 UNMATCHED = -1  # has no counterpart: belongs in the dustbin
 IGNORED = -2  # neither right nor wrong: too near to be unmatched, not near enough to be a match

@@ -11,7 +11,7 @@ from typing import Sequence
 
 import numpy as np
 
-from pipeline.matching import homography
+from superglue_sift import geometry
 
 UNMATCHED = -1
 
@@ -50,8 +50,8 @@ def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.nda
     points1 = np.asarray(points1, dtype=np.float64).reshape(-1, 2)
     H_0to1 = np.asarray(H_0to1, dtype=np.float64)
     with np.errstate(all="ignore"):
-        forward = np.linalg.norm(homography.transform(points0, H_0to1) - points1, axis=-1)
-        backward = np.linalg.norm(homography.transform(points1, np.linalg.inv(H_0to1)) - points0, axis=-1)
+        forward = np.linalg.norm(geometry.transform(points0, H_0to1) - points1, axis=-1)
+        backward = np.linalg.norm(geometry.transform(points1, np.linalg.inv(H_0to1)) - points0, axis=-1)
         worst = np.maximum(forward, backward)
     return np.where(np.isfinite(worst), worst, np.inf)
 

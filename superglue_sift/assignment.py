@@ -9,7 +9,7 @@ from typing import List, NamedTuple, Tuple
 import torch
 from torch import Tensor
 
-from pipeline.matching.packing import sent
+from superglue_sift.packing import sent
 
 
 class Dustbins(NamedTuple):

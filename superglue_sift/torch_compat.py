@@ -1,0 +1,148 @@
+"""Differences between versions of torch, one function each, with the reason beside it: from torch 1.10 to 2.x.
+
+Nothing else in the library asks for a version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any, Callable, Optional
+
+import torch
+from torch import Tensor, nn
+
+
+def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v over the last two axes; `mask` is True where a key may be seen.
+
+    torch 1.10 has no fused kernel (`F.scaled_dot_product_attention` came with 2.0): the plain formula serves.
+    """
+    if has_fused_attention():
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    logits = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
+    if mask is not None:
+        logits = logits.masked_fill(~mask, float("-inf"))
+    return logits.softmax(-1) @ v
+
+
+def has_fused_attention() -> bool:
+    """Is there a kernel that never holds the weights of a whole batch (torch 2.0)?"""
+    return hasattr(torch.nn.functional, "scaled_dot_product_attention")
+
+
+def has_packed_attention(q: Tensor) -> bool:
+    """Is there a fused kernel for packed sequences of any lengths (torch 2.10, Ampere or newer, half precision)?"""
+    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and q.dtype in (torch.float16, torch.bfloat16)
+    return (
+        fits and q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 0) and _varlen() is not None
+    )
+
+
+def _varlen() -> Optional[Callable[..., Tensor]]:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, partner_starts: Tensor, longest: int
+) -> Tensor:
+    """Attention of packed sequences; where `has_packed_attention`.
+
+    Args:
+        q (S, H, d), k and v (S', H, d); starts, partner_starts: (B + 1,) int32, where each sequence begins.
+        longest: at least the length of the longest sequence.
+    """
+    return _varlen()(q, k, v, starts, partner_starts, longest, longest)
+
+
+def softmax_(logits: Tensor) -> None:
+    """Softmax over the last axis, in place; torch 1.10 has no form that is told where to write."""
+    if has_fused_attention():
+        torch.softmax(logits, -1, out=logits)
+    else:
+        logits.copy_(logits.softmax(-1))
+
+
+def softmax_gradient_(grad: Tensor, weights: Tensor) -> None:
+    """Gradient of what `weights` = softmax(., -1) was taken of, in place of `grad`, that of the weights.
+
+    torch 1.10 wants to see a tensor of the input's element type, later versions name the type.
+    """
+    if has_fused_attention():
+        torch._softmax_backward_data(grad, weights, -1, weights.dtype, grad_input=grad)
+    else:
+        grad.copy_(torch._softmax_backward_data(grad, weights, -1, weights))
+
+
+def exact_float32() -> None:
+    """Products of float32 in float32, not TF32: scores reach 40, where TF32 errs by 0.02. Later versions begin so."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def no_autocast(device_type: str):
+    """A context in which nothing is cast down.
+
+    torch 1.10's `autocast` for the CPU accepts bfloat16 alone and only there needs naming it.
+    """
+    if device_type == "cpu":
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=False)
+    return torch.autocast(device_type, enabled=False)
+
+
+def autocast(device_type: str, precision: str):
+    """Mixed precision for `precision` in float32 (nothing happens), bfloat16, float16."""
+    if precision == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, dtype=getattr(torch, precision))
+
+
+class _WideLayerNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
+def layer_norm(channels: int) -> nn.LayerNorm:
+    """LayerNorm of (..., channels), also under `autocast`.
+
+    torch 1.10 takes no bfloat16 beside float32 weights on the CPU; like its own autocast on a GPU, it is then computed
+    and handed on in float32.
+    """
+    return nn.LayerNorm(channels) if can_compile() else _WideLayerNorm(channels)
+
+
+def can_compile() -> bool:
+    """Does this torch have a compiler that works on a module in place? torch 1.10 has none."""
+    return hasattr(torch.nn.Module, "compile")
+
+
+def floats_of_bytes(data: Tensor) -> Tensor:
+    """uint8 (..., 4 k) read as little-endian float32 (..., k).
+
+    torch 1.10's `view` cannot change the size of an element: there the bytes are put together as integers.
+    """
+    if hasattr(torch.Tensor, "untyped_storage"):
+        return data.view(torch.float32)
+    return join_bytes(data)
+
+
+def join_bytes(data: Tensor) -> Tensor:
+    """`floats_of_bytes` by integer arithmetic."""
+    parts = data.reshape(*data.shape[:-1], data.shape[-1] // 4, 4).to(torch.int32)
+    words = parts[..., 0] | (parts[..., 1] << 8) | (parts[..., 2] << 16) | (parts[..., 3] << 24)
+    return words.view(torch.float32)
+
+
+def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """`function(*arguments)` whose inner tensors are computed again for the backward pass (gradient checkpointing).
+
+    torch 1.10 has only the reentrant form, which later versions advise against.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    if can_compile():
+        return checkpoint(function, *arguments, use_reentrant=False)
+    return checkpoint(function, *arguments)
