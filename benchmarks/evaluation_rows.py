@@ -20,8 +20,8 @@ from pipeline import params
 from pipeline.errors import RequestError
 from pipeline.evaluation import matchers, pairs, run, scoring, sharing
 from pipeline.evaluation.heldout import HeldOutPairs
-from pipeline.images.decode import BadImage
 from pipeline.images.sources import open_manifest
+from superglue_sift.images import BadImage
 from superglue_sift.inference import folded
 from superglue_sift.weights import load_model
 

@@ -29,11 +29,11 @@ from pipeline.extraction.image import image_views
 from pipeline.extraction.pool import Pool
 from pipeline.features.store import sha256, write_shard
 from pipeline.features.tuning import tune_process
-from pipeline.images.decode import BadImage, decode_gray
 from pipeline.images.manifest import Entry
 from pipeline.images.sources import ImageSet
 from pipeline.views import homography, photometric, render
 from superglue_sift import sift
+from superglue_sift.images import BadImage, decode_gray
 
 Job = Tuple[bytes, str]
 OF_FLOOR, OF_PLAIN = 0.95, 1.5  # what the stage is to reach

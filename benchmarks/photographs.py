@@ -9,8 +9,8 @@ import cv2
 import numpy as np
 
 from pipeline.errors import RequestError
-from pipeline.images.decode import decode_gray
 from pipeline.images.sources import open_manifest
+from superglue_sift.images import decode_gray
 
 SIZE = (640, 480)
 BUNDLED = ("astronaut", "coffee", "chelsea", "rocket", "brick", "grass", "gravel", "camera")

@@ -26,8 +26,8 @@ from pipeline.evaluation import matchers, scoring
 from pipeline.evaluation.matchers import PairMatches
 from pipeline.evaluation.pairs import Pair, image_size
 from pipeline.features.tuning import tune_process
-from pipeline.images.decode import decode_color, read_gray
 from superglue_sift import drawing, geometry, sift
+from superglue_sift.images import decode_color, read_gray
 from superglue_sift.inference import folded
 from superglue_sift.weights import choose_device, load_model
 

@@ -151,7 +151,7 @@ def depth(node: ast.AST) -> int:
 @pytest.mark.parametrize("name", FILES)
 def test_rooms_stay_small(name: str) -> None:
     lines = len((ROOT / name).read_text(encoding="utf-8").splitlines())
-    assert lines <= 250 or name in LONG_FILES, f"{name} has {lines} lines"
+    assert lines <= 400 or name in LONG_FILES, f"{name} has {lines} lines"
     for function, node in functions(TREES[name]):
         size = node.end_lineno - node.lineno + 1
         key = f"{name}:{function}"

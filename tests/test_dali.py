@@ -17,11 +17,11 @@ from pipeline.extraction.shards import Folder, plan
 from pipeline.features.store import Store
 from pipeline.images import dali as images_dali
 from pipeline.images import decode
-from pipeline.images.integrity import BadImage
 from pipeline.images.sources import ImageSet, folder_entries
 from pipeline.pairs import dali as pairs_dali
 from pipeline.pairs import loader, synthetic
 from pipeline.pairs.order import PairOrder, rank_slice
+from superglue_sift.images import BadImage
 
 try:
     import nvidia.dali
@@ -108,10 +108,10 @@ class TestImages:
         images = image_set(photographs)
         entries = images.entries("train")
         expected = list(decode.decoded(images, entries))
-        monkeypatch.setattr(images_dali.integrity, "check", _check_later(images_dali.integrity.check))
-        jpeg_or_page = images_dali.integrity.is_plain_jpeg
+        monkeypatch.setattr(images_dali.image_files, "check", _check_later(images_dali.image_files.check))
+        jpeg_or_page = images_dali.image_files.is_plain_jpeg
         monkeypatch.setattr(
-            images_dali.integrity, "is_plain_jpeg", lambda data: data[:1] == b"<" or jpeg_or_page(data)
+            images_dali.image_files, "is_plain_jpeg", lambda data: data[:1] == b"<" or jpeg_or_page(data)
         )
         ours = list(images_dali.decoded(images, entries, 4))
         assert [entry for entry, _ in ours] == entries

@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import RequestError
-from pipeline.images import archive, decode, headers, integrity, manifest, sources
-from pipeline.images.decode import BadImage, decode_gray
+from pipeline.images import archive, decode, manifest, sources
 from pipeline.images.manifest import Entry
+from superglue_sift import images as image_files
+from superglue_sift.images import BadImage, decode_gray
 
 
 def encode(pixels, extension=".jpg", *options) -> bytes:
@@ -49,7 +50,7 @@ def test_colour_sixteen_bit_transparent_and_cmyk_files_are_read(photo, color_pho
     cmyk = io.BytesIO()
     Image.fromarray(color_photo).convert("CMYK").save(cmyk, "JPEG")
     assert decode_gray(cmyk.getvalue()).shape == (300, 451)
-    assert decode.decode_color(encode(photo)).shape == (*photo.shape, 3)
+    assert image_files.decode_color(encode(photo)).shape == (*photo.shape, 3)
 
 
 def test_exif_orientation_is_ignored(photo):
@@ -133,10 +134,10 @@ def test_profiles_print_nothing(capfd, root):
 
 def test_read_gray_speaks_to_the_person(tmp_path):
     with pytest.raises(RequestError, match=r"no\.jpg: cannot be read"):
-        decode.read_gray(tmp_path / "no.jpg")
+        image_files.read_gray(tmp_path / "no.jpg")
     (tmp_path / "page.jpg").write_bytes(b"<html>")
     with pytest.raises(RequestError, match=r"page.jpg: a web page"):
-        decode.read_gray(tmp_path / "page.jpg")
+        image_files.read_gray(tmp_path / "page.jpg")
 
 
 def test_list_images_is_nested_sorted_and_leaves_hidden_files_out(image_folder):
@@ -291,9 +292,9 @@ def claiming(extension: str, width: int, height: int) -> bytes:
 @pytest.mark.parametrize("extension", [".jpg", ".png", ".bmp", ".pgm", ".tiff"])
 def test_an_image_above_200_megapixels_is_refused_by_its_header(extension, monkeypatch):
     """No decoder is asked, which would take a byte a pixel at the least."""
-    assert integrity.MAX_PIXELS == 200_000_000
-    integrity.check(claiming(extension, 20_000, 10_000), "at the limit")
-    monkeypatch.setattr(decode.cv2, "imdecode", lambda *_: pytest.fail("decoded"))
+    assert image_files.MAX_PIXELS == 200_000_000
+    image_files.check(claiming(extension, 20_000, 10_000), "at the limit")
+    monkeypatch.setattr(image_files.cv2, "imdecode", lambda *_: pytest.fail("decoded"))
     data = claiming(extension, 20_000, 10_001)
     tracemalloc.start()
     with pytest.raises(BadImage, match="too large: 20000x10001 pixels, at most 200 megapixels"):
@@ -309,17 +310,17 @@ def test_the_size_of_a_webp_is_read_from_each_kind_of_header(color_photo, option
 
     stream = io.BytesIO()
     Image.fromarray(color_photo).save(stream, "WEBP", **options)
-    assert headers.promised_size(stream.getvalue()) == color_photo.shape[1::-1]
+    assert image_files.promised_size(stream.getvalue()) == color_photo.shape[1::-1]
 
 
 @pytest.mark.parametrize("extension", [".bmp", ".pgm", ".tiff"])
 def test_a_header_that_is_cut_promises_nothing(extension):
     whole = claiming(extension, 24, 16)
-    assert headers.promised_size(whole) == (24, 16)
+    assert image_files.promised_size(whole) == (24, 16)
     for length in range(len(whole)):
-        assert headers.promised_size(whole[:length]) in (None, (24, 16), (24, 1), (2, 16))
+        assert image_files.promised_size(whole[:length]) in (None, (24, 16), (24, 1), (2, 16))
 
 
 def test_a_format_whose_header_is_not_read_is_judged_by_its_pixels(photo, monkeypatch):
-    monkeypatch.setattr(integrity, "MAX_PIXELS", 1000)
+    monkeypatch.setattr(image_files, "MAX_PIXELS", 1000)
     assert "too large: 600x400" in reason(encode(photo, ".jp2"))

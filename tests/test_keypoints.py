@@ -21,7 +21,7 @@ from pipeline.errors import RequestError, WorkError
 from pipeline.extraction import forecast, shards
 from pipeline.extraction.image import image_views
 from pipeline.features.store import Store
-from pipeline.images.decode import BadImage
+from superglue_sift.images import BadImage
 
 SMALL = {"views": 3, "width": 128, "height": 96, "max_keypoints": 50, "shard_images": 3}
 

@@ -12,12 +12,12 @@ from typing import List, Optional, Sequence, Tuple
 import numpy as np
 
 from pipeline.evaluation.pairs import Scene, ViewPair, image_size
-from pipeline.images.decode import BadImage, decode_gray
 from pipeline.images.manifest import Entry
 from pipeline.images.sources import ImageSet
 from pipeline.schema import EvaluateParams
 from pipeline.views import homography, photometric, render
 from superglue_sift.geometry import compose
+from superglue_sift.images import BadImage, decode_gray
 
 
 class HeldOutPairs:

@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline.errors import RequestError
 from pipeline.evaluation.pairs import Scene, ViewPair, image_size
-from pipeline.images.decode import BadImage, decode_gray
+from superglue_sift.images import BadImage, decode_gray
 
 IMAGE_SUFFIXES = (".png", ".ppm", ".jpg", ".jpeg", ".pgm", ".bmp", ".webp")
 LONGEST = 16_000  # pixels along a side: SIFT doubles an image, and OpenCV's remap takes less than 32,767

@@ -13,8 +13,8 @@ from typing import Dict, List, Protocol, Sequence, Tuple
 import numpy as np
 
 from pipeline.evaluation.conditions import conditions_of
-from pipeline.images.decode import BadImage
 from superglue_sift import sift
+from superglue_sift.images import BadImage
 
 
 @dataclass(frozen=True)

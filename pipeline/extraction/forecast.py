@@ -11,9 +11,9 @@ from typing import Any, List, Sequence
 from pipeline.errors import RequestError
 from pipeline.extraction.pool import Extractor
 from pipeline.features.tuning import tune_process
-from pipeline.images.decode import BadImage
 from pipeline.images.manifest import Entry
 from pipeline.images.sources import ImageSet
+from superglue_sift.images import BadImage
 from superglue_sift.sift import KEYPOINT
 
 SAMPLED = 12  # images, spread over the set

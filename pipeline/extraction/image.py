@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from pipeline.features.store import ImageViews
-from pipeline.images.decode import BadImage, decode_gray
 from pipeline.views import homography, photometric, render
 from superglue_sift import sift
+from superglue_sift.images import BadImage, decode_gray
 
 
 def image_views(data: bytes, name: str, settings: Any) -> ImageViews:

@@ -23,9 +23,10 @@ from pipeline.errors import WorkError
 from pipeline.extraction.image import gray_views
 from pipeline.features.store import ImageViews
 from pipeline.features.tuning import huge_pages, tune_process
-from pipeline.images.decode import BadImage, decoded
+from pipeline.images.decode import decoded
 from pipeline.images.manifest import Entry
 from pipeline.images.sources import ImageSet
+from superglue_sift.images import BadImage
 
 Result = Union[ImageViews, BadImage]
 # an entry that a worker reads and decodes, or one already decoded

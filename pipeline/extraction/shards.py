@@ -20,9 +20,9 @@ from pipeline.errors import RequestError
 from pipeline.features import store
 from pipeline.features.store import ImageViews
 from pipeline.files import write_atomic
-from pipeline.images.decode import BadImage
 from pipeline.images.manifest import Entry
 from pipeline.runtime.code import code_digest
+from superglue_sift.images import BadImage
 
 CODE = (
     "pipeline.extraction.image",

@@ -22,10 +22,10 @@ from typing import Any, Iterable, Iterator, List, Optional, Tuple, Union
 
 import numpy as np
 
-from pipeline.images import decode, integrity
-from pipeline.images.integrity import BadImage
 from pipeline.images.manifest import Entry
 from pipeline.images.sources import ImageSet
+from superglue_sift import images as image_files
+from superglue_sift.images import BadImage, decode_gray
 
 BATCH = 32  # images handed to DALI at once; two such batches are under way
 Outcome = Tuple[Entry, Union[np.ndarray, BadImage]]
@@ -74,11 +74,11 @@ class _Batch:
         self.entries.append(entry)
         try:
             data = images.read(entry)
-            if integrity.is_plain_jpeg(integrity.check(data, entry.name)):
+            if image_files.is_plain_jpeg(image_files.check(data, entry.name)):
                 self.places.append(place)
                 self.encoded.append(np.frombuffer(data, np.uint8))
             else:
-                self.known[place] = decode.decode_gray(data, entry.name)
+                self.known[place] = decode_gray(data, entry.name)
         except BadImage as bad:
             self.known[place] = bad
 
@@ -92,7 +92,7 @@ class _Batch:
         """The same, when DALI did not like one of them: OpenCV then says which, and why."""
         for place, data in zip(self.places, self.encoded):
             try:
-                self.known[place] = decode.decode_gray(data.tobytes(), self.entries[place].name)
+                self.known[place] = decode_gray(data.tobytes(), self.entries[place].name)
             except BadImage as bad:
                 self.known[place] = bad
         return self.joined([])

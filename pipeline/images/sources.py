@@ -16,8 +16,8 @@ from typing import Callable, Dict, Iterable, List, Sequence, Tuple, Union
 
 from pipeline.errors import RequestError
 from pipeline.images import manifest
-from pipeline.images.integrity import BadImage
 from pipeline.images.manifest import DEFLATED, Entry
+from superglue_sift.images import BadImage
 
 # Photographs inside scikit-image's wheel that a detector of corners and blobs can work with; no drawing, no
 # screenshot. The two motorcycle frames show one scene and so share a split.
