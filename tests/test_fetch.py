@@ -150,7 +150,7 @@ def archive_server(image_folder, tmp_path, monkeypatch):
         for index, name in enumerate(["chelsea.jpg", "coffee.png", "flipped.webp", "nested/turned.JPG"]):
             out.write(image_folder / name, f"val2017/{index:012d}.jpg")
     server = FaultyServer(path.read_bytes())
-    made = coco.Archive("val2017.zip", hashlib.md5(server.data).hexdigest(), 4)
+    made = coco.Archive("val2017.zip", hashlib.md5(server.data).hexdigest(), 4, len(server.data))
     monkeypatch.setitem(coco.SOURCES, "coco2017-val", coco.Source(made, None))
     monkeypatch.setattr(transfer, "sleep", lambda _: None)
     yield server
@@ -244,9 +244,8 @@ def test_a_small_limit_takes_single_images_out_of_the_remote_zip(run, tmp_path, 
             kind = zipfile.ZIP_DEFLATED if index % 2 else zipfile.ZIP_STORED
             out.writestr(zipfile.ZipInfo(f"val2017/{index:012d}.png"), data, kind)
     server = FaultyServer((tmp_path / "made.zip").read_bytes())
-    monkeypatch.setitem(
-        coco.SOURCES, "coco2017-val", coco.Source(coco.Archive("val2017.zip", "0" * 32, 40), None)
-    )
+    made = coco.Archive("val2017.zip", "0" * 32, 40, len(server.data))
+    monkeypatch.setitem(coco.SOURCES, "coco2017-val", coco.Source(made, None))
     server.faults = ["503", 100, None, 5000]
     folder = run(source="coco2017-val", mirror=server.url, limit=2)
     images = open_manifest(folder)

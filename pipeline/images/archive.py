@@ -5,13 +5,14 @@ from __future__ import annotations
 import struct
 import zipfile
 from pathlib import Path
-from typing import BinaryIO, List, Optional, Sequence
+from typing import List, Optional, Sequence
 
 from pipeline.errors import RequestError
 from pipeline.images.decode import EXTENSIONS
 from pipeline.images.manifest import DEFLATED, STORED, Entry
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+HEADER = _LOCAL_HEADER.size  # bytes before a member's name
 MAX_RATIO = 100  # uncompressed to compressed size of one image; JPEG in a zip stays near 1
 MAX_IMAGE_BYTES = 512 * 1024 * 1024
 
@@ -59,29 +60,17 @@ def zip_entries(path: Path, members: Sequence[zipfile.ZipInfo], split: str, cont
     entries = []
     with path.open("rb") as stream:
         for member in members:
-            offset = _data_offset(stream, member, path)
-            name = member.filename
-            crc = f"{member.CRC:08x}"
-            entries.append(
-                Entry(
-                    name,
-                    split,
-                    container,
-                    name,
-                    member.file_size,
-                    crc,
-                    offset,
-                    member.compress_size,
-                    member.compress_type,
-                )
-            )
+            stream.seek(member.header_offset)
+            offset = member.header_offset + header_length(stream.read(HEADER), member, path)
+            name, crc = member.filename, f"{member.CRC:08x}"
+            place = (offset, member.compress_size, member.compress_type)
+            entries.append(Entry(name, split, container, name, member.file_size, crc, *place))
     return entries
 
 
-def _data_offset(stream: BinaryIO, member: zipfile.ZipInfo, path: Path) -> int:
-    stream.seek(member.header_offset)
-    header = stream.read(_LOCAL_HEADER.size)
-    if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
+def header_length(header: bytes, member: zipfile.ZipInfo, path: object) -> int:
+    """Bytes from where a member begins to its data, by its own header; RequestError where there is none."""
+    if len(header) < HEADER or header[:4] != b"PK\x03\x04":
         raise RequestError(f"{path}: refused, no data where its directory puts '{member.filename}'")
-    *_, name_length, extra_length = _LOCAL_HEADER.unpack(header)
-    return member.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+    *_, name_length, extra_length = _LOCAL_HEADER.unpack_from(header)
+    return HEADER + name_length + extra_length

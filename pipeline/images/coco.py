@@ -15,12 +15,12 @@ PLAIN = "http://images.cocodataset.org/zips"
 
 @dataclass(frozen=True)
 class Archive:
-    """One zip. size: bytes, None where none was published."""
+    """One zip. size: bytes."""
 
     file: str
     md5: str
     images: int
-    size: Optional[int] = None
+    size: int
 
     def urls(self, mirror: str = "") -> List[str]:
         """Where to get it, the best address first; a mirror replaces the official ones."""
@@ -30,8 +30,8 @@ class Archive:
 
 TRAIN2014 = Archive("train2014.zip", "0da8c0bd3d6becc4dcb32757491aca88", 82_783, 13_510_573_713)
 VAL2014 = Archive("val2014.zip", "a3d79f5ed8d289b7a7554ce06a5782b3", 40_504, 6_645_013_297)
-TRAIN2017 = Archive("train2017.zip", "cced6f7f71b7629ddf16f17bbcfab6b2", 118_287)
-VAL2017 = Archive("val2017.zip", "442b8da7639aecaf257c1dceb8ba8c80", 5_000)
+TRAIN2017 = Archive("train2017.zip", "cced6f7f71b7629ddf16f17bbcfab6b2", 118_287, 19_336_861_798)
+VAL2017 = Archive("val2017.zip", "442b8da7639aecaf257c1dceb8ba8c80", 5_000, 815_585_330)
 
 HELD_OUT = 5_000  # images of val2014 that are held out (the size of val2017); the others stay unused
 

@@ -1,16 +1,15 @@
-"""One HTTP request of a download, and all the ways it can go wrong.
+"""The bytes of a file behind an address, through all the ways a request can go wrong.
 
-A request asks for a span of a file and hands the bytes on as they come, so that a connection that breaks
-loses nothing that has arrived. Whatever stops it is one of three errors: Interrupted (try again), Refused
-(this address will not serve), NoRanges (the server sends the whole file whatever is asked).
+Bytes are handed on as they come, so that a connection that breaks loses nothing that has arrived, and the next request
+asks for the rest. An address fails in two ways: Interrupted (it might serve another time) and Refused (it will not).
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterator, Optional
+from typing import Any, Dict, Iterator, Optional
 
 READ = 1 << 17  # bytes taken from a connection at once, at most
 TIMEOUT = (10.0, 30.0)  # seconds to connect, seconds without a byte
@@ -31,86 +30,78 @@ class Interrupted(Exception):
 
 
 class Refused(Exception):
-    """This address does not have the file, or another one under its name."""
+    """This address does not have the file, or does not serve it as it has to."""
 
 
-class NoRanges(Exception):
-    """The server answered a request for a part with the whole."""
-
-
-@dataclass(frozen=True)
 class Remote:
-    """What an address says of its file. size: bytes, None unknown; etag: "" when there is no strong one."""
+    """A file of `size` bytes at `url`; its connections are kept and reused, by as many threads as ask."""
 
-    url: str
-    size: Optional[int]
-    etag: str
-    ranges: bool
+    def __init__(self, url: str, size: int) -> None:
+        import requests
 
+        self.url, self.size = url, size
+        self._http = requests.Session()
+        self._http.headers["Accept-Encoding"] = "identity"
+        for scheme in ("http://", "https://"):
+            self._http.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=32))
 
-def session() -> Any:
-    """Connections that are kept and reused, by as many threads as a download has."""
-    import requests
+    def close(self) -> None:
+        self._http.close()
 
-    made = requests.Session()
-    made.headers.update({"Accept-Encoding": "identity"})
-    made.mount("https://", requests.adapters.HTTPAdapter(pool_maxsize=32))
-    made.mount("http://", requests.adapters.HTTPAdapter(pool_maxsize=32))
-    return made
+    def read(self, start: int, end: Optional[int] = None) -> Iterator[bytes]:
+        """The bytes [start, end), as they come, never more; end None: to the end of the file.
 
+        A server without ranges serves the latter: what comes before `start` is dropped.
 
-def look(http: Any, url: str, size: Optional[int] = None) -> Remote:
-    """Ask with HEAD, which costs no body; a server that does not know HEAD tells us nothing, and that is
-    fine.
+        Raises Interrupted after `TRIES` failures in a row without progress, Refused.
+        """
+        failures, last = 0, self.size if end is None else end
+        while start < last:
+            begun = start
+            try:
+                for piece in self._answer(start, last, end is not None):
+                    start += len(piece)
+                    yield piece
+                if start < last:
+                    raise Interrupted(f"closed {last - start} bytes before the end")
+            except Interrupted as error:
+                failures = 0 if start - begun >= PROGRESS else failures + 1
+                if failures > TRIES:
+                    raise
+                sleep(max(error.wait, min(2.0**failures / 2 - 0.5, 30.0)))
 
-    size: what is known of the file's length; another one is Interrupted.
-    """
-    with _errors():
-        answer = http.head(url, timeout=TIMEOUT, allow_redirects=True)
-    if answer.status_code in (405, 501):
-        return Remote(url, size, "", False)
-    _require(answer, (200,))
-    ranges = answer.headers.get("Accept-Ranges", "").lower() == "bytes"
-    return Remote(url, _size(answer, 0, size), _etag(answer), ranges)
+    def _answer(self, start: int, last: int, part: bool) -> Iterator[bytes]:
+        """What one request for [start, last) gives, perhaps less."""
+        headers = {"Range": f"bytes={start}-{last - 1 if part else ''}"} if start or part else {}
+        with (
+            _network_errors(),
+            self._http.get(self.url, headers=headers, stream=True, timeout=TIMEOUT) as answer,
+        ):
+            _require_success(answer)
+            whole = answer.status_code == 200
+            if whole and part:
+                raise Refused("answers a request for a part with the whole file")
+            self._check_size(answer.headers, start, whole)
+            answer.raw.enforce_content_length = False  # else the last bytes before a cut are thrown away
+            yield from _pieces(answer.raw, start if whole else 0, last - start)
 
-
-def span(
-    http: Any,
-    remote: Remote,
-    start: int,
-    end: Optional[int],
-    skip: bool = False,
-    learn: Callable[[int], None] = lambda size: None,
-) -> Iterator[bytes]:
-    """The bytes [start, end) of the file, as they arrive; end None: to its end.
-
-    learn: told the size of the whole file when the answer gives it, before the first byte.
-
-    skip: when the server has no ranges, read the whole file and drop what comes before `start`; otherwise
-    that is NoRanges. Never gives more bytes than asked for, whatever the server sends.
-    """
-    headers: Dict[str, str] = {}
-    if start or end is not None:
-        headers["Range"] = f"bytes={start}-{'' if end is None else end - 1}"
-        if remote.etag:
-            headers["If-Range"] = remote.etag
-    with _errors(), http.get(remote.url, headers=headers, stream=True, timeout=TIMEOUT) as answer:
-        _require(answer, (200, 206))
-        whole = answer.status_code == 200
-        if whole and headers and not skip and not (start == 0 and end == remote.size):
-            raise NoRanges(f"{remote.url} answers a request for a part with the whole file")
-        size = _size(answer, start, remote.size)
-        if size is not None:
-            learn(size)
-        answer.raw.enforce_content_length = False  # else the last bytes before a cut are thrown away
-        last = size if end is None else end
-        yield from _pieces(answer.raw, start if whole else 0, None if last is None else last - start)
+    def _check_size(self, headers: Dict[str, str], start: int, whole: bool) -> None:
+        """Raises Interrupted where an answer does not begin at `start`, or names another size of the file."""
+        size = headers.get("Content-Length", "")
+        if not whole:
+            text = headers.get("Content-Range", "")
+            found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", text.strip())
+            if not found or int(found.group(1)) != start:
+                raise Interrupted(f"asked from byte {start}, got '{text}'")
+            size = found.group(2)
+        if size.isdigit() and int(size) != self.size:
+            raise Interrupted(f"the file has {size} bytes there, {self.size} are expected")
 
 
-def _pieces(raw: Any, dropped: int, wanted: Optional[int]) -> Iterator[bytes]:
+def _pieces(raw: Any, dropped: int, wanted: int) -> Iterator[bytes]:
     """What the connection gives, less the first `dropped` bytes, up to `wanted`; watches its speed."""
     begun, came = time.monotonic(), 0
-    while wanted is None or wanted > 0:
+    while wanted > 0:
         piece = raw.read1(READ)
         if not piece:
             return
@@ -121,33 +112,15 @@ def _pieces(raw: Any, dropped: int, wanted: Optional[int]) -> Iterator[bytes]:
                 raise Interrupted(f"too slow: {came} bytes in {now - begun:.0f} s")
             begun, came = now, 0
         cut = min(dropped, len(piece))
-        dropped, piece = dropped - cut, piece[cut:]
-        piece = piece if wanted is None else piece[:wanted]
-        wanted = None if wanted is None else wanted - len(piece)
+        dropped, piece = dropped - cut, piece[cut : cut + wanted]
+        wanted -= len(piece)
         if piece:
             yield piece
 
 
-def _size(answer: Any, start: int, size: Optional[int]) -> Optional[int]:
-    """Size of the whole file as this answer tells it (None: it does not); it must be the one we know."""
-    if answer.status_code == 200:
-        told = answer.headers.get("Content-Length", "")
-    else:
-        text = answer.headers.get("Content-Range", "")
-        found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", text.strip())
-        if not found or int(found.group(1)) != start:
-            raise Interrupted(f"asked from byte {start}, got '{text}'")
-        told = found.group(2)
-    if not told.isdigit():
-        return size
-    if size is not None and int(told) != size:
-        raise Interrupted(f"the file has {told} bytes there, {size} are expected")
-    return int(told)
-
-
-def _require(answer: Any, allowed: Any) -> None:
+def _require_success(answer: Any) -> None:
     code = answer.status_code
-    if code in allowed:
+    if code in (200, 206):
         return
     if code in (400, 401, 403, 404, 405, 410, 451):
         raise Refused(f"HTTP {code}")
@@ -155,44 +128,13 @@ def _require(answer: Any, allowed: Any) -> None:
     raise Interrupted(f"HTTP {code}", wait=min(float(after), 60.0) if after.isdigit() else 0.0)
 
 
-def _etag(answer: Any) -> str:
-    etag = answer.headers.get("ETag", "")
-    return "" if etag.startswith("W/") else etag  # a weak one may not stand in If-Range
+@contextlib.contextmanager
+def _network_errors() -> Iterator[None]:
+    """Every error of the network and of the libraries below is Interrupted."""
+    import requests
+    import urllib3
 
-
-class _errors:
-    """Every network error of the libraries below is Interrupted."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _kind: Any, error: Any, _trace: Any) -> None:
-        import requests
-        import urllib3
-
-        if isinstance(error, (requests.RequestException, urllib3.exceptions.HTTPError, OSError)):
-            raise Interrupted(f"{type(error).__name__}: {error}") from None
-
-
-class Stubborn:
-    """Tries again with back-off until a step has failed `TRIES` times in a row without progress.
-
-    `position()` tells how many bytes have come so far. Call it with the step; `Interrupted` is what it
-    catches.
-    """
-
-    def __init__(self, position: Callable[[], int]) -> None:
-        self._position = position
-        self._failures = 0
-
-    def __call__(self, step: Callable[[], Any]) -> Any:
-        while True:
-            before = self._position()
-            try:
-                return step()
-            except Interrupted as error:
-                gained = self._position() - before
-                self._failures = 0 if gained >= PROGRESS else self._failures + 1
-                if self._failures > TRIES:
-                    raise
-                sleep(max(error.wait, min(2.0**self._failures / 2 - 0.5, 30.0)))
+    try:
+        yield
+    except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
+        raise Interrupted(f"{type(error).__name__}: {error}") from None
