@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Dict, Iterator, List
 
@@ -12,13 +11,13 @@ import cv2
 
 from benchmarks import timing
 from benchmarks.keypoint_rows import OF_FLOOR, OF_PLAIN, keypoint_rows
-from benchmarks.model_rows import forward_call
 from benchmarks.photographs import photographs
 from benchmarks.row import Row, Setting
 from pipeline import params
 from pipeline.errors import RequestError
 from pipeline.images.sources import open_manifest
 from superglue_sift.inference import folded
+from superglue_sift.matcher import Matcher
 
 PAPER = (640, 480)  # views of the paper's training; each SIFT call there gives 72 MB back unless it is kept
 
@@ -81,19 +80,10 @@ def one_opencv_thread() -> Iterator[None]:
 
 def files(setting: Setting) -> Iterator[Row]:
     """Two JPEG files to matches at 512 keypoints, SIFT of both views in two threads."""
-    from pipeline.match import keypoints_of
-    from superglue_sift.batch import Pair, from_pairs
-
-    model = folded(setting.model())
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool, one_opencv_thread():
+    matcher = Matcher(folded(setting.model()), setting.device, max_keypoints=512, resize=0)
+    with tempfile.TemporaryDirectory() as folder, one_opencv_thread():
         paths = _jpegs(Path(folder), photographs(setting.images, 1))
-
-        def call() -> None:
-            sides = list(pool.map(lambda path: keypoints_of(path, 512, 0), paths))
-            pair = Pair(sides[0][0], sides[1][0], sides[0][1], sides[1][1])
-            forward_call(model, from_pairs([pair]).to(setting.device))()
-
-        taken = setting.timed({"call": call})["call"]
+        taken = setting.timed({"call": lambda: matcher.match(*paths)})["call"]
     spread = timing.interval(taken.wall)
     what = "two JPEGs to matches, 512 keypoints"
     yield Row("latency", what, spread.value, "s", spread=spread, at_most=0.25, note="target of 2 cores")

@@ -21,7 +21,7 @@ from workspace import WorkspaceLock, Wrong, seed
 USAGE = """usage: docker run [--gpus all] -v "$PWD:/workspace" IMAGE [COMMAND ...]
   repro [--preset NAME] [--images DIR] [--val-images DIR]   run the pipeline (the default)
   ui                             MLflow's pages on port 5000: add -p 127.0.0.1:5000:5000
-  match A.jpg B.jpg ...          match two images with an exported model
+  match A.jpg B.jpg ...          match two images
   evaluate | export | benchmark | report ...    python -m pipeline.NAME ...
   doctor                         what this machine and these docker options can do
   shell                          a shell in the workspace

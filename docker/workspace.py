@@ -20,6 +20,7 @@ SEED = (
     "superglue_sift",
     "pipeline",
     "benchmarks",
+    "pretrained",
     "presets",
     "params.yaml",
     "dvc.yaml",

@@ -1,6 +1,61 @@
-"""Match two images with SuperGlue on SIFT keypoints. A library of its own: torch, numpy, OpenCV and safetensors.
+"""Match two images with SuperGlue on SIFT keypoints.
 
-In reading order: `superglue` (the network), `attention`, `packing`, `normalization`, `sinkhorn` (optimal transport) and
-`sinkhorn_kernel`, `assignment`; `sift` and `batch` (what enters the network: THE shapes and units), `geometry`, `truth`
-(which keypoints correspond); `inference`, `cuda_graphs`, `torch_compat`; `weights`, `drawing`, `errors`.
+    from superglue_sift import Matcher
+
+    found = Matcher.load().match("A.jpg", "B.jpg")
+
+A library of its own: it needs torch, numpy, OpenCV and safetensors. `pipeline` trains what it loads. In reading order:
+
+    matcher, cli                    images in, matches out; the same from the command line
+    images, sift, batch             a file to pixels, pixels to keypoints, pairs to a batch: THE shapes and units
+    superglue                       the network: keypoint encoder, attention, scores, transport
+      attention, packing, normalization     its layers, on ragged sets of keypoints
+      sinkhorn, sinkhorn_kernel, assignment its optimal transport, and what comes out
+    inference, cuda_graphs          the trained network made fast
+    geometry, truth                 homographies; which keypoints correspond
+    weights, drawing, errors        model files, pictures of matches, what is said when a request is wrong
+    torch_compat                    from torch 1.10 to 2.x
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from superglue_sift.batch import Pair, PairBatch, from_pairs
+    from superglue_sift.errors import RequestError
+    from superglue_sift.matcher import Features, Matcher, MatchResult
+    from superglue_sift.sift import extract as extract_sift
+    from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
+    from superglue_sift.weights import load_model
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Matcher": "matcher.Matcher",
+    "MatchResult": "matcher.MatchResult",
+    "Features": "matcher.Features",
+    "RequestError": "errors.RequestError",
+    "SuperGlue": "superglue.SuperGlue",
+    "SuperGlueConfig": "superglue.SuperGlueConfig",
+    "mutual_matches": "superglue.mutual_matches",
+    "load_model": "weights.load_model",
+    "extract_sift": "sift.extract",
+    "Pair": "batch.Pair",
+    "PairBatch": "batch.PairBatch",
+    "from_pairs": "batch.from_pairs",
+}
+
+__all__ = [
+    "Features", "MatchResult", "Matcher", "Pair", "PairBatch", "RequestError", "SuperGlue", "SuperGlueConfig",
+    "__version__", "extract_sift", "from_pairs", "load_model", "mutual_matches",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, loaded when they are asked for: `import superglue_sift` alone does not load torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _HOMES[name].rpartition(".")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
+from typing import NamedTuple, Optional, Tuple
 
 import cv2
 import numpy as np
 
 _TINY = np.finfo(np.float64).tiny
 MIN_POINTS = 4  # a homography has eight degrees of freedom, two per point
+LEAST_FUNDAMENTAL = 8  # matches that a fundamental matrix needs
 CONFIDENCE = 0.995  # that no better sample is left when RANSAC stops early; findHomography's default
 
 
@@ -96,6 +97,32 @@ def fit_ransac(
     asked.maxIterations, asked.randomGeneratorState = iterations, seed
     H, _ = cv2.findHomography(points0, points1, asked)
     return H
+
+
+class Fit(NamedTuple):
+    """What a robust fit says of K matches. model: (3, 3) float64 or None; inliers: (K,) bool."""
+
+    model: Optional[np.ndarray]
+    inliers: np.ndarray
+
+
+def homography_with_inliers(points0: np.ndarray, points1: np.ndarray, threshold_px: float = 3.0) -> Fit:
+    """`fit_ransac` of (K, 2) matched pixels each, and the matches it maps to within `threshold_px` in image 1."""
+    H = fit_ransac(points0, points1, threshold_px)
+    if H is None:
+        return Fit(None, np.zeros(len(points0), bool))
+    return Fit(H, np.linalg.norm(transform(points0, H) - points1, axis=1) <= threshold_px)
+
+
+def fundamental_with_inliers(points0: np.ndarray, points1: np.ndarray, threshold_px: float = 3.0) -> Fit:
+    """RANSAC fundamental matrix 0 -> 1 of (K, 2) matched pixels each; none from fewer than eight matches."""
+    F, mask = None, None
+    if len(points0) >= LEAST_FUNDAMENTAL:
+        cv2.setRNGSeed(0)
+        F, mask = cv2.findFundamentalMat(points0, points1, cv2.FM_RANSAC, threshold_px, 0.999, 3000)
+    if F is None or mask is None:
+        return Fit(None, np.zeros(len(points0), bool))
+    return Fit(F, mask.ravel().astype(bool))
 
 
 def _conditioner(points: np.ndarray, weights: np.ndarray) -> np.ndarray:

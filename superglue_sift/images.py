@@ -221,8 +221,17 @@ def decode_color(data: bytes, name: str = "image") -> np.ndarray:
 
 def read_gray(path: Union[str, Path]) -> np.ndarray:
     """(H, W) uint8 of a file a person named; RequestError when it is missing or damaged."""
+    return _read(path, cv2.IMREAD_GRAYSCALE)
+
+
+def read_color(path: Union[str, Path]) -> np.ndarray:
+    """(H, W, 3) uint8 BGR of a file a person named, for pictures; RequestError when it is missing or damaged."""
+    return _read(path, cv2.IMREAD_COLOR)
+
+
+def _read(path: Union[str, Path], flag: int) -> np.ndarray:
     try:
-        return decode_gray(Path(path).read_bytes(), str(path))
+        return _decode(Path(path).read_bytes(), str(path), flag)
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
     except BadImage as error:

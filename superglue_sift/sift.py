@@ -54,6 +54,11 @@ def extract(gray: np.ndarray, max_keypoints: int) -> np.ndarray:
         asked *= 2
 
 
+def positions(records: np.ndarray) -> np.ndarray:
+    """(n, 2) float32 pixels of KEYPOINT records (n,)."""
+    return np.stack([records["x"], records["y"]], axis=-1)
+
+
 def with_spare(max_keypoints: int) -> int:
     """How many keypoints to ask OpenCV for, so that enough distinct ones are left."""
     return int(max_keypoints * _SPARE)

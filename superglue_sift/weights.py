@@ -24,6 +24,7 @@ from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.torch_compat import exact_float32
 
 FORMAT = "superglue-sift/1"  # the one key of the header: several would come in no fixed order
+SHIPPED = Path("pretrained") / "superglue-sift.safetensors"
 Tensors = Dict[str, Tensor]
 
 
@@ -75,8 +76,20 @@ def load_model_file(path: Union[str, Path]) -> Tuple[Tensors, Dict[str, Any]]:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}, info
 
 
+def shipped_weights() -> Path:
+    """The weights that come with the library: in its folder where it was installed, beside it in a clone."""
+    package = Path(__file__).resolve().parent
+    for folder in (package, package.parent):
+        if (folder / SHIPPED).is_file():
+            return folder / SHIPPED
+    raise RequestError(
+        f"{package.parent / SHIPPED}: no weights came with this copy; name a model file "
+        "(`make repro` trains one: --model models/superglue.safetensors)"
+    )
+
+
 def load_model(
-    path: Path, device: str = "cpu", sinkhorn_iterations: Optional[int] = None
+    path: Union[str, Path], device: str = "cpu", sinkhorn_iterations: Optional[int] = None
 ) -> Tuple[SuperGlue, dict]:
     """The network in evaluation mode on `device`, and the description stored beside it.
 

@@ -1,0 +1,218 @@
+"""The library alone: what it needs of others, what its wheel holds, and how it matches two images."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+from typing import Iterator, Set
+
+import cv2
+import numpy as np
+import pytest
+from made_scenes import TURN, write_model
+from packaging.requirements import Requirement
+
+from pipeline.runtime.checkpoint import save_model_file
+from superglue_sift import Features, Matcher, RequestError, weights
+from superglue_sift.geometry import transform
+
+NEEDS = ("torch", "numpy", "opencv-python", "safetensors")
+
+
+def with_requirements(*names: str) -> Set[str]:
+    """These distributions and all they ask for here, without extras."""
+    found: Set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        asked = [Requirement(line) for line in metadata.requires(name) or ()]
+        waiting += [each.name for each in asked if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return found
+
+
+def top_level(names: Set[str]) -> Iterator[Path]:
+    """What these distributions put into site-packages, files and folders."""
+    for name in names:
+        distribution = metadata.distribution(name)
+        tops = {file.parts[0] for file in distribution.files or () if not file.parts[0].startswith("..")}
+        yield from (Path(str(distribution.locate_file(top))) for top in tops if not top.endswith(".pth"))
+
+
+@pytest.fixture
+def bare(tmp_path: Path, root: Path) -> Path:
+    """A site-packages with the library, what it needs and nothing else."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "superglue_sift").symlink_to(root / "superglue_sift")
+    for path in {path.name: path for path in top_level(with_requirements(*NEEDS))}.values():
+        (folder / path.name).symlink_to(path)
+    return folder
+
+
+def test_it_imports_and_matches_where_only_four_packages_are(bare, tmp_path, photo):
+    write_model(tmp_path / "model.safetensors", layers=2)
+    cv2.imwrite(str(tmp_path / "a.png"), photo)
+    cv2.imwrite(str(tmp_path / "b.png"), cv2.warpPerspective(photo, TURN, (600, 400)))
+    script = (
+        f"import sys; sys.path.append({str(bare)!r})\n"
+        "import importlib, pkgutil, superglue_sift\n"
+        "for module in pkgutil.iter_modules(superglue_sift.__path__):\n"
+        "    importlib.import_module('superglue_sift.' + module.name)\n"
+        "for name in superglue_sift.__all__:\n"
+        "    getattr(superglue_sift, name)\n"
+        "assert not {'pipeline', 'yaml', 'pydantic', 'mlflow', 'dvc', 'scipy'} & set(sys.modules)\n"
+        "from superglue_sift import cli\n"
+        "sys.argv = ['superglue-match', 'a.png', 'b.png', '--model', 'model.safetensors', '--device', 'cpu',\n"
+        "            '--out', 'm.png', '--json', 'm.json']\n"
+        "sys.exit(cli.command())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", script], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "homography inliers" in done.stdout and (tmp_path / "m.png").is_file()
+
+
+def test_importing_it_does_not_load_torch():
+    script = "import sys, superglue_sift; sys.exit('torch' in sys.modules or 'cv2' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+def test_the_wheel_holds_library_and_pipeline_and_weights_and_nothing_else(tmp_path, root):
+    source = tmp_path / "source"
+    quiet = shutil.ignore_patterns("__pycache__")
+    for name in ("superglue_sift", "pipeline", "benchmarks", "tests", "pretrained"):
+        shutil.copytree(root / name, source / name, ignore=quiet)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, source / name)
+    (source / weights.SHIPPED).write_bytes(b"weights")
+    script = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], cwd=source, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        entry_points = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+        assert "superglue-match = superglue_sift.cli:command" in wheel.read(entry_points).decode()
+    files = {
+        path.relative_to(root).as_posix()
+        for package in ("superglue_sift", "pipeline")
+        for path in (root / package).rglob("*.py")
+    }
+    pretrained = {f"superglue_sift/pretrained/{path.name}" for path in (source / "pretrained").iterdir()}
+    assert names == files | pretrained
+
+
+@pytest.fixture(scope="module")
+def matcher(tmp_path_factory) -> Matcher:
+    return Matcher.load(write_model(tmp_path_factory.mktemp("model") / "m.safetensors", layers=2), "cpu")
+
+
+@pytest.fixture
+def turned(photo) -> np.ndarray:
+    return cv2.warpPerspective(photo, TURN, (600, 400))
+
+
+def test_matches_of_pixels_are_pairs_of_keypoints_that_correspond(matcher, photo, turned):
+    found = matcher.match(photo, turned)
+    assert found.size0 == found.size1 == (600, 400)
+    assert found.keypoints0.shape == (len(found.keypoints0), 2) and found.keypoints0.dtype == np.float32
+    assert found.matches.shape == (len(found.scores), 2) and len(found.scores) > 30
+    assert (found.scores > 0.2).all()
+    assert len(set(found.matches[:, 0])) == len(set(found.matches[:, 1])) == len(found.matches)
+    error = np.linalg.norm(transform(found.points0.astype(float), TURN) - found.points1, axis=1)
+    assert (error < 3).mean() > 0.8
+
+
+def test_files_pixels_and_features_give_the_same_matches(matcher, photo, turned, tmp_path, monkeypatch):
+    cv2.imwrite(str(tmp_path / "a.png"), photo)
+    cv2.imwrite(str(tmp_path / "b.png"), turned)
+    expected = matcher.match(photo, turned)
+    features = [
+        matcher.extract(tmp_path / "a.png"),
+        matcher.extract(cv2.cvtColor(turned, cv2.COLOR_GRAY2BGR)),
+    ]
+    monkeypatch.setattr("superglue_sift.sift.extract", lambda *_: pytest.fail("computed twice"))
+    found = matcher.match(*features)
+    for one, other in zip(expected, found):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(features[0].keypoints, expected.keypoints0)
+
+
+def test_features_of_ones_own_sift_are_those_of_the_library(matcher, photo):
+    gray = photo[:300, :300]
+    points, descriptors = cv2.SIFT_create(nfeatures=1536, enable_precise_upscale=True).detectAndCompute(
+        gray, None
+    )
+    own = Features.of(
+        np.array([p.pt for p in points]),
+        np.array([p.size for p in points]),
+        np.array([p.angle for p in points]),
+        np.array([p.response for p in points]),
+        descriptors,
+        (300, 300),
+    )
+    ours = matcher.extract(gray)
+    assert len(ours.records) and set(map(bytes, ours.records)) <= set(map(bytes, own.records))
+
+
+def test_an_image_without_structure_gives_no_match(matcher, photo):
+    flat = np.full((200, 300), 99, np.uint8)
+    for pair in ((flat, flat), (flat, photo), (photo, flat)):
+        found = matcher.match(*pair)
+        assert found.matches.shape == (0, 2) and found.scores.shape == (0,) and found.points1.shape == (0, 2)
+
+
+def features(count: int, width: int, value: float = 9.0) -> Features:
+    one = np.ones(count)
+    return Features.of(np.zeros((count, 2)), one, one, one, np.full((count, width), value), (64, 64))
+
+
+@pytest.mark.parametrize(
+    "ask, message",
+    [
+        (lambda matcher, folder: matcher.extract(folder / "no.png"), "no.png: cannot be read"),
+        (lambda matcher, folder: matcher.extract(np.zeros((9, 9))), "must be uint8"),
+        (lambda matcher, folder: matcher.extract(np.zeros((9, 9, 4), np.uint8)), r"\(9, 9, 4\)"),
+        (lambda matcher, folder: features(5, 256), r"\(5, 256\): must be SIFT's, \(5, 128\)"),
+        (lambda matcher, folder: features(5, 128, 0.1), "0 to 255"),
+        (lambda matcher, folder: Matcher.load(folder / "no.safetensors"), "no.safetensors: no such model"),
+        (lambda matcher, folder: Matcher.load(folder / "text.safetensors"), "text.safetensors: not readable"),
+        (lambda matcher, folder: Matcher.load(folder / "other.safetensors"), "not a SuperGlue model"),
+        (lambda matcher, folder: Matcher.load(device="toaster"), "toaster: not available"),
+    ],
+)
+def test_a_wrong_request_is_one_line(matcher, tmp_path, ask, message):
+    (tmp_path / "text.safetensors").write_text("hello")
+    save_model_file(tmp_path / "other.safetensors", {"a": matcher.model.dustbin}, {"model": {"dim": 128}})
+    with pytest.raises(RequestError, match=message) as error:
+        ask(matcher, tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_without_a_name_the_shipped_weights_are_taken(monkeypatch, tmp_path, photo):
+    package = tmp_path / "superglue_sift"
+    monkeypatch.setattr(weights, "__file__", str(package / "weights.py"))
+    with pytest.raises(RequestError, match="name a model file"):
+        Matcher.load()
+    for place in (tmp_path, package):  # a clone, a wheel
+        write_model(place / weights.SHIPPED)
+        assert len(Matcher.load(device="cpu").match(photo, photo).matches) > 30
+        shutil.rmtree(place / "pretrained")
+
+
+def test_a_model_may_bring_its_own_threshold(tmp_path, matcher):
+    path = tmp_path / "m.safetensors"
+    tensors, info = weights.load_model_file(write_model(path))
+    save_model_file(path, tensors, {**info, "match_threshold": 0.35})
+    assert Matcher.load(path, "cpu").threshold == 0.35
+    assert Matcher.load(path, "cpu", threshold=0.1).threshold == 0.1
+    assert matcher.threshold == 0.2
