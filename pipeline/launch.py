@@ -150,10 +150,10 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._forward)
         several_nodes = os.environ.get("NNODES", "1") != "1"
-        left = 0 if several_nodes else max_restarts()
+        left = most = 0 if several_nodes else max_restarts()
         while True:
             with tempfile.TemporaryDirectory(prefix="launch-") as folder:
-                code, lost = self._once(Path(folder))
+                code, lost = self._once(Path(folder), restarted=left < most)
             if lost:
                 print(
                     f"{' and '.join(lost)} died or hung (killed, stopped, or out of memory)", file=sys.stderr
@@ -163,9 +163,11 @@ class Supervisor:
             left -= 1
             print(f"starting again from the newest checkpoint; {left} more times at most", file=sys.stderr)
 
-    def _once(self, folder: Path) -> Tuple[int, List[str]]:
+    def _once(self, folder: Path, restarted: bool) -> Tuple[int, List[str]]:
         """Exit code of one run of torchrun, and the ranks that ended without leaving their own."""
         values = environment(self.processes, folder)
+        if restarted:  # what `--resume never` asks for has been done
+            values["SG_RESTARTED"] = "1"
         line = command(self.module, self.arguments, self.processes)
         self.torchrun = subprocess.Popen(line, env=values, preexec_fn=_die_with_launcher)
         code = self.torchrun.wait()

@@ -18,7 +18,7 @@ from pipeline import errors, params
 from pipeline.features.store import Store
 from pipeline.pairs.loader import choose
 from pipeline.runtime import distributed, signals
-from pipeline.training import setup
+from pipeline.training import resume, setup
 from pipeline.training.trainer import Training
 
 
@@ -32,9 +32,10 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
         "--reports", type=Path, default=Path("reports/train"), help="folder of metrics and curves"
     )
     parser.add_argument("--params", type=Path, default=Path("params.yaml"))
-    parser.add_argument("--resume", choices=("auto", "must", "never"), default="auto",
-                        help="auto: go on from a checkpoint that fits, else start anew and say why; "
-                        "must: refuse to start anew; never: start anew")  # fmt: skip
+    parser.add_argument("--resume", default=resume.AUTO, metavar="{auto,must,never,FOLDER}",
+                        help="auto: go on from a checkpoint that fits, else set aside what is there and start from "
+                        "scratch; must: refuse to start from scratch; never: start from scratch; FOLDER: take up again "
+                        "what was set aside there")  # fmt: skip
     parser.add_argument("--accept", choices=("code",), action="append", default=[],
                         help="go on from a checkpoint although the training code has changed since")  # fmt: skip
     parser.add_argument(
@@ -56,6 +57,7 @@ def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[St
     """
     args = parse(argv)
     train = params.load("train", args.params)
+    resume.check(args)
     how = "all" if args.verify else "sample"
     stores = Store(args.keypoints / "train", how), Store(args.keypoints / "val", how)
     setup.global_batch(train, world_size)

@@ -99,7 +99,7 @@ def test_paths_on_the_command_line_are_those_declared() -> None:
 
 
 def test_what_must_outlive_a_kill_persists() -> None:
-    for path in ("data/archives", "data/keypoints", "checkpoints"):
+    for path in ("data/archives", "data/keypoints", "checkpoints/best.safetensors", "checkpoints/best.json"):
         flags = next(left_by(stage)[path] for stage in TREE["stages"].values() if path in left_by(stage))
         assert flags["persist"], path
     assert TREE["stages"]["fetch"]["outs"][1]["data/archives"]["cache"] is False

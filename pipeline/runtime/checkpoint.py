@@ -57,12 +57,6 @@ class Checkpoints:
                 complaints.append(str(error))
         return None, complaints
 
-    def clear(self) -> None:
-        """Remove every checkpoint and `best`: they belong to another training."""
-        self._drop_halves()
-        for path in [*self.folder.glob("step-*"), *self.folder.glob("best.*")]:
-            path.unlink(missing_ok=True)
-
     def _drop_halves(self) -> None:
         """What a writer that was killed left behind would otherwise fill the disk, kill by kill."""
         for path in self.folder.glob(".*.tmp"):

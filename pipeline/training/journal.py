@@ -9,7 +9,7 @@ import csv
 import json
 import time
 from pathlib import Path
-from typing import Dict, List, Optional
+from typing import Any, Dict, List, Optional
 
 import torch
 
@@ -114,11 +114,8 @@ class Journal:
         if not self.context.is_main:
             return
         best = training.args.out / "best.json"
-        figures = json.loads(best.read_text())["validation"]
-        metrics = {"step": state.step, "best_step": state.best_step, "skipped_steps": state.skipped}
-        metrics.update({f"val_{name}": value for name, value in figures.items()})
-        text = json.dumps(metrics, indent=2) + "\n"
-        write_atomic(self.reports / "metrics.json", text)
+        figures = state.best_figures
+        write_metrics(self.reports, json.loads(best.read_text()))
         self.run.artifact(self.reports / "metrics.json")
         self.run.model(training.args.out / "best.safetensors", best, step=state.best_step)
         print(
@@ -144,6 +141,17 @@ class Journal:
             return []
         with open(path, newline="") as file:
             return [row for row in csv.DictReader(file) if int(row["step"]) <= self.training.state.step]
+
+
+def write_metrics(reports: Path, info: Dict[str, Any]) -> None:
+    """metrics.json of a finished training, from the JSON of its best model."""
+    metrics = {
+        "step": info["train"]["steps"],
+        "best_step": info["step"],
+        "skipped_steps": info["skipped_steps"],
+    }
+    metrics.update({f"val_{name}": value for name, value in info["validation"].items()})
+    write_atomic(reports / "metrics.json", json.dumps(metrics, indent=2) + "\n")
 
 
 def _memory_gib(device: torch.device) -> float:

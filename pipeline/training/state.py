@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.runtime.code import code_digest
+from pipeline.runtime.superseded import BEST_PREFIX
 from pipeline.training.optimization import MovingAverage, optimizer_tensors, restore_optimizer
 from superglue_sift.superglue import SuperGlue
 
@@ -15,7 +16,14 @@ Fingerprint = Dict[str, Any]
 
 CODE = ("pipeline.training.trainer",)  # with what it imports: everything that can change a weight
 # but for what writes files, whose bytes are verified, and what reports
-OUTSIDE = ("pipeline.runtime.checkpoint", "pipeline.training.journal", "pipeline.training.profiling")
+OUTSIDE = (
+    "pipeline.runtime.checkpoint",
+    "pipeline.runtime.superseded",
+    "pipeline.training.journal",
+    "pipeline.training.messages",
+    "pipeline.training.profiling",
+    "pipeline.training.resume",
+)
 
 
 def fingerprint(train, data_digest: str, world_size: int) -> Fingerprint:
@@ -31,13 +39,17 @@ def fingerprint(train, data_digest: str, world_size: int) -> Fingerprint:
     return values
 
 
-def differences(saved: Fingerprint, ours: Fingerprint) -> List[str]:
-    """One text for each key that differs: `train.lr: 0.001 in the checkpoint, 0.0005 now`."""
-    return [
-        f"{key}: {saved.get(key)} in the checkpoint, {ours.get(key)} now"
-        for key in sorted(set(saved) | set(ours))
-        if saved.get(key) != ours.get(key)
-    ]
+def fingerprint_of(info: Dict[str, Any]) -> Fingerprint:
+    """The fingerprint of a checkpoint's or a best model's JSON."""
+    if "fingerprint" in info:
+        return info["fingerprint"]
+    values = {f"train.{k}": v for k, v in info.get("train", {}).items()}
+    return {**values, **{k: info[k] for k in ("world_size", "data", "code") if k in info}}
+
+
+def changed_keys(saved: Fingerprint, ours: Fingerprint) -> List[str]:
+    """The keys that differ."""
+    return [key for key in sorted(set(saved) | set(ours)) if saved.get(key) != ours.get(key)]
 
 
 class TrainState:
@@ -48,6 +60,8 @@ class TrainState:
         self.step = 0  # optimiser steps done
         self.best: Optional[float] = None  # best validation f1 so far
         self.best_step = 0
+        self.best_figures: Dict[str, float] = {}  # all of that validation
+        self.best_weights: Dict[str, Tensor] = {}  # on the host
         self.skipped = 0  # steps not applied because the gradient was not finite
 
     def tensors(self) -> Dict[str, Tensor]:
@@ -55,6 +69,7 @@ class TrainState:
         tensors = {f"model.{k}": v for k, v in self.model.state_dict().items()}
         tensors.update({f"optimizer.{k}": v for k, v in optimizer_tensors(self.optimizer).items()})
         tensors.update({f"average.{k}": v for k, v in self.average.values.items()})
+        tensors.update({f"{BEST_PREFIX}{k}": v for k, v in self.best_weights.items()})
         tensors["rng.cpu"] = torch.get_rng_state()
         return tensors
 
@@ -65,6 +80,7 @@ class TrainState:
             "step": self.step,
             "best": self.best,
             "best_step": self.best_step,
+            "best_figures": self.best_figures,
             "skipped": self.skipped,
             "scaler": self.scaler.state_dict(),
         }
@@ -77,7 +93,16 @@ class TrainState:
         torch.set_rng_state(tensors["rng.cpu"])
         self.scaler.load_state_dict(info["scaler"])
         self.step, self.best, self.best_step = info["step"], info["best"], info["best_step"]
+        self.best_figures, self.best_weights = info["best_figures"], _part(tensors, BEST_PREFIX)
         self.skipped = info["skipped"]
+
+    def keep_best(self, figures: Dict[str, float]) -> bool:
+        """Remember the model as it is when no validation was better; tells whether it does."""
+        if self.best is not None and figures["f1"] <= self.best:
+            return False
+        self.best, self.best_step, self.best_figures = figures["f1"], self.step, figures
+        self.best_weights = {k: v.detach().cpu().clone() for k, v in self.model.state_dict().items()}
+        return True
 
     def weights(self) -> Dict[str, Tensor]:
         """The weights to validate and to ship: the moving average where there is one."""

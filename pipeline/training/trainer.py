@@ -8,18 +8,17 @@ import time
 from typing import Dict, List, Optional
 
 from pipeline import params
-from pipeline.errors import STOPPED, RequestError, WorkError
+from pipeline.errors import STOPPED, WorkError
 from pipeline.features.store import Store
 from pipeline.pairs.order import Sample, validation_pairs
 from pipeline.runtime import distributed, faults, signals
-from pipeline.runtime.checkpoint import Checkpoints
-from pipeline.runtime.progress import progress
-from pipeline.training import setup
+from pipeline.runtime.checkpoint import Checkpoints, load_model_file
+from pipeline.training import messages, resume, setup
 from pipeline.training.batches import StepBatches
-from pipeline.training.journal import Journal
+from pipeline.training.journal import Journal, write_metrics
 from pipeline.training.optimization import learning_rate
 from pipeline.training.profiling import Profile
-from pipeline.training.state import differences, fingerprint
+from pipeline.training.state import fingerprint, fingerprint_of
 from pipeline.training.step import StepResult, elastic_step, train_step
 from pipeline.training.validation import validate
 from superglue_sift.batch import PairBatch
@@ -51,6 +50,8 @@ class Training:
 
     def run(self) -> int:
         """Train to the last step, or until told to stop; 0 or 143."""
+        if resume.prepare(self.args, self.fingerprint, self.context.is_main):
+            return self._already_finished()
         resumed_run = self._resume()
         with Journal(self, resumed_run) as journal:
             journal.began()
@@ -59,16 +60,27 @@ class Training:
             except RuntimeError as error:
                 if not distributed.lost_peer(error):
                     raise
-                raise WorkError(self._lost_peer(error)) from error
+                raise WorkError(messages.lost_peer(self, error)) from error
             if not finished:
                 journal.stopped()
                 return STOPPED
+            if self.context.is_main:
+                self._save_best(finished=True)
             journal.finished()
         return 0
 
-    def _lost_peer(self, error: RuntimeError) -> str:
-        reason = str(error).splitlines()[0]
-        return f"rank {self.context.rank} at step {self.state.step}: another rank died or hangs ({reason})"
+    def _already_finished(self) -> int:
+        """The best model is that of this very training, finished: nothing to do but to say so."""
+        if self.context.is_main:
+            path = self.args.out / "best.safetensors"
+            weights, info = load_model_file(path)
+            if (
+                fingerprint_of(info) != self.fingerprint
+            ):  # accepted on request: the next run need not ask again
+                self.checkpoints.save_best(weights, {**info, "code": self.fingerprint["code"]})
+            write_metrics(self.args.reports, info)
+            print(f"{path}: trained with these parameters, data and code, to the last step: nothing to do")
+        return 0
 
     def validate_only(self) -> int:
         """Print the figures of the best model so far, or of `train.init_from`; 0."""
@@ -86,9 +98,7 @@ class Training:
         """True when the last step is done, False when a signal came first (a checkpoint is then saved)."""
         state, train = self.state, self.train
         steps = range(state.step, train.steps)
-        bar = progress(
-            total=train.steps, initial=state.step, desc="train", unit="step", disable=not self.context.is_main
-        )
+        bar = messages.steps_bar(self)
         profile = Profile(train.profile_steps, self.args.reports / "profile", self.context)
         with (
             contextlib.closing(bar),
@@ -135,15 +145,7 @@ class Training:
         except RuntimeError as error:
             if "out of memory" not in str(error):
                 raise
-            raise WorkError(self._out_of_memory()) from error
-
-    def _out_of_memory(self) -> str:
-        here = -(-self.batch // self.context.world_size // self.train.accumulate)
-        mend = f"train.accumulate: {self.train.accumulate * 2} (the same steps, {max(here // 2, 1)} pairs at a time)"
-        smaller = f"train.batch: {max(self.batch // 2, self.context.world_size)}"
-        return (
-            f"out of memory at step {self.state.step} with {here} pairs at a time: set {mend}, or {smaller}"
-        )
+            raise WorkError(messages.out_of_memory(self)) from error
 
     def _skipped(self, result: StepResult) -> None:
         """A gradient was not finite: every rank is here. Say which pairs, and give up after too many."""
@@ -174,22 +176,28 @@ class Training:
         own = {k: v.clone() for k, v in state.model.state_dict().items()} if state.average.values else None
         state.model.load_state_dict(state.weights())
         figures = validate(self.objective, self.held_out, self.validation, train.max_keypoints, self.context)
-        if state.best is None or figures["f1"] > state.best:
-            state.best, state.best_step = figures["f1"], state.step
-            if self.context.is_main:
-                self.checkpoints.save_best(state.model.state_dict(), self._model_info(figures))
+        if state.keep_best(figures) and self.context.is_main:
+            self._save_best()
         if own:
             state.model.load_state_dict(own)
         return figures
 
-    def _model_info(self, figures: Dict[str, float]) -> dict:
-        return {
-            "model": self.state.model.config.to_dict(),
-            "step": self.state.step,
-            "validation": figures,
+    def _save_best(self, finished: bool = False) -> None:
+        """Write the best model so far, with all that a finished training leaves to say."""
+        state = self.state
+        info = {
+            "model": state.model.config.to_dict(),
+            "step": state.best_step,
+            "validation": state.best_figures,
+            "skipped_steps": state.skipped,
+            "finished": finished,
             "data": self.store.digest,
+            "code": self.fingerprint["code"],
             "train": self.train.model_dump(),
         }
+        if "world_size" in self.fingerprint:
+            info["world_size"] = self.fingerprint["world_size"]
+        self.checkpoints.save_best(state.best_weights, info)
 
     def _save(self, journal: Journal) -> None:
         if self.context.is_main:
@@ -198,29 +206,13 @@ class Training:
         distributed.barrier()
 
     def _resume(self) -> Optional[str]:
-        """Take up the newest whole checkpoint that fits; the id of its run. Rank 0 decides for all."""
-        found, complaints = self.checkpoints.load_newest() if self.args.resume != "never" else (None, [])
-        if self.context.is_main:
-            for complaint in complaints:
-                print(f"warning: {complaint}; the one before it is used")
-        reasons = self._misfits(found[1]) if found else ["no checkpoint"]
-        if distributed.broadcast(reasons):
-            self._start_anew(found, reasons)
+        """Take up the checkpoint that `resume.prepare` left; the id of its run."""
+        found, _ = self.checkpoints.load_newest()
+        if found is None:
             return None
         self.state.restore(*found)
         if self.context.is_main:
             print(f"resuming at step {self.state.step} of {self.train.steps}")
+            if self.state.best_weights:  # the file may be that of another training, or gone
+                self._save_best()
         return found[1].get("mlflow_run")
-
-    def _misfits(self, info: dict) -> List[str]:
-        changed = differences(info.get("fingerprint", {}), self.fingerprint)
-        return [line for line in changed if line.split(":")[0] not in self.args.accept]
-
-    def _start_anew(self, found, reasons: List[str]) -> None:
-        if self.args.resume == "must":
-            raise RequestError(f"{self.args.out}: cannot resume: {'; '.join(reasons)}")
-        if self.context.is_main:
-            if found:
-                print(f"{self.args.out} holds another training ({'; '.join(reasons)}): starting anew")
-            self.checkpoints.clear()
-        distributed.barrier()
