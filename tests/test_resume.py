@@ -14,7 +14,7 @@ from test_training import request_of, stop_after  # noqa: F401 (a fixture)
 
 from pipeline import train
 from pipeline.errors import RequestError
-from pipeline.runtime.checkpoint import load_model_file
+from superglue_sift.weights import load_model_file
 
 
 def weights(path: Path) -> Dict[str, bytes]:

@@ -12,6 +12,8 @@ from pipeline.files import write_atomic
 from pipeline.runtime import faults
 from superglue_sift.weights import BadCheckpoint, Tensors, load_model_file, model_file
 
+BEST_PREFIX = "best."  # of the best model's tensors inside a checkpoint
+
 
 def _write(path: Path, data: bytes) -> None:
     write_atomic(path, data, at=lambda moment: faults.at(f"ckpt_{moment}"))

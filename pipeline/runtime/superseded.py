@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from typing import List, NamedTuple, Optional, Sequence
 
-from pipeline.runtime.checkpoint import BadCheckpoint, load_model_file, save_model_file
+from pipeline.runtime.checkpoint import BEST_PREFIX, save_model_file
+from superglue_sift.weights import BadCheckpoint, load_model_file
 
 FOLDER = "superseded"
-BEST_PREFIX = "best."  # of the best model's tensors inside a checkpoint
 
 
 class Shelf(NamedTuple):
@@ -32,7 +32,8 @@ class Shelf(NamedTuple):
         """Move the checkpoints, the best model and the curves away; the new place, None where there is nothing.
 
         reason: a few words for its name. best_alone: the checkpoints stay, they belong to another training than the
-        best model. spare: a place not to be thinned. Whoever is killed in between has moved some files and lost none; the newest checkpoint goes last.
+        best model. spare: a place not to be thinned. Whoever is killed in between has moved some files and lost none;
+        the newest checkpoint goes last.
         """
         steps = [] if best_alone else sorted(self.checkpoints.glob("step-*"))
         best = sorted(self.checkpoints.glob("best.*"))

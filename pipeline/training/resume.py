@@ -13,9 +13,10 @@ from typing import Any, Dict, List, NamedTuple, Optional
 
 from pipeline.errors import RequestError
 from pipeline.runtime import distributed, superseded
-from pipeline.runtime.checkpoint import BadCheckpoint, Checkpoints, load_model_file
+from pipeline.runtime.checkpoint import Checkpoints
 from pipeline.runtime.superseded import Shelf
 from pipeline.training.state import Fingerprint, changed_keys, fingerprint_of
+from superglue_sift.weights import BadCheckpoint, load_model_file
 
 AUTO, MUST, NEVER = "auto", "must", "never"
 CURVES = ("train.csv", "validation.csv")

@@ -7,8 +7,8 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 from torch import Tensor
 
+from pipeline.runtime.checkpoint import BEST_PREFIX
 from pipeline.runtime.code import code_digest
-from pipeline.runtime.superseded import BEST_PREFIX
 from pipeline.training.optimization import MovingAverage, optimizer_tensors, restore_optimizer
 from superglue_sift.superglue import SuperGlue
 
@@ -18,11 +18,11 @@ CODE = ("pipeline.training.trainer",)  # with what it imports: everything that c
 # but for what writes files, whose bytes are verified, and what reports
 OUTSIDE = (
     "pipeline.runtime.checkpoint",
-    "pipeline.runtime.superseded",
     "pipeline.training.journal",
     "pipeline.training.messages",
     "pipeline.training.profiling",
     "pipeline.training.resume",
+    "superglue_sift.weights",
 )
 
 

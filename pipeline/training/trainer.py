@@ -12,7 +12,7 @@ from pipeline.errors import STOPPED, WorkError
 from pipeline.features.store import Store
 from pipeline.pairs.order import Sample, validation_pairs
 from pipeline.runtime import distributed, faults, signals
-from pipeline.runtime.checkpoint import Checkpoints, load_model_file
+from pipeline.runtime.checkpoint import Checkpoints
 from pipeline.training import messages, resume, setup
 from pipeline.training.batches import StepBatches
 from pipeline.training.journal import Journal, write_metrics
@@ -22,6 +22,7 @@ from pipeline.training.state import fingerprint, fingerprint_of
 from pipeline.training.step import StepResult, elastic_step, train_step
 from pipeline.training.validation import validate
 from superglue_sift.batch import PairBatch
+from superglue_sift.weights import load_model_file
 
 
 class Training:
