@@ -17,7 +17,7 @@ from pipeline import errors, params
 from pipeline.evaluation import options, outputs, paper, pose_run, poses, summary
 from pipeline.evaluation.job import Job
 from pipeline.features.tuning import tune_process
-from pipeline.runtime import distributed, tracking
+from pipeline.runtime import distributed, tracking, workspace_lock
 from superglue_sift.inference import folded
 from superglue_sift.weights import choose_device, load_model
 
@@ -64,6 +64,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     started = time.monotonic()
     args = options.parse(argv)
     tune_process()
+    workspace_lock.take()
     with distributed.joined() as context:
         section = options.load_params(args.params)
         device = choose_device(args.device) if context.world_size == 1 else str(context.device)

@@ -15,7 +15,7 @@ from typing import List, Optional
 
 from pipeline import errors, params
 from pipeline.errors import RequestError
-from pipeline.runtime import checkpoint, repro
+from pipeline.runtime import checkpoint, repro, workspace_lock
 from superglue_sift.weights import load_model
 
 OF_THE_MACHINE = ("host", "platform", "gpus", "world_size")  # of no use to whoever receives the model
@@ -77,6 +77,7 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
 def main(argv: Optional[List[str]] = None) -> int:
     """Entry of the command line."""
     args = parse(argv)
+    workspace_lock.take()
     sections = params.load_all(args.params)
     name = params.load("export", args.params).name
     model, info = load_model(args.model)

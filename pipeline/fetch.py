@@ -19,6 +19,7 @@ from pipeline.images import coco, manifest, sources
 from pipeline.images.containers import Choice, Container, open_container
 from pipeline.images.holdings import Holding
 from pipeline.images.manifest import Entry
+from pipeline.runtime import workspace_lock
 from pipeline.runtime.progress import progress
 
 MIB = 1 << 20
@@ -34,6 +35,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--reports", type=Path, default=Path("reports/fetch"), help="folder of metrics.json")
     parser.add_argument("--limit", type=int, help="images of each set, instead of fetch.limit")
     options = parser.parse_args(argv)
+    workspace_lock.take()
     settings = params.load("fetch", options.params)
     if options.limit is not None:
         if options.limit < 0:

@@ -28,6 +28,7 @@ from pipeline.features.store import INDEX, Store
 from pipeline.files import write_atomic
 from pipeline.images.manifest import writable
 from pipeline.images.sources import ImageSet, open_manifest
+from pipeline.runtime import workspace_lock
 from pipeline.runtime.progress import progress
 
 SPLITS = ("train", "val")
@@ -36,6 +37,7 @@ Work = List[Tuple[Folder, Shard]]
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     options = _arguments(argv)
+    workspace_lock.take()
     settings = params.load("keypoints", options.params)
     if settings.decoder == "dali":
         from pipeline.images import dali

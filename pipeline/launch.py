@@ -31,6 +31,7 @@ import psutil
 
 from pipeline import errors
 from pipeline.errors import EXIT_FOLDER, STOPPED, RequestError
+from pipeline.runtime import workspace_lock
 
 DEFAULT_CPU_PROCESSES = 2
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -217,6 +218,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     name, rest = arguments[0], arguments[1:]
     if name not in LAUNCHED:
         raise RequestError(f"{name!r} cannot be launched: must be one of {', '.join(LAUNCHED)}")
+    workspace_lock.take()
     module = importlib.import_module(name)
     processes = processes_per_node()
     if hasattr(module, "processes"):  # a stage may want fewer

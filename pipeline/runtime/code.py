@@ -34,6 +34,7 @@ CHANGES_NO_OUTPUT = (
     "pipeline.runtime.superseded",
     "pipeline.runtime.system_metrics",
     "pipeline.runtime.tracking",
+    "pipeline.runtime.workspace_lock",
     "superglue_sift.errors",
 )
 

@@ -1,0 +1,78 @@
+"""The lock of the workspace, for a stage of a `dvc repro` that was started without it.
+
+`make repro` and the containers hold the lock for the whole run (docker/workspace.py); then a stage has nothing to do.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any, Dict, List, TextIO
+
+import psutil
+
+from pipeline.errors import RequestError
+
+LOCK = Path(".dvc") / "tmp" / "workspace.lock"
+_held: List[TextIO] = []  # open until this process ends, and the lock with it
+
+
+def take() -> None:
+    """Under DVC, hold the workspace for as long as this process runs, unless whoever started it does.
+
+    RequestError when another run, of this machine or a container on it, is at work there.
+    """
+    root = os.environ.get("DVC_ROOT")
+    if not root or "DVC_STAGE" not in os.environ or _held:
+        return
+    path = Path(root) / LOCK
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = path.open("a+")
+    except OSError as error:
+        raise RequestError(f"{path}: {error.strerror}; uid {os.getuid()} has to write it") from None
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = _holder(stream)
+        stream.close()
+        if not _started_us(holder):
+            since = (
+                f"container or host {holder.get('host', 'unknown')}, since {holder.get('since', 'unknown')}"
+            )
+            raise RequestError(f"{root} is in use by {since}; wait until it is done, or stop it") from None
+        return
+    except OSError as error:  # a network file system without locks
+        print(f"note: {path}: {error.strerror}; nothing keeps a second run away")
+        stream.close()
+        return
+    _held.append(stream)
+    stream.truncate(0)
+    # no process of DVC is named: its own lock is valid while it runs, also between two stages
+    stream.write(
+        json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")})
+    )
+    stream.flush()
+    print(
+        "note: this DVC was started by hand: the workspace is locked stage by stage; `make repro` locks it throughout"
+    )
+
+
+def _holder(stream: TextIO) -> Dict[str, Any]:
+    stream.seek(0)
+    try:
+        return json.loads(stream.read() or "{}")
+    except ValueError:
+        return {}
+
+
+def _started_us(holder: Dict[str, Any]) -> bool:
+    """Is it one of our ancestors? Process ids say so within one container alone."""
+    ancestors = {process.pid for process in psutil.Process().parents()}
+    return holder.get("host") == socket.gethostname() and bool(
+        {holder.get("pid"), holder.get("dvc")} & ancestors
+    )

@@ -1,0 +1,141 @@
+"""The same under DVC itself: what `dvc repro -f`, `dvc checkout` and `dvc exp run` do to a training that was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Dict
+
+import pytest
+from made_views import made_keypoints
+from ruamel.yaml import YAML
+from test_training import SMALL
+
+from superglue_sift.weights import load_model_file
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGE = YAML(typ="safe", pure=True).load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"]["train"]
+KILL = "kill:rank=0,step=5,phase=forward"  # after the checkpoint of step 4
+
+
+class Clone:
+    """A clone with the stage `train` of dvc.yaml, on made views."""
+
+    def __init__(self, folder: Path, make_params: Any) -> None:
+        self.folder, self.make_params = folder, make_params
+        made_keypoints(folder / "data" / "keypoints")
+        stage = {
+            **STAGE,
+            "cmd": f"{sys.executable} -m pipeline.train --accept code",  # in one process: a kill is a kill
+            "deps": ["data/keypoints"],
+        }
+        (folder / "dvc.yaml").write_text(json.dumps({"stages": {"train": stage}}))  # JSON is YAML
+        (folder / ".gitignore").write_text(
+            "/data\n/checkpoints\n/reports/*/curves\n*.log\n*.jsonl\nmlflow.db\nrun.json\n"
+        )
+        self.params()
+        for command in (["git", "init", "-q"], self.dvc_command("init", "-q")):
+            subprocess.run(command, cwd=folder, check=True, env=self.environment())
+        self.commit()
+
+    def environment(self, **more: str) -> Dict[str, str]:
+        names = {f"GIT_{who}_{what}": "t@t" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+        store = {"MLFLOW_TRACKING_URI": f"sqlite:///{self.folder / 'mlflow.db'}", "DVC_NO_ANALYTICS": "true"}
+        return {**os.environ, **names, **store, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+    def params(self, **keys: Any) -> None:
+        """Write params.yaml with these keys of `train`."""
+        section = self.make_params("train", **{**SMALL, **keys}).model_dump()
+        (self.folder / "params.yaml").write_text(json.dumps({"train": section}, indent=1))
+
+    def commit(self) -> None:
+        subprocess.run(["git", "add", "-A"], cwd=self.folder, check=True)
+        subprocess.run(["git", "commit", "-qm", "x"], cwd=self.folder, check=True, env=self.environment())
+
+    def dvc_command(self, *arguments: str) -> list:
+        return [sys.executable, "-m", "dvc", *arguments]
+
+    def dvc(self, *arguments: str, code: int = 0, **environment: str) -> str:
+        done = subprocess.run(
+            self.dvc_command(*arguments), cwd=self.folder, env=self.environment(**environment), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        assert bool(done.returncode) == bool(code), done.stdout
+        return done.stdout
+
+    def killed(self) -> Dict[str, bytes]:
+        """A training killed at step 5; what its checkpoint holds."""
+        self.dvc("repro", code=1, SG_FAULT=KILL)
+        return weights(self.folder / "checkpoints" / "step-00000004.safetensors")
+
+    def best(self) -> Dict[str, bytes]:
+        return weights(self.folder / "checkpoints" / "best.safetensors")
+
+
+def weights(path: Path) -> Dict[str, bytes]:
+    return {name: tensor.numpy().tobytes() for name, tensor in load_model_file(path)[0].items()}
+
+
+@pytest.fixture
+def clone(tmp_path, make_params) -> Clone:
+    return Clone(tmp_path, make_params)
+
+
+def test_repro_with_force_goes_on_and_a_finished_training_stays_as_it_is(clone):
+    clone.killed()
+    assert "resuming at step 4 of 6" in clone.dvc("repro", "-f")
+    before = {path.name: path.read_bytes() for path in (clone.folder / "checkpoints").iterdir()}
+    lock = (clone.folder / "dvc.lock").read_bytes()
+    assert "nothing to do" in clone.dvc("repro", "-f")
+    assert {path.name: path.read_bytes() for path in (clone.folder / "checkpoints").iterdir()} == before
+    assert (clone.folder / "dvc.lock").read_bytes() == lock
+
+
+def test_checkout_leaves_the_checkpoints_of_a_killed_training(clone):
+    clone.dvc("repro")
+    clone.commit()
+    first = clone.best()
+    clone.params(lr=0.002)
+    saved = clone.killed()
+    assert clone.best() != first
+    clone.dvc("checkout", "--force")
+    assert clone.best() == first  # that of dvc.lock
+    assert weights(clone.folder / "checkpoints" / "step-00000004.safetensors") == saved
+    assert "resuming at step 4 of 6" in clone.dvc("repro")
+    (place,) = [
+        path for path in (clone.folder / "checkpoints" / "superseded").iterdir() if list(path.glob("step-*"))
+    ]
+    assert weights(place / "best.safetensors") == first and (place / "step-00000006.safetensors").is_file()
+
+
+def test_an_experiment_sets_a_killed_training_aside(clone):
+    saved = clone.killed()
+    told = clone.dvc("exp", "run", "-S", "train.lr=0.002")
+    assert "is set aside in checkpoints/superseded/" in told
+    (place,) = (clone.folder / "checkpoints" / "superseded").iterdir()
+    assert weights(place / "step-00000004.safetensors") == saved
+    clone.params()  # as they were
+    assert "resuming at step 4 of 6" in clone.dvc("repro")
+
+
+def test_two_clones_end_with_one_lock_whatever_befell_the_first(clone, tmp_path_factory, make_params):
+    other = Clone(tmp_path_factory.mktemp("other"), make_params)
+    clone.killed()
+    clone.params(lr=0.002)
+    clone.killed()
+    clone.params()
+    for each in (clone, other):
+        each.dvc("repro")
+    outs = [
+        YAML(typ="safe").load((each.folder / "dvc.lock").read_text())["stages"]["train"]["outs"]
+        for each in (clone, other)
+    ]
+    tracked = [
+        {out["path"]: out["md5"] for out in each if out["path"].startswith("checkpoints/")} for each in outs
+    ]
+    assert tracked[0] == tracked[1] and len(tracked[0]) == 2
