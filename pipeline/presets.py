@@ -12,7 +12,6 @@ import argparse
 import difflib
 import hashlib
 import io
-import os
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -21,6 +20,7 @@ from ruamel.yaml.error import YAMLError
 
 from pipeline import errors, params
 from pipeline.errors import RequestError
+from pipeline.files import write_atomic
 
 FOLDER = Path(__file__).resolve().parents[1] / "presets"
 BASE = "sample"
@@ -75,9 +75,7 @@ def write(path: Path, text: str) -> bool:
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     if before == text:
         return False
-    scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)
+    write_atomic(path, text)
     lines = difflib.unified_diff(
         _flat(before), _flat(text), f"{path} before", f"{path} now", n=0, lineterm=""
     )

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from made_views import SIZE, made_records, made_store
 
 from pipeline.features.store import Store
-from pipeline.pairs.loader import load_batch, prefetched, read_pair, split_evenly
+from pipeline.pairs.loader import load_batch, read_pairs, split_evenly
 from pipeline.pairs.order import PairOrder, Sample, rank_slice, validation_pairs
+from pipeline.pairs.prefetch import prefetched
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.geometry import transform
 
@@ -102,7 +103,7 @@ class TestBatch:
 class TestLoader:
     def test_homography_maps_points_of_view_0_to_view_1(self, tmp_path):
         store = Store(made_store(tmp_path))
-        one = read_pair(store, Sample(3, 0, 2, 5), 1000)
+        one = read_pairs(store, [Sample(3, 0, 2, 5)], 1000)[0]
         zero_xy = np.stack([one.records0["x"], one.records0["y"]], 1).astype(np.float64)
         one_xy = np.stack([one.records1["x"], one.records1["y"]], 1).astype(np.float64)
         distance = np.linalg.norm(transform(zero_xy, one.H_0to1)[:, None] - one_xy, axis=-1).min(1)
@@ -111,12 +112,12 @@ class TestLoader:
 
     def test_strongest_first_and_random_drop(self, tmp_path):
         store = Store(made_store(tmp_path))
-        whole = read_pair(store, Sample(3, 0, 1, 5), 1000)
-        assert np.array_equal(read_pair(store, Sample(3, 0, 1, 5), 8).records0, whole.records0[:8])
-        dropped = read_pair(store, Sample(3, 0, 1, 5), 1000, drop=0.9)
+        whole = read_pairs(store, [Sample(3, 0, 1, 5)], 1000)[0]
+        assert np.array_equal(read_pairs(store, [Sample(3, 0, 1, 5)], 8)[0].records0, whole.records0[:8])
+        dropped = read_pairs(store, [Sample(3, 0, 1, 5)], 1000, drop=0.9)[0]
         assert len(dropped.records0) < len(whole.records0)
         assert set(dropped.records0["x"]) <= set(whole.records0["x"])
-        again = read_pair(store, Sample(3, 0, 1, 5), 1000, drop=0.9)
+        again = read_pairs(store, [Sample(3, 0, 1, 5)], 1000, drop=0.9)[0]
         assert np.array_equal(again.records0, dropped.records0)
 
     def test_prefetching_changes_nothing(self, tmp_path):

@@ -31,7 +31,7 @@ CODE = (
     "pipeline.features.store",
 )
 # the manifest names the CRC-32 of the very bytes an image is made of, wherever they are read from
-OUTSIDE = ("pipeline.features.inspect", "pipeline.images.manifest", "pipeline.images.sources")
+OUTSIDE = ("pipeline.images.manifest", "pipeline.images.sources")
 _NOT_IN_THE_BYTES = ("max_bad_fraction",)
 
 

@@ -1,4 +1,4 @@
-"""What is inside a keypoint store (`python -m pipeline.features.store inspect data/keypoints/train`)."""
+"""What is inside a keypoint store (`python -m pipeline.features.inspect data/keypoints/train`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import List, Optional, Sequence
 import cv2
 import numpy as np
 
+from pipeline import errors
 from pipeline.errors import RequestError
 from pipeline.features.store import Store, View, read_index
 
@@ -18,16 +19,14 @@ _DRAWN = 200  # strongest keypoints in a picture
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m pipeline.features.store", description=__doc__.split("\n")[0]
+        prog="python -m pipeline.features.inspect", description=__doc__.split("\n")[0]
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    inspect = commands.add_parser("inspect", help="describe a store, list an image, draw its keypoints")
-    inspect.add_argument("store", type=Path, help="folder with store.json, such as data/keypoints/train")
-    inspect.add_argument("--verify", action="store_true", help="check the SHA-256 of every shard")
-    inspect.add_argument("--image", default="", help="name (or number) of an image to describe")
-    inspect.add_argument("--view", type=int, default=0, help="view of that image")
-    inspect.add_argument("--picture", type=Path, help="write the view's keypoints as a PNG")
-    inspect.add_argument("--under", type=Path, help="the image file itself, drawn under the keypoints")
+    parser.add_argument("store", type=Path, help="folder with store.json, such as data/keypoints/train")
+    parser.add_argument("--verify", action="store_true", help="check the SHA-256 of every shard")
+    parser.add_argument("--image", default="", help="name (or number) of an image to describe")
+    parser.add_argument("--view", type=int, default=0, help="view of that image")
+    parser.add_argument("--picture", type=Path, help="write the view's keypoints as a PNG")
+    parser.add_argument("--under", type=Path, help="the image file itself, drawn under the keypoints")
     options = parser.parse_args(argv)
     store = Store(options.store, verify="all" if options.verify else "sample")
     print("\n".join(describe(store)))
@@ -120,3 +119,7 @@ def _write(path: Path, picture: np.ndarray) -> None:
     if not cv2.imwrite(str(path), picture):
         raise RequestError(f"--picture {path}: cannot be written")
     print(f"picture in {path}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(errors.run(main))

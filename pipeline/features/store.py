@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import struct
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Sequence, Tuple, Union
@@ -24,6 +23,7 @@ from typing import Any, Dict, List, NamedTuple, Sequence, Tuple, Union
 import numpy as np
 
 from pipeline.errors import RequestError
+from pipeline.files import write_atomic
 from superglue_sift.sift import KEYPOINT
 
 FORMAT = "superglue-sift-keypoints"
@@ -79,12 +79,7 @@ def write_shard(path: Union[str, Path], images: Sequence[ImageViews]) -> Dict[st
         },
         metadata={"format": f"{FORMAT} {VERSION}"},
     )
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, path)
+    write_atomic(path, data)
     return {
         "file": path.name,
         "images": [image.name for image in images],
@@ -237,10 +232,3 @@ def map_shard(path: Path) -> Dict[str, np.ndarray]:
 def _tensor(data: np.ndarray, entry: Dict[str, Any]) -> np.ndarray:
     begin, end = entry["data_offsets"]
     return data[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-
-
-if __name__ == "__main__":
-    from pipeline import errors
-    from pipeline.features import inspect
-
-    raise SystemExit(errors.run(inspect.main))

@@ -1,6 +1,6 @@
 """The pair loader that carries batches to the device with NVIDIA DALI.
 
-`prefetched` is `pipeline.pairs.loader.prefetched` under another name: the same signature, the same batches in
+`prefetched` is `pipeline.pairs.prefetch.prefetched` under another name: the same signature, the same batches in
 the same order, but on `device`. The store holds keypoints, not images, so there is nothing to decode: the
 packed record buffers of `load_batch`, made by the same thread, enter DALI's external source as they are, and
 DALI copies them to page-locked memory and to the GPU while the step before is computed.
@@ -16,7 +16,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 import torch
 
 from pipeline import stack
-from pipeline.pairs import loader
+from pipeline.pairs import prefetch
 from superglue_sift.batch import ON_HOST, PairBatch
 
 FIELDS = tuple(field.name for field in dataclasses.fields(PairBatch))
@@ -47,7 +47,7 @@ def prefetched(
     """
     require()
     device = device or torch.device("cpu")
-    with contextlib.closing(loader.prefetched(make, steps, ahead)) as made:
+    with contextlib.closing(prefetch.prefetched(make, steps, ahead)) as made:
         feed = _Feed(made)
         pipeline = _pipeline(feed, device, ahead)
         while True:

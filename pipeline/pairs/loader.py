@@ -1,14 +1,8 @@
-"""From the store to batches: reads records, augments coordinates, packs, and works one step ahead.
-
-One thread, not worker processes: a batch is a few memory copies (section 3.5 of the measurements in
-docs/performance.md), and handing it between processes would cost more than making it.
-"""
+"""From the store to batches: reads records, leaves some out, packs."""
 
 from __future__ import annotations
 
 import functools
-import queue
-import threading
 from typing import Any, Callable, Iterator, List, Sequence, Tuple
 
 import numpy as np
@@ -16,30 +10,27 @@ from numpy.linalg import inv
 
 from pipeline.features.store import Store
 from pipeline.pairs.order import Sample
+from pipeline.pairs.prefetch import prefetched
 from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.geometry import normalized
 
 
-def read_pair(store: Store, sample: Sample, max_keypoints: int, drop: float = 0.0) -> Pair:
-    """One pair of views from the store.
+def load_batch(store: Store, samples: Sequence[Sample], max_keypoints: int, drop: float = 0.0) -> PairBatch:
+    """The PairBatch of these samples, in order; an empty list gives a batch of no pairs with homographies."""
+    return from_pairs(read_pairs(store, samples, max_keypoints, drop))
+
+
+def read_pairs(store: Store, samples: Sequence[Sample], max_keypoints: int, drop: float = 0.0) -> List[Pair]:
+    """The pairs of views of these samples, in order.
 
     Args:
         max_keypoints: the strongest so many of each view are kept.
         drop: up to this share of each view's keypoints is left out at random (by `sample.seed`), so that an
             epoch never repeats a pair as it was.
     """
-    return _read_pairs(store, [sample], max_keypoints, drop)[0]
-
-
-def load_batch(store: Store, samples: Sequence[Sample], max_keypoints: int, drop: float = 0.0) -> PairBatch:
-    """The PairBatch of these samples, in order; an empty list gives a batch of no pairs with homographies."""
-    return from_pairs(_read_pairs(store, samples, max_keypoints, drop))
-
-
-def _read_pairs(store: Store, samples: Sequence[Sample], max_keypoints: int, drop: float) -> List[Pair]:
-    """`read_pair` of each; their homographies are computed at once, since 64 small inversions cost a batch 1 ms."""
     if not samples:
         return []
+    # all homographies at once: 64 small inversions cost a batch 1 ms
     views0 = [store.view(sample.image, sample.view0) for sample in samples]
     views1 = [store.view(sample.image, sample.view1) for sample in samples]
     to0, to1 = (np.stack([view.H_image_to_view for view in views]) for views in (views0, views1))
@@ -58,50 +49,6 @@ def _thinned(records: np.ndarray, drop: float, random: np.random.Generator) -> n
     """Some of the records; as opaque bytes, which numpy copies eight times as fast as records of fields."""
     kept = random.random(len(records)) >= drop * random.random()
     return records.view(f"V{records.itemsize}")[kept].view(records.dtype)
-
-
-_END = object()
-
-
-def prefetched(make: Callable[[int], PairBatch], steps: Sequence[int], ahead: int = 2) -> Iterator[PairBatch]:
-    """`make(step)` for each of `steps`, computed up to `ahead` steps before it is asked for, in a thread.
-
-    An exception in `make` is raised here, at its step. Closing the iterator ends the thread.
-    """
-    ready: queue.Queue = queue.Queue(maxsize=ahead)
-    stop = threading.Event()
-
-    def put(item) -> bool:
-        while not stop.is_set():
-            try:
-                ready.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def work() -> None:
-        try:
-            for step in steps:
-                if not put(make(step)):
-                    return
-            put(_END)
-        except BaseException as error:  # handed to the consumer, which raises it
-            put(error)
-
-    thread = threading.Thread(target=work, name="pair-prefetch", daemon=True)
-    thread.start()
-    try:
-        while True:
-            item = ready.get()
-            if item is _END:
-                return
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-    finally:
-        stop.set()
-        thread.join(timeout=5)
 
 
 def split_evenly(samples: List[Sample], parts: int) -> List[List[Sample]]:
