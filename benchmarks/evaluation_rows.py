@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import statistics
-from typing import Any, Callable, Dict, Iterator, List
+from typing import Any, Callable, Dict, Iterator, List, Sequence
 
 import numpy as np
 import torch
@@ -18,11 +18,12 @@ from benchmarks.row import Row, Setting
 from benchmarks.stage_rows import one_opencv_thread
 from pipeline import params
 from pipeline.errors import RequestError
-from pipeline.evaluation import matchers, pairs, run, scoring, sharing
+from pipeline.evaluation import matchers, pairs, run, scoring
 from pipeline.evaluation.heldout import HeldOutPairs
 from pipeline.images.sources import open_manifest
 from superglue_sift.images import BadImage
 from superglue_sift.inference import folded
+from superglue_sift.matcher import THRESHOLD
 from superglue_sift.weights import load_model
 
 EVALUATED = 32  # pairs
@@ -51,17 +52,18 @@ class _Evaluation:
         T = self.asked.sinkhorn_iterations
         own = load_model(setting.weights, self.device, T)[0] if setting.weights else setting.model()
         self.model, self.dim = folded(own), own.config.dim
-        limits = scoring.Limits(self.asked.correct_px, self.asked.ransac_px, self.asked.ransac_iterations)
-        self.settings = run.Settings(self.asked.max_keypoints, self.asked.threshold, self.asked.ratio, limits)
+        self.settings = scoring.Settings(self.asked)
+        network = matchers.Network(self.model, self.asked.threshold or THRESHOLD)
+        self.matchers = matchers.Matchers({matchers.OURS: network}, self.device, self.asked.ratio)
         entries = images.entries("test") or images.entries("val") or images.entries("train")
         self.source = HeldOutPairs(images, entries, self.asked, EVALUATED)
         self.scenes = list(self._loaded())
         self.pairs = self._found()
         if not self.pairs:
             raise RequestError(f"{setting.images}: no image could be read")
-        self.matched = run.match_pairs(self.pairs, self.model, self.device, self.settings)
+        self.answers = self.matchers.answers([known.pair for known in self.pairs], self.settings.batch)
         kind = "trained" if setting.weights else "untrained"
-        mean = sum(len(pair.keypoints0) for pair in self.pairs) / len(self.pairs)
+        mean = sum(len(known.pair.records0) for known in self.pairs) / len(self.pairs)
         self.name = f"{self.asked.width}x{self.asked.height}, mean {mean:.0f} keypoints, {kind}"
 
     def _loaded(self) -> Iterator[pairs.Scene]:
@@ -70,38 +72,47 @@ class _Evaluation:
             with contextlib.suppress(BadImage):
                 yield self.source.load(index)
 
-    def _found(self) -> List[pairs.Pair]:
+    def _found(self) -> List[pairs.KnownPair]:
         """Their pairs, by SIFT."""
-        limit = self.settings.max_keypoints
+        limit = self.asked.max_keypoints
         return [
             pair
             for number, scene in enumerate(self.scenes)
             for pair in pairs.pairs_of_scene(scene, number, limit)
         ]
 
-    def _matches(self, found: List[pairs.Pair]) -> List[Any]:
-        batches = matchers.batches_of(found, self.settings.batch)
-        return list(matchers.match_superglue(self.model, batches, self.device))
+    def _matches(self, found: List[pairs.KnownPair]) -> List[Any]:
+        given = [known.pair for known in found]
+        return list(matchers.match_batches(self.model, given, self.settings.batch, self.device))
 
     def parts(self) -> Iterator[Row]:
         """What each part costs one core."""
-        settings, limits = self.settings, self.settings.limits
-        alone = [dataclasses.replace(one, others={}) for one in self.matched]
+        px, thresholds = (
+            self.asked.correct_px,
+            {matchers.OURS: self.matchers.networks[matchers.OURS].threshold},
+        )
+
+        def scored(names: Sequence[str]) -> None:
+            for known, answers in zip(self.pairs, self.answers):
+                scoring.score_pair(known, {name: answers[name] for name in names}, thresholds, self.settings)
+
         ways: Dict[str, Callable[[], object]] = {
             "views": lambda: list(self._loaded()),
             "SIFT": self._found,
             "matcher": lambda: self._matches(self.pairs),
-            "baselines": lambda: [run.match_others(pair, settings) for pair in self.pairs],
-            "truth": lambda: [scoring.true_matches(pair, limits.correct_px) for pair in self.pairs],
-            "ours": lambda: [run.score_pair(one, settings) for one in alone],
-            "all": lambda: [run.score_pair(one, settings) for one in self.matched],
+            "baselines": lambda: [
+                matchers.match_baselines(known.pair, self.asked.ratio) for known in self.pairs
+            ],
+            "truth": lambda: [scoring.true_matches(known.pair, known.truth, px) for known in self.pairs],
+            "ours": lambda: scored([matchers.OURS]),
+            "all": lambda: scored(matchers.MATCHERS),
         }
         with _one_thread():
             taken = self.setting.timed(ways)
         # of each round
         each = {way: np.asarray(spent.wall) / len(self.pairs) for way, spent in taken.items()}
         matching = each["SIFT"] + each["matcher"]
-        ours, compared = (each["truth"] + each[way] for way in ("ours", "all"))
+        ours, compared = each["ours"], each["all"]  # the truth is part of both
         note = "one thread: " + ", ".join(f"{way} {1e3 * np.median(t):.1f}" for way, t in each.items())
         others = matching + each["baselines"]
         total = 1e3 * float(np.median(each["views"] + others + compared))
@@ -121,10 +132,10 @@ class _Evaluation:
         units = run.units_of(self.source, self.settings.batch)
 
         def bare() -> None:
-            list(sharing.share_out(units, [], self._extract, self._matches, len))
+            list(run.map_over_ranks(units, [], self._extract, self._matches, len))
 
         def whole() -> None:
-            list(run.parts_of(self.source, self.model, self.device, self.settings))
+            list(run.results_by_unit(self.source, self.matchers, self.settings))
 
         with one_opencv_thread():
             taken = self.setting.timed({"bare": bare, "whole": whole})
@@ -133,8 +144,8 @@ class _Evaluation:
         what = f"evaluate, all threads, {self.name}"
         yield Row("evaluation", what, rate, "pairs/s", ratio, None, "views, SIFT and our matcher alone")
 
-    def _extract(self, scenes: List[int]) -> List[pairs.Pair]:
-        return pairs.extract(self.source, scenes, self.settings.max_keypoints)[0]
+    def _extract(self, scenes: List[int]) -> List[pairs.KnownPair]:
+        return pairs.extract(self.source, scenes, self.asked.max_keypoints)[0]
 
 
 @contextlib.contextmanager

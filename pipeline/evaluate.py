@@ -10,70 +10,201 @@ more into --out. What every file and figure means: docs/evaluation.md.
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 import time
-from typing import List, Optional
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from pipeline import errors, params
-from pipeline.evaluation import options, outputs, paper, pose_run, poses, summary
-from pipeline.evaluation.job import Job
+from pipeline.errors import RequestError
+from pipeline.evaluation import estimators, lightglue, matchers, poses, protocol
+from pipeline.evaluation.figures import Figures
+from pipeline.evaluation.heldout import HeldOutPairs
+from pipeline.evaluation.hpatches import HPatchesPairs
+from pipeline.evaluation.matchers import OURS, Matchers
+from pipeline.evaluation.protocol import Evaluation, Named
+from pipeline.evaluation.scoring import Settings
 from pipeline.features.tuning import tune_process
+from pipeline.images import sources
+from pipeline.report import files
 from pipeline.runtime import distributed, tracking, workspace_lock
-from superglue_sift.inference import folded
-from superglue_sift.weights import choose_device, load_model
+from superglue_sift.weights import choose_device
+
+PAPER_PAIRS = 1024
+OWN_PARAMS = Path(__file__).resolve().parents[1] / "params.yaml"
 
 
-def track(args: argparse.Namespace, figures: summary.Figures, step: int) -> None:
-    """Add figures and files to the MLflow run of the training, where there is one."""
-    if args.mlflow_run is None:
-        return
-    prefix = options.tracked_as(args)
-    with tracking.attach(args.mlflow_run) as run:
-        run.log({f"{prefix}/{name}": value for name, value in figures.items() if value is not None}, step)
-        for name in outputs.FILES:
-            if (args.out / name).exists():
-                run.artifact(args.out / name, prefix)
-        for name in outputs.FOLDERS:
-            if (args.out / name).exists():
-                run.artifact(args.out / name, f"{prefix}/{name}")
+def parse(argv: Optional[List[str]]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m pipeline.evaluate", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", type=Path, default=Path("checkpoints/best.safetensors"), help="model to judge")
+    add(
+        "--also",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="another model beside it; again for more",
+    )
+    add("--images", type=Path, default=Path("data/images"), help="folder that `fetch` wrote")
+    add("--pairs", type=Path, help="instead of held-out images: a folder in HPatches layout")
+    add("--poses", type=Path, help="instead: a pairs_with_gt.txt of pairs with cameras, images in --images")
+    add("--out", type=Path, default=Path("reports/evaluate"), help="folder for the results")
+    add("--params", type=Path, help="parameters (default: params.yaml here, else the project's)")
+    add("--mlflow-run", type=Path, help="mlflow_run.json of the training, to add the results to its run")
+    add("--max-keypoints", type=int, help="instead of evaluate.max_keypoints")
+    add("--resize", type=int, default=480, help="--pairs, --poses: shorter side in pixels; 0: as they are")
+    add("--batch", type=int, default=8, help="pairs in one pass of the network")
+    papers = "the paper's protocol: 1,024 pairs (or so many), 640x480 and 512x384, 512 and 1,024 keypoints"
+    add("--paper", type=int, nargs="?", const=PAPER_PAIRS, metavar="PAIRS", help=papers)
+    usual = f"default: {','.join(estimators.DEFAULT)}; --paper: all that are installed"
+    add("--estimators", help=f"of: {', '.join(estimators.ESTIMATORS)}; the first leads ({usual})")
+    add("--lightglue", type=Path, metavar="FILE", help="also LightGlue for SIFT, with these weights")
+    add("--robustness", type=int, default=0, help="photographs tried under growing blur, noise, ...; 0: none")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    args = parser.parse_args(argv)
+    wants = [name for name in ("pairs", "poses", "paper") if getattr(args, name) is not None]
+    if len(wants) > 1:
+        raise RequestError(f"--{wants[0]} and --{wants[1]} are two evaluations: ask for one at a time")
+    if args.robustness and (args.pairs or args.poses):
+        raise RequestError("--robustness needs held-out images: leave it out with --pairs and --poses")
+    if args.out.exists() and not args.out.is_dir():
+        raise RequestError(f"--out {args.out}: is a file; name a folder for the results")
+    for name in ("max_keypoints", "batch", "paper"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise RequestError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
+    args.also = further_models(args.also)
+    return args
+
+
+def further_models(words: List[str]) -> Dict[str, Path]:
+    """Model files by name, from NAME=FILE each. Raises RequestError for a name that a table cannot hold."""
+    found: Dict[str, Path] = {}
+    for word in words:
+        name, _, file = word.partition("=")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) or not file:
+            raise RequestError(f"--also {word}: must be NAME=FILE, NAME of letters, digits, - and _")
+        if name in (*matchers.MATCHERS, lightglue.NAME, *found):
+            raise RequestError(
+                f"--also {word}: there is a matcher called {name} already; choose another name"
+            )
+        found[name] = Path(file)
+    return found
+
+
+def section_of(args: argparse.Namespace) -> params.EvaluateParams:
+    """Section `evaluate` of params.yaml, from here or from the project, with what the command line says instead."""
+    path = args.params
+    if path is None:
+        path = Path("params.yaml") if Path("params.yaml").is_file() else OWN_PARAMS
+    section = params.load("evaluate", path)
+    return section.model_copy(update={"max_keypoints": args.max_keypoints}) if args.max_keypoints else section
+
+
+def held_out(images_folder: Path, section: params.EvaluateParams, total: Optional[int] = None) -> Named:
+    """Pairs of the photographs kept for testing, `total` of them or as many as the section says."""
+    images = sources.open_manifest(images_folder)
+    split, entries = "test", images.entries("test")
+    if not entries:
+        split, entries = "val", images.entries("val")
+        chosen = "no test images: using the validation images, on which the checkpoint was chosen"
+        print(chosen, file=sys.stderr)
+    if not entries:
+        raise RequestError(
+            f"{images_folder}: no held-out image; raise fetch.val_fraction or add images, then run fetch again"
+        )
+    source = HeldOutPairs(images, entries, section, total)
+    return source, f"held-out images ({split}): {len(source)}"
+
+
+def choose_source(args: argparse.Namespace, section: params.EvaluateParams) -> Named:
+    """Where the pairs come from, and its name as text."""
+    if args.pairs is not None:
+        source = HPatchesPairs(args.pairs, args.resize)
+        return source, f"{args.pairs.resolve().name}: {len(source)} sequences"
+    if args.poses is not None:
+        known = poses.PosePairs(args.poses, args.images, args.resize)
+        return known, f"{args.poses.name}: known cameras"
+    return held_out(args.images, section, args.paper)
+
+
+def chosen_estimators(args: argparse.Namespace) -> Tuple[Tuple[str, ...], List[str]]:
+    """Those asked for, and a line for each that `--paper` does without. Raises RequestError for one not there."""
+    if args.estimators is not None:
+        return estimators.choose(args.estimators.split(",")), []
+    if not args.paper:
+        return estimators.DEFAULT, []
+    installed = estimators.installed()
+    missing = [name for name in estimators.ESTIMATORS if name not in installed]
+    return installed, [f"SKIP {name}: not installed" for name in missing]
+
+
+def chosen_matchers(
+    args: argparse.Namespace, section: params.EvaluateParams, device: str
+) -> Tuple[Matchers, List[str]]:
+    """All that are compared, and a line for LightGlue where it was asked for and is not here."""
+    models = {OURS: args.model, **args.also}
+    networks = {name: matchers.load_network(file, device, section) for name, file in models.items()}
+    further: Dict[str, Callable] = {}
+    skipped = []
+    if args.lightglue is not None:
+        match, said = lightglue.load(args.lightglue, device)
+        if match is None:
+            skipped.append(f"SKIP LightGlue: {said}")
+        else:
+            further[lightglue.NAME] = match
+    return Matchers(networks, device, section.ratio, further), skipped
 
 
 def check(argv: Optional[List[str]] = None, world_size: int = 1) -> None:
     """What can be told before processes start, once and in one line. Raises RequestError."""
-    args = options.parse(argv)
-    section = options.load_params(args.params)
-    load_model(args.model)
-    if args.poses is None:
-        options.choose_source(args, section)
-    else:
-        poses.read_pairs(args.poses)
+    args = parse(argv)
+    section = section_of(args)
+    for file in (args.model, *args.also.values()):
+        matchers.load_network(file, "cpu", section)
+    choose_source(args, section)
 
 
-def evaluate(job: Job, section: params.EvaluateParams) -> Optional[summary.Figures]:
-    """What was asked for. Figures on the first process of a group, None on the others."""
-    if job.args.poses is not None:
-        return pose_run.run(job, section)
-    if job.args.paper:
-        return paper.run(job, section)
-    source, where = options.choose_source(job.args, section)
-    content = job.run(source, where, section, job.args.out)
-    return None if content is None else content.figures
+def track(args: argparse.Namespace, figures: Figures, step: int) -> None:
+    """Add figures and files to the MLflow run of the training, where there is one."""
+    if args.mlflow_run is None:
+        return
+    folder = args.pairs or args.poses
+    prefix = f"pairs/{folder.resolve().stem}" if folder else "paper" if args.paper else "test"
+    with tracking.attach(args.mlflow_run) as run:
+        run.log({f"{prefix}/{name}": value for name, value in figures.items() if value is not None}, step)
+        for name in (*files.FILES, *files.FOLDERS):
+            if (args.out / name).exists():
+                run.artifact(args.out / name, f"{prefix}/{name}" if name in files.FOLDERS else prefix)
+
+
+def evaluate(args: argparse.Namespace, context: Any) -> Tuple[Optional[Figures], int]:
+    """What was asked for: figures on the first process of a group, None on the others; and the model's step."""
+    section = section_of(args)
+    device = choose_device(args.device) if context.world_size == 1 else str(context.device)
+    compared, skipped = chosen_matchers(args, section, device)
+    names, missing = chosen_estimators(args)
+    settings = Settings(section, names, args.batch, args.resize, args.robustness)
+    work = Evaluation(compared, settings, context, (*missing, *skipped))
+    step = int(compared.networks[OURS].info.get("step") or 0)
+    if args.paper:
+        return protocol.run_paper(work, lambda variant: choose_source(args, variant), args.out), step
+    content = work.run(choose_source(args, section), args.out)
+    return (None if content is None else content.figures), step
 
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Entry of the command line; alone, or as one process of torchrun's."""
     started = time.monotonic()
-    args = options.parse(argv)
+    args = parse(argv)
     tune_process()
     workspace_lock.take()
     with distributed.joined() as context:
-        section = options.load_params(args.params)
-        device = choose_device(args.device) if context.world_size == 1 else str(context.device)
-        model, info = load_model(args.model, device, section.sinkhorn_iterations)
-        model = folded(model)
-        job = Job(args, context, model, info, device, options.extras(args, device))
-        figures = evaluate(job, section)
+        figures, step = evaluate(args, context)
         if figures is not None:
-            track(args, figures, int(info.get("step") or 0))
+            track(args, figures, step)
             print(f"took {time.monotonic() - started:.0f} s")
     return 0
 

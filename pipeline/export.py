@@ -16,6 +16,7 @@ from typing import List, Optional
 from pipeline import errors, params
 from pipeline.errors import RequestError
 from pipeline.runtime import checkpoint, repro, workspace_lock
+from superglue_sift.matcher import match_threshold
 from superglue_sift.weights import load_model
 
 OF_THE_MACHINE = ("host", "platform", "gpus", "world_size")  # of no use to whoever receives the model
@@ -35,9 +36,17 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", type=Path, default=Path("checkpoints/best.safetensors"), help="weights to export")
     add("--metrics", type=Path, help="metrics.json of their evaluation, to go with them")
+    add(
+        "--match-threshold",
+        type=float,
+        help="confidence its matches must exceed (default: as it was, else 0.2)",
+    )
     add("--out", type=Path, default=Path("models"), help="folder for the model")
     add("--params", type=Path, default=Path("params.yaml"), help="parameters")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.match_threshold is not None and not 0.0 <= args.match_threshold < 1.0:
+        raise RequestError(f"--match-threshold {args.match_threshold}: must be at least 0 and below 1")
+    return args
 
 
 def read_metrics(path: Optional[Path]) -> dict:
@@ -60,6 +69,7 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
         asked.update(params.flatten(name, section))
     return {
         "model": info["model"],
+        "match_threshold": match_threshold(info),
         "interface": INTERFACE,
         "step": info.get("step"),
         "validation": info.get("validation", {}),
@@ -81,6 +91,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     sections = params.load_all(args.params)
     name = params.load("export", args.params).name
     model, info = load_model(args.model)
+    if args.match_threshold is not None:
+        info = {**info, "match_threshold": args.match_threshold}
     description = describe(info, sections, read_metrics(args.metrics), args.model)
     path = args.out / f"{name}.safetensors"
     checkpoint.save_model_file(path, model.state_dict(), description)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import cv2
 import numpy as np
@@ -31,6 +31,11 @@ from superglue_sift.weights import choose_device, load_model, shipped_weights
 
 THRESHOLD = 0.2  # probability of a match, of a model that does not bring its own (SuperGlue, section 5)
 DESCRIPTOR = KEYPOINT["descriptor"].shape[0]
+
+
+def match_threshold(info: Mapping[str, Any]) -> float:
+    """The probability above which matches of a model count: what its description states, else THRESHOLD."""
+    return float(info.get("match_threshold") or THRESHOLD)
 
 
 class Features(NamedTuple):
@@ -185,7 +190,7 @@ class Matcher:
         device = choose_device(device)
         model, info = load_model(Path(path) if path else shipped_weights(), device)
         if threshold is None:
-            threshold = float(info.get("match_threshold") or THRESHOLD)
+            threshold = match_threshold(info)
         return cls(folded(model, precision), device, max_keypoints, resize, threshold)
 
     def extract(self, image: Image) -> Features:

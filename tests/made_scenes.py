@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Dict, Sequence
+from typing import Dict, Optional, Sequence
 
 import cv2
 import numpy as np
@@ -19,12 +19,17 @@ SHIFT = np.array([[1.0, 0, 12], [0, 1, -8], [0, 0, 1]])
 TURN = np.array([[0.92, -0.26, 70], [0.26, 0.92, -40], [1e-4, -5e-5, 1]])
 
 
-def write_model(path: Path, **changes) -> Path:
-    """An untrained network: the softmax nearest-neighbour matcher it starts as. changes: of its configuration."""
+def write_model(path: Path, about: Optional[dict] = None, **changes) -> Path:
+    """An untrained network: the softmax nearest-neighbour matcher it starts as.
+
+    about: more of its description; changes: of its configuration.
+    """
     torch.manual_seed(0)
     config = SuperGlueConfig(**{"layers": 1, "sinkhorn_iterations": 10, **changes})
     save_model_file(
-        path, SuperGlue(config).state_dict(), {"model": config.to_dict(), "step": 7, "data": "abc"}
+        path,
+        SuperGlue(config).state_dict(),
+        {"model": config.to_dict(), "step": 7, "data": "abc", **(about or {})},
     )
     return path
 

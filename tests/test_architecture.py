@@ -40,7 +40,7 @@ ROOMS: Dict[str, Set[str]] = {
     "runtime": set(),
     "views": set(),
     "pairs": {"features"},
-    "report": {"evaluation.metrics"},
+    "report": set(),
     "extraction": {"images", "views", "features", "runtime", "params", "schema"},
     "training": {"pairs", "features", "runtime", "params", "schema"},
     "evaluation": {

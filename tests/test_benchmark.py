@@ -215,12 +215,15 @@ def test_two_files_to_matches_are_held_to_their_seconds(monkeypatch):
 def test_shares_of_the_evaluation_are_held_to_a_twentieth(monkeypatch):
     """By the interval over the rounds: here 1 of 25 ms in one and 3 of 27 ms in the other."""
     ways = ("views", "SIFT", "matcher", "baselines", "truth", "ours", "all")
-    walls = [[1.0, 1.0], [12.0, 12.0], [12.0, 12.0], [0.0, 0.0], [0.5, 1.5], [0.5, 1.5], [0.5, 1.5]]
+    walls = [[1.0, 1.0], [12.0, 12.0], [12.0, 12.0], [0.0, 0.0], [0.5, 1.5], [1.0, 3.0], [1.0, 3.0]]
     taken = {way: timing.Seconds(wall, wall) for way, wall in zip(ways, walls)}
     work = object.__new__(evaluation_rows._Evaluation)
     setting = SimpleNamespace(timed=lambda _: taken)
-    parts = SimpleNamespace(limits=None)
-    vars(work).update(setting=setting, settings=parts, matched=[], pairs=[None], name="")
+    network = SimpleNamespace(threshold=0.2)
+    vars(work).update(
+        setting=setting, asked=SimpleNamespace(correct_px=3.0, ratio=0.8), pairs=[None], name=""
+    )
+    vars(work).update(matchers=SimpleNamespace(networks={"superglue": network}))
     total, *shares = work.parts()
     assert total.value == pytest.approx(1e3 * (1 + 24 + 2))
     for share in shares:

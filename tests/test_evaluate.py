@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from made_scenes import SHIFT, TURN, write_image_set, write_model, write_sequence
 
 from pipeline import errors, evaluate
-from pipeline.evaluation import degraded, heldout, lightglue, pairs, paper
-from pipeline.evaluation.matchers import MATCHERS, PairMatches
-from pipeline.evaluation.run import units_of
-from pipeline.evaluation.sharing import ahead, share_out
+from pipeline.evaluation import heldout, lightglue, pairs, protocol
+from pipeline.evaluation.matchers import MATCHERS
+from pipeline.evaluation.run import map_over_ranks, prefetch_map, units_of
 from pipeline.images import sources
 from pipeline.launch import free_port
+from superglue_sift.matcher import PairMatches
 
 PARAMS = """
 evaluate:
@@ -87,7 +87,7 @@ def test_held_out_images_from_end_to_end(work, capsys):
     assert "held-out images (test): 2, 6 pairs" in printed.out and "SuperGlue (ours)" in printed.out
     assert len(list((out / "pictures").glob("*.png"))) == 4
     assert {path.name for path in (out / "curves").iterdir()} == {
-        "error_ransac.csv", "error_dlt.csv", "precision_recall.csv", "calibration.csv",
+        "error_ransac.csv", "error_dlt.csv", "precision_recall.csv", "precision_at_recall.csv", "calibration.csv",
     }  # fmt: skip
     assert json.loads((out / "protocol.json").read_text())["model"]["step"] == 7
     assert read_csv(out / "bad_images.csv") == []
@@ -117,7 +117,7 @@ def test_other_estimators_lead_where_they_were_asked_for(work, capsys):
     assert "superglue.auc_magsac_5" in read_csv(work / "out" / "robustness.csv")[0]
     # nothing of the evaluation before is left to be taken for this one's
     left = {path.name for path in (work / "out" / "curves").iterdir()}
-    assert left == {"error_magsac.csv", "precision_recall.csv", "calibration.csv"}
+    assert left == {"error_magsac.csv", "precision_recall.csv", "precision_at_recall.csv", "calibration.csv"}
 
 
 def test_the_same_again_gives_the_same_bytes(work):
@@ -133,16 +133,19 @@ def test_workers_and_other_images_do_not_matter(work, make_params, photo):
     entries = images.entries("test")
     source = heldout.HeldOutPairs(images, entries * 4, section)
     threaded = [
-        ready() for ready in ahead(lambda unit: pairs.extract(source, unit, 60), [[n] for n in range(8)], 4)
+        ready()
+        for ready in prefetch_map(lambda unit: pairs.extract(source, unit, 60), [[n] for n in range(8)], 4)
     ]
     both = [pair for found, _ in threaded[:2] for pair in found]
-    assert all(found[0].keypoints1.tobytes() == both[0].keypoints1.tobytes() for found, _ in threaded[::2])
+    assert all(
+        found[0].pair.records1.tobytes() == both[0].pair.records1.tobytes() for found, _ in threaded[::2]
+    )
     only, _ = pairs.extract(heldout.HeldOutPairs(images, entries[1:], section), [0], 60)
     assert [pair.name for pair in both[2:]] == [pair.name for pair in only]
     for first, second in zip(both[2:], only):
-        assert first.keypoints0.tobytes() == second.keypoints0.tobytes()
-        assert first.keypoints1.tobytes() == second.keypoints1.tobytes()
-        np.testing.assert_array_equal(first.H_0to1, second.H_0to1)
+        assert first.pair.records0.tobytes() == second.pair.records0.tobytes()
+        assert first.pair.records1.tobytes() == second.pair.records1.tobytes()
+        np.testing.assert_array_equal(first.truth, second.truth)
 
 
 def test_units_come_in_order_up_to_a_wrong_request():
@@ -157,7 +160,7 @@ def test_units_come_in_order_up_to_a_wrong_request():
 
     begun, found = [], []
     with pytest.raises(errors.RequestError, match="unit 6 is wrong"):
-        found.extend(share_out(range(9), None, prepare, lambda unit: begun.append(unit) or unit, score))
+        found.extend(map_over_ranks(range(9), None, prepare, lambda unit: begun.append(unit) or unit, score))
     assert found == begun == [0, 1, 2, 3, 4, 5]
 
 
@@ -169,8 +172,8 @@ def test_homography_of_a_pair_maps_its_pixels(work, make_params):
     scene = source.load(0)
     for pair in scene.pairs:
         image0, image1 = scene.images[pair.first], scene.images[pair.second]
-        warped = cv2.warpPerspective(image0, pair.H_0to1, (160, 120))
-        shown = cv2.warpPerspective(np.full_like(image0, 255), pair.H_0to1, (160, 120)) == 255
+        warped = cv2.warpPerspective(image0, pair.truth, (160, 120))
+        shown = cv2.warpPerspective(np.full_like(image0, 255), pair.truth, (160, 120)) == 255
         shown = cv2.erode(shown.astype(np.uint8), np.ones((9, 9))) > 0
         difference = np.abs(warped.astype(float) - image1)[shown]
         assert shown.mean() > 0.2 and np.median(difference) < 6
@@ -184,7 +187,7 @@ def test_validation_images_stand_in_and_are_named(work, photo, capsys):
 
 
 def test_the_papers_protocol_and_its_variants(work, monkeypatch, capsys):
-    monkeypatch.setattr(paper, "VARIANTS", ((160, 120, 50), (120, 96, 80)))
+    monkeypatch.setattr(protocol, "VARIANTS", ((160, 120, 50), (120, 96, 80)))
     assert run(work, "--paper", "5") == 0
     lines = read_csv(work / "out" / "protocols.csv")
     assert [line["protocol"] for line in lines[:: len(MATCHERS)]] == ["160x120-50", "120x96-80"]
@@ -201,7 +204,7 @@ def test_the_papers_protocol_and_its_variants(work, monkeypatch, capsys):
         ]
     printed = capsys.readouterr().out
     assert printed.count("SuperGlue (ours)") == 2 * 2  # in a table of its own, and in that of all
-    last = printed.split("side by side, 5 pairs each")[1]
+    last = printed.split("side by side")[1]
     assert [line.split()[0] for line in last.splitlines() if "SuperGlue (ours)" in line] == [
         "160x120-50",
         "120x96-80",
@@ -215,7 +218,7 @@ def test_the_papers_protocol_and_its_variants(work, monkeypatch, capsys):
 
 
 def test_the_papers_protocol_takes_one_pair_of_a_photograph_where_that_is_enough(work, monkeypatch, capsys):
-    monkeypatch.setattr(paper, "VARIANTS", ((160, 120, 50),))
+    monkeypatch.setattr(protocol, "VARIANTS", ((160, 120, 50),))
     assert run(work, "--paper", "1", "--estimators", "dlt,ransac") == 0
     rows = read_csv(work / "out" / "160x120-50" / "pairs.csv")
     assert [row["pair"] for row in rows] == ["a.png#0"] * len(MATCHERS)
@@ -224,7 +227,7 @@ def test_the_papers_protocol_takes_one_pair_of_a_photograph_where_that_is_enough
 
 
 def test_what_is_not_installed_is_said_and_left_out(work, monkeypatch, capsys):
-    monkeypatch.setattr(paper, "VARIANTS", ((160, 120, 50),))
+    monkeypatch.setattr(protocol, "VARIANTS", ((160, 120, 50),))
     monkeypatch.setattr(lightglue, "PACKAGES", ("no_such_package",))
     monkeypatch.setattr("pipeline.evaluation.estimators.installed", lambda: ("ransac", "dlt"))
     assert run(work, "--paper", "2", "--lightglue", "x") == 0
@@ -236,8 +239,8 @@ def test_what_is_not_installed_is_said_and_left_out(work, monkeypatch, capsys):
 
 def test_a_further_baseline_stands_in_every_table(work, monkeypatch, capsys):
     def match(pair):
-        count = min(len(pair.keypoints0), len(pair.keypoints1))
-        found = np.where(np.arange(len(pair.keypoints0)) < count, np.arange(len(pair.keypoints0)), -1)
+        count = min(len(pair.records0), len(pair.records1))
+        found = np.where(np.arange(len(pair.records0)) < count, np.arange(len(pair.records0)), -1)
         return PairMatches(found, (found >= 0).astype(np.float32))
 
     monkeypatch.setattr(lightglue, "load", lambda *_: (match, "made"))
@@ -250,8 +253,48 @@ def test_a_further_baseline_stands_in_every_table(work, monkeypatch, capsys):
     assert "SKIP" not in capsys.readouterr().out
 
 
+def test_a_further_model_stands_in_every_table(work, capsys):
+    write_model(work / "other.safetensors", layers=2)
+    assert (
+        run(
+            work,
+            "--also",
+            f"shipped={work / 'other.safetensors'}",
+            "--also",
+            f"same={work / 'model.safetensors'}",
+        )
+        == 0
+    )
+    found = json.loads((work / "out" / "metrics.json").read_text())
+    ours, same = (
+        {name[len(start) :]: value for name, value in found.items() if name.startswith(start)}
+        for start in ("superglue.", "same.")
+    )
+    ours.pop("calibration_error")
+    assert same == ours and found["shipped.pairs"] == 6
+    lines = [line for line in read_csv(work / "out" / "differences.csv") if line["figure"] == "precision"]
+    assert [line["baseline"] for line in lines][1:] == ["shipped", "same"] and float(lines[-1]["value"]) == 0
+    models = json.loads((work / "out" / "protocol.json").read_text())["models beside it"]
+    assert models["shipped"]["file"].endswith("other.safetensors") and list(models) == ["shipped", "same"]
+    order = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "  6  " in line]
+    assert order[:3] == ["SuperGlue", "shipped", "same"]
+
+
+def test_a_model_brings_its_own_threshold(work):
+    """evaluate.threshold 0 asks for it; any other goes for every model."""
+    write_model(work / "model.safetensors", about={"match_threshold": 0.35})
+    write_model(work / "other.safetensors")
+    (work / "params.yaml").write_text(PARAMS.replace("threshold: 0.1", "threshold: 0.0"))
+    assert run(work, "--also", f"other={work / 'other.safetensors'}") == 0
+    found = json.loads((work / "out" / "metrics.json").read_text())
+    assert (found["superglue.threshold"], found["other.threshold"]) == (0.35, 0.2)
+    assert found["superglue.matches"] < found["other.matches"]
+    assert found["superglue.recall_at_ratio_precision"] == found["other.recall_at_ratio_precision"]
+    assert json.loads((work / "out" / "protocol.json").read_text())["model"]["threshold"] == 0.35
+
+
 def test_growing_disturbances(work, monkeypatch):
-    monkeypatch.setattr(degraded, "LEVELS", {"blur (px)": (degraded.blur, (0.0, 3.0))})
+    monkeypatch.setattr("pipeline.evaluation.run.LEVELS", {"blur (px)": (heldout.blur, (0.0, 3.0))})
     assert run(work, "--robustness", "2") == 0
     lines = [line for line in read_csv(work / "out" / "robustness.csv") if line["condition"] == "blur (px)"]
     assert [(line["level"], line["pairs"]) for line in lines] == [("0", "2"), ("3", "2")]
@@ -318,6 +361,10 @@ def test_pairs_without_any_match_are_failures_not_gaps(work):
         (["--paper", "--pairs", "x"], "--pairs and --paper are two evaluations"),
         (["--robustness", "3", "--pairs", "x"], "--robustness needs held-out images"),
         (["--estimators", "ransac,best"], "--estimators best: unknown"),
+        (["--also", "x.safetensors"], "--also x.safetensors: must be NAME=FILE"),
+        (["--also", "a.b=x"], "--also a.b=x: must be NAME=FILE"),
+        (["--also", "nn=x"], "--also nn=x: there is a matcher called nn already"),
+        (["--also", "shipped=nowhere.safetensors"], "nowhere.safetensors: no such model"),
     ],
 )
 def test_wrong_requests_are_one_line(work, capsys, extra, words):

@@ -11,10 +11,10 @@ import torch
 from made_scenes import write_model
 
 from pipeline import errors, export
-from pipeline.evaluation import matchers
-from pipeline.evaluation.pairs import Pair
 from pipeline.runtime.checkpoint import save_model_file
 from superglue_sift import sift
+from superglue_sift.batch import Pair
+from superglue_sift.matcher import match_pairs
 from superglue_sift.weights import load_model, load_model_file, weights_of
 
 
@@ -49,6 +49,18 @@ def test_export_keeps_weights_and_says_where_they_come_from(work, capsys):
     assert "parameters" in capsys.readouterr().out
 
 
+def test_a_model_carries_the_threshold_chosen_for_it(work, capsys):
+    def stated():
+        return json.loads((work / "models" / "superglue.json").read_text())["match_threshold"]
+
+    assert run(work) == 0 and stated() == 0.2
+    assert run(work, "--match-threshold", "0.35") == 0 and stated() == 0.35
+    write_model(work / "best.safetensors", about={"match_threshold": 0.3})
+    assert run(work) == 0 and stated() == 0.3
+    assert run(work, "--match-threshold", "1.5") == 2
+    assert "--match-threshold 1.5: must be at least 0 and below 1" in capsys.readouterr().err
+
+
 def test_export_twice_gives_the_same_description(work):
     run(work)
     first = (work / "models" / "superglue.json").read_bytes()
@@ -59,11 +71,11 @@ def test_export_twice_gives_the_same_description(work):
 def test_the_exported_model_matches_as_the_checkpoint_does(work, photo):
     run(work)
     keypoints = [sift.extract(image, 150) for image in (photo, np.ascontiguousarray(photo[:, ::-1]))]
-    pair = Pair("p", "p", 0, 0, *keypoints, (600, 400), (600, 400), np.eye(3), {})
+    pair = Pair(*keypoints, (600, 400), (600, 400))
     answers = []
     for path in (work / "best.safetensors", work / "models" / "superglue.safetensors"):
         model, _ = load_model(path)
-        answers.append(next(matchers.match_superglue(model, [[pair]], "cpu"))[1])
+        answers.append(match_pairs(model, [pair], "cpu")[0])
     np.testing.assert_array_equal(answers[0].matches0, answers[1].matches0)
     np.testing.assert_array_equal(answers[0].scores0, answers[1].scores0)
 

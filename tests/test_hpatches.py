@@ -27,7 +27,7 @@ def test_pairs_of_every_sequence_sorted_by_name(tmp_path, small):
     scenes = [source.load(index) for index in range(len(source))]
     assert [pair.name for scene in scenes for pair in scene.pairs] == ["a/1-2", "a/1-10", "b/1-2"]
     assert [source.scene_name(index) for index in range(2)] == ["a", "b"]
-    np.testing.assert_allclose(scenes[0].pairs[1].H_0to1, TURN / TURN[2, 2], rtol=1e-6)
+    np.testing.assert_allclose(scenes[0].pairs[1].truth, TURN / TURN[2, 2], rtol=1e-6)
     assert scenes[0].images[scenes[0].pairs[1].second].shape == small.shape
 
 
@@ -48,7 +48,7 @@ def test_resizing_takes_the_homography_along(tmp_path, photo):
     points = np.array([[10.0, 20.0], [500.0, 300.0], [0.0, 0.0]])
     small = (points + 0.5) * 0.5 - 0.5
     expected = (transform(points, TURN) + 0.5) * 0.5 - 0.5
-    np.testing.assert_allclose(transform(small, scene.pairs[0].H_0to1), expected, atol=1e-6)
+    np.testing.assert_allclose(transform(small, scene.pairs[0].truth), expected, atol=1e-6)
 
 
 def test_resizing_agrees_with_opencv_on_pixels(photo):

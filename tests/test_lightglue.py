@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 
 from pipeline.errors import RequestError
 from pipeline.evaluation import lightglue
-from pipeline.evaluation.pairs import Pair
 from superglue_sift import sift
+from superglue_sift.batch import Pair
 
 
 class Block(torch.nn.Module):
@@ -60,7 +60,7 @@ def weights(monkeypatch, tmp_path):
 def pair(photo):
     views = (photo, np.ascontiguousarray(photo[20:, 30:]))
     keypoints = [sift.extract(view, 60) for view in views]
-    return Pair("p", "p", 0, 0, *keypoints, *(view.shape[::-1] for view in views), np.eye(3), {})
+    return Pair(*keypoints, *(view.shape[::-1] for view in views))
 
 
 def test_what_is_missing_is_said(monkeypatch, weights):
@@ -87,24 +87,24 @@ def test_matches_come_with_its_own_scores(weights, pair):
     match, said = lightglue.load(weights, "cpu")
     assert said == "made"
     found = match(pair)
-    first, second = (lightglue.root_sift(keys["descriptor"]) for keys in (pair.keypoints0, pair.keypoints1))
+    first, second = (lightglue.root_sift(keys["descriptor"]) for keys in (pair.records0, pair.records1))
     assert found.matches0[0] == -1 and found.scores0[0] == 0
     np.testing.assert_array_equal(found.matches0[1:], (first @ second.T).argmax(1)[1:])
     np.testing.assert_allclose(found.scores0[1:], 0.5 * (first @ second.T).max(1)[1:], rtol=1e-5)
 
 
 def test_it_is_given_pixels_diameters_and_radians(pair):
-    given = lightglue.features(pair.keypoints0, pair.size0, "cpu")
+    given = lightglue.features(pair.records0, pair.size0, "cpu")
     assert {name: tuple(value.shape) for name, value in given.items()} == {
         "keypoints": (1, 60, 2), "descriptors": (1, 60, 128), "scales": (1, 60), "oris": (1, 60), "image_size": (1, 2),
     }  # fmt: skip
     assert all(value.dtype == torch.float32 for value in given.values())
-    np.testing.assert_allclose(given["oris"][0], np.radians(pair.keypoints0["angle"]), rtol=1e-5)
-    np.testing.assert_array_equal(given["keypoints"][0, :, 0], pair.keypoints0["x"])
+    np.testing.assert_allclose(given["oris"][0], np.radians(pair.records0["angle"]), rtol=1e-5)
+    np.testing.assert_array_equal(given["keypoints"][0, :, 0], pair.records0["x"])
     assert given["image_size"].tolist() == [list(map(float, pair.size0))]
 
 
 def test_a_view_without_keypoints_has_no_matches(pair):
-    bare = Pair("p", "p", 0, 0, pair.keypoints0, pair.keypoints1[:0], (10, 10), (10, 10), np.eye(3), {})
+    bare = Pair(pair.records0, pair.records1[:0], (10, 10), (10, 10))
     found = lightglue.match(None, bare, "cpu")
     assert (found.matches0 == -1).all() and len(found.matches0) == 60

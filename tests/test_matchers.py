@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from pipeline.evaluation import matchers
-from pipeline.evaluation.matchers import PairMatches
-from pipeline.evaluation.pairs import Pair
 from superglue_sift import sift
+from superglue_sift.batch import Pair
+from superglue_sift.matcher import PairMatches
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
 distance_matrices = arrays.arrays(
@@ -21,10 +21,10 @@ distance_matrices = arrays.arrays(
 )
 
 
-def pair_of(image0, image1, count=200, name="pair"):
+def pair_of(image0, image1, count=200):
     keypoints = [sift.extract(image, count) for image in (image0, image1)]
     sizes = [image.shape[::-1] for image in (image0, image1)]
-    return Pair(name, name, 0, 0, *keypoints, *sizes, np.eye(3), {})
+    return Pair(*keypoints, *sizes)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def pair(photo):
 
 
 def test_ratio_and_mutual_agree_with_opencv(pair):
-    descriptors = [matchers.root_sift(keys["descriptor"]) for keys in (pair.keypoints0, pair.keypoints1)]
+    descriptors = [matchers.root_sift(keys["descriptor"]) for keys in (pair.records0, pair.records1)]
     answers = matchers.match_baselines(pair, ratio=0.8)
     nearest = {m.queryIdx: m.trainIdx for m in cv2.BFMatcher(cv2.NORM_L2).match(*descriptors)}
     assert dict(enumerate(answers["nn"].matches0)) == nearest
@@ -49,7 +49,7 @@ def test_ratio_and_mutual_agree_with_opencv(pair):
 
 
 def test_root_sift_has_length_one_and_zeros_stay(pair):
-    rows = matchers.root_sift(pair.keypoints0["descriptor"])
+    rows = matchers.root_sift(pair.records0["descriptor"])
     np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1.0, atol=1e-5)
     assert not matchers.root_sift(np.zeros((2, 128), np.uint8)).any()
 
@@ -86,14 +86,10 @@ def test_ours_alone_and_in_a_batch(pair, photo):
     model = SuperGlue(SuperGlueConfig(layers=2, sinkhorn_iterations=20)).eval()
     blank = np.full((100, 120), 127, np.uint8)
     pairs = [pair, pair_of(photo, blank), pair_of(photo[:150, :200].copy(), photo, 50), pair_of(blank, blank)]
-    together = list(matchers.match_superglue(model, [pairs], "cpu"))
-    alone = list(matchers.match_superglue(model, matchers.batches_of(pairs, 1), "cpu"))
-    for (_, first), (_, second), one in zip(together, alone, pairs):
-        assert first.matches0.shape == (len(one.keypoints0),)
+    together = list(matchers.match_batches(model, pairs, 4, "cpu"))
+    alone = list(matchers.match_batches(model, pairs, 1, "cpu"))
+    for first, second, one in zip(together, alone, pairs):
+        assert first.matches0.shape == (len(one.records0),)
         np.testing.assert_array_equal(first.matches0, second.matches0)
         np.testing.assert_allclose(first.scores0, second.scores0, atol=1e-5)
-    assert (together[0][1].above(0.2).matches0 >= 0).sum() > 50
-
-
-def test_batches_cover_everything_once():
-    assert [list(part) for part in matchers.batches_of(list(range(7)), 3)] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert (together[0].above(0.2).matches0 >= 0).sum() > 50

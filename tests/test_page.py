@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from made_scenes import write_image_set
 
-from pipeline.evaluation import degraded, difficulty, metrics
+from pipeline.evaluation import content as contents
+from pipeline.evaluation import figures, heldout, metrics
 from pipeline.evaluation.matchers import MATCHERS
 from pipeline.evaluation.scoring import Row
 from pipeline.images import sources
@@ -57,9 +58,12 @@ def content(**changes):
             {**difference, "verdict": "better"},
             {**difference, "low": None, "verdict": "undecided"},
         ],
-        "errors": {"ransac": [{"error_px": 0.0, "superglue": 0.0}, {"error_px": 10.0, "superglue": 1.0}]},
-        "thresholds": [{"threshold": 0.0, "precision": 0.5, "recall": None}],
-        "calibration": [],
+        "curves": {
+            "error_ransac": [{"error_px": 0.0, "superglue": 0.0}, {"error_px": 10.0, "superglue": 1.0}],
+            "precision_recall": [{"threshold": 0.0, "precision": 0.5, "recall": None}],
+            "precision_at_recall": [{"recall": 0.5, "superglue": 0.5}, {"recall": 0.4, "nn": 0.3}],
+            "calibration": [],
+        },
         "robustness": [],
         "pictures": [page.Picture("worst-1", "a & b", "Why it failed: <blur>", b"\xff\xd8")],
         "protocol": {"views": "640x480"},
@@ -99,8 +103,8 @@ def test_a_browser_opens_it_without_complaint(tmp_path):
 
 
 def test_page_with_robustness_and_without_numbers():
-    line = {"condition": "blur (px)", "level": "2", "pairs": 4, "superglue.precision": 0.9}
-    found = {"recall_pairs": 1, "superglue.recall": 1.0, "ratio_test.recall": 0.0}
+    line = {"condition": "blur (px)", "level": "2", "pairs": 40, "superglue.precision": 0.9}
+    found = {"recall_pairs": 21, "superglue.recall": 1.0, "ratio_test.recall": 0.0}
     lines = [
         {**line, **found, "ratio_test.precision": 0.8},
         {**line, **found, "superglue.precision": None, "ratio_test.precision": 0.8},
@@ -108,11 +112,35 @@ def test_page_with_robustness_and_without_numbers():
     text = page.render(content(robustness=lines))
     Balanced(text)
     assert '<span class="better">90.0 | 80.0</span>' in text and "- | 80.0" in text
-    assert text.count("1 with true matches") == 2
-    empty = content(
-        figures={}, intervals=[], differences=[], errors={"ransac": []}, thresholds=[], pictures=[]
-    )
+    assert text.count("21 with true matches") == 2
+    empty = content(figures={}, intervals=[], differences=[], curves={"error_ransac": []}, pictures=[])
     Balanced(page.render(empty))
+
+
+def test_a_few_pairs_are_marked_and_not_judged():
+    line = {"condition": "blur (px)", "level": "2", "superglue.precision": 0.9, "ratio_test.precision": 0.8}
+    text = page.render(content(robustness=[{**line, "pairs": 19}, {**line, "pairs": 20}]))
+    assert (
+        text.count('<span class="better">90.0 | 80.0</span>') == 1 and text.count("<td>90.0 | 80.0</td>") == 1
+    )
+    assert "<td>19*</td>" in text and "<td>20</td>" in text
+    many = {"pairs": 30, "superglue.recall": 0.9, "ratio_test.recall": 0.8}
+    text = page.render(
+        content(robustness=[{"condition": "blur (px)", "level": "2", **many, "recall_pairs": 5}])
+    )
+    assert "<td>90.0 | 80.0<br><small>5* with true matches" in text
+
+
+def test_a_further_model_has_its_own_sentence_in_the_summary():
+    line = {"figure": "precision", "value": 0.1, "low": 0.05, "high": 0.2}
+    lines = [
+        {**line, "baseline": "nn", "verdict": "worse"},
+        {**line, "baseline": "shipped", "verdict": "better"},
+    ]
+    text = page.render(content(differences=lines))
+    assert (
+        "Worse than the best baseline in: precision." in text and "Better than shipped in: precision." in text
+    )
 
 
 def test_chart_places_points_and_cuts_off_at_the_frame():
@@ -136,7 +164,7 @@ def row(error=1.0, matcher="superglue", **conditions):
 
 def test_rows_fall_into_bins_once_per_condition():
     rows = [row(matcher=m, rotation_deg=d, scale=1.0) for d in (0.0, 15.0, 180.0) for m in MATCHERS]
-    lines = difficulty.by_condition(rows)
+    lines = figures.by_condition(rows)
     turned = {line["level"]: line["pairs"] for line in lines if line["condition"] == "rotation_deg"}
     assert turned == {"0 .. 15": 1, "15 .. 30": 1, "120 .. 181": 1}
     assert [line["pairs"] for line in lines if line["condition"] == "scale"] == [3]
@@ -145,22 +173,22 @@ def test_rows_fall_into_bins_once_per_condition():
 
 
 def test_explanations_name_what_is_hard():
-    assert difficulty.explanation(row(error=2.9)) == ""
-    said = difficulty.explanation(row(error=math.inf, scale=3.2, overlap=0.2))
+    assert contents.explanation(row(error=2.9)) == ""
+    said = contents.explanation(row(error=math.inf, scale=3.2, overlap=0.2))
     assert "scale changes 3.2 times" in said and "share only 20 %" in said
-    assert "too close together" in difficulty.explanation(row(error=8.0))
+    assert "too close together" in contents.explanation(row(error=8.0))
 
 
 def test_disturbances_do_what_they_say(photo):
-    for name, (disturb, levels) in degraded.LEVELS.items():
+    for name, (disturb, levels) in heldout.LEVELS.items():
         changes = [np.abs(disturb(photo, level).astype(float) - photo).mean() for level in levels]
         assert (
             disturb(photo, levels[-1]).dtype == np.uint8 and disturb(photo, levels[-1]).shape == photo.shape
         )
         growing = changes[:-1] if "illumination" in name else changes
         assert growing == sorted(growing), name
-    assert abs(degraded.brightness(photo, 0.5).mean() - photo.mean() / 2) < 1
-    difference = degraded.noise(np.full((200, 200), 128, np.uint8), 10.0).astype(float) - 128
+    assert abs(heldout.brightness(photo, 0.5).mean() - photo.mean() / 2) < 1
+    difference = heldout.noise(np.full((200, 200), 128, np.uint8), 10.0).astype(float) - 128
     assert difference.std() == pytest.approx(10.0, rel=0.05)
 
 
@@ -168,11 +196,11 @@ def test_levels_differ_in_the_second_view_alone(tmp_path, photo, make_params):
     folder = write_image_set(tmp_path / "images", {"a.png": photo}, "test")
     images = sources.open_manifest(folder)
     section = make_params("evaluate", width=160, height=120)
-    disturb, _ = degraded.LEVELS["blur (px)"]
+    disturb, _ = heldout.LEVELS["blur (px)"]
     clear, blurred = (
-        degraded.DegradedPairs(images, images.entries("test"), section, disturb, level).load(0)
+        heldout.DegradedPairs(images, images.entries("test"), section, disturb, level).load(0)
         for level in (0.0, 2.0)
     )
     np.testing.assert_array_equal(clear.images[0], blurred.images[0])
-    np.testing.assert_array_equal(clear.pairs[0].H_0to1, blurred.pairs[0].H_0to1)
+    np.testing.assert_array_equal(clear.pairs[0].truth, blurred.pairs[0].truth)
     assert len(clear.pairs) == 1 and not np.array_equal(clear.images[1], blurred.images[1])

@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 
 from pipeline import errors
-from pipeline.evaluation.metrics import auc
+from pipeline.evaluation.content import error_curve
+from pipeline.evaluation.metrics import MatchCounts, auc
+from pipeline.evaluation.scoring import Row
 from pipeline.report import __main__ as report
-from pipeline.report import curves, tables
+from pipeline.report import files, tables
 from superglue_sift import drawing
 
 FIGURES = {
     "superglue.pairs": 4, "superglue.matches": 51.7, "superglue.precision": 0.8, "superglue.recall": None,
-    "superglue.auc_ransac_3": 0.537, "superglue.auc_dlt_3": None, "ratio_test.pairs": 4, "ratio_test.matches": None,
+    "superglue.auc_ransac_1": 0.1, "superglue.auc_ransac_3": 0.537, "superglue.auc_dlt_1": 0.0,
+    "superglue.auc_dlt_3": None, "superglue.threshold": 0.25, "ratio_test.pairs": 4, "ratio_test.matches": None,
 }  # fmt: skip
 
 
@@ -40,19 +43,30 @@ def test_table_says_how_many_pairs_the_recall_is_of():
     assert text.count(said) == 1
 
 
-def test_table_by_scene():
+def test_table_states_the_threshold_and_both_operating_points():
+    points = {"superglue.recall_at_ratio_precision": 0.91, "superglue.precision_at_ratio_recall": 0.97}
+    lines = tables.comparison({**FIGURES, **points}).splitlines()
+    assert lines[1].split()[2:6] == ["P", "R", "R@P", "P@R"] and "0.25" in " ".join(lines[4:])
+    assert lines[2].split()[4:8] == ["80.0", "-", "91.0", "97.0"]
+    assert "R@P" not in tables.comparison(FIGURES).splitlines()[1]
+
+
+def test_table_by_scene_marks_those_of_few_pairs():
     lines = [
-        {"scene": s, "matcher": m, "pairs": 5, "auc_ransac_3": 0.25, "precision": 1.0}
-        for s in ("graf", "wall")
+        {"scene": s, "matcher": m, "pairs": pairs, "auc_ransac_3": 0.25, "precision": 1.0}
+        for s, pairs in (("graf", 5), ("wall", 20))
         for m in ("superglue", "nn")
     ]
-    text = tables.by_scene(lines, ("superglue", "nn"))
-    assert len(text.splitlines()) == 3 and "25.0 | 100.0" in text
+    _, graf, wall, *note = tables.by_scene(lines).splitlines()
+    assert "25.0 | 100.0" in graf and graf.split()[1] == "5*" and wall.split()[1] == "20" and len(note) == 1
+    assert len(tables.by_scene(lines[2:]).splitlines()) == 2
 
 
 def test_error_curve_has_the_auc_below_it():
     found = [0.3, 2.2, math.inf, 8.0]
-    lines = curves.error_curve({"superglue": found})
+    counts = MatchCounts(0, 0, 0, 0)
+    rows = [Row("p", "s", "superglue", 9, 9, counts, {"ransac": error}, {}) for error in found]
+    lines = error_curve(rows, "ransac")
     share = np.array([line["superglue"] for line in lines])
     assert (np.diff(share) >= 0).all() and share[-1] == 0.75 and lines[3]["superglue"] == 0.25
     # left and right sums enclose the exact area
@@ -60,10 +74,10 @@ def test_error_curve_has_the_auc_below_it():
 
 
 def test_csv_keeps_columns_that_only_later_lines_have(tmp_path):
-    curves.write_csv(tmp_path / "deep" / "a.csv", [{"a": 1}, {"a": 2, "b": math.inf}])
+    files.write_csv(tmp_path / "deep" / "a.csv", [{"a": 1}, {"a": 2, "b": math.inf}])
     with (tmp_path / "deep" / "a.csv").open() as file:
         assert list(csv.DictReader(file)) == [{"a": "1", "b": ""}, {"a": "2", "b": "inf"}]
-    curves.write_csv(tmp_path / "empty.csv", [], ("file", "reason"))
+    files.write_csv(tmp_path / "empty.csv", [], ("file", "reason"))
     assert (tmp_path / "empty.csv").read_text() == "file,reason\n"
 
 

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from made_scenes import SHIFT, TURN
 
 from pipeline.errors import RequestError
-from pipeline.evaluation import confidence, estimators, matchers, metrics, run, scoring, summary
+from pipeline.evaluation import confidence, content, estimators, figures, matchers, metrics, scoring
 from pipeline.evaluation.conditions import conditions_of
-from pipeline.evaluation.matchers import OURS, PairMatches
-from pipeline.evaluation.pairs import Pair
+from pipeline.evaluation.matchers import OURS
+from pipeline.evaluation.pairs import KnownPair
+from superglue_sift.batch import Pair
 from superglue_sift.geometry import transform
+from superglue_sift.matcher import PairMatches
 from superglue_sift.sift import KEYPOINT
 
 SIZE = (320, 240)
@@ -27,7 +29,17 @@ def pair_of(points0, points1, H):
         rows = np.zeros(len(points), KEYPOINT)
         rows["x"], rows["y"] = np.asarray(points, np.float32).reshape(-1, 2).T
         records.append(rows)
-    return Pair("p", "s", 0, 0, *records, SIZE, SIZE, H, {})
+    return KnownPair("p", "s", (0, 0), Pair(*records, SIZE, SIZE), H)
+
+
+@pytest.fixture
+def settings(make_params):
+    return scoring.Settings(make_params("evaluate"))
+
+
+def score(known, answer, settings):
+    """The row of one matcher."""
+    return scoring.score_pair(known, {OURS: answer}, {}, settings).rows[OURS]
 
 
 @pytest.fixture
@@ -40,44 +52,49 @@ def exact():
     return pair_of(points0, points1, TURN), np.argsort(order)
 
 
-def test_perfect_matches_give_perfect_figures(exact):
-    pair, partner = exact
-    truth0 = scoring.true_matches(pair, 3.0)
-    np.testing.assert_array_equal(truth0, partner)
-    answer = PairMatches(partner, np.ones(20, np.float32))
-    row = scoring.score(pair, OURS, answer, truth0, scoring.Limits())
+def test_perfect_matches_give_perfect_figures(exact, settings):
+    known, partner = exact
+    np.testing.assert_array_equal(scoring.true_matches(known.pair, TURN, 3.0), partner)
+    row = score(known, PairMatches(partner, np.ones(20, np.float32)), settings)
     assert row.counts == metrics.MatchCounts(20, 20, 20, 20)
     assert row.errors["ransac"] < 0.01 and row.errors["dlt"] < 0.01
 
 
-def test_confidence_weighs_the_least_squares_fit(exact):
-    pair, partner = exact
+def test_a_match_near_its_partner_is_correct_and_not_found(settings):
+    """Precision asks for less than 3 px, strictly; recall asks for the true partner itself."""
+    points0 = np.array([[10.0, 10], [60, 10], [110, 10], [160, 10]])
+    points1 = np.concatenate([points0, [[62.5, 10], [113.0, 10]]])
+    known = pair_of(points0, points1, np.eye(3))
+    row = score(known, PairMatches(np.array([0, 4, 5, -1]), np.ones(4, np.float32)), settings)
+    assert row.counts == metrics.MatchCounts(matches=3, correct=2, truth=4, found=1)
+
+
+def test_confidence_weighs_the_least_squares_fit(exact, settings):
+    known, partner = exact
     wrong = partner.copy()
     wrong[:3] = np.roll(partner[:3], 1)
     trusting = PairMatches(wrong, np.ones(20, np.float32))
     doubting = PairMatches(wrong, np.where(np.arange(20) < 3, 1e-6, 1.0).astype(np.float32))
-    truth0 = scoring.true_matches(pair, 3.0)
-    rows = [scoring.score(pair, OURS, answer, truth0, scoring.Limits()) for answer in (trusting, doubting)]
+    rows = [score(known, answer, settings) for answer in (trusting, doubting)]
     assert rows[0].errors["dlt"] > 10 * rows[1].errors["dlt"] and rows[1].errors["dlt"] < 0.1
     assert rows[0].errors["ransac"] < 0.1  # three wrong of twenty do not disturb RANSAC
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_too_few_matches_are_an_infinite_error(exact, count):
-    pair, partner = exact
+def test_too_few_matches_are_an_infinite_error(exact, settings, count):
+    known, partner = exact
     few = PairMatches(np.where(np.arange(20) < count, partner, -1), np.ones(20, np.float32))
-    row = scoring.score(pair, OURS, few, scoring.true_matches(pair, 3.0), scoring.Limits())
+    row = score(known, few, settings)
     assert math.isinf(row.errors["ransac"]) and math.isinf(row.errors["dlt"])
     assert row.counts.matches == count and row.counts.precision == (1.0 if count else 0.0)
 
 
-def test_pairs_without_keypoints_have_a_row():
+def test_pairs_without_keypoints_have_a_row(settings):
     for points0, points1 in (([], []), ([[1, 2]], []), ([], [[3, 4]])):
-        pair = pair_of(np.reshape(points0, (-1, 2)), np.reshape(points1, (-1, 2)), SHIFT)
-        truth0 = scoring.true_matches(pair, 3.0)
-        assert truth0.shape == (len(points0),)
-        for answer in matchers.match_baselines(pair, 0.8).values():
-            row = scoring.score(pair, "nn", answer, truth0, scoring.Limits())
+        known = pair_of(np.reshape(points0, (-1, 2)), np.reshape(points1, (-1, 2)), SHIFT)
+        assert scoring.true_matches(known.pair, SHIFT, 3.0).shape == (len(points0),)
+        for answer in matchers.match_baselines(known.pair, 0.8).values():
+            row = score(known, answer, settings)
             assert math.isinf(row.errors["ransac"]) and row.counts.truth == 0
 
 
@@ -88,24 +105,24 @@ def row(error, matches=10, correct=5, truth=8, found=4, matcher=OURS, pair="p", 
 
 def test_no_pair_is_dropped_from_a_mean():
     rows = [row(0.5), row(math.inf, matches=0, correct=0, found=0), row(2.0, truth=0, found=0)]
-    figures = summary.figures_of(rows)
-    assert figures["pairs"] == 3 and figures["recall_pairs"] == 2 and figures["estimated_ransac"] == 2
-    assert figures["precision"] == pytest.approx((0.5 + 0 + 0.5) / 3, abs=1e-6)
-    assert figures["recall"] == pytest.approx((0.5 + 0) / 2, abs=1e-6)
-    assert figures["auc_ransac_1"] == pytest.approx(0.5 / 3, abs=1e-6)
-    assert figures["auc_ransac_10"] == pytest.approx((0.95 + 0 + 0.8) / 3, abs=1e-6)
-    assert figures["mean_error_ransac"] == 1.25 and figures["median_error_ransac"] == 2.0
+    found = figures.figures_of(rows)
+    assert found["pairs"] == 3 and found["recall_pairs"] == 2 and found["estimated_ransac"] == 2
+    assert found["precision"] == pytest.approx((0.5 + 0 + 0.5) / 3, abs=1e-6)
+    assert found["recall"] == pytest.approx((0.5 + 0) / 2, abs=1e-6)
+    assert found["auc_ransac_1"] == pytest.approx(0.5 / 3, abs=1e-6)
+    assert found["auc_ransac_10"] == pytest.approx((0.95 + 0 + 0.8) / 3, abs=1e-6)
+    assert found["mean_error_ransac"] == 1.25 and found["median_error_ransac"] == 2.0
 
 
 def test_what_has_no_value_is_null_not_infinity():
-    figures = summary.figures_of([row(math.inf), row(math.inf)])
-    assert figures["median_error_ransac"] is None and figures["mean_error_dlt"] is None
-    assert summary.figures_of([])["auc_dlt_3"] is None
+    found = figures.figures_of([row(math.inf), row(math.inf)])
+    assert found["median_error_ransac"] is None and found["mean_error_dlt"] is None
+    assert figures.figures_of([])["auc_dlt_3"] is None
 
 
 def test_figures_by_scene_keep_their_order():
     rows = [row(1.0, scene=scene, matcher=matcher) for scene in "ba" for matcher in (OURS, "nn")]
-    lines = summary.by_scene(rows, (OURS, "nn"))
+    lines = figures.by_scene(rows)
     assert [(line["scene"], line["matcher"]) for line in lines] == [
         ("b", OURS),
         ("b", "nn"),
@@ -114,33 +131,94 @@ def test_figures_by_scene_keep_their_order():
     ]
 
 
+JUDGED = [
+    scoring.Judged(np.array([0.9, 0.3]), np.array([True, False]), np.array([True, False]), truth=2),
+    scoring.Judged(np.array([0.35]), np.array([True]), np.array([False]), truth=0),
+]
+
+
 def test_threshold_curve_and_calibration():
-    judged = [
-        confidence.Judged(np.array([0.9, 0.3]), np.array([True, False]), np.array([True, False]), truth=2),
-        confidence.Judged(np.array([0.35]), np.array([True]), np.array([False]), truth=0),
-    ]
-    low, high = confidence.threshold_curve(judged, (0.0, 0.5))
+    low, high, none = confidence.threshold_curve(confidence.sweep(JUDGED), (0.0, 0.5, 0.95))
     assert low["precision"] == pytest.approx((0.5 + 1.0) / 2) and low["recall"] == pytest.approx(0.5)
     assert (low["pairs"], low["recall_pairs"]) == (2, 1)
     assert high["precision"] == pytest.approx((1.0 + 0.0) / 2) and high["matches"] == pytest.approx(0.5)
-    lines = confidence.calibration(judged, bins=10)
+    assert (none["precision"], none["recall"], none["matches"]) == (0.0, 0.0, 0.0)
+    lines = confidence.calibration(JUDGED, bins=10)
     assert [line["matches"] for line in lines] == [2, 1]
     assert confidence.calibration_error(lines) == pytest.approx((2 * abs(0.325 - 0.5) + 0.1) / 3)
     assert confidence.calibration([]) == [] and math.isnan(confidence.calibration_error([]))
 
 
-def test_curve_at_the_threshold_is_the_table(exact):
-    pair, partner = exact
+def test_sweep_of_nothing():
+    empty = confidence.sweep([])
+    assert empty.recall_pairs == 0 and len(empty.precision) == 0
+    (line,) = confidence.threshold_curve(empty, (0.2,))
+    assert math.isnan(line["precision"]) and math.isnan(line["recall"])
+    unmatched = confidence.sweep([scoring.Judged(np.zeros(0), np.zeros(0, bool), np.zeros(0, bool), 3)])
+    assert confidence.threshold_curve(unmatched, (0.2,))[0]["recall"] == 0.0
+    with pytest.raises(ValueError):
+        confidence.best_threshold(unmatched)
+
+
+def test_curve_at_the_threshold_is_the_table(exact, settings):
+    known, partner = exact
     scores = np.linspace(0.05, 0.95, 20).astype(np.float32)
-    answer, truth0 = PairMatches(partner, scores), scoring.true_matches(pair, 3.0)
-    judged = confidence.judge(pair, answer, truth0, 3.0)
-    expected = scoring.score(pair, OURS, answer.above(0.4), truth0, scoring.Limits()).counts
-    assert confidence.counts_above(judged, 0.4) == expected
+    wrong = np.where(np.arange(20) % 3 == 1, np.roll(partner, 1), partner)
+    result = scoring.score_pair(known, {OURS: PairMatches(wrong, scores)}, {OURS: 0.4}, settings)
+    (line,) = confidence.threshold_curve(confidence.sweep([result.judged[OURS]]), (0.4,))
+    counts = result.rows[OURS].counts
+    assert counts.matches == 12 and line["matches"] == 12
+    assert line["precision"] == pytest.approx(counts.precision) and 0 < line["precision"] < 1
+    assert line["recall"] == pytest.approx(counts.recall)
+
+
+verdicts = st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.booleans()), max_size=8)
+
+
+@given(st.lists(st.tuples(verdicts, st.integers(0, 3)), min_size=1, max_size=6), st.floats(0, 1))
+def test_operating_points_are_those_of_trying_every_threshold(cases, least):
+    """With ties among confidences, pairs without matches and pairs without truth."""
+    judged = []
+    for matches, missed in cases:
+        scores, correct, found = (
+            (np.array(column) for column in zip(*matches)) if matches else [np.zeros(0)] * 3
+        )
+        right = correct.astype(bool) & found.astype(bool)
+        truth = int(right.sum()) + missed
+        judged.append(scoring.Judged(scores / 10, correct.astype(bool), right, truth))
+    tried = []
+    for threshold in (-0.1, 0.0, 0.1, 0.2, 0.3, 0.4):
+        counts = [one.above(threshold).counts for one in judged]
+        precision = np.mean([count.precision for count in counts])
+        recall, asked = metrics.mean_finite([count.recall for count in counts])
+        tried.append((precision, recall))
+    found = confidence.sweep(judged)
+    if not asked:
+        assert np.isnan(found.recall).all()
+        return
+    swept = confidence.recall_at_precision(found.precision, found.recall, np.float64(least))
+    assert swept == pytest.approx(max((r for p, r in tried if p >= least - 1e-12), default=0.0))
+    swept = confidence.recall_at_precision(found.recall, found.precision, np.float64(least))
+    assert swept == pytest.approx(max((p for p, r in tried if r >= least - 1e-12), default=0.0))
+
+
+def test_the_best_threshold_reaches_what_it_promises():
+    rng = np.random.default_rng(4)
+    scores = rng.uniform(0, 1, 400)
+    correct = rng.uniform(0, 1, 400) < scores
+    judged = [scoring.Judged(scores[n::4], correct[n::4], correct[n::4], 80) for n in range(4)]
+    found = confidence.sweep(judged)
+    best = confidence.best_threshold(found)
+    (line,) = confidence.threshold_curve(found, (best["threshold"],))
+    assert (line["precision"], line["recall"]) == (best["precision"], best["recall"])
+    others = confidence.threshold_curve(found, np.linspace(0, 0.99, 100))
+    f1 = [2 * o["precision"] * o["recall"] / (o["precision"] + o["recall"]) for o in others]
+    assert best["f1"] >= max(f1) and 0.2 < best["threshold"] < 0.7
 
 
 @given(st.lists(st.one_of(st.floats(0, 99), st.just(math.inf)), max_size=30), st.integers(0, 12))
 def test_pictures_are_distinct_pairs(errors, count):
-    chosen = run.picture_choice([row(error) for error in errors], count)
+    chosen = content.picture_choice([row(error) for error in errors], count)
     assert len(chosen) == min(count, len(errors)) == len({index for _, index in chosen})
     names = [name for name, _ in chosen]
     assert len(set(names)) == len(names)
@@ -175,16 +253,16 @@ def test_conditions_of_shifts_and_perspective():
 
 
 @pytest.mark.parametrize("name", ["ransac", "dlt", "opencv", "magsac", "poselib"])
-def test_every_estimator_finds_an_exact_homography(exact, name):
+def test_every_estimator_finds_an_exact_homography(exact, make_params, name):
     if name == "poselib":
         pytest.importorskip("poselib")
-    pair, partner = exact
-    limits = scoring.Limits(estimators=estimators.choose([name]))
+    known, partner = exact
+    settings = scoring.Settings(make_params("evaluate"), estimators.choose([name]))
     answer = PairMatches(partner, np.ones(20, np.float32))
-    assert scoring.score(pair, OURS, answer, scoring.true_matches(pair, 3.0), limits).errors[name] < 0.05
+    assert score(known, answer, settings).errors[name] < 0.05
     for count in (0, 3):
         few = PairMatches(np.where(np.arange(20) < count, partner, -1), np.ones(20, np.float32))
-        assert scoring.estimates(pair, few, limits)[name] is None
+        assert math.isinf(scoring.estimate_errors(known, few, settings)[name])
 
 
 def test_estimators_are_checked(monkeypatch):

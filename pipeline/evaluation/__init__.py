@@ -1,6 +1,7 @@
 """How a matcher is judged: which pairs, which matchers, which figures.
 
-Read in this order: `pairs` (what a pair is, and SIFT on its views), `heldout` and `hpatches` (where pairs
-come from), `conditions` (how hard they are), `model` and `matchers` (ours and the baselines), `scoring` (one
-row per pair and matcher), `confidence`, `summary` (rows to means), `run` (all of it), `outputs` (the files).
+Read in this order: `pairs` (what is matched, and what is known of it), `heldout`, `hpatches` and `poses` (where pairs
+come from), `conditions` (how hard they are), `matchers` (networks and baselines), `run` (all matchers on all pairs),
+`scoring` (a row per pair and matcher), `confidence`, `figures` (rows to means, intervals and differences, once),
+`content` (what the report shows), `protocol` (all of it).
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Dict, Tuple
 
 import numpy as np
@@ -9,6 +10,14 @@ import numpy as np
 from superglue_sift import geometry
 
 GRID = 32  # samples a side for the overlap
+BINS: Dict[str, Tuple[float, ...]] = {  # condition -> edges; a pair falls into low <= value < high
+    "rotation_deg": (0, 15, 30, 60, 120, 181),
+    "scale": (1, 1.25, 1.6, 2.2, 3, math.inf),
+    "tilt": (1, 1.2, 1.5, 2, 3, math.inf),
+    "perspective": (1, 1.5, 2.5, 5, 10, math.inf),
+    "overlap": (0, 0.25, 0.5, 0.75, 1.01),
+    "keypoints": (0, 64, 128, 256, 512, 1024, math.inf),
+}
 
 
 def jacobian(H: np.ndarray, x: float, y: float) -> np.ndarray:

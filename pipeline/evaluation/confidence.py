@@ -1,70 +1,101 @@
-"""How match confidence relates to truth: precision and recall over the threshold, and calibration."""
+"""How match confidence relates to truth: precision and recall over every threshold, and calibration."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Dict, List, Sequence
+from typing import Dict, List, Sequence, Tuple
 
 import numpy as np
 
-from pipeline.evaluation import metrics
-from pipeline.evaluation.matchers import PairMatches
-from pipeline.evaluation.pairs import Pair
-from pipeline.evaluation.scoring import matched_points
+from pipeline.evaluation.scoring import Judged
+
+THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(20))  # of precision_recall.csv
+RECALLS = tuple(round(0.01 * step, 2) for step in range(101))  # of precision_at_recall.csv
 
 
 @dataclass(frozen=True)
-class Judged:
-    """All K matches of one pair, whatever their scores. correct, found: (K,) bool; truth: a count."""
+class Sweep:
+    """Means over pairs when matches below a confidence are dropped, for every confidence there is, falling.
 
-    scores: np.ndarray
-    correct: np.ndarray
-    found: np.ndarray
-    truth: int
+    confidence, precision, recall, matches: (T,) float64. Precision is over all `pairs`, 0 for one without matches;
+    recall over the `recall_pairs` with true matches, NaN where these are none.
+    """
+
+    confidence: np.ndarray
+    precision: np.ndarray
+    recall: np.ndarray
+    matches: np.ndarray
+    pairs: int
+    recall_pairs: int
 
 
-def judge(pair: Pair, answer: PairMatches, truth0: np.ndarray, correct_px: float) -> Judged:
-    """Right or wrong for each match of `answer`; truth0 (M,) from `scoring.true_matches`."""
-    points0, points1, scores = matched_points(pair, answer)
-    index0 = np.flatnonzero(answer.matches0 > metrics.UNMATCHED)
-    errors = metrics.reprojection_errors(points0, points1, pair.H_0to1)
-    return Judged(
-        scores=scores,
-        correct=errors < correct_px,
-        found=truth0[index0] == answer.matches0[index0],
-        truth=int((truth0 > metrics.UNMATCHED).sum()),
+def steps(judged: Sequence[Judged]) -> Tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """What every match adds to the precision and the recall of its pair, the surest match of all first.
+
+    Returns confidence (E,), number of the pair (E,) and the two steps (E,), of all E matches.
+    """
+    parts = [(np.zeros(0), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))]
+    for number, one in enumerate(judged):
+        order = np.argsort(-one.scores, kind="stable")
+        precision = np.cumsum(one.correct[order]) / np.arange(1, len(order) + 1)
+        recall = np.cumsum(one.found[order]) / max(one.truth, 1)
+        differences = (np.diff(share, prepend=0.0) for share in (precision, recall))
+        parts.append((one.scores[order], np.full(len(order), number), *differences))
+    confidence, pair, precision, recall = (np.concatenate(column) for column in zip(*parts))
+    order = np.argsort(-confidence, kind="stable")
+    return confidence[order], pair[order], precision[order], recall[order]
+
+
+def sweep(judged: Sequence[Judged]) -> Sweep:
+    """The sweep of one network. judged: one per pair, with every match whatever its score."""
+    confidence, _, precision, recall = steps(judged)
+    last = np.flatnonzero(np.append(confidence[1:] != confidence[:-1], True)[: len(confidence)])
+    recall_pairs = sum(one.truth > 0 for one in judged)
+    return Sweep(
+        confidence=confidence[last],
+        precision=np.cumsum(precision)[last] / max(len(judged), 1),
+        recall=np.cumsum(recall)[last] / (recall_pairs or np.nan),
+        matches=(last + 1) / max(len(judged), 1),
+        pairs=len(judged),
+        recall_pairs=recall_pairs,
     )
 
 
-def counts_above(judged: Judged, threshold: float) -> metrics.MatchCounts:
-    """Counts of one pair when only scores above `threshold` are matches."""
-    keep = judged.scores > threshold
-    return metrics.MatchCounts(
-        matches=int(keep.sum()),
-        correct=int((judged.correct & keep).sum()),
-        truth=judged.truth,
-        found=int((judged.found & keep).sum()),
-    )
+def recall_at_precision(precision: np.ndarray, recall: np.ndarray, least: np.ndarray) -> np.ndarray:
+    """The highest recall with a precision of at least `least`, 0 where no confidence reaches that.
+
+    precision, recall: (..., T); least: (...). The other way round with the arguments exchanged.
+    """
+    reached = precision >= np.expand_dims(least, -1) - 1e-12  # sums of float64 in two orders
+    return np.where(reached, recall, 0.0).max(axis=-1, initial=0.0)
 
 
-def threshold_curve(judged: Sequence[Judged], thresholds: Sequence[float]) -> List[Dict[str, float]]:
-    """Mean precision, recall and matches at each threshold, with the number of pairs in each mean."""
+def best_threshold(found: Sweep) -> Dict[str, float]:
+    """threshold, precision, recall and f1 where f1 is highest; the threshold lies halfway to the next confidence."""
+    total = found.precision + found.recall
+    f1 = np.divide(2 * found.precision * found.recall, total, out=np.zeros_like(total), where=total > 0)
+    if not f1.size:
+        raise ValueError("no match to choose a threshold from")
+    best = int(f1.argmax())
+    below = found.confidence[best + 1] if best + 1 < f1.size else 0.0
+    return {
+        "threshold": float(found.confidence[best] + below) / 2,
+        "precision": float(found.precision[best]),
+        "recall": float(found.recall[best]),
+        "f1": float(f1[best]),
+    }
+
+
+def threshold_curve(found: Sweep, thresholds: Sequence[float] = THRESHOLDS) -> List[Dict[str, float]]:
+    """Mean precision, recall and matches above each threshold, with the number of pairs in each mean."""
     lines = []
     for threshold in thresholds:
-        counts = [counts_above(one, threshold) for one in judged]
-        precision, pairs = metrics.mean_finite([count.precision for count in counts])
-        recall, recall_pairs = metrics.mean_finite([count.recall for count in counts])
-        matches, _ = metrics.mean_finite([count.matches for count in counts])
-        lines.append(
-            {
-                "threshold": float(threshold),
-                "precision": precision,
-                "recall": recall,
-                "matches": matches,
-                "pairs": pairs,
-                "recall_pairs": recall_pairs,
-            }
-        )
+        place = int((found.confidence > threshold).sum()) - 1  # -1: nothing is left
+        shares = (found.precision, found.recall, found.matches)
+        nothing = (0.0 if found.pairs else np.nan, 0.0 if found.recall_pairs else np.nan, 0.0)
+        values = [float(share[place]) for share in shares] if place >= 0 else nothing
+        line = {"threshold": float(threshold), **dict(zip(("precision", "recall", "matches"), values))}
+        lines.append({**line, "pairs": found.pairs, "recall_pairs": found.recall_pairs})
     return lines
 
 

@@ -1,4 +1,8 @@
-"""From matches to a homography, in the ways that published tables use. Name the one behind a figure: they differ."""
+"""From matches to a homography, in the ways that published tables use. Name the one behind a figure: they differ.
+
+Each takes points0, points1 (K, 2) pixels, weights (K,), the inlier limit px, the most iterations and a seed, and gives
+(3, 3) float64, or None without an estimate.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +19,12 @@ DEFAULT = ("ransac", "dlt")  # the paper's two
 Estimate = Optional[np.ndarray]  # (3, 3) float64
 
 
-def ransac(
-    points0: np.ndarray, points1: np.ndarray, weights: np.ndarray, px: float, iterations: int, seed: int
-):
+def ransac(points0, points1, weights, px, iterations, seed):
     """RANSAC, the paper's: see `geometry.fit_ransac`."""
     return geometry.fit_ransac(points0, points1, px, iterations, seed)
 
 
-def opencv(
-    points0: np.ndarray, points1: np.ndarray, weights: np.ndarray, px: float, iterations: int, seed: int
-):
+def opencv(points0, points1, weights, px, iterations, seed):
     """cv2.findHomography with its first RANSAC: the "OpenCV" of published tables (LightGlue, glue-factory)."""
     if len(points0) < geometry.MIN_POINTS:
         return None
@@ -35,14 +35,12 @@ def opencv(
     return H
 
 
-def dlt(points0: np.ndarray, points1: np.ndarray, weights: np.ndarray, px: float, iterations: int, seed: int):
+def dlt(points0, points1, weights, px, iterations, seed):
     """Weighted least squares over all matches, without rejection: the paper's DLT."""
     return geometry.fit_dlt(points0, points1, weights)
 
 
-def magsac(
-    points0: np.ndarray, points1: np.ndarray, weights: np.ndarray, px: float, iterations: int, seed: int
-):
+def magsac(points0, points1, weights, px, iterations, seed):
     """OpenCV's MAGSAC++ (Barath et al. 2020). Its generator starts from the same state at every call."""
     if len(points0) < geometry.MIN_POINTS:
         return None
@@ -50,9 +48,7 @@ def magsac(
     return H
 
 
-def poselib(
-    points0: np.ndarray, points1: np.ndarray, weights: np.ndarray, px: float, iterations: int, seed: int
-):
+def poselib(points0, points1, weights, px, iterations, seed):
     """PoseLib's LO-RANSAC, glue-factory's default; an optional package."""
     import poselib as library
 

@@ -18,8 +18,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from pipeline.errors import RequestError
-from pipeline.evaluation.matchers import PairMatches, root_sift
-from pipeline.evaluation.pairs import Pair
+from pipeline.evaluation.matchers import root_sift
+from superglue_sift.batch import Pair
+from superglue_sift.matcher import PairMatches
 
 NAME = "lightglue"
 PACKAGES = ("kornia.feature", "lightglue")  # whose `LightGlue` it is, in the order they are tried
@@ -71,10 +72,10 @@ def current_name(name: str) -> str:
 
 def match(model: torch.nn.Module, pair: Pair, device: str) -> PairMatches:
     """LightGlue's matches of one pair at its own threshold; none where a view has no keypoint."""
-    count = len(pair.keypoints0)
-    if not count or not len(pair.keypoints1):
+    count = len(pair.records0)
+    if not count or not len(pair.records1):
         return PairMatches(np.full(count, -1, np.int64), np.zeros(count, np.float32))
-    sides = zip((pair.keypoints0, pair.keypoints1), (pair.size0, pair.size1))
+    sides = zip((pair.records0, pair.records1), (pair.size0, pair.size1))
     data = {f"image{side}": features(*one, device) for side, one in enumerate(sides)}
     with torch.no_grad():
         found = model(data)

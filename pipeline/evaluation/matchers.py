@@ -1,16 +1,19 @@
-"""The matchers that are compared, on the same keypoints: ours, and nearest neighbours of RootSIFT."""
+"""The matchers that are compared, on the same keypoints: trained networks, and nearest neighbours of RootSIFT."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Dict, Iterator, List, Sequence, Tuple
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence
 
 import numpy as np
 import torch
 
-from pipeline.evaluation.pairs import Pair
-from superglue_sift import batch as pair_batch
-from superglue_sift import superglue
+from pipeline.schema import EvaluateParams
+from superglue_sift.batch import Pair
+from superglue_sift.inference import folded
+from superglue_sift.matcher import PairMatches, match_pairs, match_threshold
+from superglue_sift.weights import load_model
 
 OURS = "superglue"
 BASELINES = ("nn", "mutual_nn", "ratio_test")
@@ -18,16 +21,47 @@ MATCHERS = (OURS, *BASELINES)  # always there, in the order of every table
 
 
 @dataclass(frozen=True)
-class PairMatches:
-    """A matcher's answer. matches0: (M,) int64, index in image 1 or -1; scores0: (M,) float in 0..1."""
+class Network:
+    """A trained network. threshold: its matches have a higher confidence; info: the description stored with it."""
 
-    matches0: np.ndarray
-    scores0: np.ndarray
+    model: torch.nn.Module
+    threshold: float
+    file: Path = Path()
+    info: Mapping[str, Any] = field(default_factory=dict)
 
-    def above(self, threshold: float) -> PairMatches:
-        """The same without matches whose score is not above `threshold`."""
-        keep = self.scores0 > threshold
-        return PairMatches(np.where(keep, self.matches0, -1), np.where(keep, self.scores0, 0.0))
+
+def load_network(file: Path, device: str, params: EvaluateParams) -> Network:
+    """A model file as it is judged; `params.threshold` 0 is the model's own. Raises RequestError."""
+    model, info = load_model(file, device, params.sinkhorn_iterations)
+    return Network(folded(model), params.threshold or match_threshold(info), file, info)
+
+
+@dataclass(frozen=True)
+class Matchers:
+    """All that are compared. networks: ours first; ratio: of the ratio test; further: baselines by name."""
+
+    networks: Mapping[str, Network]
+    device: str
+    ratio: float
+    further: Mapping[str, Callable[[Pair], PairMatches]] = field(default_factory=dict)
+
+    def answers(self, pairs: Sequence[Pair], batch: int) -> List[Dict[str, PairMatches]]:
+        """What each says of each pair, `batch` pairs in one pass; networks with every mutual match (see `above`)."""
+        found: List[Dict[str, PairMatches]] = [{} for _ in pairs]
+        for name, network in self.networks.items():
+            for own, answer in zip(found, match_batches(network.model, pairs, batch, self.device)):
+                own[name] = answer
+        for own, pair in zip(found, pairs):
+            own.update(match_baselines(pair, self.ratio))
+            own.update({name: match(pair) for name, match in self.further.items()})
+        return found
+
+    def above(self, answers: Mapping[str, PairMatches]) -> Dict[str, PairMatches]:
+        """The answers without those matches of a network that are not above its threshold."""
+        return {
+            name: found.above(self.networks[name].threshold) if name in self.networks else found
+            for name, found in answers.items()
+        }
 
 
 def root_sift(descriptors: np.ndarray) -> np.ndarray:
@@ -65,7 +99,7 @@ def match_neighbours(distance: np.ndarray, mutual: bool, ratio: float = 1.0) -> 
 
 def match_baselines(pair: Pair, ratio: float) -> Dict[str, PairMatches]:
     """All nearest-neighbour matchers on one pair, by name."""
-    distance = distances(pair.keypoints0["descriptor"], pair.keypoints1["descriptor"])
+    distance = distances(pair.records0["descriptor"], pair.records1["descriptor"])
     return {
         "nn": match_neighbours(distance, mutual=False),
         "mutual_nn": match_neighbours(distance, mutual=True),
@@ -73,31 +107,12 @@ def match_baselines(pair: Pair, ratio: float) -> Dict[str, PairMatches]:
     }
 
 
-def batch_of(pairs: Sequence[Pair]) -> pair_batch.PairBatch:
-    """A padded batch for the network."""
-    return pair_batch.from_pairs(
-        [pair_batch.Pair(pair.keypoints0, pair.keypoints1, pair.size0, pair.size1) for pair in pairs]
-    )
+def match_batches(
+    model: torch.nn.Module, pairs: Sequence[Pair], size: int, device: str
+) -> Iterator[PairMatches]:
+    """A network's matches, `size` consecutive pairs in one batch: every mutual one whatever its score.
 
-
-def match_superglue(
-    model: torch.nn.Module, batches: Sequence[Sequence[Pair]], device: str
-) -> Iterator[Tuple[Pair, PairMatches]]:
-    """Ours, batch by batch, with every mutual match whatever its score (see `PairMatches.above`).
-
-    Batches are given, not made here: the same batches give the same bits, however they are shared out.
+    The same batches give the same bits.
     """
-    for pairs in batches:
-        batch = batch_of(pairs).to(device)
-        with torch.no_grad():
-            size = (batch.keypoints0.shape[1], batch.keypoints1.shape[1])
-            found = superglue.mutual_matches(model(batch), size, threshold=0.0)
-        matches0, scores0 = found.matches0.cpu().numpy(), found.matching_scores0.cpu().numpy()
-        for row, pair in enumerate(pairs):
-            count = len(pair.keypoints0)
-            yield pair, PairMatches(matches0[row, :count].astype(np.int64), scores0[row, :count])
-
-
-def batches_of(pairs: Sequence[Pair], size: int) -> List[Sequence[Pair]]:
-    """Consecutive groups of `size` pairs; the last may be smaller."""
-    return [pairs[start : start + size] for start in range(0, len(pairs), size)]
+    for start in range(0, len(pairs), size):
+        yield from match_pairs(model, pairs[start : start + size], device)

@@ -56,30 +56,6 @@ def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.nda
     return np.where(np.isfinite(worst), worst, np.inf)
 
 
-def count_matches(
-    matches0: np.ndarray, truth0: np.ndarray, errors: np.ndarray, correct_px: float
-) -> MatchCounts:
-    """Counts of one pair.
-
-    matches0: (M,) index into image 1 or -1; truth0: (M,) index, or negative where there is no true match;
-    errors: (K,) reprojection errors in pixels of the K predicted matches, in the order of their index in
-    image 0; correct_px: a match is correct when its error is strictly below this.
-    A predicted match that is near but not the true partner counts as correct, not as found.
-    """
-    matches0, truth0 = np.asarray(matches0), np.asarray(truth0)
-    if matches0.shape != truth0.shape:
-        raise ValueError(f"matches0 {matches0.shape} and truth0 {truth0.shape} must have one shape")
-    predicted, true = matches0 > UNMATCHED, truth0 > UNMATCHED
-    if len(errors) != int(predicted.sum()):
-        raise ValueError(f"{len(errors)} errors for {int(predicted.sum())} predicted matches")
-    return MatchCounts(
-        matches=int(predicted.sum()),
-        correct=int((np.asarray(errors) < correct_px).sum()),
-        truth=int(true.sum()),
-        found=int((true & (matches0 == truth0)).sum()),
-    )
-
-
 def auc(errors: Sequence[float], threshold: float) -> float:
     """Area under the recall curve up to `threshold`, divided by `threshold`: between 0 and 1.
 
@@ -96,23 +72,6 @@ def auc(errors: Sequence[float], threshold: float) -> float:
         raise ValueError("errors must not be negative")
     errors = np.where(np.isnan(errors), np.inf, errors)
     return float(np.mean(np.maximum(0.0, 1.0 - errors / threshold)))
-
-
-def auc_trapezoid(errors: Sequence[float], threshold: float) -> float:
-    """The same area with straight lines between the steps, as the published tables compute it.
-
-    Never below `auc` and at most 1 / (2 * number of pairs) above it; kept to compare with those tables.
-    """
-    errors = np.sort(np.asarray(errors, dtype=np.float64))
-    if errors.size == 0:
-        return float("nan")
-    errors = np.where(np.isnan(errors), np.inf, errors)
-    recall = np.arange(1, errors.size + 1) / errors.size
-    inside = errors < threshold
-    x = np.concatenate([[0.0], errors[inside], [threshold]])
-    y = np.concatenate([[0.0], recall[inside]])
-    y = np.append(y, y[-1])
-    return float(np.sum(np.diff(x) * (y[1:] + y[:-1]) / 2.0) / threshold)
 
 
 def recall_curve(errors: Sequence[float], limits: Sequence[float]) -> np.ndarray:

@@ -1,30 +1,42 @@
-"""A pair to be matched, and where pairs come from.
+"""What is matched, what is known of it, and where pairs come from.
 
-A source is anything with `len()`, `scene_name(index)`, `pairs_in(index)` and `load(index) -> Scene`; `heldout`
-and `hpatches` are two. Loading a scene twice gives the same bytes, so that pictures can be drawn afterwards
-without keeping the images of all pairs in memory.
+A source is anything with `len()`, `scene_name(index)`, `pairs_in(index)` and `load(index) -> Scene`; `heldout`,
+`hpatches` and `poses` hold one each. Loading a scene twice gives the same bytes, so that pictures can be drawn
+afterwards without keeping the images of all pairs in memory.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Dict, List, Protocol, Sequence, Tuple
+from typing import List, Protocol, Sequence, Tuple, Union
 
 import numpy as np
 
-from pipeline.evaluation.conditions import conditions_of
 from superglue_sift import sift
+from superglue_sift.batch import Pair
 from superglue_sift.images import BadImage
 
 
 @dataclass(frozen=True)
+class Pose:
+    """Two cameras. K0, K1: (3, 3) in pixels of the images as matched; T_0to1: (4, 4), points of camera 0 to 1."""
+
+    K0: np.ndarray
+    K1: np.ndarray
+    T_0to1: np.ndarray
+
+
+Truth = Union[np.ndarray, Pose]  # a homography is (3, 3) float64, pixels of view 0 to view 1
+
+
+@dataclass(frozen=True)
 class ViewPair:
-    """Two views of a scene. first, second: indices of its images; H_0to1: (3, 3) float64, pixels."""
+    """Two views of a scene, by the indices of its images, and what is known of them."""
 
     name: str
     first: int
     second: int
-    H_0to1: np.ndarray
+    truth: Truth
 
 
 @dataclass(frozen=True)
@@ -37,19 +49,14 @@ class Scene:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """What every matcher gets. keypoints0/1: KEYPOINT records; size0/1: (width, height)."""
+class KnownPair:
+    """What every matcher gets, and the truth beside it. place: number of the scene, and of the pair in it."""
 
     name: str
     scene: str
-    scene_index: int
-    position: int  # of the pair in its scene
-    keypoints0: np.ndarray
-    keypoints1: np.ndarray
-    size0: Tuple[int, int]
-    size1: Tuple[int, int]
-    H_0to1: np.ndarray
-    conditions: Dict[str, float]
+    place: Tuple[int, int]
+    pair: Pair
+    truth: Truth
 
 
 class Source(Protocol):
@@ -69,47 +76,35 @@ def image_size(image: np.ndarray) -> Tuple[int, int]:
     return int(image.shape[1]), int(image.shape[0])
 
 
-def pairs_of_scene(scene: Scene, index: int, max_keypoints: int) -> List[Pair]:
+def pairs_of_scene(scene: Scene, index: int, max_keypoints: int) -> List[KnownPair]:
     """All pairs of scene number `index`, SIFT run once on each of its images."""
     keypoints = [sift.extract(image, max_keypoints) for image in scene.images]
     return [
-        _pair(scene, index, position, keypoints[view.first], keypoints[view.second])
+        _known(scene, (index, position), keypoints[view.first], keypoints[view.second])
         for position, view in enumerate(scene.pairs)
     ]
 
 
 def pair_of_scene(
-    scene: Scene, index: int, position: int, max_keypoints: int
-) -> Tuple[Pair, Tuple[np.ndarray, np.ndarray]]:
-    """One of these pairs alone, and its two images."""
-    view = scene.pairs[position]
+    scene: Scene, place: Tuple[int, int], max_keypoints: int
+) -> Tuple[KnownPair, Tuple[np.ndarray, np.ndarray]]:
+    """The pair at `place` alone, and its two images."""
+    view = scene.pairs[place[1]]
     images = scene.images[view.first], scene.images[view.second]
-    keypoints0, keypoints1 = (sift.extract(image, max_keypoints) for image in images)
-    return _pair(scene, index, position, keypoints0, keypoints1), images
+    return _known(scene, place, *(sift.extract(image, max_keypoints) for image in images)), images
 
 
-def _pair(scene: Scene, index: int, position: int, keypoints0: np.ndarray, keypoints1: np.ndarray) -> Pair:
-    view = scene.pairs[position]
+def _known(scene: Scene, place: Tuple[int, int], records0: np.ndarray, records1: np.ndarray) -> KnownPair:
+    view = scene.pairs[place[1]]
     size0, size1 = image_size(scene.images[view.first]), image_size(scene.images[view.second])
-    return Pair(
-        name=view.name,
-        scene=scene.name,
-        scene_index=index,
-        position=position,
-        keypoints0=keypoints0,
-        keypoints1=keypoints1,
-        size0=size0,
-        size1=size1,
-        H_0to1=view.H_0to1,
-        conditions=conditions_of(view.H_0to1, size0, size1),
-    )
+    return KnownPair(view.name, scene.name, place, Pair(records0, records1, size0, size1), view.truth)
 
 
 def extract(
     source: Source, scenes: Sequence[int], max_keypoints: int
-) -> Tuple[List[Pair], List[Tuple[str, str]]]:
+) -> Tuple[List[KnownPair], List[Tuple[str, str]]]:
     """Keypoints of all pairs of these scenes, in order, and (scene name, reason) of those left out."""
-    pairs: List[Pair] = []
+    pairs: List[KnownPair] = []
     bad: List[Tuple[str, str]] = []
     for index in scenes:
         try:

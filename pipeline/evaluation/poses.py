@@ -8,23 +8,21 @@ infinite error. Source: arXiv 1911.11763, sections 5.2 and 5.3.
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import cv2
 import numpy as np
 
 from pipeline.errors import RequestError
-from pipeline.evaluation import hpatches, metrics
-from pipeline.evaluation.pairs import image_size
+from pipeline.evaluation import hpatches
+from pipeline.evaluation.pairs import Pose, Scene, ViewPair, image_size
 
 NUMBERS = 2 + 9 + 9 + 16  # on a line, after the two names
-AUC_DEGREES = (5, 10, 20)
-EPIPOLAR_LIMIT = (
-    5e-4  # a match is right below this symmetric epipolar distance, squared, in normalized coordinates
-)
+NAME = "pose"  # of its errors, where homographies have the name of an estimator
+# A match is right below this symmetric epipolar distance, squared, in normalized coordinates.
+EPIPOLAR_LIMIT = 5e-4
 RANSAC_PX = 1.0  # inlier threshold in pixels, divided by the mean focal length
 CONFIDENCE = 0.99999
 RULES = {  # for protocol.json
@@ -36,35 +34,43 @@ LEAST = 5  # matches an essential matrix needs
 
 @dataclass(frozen=True)
 class PosePair:
-    """Two images and what is known of their cameras. K0, K1: (3, 3) pixels; T_0to1: (4, 4), points 0 -> 1."""
+    """A line of the file: two images and their cameras, intrinsics in pixels of the images as they are stored."""
 
     name0: str
     name1: str
-    K0: np.ndarray
-    K1: np.ndarray
-    T_0to1: np.ndarray
+    pose: Pose
 
 
-@dataclass(frozen=True)
-class PoseRow:
-    """Figures of one matcher on one pair. error: degrees, inf without an estimate."""
+class PosePairs:
+    """Pairs of a `pairs_with_gt.txt`, one in each scene; a source for `evaluation.pairs`.
 
-    pair: str
-    matcher: str
-    keypoints: int
-    matches: int
-    correct: int
-    error: float
+    short_side: images are resized so that their shorter side has this many pixels, and intrinsics with them; 0
+    leaves them as they are. The name of a scene is the folder of its first image, of pairs from one folder alone
+    that image: pairs of one scene are alike.
+    """
 
-    @property
-    def precision(self) -> float:
-        """Right matches among the matches; 0 without any."""
-        return self.correct / self.matches if self.matches else 0.0
+    def __init__(self, file: Path, folder: Path, short_side: int = 480):
+        self.pairs = read_pairs(file)
+        self.folder, self.short_side = folder, short_side
+        folders = [str(Path(pair.name0).parent) for pair in self.pairs]
+        self.scenes = folders if len(set(folders)) > 1 else [pair.name0 for pair in self.pairs]
 
-    @property
-    def matching_score(self) -> float:
-        """Right matches among the keypoints of image 0; 0 without any."""
-        return self.correct / self.keypoints if self.keypoints else 0.0
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def scene_name(self, index: int) -> str:
+        return self.scenes[index]
+
+    def pairs_in(self, index: int) -> int:
+        return 1
+
+    def load(self, index: int) -> Scene:
+        """Read one pair. Raises RequestError for an unreadable image: no pair is left out in silence."""
+        pair = self.pairs[index]
+        sides = ((pair.name0, pair.pose.K0), (pair.name1, pair.pose.K1))
+        (image0, K0), (image1, K1) = (load_view(self.folder, name, K, self.short_side) for name, K in sides)
+        known = ViewPair(f"{pair.name0} {pair.name1}", 0, 1, Pose(K0, K1, pair.pose.T_0to1))
+        return Scene(self.scenes[index], [image0, image1], [known])
 
 
 def read_pairs(path: Path) -> List[PosePair]:
@@ -106,7 +112,7 @@ def read_line(path: Path, number: int, words: Sequence[str]) -> PosePair:
         raise RequestError(f"{where}: T_0to1 does not hold a rotation")
     if min(K0[0, 0], K0[1, 1], K1[0, 0], K1[1, 1]) <= 0:
         raise RequestError(f"{where}: focal lengths must be positive")
-    return PosePair(words[0], words[1], K0, K1, T)
+    return PosePair(words[0], words[1], Pose(K0, K1, T))
 
 
 def load_view(folder: Path, name: str, K: np.ndarray, short_side: int) -> Tuple[np.ndarray, np.ndarray]:
@@ -139,10 +145,15 @@ def epipolar_errors(points0: np.ndarray, points1: np.ndarray, T_0to1: np.ndarray
     return np.where(np.isfinite(error), error, np.inf)
 
 
-def estimate(points0: np.ndarray, points1: np.ndarray, threshold: float, seed: int) -> Optional[Tuple]:
-    """(R, t) of normalized points by RANSAC over essential matrices, or None. threshold: in those coordinates."""
+def estimate(
+    points0: np.ndarray, points1: np.ndarray, cameras: Pose, seed: int
+) -> Optional[Tuple[np.ndarray, np.ndarray]]:
+    """(R, t) by RANSAC over essential matrices, or None. points: matched pixels (K, 2); of `cameras` the K alone."""
     if len(points0) < LEAST:
         return None
+    K0, K1 = cameras.K0, cameras.K1
+    points0, points1 = normalized(points0, K0), normalized(points1, K1)
+    threshold = RANSAC_PX / float(np.mean([K0[0, 0], K0[1, 1], K1[0, 0], K1[1, 1]]))
     cv2.setRNGSeed(seed)
     stacked, mask = cv2.findEssentialMat(
         points0, points1, np.eye(3), threshold=threshold, prob=CONFIDENCE, method=cv2.RANSAC
@@ -155,11 +166,12 @@ def estimate(points0: np.ndarray, points1: np.ndarray, threshold: float, seed: i
     return best
 
 
-def pose_error(pose: Optional[Tuple[np.ndarray, np.ndarray]], T_0to1: np.ndarray) -> float:
+def pose_error(found: Optional[Tuple[np.ndarray, np.ndarray]], truth: Pose) -> float:
     """Degrees: the larger of the errors of rotation and of translation direction; inf without an estimate."""
-    if pose is None:
+    if found is None:
         return float("inf")
-    R, t = pose
+    R, t = found
+    T_0to1 = truth.T_0to1
     true = T_0to1[:3, 3]
     turn = np.clip((np.trace(R.T @ T_0to1[:3, :3]) - 1) / 2, -1, 1)
     lengths = np.linalg.norm(t) * np.linalg.norm(true)
@@ -167,53 +179,7 @@ def pose_error(pose: Optional[Tuple[np.ndarray, np.ndarray]], T_0to1: np.ndarray
     return float(np.degrees(max(np.arccos(turn), np.arccos(along))))
 
 
-def score(
-    name: str,
-    matcher: str,
-    keypoints: int,
-    points: Sequence[np.ndarray],
-    K: Sequence[np.ndarray],
-    T_0to1: np.ndarray,
-) -> PoseRow:
-    """The row of one matcher. points: matched pixels (K, 2) in both images; K: both intrinsics."""
-    flat0, flat1 = (normalized(side, intrinsics) for side, intrinsics in zip(points, K))
-    focal = float(np.mean([K[0][0, 0], K[0][1, 1], K[1][0, 0], K[1][1, 1]]))
-    pose = estimate(flat0, flat1, RANSAC_PX / focal, zlib.crc32(name.encode()) & 0x7FFFFFFF)
-    correct = int(right_matches(points, K, T_0to1).sum())
-    return PoseRow(name, matcher, keypoints, len(flat0), correct, pose_error(pose, T_0to1))
-
-
-def right_matches(points: Sequence[np.ndarray], K: Sequence[np.ndarray], T_0to1: np.ndarray) -> np.ndarray:
-    """(N,) bool: matches whose epipolar error is below the limit. points: pixels (N, 2) in both images."""
-    flat0, flat1 = (normalized(side, intrinsics) for side, intrinsics in zip(points, K))
-    return epipolar_errors(flat0, flat1, T_0to1) < EPIPOLAR_LIMIT
-
-
-def values_of(rows: Sequence[PoseRow]) -> Dict[str, np.ndarray]:
-    """One value per pair of each figure, (P,) float64, as the intervals take them."""
-    errors = np.array([row.error for row in rows], np.float64)
-    return {
-        "precision": np.array([row.precision for row in rows], np.float64),
-        "matching_score": np.array([row.matching_score for row in rows], np.float64),
-        **{f"auc_pose_{degrees}": np.maximum(0.0, 1.0 - errors / degrees) for degrees in AUC_DEGREES},
-    }
-
-
-def summarize(rows: Sequence[PoseRow], matchers: Sequence[str]) -> Dict[str, object]:
-    """Flat names for metrics.json: pairs, matches, precision, matching_score, auc_pose_5, _10, _20."""
-    figures: Dict[str, object] = {}
-    for matcher in matchers:
-        own = [row for row in rows if row.matcher == matcher]
-        values = {
-            "pairs": len(own),
-            "matches": np.mean([row.matches for row in own]),
-            "precision": np.mean([row.precision for row in own]),
-            "matching_score": np.mean([row.matching_score for row in own]),
-            **{
-                f"auc_pose_{degrees}": metrics.auc([row.error for row in own], degrees)
-                for degrees in AUC_DEGREES
-            },
-        }
-        figures.update({f"{matcher}.{name}": round(float(value), 6) for name, value in values.items()})
-        figures[f"{matcher}.pairs"] = len(own)
-    return figures
+def correct_matches(points0: np.ndarray, points1: np.ndarray, pose: Pose) -> np.ndarray:
+    """(K,) bool: matches, pixels (K, 2) in both images, whose epipolar error is below the limit."""
+    flat0, flat1 = normalized(points0, pose.K0), normalized(points1, pose.K1)
+    return epipolar_errors(flat0, flat1, pose.T_0to1) < EPIPOLAR_LIMIT

@@ -1,80 +1,50 @@
-"""One evaluation: pairs from a source, all matchers on the same keypoints, rows and means.
+"""One evaluation: pairs from a source, all matchers on the same keypoints, a result per pair.
 
-The work is cut into units of consecutive scenes, the same whatever the number of processes, and `sharing` shares them
-out: the figures have the same bits for any number of processes.
+The work is cut into units of consecutive scenes, the same whatever the number of processes. Each process takes every
+n-th unit, and after each round all of them hear the results of all: nothing is computed twice or padded, and the
+figures have the same bits for any number of processes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, TypeVar
 
-import numpy as np
-import torch
-
-from pipeline.evaluation import confidence, matchers, pairs, scoring, sharing, summary
-from pipeline.evaluation.matchers import OURS, PairMatches
-from pipeline.evaluation.pairs import Pair
+from pipeline.errors import RequestError
+from pipeline.evaluation import confidence, pairs
+from pipeline.evaluation.figures import Line, condition_line
+from pipeline.evaluation.heldout import LEVELS, DegradedPairs, HeldOutPairs
+from pipeline.evaluation.matchers import OURS, Matchers
+from pipeline.evaluation.pairs import KnownPair
+from pipeline.evaluation.scoring import PairResult, Row, Settings, score_pair
 from pipeline.runtime import distributed
 from pipeline.runtime.progress import progress
+from superglue_sift.matcher import PairMatches
 
-THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(20))  # of confidence, for the curve
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is asked of an evaluation, whatever its source. Units as in params.yaml."""
-
-    max_keypoints: int
-    threshold: float  # matches of ours need a higher score
-    ratio: float  # of the ratio test
-    limits: scoring.Limits
-    batch: int = 8  # pairs in one pass of the network
-    pictures: int = 8
-    further: Mapping[str, Callable[[Pair], PairMatches]] = field(default_factory=dict)  # baselines by name
+Unit = TypeVar("Unit")
+MOST_THREADS = 8
 
 
 @dataclass
 class Results:
-    """What comes out, in the order of the source. rows: as many for each place as there are matchers."""
+    """What comes out, in the order of the source. bad: (scene, reason)."""
 
-    places: List[Tuple[int, int]] = field(default_factory=list)  # (scene, position in it) of each pair
-    rows: List[scoring.Row] = field(default_factory=list)
-    judged: List[confidence.Judged] = field(default_factory=list)  # of ours, one per pair
-    bad: List[Tuple[str, str]] = field(default_factory=list)  # (scene, reason)
+    pairs: List[PairResult] = field(default_factory=list)
+    bad: List[Tuple[str, str]] = field(default_factory=list)
 
     @property
-    def matchers(self) -> Tuple[str, ...]:
-        """Who was compared: the rows of a pair stand in this order."""
-        return scoring.matchers_of(self.rows)
-
-    def rows_of(self, index: int) -> Dict[str, scoring.Row]:
-        """The rows of pair `index`, by matcher."""
-        count = len(self.rows) // len(self.places)
-        return {row.matcher: row for row in self.rows[index * count : (index + 1) * count]}
-
-    def extend(self, other: Results) -> None:
-        """Append another's results."""
-        self.places += other.places
-        self.rows += other.rows
-        self.judged += other.judged
-        self.bad += other.bad
-
-
-@dataclass(frozen=True)
-class Matched:
-    """What all matchers say of a pair, and what is right. ours: whatever its scores; truth0: see `true_matches`."""
-
-    pair: Pair
-    ours: PairMatches
-    others: Dict[str, PairMatches]
-    truth0: np.ndarray
+    def rows(self) -> List[Row]:
+        """Those of all matchers on all pairs, pair by pair."""
+        return [row for one in self.pairs for row in one.rows.values()]
 
 
 def evaluate(
     source: pairs.Source,
-    model: torch.nn.Module,
-    device: str,
+    matchers: Matchers,
     settings: Settings,
     context: Optional[distributed.Context] = None,
     title: str = "evaluate",
@@ -83,39 +53,34 @@ def evaluate(
     total = sum(source.pairs_in(index) for index in range(len(source)))
     everything = Results()
     with progress(total=total, desc=title, unit="pair", disable=bool(context and context.rank)) as bar:
-        for part in parts_of(source, model, device, settings, context):
-            everything.extend(part)
-            bar.update(len(part.places))
+        for part in results_by_unit(source, matchers, settings, context):
+            everything.pairs += part.pairs
+            everything.bad += part.bad
+            bar.update(len(part.pairs))
     return everything
 
 
-def parts_of(
+def results_by_unit(
     source: pairs.Source,
-    model: torch.nn.Module,
-    device: str,
+    matchers: Matchers,
     settings: Settings,
     context: Optional[distributed.Context] = None,
 ) -> Iterator[Results]:
     """The results, unit by unit."""
+    thresholds = {name: network.threshold for name, network in matchers.networks.items()}
 
-    def extract(unit: Sequence[int]) -> Tuple[List[Pair], List[Tuple[str, str]]]:
-        return pairs.extract(source, unit, settings.max_keypoints)
+    def extract(unit: Sequence[int]) -> Tuple[List[KnownPair], List[Tuple[str, str]]]:
+        return pairs.extract(source, unit, settings.params.max_keypoints)
 
-    def match(extracted: Tuple[List[Pair], List[Tuple[str, str]]]) -> Tuple[List[Matched], Results]:
-        found, bad = extracted
-        return match_pairs(found, model, device, settings), Results(bad=bad)
+    def match(extracted):
+        known, bad = extracted
+        return known, matchers.answers([one.pair for one in known], settings.batch), bad
 
-    def score(work: Tuple[List[Matched], Results]) -> Results:
-        matched, results = work
-        for one in matched:
-            rows, verdict = score_pair(one, settings)
-            results.places.append((one.pair.scene_index, one.pair.position))
-            results.rows += rows
-            results.judged.append(verdict)
-        return results
+    def score(matched: Tuple[List[KnownPair], List[Dict[str, PairMatches]], list]) -> Results:
+        known, answers, bad = matched
+        return Results([score_pair(*one, thresholds, settings) for one in zip(known, answers)], bad)
 
-    units = units_of(source, settings.batch)
-    return sharing.share_out(units, [], extract, match, score, context)
+    return map_over_ranks(units_of(source, settings.batch), [], extract, match, score, context)
 
 
 def units_of(source: pairs.Source, batch: int) -> List[List[int]]:
@@ -132,66 +97,94 @@ def units_of(source: pairs.Source, batch: int) -> List[List[int]]:
     return units
 
 
-def match_pairs(
-    found: Sequence[Pair], model: torch.nn.Module, device: str, settings: Settings
-) -> List[Matched]:
-    """All matchers on the pairs of one unit."""
-    batches = matchers.batches_of(found, settings.batch)
-    return [
-        Matched(
-            pair, ours, match_others(pair, settings), scoring.true_matches(pair, settings.limits.correct_px)
-        )
-        for pair, ours in matchers.match_superglue(model, batches, device)
-    ]
+def disturbed_lines(
+    source: HeldOutPairs, matchers: Matchers, settings: Settings, context: distributed.Context
+) -> List[Line]:
+    """Lines of robustness.csv: each disturbance at each level, on the first `settings.robustness` photographs."""
+    lines = []
+    for name, (disturb, levels) in LEVELS.items():
+        for level in levels:
+            entries = source.entries[: settings.robustness]
+            disturbed = DegradedPairs(source.images, entries, source.params, disturb, level)
+            results = evaluate(disturbed, matchers, settings, context, f"{name} {level:g}")
+            if results.rows:
+                lines.append(condition_line(name, f"{level:g}", results.rows))
+    return lines
 
 
-def score_pair(matched: Matched, settings: Settings) -> Tuple[List[scoring.Row], confidence.Judged]:
-    """Rows of all matchers on one pair, and the verdict on each match of ours whatever its score."""
-    pair, ours, truth0 = matched.pair, matched.ours, matched.truth0
-    answers = {OURS: ours.above(settings.threshold), **matched.others}
-    rows = [scoring.score(pair, name, found, truth0, settings.limits) for name, found in answers.items()]
-    return rows, confidence.judge(pair, ours, truth0, settings.limits.correct_px)
+def choose_threshold(source: pairs.Source, matchers: Matchers, settings: Settings) -> Dict[str, float]:
+    """The confidence above which matches of ours have the best F1 on the pairs of a source, and what they reach.
 
-
-def match_others(pair: Pair, settings: Settings) -> Dict[str, PairMatches]:
-    """Every baseline on one pair, by name."""
-    answers = matchers.match_baselines(pair, settings.ratio)
-    answers.update({name: match(pair) for name, match in settings.further.items()})
-    return answers
-
-
-def figures_of(results: Results) -> summary.Figures:
-    """Flat names for metrics.json."""
-    figures = summary.summarize(results.rows, results.matchers)
-    lines = confidence.calibration(results.judged)
-    figures[f"{OURS}.calibration_error"] = summary.plain(confidence.calibration_error(lines))
-    return figures
-
-
-def errors_by_matcher(rows: Sequence[scoring.Row], estimator: str) -> Dict[str, List[float]]:
-    """Corner errors in pixels of all pairs, by matcher."""
-    return {
-        matcher: [row.errors[estimator] for row in rows if row.matcher == matcher]
-        for matcher in scoring.matchers_of(rows)
-    }
-
-
-def picture_choice(rows: Sequence[scoring.Row], count: int) -> List[Tuple[str, int]]:
-    """Which pairs to draw: `count` of the best, the median and the worst by our error.
-
-    Returns [("best-1", index of the pair), ...]; no pair twice.
+    Give it validation pairs: what is stated about a threshold must come from other pairs than those that chose it.
     """
-    ours = [row for row in rows if row.matcher == OURS]
-    ranks = [(row.error, -row.counts.correct, index) for index, row in enumerate(ours)]
-    return best_median_worst([index for _, _, index in sorted(ranks)], count)
+    results = evaluate(source, matchers, settings)
+    return confidence.best_threshold(confidence.sweep([one.judged[OURS] for one in results.pairs]))
 
 
-def best_median_worst(ranked: Sequence[int], count: int) -> List[Tuple[str, int]]:
-    """`count` of the pairs in `ranked`, the best first: [("best-1", index), ..., ("worst-1", index)]."""
-    count = min(count, len(ranked))
-    worst, best = (count + 2) // 3, (count + 1) // 3
-    middle = count - worst - best
-    start = max(best, min((len(ranked) - middle) // 2, len(ranked) - worst - middle))
-    chosen = [("best", ranked[:best]), ("median", ranked[start : start + middle])]
-    chosen.append(("worst", ranked[len(ranked) - worst :][::-1] if worst else []))
-    return [(f"{kind}-{place}", index) for kind, group in chosen for place, index in enumerate(group, 1)]
+def map_over_ranks(
+    units: Sequence[Unit],
+    nothing: Unit,
+    prepare: Callable[[Unit], Any],
+    match: Callable[[Any], Any],
+    score: Callable[[Any], Any],
+    context: Optional[distributed.Context] = None,
+) -> Iterator[Any]:
+    """`score(match(prepare(unit)))` of every unit, in their order, on every process of the group.
+
+    prepare and score run in threads, a little ahead and behind; match in turn. nothing: the unit of a process that has
+    none left in the last round. Raises RequestError on all processes when `prepare` raises one on any.
+    """
+    rank, world_size = (context.rank, context.world_size) if context else (0, 1)
+    rounds = range(-(-len(units) // world_size))
+    mine = [
+        units[index] if index < len(units) else nothing for index in (n * world_size + rank for n in rounds)
+    ]
+    workers = max(1, min((os.cpu_count() or 1) // world_size, MOST_THREADS))
+    matched = map_serial(mine, prepare, match, workers)
+    for scored in prefetch_map(
+        lambda found: found if isinstance(found, str) else score(found), matched, workers
+    ):
+        for part in distributed.all_gather(scored()):
+            if isinstance(part, str):
+                final_barrier()
+                raise RequestError(part)
+            yield part
+    final_barrier()
+
+
+def map_serial(
+    units: Sequence[Unit], prepare: Callable[[Unit], Any], match: Callable[[Any], Any], workers: int
+) -> Iterator[Any]:
+    """`match(prepare(unit))` of each; a message in place of one whose request was wrong, for all to hear."""
+    for ready in prefetch_map(prepare, units, workers):
+        try:
+            prepared = ready()
+        except RequestError as error:
+            yield str(error)
+            return
+        yield match(prepared)
+
+
+def prefetch_map(work: Callable, items: Iterable, workers: int) -> Iterator[Callable]:
+    """A callable with the result of `work(item)` for each item, computed by threads a little before it is asked for.
+
+    Threads, not processes: decoding, warping, SIFT and robust estimators all release Python's lock, and nothing need
+    be copied.
+    """
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        waiting: deque = deque()
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) > workers:
+                yield waiting.popleft().result
+        while waiting:
+            yield waiting.popleft().result
+
+
+def final_barrier() -> None:
+    """Wait until all processes have heard the last results: who leaves early takes the connection along.
+
+    By then nothing can be lost any more, so a peer that has left this barrier first is no failure.
+    """
+    with contextlib.suppress(RuntimeError):
+        distributed.barrier()

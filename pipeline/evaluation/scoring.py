@@ -1,35 +1,42 @@
-"""One row of figures per pair and matcher."""
+"""One row of figures per pair and matcher, and the verdict on every match of a network."""
 
 from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import Dict, Sequence, Tuple
+from typing import Dict, Mapping, Sequence, Tuple
 
 import numpy as np
 import torch
 
-from pipeline.evaluation import metrics
+from pipeline.evaluation import metrics, poses
+from pipeline.evaluation.conditions import conditions_of
 from pipeline.evaluation.estimators import DEFAULT, ESTIMATORS
-from pipeline.evaluation.matchers import PairMatches
-from pipeline.evaluation.pairs import Pair
-from superglue_sift import geometry
+from pipeline.evaluation.pairs import KnownPair, Pose
+from pipeline.schema import EvaluateParams
+from superglue_sift import geometry, sift
+from superglue_sift.batch import Pair
+from superglue_sift.matcher import PairMatches
 from superglue_sift.truth import pair_truth
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What counts. correct_px: a match is correct below this reprojection error; the rest are RANSAC's."""
+class Settings:
+    """All that is asked of an evaluation. params: section `evaluate`, with what the command line says instead."""
 
-    correct_px: float = 3.0
-    ransac_px: float = 3.0
-    ransac_iterations: int = 3000
+    params: EvaluateParams
     estimators: Tuple[str, ...] = DEFAULT
+    batch: int = 8  # pairs in one pass of a network
+    resize: int = 480  # shorter side of pairs that are not rendered, px; 0: as they are
+    robustness: int = 0  # photographs tried under growing disturbances
 
 
 @dataclass(frozen=True)
 class Row:
-    """Figures of one matcher on one pair: a line of pairs.csv. Errors in pixels, inf without an estimate."""
+    """Figures of one matcher on one pair: a line of pairs.csv.
+
+    errors: by estimator, in pixels (of a pose in degrees), inf without an estimate.
+    """
 
     pair: str
     scene: str
@@ -45,18 +52,53 @@ class Row:
         """That of the first estimator, by which pairs are called good or bad."""
         return next(iter(self.errors.values()))
 
+    @property
+    def difficulty(self) -> Dict[str, float]:
+        """What makes the pair hard: its conditions, and the keypoints of the poorer view."""
+        return {**self.conditions, "keypoints": min(self.keypoints0, self.keypoints1)}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """All K matches of a network on one pair, whatever their scores. correct, found: (K,) bool; truth: a count."""
+
+    scores: np.ndarray
+    correct: np.ndarray
+    found: np.ndarray
+    truth: int
+
+    def above(self, threshold: float) -> Judged:
+        """The same without matches whose score is not above `threshold`."""
+        keep = self.scores > threshold
+        return Judged(self.scores[keep], self.correct[keep], self.found[keep], self.truth)
+
+    @property
+    def counts(self) -> metrics.MatchCounts:
+        """How many they are."""
+        right, found = int(self.correct.sum()), int(self.found.sum())
+        return metrics.MatchCounts(len(self.scores), right, self.truth, found)
+
+
+@dataclass(frozen=True)
+class PairResult:
+    """One pair: rows of all matchers, and of each network all its matches judged (none where poses are judged)."""
+
+    place: Tuple[int, int]
+    rows: Dict[str, Row]
+    judged: Dict[str, Judged]
+
 
 def points_of(records: np.ndarray) -> np.ndarray:
     """(N, 2) float64 pixels of KEYPOINT records."""
-    return np.stack([records["x"], records["y"]], axis=-1).astype(np.float64).reshape(-1, 2)
+    return sift.positions(records).astype(np.float64)
 
 
-def true_matches(pair: Pair, correct_px: float) -> np.ndarray:
+def true_matches(pair: Pair, H_0to1: np.ndarray, correct_px: float) -> np.ndarray:
     """(M,) index of the true partner in image 1, negative without one: the truth that training uses."""
     truth = pair_truth(
-        torch.from_numpy(points_of(pair.keypoints0)),
-        torch.from_numpy(points_of(pair.keypoints1)),
-        torch.from_numpy(np.asarray(pair.H_0to1, np.float64)),
+        torch.from_numpy(points_of(pair.records0)),
+        torch.from_numpy(points_of(pair.records1)),
+        torch.from_numpy(np.asarray(H_0to1, np.float64)),
         torch.tensor(pair.size0),
         torch.tensor(pair.size1),
         correct_px,
@@ -65,39 +107,71 @@ def true_matches(pair: Pair, correct_px: float) -> np.ndarray:
     return truth.matches0.numpy()
 
 
-def matched_points(pair: Pair, found: PairMatches):
+def matched_points(pair: Pair, found: PairMatches) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Points of the predicted matches, (K, 2) and (K, 2) float64, and their (K,) scores."""
     index0 = np.flatnonzero(found.matches0 > metrics.UNMATCHED)
-    points0 = points_of(pair.keypoints0)[index0]
-    points1 = points_of(pair.keypoints1)[found.matches0[index0]]
+    points0 = points_of(pair.records0)[index0]
+    points1 = points_of(pair.records1)[found.matches0[index0]]
     return points0, points1, found.scores0[index0].astype(np.float64)
 
 
-def estimates(pair: Pair, found: PairMatches, limits: Limits) -> dict:
-    """Homography or None by estimator. The seed of RANSAC depends on the pair alone."""
-    points0, points1, weights = matched_points(pair, found)
-    seed = zlib.crc32(pair.name.encode()) & 0x7FFFFFFF
-    settings = (limits.ransac_px, limits.ransac_iterations, seed)
-    return {name: ESTIMATORS[name](points0, points1, weights, *settings) for name in limits.estimators}
+def correct_matches(known: KnownPair, found: PairMatches, correct_px: float) -> np.ndarray:
+    """(K,) bool: which of the predicted matches are right."""
+    points0, points1, _ = matched_points(known.pair, found)
+    if isinstance(known.truth, Pose):
+        return poses.correct_matches(points0, points1, known.truth)
+    return metrics.reprojection_errors(points0, points1, known.truth) < correct_px
 
 
-def score(pair: Pair, matcher: str, found: PairMatches, truth0: np.ndarray, limits: Limits) -> Row:
-    """The row of one matcher on one pair; truth0 from `true_matches`."""
-    points0, points1, _ = matched_points(pair, found)
-    errors = metrics.reprojection_errors(points0, points1, pair.H_0to1)
-    return Row(
-        pair=pair.name,
-        scene=pair.scene,
-        matcher=matcher,
-        keypoints0=len(pair.keypoints0),
-        keypoints1=len(pair.keypoints1),
-        counts=metrics.count_matches(found.matches0, truth0, errors, limits.correct_px),
-        errors={
-            name: geometry.corner_error(H, pair.H_0to1, pair.size0)
-            for name, H in estimates(pair, found, limits).items()
-        },
-        conditions=pair.conditions,
+def estimate_errors(known: KnownPair, found: PairMatches, settings: Settings) -> Dict[str, float]:
+    """Error of each estimate made from the matches, by estimator. The seed depends on the pair alone."""
+    points0, points1, weights = matched_points(known.pair, found)
+    seed = zlib.crc32(known.name.encode()) & 0x7FFFFFFF
+    if isinstance(known.truth, Pose):
+        return {
+            poses.NAME: poses.pose_error(poses.estimate(points0, points1, known.truth, seed), known.truth)
+        }
+    limits = (settings.params.ransac_px, settings.params.ransac_iterations, seed)
+    return {
+        name: geometry.corner_error(
+            ESTIMATORS[name](points0, points1, weights, *limits), known.truth, known.pair.size0
+        )
+        for name in settings.estimators
+    }
+
+
+def judge(known: KnownPair, found: PairMatches, truth0: np.ndarray, correct_px: float) -> Judged:
+    """Right or wrong for each match; truth0 (M,) from `true_matches`, all negative where it is not known."""
+    index0 = np.flatnonzero(found.matches0 > metrics.UNMATCHED)
+    return Judged(
+        scores=found.scores0[index0].astype(np.float64),
+        correct=correct_matches(known, found, correct_px),
+        found=truth0[index0] == found.matches0[index0],
+        truth=int((truth0 > metrics.UNMATCHED).sum()),
     )
+
+
+def score_pair(
+    known: KnownPair,
+    answers: Mapping[str, PairMatches],
+    thresholds: Mapping[str, float],
+    settings: Settings,
+) -> PairResult:
+    """Everything about one pair. answers: of all matchers; thresholds: of the networks, whose answers hold all."""
+    pair, px = known.pair, settings.params.correct_px
+    homographic = not isinstance(known.truth, Pose)
+    truth0 = true_matches(pair, known.truth, px) if homographic else np.full(len(pair.records0), -1)
+    conditions = conditions_of(known.truth, pair.size0, pair.size1) if homographic else {}
+    rows, judged = {}, {}
+    for name, answer in answers.items():
+        verdict, found = judge(known, answer, truth0, px), answer
+        if name in thresholds:
+            judged[name] = verdict
+            verdict, found = verdict.above(thresholds[name]), found.above(thresholds[name])
+        errors = estimate_errors(known, found, settings)
+        sizes = len(pair.records0), len(pair.records1)
+        rows[name] = Row(known.name, known.scene, name, *sizes, verdict.counts, errors, conditions)
+    return PairResult(known.place, rows, judged if homographic else {})
 
 
 def matchers_of(rows: Sequence[Row]) -> Tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Dict, List, Optional, Sequence
+from typing import Dict, List, Mapping, Optional, Sequence
 
 TITLES = {
     "superglue": "SuperGlue (ours)",
@@ -12,7 +12,18 @@ TITLES = {
     "ratio_test": "ratio test, mutual",
     "lightglue": "LightGlue",
 }
-AUC_PIXELS = (1, 3, 5, 10)
+SHORT = {  # figures that are no AUC, in the order of the columns
+    "precision": "P",
+    "recall": "R",
+    "matching_score": "MS",
+    "recall_at_ratio_precision": "R@P",
+    "precision_at_ratio_recall": "P@R",
+}
+LONG = {
+    "recall_at_ratio_precision": "recall at the ratio test's precision",
+    "precision_at_ratio_recall": "precision at the ratio test's recall",
+}
+LEAST_PAIRS = 20  # of fewer a figure says too little to be judged
 
 
 def percent(value: Optional[float]) -> str:
@@ -30,11 +41,16 @@ def title(matcher: str) -> str:
     return TITLES.get(matcher, matcher)
 
 
+def points(value: Optional[float]) -> str:
+    """A difference, 0.0123 -> '+1.2'; '-' where there is none."""
+    return "-" if value is None else f"{100 * value:+.1f}"
+
+
 def figure_title(name: str) -> str:
-    """auc_ransac_3 -> 'AUC@3 RANSAC'; other names as they are."""
+    """auc_ransac_3 -> 'AUC@3 RANSAC'; other names as words."""
     kind, _, rest = name.partition("_")
     estimator, _, pixels = rest.rpartition("_")
-    return f"AUC@{pixels} {estimator.upper()}" if kind == "auc" else name
+    return f"AUC@{pixels} {estimator.upper()}" if kind == "auc" else LONG.get(name, name.replace("_", " "))
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> List[str]:
@@ -49,18 +65,31 @@ def aligned(rows: Sequence[Sequence[str]]) -> List[str]:
     ]
 
 
-def estimators_in(figures: Dict[str, Optional[float]]) -> List[str]:
-    """Names of the estimators with an AUC, in the order they appear."""
-    return list(
-        dict.fromkeys(name.split(".auc_")[1].rpartition("_")[0] for name in figures if ".auc_" in name)
-    )
+def lines_by_matcher(figures: Dict[str, Optional[float]]) -> List[Dict[str, object]]:
+    """Flat names the other way round: one line per matcher."""
+    lines: Dict[str, Dict[str, object]] = {}
+    for name, value in figures.items():
+        matcher, _, figure = name.partition(".")
+        lines.setdefault(matcher, {"matcher": matcher})[figure] = value
+    return list(lines.values())
 
 
-def comparison(figures: Dict[str, Optional[float]]) -> str:
+def columns_of(figures: Mapping[str, Optional[float]]) -> Dict[str, List[str]]:
+    """Names of the figures a table shows, under what stands above them: nothing, then each estimator's areas."""
+    known = dict.fromkeys(name.rpartition(".")[2] for name in figures)
+    groups: Dict[str, List[str]] = {"": [name for name in SHORT if name in known]}
+    for name in known:
+        if name.startswith("auc_"):
+            groups.setdefault(f"AUC {name[len('auc_') :].rpartition('_')[0].upper()}", []).append(name)
+    return groups
+
+
+def comparison(figures: Mapping[str, Optional[float]]) -> str:
     """The table every evaluation ends with: one line per matcher, percentages beside the number of pairs."""
-    estimators = estimators_in(figures)
-    names = ["precision", "recall"] + [f"auc_{kind}_{pixels}" for kind in estimators for pixels in AUC_PIXELS]
-    rows = [["", "pairs", "matches", "P", "R", *[f"@{pixels}" for _ in estimators for pixels in AUC_PIXELS]]]
+    groups = columns_of(figures)
+    names = [name for own in groups.values() for name in own]
+    heads = [SHORT.get(name) or f"@{name.rpartition('_')[2]}" for name in names]
+    rows = [["", "pairs", "matches", *heads]]
     for matcher in matchers_in(figures):
         matches = figures.get(f"{matcher}.matches")
         rows.append(
@@ -68,14 +97,36 @@ def comparison(figures: Dict[str, Optional[float]]) -> str:
             + [percent(figures.get(f"{matcher}.{name}")) for name in names]
         )
     lines = aligned(rows)
+    starts = [found.start() for found in re.finditer(r"\S+", lines[0])][2:]  # after pairs and matches
     above = ""
-    for kind, start in zip(estimators, re.finditer(r"@1\b", lines[0])):
-        above = above.ljust(start.start()) + f"AUC {kind.upper()} "
-    notes = [
-        "in %; P, R: precision, recall; AUC of the mean corner error up to 1, 3, 5, 10 px",
-        *recall_notes(figures),
-    ]
-    return "\n".join([above.rstrip(), *lines, *notes])
+    for head, own in groups.items():
+        above = above.ljust(starts[names.index(own[0])]) + f"{head} " if head else above
+    return "\n".join([above.rstrip(), *lines, *notes(figures)])
+
+
+def notes(figures: Mapping[str, Optional[float]]) -> List[str]:
+    """What stands below the table: what its columns are, and which matches they count."""
+    groups = columns_of(figures)
+    said = [f"{SHORT[name]}: {figure_title(name)}" for name in groups[""] if name not in LONG]
+    for head, own in list(groups.items())[1:]:
+        limits = ", ".join(name.rpartition("_")[2] for name in own)
+        of = (
+            f"pose error up to {limits} degrees"
+            if head == "AUC POSE"
+            else f"mean corner error up to {limits} px"
+        )
+        said.append(f"AUC of the {of}")
+    lines = ["in %; " + "; ".join(dict.fromkeys(said))]
+    stated = {title(name): figures.get(f"{name}.threshold") for name in matchers_in(figures)}
+    stated = {name: f"{value:g}" for name, value in stated.items() if value is not None}
+    if stated:
+        one = len(set(stated.values())) == 1
+        above = next(iter(stated.values())) if one else ", ".join(" ".join(own) for own in stated.items())
+        lines.append(f"a network's matches have a confidence above {above}")
+    if any(name in LONG for name in groups[""]):
+        said = ", ".join(f"{SHORT[name]}: {LONG[name]}" for name in LONG)
+        lines.append(f"{said}, where every threshold is tried")
+    return [*lines, *recall_notes(figures)]
 
 
 def recall_notes(figures: Dict[str, Optional[float]]) -> List[str]:
@@ -105,33 +156,32 @@ def side_by_side(variants: Dict[str, Dict[str, Optional[float]]]) -> str:
     return comparison(figures)
 
 
-def pose_comparison(figures: Dict[str, float], degrees: Sequence[int]) -> str:
-    """The same for relative poses: AUC of the pose error, precision (P) and matching score (MS)."""
-    names = [f"auc_pose_{limit}" for limit in degrees] + ["precision", "matching_score"]
-    rows = [["", "pairs", *[f"AUC@{limit} deg" for limit in degrees], "P", "MS"]]
-    for matcher in matchers_in(figures):
-        cells = [percent(figures[f"{matcher}.{name}"]) for name in names]
-        rows.append([title(matcher), str(figures[f"{matcher}.pairs"]), *cells])
-    return "\n".join(aligned(rows))
-
-
-def by_scene(lines: Sequence[Dict[str, object]], matchers: Sequence[str]) -> str:
+def by_scene(lines: Sequence[Dict[str, object]]) -> str:
     """One line per sequence: AUC@3 by the first estimator and precision of each matcher. lines: as in scenes.csv."""
     area = next(name for name in lines[0] if name.startswith("auc_") and name.endswith("_3"))
-    scenes = list(dict.fromkeys(str(line["scene"]) for line in lines))
+    scenes, matchers = (list(dict.fromkeys(str(line[key]) for line in lines)) for key in ("scene", "matcher"))
     found = {(str(line["scene"]), str(line["matcher"])): line for line in lines}
     rows = [[f"{figure_title(area)} | precision", "pairs"] + [title(matcher) for matcher in matchers]]
     for scene in scenes:
         cells = [found[scene, matcher] for matcher in matchers]
         rows.append(
-            [scene, str(cells[0]["pairs"])]
+            [scene, marked(int(cells[0]["pairs"]))]
             + [f"{percent(cell[area])} | {percent(cell['precision'])}" for cell in cells]
         )
-    return "\n".join(aligned(rows))
+    few = any(int(line["pairs"]) < LEAST_PAIRS for line in lines)
+    return "\n".join([*aligned(rows), *([FEW] if few else [])])
+
+
+FEW = f"* fewer than {LEAST_PAIRS} pairs: too few to judge by"
+
+
+def marked(pairs: int) -> str:
+    """A number of pairs, with a star where they are few."""
+    return f"{pairs}*" if pairs < LEAST_PAIRS else str(pairs)
 
 
 def foremost(names: Sequence[str]) -> List[str]:
-    """Of these figures those to show first: precision, recall, and two areas of each of the first two estimators.
+    """Of these figures those to show first: all but the areas, and two areas of each of the first two estimators.
 
     The second and the last, such as AUC@3 and AUC@10.
     """
@@ -139,7 +189,7 @@ def foremost(names: Sequence[str]) -> List[str]:
     for name in names:
         if name.startswith("auc_"):
             areas.setdefault(name.rpartition("_")[0], []).append(name)
-    shown = {"precision", "recall"}.union(*([own[1], own[-1]] for own in list(areas.values())[:2]))
+    shown = set(SHORT).union(*([own[1], own[-1]] for own in list(areas.values())[:2]))
     return [name for name in names if name in shown]
 
 
@@ -150,16 +200,9 @@ def differences(lines: Sequence[Dict[str, object]]) -> str:
     for line in lines:
         if line["figure"] not in first:
             continue
-        value, low, high = (line[name] for name in ("value", "low", "high"))
-        shown = "-" if value is None else f"{100 * value:+.1f}"
-        span = "-" if low is None or high is None else f"{100 * low:+.1f} .. {100 * high:+.1f}"
+        span = "-" if line["low"] is None else f"{points(line['low'])} .. {points(line['high'])}"
+        named = title(str(line["baseline"]))
         rows.append(
-            [
-                figure_title(str(line["figure"])),
-                shown,
-                span,
-                str(line["verdict"]),
-                title(str(line["baseline"])),
-            ]
+            [figure_title(str(line["figure"])), points(line["value"]), span, str(line["verdict"]), named]
         )
     return "\n".join(aligned(rows))

@@ -1,0 +1,201 @@
+"""From results to what is shown: the content of the report, and the pictures in it."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Mapping, Sequence, Tuple
+
+import cv2
+import numpy as np
+
+from pipeline.evaluation import confidence, figures, poses
+from pipeline.evaluation.figures import Comparison, Line
+from pipeline.evaluation.matchers import OURS, Matchers
+from pipeline.evaluation.metrics import recall_curve
+from pipeline.evaluation.pairs import Scene, Source, pair_of_scene
+from pipeline.evaluation.run import Results
+from pipeline.evaluation.scoring import Row, Settings, correct_matches, estimators_of, matched_points
+from pipeline.report import page, tables
+from superglue_sift import drawing
+
+PICTURED = (OURS, figures.RATIO_TEST)  # one above the other
+LIMITS_PX = tuple(round(0.1 * step, 1) for step in range(101))  # 0 .. 10 px, the range of the widest AUC
+LIMITS_DEG = tuple(round(0.2 * step, 1) for step in range(101))  # 0 .. 20 degrees, of the pose error
+WIDEST = 1200  # pixels of a picture in the page
+QUALITY = 80
+
+
+def content(
+    title: str,
+    results: Results,
+    compared: Comparison,
+    disturbed: Sequence[Line],
+    drawn: Sequence[page.Picture],
+    protocol: Dict[str, object],
+) -> page.Content:
+    """Everything the report shows and writes. disturbed: further lines of the table by how hard the pairs are."""
+    rows = results.rows
+    scenes, matchers = compared.clusters, len(results.pairs[0].rows)
+    notes = [f"{len(results.pairs)} pairs of {scenes} scenes, {matchers} matchers on the same keypoints."]
+    if results.bad:
+        notes.append(f"{len(results.bad)} images could not be read and were left out: see bad_images.csv.")
+    if scenes < figures.LEAST_CLUSTERS:
+        notes.append(
+            f"Pairs of one scene are alike, so intervals resample scenes: {scenes} of them decide nothing, "
+            f"{figures.LEAST_CLUSTERS} would."
+        )
+    return page.Content(
+        title=title,
+        figures=compared.figures,
+        intervals=compared.intervals,
+        differences=compared.differences,
+        curves=curves(rows, compared),
+        robustness=[*figures.by_condition(rows), *disturbed],
+        pairs=[figures.pair_line(row) for row in rows],
+        scenes=figures.by_scene(rows),
+        bad=[{"file": name, "reason": reason} for name, reason in results.bad],
+        pictures=drawn,
+        protocol=protocol,
+        notes=notes,
+    )
+
+
+def curves(rows: Sequence[Row], compared: Comparison) -> Dict[str, List[Line]]:
+    """Lines of the files in curves/, by name."""
+    found = {f"error_{name}": error_curve(rows, name) for name in estimators_of(rows)}
+    if OURS in compared.sweeps:
+        lines = confidence.threshold_curve(compared.sweeps[OURS])
+        found["precision_recall"] = figures.rounded(lines)
+        found["precision_at_recall"] = precision_at_recall(compared)
+        found["calibration"] = compared.calibration
+    return found
+
+
+def error_curve(rows: Sequence[Row], estimator: str) -> List[Line]:
+    """Share of pairs with an error of at most each limit, by matcher: the curve whose area the AUC is.
+
+    The first column of a line is the limit, `error_px` or `error_deg`.
+    """
+    pose = estimator == poses.NAME
+    limits, unit = (LIMITS_DEG, "error_deg") if pose else (LIMITS_PX, "error_px")
+    errors: Dict[str, List[float]] = {}
+    for row in rows:
+        errors.setdefault(row.matcher, []).append(row.errors[estimator])
+    shares = {matcher: recall_curve(own, limits) for matcher, own in errors.items()}
+    return [
+        {unit: limit, **{matcher: figures.plain(share[index]) for matcher, share in shares.items()}}
+        for index, limit in enumerate(limits)
+    ]
+
+
+def precision_at_recall(compared: Comparison) -> List[Line]:
+    """The highest precision of each network with at least a recall; of the others their one operating point."""
+    recalls = np.array(confidence.RECALLS)
+    columns = {}
+    for name, found in compared.sweeps.items():
+        shape = (len(recalls), len(found.recall))
+        swept = (np.broadcast_to(share, shape) for share in (found.recall, found.precision))
+        columns[name] = confidence.recall_at_precision(*swept, recalls)
+    lines = [
+        {
+            "recall": float(recall),
+            **{name: figures.plain(column[row]) or None for name, column in columns.items()},
+        }
+        for row, recall in enumerate(recalls)
+    ]
+    for name in tables.matchers_in(compared.figures):
+        point = {kind: compared.figures[f"{name}.{kind}"] for kind in ("recall", "precision")}
+        if name not in columns and point["recall"] is not None:
+            lines.append({"recall": point["recall"], name: point["precision"]})
+    return lines
+
+
+def draw_pictures(
+    source: Source, matchers: Matchers, results: Results, settings: Settings
+) -> List[Tuple[page.Picture, np.ndarray]]:
+    """best-1, ..., median-1, ..., worst-1, ...: for the page, and (H, W, 3) BGR."""
+    drawn = []
+    scenes: Dict[int, Scene] = {}  # made again, not remembered
+    ours = [one.rows[OURS] for one in results.pairs]
+    for name, index in picture_choice(ours, settings.params.pictures):
+        found = results.pairs[index]
+        number = found.place[0]
+        if number not in scenes:
+            scenes[number] = source.load(number)
+        known, images = pair_of_scene(scenes[number], found.place, settings.params.max_keypoints)
+        answers = matchers.above(matchers.answers([known.pair], 1)[0])
+        panels = []
+        for matcher in PICTURED:
+            points0, points1, _ = matched_points(known.pair, answers[matcher])
+            correct = correct_matches(known, answers[matcher], settings.params.correct_px)
+            heading = f"{tables.title(matcher)}: {counted(found.rows[matcher])}   ({known.name})"
+            panels.append(drawing.Panel(heading, points0, points1, correct))
+        picture = drawing.draw(*images, panels)
+        drawn.append((for_page(name, found.rows, picture), picture))
+    return drawn
+
+
+def for_page(name: str, rows: Mapping[str, Row], picture: np.ndarray) -> page.Picture:
+    """A picture with its figures and what stood in the way."""
+    above, below = (counted(rows[matcher]) for matcher in PICTURED)
+    caption = f"{rows[OURS].pair}. Above ours: {above}. Below the ratio test: {below}."
+    return page.Picture(name, caption, explanation(rows[OURS]), small_jpeg(picture))
+
+
+def counted(row: Row) -> str:
+    """A row's counts and error as text."""
+    error = "pose error {:.2f} degrees" if poses.NAME in row.errors else "corner error {:.2f} px"
+    return f"{row.counts.correct} of {row.counts.matches} matches right, {error.format(row.error)}"
+
+
+def picture_choice(ours: Sequence[Row], count: int) -> List[Tuple[str, int]]:
+    """Which pairs to draw: `count` of the best, the median and the worst by our error.
+
+    Returns [("best-1", index of the pair), ...]; no pair twice.
+    """
+    ranked = sorted(
+        range(len(ours)), key=lambda index: (ours[index].error, -ours[index].counts.correct, index)
+    )
+    count = min(count, len(ranked))
+    worst, best = (count + 2) // 3, (count + 1) // 3
+    middle = count - worst - best
+    start = max(best, min((len(ranked) - middle) // 2, len(ranked) - worst - middle))
+    chosen = [("best", ranked[:best]), ("median", ranked[start : start + middle])]
+    chosen.append(("worst", ranked[len(ranked) - worst :][::-1] if worst else []))
+    return [(f"{kind}-{place}", index) for kind, group in chosen for place, index in enumerate(group, 1)]
+
+
+def small_jpeg(drawn: np.ndarray) -> bytes:
+    """A picture (H, W, 3) as a JPEG file's bytes, made smaller where it is wider than the page needs."""
+    if drawn.shape[1] > WIDEST:
+        height = round(drawn.shape[0] * WIDEST / drawn.shape[1])
+        drawn = cv2.resize(drawn, (WIDEST, height), interpolation=cv2.INTER_AREA)
+    _, data = cv2.imencode(".jpg", drawn, [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
+    return data.tobytes()
+
+
+def explanation(row: Row, limit_px: float = 3.0) -> str:
+    """In words, what stood in the way of a pair whose error is above `limit_px`; empty for the others and for poses."""
+    if row.error <= limit_px or poses.NAME in row.errors:
+        return ""
+    found = row.difficulty
+    reasons = [
+        (found["keypoints"] < 60, f"one view has only {found['keypoints']:.0f} keypoints"),
+        (row.counts.truth < 20, f"only {row.counts.truth} keypoints are found again in the other view"),
+        (
+            found.get("overlap", 1) < 0.35,
+            f"the views share only {100 * found.get('overlap', 1):.0f} % of image 0",
+        ),
+        (found.get("scale", 1) > 2, f"the scale changes {found.get('scale', 1):.1f} times"),
+        (found.get("rotation_deg", 0) > 40, f"the view turns by {found.get('rotation_deg', 0):.0f} degrees"),
+        (
+            found.get("tilt", 1) > 1.8,
+            f"the view is compressed {found.get('tilt', 1):.1f} times in one direction",
+        ),
+        (found.get("perspective", 1) > 4, "the perspective is strong"),
+        (row.counts.matches < 8, f"only {row.counts.matches} matches were sure enough"),
+        (row.counts.precision < 0.5, f"{100 * (1 - row.counts.precision):.0f} % of the matches are wrong"),
+    ]
+    said = [text for holds, text in reasons if holds]
+    if not said:
+        return "The matches lie too close together or too unevenly for an exact homography."
+    return "Why it failed: " + "; ".join(said) + "."

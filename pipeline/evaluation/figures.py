@@ -1,0 +1,305 @@
+"""From results of pairs to figures: means, how sure they are, and ours beside the baselines; each computed once.
+
+Every figure is a mean of one value per pair (an AUC too: of max(0, 1 - error / T)), or is read off such means, so one
+routine serves all. Pairs of one photograph or sequence are alike, so these are resampled, with all their pairs; every
+figure of every matcher on the same resamples, so a difference is taken within each and its interval is far narrower
+than those of its two sides.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
+
+from pipeline.evaluation import poses
+from pipeline.evaluation.conditions import BINS
+from pipeline.evaluation.confidence import (
+    Sweep,
+    calibration,
+    calibration_error,
+    recall_at_precision,
+    steps,
+    sweep,
+)
+from pipeline.evaluation.matchers import OURS
+from pipeline.evaluation.metrics import mean_finite
+from pipeline.evaluation.scoring import Judged, PairResult, Row, estimators_of, matchers_of
+
+AUC_PX = (1, 3, 5, 10)
+AUC_DEGREES = (5, 10, 20)  # of a pose
+RATIO_TEST = "ratio_test"  # whose precision and recall are asked of the networks too
+COMPARED = (OURS, RATIO_TEST)  # in tables by how hard the pairs are
+DIGITS = 6  # figures are written with so many decimals: beyond them lies the noise of float32 sums
+RESAMPLES = 2000
+LEVEL = 0.95
+SEED = 0
+LEAST_CLUSTERS = 6  # of fewer, all agree by chance more often than once in twenty times: 2 ** (1 - 5) = 0.06
+CURVE_POINTS = 512  # of a resampled curve
+
+Line = Dict[str, object]
+Figures = Dict[str, Optional[float]]
+
+
+def plain(value: float) -> Optional[float]:
+    """A number JSON can hold: rounded; None where there is none (no pair, or an infinite median)."""
+    if isinstance(value, (int, np.integer)):
+        return int(value)
+    return round(float(value), DIGITS) if math.isfinite(value) else None
+
+
+def rounded(lines: Sequence[Mapping[str, float]]) -> List[Line]:
+    """Lines of numbers, `plain`."""
+    return [{name: plain(value) for name, value in line.items()} for line in lines]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure. pairs: that have a say in it; samples: its value on each resample, none where there is one cluster."""
+
+    value: float
+    pairs: int
+    samples: np.ndarray
+
+    def minus(self, other: Estimate) -> Estimate:
+        """The difference, resample by resample."""
+        return Estimate(self.value - other.value, self.pairs, self.samples - other.samples)
+
+    def line(self) -> Line:
+        """value, low, high (percentile bootstrap, Efron and Tibshirani 1993, chapter 13) and pairs."""
+        ends = 100 * np.array([(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        known = self.samples[np.isfinite(self.samples)]
+        low, high = np.percentile(known, ends) if known.size else (math.nan, math.nan)
+        found = {"value": self.value, "low": low, "high": high, "pairs": self.pairs}
+        return {name: plain(value) for name, value in found.items()}
+
+
+class Clusters:
+    """Photographs or sequences, resampled with replacement. names: that of each pair."""
+
+    def __init__(self, names: Sequence[str]):
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        self.count = len(numbers)
+        self.of_pair = np.array([numbers[name] for name in names], np.int64)
+        resamples = RESAMPLES if self.count > 1 else 0
+        drawn = np.random.default_rng(SEED).integers(max(self.count, 1), size=(resamples, self.count))
+        counts = [np.bincount(one, minlength=self.count) for one in drawn]
+        self.weights = np.array(counts, np.float64).reshape(resamples, self.count)
+
+    def per_cluster(self, pairs: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """(C,) sums of `values` over the pairs with these numbers."""
+        return np.bincount(self.of_pair[pairs], values, minlength=self.count)
+
+    def mean(self, values: np.ndarray) -> Estimate:
+        """The mean of the values (P,) that are numbers."""
+        known = np.flatnonzero(np.isfinite(values))
+        sums, counts = self.per_cluster(known, values[known]), self.per_cluster(known, np.ones(len(known)))
+        with np.errstate(invalid="ignore"):
+            samples = (self.weights @ sums) / (self.weights @ counts)
+        return Estimate(*mean_finite(values), samples)
+
+    def curves(self, judged: Sequence[Judged]) -> Tuple[np.ndarray, np.ndarray]:
+        """Precision and recall on each resample while confidence falls, (R, CURVE_POINTS) each."""
+        confidence, pair, *shares = steps(judged)
+        column = np.arange(len(confidence)) * CURVE_POINTS // max(len(confidence), 1)
+        asked = (np.ones(len(judged)), np.array([one.truth > 0 for one in judged], np.float64))
+        curves = []
+        for share, has_a_say in zip(shares, asked):
+            sums = np.zeros((self.count, CURVE_POINTS))
+            np.add.at(sums, (self.of_pair[pair], column), share)
+            pairs = self.weights @ self.per_cluster(np.arange(len(judged)), has_a_say)
+            with np.errstate(invalid="ignore"):
+                curves.append(self.weights @ sums.cumsum(axis=1) / pairs[:, None])
+        return curves[0], curves[1]
+
+
+def values_of(rows: Sequence[Row]) -> Dict[str, np.ndarray]:
+    """One value per pair of each figure, (P,) float64; NaN where a pair has no say in it (recall without truth)."""
+    values = {"precision": np.array([row.counts.precision for row in rows], np.float64)}
+    names = estimators_of(rows)
+    if poses.NAME in names:
+        shares = [row.counts.correct / max(row.keypoints0, 1) for row in rows]
+        values["matching_score"] = np.array(shares, np.float64)
+    else:
+        values["recall"] = np.array([row.counts.recall for row in rows], np.float64)
+    for name in names:
+        errors = np.array([row.errors[name] for row in rows], np.float64)
+        for limit in AUC_DEGREES if name == poses.NAME else AUC_PX:
+            values[f"auc_{name}_{limit}"] = np.maximum(0.0, 1.0 - errors / limit)
+    return values
+
+
+def figures_of(rows: Sequence[Row], means: Optional[Mapping[str, Estimate]] = None) -> Figures:
+    """Figures of the rows of one matcher, means beside their number of pairs where that is not all of them.
+
+    precision, recall and AUC lie in 0..1; errors are pixels (degrees). The median error is over all pairs, None when
+    half of them have no estimate; the mean error is over `estimated_*` pairs and says nothing about the rest.
+    means: those of `values_of`, and more, where they are known already.
+    """
+    if means is None:
+        none = np.zeros(0)
+        means = {name: Estimate(*mean_finite(series), none) for name, series in values_of(rows).items()}
+    figures: Dict[str, float] = {
+        "pairs": len(rows),
+        "matches": mean_finite([row.counts.matches for row in rows])[0],
+    }
+    for name, mean in means.items():
+        if not name.startswith("auc_"):
+            figures[name] = mean.value
+        if name == "recall":
+            figures["recall_pairs"] = mean.pairs
+    for estimator in estimators_of(rows):
+        starts = f"auc_{estimator}_"
+        figures.update({name: mean.value for name, mean in means.items() if name.startswith(starts)})
+        errors = [row.errors[estimator] for row in rows]
+        figures[f"mean_error_{estimator}"], figures[f"estimated_{estimator}"] = mean_finite(errors)
+        figures[f"median_error_{estimator}"] = float(np.median(errors)) if errors else math.nan
+    return {name: plain(value) for name, value in figures.items()}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What an evaluation says. intervals: a line per matcher and figure; differences: ours minus the others."""
+
+    figures: Figures
+    intervals: List[Line]
+    differences: List[Line]
+    sweeps: Dict[str, Sweep]
+    calibration: List[Line]
+    clusters: int
+
+
+def compare(results: Sequence[PairResult], thresholds: Mapping[str, float]) -> Comparison:
+    """All figures of an evaluation. thresholds: of the networks, by name."""
+    rows = {name: [one.rows[name] for one in results] for name in results[0].rows}
+    judged = {name: [one.judged[name] for one in results] for name in results[0].judged}
+    clusters = Clusters([row.scene for row in rows[OURS]])
+    found = {name: {f: clusters.mean(v) for f, v in values_of(own).items()} for name, own in rows.items()}
+    sweeps = {name: sweep(own) for name, own in judged.items()}
+    for name in (*sweeps, *([RATIO_TEST] if sweeps else [])):
+        points = operating_points(found[RATIO_TEST], sweeps.get(name), judged.get(name, ()), clusters)
+        first = {figure: found[name][figure] for figure in ("precision", "recall")}
+        found[name] = {**first, **points, **found[name]}
+    figures: Figures = {}
+    for name, own in rows.items():
+        stated = {"threshold": plain(thresholds[name])} if name in thresholds else {}
+        figures.update({f"{name}.{k}": v for k, v in {**figures_of(own, found[name]), **stated}.items()})
+    bins = calibration(judged.get(OURS, ()))
+    if judged:
+        figures[f"{OURS}.calibration_error"] = plain(calibration_error(bins))
+    intervals = [
+        {"matcher": name, "figure": figure, **estimate.line(), "clusters": clusters.count}
+        for name, own in found.items()
+        for figure, estimate in own.items()
+    ]
+    lines = differences(found, tuple(thresholds), clusters.count)
+    return Comparison(figures, intervals, lines, sweeps, rounded(bins), clusters.count)
+
+
+def operating_points(
+    ratio_test: Mapping[str, Estimate], found: Optional[Sweep], judged: Sequence[Judged], clusters: Clusters
+) -> Dict[str, Estimate]:
+    """Recall at the ratio test's precision and the reverse: swept over all confidences, exact but for the resamples.
+
+    found, judged: of a network; None: of the ratio test itself, which has one operating point.
+    """
+    names = ("recall_at_ratio_precision", "precision_at_ratio_recall")
+    precision, recall = ratio_test["precision"], ratio_test["recall"]
+    if found is None:
+        return dict(zip(names, (recall, precision)))
+    exact, resampled = (found.precision, found.recall), clusters.curves(judged)
+    points = {}
+    for name, least, own, pairs in (
+        (names[0], precision, 0, found.recall_pairs),
+        (names[1], recall, 1, found.pairs),
+    ):
+        value = float(recall_at_precision(exact[own], exact[1 - own], np.float64(least.value)))
+        samples = recall_at_precision(resampled[own], resampled[1 - own], least.samples)
+        points[name] = Estimate(value if found.recall_pairs else math.nan, pairs, samples)
+    return points
+
+
+def differences(
+    found: Mapping[str, Mapping[str, Estimate]], networks: Sequence[str], clusters: int
+) -> List[Line]:
+    """Ours minus the best baseline, then minus each further network, for each figure.
+
+    The best baseline is the one with the highest mean on these pairs: a choice in its favour. verdict: better or
+    worse where the interval does not hold 0 and there are LEAST_CLUSTERS to resample, else undecided.
+    """
+    baselines = [name for name in found if name not in networks]
+    lines = []
+    for others in (baselines, *([name] for name in networks if name != OURS)):
+        for figure, ours in found[OURS].items():
+            known = {name: found[name][figure] for name in others if figure in found[name]}
+            best = max(known, key=lambda name: -1.0 if math.isnan(known[name].value) else known[name].value)
+            line = ours.minus(known[best]).line()
+            verdict = "undecided"
+            if clusters >= LEAST_CLUSTERS and line["low"] is not None:
+                verdict = "better" if line["low"] > 0 else "worse" if line["high"] < 0 else "undecided"
+            lines.append({"figure": figure, "baseline": best, **line, "verdict": verdict})
+    return lines
+
+
+def by_scene(rows: Sequence[Row]) -> List[Line]:
+    """One line per scene (sequence or image) and matcher, scenes in their order of appearance."""
+    groups: Dict[tuple, List[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.scene, row.matcher), []).append(row)
+    scenes = dict.fromkeys(row.scene for row in rows)
+    return [
+        {"scene": scene, "matcher": matcher, **figures_of(groups[scene, matcher])}
+        for scene in scenes
+        for matcher in matchers_of(rows)
+    ]
+
+
+def by_condition(rows: Sequence[Row]) -> List[Line]:
+    """One line per condition and bin that holds a pair."""
+    lines = []
+    for condition, edges in BINS.items():
+        for low, high in zip(edges, edges[1:]):
+            level = f"{low:g} ..{'' if math.isinf(high) else f' {high:g}'}"
+            inside = [row for row in rows if low <= row.difficulty.get(condition, math.nan) < high]
+            lines += [condition_line(condition, level, inside)] if inside else []
+    return lines
+
+
+def condition_line(condition: str, level: str, rows: Sequence[Row]) -> Line:
+    """A line of robustness.csv: condition, level, pairs, and figures of ours and of the ratio test."""
+    line: Line = {"condition": condition, "level": level}
+    areas = [f"auc_{name}_5" for name in estimators_of(rows)[:2]]
+    shown = [name for name in values_of(rows) if name in areas or not name.startswith("auc_")]
+    for matcher in COMPARED:
+        figures = figures_of([row for row in rows if row.matcher == matcher])
+        line.setdefault("pairs", figures["pairs"])
+        if "recall_pairs" in figures:
+            line.setdefault("recall_pairs", figures["recall_pairs"])
+        line.update({f"{matcher}.{name}": figures[name] for name in shown})
+    return line
+
+
+def pair_line(row: Row) -> Line:
+    """A line of pairs.csv: everything needed to make any figure again by hand. `inf` = no estimate."""
+    counts = row.counts
+    line: Line = {
+        "pair": row.pair,
+        "scene": row.scene,
+        "matcher": row.matcher,
+        "keypoints0": row.keypoints0,
+        "keypoints1": row.keypoints1,
+        "matches": counts.matches,
+        "correct": counts.correct,
+    }
+    if poses.NAME not in row.errors:
+        line.update({"true_matches": counts.truth, "found": counts.found})
+    line["precision"] = round(counts.precision, DIGITS)
+    if poses.NAME in row.errors:
+        line["matching_score"] = round(counts.correct / max(row.keypoints0, 1), DIGITS)
+    else:
+        line["recall"] = round(counts.recall, DIGITS) if counts.truth else ""
+    line.update({f"error_{name}": round(error, DIGITS) for name, error in row.errors.items()})
+    line.update({name: round(value, DIGITS) for name, value in row.conditions.items()})
+    return line

@@ -1,0 +1,62 @@
+"""The files of a report: every table as CSV, the figures as JSON, the page."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Mapping, Sequence
+
+from pipeline.report import page
+
+FILES = (
+    "metrics.json",
+    "protocol.json",
+    "pairs.csv",
+    "scenes.csv",
+    "intervals.csv",
+    "differences.csv",
+    "robustness.csv",
+    "bad_images.csv",
+    "index.html",
+)
+FOLDERS = ("curves", "pictures")
+
+
+def write(out: Path, content: page.Content) -> None:
+    """All of them but the pictures. What an earlier evaluation left in `out` is replaced."""
+    write_json(out / "metrics.json", content.figures)
+    write_json(out / "protocol.json", content.protocol)
+    for name in ("pairs", "scenes", "intervals", "differences", "robustness"):
+        write_csv(out / f"{name}.csv", getattr(content, name))
+    write_csv(out / "bad_images.csv", content.bad, ("file", "reason"))
+    emptied(out / "curves")
+    for name, lines in content.curves.items():
+        columns = ("confidence", "precision", "matches") if name == "calibration" else ()
+        write_csv(out / "curves" / f"{name}.csv", lines, columns)
+    (out / "index.html").write_text(page.render(content), encoding="utf-8")
+
+
+def write_csv(path: Path, lines: Sequence[Mapping[str, object]], columns: Sequence[str] = ()) -> None:
+    """Write dicts as CSV; columns as given, else those of all lines in order of appearance."""
+    names = list(columns) or list(dict.fromkeys(name for line in lines for name in line))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=names, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+def write_json(path: Path, values: Mapping[str, object]) -> None:
+    """Indented JSON with a final newline; the folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def emptied(folder: Path) -> Path:
+    """The folder, made from scratch: what an earlier evaluation left would pass for this one's."""
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    return folder
