@@ -36,7 +36,7 @@ help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*  ## /\1\t/' | expand -t 12
 	@echo
 	@echo "make repro PRESET=sample|coco2017-val|coco2017|coco2014    choose the scale"
-	@echo "make repro IMAGES=/path/to/folder [VAL_IMAGES=/path]       train on your own images"
+	@echo "make repro IMAGES=~/photos [VAL_IMAGES=~/held-out]          train on your own images"
 	@echo "TORCH_INDEX=...  another package index for torch    PYTHON=...  the interpreter for .venv"
 
 setup: $(SETUP)  ## make .venv from the hash lock
