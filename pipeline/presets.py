@@ -48,7 +48,7 @@ def render(name: str, images: str = "", val_images: str = "") -> str:
         _merge(tree, _load(_text(name)))
     if tree["fetch"]["source"] == "folder":
         if not images:
-            raise RequestError(f"preset {name}: needs a folder of images; make repro IMAGES=/path/to/folder")
+            raise RequestError(f"preset {name}: needs a folder of images; make repro IMAGES=~/photos")
         _set_folders(tree, _folder(images), _folder(val_images) if val_images else "")
     elif images or val_images:
         raise RequestError(

@@ -333,10 +333,8 @@ class TestRanks:
         ]
 
     def test_a_rank_that_dies_takes_the_others_along_and_is_named(self):
-        begun = time.monotonic()
         with pytest.raises(RuntimeError, match="rank 1 ended with 3, of 3 ranks"):
-            group_rows.in_processes(*self.ranks("sys.exit(3) if rank == 1 else time.sleep(60)"), 3, 1)
-        assert time.monotonic() - begun < 30
+            group_rows.in_processes(*self.ranks("sys.exit(3) if rank == 1 else time.sleep(3600)"), 3, 1)
         said = group_rows.in_processes(*self.ranks("print(rank)"), 2, 1)
         assert said == "0\n"
 
