@@ -145,7 +145,7 @@ def test_refresh_keeps_edits_and_leaves_other_sources_alone(tmp_path: Path, imag
         (["sampel"], "preset sampel: not in presets/; did you mean sample?"),
         (["zzzzz"], "preset zzzzz: not in presets/; there are sample, ci, "),
         (["../params"], "preset ../params: not in presets/"),
-        (["folder"], "preset folder: needs a folder of images; make repro IMAGES=/path/to/folder"),
+        (["folder"], "preset folder: needs a folder of images; make repro IMAGES=~/photos"),
         (["coco2017", "--images", "images"], "preset coco2017: takes no folder of images"),
         (["--images", "nowhere"], "nowhere: no such folder"),
         (["--images", "images", "--val-images", "nowhere"], "nowhere: no such folder"),
