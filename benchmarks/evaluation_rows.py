@@ -22,7 +22,7 @@ from pipeline.evaluation import matchers, pairs, run, scoring
 from pipeline.evaluation.heldout import HeldOutPairs
 from pipeline.images.sources import open_manifest
 from superglue_sift.images import BadImage
-from superglue_sift.inference import folded
+from superglue_sift.inference import fuse_for_inference
 from superglue_sift.matcher import THRESHOLD
 from superglue_sift.weights import load_model
 
@@ -51,7 +51,7 @@ class _Evaluation:
         self.asked = params.load("evaluate", setting.params)
         T = self.asked.sinkhorn_iterations
         own = load_model(setting.weights, self.device, T)[0] if setting.weights else setting.model()
-        self.model, self.dim = folded(own), own.config.dim
+        self.model, self.dim = fuse_for_inference(own), own.config.dim
         self.settings = scoring.Settings(self.asked)
         network = matchers.Network(self.model, self.asked.threshold or THRESHOLD)
         self.matchers = matchers.Matchers({matchers.OURS: network}, self.device, self.asked.ratio)
@@ -163,7 +163,7 @@ def _one_thread() -> Iterator[None]:
 def batched(setting: Setting) -> Iterator[Row]:
     """Matching cached pairs in batches, beside the plain network one pair at a time."""
     own = setting.model().eval()
-    model, twin = folded(own), plain.plain_from(own).to(setting.device)
+    model, twin = fuse_for_inference(own), plain.plain_from(own).to(setting.device)
     together = 4
     whole = made_batch(512, together).to(setting.device)
     single = made_batch(512, 1).to(setting.device)

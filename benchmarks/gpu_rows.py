@@ -18,7 +18,7 @@ from pipeline.errors import RequestError
 from pipeline.images.sources import open_manifest
 from superglue_sift import attention, torch_compat
 from superglue_sift.batch import from_pairs
-from superglue_sift.inference import Replayed, folded
+from superglue_sift.inference import CUDAGraphModel, fuse_for_inference
 from superglue_sift.packing import Edges, Packing
 
 GOALS: Dict[int, float] = {
@@ -109,14 +109,14 @@ def _sinkhorn_share(setting: Setting) -> Iterator[Row]:
 
 
 def _latency(setting: Setting) -> Iterator[Row]:
-    """One pair through the network as it is, and recorded as a CUDA graph, beside the plain one."""
+    """One pair through the network as it is, and captured as a CUDA graph, beside the plain one."""
     batch, model = made_batch(512, 1).to(setting.device), setting.model().eval()
-    ready = folded(model, "bfloat16")
-    replayed = Replayed(ready)
+    ready = fuse_for_inference(model, "bfloat16")
+    captured = CUDAGraphModel(ready)
     calls = {
         "float32, plain": forward_call(plain.plain_from(model).to(setting.device), batch),
-        "bfloat16, recorded transport alone": forward_call(ready, batch),
-        "bfloat16, recorded whole": lambda: replayed(batch),
+        "bfloat16, captured transport alone": forward_call(ready, batch),
+        "bfloat16, captured whole": lambda: captured(batch),
     }
 
     def answers(call: Callable[[], object]) -> None:

@@ -15,7 +15,7 @@ from benchmarks.row import Row, Setting, activation_bytes
 from pipeline import stack
 from pipeline.training.objective import MatchingObjective
 from superglue_sift import sinkhorn
-from superglue_sift.inference import folded
+from superglue_sift.inference import fuse_for_inference
 from superglue_sift.superglue import Matches, SuperGlue, mutual_matches
 from superglue_sift.truth import ground_truth
 
@@ -154,7 +154,7 @@ def latency(setting: Setting) -> Iterator[Row]:
         twin = plain.plain_from(model).to(setting.device)
         ways: Dict[str, Call] = {"plain": forward_call(twin, batch)}
         for precision in ("float32", "bfloat16"):
-            ways[precision] = forward_call(folded(model, precision), batch)
+            ways[precision] = forward_call(fuse_for_inference(model, precision), batch)
         name = f"match latency, N = {keypoints}"
         targets = {"float32": 1.6, "bfloat16": 4.0 if keypoints == 512 else None}
         yield from _ratio_rows("latency", name, setting.timed(ways, 2 * setting.seconds), 1, targets)
@@ -175,7 +175,7 @@ def _against_transformers(setting: Setting) -> Iterator[Row]:
     except ImportError as error:
         yield Row("latency", name, skipped=f"`transformers` does not import ({str(error).splitlines()[0]})")
         return
-    fast = folded(model)
+    fast = fuse_for_inference(model)
 
     def ours() -> Matches:
         with torch.no_grad():
@@ -193,7 +193,7 @@ def _against_transformers(setting: Setting) -> Iterator[Row]:
 def _difference(setting: Setting, batch, keypoints: int) -> Row:
     model = perturbed(setting.model()).eval()
     with torch.no_grad():
-        ours, theirs = folded(model)(batch), plain.plain_from(model).to(setting.device)(batch)
+        ours, theirs = fuse_for_inference(model)(batch), plain.plain_from(model).to(setting.device)(batch)
     what = f"largest difference of log P to plain, N = {keypoints}"
     return Row("latency", what, largest(ours, theirs))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.made import made_batch
 from benchmarks.row import Row, Setting
 from pipeline.training.objective import MatchingObjective
-from superglue_sift.inference import folded
+from superglue_sift.inference import fuse_for_inference
 from superglue_sift.superglue import SuperGlue, mutual_matches
 from superglue_sift.torch_compat import autocast
 
@@ -43,8 +43,8 @@ def parity(setting: Setting) -> Iterator[Row]:
             continue
         yield from _rows(f"{precision}, autocast", exact, answer(model, batch, precision))
     with torch.no_grad():
-        log_P = folded(model, "bfloat16")(batch)
-    yield from _rows("bfloat16, folded", exact, Answer(log_P, _matches(log_P, batch)))
+        log_P = fuse_for_inference(model, "bfloat16")(batch)
+    yield from _rows("bfloat16, fused", exact, Answer(log_P, _matches(log_P, batch)))
 
 
 def _rows(name: str, exact: Answer, cast: Answer) -> Iterator[Row]:

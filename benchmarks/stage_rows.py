@@ -16,7 +16,7 @@ from benchmarks.row import Row, Setting
 from pipeline import params
 from pipeline.errors import RequestError
 from pipeline.images.sources import open_manifest
-from superglue_sift.inference import folded
+from superglue_sift.inference import fuse_for_inference
 from superglue_sift.matcher import Matcher
 
 PAPER = (640, 480)  # views of the paper's training; each SIFT call there gives 72 MB back unless it is kept
@@ -80,7 +80,7 @@ def one_opencv_thread() -> Iterator[None]:
 
 def files(setting: Setting) -> Iterator[Row]:
     """Two JPEG files to matches at 512 keypoints, SIFT of both views in two threads."""
-    matcher = Matcher(folded(setting.model()), setting.device, max_keypoints=512, resize=0)
+    matcher = Matcher(fuse_for_inference(setting.model()), setting.device, max_keypoints=512, resize=0)
     with tempfile.TemporaryDirectory() as folder, one_opencv_thread():
         paths = _jpegs(Path(folder), photographs(setting.images, 1))
         taken = setting.timed({"call": lambda: matcher.match(*paths)})["call"]

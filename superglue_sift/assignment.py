@@ -9,7 +9,7 @@ from typing import List, NamedTuple, Tuple
 import torch
 from torch import Tensor
 
-from superglue_sift.packing import sent
+from superglue_sift.packing import to_device_async
 
 
 class Dustbins(NamedTuple):
@@ -67,4 +67,4 @@ class Assignments(collections.abc.Sequence):
     def _on_device(self, values: List[Tuple[int, int]]) -> Tensor:
         """(B, 2, 1) int64."""
         table = torch.tensor(values, dtype=torch.int64).reshape(-1, 2, 1)
-        return sent(table, self.flat.device)
+        return to_device_async(table, self.flat.device)

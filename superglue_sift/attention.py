@@ -12,8 +12,8 @@ from superglue_sift import torch_compat
 from superglue_sift.packing import Edges
 from superglue_sift.torch_compat import no_autocast, scaled_dot_product_attention
 
-# Numbers in a matrix of attention weights that the gradient on a CPU holds at a time: that of several short sequences.
-ROOM = 1 << 22
+# Most attention weights that the gradient on a CPU holds at a time: those of several short sequences.
+MAX_SCRATCH = 1 << 22
 
 
 def ragged_attention(heads: Tensor, edges: Edges) -> Tensor:
@@ -62,7 +62,7 @@ def _one_by_one(q: Tensor, k: Tensor, v: Tensor, edges: Edges) -> Tensor:
 
 
 class _WithOwnGradient(torch.autograd.Function):
-    """`_fused`, whose backward pass is plain products; their weights are computed again and not kept.
+    """`_fused`, whose backward pass is plain products; their weights are recomputed, not kept.
 
     On a CPU the fused kernel's own backward pass is slower in bfloat16 than in float32, while plain products use the
     matrix units (docs/performance.md has the figures).
@@ -78,24 +78,26 @@ class _WithOwnGradient(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         (heads,), edges = ctx.saved_tensors, ctx.edges
         found = torch.empty_like(heads)
-        groups = list(edges.groups(ROOM // heads.shape[2]))
-        # one room for all, so that it stays in the cache
-        rooms = heads.new_empty((2, heads.shape[2] * max(group.weights for group in groups)))
+        groups = list(edges.groups(MAX_SCRATCH // heads.shape[2]))
+        # one buffer for all groups, so that it stays in the cache
+        scratch = heads.new_empty((2, heads.shape[2] * max(group.weights for group in groups)))
         with no_autocast("cpu"):
             for own, others, number in groups:
                 inputs = heads[own, 0], heads[others, 1], heads[others, 2], grad[own]
                 outputs = found[own, 0], found[others, 1], found[others, 2]
-                _write_gradient(inputs, outputs, number, rooms)
+                _write_gradient(inputs, outputs, number, scratch)
         return found, None
 
 
-def _write_gradient(inputs: Sequence[Tensor], outputs: Sequence[Tensor], number: int, rooms: Tensor) -> None:
+def _write_gradient(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], number: int, scratch: Tensor
+) -> None:
     """The gradient of attention of some sequences, all of n keypoints, to as many others, all of m.
 
     Args:
         inputs: q (number n, H, d), k, v (number m, H, d) and the gradient of the message, as q.
         outputs: where to write those of q, k and v.
-        rooms: (2, at least number H n m), overwritten.
+        scratch: (2, at least number H n m), overwritten.
     """
     # (number, H, n, d), and in contiguous copies
     outputs, parts = (
@@ -108,7 +110,7 @@ def _write_gradient(inputs: Sequence[Tensor], outputs: Sequence[Tensor], number:
         for t in outputs:
             t.zero_()
         return
-    weights, d_logits = (room[: math.prod(shape)].view(shape) for room in rooms)
+    weights, d_logits = (part[: math.prod(shape)].view(shape) for part in scratch)
     scale = 1 / math.sqrt(q.shape[-1])
     k.mul_(scale)
     torch_compat.softmax_(torch.bmm(q, k.transpose(1, 2), out=weights))

@@ -41,8 +41,8 @@ class PairBatch:
 
     Attributes:
         records0, records1: (B, N0, 148), (B, N1, 148) uint8, N at least 1; zeros where padded.
-        counts0, counts1: (B,) int64, on the host wherever the rest lies: they decide shapes, and to ask a GPU for
-            them would make the host wait for it.
+        counts0, counts1: (B,) int64, on the host wherever the rest lies: they decide shapes, and reading them
+            from a GPU would be a device-to-host synchronisation.
         image_size0, image_size1: (B, 2) float32, width and height in px.
         H_0to1: (B, 3, 3) float64, maps pixels of view 0 to view 1; None where unknown.
     """
@@ -68,7 +68,7 @@ class PairBatch:
         return self._with(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pinned(self) -> PairBatch:
-        """The same batch in page-locked memory, from which a GPU copies without waiting."""
+        """The same batch in page-locked memory, from which copies to a GPU are asynchronous."""
         return self._with(Tensor.pin_memory)
 
     def clone(self) -> PairBatch:

@@ -11,22 +11,22 @@ import torch
 from superglue_sift.torch_compat import can_compile
 
 
-def recorded(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """`work` recorded as a CUDA graph: call the result to do it again on the same memory, in one launch.
+def capture_cuda_graph(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """`work` captured as a CUDA graph: the result replays it on the same memory, in one launch.
 
-    `work` is called now as well. It must neither make the host wait nor read other memory each time.
+    `work` is called now as well. It must not synchronise with the host, and must use the same memory each time.
 
-    torch 1.10 records too, but then no other thread may ask for memory meanwhile, such as the loader's: there, as on a
-    CPU, the work itself is returned.
+    torch 1.10 captures too, but then no other thread, such as the loader's, may allocate memory meanwhile: there, as on
+    a CPU, `work` itself is returned.
     """
-    if not can_record(device):
+    if not can_capture(device):
         work()
         return work
-    with _recording, torch.cuda.device(device):
+    with _capturing, torch.cuda.device(device):
         stream = _own_stream(device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            work()  # what libraries set up at a first call cannot be recorded
+            work()  # what libraries set up at a first call cannot be captured
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         weakref.finalize(graph, _free_streams[device].append, stream)
@@ -36,12 +36,12 @@ def recorded(work: Callable[[], None], device: torch.device) -> Callable[[], Non
     return graph.replay
 
 
-_recording = threading.RLock()  # DataParallel has a thread for each GPU
+_capturing = threading.RLock()  # DataParallel has a thread for each GPU
 _free_streams: Dict[torch.device, List[Any]] = {}
 
 
 def _own_stream(device: torch.device) -> Any:
-    """A stream that no other living graph was recorded on.
+    """A stream that no other living graph was captured on.
 
     Where two share one, as all do by default, the end of one takes the workspace of cuBLAS from the other.
     """
@@ -51,6 +51,6 @@ def _own_stream(device: torch.device) -> Any:
     return free.pop() if free else torch.cuda.Stream(device)
 
 
-def can_record(device: torch.device) -> bool:
-    """Does `recorded` record here? Not within another recording."""
+def can_capture(device: torch.device) -> bool:
+    """Does `capture_cuda_graph` capture here? Not within another capture."""
     return device.type == "cuda" and can_compile() and not torch.cuda.is_current_stream_capturing()

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from superglue_sift.assignment import Assignments
 from superglue_sift.attention import AttentionalLayer, ragged_attention
-from superglue_sift.cuda_graphs import recorded
+from superglue_sift.cuda_graphs import capture_cuda_graph
 from superglue_sift.normalization import TokenBatchNorm
 from superglue_sift.packing import Edges, Layout
 from superglue_sift.superglue import SuperGlue
 
 
-def folded(model: SuperGlue, precision: str = "float32") -> SuperGlue:
+def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlue:
     """A copy of `model` for inference: equal to rounding in float32, faster.
 
     Args:
@@ -31,25 +31,25 @@ def folded(model: SuperGlue, precision: str = "float32") -> SuperGlue:
     """
     ready = copy.deepcopy(model).eval().requires_grad_(False)
     dtype = getattr(torch, precision)
-    ready.keypoint_encoder = _fold_encoder(ready.keypoint_encoder)
+    ready.keypoint_encoder = _fuse_encoder(ready.keypoint_encoder)
     for layers in (ready.self_attention, ready.cross_attention):
         for number, layer in enumerate(layers):
-            layers[number] = FoldedLayer(layer, dtype)
+            layers[number] = FusedLayer(layer, dtype)
     return ready
 
 
-class Replayed:
-    """A network whose call on a GPU is recorded as a CUDA graph, for each sizes that come, and done again.
+class CUDAGraphModel:
+    """A network whose call on a GPU is captured as a CUDA graph, one for each batch shape, and replayed.
 
     Up to a thousand keypoints a GPU waits longer for the launches of a pair than it works (published timings are alike
-    from 256 to 1,024). A recording costs several calls, so this pays where sizes come again: of a video, or where each
-    view has as many keypoints as are allowed. On a CPU nothing is recorded, and nothing gained.
+    from 256 to 1,024). A capture costs several calls, so this pays where shapes recur: in a video, or where each view
+    has as many keypoints as are allowed. On a CPU nothing is captured, and nothing gained.
     """
 
     def __init__(self, model: SuperGlue, most: int = 8) -> None:
-        """model: for inference, such as `folded` gives. most: recordings kept, the last used."""
+        """model: for inference, such as `fuse_for_inference` gives. most: graphs kept, those used last."""
         self.model, self.most = model, most
-        self._kept: OrderedDict[tuple, _Recording] = collections.OrderedDict()
+        self._kept: OrderedDict[tuple, _CapturedModel] = collections.OrderedDict()
 
     @torch.no_grad()
     def __call__(self, batch) -> Assignments:
@@ -59,11 +59,11 @@ class Replayed:
         if key in self._kept:
             found = self._kept[key]
             found.batch.copy_(batch)
-            found.again()
+            found.replay()
         else:
             while len(self._kept) >= self.most:
                 self._kept.popitem(last=False)
-            found = self._kept[key] = _Recording(self.model, batch)
+            found = self._kept[key] = _CapturedModel(self.model, batch)
         self._kept.move_to_end(key)
         log_P, finite = found.answer
         if not bool(finite):
@@ -71,21 +71,21 @@ class Replayed:
         return Assignments.padded(log_P.clone(), found.layout.sizes)
 
 
-class _Recording:
-    """The network on memory of its own: `again()` writes its `answer` to what lies in `batch`."""
+class _CapturedModel:
+    """The network on memory of its own: `replay()` writes its `answer` to what lies in `batch`."""
 
     def __init__(self, model: SuperGlue, batch) -> None:
-        with torch.inference_mode(False):  # the memory is written again outside of it
+        with torch.inference_mode(False):  # the memory is overwritten outside of it
             self.batch, self.layout = batch.clone(), Layout(batch)
         self.answer: Tuple[Tensor, Tensor]
 
         def work() -> None:
-            self.answer = model.transport(model.states(self.batch, self.layout), self.layout)
+            self.answer = model.transport(model.matching_descriptors(self.batch, self.layout), self.layout)
 
-        self.again = recorded(work, batch.device)
+        self.replay = capture_cuda_graph(work, batch.device)
 
 
-class FoldedLayer(nn.Module):
+class FusedLayer(nn.Module):
     """`AttentionalLayer` with its linear maps multiplied out."""
 
     def __init__(self, layer: AttentionalLayer, dtype: torch.dtype) -> None:
@@ -123,7 +123,7 @@ def _scale_and_shift(norm: TokenBatchNorm) -> Tuple[Tensor, Tensor]:
     return scale, norm.bias.double() - norm.running_mean.double() * scale
 
 
-def _fold_encoder(encoder: nn.Sequential) -> nn.Sequential:
+def _fuse_encoder(encoder: nn.Sequential) -> nn.Sequential:
     modules: List[nn.Module] = []
     for module in encoder:
         if isinstance(module, TokenBatchNorm):

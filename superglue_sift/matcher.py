@@ -24,7 +24,7 @@ from superglue_sift import sift
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.errors import RequestError
 from superglue_sift.images import read_gray
-from superglue_sift.inference import folded
+from superglue_sift.inference import fuse_for_inference
 from superglue_sift.sift import KEYPOINT
 from superglue_sift.superglue import SuperGlue, mutual_matches
 from superglue_sift.weights import choose_device, load_model, shipped_weights
@@ -157,7 +157,7 @@ class Matcher:
         resize: int = 1024,
         threshold: float = THRESHOLD,
     ) -> None:
-        """model: on `device`, in evaluation mode, such as `inference.folded` gives; for the others see `load`."""
+        """model: on `device`, for inference, such as `fuse_for_inference` gives; for the others see `load`."""
         self.model, self.device = model, device
         self.max_keypoints, self.resize, self.threshold = max_keypoints, resize, threshold
 
@@ -191,7 +191,7 @@ class Matcher:
         model, info = load_model(Path(path) if path else shipped_weights(), device)
         if threshold is None:
             threshold = match_threshold(info)
-        return cls(folded(model, precision), device, max_keypoints, resize, threshold)
+        return cls(fuse_for_inference(model, precision), device, max_keypoints, resize, threshold)
 
     def extract(self, image: Image) -> Features:
         """SIFT keypoints of an image, for `match`. Raises RequestError for one that cannot be read."""

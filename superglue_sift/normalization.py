@@ -29,12 +29,12 @@ class TokenBatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (S, C) -> (S, C), computed in float32 also under autocast."""
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        x32 = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         if self.training:
-            mean, var = self._statistics(wide)
+            mean, var = self._statistics(x32)
         else:
             mean, var = self.running_mean, self.running_var
-        return ((wide - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
+        return ((x32 - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
 
     def _statistics(self, x: Tensor):
         """Two passes, mean then variance: the difference of large squares would lose digits."""
@@ -44,9 +44,8 @@ class TokenBatchNorm(nn.Module):
         mean = first[:-1] / count
         var = reduce((x - mean).square().sum(0)) / count
         with torch.no_grad():
-            step = self.momentum * (first[-1] > 0).to(
-                first.dtype
-            )  # a tensor: the host need not wait for a GPU
+            # a tensor: no device-to-host synchronisation
+            step = self.momentum * (first[-1] > 0).to(first.dtype)
             self.running_mean += step * (mean - self.running_mean)
             self.running_var += step * (var * count / (count - 1).clamp(min=1.0) - self.running_var)
         return mean, var

@@ -1,7 +1,8 @@
 """Ragged sets of keypoints: where the tokens of each image of a batch lie, and which image attends to which.
 
 Tokens of all images lie packed one after another, (S, D) with S the sum of the counts, so that linear layers and norms
-never see padding. What a GPU needs to know of it is made once a batch, from counts on the host: nobody waits.
+never see padding. What a GPU needs to know of it is made once a batch, from counts on the host: no
+device-to-host synchronisation.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 
-def sent(values: Tensor, device: torch.device) -> Tensor:
-    """From the host to `device`; by way of page-locked memory, from which a GPU copies while the host goes on."""
+def to_device_async(values: Tensor, device: torch.device) -> Tensor:
+    """From the host to `device`; by way of page-locked memory, from which copies to a GPU are asynchronous."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
@@ -71,7 +72,7 @@ class Packing:
         return rows if self.full else rows.index_select(0, self._places)
 
     def _on_device(self, values: np.ndarray) -> Tensor:
-        return sent(torch.from_numpy(values), self.device)
+        return to_device_async(torch.from_numpy(values), self.device)
 
 
 class Group(NamedTuple):
@@ -116,7 +117,7 @@ class Edges:
         """(B,) int64: `partner`; None when each is its own."""
         if self.partner == list(range(len(self.partner))):
             return None
-        return sent(torch.tensor(self.partner), self.packing.device)
+        return to_device_async(torch.tensor(self.partner), self.packing.device)
 
     @functools.cached_property
     def partner_packing(self) -> Packing:

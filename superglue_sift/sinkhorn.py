@@ -16,19 +16,20 @@ the log domain alone (`_log_domain`, plain autograd): in float32 where rival sco
 
 On a CPU each of torch's threads takes a pair at a time, whose kernel stays in its cache (all take one together where
 there are few or they are small); a GPU takes chunks of pairs whose kernels fit its own, and the 2T small products of a
-chunk are recorded as a CUDA graph.
+chunk are captured as a CUDA graph.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Callable, List, Optional, Sequence, Tuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from superglue_sift import sinkhorn_kernel, threads
+from superglue_sift import sinkhorn_kernel
 from superglue_sift.torch_compat import no_autocast
 
 # Kernels of the pairs that a GPU works on at a time, so that they fit the L2 cache of an A100 or newer.
@@ -38,8 +39,9 @@ CHUNK_BYTES = 32 << 20
 # time, has too large a part.
 APART = 1 << 17
 
-# Room for what the gradient multiplies an a and a b by; also keeps apart from where exp(Z - r) is no normal number.
-GRADIENT = 1e12
+# a * b must stay this factor below float32's maximum, or the backward pass, which multiplies them further, overflows.
+# It also keeps apart from where exp(Z - r) is no normal number.
+GRADIENT_HEADROOM = 1e12
 
 
 class _Sinkhorn(torch.autograd.Function):
@@ -58,7 +60,7 @@ class _Sinkhorn(torch.autograd.Function):
             u, v = a[-1].log() - r, b[-1].log()
             finite = _finite(u, v, mu, nu)
             if learning:
-                reach = sinkhorn_kernel.largest(a) * sinkhorn_kernel.largest(b) * GRADIENT
+                reach = sinkhorn_kernel.largest(a) * sinkhorn_kernel.largest(b) * GRADIENT_HEADROOM
                 finite = finite & torch.isfinite(reach).all()
             return (Z + u.unsqueeze(-1)).add_(v.unsqueeze(-2)), finite, a, b
 
@@ -87,8 +89,31 @@ def _each(work: Callable, problems: Sequence[Tuple[Tensor, ...]]) -> List:
     entries = sum(problem[0].numel() for problem in problems)
     many = len(problems) >= 2 * torch.get_num_threads() and entries >= APART * len(problems)
     if many and problems[0][0].device.type == "cpu":
-        return threads.each(work, problems)
+        return map_over_threads(work, problems)
     return [work(*problem) for problem in problems]
+
+
+def map_over_threads(function: Callable[..., Any], items: Sequence[Any]) -> List[Any]:
+    """`function(*item)` of each, without gradients, by as many threads as torch has.
+
+    Meanwhile torch's number of threads is 1 for the whole process: one of your own threads that calls torch for the
+    first time just then keeps it.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or len(items) < 2:
+        return [function(*item) for item in items]
+
+    def alone(item: Any) -> Any:
+        # OpenMP counts for each of Python's threads, MKL for all: the caller only waits
+        torch.set_num_threads(1)
+        with torch.no_grad():
+            return function(*item)
+
+    try:
+        with ThreadPoolExecutor(min(threads, len(items))) as pool:
+            return list(pool.map(alone, items))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _log_domain(Z: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> Tensor:
@@ -142,7 +167,7 @@ def log_optimal_transport(scores: List[Tensor], dustbin: Tensor, iterations: int
         unmatched with log P = 0 and the corner, which has no mass, is -inf.
     """
     with no_autocast(dustbin.device.type):
-        wider = [wide(pair) for pair in scores]
+        wider = [to_float32(pair) for pair in scores]
         full = [_augment(pair, dustbin.to(pair.dtype)) for pair in wider if pair.numel()]
         solved = _Sinkhorn.apply(iterations, *(t for problem in full for t in problem)) if full else ()
         found = iter(zip(full, solved, solved[len(full) :]))
@@ -161,7 +186,7 @@ def _checked(problem: Tuple[Tensor, ...], log_P: Tensor, finite: Tensor, iterati
 def padded_optimal_transport(
     scores: Tensor, counts0: Tensor, counts1: Tensor, dustbin: Tensor, iterations: int
 ) -> Tuple[Tensor, Tensor]:
-    """`log_optimal_transport` of a padded batch: few launches on a GPU, and nothing there makes the host wait.
+    """`log_optimal_transport` of a padded batch: few launches on a GPU, no device-to-host synchronisation.
 
     Args:
         scores: (B, M, N), pair i in its first counts0[i] rows and counts1[i] columns; the rest does not matter.
@@ -173,7 +198,7 @@ def padded_optimal_transport(
         corner of a pair without any keypoint is 0.
     """
     with no_autocast(dustbin.device.type):
-        Z, mu, nu = _augment_padded(wide(scores), counts0, counts1, dustbin)
+        Z, mu, nu = _augment_padded(to_float32(scores), counts0, counts1, dustbin)
         pairs = max(1, CHUNK_BYTES // (Z[0].numel() * Z.element_size())) if len(Z) else 1
         parts = [_Sinkhorn.apply(iterations, *chunk) for chunk in zip(*(t.split(pairs) for t in (Z, mu, nu)))]
         log_P = torch.cat([part for part, _ in parts]) if len(parts) > 1 else parts[0][0]
@@ -182,7 +207,7 @@ def padded_optimal_transport(
         return log_P + mass[:, None, None], finite
 
 
-def wide(t: Tensor) -> Tensor:
+def to_float32(t: Tensor) -> Tensor:
     """In float32, or float64 as it is."""
     return t if t.dtype == torch.float64 else t.float()
 
@@ -190,7 +215,7 @@ def wide(t: Tensor) -> Tensor:
 def _augment_padded(
     scores: Tensor, counts0: Tensor, counts1: Tensor, dustbin: Tensor
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """`_augment` of a batch, with room up to multiples of 16: few shapes, for few recordings.
+    """`_augment` of a batch, padded to multiples of 16: few shapes, for few graphs.
 
     Beyond a pair's dustbins lie more of their score, without mass: a row or column of them has a product above 0, so
     that its quotient is 0 and not 0/0. For the same reason a pair without any keypoint has mass in its corner.

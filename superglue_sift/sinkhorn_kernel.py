@@ -12,13 +12,14 @@ from typing import Callable, List, NamedTuple, OrderedDict, Tuple
 import torch
 from torch import Tensor
 
-from superglue_sift.cuda_graphs import can_record, recorded
+from superglue_sift.cuda_graphs import can_capture, capture_cuda_graph
 
 # Of a kernel larger than a core's cache each block of rows is used twice while it is there: K a gives the rows' a, and
 # these the block's part of K^T a. Each of torch's threads has a cache of its own.
 BLOCK_BYTES = 5 << 18
 
-GRAPHS = 16  # recorded at a time: those of the last batches' shapes
+# CUDA graphs kept: those of the last batches' shapes.
+MAX_GRAPHS = 16
 
 
 def _mv(matrix: Tensor, vector: Tensor, out: Tensor, add: bool = False) -> Tensor:
@@ -28,7 +29,7 @@ def _mv(matrix: Tensor, vector: Tensor, out: Tensor, add: bool = False) -> Tenso
     return torch.bmm(matrix, vector.unsqueeze(-1), out=out.unsqueeze(-1)).squeeze(-1)
 
 
-def _room(like: Tensor) -> Tensor:
+def empty_aligned(like: Tensor) -> Tensor:
     """Memory of the shape of `like` whose rows begin at multiples of 64 bytes.
 
     Products with K^T take half the time of those with rows of n + 1 numbers.
@@ -40,7 +41,7 @@ def _room(like: Tensor) -> Tensor:
 def _kernel(Z: Tensor) -> Tuple[Tensor, Tensor]:
     """exp(Z - r) and r, the row maxima."""
     r = Z.amax(dim=-1, keepdim=True)
-    return torch.sub(Z, r, out=_room(Z)).exp_(), r.squeeze(-1)
+    return torch.sub(Z, r, out=empty_aligned(Z)).exp_(), r.squeeze(-1)
 
 
 def _block_rows(K: Tensor) -> int:
@@ -92,43 +93,43 @@ def _backward_loop(
             torch.mul(column, backs[t], out=from_vs[t - 1])
 
 
-class _Recording(NamedTuple):
+class _Captured(NamedTuple):
     inputs: List[Tensor]
     outputs: List[Tensor]
-    again: Callable[[], None]
+    replay: Callable[[], None]
 
 
 _lock = threading.RLock()  # DataParallel has a thread for each GPU
-_recordings: OrderedDict[tuple, _Recording] = collections.OrderedDict()
+_captured: OrderedDict[tuple, _Captured] = collections.OrderedDict()
 
 
 def _run(loop: Callable[..., None], inputs: List[Tensor], outputs: List[Tensor]) -> None:
-    """`loop(*inputs, *outputs)`, which writes the outputs; on a GPU recorded once for these shapes and done again."""
+    """`loop(*inputs, *outputs)`, which writes the outputs; on a GPU captured once for these shapes and replayed."""
     device = inputs[0].device
-    if inputs[0].dim() == 2 or not can_record(device):
+    if inputs[0].dim() == 2 or not can_capture(device):
         loop(*inputs, *outputs)
         return
     tensors = [*inputs, *outputs]
     key = (loop.__name__, device, *((t.shape, t.dtype) for t in tensors))
     with _lock:
-        if key in _recordings:
-            found = _recordings[key]
+        if key in _captured:
+            found = _captured[key]
             _copy(inputs, found.inputs)
-            found.again()
+            found.replay()
         else:
-            while len(_recordings) >= GRAPHS:
-                _recordings.popitem(last=False)
-            found = _recordings[key] = _record(loop, inputs, outputs)
-        _recordings.move_to_end(key)
+            while len(_captured) >= MAX_GRAPHS:
+                _captured.popitem(last=False)
+            found = _captured[key] = _capture(loop, inputs, outputs)
+        _captured.move_to_end(key)
         _copy(found.outputs, outputs)
 
 
-def _record(loop: Callable[..., None], inputs: List[Tensor], outputs: List[Tensor]) -> _Recording:
-    with torch.inference_mode(False):  # the memory is written again outside of it
-        fixed = [_room(t) for t in (*inputs, *outputs)]
+def _capture(loop: Callable[..., None], inputs: List[Tensor], outputs: List[Tensor]) -> _Captured:
+    with torch.inference_mode(False):  # the memory is overwritten outside of it
+        fixed = [empty_aligned(t) for t in (*inputs, *outputs)]
     own, theirs = fixed[: len(inputs)], fixed[len(inputs) :]
     _copy(inputs, own)
-    return _Recording(own, theirs, recorded(lambda: loop(*fixed), inputs[0].device))
+    return _Captured(own, theirs, capture_cuda_graph(lambda: loop(*fixed), inputs[0].device))
 
 
 def _copy(sources: List[Tensor], targets: List[Tensor]) -> None:

@@ -24,7 +24,7 @@ from superglue_sift.assignment import Assignments
 from superglue_sift.attention import AttentionalLayer
 from superglue_sift.normalization import token_norm
 from superglue_sift.packing import Layout
-from superglue_sift.sinkhorn import log_optimal_transport, padded_optimal_transport, wide
+from superglue_sift.sinkhorn import log_optimal_transport, padded_optimal_transport, to_float32
 from superglue_sift.torch_compat import no_autocast, recomputed
 
 SIFT_DIM = 128
@@ -104,9 +104,9 @@ class SuperGlue(nn.Module):
             entry is the probability of that match.
         """
         layout = Layout(batch)
-        return self.assign(self.states(batch, layout), layout)
+        return self.assign(self.matching_descriptors(batch, layout), layout)
 
-    def states(self, batch, layout: Layout) -> Tensor:
+    def matching_descriptors(self, batch, layout: Layout) -> Tensor:
         """Matching descriptors of all keypoints (equation 6), packed: images 0 of all pairs, then images 1: (S, D)."""
         x = self._encode(batch, layout)
         for self_layer, cross_layer in zip(self.self_attention, self.cross_attention):
@@ -117,31 +117,33 @@ class SuperGlue(nn.Module):
                     x = layer(x, edges)
         return self.final_projection(x)
 
-    def assign(self, states: Tensor, layout: Layout) -> Assignments:
-        """Log assignments from the matching descriptors of `states` (equations 7 to 9)."""
+    def assign(self, descriptors: Tensor, layout: Layout) -> Assignments:
+        """Log assignments from `matching_descriptors` (equations 7 to 9)."""
         if layout.device.type == "cpu":
-            return self._assign_one_by_one(states, layout)
-        log_P, finite = self.transport(states, layout)
+            return self._assign_one_by_one(descriptors, layout)
+        log_P, finite = self.transport(descriptors, layout)
         if not bool(finite):
-            return self._assign_one_by_one(states, layout)
+            return self._assign_one_by_one(descriptors, layout)
         return Assignments.padded(log_P, layout.sizes)
 
-    def _assign_one_by_one(self, states: Tensor, layout: Layout) -> Assignments:
-        sides0, sides1 = (wide(t).split(s.counts) for t, s in zip(layout.halves(states), layout.sides))
-        with no_autocast(states.device.type):  # scores reach 40, where bfloat16 resolves 0.25
+    def _assign_one_by_one(self, descriptors: Tensor, layout: Layout) -> Assignments:
+        sides0, sides1 = (
+            to_float32(t).split(s.counts) for t, s in zip(layout.halves(descriptors), layout.sides)
+        )
+        with no_autocast(descriptors.device.type):  # scores reach 40, where bfloat16 resolves 0.25
             scores = [(a * self._scale) @ b.T for a, b in zip(sides0, sides1)]
         return Assignments.of(log_optimal_transport(scores, self.dustbin, self.config.sinkhorn_iterations))
 
-    def transport(self, states: Tensor, layout: Layout) -> Tuple[Tensor, Tensor]:
-        """`assign` of the whole batch at once, without waiting for a GPU.
+    def transport(self, descriptors: Tensor, layout: Layout) -> Tuple[Tensor, Tensor]:
+        """`assign` of the whole batch at once, without device-to-host synchronisation.
 
         Returns:
             log P (B, M', N'), pair i in its first m_i + 1 rows and n_i + 1 columns; and () bool, whether it is
             finite: if not, only the log domain gives the answer.
         """
         side0, side1 = layout.sides
-        x0, x1 = (side.pad(wide(t)) for side, t in zip(layout.sides, layout.halves(states)))
-        with no_autocast(states.device.type):
+        x0, x1 = (side.pad(to_float32(t)) for side, t in zip(layout.sides, layout.halves(descriptors)))
+        with no_autocast(descriptors.device.type):
             scores = torch.bmm(x0 * self._scale, x1.transpose(1, 2))
         T = self.config.sinkhorn_iterations
         return padded_optimal_transport(scores, side0.lengths, side1.lengths, self.dustbin, T)
@@ -179,8 +181,8 @@ def _keypoint_encoder(inputs: int, dim: int, norm: str) -> nn.Sequential:
 
 def root_sift(descriptors: Tensor) -> Tensor:
     """RootSIFT of uint8 (or float) SIFT descriptors (..., 128): float32, unit length; zeros stay zeros."""
-    wide = descriptors.float()
-    return (wide / wide.sum(-1, keepdim=True).clamp(min=1.0)).sqrt()
+    values = descriptors.float()
+    return (values / values.sum(-1, keepdim=True).clamp(min=1.0)).sqrt()
 
 
 def _geometry(batch, side: str, scale_angle: bool) -> Tensor:

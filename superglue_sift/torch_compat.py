@@ -60,7 +60,7 @@ def packed_attention(
 
 
 def softmax_(logits: Tensor) -> None:
-    """Softmax over the last axis, in place; torch 1.10 has no form that is told where to write."""
+    """Softmax over the last axis, in place; torch 1.10 has no `out=`."""
     if has_fused_attention():
         torch.softmax(logits, -1, out=logits)
     else:
@@ -137,7 +137,7 @@ def join_bytes(data: Tensor) -> Tensor:
 
 
 def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """`function(*arguments)` whose inner tensors are computed again for the backward pass (gradient checkpointing).
+    """`function(*arguments)` whose inner tensors are recomputed in the backward pass (gradient checkpointing).
 
     torch 1.10 has only the reentrant form, which later versions advise against.
     """

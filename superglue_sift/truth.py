@@ -60,7 +60,7 @@ def _squared_distance(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _inverse(H: Tensor) -> Tensor:
-    """As `torch.linalg.inv`, which would wait for a GPU to say whether there is one."""
+    """As `torch.linalg.inv`, without its device-to-host synchronisation to learn whether there is one."""
     return torch.linalg.inv_ex(H).inverse
 
 

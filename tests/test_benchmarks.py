@@ -240,7 +240,7 @@ class TestRows:
         assert 0.5 < values["bfloat16, autocast: equal matches"] <= 1
         assert 0 < values["bfloat16, autocast: difference of the loss"] < 0.1
         assert 1e-3 < values["bfloat16, autocast: difference of the whole gradient"] < 0.1
-        for way in ("autocast", "folded"):
+        for way in ("autocast", "fused"):
             assert 0.01 < values[f"bfloat16, {way}: largest difference of log P"] < 1
 
     def test_the_perturbed_network_uses_every_weight(self):

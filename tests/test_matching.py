@@ -18,12 +18,11 @@ from superglue_sift import (
     packing,
     sinkhorn,
     sinkhorn_kernel,
-    threads,
     torch_compat,
 )
 from superglue_sift.assignment import Assignments
 from superglue_sift.batch import Pair, from_pairs
-from superglue_sift.inference import Replayed, folded
+from superglue_sift.inference import CUDAGraphModel, fuse_for_inference
 from superglue_sift.sift import KEYPOINT
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches, root_sift
 from superglue_sift.truth import IGNORED, UNMATCHED, Truth, ground_truth, pair_truth
@@ -198,9 +197,9 @@ class TestSinkhorn:
 
         monkeypatch.setattr(sinkhorn, "APART", 1)
         asked = []
-        each = threads.each
+        each = sinkhorn.map_over_threads
         monkeypatch.setattr(
-            threads, "each", lambda work, items: asked.append(len(items)) or each(work, items)
+            sinkhorn, "map_over_threads", lambda work, items: asked.append(len(items)) or each(work, items)
         )
         try:
             alone, apart, fast = answers(1), answers(2), answers(2, inference=True)
@@ -247,7 +246,7 @@ class TestSinkhorn:
         assert sinkhorn.padded_optimal_transport(scores, counts[0] - 1, counts[1], torch.tensor(1.0), 5)[1]
 
     def test_loops_done_again_on_the_same_memory_give_the_same(self, monkeypatch):
-        """What a GPU records is a loop over fixed memory; here the loop itself is called again."""
+        """What a GPU captures is a loop over fixed memory; here the loop itself is called each time."""
 
         def answers():
             found = []
@@ -259,12 +258,12 @@ class TestSinkhorn:
             return found
 
         expected = answers()
-        monkeypatch.setattr(sinkhorn_kernel, "can_record", lambda device: True)
-        monkeypatch.setattr(sinkhorn_kernel, "GRAPHS", 3)
+        monkeypatch.setattr(sinkhorn_kernel, "can_capture", lambda device: True)
+        monkeypatch.setattr(sinkhorn_kernel, "MAX_GRAPHS", 3)
         for _ in range(2):
             assert all(torch.equal(a, b) for a, b in zip(answers(), expected))
-        assert len(sinkhorn_kernel._recordings) == 3
-        sinkhorn_kernel._recordings.clear()
+        assert len(sinkhorn_kernel._captured) == 3
+        sinkhorn_kernel._captured.clear()
 
     def test_chunks_do_not_matter(self, monkeypatch):
         scores = [torch.randn(m, n) for m, n in ((4, 6), (5, 5), (1, 2), (3, 6), (5, 1))]
@@ -344,7 +343,7 @@ class TestAttention:
         assert [group.weights for group in edges.groups(1)] == [9, 9, 9, 4] * 2
         gradients = []
         for room in (1, 4 * 18, 1 << 22):
-            monkeypatch.setattr(attention, "ROOM", room)
+            monkeypatch.setattr(attention, "MAX_SCRATCH", room)
             torch.manual_seed(0)
             heads = torch.randn(22, 3, 4, 8).bfloat16().requires_grad_()
             attention.ragged_attention(heads, edges).square().sum().backward()
@@ -354,7 +353,7 @@ class TestAttention:
 
 class TestInference:
     @pytest.mark.parametrize("norm", ["layer", "batch"])
-    def test_folded_is_the_same_network(self, norm):
+    def test_fused_for_inference_is_the_same_network(self, norm):
         rng = np.random.default_rng(0)
         model = scrambled(SuperGlueConfig(dim=32, layers=2, norm=norm))
         with torch.no_grad():
@@ -365,16 +364,16 @@ class TestInference:
         before = {name: value.clone() for name, value in model.state_dict().items()}
         batch = from_pairs([pair(rng, *counts) for counts in ((20, 33), (0, 4), (60, 1))])
         with torch.no_grad():
-            expected, found = model(batch), folded(model)(batch)
+            expected, found = model(batch), fuse_for_inference(model)(batch)
         for a, b in zip(expected, found):
             assert torch.allclose(a, b, atol=5e-5, rtol=1e-6)  # values reach 20
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
     def test_replayed_answers_as_the_network(self):
-        """Done again on the same memory, with sizes that come again and others; the answers stay as they were."""
+        """Replayed on the same memory, with sizes that recur and others; the answers stay as they were."""
         rng = np.random.default_rng(0)
-        model = folded(scrambled(SuperGlueConfig(dim=32, layers=2)))
-        fast = Replayed(model, most=2)
+        model = fuse_for_inference(scrambled(SuperGlueConfig(dim=32, layers=2)))
+        fast = CUDAGraphModel(model, most=2)
         kept = []
         for counts in ((20, 33), (20, 33), (9, 4), (20, 33), (0, 4), (9, 4)):
             batch = from_pairs([pair(rng, *counts)])
@@ -385,11 +384,11 @@ class TestInference:
             assert torch.allclose(found, expected, atol=5e-5, rtol=1e-6)
 
     def test_replayed_falls_back_to_the_log_domain(self, monkeypatch):
-        model = folded(scrambled(SuperGlueConfig(dim=32, layers=1)))
+        model = fuse_for_inference(scrambled(SuperGlueConfig(dim=32, layers=1)))
         batch = from_pairs([pair(np.random.default_rng(0), 9, 9)])
         expected = model(batch)[0]
         monkeypatch.setattr(model, "transport", lambda *_: (torch.zeros(1, 10, 10), torch.tensor(False)))
-        assert torch.equal(Replayed(model)(batch)[0], expected)
+        assert torch.equal(CUDAGraphModel(model)(batch)[0], expected)
 
     def test_bfloat16_finds_the_same_matches(self):
         torch.manual_seed(0)
@@ -399,7 +398,7 @@ class TestInference:
         batch = from_pairs([Pair(both, both[::-1].copy(), SIZE, SIZE, np.eye(3))])
         with torch.no_grad():
             answers = [
-                mutual_matches(folded(model, precision)(batch), (200, 200), 0.0).matches0
+                mutual_matches(fuse_for_inference(model, precision)(batch), (200, 200), 0.0).matches0
                 for precision in ("float32", "bfloat16")
             ]
         found = answers[0] >= 0
@@ -579,7 +578,7 @@ class TestLoss:
         batch = from_pairs([pair(rng, *counts) for counts in ((20, 33), (60, 9), (0, 5), (7, 7))])
         model = scrambled(SuperGlueConfig(dim=32, layers=1)).train()
         layout = packing.Layout(batch)
-        states = model.states(batch, layout)
+        states = model.matching_descriptors(batch, layout)
         log_P, finite = model.transport(states, layout)
         assert finite
         ways = model.assign(states, layout), Assignments.padded(log_P, layout.sizes)

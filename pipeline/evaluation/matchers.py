@@ -11,7 +11,7 @@ import torch
 
 from pipeline.schema import EvaluateParams
 from superglue_sift.batch import Pair
-from superglue_sift.inference import folded
+from superglue_sift.inference import fuse_for_inference
 from superglue_sift.matcher import PairMatches, match_pairs, match_threshold
 from superglue_sift.weights import load_model
 
@@ -33,7 +33,7 @@ class Network:
 def load_network(file: Path, device: str, params: EvaluateParams) -> Network:
     """A model file as it is judged; `params.threshold` 0 is the model's own. Raises RequestError."""
     model, info = load_model(file, device, params.sinkhorn_iterations)
-    return Network(folded(model), params.threshold or match_threshold(info), file, info)
+    return Network(fuse_for_inference(model), params.threshold or match_threshold(info), file, info)
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,12 @@ class MatchingObjective(nn.Module):
         """
         layout = Layout(batch)
         with autocast(layout.device.type, self.precision):
-            states = self.model.states(batch, layout)
-            log_assignments = self.model.assign(states, layout)
+            descriptors = self.model.matching_descriptors(batch, layout)
+            log_assignments = self.model.assign(descriptors, layout)
         losses = assignment_loss(log_assignments, ground_truth(batch, self.positive_px, self.negative_px))
         # every parameter joins the graph on every rank, also where no pair has a match to learn from:
         # a gradient that one rank does not compute would leave the others waiting for it
-        total = losses.total.sum() + 0.0 * (states.float().sum() + self.model.dustbin)
+        total = losses.total.sum() + 0.0 * (descriptors.float().sum() + self.model.dustbin)
         return total.reshape(1), {
             "loss": losses.total.detach(),
             "loss_positive": losses.positive,
