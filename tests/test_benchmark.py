@@ -261,8 +261,9 @@ def test_the_command_runs_the_bench_beside_the_package(tmp_path):
 
 
 def test_a_package_without_its_bench_says_so_in_one_line(tmp_path):
-    """As an installed wheel: the package alone."""
-    shutil.copytree(ROOT / "pipeline", tmp_path / "installed" / "pipeline")
+    """As an installed wheel: the packages alone."""
+    for package in ("pipeline", "superglue_sift"):
+        shutil.copytree(ROOT / package, tmp_path / "installed" / package)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
     command = [sys.executable, "-m", "pipeline.benchmark"]
     done = subprocess.run(
