@@ -7,22 +7,30 @@ archive stays one file and is read in place; only the small bundled sample is co
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 from pipeline import errors, params
 from pipeline.errors import RequestError
 from pipeline.files import write_atomic
-from pipeline.images import coco, manifest, sources
-from pipeline.images.containers import Choice, Container, open_container
+from pipeline.images import coco, manifest, sources, splits
+from pipeline.images.containers import Container, digest
 from pipeline.images.holdings import Holding
 from pipeline.images.manifest import Entry
 from pipeline.runtime import workspace_lock
+from pipeline.runtime.code import code_digest
 from pipeline.runtime.progress import progress
+from pipeline.views.homography import smallest_images
 
 MIB = 1 << 20
+SAMPLE = "sample"  # container and folder of the bundled photographs
+# what decides which images there are; archives are verified by their SHA-256, however they come
+CODE = ("pipeline.fetch",)
+OUTSIDE = ("pipeline.images.download", "pipeline.images.transfer", "pipeline.views", "superglue_sift")
 
 Found = Tuple[List[Entry], Dict[str, Dict[str, Any]]]  # entries, and the containers they name
 
@@ -41,14 +49,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if options.limit < 0:
             raise RequestError(f"--limit {options.limit}: must be 0 (all) or more")
         settings = settings.model_copy(update={"limit": options.limit})
-    manifest.writable(options.out, options.archives, options.reports)
-    if settings.source == "sample":
-        entries, containers = _sample(options.out)
-    elif settings.source == "folder":
-        entries, containers = _own(settings, options.out)
-    else:
-        entries, containers = _coco(settings, options.out, options.archives)
-    _write(options.out, settings.source, entries, containers)
+    made_from = _made_from(settings)
+    entries = None if settings.source == "sample" else _fitting(options.out, made_from)  # it takes no time
+    if entries is None:
+        entries = _fetch(options, settings, made_from)
     counts = _summary(entries)
     write_atomic(options.reports / "metrics.json", json.dumps(counts, indent=1) + "\n")
     print(
@@ -58,60 +62,68 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     return 0
 
 
-def _sample(out: Path) -> Found:
-    return sources.copy_sample(out / "sample"), {"sample": {"kind": "folder", "path": "sample"}}
-
-
-def _own(settings: Any, out: Path) -> Found:
-    """A person's own images: one set with a part held out, or one for training and one held out."""
-    choice = Choice(tuple(filter(None, settings.categories.split(","))), settings.min_side)
-    held = {"train": open_container(settings.path, settings.root, choice)}
-    if settings.val_path:
-        held["val"] = open_container(settings.val_path, settings.root, choice)
-        if Path(settings.path).resolve() == Path(settings.val_path).resolve():
-            raise RequestError("fetch.val_path: is the same as fetch.path; leave it empty instead")
-        splits = _split(held["train"].names, held["val"].names, settings)
+def _fetch(options: argparse.Namespace, settings: Any, made_from: str) -> List[Entry]:
+    """Find, download where that is asked for, and write. What is wrong with a person's own images comes first."""
+    own = None
+    if settings.source == "folder":
+        own = splits.own(settings)
+        splits.require_usable(*own, smallest_images(params.load_all(options.params)))
+    manifest.writable(options.out, options.archives, options.reports)
+    if settings.source == "sample":
+        entries, containers = _sample(options.out)
     else:
-        splits = _hold_out(held["train"].names, settings)
-    return _entries(splits, held, out)
+        shutil.rmtree(options.out / SAMPLE, ignore_errors=True)
+        found = _entries(*own, options.out) if own else _coco(settings, options.out, options.archives)
+        entries, containers = found
+    _write(options.out, settings.source, entries, containers, made_from)
+    return entries
 
 
-def _entries(splits: Dict[str, List[str]], held: Dict[str, Container], out: Path) -> Found:
+def _made_from(settings: Any) -> str:
+    """Digest of what the manifest depends on: parameters, the images of a person's own folders, code."""
+    folders = (settings.path, settings.val_path) if settings.source == "folder" else ()
+    inputs = [settings.model_dump(), digest(*folders) if folders else "", code_digest(CODE, OUTSIDE)]
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _fitting(out: Path, made_from: str) -> Optional[List[Entry]]:
+    """The entries of a manifest that was made from the same and is whole, as are the archives it names; else None."""
+    try:
+        source = json.loads((out / "source.json").read_text(encoding="utf-8"))
+        if source["made_from"] != made_from or source["manifest"] != _sha256(out / "manifest.csv"):
+            return None
+        entries = manifest.read(out / "manifest.csv")
+        roots = {key: out / value["path"] for key, value in source["containers"].items()}
+    except (OSError, ValueError, KeyError, TypeError, RequestError):
+        return None
+    ends: Dict[Path, int] = {}  # how long each archive has to be
+    for entry in entries:
+        root = roots[entry.container]
+        if entry.offset:
+            ends[root] = max(ends.get(root, 0), entry.offset + entry.packed)
+    whole = all(path.is_file() and path.stat().st_size >= end for path, end in ends.items())
+    return entries if whole else None
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _sample(out: Path) -> Found:
+    return sources.copy_sample(out / SAMPLE), {SAMPLE: {"kind": "folder", "path": SAMPLE}}
+
+
+def _entries(split_names: splits.Splits, held: Dict[str, Container], out: Path) -> Found:
     """Manifest entries of the splits; val and test come from the container "val" where there is one."""
     entries: List[Entry] = []
-    for split, names in splits.items():
-        key = "val" if split != "train" and "val" in held else next(iter(held))
+    for split, names in split_names.items():
+        key = splits.container_of(split, held)
         entries += held[key].entries(names, split, key, _ticker(f"reading {split} images", len(names)))
     containers = {
         key: {**each.facts, "kind": each.kind, "path": _reference(each.path, out)}
         for key, each in held.items()
     }
     return entries, containers
-
-
-def _hold_out(names: Sequence[str], settings: Any) -> Dict[str, List[str]]:
-    """Hold out a part of one set of images by the hash of their names."""
-    return _split(
-        *sources.hold_out(names, settings.val_fraction, settings.seed, sources.HELD_OUT_MIN), settings
-    )
-
-
-def _split(train: Sequence[str], held_out: Sequence[str], settings: Any) -> Dict[str, List[str]]:
-    """Limit both sets, and share the held-out images among val and test."""
-    train, held_out = _limit(train, settings), _limit(held_out, settings)
-    # another seed than that of the hold-out: the same hash would put every small value into test
-    val, test = sources.hold_out(held_out, settings.test_fraction, settings.seed + 1)
-    return {"train": train, "val": val, "test": test}
-
-
-def _limit(names: Sequence[str], settings: Any) -> List[str]:
-    """At most `fetch.limit` names, those with the smallest hashes: a larger limit keeps the smaller's
-    choice."""
-    if not settings.limit or len(names) <= settings.limit:
-        return sorted(names)
-    return sorted(
-        sorted(names, key=lambda name: manifest.hash_share(settings.seed + 2, name))[: settings.limit]
-    )
 
 
 def _coco(settings: Any, out: Path, archives: Path) -> Found:
@@ -127,15 +139,15 @@ def _coco(settings: Any, out: Path, archives: Path) -> Found:
     if "val" in holdings:
         names = holdings["val"].names
         fraction = min(1.0, coco.HELD_OUT / len(names))
-        splits = _split(
+        chosen = splits.share(
             holdings["train"].names, sources.hold_out(names, fraction, settings.seed)[1], settings
         )
     else:
-        splits = _hold_out(holdings["train"].names, settings)
-    held_out = splits["val"] + splits["test"]
-    needed = {"train": splits["train"] + ([] if "val" in holdings else held_out), "val": held_out}
+        chosen = splits.hold_out(holdings["train"].names, settings)
+    held_out = chosen["val"] + chosen["test"]
+    needed = {"train": chosen["train"] + ([] if "val" in holdings else held_out), "val": held_out}
     held = {key: each.bring(needed[key], _show_download, _show_images) for key, each in holdings.items()}
-    return _entries(splits, held, out)
+    return _entries(chosen, held, out)
 
 
 def _show_download(sizes: Iterator[int], size: Optional[int], name: str) -> None:
@@ -165,13 +177,17 @@ def _ticker(desc: str, total: int) -> sources.Tick:
     return lambda iterable: progress(iterable, total=total, desc=desc, unit="image")
 
 
-def _write(out: Path, source: str, entries: List[Entry], containers: Dict[str, Any]) -> None:
+def _write(out: Path, source: str, entries: List[Entry], containers: Dict[str, Any], made_from: str) -> None:
     counts = {split: sum(entry.split == split for entry in entries) for split in manifest.SPLITS}
-    text = json.dumps(
-        {"source": source, "containers": containers, "images": counts}, indent=1, sort_keys=True
-    )
     manifest.write(out / "manifest.csv", entries)
-    write_atomic(out / "source.json", text + "\n")
+    content = {
+        "source": source,
+        "containers": containers,
+        "images": counts,
+        "made_from": made_from,
+        "manifest": _sha256(out / "manifest.csv"),
+    }
+    write_atomic(out / "source.json", json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 
 def _summary(entries: List[Entry]) -> Dict[str, int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import hashlib
 import io
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
@@ -40,7 +39,8 @@ def describe(name: str) -> str:
 def render(name: str, images: str = "", val_images: str = "") -> str:
     """The text of params.yaml for a preset; `images` and `val_images` are folders of a person's own.
 
-    Raises RequestError for an unknown preset, a missing or empty folder, a preset that takes no folder.
+    Raises RequestError for an unknown preset, a missing or empty folder, images that are too few or all too small, a
+    preset that takes no folder.
     """
     header = _split(_text(name))[0]
     tree = _load(_split(_text(BASE))[1])
@@ -55,7 +55,7 @@ def render(name: str, images: str = "", val_images: str = "") -> str:
             f"preset {name}: takes no folder of images; leave PRESET out, or use PRESET=folder"
         )
     body = _dump(tree)
-    params.parse(_plain(body), f"presets/{name}.yaml")
+    _require_images(params.parse(_plain(body), f"presets/{name}.yaml"))
     return f"{header}\n\n{body}"
 
 
@@ -67,6 +67,7 @@ def refresh(path: Path) -> bool:
     header, body = _split(path.read_text(encoding="utf-8"))
     tree = _load(body)
     _set_folders(tree, fetch.path, fetch.val_path)
+    _require_images(params.load_all(path))
     return write(path, (f"{header}\n\n" if header else "") + _dump(tree))
 
 
@@ -83,23 +84,6 @@ def write(path: Path, text: str) -> bool:
     return True
 
 
-def digest(*folders: str) -> str:
-    """Digest of the names and sizes of the images in these folders, in 16 hexadecimal digits."""
-    from pipeline.images import containers, decode
-
-    state = hashlib.sha256()
-    for folder in filter(None, folders):
-        if Path(folder).is_file():  # a zip, a list or an annotation file
-            state.update(containers.fingerprint(folder))
-            continue
-        for file in decode.list_images(folder):
-            size = file.stat().st_size if file.exists() else -1
-            name = file.relative_to(folder).as_posix()
-            state.update(f"{name}\0{size}\n".encode("utf-8", "surrogateescape"))
-        state.update(b"\0")
-    return state.hexdigest()[:16]
-
-
 def _flat(text: str) -> List[str]:
     """Lines like `train.lr: 0.0001`, so that a difference tells its section; raw lines where that fails."""
     try:
@@ -111,7 +95,19 @@ def _flat(text: str) -> List[str]:
 
 
 def _set_folders(tree: Any, images: str, val_images: str) -> None:
+    from pipeline.images.containers import digest
+
     tree["fetch"].update(path=images, val_path=val_images, content=digest(images, val_images))
+
+
+def _require_images(sections: Dict[str, Any]) -> None:
+    """RequestError when a person's own images are too few or all too small, before anything is written."""
+    fetch = sections["fetch"]
+    if fetch.source == "folder":
+        from pipeline.images import splits
+        from pipeline.views.homography import smallest_images
+
+        splits.require_usable(*splits.own(fetch), smallest_images(sections))
 
 
 def _folder(path: str) -> str:

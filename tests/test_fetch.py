@@ -14,16 +14,20 @@ from faulty_server import FaultyServer
 
 from pipeline import fetch
 from pipeline.errors import RequestError, WorkError
-from pipeline.images import coco, sources, transfer
+from pipeline.images import coco, sources, splits, transfer
 from pipeline.images.sources import open_manifest
 
 
 @pytest.fixture
 def run(tmp_path, make_params, monkeypatch):
-    """`run(source="folder", ...)` runs the stage in tmp_path and gives the folder it wrote."""
+    """`run(source="folder", ...)` runs the stage in tmp_path and gives the folder it wrote.
 
-    def run_stage(out="out", **changes) -> Path:
+    views: the section `keypoints`, whose views the images must be large enough for.
+    """
+
+    def run_stage(out="out", views=None, **changes) -> Path:
         monkeypatch.setattr(fetch.params, "load", lambda *_: make_params("fetch", **changes))
+        monkeypatch.setattr(fetch.params, "load_all", lambda *_: {"keypoints": views} if views else {})
         arguments = ["--out", str(tmp_path / out), "--archives", str(tmp_path / "archives")]
         assert fetch.main([*arguments, "--reports", str(tmp_path / "reports")]) == 0
         return tmp_path / out
@@ -122,6 +126,45 @@ def test_wrong_requests_are_named(run, image_folder, tmp_path):
         run(source="folder", path=str(tmp_path / "empty"))
     with pytest.raises(RequestError, match=r"val_path: is the same as fetch\.path"):
         run(source="folder", path=str(image_folder), val_path=str(image_folder / "nested" / ".."))
+
+
+def test_one_image_or_small_ones_alone_are_said_before_anything_is_written(
+    run, image_folder, tmp_path, photo, make_params
+):
+    import cv2
+
+    (tmp_path / "one").mkdir()
+    shutil.copy(image_folder / "coffee.png", tmp_path / "one")
+    with pytest.raises(RequestError, match="one: 1 image, and none for val and test"):
+        run(source="folder", path=str(tmp_path / "one"))
+    (tmp_path / "small").mkdir()
+    for number in range(5):
+        cv2.imwrite(str(tmp_path / "small" / f"{number}.png"), photo[: 100 + number, :100])
+    with pytest.raises(RequestError, match=r"small: none of its \d train images can be read and has"):
+        run(views=make_params("keypoints"), source="folder", path=str(tmp_path / "small"))
+    assert not (tmp_path / "out").exists() and not (tmp_path / "reports").exists()
+
+
+def test_a_manifest_that_fits_is_not_made_again(run, image_folder, tmp_path, monkeypatch):
+    before = {path.name: path.read_bytes() for path in run(source="folder", path=str(image_folder)).iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(fetch, "_fetch", None)  # calling it would fail
+        out = run(source="folder", path=str(image_folder))
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    with monkeypatch.context() as patch:
+        patch.setattr(fetch, "code_digest", lambda *_: "another")
+        changed = json.loads((run(source="folder", path=str(image_folder)) / "source.json").read_text())
+    assert changed["made_from"] != json.loads(before["source.json"])["made_from"]
+    (image_folder / "coffee.png").unlink()
+    assert "coffee.png" not in {name for split in ("train", "val", "test")
+                                for name in names(run(source="folder", path=str(image_folder)), split)}  # fmt: skip
+    (out / "manifest.csv").write_text("damaged")
+    assert open_manifest(run(source="folder", path=str(image_folder))).entries("train")
+
+
+def test_the_sample_goes_when_other_images_come(run, image_folder):
+    assert (run() / "sample" / "camera.png").is_file()
+    assert not (run(source="folder", path=str(image_folder)) / "sample").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_named(run, tmp_path):
@@ -287,7 +330,10 @@ def test_archives_that_are_here_are_not_downloaded(run, archive_server, image_fo
     assert open_manifest(unpacked).read(entry) == (given / entry.name).read_bytes()
 
 
-def test_a_folder_of_an_own_zip_a_list_and_annotations(run, image_folder, tmp_path):
+def test_a_folder_of_an_own_zip_a_list_and_annotations(run, image_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        splits, "_require_some", lambda *_: None
+    )  # which are chosen, not whether they suffice
     with zipfile.ZipFile(tmp_path / "own.zip", "w") as out:
         for path in image_folder.rglob("*.*"):
             out.write(path, path.relative_to(image_folder).as_posix())

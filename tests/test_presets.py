@@ -7,11 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any, Dict, List
 
+import cv2
+import numpy as np
 import pytest
 from pydantic import BaseModel
 from ruamel.yaml import YAML
 
 from pipeline import errors, params, presets
+from pipeline.images import containers
 
 ROOT = Path(__file__).resolve().parents[1]
 OFFERED = ["sample", "ci", "coco2014", "coco2017", "coco2017-val", "folder"]
@@ -108,7 +111,7 @@ def test_own_images_are_written_as_absolute_paths(
     assert use(tmp_path / "params.yaml", "--images", "images", "--val-images", "held out: #1") == 0
     fetch = params.load("fetch", tmp_path / "params.yaml")
     assert (fetch.source, fetch.path, fetch.val_path) == ("folder", str(image_folder), str(held_out))
-    assert fetch.content == presets.digest(str(image_folder), str(held_out))
+    assert fetch.content == containers.digest(str(image_folder), str(held_out))
 
 
 def test_a_changed_folder_changes_the_content(tmp_path: Path, image_folder: Path) -> None:
@@ -150,6 +153,16 @@ def test_refresh_keeps_edits_and_leaves_other_sources_alone(tmp_path: Path, imag
         (["--images", "nowhere"], "nowhere: no such folder"),
         (["--images", "images", "--val-images", "nowhere"], "nowhere: no such folder"),
         (["--images", "empty"], "empty: holds no images (.jpg, "),
+        (
+            ["--images", "one"],
+            "one: 1 image, and none for val and test; at least 3 different ones are needed",
+        ),
+        (["--images", "small"], "small: none of its 2 train images can be read and has the 257x193 pixels"),
+        (
+            ["--images", "images", "--val-images", "small"],
+            "small: none of its 3 val images can be read and has",
+        ),
+        (["--images", "garbage"], "garbage: none of its 2 train images can be read"),
         (["--val-images", "images"], "goes with IMAGES"),
     ],
 )
@@ -162,7 +175,14 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
     capsys: pytest.CaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
+    for name in ("empty", "one", "small", "garbage"):
+        (tmp_path / name).mkdir()
+    shutil.copy(image_folder / "coffee.png", tmp_path / "one" / "coffee.png")
+    for number in range(4):
+        pixels = np.full((192, 256), number, np.uint8)
+        assert cv2.imwrite(str(tmp_path / "small" / f"{number}.png"), pixels)
+        (tmp_path / "garbage" / f"{number}.jpg").write_bytes(b"no image")
+    before = sorted(tmp_path.rglob("*"))
     target = tmp_path / "params.yaml"
     shutil.copy(ROOT / "params.yaml", target)
     assert use(target, *arguments) == 2
@@ -170,7 +190,7 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
     assert said in error
     assert error.count("\n") == 1
     assert target.read_bytes() == (ROOT / "params.yaml").read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "images", "params.yaml"]
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, target])
 
 
 def test_a_preset_with_a_wrong_key_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ tells the names in it and makes their manifest entries.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +77,21 @@ def fingerprint(path: Union[str, Path]) -> bytes:
         return path.read_bytes()
     rows = [[each.filename, each.file_size, each.CRC] for each in archive.image_members(path)]
     return json.dumps(rows).encode()
+
+
+def digest(*paths: str) -> str:
+    """Digest of the names and sizes of the images in these folders, zips or lists, in 16 hexadecimal digits."""
+    state = hashlib.sha256()
+    for folder in filter(None, paths):
+        if Path(folder).is_file():  # a zip, a list or an annotation file
+            state.update(fingerprint(folder))
+            continue
+        for file in list_images(folder):
+            size = file.stat().st_size if file.exists() else -1
+            name = file.relative_to(folder).as_posix()
+            state.update(f"{name}\0{size}\n".encode("utf-8", "surrogateescape"))
+        state.update(b"\0")
+    return state.hexdigest()[:16]
 
 
 def _folder(path: Path) -> Container:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any, Optional, Tuple
+from typing import Any, Dict, Mapping, Optional, Tuple
 
 import numpy as np
 
@@ -43,6 +43,16 @@ def fits(image_size: Size, view_size: Size) -> bool:
 def smallest_image(view_size: Size) -> Size:
     """The smallest image (width, height) that `fits`."""
     return tuple(math.ceil((side - 1) / MAX_UPSCALE) + 1 for side in view_size)
+
+
+def smallest_images(sections: Mapping[str, Any]) -> Dict[str, Size]:
+    """By split, the smallest image that serves these sections of the parameters; those that are there."""
+    found: Dict[str, Size] = {}
+    for section, splits in (("keypoints", ("train", "val")), ("evaluate", ("test",))):
+        if section in sections:
+            needed = smallest_image((sections[section].width, sections[section].height))
+            found.update(dict.fromkeys(splits, needed))
+    return found
 
 
 def sample_view(
