@@ -135,7 +135,7 @@ def test_one_image_or_small_ones_alone_are_said_before_anything_is_written(
 
     (tmp_path / "one").mkdir()
     shutil.copy(image_folder / "coffee.png", tmp_path / "one")
-    with pytest.raises(RequestError, match="one: 1 image, and none for val and test"):
+    with pytest.raises(RequestError, match="one: 1 image, and none for val"):
         run(source="folder", path=str(tmp_path / "one"))
     (tmp_path / "small").mkdir()
     for number in range(5):

@@ -155,7 +155,7 @@ def test_refresh_keeps_edits_and_leaves_other_sources_alone(tmp_path: Path, imag
         (["--images", "empty"], "empty: holds no images (.jpg, "),
         (
             ["--images", "one"],
-            "one: 1 image, and none for val and test; at least 3 different ones are needed",
+            "one: 1 image, and none for val; at least two are needed",
         ),
         (["--images", "small"], "small: none of its 2 train images can be read and has the 257x193 pixels"),
         (

@@ -22,7 +22,7 @@ def own(settings: Any) -> Tuple[Splits, Dict[str, Container]]:
     Args:
         settings: the section `fetch`.
 
-    Raises RequestError when a path is wrong, or a split has no image.
+    Raises RequestError when a path is wrong, or no image is left to train or to validate.
     """
     choice = Choice(tuple(filter(None, settings.categories.split(","))), settings.min_side)
     held = {"train": open_container(settings.path, settings.root, choice)}
@@ -33,7 +33,7 @@ def own(settings: Any) -> Tuple[Splits, Dict[str, Container]]:
         splits = share(held["train"].names, held["val"].names, settings)
     else:
         splits = hold_out(held["train"].names, settings)
-    _require_some(splits, held, settings)
+    _require_some(splits, held)
     return splits, held
 
 
@@ -71,17 +71,17 @@ def require_usable(splits: Splits, held: Mapping[str, Container], smallest: Mapp
             )
 
 
-def _require_some(splits: Splits, held: Mapping[str, Container], settings: Any) -> None:
-    needed = [split for split in splits if split != "test" or settings.test_fraction > 0]
-    empty = [split for split in needed if not splits[split]]
+def _require_some(splits: Splits, held: Mapping[str, Container]) -> None:
+    """Without test images the evaluation takes those of val."""
+    empty = [split for split in ("train", "val") if not splits[split]]
     if not empty:
         return
     container = held[container_of(empty[0], held)]
     count = len(container.names)
     raise RequestError(
-        f"{container.path}: {count} image{'s' if count > 1 else ''}, and none for {' and '.join(empty)}; at least "
-        f"{len(needed)} different ones are needed to train, validate and test: give more images, or change "
-        "fetch.val_fraction and fetch.test_fraction"
+        f"{container.path}: {count} image{'s' if count > 1 else ''}, and none for {' and '.join(empty)}; at least two "
+        "are needed, one to train and one to validate: give more images, or change fetch.val_fraction and "
+        "fetch.test_fraction"
     )
 
 
