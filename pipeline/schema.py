@@ -31,7 +31,9 @@ class Homography(Section):
     scale_min: Annotated[float, Field(gt=0.0, le=1.0)]
     perspective: Annotated[float, Field(ge=0.0, le=0.9)]
     rotation_deg: Annotated[float, Field(ge=0.0, le=180.0)]
+    tilt_deg: Annotated[float, Field(ge=0.0, le=80.0)]
     translation: Fraction
+    max_upscale: Annotated[float, Field(ge=2.0, le=8.0)]
 
 
 class Photometric(Section):
@@ -73,6 +75,7 @@ class KeypointsParams(Section):
     height: Side
     max_keypoints: KeypointCount
     difficulty: Fraction
+    difficulty_first: Fraction
     homography: Homography
     photometric: Photometric
     max_bad_fraction: Fraction
@@ -89,17 +92,22 @@ class TrainParams(Section):
     loader: Literal["plain", "dali", "synthetic"]
     steps: Count
     max_keypoints: KeypointCount
+    min_keypoints: CountOrZero
     keypoint_drop: Annotated[float, Field(ge=0.0, le=0.9)]
+    turn_deg: Annotated[float, Field(ge=0.0, le=180.0)]
+    window: Annotated[float, Field(gt=0.0, le=1.0)]
+    unrelated: Fraction
     dim: Annotated[int, Field(ge=8, le=1024)]
     layers: Annotated[int, Field(ge=1, le=64)]
     heads: Annotated[int, Field(ge=1, le=64)]
     norm: Literal["layer", "batch"]
     sync_batchnorm: bool
     scale_angle: bool
+    neighbours: bool
     sinkhorn_iterations: Annotated[int, Field(ge=1, le=1000)]
     positive_px: Pixels
     negative_px: Pixels
-    optimizer: Literal["adam", "adamw", "sgd"]
+    optimizer: Literal["adam", "adamw", "muon", "sgd"]
     lr: Annotated[float, Field(gt=0.0, le=10.0)]
     lr_scaling: Literal["none", "linear", "sqrt"]
     weight_decay: Fraction

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from superglue_sift.assignment import Assignments
 from superglue_sift.attention import AttentionalLayer
+from superglue_sift.neighbours import FEATURES, neighbour_features
 from superglue_sift.normalization import token_norm
 from superglue_sift.packing import Layout
 from superglue_sift.sinkhorn import log_optimal_transport, padded_optimal_transport, to_float32
@@ -47,6 +48,9 @@ class SuperGlueConfig:
     heads: int = 4
     norm: str = "layer"  # layer | batch
     scale_angle: bool = True  # encode SIFT's scale and angle beside position and score
+    neighbours: bool = (
+        False  # encode each keypoint's nearest neighbour in the other image too (neighbours.py)
+    )
     sinkhorn_iterations: int = 100  # T, in training; inference may use another
 
     def to_dict(self) -> dict:
@@ -72,7 +76,7 @@ class SuperGlue(nn.Module):
         self.recompute = False  # trade time for memory in training: keep no activations inside layers
         dim = config.dim
         self.descriptor_projection = nn.Linear(SIFT_DIM, dim)
-        self.keypoint_encoder = _keypoint_encoder(6 if config.scale_angle else 3, dim, config.norm)
+        self.keypoint_encoder = _keypoint_encoder(_encoder_inputs(config), dim, config.norm)
         self.self_attention = nn.ModuleList(_layer(config) for _ in range(config.layers))
         self.cross_attention = nn.ModuleList(_layer(config) for _ in range(config.layers))
         self.final_projection = nn.Linear(dim, dim)
@@ -157,15 +161,26 @@ class SuperGlue(nn.Module):
         geometry, descriptors = [], []
         for side, packing in zip("01", layout.sides):
             geometry.append(packing.pack(_geometry(batch, side, self.config.scale_angle)))
-            descriptors.append(packing.pack(getattr(batch, "descriptors" + side)))
+            descriptors.append(root_sift(packing.pack(getattr(batch, "descriptors" + side))))
+        seen = geometry
+        if self.config.neighbours:
+            with torch.no_grad(), no_autocast(layout.device.type):
+                found = neighbour_features(descriptors, geometry, layout)
+            seen = [torch.cat(both, -1) for both in zip(geometry, found)]
         dtype = self.dustbin.dtype
-        return self.descriptor_projection(
-            root_sift(torch.cat(descriptors)).to(dtype)
-        ) + self.keypoint_encoder(torch.cat(geometry).to(dtype))
+        return self.descriptor_projection(torch.cat(descriptors).to(dtype)) + self.keypoint_encoder(
+            torch.cat(seen).to(dtype)
+        )
 
 
 def _layer(config: SuperGlueConfig) -> AttentionalLayer:
     return AttentionalLayer(config.dim, config.heads, token_norm(config.norm, 2 * config.dim))
+
+
+def _encoder_inputs(config: SuperGlueConfig) -> int:
+    if config.neighbours and not config.scale_angle:
+        raise ValueError("neighbours needs scale_angle")
+    return (6 if config.scale_angle else 3) + (FEATURES if config.neighbours else 0)
 
 
 def _keypoint_encoder(inputs: int, dim: int, norm: str) -> nn.Sequential:

@@ -20,6 +20,7 @@ from pipeline.images import decode
 from pipeline.images.sources import ImageSet, folder_entries
 from pipeline.pairs import dali as pairs_dali
 from pipeline.pairs import loader, synthetic
+from pipeline.pairs.augmentation import Augmentation
 from pipeline.pairs.order import PairOrder, rank_slice
 from superglue_sift.images import BadImage
 
@@ -198,7 +199,10 @@ def micro_batches(store: Store, rank: int, world_size: int, parts: int = 2):
 
     def make(step: int):
         own = order.step(step, 8)[rank_slice(8, rank, world_size)]
-        return [loader.load_batch(store, part, 30, 0.3) for part in loader.split_evenly(own, parts)]
+        return [
+            loader.load_batch(store, part, 30, Augmentation(drop=0.3))
+            for part in loader.split_evenly(own, parts)
+        ]
 
     return make
 
@@ -262,7 +266,7 @@ class TestChoice:
     def test_synthetic_pairs_look_like_stored_ones(self, tmp_path):
         store = Store(made_store(tmp_path / "store"))
         samples = PairOrder(0, len(store), store.views_per_image).step(0, 6)
-        batch = synthetic.load_batch(store, samples, 50, 0.3)
+        batch = synthetic.load_batch(store, samples, 50, Augmentation(drop=0.3))
         stored = loader.load_batch(store, samples, 50)
         for name in pairs_dali.FIELDS:
             assert getattr(batch, name).dtype == getattr(stored, name).dtype

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from made_views import SIZE, made_records, made_store
 
 from pipeline.features.store import Store
-from pipeline.pairs.loader import load_batch, read_pairs, split_evenly
+from pipeline.pairs.augmentation import Augmentation
+from pipeline.pairs.loader import load_batch, split_evenly
 from pipeline.pairs.order import PairOrder, Sample, rank_slice, validation_pairs
 from pipeline.pairs.prefetch import prefetched
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.geometry import transform
+from superglue_sift.truth import UNMATCHED, ground_truth
 
 pytestmark = pytest.mark.cu111
 
@@ -102,29 +104,22 @@ class TestBatch:
 
 class TestLoader:
     def test_homography_maps_points_of_view_0_to_view_1(self, tmp_path):
-        store = Store(made_store(tmp_path))
-        one = read_pairs(store, [Sample(3, 0, 2, 5)], 1000)[0]
-        zero_xy = np.stack([one.records0["x"], one.records0["y"]], 1).astype(np.float64)
-        one_xy = np.stack([one.records1["x"], one.records1["y"]], 1).astype(np.float64)
-        distance = np.linalg.norm(transform(zero_xy, one.H_0to1)[:, None] - one_xy, axis=-1).min(1)
         # made with a noise of 0.3 px a side; a wrong direction or order of products would be tens of pixels off
-        assert np.median(distance) < 1.0
-
-    def test_strongest_first_and_random_drop(self, tmp_path):
         store = Store(made_store(tmp_path))
-        whole = read_pairs(store, [Sample(3, 0, 1, 5)], 1000)[0]
-        assert np.array_equal(read_pairs(store, [Sample(3, 0, 1, 5)], 8)[0].records0, whole.records0[:8])
-        dropped = read_pairs(store, [Sample(3, 0, 1, 5)], 1000, drop=0.9)[0]
-        assert len(dropped.records0) < len(whole.records0)
-        assert set(dropped.records0["x"]) <= set(whole.records0["x"])
-        again = read_pairs(store, [Sample(3, 0, 1, 5)], 1000, drop=0.9)[0]
-        assert np.array_equal(again.records0, dropped.records0)
+        assert np.median(misses(load_batch(store, [Sample(3, 0, 2, 5)], 1000))) < 1.0
+
+    def test_the_strongest_come_first(self, tmp_path):
+        store = Store(made_store(tmp_path))
+        whole, few = (load_batch(store, [Sample(3, 0, 1, 5)], most) for most in (1000, 8))
+        assert torch.equal(few.records0, whole.records0[:, :8])
 
     def test_prefetching_changes_nothing(self, tmp_path):
         store, order = Store(made_store(tmp_path)), PairOrder(0, 5, 3)
 
         def make(step):
-            return load_batch(store, order.step(step, 4), 64, 0.3)
+            return load_batch(
+                store, order.step(step, 4), 64, Augmentation(drop=0.3, turn_deg=180, window=0.5)
+            )
 
         for step, batch in enumerate(prefetched(make, range(6))):
             assert torch.equal(batch.records0, make(step).records0)
@@ -150,3 +145,78 @@ class TestLoader:
     def test_split_evenly(self):
         assert split_evenly(list(range(7)), 3) == [[0, 1], [2, 3], [4, 5, 6]]
         assert split_evenly([1], 2) == [[], [1]]
+
+
+def misses(batch) -> np.ndarray:
+    """Of the first pair: how far each keypoint of view 0, mapped to view 1, is from the nearest one there, px."""
+    mapped = transform(batch.keypoints0[0].double().numpy(), batch.H_0to1[0].numpy())
+    return np.linalg.norm(mapped[:, None] - batch.keypoints1[0].numpy(), axis=-1).min(1)
+
+
+class TestAugmentation:
+    @pytest.fixture
+    def store(self, tmp_path):
+        return Store(made_store(tmp_path))
+
+    @settings(max_examples=20, deadline=None)
+    @given(seed=st.integers(0, 2**31 - 1))
+    def test_truth_follows_turns_and_windows(self, tmp_path_factory, seed):
+        store = Store(made_store(tmp_path_factory.mktemp("store")))
+        samples = [Sample(3, 0, 2, seed), Sample(4, 1, 0, seed)]
+        plain = ground_truth(load_batch(store, samples, 1000))
+        turned = load_batch(store, samples, 1000, Augmentation(turn_deg=180))
+        truth = ground_truth(turned)
+        matched = plain.matches0 >= 0
+        assert torch.equal(truth.matches0[matched], plain.matches0[matched])
+        cut = load_batch(store, samples, 1000, Augmentation(turn_deg=180, window=0.5))
+        sides = (
+            (cut.keypoints0, cut.image_size0, cut.counts0),
+            (cut.keypoints1, cut.image_size1, cut.counts1),
+        )
+        for keypoints, size, counts in sides:
+            for i, count in enumerate(counts.tolist()):
+                assert ((keypoints[i, :count] >= -0.51) & (keypoints[i, :count] <= size[i] - 0.49)).all()
+        found = ground_truth(cut).matches0
+        if (found[0] >= 0).any():
+            assert np.median(misses(cut)[found[0].numpy() >= 0]) < 1.0
+
+    def test_a_turn_of_a_view_turns_positions_and_orientations_alike(self, store):
+        view = store.view(3, 0)
+        records, H, size = Augmentation(turn_deg=180).apply(view, seed=7, side=0)
+        degrees = np.mod(records["angle"] - view.records["angle"], 360.0)
+        assert np.allclose(degrees, degrees[0], atol=1e-3)
+        first, other = (np.stack([r["x"], r["y"]], 1).astype(float) for r in (view.records, records))
+        before, after = first[5] - first[0], other[5] - other[0]
+        angle = np.degrees(np.arctan2(after[1], after[0]) - np.arctan2(before[1], before[0]))
+        assert np.isclose(np.mod(angle - degrees[0] + 180, 360), 180, atol=1e-2)
+        assert np.allclose(transform(first, H @ np.linalg.inv(view.H_image_to_view)), other, atol=1e-3)
+        assert (other >= -0.5).all() and (other <= np.array(size) - 0.5).all()
+
+    def test_pairs_of_different_images_have_no_match(self, store):
+        pairs = [Sample(3, 0, 1, seed) for seed in range(8)]
+        batch = load_batch(store, pairs, 1000, Augmentation(unrelated_share=1.0))
+        truth = ground_truth(batch)
+        for matches, counts in ((truth.matches0, batch.counts0), (truth.matches1, batch.counts1)):
+            assert all((row[:count] == UNMATCHED).all() for row, count in zip(matches, counts.tolist()))
+        assert len({batch.records1[i].numpy().tobytes() for i in range(8)}) > 1
+
+    def test_numbers_of_keypoints_vary_between_the_limits(self, store):
+        batch = load_batch(
+            store, [Sample(3, 0, 1, seed) for seed in range(50)], 40, Augmentation(min_keypoints=10)
+        )
+        assert batch.counts0.min() >= 10 and batch.counts0.max() <= 40
+        assert len(set(batch.counts0.tolist())) > 5
+
+    def test_the_seed_of_the_sample_decides_and_nothing_else(self, store):
+        augmentation = Augmentation(0.5, 180.0, 0.5, 0.3, 10)
+        one, other = Sample(3, 0, 1, 5), Sample(4, 2, 1, 6)
+        alone = load_batch(store, [one], 30, augmentation)
+        beside = load_batch(store, [other, one], 30, augmentation)
+        count = int(alone.counts0[0])
+        assert int(beside.counts0[1]) == count
+        assert torch.equal(beside.records0[1, :count], alone.records0[0, :count])
+        assert torch.equal(beside.H_0to1[1], alone.H_0to1[0])
+
+    def test_a_store_without_keypoints_gives_empty_views(self, store):
+        batch = load_batch(store, [Sample(1, 0, 1, 5)], 30, Augmentation(0.5, 180.0, 0.5, 0.3, 10))
+        assert (int(batch.counts0[0]), int(batch.counts1[0])) == (0, 0) or batch.counts1[0] > 0

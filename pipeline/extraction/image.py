@@ -40,8 +40,14 @@ def gray_views(gray: np.ndarray, name: str, settings: Any) -> ImageViews:
             H = homography.mild_view(rng, size, view_size)
             view = render.render(gray, H, view_size)
         else:
-            H = homography.sample_view(rng, size, view_size, settings.homography, settings.difficulty)
+            H = homography.sample_view(rng, size, view_size, settings.homography, _strength(settings, index))
             view = photometric.distort(render.render(gray, H, view_size), rng, settings.photometric)
         homographies.append(H)
         records.append(sift.extract(view, settings.max_keypoints))
     return ImageViews(name, size, np.array(homographies), records)
+
+
+def _strength(settings: Any, index: int) -> float:
+    """Of view `index` >= 1: from `difficulty_first` at view 1 evenly to `difficulty` at the last."""
+    share = (index - 1) / max(settings.views - 2, 1)
+    return settings.difficulty_first + share * (settings.difficulty - settings.difficulty_first)

@@ -3,52 +3,60 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Iterator, List, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 from numpy.linalg import inv
 
 from pipeline.features.store import Store
+from pipeline.pairs.augmentation import APART, Augmentation
 from pipeline.pairs.order import Sample
 from pipeline.pairs.prefetch import prefetched
 from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.geometry import normalized
 
 
-def load_batch(store: Store, samples: Sequence[Sample], max_keypoints: int, drop: float = 0.0) -> PairBatch:
-    """The PairBatch of these samples, in order; an empty list gives a batch of no pairs with homographies."""
-    return from_pairs(read_pairs(store, samples, max_keypoints, drop))
-
-
-def read_pairs(store: Store, samples: Sequence[Sample], max_keypoints: int, drop: float = 0.0) -> List[Pair]:
-    """The pairs of views of these samples, in order.
+def load_batch(
+    store: Store,
+    samples: Sequence[Sample],
+    max_keypoints: int,
+    augmentation: Optional[Augmentation] = None,
+) -> PairBatch:
+    """The PairBatch of these samples, in order; an empty list gives a batch of no pairs with homographies.
 
     Args:
         max_keypoints: the strongest so many of each view are kept.
-        drop: up to this share of each view's keypoints is left out at random (by `sample.seed`), so that an
-            epoch never repeats a pair as it was.
+        augmentation: what changes about each pair, by its `sample.seed`; None: nothing.
     """
     if not samples:
-        return []
-    # all homographies at once: 64 small inversions cost a batch 1 ms
-    views0 = [store.view(sample.image, sample.view0) for sample in samples]
-    views1 = [store.view(sample.image, sample.view1) for sample in samples]
-    to0, to1 = (np.stack([view.H_image_to_view for view in views]) for views in (views0, views1))
+        return from_pairs([])
+    sides = [_views(store, samples, augmentation, side) for side in (0, 1)]
+    # inverted together, since 64 small inversions one by one cost a batch 1 ms
+    to0, to1 = (np.stack([H for _, H, _ in side]) for side in sides)
     H_0to1 = normalized(to1 @ inv(to0))
     pairs = []
-    for sample, view0, view1, H in zip(samples, views0, views1, H_0to1):
-        sides = [view0.records[:max_keypoints], view1.records[:max_keypoints]]
-        if drop > 0:
-            random = np.random.default_rng(sample.seed)
-            sides = [_thinned(records, drop, random) for records in sides]
-        pairs.append(Pair(*sides, view0.size, view1.size, H))
-    return pairs
+    for sample, (records0, _, size0), (records1, _, size1), H in zip(samples, *sides, H_0to1):
+        counts = max_keypoints, max_keypoints
+        if augmentation is not None:
+            counts = augmentation.counts(max_keypoints, sample.seed)
+            H = APART if augmentation.unrelated(sample.seed) else H
+        pairs.append(Pair(records0[: counts[0]], records1[: counts[1]], size0, size1, H))
+    return from_pairs(pairs)
 
 
-def _thinned(records: np.ndarray, drop: float, random: np.random.Generator) -> np.ndarray:
-    """Some of the records; as opaque bytes, which numpy copies eight times as fast as records of fields."""
-    kept = random.random(len(records)) >= drop * random.random()
-    return records.view(f"V{records.itemsize}")[kept].view(records.dtype)
+def _views(store: Store, samples: Sequence[Sample], augmentation: Optional[Augmentation], side: int):
+    """(records, H_image_to_view, size) of each sample's view `side`."""
+    found = []
+    for sample in samples:
+        image, view = sample.image, (sample.view0, sample.view1)[side]
+        if augmentation is not None and side == 1 and augmentation.unrelated(sample.seed):
+            image = augmentation.other_image(image, len(store), sample.seed)
+        given = store.view(image, view)
+        if augmentation is None:
+            found.append((given.records, given.H_image_to_view, given.size))
+        else:
+            found.append(augmentation.apply(given, sample.seed, side))
+    return found
 
 
 def split_evenly(samples: List[Sample], parts: int) -> List[List[Sample]]:

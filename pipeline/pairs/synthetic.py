@@ -19,11 +19,11 @@ from superglue_sift.sift import KEYPOINT
 KINDS = 16  # different pairs; made once, then dealt out by the seed of the sample
 
 
-def load_batch(store: Store, samples: Sequence[Sample], max_keypoints: int, drop: float = 0.0) -> PairBatch:
+def load_batch(store: Store, samples: Sequence[Sample], max_keypoints: int, augmentation=None) -> PairBatch:
     """A made-up pair for each sample: `max_keypoints` keypoints in both views, of which most match.
 
     Args:
-        store: gives the size of the views alone. drop: has no effect, so that every batch is full.
+        store: gives the size of the views alone. augmentation: has no effect, so that every batch is full.
     """
     size = tuple(store.view_size)
     return from_pairs([_made(sample.seed % KINDS, size, max_keypoints) for sample in samples])

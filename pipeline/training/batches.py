@@ -23,6 +23,7 @@ class StepBatches:
     def __init__(self, train, store: Store, pairs: int, context: distributed.Context) -> None:
         self.train, self.store, self.pairs, self.context = train, store, pairs, context
         self._order = PairOrder(train.seed, len(store), store.views_per_image)
+        self._augmentation = setup.augmentation(train)
         self._load, self._prefetched = choose(train.loader, context.device)
 
     def samples(self, step: int) -> List[List[Sample]]:
@@ -39,7 +40,7 @@ class StepBatches:
         faults.at("load_batch", step)
         train = self.train
         batches = [
-            self._load(self.store, part, train.max_keypoints, train.keypoint_drop)
+            self._load(self.store, part, train.max_keypoints, self._augmentation)
             for part in self.samples(step)
         ]
         pin = self.context.device.type == "cuda" and train.loader != "dali"  # which copies by itself

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipeline import stack
 from pipeline.errors import RequestError
+from pipeline.training.muon import Muon
 
 
 def learning_rate(train, step: int, world_size: int = 1) -> float:
@@ -49,10 +50,12 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> List[str]:
 
 
 def make_optimizer(train, model: nn.Module) -> torch.optim.Optimizer:
-    """Adam, AdamW or SGD (momentum 0.9) over the parameters that train."""
+    """Adam, AdamW, Muon or SGD (momentum 0.9) over the parameters that train."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise RequestError("train.freeze: no parameter is left to train")
+    if train.optimizer == "muon":
+        return Muon(model, lr=train.lr, weight_decay=train.weight_decay)
     if train.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=train.lr, momentum=0.9, weight_decay=train.weight_decay)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[train.optimizer]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pipeline import stack
 from pipeline.errors import RequestError
+from pipeline.pairs.augmentation import Augmentation
 from pipeline.runtime import distributed, seeding
 from pipeline.training.objective import DataParallelObjective, MatchingObjective
 from pipeline.training.optimization import MovingAverage, freeze, make_optimizer
@@ -83,6 +84,7 @@ def build(train, context: distributed.Context) -> Tuple[Parts, List[str]]:
             heads=train.heads,
             norm=train.norm,
             scale_angle=train.scale_angle,
+            neighbours=train.neighbours,
             sinkhorn_iterations=train.sinkhorn_iterations,
         )
     )
@@ -103,6 +105,17 @@ def build(train, context: distributed.Context) -> Tuple[Parts, List[str]]:
         MovingAverage(model, train.ema),
     )
     return Parts(objective, _wrap(train, objective), state), told
+
+
+def augmentation(train) -> Augmentation:
+    """What changes about each pair of the training."""
+    return Augmentation(
+        drop=train.keypoint_drop,
+        turn_deg=train.turn_deg,
+        window=train.window,
+        unrelated_share=train.unrelated,
+        min_keypoints=train.min_keypoints,
+    )
 
 
 def _wrap(train, objective: MatchingObjective) -> nn.Module:

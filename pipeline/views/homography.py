@@ -63,12 +63,12 @@ def sample_view(
     Args:
         rng: consumed in a fixed order; see `generator`.
         image_size, view_size: (width, height) px.
-        limits: `scale_min`, `perspective`, `rotation_deg`, `translation` as in `params.Homography`.
+        limits: a `schema.Homography`.
         difficulty: 0 (the largest upright crop, centred) to 1 (the limits in full).
 
     Returns:
         H_image_to_view (3, 3) float64. The view's corner pixels come from inside the image, in a convex
-        quadrilateral, and no image pixel is magnified more than `MAX_UPSCALE` times.
+        quadrilateral, and no image pixel is magnified more than `limits.max_upscale` times.
 
     Raises ValueError when not `fits(image_size, view_size)`.
     """
@@ -111,17 +111,29 @@ def _try_view(
     angle = math.radians(limits.rotation_deg) * strength * rng.uniform(-1.0, 1.0)
     turn = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
     quad = (outline + shift * np.array(view_size)) @ turn.T
+    if limits.tilt_deg > 0.0:
+        quad = quad @ _foreshortening(math.radians(limits.tilt_deg) * strength, rng)
     if not _convex(quad):
         return None
     largest = _largest(image_size, view_size)
     fitting = min(largest, *((np.array(image_size) - 1) / np.ptp(quad, axis=0)))
     stretch = magnification(_through(quad, corners(view_size)), view_size).max()  # at scale 1
-    smallest = max(largest * (1.0 - strength * (1.0 - limits.scale_min)), stretch / MAX_UPSCALE)
-    if stretch / MAX_UPSCALE > fitting:
+    smallest = max(largest * (1.0 - strength * (1.0 - limits.scale_min)), stretch / limits.max_upscale)
+    if stretch / limits.max_upscale > fitting:
         return None
     smallest = min(smallest, fitting)
     quad *= math.exp(rng.uniform(math.log(smallest), math.log(fitting)))
     return _place(rng, quad, image_size, view_size, limits.translation * strength)
+
+
+def _foreshortening(tilt: float, rng: np.random.Generator) -> np.ndarray:
+    """(2, 2) symmetric stretch by 1 / cos of up to `tilt` (radians) along a random direction.
+
+    A tilted camera sees more of the plane in that direction, in as many pixels.
+    """
+    direction = rng.uniform(0.0, math.pi)
+    axis = np.array([math.cos(direction), math.sin(direction)])
+    return np.eye(2) + (1.0 / math.cos(tilt * rng.uniform()) - 1.0) * np.outer(axis, axis)
 
 
 def _place(

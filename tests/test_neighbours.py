@@ -1,0 +1,87 @@
+"""Nearest neighbours by descriptor as the network sees them: known values, and the padded form equal to the ragged."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from made_views import SIZE, made_store
+
+from pipeline.features.store import Store
+from superglue_sift import neighbours
+from superglue_sift.batch import Pair, from_pairs
+from superglue_sift.packing import Layout
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig, _geometry, mutual_matches, root_sift
+
+pytestmark = pytest.mark.cu111
+
+
+def pairs_of(store):
+    """Pairs of 40 to 68 keypoints, and three with none, one and two in one of the views."""
+    views = [store.view(image, view).records for image in (0, 2, 4) for view in (0, 1)]
+    some = [Pair(a, b, SIZE, SIZE, np.eye(3)) for a, b in zip(views[::2], views[1::2])]
+    return some + [Pair(views[0][:n], views[1], SIZE, SIZE, np.eye(3)) for n in (0, 1, 2)]
+
+
+@pytest.fixture
+def batch(tmp_path):
+    return from_pairs(pairs_of(Store(made_store(tmp_path))))
+
+
+def test_known_values_of_two_and_three_descriptors():
+    # angles 0 and 90 degrees against 10, 60 and 80: nearest 10 and 80 degrees away
+    first, second = (
+        torch.tensor(t, dtype=torch.float64).deg2rad() for t in ([0.0, 90.0], [10.0, 60.0, 80.0])
+    )
+    found0, found1 = neighbours.nearest((first[:, None] - second[None]).cos())
+    chord = [2 * math.sin(math.radians(degrees) / 2) for degrees in (10, 30, 60)]
+    assert found0.index.tolist() == [0, 2] and found1.index.tolist() == [0, 1, 1]
+    expected = [[chord[0], chord[0] / chord[2], 1.0], [chord[0], chord[0] / chord[1], 1.0]]
+    assert torch.allclose(found0.features, torch.tensor(expected, dtype=torch.float64), atol=1e-6)
+    assert found1.features[:, 2].tolist() == [1.0, 0.0, 1.0]
+
+
+def test_one_descriptor_alone_has_no_distinctive_neighbour():
+    found0, found1 = neighbours.nearest(torch.tensor([[0.5]]))
+    assert found0.features.tolist() == found1.features.tolist() == [[1.0, 1.0, 1.0]]
+
+
+def test_padded_features_are_those_of_each_pair_alone(batch):
+    layout = Layout(batch)
+    geometry = [side.pack(_geometry(batch, s, True)) for s, side in zip("01", layout.sides)]
+    descriptors = [
+        side.pack(root_sift(getattr(batch, f"descriptors{s}"))) for s, side in zip("01", layout.sides)
+    ]
+    ragged = neighbours.neighbour_features(descriptors, geometry, layout)
+    padded = neighbours._padded(descriptors, geometry, layout)
+    for one, other in zip(ragged, padded):
+        assert one.shape[1] == neighbours.FEATURES and torch.isfinite(one).all()
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_the_untrained_network_is_still_the_nearest_neighbour_matcher(batch):
+    answers = []
+    for seen in (False, True):
+        torch.manual_seed(0)
+        model = SuperGlue(SuperGlueConfig(layers=1, neighbours=seen)).eval()
+        with torch.no_grad():
+            answers.append(mutual_matches(model(batch), (100, 100)).matches0)
+    assert torch.equal(*answers) and (answers[0] >= 0).any()
+
+
+def test_a_turn_of_both_images_leaves_what_relates_the_neighbours(batch):
+    layout = Layout(batch)
+    geometry = [side.pack(_geometry(batch, s, True)) for s, side in zip("01", layout.sides)]
+    descriptors = [
+        side.pack(root_sift(getattr(batch, f"descriptors{s}"))) for s, side in zip("01", layout.sides)
+    ]
+    c, s = math.cos(1.0), math.sin(1.0)
+    turn = torch.tensor([[c, s], [-s, c]])
+    turned = [torch.cat([g[:, :2] @ turn, g[:, 2:4], g[:, 4:6] @ turn], 1) for g in geometry]
+    before, after = (neighbours.neighbour_features(descriptors, g, layout) for g in (geometry, turned))
+    for one, other in zip(before, after):
+        kept = [0, 1, 2, 5, 6, 7]
+        assert torch.allclose(one[:, kept], other[:, kept], atol=1e-5)
+        assert torch.allclose(one[:, 3:5] @ turn, other[:, 3:5], atol=1e-5)
