@@ -18,6 +18,7 @@ from benchmarks import timing
 from benchmarks.made import made_store
 from pipeline.errors import RequestError
 from pipeline.features.store import Store, map_shard
+from pipeline.pairs.augmentation import Augmentation
 from pipeline.pairs.loader import load_batch
 from pipeline.pairs.order import PairOrder
 
@@ -54,7 +55,10 @@ def _rows(store: Store) -> Iterator[Dict[str, Any]]:
         "view, bare map": (lambda: _each(bare, places), _ACCESSES),
         "view, store": (lambda: _each(functools.partial(_read, store), places), _ACCESSES),
         f"batch of {_BATCH} pairs": (lambda: load_batch(store, samples, most), 1),
-        f"batch of {_BATCH} pairs, thinned": (lambda: load_batch(store, samples, most, _DROP), 1),
+        f"batch of {_BATCH} pairs, thinned": (
+            lambda: load_batch(store, samples, most, Augmentation(drop=_DROP)),
+            1,
+        ),
     }
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

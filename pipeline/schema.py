@@ -111,7 +111,7 @@ class TrainParams(Section):
     lr: Annotated[float, Field(gt=0.0, le=10.0)]
     lr_scaling: Literal["none", "linear", "sqrt"]
     weight_decay: Fraction
-    schedule: Literal["constant_decay", "cosine"]
+    schedule: Literal["constant_decay", "cosine", "wsd"]
     warmup_steps: CountOrZero
     decay_start: CountOrZero
     decay: Annotated[float, Field(gt=0.0, le=1.0)]

@@ -1,89 +1,101 @@
-"""Muon for the matrices of the layers, Adam for everything else, in one optimiser.
+"""Muon for the matrices of the attention layers, Adam for everything else, in one optimiser.
 
 Muon (Jordan et al. 2024) steps along the orthogonalised momentum of a matrix, so that all its directions learn alike.
 Its step is scaled to the size of Adam's (Liu et al. 2025, arXiv 2502.16982, section 2.2), so that one learning rate
-serves both. torch has it from 2.9 on; this one runs on both stacks, in float32, and takes query, key and value apart.
+serves both. torch has a Muon from 2.9 on, in bfloat16 and for whole parameters; this one runs on both stacks, in
+float32, and takes apart what a parameter stacks: query, key and value, and the two inputs of an update.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Iterable, List, Tuple
+from typing import Iterable, List
 
 import torch
 from torch import Tensor, nn
 
+from superglue_sift.superglue import SuperGlue
+
 # Newton-Schulz iteration of degree five, coefficients of Jordan's report: singular values end between 0.7 and 1.2.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-MATCH_ADAM = 0.2  # the root mean square of a typical Adam step over its learning rate
+ADAM_SIZE = 0.2  # root mean square of a typical step of Adam, over its learning rate
+MOMENTUM, BETAS, EPS = 0.95, (0.9, 0.999), 1e-8
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
     """(K, A, B) -> the nearest (semi-)orthogonal matrices, about: singular values near 1."""
-    wide = matrices.transpose(1, 2) if matrices.shape[1] > matrices.shape[2] else matrices
-    x = wide / wide.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.transpose(1, 2) if tall else matrices
+    x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
         gram = torch.bmm(x, x.transpose(1, 2))
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.transpose(1, 2) if matrices.shape[1] > matrices.shape[2] else x
+    return x.transpose(1, 2) if tall else x
 
 
-def matrices_of(model: nn.Module) -> List[Tuple[nn.Parameter, int]]:
-    """The weights that Muon steps, and how many matrices each one stacks: those of the attention layers."""
-    found = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.ndim == 2 and "attention" in name:
-            found.append((parameter, 3 if "query_key_value" in name else 1))
-    return found
+def blocks(matrix: Tensor, side: int) -> Tensor:
+    """The squares of a matrix (A, B) whose sides are multiples of `side`, row by row: (K, side, side)."""
+    cut = matrix.unflatten(0, (-1, side)).unflatten(2, (-1, side))  # (rows, side, columns, side)
+    return cut.transpose(1, 2).reshape(-1, side, side)
+
+
+def joined(squares: Tensor, shape: torch.Size) -> Tensor:
+    """The matrix of these `blocks`."""
+    side = squares.shape[1]
+    return squares.view(shape[0] // side, shape[1] // side, side, side).transpose(1, 2).reshape(shape)
 
 
 class Muon(torch.optim.Optimizer):
-    """See the module. Groups with `stacked` > 0 take Muon's step, the others Adam's."""
+    """See the module.
 
-    def __init__(
-        self, model: nn.Module, lr: float, weight_decay: float = 0.0, momentum: float = 0.95
-    ) -> None:
-        stacks = matrices_of(model)
-        chosen = {id(parameter) for parameter, _ in stacks}
-        rest = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
-        groups = [{"params": [p for p, n in stacks if n == number], "stacked": number} for number in (1, 3)]
-        groups = [group for group in (*groups, {"params": rest, "stacked": 0}) if group["params"]]
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+    Args:
+        model: a SuperGlue. The weights of its attention layers take Muon's step.
+        lr, weight_decay: of both; the decay is AdamW's.
+    """
+
+    def __init__(self, model: SuperGlue, lr: float, weight_decay: float = 0.0) -> None:
+        self.side = model.config.dim  # of the squares that all matrices of the layers are made of
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        matrices = [p for name, p in named if "attention" in name and p.ndim == 2]
+        rest = [p for name, p in named if not ("attention" in name and p.ndim == 2)]
+        groups = [{"params": matrices, "muon": True}, {"params": rest, "muon": False}]
+        super().__init__([g for g in groups if g["params"]], {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure=None) -> None:
         """One step of all parameters that have a gradient."""
         for group in self.param_groups:
             own = [p for p in group["params"] if p.grad is not None]
             for p in own:
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-            if group["stacked"]:
-                self._muon(group, own)
+            if group["muon"]:
+                self._muon(own, group["lr"])
             else:
-                self._adam(group, own)
+                self._adam(own, group["lr"])
 
-    def _muon(self, group: dict, parameters: Iterable[nn.Parameter]) -> None:
+    def _muon(self, parameters: List[nn.Parameter], lr: float) -> None:
+        ahead = []
         for p in parameters:
             state = self.state[p]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(p)
-            buffer = state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-            ahead = p.grad.lerp(buffer, group["momentum"])  # Nesterov's
-            stacked = ahead.view(group["stacked"], -1, ahead.shape[1])
-            size = MATCH_ADAM * math.sqrt(max(stacked.shape[1:]))
-            p.sub_(orthogonalized(stacked).view_as(p), alpha=group["lr"] * size)
+            buffer = state["momentum_buffer"].lerp_(p.grad, 1 - MOMENTUM)
+            ahead.append(blocks(p.grad.lerp(buffer, MOMENTUM), self.side))  # Nesterov's
+        steps = orthogonalized(torch.cat(ahead)).split([len(squares) for squares in ahead])
+        for p, squares in zip(parameters, steps):
+            p.sub_(joined(squares, p.shape), alpha=lr * ADAM_SIZE * math.sqrt(self.side))
 
-    def _adam(self, group: dict, parameters: Iterable[nn.Parameter], betas=(0.9, 0.999), eps=1e-8) -> None:
+    def _adam(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
         for p in parameters:
             state = self.state[p]
             if not state:
                 state["step"] = torch.zeros(())
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
             state["step"] += 1
-            step = float(state["step"])
-            mean = state["exp_avg"].lerp_(p.grad, 1 - betas[0])
-            square = state["exp_avg_sq"].mul_(betas[1]).addcmul_(p.grad, p.grad, value=1 - betas[1])
-            denominator = (square / (1 - betas[1] ** step)).sqrt_().add_(eps)
-            p.addcdiv_(mean, denominator, value=-group["lr"] / (1 - betas[0] ** step))
+            corrections = [1 - beta ** int(state["step"]) for beta in BETAS]
+            mean = state["exp_avg"].lerp_(p.grad, 1 - BETAS[0])
+            square = state["exp_avg_sq"].mul_(BETAS[1]).addcmul_(p.grad, p.grad, value=1 - BETAS[1])
+            denominator = (square / corrections[1]).sqrt_().add_(EPS)
+            p.addcdiv_(mean, denominator, value=-lr / corrections[0])

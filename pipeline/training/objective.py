@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Dict, Tuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -76,27 +77,36 @@ class _FromTensors(nn.Module):
         return self.objective(dataclasses.replace(batch, **counts))
 
 
-@torch.no_grad()
-def validation_sums(objective: MatchingObjective, batch, threshold: float) -> Dict[str, float]:
-    """Sums of a batch from which precision and recall of any set of batches follow.
+CONFIDENCE_BINS = 500  # of the histograms from which a threshold is chosen: steps of 0.002
 
-    `predicted`: matches whose keypoint in image 0 is not ignored by the truth; `correct` of them equal to
-    the truth; `true`: matches in the truth; plus the sums of `MatchingObjective.forward`.
+
+@torch.no_grad()
+def validation_sums(objective: MatchingObjective, batch) -> Dict[str, np.ndarray]:
+    """Sums of a batch from which the loss, and precision and recall at any threshold, of any set of batches follow.
+
+    Returns:
+        () float64 each: `pairs`, `true` matches in the truth, and the sums of `MatchingObjective.forward`; and
+        (CONFIDENCE_BINS,) float64, by confidence: `predicted`, mutual best matches whose keypoint in image 0 is not
+        ignored by the truth, and `correct`, those of them equal to the truth.
     """
-    model = objective.model
-    log_assignments = model(batch)
+    log_assignments = objective.model(batch)
     truth = ground_truth(batch, objective.positive_px, objective.negative_px)
     losses = assignment_loss(log_assignments, truth)
     size = (batch.records0.shape[1], batch.records1.shape[1])
-    answers = mutual_matches(log_assignments, size, threshold).matches0
-    judged = (answers >= 0) & (truth.matches0 != IGNORED)
-    sums = {
-        "loss": losses.total.sum(),
-        "loss_positive": losses.positive.sum(),
-        "loss_unmatched": (losses.unmatched0.sum() + losses.unmatched1.sum()) / 2,
-        "predicted": judged.sum(),
-        "correct": (judged & (answers == truth.matches0)).sum(),
-        "true": (truth.matches0 >= 0).sum(),
+    answers = mutual_matches(log_assignments, size, threshold=0.0)
+    judged = (answers.matches0 >= 0) & (truth.matches0 != IGNORED)
+    correct = judged & (answers.matches0 == truth.matches0)
+    scores = answers.matching_scores0
+    return {
+        "pairs": np.float64(len(batch)),
+        "true": (truth.matches0 >= 0).sum().cpu().numpy().astype(np.float64),
+        "predicted": _histogram(scores[judged]),
+        "correct": _histogram(scores[correct]),
+        "loss": losses.total.sum().double().cpu().numpy(),
+        "loss_positive": losses.positive.sum().double().cpu().numpy(),
+        "loss_unmatched": ((losses.unmatched0.sum() + losses.unmatched1.sum()) / 2).double().cpu().numpy(),
     }
-    values = torch.stack([value.double() for value in sums.values()]).tolist()
-    return {**dict(zip(sums, values)), "pairs": float(len(batch))}
+
+
+def _histogram(confidences: Tensor) -> np.ndarray:
+    return np.histogram(confidences.float().cpu().numpy(), CONFIDENCE_BINS, (0.0, 1.0))[0].astype(np.float64)

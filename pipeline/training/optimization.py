@@ -18,7 +18,8 @@ def learning_rate(train, step: int, world_size: int = 1) -> float:
     """Learning rate of global step 0, 1, 2, ...; no state, so a resumed run has it right.
 
     `constant_decay` is the paper's: constant, then times `decay` in each step from `decay_start` on.
-    `cosine` falls to 0 at the last step. Either rises linearly over `warmup_steps` first. `lr_scaling` says
+    `cosine` falls to 0 at the last step; `wsd` (warm-up, stable, decay) is constant until `decay_start` and then falls
+    linearly to 0. Each rises linearly over `warmup_steps` first. `lr_scaling` says
     how it grows with the number of processes (Goyal 2017 for linear), for `batch_per_rank`.
     """
     factor = {"none": 1.0, "linear": float(world_size), "sqrt": math.sqrt(world_size)}[train.lr_scaling]
@@ -26,6 +27,9 @@ def learning_rate(train, step: int, world_size: int = 1) -> float:
         return train.lr * factor * (step + 1) / train.warmup_steps
     if train.schedule == "constant_decay":
         return train.lr * factor * train.decay ** max(0, step - train.decay_start)
+    if train.schedule == "wsd":
+        left = (train.steps - step) / max(1, train.steps - train.decay_start)
+        return train.lr * factor * min(1.0, left)
     progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
     return train.lr * factor * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 

@@ -190,6 +190,7 @@ class Training:
             "model": state.model.config.to_dict(),
             "step": state.best_step,
             "validation": state.best_figures,
+            "match_threshold": state.best_figures["threshold"],
             "skipped_steps": state.skipped,
             "finished": finished,
             "data": self.store.digest,

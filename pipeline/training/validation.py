@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Dict, List
 
+import numpy as np
 import torch
 
 from pipeline.features.store import Store
@@ -13,7 +14,6 @@ from pipeline.runtime import distributed
 from pipeline.training.objective import MatchingObjective, validation_sums
 
 CHUNK = 8  # pairs computed together, fixed so that the figures do not depend on the number of processes
-MATCH_THRESHOLD = 0.2  # the paper's, for precision and recall
 
 
 def validate(
@@ -23,9 +23,12 @@ def validate(
     max_keypoints: int,
     context: distributed.Context,
 ) -> Dict[str, float]:
-    """Loss and its parts, precision, recall and their harmonic mean `f1` over all `samples`, on every rank.
+    """Loss and its parts, and how well the matches are told apart, over all `samples`, on every rank.
 
-    The same figures for any number of processes. `pairs` is the number behind the means.
+    `f1` is the largest harmonic mean of precision and recall over all thresholds of the confidence; `precision`,
+    `recall` and `threshold` are those it is reached at. A fixed threshold would rather measure where the confidences
+    lie, which moves all through a training. The same figures for any number of processes. `pairs` is the number
+    behind the means.
     """
     chunks = [samples[start : start + CHUNK] for start in range(0, len(samples), CHUNK)]
     model = objective.model
@@ -35,26 +38,31 @@ def validate(
     with torch.no_grad():
         for chunk in chunks[rank_slice(len(chunks), context.rank, context.world_size)]:
             batch = load_batch(store, chunk, max_keypoints).to(context.device)
-            own.append(validation_sums(objective, batch, MATCH_THRESHOLD))
+            own.append(validation_sums(objective, batch))
     model.train(was_training)
-    sums: Dict[str, float] = {}
+    sums: Dict[str, np.ndarray] = {}
     # every rank adds the same chunks in the same order: not a bit depends on the number of processes
     for part in [part for parts in distributed.all_gather(own) for part in parts]:
         for name, value in part.items():
-            sums[name] = sums.get(name, 0.0) + value
+            sums[name] = sums.get(name, np.float64(0.0)) + value
     return _figures(sums)
 
 
-def _figures(sums: Dict[str, float]) -> Dict[str, float]:
-    pairs = max(sums["pairs"], 1.0)
-    precision = sums["correct"] / max(sums["predicted"], 1.0)
-    recall = sums["correct"] / max(sums["true"], 1.0)
+def _figures(sums: Dict[str, np.ndarray]) -> Dict[str, float]:
+    pairs = max(float(sums["pairs"]), 1.0)
+    # at the lower edge of each bin of confidence
+    correct, predicted = (np.cumsum(sums[name][::-1])[::-1] for name in ("correct", "predicted"))
+    precision = correct / np.maximum(predicted, 1.0)
+    recall = correct / max(float(sums["true"]), 1.0)
+    f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-12)
+    best = int(f1.argmax())
     return {
-        "loss": sums["loss"] / pairs,
-        "loss_positive": sums["loss_positive"] / pairs,
-        "loss_unmatched": sums["loss_unmatched"] / pairs,
-        "precision": precision,
-        "recall": recall,
-        "f1": 2 * precision * recall / max(precision + recall, 1e-12),
-        "pairs": sums["pairs"],
+        "loss": float(sums["loss"]) / pairs,
+        "loss_positive": float(sums["loss_positive"]) / pairs,
+        "loss_unmatched": float(sums["loss_unmatched"]) / pairs,
+        "precision": float(precision[best]),
+        "recall": float(recall[best]),
+        "f1": float(f1[best]),
+        "threshold": best / len(f1),
+        "pairs": float(sums["pairs"]),
     }

@@ -1,0 +1,80 @@
+"""Muon: orthogonal steps of the size of Adam's, Adam for the rest, and state that can be saved and taken up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.training.muon import Muon, blocks, joined, orthogonalized
+from pipeline.training.optimization import optimizer_tensors, restore_optimizer
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+
+pytestmark = pytest.mark.cu111
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return SuperGlue(SuperGlueConfig(dim=16, heads=2, layers=1))
+
+
+def set_gradients(model, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (2, 8, 24), (2, 24, 8)])
+def test_orthogonalized_keeps_the_directions_and_evens_their_lengths(shape):
+    torch.manual_seed(1)
+    matrices = torch.randn(shape, dtype=torch.float64)
+    u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
+    found = u.transpose(1, 2) @ orthogonalized(matrices) @ vh.transpose(1, 2)
+    diagonal = found.diagonal(dim1=1, dim2=2)
+    assert torch.allclose(found, torch.diag_embed(diagonal), atol=1e-8)
+    assert (diagonal > 0).all() and (diagonal < 1.3).all() and diagonal.median() > 0.65
+
+
+def test_blocks_are_the_squares_of_a_matrix():
+    matrix = torch.arange(48.0).view(4, 12)
+    assert torch.equal(blocks(matrix, 4)[1], matrix[:, 4:8])
+    tall = torch.randn(12, 4)
+    assert torch.equal(blocks(tall, 4)[2], tall[8:])
+    assert torch.equal(blocks(torch.arange(16.0).view(4, 4), 2)[:, 0, 0], torch.tensor([0.0, 2.0, 8.0, 10.0]))
+    for each in (matrix, tall, torch.randn(8, 8)):
+        assert torch.equal(joined(blocks(each, 4), each.shape), each)
+
+
+def test_matrices_of_the_layers_take_an_orthogonal_step_and_the_rest_that_of_adam(model):
+    twin = SuperGlue(model.config)
+    twin.load_state_dict(model.state_dict())
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for each in (model, twin):
+        set_gradients(each)
+    Muon(model, lr=1e-3).step()
+    torch.optim.Adam(twin.parameters(), lr=1e-3).step()
+    adam = dict(twin.named_parameters())
+    muon = 0
+    for name, p in model.named_parameters():
+        if "attention" in name and p.ndim == 2:
+            step = blocks((before[name] - p).detach(), 16) / (1e-3 * 0.2 * 16**0.5)
+            lengths = torch.linalg.svdvals(step)
+            assert lengths.max() < 1.3 and lengths.median() > 0.65, name
+            muon += 1
+        else:
+            assert torch.allclose(p, adam[name], atol=1e-7), name
+    assert muon == 8
+
+
+def test_state_saved_and_taken_up_goes_on_to_the_same_bytes(model):
+    twin = SuperGlue(model.config)
+    one = Muon(model, lr=1e-3, weight_decay=0.1)
+    set_gradients(model)
+    one.step()
+    twin.load_state_dict(model.state_dict())
+    other = Muon(twin, lr=1e-3, weight_decay=0.1)
+    restore_optimizer(other, {name: t.clone() for name, t in optimizer_tensors(one).items()})
+    for each, optimizer in ((model, one), (twin, other)):
+        set_gradients(each, seed=2)
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
