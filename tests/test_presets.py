@@ -17,7 +17,7 @@ from pipeline import errors, params, presets
 from pipeline.images import containers
 
 ROOT = Path(__file__).resolve().parents[1]
-OFFERED = ["sample", "ci", "coco2014", "coco2017", "coco2017-val", "folder"]
+OFFERED = ["sample", "ci", "coco2014", "coco2017", "coco2017-val", "folder", "pretrained"]
 
 
 def use(target: Path, *arguments: str) -> int:

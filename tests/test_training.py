@@ -292,7 +292,7 @@ class TestRequests:
         figures = (tmp_path / "run-reports" / "curves" / "validation.csv").read_text().splitlines()
         assert (
             len(figures) == 3
-            and figures[0] == "step,loss,loss_positive,loss_unmatched,precision,recall,f1,pairs"
+            and figures[0] == "step,loss,loss_positive,loss_unmatched,precision,recall,f1,threshold,pairs"
         )
         losses = [float(row.split(",")[1]) for row in rows[1:]]
         assert np.mean(losses[-3:]) < np.mean(losses[:3])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 import torch
@@ -26,6 +28,10 @@ OUTSIDE = (
 )
 
 
+# What a fingerprint has beside the parameters; each stands in a best model's JSON under the same name.
+OF_THE_RUN = ("world_size", "initial_weights", "data", "code")
+
+
 def fingerprint(train, data_digest: str, world_size: int) -> Fingerprint:
     """What must be equal for a resumed run to be the interrupted one: parameters, data and code.
 
@@ -34,6 +40,8 @@ def fingerprint(train, data_digest: str, world_size: int) -> Fingerprint:
     values: Fingerprint = {f"train.{k}": v for k, v in train.model_dump().items()}
     if train.batch_per_rank or train.lr_scaling != "none":
         values["world_size"] = world_size
+    if train.init_from:  # another file may come to lie under the same name
+        values["initial_weights"] = hashlib.sha256(Path(train.init_from).read_bytes()).hexdigest()[:16]
     values["data"] = data_digest
     values["code"] = code_digest(CODE, OUTSIDE)
     return values
@@ -44,7 +52,7 @@ def fingerprint_of(info: Dict[str, Any]) -> Fingerprint:
     if "fingerprint" in info:
         return info["fingerprint"]
     values = {f"train.{k}": v for k, v in info.get("train", {}).items()}
-    return {**values, **{k: info[k] for k in ("world_size", "data", "code") if k in info}}
+    return {**values, **{k: info[k] for k in OF_THE_RUN if k in info}}
 
 
 def changed_keys(saved: Fingerprint, ours: Fingerprint) -> List[str]:

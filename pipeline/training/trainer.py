@@ -18,7 +18,7 @@ from pipeline.training.batches import StepBatches
 from pipeline.training.journal import Journal, write_metrics
 from pipeline.training.optimization import learning_rate
 from pipeline.training.profiling import Profile
-from pipeline.training.state import fingerprint, fingerprint_of
+from pipeline.training.state import OF_THE_RUN, fingerprint, fingerprint_of
 from pipeline.training.step import StepResult, elastic_step, train_step
 from pipeline.training.validation import validate
 from superglue_sift.batch import PairBatch
@@ -106,6 +106,8 @@ class Training:
             contextlib.closing(self.batches.ahead(steps)) as loader,
             profile,
         ):
+            if state.step == 0 and train.init_from:  # the weights as given may stay the best
+                bar.set_postfix(journal.validated(self._validate()))
             waiting = time.perf_counter()
             for micro_batches in loader:
                 waited = time.perf_counter() - waiting
@@ -193,12 +195,9 @@ class Training:
             "match_threshold": state.best_figures["threshold"],
             "skipped_steps": state.skipped,
             "finished": finished,
-            "data": self.store.digest,
-            "code": self.fingerprint["code"],
             "train": self.train.model_dump(),
+            **{key: self.fingerprint[key] for key in OF_THE_RUN if key in self.fingerprint},
         }
-        if "world_size" in self.fingerprint:
-            info["world_size"] = self.fingerprint["world_size"]
         self.checkpoints.save_best(state.best_weights, info)
 
     def _save(self, journal: Journal) -> None:
