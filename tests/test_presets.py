@@ -82,7 +82,7 @@ def test_every_preset_renders_to_a_valid_commented_file(
     name: str, tmp_path: Path, image_folder: Path
 ) -> None:
     target = tmp_path / "params.yaml"
-    folder = ["--images", str(image_folder)] if name == "folder" else []
+    folder = ["--images", str(image_folder)] if name in ("folder", "pretrained") else []
     assert use(target, name, *folder) == 0
     sections = params.load_all(target)
     assert list(sections) == list(params.SECTIONS)

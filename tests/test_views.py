@@ -20,13 +20,17 @@ limits = st.builds(
     perspective=st.floats(0.0, 0.9),
     rotation_deg=st.floats(0.0, 180.0),
     translation=st.floats(0.0, 1.0),
+    tilt_deg=st.floats(0.0, 80.0),
+    max_upscale=st.floats(MAX_UPSCALE, 8.0),
 )
-USUAL = SimpleNamespace(scale_min=0.5, perspective=0.3, rotation_deg=45.0, translation=1.0)
+USUAL = SimpleNamespace(
+    scale_min=0.5, perspective=0.3, rotation_deg=45.0, translation=1.0, tilt_deg=0.0, max_upscale=MAX_UPSCALE
+)
 LIGHT = SimpleNamespace(brightness=0.2, contrast=0.3, gamma=0.2, blur=0.8, noise=0.02, jpeg=0.3)
 DARK_OFF = SimpleNamespace(brightness=0.0, contrast=0.0, gamma=0.0, blur=0.0, noise=0.0, jpeg=0.0)
 
 
-def check_view(H, image_size, view_size):
+def check_view(H, image_size, view_size, max_upscale=MAX_UPSCALE):
     """Inside the image, convex, the same way round, magnified within the bound, at corners and between."""
     quad = transform(corners(view_size), np.linalg.inv(H))
     assert quad.min() >= -1e-6 and (quad <= np.array(image_size) - 1 + 1e-6).all()
@@ -36,7 +40,7 @@ def check_view(H, image_size, view_size):
     x, y = np.meshgrid(np.linspace(0, view_size[0] - 1, 5), np.linspace(0, view_size[1] - 1, 5))
     inside = transform(np.stack([x, y], -1).reshape(-1, 2), np.linalg.inv(H))
     scales = np.linalg.svd(homography._jacobians(H, inside), compute_uv=False)
-    assert scales.max() <= MAX_UPSCALE * (1 + 1e-6)
+    assert scales.max() <= max_upscale * (1 + 1e-6)
 
 
 @settings(max_examples=300, deadline=None)
@@ -52,7 +56,8 @@ def test_views_are_border_free_convex_and_bounded(width, height, w, h, limits, d
         with pytest.raises(ValueError):
             sample_view(rng, image_size, view_size, limits, difficulty)
         return
-    check_view(sample_view(rng, image_size, view_size, limits, difficulty), image_size, view_size)
+    H = sample_view(rng, image_size, view_size, limits, difficulty)
+    check_view(H, image_size, view_size, limits.max_upscale)
     check_view(mild_view(rng, image_size, view_size), image_size, view_size)
 
 
@@ -111,6 +116,16 @@ def test_difficulty_zero_is_the_largest_upright_crop_and_more_is_further_away():
         return quads.std(axis=0).mean()
 
     assert spread(0.0) < 1e-9 < spread(0.2) < spread(0.6) < spread(1.0)
+
+
+def test_a_tilt_squeezes_the_photograph_along_one_direction_by_up_to_its_cosine():
+    steep = SimpleNamespace(**{**vars(USUAL), "scale_min": 1.0, "perspective": 0.0, "tilt_deg": 60.0})
+    ratios = []
+    for i in range(200):
+        H = sample_view(generator(0, "a", i), (640, 480), (512, 384), steep)
+        stretches = np.linalg.svd(H[:2, :2] / H[2, 2], compute_uv=False)
+        ratios.append(stretches[0] / stretches[1])
+    assert 1.9 < max(ratios) <= 2.0 + 1e-6 and min(ratios) < 1.05  # 1 / cos 60 degrees
 
 
 def waves(x, y):
