@@ -14,7 +14,15 @@ from test_training import request_of, stop_after  # noqa: F401 (a fixture)
 
 from pipeline import train
 from pipeline.errors import RequestError
+from pipeline.runtime import tracking
+from pipeline.runtime.run import NullRun
 from superglue_sift.weights import load_model_file
+
+
+@pytest.fixture(autouse=True)
+def untracked(monkeypatch) -> None:
+    """MLflow has tests of its own, and a new store for each of these would take most of their time."""
+    monkeypatch.setattr(tracking, "open_run", lambda *_, **__: NullRun())
 
 
 def weights(path: Path) -> Dict[str, bytes]:
