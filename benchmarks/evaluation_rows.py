@@ -112,7 +112,8 @@ class _Evaluation:
         # of each round
         each = {way: np.asarray(spent.wall) / len(self.pairs) for way, spent in taken.items()}
         matching = each["SIFT"] + each["matcher"]
-        ours, compared = each["ours"], each["all"]  # the truth is part of both
+        ours, compared = each["ours"], each["all"]
+        each.update({way: each[way] - each["truth"] for way in ("ours", "all")})  # which is part of both
         note = "one thread: " + ", ".join(f"{way} {1e3 * np.median(t):.1f}" for way, t in each.items())
         others = matching + each["baselines"]
         total = 1e3 * float(np.median(each["views"] + others + compared))

@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Callable, Dict, List, Optional, Tuple
 
 from pipeline import errors, params
 from pipeline.errors import RequestError
@@ -159,7 +159,7 @@ def chosen_matchers(
 
 
 def check(argv: Optional[List[str]] = None, world_size: int = 1) -> None:
-    """What can be told before processes start, once and in one line. Raises RequestError."""
+    """What can be checked before processes start, so that it is said once and in one line. Raises RequestError."""
     args = parse(argv)
     section = section_of(args)
     for file in (args.model, *args.also.values()):
@@ -180,7 +180,7 @@ def track(args: argparse.Namespace, figures: Figures, step: int) -> None:
                 run.artifact(args.out / name, f"{prefix}/{name}" if name in files.FOLDERS else prefix)
 
 
-def evaluate(args: argparse.Namespace, context: Any) -> Tuple[Optional[Figures], int]:
+def evaluate(args: argparse.Namespace, context: distributed.Context) -> Tuple[Optional[Figures], int]:
     """What was asked for: figures on the first process of a group, None on the others; and the model's step."""
     section = section_of(args)
     device = choose_device(args.device) if context.world_size == 1 else str(context.device)

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -43,6 +44,7 @@ evaluate:
   pictures: 4
   seed: 5
 """
+CONFIDENCE = ("precision_recall.csv", "precision_at_recall.csv", "operating_points.csv", "calibration.csv")
 
 
 @pytest.fixture
@@ -87,10 +89,26 @@ def test_held_out_images_from_end_to_end(work, capsys):
     assert "held-out images (test): 2, 6 pairs" in printed.out and "SuperGlue (ours)" in printed.out
     assert len(list((out / "pictures").glob("*.png"))) == 4
     assert {path.name for path in (out / "curves").iterdir()} == {
-        "error_ransac.csv", "error_dlt.csv", "precision_recall.csv", "precision_at_recall.csv", "calibration.csv",
+        "error_ransac.csv", "error_dlt.csv", *CONFIDENCE
     }  # fmt: skip
     assert json.loads((out / "protocol.json").read_text())["model"]["step"] == 7
     assert read_csv(out / "bad_images.csv") == []
+
+
+def test_curves_of_precision_and_recall_agree_with_the_table(work):
+    run(work)
+    figures = json.loads((work / "out" / "metrics.json").read_text())
+    swept = read_csv(work / "out" / "curves" / "precision_at_recall.csv")
+    precision = [float(line["superglue"]) for line in swept]
+    assert precision == sorted(precision, reverse=True) and len(precision) > 20
+    asked = figures["ratio_test.recall"]
+    below, above = math.floor(100 * asked), math.ceil(100 * asked)
+    assert precision[above] <= figures["superglue.precision_at_ratio_recall"] <= precision[below]
+    points = read_csv(work / "out" / "curves" / "operating_points.csv")
+    for line in points:
+        assert float(line["recall"]) == figures[f"{line['matcher']}.recall"]
+        assert float(line["precision"]) == figures[f"{line['matcher']}.precision"]
+    assert [line["matcher"] for line in points] == list(MATCHERS)
 
 
 def test_an_auc_can_be_made_again_by_hand_from_pairs_csv(work):
@@ -117,14 +135,19 @@ def test_other_estimators_lead_where_they_were_asked_for(work, capsys):
     assert "superglue.auc_magsac_5" in read_csv(work / "out" / "robustness.csv")[0]
     # nothing of the evaluation before is left to be taken for this one's
     left = {path.name for path in (work / "out" / "curves").iterdir()}
-    assert left == {"error_magsac.csv", "precision_recall.csv", "precision_at_recall.csv", "calibration.csv"}
+    assert left == {"error_magsac.csv", *CONFIDENCE}
 
 
-def test_the_same_again_gives_the_same_bytes(work):
-    run(work)
-    run(work, out="again")
-    for name in ("metrics.json", "pairs.csv", "scenes.csv", "pictures/worst-1.png"):
-        assert (work / "out" / name).read_bytes() == (work / "again" / name).read_bytes()
+def test_another_place_gives_the_same_bytes_of_every_file(work, tmp_path, capsys):
+    """So that two clones end with one dvc.lock: no time, path or name of a machine in any output."""
+    shutil.copytree(work, work / "elsewhere")
+    assert run(work, "--robustness", "1") == run(work / "elsewhere", "--robustness", "1") == 0
+    first, second = (
+        {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        for out in (work / "out", work / "elsewhere" / "out")
+    )
+    assert len(first) > 12 and set(first) == set(second)
+    assert [str(name) for name in first if first[name] != second[name]] == []
 
 
 def test_workers_and_other_images_do_not_matter(work, make_params, photo):

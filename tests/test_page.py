@@ -61,7 +61,8 @@ def content(**changes):
         "curves": {
             "error_ransac": [{"error_px": 0.0, "superglue": 0.0}, {"error_px": 10.0, "superglue": 1.0}],
             "precision_recall": [{"threshold": 0.0, "precision": 0.5, "recall": None}],
-            "precision_at_recall": [{"recall": 0.5, "superglue": 0.5}, {"recall": 0.4, "nn": 0.3}],
+            "precision_at_recall": [{"recall": 0.5, "superglue": 0.5}],
+            "operating_points": [{"matcher": "nn", "recall": 0.4, "precision": 0.3}],
             "calibration": [],
         },
         "robustness": [],
@@ -196,11 +197,9 @@ def test_levels_differ_in_the_second_view_alone(tmp_path, photo, make_params):
     folder = write_image_set(tmp_path / "images", {"a.png": photo}, "test")
     images = sources.open_manifest(folder)
     section = make_params("evaluate", width=160, height=120)
+    source = heldout.HeldOutPairs(images, images.entries("test"), section)
     disturb, _ = heldout.LEVELS["blur (px)"]
-    clear, blurred = (
-        heldout.DegradedPairs(images, images.entries("test"), section, disturb, level).load(0)
-        for level in (0.0, 2.0)
-    )
+    clear, blurred = (heldout.disturbed(source, 1, disturb, level).load(0) for level in (0.0, 2.0))
     np.testing.assert_array_equal(clear.images[0], blurred.images[0])
     np.testing.assert_array_equal(clear.pairs[0].truth, blurred.pairs[0].truth)
     assert len(clear.pairs) == 1 and not np.array_equal(clear.images[1], blurred.images[1])

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline import errors
 from pipeline.evaluation.content import error_curve
-from pipeline.evaluation.metrics import MatchCounts, auc
+from pipeline.evaluation.metrics import MatchCounts, auc_by_pair
 from pipeline.evaluation.scoring import Row
 from pipeline.report import __main__ as report
 from pipeline.report import files, tables
@@ -70,7 +70,7 @@ def test_error_curve_has_the_auc_below_it():
     share = np.array([line["superglue"] for line in lines])
     assert (np.diff(share) >= 0).all() and share[-1] == 0.75 and lines[3]["superglue"] == 0.25
     # left and right sums enclose the exact area
-    assert share[:-1].mean() <= auc(found, 10) <= share[1:].mean()
+    assert share[:-1].mean() <= auc_by_pair(found, 10).mean() <= share[1:].mean()
 
 
 def test_csv_keeps_columns_that_only_later_lines_have(tmp_path):

@@ -65,7 +65,8 @@ def curves(rows: Sequence[Row], compared: Comparison) -> Dict[str, List[Line]]:
     if OURS in compared.sweeps:
         lines = confidence.threshold_curve(compared.sweeps[OURS])
         found["precision_recall"] = figures.rounded(lines)
-        found["precision_at_recall"] = precision_at_recall(compared)
+        found["precision_at_recall"] = precision_at_recall(compared.sweeps)
+        found["operating_points"] = operating_points(compared.figures)
         found["calibration"] = compared.calibration
     return found
 
@@ -87,26 +88,31 @@ def error_curve(rows: Sequence[Row], estimator: str) -> List[Line]:
     ]
 
 
-def precision_at_recall(compared: Comparison) -> List[Line]:
-    """The highest precision of each network with at least a recall; of the others their one operating point."""
+def precision_at_recall(sweeps: Mapping[str, confidence.Sweep]) -> List[Line]:
+    """The highest precision of each network with at least a recall, as far as ours reaches."""
     recalls = np.array(confidence.RECALLS)
     columns = {}
-    for name, found in compared.sweeps.items():
-        shape = (len(recalls), len(found.recall))
-        swept = (np.broadcast_to(share, shape) for share in (found.recall, found.precision))
-        columns[name] = confidence.recall_at_precision(*swept, recalls)
-    lines = [
+    for name, found in sweeps.items():
+        best_beyond = np.append(np.maximum.accumulate(found.precision[::-1])[::-1], 0.0)  # recall only grows
+        place = np.searchsorted(found.recall, recalls - 1e-12)
+        columns[name] = best_beyond[place] if found.recall_pairs else np.zeros(len(recalls))
+    reached = np.flatnonzero(columns[OURS] > 0)
+    return [
         {
-            "recall": float(recall),
-            **{name: figures.plain(column[row]) or None for name, column in columns.items()},
+            "recall": confidence.RECALLS[row],
+            **{name: figures.plain(own[row]) for name, own in columns.items()},
         }
-        for row, recall in enumerate(recalls)
+        for row in reached
     ]
-    for name in tables.matchers_in(compared.figures):
-        point = {kind: compared.figures[f"{name}.{kind}"] for kind in ("recall", "precision")}
-        if name not in columns and point["recall"] is not None:
-            lines.append({"recall": point["recall"], name: point["precision"]})
-    return lines
+
+
+def operating_points(found: figures.Figures) -> List[Line]:
+    """Recall and precision of each matcher, of a network at its threshold."""
+    names = ("recall", "precision")
+    return [
+        {"matcher": matcher, **{name: found[f"{matcher}.{name}"] for name in names}}
+        for matcher in tables.matchers_in(found)
+    ]
 
 
 def draw_pictures(

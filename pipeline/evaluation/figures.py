@@ -25,7 +25,7 @@ from pipeline.evaluation.confidence import (
     sweep,
 )
 from pipeline.evaluation.matchers import OURS
-from pipeline.evaluation.metrics import mean_finite
+from pipeline.evaluation.metrics import auc_by_pair, mean_finite
 from pipeline.evaluation.scoring import Judged, PairResult, Row, estimators_of, matchers_of
 
 AUC_PX = (1, 3, 5, 10)
@@ -125,9 +125,9 @@ def values_of(rows: Sequence[Row]) -> Dict[str, np.ndarray]:
     else:
         values["recall"] = np.array([row.counts.recall for row in rows], np.float64)
     for name in names:
-        errors = np.array([row.errors[name] for row in rows], np.float64)
+        errors = [row.errors[name] for row in rows]
         for limit in AUC_DEGREES if name == poses.NAME else AUC_PX:
-            values[f"auc_{name}_{limit}"] = np.maximum(0.0, 1.0 - errors / limit)
+            values[f"auc_{name}_{limit}"] = auc_by_pair(errors, limit)
     return values
 
 

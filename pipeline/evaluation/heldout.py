@@ -28,14 +28,20 @@ class HeldOutPairs:
     """`params.pairs_per_image` pairs of each entry, or `total` over all; a source for `evaluation.pairs`.
 
     Photographs smaller than a view are scaled up, as in the paper; `docs/evaluation.md` says what that does.
+    disturb: done to every second view.
     """
 
     def __init__(
-        self, images: ImageSet, entries: Sequence[Entry], params: EvaluateParams, total: Optional[int] = None
+        self,
+        images: ImageSet,
+        entries: Sequence[Entry],
+        params: EvaluateParams,
+        total: Optional[int] = None,
+        disturb: Optional[Callable[[np.ndarray], np.ndarray]] = None,
     ):
         self.images = images
         self.entries = list(entries)[:total]
-        self.total = total
+        self.total, self.disturb = total, disturb
         self.params = params
         self.view_size = (params.width, params.height)
 
@@ -64,7 +70,7 @@ class HeldOutPairs:
             first, second = 2 * number, 2 * number + 1
             view0, H_image_to_0 = self._view(image, entry.name, first)
             view1, H_image_to_1 = self._view(image, entry.name, second)
-            views += [view0, view1]
+            views += [view0, self.disturb(view1) if self.disturb else view1]
             H_0to1 = compose(H_image_to_1, np.linalg.inv(H_image_to_0))
             pairs.append(ViewPair(f"{entry.name}#{number}", first, second, H_0to1))
         return Scene(entry.name, views, pairs)
@@ -111,21 +117,11 @@ LEVELS: Dict[str, Tuple[Callable, Tuple[float, ...]]] = {
 }
 
 
-class DegradedPairs(HeldOutPairs):
-    """One pair per photograph, its second view disturbed; a source for `evaluation.pairs`."""
-
-    def __init__(self, images, entries, params, disturb: Callable, level: float):
-        clear = type(params.photometric)(**dict.fromkeys(params.photometric.model_dump(), 0.0))
-        super().__init__(
-            images, entries, params.model_copy(update={"photometric": clear, "pairs_per_image": 1})
-        )
-        self.disturb, self.level = disturb, level
-
-    def load(self, index: int) -> Scene:
-        """As `HeldOutPairs.load`, with the disturbance on every second view."""
-        scene = super().load(index)
-        views = [
-            self.disturb(image, self.level) if number % 2 else image
-            for number, image in enumerate(scene.images)
-        ]
-        return Scene(scene.name, views, scene.pairs)
+def disturbed(source: HeldOutPairs, count: int, disturb: Callable, level: float) -> HeldOutPairs:
+    """The first `count` photographs of a source, one pair each: as drawn but for the light, second views disturbed."""
+    params = source.params
+    clear = type(params.photometric)(**dict.fromkeys(params.photometric.model_dump(), 0.0))
+    params = params.model_copy(update={"photometric": clear, "pairs_per_image": 1})
+    return HeldOutPairs(
+        source.images, source.entries[:count], params, disturb=lambda image: disturb(image, level)
+    )

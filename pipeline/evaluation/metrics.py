@@ -13,8 +13,6 @@ import numpy as np
 
 from superglue_sift import geometry
 
-UNMATCHED = -1
-
 
 @dataclass(frozen=True)
 class MatchCounts:
@@ -56,22 +54,19 @@ def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.nda
     return np.where(np.isfinite(worst), worst, np.inf)
 
 
-def auc(errors: Sequence[float], threshold: float) -> float:
-    """Area under the recall curve up to `threshold`, divided by `threshold`: between 0 and 1.
+def auc_by_pair(errors: Sequence[float], threshold: float) -> np.ndarray:
+    """What each pair adds to the area under the recall curve up to `threshold`; the AUC is their mean, 0 to 1.
 
-    errors: one per pair, inf (or NaN) for a pair without an estimate, which is a failure and stays in the
-    mean. Recall(t) is the share of pairs with an error of at most t: a staircase, so its area is exactly
-    the mean of max(0, 1 - error / threshold). Returns NaN for no pairs.
+    errors: one per pair, inf (or NaN) for a pair without an estimate, which is a failure and stays in the mean.
+    Recall(t) is the share of pairs with an error of at most t: a staircase, so its area divided by `threshold` is
+    exactly the mean of max(0, 1 - error / threshold).
     """
     errors = np.asarray(errors, dtype=np.float64)
     if threshold <= 0:
         raise ValueError(f"threshold must be positive, not {threshold}")
-    if errors.size == 0:
-        return float("nan")
     if np.any(errors < 0):
         raise ValueError("errors must not be negative")
-    errors = np.where(np.isnan(errors), np.inf, errors)
-    return float(np.mean(np.maximum(0.0, 1.0 - errors / threshold)))
+    return np.maximum(0.0, 1.0 - np.where(np.isnan(errors), np.inf, errors) / threshold)
 
 
 def recall_curve(errors: Sequence[float], limits: Sequence[float]) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Callable, Dict, List, Mapping, Optional, Tuple
@@ -94,7 +95,8 @@ class Evaluation:
 def model_lines(network: Network) -> Dict[str, object]:
     """What the protocol says of a network."""
     return {
-        "file": network.file.as_posix(),
+        "file": network.file.name,
+        "sha256": hashlib.sha256(network.file.read_bytes()).hexdigest(),
         "network": network.info["model"],
         "step": network.info.get("step"),
         "threshold": network.threshold,

@@ -17,7 +17,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequ
 from pipeline.errors import RequestError
 from pipeline.evaluation import confidence, pairs
 from pipeline.evaluation.figures import Line, condition_line
-from pipeline.evaluation.heldout import LEVELS, DegradedPairs, HeldOutPairs
+from pipeline.evaluation.heldout import LEVELS, HeldOutPairs, disturbed
 from pipeline.evaluation.matchers import OURS, Matchers
 from pipeline.evaluation.pairs import KnownPair
 from pipeline.evaluation.scoring import PairResult, Row, Settings, score_pair
@@ -104,9 +104,8 @@ def disturbed_lines(
     lines = []
     for name, (disturb, levels) in LEVELS.items():
         for level in levels:
-            entries = source.entries[: settings.robustness]
-            disturbed = DegradedPairs(source.images, entries, source.params, disturb, level)
-            results = evaluate(disturbed, matchers, settings, context, f"{name} {level:g}")
+            weakened = disturbed(source, settings.robustness, disturb, level)
+            results = evaluate(weakened, matchers, settings, context, f"{name} {level:g}")
             if results.rows:
                 lines.append(condition_line(name, f"{level:g}", results.rows))
     return lines

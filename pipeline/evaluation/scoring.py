@@ -17,7 +17,7 @@ from pipeline.schema import EvaluateParams
 from superglue_sift import geometry, sift
 from superglue_sift.batch import Pair
 from superglue_sift.matcher import PairMatches
-from superglue_sift.truth import pair_truth
+from superglue_sift.truth import UNMATCHED, pair_truth
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def true_matches(pair: Pair, H_0to1: np.ndarray, correct_px: float) -> np.ndarra
 
 def matched_points(pair: Pair, found: PairMatches) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Points of the predicted matches, (K, 2) and (K, 2) float64, and their (K,) scores."""
-    index0 = np.flatnonzero(found.matches0 > metrics.UNMATCHED)
+    index0 = np.flatnonzero(found.matches0 > UNMATCHED)
     points0 = points_of(pair.records0)[index0]
     points1 = points_of(pair.records1)[found.matches0[index0]]
     return points0, points1, found.scores0[index0].astype(np.float64)
@@ -142,12 +142,12 @@ def estimate_errors(known: KnownPair, found: PairMatches, settings: Settings) ->
 
 def judge(known: KnownPair, found: PairMatches, truth0: np.ndarray, correct_px: float) -> Judged:
     """Right or wrong for each match; truth0 (M,) from `true_matches`, all negative where it is not known."""
-    index0 = np.flatnonzero(found.matches0 > metrics.UNMATCHED)
+    index0 = np.flatnonzero(found.matches0 > UNMATCHED)
     return Judged(
         scores=found.scores0[index0].astype(np.float64),
         correct=correct_matches(known, found, correct_px),
         found=truth0[index0] == found.matches0[index0],
-        truth=int((truth0 > metrics.UNMATCHED).sum()),
+        truth=int((truth0 > UNMATCHED).sum()),
     )
 
 

@@ -64,7 +64,7 @@ def template() -> jinja2.Template:
         base64=lambda data: base64.b64encode(data).decode("ascii"),
         by_cell=lambda lines: {(line["matcher"], line["figure"]): line for line in lines},
         figure_title=tables.figure_title,
-        in_words=in_words,
+        as_text=as_text,
         marked=tables.marked,
         matchers_in=tables.matchers_in,
         notes=tables.notes,
@@ -77,7 +77,7 @@ def template() -> jinja2.Template:
     return environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
 
-def in_words(differences: Sequence[Line]) -> List[str]:
+def as_text(differences: Sequence[Line]) -> List[str]:
     """What is better, what is worse, what these pairs cannot tell; beside the baselines, and each further model."""
     seen: Dict[str, str] = {}  # figure -> whom its first line is about
     groups: Dict[Tuple[str, str], List[str]] = {}
@@ -126,8 +126,11 @@ def confidence_charts(curves: Mapping[str, Sequence[Line]]) -> List[Chart]:
     if "precision_recall" not in curves:
         return []
     thresholds, swept = curves["precision_recall"], curves["precision_at_recall"]
-    matchers = dict.fromkeys(name for line in swept for name in line if name != "recall")
-    series = {tables.title(name): charts.column(swept, "recall", name) for name in matchers}
+    networks = [name for name in swept[0] if name != "recall"] if swept else []
+    series = {tables.title(name): charts.column(swept, "recall", name) for name in networks}
+    for line in curves["operating_points"]:
+        if line["matcher"] not in networks:
+            series[tables.title(str(line["matcher"]))] = charts.column([line], "recall", "precision")
     first = charts.line_chart(series, "recall", "precision", (0, 1))
     series = {name: charts.column(thresholds, "threshold", name) for name in ("precision", "recall")}
     second = charts.line_chart(series, "smallest confidence of a match", "share", (0, 1))
