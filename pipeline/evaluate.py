@@ -1,6 +1,7 @@
 """Stage `evaluate`: the trained matcher beside the baselines, on held-out images or a folder of pairs.
 
     python -m pipeline.evaluate --model checkpoints/best.safetensors --out reports/evaluate
+    python -m pipeline.evaluate --pairs DIR --out DIR                                      (the weights that ship)
     python -m pipeline.evaluate --model models/superglue.safetensors --pairs DIR --out DIR
 
 Writes index.html (all of it on one page), metrics.json (flat names), pairs.csv (one line per pair and matcher) and
@@ -29,7 +30,7 @@ from pipeline.features.tuning import tune_process
 from pipeline.images import sources
 from pipeline.report import files
 from pipeline.runtime import distributed, tracking, workspace_lock
-from superglue_sift.weights import choose_device
+from superglue_sift.weights import choose_device, shipped_weights
 
 PAPER_PAIRS = 1024
 OWN_PARAMS = Path(__file__).resolve().parents[1] / "params.yaml"
@@ -39,7 +40,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m pipeline.evaluate", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--model", type=Path, default=Path("checkpoints/best.safetensors"), help="model to judge")
+    add("--model", type=Path, help="model to judge (default: the weights that ship with the project)")
     add(
         "--also",
         action="append",
@@ -75,6 +76,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise RequestError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
+    args.model = args.model or shipped_weights()
     args.also = further_models(args.also)
     return args
 

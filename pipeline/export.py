@@ -41,6 +41,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
         type=float,
         help="confidence its matches must exceed (default: as it was, else 0.2)",
     )
+    add("--half", action="store_true", help="store the weights in float16: half the bytes")
     add("--out", type=Path, default=Path("models"), help="folder for the model")
     add("--params", type=Path, default=Path("params.yaml"), help="parameters")
     args = parser.parse_args(argv)
@@ -95,7 +96,10 @@ def main(argv: Optional[List[str]] = None) -> int:
         info = {**info, "match_threshold": args.match_threshold}
     description = describe(info, sections, read_metrics(args.metrics), args.model)
     path = args.out / f"{name}.safetensors"
-    checkpoint.save_model_file(path, model.state_dict(), description)
+    weights = model.state_dict()
+    if args.half:
+        weights = {name: t.half() if t.is_floating_point() else t for name, t in weights.items()}
+    checkpoint.save_model_file(path, weights, description)
     parameters = sum(weight.numel() for weight in model.parameters())
     print(f"{path}: {parameters:,} parameters, {path.stat().st_size / 1e6:.1f} MB, step {info.get('step')}")
     print(f"{path.with_suffix('.json')}: configuration, provenance and figures")

@@ -115,3 +115,15 @@ def test_files_that_are_not_ours(work, capsys):
     assert "not a SuperGlue model of this project" in capsys.readouterr().err
     save_model_file(work / "best.safetensors", {"a": torch.ones(1)}, {})
     assert run(work) == 2
+
+
+def test_half_as_many_bytes_give_the_same_weights_to_three_digits(work):
+    assert run(work) == 0
+    whole = work / "models" / "superglue.safetensors"
+    size, (tensors, _) = whole.stat().st_size, load_model_file(whole)
+    assert run(work, "--half") == 0
+    halved, _ = load_model_file(whole)
+    assert whole.stat().st_size < 0.6 * size and {t.dtype for t in halved.values()} == {torch.float16}
+    assert all(torch.allclose(halved[n].float(), tensors[n], rtol=1e-3, atol=1e-6) for n in tensors)
+    model, _ = load_model(whole)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
