@@ -61,7 +61,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("repeat", range(10))
+@pytest.mark.parametrize("repeat", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 10))])
 @pytest.mark.parametrize("name", CASES)
 def test_each_fault_is_survived_with_hardly_a_byte_sent_twice(server, tmp_path, name, repeat):
     server.faults = list(CASES[name])

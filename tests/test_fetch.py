@@ -225,7 +225,7 @@ def test_a_cut_download_goes_on_where_it_stopped(run, archive_server):
     assert archive_server.sent == size
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_five_thousand_members_arrive_whole_through_twenty_cuts(run, tmp_path, monkeypatch, seed):
     """A zip with COCO2014's layout, cut 20 times at random: every member read back, at most 2 % sent twice."""
     rng = random.Random(seed)
