@@ -100,8 +100,8 @@ class Ranks:
         """
         self._guard.join()
         if self._failed:
-            told = ", ".join(f"rank {rank} ended with {code}" for rank, code in self._failed.items())
-            raise RuntimeError(f"{told}, of {len(self.all)} ranks")
+            failed = ", ".join(f"rank {rank} ended with {code}" for rank, code in self._failed.items())
+            raise RuntimeError(f"{failed}, of {len(self.all)} ranks")
 
     def _watch(self) -> None:
         running = True

@@ -140,8 +140,8 @@ def contained(group: str, what: str, made: Callable[[], Iterable[Row]]) -> Itera
     except RequestError as error:
         yield Row(group, what, skipped=str(error))
     except Exception as error:
-        told = str(error).strip().splitlines()[:1]
-        yield Row(group, what, skipped=": ".join(["failed", type(error).__name__, *told]))
+        message = str(error).strip().splitlines()[:1]
+        yield Row(group, what, skipped=": ".join(["failed", type(error).__name__, *message]))
     with contextlib.suppress(RuntimeError):  # a GPU that has failed fails here again
         torch.cuda.empty_cache()
 

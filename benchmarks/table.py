@@ -70,9 +70,9 @@ def chosen(only: str) -> Dict[str, Callable[[Setting], Iterator[Row]]]:
 
 
 def run(
-    setting: Setting, only: str, told: Callable[[str], None], kept: Callable[[str, List[Row]], object]
+    setting: Setting, only: str, report: Callable[[str], None], kept: Callable[[str, List[Row]], object]
 ) -> List[Row]:
-    """All rows; each is told as soon as it is known. A group that fails costs its own rows alone.
+    """All rows; each is reported as soon as it is known. A group that fails costs its own rows alone.
 
     kept: called after each group with its name and all rows so far.
     """
@@ -81,7 +81,7 @@ def run(
     def add(name: str, made: Callable[[], Iterator[Row]]) -> None:
         for each in row.contained(name, name, made):
             rows.append(_with_dim(_of_device(each, setting.device), setting.config.dim))
-            told(line(rows[-1]))
+            report(line(rows[-1]))
 
     for name, group in chosen(only).items():
         add(name, functools.partial(group, setting))

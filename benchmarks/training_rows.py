@@ -86,7 +86,7 @@ class Ahead(Trainer):
 
     def __init__(self, setting: Setting, store: Store, batch: int, **changes: Any) -> None:
         super().__init__(setting, store, batch, **changes)
-        self.source = self.batches.ahead(range(_ENDLESS))
+        self.source = self.batches.prefetched(range(_ENDLESS))
 
     def loaded(self) -> List[PairBatch]:
         return self._placed(next(self.source))

@@ -146,7 +146,7 @@ def _coco(settings: Any, out: Path, archives: Path) -> Found:
         chosen = splits.hold_out(holdings["train"].names, settings)
     held_out = chosen["val"] + chosen["test"]
     needed = {"train": chosen["train"] + ([] if "val" in holdings else held_out), "val": held_out}
-    held = {key: each.bring(needed[key], _show_download, _show_images) for key, each in holdings.items()}
+    held = {key: each.ensure(needed[key], _show_download, _show_images) for key, each in holdings.items()}
     return _entries(chosen, held, out)
 
 

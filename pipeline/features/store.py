@@ -175,16 +175,16 @@ class Store:
 def check_shard(folder: Path, shard: Dict[str, Any], hashed: bool = True) -> None:
     """Is the file of this row whole? RequestError says what differs."""
     path = folder / shard["file"]
-    mend = "run `dvc repro keypoints` again (delete the file first if it is linked from the cache)"
+    fix = "run `dvc repro keypoints` again (delete the file first if it is linked from the cache)"
     try:
         size = path.stat().st_size
         if size != shard["bytes"]:
-            raise RequestError(f"{path}: {size} bytes, {shard['bytes']} when it was written; {mend}")
+            raise RequestError(f"{path}: {size} bytes, {shard['bytes']} when it was written; {fix}")
         found = sha256(path) if hashed else shard["sha256"]
     except OSError as error:
-        raise RequestError(f"{path}: cannot be read: {error.strerror}; {mend}") from None
+        raise RequestError(f"{path}: cannot be read: {error.strerror}; {fix}") from None
     if found != shard["sha256"]:
-        raise RequestError(f"{path}: SHA-256 {found}, {shard['sha256']} when it was written; {mend}")
+        raise RequestError(f"{path}: SHA-256 {found}, {shard['sha256']} when it was written; {fix}")
 
 
 def sha256(path: Path) -> str:

@@ -22,7 +22,7 @@ Tick = Callable[[Iterable, int, str], Iterable]  # shows a loop: its items, how 
 
 
 class Holding:
-    """names: of the images in the archive; `bring(names)` makes these of them readable.
+    """names: of the images in the archive; `ensure(names)` makes these of them readable.
 
     given: a folder with the zips, a folder with them unpacked, or the zip itself, "" for none.
     some: only a part of the images will be asked for, so look at the remote directory before a download.
@@ -48,7 +48,7 @@ class Holding:
     def names(self) -> List[str]:
         return self._container.names if self._container else sorted(self._members)
 
-    def bring(self, names: Sequence[str], show: Bytes, tick: Tick) -> Container:
+    def ensure(self, names: Sequence[str], show: Bytes, tick: Tick) -> Container:
         """A container with at least these images."""
         if self._container is not None:
             return self._container
@@ -60,7 +60,7 @@ class Holding:
             return self._container
         target = self._path.with_name(f"{self._path.stem}.part-of.zip")
         desc = f"{len(members)} images of {self._each.file}"
-        facts = partial.bring(self._remote, members, target, lambda each: tick(each, len(members), desc))
+        facts = partial.fetch_zip(self._remote, members, target, lambda each: tick(each, len(members), desc))
         self._remote.close()
         return zip_container(target, **facts)
 

@@ -111,7 +111,7 @@ class RemoteZip(io.RawIOBase):
         return len(data)
 
 
-def bring(
+def fetch_zip(
     remote: RemoteZip,
     members: Sequence[zipfile.ZipInfo],
     target: Path,

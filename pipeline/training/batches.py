@@ -46,6 +46,6 @@ class StepBatches:
         pin = self.context.device.type == "cuda" and train.loader != "dali"  # which copies by itself
         return [batch.pinned() for batch in batches] if pin else batches
 
-    def ahead(self, steps: Sequence[int]) -> Iterator[List[PairBatch]]:
+    def prefetched(self, steps: Sequence[int]) -> Iterator[List[PairBatch]]:
         """`load` of each of `steps`, made in a thread before it is asked for; closing it ends the thread."""
         return self._prefetched(self.load, steps)

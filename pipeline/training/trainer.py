@@ -103,7 +103,7 @@ class Training:
         profile = Profile(train.profile_steps, self.args.reports / "profile", self.context)
         with (
             contextlib.closing(bar),
-            contextlib.closing(self.batches.ahead(steps)) as loader,
+            contextlib.closing(self.batches.prefetched(steps)) as loader,
             profile,
         ):
             if state.step == 0 and train.init_from:  # the weights as given may stay the best
