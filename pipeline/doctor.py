@@ -29,7 +29,9 @@ QUICK = ("gpus", "shared_memory", "disk", "user", "open_files")
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Print the findings; 0 or 2."""
-    parser = argparse.ArgumentParser(prog="python -m pipeline.doctor", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.doctor", description=str(__doc__).splitlines()[0]
+    )
     parser.add_argument(
         "--quick", action="store_true", help="only what would stop the work, without the network"
     )

@@ -38,7 +38,9 @@ OWN_PARAMS = Path(__file__).resolve().parents[1] / "params.yaml"
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m pipeline.evaluate", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.evaluate", description=str(__doc__).splitlines()[0]
+    )
     add = parser.add_argument
     add("--model", type=Path, help="model to judge (default: the weights that ship with the project)")
     add(

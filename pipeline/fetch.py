@@ -36,7 +36,7 @@ Found = Tuple[List[Entry], Dict[str, Dict[str, Any]]]  # entries, and the contai
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.fetch", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m pipeline.fetch", description=str(__doc__).split("\n")[0])
     parser.add_argument("--params", default="params.yaml", help="file with the section `fetch`")
     parser.add_argument("--out", type=Path, default=Path("data/images"), help="folder of the manifest")
     parser.add_argument("--archives", type=Path, default=Path("data/archives"), help="folder of downloads")

@@ -76,7 +76,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def _arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.keypoints", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.keypoints", description=str(__doc__).split("\n")[0]
+    )
     parser.add_argument("--params", default="params.yaml", help="file with the section `keypoints`")
     parser.add_argument("--images", type=Path, default=Path("data/images"), help="folder `fetch` wrote")
     parser.add_argument("--out", type=Path, default=Path("data/keypoints"), help="folder of the stores")

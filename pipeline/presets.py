@@ -167,7 +167,9 @@ def _plain(text: str) -> Any:
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Entry of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m pipeline.presets", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.presets", description=str(__doc__).splitlines()[0]
+    )
     parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="the file written")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="name the presets")

@@ -23,7 +23,9 @@ from pipeline.training.trainer import Training
 
 
 def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.train", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.train", description=str(__doc__).splitlines()[0]
+    )
     parser.add_argument(
         "--keypoints", type=Path, default=Path("data/keypoints"), help="folder of the stage keypoints"
     )

@@ -150,6 +150,7 @@ class _Update(nn.Sequential):
     def forward(self, x: Tensor, message: Tensor, merge: nn.Linear) -> Tensor:
         """x, message (S, D) -> (S, D)."""
         first = self[0]
+        assert isinstance(first, nn.Linear)
         own, others = first.weight.split(x.shape[1], dim=1)
         bias = torch.addmv(first.bias, others, merge.bias)
         hidden = nn.functional.linear(x, own, bias).addmm_(message, (others @ merge.weight).t())
@@ -170,8 +171,10 @@ class AttentionalLayer(nn.Module):
         self.merge = nn.Linear(dim, dim)
         self.mlp = _Update(nn.Linear(2 * dim, 2 * dim), norm, nn.ReLU(inplace=True), nn.Linear(2 * dim, dim))
         # each layer starts as the identity: the untrained network is then a soft nearest-neighbour matcher
-        nn.init.zeros_(self.mlp[-1].weight)
-        nn.init.zeros_(self.mlp[-1].bias)
+        last = self.mlp[-1]
+        assert isinstance(last, nn.Linear)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
 
     def forward(self, x: Tensor, edges: Edges) -> Tensor:
         """x (S, D) packed -> (S, D)."""

@@ -16,9 +16,10 @@ from torch import Tensor
 from superglue_sift.sift import KEYPOINT
 from superglue_sift.torch_compat import floats_of_bytes
 
-DESCRIPTOR_AT = KEYPOINT.fields["descriptor"][1]  # byte offset inside a record
+_FIELDS = dict(KEYPOINT.fields or {})
+DESCRIPTOR_AT = _FIELDS["descriptor"][1]  # byte offset inside a record
 ON_HOST = ("counts0", "counts1")  # fields of a PairBatch
-_COLUMN = {name: KEYPOINT.fields[name][1] // 4 for name in ("x", "y", "scale", "angle", "score")}
+_COLUMN = {name: _FIELDS[name][1] // 4 for name in ("x", "y", "scale", "angle", "score")}
 
 
 class Pair(NamedTuple):

@@ -26,7 +26,7 @@ INLIER_PX = 3.0
 
 def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="superglue-match", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="superglue-match", description=str(__doc__).splitlines()[0])
     add = parser.add_argument
     add("image0", type=Path)
     add("image1", type=Path)

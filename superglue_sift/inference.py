@@ -34,6 +34,7 @@ def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlu
     ready.keypoint_encoder = _fuse_encoder(ready.keypoint_encoder)
     for layers in (ready.self_attention, ready.cross_attention):
         for number, layer in enumerate(layers):
+            assert isinstance(layer, AttentionalLayer)
             layers[number] = FusedLayer(layer, dtype)
     return ready
 
@@ -88,9 +89,18 @@ class _CapturedModel:
 class FusedLayer(nn.Module):
     """`AttentionalLayer` with its linear maps multiplied out."""
 
+    own: Tensor
+    message: Tensor
+    bias: Tensor
+    heads_weight: Tensor
+    heads_bias: Tensor
+    last_weight: Tensor
+    last_bias: Tensor
+
     def __init__(self, layer: AttentionalLayer, dtype: torch.dtype) -> None:
         super().__init__()
         first, norm, _, last = layer.mlp
+        assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
         own, others = first.weight.double().chunk(2, dim=1)
         bias = first.bias.double() + others @ layer.merge.bias.double()
         message = others @ layer.merge.weight.double()
@@ -129,6 +139,7 @@ def _fuse_encoder(encoder: nn.Sequential) -> nn.Sequential:
         if isinstance(module, TokenBatchNorm):
             scale, shift = _scale_and_shift(module)
             before = modules[-1]
+            assert isinstance(before, nn.Linear)
             dtype = before.weight.dtype
             before.weight.data = (scale[:, None] * before.weight.double()).to(dtype)
             before.bias.data = (scale * before.bias.double() + shift).to(dtype)

@@ -19,6 +19,11 @@ class TokenBatchNorm(nn.Module):
     (torch's SyncBatchNorm needs a GPU). A batch without tokens leaves the running statistics as they are.
     """
 
+    weight: nn.Parameter
+    bias: nn.Parameter
+    running_mean: Tensor
+    running_var: Tensor
+
     def __init__(self, channels: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))

@@ -44,7 +44,7 @@ def extract(gray: np.ndarray, max_keypoints: int) -> np.ndarray:
     """
     asked = with_spare(max_keypoints)
     while True:
-        points, descriptors = detector(asked).detectAndCompute(gray, None)
+        points, descriptors = detector(asked).detectAndCompute(gray, None)  # pyright: ignore
         records = _records(points, descriptors)
         order = _strongest_first(records)
         order = order[_first_of_each_position(records[order])]
@@ -67,7 +67,7 @@ def with_spare(max_keypoints: int) -> int:
 @functools.lru_cache(maxsize=8)
 def detector(count: int) -> cv2.SIFT:
     """OpenCV's detector of the `count` strongest keypoints, orientations counted apart, as set above."""
-    return cv2.SIFT_create(nfeatures=count, enable_precise_upscale=True)
+    return cv2.SIFT.create(nfeatures=count, enable_precise_upscale=True)
 
 
 def _records(points, descriptors) -> np.ndarray:

@@ -179,7 +179,9 @@ def log_optimal_transport(scores: List[Tensor], dustbin: Tensor, iterations: int
         ]
 
 
-def _checked(problem: Tuple[Tensor, ...], log_P: Tensor, finite: Tensor, iterations: int) -> Tensor:
+def _checked(
+    problem: Tuple[Tensor, Tensor, Tensor], log_P: Tensor, finite: Tensor, iterations: int
+) -> Tensor:
     return log_P if bool(finite) else _log_domain(*problem, iterations)
 
 

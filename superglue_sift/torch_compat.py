@@ -39,7 +39,7 @@ def has_packed_attention(q: Tensor) -> bool:
     )
 
 
-def _varlen() -> Optional[Callable[..., Tensor]]:
+def _varlen() -> Optional[Callable[..., Any]]:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -56,7 +56,9 @@ def packed_attention(
         q (S, H, d), k and v (S', H, d); starts, partner_starts: (B + 1,) int32, where each sequence begins.
         longest: at least the length of the longest sequence.
     """
-    return _varlen()(q, k, v, starts, partner_starts, longest, longest)
+    varlen = _varlen()
+    assert varlen is not None
+    return varlen(q, k, v, starts, partner_starts, longest, longest)
 
 
 def softmax_(logits: Tensor) -> None:
@@ -73,9 +75,9 @@ def softmax_gradient_(grad: Tensor, weights: Tensor) -> None:
     torch 1.10 wants to see a tensor of the input's element type, later versions name the type.
     """
     if has_fused_attention():
-        torch._softmax_backward_data(grad, weights, -1, weights.dtype, grad_input=grad)
+        torch._softmax_backward_data(grad, weights, -1, weights.dtype, grad_input=grad)  # pyright: ignore
     else:
-        grad.copy_(torch._softmax_backward_data(grad, weights, -1, weights))
+        grad.copy_(torch._softmax_backward_data(grad, weights, -1, weights))  # pyright: ignore
 
 
 def exact_float32() -> None:

@@ -19,7 +19,7 @@ _DRAWN = 200  # strongest keypoints in a picture
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m pipeline.features.inspect", description=__doc__.split("\n")[0]
+        prog="python -m pipeline.features.inspect", description=str(__doc__).split("\n")[0]
     )
     parser.add_argument("store", type=Path, help="folder with store.json, such as data/keypoints/train")
     parser.add_argument("--verify", action="store_true", help="check the SHA-256 of every shard")
