@@ -55,7 +55,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add("--poses", type=Path, help="instead: a pairs_with_gt.txt of pairs with cameras, images in --images")
     add("--out", type=Path, default=Path("reports/evaluate"), help="folder for the results")
     add("--params", type=Path, help="parameters (default: params.yaml here, else the project's)")
-    add("--mlflow-run", type=Path, help="mlflow_run.json of the training, to add the results to its run")
+    add("--mlflow-run", type=Path, help="reports/run.json, to add the results to the run of the training")
     add("--max-keypoints", type=int, help="instead of evaluate.max_keypoints")
     add("--resize", type=int, default=480, help="--pairs, --poses: shorter side in pixels; 0: as they are")
     add("--batch", type=int, default=8, help="pairs in one pass of the network")
@@ -171,32 +171,33 @@ def check(argv: Optional[List[str]] = None, world_size: int = 1) -> None:
     choose_source(args, section)
 
 
-def track(args: argparse.Namespace, figures: Figures, step: int) -> None:
-    """Add figures and files to the MLflow run of the training, where there is one."""
+def track(args: argparse.Namespace, figures: Figures, info: Dict[str, Any]) -> None:
+    """Add figures and files to the MLflow run of the training that the model's `info` names, where there is one."""
     if args.mlflow_run is None:
         return
     folder = args.pairs or args.poses
     prefix = f"pairs/{folder.resolve().stem}" if folder else "paper" if args.paper else "test"
-    with tracking.attach(args.mlflow_run) as run:
-        run.log({f"{prefix}/{name}": value for name, value in figures.items() if value is not None}, step)
+    found = {f"{prefix}/{name}": value for name, value in figures.items() if value is not None}
+    with tracking.attach(args.mlflow_run, training=info.get("training")) as run:
+        run.log(found, int(info.get("step") or 0))
         for name in (*files.FILES, *files.FOLDERS):
             if (args.out / name).exists():
                 run.artifact(args.out / name, f"{prefix}/{name}" if name in files.FOLDERS else prefix)
 
 
-def evaluate(args: argparse.Namespace, context: distributed.Context) -> Tuple[Optional[Figures], int]:
-    """What was asked for: figures on the first process of a group, None on the others; and the model's step."""
+def evaluate(args: argparse.Namespace, context: distributed.Context) -> Tuple[Optional[Figures], Dict[str, Any]]:
+    """What was asked for: figures on the first process of a group, None on the others; and the model's info."""
     section = section_of(args)
     device = choose_device(args.device) if context.world_size == 1 else str(context.device)
     compared, skipped = chosen_matchers(args, section, device)
     names, missing = chosen_estimators(args)
     settings = Settings(section, names, args.batch, args.resize, args.robustness)
     work = Evaluation(compared, settings, context, (*missing, *skipped))
-    step = int(compared.networks[OURS].info.get("step") or 0)
+    info = compared.networks[OURS].info
     if args.paper:
-        return protocol.run_paper(work, lambda variant: choose_source(args, variant), args.out), step
+        return protocol.run_paper(work, lambda variant: choose_source(args, variant), args.out), info
     content = work.run(choose_source(args, section), args.out)
-    return (None if content is None else content.figures), step
+    return (None if content is None else content.figures), info
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -206,9 +207,9 @@ def main(argv: Optional[List[str]] = None) -> int:
     tune_process()
     workspace_lock.take()
     with distributed.joined() as context:
-        figures, step = evaluate(args, context)
+        figures, info = evaluate(args, context)
         if figures is not None:
-            track(args, figures, step)
+            track(args, figures, info)
             print(f"took {time.monotonic() - started:.0f} s")
     return 0
 

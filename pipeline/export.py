@@ -15,11 +15,10 @@ from typing import List, Optional
 
 from pipeline import errors, params
 from pipeline.errors import RequestError
-from pipeline.runtime import checkpoint, repro, workspace_lock
+from pipeline.runtime import checkpoint, repro, tracking, workspace_lock
+from superglue_sift import __version__
 from superglue_sift.matcher import match_threshold
 from superglue_sift.weights import load_model
-
-OF_THE_MACHINE = ("host", "platform", "gpus", "world_size")  # of no use to whoever receives the model
 
 INTERFACE = {
     "keypoints0, keypoints1": "(B, N, 2) float32, pixels, centre of the first pixel at (0, 0)",
@@ -45,6 +44,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     )
     add("--half", action="store_true", help="store the weights in float16: half the bytes")
     add("--out", type=Path, default=Path("models"), help="folder for the model")
+    add("--mlflow-run", type=Path, help="reports/run.json, to name the model in the run of the training")
     add("--params", type=Path, default=Path("params.yaml"), help="parameters")
     args = parser.parse_args(argv)
     if args.match_threshold is not None and not 0.0 <= args.match_threshold < 1.0:
@@ -65,8 +65,11 @@ def read_metrics(path: Optional[Path]) -> dict:
 
 
 def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
-    """Everything that goes with the weights. info: what training stored beside them."""
-    provenance = {key: value for key, value in repro.provenance().items() if key not in OF_THE_MACHINE}
+    """Everything that goes with the weights. info: what training stored beside them.
+
+    The same in every clone: commit, dvc.lock (which holds the digest of this very file), machine and time stand in
+    the MLflow run alone.
+    """
     asked: dict = {}
     for name, section in sections.items():
         asked.update(params.flatten(name, section))
@@ -77,14 +80,26 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
         "step": info.get("step"),
         "validation": info.get("validation", {}),
         "metrics": metrics,
+        "training": info.get("training"),
         "provenance": {
-            **provenance,
             "data.digest": info.get("data", ""),
+            "code.digest": info.get("code", ""),
             "source.sha256": repro.file_sha256(source),
+            "version": __version__,
+            **repro.pinned_versions(),
         },
         "params": asked,
         "trained_with": info.get("train", {}),
     }
+
+
+def track(noted_in: Optional[Path], path: Path, info: dict) -> None:
+    """Name the exported file in the MLflow run of its training, where there is one."""
+    if noted_in is None:
+        return
+    with tracking.attach(noted_in, training=info.get("training")) as run:
+        run.tags({"export.sha256": repro.file_sha256(path)})
+        run.artifact(path.with_suffix(".json"), "export")
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -102,6 +117,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     if args.half:
         weights = {name: t.half() if t.is_floating_point() else t for name, t in weights.items()}
     checkpoint.save_model_file(path, weights, description)
+    track(args.mlflow_run, path, info)
     parameters = sum(weight.numel() for weight in model.parameters())
     print(f"{path}: {parameters:,} parameters, {path.stat().st_size / 1e6:.1f} MB, step {info.get('step')}")
     print(f"{path.with_suffix('.json')}: configuration, provenance and figures")

@@ -26,11 +26,8 @@ def write_model(path: Path, about: Optional[dict] = None, **changes) -> Path:
     """
     torch.manual_seed(0)
     config = SuperGlueConfig(**{"layers": 1, "sinkhorn_iterations": 10, **changes})
-    save_model_file(
-        path,
-        SuperGlue(config).state_dict(),
-        {"model": config.to_dict(), "step": 7, "data": "abc", **(about or {})},
-    )
+    info = {"model": config.to_dict(), "step": 7, "data": "abc", "code": "def", "training": "0123abcd"}
+    save_model_file(path, SuperGlue(config).state_dict(), {**info, **(about or {})})
     return path
 
 

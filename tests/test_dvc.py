@@ -18,8 +18,8 @@ from pipeline.runtime import code
 ROOT = Path(__file__).resolve().parents[1]
 TREE: Dict[str, Any] = YAML(typ="safe", pure=True).load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))
 STAGES = ["fetch", "keypoints", "train", "evaluate", "export"]
-# Where evaluation adds its figures. The id in it is another after each training, also where the weights are the same.
-NAMED_ONLY = "reports/train/mlflow_run.json"
+# Names the MLflow run that figures are added to: another in every clone and after each training, so nothing's output.
+NAMED_ONLY = "reports/run.json"
 
 
 def paths(entries: List[Any]) -> Dict[str, Dict[str, Any]]:

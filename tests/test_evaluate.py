@@ -425,7 +425,7 @@ def test_results_reach_the_run_of_the_training(work, monkeypatch):
             assert path.exists()
             events.append((path.name, folder))
 
-    monkeypatch.setattr(evaluate.tracking, "attach", lambda path: Run())
+    monkeypatch.setattr(evaluate.tracking, "attach", lambda path, training: Run())
     assert run(work, "--mlflow-run", "run.json") == 0
     figures, step = events[0]
     assert step == 7 and figures["test/superglue.pairs"] == 6 and None not in figures.values()

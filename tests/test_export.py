@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from made_scenes import write_model
 
 from pipeline import errors, export
+from pipeline.runtime import tracking
 from pipeline.runtime.checkpoint import save_model_file
 from superglue_sift import sift
 from superglue_sift.batch import Pair
@@ -45,7 +47,7 @@ def test_export_keeps_weights_and_says_where_they_come_from(work, capsys):
     assert info["metrics"]["superglue.precision"] == 0.5
     assert info["params"]["train.lr"] > 0 and info["params"]["keypoints.homography.scale_min"] > 0
     assert info["provenance"]["data.digest"] == "abc" and len(info["provenance"]["source.sha256"]) == 64
-    assert "git.commit" in info["provenance"] and "host" not in info["provenance"]
+    assert info["provenance"]["version"] and info["provenance"]["version.torch"]
     assert "parameters" in capsys.readouterr().out
 
 
@@ -61,11 +63,38 @@ def test_a_model_carries_the_threshold_chosen_for_it(work, capsys):
     assert "--match-threshold 1.5: must be at least 0 and below 1" in capsys.readouterr().err
 
 
-def test_export_twice_gives_the_same_description(work):
+def test_the_file_is_the_same_in_another_clone_at_another_commit(work, monkeypatch):
+    names = ("superglue.safetensors", "superglue.json")
     run(work)
-    first = (work / "models" / "superglue.json").read_bytes()
+    first = [(work / "models" / name).read_bytes() for name in names]
+    clone = work / "other"
+    (clone / "models").mkdir(parents=True)
+    for name in ("dvc.yaml", "dvc.lock"):
+        (clone / name).write_text("another")
+    monkeypatch.chdir(clone)
+    monkeypatch.setenv("DVC_ROOT", str(clone))
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("IMAGE_DIGEST", "sha256:other")
     run(work)
-    assert (work / "models" / "superglue.json").read_bytes() == first
+    assert [(work / "models" / name).read_bytes() for name in names] == first
+
+
+def test_the_run_of_the_training_names_the_exported_file(work, monkeypatch):
+    told = []
+
+    class Run(tracking.NullRun):
+        def tags(self, tags):
+            told.append(tags)
+
+        def artifact(self, path, folder=""):
+            told.append(Path(path).name)
+
+    asked = []
+    monkeypatch.setattr(tracking, "attach", lambda path, training: asked.append((path, training)) or Run())
+    assert run(work, "--mlflow-run", work / "run.json") == 0
+    digest = hashlib.sha256((work / "models" / "superglue.safetensors").read_bytes()).hexdigest()
+    assert asked == [(work / "run.json", "0123abcd")]
+    assert told == [{"export.sha256": digest}, "superglue.json"]
 
 
 def test_the_exported_model_matches_as_the_checkpoint_does(work, photo):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import socket
 import subprocess
@@ -20,7 +19,7 @@ from faults.telemetry import Silent
 
 from pipeline import train
 from pipeline.runtime import run as run_module
-from pipeline.runtime import tracking
+from pipeline.runtime import run_file, tracking
 from pipeline.runtime.progress import Lines, clock
 from pipeline.runtime.repro import main_root, provenance
 from pipeline.runtime.run_log import EventLog
@@ -177,12 +176,12 @@ def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path):
     files = {path.name for path in (tmp_path / "mlartifacts").rglob("*") if path.is_file()}
     assert {"MLmodel", "best.safetensors"} <= files
     assert version.run_id == stored.info.run_id
-    assert json.loads((tmp_path / "reports/mlflow_run.json").read_text())["run_id"] == stored.info.run_id
+    assert run_file.recall(tmp_path / "reports/run.json")["run_id"] == stored.info.run_id
 
 
 def test_evaluate_adds_to_the_same_run_and_leaves_its_state(store, tmp_path):
     tracking.open_run(tmp_path, PARAMS, system_metrics=False).close("KILLED")
-    with tracking.attach(tmp_path / "mlflow_run.json", tmp_path / "evaluate") as run:
+    with tracking.attach(tmp_path / "run.json", tmp_path / "evaluate") as run:
         run.log({"test/auc_5px": 0.5}, 7)
     _, stored = stored_run(store)
     assert stored.data.metrics == {"test/auc_5px": 0.5}
@@ -204,6 +203,68 @@ def test_a_run_with_the_weights_of_an_earlier_one_names_it(store, tmp_path):
     assert again["weights.sha256"] == first["weights.sha256"] != other["weights.sha256"]
     assert again["weights.same_as"] == ids[0]
     assert "weights.same_as" not in {**first, **other}
+
+
+def test_a_retraining_to_the_same_weights_has_the_evaluation_in_its_own_run(store, tmp_path):
+    """The newest figures and the report; an evaluation that runs after all replaces them."""
+    from mlflow.tracking import MlflowClient
+
+    client, noted = MlflowClient(store), tmp_path / "reports" / "run.json"
+    report = tmp_path / "index.html"
+
+    def trained(identity):
+        with tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False, training=identity) as run:
+            run.model(tmp_path / "best.safetensors", step=50)
+        return run.run_id
+
+    def evaluated(auc, identity):
+        report.write_text(f"auc {auc}")
+        with tracking.attach(noted, tmp_path / "evaluate", training=identity) as run:
+            run.log({"test/auc": auc}, 50)
+            run.artifact(report, "test")
+
+    (tmp_path / "best.safetensors").write_bytes(b"same")
+    first = trained("a")
+    evaluated(0.25, "a")
+    evaluated(0.5, "a")
+    (tmp_path / "best.safetensors").write_bytes(b"other")
+    other = trained("b")
+    (tmp_path / "best.safetensors").write_bytes(b"same")
+    again = trained("a")
+    assert again != first
+    assert client.get_run(again).data.metrics == {"test/auc": 0.5}
+    assert client.get_run(again).data.tags["evaluation.taken_from"] == first
+    assert Path(client.download_artifacts(again, "test/index.html", str(tmp_path))).read_text() == "auc 0.5"
+    assert client.get_run(other).data.metrics == {}
+    evaluated(0.75, "a")
+    assert [client.get_run(r).data.metrics["test/auc"] for r in (first, again)] == [0.5, 0.75]
+
+
+def test_figures_find_the_run_of_their_own_training_also_after_another_one(store, tmp_path):
+    from mlflow.tracking import MlflowClient
+
+    ids = {}
+    for training in ("old", "new"):
+        with tracking.open_run(tmp_path / training, PARAMS, system_metrics=False, training=training,
+                               noted_in=tmp_path / "run.json") as run:  # fmt: skip
+            pass
+        ids[training] = run.run_id
+    for training in ("old", "unknown"):
+        with tracking.attach(tmp_path / "run.json", tmp_path, training=training) as run:
+            run.log({f"test/{training}": 1.0}, 0)
+    client = MlflowClient(store)
+    assert client.get_run(ids["old"]).data.metrics == {"test/old": 1.0}
+    assert client.get_run(ids["new"]).data.metrics == {}
+    assert tracking.known_run(tmp_path / "run.json", "old") == ids["old"]
+    assert tracking.known_run(tmp_path / "run.json", "unknown") is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"runs": 1}', '{"latest": "a", "runs": {"a": {}}}'])
+def test_a_damaged_run_json_names_no_run(tmp_path, content):
+    (tmp_path / "run.json").write_text(content)
+    assert run_file.recall(tmp_path / "run.json") is None
+    run_file.remember(tmp_path / "run.json", "b", {"key": "k", "run_id": None, "experiment": "e"})
+    assert run_file.recall(tmp_path / "run.json", "b")["key"] == "k"
 
 
 def test_attach_without_a_run_and_other_ranks_do_nothing(tmp_path):
@@ -251,9 +312,9 @@ def test_evaluate_ships_what_training_could_not(gate, store, tmp_path):
     run = tracking.open_run(tmp_path, PARAMS, system_metrics=False)
     log_steps(run, 0, 20)
     run.close(wait=0.1)
-    assert json.loads((tmp_path / "mlflow_run.json").read_text())["run_id"] is None
+    assert run_file.recall(tmp_path / "run.json")["run_id"] is None
     gate.start()
-    with tracking.attach(tmp_path / "mlflow_run.json") as again:
+    with tracking.attach(tmp_path / "run.json") as again:
         again.log({"test/auc_5px": 0.5}, 20)
     assert steps(store, "train/loss") == list(range(20))
     _, stored = stored_run(store)
@@ -388,7 +449,7 @@ def test_a_new_store_gets_the_whole_log(store, empty_store, tmp_path, monkeypatc
 
 SCRIPT = """
     import os, signal, sys, time
-    from pipeline.runtime import tracking
+    from pipeline.runtime import run_file, tracking
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tracking.open_run(sys.argv[1], {"train": {"lr": 1}}, system_metrics=False) as run:
         run.log({"train/loss": 1.0}, 0)

@@ -17,6 +17,7 @@ from pipeline.runtime.shipper import Refused
 
 KEY_TAG = "superglue.run_key"
 WEIGHTS_TAG = "weights.sha256"
+EVALUATION = "test"  # where the stage `evaluate` puts its figures and files
 METRICS_AT_ONCE = 1000  # MLflow's limits for one request
 PARAMS_AT_ONCE = 100
 DIGEST_LENGTH = 36
@@ -196,16 +197,41 @@ class MlflowStore:
         self._client.set_registered_model_alias(name, "champion", version.version)
 
     def _same_weights(self, run_id: str, file: str) -> None:
-        """Tag the run with the digest of its weights, and with the earliest other run that has the same.
+        """Tag the run with the digest of its weights; take over the evaluation of earlier runs that have the same.
 
-        DVC does not evaluate weights again that it has evaluated: their figures stand in that other run.
+        DVC does not evaluate weights again that it has evaluated: without this their figures would stand in
+        another run. An evaluation that does run adds its own later and replaces them.
         """
         tags = {WEIGHTS_TAG: hashlib.sha256(Path(file).read_bytes()).hexdigest()}
         alike = f"tags.`{WEIGHTS_TAG}` = '{tags[WEIGHTS_TAG]}' AND attributes.run_id != '{run_id}'"
         experiment, order = self._client.get_run(run_id).info.experiment_id, ["attributes.start_time ASC"]
-        for earliest in self._client.search_runs([experiment], alike, max_results=1, order_by=order):
-            tags["weights.same_as"] = earliest.info.run_id
+        runs = self._client.search_runs([experiment], alike, max_results=1000, order_by=order)
+        if runs:
+            tags["weights.same_as"] = runs[0].info.run_id
+        evaluated = [run for run in runs if _evaluation(run)]
+        if evaluated:
+            latest = max(evaluated, key=self._evaluated_at)
+            self._take_over(run_id, latest)
+            tags["evaluation.taken_from"] = latest.info.run_id
         self._tags(run_id, tags)
+
+    def _evaluated_at(self, run) -> int:
+        return max(self._last_point(run, name).timestamp for name in _evaluation(run)[:1])
+
+    def _last_point(self, run, name: str):
+        return max(
+            self._client.get_metric_history(run.info.run_id, name), key=lambda m: (m.step, m.timestamp)
+        )
+
+    def _take_over(self, run_id: str, other) -> None:
+        """Copy figures and files of another run's evaluation, with the times at which they were made."""
+        points = [self._last_point(other, name) for name in _evaluation(other)]
+        for at in range(0, len(points), METRICS_AT_ONCE):
+            self._client.log_batch(run_id, metrics=points[at : at + METRICS_AT_ONCE])
+        if any(entry.path == EVALUATION for entry in self._client.list_artifacts(other.info.run_id)):
+            with tempfile.TemporaryDirectory() as folder:
+                copied = self._client.download_artifacts(other.info.run_id, EVALUATION, folder)
+                self._client.log_artifacts(run_id, copied, EVALUATION)
 
     def _logged_model(self, run_id: str, event: Event) -> str:
         from mlflow.entities import LoggedModelOutput
@@ -227,6 +253,11 @@ class MlflowStore:
         self._client.finalize_logged_model(model.model_id, "READY")
         self._client.log_outputs(run_id, [LoggedModelOutput(model.model_id, event["step"])])
         return model.model_id
+
+
+def _evaluation(run) -> List[str]:
+    """Names of the figures of the stage `evaluate` in a run."""
+    return sorted(name for name in run.data.metrics if name.startswith(f"{EVALUATION}/"))
 
 
 def write_description(folder: Path, run_id: str, model_id: str, files: List[str]) -> None:

@@ -13,6 +13,8 @@ from typing import Dict, List, Optional
 
 PACKAGES = ("torch", "numpy", "scipy", "opencv-python", "safetensors", "dvc", "mlflow", "nvidia-dali-cuda110")
 
+WEIGHTY = ("torch", "numpy", "opencv-python")  # of PACKAGES, those that compute keypoints and weights
+
 
 def repo_root(start: Optional[Path] = None) -> Path:
     """The folder that holds dvc.yaml, also inside the temporary copies of `dvc exp run --temp`.
@@ -88,6 +90,15 @@ def versions() -> Dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def pinned_versions() -> Dict[str, str]:
+    """{"version.torch": "2.13.0", ...} of what can change a weight, for a file that is the same in every clone.
+
+    Without the build behind a `+`: the CPU file and the CUDA file of one version give the same on one CPU.
+    """
+    found = versions()
+    return {f"version.{name}": found[name].partition("+")[0] for name in WEIGHTY if name in found}
 
 
 def gpu_names() -> List[str]:

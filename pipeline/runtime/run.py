@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
-from pipeline.runtime.run_log import EventLog, now_ms, storable, write_json
+from pipeline.runtime.run_log import EventLog, now_ms, storable
 from pipeline.runtime.shipper import Feed, Shipper, say, wait_limit
 from pipeline.runtime.system_metrics import Sampler
 
@@ -49,8 +49,9 @@ class NullRun:
 class Run(NullRun):
     """An open run. Everything goes to the local log; a `Shipper` carries it on from there.
 
-    Made by `tracking.open_run` and `tracking.attach`. As a context manager it closes itself: FINISHED, FAILED
-    on an exception, KILLED on Ctrl-C or sys.exit (which is how a signal ends a stage).
+    Made by `tracking.open_run` and `tracking.attach`; `note` is called with MLflow's id once it is known. As a
+    context manager it closes itself: FINISHED, FAILED on an exception, KILLED on Ctrl-C or sys.exit (which is how
+    a signal ends a stage).
     """
 
     def __init__(
@@ -59,12 +60,12 @@ class Run(NullRun):
         feeds: List[Feed],
         tracking_uri: str,
         make_sink: Callable[[], object],
-        run_json: Optional[Path] = None,
+        note: Optional[Callable[[Optional[str]], None]] = None,
     ) -> None:
         self._log = log
         self._feed = feeds[0] if feeds[0].log is log else feeds[-1]
         self._uri = tracking_uri
-        self._json = run_json
+        self._note = note
         self._sampler: Optional[Sampler] = None
         self._known = log.last_steps()
         self._warned = False
@@ -150,14 +151,8 @@ class Run(NullRun):
         self._warned = True
 
     def _opened(self, feed: Feed) -> None:
-        if feed is self._feed and self._json is not None:
-            store_run_json(self._json, self._log.header(), feed.run_id)
-
-
-def store_run_json(path: Path, header: Dict[str, Any], run_id: Optional[str]) -> None:
-    """Write what `attach` reads: the run's key and id, the store's address without a password."""
-    address = {"tracking_uri": redacted(header["tracking_uri"]), "experiment": header["experiment"]}
-    write_json(path, dict(address, key=header["run"], run_id=run_id))
+        if feed is self._feed and self._note is not None:
+            self._note(feed.run_id)
 
 
 def new_key() -> str:

@@ -7,19 +7,18 @@ A stage opens a run here and writes to its local log (`run`, `run_log`); a threa
 from __future__ import annotations
 
 import getpass
-import json
 import os
 import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
-from pipeline.runtime import repro
+from pipeline.runtime import repro, run_file
 from pipeline.runtime.mlflow_store import MlflowStore
-from pipeline.runtime.run import NullRun, Run, flatten, new_key, process_tags, store_run_json
+from pipeline.runtime.run import NullRun, Run, flatten, new_key, process_tags, redacted
 from pipeline.runtime.run_log import Event, EventLog, now_ms
 from pipeline.runtime.shipper import Feed
 
-__all__ = ["NullRun", "Run", "attach", "open_run", "tracking_uri"]
+__all__ = ["NullRun", "Run", "attach", "known_run", "open_run", "tracking_uri"]
 
 EXPERIMENT = "superglue-sift"
 
@@ -36,16 +35,20 @@ def open_run(
     resume_run_id: Optional[str] = None,
     enabled: bool = True,
     system_metrics: bool = True,
+    training: str = "",
+    noted_in: Any = None,
 ) -> NullRun:
-    """Open a run, or go on with the one a checkpoint names.
+    """Open a run, or go on with an interrupted one.
 
-    `reports_dir` gets `log.jsonl`, its cursor and `mlflow_run.json`. `params` may be nested:
-    {"train": {"lr": 1}} becomes `train.lr`. `resume_run_id` is what `.run_id` said in the interrupted
-    process. With `enabled=False` (every rank but the first) the run does nothing.
+    `reports_dir` gets `log.jsonl` and its cursor; the file `noted_in` (else run.json there) names the run of this
+    `training` for `attach` and `known_run`. `params` may be nested: {"train": {"lr": 1}} becomes `train.lr`.
+    `resume_run_id` is what `.run_id` said in the interrupted process. With `enabled=False` (every rank but the
+    first) the run does nothing.
     """
     if not enabled:
         return NullRun()
     folder, uri = Path(reports_dir), tracking_uri()
+    noted = folder / run_file.NAME if noted_in is None else Path(noted_in)
     log = EventLog(folder / "log.jsonl")
     header = log.header()
     ids = (header.get("run"), header.get("run_id"), log.cursor().get("run_id"))
@@ -56,34 +59,55 @@ def open_run(
     else:
         log.append({"tags": dict(_tags(tags or {})), "resumed": True, "time": now_ms()})
     feeds = [Feed(log, uri), *_leftovers(folder, uri)]
-    store_run_json(folder / "mlflow_run.json", header, feeds[0].run_id or header.get("run_id"))
-    run = Run(log, feeds, uri, lambda: MlflowStore(uri), folder / "mlflow_run.json")
+
+    def note(run_id: Optional[str]) -> None:
+        run_file.remember(noted, training, _entry(header, run_id, os.path.relpath(log.path, noted.parent)))
+
+    note(feeds[0].run_id or header.get("run_id"))
+    run = Run(log, feeds, uri, lambda: MlflowStore(uri), note)
     if system_metrics:
         run.sample_system()
     return run
 
 
-def attach(run_json: Any, reports_dir: Any = None) -> NullRun:
-    """Go on with the run of `mlflow_run.json` from another stage; without the file, a run that does nothing.
+def known_run(noted_in: Any, training: str) -> Optional[str]:
+    """`resume_run_id` of a training that goes on; None where its run is not known (another clone, another machine)."""
+    known = run_file.recall(Path(noted_in), training)
+    return (known["run_id"] or known["key"]) if known else None
 
-    Its log is `attached.jsonl` in `reports_dir`, else beside the file. Closing it leaves the run's state as
-    it is. What training could not ship is shipped first.
+
+def attach(noted_in: Any, reports_dir: Any = None, training: Optional[str] = None) -> NullRun:
+    """Go on with a run named in `noted_in` from another stage; a run that does nothing where it names none.
+
+    `training`: identity of the training the figures belong to, None: the latest. The log is `attached.jsonl` in
+    `reports_dir`, else beside the file. Closing leaves the run's state as it is. What training could not ship is
+    shipped first.
     """
-    path = Path(run_json)
-    try:
-        known = json.loads(path.read_text())
-        key, run_id, experiment = known["key"], known["run_id"], known["experiment"]
-    except (OSError, ValueError, KeyError, TypeError):
+    path = Path(noted_in)
+    known = run_file.recall(path, training)
+    if known is None:
         return NullRun()
+    key, run_id, experiment = known["key"], known["run_id"], known["experiment"]
     uri = os.environ.get("MLFLOW_TRACKING_URI") or known.get("tracking_uri") or tracking_uri()
     folder = path.parent if reports_dir is None else Path(reports_dir)
     log = EventLog(folder / "attached.jsonl")
     _set_aside(log)
     header = {"run": key, "run_id": run_id, "tracking_uri": uri, "experiment": experiment, "attached": True}
     log.append(header)
-    before = Feed(EventLog(path.parent / "log.jsonl"), uri)
+    before = Feed(EventLog(path.parent / known.get("log", "log.jsonl")), uri)
     feeds = [before] if before.log.header().get("run") == key and before.pending() else []
     return Run(log, [*feeds, Feed(log, uri), *_leftovers(folder, uri)], uri, lambda: MlflowStore(uri))
+
+
+def _entry(header: Event, run_id: Optional[str], log: str) -> Dict[str, Any]:
+    """What run.json keeps of a run; the store's address without a password."""
+    return {
+        "key": header["run"],
+        "run_id": run_id,
+        "experiment": header["experiment"],
+        "tracking_uri": redacted(header["tracking_uri"]),
+        "log": log,
+    }
 
 
 def _header(uri: str, params: Dict[str, Any], tags: Dict[str, Any], run_id: Optional[str]) -> Event:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -20,7 +21,7 @@ CODE = ("pipeline.training.trainer",)  # with what it imports: everything that c
 # but for what writes files, whose bytes are verified, and what reports
 OUTSIDE = (
     "pipeline.runtime.checkpoint",
-    "pipeline.training.journal",
+    "pipeline.training.logger",
     "pipeline.training.messages",
     "pipeline.training.profiling",
     "pipeline.training.resume",
@@ -53,6 +54,12 @@ def fingerprint_of(info: Dict[str, Any]) -> Fingerprint:
         return info["fingerprint"]
     values = {f"train.{k}": v for k, v in info.get("train", {}).items()}
     return {**values, **{k: info[k] for k in OF_THE_RUN if k in info}}
+
+
+def identity(values: Fingerprint) -> str:
+    """A name for the training of this fingerprint, equal wherever it is run, whatever the code has become since."""
+    text = json.dumps({key: value for key, value in values.items() if key != "code"}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def changed_keys(saved: Fingerprint, ours: Fingerprint) -> List[str]:

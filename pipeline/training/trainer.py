@@ -15,10 +15,10 @@ from pipeline.runtime import distributed, faults, signals
 from pipeline.runtime.checkpoint import Checkpoints
 from pipeline.training import messages, resume, setup
 from pipeline.training.batches import StepBatches
-from pipeline.training.journal import Journal, write_metrics
+from pipeline.training.logger import TrainingLogger, Window, write_metrics
 from pipeline.training.optimization import learning_rate
 from pipeline.training.profiling import Profile
-from pipeline.training.state import OF_THE_RUN, fingerprint, fingerprint_of
+from pipeline.training.state import OF_THE_RUN, fingerprint, fingerprint_of, identity
 from pipeline.training.step import StepResult, elastic_step, train_step
 from pipeline.training.validation import validate
 from superglue_sift.batch import PairBatch
@@ -48,26 +48,27 @@ class Training:
         self.objective, self.wrapped, self.state = parts
         self.checkpoints = Checkpoints(args.out)
         self.fingerprint = fingerprint(self.train, self.store.digest, context.world_size)
+        self.identity = identity(self.fingerprint)
 
     def run(self) -> int:
         """Train to the last step, or until told to stop; 0 or 143."""
         if resume.prepare(self.args, self.fingerprint, self.context.is_main):
             return self._already_finished()
-        resumed_run = self._resume()
-        with Journal(self, resumed_run) as journal:
-            journal.began()
+        window = self._resume()
+        with TrainingLogger(self, window) as logger:
+            logger.began()
             try:
-                finished = self._loop(journal)
+                finished = self._loop(logger)
             except RuntimeError as error:
                 if not distributed.lost_peer(error):
                     raise
                 raise WorkError(messages.lost_peer(self, error)) from error
             if not finished:
-                journal.stopped()
+                logger.stopped()
                 return STOPPED
             if self.context.is_main:
                 self._save_best(finished=True)
-            journal.finished()
+            logger.finished()
         return 0
 
     def _already_finished(self) -> int:
@@ -95,7 +96,7 @@ class Training:
             print(f"{source}: " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
         return 0
 
-    def _loop(self, journal: Journal) -> bool:
+    def _loop(self, logger: TrainingLogger) -> bool:
         """True when the last step is done, False when a signal came first (a checkpoint is then saved)."""
         state, train = self.state, self.train
         steps = range(state.step, train.steps)
@@ -111,20 +112,20 @@ class Training:
             waiting = time.perf_counter()
             for micro_batches in loader:
                 waited = time.perf_counter() - waiting
-                self._step(micro_batches, journal, waited)
+                self._step(micro_batches, logger, waited)
                 profile.stepped()
                 bar.update(1)
                 if state.step % train.val_every == 0 or state.step == train.steps:
-                    bar.set_postfix(journal.validated(self._validate()))
+                    bar.set_postfix(logger.validated(self._validate()))
                 stopping = distributed.any_rank(self.stop.requested)
                 if state.step % train.save_every == 0 or state.step == train.steps or stopping:
-                    self._save(journal)
+                    self._save(logger)
                 if stopping and state.step < train.steps:
                     return False
                 waiting = time.perf_counter()
         return True
 
-    def _step(self, micro_batches: List[PairBatch], journal: Journal, waited: float) -> None:
+    def _step(self, micro_batches: List[PairBatch], logger: TrainingLogger, waited: float) -> None:
         state, train = self.state, self.train
         faults.at_step(state.step)
         distributed.seen_at(state.step)
@@ -137,7 +138,7 @@ class Training:
         else:
             self._skipped(result)
         state.step += 1
-        journal.stepped(result, lr, waited)
+        logger.stepped(result, lr, waited)
 
     def _gradient_step(self, batches: List[PairBatch]) -> StepResult:
         common = (self.wrapped, self.state.optimizer, self.state.scaler, batches, self.batch)
@@ -195,19 +196,21 @@ class Training:
             "match_threshold": state.best_figures["threshold"],
             "skipped_steps": state.skipped,
             "finished": finished,
+            "training": self.identity,
             "train": self.train.model_dump(),
             **{key: self.fingerprint[key] for key in OF_THE_RUN if key in self.fingerprint},
         }
         self.checkpoints.save_best(state.best_weights, info)
 
-    def _save(self, journal: Journal) -> None:
+    def _save(self, logger: TrainingLogger) -> None:
+        window = logger.window()
         if self.context.is_main:
-            info = {**self.state.info(), "fingerprint": self.fingerprint, "mlflow_run": journal.run_id}
+            info = {**self.state.info(), "fingerprint": self.fingerprint, "log_window": window}
             self.checkpoints.save(self.state.step, self.state.tensors(), info)
         distributed.barrier()
 
-    def _resume(self) -> Optional[str]:
-        """Take up the checkpoint that `resume.prepare` left; the id of its run."""
+    def _resume(self) -> Optional[Window]:
+        """Take up the checkpoint that `resume.prepare` left; its `TrainingLogger.window`."""
         found, _ = self.checkpoints.load_newest()
         if found is None:
             return None
@@ -216,4 +219,4 @@ class Training:
             print(f"resuming at step {self.state.step} of {self.train.steps}")
             if self.state.best_weights:  # the file may be that of another training, or gone
                 self._save_best()
-        return found[1].get("mlflow_run")
+        return found[1].get("log_window")

@@ -1,11 +1,13 @@
-"""What a training tells the world: MLflow and the local log, curves for DVC, metrics.json, the last words.
+"""What a training reports: MLflow and the local log, curves for DVC, metrics.json, messages.
 
-Only rank 0 speaks. Sums over ranks are exchanged every `train.log_every` steps, not in each step.
+Only rank 0 reports. Sums over ranks are exchanged every `train.log_every` steps, not in each step.
+
+Curves and metrics.json are outputs of the stage and hold what every run of it gives again. What this machine did
+just now (pairs per second, waiting, memory) goes to timing.csv beside them and to MLflow.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import time
 from pathlib import Path
@@ -15,43 +17,49 @@ import torch
 
 from pipeline.files import write_atomic
 from pipeline.runtime import distributed, tracking
+from pipeline.training.curves import CurveFile
 from pipeline.training.step import StepResult
 
-CURVES = {"train": "train.csv", "val": "validation.csv"}
+CURVES = {"train": "curves/train.csv", "val": "curves/validation.csv", "timing": "timing.csv"}
+Window = List[Dict[str, float]]  # each rank's sums since the last point
 
 
-class Journal:
+class TrainingLogger:
     """The record of one run; a context manager that closes the run as FINISHED, FAILED or KILLED."""
 
-    def __init__(self, training, resumed_run: Optional[str]) -> None:
+    def __init__(self, training, window: Optional[Window] = None) -> None:
+        """`window`: what `window()` said when the checkpoint was saved that the training goes on from."""
         self.training = training
         self.context = training.context
         self.reports: Path = training.args.reports
-        self.sums: Dict[str, float] = {}
+        self.sums = _own_share(window or [], self.context)
         self.window_began = time.perf_counter()
-        self.waited = 0.0
+        self.waited, self.timed_steps = 0.0, 0
         self.status = "FAILED"
-        if self.context.is_main:
-            (self.reports / "curves").mkdir(parents=True, exist_ok=True)
+        step, noted_in = training.state.step, self.reports.parent / "run.json"
         self.run = tracking.open_run(
             self.reports,
             {"train": training.train.model_dump(), "world_size": self.context.world_size},
-            tags={"world_size": self.context.world_size, "device": str(self.context.device.type)},
-            resume_run_id=resumed_run,
+            tags={
+                "world_size": self.context.world_size,
+                "device": str(self.context.device.type),
+                "training": training.identity,
+            },
+            resume_run_id=tracking.known_run(noted_in, training.identity) if step else None,
             enabled=self.context.is_main,
+            training=training.identity,
+            noted_in=noted_in,
         )
-        self.rows = {kind: self._earlier_rows(kind) for kind in CURVES}
+        self.curves = {kind: CurveFile(self.reports / name, step) for kind, name in CURVES.items()}
 
-    @property
-    def run_id(self) -> Optional[str]:
-        return self.run.run_id
-
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> TrainingLogger:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         if kind is not None:
             self.status = "KILLED" if issubclass(kind, (KeyboardInterrupt, SystemExit)) else "FAILED"
+        for curve in self.curves.values():
+            curve.close()
         self.run.close(self.status)
 
     def began(self) -> None:
@@ -74,30 +82,38 @@ class Journal:
         for name, value in result.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         self.waited += waited
+        self.timed_steps += 1
         step = self.training.state.step
         if step % self.training.train.log_every and step != self.training.train.steps:
             return
         weight = self.sums.pop("pairs", 0.0)
-        point, pairs = distributed.weighted_means(self.sums, weight)
-        seconds = max(time.perf_counter() - self.window_began, 1e-9)
+        point, _ = distributed.weighted_means(self.sums, weight)
         point.update(
             lr=lr,
             grad_norm=result.grad_norm,
-            pairs_per_s=pairs / seconds,
-            data_wait=self.waited / seconds,
             dustbin=float(self.training.state.model.dustbin.detach()),
             skipped_steps=float(self.training.state.skipped),
-            memory_gib=_memory_gib(self.context.device),
         )
         self._point("train", step, point)
-        self.sums, self.waited = {}, 0.0
-        self.window_began = time.perf_counter()
+        self._timing(step)
+        self.sums = {}
 
     def validated(self, figures: Dict[str, float]) -> Dict[str, str]:
         """A point of the validation curves; what the progress bar shows of it."""
         self._point("val", self.training.state.step, figures)
-        self.window_began, self.waited = time.perf_counter(), 0.0  # validation is no training time
+        self._restart_clock()  # validation is no training time
         return {name: f"{figures[name]:.3f}" for name in ("loss", "precision", "recall")}
+
+    def window(self) -> Window:
+        """What every rank has summed up since the last point, for the checkpoint; all ranks call it together.
+
+        With it the point after a resume is that of an uninterrupted run. Points so far are on the disk after this.
+        """
+        if self.context.is_main:
+            for curve in self.curves.values():
+                curve.sync()
+        window = distributed.all_gather(self.sums)
+        return window if any(window) else []
 
     def stopped(self) -> None:
         """The run was told to stop; its checkpoint is saved."""
@@ -108,7 +124,7 @@ class Journal:
             )
 
     def finished(self) -> None:
-        """metrics.json, the model and the last words."""
+        """metrics.json, the model, and the best figures in one line."""
         self.status = "FINISHED"
         state, training = self.training.state, self.training
         if not self.context.is_main:
@@ -123,24 +139,35 @@ class Journal:
             f"precision {figures['precision']:.3f}, recall {figures['recall']:.3f} ({figures['pairs']:.0f} pairs)"
         )
 
-    def _point(self, kind: str, step: int, point: Dict[str, float]) -> None:
-        if not self.context.is_main:
-            return
-        self.run.log({f"{kind}/{name}": value for name, value in point.items()}, step)
-        rows = [row for row in self.rows[kind] if int(row["step"]) < step]
-        self.rows[kind] = [*rows, {"step": str(step), **{k: f"{v:.6g}" for k, v in point.items()}}]
-        with open(self.reports / "curves" / CURVES[kind], "w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(self.rows[kind][-1]))
-            writer.writeheader()
-            writer.writerows(self.rows[kind])
+    def _timing(self, step: int) -> None:
+        """How fast the steps since the last point were, on this machine."""
+        seconds = max(time.perf_counter() - self.window_began, 1e-9)
+        point = {
+            "pairs_per_s": self.training.batch * self.timed_steps / seconds,
+            "data_wait": self.waited / seconds,
+            "memory_gib": _memory_gib(self.context.device),
+        }
+        self._point("timing", step, point, "train")
+        self._restart_clock()
 
-    def _earlier_rows(self, kind: str) -> List[Dict[str, str]]:
-        """The curve of the run that is resumed, up to its checkpoint."""
-        path = self.reports / "curves" / CURVES[kind]
-        if not path.is_file() or self.training.state.step == 0:
-            return []
-        with open(path, newline="") as file:
-            return [row for row in csv.DictReader(file) if int(row["step"]) <= self.training.state.step]
+    def _restart_clock(self) -> None:
+        self.window_began, self.waited, self.timed_steps = time.perf_counter(), 0.0, 0
+
+    def _point(self, kind: str, step: int, point: Dict[str, float], tracked_as: str = "") -> None:
+        if self.context.is_main:
+            self.run.log({f"{tracked_as or kind}/{name}": value for name, value in point.items()}, step)
+            self.curves[kind].append(step, point)
+
+
+def _own_share(window: Window, context: Any) -> Dict[str, float]:
+    """This rank's sums; rank 0 takes all of them where another number of ranks saved them."""
+    if len(window) == context.world_size:
+        return dict(window[context.rank])
+    totals: Dict[str, float] = {}
+    for sums in window if context.is_main else []:
+        for name, value in sums.items():
+            totals[name] = totals.get(name, 0.0) + value
+    return totals
 
 
 def write_metrics(reports: Path, info: Dict[str, Any]) -> None:
