@@ -514,7 +514,7 @@ def test_a_torn_last_line_is_cut_off(tmp_path):
     with open(log.path, "ab") as stream:
         stream.write(b'{"metrics": {"tra')
     log.append({"end": "KILLED"})
-    assert log.events() == [{"run": "local-1"}, {"end": "KILLED"}]
+    assert list(log.events()) == [{"run": "local-1"}, {"end": "KILLED"}]
 
 
 def test_passwords_stay_out_of_files_that_are_kept():

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 CHUNK = 1 << 20
 
@@ -44,9 +44,9 @@ class EventLog:
     def _open(self):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         stream = open(self.path, "ab")  # noqa: SIM115 (kept open from event to event)
-        whole = self.path.read_bytes()
-        if whole and not whole.endswith(b"\n"):
-            stream.truncate(whole.rfind(b"\n") + 1)
+        tail, begins = _tail(self.path)
+        if tail and not tail.endswith(b"\n"):
+            stream.truncate(begins + tail.rfind(b"\n") + 1)
         return stream
 
     def close(self) -> None:
@@ -82,16 +82,23 @@ class EventLog:
         first = self.read(0, 1)
         return first[0][0] if first and "run" in first[0][0] else {}
 
-    def events(self) -> List[Event]:
-        """Every event of the log, in order."""
-        found: List[Event] = []
+    def events(self) -> Iterator[Event]:
+        """Every event of the log, in order; a long log is never in memory as a whole."""
         offset = 0
         while True:
             batch = self.read(offset, 10_000)
             if not batch:
-                return found
-            found.extend(event for event, _ in batch)
+                return
+            yield from (event for event, _ in batch)
             offset = batch[-1][1]
+
+    def last(self) -> Event:
+        """The last event, {} for an empty or missing log."""
+        try:
+            lines = _tail(self.path)[0].rpartition(b"\n")[0]
+        except FileNotFoundError:
+            return {}
+        return _parse(lines.rpartition(b"\n")[2])
 
     def last_steps(self) -> Dict[str, int]:
         """The last step logged under each metric's name."""
@@ -163,6 +170,19 @@ def _whole_lines(path: Path, offset: int) -> bytes:
                 break
             block += more
     return block
+
+
+def _tail(path: Path) -> Tuple[bytes, int]:
+    """The end of a file, with at least one whole line where there is one, and the offset at which it begins."""
+    size = path.stat().st_size
+    length = min(CHUNK, size)
+    with open(path, "rb") as stream:
+        while True:
+            stream.seek(size - length)
+            block = stream.read(length)
+            if length == size or block.count(b"\n") > 1:
+                return block, size - length
+            length = min(2 * length, size)
 
 
 def _parse(line: bytes) -> Event:

@@ -154,7 +154,7 @@ def _set_aside(log: EventLog) -> None:
     if not header:
         log.delete()
         return
-    if not header.get("attached") and not any("end" in event for event in log.events()[-1:]):
+    if not header.get("attached") and "end" not in log.last():
         log.append({"end": "KILLED", "time": now_ms()})  # one writer at a time: its process must be gone
     log.close()
     if Feed(log, header["tracking_uri"]).pending():

@@ -1,0 +1,163 @@
+"""One person trains, others have the same bytes: in another clone, from a remote, from the run cache."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Iterator
+
+import pytest
+from ruamel.yaml import YAML
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON = Path(sys.executable)
+STAGES = ["fetch", "keypoints", "train", "evaluate", "export"]
+
+pytestmark = pytest.mark.slow
+
+
+class Clone:
+    """A clone with an MLflow store and a cache of its own, as on another machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def of(cls, other: Clone, folder: Path) -> Clone:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["git", "clone", "-q", str(other.folder), str(folder)], check=True)
+        return cls(folder)
+
+    def run(self, *command: str, **environment: str) -> str:
+        """Output of a command that must not fail."""
+        path = f"{PYTHON.parent}{os.pathsep}{os.environ['PATH']}"
+        store = f"sqlite:///{self.folder.parent / (self.folder.name + '.db')}"
+        own = {"PATH": path, "MLFLOW_TRACKING_URI": store, "NPROC_PER_NODE": "1", "DVC_NO_ANALYTICS": "1"}
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env={**os.environ, **own, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        said = done.stdout.decode("utf-8", "replace")
+        assert done.returncode == 0, f"{' '.join(command)}\n{said[-5000:]}"
+        return said
+
+    def dvc(self, *words: str, **environment: str) -> str:
+        return self.run(str(PYTHON), "-m", "dvc", *words, **environment)
+
+    def commit(self, message: str) -> None:
+        self.run("git", "add", "-A")
+        who = ["-c", "user.name=tests", "-c", "user.email=tests@example.org", "-c", "commit.gpgsign=false"]
+        self.run("git", *who, "commit", "-q", "-m", message)
+
+    def changed(self) -> str:
+        return self.run("git", "status", "--porcelain")
+
+    def lock(self) -> dict:
+        return YAML(typ="safe", pure=True).load((self.folder / "dvc.lock").read_text(encoding="utf-8"))
+
+
+def stages_run(said: str) -> list:
+    return [name for name in STAGES if f"Running stage '{name}'" in said]
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory) -> Clone:
+    """The working tree as a clone of its own with preset `ci`, run and committed."""
+    folder = tmp_path_factory.mktemp("first") / "clone"
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, stdout=subprocess.PIPE, check=True
+    )
+    for name in listed.stdout.decode().splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    clone = Clone(folder)
+    clone.run("git", "init", "-q")
+    clone.run(str(PYTHON), "-m", "pipeline.presets", "use", "ci")
+    assert stages_run(clone.dvc("repro")) == STAGES
+    clone.commit("preset ci, and what it gives")
+    return clone
+
+
+def test_two_clones_at_different_places_end_with_the_same_bytes(first: Clone, tmp_path: Path) -> None:
+    other = Clone.of(first, tmp_path / "elsewhere" / "another name")
+    said = other.dvc("repro", "--no-run-cache", TZ="Asia/Tokyo", LANG="C", DVC_EXP_NAME="named-otherwise")
+    assert stages_run(said) == STAGES  # nothing was at hand: every byte was computed again
+    assert other.lock() == first.lock()
+    assert other.changed() == ""
+
+
+def test_what_dvc_and_git_keep_names_no_machine_place_or_run(first: Clone) -> None:
+    """Both clones of the test above share a host; so the words themselves are looked for."""
+    runs = (first.folder / "reports" / "run.json").read_text(encoding="utf-8")
+    run_id = next(
+        word for word in runs.split('"') if len(word) == 32 and set(word) <= set("0123456789abcdef")
+    )
+    commit = first.run("git", "rev-parse", "HEAD").strip()
+    words = [run_id, commit, str(first.folder), socket.gethostname()]
+    words = [word.encode() for word in words if len(word) > 5]
+    outs = [out["path"] for stage in first.lock()["stages"].values() for out in stage.get("outs", [])]
+    kept = [file for out in outs for file in [first.folder / out, *(first.folder / out).rglob("*")]]
+    files = [file for file in kept if file.is_file()]
+    assert len(files) > 20
+    assert [(file, word) for file in files for word in words if word in file.read_bytes()] == []
+
+
+@pytest.fixture
+def folder_remote(tmp_path: Path) -> Iterator[list]:
+    """Commands that name a folder as the remote."""
+    yield [["remote", "add", "--local", "-d", "store", str(tmp_path / "store")]]
+
+
+@pytest.fixture
+def s3_remote(monkeypatch) -> Iterator[list]:
+    """Commands that name a bucket of a real S3 server, moto's, on a port of its own."""
+    pytest.importorskip("dvc_s3", reason="needs dvc-s3, which only the modern stack's lock has")
+    moto = pytest.importorskip("moto.server", reason="needs moto, which only the modern stack's lock has")
+    import boto3
+
+    for name, value in (("AWS_ACCESS_KEY_ID", "me"), ("AWS_SECRET_ACCESS_KEY", "secret")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    address = "http://{}:{}".format(*server.get_host_and_port())
+    boto3.client("s3", endpoint_url=address).create_bucket(Bucket="superglue")
+    yield [
+        ["remote", "add", "--local", "-d", "store", "s3://superglue/dvc"],
+        ["remote", "modify", "--local", "store", "endpointurl", address],
+    ]
+    server.stop()
+
+
+@pytest.mark.parametrize("kind", ["folder", "s3"])
+def test_another_clone_pulls_what_was_pushed_and_has_nothing_to_run(first, tmp_path, request, kind) -> None:
+    remote = request.getfixturevalue(f"{kind}_remote")
+    other = Clone.of(first, tmp_path / "other")
+    for clone in (first, other):
+        (clone.folder / ".dvc" / "config.local").unlink(missing_ok=True)
+        for words in remote:
+            clone.dvc(*words)
+    first.dvc("push", "--run-cache")
+    other.dvc("pull", "--run-cache")
+    assert (other.folder / "models" / "superglue.safetensors").is_file()
+    assert stages_run(other.dvc("repro")) == []
+    assert other.changed() == ""
+
+    # An evaluation and an export that this clone's lock does not know: another has run them already.
+    lock = other.lock()
+    for name in ("evaluate", "export"):
+        del lock["stages"][name]
+    with open(other.folder / "dvc.lock", "w", encoding="utf-8") as file:
+        YAML(typ="safe", pure=True).dump(lock, file)
+    said = other.dvc("repro")
+    assert stages_run(said) == []
+    assert all(f"Stage '{name}' is cached - skipping run" in said for name in ("evaluate", "export"))
+    assert other.lock() == first.lock()
