@@ -257,9 +257,8 @@ class Simulated(Training):
 
     def _validate(self) -> Dict[str, float]:
         figures = {"loss": 1.0, "precision": 0.5, "recall": 0.5, "f1": 0.5, "pairs": 4.0}
-        if self.state.best is None:
-            self.state.best, self.state.best_step = 0.5, self.state.step
-            self.checkpoints.save_best(self.state.model.state_dict(), self._model_info(figures))
+        if self.state.keep_best(figures):
+            self._save_best()
         return figures
 
     @contextlib.contextmanager
