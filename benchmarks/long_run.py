@@ -256,7 +256,7 @@ class Simulated(Training):
         return StepResult(sums, 1.0 + step % 7, True, [])
 
     def _validate(self) -> Dict[str, float]:
-        figures = {"loss": 1.0, "precision": 0.5, "recall": 0.5, "f1": 0.5, "pairs": 4.0}
+        figures = {"loss": 1.0, "precision": 0.5, "recall": 0.5, "f1": 0.5, "pairs": 4.0, "threshold": 0.2}
         if self.state.keep_best(figures):
             self._save_best()
         return figures

@@ -108,7 +108,7 @@ class Training:
             profile,
         ):
             if state.step == 0 and train.init_from:  # the weights as given may stay the best
-                bar.set_postfix(journal.validated(self._validate()))
+                bar.set_postfix(logger.validated(self._validate()))
             waiting = time.perf_counter()
             for micro_batches in loader:
                 waited = time.perf_counter() - waiting
