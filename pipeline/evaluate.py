@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from pipeline import errors, params
 from pipeline.errors import RequestError
@@ -185,7 +185,9 @@ def track(args: argparse.Namespace, figures: Figures, info: Dict[str, Any]) -> N
                 run.artifact(args.out / name, f"{prefix}/{name}" if name in files.FOLDERS else prefix)
 
 
-def evaluate(args: argparse.Namespace, context: distributed.Context) -> Tuple[Optional[Figures], Dict[str, Any]]:
+def evaluate(
+    args: argparse.Namespace, context: distributed.Context
+) -> Tuple[Optional[Figures], Dict[str, Any]]:
     """What was asked for: figures on the first process of a group, None on the others; and the model's info."""
     section = section_of(args)
     device = choose_device(args.device) if context.world_size == 1 else str(context.device)
