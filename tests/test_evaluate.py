@@ -33,7 +33,7 @@ evaluate:
   pairs_per_image: 3
   max_keypoints: 100
   difficulty: 0.6
-  homography: {scale_min: 0.6, perspective: 0.2, rotation_deg: 30.0, translation: 1.0}
+  homography: {scale_min: 0.6, perspective: 0.2, rotation_deg: 30.0, tilt_deg: 0.0, translation: 1.0, max_upscale: 2.0}
   photometric: {brightness: 0.1, contrast: 0.1, gamma: 0.1, blur: 0.3, noise: 0.01, jpeg: 0.2}
   correct_px: 3.0
   ransac_px: 3.0
