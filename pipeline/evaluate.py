@@ -29,7 +29,8 @@ from pipeline.evaluation.scoring import Settings
 from pipeline.features.tuning import tune_process
 from pipeline.images import sources
 from pipeline.report import files
-from pipeline.runtime import distributed, tracking, workspace_lock
+from pipeline.runtime import distributed, made_from, repro, tracking, workspace_lock
+from pipeline.runtime.code import code_digest
 from superglue_sift.weights import choose_device, shipped_weights
 
 PAPER_PAIRS = 1024
@@ -202,16 +203,36 @@ def evaluate(
     return (None if content is None else content.figures), info
 
 
+def made_from_inputs(args: argparse.Namespace) -> Dict[str, Any]:
+    """What the results of the stage depend on, as JSON values."""
+    own = ("out", "mlflow_run", "params")
+    read = (args.model, *args.also.values(), args.images / "manifest.csv")
+    return {
+        "arguments": {name: str(value) for name, value in vars(args).items() if name not in own},
+        "files": [repro.file_sha256(path) for path in read],
+        "section": section_of(args).model_dump(),
+        "code": code_digest(("pipeline.evaluate",)),
+    }
+
+
 def main(argv: Optional[List[str]] = None) -> int:
     """Entry of the command line; alone, or as one process of torchrun's."""
     started = time.monotonic()
     args = parse(argv)
     tune_process()
     workspace_lock.take()
+    inputs = made_from_inputs(args) if made_from.under_dvc() else None
+    if inputs and made_from.fits(args.out, inputs):
+        print(f"{args.out}: evaluated with this model, these images, parameters and code: nothing to do")
+        return 0
+    if inputs:
+        made_from.clear(args.out)
     with distributed.joined() as context:
         figures, info = evaluate(args, context)
         if figures is not None:
             track(args, figures, info)
+            if inputs:
+                made_from.write(args.out, inputs)
             print(f"took {time.monotonic() - started:.0f} s")
     return 0
 

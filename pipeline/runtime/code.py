@@ -25,6 +25,7 @@ CHANGES_NO_OUTPUT = (
     "pipeline.schema",
     "pipeline.runtime.code",
     "pipeline.runtime.faults",
+    "pipeline.runtime.made_from",
     "pipeline.runtime.mlflow_store",
     "pipeline.runtime.progress",
     "pipeline.runtime.run",
