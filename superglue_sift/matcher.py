@@ -35,7 +35,7 @@ DESCRIPTOR = KEYPOINT["descriptor"].shape[0]
 
 def match_threshold(info: Mapping[str, Any]) -> float:
     """The probability above which matches of a model count: what its description states, else THRESHOLD."""
-    return float(info.get("match_threshold") or THRESHOLD)
+    return float(info.get("match_threshold", THRESHOLD))
 
 
 class Features(NamedTuple):
