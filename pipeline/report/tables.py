@@ -24,6 +24,7 @@ LONG = {
     "precision_at_ratio_recall": "precision at the ratio test's recall",
 }
 LEAST_PAIRS = 20  # of fewer a figure says too little to be judged
+FEW = f"* fewer than {LEAST_PAIRS} pairs: too few to judge by"
 
 
 def percent(value: Optional[float]) -> str:
@@ -141,18 +142,13 @@ def recall_notes(figures: Dict[str, Optional[float]]) -> List[str]:
 
 def side_by_side(variants: Dict[str, Dict[str, Optional[float]]]) -> str:
     """Several evaluations in one table. variants: name -> the figures of each."""
-    figures = {}
-    for variant, own in variants.items():
-        for matcher in matchers_in(own):
-            start = f"{matcher}."
-            names = (name[len(start) :] for name in own if name.startswith(start))
-            figures.update(
-                {
-                    f"{variant}  {title(matcher)}.{name}": own[start + name]
-                    for name in names
-                    if "." not in name
-                }
-            )
+    figures = {
+        f"{variant}  {title(str(line['matcher']))}.{name}": value
+        for variant, own in variants.items()
+        for line in lines_by_matcher(own)
+        for name, value in line.items()
+        if name != "matcher"
+    }
     return comparison(figures)
 
 
@@ -170,9 +166,6 @@ def by_scene(lines: Sequence[Dict[str, object]]) -> str:
         )
     few = any(int(line["pairs"]) < LEAST_PAIRS for line in lines)
     return "\n".join([*aligned(rows), *([FEW] if few else [])])
-
-
-FEW = f"* fewer than {LEAST_PAIRS} pairs: too few to judge by"
 
 
 def marked(pairs: int) -> str:
