@@ -75,10 +75,11 @@ images:  ## build and try both images without a container engine (root, buildah,
 faults: $(SETUP_DEV)  ## kill trainings in every way of the matrix; writes docs/faults.md (half an hour)
 	@python tests/faults/run.py
 
-lint: $(SETUP_DEV)  ## style, imports, and dvc.yaml against the imports of its stages
+lint: $(SETUP_DEV)  ## style, dvc.yaml against the imports of its stages, types
 	@ruff check .
 	@ruff format --check .
 	@python tests/import_closure.py
+	@basedpyright
 
 format: $(SETUP_DEV)  ## rewrite what `make lint` would complain about
 	@ruff check --fix .

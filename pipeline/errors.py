@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Optional, Sequence
+from typing import List, Optional
 
 from superglue_sift.errors import Main, RequestError, WorkError, exit_code
 
@@ -13,7 +13,7 @@ EXIT_FOLDER = "SG_EXIT_FOLDER"  # set by pipeline.launch: where each local rank 
 STOPPED = 143  # stopped by a signal, after a checkpoint
 
 
-def run(main: Main, argv: Optional[Sequence[str]] = None) -> int:
+def run(main: Main, argv: Optional[List[str]] = None) -> int:
     """Run a command's `main` and turn the errors above into their exit codes.
 
     Returns 0 done, 1 the work failed, 2 the request was wrong, 130 stopped by Ctrl-C, 143 stopped by a signal

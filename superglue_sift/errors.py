@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import sys
-from typing import Callable, Optional, Sequence
+from typing import Callable, List, Optional
 
-Main = Callable[[Optional[Sequence[str]]], int]
+Main = Callable[[Optional[List[str]]], int]
 
 
 class RequestError(Exception):
@@ -24,7 +24,7 @@ class WorkError(Exception):
     """
 
 
-def exit_code(main: Main, argv: Optional[Sequence[str]] = None) -> int:
+def exit_code(main: Main, argv: Optional[List[str]] = None) -> int:
     """Run a command's `main` and turn the errors above into its exit code, each with one line on stderr.
 
     Returns what `main` returns (0 done), 1 the work failed, 2 the request was wrong, 130 stopped by Ctrl-C.

@@ -105,7 +105,8 @@ def test_the_wheel_holds_library_and_pipeline_and_weights_and_nothing_else(tmp_p
     files = {
         path.relative_to(root).as_posix()
         for package in ("superglue_sift", "pipeline")
-        for path in (root / package).rglob("*.py")
+        for path in (root / package).rglob("*.*")
+        if path.is_file() and "__pycache__" not in path.parts
     }
     pretrained = {f"superglue_sift/pretrained/{path.name}" for path in (source / "pretrained").iterdir()}
     assert names == files | pretrained

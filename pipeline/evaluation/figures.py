@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -39,7 +39,7 @@ SEED = 0
 LEAST_CLUSTERS = 6  # of fewer, all agree by chance more often than once in twenty times: 2 ** (1 - 5) = 0.06
 CURVE_POINTS = 512  # of a resampled curve
 
-Line = Dict[str, object]
+Line = Dict[str, Any]
 Figures = Dict[str, Optional[float]]
 
 

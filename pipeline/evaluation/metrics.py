@@ -7,7 +7,7 @@ Sources: Sarlin et al., "SuperGlue", CVPR 2020, sections 5.1 and 5.2 (arXiv 1911
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Sequence
+from typing import Sequence, Tuple, Union
 
 import numpy as np
 
@@ -61,25 +61,25 @@ def auc_by_pair(errors: Sequence[float], threshold: float) -> np.ndarray:
     Recall(t) is the share of pairs with an error of at most t: a staircase, so its area divided by `threshold` is
     exactly the mean of max(0, 1 - error / threshold).
     """
-    errors = np.asarray(errors, dtype=np.float64)
+    values = np.asarray(errors, dtype=np.float64)
     if threshold <= 0:
         raise ValueError(f"threshold must be positive, not {threshold}")
-    if np.any(errors < 0):
+    if np.any(values < 0):
         raise ValueError("errors must not be negative")
-    return np.maximum(0.0, 1.0 - np.where(np.isnan(errors), np.inf, errors) / threshold)
+    return np.maximum(0.0, 1.0 - np.where(np.isnan(values), np.inf, values) / threshold)
 
 
 def recall_curve(errors: Sequence[float], limits: Sequence[float]) -> np.ndarray:
     """Share of pairs with an error of at most each limit. errors: (P,), limits: (L,); returns (L,)."""
-    errors = np.asarray(errors, dtype=np.float64)
-    errors = np.sort(np.where(np.isnan(errors), np.inf, errors))
-    if errors.size == 0:
+    values = np.asarray(errors, dtype=np.float64)
+    values = np.sort(np.where(np.isnan(values), np.inf, values))
+    if values.size == 0:
         return np.full(len(limits), np.nan)
-    return np.searchsorted(errors, np.asarray(limits, dtype=np.float64), side="right") / errors.size
+    return np.searchsorted(values, np.asarray(limits, dtype=np.float64), side="right") / values.size
 
 
-def mean_finite(values: Sequence[float]) -> tuple[float, int]:
+def mean_finite(values: Union[Sequence[float], np.ndarray]) -> Tuple[float, int]:
     """Mean of the finite values and how many they are; (NaN, 0) when there is none."""
-    values = np.asarray(values, dtype=np.float64)
-    finite = values[np.isfinite(values)]
+    given = np.asarray(values, dtype=np.float64)
+    finite = given[np.isfinite(given)]
     return (float(finite.mean()), int(finite.size)) if finite.size else (float("nan"), 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from html import escape
-from typing import Dict, List, Mapping, Sequence, Tuple
+from typing import Any, List, Mapping, Sequence, Tuple
 
 WIDTH, HEIGHT = 560, 340  # of the drawing; the page scales it
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 12, 46
@@ -77,6 +77,6 @@ def legend(series: Mapping[str, Points]) -> str:
     return f'<p class="legend">{"".join(keys)}</p>'
 
 
-def column(lines: Sequence[Dict[str, object]], x: str, y: str) -> List[Tuple[float, float]]:
+def column(lines: Sequence[Mapping[str, Any]], x: str, y: str) -> List[Tuple[float, float]]:
     """Points of two columns of a CSV's lines, those without a number left out."""
     return [(float(line[x]), float(line[y])) for line in lines if None not in (line.get(x), line.get(y))]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import base64
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import jinja2
 from markupsafe import Markup
 
 from pipeline.report import charts, tables
 
-Line = Mapping[str, object]
+Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)

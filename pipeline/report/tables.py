@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 TITLES = {
     "superglue": "SuperGlue (ours)",
@@ -32,7 +32,7 @@ def percent(value: Optional[float]) -> str:
     return "-" if value is None else f"{100 * value:.1f}"
 
 
-def matchers_in(figures: Dict[str, Optional[float]]) -> List[str]:
+def matchers_in(figures: Mapping[str, Optional[float]]) -> List[str]:
     """Names of the matchers with figures, in the order they appear."""
     return [name[: -len(".pairs")] for name in figures if name.endswith(".pairs")]
 
@@ -66,7 +66,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> List[str]:
     ]
 
 
-def lines_by_matcher(figures: Dict[str, Optional[float]]) -> List[Dict[str, object]]:
+def lines_by_matcher(figures: Mapping[str, Optional[float]]) -> List[Dict[str, object]]:
     """Flat names the other way round: one line per matcher."""
     lines: Dict[str, Dict[str, object]] = {}
     for name, value in figures.items():
@@ -130,7 +130,7 @@ def notes(figures: Mapping[str, Optional[float]]) -> List[str]:
     return [*lines, *recall_notes(figures)]
 
 
-def recall_notes(figures: Dict[str, Optional[float]]) -> List[str]:
+def recall_notes(figures: Mapping[str, Optional[float]]) -> List[str]:
     """How many pairs the recall is a mean of, where that is not all of them."""
     found = {}
     for matcher in matchers_in(figures):
@@ -152,7 +152,7 @@ def side_by_side(variants: Dict[str, Dict[str, Optional[float]]]) -> str:
     return comparison(figures)
 
 
-def by_scene(lines: Sequence[Dict[str, object]]) -> str:
+def by_scene(lines: Sequence[Mapping[str, Any]]) -> str:
     """One line per sequence: AUC@3 by the first estimator and precision of each matcher. lines: as in scenes.csv."""
     area = next(name for name in lines[0] if name.startswith("auc_") and name.endswith("_3"))
     scenes, matchers = (list(dict.fromkeys(str(line[key]) for line in lines)) for key in ("scene", "matcher"))
@@ -186,7 +186,7 @@ def foremost(names: Sequence[str]) -> List[str]:
     return [name for name in names if name in shown]
 
 
-def differences(lines: Sequence[Dict[str, object]]) -> str:
+def differences(lines: Sequence[Mapping[str, Any]]) -> str:
     """Ours minus the best baseline with its 95 % interval, in percentage points. lines: of differences.csv."""
     rows = [["ours minus the best baseline", "points", "95 % interval", "", "best baseline"]]
     first = foremost([str(line["figure"]) for line in lines])
