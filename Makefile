@@ -79,7 +79,7 @@ lint: $(SETUP_DEV)  ## style, dvc.yaml against the imports of its stages, types
 	@ruff check .
 	@ruff format --check .
 	@python tests/import_closure.py
-	@basedpyright
+	@basedpyright --project pyproject.toml
 
 format: $(SETUP_DEV)  ## rewrite what `make lint` would complain about
 	@ruff check --fix .
