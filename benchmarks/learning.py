@@ -147,9 +147,9 @@ def draw(runs: Dict[str, List[Point]], lines: Dict[str, Dict[str, float]], path:
         for axes, name in zip(row, FIGURES):
             for run, points in runs.items():
                 axes.plot([at(p) for p in points], [p.figures[name] for p in points], marker=".", label=run)
-            for style, (line, figures) in zip((":", "--", "-."), lines.items()):
-                if name in figures:
-                    axes.axhline(figures[name], color="gray", linestyle=style, label=line)
+            known = {line: figures[name] for line, figures in lines.items() if name in figures}
+            for style, (line, value) in zip((":", "--", "-."), known.items()):
+                axes.axhline(value, color="gray", linestyle=style, label=line)
             axes.set_xlabel(label)
             axes.set_ylabel(name)
     grid[0][-1].legend(fontsize=8)

@@ -42,6 +42,7 @@ from pipeline.training.trainer import Training
 
 VIEWS, SHARD, BATCH = 4, 64, 64  # of preset coco2017
 TRAIN = {
+    "init_from": "",
     "batch": 2,
     "loader": "synthetic",
     "max_keypoints": 8,

@@ -83,7 +83,7 @@ def image_folder(tmp_path: Path, photo: np.ndarray, color_photo: np.ndarray) -> 
 
 @pytest.fixture(scope="session")
 def make_params() -> Callable[..., Any]:
-    """`make_params("train", steps=3)`: a checked section, the sample preset with these keys changed.
+    """`make_params("train", steps=3)`: a checked section, the sample preset with these keys changed, from no weights.
 
     A nested section is changed key by key: `make_params("keypoints", homography={"scale_min": 0.8})`.
     """
@@ -99,7 +99,8 @@ def make_params() -> Callable[..., Any]:
         return merged
 
     def make(section: str, **changes: Any) -> Any:
-        tree = changed(sections[section].model_dump(), changes)
+        base = {"init_from": ""} if section == "train" else {}
+        tree = changed({**sections[section].model_dump(), **base}, changes)
         return params.parse({section: tree}, "params")[section]
 
     return make

@@ -14,6 +14,7 @@ from pipeline import params
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
 TRAIN = {
+    "init_from": "",
     "batch": 8,
     "steps": STEPS,
     "dim": 16,
