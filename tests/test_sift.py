@@ -118,7 +118,9 @@ def test_any_picture_gives_valid_records(gray, limit):
 
 def test_views_and_homographies_fit_together(photo):
     """The whole chain: nearest descriptors of two views are the same place under H_0to1."""
-    limits = SimpleNamespace(scale_min=0.6, perspective=0.1, rotation_deg=30.0, translation=1.0)
+    limits = SimpleNamespace(
+        scale_min=0.6, perspective=0.1, rotation_deg=30.0, translation=1.0, tilt_deg=0.0, max_upscale=2.0
+    )
     size, view_size = photo.shape[::-1], (320, 240)
     H = [sample_view(generator(0, "chain", i), size, view_size, limits) for i in (0, 1)]
     first, second = (extract(render(photo, each, view_size), 300) for each in H)

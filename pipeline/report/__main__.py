@@ -36,7 +36,9 @@ def next_steps(folder: Path, model: Path) -> List[str]:
     lines = [f"  {name:<9} {path}  ({what})" for name, path, what in steps if path.exists()]
     lines.append("  runs      make ui  (curves, parameters, pictures and models at http://127.0.0.1:5000)")
     if model.exists():
-        lines.append("  use it    .venv/bin/python -m pipeline.match A.jpg B.jpg --out matches.png")
+        lines.append(
+            "  use it    .venv/bin/python -m pipeline.match A.jpg B.jpg --model models/superglue.safetensors --out m.png"
+        )
     return lines
 
 
