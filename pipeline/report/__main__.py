@@ -37,7 +37,7 @@ def next_steps(folder: Path, model: Path) -> List[str]:
     lines.append("  runs      make ui  (curves, parameters, pictures and models at http://127.0.0.1:5000)")
     if model.exists():
         lines.append(
-            "  use it    .venv/bin/python -m pipeline.match A.jpg B.jpg --model models/superglue.safetensors --out m.png"
+            "  use it    .venv/bin/python -m pipeline.match A.jpg B.jpg --model models/superglue.safetensors"
         )
     return lines
 
