@@ -221,18 +221,15 @@ def main(argv: Optional[List[str]] = None) -> int:
     args = parse(argv)
     tune_process()
     workspace_lock.take()
-    inputs = made_from_inputs(args) if made_from.under_dvc() else None
-    if inputs and made_from.fits(args.out, inputs):
+    inputs = made_from_inputs(args)
+    if made_from.restore(args.out, inputs):
         print(f"{args.out}: evaluated with this model, these images, parameters and code: nothing to do")
         return 0
-    if inputs:
-        made_from.clear(args.out)
     with distributed.joined() as context:
         figures, info = evaluate(args, context)
         if figures is not None:
             track(args, figures, info)
-            if inputs:
-                made_from.write(args.out, inputs)
+            made_from.keep(args.out, inputs)
             print(f"took {time.monotonic() - started:.0f} s")
     return 0
 

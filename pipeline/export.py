@@ -64,11 +64,15 @@ def read_metrics(path: Optional[Path]) -> dict:
         raise RequestError(f"{path}: cannot be read: {error}") from None
 
 
+# Where files lay on the machine that trained; digests say what they held.
+PLACES = ("fetch.path", "fetch.val_path", "fetch.root", "fetch.mirror", "train.init_from")
+
+
 def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
     """Everything that goes with the weights. info: what training stored beside them.
 
-    The same in every clone: commit, dvc.lock (which holds the digest of this very file), machine and time stand in
-    the MLflow run alone.
+    The same in every clone: commit, dvc.lock (which holds the digest of this very file), machine, places and time
+    stand in the MLflow run alone.
     """
     asked: dict = {}
     for name, section in sections.items():
@@ -83,13 +87,14 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
         "training": info.get("training"),
         "provenance": {
             "data.digest": info.get("data", ""),
+            "initial_weights.digest": info.get("initial_weights", ""),
             "code.digest": info.get("code", ""),
             "source.sha256": repro.file_sha256(source),
             "version": __version__,
             **repro.pinned_versions(),
         },
-        "params": asked,
-        "trained_with": info.get("train", {}),
+        "params": {key: value for key, value in asked.items() if key not in PLACES},
+        "trained_with": {k: v for k, v in info.get("train", {}).items() if f"train.{k}" not in PLACES},
     }
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from made_scenes import write_model
 
-from pipeline import errors, export
+from pipeline import errors, export, params
 from pipeline.runtime import tracking
 from pipeline.runtime.checkpoint import save_model_file
 from superglue_sift import sift
@@ -77,6 +77,27 @@ def test_the_file_is_the_same_in_another_clone_at_another_commit(work, monkeypat
     monkeypatch.setenv("IMAGE_DIGEST", "sha256:other")
     run(work)
     assert [(work / "models" / name).read_bytes() for name in names] == first
+
+
+def test_the_file_names_no_place_of_the_machine_that_trained(work):
+    places = {
+        "path": "/home/me/photos",
+        "val_path": "/home/me/held-out",
+        "root": "/home/me",
+        "mirror": "/home/mirror",
+    }
+    sections = json.loads(
+        json.dumps(params.load_all(work / "params.yaml"), default=lambda one: one.model_dump())
+    )
+    sections["fetch"].update(source="folder", content="0123", **places)
+    sections["train"]["init_from"] = "/home/me/model.safetensors"
+    (work / "params.yaml").write_text(json.dumps(sections))  # JSON is YAML
+    write_model(work / "best.safetensors", about={"train": sections["train"], "initial_weights": "4567"})
+    assert run(work) == 0
+    assert all(b"/home" not in path.read_bytes() for path in (work / "models").iterdir())
+    stated = json.loads((work / "models" / "superglue.json").read_text())
+    assert stated["params"]["fetch.content"] == "0123"
+    assert stated["provenance"]["initial_weights.digest"] == "4567"
 
 
 def test_the_run_of_the_training_names_the_exported_file(work, monkeypatch):

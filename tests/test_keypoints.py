@@ -146,6 +146,17 @@ def test_a_changed_image_remakes_its_shard_alone(stage, pictures, photo):
     assert changed == {"train/shard-00000.safetensors", "train/store.json"}
 
 
+def test_a_finished_store_is_hashed_again_only_where_it_was_written_to(stage, pictures, monkeypatch):
+    out = stage(pictures)
+    before, hashed = files(out), set()
+    original = shards.store.sha256
+    monkeypatch.setattr(shards.store, "sha256", lambda path: hashed.add(path) or original(path))
+    assert files(stage(pictures)) == before and not hashed
+    damaged = out / "train" / "shard-00000.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    assert files(stage(pictures)) == before and hashed == {damaged}
+
+
 def make_bad(folder: Path, photo) -> dict:
     """Bad files of every kind beside the good ones; gives a part of the reason expected for each."""
     data = cv2.imencode(".jpg", photo)[1].tobytes()

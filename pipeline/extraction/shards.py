@@ -138,11 +138,19 @@ class Folder:
     def _fits(self, shard: Shard, row: Dict[str, Any]) -> bool:
         try:
             if row["fingerprint"] == shard.fingerprint:
-                store.check_shard(self.path, row)
+                store.check_shard(self.path, row, hashed=self._written_to(shard))
                 return True
         except (RequestError, KeyError, TypeError):
             pass
         return False
+
+    def _written_to(self, shard: Shard) -> bool:
+        """May the file have changed since store.json was written? As DVC sees it, by the time of the last write."""
+        try:
+            finished = (self.path / store.INDEX).stat().st_mtime_ns
+            return (self.path / shard.file).stat().st_mtime_ns > finished
+        except OSError:
+            return True
 
     def _note(self, shard: Shard, row: Dict[str, Any]) -> None:
         write_atomic(self._note_path(shard), json.dumps(row))

@@ -1,48 +1,64 @@
-"""What a folder of results was made from, so that a stage that is run again finds that they fit."""
+"""Copies of a stage's results and what they were made from, so that a stage that is run again finds that they fit.
+
+DVC removes the outputs of a stage before it runs it, and keeps no run cache of a stage where it may not. So a copy
+stays in `.dvc/tmp`, one for each stage, that of its last results.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, Optional
 
 from pipeline.files import write_atomic
 
 RECORD = "made_from.json"
-_LOGS = ".jsonl"  # of tracking; no result
+_LOGS = (".jsonl", ".cursor.json")  # of tracking; no results
 
 
-def fits(folder: Path, inputs: Any) -> bool:
-    """Were the results in `folder` made from these inputs (JSON values), and is every file as it was written?"""
-    record = _read(folder)
-    return bool(record) and record["inputs"] == _digest(inputs) and record["files"] == _files(folder)
+def restore(folder: Path, inputs: Any) -> bool:
+    """Put into `folder` what was made from these inputs (JSON values), if that was kept and is as it was written.
+
+    False, with nothing done, when it was not, and outside of `dvc repro`: by hand a command always does its work.
+    """
+    kept = _kept()
+    if kept is None or not _fits(kept, inputs):
+        return False
+    for name in _files(kept):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(kept / name, folder / name)
+    return True
 
 
-def clear(folder: Path) -> None:
-    """Remove the results that the record names: another set may have fewer."""
-    for name in _read(folder).get("files", {}):
-        (folder / name).unlink(missing_ok=True)
+def keep(folder: Path, inputs: Any) -> None:
+    """Under DVC, keep a copy of the results in `folder`, made from these inputs; it replaces the one before."""
+    kept = _kept()
+    if kept is None:
+        return
+    shutil.rmtree(kept, ignore_errors=True)
+    files = _files(folder)
+    for name in files:
+        (kept / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, kept / name)
+    content = {"inputs": _digest(inputs), "files": files}
+    write_atomic(kept / RECORD, json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 
-def write(folder: Path, inputs: Any) -> None:
-    """Record what all files in `folder` were made from."""
-    content = {"inputs": _digest(inputs), "files": _files(folder)}
-    write_atomic(folder / RECORD, json.dumps(content, indent=1, sort_keys=True) + "\n")
+def _kept() -> Optional[Path]:
+    """Where the results of the stage that DVC runs are kept; None outside of DVC."""
+    stage, root = os.environ.get("DVC_STAGE"), os.environ.get("DVC_ROOT")
+    return Path(root) / ".dvc" / "tmp" / "made_from" / stage if stage and root else None
 
 
-def under_dvc() -> bool:
-    """Is this a stage of `dvc repro`? By hand a command always does its work."""
-    return "DVC_STAGE" in os.environ
-
-
-def _read(folder: Path) -> Dict[str, Any]:
+def _fits(kept: Path, inputs: Any) -> bool:
     try:
-        content = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        return {"inputs": content["inputs"], "files": dict(content["files"])}
+        record = json.loads((kept / RECORD).read_text(encoding="utf-8"))
+        return record["inputs"] == _digest(inputs) and record["files"] == _files(kept)
     except (OSError, ValueError, KeyError, TypeError):
-        return {}
+        return False
 
 
 def _digest(inputs: Any) -> str:
@@ -53,5 +69,5 @@ def _files(folder: Path) -> Dict[str, str]:
     return {
         path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != RECORD and path.suffix != _LOGS
+        if path.is_file() and path.name != RECORD and not path.name.endswith(_LOGS)
     }
