@@ -227,13 +227,15 @@ def test_too_many_bad_images_stop_the_stage_and_are_listed(stage, pictures, phot
 
 
 def test_no_image_left_or_none_held_out_is_said(stage, pictures, tmp_path):
-    for path in pictures.iterdir():
+    stage(pictures, max_bad_fraction=1.0)
+    for path in pictures.iterdir():  # after fetch, which looks itself whether any image can be used
         path.write_bytes(b"")
+    places = {"params": "params.yaml", "images": "images", "out": "other", "reports": "reports"}
     with pytest.raises(WorkError, match="no train image is left"):
-        stage(pictures, max_bad_fraction=1.0)
+        keypoints.main([word for name, to in places.items() for word in (f"--{name}", str(tmp_path / to))])
     for path in sorted(pictures.iterdir())[1:]:
         path.unlink()
-    with pytest.raises(RequestError, match="no val images"):
+    with pytest.raises(RequestError, match="1 image, and none for val"):
         stage(pictures)
 
 

@@ -87,6 +87,10 @@ def open_manifest(folder: Union[str, Path]) -> ImageSet:
     for entry in entries:
         if entry.container not in roots:
             raise RequestError(f"{folder}/source.json: does not name the container '{entry.container}'")
+    for key in sorted({entry.container for entry in entries}):
+        if not os.path.exists(roots[key]):
+            place = os.path.normpath(roots[key])
+            raise RequestError(f"{place}: no images there; `dvc repro -f -s fetch` finds or downloads them")
     return ImageSet(entries, roots)
 
 
