@@ -151,13 +151,28 @@ def test_another_clone_pulls_what_was_pushed_and_has_nothing_to_run(first, tmp_p
     assert stages_run(other.dvc("repro")) == []
     assert other.changed() == ""
 
-    # An evaluation and an export that this clone's lock does not know: another has run them already.
-    lock = other.lock()
-    for name in ("evaluate", "export"):
-        del lock["stages"][name]
-    with open(other.folder / "dvc.lock", "w", encoding="utf-8") as file:
-        YAML(typ="safe", pure=True).dump(lock, file)
+    # An export that this clone's lock does not know: another has run it already.
+    forget(other, "export")
+    said = other.dvc("repro")
+    assert stages_run(said) == [] and "Stage 'export' is cached - skipping run" in said
+    assert other.lock() == first.lock()
+
+
+def test_a_shared_cache_serves_evaluations_too(first: Clone, tmp_path: Path) -> None:
+    other = Clone.of(first, tmp_path / "other")
+    other.dvc("cache", "dir", "--local", str(first.folder / ".dvc" / "cache"))
+    other.dvc("checkout")
+    forget(other, "evaluate", "export")
     said = other.dvc("repro")
     assert stages_run(said) == []
     assert all(f"Stage '{name}' is cached - skipping run" in said for name in ("evaluate", "export"))
     assert other.lock() == first.lock()
+
+
+def forget(clone: Clone, *stages: str) -> None:
+    """Take stages out of the lock, as if this clone had arrived at their inputs by another way."""
+    lock = clone.lock()
+    for name in stages:
+        del lock["stages"][name]
+    with open(clone.folder / "dvc.lock", "w", encoding="utf-8") as file:
+        YAML(typ="safe", pure=True).dump(lock, file)
