@@ -141,6 +141,8 @@ class TrainParams(Section):
             raise ValueError(
                 "checkpoint_layers = True: needs norm: layer (running statistics would move twice)"
             )
+        if self.neighbours and not self.scale_angle:
+            raise ValueError("neighbours = True: needs scale_angle: true (it compares scales and angles)")
         if self.bitwise_elastic and self.accumulate > 1:
             raise ValueError("accumulate > 1: bitwise_elastic cuts the batch itself; set accumulate: 1")
         if self.dim % self.heads:

@@ -69,8 +69,8 @@ class TestCauses:
         told = capsys.readouterr().out
         (place,) = aside(tmp_path / "run")
         assert weights(newest(place)) == saved
-        assert "train.lr: 0.0005 in the checkpoint, 0.001 now" in told and "set train.lr: 0.0005" in told
-        with pytest.raises(RequestError, match=r"train\.lr: 0\.0005"):
+        assert "train.lr: 0.0002 in the checkpoint, 0.001 now" in told and "set train.lr: 0.0002" in told
+        with pytest.raises(RequestError, match=r"train\.lr: 0\.0002"):
             train.main(printed_command(told))  # params.yaml is still the other one
         request_of("run")  # writes the parameters as they were
         assert train.main(printed_command(told)) == 0
@@ -229,6 +229,6 @@ class TestRequests:
         assert train.main(request_of("run", lr=0.001)) == 0
         (place,) = aside(tmp_path / "run")
         before = sorted(path for path in (tmp_path / "run").rglob("*"))
-        with pytest.raises(RequestError, match=r"train\.lr: 0\.0005 in the checkpoint, 0\.001 now"):
+        with pytest.raises(RequestError, match=r"train\.lr: 0\.0002 in the checkpoint, 0\.001 now"):
             train.main([*request_of("run", lr=0.001), "--resume", str(place)])
         assert sorted(path for path in (tmp_path / "run").rglob("*")) == before
