@@ -226,7 +226,7 @@ class TestResume:
 
     def test_another_training_is_refused(self, tmp_path, request_of):
         assert train.main(request_of("run")) == 0
-        with pytest.raises(RequestError, match=r"train\.lr: 0\.0005 in the checkpoint, 0\.001 now"):
+        with pytest.raises(RequestError, match=r"train\.lr: 0\.0002 in the checkpoint, 0\.001 now"):
             train.main([*request_of("run", lr=0.001), "--resume", "must"])
         assert (tmp_path / "run" / "step-00000006.safetensors").is_file()
 

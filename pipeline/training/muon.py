@@ -91,10 +91,11 @@ class Muon(torch.optim.Optimizer):
         for p in parameters:
             state = self.state[p]
             if not state:
-                state["step"] = torch.zeros(())
+                state["step"] = 0
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-            state["step"] += 1
-            corrections = [1 - beta ** int(state["step"]) for beta in BETAS]
+            step = int(state["step"]) + 1  # a plain number again where torch 1.10 restored it
+            state["step"] = torch.tensor(float(step))
+            corrections = [1 - beta**step for beta in BETAS]
             mean = state["exp_avg"].lerp_(p.grad, 1 - BETAS[0])
             square = state["exp_avg_sq"].mul_(BETAS[1]).addcmul_(p.grad, p.grad, value=1 - BETAS[1])
             denominator = (square / corrections[1]).sqrt_().add_(EPS)
