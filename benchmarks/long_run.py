@@ -315,8 +315,9 @@ def _first_last(values: List[float], count: int, unit: str) -> Dict[str, float]:
 
 def _resumed(folder: Path, steps: int, stores: Tuple[Store, Store], server: Server) -> Dict[str, float]:
     """Processor seconds from the start of a training that is all but done to its first step."""
-    for name in sorted((folder / "checkpoints").glob(f"step-{steps:08d}.*")):
-        name.unlink()
+    for pattern in (f"step-{steps:08d}.*", "best.*"):  # the best model says that the training is finished
+        for path in sorted((folder / "checkpoints").glob(pattern)):
+            path.unlink()
     began, clock = time.thread_time(), time.monotonic()
     again = Simulated(_arguments(folder, steps), stores, server)
     again.shipping.append(0.0)  # the server is up
