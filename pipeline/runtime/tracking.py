@@ -99,6 +99,16 @@ def attach(noted_in: Any, reports_dir: Any = None, training: Optional[str] = Non
     return Run(log, [*feeds, Feed(log, uri), *_leftovers(folder, uri)], uri, lambda: MlflowStore(uri))
 
 
+def ship_pending(noted_in: Any, reports_dir: Any, training: str) -> None:
+    """Send what the log of a finished training still holds, since a server was dead; nothing where all has arrived."""
+    known = run_file.recall(Path(noted_in), training)
+    if known is None:
+        return
+    log = EventLog(Path(noted_in).parent / known.get("log", "log.jsonl"))
+    if Feed(log, known.get("tracking_uri") or tracking_uri()).pending():
+        attach(noted_in, reports_dir, training).close()
+
+
 def _entry(header: Event, run_id: Optional[str], log: str) -> Dict[str, Any]:
     """What run.json keeps of a run; the store's address without a password."""
     return {

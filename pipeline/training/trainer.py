@@ -11,7 +11,7 @@ from pipeline import params
 from pipeline.errors import STOPPED, WorkError
 from pipeline.features.store import Store
 from pipeline.pairs.order import Sample, validation_pairs
-from pipeline.runtime import distributed, faults, signals
+from pipeline.runtime import distributed, faults, signals, tracking
 from pipeline.runtime.checkpoint import Checkpoints
 from pipeline.training import messages, resume, setup
 from pipeline.training.batches import StepBatches
@@ -82,6 +82,8 @@ class Training:
                 self.checkpoints.save_best(weights, {**info, "code": self.fingerprint["code"]})
             write_metrics(self.args.reports, info)
             print(f"{path}: trained with these parameters, data and code, to the last step: nothing to do")
+            reports = self.args.reports
+            tracking.ship_pending(reports.parent / "run.json", reports, self.identity)
         return 0
 
     def validate_only(self) -> int:
