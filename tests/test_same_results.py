@@ -35,7 +35,7 @@ def photographs(tmp_path_factory, photo, make_params):
 
 
 class Run:
-    """Training as the sample's, but by Adam, `batch` pairs a step, in `dtype`; beside it a plain network with the same weights."""
+    """Training by Adam, `batch` pairs a step, in `dtype`; beside it a plain network with the same weights."""
 
     def __init__(self, photographs, section, dtype: torch.dtype) -> None:
         self.photographs, self.section = photographs, section

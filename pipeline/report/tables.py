@@ -142,7 +142,7 @@ def recall_notes(figures: Mapping[str, Optional[float]]) -> List[str]:
 
 def side_by_side(variants: Dict[str, Dict[str, Optional[float]]]) -> str:
     """Several evaluations in one table. variants: name -> the figures of each."""
-    figures = {
+    figures: Dict[str, Any] = {
         f"{variant}  {title(str(line['matcher']))}.{name}": value
         for variant, own in variants.items()
         for line in lines_by_matcher(own)
