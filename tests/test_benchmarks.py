@@ -416,6 +416,7 @@ class TestStages:
         self, tmp_path, make_params, monkeypatch
     ):
         odd = {"checkpoint_layers": True, "ema": 0.9, "deterministic": True, "scale_angle": False}
+        odd["neighbours"] = False
         section = make_params("train", **odd, optimizer="sgd", loader="synthetic", compile=True)
         monkeypatch.setattr(training_rows.params, "load", lambda *_: section)
         store = Store(made.made_store(tmp_path / "store", 20, images=4))
