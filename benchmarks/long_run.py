@@ -28,14 +28,15 @@ import psutil
 import requests
 
 from benchmarks.made import made_pair
-from pipeline import errors
+from pipeline import errors, tracking
 from pipeline.features import store
 from pipeline.features.store import Store
 from pipeline.images import manifest
 from pipeline.pairs.order import PairOrder
-from pipeline.runtime import distributed, run, signals, tracking
-from pipeline.runtime.mlflow_store import MlflowStore
-from pipeline.runtime.system_metrics import interval
+from pipeline.runtime import distributed, signals
+from pipeline.tracking import run
+from pipeline.tracking.mlflow_store import MlflowStore
+from pipeline.tracking.system_metrics import interval
 from pipeline.train import parse as parse_training
 from pipeline.training.step import StepResult
 from pipeline.training.trainer import Training

@@ -159,7 +159,7 @@ def write(rows: Sequence[Row], about: Dict[str, Any], folder: Path) -> List[Path
 
 def track(rows: Sequence[Row], about: Dict[str, Any], folder: Path, files: Sequence[Path]) -> None:
     """The same as a run in MLflow."""
-    from pipeline.runtime import tracking
+    from pipeline import tracking
 
     figures = {name: value for each in rows for name, value in _figures(each).items()}
     with tracking.open_run(folder, {"benchmark": about}, {"kind": "benchmark"}, system_metrics=False) as run:

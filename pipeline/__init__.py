@@ -13,7 +13,8 @@ The network itself is the library `superglue_sift`, which knows nothing of this 
     training/     loss, objective, step, validation, what is saved, what is told
     evaluation/   protocols, baselines, metrics, scores, intervals
     report/       tables, curves, the page
-    runtime/      processes, checkpoints, tracking, faults on purpose
+    tracking/     the local log of a run, and what MLflow shows of it
+    runtime/      processes, checkpoints, faults on purpose
     params, schema, errors      parameters, and what is said when they are wrong
     files, stack  writing a file whole, the two torch stacks
 """

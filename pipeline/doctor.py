@@ -19,8 +19,8 @@ import urllib.request
 from pathlib import Path
 from typing import Callable, Iterator, List, Optional, Sequence
 
-from pipeline import errors
-from pipeline.runtime import machine, tracking
+from pipeline import errors, tracking
+from pipeline.runtime import machine
 from pipeline.runtime.machine import FAIL, NOTE, OK, WARN, Finding
 
 SECONDS = 3.0

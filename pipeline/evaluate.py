@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from pipeline import errors, params
+from pipeline import errors, params, tracking
 from pipeline.errors import RequestError
 from pipeline.evaluation import estimators, lightglue, matchers, poses, protocol
 from pipeline.evaluation.figures import Figures
@@ -29,7 +29,7 @@ from pipeline.evaluation.scoring import Settings
 from pipeline.features.tuning import tune_process
 from pipeline.images import sources
 from pipeline.report import files
-from pipeline.runtime import distributed, made_from, repro, tracking, workspace_lock
+from pipeline.runtime import distributed, made_from, repro, workspace_lock
 from pipeline.runtime.code import code_digest
 from superglue_sift.weights import choose_device, shipped_weights
 

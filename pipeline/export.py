@@ -13,9 +13,9 @@ import json
 from pathlib import Path
 from typing import List, Optional
 
-from pipeline import errors, params
+from pipeline import errors, params, tracking
 from pipeline.errors import RequestError
-from pipeline.runtime import checkpoint, repro, tracking, workspace_lock
+from pipeline.runtime import checkpoint, repro, workspace_lock
 from superglue_sift import __version__
 from superglue_sift.matcher import match_threshold
 from superglue_sift.weights import load_model

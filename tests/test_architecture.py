@@ -38,11 +38,12 @@ ROOMS: Dict[str, Set[str]] = {
     "images": set(),
     "features": set(),
     "runtime": set(),
+    "tracking": {"runtime"},
     "views": set(),
     "pairs": {"features"},
     "report": set(),
     "extraction": {"images", "views", "features", "runtime", "params", "schema"},
-    "training": {"pairs", "features", "runtime", "params", "schema"},
+    "training": {"pairs", "features", "runtime", "tracking", "params", "schema"},
     "evaluation": {
         "images", "views", "features", "pairs", "runtime", "report", "params", "schema",
     },
@@ -55,7 +56,7 @@ HOMES = {
     "torch.distributed": "pipeline/runtime/distributed.py",
     "DistributedDataParallel": "pipeline/runtime/distributed.py",
     "DataParallel": "pipeline/training/objective.py",
-    "mlflow": "pipeline/runtime/mlflow_store.py",
+    "mlflow": "pipeline/tracking/mlflow_store.py",
     "torchrun": "pipeline/launch.py",
 }
 # NVIDIA's DALI has two: it decodes images for the keypoint stage and carries batches for training.

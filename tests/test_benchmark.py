@@ -185,7 +185,7 @@ def test_a_gpu_is_not_judged_by_the_host(monkeypatch):
 def test_ratios_go_to_the_tracking_server_too(tmp_path, monkeypatch):
     logged = {}
     log = SimpleNamespace(log=lambda figures, _: logged.update(figures), artifact=None)
-    monkeypatch.setattr("pipeline.runtime.tracking.open_run", lambda *_, **__: contextlib.nullcontext(log))
+    monkeypatch.setattr("pipeline.tracking.open_run", lambda *_, **__: contextlib.nullcontext(log))
     rows = [Row("a", "step: ours", 1.5, "ms", Ratio(2.0, 1.0, 3.0)), Row("a", "none", skipped="no")]
     table.track(rows, {}, tmp_path, [])
     key = "a/step  ours"

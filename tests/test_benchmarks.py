@@ -303,7 +303,7 @@ class TestTable:
             def artifact(self, path, folder=""):
                 logged.setdefault("files", []).append(path)
 
-        monkeypatch.setattr("pipeline.runtime.tracking.open_run", lambda *_, **__: Log())
+        monkeypatch.setattr("pipeline.tracking.open_run", lambda *_, **__: Log())
         table.track([Row("a", "N = 512: ours", 1.0)], {}, tmp_path, ["f"])
         assert logged == {"a/N   512  ours": 1.0, "files": ["f"], "closed": True}
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from made_scenes import write_model
 
-from pipeline import errors, export, params
-from pipeline.runtime import tracking
+from pipeline import errors, export, params, tracking
 from pipeline.runtime.checkpoint import save_model_file
 from superglue_sift import sift
 from superglue_sift.batch import Pair

@@ -94,7 +94,7 @@ def test_artifacts_cannot_be_read_from_elsewhere(server, path):
 def test_a_run_and_its_pictures_go_through_the_server(server, tmp_path, monkeypatch):
     from mlflow.tracking import MlflowClient
 
-    from pipeline.runtime import tracking
+    from pipeline import tracking
 
     uri = f"http://127.0.0.1:{server}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)

@@ -13,14 +13,14 @@ import torch
 from faults.cells import TRAIN, Workbench
 from made_views import made_store
 
-from pipeline import train
+from pipeline import tracking, train
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
 from pipeline.pairs.loader import load_batch, split_evenly
 from pipeline.pairs.order import PairOrder
-from pipeline.runtime import distributed, tracking
-from pipeline.runtime.run import NullRun
+from pipeline.runtime import distributed
 from pipeline.stack import grad_scaler
+from pipeline.tracking.run import NullRun
 from pipeline.training import setup
 from pipeline.training.objective import DataParallelObjective, MatchingObjective
 from pipeline.training.step import train_step

@@ -12,10 +12,9 @@ import pytest
 from made_views import made_keypoints
 from test_training import request_of, stop_after  # noqa: F401 (a fixture)
 
-from pipeline import train
+from pipeline import tracking, train
 from pipeline.errors import RequestError
-from pipeline.runtime import tracking
-from pipeline.runtime.run import NullRun
+from pipeline.tracking.run import NullRun
 from superglue_sift.weights import load_model_file
 
 

@@ -17,12 +17,12 @@ from faults.cells import Workbench
 from faults.group import digest
 from faults.telemetry import Silent
 
-from pipeline import train
-from pipeline.runtime import run as run_module
-from pipeline.runtime import run_file, tracking
+from pipeline import tracking, train
 from pipeline.runtime.progress import Lines, clock
 from pipeline.runtime.repro import main_root, provenance
-from pipeline.runtime.run_log import EventLog
+from pipeline.tracking import run as run_module
+from pipeline.tracking import run_file
+from pipeline.tracking.run_log import EventLog
 
 ROOT = Path(__file__).resolve().parents[1]
 PARAMS = {"train": {"lr": 1e-4, "layers": 5}}
@@ -38,8 +38,8 @@ def quick(monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.2")
-    monkeypatch.setattr("pipeline.runtime.shipper.POLL_SECONDS", 0.1)
-    monkeypatch.setattr("pipeline.runtime.shipper.LONGEST_PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr("pipeline.tracking.shipper.POLL_SECONDS", 0.1)
+    monkeypatch.setattr("pipeline.tracking.shipper.LONGEST_PAUSE_SECONDS", 0.2)
 
 
 @pytest.fixture(scope="session")
@@ -449,7 +449,7 @@ def test_a_new_store_gets_the_whole_log(store, empty_store, tmp_path, monkeypatc
 
 SCRIPT = """
     import os, signal, sys, time
-    from pipeline.runtime import run_file, tracking
+    from pipeline import tracking
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tracking.open_run(sys.argv[1], {"train": {"lr": 1}}, system_metrics=False) as run:
         run.log({"train/loss": 1.0}, 0)

@@ -15,8 +15,9 @@ from typing import Any, Dict, List, Optional
 
 import torch
 
+from pipeline import tracking
 from pipeline.files import write_atomic
-from pipeline.runtime import distributed, tracking
+from pipeline.runtime import distributed
 from pipeline.training.curves import CurveFile
 from pipeline.training.step import StepResult
 

@@ -7,11 +7,11 @@ import contextlib
 import time
 from typing import Dict, List, Optional
 
-from pipeline import params
+from pipeline import params, tracking
 from pipeline.errors import STOPPED, WorkError
 from pipeline.features.store import Store
 from pipeline.pairs.order import Sample, validation_pairs
-from pipeline.runtime import distributed, faults, signals, tracking
+from pipeline.runtime import distributed, faults, signals
 from pipeline.runtime.checkpoint import Checkpoints
 from pipeline.training import messages, resume, setup
 from pipeline.training.batches import StepBatches

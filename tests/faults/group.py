@@ -18,10 +18,9 @@ from typing import List, NamedTuple, Sequence
 
 import torch
 
-from pipeline import errors, train
+from pipeline import errors, tracking, train
 from pipeline.launch import free_port
-from pipeline.runtime import tracking
-from pipeline.runtime.run import NullRun
+from pipeline.tracking.run import NullRun
 from superglue_sift.weights import load_model_file
 
 HANG_SECONDS = 60

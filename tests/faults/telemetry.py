@@ -68,8 +68,8 @@ class Stopwatch:
 
 def measure(arguments: Sequence[str]) -> Dict[str, float]:
     """Train in this process, against a server that hangs."""
-    from pipeline import train
-    from pipeline.runtime import run, tracking
+    from pipeline import tracking, train
+    from pipeline.tracking import run
     from pipeline.training.trainer import Training
 
     silent, watch, thread = Silent(), Stopwatch(), {}

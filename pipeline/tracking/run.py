@@ -9,9 +9,9 @@ import uuid
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
-from pipeline.runtime.run_log import EventLog, now_ms, storable
-from pipeline.runtime.shipper import Feed, Shipper, say, wait_limit
-from pipeline.runtime.system_metrics import Sampler
+from pipeline.tracking.run_log import EventLog, now_ms, storable
+from pipeline.tracking.shipper import Feed, Shipper, say, wait_limit
+from pipeline.tracking.system_metrics import Sampler
 
 LOCAL_PREFIX = "local-"
 

@@ -11,9 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import Dict, List, Optional, Tuple
 
-from pipeline.runtime.run import is_gone
-from pipeline.runtime.run_log import Event
-from pipeline.runtime.shipper import Refused
+from pipeline.tracking.run import is_gone
+from pipeline.tracking.run_log import Event
+from pipeline.tracking.shipper import Refused
 
 KEY_TAG = "superglue.run_key"
 WEIGHTS_TAG = "weights.sha256"

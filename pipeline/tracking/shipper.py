@@ -11,7 +11,7 @@ import sys
 import threading
 from typing import Callable, Dict, List, Optional
 
-from pipeline.runtime.run_log import Event, EventLog
+from pipeline.tracking.run_log import Event, EventLog
 
 POLL_SECONDS = 2.0
 LONGEST_PAUSE_SECONDS = 30.0

@@ -12,11 +12,12 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
-from pipeline.runtime import repro, run_file
-from pipeline.runtime.mlflow_store import MlflowStore
-from pipeline.runtime.run import NullRun, Run, flatten, new_key, process_tags, redacted
-from pipeline.runtime.run_log import Event, EventLog, now_ms
-from pipeline.runtime.shipper import Feed
+from pipeline.runtime import repro
+from pipeline.tracking import run_file
+from pipeline.tracking.mlflow_store import MlflowStore
+from pipeline.tracking.run import NullRun, Run, flatten, new_key, process_tags, redacted
+from pipeline.tracking.run_log import Event, EventLog, now_ms
+from pipeline.tracking.shipper import Feed
 
 __all__ = ["NullRun", "Run", "attach", "known_run", "open_run", "tracking_uri"]
 

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, Dict, Optional
 
-from pipeline.runtime.run_log import write_json
+from pipeline.tracking.run_log import write_json
 
 NAME = "run.json"
 _NEEDED = ("key", "run_id", "experiment")
