@@ -45,7 +45,7 @@ $(SETUP): requirements/modern.lock requirements/install.sh
 	@requirements/install.sh $(VENV) run
 	@touch $@
 
-$(SETUP_DEV): $(SETUP) requirements/modern-dev.lock
+$(SETUP_DEV): $(SETUP) requirements/modern-dev.lock requirements/modern-extras.lock
 	@requirements/install.sh $(VENV) dev
 	@touch $@
 

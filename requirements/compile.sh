@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Compile same.in and dev.in into the hash locks of both stacks (`make lock`). Needs uv and a package index.
+# Compile same.in and dev.in into the hash locks of both stacks, extras.in into one of the modern stack (`make lock`).
+# Needs uv and a package index.
 # Existing pins are kept; `requirements/compile.sh --upgrade` takes newer ones where the .in files allow it.
 # TORCH_FIND_LINKS names a folder with the CPU file of torch 2.13.0; without it uv asks torch's own CPU index.
 set -euo pipefail
@@ -24,5 +25,7 @@ compile() { # stack, python version, further options
 }
 
 compile modern 3.11 "${cpu[@]}" "$@"
+uv pip compile "${common[@]}" "${cpu[@]}" --python-version 3.11 -c requirements/same.in -c requirements/modern.lock \
+    -c requirements/modern-dev.lock requirements/extras.in -o requirements/modern-extras.lock
 # 3.9.2 and not 3.9: cryptography excludes 3.9.0 and 3.9.1, and uv reads 3.9 as 3.9.0.
 compile cu111 3.9.2 "$@"

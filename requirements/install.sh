@@ -47,8 +47,10 @@ pip() {
 
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 || create
 if [ "$what" = dev ]; then
-    echo "== the packages of requirements/modern-dev.lock, checked by their hashes"
-    pip install --quiet --require-hashes --no-deps -r requirements/modern-dev.lock
+    for lock in dev extras; do
+        echo "== the packages of requirements/modern-$lock.lock, checked by their hashes"
+        pip install --quiet --require-hashes --no-deps -r "requirements/modern-$lock.lock"
+    done
 else
     install
     "$venv/bin/python" -c 'import cv2' || stop "OpenCV does not load, see above;" \

@@ -12,7 +12,7 @@ from packaging.version import Version
 
 REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements"
 PYTHON = {"modern": "3.11", "cu111": "3.9"}
-LOCKS = ["modern", "modern-dev", "cu111", "cu111-dev"]
+LOCKS = ["modern", "modern-dev", "modern-extras", "cu111", "cu111-dev"]
 
 
 def locked(name: str) -> Dict[str, str]:
@@ -31,10 +31,10 @@ def wanted(name: str, stack: str) -> List[Requirement]:
     return [each for each in found if each.marker is None or each.marker.evaluate(python)]
 
 
-@pytest.mark.parametrize("stack", PYTHON)
-@pytest.mark.parametrize("source", ["same", "dev"])
-def test_a_lock_holds_what_its_list_asks_for(source: str, stack: str) -> None:
-    lock = locked(stack if source == "same" else f"{stack}-dev")
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_lock_holds_what_its_list_asks_for(name: str) -> None:
+    stack, _, source = name.partition("-")
+    source, lock = source or "same", locked(name)
     for requirement in wanted(f"{source}.in", stack):
         name = requirement.name.lower().replace(".", "-").replace("_", "-")
         if name == "torch":
@@ -55,10 +55,11 @@ def test_every_package_is_hashed_and_no_index_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("stack", PYTHON)
 def test_tests_and_work_share_their_packages(stack: str) -> None:
-    run, dev = locked(stack), locked(f"{stack}-dev")
-    assert {name: dev[name] for name in run.keys() & dev.keys()} == {
-        name: run[name] for name in run.keys() & dev.keys()
-    }
+    seen: Dict[str, str] = {}
+    for name in (name for name in LOCKS if name.split("-")[0] == stack):
+        lock = locked(name)
+        assert {name: seen.get(name, version) for name, version in lock.items()} == lock
+        seen.update(lock)
 
 
 def test_the_stacks_agree_where_a_difference_would_show() -> None:
