@@ -116,7 +116,7 @@ class TrainParams(Section):
     decay_start: CountOrZero
     decay: Annotated[float, Field(gt=0.0, le=1.0)]
     clip_norm: Annotated[float, Field(ge=0.0)]
-    precision: Literal["float32", "bfloat16", "float16"]
+    precision: Literal["auto", "float32", "bfloat16", "float16"]
     ema: Annotated[float, Field(ge=0.0, lt=1.0)]
     init_from: str
     freeze: List[str]

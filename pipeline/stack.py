@@ -6,7 +6,10 @@ stands in `superglue_sift.torch_compat`; nothing else in the project asks for a 
 
 from __future__ import annotations
 
-from typing import Any, Dict, List
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Dict, FrozenSet, List
 
 import torch
 
@@ -24,6 +27,27 @@ def grad_scaler(enabled: bool):
 def fused_adam() -> Dict[str, bool]:
     """Options of Adam for one pass over all parameters, a quarter of the time; torch 1.10 has no such form."""
     return {"fused": True} if can_compile() else {}
+
+
+def cpu_flags() -> FrozenSet[str]:
+    """The processor's abilities, by their names in /proc/cpuinfo, that this torch uses: 1.10 leaves AMX alone."""
+    file = Path("/proc/cpuinfo")
+    text = file.read_text() if can_compile() and file.is_file() else ""
+    return frozenset(next((line for line in text.splitlines() if line.startswith("flags")), "").split())
+
+
+def no_compiler(device_type: str) -> str:
+    """Why `torch.compile` cannot run here; empty where it can. torch 1.10 has none, and torch 2 needs a C++ compiler.
+
+    On a GPU that is Triton, and the C compiler of its launchers.
+    """
+    if not can_compile():
+        return "this torch has no compiler"
+    names = ("cc", "gcc", "clang") if device_type == "cuda" else ("g++", "clang++")
+    asked = os.environ.get("CC" if device_type == "cuda" else "CXX", names[0])
+    if any(shutil.which(name) for name in (asked, *names)):
+        return ""
+    return f"there is no C{'' if device_type == 'cuda' else '++'} compiler ({' or '.join(names[-2:])})"
 
 
 def own_address(address: str, config: type, agent: Any) -> List[str]:

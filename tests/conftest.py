@@ -83,9 +83,10 @@ def image_folder(tmp_path: Path, photo: np.ndarray, color_photo: np.ndarray) -> 
 
 @pytest.fixture(scope="session")
 def make_params() -> Callable[..., Any]:
-    """`make_params("train", steps=3)`: a checked section, the sample preset with these keys changed, from no weights.
+    """`make_params("train", steps=3)`: a checked section, the sample preset with these keys changed.
 
-    A nested section is changed key by key: `make_params("keypoints", homography={"scale_min": 0.8})`.
+    A training starts from no weights, and is in float32 on every machine. A nested section is changed key by key:
+    `make_params("keypoints", homography={"scale_min": 0.8})`.
     """
     from pipeline import params
 
@@ -99,7 +100,7 @@ def make_params() -> Callable[..., Any]:
         return merged
 
     def make(section: str, **changes: Any) -> Any:
-        base = {"init_from": ""} if section == "train" else {}
+        base = {"init_from": "", "precision": "float32"} if section == "train" else {}
         tree = changed({**sections[section].model_dump(), **base}, changes)
         return params.parse({section: tree}, "params")[section]
 

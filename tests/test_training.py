@@ -23,7 +23,7 @@ from pipeline.pairs.order import PairOrder
 from pipeline.runtime import distributed
 from pipeline.runtime.checkpoint import save_model_file
 from pipeline.stack import grad_scaler
-from pipeline.training import optimization, trainer
+from pipeline.training import optimization, precision, trainer
 from pipeline.training.objective import MatchingObjective
 from pipeline.training.state import TrainState
 from pipeline.training.step import train_step
@@ -258,6 +258,20 @@ class TestResume:
         saved, resumed = state(1024.0), state(65536.0)
         resumed.restore(saved.tensors(), json.loads(json.dumps(saved.info())))
         assert resumed.scaler.values == {"scale": 1024.0}
+
+    def test_auto_goes_on_in_the_precision_of_another_device(self, tmp_path, request_of, monkeypatch, capsys):
+        with monkeypatch.context() as patch:
+            stop_after(patch, 3)
+            assert train.main(request_of("run", precision="auto")) == 143
+        before = json.loads((tmp_path / "run" / "step-00000003.json").read_text())["precision"]
+        other = {"float32": "bfloat16", "bfloat16": "float32"}[before]
+        monkeypatch.setattr(precision, "on", lambda *_: precision.Choice(other, "another device"))
+        assert train.main([*request_of("run", precision="auto"), "--resume", "must"]) == 0
+        said = capsys.readouterr().out
+        assert (
+            "resuming at step 3" in said and f"so far were in {before}, those to come are in {other}" in said
+        )
+        assert json.loads((tmp_path / "run" / "best.json").read_text())["precision"] == other
 
     def test_changed_code_is_accepted_on_request(self, tmp_path, request_of, monkeypatch, capsys):
         with monkeypatch.context() as patch:

@@ -44,6 +44,7 @@ class TrainingLogger:
             tags={
                 "world_size": self.context.world_size,
                 "device": str(self.context.device.type),
+                "precision": training.objective.precision,
                 "training": training.identity,
             },
             resume_run_id=tracking.known_run(noted_in, training.identity) if step else None,

@@ -11,10 +11,11 @@ from pipeline import stack
 from pipeline.errors import RequestError
 from pipeline.pairs.augmentation import Augmentation
 from pipeline.runtime import distributed, seeding
+from pipeline.training import precision
 from pipeline.training.objective import DataParallelObjective, MatchingObjective
 from pipeline.training.optimization import MovingAverage, freeze, make_optimizer
 from pipeline.training.state import TrainState, initialize_from
-from superglue_sift import normalization, torch_compat
+from superglue_sift import normalization
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.weights import BadCheckpoint, load_model_file
 
@@ -72,9 +73,24 @@ def read_model(path, asked_by: str) -> Dict[str, Tensor]:
         raise RequestError(f"{asked_by}: {error}") from None
 
 
+def check_device(train) -> None:
+    """RequestError when this machine cannot do what `train` asks of it."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    precision.on(train.precision, torch.device(kind))
+    missing = stack.no_compiler(kind) if train.compile else ""
+    if missing:
+        raise RequestError(f"train.compile: {missing}; install it, or set train.compile: false")
+
+
+def _agreed_precision(asked: str, device: torch.device) -> precision.Choice:
+    """One for all ranks, whose devices may differ."""
+    chosen = distributed.all_gather(tuple(precision.on(asked, device)))
+    return precision.Choice(*min(chosen, key=lambda each: precision.LEAST_FIRST.index(each[0])))
+
+
 def build(train, context: distributed.Context) -> Tuple[Parts, List[str]]:
     """Everything to train with, equal on every rank since all start from the same seed; and lines worth telling."""
-    seeding.seed_everything(train.seed, train.deterministic)
+    seeding.seed_everything(train.seed, train.deterministic or train.bitwise_elastic)
     if train.bitwise_elastic:
         torch.set_num_threads(1)  # a product split over other threads is rounded otherwise
     model = SuperGlue(
@@ -88,7 +104,11 @@ def build(train, context: distributed.Context) -> Tuple[Parts, List[str]]:
             sinkhorn_iterations=train.sinkhorn_iterations,
         )
     )
-    told = _take_over(model, train.init_from) if train.init_from else []
+    chosen = _agreed_precision(train.precision, context.device)
+    told = [str(chosen)]
+    if train.parallel == "dp" and torch.cuda.device_count() < 2:
+        told.append("train.parallel: dp does nothing here: there are no GPUs to share a batch; set ddp")
+    told += _take_over(model, train.init_from) if train.init_from else []
     frozen = freeze(model, train.freeze)
     told += [f"frozen: {', '.join(frozen)}"] if frozen else []
     model.to(context.device)
@@ -97,11 +117,11 @@ def build(train, context: distributed.Context) -> Tuple[Parts, List[str]]:
         normalization.synchronize(model, distributed.differentiable_sum)
     if train.compile:
         _compile(model)
-    objective = MatchingObjective(model, train.positive_px, train.negative_px, train.precision)
+    objective = MatchingObjective(model, train.positive_px, train.negative_px, chosen.precision)
     state = TrainState(
         model,
         make_optimizer(train, model),
-        stack.grad_scaler(train.precision == "float16" and context.device.type == "cuda"),
+        stack.grad_scaler(chosen.precision == "float16"),
         MovingAverage(model, train.ema),
     )
     return Parts(objective, _wrap(train, objective), state), told
@@ -125,13 +145,7 @@ def _wrap(train, objective: MatchingObjective) -> nn.Module:
 
 
 def _compile(model: SuperGlue) -> None:
-    """Compile what is dense in a layer; attention between ragged sets stays as it is.
-
-    Raises:
-        RequestError: this torch has no compiler.
-    """
-    if not torch_compat.can_compile():
-        raise RequestError("train.compile: this torch has no compiler; set train.compile: false")
+    """Compile what is dense in a layer; attention between ragged sets stays as it is."""
     for layer in (*model.self_attention, *model.cross_attention):
         layer.mlp.compile(dynamic=True)
 

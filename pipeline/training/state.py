@@ -106,7 +106,8 @@ class TrainState:
         restore_optimizer(self.optimizer, _part(tensors, "optimizer."))
         self.average.restore(_part(tensors, "average."))
         torch.set_rng_state(tensors["rng.cpu"])
-        self.scaler.load_state_dict(info["scaler"])
+        if info["scaler"]:  # empty: it was saved in another precision, which scales nothing
+            self.scaler.load_state_dict(info["scaler"])
         self.step, self.best, self.best_step = info["step"], info["best"], info["best_step"]
         self.best_figures, self.best_weights = info["best_figures"], _part(tensors, BEST_PREFIX)
         self.skipped = info["skipped"]

@@ -194,6 +194,7 @@ class Training:
         info = {
             "model": state.model.config.to_dict(),
             "step": state.best_step,
+            "precision": self.objective.precision,
             "validation": state.best_figures,
             "match_threshold": state.best_figures["threshold"],
             "skipped_steps": state.skipped,
@@ -208,6 +209,7 @@ class Training:
         window = logger.window()
         if self.context.is_main:
             info = {**self.state.info(), "fingerprint": self.fingerprint, "log_window": window}
+            info["precision"] = self.objective.precision
             self.checkpoints.save(self.state.step, self.state.tensors(), info)
         distributed.barrier()
 
@@ -219,6 +221,11 @@ class Training:
         self.state.restore(*found)
         if self.context.is_main:
             print(f"resuming at step {self.state.step} of {self.train.steps}")
+            before, now = found[1].get("precision"), self.objective.precision
+            if before not in (None, now):
+                print(
+                    f"its steps so far were in {before}, those to come are in {now}: what auto is on this device"
+                )
             if self.state.best_weights:  # the file may be that of another training, or gone
                 self._save_best()
         return found[1].get("log_window")

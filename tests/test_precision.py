@@ -1,0 +1,127 @@
+"""The precision that `train.precision` comes to on a device, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from pipeline import stack
+from pipeline.errors import RequestError
+from pipeline.runtime import distributed
+from pipeline.training import optimization, precision, setup
+from pipeline.training.state import TrainState
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+
+pytestmark = pytest.mark.cu111
+
+AMX = {"avx512f", "avx512_bf16", "amx_bf16", "amx_tile"}
+NO_AMX = {"avx512f", "avx512_bf16"}  # Zen 4: bfloat16 was measured at 0.69x the speed of float32
+
+
+@pytest.mark.parametrize(
+    "capability, flags, expected",
+    [
+        ((9, 0), NO_AMX, "bfloat16"),  # H100, H200
+        ((8, 0), AMX, "bfloat16"),  # A100
+        ((8, 6), NO_AMX, "bfloat16"),  # RTX 30, A10
+        ((7, 5), AMX, "float16"),  # T4
+        ((7, 0), NO_AMX, "float16"),  # V100
+        ((6, 1), AMX, "float32"),  # GTX 10
+        (None, AMX, "bfloat16"),
+        (None, NO_AMX, "float32"),
+        (None, set(), "float32"),
+    ],
+)
+def test_auto_takes_what_is_fast_on_the_device(capability, flags, expected):
+    found = precision.resolve("auto", capability, flags)
+    assert found.precision == expected and found.reason.startswith("auto")
+    if capability:
+        assert "{}.{}".format(*capability) in found.reason
+    assert precision.resolve("float32", capability, flags).precision == "float32"
+
+
+def test_bfloat16_on_a_card_before_ampere_is_refused_in_one_line():
+    with pytest.raises(
+        RequestError, match=r"bfloat16 needs .*8\.0.* has compute capability 7\.5: .*float16, or auto"
+    ):
+        precision.resolve("bfloat16", (7, 5), AMX)
+    assert precision.resolve("bfloat16", (8, 0), NO_AMX).precision == "bfloat16"
+    assert precision.resolve("bfloat16", None, NO_AMX).precision == "bfloat16"  # asked for is asked for
+
+
+def test_float16_on_a_cpu_says_that_it_does_nothing():
+    found = precision.resolve("float16", None, AMX)
+    assert found.precision == "float32" and "does nothing" in found.reason
+    assert precision.resolve("float16", (8, 0), AMX).precision == "float16"
+
+
+def test_ranks_on_different_devices_agree_on_what_all_can_do(make_params, monkeypatch):
+    cards = [(9, 0), (7, 5), (8, 6)]
+    gathered = [tuple(precision.resolve("auto", card, NO_AMX)) for card in cards]
+    monkeypatch.setattr(distributed, "all_gather", lambda own: [own, *gathered])
+    monkeypatch.setattr(stack, "cpu_flags", lambda: frozenset(AMX))
+    parts, told = setup.build(make_params("train", precision="auto", dim=16, heads=2), distributed.start())
+    assert parts.objective.precision == "float16" and any("7.5" in line for line in told)
+
+
+def test_what_does_nothing_here_is_said(make_params):
+    keys = {"precision": "float16", "parallel": "dp", "dim": 16, "heads": 2, "layers": 1}
+    parts, told = setup.build(make_params("train", **keys), distributed.Context(0, 1, 0, torch.device("cpu")))
+    assert parts.objective.precision == "float32" and not parts.state.scaler.is_enabled()
+    said = "\n".join(told)
+    assert "float16 does nothing" in said
+    assert torch.cuda.device_count() > 1 or "parallel: dp does nothing" in said
+
+
+def test_a_checkpoint_goes_on_in_another_precision():
+    """`auto` on another machine: of bfloat16 there is no loss scale to take up, and float16 begins with its own."""
+
+    class Scaler:
+        def __init__(self, values):
+            self.values = values
+
+        def state_dict(self):
+            return dict(self.values)
+
+        def load_state_dict(self, values):
+            if not values:
+                raise RuntimeError("The source state dict is empty")  # as torch's own
+            self.values = values
+
+    def state(values):
+        model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2))
+        return TrainState(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            Scaler(values),
+            optimization.MovingAverage(model, 0.0),
+        )
+
+    saved, resumed = state({}), state({"scale": 65536.0})
+    resumed.restore(saved.tensors(), json.loads(json.dumps(saved.info())))
+    assert resumed.scaler.values == {"scale": 65536.0}
+    assert torch.equal(resumed.model.dustbin, saved.model.dustbin)
+
+
+@pytest.mark.parametrize("kind, names", [("cpu", "g++"), ("cuda", "gcc")])
+def test_compile_without_a_compiler_is_refused_in_one_line(make_params, monkeypatch, kind, names):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: kind == "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(
+        RequestError, match=r"train\.compile: .*; install it, or set train\.compile: false"
+    ) as error:
+        setup.check_device(make_params("train", compile=True))
+    assert names in str(error.value) or not stack.can_compile()
+    setup.check_device(make_params("train"))
+
+
+def test_bitwise_elastic_asks_for_deterministic_kernels(make_params, monkeypatch):
+    """Those of a GPU add in any order otherwise: the same run twice would differ."""
+    asked = []
+    monkeypatch.setattr("pipeline.runtime.seeding.set_deterministic", lambda: asked.append(True))
+    for keys in ({}, {"bitwise_elastic": True}):
+        setup.build(make_params("train", dim=16, heads=2, layers=1, **keys), distributed.start())
+        assert bool(asked) == bool(keys)
