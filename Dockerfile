@@ -1,3 +1,4 @@
+# syntax=docker/dockerfile:1
 # Two images from one file. Default target: CUDA 11.1, for cards from Kepler to Ampere (and Ada) with drivers from
 # 450.80.02 on. `--target modern`: CUDA 13, for Turing to Blackwell with drivers from 580 on. docs/containers.md.
 #

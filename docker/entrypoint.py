@@ -3,7 +3,7 @@
 It runs under tini with the standard library alone. What it adds to `dvc repro`:
 - one writer for a workspace, across containers and the host (DVC's own lock knows the processes of one container);
 - SIGTERM reaches the trainer and not DVC, so that `docker stop` leaves a checkpoint;
-- a workspace that is empty gets the project's files from the image.
+- a workspace that is empty gets the project's files from the image, and one that another image filled is refused.
 Exit codes: 0 done, 1 the work failed, 2 the request was wrong, 143 stopped after a checkpoint.
 """
 
@@ -13,13 +13,14 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import List
+from typing import List, Tuple
 
 from child import Child
-from workspace import WorkspaceLock, Wrong, seed
+from workspace import WorkspaceLock, Wrong, same_code, seed
 
 USAGE = """usage: docker run [--gpus all] -v "$PWD:/workspace" IMAGE [COMMAND ...]
-  repro [--preset NAME] [--images DIR] [--val-images DIR]   run the pipeline (the default)
+  repro [--preset NAME] [--images DIR] [--val-images DIR] [STAGE ...]
+                                 run the pipeline (the default), or what these stages need
   ui                             MLflow's pages on port 5000: add -p 127.0.0.1:5000:5000
   match A.jpg B.jpg ...          match two images
   evaluate | export | benchmark | report ...    python -m pipeline.NAME ...
@@ -37,6 +38,8 @@ def main(argv: List[str]) -> int:
         print(USAGE)
         return 0
     try:
+        if command in ("repro", *MODULES) or command.startswith("--"):
+            same_code(Path.cwd())
         if command == "repro" or command.startswith("--"):
             return repro(rest if command == "repro" else argv)
         return hand_over(command, rest)
@@ -88,30 +91,33 @@ def repro(options: List[str]) -> int:
 def plan(options: List[str]) -> List[List[str]]:
     """The commands of one `repro`, in order."""
     python = [sys.executable, "-m"]
-    given = preset_options(options)
+    given, stages = preset_options(options)
     # refresh: a folder of images that has changed is fetched again
     steps = [[*python, "pipeline.presets", *(["use", *given] if given else ["refresh"])]]
     steps.append([*python, "pipeline.doctor", "--quick"])
-    steps.append(["dvc", "repro"])
-    steps.append([*python, "pipeline.report"])
-    return steps
+    steps.append(["dvc", "repro", *stages])
+    return steps if stages else [*steps, [*python, "pipeline.report"]]
 
 
-def preset_options(options: List[str]) -> List[str]:
-    """`--preset P --images D --val-images D` as pipeline.presets takes them."""
+def preset_options(options: List[str]) -> Tuple[List[str], List[str]]:
+    """`--preset P --images D --val-images D` as pipeline.presets takes them, and the stages asked for."""
     name: List[str] = []
     more: List[str] = []
+    stages: List[str] = []
     words = [part for word in options for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    for key, value in zip(words[::2], [*words[1::2], None]):
-        if key not in ("--preset", "--images", "--val-images") or value is None:
+    while words:
+        key = words.pop(0)
+        if not key.startswith("-"):
+            stages.append(key)
+        elif key not in ("--preset", "--images", "--val-images") or not words:
             raise Wrong(
-                f"repro takes --preset NAME, --images DIR, --val-images DIR; not {' '.join(options)!r}"
+                f"repro takes --preset NAME, --images DIR, --val-images DIR and stages; not {' '.join(options)!r}"
             )
-        if key == "--preset":
-            name = [value]
+        elif key == "--preset":
+            name = [words.pop(0)]
         else:
-            more += [key, value]
-    return name + more
+            more += [key, words.pop(0)]
+    return name + more, stages
 
 
 if __name__ == "__main__":

@@ -16,18 +16,8 @@ from pathlib import Path
 from typing import Dict, List, Set
 
 HOME = Path(__file__).resolve().parents[1]
-SEED = (
-    "superglue_sift",
-    "pipeline",
-    "benchmarks",
-    "pretrained",
-    "presets",
-    "params.yaml",
-    "dvc.yaml",
-    ".dvcignore",
-    ".dvc",
-    "LICENSE",
-)
+CODE = ("superglue_sift", "pipeline", "benchmarks", "presets", "dvc.yaml")
+SEED = (*CODE, "pretrained", "params.yaml", "dvc.lock", ".dvcignore", ".dvc", "LICENSE", "README.md", "docs")
 
 
 class Wrong(Exception):
@@ -35,30 +25,65 @@ class Wrong(Exception):
 
 
 def seed(workspace: Path) -> None:
-    """Give an empty workspace the project's files, and check that it can be written to."""
+    """Give an empty workspace the project's files, a copy what it lacks of them; check that it can be written to."""
     if not os.access(str(workspace), os.W_OK):
         raise Wrong(f"{workspace} cannot be written by uid {os.getuid()}: add --user $(id -u):$(id -g)")
-    if (workspace / "dvc.yaml").exists():
-        os.makedirs(str(workspace / ".dvc" / "tmp"), exist_ok=True)
-        return
-    if any(workspace.iterdir()):
-        raise Wrong(f"{workspace} has no dvc.yaml: mount a clone of the project there, or an empty folder")
-    print(f"{workspace} is empty: it gets the project as the image has it", flush=True)
-    if not os.path.ismount(str(workspace)):
+    if not any(workspace.iterdir()):
         print(
-            'nothing is mounted there, so all goes with the container: add -v "$PWD:/workspace"', flush=True
+            f"{workspace} is empty: it gets the project as the image has it. Where its README.md says `make repro`,\n"
+            "`make ui` or `make report`, give this image the command repro, ui or report; docs/containers.md has all",
+            flush=True,
         )
-    for name in SEED:
-        source = HOME / name
-        if source.is_dir():
-            shutil.copytree(
-                source, workspace / name, ignore=shutil.ignore_patterns("__pycache__", "cache", "tmp")
+        if not os.path.ismount(str(workspace)):
+            print(
+                'nothing is mounted there, so all goes with the container: add -v "$PWD:/workspace"',
+                flush=True,
             )
-        elif source.exists():
-            shutil.copy(source, workspace / name)
-    os.makedirs(str(workspace / ".dvc" / "tmp"), exist_ok=True)
+    elif not (workspace / "dvc.yaml").exists() and not (workspace / ".dvc").is_dir():
+        raise Wrong(f"{workspace} has no dvc.yaml: mount a clone of the project there, or an empty folder")
     if not (workspace / ".git").exists():
+        fill(workspace)
+    os.makedirs(str(workspace / ".dvc" / "tmp"), exist_ok=True)
+
+
+def fill(workspace: Path) -> None:
+    """Copy from the image what a workspace that is no clone has not."""
+    fresh = not (workspace / ".dvc").exists()
+    for name in SEED:
+        source, copy = HOME / name, workspace / name
+        if copy.exists():
+            continue
+        if source.is_dir():
+            shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "cache", "tmp"))
+        elif source.exists():
+            shutil.copy(source, copy)
+    if fresh:
         (workspace / ".dvc" / "config.local").write_text("[core]\n    no_scm = true\n")
+
+
+def same_code(workspace: Path) -> None:
+    """Refuse a copy of the project that another image left: its code would run, and not this image's.
+
+    A clone is its owner's, and runs as it is.
+    """
+    if (workspace / ".git").exists() or os.environ.get("KEEP_CODE"):
+        return
+    other = [
+        name
+        for name in CODE
+        if (workspace / name).exists() and sources(workspace / name) != sources(HOME / name)
+    ]
+    if other:
+        raise Wrong(
+            f"{workspace} has the code of another image ({', '.join(other)}): `rm -r {' '.join(other)}` there, and "
+            "the next run brings this image's; or add -e KEEP_CODE=1 to run what is there"
+        )
+
+
+def sources(path: Path) -> Dict[str, bytes]:
+    """What stands in a file, or in the Python and YAML files of a folder."""
+    files = [path] if path.is_file() else [f for f in path.rglob("*") if f.suffix in (".py", ".yaml")]
+    return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
 class WorkspaceLock:

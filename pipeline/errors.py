@@ -7,10 +7,24 @@ from typing import List, Optional
 
 from superglue_sift.errors import Main, RequestError, WorkError, exit_code
 
-__all__ = ["EXIT_FOLDER", "STOPPED", "RequestError", "WorkError", "run"]
+__all__ = ["EXIT_FOLDER", "STOPPED", "RequestError", "WorkError", "in_image", "run", "typed"]
 
 EXIT_FOLDER = "SG_EXIT_FOLDER"  # set by pipeline.launch: where each local rank leaves its exit code
 STOPPED = 143  # stopped by a signal, after a checkpoint
+
+
+def in_image() -> bool:
+    """Does this run in one of the project's images, where there is no make?"""
+    return "IMAGE_STACK" in os.environ
+
+
+def typed(command: str, **options: str) -> str:
+    """A command as a person gives it: `make repro PRESET=ci`, and in an image `docker run ... repro --preset ci`."""
+    if in_image():
+        words = ["docker run ...", command, *(f"--{key} {value}" for key, value in options.items())]
+    else:
+        words = ["make", command, *(f"{key.upper()}={value}" for key, value in options.items())]
+    return " ".join(words)
 
 
 def run(main: Main, argv: Optional[List[str]] = None) -> int:

@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Tuple, Type, Union, get_args
 
 from pydantic import ValidationError
 
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, typed
 from pipeline.schema import (
     SECTIONS,
     EvaluateParams,
@@ -95,7 +95,7 @@ def _read(path: Path) -> Any:
     try:
         return YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise RequestError(f"{path}: no such file; `make repro PRESET=sample` writes one") from None
+        raise RequestError(f"{path}: no such file; `{typed('repro', preset='sample')}` writes one") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{path}: cannot be read: {error}") from None
     except YAMLError as error:

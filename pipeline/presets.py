@@ -18,7 +18,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from pipeline import errors, params
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, typed
 from pipeline.files import write_atomic
 
 FOLDER = Path(__file__).resolve().parents[1] / "presets"
@@ -48,11 +48,13 @@ def render(name: str, images: str = "", val_images: str = "") -> str:
         _merge(tree, _load(_text(name)))
     if tree["fetch"]["source"] == "folder":
         if not images:
-            raise RequestError(f"preset {name}: needs a folder of images; make repro IMAGES=~/photos")
+            raise RequestError(
+                f"preset {name}: needs a folder of images; {typed('repro', images='~/photos')}"
+            )
         _set_folders(tree, _folder(images), _folder(val_images) if val_images else "")
     elif images or val_images:
         raise RequestError(
-            f"preset {name}: takes no folder of images; leave PRESET out, or use PRESET=folder"
+            f"preset {name}: takes no folder of images; leave the preset out, or use the preset folder"
         )
     body = _dump(tree)
     _require_images(params.parse(_plain(body), f"presets/{name}.yaml"))

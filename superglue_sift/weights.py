@@ -84,7 +84,7 @@ def shipped_weights() -> Path:
             return folder / SHIPPED
     raise RequestError(
         f"{package.parent / SHIPPED}: no weights came with this copy; name a model file "
-        "(`make repro` trains one: --model models/superglue.safetensors)"
+        "(one that was trained: --model models/superglue.safetensors)"
     )
 
 
@@ -99,7 +99,7 @@ def load_model(
     path = Path(path)
     if not path.is_file():
         raise RequestError(
-            f"{path}: no such model; train one with `make repro`, or name one with --model FILE.safetensors"
+            f"{path}: no such model; train one first, or name another with --model FILE.safetensors"
         )
     try:
         tensors, info = load_model_file(path)

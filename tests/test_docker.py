@@ -100,6 +100,7 @@ def test_locks_of_an_image_do_not_contradict_each_other(stack):
 
 @pytest.mark.parametrize("text", [DOCKERFILE, MLFLOW_DOCKERFILE], ids=["trainer", "mlflow"])
 def test_a_dockerfile_keeps_the_rules(text):
+    assert text.startswith("# syntax=docker/dockerfile:1\n"), "RUN --mount needs it"
     text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)
     assert "<<" not in text, "no heredocs: older builders do not know them"
     assert ":latest" not in text
@@ -132,14 +133,14 @@ def test_each_image_has_a_store_of_its_own():
     assert len(uris) == 2
 
 
-def test_the_context_holds_what_is_named_and_nothing_secret():
+def test_the_context_holds_what_is_named_and_nothing_secret(part):
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
     assert lines[0] == "*"
     allowed = [line[1:] for line in lines if line.startswith("!")]
     for secret in (".git", ".dvc", ".dvc/cache", ".dvc/config.local", ".env", "data", "mlflow.db"):
         assert secret not in allowed
-    for needed in ("pipeline", "presets", "params.yaml", "dvc.yaml", ".dvc/config", "docker/locks"):
-        assert needed in allowed
+    for needed in ("docker/locks", "docker/*.py", ".dvc/config", *part("workspace").SEED):
+        assert needed in allowed or needed == ".dvc"
 
 
 def test_hadolint_has_nothing_to_say():
@@ -236,6 +237,7 @@ def workspace(tmp_path):
     folder = tmp_path / "workspace"
     (folder / "pipeline").mkdir(parents=True)
     (folder / ".dvc").mkdir()
+    (folder / ".git").mkdir()  # a clone's code is its owner's
     (folder / "dvc.yaml").touch()
     (folder / "pipeline" / "__init__.py").touch()
     for name in ("doctor", "presets", "report"):
@@ -359,14 +361,40 @@ def test_a_kill_of_the_entrypoint_alone_does_not_release_the_lock(workspace, tmp
         os.killpg(dvc, signal.SIGKILL)
 
 
-def test_an_empty_workspace_gets_the_project(tmp_path, part):
+def test_an_empty_workspace_gets_the_project(tmp_path, part, capsys):
     folder = tmp_path / "empty"
     folder.mkdir()
     part("workspace").seed(folder)
-    assert {"pipeline", "presets", "params.yaml", "dvc.yaml", ".dvc"} <= {
-        path.name for path in folder.iterdir()
-    }
+    assert {path.name for path in folder.iterdir()} == {*part("workspace").SEED}
     assert "no_scm" in (folder / ".dvc" / "config.local").read_text()
+    assert "`make repro`" in capsys.readouterr().out  # README names make, which an image has not
+
+
+def test_the_code_of_another_image_is_refused_until_it_is_removed(tmp_path, part, monkeypatch):
+    workspace = part("workspace")
+    workspace.seed(tmp_path)
+    workspace.same_code(tmp_path)
+    (tmp_path / "params.yaml").write_text("a: person's own\n")
+    (tmp_path / "pipeline" / "launch.py").write_text("of an older image\n")
+    (tmp_path / "pipeline" / "gone.py").touch()
+    with pytest.raises(workspace.Wrong, match="`rm -r pipeline`"):
+        workspace.same_code(tmp_path)
+    monkeypatch.setenv("KEEP_CODE", "1")
+    workspace.same_code(tmp_path)
+    monkeypatch.delenv("KEEP_CODE")
+    shutil.rmtree(tmp_path / "pipeline")
+    workspace.seed(tmp_path)
+    workspace.same_code(tmp_path)
+    assert (tmp_path / "pipeline" / "launch.py").read_text() == (ROOT / "pipeline" / "launch.py").read_text()
+    assert (tmp_path / "params.yaml").read_text() == "a: person's own\n"
+
+
+def test_a_copy_of_another_image_does_not_run(workspace):
+    (workspace / ".git").rmdir()
+    for words in ([], ["match", "a.jpg", "b.jpg"], ["doctor"]):
+        done = entry(workspace, *words)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert "the code of another image" in done.stderr
 
 
 def test_wrong_requests_are_one_line_and_exit_2(workspace, tmp_path):
@@ -376,6 +404,7 @@ def test_wrong_requests_are_one_line_and_exit_2(workspace, tmp_path):
         (workspace, ["trian"], "no command 'trian'"),
         (workspace, ["repro", "--present", "sample"], "--preset NAME"),
         (workspace, ["repro", "--preset"], "--preset NAME"),
+        (workspace, ["repro", "-f"], "--preset NAME"),
         (tmp_path / "other", [], "no dvc.yaml"),
         (workspace, ["ui"], "names a server"),
     ):
@@ -393,6 +422,7 @@ def test_options_of_repro_become_a_preset(part):
     ]
     words = ["--preset=coco2014", "--images", "/data/a=b"]
     assert entrypoint.plan(words)[0][-5:] == ["pipeline.presets", "use", "coco2014", "--images", "/data/a=b"]
+    assert entrypoint.plan(["keypoints", *words])[-1] == ["dvc", "repro", "keypoints"]  # no report of a part
 
 
 def test_a_failing_trainer_is_exit_1(workspace):

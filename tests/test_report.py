@@ -113,6 +113,17 @@ def test_report_command(tmp_path, capsys):
     )
 
 
+def test_in_an_image_no_hint_names_make(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("IMAGE_STACK", "modern")
+    (tmp_path / "metrics.json").write_text(json.dumps(FIGURES))
+    (tmp_path / "model.safetensors").touch()
+    report.main(["--evaluation", str(tmp_path), "--model", str(tmp_path / "model.safetensors")])
+    printed = capsys.readouterr().out
+    assert "docker run ... ui" in printed and "docker run ... match A.jpg B.jpg" in printed
+    assert "make " not in printed and ".venv" not in printed
+    assert errors.typed("repro", preset="sample") == "docker run ... repro --preset sample"
+
+
 @pytest.mark.parametrize("content", [None, "{", "{}"])
 def test_report_command_without_figures(tmp_path, capsys, content):
     if content is not None:

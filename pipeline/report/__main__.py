@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import List, Optional
 
 from pipeline import errors
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, in_image, typed
 from pipeline.report import tables
 
 
@@ -19,7 +19,7 @@ def read_metrics(folder: Path) -> dict:
         figures = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RequestError(
-            f"{path}: no evaluation here yet; run `make repro` or `python -m pipeline.evaluate`"
+            f"{path}: no evaluation here yet; run `{typed('repro')}` or `python -m pipeline.evaluate`"
         ) from None
     except (OSError, ValueError) as error:
         raise RequestError(f"{path}: cannot be read: {error}") from None
@@ -34,11 +34,13 @@ def next_steps(folder: Path, model: Path) -> List[str]:
     steps += [("pictures", folder / "pictures", "best, median and worst; right matches green, wrong red")]
     steps += [("report", folder / "index.html", "all of it on one page, for a browser")]
     lines = [f"  {name:<9} {path}  ({what})" for name, path, what in steps if path.exists()]
-    lines.append("  runs      make ui  (curves, parameters, pictures and models at http://127.0.0.1:5000)")
+    port = "with -p 127.0.0.1:5000:5000, " if in_image() else ""
+    lines.append(
+        f"  runs      {typed('ui')}  ({port}curves, parameters, pictures and models at http://127.0.0.1:5000)"
+    )
     if model.exists():
-        lines.append(
-            "  use it    .venv/bin/python -m pipeline.match A.jpg B.jpg --model models/superglue.safetensors"
-        )
+        match = typed("match") if in_image() else ".venv/bin/python -m pipeline.match"
+        lines.append(f"  use it    {match} A.jpg B.jpg --model models/superglue.safetensors")
     return lines
 
 

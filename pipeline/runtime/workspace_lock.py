@@ -15,7 +15,7 @@ from typing import Any, Dict, List, TextIO
 
 import psutil
 
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, typed
 
 LOCK = Path(".dvc") / "tmp" / "workspace.lock"
 _held: List[TextIO] = []  # open until this process ends, and the lock with it
@@ -58,7 +58,8 @@ def take() -> None:
     )
     stream.flush()
     print(
-        "note: this DVC was started by hand: the workspace is locked stage by stage; `make repro` locks it throughout"
+        "note: this DVC was started by hand: the workspace is locked stage by stage; "
+        f"`{typed('repro')}` locks it throughout"
     )
 
 
