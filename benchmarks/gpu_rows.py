@@ -82,14 +82,16 @@ def _training(setting: Setting, keypoints: int, goal: float) -> Iterator[Row]:
 
 def _ragged(setting: Setting) -> Iterator[Row]:
     """As real pairs are: four views in ten have fewer keypoints than allowed."""
-    pairs = made_pairs(512, BATCH)
+    pairs, truth = made_pairs(512, BATCH)
     short = [
         pair._replace(
             records0=pair.records0[: 512 - 37 * (i % 5)], records1=pair.records1[: 512 - 53 * (i % 4)]
         )
         for i, pair in enumerate(pairs)
     ]
-    ways = {"full": _step(setting, from_pairs(pairs)), "ragged": _step(setting, from_pairs(short))}
+    ways = {
+        name: _step(setting, from_pairs(way, truth)) for name, way in (("full", pairs), ("ragged", short))
+    }
     taken = setting.timed(ways)
     rate = BATCH / statistics.median(taken["ragged"].wall)
     ratio = timing.speed_up(taken["full"].wall, taken["ragged"].wall)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import List
+from typing import List, Tuple
 
 import numpy as np
 
@@ -17,8 +17,8 @@ SIZE = (640, 480)
 SHARED = 0.6  # of the keypoints of a view are seen in the other, as in real pairs at 3 px
 
 
-def made_pair(keypoints: int, rng: np.random.Generator) -> Pair:
-    """Two views of `keypoints` each under a mild homography; descriptors of the same point are alike."""
+def made_pair(keypoints: int, rng: np.random.Generator) -> Tuple[Pair, np.ndarray]:
+    """Two views of `keypoints` each under a mild homography, H_0to1 (3, 3); descriptors of the same point are alike."""
     H = np.eye(3) + rng.normal(0, [[0.05, 0.05, 15], [0.05, 0.05, 15], [5e-5, 5e-5, 0]])
     records0, records1 = _view(keypoints, rng), _view(keypoints, rng)
     seen = rng.permutation(keypoints)[: int(SHARED * keypoints)]
@@ -27,7 +27,7 @@ def made_pair(keypoints: int, rng: np.random.Generator) -> Pair:
     records1["x"][: len(seen)], records1["y"][: len(seen)] = moved.T
     noisy = records0["descriptor"][seen] + rng.normal(0, 15, (len(seen), 128))
     records1["descriptor"][: len(seen)] = np.clip(noisy, 0, 255)
-    return Pair(records0, records1, SIZE, SIZE, H)
+    return Pair(records0, records1, SIZE, SIZE), H
 
 
 def _view(keypoints: int, rng: np.random.Generator) -> np.ndarray:
@@ -39,23 +39,24 @@ def _view(keypoints: int, rng: np.random.Generator) -> np.ndarray:
     return records
 
 
-def made_pairs(keypoints: int, pairs: int, seed: int = 0) -> List[Pair]:
-    """`pairs` independent pairs."""
+def made_pairs(keypoints: int, pairs: int, seed: int = 0) -> Tuple[List[Pair], np.ndarray]:
+    """`pairs` independent pairs, and H_0to1 (pairs, 3, 3)."""
     rng = np.random.default_rng(seed)
-    return [made_pair(keypoints, rng) for _ in range(pairs)]
+    made = [made_pair(keypoints, rng) for _ in range(pairs)]
+    return [pair for pair, _ in made], np.stack([H for _, H in made])
 
 
 def made_batch(keypoints: int, pairs: int, seed: int = 0) -> PairBatch:
     """A batch in which every view has exactly `keypoints`."""
-    return from_pairs(made_pairs(keypoints, pairs, seed))
+    return from_pairs(*made_pairs(keypoints, pairs, seed))
 
 
 def made_store(folder: Path, keypoints: int, images: int = 64) -> Path:
     """A keypoint store of `images` images with two views of `keypoints` each."""
     folder.mkdir(parents=True, exist_ok=True)
     made = [
-        store.ImageViews(f"{i:04d}", SIZE, np.stack([np.eye(3), p.H_0to1]), [p.records0, p.records1])
-        for i, p in enumerate(made_pairs(keypoints, images))
+        store.ImageViews(f"{i:04d}", SIZE, np.stack([np.eye(3), H]), [p.records0, p.records1])
+        for i, (p, H) in enumerate(zip(*made_pairs(keypoints, images)))
     ]
     rows = [store.write_shard(folder / store.shard_name(0), made)]
     (folder / store.INDEX).write_text(json.dumps(store.index(rows, 2, SIZE)))

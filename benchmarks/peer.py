@@ -8,7 +8,7 @@ the plain network of `benchmarks.plain`.
 
 from __future__ import annotations
 
-from typing import List, Sequence
+from typing import List, Sequence, Tuple
 
 import cv2
 import numpy as np
@@ -40,25 +40,25 @@ class PeerTraining:
 
     def __call__(self) -> float:
         """One pair: load, forward, backward, step; its loss."""
-        pair = self.load(self.images[self.count % len(self.images)])
+        pair, H = self.load(self.images[self.count % len(self.images)])
         self.count += 1
         self.seen += [len(pair.records0), len(pair.records1)]
-        matches, lone0, lone1 = _truth(pair)
+        matches, lone0, lone1 = _truth(pair, H)
         self.optimizer.zero_grad()
         loss = _loss(self.model(_batch(pair).to(self.device)), matches, lone0, lone1)
         loss.backward()
         self.optimizer.step()
         return float(loss.detach())
 
-    def load(self, image: np.ndarray) -> Pair:
-        """Warp the image (H, W) uint8 by random corners and extract both."""
+    def load(self, image: np.ndarray) -> Tuple[Pair, np.ndarray]:
+        """Warp the image (H, W) uint8 by random corners and extract both; the pair and its H_0to1."""
         height, width = image.shape
         corners = np.array([[0, 0], [width, 0], [width, height], [0, height]], np.float32)
         moved = corners + self.random.uniform(-80, 80, (4, 2)).astype(np.float32)
         H = cv2.getPerspectiveTransform(corners, moved)
         warped = cv2.warpPerspective(image, H, (width, height))
         records = [sift.extract(view, self.keypoints) for view in (image, warped)]
-        return Pair(records[0], records[1], (width, height), (width, height), H)
+        return Pair(records[0], records[1], (width, height), (width, height)), H
 
 
 def _batch(pair: Pair) -> PairBatch:
@@ -66,10 +66,10 @@ def _batch(pair: Pair) -> PairBatch:
     return from_pairs([pair])
 
 
-def _truth(pair: Pair):
+def _truth(pair: Pair, H_0to1: np.ndarray):
     points0 = np.stack([pair.records0["x"], pair.records0["y"]], 1).astype(np.float64)
     points1 = np.stack([pair.records1["x"], pair.records1["y"]], 1).astype(np.float64)
-    distance = np.linalg.norm(transform(points0, pair.H_0to1)[:, None] - points1[None], axis=-1)
+    distance = np.linalg.norm(transform(points0, H_0to1)[:, None] - points1[None], axis=-1)
     best0, best1 = distance.argmin(1), distance.argmin(0)
     matches = [(i, int(j)) for i, j in enumerate(best0) if best1[j] == i and distance[i, j] < 3.0]
     taken0, taken1 = {i for i, _ in matches}, {j for _, j in matches}

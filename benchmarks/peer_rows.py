@@ -125,8 +125,8 @@ def _store_of(theirs: Any, images: List[Any], folder: Path) -> Path:
     """The peer's own pairs, kept, so that both sides see the same keypoints."""
     made = []
     for number, image in enumerate(images):
-        pair = theirs.load(image)
-        both = np.stack([np.eye(3), pair.H_0to1])
+        pair, H = theirs.load(image)
+        both = np.stack([np.eye(3), H])
         made.append(store.ImageViews(f"{number:03d}", pair.size0, both, [pair.records0, pair.records1]))
     rows = [store.write_shard(folder / store.shard_name(0), made)]
     (folder / store.INDEX).write_text(json.dumps(store.index(rows, 2, made[0].size)))

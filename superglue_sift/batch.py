@@ -23,17 +23,12 @@ _COLUMN = {name: _FIELDS[name][1] // 4 for name in ("x", "y", "scale", "angle", 
 
 
 class Pair(NamedTuple):
-    """One pair of views before batching.
-
-    records0, records1: (n,) arrays of KEYPOINT; size0, size1: (width, height) px; H_0to1: (3, 3) float64 or
-    None where the truth is not known.
-    """
+    """Two views to be matched. records0, records1: (n,) arrays of KEYPOINT; size0, size1: (width, height) px."""
 
     records0: np.ndarray
     records1: np.ndarray
     size0: Tuple[int, int]
     size1: Tuple[int, int]
-    H_0to1: Optional[np.ndarray] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,14 +120,10 @@ def _pack(records: Sequence[np.ndarray]) -> Tuple[Tensor, Tensor]:
     return buffer, torch.tensor(counts, dtype=torch.int64)
 
 
-def from_pairs(pairs: Sequence[Pair]) -> PairBatch:
-    """Batch pairs of views; all of them with a homography, or none."""
+def from_pairs(pairs: Sequence[Pair], H_0to1: Optional[np.ndarray] = None) -> PairBatch:
+    """Batch pairs of views. H_0to1: (B, 3, 3) float64, the truth of each; None where it is not known."""
     records0, counts0 = _pack([p.records0 for p in pairs])
     records1, counts1 = _pack([p.records1 for p in pairs])
-    known = [p.H_0to1 is not None for p in pairs]
-    if any(known) and not all(known):
-        raise ValueError("either every pair of a batch has H_0to1 or none has")
-    H = np.stack([np.asarray(p.H_0to1, np.float64) for p in pairs]) if any(known) else np.zeros((0, 3, 3))
     return PairBatch(
         records0=records0,
         records1=records1,
@@ -140,5 +131,5 @@ def from_pairs(pairs: Sequence[Pair]) -> PairBatch:
         counts1=counts1,
         image_size0=torch.tensor([p.size0 for p in pairs], dtype=torch.float32).reshape(-1, 2),
         image_size1=torch.tensor([p.size1 for p in pairs], dtype=torch.float32).reshape(-1, 2),
-        H_0to1=torch.from_numpy(H) if all(known) else None,
+        H_0to1=None if H_0to1 is None else torch.from_numpy(H_0to1),
     )

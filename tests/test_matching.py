@@ -21,7 +21,7 @@ from superglue_sift import (
     torch_compat,
 )
 from superglue_sift.assignment import Assignments
-from superglue_sift.batch import Pair, from_pairs
+from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.inference import CUDAGraphModel, fuse_for_inference
 from superglue_sift.sift import KEYPOINT
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches, root_sift
@@ -42,8 +42,13 @@ def records(rng: np.random.Generator, count: int) -> np.ndarray:
     return made
 
 
-def pair(rng: np.random.Generator, count0: int, count1: int, H=None) -> Pair:
-    return Pair(records(rng, count0), records(rng, count1), SIZE, SIZE, np.eye(3) if H is None else H)
+def pair(rng: np.random.Generator, count0: int, count1: int) -> Pair:
+    return Pair(records(rng, count0), records(rng, count1), SIZE, SIZE)
+
+
+def related(pairs: list, H=None) -> PairBatch:
+    """A batch of these pairs, each under the homography; None: the identity."""
+    return from_pairs(pairs, np.stack([np.eye(3) if H is None else H] * len(pairs)))
 
 
 def scrambled(config: SuperGlueConfig, seed: int = 0) -> SuperGlue:
@@ -395,7 +400,7 @@ class TestInference:
         model = scrambled(SuperGlueConfig(dim=128, layers=3))
         rng = np.random.default_rng(0)
         both = records(rng, 200)
-        batch = from_pairs([Pair(both, both[::-1].copy(), SIZE, SIZE, np.eye(3))])
+        batch = from_pairs([Pair(both, both[::-1].copy(), SIZE, SIZE)])
         with torch.no_grad():
             answers = [
                 mutual_matches(fuse_for_inference(model, precision)(batch), (200, 200), 0.0).matches0
@@ -470,7 +475,7 @@ class TestSuperGlue:
     def test_every_weight_receives_a_gradient(self):
         rng = np.random.default_rng(4)
         model = scrambled(SuperGlueConfig(dim=32, layers=2)).train()
-        batch = from_pairs([pair(rng, 20, 20)])
+        batch = related([pair(rng, 20, 20)])
         assignment_loss(model(batch), ground_truth(batch)).total.sum().backward()
         assert not [name for name, p in model.named_parameters() if p.grad is None]
 
@@ -554,12 +559,12 @@ class TestTruth:
     def test_a_padded_batch_has_the_truth_of_its_pairs(self):
         rng = np.random.default_rng(0)
         H = np.array([[1, 0, 4.0], [0, 1, 2.0], [0, 0, 1]])
-        pairs = [pair(rng, *counts, H) for counts in ((40, 60), (0, 4), (90, 1), (7, 0))]
+        pairs = [pair(rng, *counts) for counts in ((40, 60), (0, 4), (90, 1), (7, 0))]
         for one in pairs:  # some that match
             shared = min(len(one.records0), len(one.records1)) // 2
             one.records1["x"][:shared] = one.records0["x"][:shared] + 4
             one.records1["y"][:shared] = one.records0["y"][:shared] + 2
-        batch = from_pairs(pairs)
+        batch = related(pairs, H)
         found = ground_truth(batch)
         assert int((found.matches0 >= 0).sum()) >= 20
         valid = [side.valid for side in packing.Layout(batch).sides]
@@ -575,7 +580,7 @@ class TestTruth:
 class TestLoss:
     def test_entries_of_a_padded_buffer(self):
         rng = np.random.default_rng(0)
-        batch = from_pairs([pair(rng, *counts) for counts in ((20, 33), (60, 9), (0, 5), (7, 7))])
+        batch = related([pair(rng, *counts) for counts in ((20, 33), (60, 9), (0, 5), (7, 7))])
         model = scrambled(SuperGlueConfig(dim=32, layers=1)).train()
         layout = packing.Layout(batch)
         states = model.matching_descriptors(batch, layout)
@@ -604,7 +609,7 @@ class TestLoss:
 
     @pytest.mark.parametrize("counts", [(0, 0), (0, 2), (1, 0), (1, 1), (2, 1), (2, 2)])
     def test_few_keypoints_give_a_finite_loss(self, counts):
-        batch = from_pairs([pair(np.random.default_rng(0), *counts)])
+        batch = related([pair(np.random.default_rng(0), *counts)])
         model = scrambled(SuperGlueConfig(dim=32, layers=1)).train()
         loss = assignment_loss(model(batch), ground_truth(batch)).total.sum()
         assert torch.isfinite(loss)
@@ -620,7 +625,7 @@ class TestLoss:
         noisy["descriptor"] = np.clip(one["descriptor"] + rng.normal(0, 60, (40, 128)), 0, 255).astype(
             np.uint8
         )
-        batch = from_pairs([Pair(one, noisy, SIZE, SIZE, np.eye(3))])
+        batch = related([Pair(one, noisy, SIZE, SIZE)])
         torch.manual_seed(0)
         model = SuperGlue(SuperGlueConfig(dim=64, layers=2))
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

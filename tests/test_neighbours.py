@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from made_views import SIZE, made_store
@@ -21,8 +20,8 @@ pytestmark = pytest.mark.cu111
 def pairs_of(store):
     """Pairs of 40 to 68 keypoints, and three with none, one and two in one of the views."""
     views = [store.view(image, view).records for image in (0, 2, 4) for view in (0, 1)]
-    some = [Pair(a, b, SIZE, SIZE, np.eye(3)) for a, b in zip(views[::2], views[1::2])]
-    return some + [Pair(views[0][:n], views[1], SIZE, SIZE, np.eye(3)) for n in (0, 1, 2)]
+    some = [Pair(a, b, SIZE, SIZE) for a, b in zip(views[::2], views[1::2])]
+    return some + [Pair(views[0][:n], views[1], SIZE, SIZE) for n in (0, 1, 2)]
 
 
 @pytest.fixture

@@ -92,12 +92,10 @@ class TestBatch:
 
     def test_no_pair_at_all(self):
         batch = from_pairs([])
-        assert len(batch) == 0 and batch.keypoints0.shape == (0, 1, 2) and batch.H_0to1.shape == (0, 3, 3)
+        assert len(batch) == 0 and batch.keypoints0.shape == (0, 1, 2)
 
-    def test_truth_for_all_or_none(self):
+    def test_records_of_another_type_are_refused(self):
         one = made_records(np.random.default_rng(0), np.zeros((1, 2)), np.zeros((1, 128)))
-        with pytest.raises(ValueError, match="H_0to1"):
-            from_pairs([Pair(one, one, SIZE, SIZE), Pair(one, one, SIZE, SIZE, np.eye(3))])
         with pytest.raises(TypeError, match="KEYPOINT"):
             from_pairs([Pair(np.zeros(3), one, SIZE, SIZE)])
 
@@ -199,6 +197,12 @@ class TestAugmentation:
         for matches, counts in ((truth.matches0, batch.counts0), (truth.matches1, batch.counts1)):
             assert all((row[:count] == UNMATCHED).all() for row, count in zip(matches, counts.tolist()))
         assert len({batch.records1[i].numpy().tobytes() for i in range(8)}) > 1
+
+    def test_one_image_alone_has_no_other_to_be_paired_with(self, tmp_path):
+        store = Store(made_store(tmp_path / "one", images=1))
+        pairs = [Sample(0, 0, 1, seed) for seed in range(4)]
+        plain, batch = (load_batch(store, pairs, 1000, Augmentation(unrelated_share=s)) for s in (0.0, 1.0))
+        assert torch.equal(batch.H_0to1, plain.H_0to1) and torch.equal(batch.records1, plain.records1)
 
     def test_numbers_of_keypoints_vary_between_the_limits(self, store):
         batch = load_batch(

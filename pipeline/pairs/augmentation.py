@@ -36,14 +36,13 @@ class Augmentation:
     unrelated_share: float = 0.0
     min_keypoints: int = 0
 
-    def unrelated(self, seed: int) -> bool:
-        """Does this pair show two different images?"""
-        return self.unrelated_share > 0 and _random(seed, _UNRELATED).random() < self.unrelated_share
-
-    def other_image(self, image: int, images: int, seed: int) -> int:
-        """Another image than `image`, where there is one."""
-        step = _random(seed, _UNRELATED, 1).integers(1, max(images, 2))
-        return (image + int(step)) % images
+    def second_image(self, image: int, images: int, seed: int) -> int:
+        """That of the second view, `images` in all: `image` itself, or another one in a pair of two images."""
+        if images < 2 or self.unrelated_share == 0:
+            return image
+        if _random(seed, _UNRELATED).random() >= self.unrelated_share:
+            return image
+        return (image + int(_random(seed, _UNRELATED, 1).integers(1, images))) % images
 
     def counts(self, most: int, seed: int) -> Tuple[int, int]:
         """How many keypoints the two views keep."""
@@ -66,6 +65,9 @@ class Augmentation:
         if self.turn_deg > 0:
             records, H, size = _turned(records, H, size, random.uniform(-self.turn_deg, self.turn_deg))
         return records, H, size
+
+
+UNCHANGED = Augmentation()
 
 
 def _random(*key: int) -> np.random.Generator:

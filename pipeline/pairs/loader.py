@@ -1,15 +1,15 @@
-"""From the store to batches: reads records, leaves some out, packs."""
+"""From the store to batches: views are read, changed as the augmentation says, and packed with their truth."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Sequence, Tuple
 
 import numpy as np
 from numpy.linalg import inv
 
 from pipeline.features.store import Store
-from pipeline.pairs.augmentation import APART, Augmentation
+from pipeline.pairs.augmentation import APART, UNCHANGED, Augmentation
 from pipeline.pairs.order import Sample
 from pipeline.pairs.prefetch import prefetched
 from superglue_sift.batch import Pair, PairBatch, from_pairs
@@ -20,43 +20,28 @@ def load_batch(
     store: Store,
     samples: Sequence[Sample],
     max_keypoints: int,
-    augmentation: Optional[Augmentation] = None,
+    augmentation: Augmentation = UNCHANGED,
 ) -> PairBatch:
     """The PairBatch of these samples, in order; an empty list gives a batch of no pairs with homographies.
 
     Args:
         max_keypoints: the strongest so many of each view are kept.
-        augmentation: what changes about each pair, by its `sample.seed`; None: nothing.
+        augmentation: what changes about each pair, by its `sample.seed`.
     """
     if not samples:
-        return from_pairs([])
-    sides = [_views(store, samples, augmentation, side) for side in (0, 1)]
+        return from_pairs([], np.zeros((0, 3, 3)))
+    images1 = [augmentation.second_image(sample.image, len(store), sample.seed) for sample in samples]
+    views0 = [augmentation.apply(store.view(s.image, s.view0), s.seed, 0) for s in samples]
+    views1 = [augmentation.apply(store.view(i, s.view1), s.seed, 1) for i, s in zip(images1, samples)]
     # inverted together, since 64 small inversions one by one cost a batch 1 ms
-    to0, to1 = (np.stack([H for _, H, _ in side]) for side in sides)
+    to0, to1 = (np.stack([H for _, H, _ in side]) for side in (views0, views1))
     H_0to1 = normalized(to1 @ inv(to0))
+    H_0to1[[image1 != sample.image for image1, sample in zip(images1, samples)]] = APART
     pairs = []
-    for sample, (records0, _, size0), (records1, _, size1), H in zip(samples, *sides, H_0to1):
-        counts = max_keypoints, max_keypoints
-        if augmentation is not None:
-            counts = augmentation.counts(max_keypoints, sample.seed)
-            H = APART if augmentation.unrelated(sample.seed) else H
-        pairs.append(Pair(records0[: counts[0]], records1[: counts[1]], size0, size1, H))
-    return from_pairs(pairs)
-
-
-def _views(store: Store, samples: Sequence[Sample], augmentation: Optional[Augmentation], side: int):
-    """(records, H_image_to_view, size) of each sample's view `side`."""
-    found = []
-    for sample in samples:
-        image, view = sample.image, (sample.view0, sample.view1)[side]
-        if augmentation is not None and side == 1 and augmentation.unrelated(sample.seed):
-            image = augmentation.other_image(image, len(store), sample.seed)
-        given = store.view(image, view)
-        if augmentation is None:
-            found.append((given.records, given.H_image_to_view, given.size))
-        else:
-            found.append(augmentation.apply(given, sample.seed, side))
-    return found
+    for sample, (records0, _, size0), (records1, _, size1) in zip(samples, views0, views1):
+        count0, count1 = augmentation.counts(max_keypoints, sample.seed)
+        pairs.append(Pair(records0[:count0], records1[:count1], size0, size1))
+    return from_pairs(pairs, H_0to1)
 
 
 def split_evenly(samples: List[Sample], parts: int) -> List[List[Sample]]:

@@ -26,11 +26,12 @@ def load_batch(store: Store, samples: Sequence[Sample], max_keypoints: int, augm
         store: gives the size of the views alone. augmentation: has no effect, so that every batch is full.
     """
     size = tuple(store.view_size)
-    return from_pairs([_made(sample.seed % KINDS, size, max_keypoints) for sample in samples])
+    made = [_made(sample.seed % KINDS, size, max_keypoints) for sample in samples]
+    return from_pairs([pair for pair, _ in made], np.array([H for _, H in made]).reshape(-1, 3, 3))
 
 
 @functools.lru_cache(maxsize=4 * KINDS)
-def _made(kind: int, size: Tuple[int, int], count: int) -> Pair:
+def _made(kind: int, size: Tuple[int, int], count: int) -> Tuple[Pair, np.ndarray]:
     rng = np.random.default_rng(kind)
     H = np.eye(3)
     H[:2] += rng.normal(0, 0.05, (2, 3)) * [1, 1, 100]
@@ -43,4 +44,4 @@ def _made(kind: int, size: Tuple[int, int], count: int) -> Pair:
         records["score"] = np.sort(rng.uniform(0.01, 0.1, count))[::-1]
     first["descriptor"] = rng.integers(0, 160, (count, 128))
     second["descriptor"] = np.clip(first["descriptor"] + rng.normal(0, 20, (count, 128)), 0, 255)
-    return Pair(first, second[rng.permutation(count)], size, size, H)
+    return Pair(first, second[rng.permutation(count)], size, size), H
