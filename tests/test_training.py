@@ -362,6 +362,21 @@ class TestRequests:
         said = capsys.readouterr().out
         assert "skipped, another shape: " in said and "missing there: self_attention.2." in said
 
+    def test_initial_weights_are_known_by_what_they_are_not_by_where_they_lie(
+        self, tmp_path, request_of, capsys
+    ):
+        places = [tmp_path / name / "m.safetensors" for name in ("here", "there")]
+        for seed, place in enumerate((*places, places[1])):
+            if seed < 2:
+                torch.manual_seed(0)
+            model = SuperGlue(SuperGlueConfig(dim=16, layers=2, heads=2))
+            save_model_file(place, model.state_dict(), {})
+            asked = {"init_from": str(place), "dim": 16, "layers": 2, "heads": 2, "steps": 1, "val_every": 1}
+            assert train.main(request_of("run", **asked)) == 0
+            finished = "nothing to do" in capsys.readouterr().out
+            assert finished == (seed == 1)
+            assert str(tmp_path) not in (tmp_path / "run" / "best.json").read_text()
+
 
 def curve(folder: Path) -> np.ndarray:
     lines = (folder / "curves" / "train.csv").read_text().splitlines()[1:]

@@ -33,15 +33,20 @@ OUTSIDE = (
 OF_THE_RUN = ("world_size", "initial_weights", "data", "code")
 
 
+def stated(train) -> Dict[str, Any]:
+    """The section as JSON values; of `init_from` the file's name, as `initial_weights` says which one that is."""
+    return {**train.model_dump(), "init_from": Path(train.init_from).name}
+
+
 def fingerprint(train, data_digest: str, world_size: int) -> Fingerprint:
     """What must be equal for a resumed run to be the interrupted one: parameters, data and code.
 
     The number of processes is no part of it, unless it decides the batch or the learning rate.
     """
-    values: Fingerprint = {f"train.{k}": v for k, v in train.model_dump().items()}
+    values: Fingerprint = {f"train.{k}": v for k, v in stated(train).items()}
     if train.batch_per_rank or train.lr_scaling != "none":
         values["world_size"] = world_size
-    if train.init_from:  # another file may come to lie under the same name
+    if train.init_from:
         values["initial_weights"] = hashlib.sha256(Path(train.init_from).read_bytes()).hexdigest()[:16]
     values["data"] = data_digest
     values["code"] = code_digest(CODE, OUTSIDE)

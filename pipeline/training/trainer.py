@@ -18,7 +18,7 @@ from pipeline.training.batches import StepBatches
 from pipeline.training.logger import TrainingLogger, Window, write_metrics
 from pipeline.training.optimization import learning_rate
 from pipeline.training.profiling import Profile
-from pipeline.training.state import OF_THE_RUN, fingerprint, fingerprint_of, identity
+from pipeline.training.state import OF_THE_RUN, fingerprint, fingerprint_of, identity, stated
 from pipeline.training.step import StepResult, elastic_step, train_step
 from pipeline.training.validation import validate
 from superglue_sift.batch import PairBatch
@@ -200,7 +200,7 @@ class Training:
             "skipped_steps": state.skipped,
             "finished": finished,
             "training": self.identity,
-            "train": self.train.model_dump(),
+            "train": stated(self.train),
             **{key: self.fingerprint[key] for key in OF_THE_RUN if key in self.fingerprint},
         }
         self.checkpoints.save_best(state.best_weights, info)
