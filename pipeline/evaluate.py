@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from pipeline import errors, params, tracking
 from pipeline.errors import RequestError
@@ -172,7 +172,7 @@ def check(argv: Optional[List[str]] = None, world_size: int = 1) -> None:
     choose_source(args, section)
 
 
-def track(args: argparse.Namespace, figures: Figures, info: Dict[str, Any]) -> None:
+def track(args: argparse.Namespace, figures: Figures, info: Mapping[str, Any]) -> None:
     """Add figures and files to the MLflow run of the training that the model's `info` names, where there is one."""
     if args.mlflow_run is None:
         return
@@ -188,7 +188,7 @@ def track(args: argparse.Namespace, figures: Figures, info: Dict[str, Any]) -> N
 
 def evaluate(
     args: argparse.Namespace, context: distributed.Context
-) -> Tuple[Optional[Figures], Dict[str, Any]]:
+) -> Tuple[Optional[Figures], Mapping[str, Any]]:
     """What was asked for: figures on the first process of a group, None on the others; and the model's info."""
     section = section_of(args)
     device = choose_device(args.device) if context.world_size == 1 else str(context.device)

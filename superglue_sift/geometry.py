@@ -51,6 +51,22 @@ def normalized(H: np.ndarray) -> np.ndarray:
     return H / np.where(np.abs(scale) > _TINY, scale, 1.0)
 
 
+def jacobians(H: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """(N, 2, 2) derivatives of the map at points (N, 2): how it scales, turns and skews there."""
+    mapped = transform(points, H)
+    depth = points @ H[2, :2] + H[2, 2]
+    return (H[None, :2, :2] - mapped[:, :, None] * H[None, None, 2, :2]) / depth[:, None, None]
+
+
+def resizing(before: Tuple[int, int], after: Tuple[int, int]) -> np.ndarray:
+    """(3, 3) map of pixels when `cv2.resize` takes an image from one (width, height) to another.
+
+    Outer edges stay together, not the centres of pixels, which are at integers.
+    """
+    sx, sy = after[0] / before[0], after[1] / before[1]
+    return np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1.0]])
+
+
 def corners(size: Tuple[int, int]) -> np.ndarray:
     """Centres of the four corner pixels of an image of `size` (width, height): (4, 2) float64, clockwise."""
     w, h = size

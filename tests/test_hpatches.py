@@ -12,7 +12,7 @@ from made_scenes import IDENTITY, SHIFT, TURN, write_sequence
 from pipeline.errors import RequestError
 from pipeline.evaluation import hpatches
 from pipeline.evaluation.hpatches import HPatchesPairs
-from superglue_sift.geometry import transform
+from superglue_sift.geometry import resizing, transform
 
 
 @pytest.fixture
@@ -52,11 +52,11 @@ def test_resizing_takes_the_homography_along(tmp_path, photo):
 
 
 def test_resizing_agrees_with_opencv_on_pixels(photo):
-    # a blob's centre of mass moves as `scaling` says
+    # a blob's centre of mass moves as `resizing` says
     image = np.zeros((400, 600), np.uint8)
     image[100:140, 200:260] = 255
     resized = hpatches.resize_short_side(image, 200, Path("a.png"))
-    S = hpatches.scaling((600, 400), (300, 200))
+    S = resizing((600, 400), (300, 200))
 
     def centre(pixels):
         y, x = np.nonzero(pixels > 127)

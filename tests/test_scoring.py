@@ -156,8 +156,6 @@ def test_sweep_of_nothing():
     assert math.isnan(line["precision"]) and math.isnan(line["recall"])
     unmatched = confidence.sweep([scoring.Judged(np.zeros(0), np.zeros(0, bool), np.zeros(0, bool), 3)])
     assert confidence.threshold_curve(unmatched, (0.2,))[0]["recall"] == 0.0
-    with pytest.raises(ValueError):
-        confidence.best_threshold(unmatched)
 
 
 def test_curve_at_the_threshold_is_the_table(exact, settings):
@@ -200,20 +198,6 @@ def test_operating_points_are_those_of_trying_every_threshold(cases, least):
     assert swept == pytest.approx(max((r for p, r in tried if p >= least - 1e-12), default=0.0))
     swept = confidence.recall_at_precision(found.recall, found.precision, np.float64(least))
     assert swept == pytest.approx(max((p for p, r in tried if r >= least - 1e-12), default=0.0))
-
-
-def test_the_best_threshold_reaches_what_it_promises():
-    rng = np.random.default_rng(4)
-    scores = rng.uniform(0, 1, 400)
-    correct = rng.uniform(0, 1, 400) < scores
-    judged = [scoring.Judged(scores[n::4], correct[n::4], correct[n::4], 80) for n in range(4)]
-    found = confidence.sweep(judged)
-    best = confidence.best_threshold(found)
-    (line,) = confidence.threshold_curve(found, (best["threshold"],))
-    assert (line["precision"], line["recall"]) == (best["precision"], best["recall"])
-    others = confidence.threshold_curve(found, np.linspace(0, 0.99, 100))
-    f1 = [2 * o["precision"] * o["recall"] / (o["precision"] + o["recall"]) for o in others]
-    assert best["f1"] >= max(f1) and 0.2 < best["threshold"] < 0.7
 
 
 @given(st.lists(st.one_of(st.floats(0, 99), st.just(math.inf)), max_size=30), st.integers(0, 12))

@@ -20,12 +20,6 @@ BINS: Dict[str, Tuple[float, ...]] = {  # condition -> edges; a pair falls into 
 }
 
 
-def jacobian(H: np.ndarray, x: float, y: float) -> np.ndarray:
-    """(2, 2) derivative of the map at pixel (x, y): how it scales, turns and skews there."""
-    u, v, w = H @ np.array([x, y, 1.0])
-    return (H[:2, :2] - np.outer([u, v], H[2, :2]) / w) / w
-
-
 def overlap(H_0to1: np.ndarray, size0: Tuple[int, int], size1: Tuple[int, int]) -> float:
     """Share of image 0 that image 1 shows, 0..1, on a grid of points."""
     grid = np.stack(np.meshgrid(*[(np.arange(GRID) + 0.5) / GRID * side - 0.5 for side in size0]), axis=-1)
@@ -43,9 +37,8 @@ def conditions_of(H_0to1: np.ndarray, size0: Tuple[int, int], size1: Tuple[int, 
     map; overlap: 0..1.
     """
     H_0to1 = np.asarray(H_0to1, np.float64)
-    centre = ((size0[0] - 1) / 2, (size0[1] - 1) / 2)
-    J = jacobian(H_0to1, *centre)
-    left, stretches, right = np.linalg.svd(J)
+    centre = (np.array([size0]) - 1) / 2
+    left, stretches, right = np.linalg.svd(geometry.jacobians(H_0to1, centre)[0])
     turn = left @ right  # nearest orthogonal map
     scale = float(np.sqrt(stretches.prod()))
     depths = np.abs([H_0to1[2] @ np.array([x, y, 1.0]) for x, y in geometry.corners(size0)])

@@ -34,7 +34,7 @@ def steps(judged: Sequence[Judged]) -> Tuple[np.ndarray, np.ndarray, np.ndarray,
 
     Returns confidence (E,), number of the pair (E,) and the two steps (E,), of all E matches.
     """
-    parts = [(np.zeros(0), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))]
+    parts: List[Tuple[np.ndarray, ...]] = [(np.zeros(0), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))]
     for number, one in enumerate(judged):
         order = np.argsort(-one.scores, kind="stable")
         precision = np.cumsum(one.correct[order]) / np.arange(1, len(order) + 1)
@@ -68,22 +68,6 @@ def recall_at_precision(precision: np.ndarray, recall: np.ndarray, least: np.nda
     """
     reached = precision >= np.expand_dims(least, -1) - 1e-12  # sums of float64 in two orders
     return np.where(reached, recall, 0.0).max(axis=-1, initial=0.0)
-
-
-def best_threshold(found: Sweep) -> Dict[str, float]:
-    """threshold, precision, recall and f1 where f1 is highest; the threshold lies halfway to the next confidence."""
-    total = found.precision + found.recall
-    f1 = np.divide(2 * found.precision * found.recall, total, out=np.zeros_like(total), where=total > 0)
-    if not f1.size:
-        raise ValueError("no match to choose a threshold from")
-    best = int(f1.argmax())
-    below = found.confidence[best + 1] if best + 1 < f1.size else 0.0
-    return {
-        "threshold": float(found.confidence[best] + below) / 2,
-        "precision": float(found.precision[best]),
-        "recall": float(found.recall[best]),
-        "f1": float(f1[best]),
-    }
 
 
 def threshold_curve(found: Sweep, thresholds: Sequence[float] = THRESHOLDS) -> List[Dict[str, float]]:

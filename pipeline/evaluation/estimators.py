@@ -7,7 +7,7 @@ Each takes points0, points1 (K, 2) pixels, weights (K,), the inlier limit px, th
 from __future__ import annotations
 
 import importlib.util
-from typing import Callable, Dict, Optional, Sequence
+from typing import Callable, Dict, Optional, Sequence, Tuple
 
 import cv2
 import numpy as np
@@ -75,14 +75,14 @@ WORDS = {
 }
 
 
-def installed() -> Sequence[str]:
+def installed() -> Tuple[str, ...]:
     """Names of all estimators that can run here."""
     return tuple(
         name for name in ESTIMATORS if name != "poselib" or importlib.util.find_spec("poselib") is not None
     )
 
 
-def choose(names: Sequence[str]) -> Sequence[str]:
+def choose(names: Sequence[str]) -> Tuple[str, ...]:
     """The names, checked. Raises RequestError for an unknown one or one whose package is missing."""
     for name in names:
         if name not in ESTIMATORS:

@@ -215,7 +215,7 @@ def operating_points(
         (names[0], precision, 0, found.recall_pairs),
         (names[1], recall, 1, found.pairs),
     ):
-        value = float(recall_at_precision(exact[own], exact[1 - own], np.float64(least.value)))
+        value = float(recall_at_precision(exact[own], exact[1 - own], np.array(least.value)))
         samples = recall_at_precision(resampled[own], resampled[1 - own], least.samples)
         points[name] = Estimate(value if found.recall_pairs else math.nan, pairs, samples)
     return points

@@ -16,6 +16,7 @@ import numpy as np
 
 from pipeline.errors import RequestError
 from pipeline.evaluation.pairs import Scene, ViewPair, image_size
+from superglue_sift.geometry import resizing
 from superglue_sift.images import BadImage, decode_gray
 
 IMAGE_SUFFIXES = (".png", ".ppm", ".jpg", ".jpeg", ".pgm", ".bmp", ".webp")
@@ -68,7 +69,7 @@ class HPatchesPairs:
             for image, number in zip(originals, numbers)
         ]
         scalings = [
-            scaling(image_size(before), image_size(after)) for before, after in zip(originals, images)
+            resizing(image_size(before), image_size(after)) for before, after in zip(originals, images)
         ]
         reference = numbers.index(REFERENCE)
         pairs = []
@@ -177,9 +178,3 @@ def resize_short_side(image: np.ndarray, short_side: int, path: Path) -> np.ndar
     width, height = (max(1, round(side * short_side / shorter)) for side in image_size(image))
     method = cv2.INTER_AREA if short_side < shorter else cv2.INTER_LINEAR
     return cv2.resize(image, (width, height), interpolation=method)
-
-
-def scaling(before: tuple, after: tuple) -> np.ndarray:
-    """(3, 3) map of pixels when an image is resized; centres of the first pixels are at (0, 0) in both."""
-    sx, sy = after[0] / before[0], after[1] / before[1]
-    return np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1.0]])

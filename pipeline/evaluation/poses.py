@@ -18,6 +18,7 @@ import numpy as np
 from pipeline.errors import RequestError
 from pipeline.evaluation import hpatches
 from pipeline.evaluation.pairs import Pose, Scene, ViewPair, image_size
+from superglue_sift.geometry import resizing
 
 NUMBERS = 2 + 9 + 9 + 16  # on a line, after the two names
 NAME = "pose"  # of its errors, where homographies have the name of an estimator
@@ -119,7 +120,7 @@ def load_view(folder: Path, name: str, K: np.ndarray, short_side: int) -> Tuple[
     """Image (H, W) uint8 with a shorter side of `short_side` (0: as it is) and its intrinsics."""
     original = hpatches.read_image(folder / name)
     image = hpatches.resize_short_side(original, short_side, folder / name)
-    return image, hpatches.scaling(image_size(original), image_size(image)) @ K
+    return image, resizing(image_size(original), image_size(image)) @ K
 
 
 def normalized(points: np.ndarray, K: np.ndarray) -> np.ndarray:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, TypeVar
 
 from pipeline.errors import RequestError
-from pipeline.evaluation import confidence, pairs
+from pipeline.evaluation import pairs
 from pipeline.evaluation.figures import Line, condition_line
 from pipeline.evaluation.heldout import LEVELS, HeldOutPairs, disturbed
-from pipeline.evaluation.matchers import OURS, Matchers
+from pipeline.evaluation.matchers import Matchers
 from pipeline.evaluation.pairs import KnownPair
 from pipeline.evaluation.scoring import PairResult, Row, Settings, score_pair
 from pipeline.runtime import distributed
@@ -109,15 +109,6 @@ def disturbed_lines(
             if results.rows:
                 lines.append(condition_line(name, f"{level:g}", results.rows))
     return lines
-
-
-def choose_threshold(source: pairs.Source, matchers: Matchers, settings: Settings) -> Dict[str, float]:
-    """The confidence above which matches of ours have the best F1 on the pairs of a source, and what they reach.
-
-    Give it validation pairs: what is stated about a threshold must come from other pairs than those that chose it.
-    """
-    results = evaluate(source, matchers, settings)
-    return confidence.best_threshold(confidence.sweep([one.judged[OURS] for one in results.pairs]))
 
 
 def map_over_ranks(

@@ -159,9 +159,10 @@ def score_pair(
 ) -> PairResult:
     """Everything about one pair. answers: of all matchers; thresholds: of the networks, whose answers hold all."""
     pair, px = known.pair, settings.params.correct_px
-    homographic = not isinstance(known.truth, Pose)
-    truth0 = true_matches(pair, known.truth, px) if homographic else np.full(len(pair.records0), -1)
-    conditions = conditions_of(known.truth, pair.size0, pair.size1) if homographic else {}
+    truth0, conditions = np.full(len(pair.records0), -1), {}
+    if not isinstance(known.truth, Pose):
+        truth0 = true_matches(pair, known.truth, px)
+        conditions = conditions_of(known.truth, pair.size0, pair.size1)
     rows, judged = {}, {}
     for name, answer in answers.items():
         verdict, found = judge(known, answer, truth0, px), answer
@@ -171,7 +172,7 @@ def score_pair(
         errors = estimate_errors(known, found, settings)
         sizes = len(pair.records0), len(pair.records1)
         rows[name] = Row(known.name, known.scene, name, *sizes, verdict.counts, errors, conditions)
-    return PairResult(known.place, rows, judged if homographic else {})
+    return PairResult(known.place, rows, judged if conditions else {})
 
 
 def matchers_of(rows: Sequence[Row]) -> Tuple[str, ...]:

@@ -20,7 +20,7 @@ from typing import Any, Dict, Mapping, Optional, Tuple
 
 import numpy as np
 
-from superglue_sift.geometry import corners, transform
+from superglue_sift.geometry import corners, jacobians, transform
 
 Size = Tuple[int, int]  # (width, height)
 
@@ -42,7 +42,8 @@ def fits(image_size: Size, view_size: Size) -> bool:
 
 def smallest_image(view_size: Size) -> Size:
     """The smallest image (width, height) that `fits`."""
-    return tuple(math.ceil((side - 1) / MAX_UPSCALE) + 1 for side in view_size)
+    width, height = (math.ceil((side - 1) / MAX_UPSCALE) + 1 for side in view_size)
+    return width, height
 
 
 def smallest_images(sections: Mapping[str, Any]) -> Dict[str, Size]:
@@ -176,11 +177,4 @@ def magnification(H: np.ndarray, view_size: Size) -> np.ndarray:
     The extremes of a homography's local scale over a convex quadrilateral lie at its corners.
     """
     points = transform(corners(view_size), np.linalg.inv(H))
-    return np.linalg.norm(_jacobians(H, points), ord=2, axis=(-2, -1))
-
-
-def _jacobians(H: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """(N, 2, 2) derivatives of the map at image points (N, 2)."""
-    mapped = transform(points, H)
-    depth = points @ H[2, :2] + H[2, 2]
-    return (H[None, :2, :2] - mapped[:, :, None] * H[None, None, 2, :2]) / depth[:, None, None]
+    return np.linalg.norm(jacobians(H, points), ord=2, axis=(-2, -1))

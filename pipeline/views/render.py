@@ -7,11 +7,10 @@ from typing import Tuple
 import cv2
 import numpy as np
 
-from superglue_sift.geometry import compose, corners, transform
+from superglue_sift.geometry import compose, corners, resizing, transform
 
-SHRINK_BELOW = (
-    0.7  # view pixels per image pixel; above it bilinear sampling skips no image pixel worth naming
-)
+# View pixels per image pixel; above it bilinear sampling skips no image pixel worth naming.
+SHRINK_BELOW = 0.7
 
 
 def render(image: np.ndarray, H_image_to_view: np.ndarray, view_size: Tuple[int, int]) -> np.ndarray:
@@ -32,7 +31,7 @@ def render(image: np.ndarray, H_image_to_view: np.ndarray, view_size: Tuple[int,
     if scale < SHRINK_BELOW:
         height, width = image.shape[:2]
         small = (max(round(width * scale), 1), max(round(height * scale), 1))
-        H = compose(H, np.linalg.inv(_resize_homography((width, height), small)))
+        H = compose(H, np.linalg.inv(resizing((width, height), small)))
         image = cv2.resize(image, small, interpolation=cv2.INTER_AREA)
     # the border mode only ever serves the last fraction of a pixel that rounding may ask for
     return cv2.warpPerspective(image, H, view_size, flags=cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
@@ -43,9 +42,3 @@ def _scale(H: np.ndarray, view_size: Tuple[int, int]) -> float:
     x, y = transform(corners(view_size), np.linalg.inv(H)).T
     area = 0.5 * abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1)))
     return float(np.sqrt((view_size[0] - 1) * (view_size[1] - 1) / area))
-
-
-def _resize_homography(size: Tuple[int, int], small: Tuple[int, int]) -> np.ndarray:
-    """What `cv2.resize` does to coordinates of pixel centres: outer edges, not centres, stay together."""
-    (sx, sy) = (small[0] / size[0], small[1] / size[1])
-    return np.array([[sx, 0, 0.5 * sx - 0.5], [0, sy, 0.5 * sy - 0.5], [0, 0, 1.0]])
