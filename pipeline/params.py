@@ -131,10 +131,10 @@ def _problem(section: str, model: Type[Section], error: Any) -> str:
 
 
 def _field(model: Type[Section], location: List[str]) -> Tuple[Type[Section], Any]:
-    owner, field = model, None
+    owner: Any = model
+    field: Any = None
     for part in location:
-        if field is not None:
-            owner = field.annotation
+        owner = owner if field is None else field.annotation
         field = owner.model_fields.get(part)
     return owner, field
 
@@ -144,7 +144,7 @@ _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "mul
 
 
 def _allowed(field: Any) -> str:
-    """The permitted values of a field in words, from its type and its limits."""
+    """The permitted values of a field as text, from its type and its limits."""
     if get_args(field.annotation):
         return "one of " + ", ".join(str(choice) for choice in get_args(field.annotation))
     words = [

@@ -1,5 +1,4 @@
-"""One of COCO's archives as it is at hand: given by the person, here from before, or still to be
-downloaded."""
+"""One of COCO's archives as it is at hand: given by the person, here from before, or still to be downloaded."""
 
 from __future__ import annotations
 
@@ -15,10 +14,10 @@ from pipeline.images.containers import Container, open_container, zip_container
 
 WORTH_A_PART = 0.5  # of the whole archive's bytes; above it, the whole is downloaded
 
-Bytes = Callable[
-    [Iterator[int], Optional[int], str], None
-]  # shows a download: bytes so far, of how many, of what
-Tick = Callable[[Iterable, int, str], Iterable]  # shows a loop: its items, how many, of what
+# Shows a download: bytes so far, of how many, of what.
+Bytes = Callable[[Iterator[int], Optional[int], str], None]
+# Shows a loop: its items, how many, of what.
+Tick = Callable[[Iterable, int, str], Iterable]
 
 
 class Holding:
@@ -56,8 +55,7 @@ class Holding:
         members = [self._members[name] for name in sorted(names)]
         total = sum(member.compress_size for member in self._members.values())
         if sum(member.compress_size for member in members) > WORTH_A_PART * total:
-            self._download(show)
-            return self._container
+            return self._download(show)
         target = self._path.with_name(f"{self._path.stem}.part-of.zip")
         desc = f"{len(members)} images of {self._each.file}"
         facts = partial.fetch_zip(self._remote, members, target, lambda each: tick(each, len(members), desc))
@@ -79,12 +77,13 @@ class Holding:
         prefix = f"{unpacked.name}/" if unpacked.is_dir() else ""
         return Container(path, "folder", [prefix + name for name in names])
 
-    def _download(self, show: Bytes) -> None:
+    def _download(self, show: Bytes) -> Container:
         each = self._each
-        show(
-            download.download(each.urls(self._mirror), self._path, each.md5, each.size), each.size, each.file
-        )
+        sizes = download.download(each.urls(self._mirror), self._path, each.md5, each.size)
+        show(sizes, each.size, each.file)
         self._container = self._here()
+        assert self._container is not None
+        return self._container
 
     def _directory(self) -> List[zipfile.ZipInfo]:
         """The remote directory, kept beside the archives: COCO's is ten megabytes and never changes."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Iterator, Mapping, Optional
 
 READ = 1 << 17  # bytes taken from a connection at once, at most
 TIMEOUT = (10.0, 30.0)  # seconds to connect, seconds without a byte
@@ -38,12 +38,13 @@ class Remote:
 
     def __init__(self, url: str, size: int) -> None:
         import requests
+        from requests.adapters import HTTPAdapter
 
         self.url, self.size = url, size
         self._http = requests.Session()
         self._http.headers["Accept-Encoding"] = "identity"
         for scheme in ("http://", "https://"):
-            self._http.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=32))
+            self._http.mount(scheme, HTTPAdapter(pool_maxsize=32))
 
     def close(self) -> None:
         self._http.close()
@@ -85,7 +86,7 @@ class Remote:
             answer.raw.enforce_content_length = False  # else the last bytes before a cut are thrown away
             yield from _pieces(answer.raw, start if whole else 0, last - start)
 
-    def _check_size(self, headers: Dict[str, str], start: int, whole: bool) -> None:
+    def _check_size(self, headers: Mapping[str, str], start: int, whole: bool) -> None:
         """Raises Interrupted where an answer does not begin at `start`, or names another size of the file."""
         size = headers.get("Content-Length", "")
         if not whole:

@@ -107,7 +107,7 @@ def imports(path: Path, module: str) -> List[str]:
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            origin = _absolute(node, path, module)
+            origin = node.module or ""  # imports are absolute: ruff holds it (TID252)
             names += [origin, *(f"{origin}.{alias.name}" for alias in node.names)]
     return [name for name in names if name.split(".")[0] in PACKAGES]
 
@@ -120,14 +120,6 @@ def _running(node: ast.AST, into_functions: bool) -> Iterator[ast.AST]:
             continue
         yield child
         yield from _running(child, into_functions)
-
-
-def _absolute(node: ast.ImportFrom, path: Path, module: str) -> str:
-    if not node.level:
-        return node.module or ""
-    parts = module.split(".")
-    up = node.level - (path.name == "__init__.py")
-    return ".".join(parts[: len(parts) - up] + ([node.module] if node.module else []))
 
 
 def _parents(module: str) -> List[str]:
