@@ -107,6 +107,25 @@ def make_params() -> Callable[..., Any]:
     return make
 
 
+@pytest.fixture(scope="session")
+def empty_mlflow_store(tmp_path_factory) -> Path:
+    """An MLflow store with its tables made, to be copied: making one takes seconds."""
+    from mlflow.tracking import MlflowClient
+
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def mlflow_store(empty_mlflow_store, tmp_path: Path, monkeypatch) -> str:
+    """Address of a local MLflow store of the test's own."""
+    (tmp_path / "mlflow.db").write_bytes(empty_mlflow_store.read_bytes())
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    return uri
+
+
 def pytest_collection_modifyitems(items: Any) -> None:
     """Skip tests marked `gpu` where no CUDA device is, with the reason."""
     marked = [item for item in items if item.get_closest_marker("gpu")]

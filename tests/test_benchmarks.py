@@ -108,12 +108,14 @@ class TestPlain:
         assert [each.target for each in rows] == [1.4, 2.2, 2.0, 2.2]
 
     def test_the_module_of_transformers_gives_the_same_matches(self):
-        pytest.importorskip("transformers")
         config = SuperGlueConfig(
             dim=64, layers=3, heads=4, norm="batch", scale_angle=False, sinkhorn_iterations=50
         )
         model, batch = scrambled(config).eval(), made.made_batch(80, 1)
-        matches, scores = transformers_module.matching_call(model, batch)()
+        try:
+            matches, scores = transformers_module.matching_call(model, batch)()
+        except ImportError as error:
+            pytest.skip(f"transformers cannot be imported: {error}")
         with torch.no_grad():
             ours = mutual_matches(model(batch), (80, 80), 0.0)
         assert torch.equal(ours.matches0[0], matches[0]) and torch.equal(ours.matches1[0], matches[1])

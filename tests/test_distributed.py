@@ -32,11 +32,24 @@ def collectives(context) -> dict:
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_collectives(world_size):
-    ranks = range(world_size)
-    answers = [collectives(distributed.start())] if world_size == 1 else in_group(world_size, collectives)
-    for rank, answer in enumerate(answers):
+def everything(context, x: np.ndarray, shares: list) -> dict:
+    return {"collectives": collectives(context), "norm": batch_norm(context, x, shares)}
+
+
+TOKENS = np.random.default_rng(0).normal(2, 3, (7, 5))
+
+
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow), 3])
+def answers(request):
+    """What each rank of a group of this size answers."""
+    world_size = request.param
+    asked = (everything, TOKENS, SHARES[world_size])
+    return [asked[0](distributed.start(), *asked[1:])] if world_size == 1 else in_group(world_size, *asked)
+
+
+def test_collectives(answers):
+    world_size, ranks = len(answers), range(len(answers))
+    for rank, answer in enumerate(one["collectives"] for one in answers):
         assert answer["sum"] == {"a": 0.5 * world_size, "b": sum(r + 1 for r in ranks)}
         assert answer["mean"] == {"a": sum(r + 1 for r in ranks) / world_size}
         assert answer["gathered"] == [{"rank": r, "items": list(range(r))} for r in ranks]
@@ -52,7 +65,7 @@ def test_collectives(world_size):
 def absent(context) -> str:
     """Rank 1 does not come to the barrier in time."""
     if context.rank == 1:
-        time.sleep(12)
+        time.sleep(6)
         return "late"
     try:
         distributed.barrier()
@@ -83,11 +96,9 @@ def batch_norm(context, x: np.ndarray, shares: list) -> dict:
     }
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_batch_norm_over_ranks_is_that_of_one_process(world_size):
-    x = np.random.default_rng(0).normal(2, 3, (7, 5))
-    whole = batch_norm(distributed.start(), x, SHARES[1])
-    parts = in_group(world_size, batch_norm, x, SHARES[world_size])
+def test_batch_norm_over_ranks_is_that_of_one_process(answers):
+    whole = batch_norm(distributed.start(), TOKENS, SHARES[1])
+    parts = [one["norm"] for one in answers]
     for name in ("y", "grad"):
         assert np.allclose(np.concatenate([p[name] for p in parts]), whole[name], atol=1e-12)
     for name in ("weight", "mean", "var"):

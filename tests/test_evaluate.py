@@ -462,7 +462,7 @@ def test_units_hold_every_scene_once_in_order(counts, batch):
         assert unit and (len(unit) == 1 or sum(counts[index] for index in unit) <= batch)
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_any_number_of_processes_gives_the_same_bytes(work, photo, root, processes):
     images = {f"{n}.png": np.ascontiguousarray(photo[20 * n : 20 * n + 280]) for n in range(5)}
     write_image_set(work / "five", images, "test", broken=["bad.jpg"])

@@ -84,8 +84,7 @@ def launcher(arguments, prefix=(), **environment) -> subprocess.Popen:
 
 
 @pytest.fixture
-def bench(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+def bench(tmp_path, mlflow_store):
     return Workbench(tmp_path)
 
 

@@ -183,6 +183,7 @@ def test_a_textured_plane_from_end_to_end(plane, tmp_path, capsys):
     assert "b.png: cannot read this image" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_pairs_and_write_the_same_bytes(plane, tmp_path, root):
     assert errors.run(evaluate.main, [*plane, str(tmp_path / "one")]) == 0
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "2"}

@@ -42,23 +42,9 @@ def quick(monkeypatch):
     monkeypatch.setattr("pipeline.tracking.shipper.LONGEST_PAUSE_SECONDS", 0.2)
 
 
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory) -> Path:
-    """A store with its tables made, to be copied: making one takes seconds."""
-    from mlflow.tracking import MlflowClient
-
-    path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowClient(f"sqlite:///{path}").search_experiments()
-    return path
-
-
 @pytest.fixture
-def store(empty_store, tmp_path, monkeypatch) -> str:
-    """Address of a local store of the test's own."""
-    (tmp_path / "mlflow.db").write_bytes(empty_store.read_bytes())
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    return uri
+def store(mlflow_store) -> str:
+    return mlflow_store
 
 
 class Gate:
@@ -435,11 +421,11 @@ def test_a_resumed_run_whose_log_is_lost_asks_the_server_what_it_has(store, tmp_
     assert steps(store, "train/loss") == list(range(80))
 
 
-def test_a_new_store_gets_the_whole_log(store, empty_store, tmp_path, monkeypatch):
+def test_a_new_store_gets_the_whole_log(store, empty_mlflow_store, tmp_path, monkeypatch):
     run = tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False)
     log_steps(run, 0, 30)
     run.close("KILLED")
-    (tmp_path / "other.db").write_bytes(empty_store.read_bytes())
+    (tmp_path / "other.db").write_bytes(empty_mlflow_store.read_bytes())
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'other.db'}")
     again = tracking.open_run(tmp_path / "reports", PARAMS, resume_run_id=run.run_id, system_metrics=False)
     log_steps(again, 30, 40)
@@ -543,7 +529,7 @@ def test_progress_prints_lines_with_an_eta_where_there_is_no_terminal():
     bar.set_postfix(loss=0.25)
     time.sleep(0.01)
     bar.update(30)
-    assert "train: 70/100 step, 70 %" in out.getvalue()
+    assert "train: 70/100 step, 70%" in out.getvalue()
     assert "ETA 00:00" in out.getvalue() and "loss=0.25" in out.getvalue()
     out = io.StringIO()
     assert list(Lines([1, 2], file=out)) == [1, 2]
