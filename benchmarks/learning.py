@@ -23,6 +23,7 @@ from pipeline.features.store import Store
 from pipeline.pairs.loader import load_batch
 from pipeline.pairs.order import Sample, validation_pairs
 from pipeline.runtime import distributed
+from pipeline.schema import TrainParams
 from pipeline.training.objective import MatchingObjective
 from pipeline.training.validation import validate
 from superglue_sift.neighbours import nearest
@@ -66,7 +67,7 @@ def _minutes(timing: List[Tuple[int, float]], until: int, batch: int) -> float:
     return seconds / 60
 
 
-def baselines(store: Store, samples: List[Sample], train: params.TrainParams) -> Dict[str, Dict[str, float]]:
+def baselines(store: Store, samples: List[Sample], train: TrainParams) -> Dict[str, Dict[str, float]]:
     """Precision, recall and F1 of mutual nearest neighbours and of the ratio test, judged as `validate` judges."""
     counts = {"mutual nearest neighbour": [0, 0], "ratio test, mutual": [0, 0]}
     true = 0
@@ -94,7 +95,7 @@ def _scores(correct: int, predicted: int, true: int) -> Dict[str, float]:
     }
 
 
-def untrained(store: Store, samples: List[Sample], train: params.TrainParams) -> Dict[str, float]:
+def untrained(store: Store, samples: List[Sample], train: TrainParams) -> Dict[str, float]:
     """Figures of the network before its first step; its layers are the identity, so their number does not matter."""
     torch.manual_seed(train.seed)
     model = SuperGlue(SuperGlueConfig(layers=1, sinkhorn_iterations=train.sinkhorn_iterations))

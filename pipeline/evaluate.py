@@ -31,6 +31,7 @@ from pipeline.images import sources
 from pipeline.report import files
 from pipeline.runtime import distributed, made_from, repro, workspace_lock
 from pipeline.runtime.code import code_digest
+from pipeline.schema import EvaluateParams
 from superglue_sift.weights import choose_device, shipped_weights
 
 PAPER_PAIRS = 1024
@@ -99,7 +100,7 @@ def further_models(words: List[str]) -> Dict[str, Path]:
     return found
 
 
-def section_of(args: argparse.Namespace) -> params.EvaluateParams:
+def section_of(args: argparse.Namespace) -> EvaluateParams:
     """Section `evaluate` of params.yaml, from here or from the project, with what the command line says instead."""
     path = args.params
     if path is None:
@@ -108,7 +109,7 @@ def section_of(args: argparse.Namespace) -> params.EvaluateParams:
     return section.model_copy(update={"max_keypoints": args.max_keypoints}) if args.max_keypoints else section
 
 
-def held_out(images_folder: Path, section: params.EvaluateParams, total: Optional[int] = None) -> Named:
+def held_out(images_folder: Path, section: EvaluateParams, total: Optional[int] = None) -> Named:
     """Pairs of the photographs kept for testing, `total` of them or as many as the section says."""
     images = sources.open_manifest(images_folder)
     split, entries = "test", images.entries("test")
@@ -124,7 +125,7 @@ def held_out(images_folder: Path, section: params.EvaluateParams, total: Optiona
     return source, f"held-out images ({split}): {len(source)}"
 
 
-def choose_source(args: argparse.Namespace, section: params.EvaluateParams) -> Named:
+def choose_source(args: argparse.Namespace, section: EvaluateParams) -> Named:
     """Where the pairs come from, and its name as text."""
     if args.pairs is not None:
         source = HPatchesPairs(args.pairs, args.resize)
@@ -147,7 +148,7 @@ def chosen_estimators(args: argparse.Namespace) -> Tuple[Tuple[str, ...], List[s
 
 
 def chosen_matchers(
-    args: argparse.Namespace, section: params.EvaluateParams, device: str
+    args: argparse.Namespace, section: EvaluateParams, device: str
 ) -> Tuple[Matchers, List[str]]:
     """All that are compared, and a line for LightGlue where it was asked for and is not here."""
     models = {OURS: args.model, **args.also}

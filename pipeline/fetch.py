@@ -24,6 +24,7 @@ from pipeline.images.manifest import Entry
 from pipeline.runtime import workspace_lock
 from pipeline.runtime.code import code_digest
 from pipeline.runtime.progress import progress
+from pipeline.schema import FetchParams
 from pipeline.views.homography import smallest_images
 
 MIB = 1 << 20
@@ -62,7 +63,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     return 0
 
 
-def _fetch(options: argparse.Namespace, settings: Any, made_from: str) -> List[Entry]:
+def _fetch(options: argparse.Namespace, settings: FetchParams, made_from: str) -> List[Entry]:
     """Find, download where that is asked for, and write. What is wrong with a person's own images comes first."""
     own = None
     if settings.source == "folder":
@@ -79,7 +80,7 @@ def _fetch(options: argparse.Namespace, settings: Any, made_from: str) -> List[E
     return entries
 
 
-def _made_from(settings: Any) -> str:
+def _made_from(settings: FetchParams) -> str:
     """Digest of what the manifest depends on: parameters, the images of a person's own folders, code."""
     folders = (settings.path, settings.val_path) if settings.source == "folder" else ()
     inputs = [settings.model_dump(), digest(*folders) if folders else "", code_digest(CODE, OUTSIDE)]
@@ -126,7 +127,7 @@ def _entries(split_names: splits.Splits, held: Dict[str, Container], out: Path) 
     return entries, containers
 
 
-def _coco(settings: Any, out: Path, archives: Path) -> Found:
+def _coco(settings: FetchParams, out: Path, archives: Path) -> Found:
     """COCO's own archives: those at hand, else downloaded; with a small `fetch.limit` only a part of them."""
     source = coco.SOURCES[settings.source]
     wanted = {"train": source.train, **({"val": source.held_out} if source.held_out else {})}

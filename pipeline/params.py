@@ -13,33 +13,7 @@ from typing import Any, Dict, List, Tuple, Type, Union, get_args
 from pydantic import ValidationError
 
 from pipeline.errors import RequestError, typed
-from pipeline.schema import (
-    SECTIONS,
-    EvaluateParams,
-    ExportParams,
-    FetchParams,
-    Homography,
-    KeypointsParams,
-    Photometric,
-    Section,
-    TrainParams,
-)
-
-__all__ = [
-    "SECTIONS",
-    "EvaluateParams",
-    "ExportParams",
-    "FetchParams",
-    "Homography",
-    "KeypointsParams",
-    "Photometric",
-    "Section",
-    "TrainParams",
-    "flatten",
-    "load",
-    "load_all",
-    "parse",
-]
+from pipeline.schema import SECTIONS, KeypointsParams, Section, TrainParams
 
 
 def load(section: str, path: Union[str, Path] = "params.yaml") -> Any:

@@ -12,8 +12,8 @@ import import_closure
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline import params
 from pipeline.runtime import code
+from pipeline.schema import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 TREE: Dict[str, Any] = YAML(typ="safe", pure=True).load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))
@@ -42,7 +42,7 @@ def left_by(stage: Dict[str, Any]) -> Dict[str, Dict[str, Any]]:
 
 
 def test_the_stages_are_the_sections_of_params_in_order() -> None:
-    assert list(TREE["stages"]) == STAGES == list(params.SECTIONS)
+    assert list(TREE["stages"]) == STAGES == list(SECTIONS)
     for name, stage in TREE["stages"].items():
         assert stage["params"] == [name]
         assert stage["desc"]

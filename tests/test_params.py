@@ -14,6 +14,7 @@ from ruamel.yaml import YAML
 
 from pipeline import params
 from pipeline.errors import RequestError
+from pipeline.schema import SECTIONS, TrainParams
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -38,7 +39,7 @@ def message(tree: Dict[str, Any], change: Callable[[Dict[str, Any]], Any]) -> st
 def test_every_section_of_the_committed_file_loads() -> None:
     sections = params.load_all(ROOT / "params.yaml")
     assert list(sections) == ["fetch", "keypoints", "train", "evaluate", "export"]
-    assert isinstance(params.load("train", ROOT / "params.yaml"), params.TrainParams)
+    assert isinstance(params.load("train", ROOT / "params.yaml"), TrainParams)
 
 
 def test_sections_are_frozen() -> None:
@@ -170,7 +171,7 @@ def test_a_missing_file_names_the_mend(tmp_path: Path) -> None:
         ),
         max_leaves=12,
     ),
-    st.sampled_from([*params.SECTIONS, "nothing"]),
+    st.sampled_from([*SECTIONS, "nothing"]),
 )
 def test_no_content_whatever_gives_a_traceback(content: Any, section: str) -> None:
     for tree in (

@@ -15,6 +15,7 @@ from ruamel.yaml import YAML
 
 from pipeline import errors, params, presets
 from pipeline.images import containers
+from pipeline.schema import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 OFFERED = ["sample", "ci", "coco2014", "coco2017", "coco2017-val", "folder", "pretrained"]
@@ -60,7 +61,7 @@ def test_the_sample_explains_every_key() -> None:
 def test_the_sample_holds_every_key_and_the_others_only_what_differs() -> None:
     sample = YAML(typ="safe", pure=True).load((ROOT / "presets" / "sample.yaml").read_text(encoding="utf-8"))
     base = {leaf: value for name in sample for leaf, value in params.flatten(name, sample[name]).items()}
-    for section, model in params.SECTIONS.items():
+    for section, model in SECTIONS.items():
         leaves = {f"{section}.{key}" for key in keys(model)}
         assert {leaf for leaf in base if leaf.startswith(section + ".")} <= leaves
         assert {leaf for leaf in leaves if not any(other.startswith(leaf + ".") for other in leaves)} <= set(
@@ -85,7 +86,7 @@ def test_every_preset_renders_to_a_valid_commented_file(
     folder = ["--images", str(image_folder)] if name in ("folder", "pretrained") else []
     assert use(target, name, *folder) == 0
     sections = params.load_all(target)
-    assert list(sections) == list(params.SECTIONS)
+    assert list(sections) == list(SECTIONS)
     text = target.read_text(encoding="utf-8")
     assert text.startswith(f"# Preset {name}: ")
     assert text.count("  # ") == (ROOT / "params.yaml").read_text(encoding="utf-8").count("  # ")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
+from typing import Dict, Iterator, List, Mapping, Sequence, Tuple
 
 from pipeline.errors import RequestError
 from pipeline.images import manifest, sources
 from pipeline.images.containers import Choice, Container, open_container
 from pipeline.images.sources import ImageSet
+from pipeline.schema import FetchParams
 from superglue_sift.images import BadImage, decode_gray
 
 Splits = Dict[str, List[str]]  # names by split
@@ -16,11 +17,8 @@ Size = Tuple[int, int]  # width, height
 FIRST_LOOKED_AT = 16  # images of a split; then twice as many, and so on, until one will do
 
 
-def own(settings: Any) -> Tuple[Splits, Dict[str, Container]]:
+def own(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
     """The splits of a person's own images and where they are: one set with a part held out, or two sets.
-
-    Args:
-        settings: the section `fetch`.
 
     Raises RequestError when a path is wrong, or no image is left to train or to validate.
     """
@@ -37,14 +35,14 @@ def own(settings: Any) -> Tuple[Splits, Dict[str, Container]]:
     return splits, held
 
 
-def hold_out(names: Sequence[str], settings: Any) -> Splits:
+def hold_out(names: Sequence[str], settings: FetchParams) -> Splits:
     """Hold out a part of one set of images by the hash of their names."""
     return share(
         *sources.hold_out(names, settings.val_fraction, settings.seed, sources.HELD_OUT_MIN), settings
     )
 
 
-def share(train: Sequence[str], held_out: Sequence[str], settings: Any) -> Splits:
+def share(train: Sequence[str], held_out: Sequence[str], settings: FetchParams) -> Splits:
     """Limit both sets, and share the held-out images among val and test."""
     train, held_out = _limit(train, settings), _limit(held_out, settings)
     # another seed than that of the hold-out: the same hash would put every small value into test
@@ -107,9 +105,8 @@ def _usable(data: bytes, size: Size) -> bool:
     return width >= size[0] and height >= size[1]
 
 
-def _limit(names: Sequence[str], settings: Any) -> List[str]:
-    """At most `fetch.limit` names, those with the smallest hashes: a larger limit keeps the smaller's
-    choice."""
+def _limit(names: Sequence[str], settings: FetchParams) -> List[str]:
+    """At most `fetch.limit` names, those with the smallest hashes: a larger limit keeps the smaller's choice."""
     if not settings.limit or len(names) <= settings.limit:
         return sorted(names)
     return sorted(

@@ -20,6 +20,7 @@ from typing import Any, Dict, Mapping, Optional, Tuple
 
 import numpy as np
 
+from pipeline.schema import Homography
 from superglue_sift.geometry import corners, jacobians, transform
 
 Size = Tuple[int, int]  # (width, height)
@@ -57,14 +58,13 @@ def smallest_images(sections: Mapping[str, Any]) -> Dict[str, Size]:
 
 
 def sample_view(
-    rng: np.random.Generator, image_size: Size, view_size: Size, limits: Any, difficulty: float = 1.0
+    rng: np.random.Generator, image_size: Size, view_size: Size, limits: Homography, difficulty: float = 1.0
 ) -> np.ndarray:
     """A random view.
 
     Args:
         rng: consumed in a fixed order; see `generator`.
         image_size, view_size: (width, height) px.
-        limits: a `schema.Homography`.
         difficulty: 0 (the largest upright crop, centred) to 1 (the limits in full).
 
     Returns:
@@ -105,7 +105,7 @@ def _largest(image_size: Size, view_size: Size) -> float:
 
 
 def _try_view(
-    rng: np.random.Generator, image_size: Size, view_size: Size, limits: Any, strength: float
+    rng: np.random.Generator, image_size: Size, view_size: Size, limits: Homography, strength: float
 ) -> Optional[np.ndarray]:
     outline = corners(view_size) - corners(view_size).mean(0)
     shift = limits.perspective * strength * rng.uniform(-1.0, 1.0, (4, 2))

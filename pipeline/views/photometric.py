@@ -7,24 +7,24 @@ tile drawn once. In the order a camera has: light, lens, sensor, file.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import cv2
 import numpy as np
+
+from pipeline.schema import Photometric
 
 JPEG_QUALITY = (40, 95)
 TILE = 1024  # side of the noise tile in px
 _LEAST_BLUR = 0.2  # px; less is not worth a pass over the view
 
 
-def distort(view: np.ndarray, rng: np.random.Generator, limits: Any) -> np.ndarray:
+def distort(view: np.ndarray, rng: np.random.Generator, limits: Photometric) -> np.ndarray:
     """A distorted copy of a view.
 
     Args:
         view: (H, W) uint8.
         rng: consumed by the same number of draws whatever the limits, so that switching one distortion off
             leaves the others as they were.
-        limits: `brightness`, `contrast`, `gamma`, `blur`, `noise`, `jpeg` as in `params.Photometric`.
 
     Returns:
         (H, W) uint8, pixel for pixel at the same place.
@@ -45,8 +45,7 @@ def distort(view: np.ndarray, rng: np.random.Generator, limits: Any) -> np.ndarr
 
 
 def _levels(brightness: float, contrast: float, gamma: float) -> np.ndarray:
-    """(256,) uint8 table. Contrast turns around the middle gray; gamma is symmetric: 1.25 and 1 / 1.25
-    alike."""
+    """(256,) uint8 table. Contrast turns around the middle gray; gamma is symmetric: 1.25 and 1 / 1.25 alike."""
     level = np.linspace(0.0, 1.0, 256)
     exponent = 1.0 + gamma if gamma >= 0 else 1.0 / (1.0 - gamma)
     level = (level**exponent - 0.5) * (1.0 + contrast) + 0.5 + brightness
