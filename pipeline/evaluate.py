@@ -27,9 +27,10 @@ from pipeline.evaluation.matchers import OURS, Matchers
 from pipeline.evaluation.protocol import Evaluation, Named
 from pipeline.evaluation.scoring import Settings
 from pipeline.features.tuning import tune_process
+from pipeline.files import file_sha256
 from pipeline.images import sources
 from pipeline.report import files
-from pipeline.runtime import distributed, made_from, repro, workspace_lock
+from pipeline.runtime import distributed, made_from, workspace_lock
 from pipeline.runtime.code import code_digest
 from pipeline.schema import EvaluateParams
 from superglue_sift.weights import choose_device, shipped_weights
@@ -210,7 +211,7 @@ def made_from_inputs(args: argparse.Namespace) -> Dict[str, Any]:
     read = (args.model, *args.also.values(), args.images / "manifest.csv")
     return {
         "arguments": {name: str(value) for name, value in vars(args).items() if name not in own},
-        "files": [repro.file_sha256(path) for path in read],
+        "files": [file_sha256(path) for path in read if path.is_file()],
         "section": section_of(args).model_dump(),
         "code": code_digest(("pipeline.evaluate",)),
     }

@@ -15,6 +15,7 @@ from typing import List, Optional
 
 from pipeline import errors, params, tracking
 from pipeline.errors import RequestError
+from pipeline.files import file_sha256
 from pipeline.runtime import checkpoint, repro, workspace_lock
 from superglue_sift import __version__
 from superglue_sift.matcher import match_threshold
@@ -89,7 +90,7 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
             "data.digest": info.get("data", ""),
             "initial_weights.digest": info.get("initial_weights", ""),
             "code.digest": info.get("code", ""),
-            "source.sha256": repro.file_sha256(source),
+            "source.sha256": file_sha256(source),
             "version": __version__,
             **repro.pinned_versions(),
         },
@@ -103,7 +104,7 @@ def track(noted_in: Optional[Path], path: Path, info: dict) -> None:
     if noted_in is None:
         return
     with tracking.attach(noted_in, training=info.get("training")) as run:
-        run.tags({"export.sha256": repro.file_sha256(path)})
+        run.tags({"export.sha256": file_sha256(path)})
         run.artifact(path.with_suffix(".json"), "export")
 
 

@@ -7,7 +7,6 @@ archive stays one file and is read in place; only the small bundled sample is co
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
@@ -16,7 +15,7 @@ from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tupl
 
 from pipeline import errors, params
 from pipeline.errors import RequestError
-from pipeline.files import write_atomic
+from pipeline.files import file_sha256, json_digest, write_atomic
 from pipeline.images import coco, manifest, sources, splits
 from pipeline.images.containers import Container, digest
 from pipeline.images.holdings import Holding
@@ -83,15 +82,16 @@ def _fetch(options: argparse.Namespace, settings: FetchParams, made_from: str) -
 def _made_from(settings: FetchParams) -> str:
     """Digest of what the manifest depends on: parameters, the images of a person's own folders, code."""
     folders = (settings.path, settings.val_path) if settings.source == "folder" else ()
-    inputs = [settings.model_dump(), digest(*folders) if folders else "", code_digest(CODE, OUTSIDE)]
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
+    return json_digest(
+        [settings.model_dump(), digest(*folders) if folders else "", code_digest(CODE, OUTSIDE)]
+    )
 
 
 def _fitting(out: Path, made_from: str) -> Optional[List[Entry]]:
     """The entries of a manifest that was made from the same and is whole, as are the archives it names; else None."""
     try:
         source = json.loads((out / "source.json").read_text(encoding="utf-8"))
-        if source["made_from"] != made_from or source["manifest"] != _sha256(out / "manifest.csv"):
+        if source["made_from"] != made_from or source["manifest"] != file_sha256(out / "manifest.csv"):
             return None
         entries = manifest.read(out / "manifest.csv")
         roots = {key: out / value["path"] for key, value in source["containers"].items()}
@@ -104,10 +104,6 @@ def _fitting(out: Path, made_from: str) -> Optional[List[Entry]]:
             ends[root] = max(ends.get(root, 0), entry.offset + entry.packed)
     whole = all(path.is_file() and path.stat().st_size >= end for path, end in ends.items())
     return entries if whole else None
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _sample(out: Path) -> Found:
@@ -186,7 +182,7 @@ def _write(out: Path, source: str, entries: List[Entry], containers: Dict[str, A
         "containers": containers,
         "images": counts,
         "made_from": made_from,
-        "manifest": _sha256(out / "manifest.csv"),
+        "manifest": file_sha256(out / "manifest.csv"),
     }
     write_atomic(out / "source.json", json.dumps(content, indent=1, sort_keys=True) + "\n")
 

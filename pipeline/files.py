@@ -1,10 +1,12 @@
-"""A file is written whole or not at all."""
+"""A file is written whole or not at all, and known by its digest."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from pathlib import Path
-from typing import Callable, Union
+from typing import Any, Callable, Union
 
 
 def _nothing(moment: str) -> None:
@@ -40,3 +42,17 @@ def write_atomic(
         os.fsync(directory)  # the new name too, not only the bytes, outlives a loss of power
     finally:
         os.close(directory)
+
+
+def file_sha256(path: Union[str, Path]) -> str:
+    """Hex SHA-256 of a file. Raises OSError."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        for block in iter(lambda: stream.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def json_digest(values: Any) -> str:
+    """16 hexadecimal digits that stand for JSON values, whatever the order of their keys."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

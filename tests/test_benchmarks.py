@@ -189,6 +189,7 @@ class TestRows:
         few, many = (memory.peak_mib(_allocate, "cpu", mib) for mib in (10, 100))
         assert few < 40 < 90 < many < 140
 
+    @pytest.mark.slow
     def test_rows_of_a_gpu(self, monkeypatch):
         """Every row that a GPU fills, on what there is: so that they run where nobody has tried them."""
         monkeypatch.setattr(gpu_rows, "GOALS", {16: 1.0})
@@ -210,6 +211,7 @@ class TestRows:
         assert [bool(row.skipped) for row in found] == [True, True]
         assert "--seconds 1 runs it" in found[0].skipped
 
+    @pytest.mark.slow
     def test_a_group_of_ranks_steps_beside_the_peer(self, tmp_path):
         kept = made.made_store(tmp_path / "store", 20, images=16)
         changes = {"dim": 32, "sinkhorn_iterations": 5, "precision": "float32"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Callable, Dict, List, Mapping, Optional, Tuple
@@ -14,6 +13,7 @@ from pipeline.evaluation.hpatches import HPatchesPairs
 from pipeline.evaluation.matchers import OURS, Matchers, Network
 from pipeline.evaluation.pairs import Source
 from pipeline.evaluation.scoring import Settings
+from pipeline.files import file_sha256
 from pipeline.report import files, page, tables
 from pipeline.runtime import distributed
 from pipeline.schema import EvaluateParams
@@ -96,7 +96,7 @@ def model_lines(network: Network) -> Dict[str, object]:
     """What the protocol says of a network."""
     return {
         "file": network.file.name,
-        "sha256": hashlib.sha256(network.file.read_bytes()).hexdigest(),
+        "sha256": file_sha256(network.file),
         "network": network.info["model"],
         "step": network.info.get("step"),
         "threshold": network.threshold,

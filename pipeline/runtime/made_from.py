@@ -6,14 +6,13 @@ stays in `.dvc/tmp`, one for each stage, that of its last results.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any, Dict, Optional
 
-from pipeline.files import write_atomic
+from pipeline.files import file_sha256, json_digest, write_atomic
 
 RECORD = "made_from.json"
 _LOGS = (".jsonl", ".cursor.json")  # of tracking; no results
@@ -43,7 +42,7 @@ def keep(folder: Path, inputs: Any) -> None:
     for name in files:
         (kept / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(folder / name, kept / name)
-    content = {"inputs": _digest(inputs), "files": files}
+    content = {"inputs": json_digest(inputs), "files": files}
     write_atomic(kept / RECORD, json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 
@@ -56,18 +55,14 @@ def _kept() -> Optional[Path]:
 def _fits(kept: Path, inputs: Any) -> bool:
     try:
         record = json.loads((kept / RECORD).read_text(encoding="utf-8"))
-        return record["inputs"] == _digest(inputs) and record["files"] == _files(kept)
+        return record["inputs"] == json_digest(inputs) and record["files"] == _files(kept)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def _digest(inputs: Any) -> str:
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def _files(folder: Path) -> Dict[str, str]:
     return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        path.relative_to(folder).as_posix(): file_sha256(path)
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != RECORD and not path.name.endswith(_LOGS)
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import socket
@@ -10,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Dict, List, Optional
+
+from pipeline.files import file_sha256
 
 PACKAGES = ("torch", "numpy", "scipy", "opencv-python", "safetensors", "dvc", "mlflow", "nvidia-dali-cuda110")
 
@@ -67,18 +68,6 @@ def _git(folder: Path, *args: str) -> Optional[str]:
     return done.stdout.decode("utf-8", "replace").strip() if done.returncode == 0 else None
 
 
-def file_sha256(path: Path) -> Optional[str]:
-    """Hex SHA-256 of a file, None where there is none to read."""
-    digest = hashlib.sha256()
-    try:
-        with open(path, "rb") as stream:
-            for block in iter(lambda: stream.read(1 << 20), b""):
-                digest.update(block)
-    except OSError:
-        return None
-    return digest.hexdigest()
-
-
 def versions() -> Dict[str, str]:
     """Installed versions of what can change a number, without importing any of it."""
     from importlib import metadata
@@ -117,11 +106,11 @@ def provenance(root: Optional[Path] = None) -> Dict[str, str]:
     Keys with no value here (not under DVC, no GPU, no image) are left out.
     """
     folder = repo_root() if root is None else root
-    git = git_state(folder)
+    git, lock = git_state(folder), folder / "dvc.lock"
     tags = {
         "git.commit": git["commit"],
         "git.dirty": git["dirty"],
-        "dvc.lock.sha256": file_sha256(folder / "dvc.lock") or "",
+        "dvc.lock.sha256": file_sha256(lock) if lock.is_file() else "",
         "dvc.stage": os.environ.get("DVC_STAGE", ""),
         "dvc.exp_name": os.environ.get("DVC_EXP_NAME", ""),
         "dvc.exp_baseline_rev": os.environ.get("DVC_EXP_BASELINE_REV", ""),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor
 
+from pipeline.files import file_sha256, json_digest
 from pipeline.runtime.checkpoint import BEST_PREFIX
 from pipeline.runtime.code import code_digest
 from pipeline.training.optimization import MovingAverage, optimizer_tensors, restore_optimizer
@@ -47,7 +46,7 @@ def fingerprint(train, data_digest: str, world_size: int) -> Fingerprint:
     if train.batch_per_rank or train.lr_scaling != "none":
         values["world_size"] = world_size
     if train.init_from:
-        values["initial_weights"] = hashlib.sha256(Path(train.init_from).read_bytes()).hexdigest()[:16]
+        values["initial_weights"] = file_sha256(train.init_from)[:16]
     values["data"] = data_digest
     values["code"] = code_digest(CODE, OUTSIDE)
     return values
@@ -63,8 +62,7 @@ def fingerprint_of(info: Dict[str, Any]) -> Fingerprint:
 
 def identity(values: Fingerprint) -> str:
     """A name for the training of this fingerprint, equal wherever it is run, whatever the code has become since."""
-    text = json.dumps({key: value for key, value in values.items() if key != "code"}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return json_digest({key: value for key, value in values.items() if key != "code"})
 
 
 def changed_keys(saved: Fingerprint, ours: Fingerprint) -> List[str]:
