@@ -72,7 +72,7 @@ test-cu111:  ## the tests on the CUDA 11.1 stack, Python 3.9 and torch 1.10 (.ve
 images:  ## build and try both images without a container engine (root, buildah, debootstrap)
 	@docker/ci.sh --always
 
-faults: $(SETUP_DEV)  ## kill trainings in every way of the matrix; writes docs/faults.md (half an hour)
+faults: $(SETUP_DEV)  ## kill trainings in every way of the matrix; writes docs/faults.md (an hour)
 	@python tests/faults/run.py
 
 lint: $(SETUP_DEV)  ## style, dvc.yaml against the imports of its stages, types

@@ -21,27 +21,13 @@ The network itself is the library `superglue_sift`, which knows nothing of this 
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
-
-_PUBLIC = {
-    "SuperGlue": "superglue_sift.superglue",
-    "SuperGlueConfig": "superglue_sift.superglue",
-    "mutual_matches": "superglue_sift.superglue",
-    "fuse_for_inference": "superglue_sift.inference",
-    "CUDAGraphModel": "superglue_sift.inference",
-    "PairBatch": "superglue_sift.batch",
-    "Pair": "superglue_sift.batch",
-    "from_pairs": "superglue_sift.batch",
-    "extract": "superglue_sift.sift",
-    "load_model_file": "superglue_sift.weights",
-}
-
-__all__ = list(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:
-    """The public API, loaded when it is asked for: `from pipeline import SuperGlue` alone imports torch."""
-    if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    """The library's public names, also from here: `from pipeline import SuperGlue`; loaded when they are asked for."""
+    import superglue_sift
+
+    if name in superglue_sift.__all__ and name != "__version__":
+        return getattr(superglue_sift, name)
     raise AttributeError(f"module 'pipeline' has no attribute {name!r}")
