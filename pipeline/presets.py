@@ -87,7 +87,7 @@ def write(path: Path, text: str) -> bool:
 
 
 def _flat(text: str) -> List[str]:
-    """Lines like `train.lr: 0.0001`, so that a difference tells its section; raw lines where that fails."""
+    """Lines like `train.lr: 0.0001`, so that a difference names its section; raw lines where that fails."""
     try:
         tree = _plain(text)
         sections = {name: params.flatten(name, values) for name, values in tree.items()}

@@ -55,7 +55,7 @@ def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[St
     """Everything that can be wrong with the request, before any process is started. The opened train and val stores.
 
     Raises:
-        RequestError: with the key or file and the mend.
+        RequestError: with the key or file and the fix.
     """
     args = parse(argv)
     train = params.load("train", args.params)

@@ -165,12 +165,9 @@ class TestFaults:
             whole(bench, "run"), SG_FAULT="stop:rank=1,step=3", SG_TIMEOUT="10", SG_MAX_RESTARTS="0"
         )
         wait_until((bench.folder / "run-r" / "curves" / "train.csv").is_file, PATIENCE)  # of step 2
-        began = time.monotonic()
         out, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 1, out
         assert "rank 1, last seen at step 3, died or hung" in out
-        # 10 s of SG_TIMEOUT, the log's way to MLflow, and the time torchrun gives a rank to save (90 s)
-        assert time.monotonic() - began < 200
 
     def test_no_rank_outlives_a_killed_launcher(self, bench):
         process = launcher(whole(bench, "run", (("steps", 100000),)))

@@ -1,7 +1,7 @@
 """What holds images: a folder, a zip, a list file, or a COCO annotation file; all four behind one manner.
 
 `open_container` looks at what a path is. Whatever it is, the images stay where they are, and a container
-tells the names in it and makes their manifest entries.
+lists the names in it and makes their manifest entries.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ def open_container(path: Union[str, Path], root: str = "", choice: Choice = Choi
 
 
 def fingerprint(path: Union[str, Path]) -> bytes:
-    """What changes when a zip, a list or an annotation file names other images: its directory, or its
-    text."""
+    """What changes when a zip, a list or an annotation file names other images: its directory, or its text."""
     path = Path(path)
     if path.suffix.lower() != ".zip":
         return path.read_bytes()

@@ -44,8 +44,7 @@ Tick = Callable[[Iterable], Iterable]  # wraps an iterable in a progress display
 
 
 class ImageSet:
-    """What `fetch` left: entries by split, and their bytes. Cheap to open and to pickle; no handle is
-    kept."""
+    """What `fetch` left: entries by split, and their bytes. Cheap to open and to pickle; no handle is kept."""
 
     def __init__(self, entries: Sequence[Entry], containers: Dict[str, str]) -> None:
         self._entries = list(entries)

@@ -1,4 +1,4 @@
-"""Which images train, validate and test; and do a person's own suffice, told before anything is written."""
+"""Which images train, validate and test; and do a person's own suffice, said before anything is written."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def _meaning(node: Any) -> Iterator[str]:
 
 
 def _is_message(node: Any) -> bool:
-    """A docstring, or a statement that only tells something."""
+    """A docstring, or a statement that only says something."""
     if not isinstance(node, ast.Expr):
         return False
     value = node.value

@@ -223,7 +223,7 @@ def wrap(module: nn.Module) -> nn.Module:
     """DistributedDataParallel around `module` in a group of several; `module` itself otherwise.
 
     `find_unused_parameters` is set for what it does beside: the gradient's buckets stay as they were laid out.
-    Otherwise they are laid out anew after the first step, a resumed run starts from the first layout again, and
+    Otherwise they are laid out again after the first step, a resumed run starts from the first layout again, and
     from three ranks on the ring adds in another order: the resumed weights differ in their last bits.
     """
     if not _grouped():

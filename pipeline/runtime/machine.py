@@ -22,7 +22,7 @@ PREFETCH = 4
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor: what was looked at, how it stands, and the mend where there is one."""
+    """One line of the doctor: what was looked at, how it stands, and the fix where there is one."""
 
     level: str
     subject: str
@@ -97,7 +97,7 @@ def shared_memory_needed(ranks: int, pairs_per_rank: int, keypoints: int) -> int
 
 
 def judge_shared_memory(free: int, needed: int) -> Finding:
-    """/dev/shm against what training wants; Docker gives 64 MB unless told otherwise."""
+    """/dev/shm against what training wants; Docker gives 64 MB unless asked for more."""
     if free >= needed:
         return Finding(OK, "/dev/shm", f"{size(free)} free, {size(needed)} wanted")
     gigabytes = max(1, math.ceil(needed / GIB))
@@ -159,7 +159,7 @@ def judge_tracking(uri: str, status: Optional[int], error: str = "") -> Finding:
 
 
 def size(count: float) -> str:
-    """Bytes in words: 64 MiB, 1.5 GiB."""
+    """Bytes as text: 64 MiB, 1.5 GiB."""
     if count >= GIB:
         return f"{count / GIB:.1f} GiB"
     return f"{math.ceil(count / MIB)} MiB"
