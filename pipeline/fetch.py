@@ -10,8 +10,9 @@ import argparse
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from pipeline import errors, params
 from pipeline.errors import RequestError
@@ -70,7 +71,10 @@ def _fetch(options: argparse.Namespace, settings: FetchParams, made_from: str) -
         splits.require_usable(*own, smallest_images(params.load_all(options.params)))
     manifest.writable(options.out, options.archives, options.reports)
     if settings.source == "sample":
-        entries, containers = _sample(options.out)
+        entries, containers = (
+            sources.copy_sample(options.out / SAMPLE),
+            {SAMPLE: {"kind": "folder", "path": SAMPLE}},
+        )
     else:
         shutil.rmtree(options.out / SAMPLE, ignore_errors=True)
         found = _entries(*own, options.out) if own else _coco(settings, options.out, options.archives)
@@ -106,16 +110,13 @@ def _fitting(out: Path, made_from: str) -> Optional[List[Entry]]:
     return entries if whole else None
 
 
-def _sample(out: Path) -> Found:
-    return sources.copy_sample(out / SAMPLE), {SAMPLE: {"kind": "folder", "path": SAMPLE}}
-
-
 def _entries(split_names: splits.Splits, held: Dict[str, Container], out: Path) -> Found:
     """Manifest entries of the splits; val and test come from the container "val" where there is one."""
     entries: List[Entry] = []
     for split, names in split_names.items():
         key = splits.container_of(split, held)
-        entries += held[key].entries(names, split, key, _ticker(f"reading {split} images", len(names)))
+        tick = partial(progress, total=len(names), desc=f"reading {split} images", unit="image")
+        entries += held[key].entries(names, split, key, tick)
     containers = {
         key: {**each.facts, "kind": each.kind, "path": _reference(each.path, out)}
         for key, each in held.items()
@@ -143,7 +144,8 @@ def _coco(settings: FetchParams, out: Path, archives: Path) -> Found:
         chosen = splits.hold_out(holdings["train"].names, settings)
     held_out = chosen["val"] + chosen["test"]
     needed = {"train": chosen["train"] + ([] if "val" in holdings else held_out), "val": held_out}
-    held = {key: each.ensure(needed[key], _show_download, _show_images) for key, each in holdings.items()}
+    tick = partial(progress, unit="image")
+    held = {key: each.ensure(needed[key], _show_download, tick) for key, each in holdings.items()}
     return _entries(chosen, held, out)
 
 
@@ -159,19 +161,11 @@ def _show_download(sizes: Iterator[int], size: Optional[int], name: str) -> None
         bar.close()
 
 
-def _show_images(images: Iterable, total: int, desc: str) -> Iterable:
-    return progress(images, total=total, desc=desc, unit="image")
-
-
 def _reference(path: Path, out: Path) -> str:
     """How source.json names a place: relative to --out where the person gave a relative path."""
     if path.is_absolute():
         return str(path)
     return Path(os.path.relpath(path.resolve(), out.resolve())).as_posix()
-
-
-def _ticker(desc: str, total: int) -> sources.Tick:
-    return lambda iterable: progress(iterable, total=total, desc=desc, unit="image")
 
 
 def _write(out: Path, source: str, entries: List[Entry], containers: Dict[str, Any], made_from: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import zipfile
 from pathlib import Path
@@ -16,8 +17,8 @@ WORTH_A_PART = 0.5  # of the whole archive's bytes; above it, the whole is downl
 
 # Shows a download: bytes so far, of how many, of what.
 Bytes = Callable[[Iterator[int], Optional[int], str], None]
-# Shows a loop: its items, how many, of what.
-Tick = Callable[[Iterable, int, str], Iterable]
+# Shows a loop: its items, `total` and `desc`.
+Tick = Callable[..., Iterable]
 
 
 class Holding:
@@ -58,7 +59,8 @@ class Holding:
             return self._download(show)
         target = self._path.with_name(f"{self._path.stem}.part-of.zip")
         desc = f"{len(members)} images of {self._each.file}"
-        facts = partial.fetch_zip(self._remote, members, target, lambda each: tick(each, len(members), desc))
+        shown = functools.partial(tick, total=len(members), desc=desc)
+        facts = partial.fetch_zip(self._remote, members, target, shown)
         self._remote.close()
         return zip_container(target, **facts)
 
