@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Dict, List, Literal, Optional, Union
 
@@ -13,7 +15,10 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 from ruamel.yaml import YAML
 
+from pipeline.errors import STOPPED
+
 ROOT = Path(__file__).resolve().parents[1]
+KUBEFLOW = ROOT / "deploy" / "kubeflow"
 SBATCH = (ROOT / "deploy" / "slurm" / "train.sbatch").read_text()
 
 
@@ -106,8 +111,30 @@ class TrainSpec(Strict):
     pytorchReplicaSpecs: Dict[Literal["Master", "Worker"], Replica]
 
 
+class ExitCodes(Strict):
+    containerName: str
+    operator: Literal["In", "NotIn"]
+    values: List[int]
+
+
+class Condition(Strict):
+    type: str
+    status: str
+
+
+class Rule(Strict):
+    action: Literal["FailJob", "Ignore", "Count"]
+    onExitCodes: Optional[ExitCodes] = None
+    onPodConditions: Optional[List[Condition]] = None
+
+
+class FailurePolicy(Strict):
+    rules: List[Rule]
+
+
 class JobSpec(Strict):
     backoffLimit: int
+    podFailurePolicy: FailurePolicy
     template: Template
 
 
@@ -129,25 +156,68 @@ class PyTorchJob(Strict):
     spec: TrainSpec
 
 
-def documents() -> List[Union[Job, PyTorchJob]]:
-    text = (ROOT / "deploy" / "kubeflow" / "pytorchjob.yaml").read_text()
-    kinds = {"Job": Job, "PyTorchJob": PyTorchJob}
-    return [kinds[tree["kind"]](**tree) for tree in YAML(typ="safe").load_all(text)]
+def deployed(name: str) -> Union[Job, PyTorchJob]:
+    tree = YAML(typ="safe").load((KUBEFLOW / f"{name}.yaml").read_text())
+    return {"Job": Job, "PyTorchJob": PyTorchJob}[tree["kind"]](**tree)
 
 
-def test_the_kubeflow_jobs_fit_their_schema():
-    prepare, train = documents()
+@pytest.mark.parametrize("name", ["prepare", "train", "finish"])
+def test_a_pod_may_save_and_mounts_what_it_names(name):
+    job = deployed(name)
+    template = job.spec.template if name != "train" else job.spec.pytorchReplicaSpecs["Worker"].template
+    pod = template.spec
+    assert pod.terminationGracePeriodSeconds >= 60
+    mounts = {mount.name for container in pod.containers for mount in container.volumeMounts}
+    assert mounts == {volume.name for volume in pod.volumes}
+    assert all(":latest" not in container.image for container in pod.containers)
+
+
+def test_the_training_job_fits_the_operator():
+    train = deployed("train")
     worker = train.spec.pytorchReplicaSpecs["Worker"]
     pod = worker.template.spec
     assert pod.containers[0].name == "pytorch"  # the operator looks for this name
     assert train.spec.elasticPolicy.minReplicas <= worker.replicas <= train.spec.elasticPolicy.maxReplicas
-    assert pod.terminationGracePeriodSeconds >= 60
     shm = {volume.name: volume for volume in pod.volumes}["shm"]
     assert shm.emptyDir.medium == "Memory"
-    for spec in (prepare.spec.template.spec, pod):
-        mounts = {mount.name for container in spec.containers for mount in container.volumeMounts}
-        assert mounts == {volume.name for volume in spec.volumes}
-        assert all(":latest" not in container.image for container in spec.containers)
+
+
+def test_the_training_job_starts_again_after_a_stop_and_a_kill_and_not_after_a_wrong_request():
+    assert deployed("train").spec.pytorchReplicaSpecs["Worker"].restartPolicy == "ExitCode"
+    assert STOPPED >= 128 > 2  # from 128 on the operator calls an exit code retryable
+
+
+def test_the_training_job_and_the_launcher_agree_how_often_to_start_again(tmp_path):
+    """The pod's own command, with the operator's variables, in front of a launcher that shows what it is given."""
+    train = deployed("train")
+    shown = "from pipeline.launch import command, max_restarts; print(*command('m', [], 1))"
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} -c "{shown}"\n')
+    (tmp_path / "python").chmod(0o755)
+    policy = train.spec.elasticPolicy
+    operator = {
+        "PET_NNODES": f"{policy.minReplicas}:{policy.maxReplicas}",
+        "PET_RDZV_ENDPOINT": "superglue-train-worker-0:23456",
+        "PET_MAX_RESTARTS": str(policy.maxRestarts),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+    }
+    script = train.spec.pytorchReplicaSpecs["Worker"].template.spec.containers[0].args[0]
+    environment = {**os.environ, **operator}
+    done = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert f"--max_restarts={policy.maxRestarts}" in done.stdout.split()
+    assert "--rdzv_endpoint=superglue-train-worker-0:23456" in done.stdout.split()
+
+
+@pytest.mark.parametrize("name", ["prepare", "finish"])
+def test_a_job_is_tried_again_after_a_stop_and_not_after_a_wrong_request(name):
+    job = deployed(name)
+    assert job.spec.template.spec.restartPolicy == "Never"  # podFailurePolicy needs it
+    actions = {}
+    for rule in job.spec.podFailurePolicy.rules:
+        if rule.onExitCodes:
+            assert rule.onExitCodes.containerName == job.spec.template.spec.containers[0].name
+            actions.update(dict.fromkeys(rule.onExitCodes.values, rule.action))
+    assert actions == {2: "FailJob", STOPPED: "Ignore"}
 
 
 def options(text):
@@ -160,7 +230,85 @@ def test_the_slurm_job_saves_requeues_and_appends():
     assert found["signal"] == "B:USR1@120" and "requeue" in found
     assert found["open-mode"] == "append"
     assert found["ntasks-per-node"] == "1"  # torchrun makes the ranks
-    assert "scontrol requeue" in SBATCH and "STOPPED=143" in SBATCH
+
+
+SLURM = """#!/bin/sh
+# stands for srun, scontrol and scancel: notes what it is asked for, and answers as SLURM 22.05 did
+echo "$(basename "$0") $*" >>"$TRY/asked"
+case "$(basename "$0") $1" in
+    "scontrol show") [ "$2" = hostnames ] && echo node1 || echo "JobId=7 JobState=$STATE" ;;
+    "scancel "*) kill -TERM "$(cat "$TRY/step")" ;;
+    "srun "*)
+        if [ -n "$SIGNAL" ]; then
+            trap 'kill $!; exit 143' TERM
+            echo $$ >"$TRY/step"
+            sleep 300 >/dev/null &
+            kill -"$SIGNAL" "$PPID"
+            wait
+        fi ;;
+esac
+exit "${CODE:-0}"
+"""
+
+
+def submitted(tmp_path, **environment):
+    """The job script with these commands in place of SLURM's; its output, exit code and what it asked SLURM for."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("srun", "scontrol", "scancel"):
+        (folder / name).write_text(SLURM)
+        (folder / name).chmod(0o755)
+    job = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "TRY": str(tmp_path),
+        "SIGNAL": "",
+        **environment,
+    }
+    done = subprocess.run(
+        ["bash", str(ROOT / "deploy" / "slurm" / "train.sbatch")], cwd=tmp_path, text=True, timeout=60,
+        env={"PATH": f"{folder}:{os.environ['PATH']}", **job}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    return done, (tmp_path / "asked").read_text().splitlines()
+
+
+def test_the_slurm_job_sets_the_preset_before_any_stage_and_hands_its_cores_on(tmp_path):
+    done, asked = submitted(tmp_path, PRESET="coco2017", SLURM_NNODES="2", SLURM_CPUS_PER_TASK="32")
+    assert done.returncode == 0, done.stdout
+    steps = [line for line in asked if line.startswith("srun ")]
+    assert all(" --cpus-per-task=32 " in line for line in steps)
+    prepare, train, commit, rest = steps
+    assert prepare.endswith("entrypoint.py repro --preset coco2017 keypoints")
+    assert " --nodes=2 " in train and "RDZV_ENDPOINT=node1:29400 " in train and "pipeline.launch" in train
+    assert commit.endswith("dvc commit --force train") and rest.endswith("entrypoint.py repro")
+
+
+@pytest.mark.parametrize(
+    ("signal", "state", "queued"),
+    [
+        ("USR1", "RUNNING Reason=None Restarts=0 PreemptTime=None", True),
+        ("TERM", "RUNNING Reason=None Restarts=0 PreemptTime=2026-11-22T14:43:17", True),
+        ("TERM", "COMPLETING Reason=TimeLimit Restarts=0 PreemptTime=None", True),
+        ("TERM", "COMPLETING Reason=None Restarts=0 PreemptTime=None", False),
+        ("TERM", "COMPLETING Reason=None Restarts=1 ExitCode=0:0", False),
+    ],
+    ids=[
+        "end of the time",
+        "preempted, to be cancelled",
+        "time is over",
+        "scancel",
+        "preempted, requeued by SLURM",
+    ],
+)
+def test_the_slurm_job_goes_back_into_the_queue_unless_a_person_cancelled_it(tmp_path, signal, state, queued):
+    done, asked = submitted(tmp_path, SIGNAL=signal, STATE=state)
+    assert done.returncode == 143, done.stdout
+    assert ("scontrol requeue 7" in asked) == queued
+
+
+def test_the_slurm_job_that_fails_is_not_tried_again(tmp_path):
+    done, asked = submitted(tmp_path, CODE="2")
+    assert done.returncode == 2 and "scontrol requeue 7" not in asked
 
 
 def test_the_slurm_job_is_a_valid_script():
@@ -170,7 +318,7 @@ def test_the_slurm_job_is_a_valid_script():
         subprocess.run(["shellcheck", "--severity=warning", script], check=True)
 
 
-@pytest.mark.parametrize("text", [SBATCH, (ROOT / "deploy" / "kubeflow" / "pytorchjob.yaml").read_text()])
+@pytest.mark.parametrize("text", [SBATCH, (KUBEFLOW / "train.yaml").read_text()])
 def test_the_clusters_start_training_as_dvc_does(text):
     stage = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]["train"]["cmd"]
     arguments = re.findall(r"--\S+ \S+", stage.split("pipeline.train")[1])

@@ -111,14 +111,29 @@ def test_slurm_variables(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name, value in {
         "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "20041",
-        "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.5",
+        "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.5", "SLURM_JOB_NODELIST": "gpu[07-09],login1",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     distributed._adopt_slurm()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    assert [distributed.os.environ[n] for n in names] == ["3", "8", "1", "10.0.0.5", "20041"]
+    assert [distributed.os.environ[n] for n in names] == [
+        "3",
+        "8",
+        "1",
+        "gpu07",
+        "20041",
+    ]  # not the login node that started it
     for name in names:  # monkeypatch.delenv would put them back at the end, for all tests that follow
         distributed.os.environ.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("node1", "node1"), ("gpu[07-09,12],login1", "gpu07"), ("a1,b[2-3]", "a1"), ("10.0.0.1", "10.0.0.1"),
+     ("rack[0-1]node[03-05]", "rack0node03"), ("x[1,3-4]y[2-3],z", "x1y2")],
+)  # fmt: skip
+def test_rank_0_is_on_the_first_host_as_scontrol_counts(nodes, first):
+    assert distributed.first_host(nodes) == first
 
 
 def test_an_environment_that_is_no_number(monkeypatch):

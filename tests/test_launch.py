@@ -182,7 +182,7 @@ class TestFaults:
         arguments = [sys.executable, "-m", "pipeline.train", *whole(bench, "run")]
         job = {
             "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "OMP_NUM_THREADS": "1",
-            "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "MASTER_PORT": str(launch.free_port()),
+            "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": str(launch.free_port()),
         }  # fmt: skip
         tasks = [
             subprocess.Popen(

@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import datetime
 import os
+import re
 import signal
 import sys
 import warnings
@@ -58,8 +59,18 @@ def _adopt_slurm() -> None:
         return
     for ours, theirs in names.items():
         os.environ[ours] = os.environ[theirs]
-    os.environ.setdefault("MASTER_ADDR", os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"))
+    # rank 0 is on the first node of its step; the job may have been started from a login node
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+    os.environ.setdefault("MASTER_ADDR", first_host(nodes))
     os.environ.setdefault("MASTER_PORT", str(20000 + _integer("SLURM_JOB_ID", 0) % 20000))
+
+
+def first_host(nodes: str) -> str:
+    """The first of SLURM's list of nodes: gpu07 of `gpu[07-09,12],login1`, as `scontrol show hostnames` has it.
+
+    Without that command, which an image does not have.
+    """
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", nodes)[0])
 
 
 def _die_with_parent() -> None:
