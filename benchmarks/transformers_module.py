@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from superglue_sift.superglue import SuperGlue, root_sift
-from superglue_sift.superglue import _geometry as geometry_of
+from superglue_sift.superglue import geometry_of
 
 SIDE, REACH = (
     64,

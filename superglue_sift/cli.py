@@ -1,120 +1,148 @@
-"""Match two images with a trained model: `superglue-match A.jpg B.jpg --out matches.png --json matches.json`.
+"""Match photographs with a trained model: two of them, a folder, a list of pairs, a video or a camera.
 
-Prints how many keypoints and matches there are, and how many of the matches one homography and one fundamental
-matrix explain. Keypoints are pixels of the images as stored (EXIF orientation is ignored).
+  superglue-match A.jpg B.jpg --out matches.png            two images; prints how many matches, and how many fit
+  superglue-match A.jpg B.jpg --json matches.json          keypoints, matches, scores, homography
+  superglue-match A.jpg B.jpg --out m.png --homography     also m_overlay.jpg and m_blink.gif: A warped onto B
+  superglue-match photos/ --out-dir found                  all pairs of a folder (5 photos: 10 pairs)
+  superglue-match photos/ --out-dir found --pairing nearest --k 10      each with the 10 that look most alike
+  superglue-match photos/ --out-dir found --pairing sequential --k 5    each with the 5 before it by name
+  superglue-match --pairs pairs.txt --root photos --out-dir found       a pair `a.jpg b.jpg` in each line
+  superglue-match walk.mp4 --out-dir found --every 10 --pictures        frames 0, 10, 20, ...
+  superglue-match --camera 0 --out-dir found --frames 100
+  superglue-match --serve                                  a page for the browser, on this machine alone
+
+In --out-dir each pair leaves A_B_matches.npz: keypoints0 (M, 2), keypoints1 (N, 2), matches (M,) with -1 for none,
+match_confidence (M,). The same command run again goes on where it was stopped. Images that cannot be read are listed in
+bad_images.csv, the rest is done, and the exit code is 1. Keypoints are pixels of the images as stored: x right, y down,
+(0, 0) the centre of the first pixel; EXIF orientation is ignored.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import hashlib
+import os
 import time
 from pathlib import Path
-from typing import Dict, Optional, Sequence
+from typing import Optional, Sequence, Tuple
 
-import numpy as np
+import cv2
 
-from superglue_sift import drawing, errors, geometry
-from superglue_sift.errors import RequestError
-from superglue_sift.geometry import Fit
+from superglue_sift import __version__, errors, many, results
+from superglue_sift.errors import RequestError, WorkError
 from superglue_sift.images import read_color
-from superglue_sift.matcher import Matcher, MatchResult
+from superglue_sift.matcher import Matcher
 from superglue_sift.weights import shipped_weights
 
-INLIER_PX = 3.0
+PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+NEIGHBOURS = {"sequential": 5, "nearest": 20}  # of each image, where --k names no other number
 
 
 def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="superglue-match", description=str(__doc__).splitlines()[0])
-    add = parser.add_argument
-    add("image0", type=Path)
-    add("image1", type=Path)
-    add("--out", type=Path, help="picture of the matches (png, jpg or webp)")
-    add("--json", type=Path, help="keypoints and matches")
+    """The command line. Raises RequestError for one that cannot be meant."""
+    title, _, examples = str(__doc__).partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="superglue-match",
+        description=title,
+        epilog="examples:\n" + examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("inputs", nargs="*", type=Path, help="two images, or a folder, or a video")
+    parser.add_argument("--version", action="version", version=f"superglue-sift {__version__}")
+    _add_what(parser.add_argument_group("what to match"))
+    _add_output(parser.add_argument_group("what to write"))
+    _add_how(parser.add_argument_group("how to match"))
+    _add_page(parser.add_argument_group("a page for the browser (pip install 'superglue-sift[serve]')"))
+    args = parser.parse_args(argv)
+    _check(args)
+    return args
+
+
+def _add_what(group) -> None:
+    add = group.add_argument
+    add("--pairs", type=Path, metavar="FILE", help="text file, `a b` in each line")
+    add("--root", type=Path, help="folder of the images that --pairs names (default: that of the file)")
+    add("--camera", type=int, metavar="N", help="camera N of this machine, until Ctrl-C or --frames")
+    add(
+        "--pairing",
+        default="exhaustive",
+        choices=("exhaustive", "sequential", "nearest"),
+        help="of a folder: all pairs; each image with the K before it by name; each with the K most alike",
+    )
+    add("--k", type=int, help="for sequential and video (default 5) and nearest (default 20)")
+    add("--every", type=int, default=1, metavar="N", help="of a video or camera each N-th frame (default 1)")
+    add("--frames", type=int, metavar="N", help="of a video or camera at most N frames")
+
+
+def _add_output(group) -> None:
+    add = group.add_argument
+    add("--out", type=Path, help="of two images: picture of the matches (png, jpg or webp)")
+    add("--json", type=Path, help="of two images: keypoints and matches")
+    add("--out-dir", type=Path, metavar="DIR", help="of any number: A_B_matches.npz for each pair")
+    add("--pictures", action="store_true", help="with --out-dir: also A_B_matches.jpg")
+    add("--json-files", action="store_true", help="with --out-dir: also A_B_matches.json")
+    add(
+        "--homography",
+        action="store_true",
+        help="also the first image warped onto the second, A_B_overlay.jpg, and both blinking, A_B_blink.gif "
+        "(pip install 'superglue-sift[gif]')",
+    )
+    add("--features", type=Path, metavar="DIR", help="where features are kept (default: OUT-DIR/features)")
+
+
+def _add_how(group) -> None:
+    add = group.add_argument
     add("--model", type=Path, help="model file (default: the weights that ship with the library)")
     add("--max-keypoints", type=int, default=1024, help="strongest keypoints of each image (default 1024)")
     add("--threshold", type=float, help="least probability of a match (default: the model's own, else 0.2)")
     add("--resize", type=int, default=1024, help="longer side is reduced to this (default 1024; 0: never)")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--device", default="auto", help="auto (a GPU where there is one), cpu, cuda or cuda:N")
     add(
         "--precision",
         default="float32",
         choices=("float32", "bfloat16"),
         help="of the network's layers; bfloat16 is faster on GPUs and on CPUs with AMX",
     )
-    args = parser.parse_args(argv)
+
+
+def _add_page(group) -> None:
+    group.add_argument("--serve", action="store_true", help="drop two images and move the threshold")
+    group.add_argument("--port", type=int, default=8010, help="of 127.0.0.1 (default 8010)")
+
+
+def _check(args: argparse.Namespace) -> None:
     if args.max_keypoints < 1:
         raise RequestError(f"--max-keypoints {args.max_keypoints}: must be 1 or more")
     if args.threshold is not None and not 0.0 <= args.threshold <= 1.0:
         raise RequestError(f"--threshold {args.threshold}: must be between 0 and 1")
     if args.resize < 0:
         raise RequestError(f"--resize {args.resize}: must be 0 (never) or a side in pixels")
-    if args.out and args.out.suffix.lower() not in (".png", ".jpg", ".jpeg", ".webp"):
+    for name in ("k", "every", "frames"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise RequestError(f"--{name} {value}: must be 1 or more")
+    if args.out and args.out.suffix.lower() not in PICTURES:
         raise RequestError(f"--out {args.out}: must end in .png, .jpg or .webp")
-    return args
+    asked = [len(args.inputs) > 0, args.pairs is not None, args.camera is not None, args.serve]
+    if sum(asked) != 1 or len(args.inputs) > 2:
+        raise RequestError(
+            "name two images, a folder, a video, --pairs FILE, --camera N or --serve; see --help for examples"
+        )
+    if not args.out_dir and not args.serve and len(args.inputs) < 2:
+        raise RequestError("--out-dir DIR: say where the pairs' files go")
+    if len(args.inputs) != 2 and (args.out or args.json):
+        raise RequestError(
+            "--out and --json are for two images; here --out-dir with --pictures, --json-files"
+        )
+    if args.homography and not (args.out or args.out_dir):
+        raise RequestError("--homography writes beside --out or into --out-dir: name one")
+    if args.homography:
+        results.gif_library()
 
 
-def fits(found: MatchResult) -> Dict[str, Fit]:
-    """By name, the homography and the fundamental matrix that most matches agree on."""
-    points = found.points0, found.points1
-    return {
-        "homography": geometry.homography_with_inliers(*points, INLIER_PX),
-        "fundamental": geometry.fundamental_with_inliers(*points, INLIER_PX),
-    }
-
-
-def to_json(args: argparse.Namespace, found: MatchResult, fitted: Dict[str, Fit]) -> dict:
-    """Plain values under the names SuperGlue's users know; `matches` holds [index0, index1, score]."""
-    matches0, scores0 = np.full(len(found.keypoints0), -1), np.zeros(len(found.keypoints0))
-    index0, index1 = found.matches.T
-    matches0[index0], scores0[index0] = index1, found.scores
-    H_0to1 = fitted["homography"].model
-    return {
-        "image0": str(args.image0),
-        "image1": str(args.image1),
-        "image_size0": list(found.size0),
-        "image_size1": list(found.size1),
-        "keypoints0": found.keypoints0.astype(float).round(3).tolist(),
-        "keypoints1": found.keypoints1.astype(float).round(3).tolist(),
-        "matches0": matches0.tolist(),
-        "matching_scores0": scores0.round(6).tolist(),
-        "matches": [
-            [int(i), int(j), round(float(score), 6)] for (i, j), score in zip(found.matches, found.scores)
-        ],
-        "inliers": {name: int(fit.inliers.sum()) for name, fit in fitted.items()},
-        "H_0to1": None if H_0to1 is None else H_0to1.tolist(),
-        "model": str(args.model or shipped_weights()),
-    }
-
-
-def draw(args: argparse.Namespace, found: MatchResult, fitted: Dict[str, Fit]) -> None:
-    """Write the picture: green the matches that the better of both fits explains, red the others."""
-    name = max(fitted, key=lambda key: int(fitted[key].inliers.sum()))
-    inliers = fitted[name].inliers
-    heading = f"{len(found.matches)} matches; green: {int(inliers.sum())} that fit one {name}"
-    panel = drawing.Panel(heading, found.points0, found.points1, inliers)
-    drawing.write(args.out, drawing.draw(read_color(args.image0), read_color(args.image1), [panel]))
-
-
-def write_results(args: argparse.Namespace, found: MatchResult, fitted: Dict[str, Fit]) -> None:
-    """The files asked for. Raises RequestError when one cannot be written."""
-    try:
-        if args.json:
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(to_json(args, found, fitted)) + "\n", encoding="utf-8")
-            print(f"written {args.json}")
-        if args.out:
-            draw(args, found, fitted)
-            print(f"written {args.out}")
-    except OSError as error:
-        raise RequestError(f"{error.filename or args.out}: cannot be written: {error.strerror}") from error
-
-
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Entry of the command line."""
-    args = parse(argv)
-    matcher = Matcher.load(
+def load(args: argparse.Namespace) -> Matcher:
+    """The matcher as asked for."""
+    return Matcher.load(
         args.model,
         args.device,
         max_keypoints=args.max_keypoints,
@@ -122,17 +150,111 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         threshold=args.threshold,
         precision=args.precision,
     )
+
+
+def match_two(args: argparse.Namespace) -> int:
+    """Two images: what was found is printed, and written where asked."""
+    matcher = load(args)
     started = time.perf_counter()
-    sides = matcher.extract_all([args.image0, args.image1])
+    sides = matcher.extract_all(args.inputs)
     extracted = time.perf_counter()
     found = matcher.match(*sides)
     matched = time.perf_counter()
-    fitted = fits(found)
+    fitted = results.fits(found)
     print(f"keypoints {len(found.keypoints0)} and {len(found.keypoints1)}, matches {len(found.matches)}")
     print(", ".join(f"{name} inliers {int(fit.inliers.sum())}" for name, fit in fitted.items()))
     print(f"SIFT {extracted - started:.2f} s, matching {matched - extracted:.2f} s")
-    write_results(args, found, fitted)
+
+    def pixels() -> Tuple:
+        return read_color(args.inputs[0]), read_color(args.inputs[1])
+
+    written = []
+    if args.json:
+        about = {f"image{side}": str(path) for side, path in enumerate(args.inputs)}
+        about["model"] = str(args.model or shipped_weights())
+        results.write_json(args.json, found, fitted, about)
+        written.append(args.json)
+    if args.out:
+        results.write_picture(args.out, found, fitted, pixels)
+        written.append(args.out)
+    H_0to1 = fitted["homography"].model
+    if args.out and args.homography and H_0to1 is not None:
+        written += results.write_overlay(args.out.with_suffix(""), H_0to1, pixels)
+    for path in written:
+        print(f"written {path}")
     return 0
+
+
+def match_many(args: argparse.Namespace) -> int:
+    """All that goes to --out-dir."""
+    matcher = load(args)
+    model = Path(args.model or shipped_weights())
+    settings = {
+        "model_sha256": hashlib.sha256(model.read_bytes()).hexdigest(),
+        "threshold": matcher.threshold,
+        **{name: getattr(args, name) for name in ("max_keypoints", "resize", "precision")},
+    }
+    many.same_settings(args.out_dir, settings)
+    store = many.FeatureStore(matcher, args.features or args.out_dir / "features")
+    output = many.Output(args.out_dir, args.json_files, args.pictures, args.homography)
+    bad = {}
+    source = args.inputs[0] if len(args.inputs) == 1 else None
+    if args.camera is not None or (source is not None and not source.is_dir()):
+        pairs, total = many.sequential(open_video(args), args.k or NEIGHBOURS["sequential"]), None
+    elif source is not None:
+        photos, bad = many.prepare(many.photos_in(source), store)
+        pairs, total = many.choose_pairs(
+            photos, store, args.pairing, args.k or NEIGHBOURS.get(args.pairing, 0)
+        )
+    else:
+        pairs, bad = listed(args, store)
+        total = len(pairs)
+    done = many.match(pairs, total, store, output)
+    print(
+        f"{done} pairs matched{f' of {total}, the others before' if total and done < total else ''}: {args.out_dir}"
+    )
+    if bad:
+        path = many.write_bad(args.out_dir, bad)
+        raise WorkError(f"{len(bad)} images cannot be read, the rest is done; which and why: {path}")
+    return 0
+
+
+def listed(args: argparse.Namespace, store: many.FeatureStore) -> Tuple:
+    """The pairs that --pairs or two images name without those of unreadable images, and these with the reasons."""
+    if args.pairs:
+        pairs = many.listed_pairs(args.pairs, args.root or args.pairs.parent)
+    else:
+        paths = [Path(os.path.abspath(path)) for path in args.inputs]
+        pairs = [tuple(many.named(paths, Path(os.path.commonpath([path.parent for path in paths]))))]
+    photos, bad = many.prepare(list(dict.fromkeys(photo for pair in pairs for photo in pair)), store)
+    readable = set(photos)
+    return [pair for pair in pairs if readable.issuperset(pair)], bad
+
+
+def open_video(args: argparse.Namespace):
+    """The frames of the video or camera. Raises RequestError where it cannot be opened."""
+    if args.camera is None and not args.inputs[0].is_file():
+        raise RequestError(f"{args.inputs[0]}: no such folder or video")
+    capture = cv2.VideoCapture(args.camera if args.camera is not None else str(args.inputs[0]))
+    if not capture.isOpened():
+        name = args.inputs[0] if args.camera is None else f"--camera {args.camera}"
+        raise RequestError(f"{name}: OpenCV cannot open it as a video")
+    return many.frames(capture, args.every, args.frames)
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Entry of the command line."""
+    args = parse(argv)
+    if args.serve:
+        from superglue_sift import serve
+
+        return serve.run(load(args), args.port)
+    try:
+        return match_many(args) if args.out_dir else match_two(args)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise RequestError(f"{error.filename}: cannot be written: {error.strerror}") from error
 
 
 def command() -> int:

@@ -131,11 +131,13 @@ def homography_with_inliers(points0: np.ndarray, points1: np.ndarray, threshold_
 
 
 def fundamental_with_inliers(points0: np.ndarray, points1: np.ndarray, threshold_px: float = 3.0) -> Fit:
-    """RANSAC fundamental matrix 0 -> 1 of (K, 2) matched pixels each; none from fewer than eight matches."""
+    """Fundamental matrix 0 -> 1 of (K, 2) matched pixels each by OpenCV's MAGSAC++; none from fewer than eight matches.
+
+    Its generator starts from the same state at every call.
+    """
     F, mask = None, None
     if len(points0) >= LEAST_FUNDAMENTAL:
-        cv2.setRNGSeed(0)
-        F, mask = cv2.findFundamentalMat(points0, points1, cv2.FM_RANSAC, threshold_px, 0.999, 3000)
+        F, mask = cv2.findFundamentalMat(points0, points1, cv2.USAC_MAGSAC, threshold_px, 0.999, 3000)
     if F is None or mask is None:
         return Fit(None, np.zeros(len(points0), bool))
     return Fit(F, mask.ravel().astype(bool))

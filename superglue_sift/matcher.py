@@ -6,21 +6,25 @@
     found = matcher.match("A.jpg", "B.jpg")
     found.points0, found.points1, found.scores        # (K, 2), (K, 2) pixels, (K,) probabilities
 
+    found.homography().model, found.fundamental().inliers    # (3, 3) or None, (K,) bool
+
 Features of an image that is matched several times are computed once: `a = matcher.extract("A.jpg")`, then
-`matcher.match(a, "B.jpg")`.
+`matcher.match(a, "B.jpg")`, or `matcher.match_many("A.jpg", ["B.jpg", "C.jpg"])`.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import cv2
 import numpy as np
 import torch
 
-from superglue_sift import sift
+from superglue_sift import geometry, sift
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.errors import RequestError
 from superglue_sift.images import read_gray
@@ -90,7 +94,10 @@ class Features(NamedTuple):
         return cls(records, size)
 
 
-Image = Union[str, Path, np.ndarray]  # a file, or its pixels (H, W) gray or (H, W, 3) BGR, uint8
+# A file; or its pixels, as OpenCV has them: uint8 (H, W) gray or (H, W, 3) BGR; or as torch has them: a tensor on any
+# device, (H, W), (1, H, W) gray or (3, H, W) RGB, uint8 or float from 0 to 1.
+Image = Union[str, Path, np.ndarray, torch.Tensor]
+INLIER_PX = 3.0  # distance up to which a match fits a homography or an epipolar line
 
 
 class MatchResult(NamedTuple):
@@ -119,6 +126,25 @@ class MatchResult(NamedTuple):
         """(K, 2) float32: their partners in image 1."""
         return self.keypoints1[self.matches[:, 1]]
 
+    def above(self, threshold: float) -> MatchResult:
+        """The same without matches whose score is not above `threshold`."""
+        keep = self.scores > threshold
+        return self._replace(matches=self.matches[keep], scores=self.scores[keep])
+
+    def homography(self, threshold_px: float = INLIER_PX) -> geometry.Fit:
+        """The homography 0 -> 1 that most matches fit, (3, 3) float64 or None, and which do, (K,) bool.
+
+        OpenCV's USAC RANSAC, always of the same samples. None from fewer than 4 matches.
+        """
+        return geometry.homography_with_inliers(self.points0, self.points1, threshold_px)
+
+    def fundamental(self, threshold_px: float = INLIER_PX) -> geometry.Fit:
+        """The fundamental matrix that most matches fit, (3, 3) float64 or None, and which do, (K,) bool.
+
+        OpenCV's USAC MAGSAC++, always of the same samples; x1^T F x0 = 0. None from fewer than 8 matches.
+        """
+        return geometry.fundamental_with_inliers(self.points0, self.points1, threshold_px)
+
 
 class PairMatches(NamedTuple):
     """A matcher's answer for one pair. matches0: (M,) int64, index in image 1 or -1; scores0: (M,) float, 0 to 1."""
@@ -146,6 +172,9 @@ def match_pairs(model: torch.nn.Module, pairs: Sequence[Pair], device: str) -> L
 class Matcher:
     """A trained network and how images are read for it. `Matcher.load` makes one.
 
+    Equal input gives equal bytes on one device. Threads may share a matcher: they find features side by side and take
+    turns at the network, which uses all cores by itself.
+
     Attributes: `model`, ready for inference; `device`; `max_keypoints`, `resize`, `threshold` as given to `load`.
     """
 
@@ -160,6 +189,7 @@ class Matcher:
         """model: on `device`, for inference, such as `fuse_for_inference` gives; for the others see `load`."""
         self.model, self.device = model, device
         self.max_keypoints, self.resize, self.threshold = max_keypoints, resize, threshold
+        self._turn = threading.Lock()
 
     @classmethod
     def load(
@@ -195,31 +225,61 @@ class Matcher:
 
     def extract(self, image: Image) -> Features:
         """SIFT keypoints of an image, for `match`. Raises RequestError for one that cannot be read."""
-        gray = _gray(image) if isinstance(image, np.ndarray) else read_gray(image)
+        gray = read_gray(image) if isinstance(image, (str, Path)) else _gray(image)
         return extract(gray, self.max_keypoints, self.resize)
 
     def extract_all(self, images: Sequence[Union[Image, Features]]) -> List[Features]:
         """`extract` of several images, two at a time; of what is extracted already nothing is done."""
-
-        def features(image: Union[Image, Features]) -> Features:
-            return image if isinstance(image, Features) else self.extract(image)
-
+        waiting = [image for image in images if not isinstance(image, Features)]
         with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(features, images))
+            found = pool.map(self.extract, waiting)
+            return [image if isinstance(image, Features) else next(found) for image in images]
 
     def match(self, image0: Union[Image, Features], image1: Union[Image, Features]) -> MatchResult:
         """Matches of two images, each a file, its pixels or what `extract` gave of it.
 
         An image without keypoints gives no match. Raises RequestError for one that cannot be read.
         """
-        side0, side1 = self.extract_all((image0, image1))
-        pair = Pair(side0.records, side1.records, side0.size, side1.size)
-        found = match_pairs(self.model, [pair], self.device)[0].above(self.threshold)
-        index0 = np.flatnonzero(found.matches0 >= 0)
-        matches = np.stack([index0, found.matches0[index0]], axis=1)
-        return MatchResult(
-            side0.keypoints, side1.keypoints, matches, found.scores0[index0], side0.size, side1.size
-        )
+        return next(self.match_batch([(image0, image1)]))
+
+    def match_many(
+        self, image: Union[Image, Features], others: Iterable[Union[Image, Features]], batch_size: int = 8
+    ) -> Iterator[MatchResult]:
+        """`match` of one image with each of the others, in their order; features of `image` are computed once."""
+        one = self.extract_all([image])[0]
+        return self.match_batch(((one, other) for other in others), batch_size)
+
+    def match_batch(
+        self,
+        pairs: Iterable[Tuple[Union[Image, Features], Union[Image, Features]]],
+        batch_size: int = 8,
+    ) -> Iterator[MatchResult]:
+        """`match` of each pair, in order; `pairs` are read and answered `batch_size` at a time.
+
+        In a batch a GPU is faster; scores differ from those of single pairs by rounding, up to 1e-5.
+        """
+        waiting = iter(pairs)
+        while True:
+            group = list(itertools.islice(waiting, batch_size))
+            if not group:
+                return
+            sides = self.extract_all([side for pair in group for side in pair])
+            yield from self._match(list(zip(sides[::2], sides[1::2])))
+
+    def _match(self, sides: Sequence[Tuple[Features, Features]]) -> List[MatchResult]:
+        pairs = [Pair(a.records, b.records, a.size, b.size) for a, b in sides]
+        with self._turn:
+            answers = match_pairs(self.model, pairs, self.device)
+        results = []
+        for (side0, side1), answer in zip(sides, answers):
+            found = answer.above(self.threshold)
+            index0 = np.flatnonzero(found.matches0 >= 0)
+            matches = np.stack([index0, found.matches0[index0]], axis=1)
+            scores = found.scores0[index0]
+            results.append(
+                MatchResult(side0.keypoints, side1.keypoints, matches, scores, side0.size, side1.size)
+            )
+        return results
 
 
 def extract(gray: np.ndarray, max_keypoints: int, resize: int = 0) -> Features:
@@ -236,10 +296,28 @@ def extract(gray: np.ndarray, max_keypoints: int, resize: int = 0) -> Features:
     return Features(records, size)
 
 
-def _gray(pixels: np.ndarray) -> np.ndarray:
+def _gray(image: Union[np.ndarray, torch.Tensor]) -> np.ndarray:
+    """(H, W) uint8 of the pixels that `Image` allows, else RequestError."""
+    pixels = _array(image) if isinstance(image, torch.Tensor) else np.asarray(image)
     gray, color = pixels.ndim == 2, pixels.ndim == 3 and pixels.shape[-1] == 3
     if pixels.dtype != np.uint8 or not (gray or color) or 0 in pixels.shape:
         raise RequestError(
             f"an image of {pixels.dtype} {pixels.shape}: must be uint8, (H, W) gray or (H, W, 3) BGR"
         )
     return pixels if gray else cv2.cvtColor(pixels, cv2.COLOR_BGR2GRAY)
+
+
+def _array(image: torch.Tensor) -> np.ndarray:
+    """A tensor of `Image` as OpenCV has it."""
+    image = image.detach().cpu()
+    if image.is_floating_point():
+        if not bool(((image >= 0) & (image <= 1)).all()):
+            raise RequestError(f"an image of {image.dtype} {tuple(image.shape)}: floats must be from 0 to 1")
+        image = (image * 255).round().to(torch.uint8)
+    if image.dim() == 3 and image.shape[0] == 1:
+        return image[0].numpy()
+    if image.dim() == 3 and image.shape[0] == 3:
+        return np.ascontiguousarray(image.permute(1, 2, 0).numpy()[..., ::-1])
+    if image.dim() != 2:
+        raise RequestError(f"a tensor of shape {tuple(image.shape)}: must be (H, W), (1, H, W) or (3, H, W)")
+    return image.numpy()

@@ -96,12 +96,19 @@ def _relative(own: Tensor, other: Tensor, neighbours: Neighbours) -> Tensor:
 
 def _padded(descriptors: List[Tensor], geometry: List[Tensor], layout: Layout) -> List[Tensor]:
     """All pairs at once, for a GPU."""
-    (d0, d1), (g0, g1) = (
-        [side.pad(t) for side, t in zip(layout.sides, each)] for each in (descriptors, geometry)
-    )
-    valid0, valid1 = (side.valid for side in layout.sides)
+    padded = ([side.pad(t) for side, t in zip(layout.sides, each)] for each in (descriptors, geometry))
+    found = padded_features(*padded, [side.valid for side in layout.sides])
+    return [side.pack(features) for side, features in zip(layout.sides, found)]
+
+
+def padded_features(descriptors: List[Tensor], geometry: List[Tensor], valid: List[Tensor]) -> List[Tensor]:
+    """`neighbour_features` of padded tensors: (B, M, 128) and (B, N, 128), (B, M, 6) and (B, N, 6).
+
+    valid: (B, M) and (B, N) bool. Returns (B, M, FEATURES), (B, N, FEATURES); where not valid they do not matter.
+    """
+    (d0, d1), (g0, g1), (valid0, valid1) = descriptors, geometry, valid
     shown = valid0[:, :, None] & valid1[:, None, :]
     cosines = torch.bmm(d0, d1.transpose(1, 2)).masked_fill(~shown, -torch.inf)
     features = _of_pair(d0, d1, g0, g1, cosines)
     both = (valid0.any(1) & valid1.any(1))[:, None, None]
-    return [side.pack(torch.where(both, f, torch.zeros_like(f))) for side, f in zip(layout.sides, features)]
+    return [torch.where(both, f, torch.zeros_like(f)) for f in features]

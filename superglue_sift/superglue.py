@@ -160,7 +160,7 @@ class SuperGlue(nn.Module):
         """Initial state of all tokens packed, image 0 of every pair first: (S, D) (equation 2)."""
         geometry, descriptors = [], []
         for side, packing in zip("01", layout.sides):
-            geometry.append(packing.pack(_geometry(batch, side, self.config.scale_angle)))
+            geometry.append(packing.pack(geometry_of(batch, side, self.config.scale_angle)))
             descriptors.append(root_sift(packing.pack(getattr(batch, "descriptors" + side))))
         seen = geometry
         if self.config.neighbours:
@@ -200,7 +200,7 @@ def root_sift(descriptors: Tensor) -> Tensor:
     return (values / values.sum(-1, keepdim=True).clamp(min=1.0)).sqrt()
 
 
-def _geometry(batch, side: str, scale_angle: bool) -> Tensor:
+def geometry_of(batch, side: str, scale_angle: bool) -> Tensor:
     """What the keypoint encoder sees, (B, N, 3 or 6), of order one: position, score, log scale, direction."""
     keypoints = getattr(batch, "keypoints" + side)
     size = getattr(batch, "image_size" + side)[:, None, :]

@@ -121,6 +121,11 @@ def can_compile() -> bool:
     return hasattr(torch.nn.Module, "compile")
 
 
+def can_export() -> bool:
+    """Can this torch export a network whose shapes change? From 2.5 on."""
+    return hasattr(getattr(getattr(torch, "export", None), "Dim", None), "AUTO")
+
+
 def floats_of_bytes(data: Tensor) -> Tensor:
     """uint8 (..., 4 k) read as little-endian float32 (..., k).
 

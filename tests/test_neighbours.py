@@ -12,7 +12,7 @@ from pipeline.features.store import Store
 from superglue_sift import neighbours
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.packing import Layout
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig, _geometry, mutual_matches, root_sift
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig, geometry_of, mutual_matches, root_sift
 
 pytestmark = pytest.mark.cu111
 
@@ -49,7 +49,7 @@ def test_one_descriptor_alone_has_no_distinctive_neighbour():
 
 def test_padded_features_are_those_of_each_pair_alone(batch):
     layout = Layout(batch)
-    geometry = [side.pack(_geometry(batch, s, True)) for s, side in zip("01", layout.sides)]
+    geometry = [side.pack(geometry_of(batch, s, True)) for s, side in zip("01", layout.sides)]
     descriptors = [
         side.pack(root_sift(getattr(batch, f"descriptors{s}"))) for s, side in zip("01", layout.sides)
     ]
@@ -72,7 +72,7 @@ def test_the_untrained_network_is_still_the_nearest_neighbour_matcher(batch):
 
 def test_a_turn_of_both_images_leaves_what_relates_the_neighbours(batch):
     layout = Layout(batch)
-    geometry = [side.pack(_geometry(batch, s, True)) for s, side in zip("01", layout.sides)]
+    geometry = [side.pack(geometry_of(batch, s, True)) for s, side in zip("01", layout.sides)]
     descriptors = [
         side.pack(root_sift(getattr(batch, f"descriptors{s}"))) for s, side in zip("01", layout.sides)
     ]

@@ -32,6 +32,7 @@ CHANGES_NO_OUTPUT = (
     "pipeline.tracking",
     "pipeline.runtime.workspace_lock",
     "superglue_sift.errors",
+    "superglue_sift.files",
 )
 
 

@@ -1,0 +1,309 @@
+"""Many pairs: of a folder, a list or a video. Features are computed once and kept on disk; what is done is not redone.
+
+A pair is done when its `A_B_matches.npz` is there, which is written last and whole. What is held in memory does not
+grow with the number of images but for their names: features of the 256 used last, and one batch of pairs.
+"""
+
+from __future__ import annotations
+
+import collections
+import csv
+import hashlib
+import io
+import itertools
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, OrderedDict, Sequence, Tuple, Union
+
+import cv2
+import numpy as np
+
+from superglue_sift import results, retrieval
+from superglue_sift.errors import RequestError
+from superglue_sift.files import write_atomic
+from superglue_sift.images import read_color
+from superglue_sift.matcher import Features, Matcher, MatchResult
+from superglue_sift.progress import progress
+from superglue_sift.sift import KEYPOINT
+
+IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
+HELD = 256  # features of so many images stay in memory
+BATCH_ON_GPU = 8
+
+
+class Photo(NamedTuple):
+    """An image file. name: what its results are called after."""
+
+    name: str
+    path: Path
+
+    def source(self) -> bytes:
+        """What its features depend on."""
+        return self.path.read_bytes()
+
+    def pixels(self) -> Union[Path, np.ndarray]:
+        """What `Matcher.extract` takes."""
+        return self.path
+
+    def color(self) -> np.ndarray:
+        """(H, W, 3) uint8 BGR."""
+        return read_color(self.path)
+
+
+class Frame(NamedTuple):
+    """A frame of a video, (H, W, 3) uint8 BGR."""
+
+    name: str
+    image: np.ndarray
+
+    def source(self) -> bytes:
+        """What its features depend on."""
+        return self.image.tobytes()
+
+    def pixels(self) -> Union[Path, np.ndarray]:
+        """What `Matcher.extract` takes."""
+        return self.image
+
+    def color(self) -> np.ndarray:
+        """(H, W, 3) uint8 BGR."""
+        return self.image
+
+
+Item = Union[Photo, Frame]
+Pairs = Iterable[Tuple[Item, Item]]
+
+
+class FeatureStore:
+    """Features of images, computed once: in memory those used last, on disk all, by content and settings."""
+
+    def __init__(self, matcher: Matcher, folder: Path, held: int = HELD) -> None:
+        """folder: for the files, made when the first is written. held: of how many images in memory."""
+        self.matcher, self.folder, self.held = matcher, folder, held
+        self._settings = f"{matcher.max_keypoints} {matcher.resize} {cv2.__version__} {KEYPOINT.descr}"
+        self._memory: OrderedDict[str, Features] = collections.OrderedDict()
+
+    def __call__(self, item: Item) -> Features:
+        """Its features. Raises RequestError for an image that cannot be read."""
+        if item.name not in self._memory:
+            self._memory[item.name] = self.prepare(item)
+            while len(self._memory) > self.held:
+                self._memory.popitem(last=False)
+        self._memory.move_to_end(item.name)
+        return self._memory[item.name]
+
+    def prepare(self, item: Item) -> Features:
+        """Its features from disk, else computed and written there. Threads may call it."""
+        try:
+            digest = hashlib.sha256(self._settings.encode() + item.source()).hexdigest()[:32]
+        except OSError as error:
+            raise RequestError(f"{item.name}: cannot be read: {error.strerror}") from None
+        path = self.folder / f"{digest}.npz"
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                width, height = file["size"].tolist()
+                return Features(file["records"], (width, height))
+        except (OSError, ValueError, KeyError, EOFError):  # not there yet, or damaged: written anew
+            found = self.matcher.extract(item.pixels())
+        data = io.BytesIO()
+        np.savez(data, records=found.records, size=found.size)
+        write_atomic(path, data.getvalue())
+        return found
+
+
+@dataclass(frozen=True)
+class Output:
+    """What is written of each pair, in `folder`."""
+
+    folder: Path
+    json: bool = False
+    pictures: bool = False
+    homography: bool = False
+
+    def stem(self, item0: Item, item1: Item) -> Path:
+        """FOLDER/A_B, which the files of a pair begin with."""
+        return self.folder / f"{item0.name}_{item1.name}"
+
+    def npz(self, item0: Item, item1: Item) -> Path:
+        """The file that says that the pair is done."""
+        stem = self.stem(item0, item1)
+        return stem.with_name(f"{stem.name}_matches.npz")
+
+    def write(self, item0: Item, item1: Item, found: MatchResult) -> None:
+        """All files of a pair, the one that says it is done last."""
+        stem = self.stem(item0, item1)
+        fitted = results.fits(found) if self.json or self.pictures or self.homography else {}
+
+        def pixels() -> Tuple[np.ndarray, np.ndarray]:
+            return item0.color(), item1.color()
+
+        if self.json:
+            about = {"image0": item0.name, "image1": item1.name}
+            results.write_json(stem.with_name(f"{stem.name}_matches.json"), found, fitted, about)
+        if self.pictures:
+            results.write_picture(stem.with_name(f"{stem.name}_matches.jpg"), found, fitted, pixels)
+        if self.homography and fitted["homography"].model is not None:
+            results.write_overlay(stem, fitted["homography"].model, pixels)
+        results.write_npz(self.npz(item0, item1), found)
+
+
+def same_settings(folder: Path, settings: Dict[str, object]) -> None:
+    """Note how the pairs in `folder` are matched. Raises RequestError where those there were matched otherwise."""
+    path = folder / "settings.json"
+    text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+    if path.is_file() and path.read_text(encoding="utf-8") != text:
+        raise RequestError(
+            f"{path}: the pairs there were matched with other settings; name another --out-dir"
+        )
+    write_atomic(path, text)
+
+
+def photos_in(folder: Path) -> List[Photo]:
+    """All image files below a folder, by name. Raises RequestError when there are fewer than two."""
+    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_ENDINGS and p.is_file())
+    if len(paths) < 2:
+        raise RequestError(f"{folder}: {len(paths)} images; matching needs two or more")
+    return named(paths, folder)
+
+
+def named(paths: Sequence[Path], root: Path) -> List[Photo]:
+    """Photos called after their place below `root`, without ending where each A_B still means one pair."""
+    whole = [_flat(path, root) for path in paths]
+    plain = [name.rpartition(".")[0] or name for name in whole]
+    # with a and a_b there, a_b_c could be a with b_c, or a_b with c
+    taken = set(plain)
+    clear = len(taken) == len(plain) and not any(
+        name[:at] in taken for name in plain for at, letter in enumerate(name) if letter == "_"
+    )
+    names = plain if clear else whole
+    if len(set(names)) < len(names):
+        twice = collections.Counter(names).most_common(1)[0][0]
+        raise RequestError(f"{twice}: two images would have their results under this name; rename one")
+    return [Photo(name, path) for name, path in zip(names, paths)]
+
+
+def _flat(path: Path, root: Path) -> str:
+    inside = path.relative_to(root) if root in path.parents else path
+    return "-".join(part for part in inside.parts if part not in ("/", ".."))
+
+
+def listed_pairs(file: Path, root: Path) -> List[Tuple[Photo, Photo]]:
+    """Pairs of a text file, `a b` in each line, below `root`; what follows in a line is ignored, as are lines of `#`.
+
+    Raises RequestError for a file that cannot be read or a line of one name.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{file}: cannot be read: {error}") from None
+    pairs: Dict[Tuple[Path, Path], None] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) < 2:
+            raise RequestError(f"{file}:{number}: needs two names, has {line.strip()!r}")
+        pairs[root / words[0], root / words[1]] = None
+    if not pairs:
+        raise RequestError(f"{file}: no pair in it; a line is `a.jpg b.jpg`")
+    paths = list(dict.fromkeys(path for pair in pairs for path in pair))
+    photo = dict(zip(paths, named(paths, root)))
+    return [(photo[a], photo[b]) for a, b in pairs]
+
+
+def frames(capture: cv2.VideoCapture, every: int, most: Optional[int]) -> Iterator[Frame]:
+    """Each `every`-th frame of a video or camera, at most `most`."""
+    for number in itertools.count():
+        if (most is not None and number >= most * every) or not capture.grab():
+            return
+        if number % every:
+            continue
+        ok, image = capture.retrieve()
+        if ok:
+            yield Frame(f"frame{number:06d}", image)
+
+
+def sequential(items: Iterable[Item], window: int) -> Iterator[Tuple[Item, Item]]:
+    """Each item with the `window` before it."""
+    before: collections.deque = collections.deque(maxlen=window)
+    for item in items:
+        for earlier in before:
+            yield earlier, item
+        before.append(item)
+
+
+def prepare(photos: Sequence[Photo], store: FeatureStore) -> Tuple[List[Photo], Dict[str, str]]:
+    """Compute what features are missing: the readable photos, and of the others the reason by name."""
+
+    def reason(photo: Photo) -> str:
+        try:
+            store.prepare(photo)
+        except RequestError as error:
+            return str(error)
+        return ""
+
+    good, bad = [], {}
+    with ThreadPoolExecutor(2) as pool:
+        for photo, why in progress(zip(photos, pool.map(reason, photos)), len(photos), "features", "images"):
+            if why:
+                bad[photo.name] = why
+            else:
+                good.append(photo)
+    return good, bad
+
+
+def choose_pairs(photos: Sequence[Photo], store: FeatureStore, pairing: str, k: int) -> Tuple[Pairs, int]:
+    """The pairs of a set of photos and how many. pairing: exhaustive, or sequential and nearest with k others each."""
+    count = len(photos)
+    if pairing == "exhaustive":
+        return itertools.combinations(photos, 2), count * (count - 1) // 2
+    if pairing == "sequential":
+        k = min(k, max(count - 1, 0))
+        return sequential(photos, k), k * count - k * (k + 1) // 2
+    by_name = {photo.name: photo for photo in photos}
+
+    def descriptors(name: str) -> np.ndarray:
+        return store(by_name[name]).records["descriptor"]
+
+    chosen = retrieval.nearest_pairs(list(by_name), descriptors, k)
+    return [(photos[i], photos[j]) for i, j in chosen], len(chosen)
+
+
+def match(pairs: Pairs, total: Optional[int], store: FeatureStore, output: Output) -> int:
+    """Match and write each pair that is not done yet; returns how many that were."""
+    matcher = store.matcher
+    size = BATCH_ON_GPU if matcher.device.startswith("cuda") else 1
+    done, shown = 0, progress(None, total, "matching", "pairs")
+
+    def missing() -> Iterator[Tuple[Item, Item]]:
+        for pair in pairs:
+            if output.npz(*pair).is_file():
+                shown.update(1)
+            else:
+                yield pair
+
+    waiting = missing()
+    try:
+        while True:
+            group = list(itertools.islice(waiting, size))
+            if not group:
+                return done
+            sides = [(store(item0), store(item1)) for item0, item1 in group]
+            for pair, found in zip(group, matcher.match_batch(sides, size)):
+                output.write(*pair, found)
+            done += len(group)
+            shown.update(len(group))
+    finally:
+        shown.close()
+
+
+def write_bad(folder: Path, bad: Dict[str, str]) -> Path:
+    """bad_images.csv: name and reason of the images that could not be read."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["name", "reason"])
+    writer.writerows(bad.items())
+    path = folder / "bad_images.csv"
+    write_atomic(path, text.getvalue())
+    return path

@@ -1,0 +1,242 @@
+"""The network for ONNX Runtime: keypoints and descriptors to matches, one file, any batch and any number of keypoints.
+
+    python -m superglue_sift.onnx superglue.onnx --model models/superglue.safetensors
+
+Inputs, suffix 0 for the first image and 1 for the second, as SuperGlue's and LightGlue's users know them:
+
+    keypoints0 (B, M, 2) float32, pixels       descriptors0 (B, M, 128) float32, SIFT's from 0 to 255
+    scores0, scales0, angles0 (B, M) float32   mask0 (B, M) bool, true where there is a keypoint
+    image_size0 (B, 2) float32, width, height
+
+Outputs: matches0 (B, M), matches1 (B, N) int64, -1 without a match; matching_scores0, matching_scores1 float32; and the
+same flat, matches (K, 3) int64 of batch, index 0, index 1 with mscores (K,) float32.
+
+Padded tensors and masks instead of the ragged batches that torch works on, which no graph of ONNX can hold; the weights
+and the formulas are the same. Writing needs `pip install 'superglue-sift[onnx]'` and torch 2.5 or newer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from superglue_sift import errors
+from superglue_sift.errors import RequestError
+from superglue_sift.matcher import match_threshold
+from superglue_sift.neighbours import padded_features
+from superglue_sift.superglue import SIFT_DIM, SuperGlue, geometry_of, root_sift
+from superglue_sift.torch_compat import can_export
+from superglue_sift.weights import load_model, shipped_weights
+
+OPSET = 18  # the least that torch's exporter writes without converting
+SIDE = ("keypoints", "descriptors", "scores", "scales", "angles", "image_size", "mask")
+INPUTS = tuple(f"{name}{side}" for side in "01" for name in SIDE)
+OUTPUTS = ("matches0", "matches1", "matching_scores0", "matching_scores1", "matches", "mscores")
+_EMPTY = (
+    2  # masked rows put behind the keypoints: an empty image is none to the graph, a second neighbour exists
+)
+
+
+class PaddedSuperGlue(nn.Module):
+    """The trained network on padded tensors, for `torch.export` and what is built on it. CPU or CUDA, no gradients."""
+
+    def __init__(self, model: SuperGlue, threshold: float) -> None:
+        """model: in evaluation mode. threshold: a match is more probable."""
+        super().__init__()
+        self.model, self.threshold = model, threshold
+
+    def forward(self, *inputs: Tensor) -> Tuple[Tensor, ...]:
+        """INPUTS to OUTPUTS, see the top of this file."""
+        named = dict(zip(INPUTS, inputs))
+        lengths = [named["keypoints" + side].shape[1] for side in "01"]
+        sides = [_side({name: named[name + side] for name in SIDE}) for side in "01"]
+        masks = [side.mask for side in sides]
+        P = self._assignment(*self._states(sides, masks), *masks)[:, : lengths[0], : lengths[1]]
+        return _matches(P * (masks[0].unsqueeze(2) & masks[1].unsqueeze(1))[:, : lengths[0], : lengths[1]],
+                        self.threshold)  # fmt: skip
+
+    def _states(self, sides: List[Any], masks: List[Tensor]) -> List[Tensor]:
+        """(B, M', D), (B, N', D) matching descriptors."""
+        model = self.model
+        seen = [geometry_of(side, "", model.config.scale_angle) for side in sides]
+        descriptors = [root_sift(side.descriptors) for side in sides]
+        if model.config.neighbours:
+            found = padded_features(descriptors, seen, masks)
+            seen = [torch.cat(both, -1) for both in zip(seen, found)]
+        x = [model.descriptor_projection(d) + model.keypoint_encoder(g) for d, g in zip(descriptors, seen)]
+        for within, between in zip(model.self_attention, model.cross_attention):
+            heads = [_heads(within, each) for each in x]
+            x = [_update(within, *each) for each in zip(x, heads, heads, masks)]
+            heads = [_heads(between, each) for each in x]
+            x = [_update(between, *each) for each in zip(x, heads, heads[::-1], masks[::-1])]
+        return [model.final_projection(each) for each in x]
+
+    def _assignment(self, x0: Tensor, x1: Tensor, mask0: Tensor, mask1: Tensor) -> Tensor:
+        """(B, M', N') probabilities by Sinkhorn's iterations in the scaled-kernel form of `sinkhorn.py`.
+
+        The last of the masked rows and columns serve as the dustbins. In float64, whose range no trained score leaves.
+        """
+        config = self.model.config
+        scores = torch.matmul(x0 / math.sqrt(config.dim), x1.transpose(1, 2)).double()
+        real = mask0.unsqueeze(2) & mask1.unsqueeze(1)
+        Z = torch.where(real, scores, self.model.dustbin.double())
+        m, n = (mask.double().sum(1, keepdim=True) for mask in (mask0, mask1))
+        total = (m + n).clamp(min=1.0)
+        mu, nu = (
+            torch.cat([own[:, :-1].double(), other], 1) / total for own, other in ((mask0, n), (mask1, m))
+        )
+        shift = Z.amax(2, keepdim=True)
+        K = (Z - shift).exp()
+        back = K.transpose(1, 2)
+        b = torch.ones_like(nu).unsqueeze(2)
+        a = mu.unsqueeze(2)
+        for _ in range(config.sinkhorn_iterations):
+            a = mu.unsqueeze(2) / torch.matmul(K, b)
+            b = nu.unsqueeze(2) / torch.matmul(back, a).clamp(min=1e-300)
+        return (K * a * b.transpose(1, 2) * total.unsqueeze(2)).float()
+
+
+def _side(values: Dict[str, Tensor]) -> Any:
+    """One image with masked keypoints put behind its own."""
+    for name, value in values.items():
+        if name != "image_size":
+            behind = value.new_zeros((value.shape[0], _EMPTY, *value.shape[2:]))
+            values[name] = torch.cat([value, behind], 1)
+    return SimpleNamespace(**values)
+
+
+def _heads(layer: Any, x: Tensor) -> Sequence[Tensor]:
+    """Query, key and value (B, H, M', d) of padded tokens (B, M', D)."""
+    found = layer.query_key_value(x).unflatten(-1, (3, layer.heads, -1)).permute(2, 0, 3, 1, 4)
+    return [found[number] for number in range(3)]
+
+
+def _update(layer: Any, x: Tensor, own: Sequence[Tensor], others: Sequence[Tensor], mask: Tensor) -> Tensor:
+    """`AttentionalLayer` of padded tokens x (B, M', D), which see the others where mask (B, N') is true."""
+    q, (_, k, v) = own[0] / math.sqrt(own[0].shape[-1]), others
+    # What is hidden has one more coordinate of -1e30, which costs less than a mask; finite: no key at all is no nan.
+    hidden = ((~mask).float() * -1e30)[:, None, :, None].expand_as(k[..., :1])
+    logits = torch.matmul(pad(q, (0, 1), value=1.0), torch.cat([k, hidden], -1).transpose(2, 3))
+    some = mask.any(1)[:, None, None, None]
+    message = (torch.matmul(logits.softmax(-1), v) * some).transpose(1, 2).flatten(2)
+    flat = x.flatten(0, 1)
+    return x + layer.mlp(flat, message.flatten(0, 1), layer.merge).view_as(x)
+
+
+def _matches(P: Tensor, threshold: float) -> Tuple[Tensor, ...]:
+    """OUTPUTS of probabilities (B, M, N), zero where there is no keypoint; M and N may be 0."""
+    # a column and a row of zeros: the maximum of nothing is undefined
+    P = pad(P, (0, 1, 0, 1))
+    best0, best1 = P.max(2), P.max(1)
+    sides = []
+    for own, other in ((best0, best1), (best1, best0)):
+        itself = torch.arange(own.indices.shape[1], device=P.device)
+        good = (other.indices.gather(1, own.indices) == itself) & (own.values > threshold)
+        sides.append((own.indices.masked_fill(~good, -1)[:, :-1], own.values.masked_fill(~good, 0.0)[:, :-1]))
+    (matches0, scores0), (matches1, scores1) = sides
+    batch, index0 = torch.where(matches0 >= 0)
+    flat = torch.stack([batch, index0, matches0[batch, index0]], 1)
+    return matches0, matches1, scores0, scores1, flat, scores0[batch, index0]
+
+
+def example(batch: int = 2, counts: Tuple[int, int] = (7, 5), device: str = "cpu") -> Tuple[Tensor, ...]:
+    """INPUTS of made keypoints, the last of each image masked."""
+    generator = torch.Generator().manual_seed(0)
+    values = []
+    for count in counts:
+        drawn = [
+            torch.rand((batch, count, *rest), generator=generator) for rest in ((2,), (SIFT_DIM,), (), (), ())
+        ]
+        position, descriptors, scores, scales, angles = drawn
+        mask = torch.arange(count).expand(batch, count) < max(count - 1, 0)
+        size = torch.tensor([[640.0, 480.0]]).repeat(batch, 1)
+        values += [
+            position * 400,
+            (descriptors * 255).round(),
+            scores / 10,
+            1 + scales * 9,
+            angles * 360,
+            size,
+            mask,
+        ]
+    return tuple(value.to(device) for value in values)
+
+
+def program(model: SuperGlue, threshold: float) -> Any:
+    """`torch.export.ExportedProgram` of `PaddedSuperGlue(model)`, batch and numbers of keypoints dynamic.
+
+    Raises RequestError: a torch that cannot (older than 2.5).
+    """
+    if not can_export():
+        raise RequestError(
+            f"torch {torch.__version__} cannot export a network whose shapes change: needs 2.5 or newer"
+        )
+    dim = torch.export.Dim
+    batch, counts = dim("batch"), {"0": dim("keypoints0"), "1": dim("keypoints1")}
+    shapes = [
+        {0: batch} if name.startswith("image_size") else {0: batch, 1: counts[name[-1]]} for name in INPUTS
+    ]
+    with torch.no_grad():
+        return torch.export.export(
+            PaddedSuperGlue(model, threshold).eval(), example(), dynamic_shapes=(tuple(shapes),)
+        )
+
+
+def export(
+    path: Union[str, Path], model: Union[str, Path, None] = None, threshold: Optional[float] = None
+) -> Path:
+    """Write a trained model as ONNX, opset 18, in one file.
+
+    Args:
+        path: where to; must end in .onnx.
+        model: its file; None: the weights that ship with the library.
+        threshold: least probability of a match; None: the model's own, else 0.2.
+
+    Raises:
+        RequestError: no such model, another ending, or packages missing.
+    """
+    path = Path(path)
+    if path.suffix != ".onnx":
+        raise RequestError(f"{path}: must end in .onnx")
+    try:
+        import onnx
+        import onnxscript  # noqa: F401 (torch's exporter needs it)
+    except ImportError:
+        raise RequestError("ONNX needs more packages: pip install 'superglue-sift[onnx]'") from None
+    network, info = load_model(model or shipped_weights())
+    found = program(network, match_threshold(info) if threshold is None else threshold)
+    written = torch.onnx.export(found, dynamo=True, input_names=INPUTS, output_names=OUTPUTS, opset_version=OPSET,
+                                verbose=False)  # fmt: skip
+    assert written is not None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    onnx.save_model(written.model_proto, str(path))
+    return path
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Entry of `python -m superglue_sift.onnx`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m superglue_sift.onnx", description=str(__doc__).splitlines()[0]
+    )
+    parser.add_argument("out", type=Path, help="the file to write (.onnx)")
+    parser.add_argument(
+        "--model", type=Path, help="model file (default: the weights that ship with the library)"
+    )
+    parser.add_argument(
+        "--threshold", type=float, help="least probability of a match (default: the model's own)"
+    )
+    args = parser.parse_args(argv)
+    path = export(args.out, args.model, args.threshold)
+    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, opset {OPSET}; inputs {', '.join(INPUTS)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(errors.exit_code(main))

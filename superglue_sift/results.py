@@ -1,0 +1,117 @@
+"""The matches of a pair on disk: JSON, `.npz` in the layout SuperGlue's users know, pictures, overlay and blink GIF."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Callable, Dict, Mapping, Tuple
+
+import cv2
+import numpy as np
+
+from superglue_sift import drawing
+from superglue_sift.errors import RequestError
+from superglue_sift.files import write_atomic
+from superglue_sift.geometry import Fit
+from superglue_sift.matcher import MatchResult
+
+BLINK_SIDE = 800  # longer side of the GIF in pixels
+BLINK_MS = 600
+Pixels = Callable[[], Tuple[np.ndarray, np.ndarray]]  # both images (H, W, 3) BGR, read when they are drawn
+
+
+def fits(found: MatchResult) -> Dict[str, Fit]:
+    """By name, the homography and the fundamental matrix that most matches agree on."""
+    return {"homography": found.homography(), "fundamental": found.fundamental()}
+
+
+def dense(found: MatchResult) -> Tuple[np.ndarray, np.ndarray]:
+    """For each keypoint of image 0 its partner in image 1 or -1, (M,) int64, and its score or 0, (M,) float32."""
+    matches0 = np.full(len(found.keypoints0), -1, np.int64)
+    scores0 = np.zeros(len(found.keypoints0), np.float32)
+    index0, index1 = found.matches.T
+    matches0[index0], scores0[index0] = index1, found.scores
+    return matches0, scores0
+
+
+def to_json(found: MatchResult, fitted: Mapping[str, Fit], about: Mapping[str, str]) -> dict:
+    """Plain values under the names SuperGlue's users know; `matches` holds [index0, index1, score].
+
+    about: further entries, such as the images' names.
+    """
+    matches0, scores0 = dense(found)
+    H_0to1 = fitted["homography"].model
+    return {
+        **about,
+        "image_size0": list(found.size0),
+        "image_size1": list(found.size1),
+        "keypoints0": found.keypoints0.astype(float).round(3).tolist(),
+        "keypoints1": found.keypoints1.astype(float).round(3).tolist(),
+        "matches0": matches0.tolist(),
+        "matching_scores0": scores0.astype(float).round(6).tolist(),
+        "matches": [
+            [int(i), int(j), round(float(score), 6)] for (i, j), score in zip(found.matches, found.scores)
+        ],
+        "inliers": {name: int(fit.inliers.sum()) for name, fit in fitted.items()},
+        "H_0to1": None if H_0to1 is None else H_0to1.tolist(),
+    }
+
+
+def write_json(path: Path, found: MatchResult, fitted: Mapping[str, Fit], about: Mapping[str, str]) -> None:
+    """`to_json` as a file."""
+    write_atomic(path, json.dumps(to_json(found, fitted, about)) + "\n")
+
+
+def write_npz(path: Path, found: MatchResult) -> None:
+    """keypoints0 (M, 2), keypoints1 (N, 2) float32, matches (M,) int64 or -1, match_confidence (M,) float32."""
+    matches, confidence = dense(found)
+    data = io.BytesIO()
+    np.savez_compressed(
+        data,
+        keypoints0=found.keypoints0,
+        keypoints1=found.keypoints1,
+        matches=matches,
+        match_confidence=confidence,
+    )
+    write_atomic(path, data.getvalue())
+
+
+def write_picture(path: Path, found: MatchResult, fitted: Mapping[str, Fit], pixels: Pixels) -> None:
+    """Both images side by side: green the matches that the better of the fits explains, red the others."""
+    name = max(fitted, key=lambda key: int(fitted[key].inliers.sum()))
+    inliers = fitted[name].inliers
+    heading = f"{len(found.matches)} matches; green: {int(inliers.sum())} that fit one {name}"
+    panel = drawing.Panel(heading, found.points0, found.points1, inliers)
+    drawing.write(path, drawing.draw(*pixels(), [panel]))
+
+
+def write_overlay(stem: Path, H_0to1: np.ndarray, pixels: Pixels) -> Tuple[Path, Path]:
+    """Image 0 warped onto image 1: STEM_overlay.jpg, both half transparent, and STEM_blink.gif, one after the other."""
+    image0, image1 = pixels()
+    warped = cv2.warpPerspective(image0, H_0to1, (image1.shape[1], image1.shape[0]))
+    overlay, blink = (stem.with_name(stem.name + end) for end in ("_overlay.jpg", "_blink.gif"))
+    drawing.write(overlay, cv2.addWeighted(warped, 0.5, image1, 0.5, 0))
+    _write_gif(blink, warped, image1)
+    return overlay, blink
+
+
+def _write_gif(path: Path, *pictures: np.ndarray) -> None:
+    image = gif_library()
+    frames = []
+    for picture in pictures:
+        shrink = min(1.0, BLINK_SIDE / max(picture.shape[:2]))
+        small = cv2.resize(picture, None, fx=shrink, fy=shrink, interpolation=cv2.INTER_AREA)
+        frames.append(image.fromarray(np.ascontiguousarray(small[..., ::-1])))
+    data = io.BytesIO()
+    frames[0].save(data, "GIF", save_all=True, append_images=frames[1:], duration=BLINK_MS, loop=0)
+    write_atomic(path, data.getvalue())
+
+
+def gif_library():
+    """Pillow's `Image`: OpenCV's wheels write no GIF. Raises RequestError where it is not installed."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise RequestError("--homography needs one more package: pip install 'superglue-sift[gif]'") from None
+    return Image
