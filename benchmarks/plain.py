@@ -13,8 +13,14 @@ from typing import List
 import torch
 from torch import Tensor, nn
 
-from superglue_sift.superglue import ENCODER_WIDTHS, SIFT_DIM, SuperGlue, SuperGlueConfig, root_sift
-from superglue_sift.superglue import geometry_of
+from superglue_sift.superglue import (
+    ENCODER_WIDTHS,
+    SIFT_DIM,
+    SuperGlue,
+    SuperGlueConfig,
+    geometry_of,
+    root_sift,
+)
 from superglue_sift.truth import UNMATCHED, Truth
 
 

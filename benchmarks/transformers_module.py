@@ -12,8 +12,7 @@ from typing import Callable, Dict, Tuple
 import torch
 from torch import Tensor, nn
 
-from superglue_sift.superglue import SuperGlue, root_sift
-from superglue_sift.superglue import geometry_of
+from superglue_sift.superglue import SuperGlue, geometry_of, root_sift
 
 SIDE, REACH = (
     64,

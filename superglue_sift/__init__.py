@@ -4,16 +4,20 @@
 
     found = Matcher.load().match("A.jpg", "B.jpg")
 
-A library of its own: it needs torch, numpy, OpenCV and safetensors. `pipeline` trains what it loads. In reading order:
+A library of its own: it needs torch, numpy, OpenCV and safetensors; `onnx`, `serve` and GIFs need more, asked for when
+they are used. `pipeline` trains what it loads. In reading order:
 
     matcher, cli                    images in, matches out; the same from the command line
+    many, retrieval, results        folders, lists, videos; which photographs are alike; what is written of a pair
+    serve, onnx                     a page for the browser; the network for ONNX Runtime
     images, sift, batch             a file to pixels, pixels to keypoints, pairs to a batch: THE shapes and units
     superglue                       the network: keypoint encoder, attention, scores, transport
       attention, packing, normalization     its layers, on ragged sets of keypoints
       sinkhorn, sinkhorn_kernel, assignment its optimal transport, and what comes out
     inference, cuda_graphs          the trained network made fast
     geometry, truth                 homographies; which keypoints correspond
-    weights, drawing, errors        model files, pictures of matches, what is said when a request is wrong
+    weights, drawing                model files, pictures of matches
+    errors, files, progress         what is said when a request is wrong; a file whole or not at all; how far, how long
     torch_compat                    from torch 1.10 to 2.x
 """
 

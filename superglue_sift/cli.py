@@ -196,10 +196,11 @@ def match_many(args: argparse.Namespace) -> int:
     }
     many.same_settings(args.out_dir, settings)
     store = many.FeatureStore(matcher, args.features or args.out_dir / "features")
-    output = many.Output(args.out_dir, args.json_files, args.pictures, args.homography)
+    camera = args.camera is not None
+    output = many.Output(args.out_dir, args.json_files, args.pictures, args.homography, again=camera)
     bad = {}
     source = args.inputs[0] if len(args.inputs) == 1 else None
-    if args.camera is not None or (source is not None and not source.is_dir()):
+    if camera or (source is not None and not source.is_dir()):
         pairs, total = many.sequential(open_video(args), args.k or NEIGHBOURS["sequential"]), None
     elif source is not None:
         photos, bad = many.prepare(many.photos_in(source), store)

@@ -77,7 +77,12 @@ def draw(image0: np.ndarray, image1: np.ndarray, panels: Sequence[Panel]) -> np.
 def write(path: Path, picture: np.ndarray) -> None:
     """Write a BGR picture in the format its name ends in. Raises OSError when it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    ok, encoded = cv2.imencode(path.suffix.lower(), picture)
+    path.write_bytes(encode(path.suffix.lower(), picture))
+
+
+def encode(ending: str, picture: np.ndarray) -> bytes:
+    """The file of a BGR picture in the format of this ending, such as ".jpg". Raises OSError when OpenCV cannot."""
+    ok, encoded = cv2.imencode(ending, picture)
     if not ok:
-        raise OSError(0, "the picture could not be encoded", str(path))
-    path.write_bytes(encoded.tobytes())
+        raise OSError(0, "the picture could not be encoded", ending)
+    return encoded.tobytes()

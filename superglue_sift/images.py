@@ -153,6 +153,15 @@ def _check_webp(data: bytes, name: str) -> None:
         raise BadImage(name, f"truncated WebP: {len(data)} of {promised} bytes")
 
 
+def declared_size(data: bytes, name: str) -> Optional[Tuple[int, int]]:
+    """(width, height) by the header of a file that `check` let pass; None of a format whose header is not read."""
+    if data[:3] == b"\xff\xd8\xff":
+        return _jpeg_header(data, name)[:2]
+    if data[:8] == _PNG:
+        return struct.unpack_from(">II", data, 16)
+    return promised_size(data)
+
+
 def promised_size(data: bytes) -> Optional[Tuple[int, int]]:
     """(width, height) by the header of a WebP, BMP, PNM or TIFF file; None for another or a damaged one."""
     try:

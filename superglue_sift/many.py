@@ -25,7 +25,7 @@ from superglue_sift.errors import RequestError
 from superglue_sift.files import write_atomic
 from superglue_sift.images import read_color
 from superglue_sift.matcher import Features, Matcher, MatchResult
-from superglue_sift.progress import progress
+from superglue_sift.progress import Progress
 from superglue_sift.sift import KEYPOINT
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
@@ -120,15 +120,21 @@ class Output:
     json: bool = False
     pictures: bool = False
     homography: bool = False
+    again: bool = False  # also what is there already: a camera shows something new each time
 
     def stem(self, item0: Item, item1: Item) -> Path:
         """FOLDER/A_B, which the files of a pair begin with."""
         return self.folder / f"{item0.name}_{item1.name}"
 
-    def npz(self, item0: Item, item1: Item) -> Path:
-        """The file that says that the pair is done."""
+    def file(self, item0: Item, item1: Item, ending: str) -> Path:
+        """FOLDER/A_B_matches.ENDING."""
         stem = self.stem(item0, item1)
-        return stem.with_name(f"{stem.name}_matches.npz")
+        return stem.with_name(f"{stem.name}_matches.{ending}")
+
+    def done(self, item0: Item, item1: Item) -> bool:
+        """Is all there that is asked for?"""
+        asked = ["npz", *["json"] * self.json, *["jpg"] * self.pictures]
+        return not self.again and all(self.file(item0, item1, ending).is_file() for ending in asked)
 
     def write(self, item0: Item, item1: Item, found: MatchResult) -> None:
         """All files of a pair, the one that says it is done last."""
@@ -140,12 +146,12 @@ class Output:
 
         if self.json:
             about = {"image0": item0.name, "image1": item1.name}
-            results.write_json(stem.with_name(f"{stem.name}_matches.json"), found, fitted, about)
+            results.write_json(self.file(item0, item1, "json"), found, fitted, about)
         if self.pictures:
-            results.write_picture(stem.with_name(f"{stem.name}_matches.jpg"), found, fitted, pixels)
+            results.write_picture(self.file(item0, item1, "jpg"), found, fitted, pixels)
         if self.homography and fitted["homography"].model is not None:
             results.write_overlay(stem, fitted["homography"].model, pixels)
-        results.write_npz(self.npz(item0, item1), found)
+        results.write_npz(self.file(item0, item1, "npz"), found)
 
 
 def same_settings(folder: Path, settings: Dict[str, object]) -> None:
@@ -243,14 +249,14 @@ def prepare(photos: Sequence[Photo], store: FeatureStore) -> Tuple[List[Photo], 
             return str(error)
         return ""
 
-    good, bad = [], {}
+    bad, shown = {}, Progress(len(photos), "features", "images")
     with ThreadPoolExecutor(2) as pool:
-        for photo, why in progress(zip(photos, pool.map(reason, photos)), len(photos), "features", "images"):
+        for photo, why in zip(photos, pool.map(reason, photos)):
+            shown.update(1)
             if why:
                 bad[photo.name] = why
-            else:
-                good.append(photo)
-    return good, bad
+    shown.close()
+    return [photo for photo in photos if photo.name not in bad], bad
 
 
 def choose_pairs(photos: Sequence[Photo], store: FeatureStore, pairing: str, k: int) -> Tuple[Pairs, int]:
@@ -274,12 +280,12 @@ def match(pairs: Pairs, total: Optional[int], store: FeatureStore, output: Outpu
     """Match and write each pair that is not done yet; returns how many that were."""
     matcher = store.matcher
     size = BATCH_ON_GPU if matcher.device.startswith("cuda") else 1
-    done, shown = 0, progress(None, total, "matching", "pairs")
+    done, shown = 0, Progress(total, "matching", "pairs")
 
     def missing() -> Iterator[Tuple[Item, Item]]:
         for pair in pairs:
-            if output.npz(*pair).is_file():
-                shown.update(1)
+            if output.done(*pair):
+                shown.update(1, skipped=True)
             else:
                 yield pair
 

@@ -19,18 +19,23 @@ from __future__ import annotations
 
 import argparse
 import math
+import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from superglue_sift import errors
+from superglue_sift.batch import Pair
 from superglue_sift.errors import RequestError
-from superglue_sift.matcher import match_threshold
+from superglue_sift.inference import fuse_for_inference
+from superglue_sift.matcher import Features, match_pairs, match_threshold
 from superglue_sift.neighbours import padded_features
+from superglue_sift.sift import KEYPOINT
 from superglue_sift.superglue import SIFT_DIM, SuperGlue, geometry_of, root_sift
 from superglue_sift.torch_compat import can_export
 from superglue_sift.weights import load_model, shipped_weights
@@ -169,6 +174,20 @@ def example(batch: int = 2, counts: Tuple[int, int] = (7, 5), device: str = "cpu
     return tuple(value.to(device) for value in values)
 
 
+def inputs_of(side0: Features, side1: Features) -> Dict[str, np.ndarray]:
+    """The graph's INPUTS by name, of one pair of what `Matcher.extract` gives."""
+    values: Dict[str, np.ndarray] = {}
+    for number, side in enumerate((side0, side1)):
+        columns = {"keypoints": side.keypoints, "image_size": np.array(side.size, np.float32)}
+        for name in ("descriptor", "score", "scale", "angle"):
+            columns[name + "s"] = side.records[name].astype(np.float32)
+        columns["mask"] = np.ones(len(side.records), bool)
+        values.update(
+            {f"{name}{number}": np.ascontiguousarray(value)[None] for name, value in columns.items()}
+        )
+    return values
+
+
 def program(model: SuperGlue, threshold: float) -> Any:
     """`torch.export.ExportedProgram` of `PaddedSuperGlue(model)`, batch and numbers of keypoints dynamic.
 
@@ -220,6 +239,43 @@ def export(
     return path
 
 
+def latencies(path: Path, model: Union[str, Path, None]) -> Iterator[str]:
+    """A line for each number of keypoints: the median time of a pair in torch and in ONNX Runtime, on this CPU."""
+    try:
+        import onnxruntime
+    except ImportError:
+        raise RequestError("--time needs one more package: pip install onnxruntime") from None
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    network = fuse_for_inference(load_model(model or shipped_weights())[0])
+    for count in (512, 1024, 2048):
+        side = Features(_made_keypoints(count), (640, 480))
+        pair, inputs = Pair(*2 * [side.records], *2 * [side.size]), inputs_of(side, side)
+        in_torch = _milliseconds(match_pairs, network, [pair], "cpu")
+        in_onnx = _milliseconds(session.run, None, inputs)
+        yield f"{count} keypoints each: torch {in_torch:.0f} ms, ONNX Runtime {in_onnx:.0f} ms"
+
+
+def _made_keypoints(count: int) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    records = np.zeros(count, KEYPOINT)
+    records["x"], records["y"] = rng.uniform(0, 480, (2, count))
+    records["scale"], records["angle"] = rng.uniform(1, 20, count), rng.uniform(0, 360, count)
+    records["score"], records["descriptor"] = 0.05, rng.integers(0, 120, (count, SIFT_DIM))
+    return records
+
+
+def _milliseconds(work: Callable[..., object], *arguments: object) -> float:
+    """Median of five calls, after one that does not count."""
+    took = []
+    for _ in range(6):
+        started = time.perf_counter()
+        work(*arguments)
+        took.append(1000 * (time.perf_counter() - started))
+    return sorted(took[1:])[2]
+
+
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Entry of `python -m superglue_sift.onnx`."""
     parser = argparse.ArgumentParser(
@@ -232,9 +288,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument(
         "--threshold", type=float, help="least probability of a match (default: the model's own)"
     )
+    parser.add_argument("--time", action="store_true", help="say how long torch and ONNX Runtime take here")
     args = parser.parse_args(argv)
     path = export(args.out, args.model, args.threshold)
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, opset {OPSET}; inputs {', '.join(INPUTS)}")
+    if args.time:
+        for line in latencies(path, args.model):
+            print(line, flush=True)
     return 0
 
 

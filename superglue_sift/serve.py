@@ -1,0 +1,212 @@
+"""A page for the browser: drop two images, see their matches, move the threshold. On this machine alone.
+
+    superglue-match --serve          then http://127.0.0.1:8010
+
+Listens on 127.0.0.1 only and answers no other name and no other site's page. An upload is at most 32 MB, an image JPEG,
+PNG or WebP of at most 50 megapixels by its header, before it is decoded; nothing is kept, and the names of files are
+not used. Needs `pip install 'superglue-sift[serve]'`.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+from typing import Any, Dict, Tuple
+
+import cv2
+import numpy as np
+
+from superglue_sift import drawing, results
+from superglue_sift.errors import RequestError
+from superglue_sift.images import BadImage, check, declared_size, decode_color
+from superglue_sift.matcher import Matcher
+
+HOST = "127.0.0.1"
+MAX_BYTES = 32 << 20  # of a request: both images
+MAX_PIXELS = 50_000_000  # of an image
+SHOWN_SIDE = 1024  # longer side of an image on the page, pixels
+
+
+class Refused(Exception):
+    """What was uploaded cannot be matched: one line for the person who did."""
+
+
+def run(matcher: Matcher, port: int) -> int:
+    """Serve until Ctrl-C. Raises RequestError: Flask is missing, or the port is taken."""
+    app = make_app(matcher, port)
+    from werkzeug.serving import make_server
+
+    try:
+        server = make_server(HOST, port, app, threaded=True)
+    except (OSError, SystemExit):
+        raise RequestError(f"--port {port}: cannot be opened on {HOST}; is it taken? name another") from None
+    print(f"http://{HOST}:{server.server_port}  (Ctrl-C ends it)", flush=True)
+    server.serve_forever()
+    return 0
+
+
+def make_app(matcher: Matcher, port: int) -> Any:
+    """The Flask application. Raises RequestError where Flask is not installed."""
+    try:
+        import flask
+    except ImportError:
+        raise RequestError("--serve needs one more package: pip install 'superglue-sift[serve]'") from None
+    app = flask.Flask(__name__)
+    app.config["MAX_CONTENT_LENGTH"] = MAX_BYTES
+    homes = {f"{name}:{port}" for name in (HOST, "localhost")}
+    turn = threading.Lock()  # one match at a time: a second tab waits, memory does not double
+
+    @app.before_request
+    def only_this_page() -> Any:
+        """A page of another site may not ask, nor one that was given this address under another name."""
+        origin = flask.request.headers.get("Origin")
+        if flask.request.host in homes and (origin is None or origin in {f"http://{home}" for home in homes}):
+            return None
+        return flask.jsonify(error=f"only http://{HOST}:{port} may ask"), 403
+
+    @app.after_request
+    def nothing_from_elsewhere(response: Any) -> Any:
+        """The page loads nothing but itself, and no other page may show it."""
+        rule = (
+            "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
+        )
+        rule += "connect-src 'self'; frame-ancestors 'none'"
+        response.headers["Content-Security-Policy"] = rule
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        return response
+
+    @app.get("/")
+    def page() -> str:
+        return PAGE
+
+    @app.post("/match")
+    def match() -> Any:
+        try:
+            files = flask.request.files
+            if not {"image0", "image1"} <= set(files):
+                raise Refused("two images are needed")
+            with turn:
+                images = [image_of(files[name].read(), name) for name in ("image0", "image1")]
+                return flask.jsonify(answer(matcher, *images))
+        except Refused as error:
+            return flask.jsonify(error=str(error)), 400
+
+    @app.errorhandler(413)
+    def too_large(_error: Any) -> Any:
+        return flask.jsonify(error=f"too large: both images together may have {MAX_BYTES >> 20} MB"), 413
+
+    return app
+
+
+def image_of(data: bytes, name: str) -> np.ndarray:
+    """(H, W, 3) uint8 BGR of an upload. Raises Refused: no JPEG, PNG or WebP, damaged, or too many pixels."""
+    known = data[:3] == b"\xff\xd8\xff" or data[:8] == b"\x89PNG\r\n\x1a\n" or data[8:12] == b"WEBP"
+    if not known:
+        raise Refused(f"{name}: not a JPEG, PNG or WebP image")
+    try:
+        size = declared_size(check(data, name))
+        if size is None or size[0] * size[1] > MAX_PIXELS:
+            raise Refused(f"{name}: too large: at most {MAX_PIXELS // 1_000_000} megapixels")
+        return decode_color(data, name)
+    except BadImage as error:
+        raise Refused(f"{name}: {error.reason}") from None
+
+
+def answer(matcher: Matcher, image0: np.ndarray, image1: np.ndarray) -> Dict[str, Any]:
+    """What the page draws: both pictures as data URLs, and all matches [x0, y0, x1, y1, score] in their pixels."""
+    every = Matcher(matcher.model, matcher.device, matcher.max_keypoints, matcher.resize, threshold=0.0)
+    found = every.match(image0, image1)
+    shown = [shrunk(image) for image in (image0, image1)]
+    points = [(p + 0.5) * scale - 0.5 for p, (_, scale) in zip((found.points0, found.points1), shown)]
+    rows = np.concatenate([*points, found.scores[:, None]], 1)
+    inliers = results.fits(found.above(matcher.threshold))["homography"].inliers
+    return {
+        "pictures": [data_url(picture) for picture, _ in shown],
+        "matches": np.round(rows.astype(float), 3).tolist(),
+        "keypoints": [len(found.keypoints0), len(found.keypoints1)],
+        "threshold": matcher.threshold,
+        "homography_inliers": int(inliers.sum()),
+    }
+
+
+def shrunk(image: np.ndarray) -> Tuple[np.ndarray, float]:
+    """The image as the page shows it, and how much smaller."""
+    scale = min(1.0, SHOWN_SIDE / max(image.shape[:2]))
+    return cv2.resize(image, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA), scale
+
+
+def data_url(picture: np.ndarray) -> str:
+    """A JPEG inside the page."""
+    return "data:image/jpeg;base64," + base64.b64encode(drawing.encode(".jpg", picture)).decode()
+
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>superglue-match</title>
+<link rel="icon" href="data:,">
+<style>
+body { font: 16px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 80rem; padding: 0 1rem; color: #222 }
+.drop { display: flex; flex-wrap: wrap; gap: 1rem }
+label.image { flex: 1 1 16rem; border: 2px dashed #888; border-radius: .5rem; padding: 1rem; cursor: pointer }
+label.image.over { background: #eef }
+canvas { max-width: 100%; margin-top: 1rem } #error { color: #b00 } input[type=range] { width: min(30rem, 100%) }
+</style></head><body>
+<h1>Match two images</h1>
+<div class="drop">
+<label class="image">First image<br><input type="file" id="image0" accept="image/jpeg,image/png,image/webp"></label>
+<label class="image">Second image<br><input type="file" id="image1" accept="image/jpeg,image/png,image/webp"></label>
+</div>
+<p><label>Least probability of a match <input type="range" id="threshold" min="0" max="1" step="0.01" value="0.2">
+<output id="value">0.20</output></label></p>
+<p id="said" role="status">Drop two images here, or choose them.</p><p id="error" role="alert"></p>
+<canvas id="picture" hidden></canvas>
+<script>
+"use strict";
+const at = id => document.getElementById(id);
+let found = null, pictures = [], asked = 0;
+const load = async url => { const image = new Image(); image.src = url; await image.decode(); return image; };
+async function ask() {
+  const files = ["image0", "image1"].map(id => at(id).files[0]);
+  if (!files[0] || !files[1]) return;
+  const mine = ++asked, form = new FormData();
+  files.forEach((file, i) => form.append("image" + i, file, "image" + i));
+  at("error").textContent = ""; at("said").textContent = "Matching ...";
+  try {
+    const reply = await fetch("/match", { method: "POST", body: form }), body = await reply.json();
+    if (mine !== asked) return;
+    if (!reply.ok) throw new Error(body.error);
+    pictures = await Promise.all(body.pictures.map(load)); found = body;
+    at("threshold").value = body.threshold; draw();
+  } catch (error) {
+    if (mine !== asked) return;
+    found = null; at("picture").hidden = true; at("said").textContent = "";
+    at("error").textContent = error instanceof TypeError ? "The server is gone, or refused so much." : error.message;
+  }
+}
+function draw() {
+  const least = Number(at("threshold").value); at("value").textContent = least.toFixed(2);
+  if (!found) return;
+  const [a, b] = pictures, gap = 8, canvas = at("picture"), pen = canvas.getContext("2d");
+  canvas.width = a.width + gap + b.width; canvas.height = Math.max(a.height, b.height); canvas.hidden = false;
+  pen.drawImage(a, 0, 0); pen.drawImage(b, a.width + gap, 0);
+  const shown = found.matches.filter(row => row[4] > least);
+  for (const [x0, y0, x1, y1, score] of shown) {
+    pen.strokeStyle = `hsl(${120 * score} 90% 45%)`; pen.beginPath();
+    pen.moveTo(x0 + .5, y0 + .5); pen.lineTo(x1 + .5 + a.width + gap, y1 + .5); pen.stroke();
+  }
+  at("said").textContent = `${shown.length} of ${found.matches.length} matches; `
+    + `keypoints ${found.keypoints.join(" and ")}; `
+    + `${found.homography_inliers} of those above ${found.threshold.toFixed(2)} fit one homography`;
+}
+at("threshold").addEventListener("input", draw);
+for (const id of ["image0", "image1"]) {
+  const input = at(id), box = input.parentElement;
+  input.addEventListener("change", ask);
+  box.addEventListener("dragover", event => { event.preventDefault(); box.classList.add("over"); });
+  box.addEventListener("dragleave", () => box.classList.remove("over"));
+  box.addEventListener("drop", event => {
+    event.preventDefault(); box.classList.remove("over"); input.files = event.dataTransfer.files; ask();
+  });
+}
+</script></body></html>
+"""

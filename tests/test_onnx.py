@@ -1,0 +1,190 @@
+"""The network as ONNX and by torch.export gives what torch gives, whatever the batch and the numbers of keypoints."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Dict, List, Sequence
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from made_scenes import TURN, write_model
+
+from superglue_sift import (
+    Pair,
+    PairBatch,
+    RequestError,
+    from_pairs,
+    load_model,
+    mutual_matches,
+    onnx,
+    torch_compat,
+)
+from superglue_sift.matcher import extract
+from superglue_sift.sift import KEYPOINT
+from superglue_sift.weights import shipped_weights
+
+# The distance of all but equal descriptors is a root near zero, which turns rounding of 1e-7 into 4e-4.
+SCORE_TOLERANCE = 2e-3
+SIZE = (640, 480)
+
+
+def made(count: int, rng: np.random.Generator) -> np.ndarray:
+    """Random keypoint records (count,)."""
+    records = np.zeros(count, KEYPOINT)
+    records["x"], records["y"] = rng.uniform(0, SIZE[0], count), rng.uniform(0, SIZE[1], count)
+    records["scale"], records["angle"] = rng.uniform(1, 20, count), rng.uniform(0, 360, count)
+    records["score"], records["descriptor"] = (
+        rng.uniform(0.01, 0.1, count),
+        rng.integers(0, 120, (count, 128)),
+    )
+    return records
+
+
+def made_pair(m: int, n: int, rng: np.random.Generator) -> Pair:
+    """A pair half of whose keypoints correspond, moved and with noise in their descriptors."""
+    side0, side1 = made(m, rng), made(n, rng)
+    shared = min(m, n) // 2
+    noise = rng.integers(-9, 10, (shared, 128))
+    side1[:shared] = side0[:shared]
+    side1["descriptor"][:shared] = np.clip(side0["descriptor"][:shared].astype(int) + noise, 0, 255)
+    side1["x"][:shared] += 7
+    return Pair(side0, side1, SIZE, SIZE)
+
+
+def inputs(batch: PairBatch) -> Dict[str, np.ndarray]:
+    """A PairBatch under the names of the ONNX graph."""
+    values = {}
+    for side in "01":
+        for name in ("keypoints", "descriptors", "scores", "scales", "angles", "image_size"):
+            values[name + side] = np.ascontiguousarray(getattr(batch, name + side).float().numpy())
+        width = values["keypoints" + side].shape[1]
+        values["mask" + side] = np.arange(width) < getattr(batch, "counts" + side).numpy()[:, None]
+    return values
+
+
+def assert_same(model, run, pairs: Sequence[Pair], threshold: float, doubtful: float = 0.0) -> int:
+    """Compare with torch; returns the number of matches.
+
+    doubtful: largest part of the keypoints whose match may differ, because two scores or a score and the threshold lie
+    closer than rounding.
+    """
+    batch = from_pairs(pairs)
+    with torch.no_grad():
+        log_P = model(batch)
+    expected = mutual_matches(log_P, (batch.records0.shape[1], batch.records1.shape[1]), threshold)
+    found = dict(zip(onnx.OUTPUTS, run(inputs(batch))))
+    for side in "01":
+        matches, scores = (
+            getattr(expected, f"{kind}{side}").numpy() for kind in ("matches", "matching_scores")
+        )
+        same = found["matches" + side] == matches
+        assert (~same).sum() <= doubtful * max(same.size, 1)
+        np.testing.assert_allclose(found["matching_scores" + side][same], scores[same], atol=SCORE_TOLERANCE)
+    batch_index, index0, index1 = found["matches"].T
+    assert len(index0) == (found["matches0"] >= 0).sum()
+    np.testing.assert_array_equal(found["matches0"][batch_index, index0], index1)
+    np.testing.assert_array_equal(found["matching_scores0"][batch_index, index0], found["mscores"])
+    return len(index0)
+
+
+@pytest.fixture(
+    scope="module", params=[{"neighbours": True}, {"scale_angle": False, "norm": "batch", "dim": 64}]
+)
+def small(request, tmp_path_factory):
+    """An untrained model in two variants, its file and its program."""
+    if not torch_compat.can_export():
+        pytest.skip(f"torch {torch.__version__} has no torch.export of changing shapes")
+    path = write_model(tmp_path_factory.mktemp("onnx") / "m.safetensors", **{"layers": 2, **request.param})
+    return load_model(path)[0], path, onnx.program(load_model(path)[0], 0.1)
+
+
+SHAPES = [
+    [(5, 7)],
+    [(0, 0)],
+    [(0, 5)],
+    [(5, 0)],
+    [(1, 1)],
+    [(2, 1)],
+    [(2, 2), (0, 2), (2, 0)],
+    [(60, 40), (0, 9), (33, 1)],
+]
+
+
+def session(path: Path):
+    """(inputs by name) -> outputs, by ONNX Runtime on one thread."""
+    runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = 1
+    made_session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return lambda values: made_session.run(None, values)
+
+
+def needs_onnx() -> None:
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(name, reason=f"needs {name}")
+
+
+def test_torch_export_matches_pairs_of_any_shape(small):
+    model, _, program = small
+    module = program.module()
+
+    def run(values: Dict[str, np.ndarray]) -> List[np.ndarray]:
+        return [
+            value.detach().numpy() for value in module(*(torch.from_numpy(values[k]) for k in onnx.INPUTS))
+        ]
+
+    rng = np.random.default_rng(0)
+    found = [assert_same(model, run, [made_pair(m, n, rng) for m, n in shapes], 0.1) for shapes in SHAPES]
+    assert found[-1] > 20
+
+
+@pytest.mark.slow
+def test_onnx_matches_pairs_of_any_shape(small, tmp_path):
+    needs_onnx()
+    import onnx as onnx_package
+
+    model, path, _ = small
+    written = onnx.export(tmp_path / "m.onnx", path, threshold=0.1)
+    assert [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
+    graph = onnx_package.load(str(written))
+    onnx_package.checker.check_model(graph)
+    assert {each.domain: each.version for each in graph.opset_import}[""] >= 17
+    assert [each.name for each in graph.graph.input] == list(onnx.INPUTS)
+    assert [each.name for each in graph.graph.output] == list(onnx.OUTPUTS)
+    rng, run = np.random.default_rng(0), session(written)
+    for shapes in SHAPES:
+        assert_same(model, run, [made_pair(m, n, rng) for m, n in shapes], 0.1)
+
+
+@pytest.mark.slow
+def test_the_shipped_weights_as_onnx_match_200_pairs_as_torch_does(tmp_path, photo, color_photo):
+    needs_onnx()
+    if not torch_compat.can_export() or not shipped_weights().is_file():
+        pytest.skip("needs torch 2.5")
+    run, model = session(onnx.export(tmp_path / "m.onnx")), load_model(shipped_weights())[0]
+    threshold = load_model(shipped_weights())[1]["match_threshold"]
+    rng = np.random.default_rng(1)
+    counts = rng.integers(0, 300, (100, 2)).tolist()
+    pairs = [made_pair(m, n, rng) for m, n in [(0, 0), (0, 9), (1, 1), (2, 2), (2, 0), *counts[5:]]]
+    scenes = [photo, cv2.cvtColor(color_photo, cv2.COLOR_RGB2GRAY)]
+    for number in range(100):  # real ones: two views of a photograph
+        scene = scenes[number % 2]
+        H = TURN.copy()
+        H[:2, 2] += rng.uniform(-60, 60, 2)
+        views = scene, cv2.warpPerspective(scene, H, scene.shape[::-1])
+        sides = [extract(view, 256) for view in views]
+        pairs.append(Pair(sides[0].records, sides[1].records, sides[0].size, sides[1].size))
+    found = sum(assert_same(model, run, pairs[at : at + 4], threshold, 0.002) for at in range(0, 200, 4))
+    assert found > 5000
+    assert assert_same(model, run, [made_pair(2048, 2048, rng)], threshold, 0.002) > 500
+
+
+def test_a_wrong_request_is_one_line(tmp_path, monkeypatch):
+    with pytest.raises(RequestError, match=r"must end in \.onnx"):
+        onnx.export(tmp_path / "m.pt")
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(RequestError, match=r"pip install 'superglue-sift\[onnx\]'"):
+        onnx.export(tmp_path / "m.onnx")
