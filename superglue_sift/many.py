@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, OrderedDict, Sequence, Tuple, Union
+from zipfile import BadZipFile
 
 import cv2
 import numpy as np
@@ -104,7 +105,13 @@ class FeatureStore:
             with np.load(path, allow_pickle=False) as file:
                 width, height = file["size"].tolist()
                 return Features(file["records"], (width, height))
-        except (OSError, ValueError, KeyError, EOFError):  # not there yet, or damaged: written anew
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            EOFError,
+            BadZipFile,
+        ):  # not there yet, or damaged: written anew
             found = self.matcher.extract(item.pixels())
         data = io.BytesIO()
         np.savez(data, records=found.records, size=found.size)

@@ -53,27 +53,8 @@ def make_app(matcher: Matcher, port: int) -> Any:
         raise RequestError("--serve needs one more package: pip install 'superglue-sift[serve]'") from None
     app = flask.Flask(__name__)
     app.config["MAX_CONTENT_LENGTH"] = MAX_BYTES
-    homes = {f"{name}:{port}" for name in (HOST, "localhost")}
+    _guard(app, flask, port)
     turn = threading.Lock()  # one match at a time: a second tab waits, memory does not double
-
-    @app.before_request
-    def only_this_page() -> Any:
-        """A page of another site may not ask, nor one that was given this address under another name."""
-        origin = flask.request.headers.get("Origin")
-        if flask.request.host in homes and (origin is None or origin in {f"http://{home}" for home in homes}):
-            return None
-        return flask.jsonify(error=f"only http://{HOST}:{port} may ask"), 403
-
-    @app.after_request
-    def nothing_from_elsewhere(response: Any) -> Any:
-        """The page loads nothing but itself, and no other page may show it."""
-        rule = (
-            "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
-        )
-        rule += "connect-src 'self'; frame-ancestors 'none'"
-        response.headers["Content-Security-Policy"] = rule
-        response.headers["X-Content-Type-Options"] = "nosniff"
-        return response
 
     @app.get("/")
     def page() -> str:
@@ -98,13 +79,38 @@ def make_app(matcher: Matcher, port: int) -> Any:
     return app
 
 
+def _guard(app: Any, flask: Any, port: int) -> None:
+    """Answer this page alone, and let it load nothing but itself."""
+    end = "" if port == 80 else f":{port}"  # as browsers send it
+    homes = {HOST + end, "localhost" + end}
+
+    @app.before_request
+    def only_this_page() -> Any:
+        """A page of another site may not ask, nor one that was given this address under another name."""
+        origin = flask.request.headers.get("Origin")
+        if flask.request.host in homes and (origin is None or origin in {f"http://{home}" for home in homes}):
+            return None
+        return flask.jsonify(error=f"only http://{HOST}:{port} may ask"), 403
+
+    @app.after_request
+    def nothing_from_elsewhere(response: Any) -> Any:
+        """The page loads nothing but itself, and no other page may show it."""
+        rule = (
+            "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
+        )
+        rule += "connect-src 'self'; frame-ancestors 'none'"
+        response.headers["Content-Security-Policy"] = rule
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        return response
+
+
 def image_of(data: bytes, name: str) -> np.ndarray:
     """(H, W, 3) uint8 BGR of an upload. Raises Refused: no JPEG, PNG or WebP, damaged, or too many pixels."""
     known = data[:3] == b"\xff\xd8\xff" or data[:8] == b"\x89PNG\r\n\x1a\n" or data[8:12] == b"WEBP"
     if not known:
         raise Refused(f"{name}: not a JPEG, PNG or WebP image")
     try:
-        size = declared_size(check(data, name))
+        size = declared_size(check(data, name), name)
         if size is None or size[0] * size[1] > MAX_PIXELS:
             raise Refused(f"{name}: too large: at most {MAX_PIXELS // 1_000_000} megapixels")
         return decode_color(data, name)

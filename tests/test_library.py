@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Iterator, Set
@@ -13,12 +14,13 @@ from typing import Iterator, Set
 import cv2
 import numpy as np
 import pytest
+import torch
 from made_scenes import TURN, write_model
 from packaging.requirements import Requirement
 
 from pipeline.runtime.checkpoint import save_model_file
 from superglue_sift import Features, Matcher, RequestError, weights
-from superglue_sift.geometry import transform
+from superglue_sift.geometry import corner_error, transform
 
 NEEDS = ("torch", "numpy", "opencv-python", "safetensors")
 
@@ -85,20 +87,26 @@ def test_importing_it_does_not_load_torch():
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 
-def test_the_wheel_holds_library_and_pipeline_and_weights_and_nothing_else(tmp_path, root):
-    source = tmp_path / "source"
+def build_wheel(root: Path, folder: Path, with_weights: bool) -> Path:
+    """The wheel of a copy of the clone, with the shipped weights or a few bytes in their place."""
+    source = folder / "source"
     quiet = shutil.ignore_patterns("__pycache__")
     for name in ("superglue_sift", "pipeline", "benchmarks", "tests", "pretrained"):
         shutil.copytree(root / name, source / name, ignore=quiet)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(root / name, source / name)
-    (source / weights.SHIPPED).write_bytes(b"weights")
+    if not with_weights:
+        (source / weights.SHIPPED).write_bytes(b"weights")
     script = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], cwd=source, capture_output=True, text=True
+        [sys.executable, "-c", script, str(folder)], cwd=source, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
+    return folder / done.stdout.split()[-1]
+
+
+def test_the_wheel_holds_library_and_pipeline_and_weights_and_nothing_else(tmp_path, root):
+    with zipfile.ZipFile(build_wheel(root, tmp_path, with_weights=False)) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
         entry_points = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
         assert "superglue-match = superglue_sift.cli:command" in wheel.read(entry_points).decode()
@@ -108,8 +116,48 @@ def test_the_wheel_holds_library_and_pipeline_and_weights_and_nothing_else(tmp_p
         for path in (root / package).rglob("*.*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    pretrained = {f"superglue_sift/pretrained/{path.name}" for path in (source / "pretrained").iterdir()}
+    pretrained = {f"superglue_sift/pretrained/{path.name}" for path in (root / "pretrained").iterdir()}
     assert names == files | pretrained
+
+
+@pytest.mark.slow
+@pytest.mark.cu111
+def test_the_wheel_is_small_and_matches_where_nothing_else_is_installed(tmp_path, root, photo):
+    if not (root / weights.SHIPPED).is_file():
+        pytest.skip(f"needs {weights.SHIPPED}")
+    wheel = build_wheel(root, tmp_path, with_weights=True)
+    assert wheel.stat().st_size <= 12e6
+    needed = (
+        tmp_path / "needed"
+    )  # what an index would give: what the wheel asks for, linked in instead of downloaded
+    needed.mkdir()
+    for path in {path.name: path for path in top_level(with_requirements(*NEEDS))}.values():
+        (needed / path.name).symlink_to(path)
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True, capture_output=True)
+    site = next((tmp_path / "env" / "lib").glob("python3.*")) / "site-packages"
+    (site / "needed.pth").write_text(f"{needed}\n")
+    cv2.imwrite(str(tmp_path / "a.png"), photo)
+    cv2.imwrite(str(tmp_path / "b.png"), cv2.warpPerspective(photo, TURN, (600, 400)))
+
+    def run(*words: str) -> subprocess.CompletedProcess:
+        command = [str(tmp_path / "env" / "bin" / words[0]), *words[1:]]
+        return subprocess.run(
+            command, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+        )
+
+    done = run("python", "-m", "pip", "install", "--no-index", "--quiet", str(wheel))
+    assert done.returncode == 0, done.stderr  # also: the wheel asks for nothing that is not linked in
+    shutil.rmtree(tmp_path / "source")
+    done = run("superglue-match", "a.png", "b.png", "--out", "m.png")
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split("matches ")[1].split()[0]) > 100 and (tmp_path / "m.png").is_file()
+    for words, extra in (
+        (["--serve"], "serve"),
+        (["a.png", "b.png", "--out", "m.png", "--homography"], "gif"),
+    ):
+        done = run("superglue-match", *words)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1 and f"pip install 'superglue-sift[{extra}]'" in done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +213,98 @@ def test_features_of_ones_own_sift_are_those_of_the_library(matcher, photo):
     assert len(ours.records) and set(map(bytes, ours.records)) <= set(map(bytes, own.records))
 
 
+def assert_same(one, other) -> None:
+    for left, right in zip(one, other):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_tensors_give_the_matches_of_the_same_pixels(matcher, color_photo):
+    bgr = np.ascontiguousarray(color_photo[..., ::-1])
+    expected = matcher.match(bgr, bgr[50:])
+    rgb = torch.from_numpy(np.ascontiguousarray(color_photo)).permute(2, 0, 1)
+    assert_same(expected, matcher.match(rgb, rgb[:, 50:]))
+    assert_same(expected, matcher.match(rgb / 255, bgr[50:]))
+    gray = torch.from_numpy(cv2.cvtColor(bgr, cv2.COLOR_BGR2GRAY))
+    assert_same(expected, matcher.match(gray, gray[None, 50:] / 255.0))
+
+
+def test_one_image_against_many_computes_its_features_once(matcher, photo, turned, monkeypatch):
+    others = [turned, photo[:, 50:], photo[100:]]
+    expected = [matcher.match(photo, other) for other in others]
+    seen = []
+    extract = matcher.extract
+    monkeypatch.setattr(matcher, "extract", lambda image: seen.append(image) or extract(image))
+    found = list(matcher.match_many(photo, others, batch_size=2))
+    assert len(seen) == 4 and sum(image is photo for image in seen) == 1
+    for one, other in zip(expected, found):
+        np.testing.assert_array_equal(one.matches, other.matches)
+        np.testing.assert_allclose(one.scores, other.scores, atol=1e-5)  # rounding of a batch
+
+
+def test_a_batch_answers_pair_by_pair_and_reads_no_further(matcher, photo, turned):
+    read = []
+
+    def pairs():
+        for number in range(5):
+            read.append(number)
+            yield photo[: 100 * number], turned  # the first has no row at all
+
+    answers = matcher.match_batch(pairs(), batch_size=2)
+    with pytest.raises(RequestError, match="must be uint8"):
+        next(answers)
+    assert read == [0, 1]
+    assert list(matcher.match_batch([])) == []
+
+
+def test_threads_share_a_matcher_and_get_the_same_bytes(matcher, photo, turned):
+    pairs = [(photo, turned), (turned, photo), (photo[:, 60:], turned), (photo, photo[50:])]
+    expected = [matcher.match(*pair) for pair in pairs]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda number: matcher.match(*pairs[number % 4]), range(16)))
+    for number, each in enumerate(found):
+        assert_same(expected[number % 4], each)
+
+
+def test_homography_and_fundamental_matrix_explain_the_matches(matcher, photo, turned):
+    found = matcher.match(photo, turned)
+    H, inliers = found.homography()
+    assert corner_error(H, TURN, (600, 400)) < 2 and inliers.shape == (len(found.matches),)
+    assert inliers.mean() > 0.7
+    F, inliers = found.fundamental(1.0)
+    assert F.shape == (3, 3) and abs(np.linalg.det(F)) < 1e-6
+    ones = np.ones((len(found.points0), 1))
+    x0, x1 = np.hstack([found.points0, ones]), np.hstack([found.points1, ones])
+    line = x0 @ F.T
+    distance = np.abs((line * x1).sum(1)) / np.linalg.norm(line[:, :2], axis=1)
+    assert (distance[inliers] < 2).all() and inliers.mean() > 0.7
+    assert_same(found.homography(), found.homography())
+    assert_same(found.fundamental(), found.fundamental())
+
+
+@pytest.mark.parametrize("count", [0, 3, 7])
+def test_too_few_matches_fit_nothing(matcher, photo, turned, count):
+    found = matcher.match(photo, turned)
+    few = found._replace(matches=found.matches[:count], scores=found.scores[:count])
+    assert few.fundamental().model is None and few.fundamental().inliers.shape == (count,)
+    assert (few.homography().model is None) == (count < 4)
+
+
+def test_above_keeps_the_surer_matches(matcher, photo, turned):
+    found = matcher.match(photo, turned)
+    least = float(np.median(found.scores))
+    sure = found.above(least)
+    assert 0 < len(sure.matches) < len(found.matches) and (sure.scores > least).all()
+    assert set(map(tuple, sure.matches)) <= set(map(tuple, found.matches))
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_matches_of_the_cpu(tmp_path, photo, turned):
+    path = write_model(tmp_path / "m.safetensors", layers=2)
+    one, other = (Matcher.load(path, device).match(photo, turned) for device in ("cpu", "cuda"))
+    shared = set(map(tuple, one.matches)) & set(map(tuple, other.matches))
+    assert len(shared) > 0.97 * max(len(one.matches), len(other.matches))
+
+
 def test_an_image_without_structure_gives_no_match(matcher, photo):
     flat = np.full((200, 300), 99, np.uint8)
     for pair in ((flat, flat), (flat, photo), (photo, flat)):
@@ -183,6 +323,9 @@ def features(count: int, width: int, value: float = 9.0) -> Features:
         (lambda matcher, folder: matcher.extract(folder / "no.png"), "no.png: cannot be read"),
         (lambda matcher, folder: matcher.extract(np.zeros((9, 9))), "must be uint8"),
         (lambda matcher, folder: matcher.extract(np.zeros((9, 9, 4), np.uint8)), r"\(9, 9, 4\)"),
+        (lambda matcher, folder: matcher.extract(torch.zeros(9, 9, 3)), r"\(9, 9, 3\): must be \(H, W\)"),
+        (lambda matcher, folder: matcher.extract(torch.full((9, 9), 2.0)), "from 0 to 1"),
+        (lambda matcher, folder: matcher.extract(torch.zeros(9, 9, dtype=torch.int64)), "int64"),
         (lambda matcher, folder: features(5, 256), r"\(5, 256\): must be SIFT's, \(5, 128\)"),
         (lambda matcher, folder: features(5, 128, 0.1), "0 to 255"),
         (lambda matcher, folder: Matcher.load(folder / "no.safetensors"), "no.safetensors: no such model"),

@@ -39,10 +39,10 @@ def views(photo) -> Tuple[bytes, bytes]:
 
 @pytest.fixture
 def client(matcher):
-    return serve.make_app(matcher, 80).test_client()
+    return serve.make_app(matcher, 8010).test_client()
 
 
-HOME = "http://127.0.0.1:80"
+HOME = "http://127.0.0.1:8010"
 
 
 def post(client, *files, **options):
@@ -188,7 +188,7 @@ def test_in_a_browser_images_are_matched_and_the_threshold_moves(browser, addres
     assert int(page.inner_text("#said").split()[0]) == every
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.set_input_files("#image1", tmp_path / "no.png")
-    page.wait_for_function("document.getElementById('error').textContent")
+    page.wait_for_selector("#error:not(:empty)")
     assert "image1: not a JPEG, PNG or WebP image" in page.inner_text("#error")
     assert not page.is_visible("#picture")
     page.set_input_files("#image1", names[1])
@@ -199,7 +199,7 @@ def test_in_a_browser_images_are_matched_and_the_threshold_moves(browser, addres
 def test_without_flask_one_line_says_what_to_install(matcher, monkeypatch):
     monkeypatch.setitem(sys.modules, "flask", None)
     with pytest.raises(RequestError, match=r"pip install 'superglue-sift\[serve\]'"):
-        serve.make_app(matcher, 80)
+        serve.make_app(matcher, 8010)
 
 
 def test_the_page_loads_nothing_from_elsewhere(client):
