@@ -127,6 +127,7 @@ def needs_onnx() -> None:
         pytest.importorskip(name, reason=f"needs {name}")
 
 
+@pytest.mark.slow
 def test_torch_export_matches_pairs_of_any_shape(small):
     model, _, program = small
     module = program.module()
