@@ -30,15 +30,14 @@ test_in_image() {
     RUN_USER=root exec docker/build-in-chroot.sh cu111 test . "$@"
 }
 
-stamp=$venv/.set-up-$(cat requirements/cu111.lock requirements/cu111-dev.lock | sha256sum | cut -c 1-16)
+stamp=$venv/.set-up-$(cat requirements/cu111.lock requirements/cu111-dev.lock requirements/test-cu111.sh | sha256sum | cut -c 1-16)
 if [ ! -f "$stamp" ]; then
     python=$(find_python)
     [ -n "$python" ] || test_in_image "$@"
     echo "== $venv with $("$python" -V)"
     "$python" -m venv --clear "$venv"
     "$venv/bin/pip" install --quiet --require-hashes --no-deps -r docker/locks/pip.lock
-    # torchvision: imported only where a GPU renders, so the tests need none
-    "$venv/bin/pip" install --quiet --no-deps torch==1.10.2
+    "$venv/bin/pip" install --quiet --no-deps torch==1.10.2 torchvision==0.11.3
     "$venv/bin/pip" install --quiet --require-hashes --no-deps -r requirements/cu111.lock
     "$venv/bin/pip" install --quiet --require-hashes --no-deps -r requirements/cu111-dev.lock
     touch "$stamp"
