@@ -56,6 +56,7 @@ ifneq ($(PRESET)$(IMAGES)$(VAL_IMAGES),)
 else
 	@$(LOCKED) python -m pipeline.presets refresh
 endif
+	@python -m pipeline.doctor --quick
 	@$(LOCKED) dvc repro
 	@echo
 	@python -m pipeline.report

@@ -1,6 +1,7 @@
 """Check this machine before the work: `python -m pipeline.doctor` (all), `--quick` (what `repro` runs first).
 
-Exit code 0 when nothing stands in the way, 2 when something does; `--quick` prints that alone.
+Exit code 0 when nothing stands in the way, 2 when something does; `--quick` prints that alone, and where there is
+nothing disk, memory and hours of the training.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Callable, Iterator, List, Optional, Sequence
+from typing import Callable, Iterator, List, Optional, Sequence, Tuple
 
-from pipeline import errors, tracking
+from pipeline import errors, launch, tracking
 from pipeline.runtime import machine
 from pipeline.runtime.machine import FAIL, NOTE, OK, WARN, Finding
 
 SECONDS = 3.0
-QUICK = ("gpus", "shared_memory", "disk", "user", "open_files")
+QUICK = ("gpus", "shared_memory", "user", "open_files", "disk", "training")
+PLAN = ("disk", "training")  # printed by --quick whatever they find: what the work takes
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -36,19 +38,22 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         "--quick", action="store_true", help="only what would stop the work, without the network"
     )
     options = parser.parse_args(argv)
-    findings = [finding for check in checks(options.quick) for finding in guarded(check)]
-    shown = [f for f in findings if f.level == FAIL] if options.quick else findings
-    for finding in shown:
-        print(
-            f"{finding.level:5} {finding.subject}: {finding.text}",
-            file=sys.stderr if options.quick else sys.stdout,
-        )
-    return 2 if machine.worst(findings) == FAIL else 0
+    found: List[Tuple[str, Finding]] = []
+    for check in checks(options.quick):
+        if check is not training or machine.worst([finding for _, finding in found]) != FAIL:
+            found += [(check.__name__, finding) for finding in guarded(check)]
+    failed = machine.worst([finding for _, finding in found]) == FAIL
+    for name, finding in found:
+        wrong = options.quick and finding.level == FAIL
+        if wrong or not options.quick or (name in PLAN and not failed):
+            line = f"{finding.level:5} {finding.subject}: {finding.text}"
+            print(line, file=sys.stderr if wrong else sys.stdout)
+    return 2 if failed else 0
 
 
 def checks(quick: bool) -> List[Callable[[], Iterator[Finding]]]:
     """The checks in the order in which they are printed."""
-    every = (software, gpus, shared_memory, disk, user, open_files, git, dvc_links, ports, mlflow)
+    every = (software, gpus, shared_memory, user, open_files, git, dvc_links, ports, mlflow, disk, training)
     return [check for check in every if not quick or check.__name__ in QUICK]
 
 
@@ -56,6 +61,8 @@ def guarded(check: Callable[[], Iterator[Finding]]) -> List[Finding]:
     """A check that breaks is a warning: the doctor must not fall ill."""
     try:
         return list(check())
+    except errors.RequestError as error:
+        return [Finding(FAIL, check.__name__.replace("_", " "), str(error))]
     except Exception as error:  # whatever a strange machine does
         return [
             Finding(WARN, check.__name__.replace("_", " "), f"not checked: {type(error).__name__}: {error}")
@@ -114,17 +121,27 @@ def sections() -> dict:
 
 
 def shared_memory() -> Iterator[Finding]:
-    """/dev/shm against batch and number of ranks."""
+    """/dev/shm against what the ranks of a training on GPUs share there."""
     import torch
 
-    train = sections().get("train")
-    if train is None or not os.path.isdir("/dev/shm"):
-        return
-    processes = os.environ.get("NPROC_PER_NODE", "auto")
-    ranks = int(processes) if processes.isdigit() else max(torch.cuda.device_count(), 1)
-    pairs = train.batch_per_rank or -(-train.batch // ranks)
-    needed = machine.shared_memory_needed(ranks, pairs, train.max_keypoints)
-    yield machine.judge_shared_memory(shutil.disk_usage("/dev/shm").free, needed)
+    if os.path.isdir("/dev/shm"):
+        gpus = min(launch.processes_per_node(), torch.cuda.device_count())
+        needed = machine.shared_memory_needed(gpus)
+        yield machine.judge_shared_memory(shutil.disk_usage("/dev/shm").free, needed)
+
+
+def training() -> Iterator[Finding]:
+    """Memory of a process and hours of the training, by params.yaml; nothing without one."""
+    import torch
+
+    from pipeline import plan
+    from pipeline.training import setup
+
+    found = sections()
+    if {"fetch", "keypoints", "train"} <= set(found):
+        processes = setup.processes(found["train"], launch.processes_per_node())
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        yield from plan.findings(found, processes, device)
 
 
 def disk() -> Iterator[Finding]:
@@ -132,8 +149,8 @@ def disk() -> Iterator[Finding]:
     found = sections()
     if "fetch" not in found or "keypoints" not in found:
         return
-    keypoints, source = found["keypoints"], found["fetch"].source
-    needed = machine.disk_needed(source, keypoints.views, keypoints.max_keypoints)
+    keypoints, fetch = found["keypoints"], found["fetch"]
+    needed = machine.disk_needed(fetch.source, keypoints.views, keypoints.max_keypoints, fetch.limit)
     present = sum(path.stat().st_size for path in Path("data").rglob("*") if path.is_file())
     yield machine.judge_disk(shutil.disk_usage(".").free, max(needed - present, 0), os.getcwd())
 

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import psutil
 
@@ -42,13 +42,49 @@ LAUNCHED = ("pipeline.keypoints", "pipeline.train", "pipeline.evaluate")
 def processes_per_node() -> int:
     """NPROC_PER_NODE as a number. RequestError when it is none."""
     text = os.environ.get("NPROC_PER_NODE", "auto").strip()
-    if text == "auto":
+    if automatic():
         import torch
 
         return torch.cuda.device_count() or min(DEFAULT_CPU_PROCESSES, os.cpu_count() or 1)
     if not text.isdigit() or int(text) < 1:
         raise RequestError(f"NPROC_PER_NODE={text!r}: must be a whole number from 1 on, or auto")
     return int(text)
+
+
+def require_gpus(processes: int) -> None:
+    """RequestError when ranks that exchange gradients would share a GPU, which NCCL refuses."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < processes:
+        several = "is 1 GPU" if gpus == 1 else f"are {gpus} GPUs"
+        raise RequestError(f"NPROC_PER_NODE={processes}, but there {several} here: set it to {gpus} or auto")
+
+
+def accepted(check: Callable[[List[str], int], Any], arguments: List[str], processes: int) -> int:
+    """The number of local processes that the stage's own `check` accepts; with auto, the most up to `processes`.
+
+    Raises:
+        RequestError: it accepts none, or not the number that was asked for.
+    """
+    most = processes
+    while True:
+        try:
+            for world_size in world_sizes(processes):
+                check(arguments, world_size)
+            break
+        except RequestError:
+            if not automatic() or processes == 1:
+                raise
+        processes -= 1
+    if processes < most:
+        print(f"{processes} processes instead of {most}: so many can share the batch", file=sys.stderr)
+    return processes
+
+
+def automatic() -> bool:
+    """Is the number of processes ours to choose?"""
+    return os.environ.get("NPROC_PER_NODE", "auto").strip() == "auto"
 
 
 def free_port() -> int:
@@ -223,9 +259,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     processes = processes_per_node()
     if hasattr(module, "processes"):  # a stage may want fewer
         processes = module.processes(rest, processes)
-    for world_size in world_sizes(processes):
-        if hasattr(module, "check"):
-            module.check(rest, world_size)
+    if hasattr(module, "check"):
+        require_gpus(processes)
+        processes = accepted(module.check, rest, processes)
     _stop_with_dvc()
     return Supervisor(name, rest, processes).run()
 

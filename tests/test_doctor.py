@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from pipeline import doctor
+from pipeline.errors import RequestError
 from pipeline.runtime import machine
 from pipeline.runtime.machine import FAIL, GIB, MIB, NOTE, OK, WARN
 
@@ -62,11 +63,16 @@ def test_gpus_against_processes():
 
 
 def test_shared_memory_names_the_exact_flag():
-    needed = machine.shared_memory_needed(ranks=8, pairs_per_rank=8, keypoints=1024)
+    needed = machine.shared_memory_needed(gpus=8)
     found = machine.judge_shared_memory(64 * MIB, needed)
     assert found.level == FAIL and "--shm-size=1g" in found.text
     assert machine.judge_shared_memory(8 * GIB, needed).level == OK
-    assert machine.shared_memory_needed(1, 8, 256) < 64 * MIB  # one process runs in Docker's default
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_one_gpu_or_none_asks_for_no_shared_memory(gpus):
+    """Docker's 64 MB serve, whatever the batch."""
+    assert machine.judge_shared_memory(64 * MIB, machine.shared_memory_needed(gpus)).level == OK
 
 
 def test_disk_wants_more_for_a_larger_preset():
@@ -74,6 +80,11 @@ def test_disk_wants_more_for_a_larger_preset():
     large = machine.disk_needed("coco2017", 4, 1024)
     assert small < 2 * GIB < 50 * GIB < large
     assert machine.judge_disk(10 * GIB, large, "/workspace").level == FAIL
+
+
+def test_a_limit_of_images_is_a_limit_of_disk():
+    assert machine.disk_needed("coco2017", 4, 1024, limit=1000) < machine.disk_needed("coco2017", 4, 1024)
+    assert machine.image_count("coco2017-val", 100) == 200 and machine.image_count("folder") == 0
 
 
 def test_open_files_names_the_flag():
@@ -111,3 +122,25 @@ def test_quick_prints_one_line_and_exits_2(root, tmp_path):
     assert done.returncode == 2
     assert "open files: limit 64" in done.stderr and len(done.stderr.strip().splitlines()) == 1
     assert done.stdout == ""
+
+
+def test_quick_tells_disk_memory_and_hours_when_nothing_is_wrong(root, tmp_path, monkeypatch, capsys):
+    (tmp_path / "params.yaml").write_text((root / "params.yaml").read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pipeline.plan.measured", lambda *_: {"pair": 0.5, "image": 2.0})
+    assert doctor.main(["--quick"]) == 0
+    subjects = [line.split(":")[0].split(None, 1)[1] for line in capsys.readouterr().out.splitlines()]
+    assert subjects == ["disk", "memory of a process", "training", "keypoints"]
+
+
+def test_a_precision_the_card_lacks_stops_the_work_before_it_begins(root, tmp_path, monkeypatch, capsys):
+    (tmp_path / "params.yaml").write_text((root / "params.yaml").read_text())
+    monkeypatch.chdir(tmp_path)
+
+    def refused(*_):
+        raise RequestError("train.precision: bfloat16 needs Ampere")
+
+    monkeypatch.setattr("pipeline.plan.findings", refused)
+    assert doctor.main(["--quick"]) == 2
+    printed = capsys.readouterr()
+    assert "bfloat16 needs Ampere" in printed.err and len(printed.err.splitlines()) == 1 and not printed.out

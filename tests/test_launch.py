@@ -40,6 +40,28 @@ class TestRequest:
             with pytest.raises(RequestError, match="NPROC_PER_NODE"):
                 launch.processes_per_node()
 
+    def test_more_processes_than_gpus_are_refused_in_one_line(self, monkeypatch):
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+        with pytest.raises(
+            RequestError, match="NPROC_PER_NODE=3, but there are 2 GPUs here: set it to 2 or auto"
+        ):
+            launch.require_gpus(3)
+        launch.require_gpus(2)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+        launch.require_gpus(3)
+
+    def test_auto_takes_as_many_processes_as_the_stage_accepts(self, monkeypatch, capsys):
+        def check(_, world_size):
+            if 8 % world_size:
+                raise RequestError(f"8 micro-batches cannot be shared by {world_size}")
+
+        monkeypatch.delenv("NPROC_PER_NODE", raising=False)
+        assert launch.accepted(check, [], 7) == 4
+        assert "4 processes instead of 7" in capsys.readouterr().err
+        monkeypatch.setenv("NPROC_PER_NODE", "7")
+        with pytest.raises(RequestError, match="shared by 7"):
+            launch.accepted(check, [], 7)
+
     def test_static_and_c10d(self, monkeypatch):
         one = launch.command("pipeline.train", ["--out", "x"], 2)
         assert one[1:4] == ["-m", "pipeline.launch", launch.AGENT]

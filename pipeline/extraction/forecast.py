@@ -68,7 +68,7 @@ def report(plan: Forecast, settings: Any, out: Path, cores: int) -> List[str]:
     ]
     for count in sorted({cores, *CORES}):
         mine = " (this machine)" if count == cores else ""
-        lines.append(f"  {count:3d} cores: {_duration(plan.wall(count))}{mine}")
+        lines.append(f"  {count:3d} cores: {duration(plan.wall(count))}{mine}")
     lines.append(
         f"  disk: {plan.disk() / 1e9:.1f} GB of {free / 1e9:.1f} GB free at {here}, and as much again"
     )
@@ -84,7 +84,8 @@ def report(plan: Forecast, settings: Any, out: Path, cores: int) -> List[str]:
     return lines
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds as text: 90 s, 12 min, 3.1 h."""
     minutes = seconds / 60
     return (
         f"{seconds:.0f} s"

@@ -120,11 +120,16 @@ def _unpack(data: bytes, entry: Entry) -> bytes:
     return data
 
 
-def copy_sample(target: Path) -> List[Entry]:
-    """Copy the bundled photographs into `target` and give their entries, splits fixed by `SAMPLE`."""
+def sample_folder() -> Path:
+    """Where the bundled photographs lie."""
     import skimage
 
-    origin = Path(skimage.__file__).parent / "data"
+    return Path(skimage.__file__).parent / "data"
+
+
+def copy_sample(target: Path) -> List[Entry]:
+    """Copy the bundled photographs into `target` and give their entries, splits fixed by `SAMPLE`."""
+    origin = sample_folder()
     target.mkdir(parents=True, exist_ok=True)
     entries: List[Entry] = []
     for split, names in SAMPLE.items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import List, Optional, Sequence, Tuple
+from typing import Callable, List, Optional, Sequence, Tuple
 
 OK, NOTE, WARN, FAIL = "ok", "note", "warn", "FAIL"
 GIB = 1 << 30
@@ -17,7 +17,13 @@ MIB = 1 << 20
 DRIVERS = ((13, (580, 0, 0)), (12, (525, 60, 13)), (11, (450, 80, 2)))
 NCCL_BYTES_PER_RANK = 64 * MIB  # its shared-memory channels between the ranks of one machine
 RECORD_BYTES = 148  # one stored keypoint, features/store.py
-PREFETCH = 4
+# Bytes of the archives, and photographs, of the sources whose size is known before they are fetched.
+SOURCES = {
+    "coco2014": (20 * GIB, 123_287),
+    "coco2017": (20 * GIB, 123_287),
+    "coco2017-val": (1 * GIB, 5_000),
+    "sample": (0, 15),
+}
 
 
 @dataclass(frozen=True)
@@ -90,14 +96,18 @@ def judge_gpu_count(gpus: int, processes: str, hidden: int = 0, cuda: Optional[s
     return Finding(OK, "GPU", f"{gpus} usable")
 
 
-def shared_memory_needed(ranks: int, pairs_per_rank: int, keypoints: int) -> int:
-    """Bytes of /dev/shm: NCCL's channels between ranks, and the batches that wait between loader and device."""
-    batches = ranks * PREFETCH * pairs_per_rank * 2 * keypoints * RECORD_BYTES
-    return batches + (ranks * NCCL_BYTES_PER_RANK if ranks > 1 else 0)
+def shared_memory_needed(gpus: int) -> int:
+    """Bytes of /dev/shm that a training on so many GPUs of this machine uses: NCCL's channels between its ranks.
+
+    Nothing else asks for it: gloo talks over TCP, and batches come from a thread.
+    """
+    return gpus * NCCL_BYTES_PER_RANK if gpus > 1 else 0
 
 
 def judge_shared_memory(free: int, needed: int) -> Finding:
     """/dev/shm against what training wants; Docker gives 64 MB unless asked for more."""
+    if not needed:
+        return Finding(OK, "/dev/shm", f"{size(free)} free, none wanted: one process, or no GPU")
     if free >= needed:
         return Finding(OK, "/dev/shm", f"{size(free)} free, {size(needed)} wanted")
     gigabytes = max(1, math.ceil(needed / GIB))
@@ -108,17 +118,49 @@ def judge_shared_memory(free: int, needed: int) -> Finding:
     )
 
 
-def disk_needed(source: str, views: int, keypoints: int, images: int = 0) -> int:
+def image_count(source: str, limit: int = 0) -> int:
+    """Photographs of a source whose number is known before it is fetched, else 0."""
+    count = SOURCES.get(source, (0, 0))[1]
+    return min(count, 2 * limit) if limit else count  # so many of training, and so many held out
+
+
+def disk_needed(source: str, views: int, keypoints: int, limit: int = 0) -> int:
     """Bytes that a preset needs: the archives once, the keypoints in workspace and DVC cache, checkpoints."""
-    archives, count = {
-        "coco2014": (20 * GIB, 123_287),
-        "coco2017": (20 * GIB, 123_287),
-        "coco2017-val": (1 * GIB, 5_000),
-        "sample": (0, 15),
-    }.get(source, (0, images))
     # Photographs give fewer keypoints than the limit more often than not; three quarters is a safe mean.
-    records = int(0.75 * count * views * keypoints * RECORD_BYTES)
-    return archives + 2 * records + GIB
+    records = int(0.75 * image_count(source, limit) * views * keypoints * RECORD_BYTES)
+    return SOURCES.get(source, (0, 0))[0] + 2 * records + GIB
+
+
+def judge_memory(
+    needed: Callable[[int, int], float], pairs: int, parts: int, keypoints: int, free: float, place: str
+) -> Finding:
+    """What a training process takes against what there is.
+
+    Args:
+        needed: bytes for so many pairs of so many keypoints at a time.
+        pairs: of a micro-batch; parts: micro-batches of a step (`train.accumulate`).
+        free: bytes for the process in `place`.
+    """
+    wanted = needed(pairs, keypoints)
+    there = (
+        f"{size(wanted)} for {pairs} pairs of {keypoints} keypoints at a time, {size(free)} for it: {place}"
+    )
+    if wanted <= free:
+        return Finding(OK, "memory of a process", there)
+    fewer = next((less for less in range(pairs, 0, -1) if needed(less, keypoints) <= free), 0)
+    if fewer:
+        more = -(-pairs * parts // fewer)
+        return Finding(
+            WARN, "memory of a process", f"{there}; set train.accumulate: {more} ({fewer} pairs at a time)"
+        )
+    limits = (less for less in range(keypoints // 64 * 64, 0, -64) if needed(1, less) <= free)
+    most = next(limits, 0)
+    fix = f"set train.max_keypoints: {most}" if most else "a smaller train.dim or train.layers"
+    return Finding(
+        FAIL,
+        "memory of a process",
+        f"{size(needed(1, keypoints))} for one pair of {keypoints} keypoints, {size(free)} for it: {place}; {fix}",
+    )
 
 
 def judge_disk(free: int, needed: int, place: str) -> Finding:

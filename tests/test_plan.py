@@ -1,0 +1,107 @@
+"""Memory and hours foretold: the formula against what processes take, and what is said of cards that are not here."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import memory
+from pipeline import plan
+from pipeline.pairs.synthetic import load_batch
+from pipeline.runtime import machine
+from pipeline.runtime.distributed import Context
+from pipeline.runtime.machine import FAIL, GIB, MIB, OK, WARN
+from pipeline.training import setup
+from pipeline.training.step import train_step
+from superglue_sift.torch_compat import has_fused_attention
+
+PAPER = {"init_from": "", "optimizer": "adam", "layers": 9, "neighbours": False, "sinkhorn_iterations": 100}
+
+
+def steps(device: str, train, pairs: int):
+    """For `memory.peak_mib`: two steps of the trainer's own parts; the libraries are loaded by a small one."""
+    train = train.model_copy(update={"precision": "float32"})
+
+    def run(pairs: int, keypoints: int) -> None:
+        parts, _ = setup.build(train, Context(0, 1, 0, torch.device(device)))
+        samples = [SimpleNamespace(seed=i) for i in range(pairs)]
+        batch = load_batch(SimpleNamespace(view_size=(640, 480)), samples, keypoints)
+        for _ in range(2):
+            train_step(parts.wrapped, parts.state.optimizer, parts.state.scaler, [batch], pairs, 1, 1.0)
+
+    run(1, 32)
+    return lambda: run(pairs, train.max_keypoints)
+
+
+def foretold(train, pairs: int, precision: str = "float32", device: str = "cpu", fused: bool = True) -> float:
+    numbers = sum(p.numel() for p in plan.network(train).parameters())
+    return plan.training_bytes(train, pairs, numbers, precision, device, fused)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_fused_attention(), reason="torch 1.10 keeps the weights of attention")
+@pytest.mark.parametrize(
+    ("pairs", "changes"),
+    [
+        (4, {"max_keypoints": 512}),
+        (4, {"max_keypoints": 512, "dim": 256}),
+        (2, {"max_keypoints": 1024, "layers": 4}),
+    ],
+)
+def test_the_formula_is_within_15_percent_of_the_peak_of_a_process(make_params, pairs, changes):
+    train = make_params("train", **{**PAPER, **changes})
+    taken = memory.peak_mib(steps, "cpu", train, pairs) * MIB
+    assert foretold(train, pairs) == pytest.approx(taken, rel=0.15)
+
+
+# card, bytes of it, precision that auto chooses, fused attention, keypoints -> level and what to set
+CARDS = [
+    ("V100, 16 GB, torch 1.10", 16, "float16", False, 1024, WARN, "train.accumulate: 3"),
+    ("T4, 16 GB", 16, "float16", True, 1024, OK, ""),
+    ("RTX 3090, 24 GB", 24, "bfloat16", True, 1024, OK, ""),
+    ("RTX 3090, 24 GB, torch 1.10", 24, "bfloat16", False, 1024, WARN, "train.accumulate: 2"),
+    ("RTX 3090, 24 GB, 2,048 keypoints", 24, "bfloat16", True, 2048, WARN, "train.accumulate: 2"),
+    ("P100, 16 GB, torch 1.10", 16, "float32", False, 1024, WARN, "train.accumulate: 4"),
+    ("a card of 256 MB", 0.25, "float32", True, 1024, FAIL, "train.max_keypoints"),
+]
+
+
+@pytest.mark.parametrize(("card", "gigabytes", "chosen", "fused", "keypoints", "level", "fix"), CARDS)
+def test_cards_that_are_not_here(make_params, card, gigabytes, chosen, fused, keypoints, level, fix):
+    """The preset coco2017 on one card: 64 pairs a step."""
+    train = make_params("train", **PAPER, batch=64)
+
+    def needed(pairs: int, keypoints: int) -> float:
+        return foretold(train.model_copy(update={"max_keypoints": keypoints}), pairs, chosen, "cuda", fused)
+
+    found = machine.judge_memory(needed, 64, 1, keypoints, plan.USABLE * gigabytes * GIB, card)
+    assert (found.level, fix in found.text) == (level, True), found.text
+    assert "\n" not in found.text
+
+
+def test_what_is_proposed_fits(make_params):
+    train = make_params("train", **PAPER, batch=64, max_keypoints=1024)
+    free = foretold(train, 64) / 5
+    found = machine.judge_memory(lambda pairs, _: foretold(train, pairs), 64, 1, 1024, free, "a card")
+    parts = int(found.text.partition("train.accumulate: ")[2].split()[0])
+    assert foretold(train, -(-64 // parts)) <= free < foretold(train, -(-64 // (parts - 2)))
+
+
+def test_hours_are_measured_once_and_kept(make_params, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".dvc" / "tmp").mkdir(parents=True)
+    sections = {
+        "train": make_params("train", init_from="", layers=1, max_keypoints=32, steps=100, batch=3),
+        "keypoints": make_params("keypoints", views=2, width=64, height=48),
+        "fetch": make_params("fetch"),
+    }
+    found = {each.subject: each for each in plan.findings(sections, 2, torch.device("cpu"))}
+    assert found["memory of a process"].level == OK and " 2 pairs of 32" in found["memory of a process"].text
+    assert "100 steps of 3 pairs" in found["training"].text and "15 images" in found["keypoints"].text
+    (rates,) = json.loads(plan.KEPT.read_text()).values()
+    assert rates["pair"] > 0 and rates["image"] > 0
+    monkeypatch.setattr(plan, "seconds_a_pair", lambda *_: pytest.fail("measured again"))
+    assert plan.measured(sections, 2, 2, torch.device("cpu")) == rates
