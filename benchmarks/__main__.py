@@ -17,6 +17,8 @@ from pipeline.errors import RequestError
 from pipeline.files import write_atomic
 from pipeline.images.sources import open_manifest
 
+OUT = Path("reports/benchmark")
+
 
 def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     """The command line."""
@@ -33,8 +35,11 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     add("--fetched", type=Path, default=Path("data/images"), help="folder of photographs that `fetch` wrote")
     add("--model", type=Path, help="trained weights for the rows of evaluation; default: untrained")
     add(
-        "--out", type=Path, default=Path("reports/benchmark"), help="folder; table.json and .csv are replaced"
+        "--out",
+        type=Path,
+        help=f"folder of table.json, .csv and modes.png; default: {OUT}, which is replaced",
     )
+    add("--replace", action="store_true", help="replace the table in the folder that --out names")
     add("--no-tracking", action="store_true", help="keep the table out of MLflow")
     commands = parser.add_subparsers(dest="command")
     parser.set_defaults(run=None)
@@ -79,6 +84,8 @@ def _whole_table(options: argparse.Namespace) -> int:
     if options.dim % 4 or options.dim < 8 or options.iterations < 1:
         raise RequestError("--dim must be a multiple of 4 from 8 on, --iterations 1 or more")
     table.chosen(options.only)
+    table.require_free(options.out or OUT, options.out is not None and not options.replace)
+    options.out = options.out or OUT
     # for both sides of every comparison: what comes first would otherwise decide how often the others' memory is new
     keep_memory()
     config = SuperGlueConfig(dim=options.dim, sinkhorn_iterations=options.iterations)
@@ -103,6 +110,8 @@ def _whole_table(options: argparse.Namespace) -> int:
     rows = table.run(setting, options.only, lambda text: print(text, flush=True), kept)
     about["load at the end"] = row.load()
     files = table.write(rows, about, options.out)
+    drawn = table.chart(rows, options.out)
+    files += [drawn] if drawn else []
     if not options.no_tracking:
         table.track(rows, about, options.out, files)
     print(f"{files[0]}, {files[1]}; {about['load at the end']}")

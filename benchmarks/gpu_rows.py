@@ -14,8 +14,6 @@ from benchmarks.made import made_batch, made_pairs
 from benchmarks.model_rows import forward_call, sinkhorn_call, training_call
 from benchmarks.row import Row, Setting, contained
 from pipeline import stack
-from pipeline.errors import RequestError
-from pipeline.images.sources import open_manifest
 from superglue_sift import attention, torch_compat
 from superglue_sift.batch import from_pairs
 from superglue_sift.inference import CUDAGraphModel, fuse_for_inference
@@ -53,7 +51,6 @@ def rows(setting: Setting) -> Iterator[Row]:
         "Sinkhorn of the step": _sinkhorn_share,
         "latency": _latency,
         "attention": _attention,
-        "decoding by DALI": _decoding,
         "profile of a step": _profile,
     }
     for name, group in groups.items():
@@ -160,28 +157,6 @@ def _attention(setting: Setting) -> Iterator[Row]:
         yield Row(
             "gpu", "attention, packed", skipped="this torch has no fused kernel for packed sequences here"
         )
-
-
-def _decoding(setting: Setting) -> Iterator[Row]:
-    """Photographs decoded by DALI (on the GPU where there is one) beside OpenCV with one thread."""
-    from pipeline.images import dali, decode
-
-    name = "decoding by DALI"
-    try:
-        images = open_manifest(setting.images)
-        dali.require()
-    except RequestError as error:
-        yield Row("gpu", name, skipped=str(error))
-        return
-    entries = images.entries("train")[:256]
-    ways = {
-        "opencv": lambda: sum(1 for _ in decode.decoded(images, entries)),
-        "dali": lambda: sum(1 for _ in dali.decoded(images, entries)),
-    }
-    taken = setting.timed(ways)
-    ratio = timing.speed_up(taken["opencv"].wall, taken["dali"].wall)
-    rate = len(entries) / statistics.median(taken["dali"].wall)
-    yield Row("gpu", name, rate, "images/s", ratio, None, "OpenCV, one thread")
 
 
 def _profile(setting: Setting) -> Iterator[Row]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List
+from typing import IO, Any, Dict, Iterator, List
 
 import torch
 
@@ -25,15 +28,20 @@ KEYPOINTS = 512
 BUDGETS = 6.0  # of `--seconds`, for a row whose processes have to start first
 
 
+def places(setting: Setting) -> int:
+    """GPUs, or cores."""
+    return torch.cuda.device_count() if setting.device.type == "cuda" else os.cpu_count() or 1
+
+
 def groups(setting: Setting) -> Iterator[Row]:
     """DistributedDataParallel with 1, 2, 4, 8 processes."""
     cuda = setting.device.type == "cuda"
-    places = torch.cuda.device_count() if cuda else os.cpu_count() or 1
+    places_here = places(setting)
     pairs = 64 if cuda else 2
     for processes in (1, 2, 4, 8):
         several = "processes" if processes > 1 else "process"
         name = f"DDP, {processes} {several} of {pairs} pairs, N = {KEYPOINTS}"
-        reason = f"{places} {'GPUs' if cuda else 'cores'}" if processes > places else ""
+        reason = f"{places_here} {'GPUs' if cuda else 'cores'}" if processes > places_here else ""
         operations = pairs * flops.training_flops(setting.config, KEYPOINTS)
         sharing = 1 if cuda else processes  # each rank has a GPU of its own
         memory = sharing * activation_bytes(setting.config, KEYPOINTS, pairs)
@@ -84,10 +92,12 @@ class Ranks:
         if setting.device.type == "cpu":
             shared["CUDA_VISIBLE_DEVICES"] = ""
         self.all: List[subprocess.Popen] = []
+        self._errors: List[IO[str]] = []
         for rank in range(processes):
             environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self._errors.append(tempfile.TemporaryFile("w+"))  # noqa: SIM115  a pipe that nobody reads would fill
             pipes: Dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            self.all.append(subprocess.Popen(command, env=environment, **pipes))
+            self.all.append(subprocess.Popen(command, env=environment, stderr=self._errors[-1], **pipes))
         self._failed: Dict[int, int] = {}  # by rank, what they ended with
         self._guard = threading.Thread(target=self._watch, daemon=True)
         self._guard.start()
@@ -101,7 +111,18 @@ class Ranks:
         self._guard.join()
         if self._failed:
             failed = ", ".join(f"rank {rank} ended with {code}" for rank, code in self._failed.items())
-            raise RuntimeError(f"{failed}, of {len(self.all)} ranks")
+            raise RuntimeError(f"{failed}, of {len(self.all)} ranks{self._why()}")
+
+    def _why(self) -> str:
+        """The last line that a rank that failed wrote, without the class of its exception's package."""
+        for rank, code in self._failed.items():
+            self._errors[rank].seek(0)
+            lines = self._errors[rank].read().strip().splitlines()
+            if lines:
+                return ": " + re.sub(r"^(\w+\.)+(?=\w+: )", "", lines[-1])
+            if code == -9:
+                return ": killed, as by the system when memory is short"
+        return ""
 
     def _watch(self) -> None:
         running = True
@@ -112,3 +133,60 @@ class Ranks:
         if self._failed:
             for rank in self.all:
                 rank.kill()
+
+
+class Group:
+    """Processes that do their work once a call and say when it is done, `items` of it.
+
+    A line on the standard input of each asks for it; a line on the standard output of the first says that all have it.
+    """
+
+    def __init__(
+        self, setting: Setting, command: List[str], processes: int, threads: int, items: int, unit: str
+    ) -> None:
+        self.items, self.unit = items, unit
+        self.ranks = Ranks(setting, command, processes, threads)
+        self._answered()
+
+    def __call__(self) -> None:
+        with contextlib.suppress(BrokenPipeError):  # of a rank that has ended, which `_answered` names
+            for rank in self.ranks.all:
+                rank.stdin.write("step\n")
+                rank.stdin.flush()
+        self._answered()
+
+    def _answered(self) -> None:
+        """Raises RuntimeError when a rank has failed."""
+        if not self.ranks.all[0].stdout.readline():
+            self.close()
+            self.ranks.check()
+            raise RuntimeError("rank 0 ended without an answer")
+
+    def close(self) -> None:
+        """End the ranks."""
+        for rank in self.ranks.all:
+            with contextlib.suppress(BrokenPipeError):
+                rank.stdin.close()
+        for rank in self.ranks.all:
+            rank.wait()
+            rank.stdout.close()
+
+
+def training_group(
+    setting: Setting,
+    kept: Path,
+    keypoints: int,
+    pairs: int,
+    changes: Dict[str, Any],
+    processes: int,
+    threads: int = 1,
+    ahead: bool = False,
+) -> Group:
+    """A step of `pairs` over all processes a call; `ahead`: the loader works ahead of it, as the stage's does."""
+    command = [
+        sys.executable, "-m", "benchmarks.mode_rank", "--store", str(kept),
+        "--params", str(setting.params), "--config", json.dumps(setting.config.to_dict()),
+        "--keypoints", str(keypoints), "--pairs", str(pairs), "--changes", json.dumps(changes),
+        *(["--ahead"] if ahead else []),
+    ]  # fmt: skip
+    return Group(setting, command, processes, threads, pairs, "pairs/s")

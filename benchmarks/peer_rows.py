@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
-import torch
 
 from benchmarks import group_rows, timing
 from benchmarks import peer as other
@@ -69,56 +66,13 @@ def _ours(
         changes = {"dim": 128, "sinkhorn_iterations": 20, "precision": precision}
         step = Trainer(setting, store.Store(kept), PAIRS[keypoints], keypoints=keypoints, **changes)
         ways[precision] = step, PAIRS[keypoints]
-        if _places(setting) > 1:
-            group = Group(setting, kept, keypoints, PAIRS[keypoints], changes)
+        if group_rows.places(setting) > 1:
+            processes = group_rows.places(setting)
+            pairs = PAIRS[keypoints] * processes
+            group = group_rows.training_group(setting, kept, keypoints, pairs, changes, processes)
             stack.callback(group.close)
-            ways[f"{precision}, DDP of {group.processes} processes"] = group, group.pairs
+            ways[f"{precision}, DDP of {processes} processes"] = group, pairs
     return ways
-
-
-def _places(setting: Setting) -> int:
-    return torch.cuda.device_count() if setting.device.type == "cuda" else os.cpu_count() or 1
-
-
-class Group:
-    """A step of several ranks a call, one for each core or GPU."""
-
-    def __init__(
-        self, setting: Setting, kept: Path, keypoints: int, pairs: int, changes: Dict[str, Any]
-    ) -> None:
-        """pairs: of one process."""
-        self.processes = _places(setting)
-        self.pairs = pairs * self.processes
-        command = [
-            sys.executable, "-m", "benchmarks.peer_rank", "--store", str(kept),
-            "--params", str(setting.params), "--config", json.dumps(setting.config.to_dict()),
-            "--keypoints", str(keypoints), "--pairs", str(self.pairs), "--changes", json.dumps(changes),
-        ]  # fmt: skip
-        self.ranks = group_rows.Ranks(setting, command, self.processes, 1)
-        self._answered()
-
-    def __call__(self) -> None:
-        with contextlib.suppress(BrokenPipeError):  # of a rank that has ended, which `_answered` names
-            for rank in self.ranks.all:
-                rank.stdin.write("step\n")
-                rank.stdin.flush()
-        self._answered()
-
-    def _answered(self) -> None:
-        """Raises RuntimeError when a rank has failed."""
-        if not self.ranks.all[0].stdout.readline():
-            self.close()
-            self.ranks.check()
-            raise RuntimeError("rank 0 of ours beside the peer's work ended without an answer")
-
-    def close(self) -> None:
-        """End the ranks."""
-        for rank in self.ranks.all:
-            with contextlib.suppress(BrokenPipeError):
-                rank.stdin.close()
-        for rank in self.ranks.all:
-            rank.wait()
-            rank.stdout.close()
 
 
 def _store_of(theirs: Any, images: List[Any], folder: Path) -> Path:

@@ -10,7 +10,7 @@ import json
 import platform
 import re
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 
 import torch
 
@@ -20,7 +20,7 @@ from pipeline.errors import RequestError
 from pipeline.files import write_atomic
 
 WITHOUT_NETWORK = (
-    "sinkhorn/", "keypoints/", "store/", "memory/Sinkhorn", "gpu/decoding",
+    "sinkhorn/", "keypoints/", "store/", "memory/Sinkhorn", "modes/decoder", "modes/pairs of views", "modes/640x480",
     "loader/plain loader alone", "loader/synthetic loader alone", "loader/DALI loader alone",
 )  # fmt: skip
 
@@ -32,6 +32,7 @@ def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
         gpu_rows,
         group_rows,
         memory_rows,
+        mode_rows,
         model_rows,
         parity_rows,
         peer_rows,
@@ -45,7 +46,7 @@ def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
         "latency": model_rows.latency,
         "files": stage_rows.files,
         "peer": peer_rows.peer,
-        "training": training_rows.modes,
+        "modes": mode_rows.table,
         "processes": group_rows.groups,
         "loader": training_rows.loader,
         "memory": memory_rows.peaks,
@@ -155,6 +156,35 @@ def write(rows: Sequence[Row], about: Dict[str, Any], folder: Path) -> List[Path
     writer.writerows(flat)
     write_atomic(folder / "table.csv", text.getvalue())
     return [folder / "table.json", folder / "table.csv"]
+
+
+def require_free(folder: Path, given: bool) -> None:
+    """RequestError where a folder that was named holds a table, which the new one would take the place of."""
+    if given and (folder / "table.json").exists():
+        raise RequestError(f"--out {folder}: holds a table; name another folder, or add --replace")
+
+
+def chart(rows: Sequence[Row], folder: Path) -> Optional[Path]:
+    """modes.png: a bar for each mode and decoder that ran, with its speed-up; None where none did."""
+    units = ("pairs/s", "images/s")
+    found = {unit: [each for each in rows if each.group == "modes" and each.unit == unit] for unit in units}
+    if not any(found.values()):
+        return None
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.5 + 0.35 * sum(map(len, found.values()))), layout="constrained")
+    shown = {unit: each for unit, each in found.items() if each}
+    places = figure.subplots(
+        len(shown), squeeze=False, gridspec_kw={"height_ratios": list(map(len, shown.values()))}
+    )
+    for axes, (unit, ran) in zip(places[:, 0], shown.items()):
+        bars = axes.barh([each.what for each in ran], [each.value for each in ran], color="#0a7d4f")
+        axes.bar_label(bars, [f" {each.ratio.value:.2f}x" if each.ratio else "" for each in ran])
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        axes.set_xlabel(unit)
+    figure.savefig(folder / "modes.png", dpi=110, metadata={"Software": None})
+    return folder / "modes.png"
 
 
 def track(rows: Sequence[Row], about: Dict[str, Any], folder: Path, files: Sequence[Path]) -> None:

@@ -1,4 +1,4 @@
-"""Rows of training: pairs per second for each mode, and the loader."""
+"""The trainer's step as a call, and rows of the loader beside it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from pipeline.training.batches import StepBatches
 from pipeline.training.loss import assignment_loss
 from pipeline.training.step import train_step
 from superglue_sift.batch import PairBatch
-from superglue_sift.torch_compat import can_compile
 from superglue_sift.truth import ground_truth
 
 KEYPOINTS = 512
@@ -92,41 +91,6 @@ class Ahead(Trainer):
         return self._placed(next(self.source))
 
 
-def modes(setting: Setting) -> Iterator[Row]:
-    """Pairs per second of one process in each mode, in turns."""
-    cuda = setting.device.type == "cuda"
-    batch = 64 if cuda else 4
-    with tempfile.TemporaryDirectory() as folder:
-        store = Store(made_store(Path(folder), KEYPOINTS))
-        changes: Dict[str, Dict[str, Any]] = {
-            "one process, float32": {},
-            "bfloat16": {"precision": "bfloat16"},
-            "two micro-batches": {"accumulate": 2},
-            "one kept batch": {"load": False},
-            "float16": {"precision": "float16"},
-            "DataParallel": {"parallel": "dp"},
-            "torch.compile": {"compile": True},
-        }
-        reasons = _reasons(setting)
-        made = {
-            name: Trainer(setting, store, batch, **each)
-            for name, each in changes.items()
-            if not reasons.get(name)
-        }
-        with contextlib.ExitStack() as stack:
-            ahead = {f"{name}, ahead": way for name, way in _ahead(setting, store, batch, stack).items()}
-            taken = setting.timed({**made, **ahead}, 4 * setting.seconds)
-    first, plain = "one process, float32", "plain loader, ahead"
-    bases = {**dict.fromkeys(taken, first), **dict.fromkeys(ahead, plain), plain: first}
-    size = f"N = {KEYPOINTS}, batch {batch}"
-    for name, base in bases.items():
-        against = "float32" if base == first else base
-        yield _row("training", f"{name}, {size}", batch, taken[name], taken[base], against)
-    for name, reason in {**reasons, "DALI loader, ahead": _no_dali(setting)}.items():
-        if reason:
-            yield Row("training", name, skipped=reason)
-
-
 def _row(group: str, name: str, pairs: int, own: timing.Seconds, base: timing.Seconds, against: str) -> Row:
     """Pairs per second, and how many times those of `base`, which does the same pairs."""
     ratio, cpu = timing.speed_up(base.wall, own.wall), timing.speed_up(base.cpu, own.cpu)
@@ -143,29 +107,12 @@ def _ahead(setting: Setting, store: Store, batch: int, stack: contextlib.ExitSta
     return ways
 
 
-def _reasons(setting: Setting) -> Dict[str, str]:
-    """Why a mode cannot run here; empty where it can."""
-    return {
-        "float16": "" if setting.device.type == "cuda" else "needs a GPU: its gradients are scaled there",
-        "DataParallel": "" if torch.cuda.device_count() > 1 else "needs two GPUs",
-        "torch.compile": _no_compiler(),
-    }
-
-
 def _no_dali(setting: Setting) -> str:
     try:
         choose("dali", setting.device)
     except RequestError as error:
         return str(error)
     return ""
-
-
-def _no_compiler() -> str:
-    import shutil
-
-    if not can_compile():
-        return "this torch has no compiler"
-    return "" if shutil.which("g++") or shutil.which("clang++") else "needs a C++ compiler"
 
 
 def loader(setting: Setting) -> Iterator[Row]:

@@ -22,7 +22,7 @@ import numpy as np
 from pipeline import errors, params
 from pipeline.errors import RequestError, WorkError
 from pipeline.extraction import forecast
-from pipeline.extraction.pool import Pool, cores
+from pipeline.extraction.pool import Pool, cores, decoder
 from pipeline.extraction.shards import Folder, Shard, plan
 from pipeline.features.store import INDEX, Store
 from pipeline.files import write_atomic
@@ -39,10 +39,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     options = _arguments(argv)
     workspace_lock.take()
     settings = params.load("keypoints", options.params)
-    if settings.decoder == "dali":
-        from pipeline.images import dali
-
-        dali.require()
+    decoder(settings.decoder)  # refuses what is not there
     images = open_manifest(options.images)
     folders = {split: Folder(options.out / split, plan(images.entries(split), settings)) for split in SPLITS}
     for split, folder in folders.items():

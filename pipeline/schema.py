@@ -69,7 +69,7 @@ class FetchParams(Section):
 
 
 class KeypointsParams(Section):
-    decoder: Literal["opencv", "dali"]
+    decoder: Literal["opencv", "torchvision", "dali"]
     views: Annotated[int, Field(ge=2, le=1000)]
     width: Side
     height: Side

@@ -64,6 +64,28 @@ def own_address(address: str, config: type, agent: Any) -> List[str]:
     return []
 
 
+def torchvision_io(asked: str, instead: str) -> Any:
+    """torchvision's decoders of images.
+
+    Its file for CUDA does not load beside a torch for the CPU. Whether it did shows when a decoder is asked for: of a
+    missing one torch 1.10 says RuntimeError, torch 2 AttributeError.
+
+    Raises:
+        RequestError: torchvision is missing, or its decoders are.
+    """
+    key = asked.split(" ")[0]
+    try:
+        from torchvision import io
+
+        assert torch.ops.image.decode_jpeg
+    except (ImportError, RuntimeError, AttributeError):
+        raise RequestError(
+            f"{asked}: torchvision is not installed, or is one for another torch than {torch.__version__}, and cannot "
+            f"decode; install the one made for this torch, or set {key}: {instead}"
+        ) from None
+    return io
+
+
 def dali_package() -> str:
     """The pip requirement of NVIDIA DALI.
 

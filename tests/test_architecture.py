@@ -60,8 +60,8 @@ HOMES = {
     "mlflow": "pipeline/tracking/mlflow_store.py",
     "torchrun": "pipeline/launch.py",
 }
-# NVIDIA's DALI has two: it decodes images for the keypoint stage and carries batches for training.
-DALI_HOMES = ("pipeline/images/dali.py", "pipeline/pairs/dali.py")
+# NVIDIA's DALI has three: it decodes images for the keypoint stage, carries batches for training, and is compared.
+DALI_HOMES = ("pipeline/images/dali.py", "pipeline/pairs/dali.py", "benchmarks/dali_views.py")
 
 
 def module_of(name: str) -> str:

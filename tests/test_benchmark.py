@@ -117,13 +117,13 @@ def test_a_table_can_be_stopped(monkeypatch):
 
 
 def test_rows_of_a_gpu_fail_alone_and_are_named(monkeypatch):
-    for name in ("_ragged", "_sinkhorn_share", "_attention", "_decoding", "_profile"):
+    for name in ("_ragged", "_sinkhorn_share", "_attention", "_profile"):
         monkeypatch.setattr(gpu_rows, name, lambda _, name=name: iter([Row("gpu", name, 1.0)]))
     monkeypatch.setattr(gpu_rows, "GOALS", {16: 1.0})
     monkeypatch.setattr(gpu_rows, "_training", lambda *_, **__: 1 / 0)
     monkeypatch.setattr(gpu_rows, "_latency", _failing(RuntimeError("CUDA error: launch failure\n...")))
     rows = list(gpu_rows.rows(SETTING))
-    assert len(rows) == 8 and [(row.what, row.skipped) for row in rows if row.skipped] == [
+    assert len(rows) == 7 and [(row.what, row.skipped) for row in rows if row.skipped] == [
         ("training, N = 16", "failed: ZeroDivisionError: division by zero"),
         ("latency", "failed: RuntimeError: CUDA error: launch failure"),
     ]

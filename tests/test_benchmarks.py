@@ -25,10 +25,11 @@ from benchmarks import (
     group_rows,
     made,
     memory,
+    mode_rank,
+    mode_rows,
     model_rows,
     parity_rows,
     peer,
-    peer_rank,
     peer_rows,
     plain,
     row,
@@ -201,7 +202,7 @@ class TestRows:
             assert sum(name.startswith(what) for name in names) == 1
         assert sum(name.startswith("latency") for name in names) == 3
         skipped = {each.what for each in found if each.skipped}
-        assert skipped == {"attention, packed", "decoding by DALI"}
+        assert skipped == {"attention, packed"}
         assert all(each.value > 0 for each in found if not each.skipped and "waits" not in each.what)
 
     def test_the_peers_work_is_skipped_where_it_outlasts_the_budget(self, tmp_path, photo, monkeypatch):
@@ -215,13 +216,12 @@ class TestRows:
     def test_a_group_of_ranks_steps_beside_the_peer(self, tmp_path):
         kept = made.made_store(tmp_path / "store", 20, images=16)
         changes = {"dim": 32, "sinkhorn_iterations": 5, "precision": "float32"}
-        group = peer_rows.Group(setting(), kept, 20, 4, changes)
+        group = group_rows.training_group(setting(), kept, 20, 4, changes, processes=2)
         try:
-            assert group.processes >= 1 and group.pairs == 4 * group.processes
             group(), group()
         finally:
             group.close()
-        assert [rank.returncode for rank in group.ranks.all] == [0] * group.processes
+        assert group.items == 4 and [rank.returncode for rank in group.ranks.all] == [0, 0]
 
     def test_training_rows_heed_the_limit_of_keypoints(self, tmp_path):
         store = Store(made.made_store(tmp_path / "store", 40, images=8))
@@ -343,7 +343,7 @@ class TestRanks:
         assert said == "0\n"
 
     def test_so_does_one_beside_the_peer_while_nobody_asks_for_a_step(self):
-        group = peer_rows.Group.__new__(peer_rows.Group)
+        group = group_rows.Group.__new__(group_rows.Group)
         code = "print('ready', flush=True); sys.stdin.readline(); print('ready', flush=True); time.sleep(60)"
         group.ranks = group_rows.Ranks(*self.ranks(code), 2, 1)
         group._answered(), group()
@@ -358,12 +358,12 @@ class TestRanks:
         monkeypatch.setattr(distributed, "joined", lambda: contextlib.nullcontext(context))
         monkeypatch.setattr(distributed, "broadcast", lambda _: pytest.fail("waits in a collective"))
         steps = []
-        monkeypatch.setattr(peer_rank, "Trainer", lambda *_, **__: lambda: steps.append(1))
+        monkeypatch.setattr(mode_rank, "Trainer", lambda *_, **__: lambda: steps.append(1))
         monkeypatch.setattr("sys.stdin", io.StringIO("step\n" * 3))
         kept = made.made_store(tmp_path / "store", 20, images=2)
         given = {"store": kept, "params": "p", "config": "{}", "keypoints": 20, "pairs": 2, "changes": "{}"}
         arguments = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-        assert peer_rank.main(arguments) == 0 and len(steps) == 3 and capsys.readouterr().out == ""
+        assert mode_rank.main(arguments) == 0 and len(steps) == 3 and capsys.readouterr().out == ""
 
     @pytest.mark.parametrize(("device", "sharing"), [("cpu", (1, 2, 4, 8)), ("cuda", (1, 1, 1, 1))])
     def test_ranks_share_a_cpus_memory_and_have_a_gpu_each(self, device, sharing, monkeypatch):
@@ -383,6 +383,65 @@ class TestRanks:
         found = [each for each in group_rows.groups(setting()) if not each.skipped]
         assert [each.value for each in found] == [2.0] * 3  # two pairs each, in as many seconds as processes
         assert [each.target for each in found] == [None, 0.95, 0.95]
+
+
+class TestModes:
+    @pytest.fixture
+    def small(self, monkeypatch):
+        monkeypatch.setattr(mode_rows, "KEYPOINTS", 24)
+        monkeypatch.setattr(mode_rows, "DECODED", 3)
+
+    def test_each_mode_beside_plain_and_one_that_fails_costs_its_own_row(self, small, monkeypatch):
+        wrong = {"unknown precision": mode_rows.Mode({"precision": "float8"})}
+        right = {"gradient accumulation": mode_rows.Mode({"accumulate": 2})}
+        monkeypatch.setattr(mode_rows, "modes", lambda _: {**wrong, **right})
+        found = {each.what: each for each in mode_rows.table(setting(seconds=0.1, rounds=2))}
+        plain_row, parts = found[mode_rows.PLAIN], found["gradient accumulation"]
+        assert plain_row.unit == parts.unit == "pairs/s"
+        assert parts.ratio.value > 0 and not parts.skipped
+        said = found["unknown precision"].skipped
+        assert "rank 0 ended with 1" in said and "float8" in said
+        opencv = found["decoder: OpenCV, one thread"]
+        assert opencv.unit == "images/s" and opencv.value > 0
+        for name in ("torchvision", "dali"):
+            row = found[f"decoder: {name}"]
+            assert row.value or "install" in row.skipped
+
+    def test_what_cannot_run_says_why_before_it_starts(self, monkeypatch):
+        monkeypatch.setattr(mode_rows, "places", lambda _: 1)
+        monkeypatch.setattr(mode_rows.stack, "no_compiler", lambda _: "no compiler")
+        here = Setting(torch.device("cpu"), SMALL)
+        reasons = {name: mode_rows._reason(here, mode) for name, mode in mode_rows.modes(here).items()}
+        assert reasons["DataParallel"] == "needs two GPUs"
+        assert reasons["DDP, 2 processes"] == "needs 2 cores, there is 1"
+        assert reasons["torch.compile"] == "no compiler" and "needs a GPU" in reasons["AMP, float16"]
+        assert reasons["DDP, 1 process"] == reasons["gradient accumulation, 2 parts"] == ""
+
+    def test_a_mode_short_of_memory_names_it(self):
+        code = "import sys; print('ready', flush=True); sys.stdin.readline(); raise MemoryError('at 80 GiB')"
+        group = group_rows.Group(setting(), [sys.executable, "-c", code], 1, 1, 1, "pairs/s")
+        with pytest.raises(RuntimeError, match="rank 0 ended with 1, of 1 ranks: MemoryError: at 80 GiB"):
+            group()
+
+    def test_the_chart_has_a_bar_for_each_row_that_ran(self, tmp_path):
+        rows = [
+            Row("modes", "plain", 2.0, "pairs/s"),
+            Row("modes", "DDP", skipped="one core"),
+            Row("step", "x", 1.0, "ms"),
+        ]
+        file = table.chart(rows, tmp_path)
+        assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+        assert table.chart(rows[1:], tmp_path) is None
+
+    def test_a_table_of_another_run_is_not_replaced_unasked(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(table, "groups", lambda: {"good": lambda _: iter([Row("a", "one", 1.0)])})
+        arguments = ["--no-tracking", "--device", "cpu", "--out", str(tmp_path)]
+        assert benchmark.main(arguments) == 0
+        before = (tmp_path / "table.json").read_bytes()
+        with pytest.raises(RequestError, match="--replace"):
+            benchmark.main(arguments)
+        assert (tmp_path / "table.json").read_bytes() == before
+        assert benchmark.main([*arguments, "--replace"]) == 0
 
 
 class TestStages:
@@ -406,15 +465,11 @@ class TestStages:
     def test_loaders_are_compared_by_pairs_a_second(self, monkeypatch):
         monkeypatch.setattr(training_rows, "KEYPOINTS", 40)
         monkeypatch.setattr(training_rows, "DRAWN", 2)
-        monkeypatch.setattr(training_rows, "_no_compiler", lambda: "no compiler")
-        found = {each.what.split(", N")[0]: each for rows in (training_rows.modes, training_rows.loader)
-                 for each in rows(setting(seconds=0.1))}  # fmt: skip
-        for place in (", ahead", " alone"):
-            rows = [found.get(f"{name}{place}") for name in training_rows.LOADERS]
-            assert [each.unit for each in rows[:2]] == ["pairs/s"] * 2 and rows[1].ratio.value > 0
-            assert rows[1].against.startswith("plain loader")
-            assert rows[2].against.startswith("plain loader") or "pip install nvidia-dali" in rows[2].skipped
-        assert found["one kept batch"].against == found["plain loader, ahead"].against == "float32"
+        found = {each.what.split(", N")[0]: each for each in training_rows.loader(setting(seconds=0.1))}
+        rows = [found.get(f"{name} alone") for name in training_rows.LOADERS]
+        assert [each.unit for each in rows[:2]] == ["pairs/s"] * 2 and rows[1].ratio.value > 0
+        assert rows[1].against.startswith("plain loader")
+        assert rows[2].against.startswith("plain loader") or "pip install nvidia-dali" in rows[2].skipped
 
     def test_what_params_say_does_not_change_the_figures_of_training(
         self, tmp_path, make_params, monkeypatch

@@ -1,4 +1,4 @@
-"""The DALI image source and pair loader beside the plain ones: the same pixels, batches and order."""
+"""DALI's and torchvision's image sources and DALI's pair loader beside the plain ones: the same pixels and order."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import io
 import sys
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 import torch
 from made_views import made_store
 
+from benchmarks import dali_views
 from pipeline.errors import RequestError
 from pipeline.extraction.pool import Pool
 from pipeline.extraction.shards import Folder, plan
 from pipeline.features.store import Store
 from pipeline.images import dali as images_dali
-from pipeline.images import decode
+from pipeline.images import decode, torch_decode
 from pipeline.images.sources import ImageSet, folder_entries
 from pipeline.pairs import dali as pairs_dali
 from pipeline.pairs import loader, synthetic
@@ -169,6 +171,66 @@ class TestImages:
                 assert np.abs(one.astype(int) - other).mean() < 1.0, entry.name
 
 
+def no_torchvision() -> str:
+    try:
+        torch_decode.require()
+    except RequestError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.cu111
+@pytest.mark.skipif(bool(no_torchvision()), reason=no_torchvision())
+class TestTorchvision:
+    def test_pixels_order_and_verdicts_are_those_of_opencv(self, photographs):
+        images = image_set(photographs)
+        entries = images.entries("train")
+        plain = list(decode.decoded(images, entries))
+        ours = list(torch_decode.decoded(images, entries))
+        assert [entry for entry, _ in ours] == [entry for entry, _ in plain] == entries
+        if torch.cuda.is_available():
+            pytest.skip("nvJPEG's pixels differ by a few levels")
+        wrong = [entry.name for (entry, one), (_, other) in zip(ours, plain) if not same(one, other)]
+        assert wrong == []
+
+    def test_what_torchvision_refuses_opencv_decides(self, photographs, monkeypatch):
+        images = image_set(photographs)
+        entries = images.entries("train")
+        expected = list(decode.decoded(images, entries))
+        monkeypatch.setattr(torch_decode, "is_plain_jpeg", lambda data: True)  # PNG, CMYK and all
+        ours = list(torch_decode.decoded(images, entries))
+        names = [entry.name for (entry, one), (_, other) in zip(ours, expected) if not same(one, other)]
+        # torchvision's JPEG decoder takes CMYK as it is; the stage hands it none
+        assert [name for name in names if not _is_cmyk(photographs / name)] == []
+
+    def test_the_stage_writes_the_same_shards(self, photographs, tmp_path, make_params):
+        if torch.cuda.is_available():
+            pytest.skip("nvJPEG's pixels differ by a few levels")
+        written = {}
+        for name in ("opencv", "torchvision"):
+            settings = make_params("keypoints", decoder=name, views=2, shard_images=5, width=128, height=96)
+            written[name] = shards_of(tmp_path / name, image_set(photographs), settings, 1)
+        assert written["torchvision"] == written["opencv"] and len(written["torchvision"]) == 5
+
+    @pytest.mark.gpu
+    def test_nvjpeg_decodes_nearly_the_same(self, photographs):
+        images = image_set(photographs)
+        entries = images.entries("train")
+        for (entry, one), (_, other) in zip(
+            torch_decode.decoded(images, entries), decode.decoded(images, entries)
+        ):
+            assert isinstance(one, BadImage) == isinstance(other, BadImage), entry.name
+            if not isinstance(one, BadImage):
+                assert one.shape == other.shape
+                assert np.abs(one.astype(int) - other).mean() < 1.0, entry.name
+
+
+def _is_cmyk(path: Path) -> bool:
+    from PIL import Image
+
+    return Image.open(path).mode == "CMYK"
+
+
 def _check_later(check):
     """Lets the web page pass the first look, which is `dali`'s, and not the second, `decode`'s."""
     looked = set()
@@ -262,6 +324,64 @@ class TestPairs:
             assert all(equal(a, b) for a, b in zip(batches, make(step)))
 
 
+VIEW = (160, 120)
+
+
+def jpegs(photo: np.ndarray, count: int) -> list:
+    """Files of different sizes, smoothed so that half a gray level of rounding is what the resizers may differ by."""
+    smooth = cv2.GaussianBlur(photo, (0, 0), 2)
+    return [jpeg(np.ascontiguousarray(smooth[3 * i :, 5 * i :]), "L", quality=95) for i in range(count)]
+
+
+def views_of(source) -> tuple:
+    batches = list(source)
+    return tuple(np.concatenate([np.asarray(batch[i]) for batch in batches]) for i in range(3))
+
+
+@needs_dali
+class TestViews:
+    """The guides' loader: resize, crop, mirror and brightness by DALI, and the homographies they make."""
+
+    @pytest.mark.parametrize("batch", [1, 3, 7, 16])  # with a partial last one, and one batch only
+    def test_views_and_homographies_are_those_of_opencv(self, photo, batch):
+        files = jpegs(photo, 7)
+        batches = list(dali_views.dali_views(files, VIEW, batch))
+        assert [len(H) for _, _, H in batches] == [batch] * (7 // batch) + [7 % batch] * bool(7 % batch)
+        ours, plain = views_of(batches), views_of(dali_views.opencv_views(files, VIEW))
+        np.testing.assert_allclose(ours[2], plain[2])
+        for side in range(2):
+            assert ours[side].shape == plain[side].shape == (7, 1, VIEW[1], VIEW[0])
+            assert np.abs(ours[side].astype(int) - plain[side]).mean((1, 2, 3)).max() < 0.5
+
+    def test_a_mirrored_view_has_a_mirrored_homography(self, photo):
+        """View 0 warped by H is view 1 where both show the same; taken as not mirrored it is not."""
+        files = jpegs(photo, 12)
+        draws = [dali_views._draws(0, i, VIEW) for i in range(12)]
+        mirrored = [one.mirror != other.mirror for one, other in draws]
+        assert 0 < sum(mirrored) < 12
+        views0, views1, H = views_of(dali_views.dali_views(files, VIEW, 4))
+        assert [bool(np.linalg.det(each) < 0) for each in H] == mirrored
+        for i, (one, other) in enumerate(draws):
+            scale = other.brightness / one.brightness
+            errors = [
+                difference(views0[i, 0] * scale, views1[i, 0], each) for each in (H[i], _unmirror(H[i]))
+            ]
+            assert errors[0] < 4
+            assert not mirrored[i] or errors[1] > 3 * errors[0]
+
+
+def _unmirror(H: np.ndarray) -> np.ndarray:
+    return np.array([[-1, 0, VIEW[0] - 1], [0, 1, 0], [0, 0, 1]]) @ H
+
+
+def difference(view0: np.ndarray, view1: np.ndarray, H: np.ndarray) -> float:
+    """Mean difference in gray levels where view 0, warped by H, covers view 1 and neither is saturated."""
+    warped = cv2.warpPerspective(view0.astype(np.float32), H, VIEW, borderValue=-1000.0)
+    both = (warped > 0) & (warped < 250) & (view1 < 250)
+    assert both.sum() > 500
+    return float(np.abs(warped - view1)[both].mean())
+
+
 class TestChoice:
     def test_synthetic_pairs_look_like_stored_ones(self, tmp_path):
         store = Store(made_store(tmp_path / "store"))
@@ -290,4 +410,10 @@ class TestChoice:
         with pytest.raises(RequestError) as error:
             asks()
         assert "pip install nvidia-dali-cuda1" in str(error.value) and key in str(error.value)
+        assert "\n" not in str(error.value)
+
+    def test_missing_torchvision_is_one_line_with_the_fix(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "torchvision", None)
+        with pytest.raises(RequestError, match=r"set keypoints\.decoder: opencv") as error:
+            torch_decode.require()
         assert "\n" not in str(error.value)

@@ -15,26 +15,40 @@ import sys
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, Iterable, Iterator, Optional, Tuple, Union
-
-import numpy as np
+from typing import Any, Callable, Iterable, Iterator, Optional, Union
 
 from pipeline.errors import WorkError
 from pipeline.extraction.image import gray_views
 from pipeline.features.store import ImageViews
 from pipeline.features.tuning import huge_pages, tune_process
-from pipeline.images.decode import decoded
+from pipeline.images import decode
 from pipeline.images.manifest import Entry
 from pipeline.images.sources import ImageSet
 from superglue_sift.images import BadImage
 
 Result = Union[ImageViews, BadImage]
 # an entry that a worker reads and decodes, or one already decoded
-Work = Union[Entry, Tuple[Entry, Union[np.ndarray, BadImage]]]
+Work = Union[Entry, decode.Outcome]
+Decoder = Callable[[ImageSet, Iterable[Entry]], Iterator[decode.Outcome]]
 
 _PR_SET_PDEATHSIG = 1
 _IN_FLIGHT = 4  # images per worker
 _worker: Optional[Extractor] = None
+
+
+def decoder(name: str) -> Decoder:
+    """What `keypoints.decoder` names: opencv, torchvision or dali; all with the signature of `decode.decoded`.
+
+    Raises:
+        RequestError: its package is missing, or cannot decode here.
+    """
+    if name == "opencv":
+        return decode.decoded
+    from pipeline.images import dali, torch_decode
+
+    module = dali if name == "dali" else torch_decode
+    module.require()
+    return module.decoded
 
 
 class Extractor:
@@ -46,7 +60,7 @@ class Extractor:
 
     def __call__(self, work: Work) -> Result:
         """The views of an image, or why it cannot serve. Never raises for the image's sake."""
-        entry, gray = next(decoded(self.images, [work])) if isinstance(work, Entry) else work
+        entry, gray = next(self._decoder()(self.images, [work])) if isinstance(work, Entry) else work
         if isinstance(gray, BadImage):
             return gray
         try:
@@ -55,12 +69,15 @@ class Extractor:
             return bad
 
     def source(self, entries: Iterable[Entry]) -> Iterable[Work]:
-        """What the workers are given: the entries, unless `keypoints.decoder` has them decoded before."""
-        if self.settings.decoder != "dali":
-            return entries
-        from pipeline.images import dali
+        """What the workers are given: entries, unless something decodes them for all: a GPU, or DALI's threads."""
+        if self.settings.decoder == "dali" or (
+            self.settings.decoder == "torchvision" and decode.gpu() is not None
+        ):
+            return self._decoder()(self.images, entries)
+        return entries
 
-        return dali.decoded(self.images, entries)
+    def _decoder(self) -> Decoder:
+        return decoder(self.settings.decoder)
 
 
 def cores() -> int:

@@ -15,20 +15,19 @@ the CPU, the same pixels. What differs:
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import deque
-from typing import Any, Iterable, Iterator, List, Optional, Tuple, Union
+from typing import Any, Iterable, Iterator, List, Optional
 
 import numpy as np
 
+from pipeline.images.decode import Outcome, gpu
 from pipeline.images.manifest import Entry
 from pipeline.images.sources import ImageSet
 from superglue_sift import images as image_files
 from superglue_sift.images import BadImage, decode_gray
 
 BATCH = 32  # images handed to DALI at once; two such batches are under way
-Outcome = Tuple[Entry, Union[np.ndarray, BadImage]]
 
 
 def require() -> None:
@@ -125,7 +124,7 @@ def _pipeline(feed: _Feed, batch: int) -> Any:
     """Bytes to gray pixels, as stored (EXIF orientation ignored, as everywhere in the project)."""
     from nvidia.dali import backend, fn, pipeline_def, types
 
-    device = _device()
+    device = gpu()
     # DALI 1.34 never turns an image by its EXIF entry, and has no such argument
     turns = backend.GetSchema("decoders__Image").HasArgument("adjust_orientation")
     options = {"adjust_orientation": False} if turns else {}
@@ -139,14 +138,6 @@ def _pipeline(feed: _Feed, batch: int) -> Any:
     built = decoding()
     built.build()
     return built
-
-
-def _device() -> Optional[int]:
-    """This rank's GPU, None without one."""
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return int(os.environ.get("LOCAL_RANK", "0")) % count if count else None
 
 
 def _next(pipeline: Any, feed: _Feed) -> Optional[List[np.ndarray]]:

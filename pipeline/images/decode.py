@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Iterable, Iterator, List, Tuple, Union
+from typing import TYPE_CHECKING, Iterable, Iterator, List, Optional, Tuple, Union
 
 import numpy as np
 
 from pipeline.errors import RequestError
+from pipeline.images.manifest import Entry
 from superglue_sift.images import BadImage, decode_gray
 
 if TYPE_CHECKING:
-    from pipeline.images.manifest import Entry
     from pipeline.images.sources import ImageSet
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 
+Outcome = Tuple[Entry, Union[np.ndarray, BadImage]]
 
-def decoded(
-    images: ImageSet, entries: Iterable[Entry]
-) -> Iterator[Tuple[Entry, Union[np.ndarray, BadImage]]]:
+
+def gpu() -> Optional[int]:
+    """This rank's GPU, None without one."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return int(os.environ.get("LOCAL_RANK", "0")) % count if count else None
+
+
+def decoded(images: ImageSet, entries: Iterable[Entry]) -> Iterator[Outcome]:
     """Each entry with its gray pixels (H, W) uint8, or with why it cannot serve; in their order, each once."""
     for entry in entries:
         try:

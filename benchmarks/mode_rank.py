@@ -1,6 +1,6 @@
-"""One rank of ours beside the peer's work.
+"""One rank of a training that is measured beside another.
 
-    python -m benchmarks.peer_rank   (started by `peer_rows`, with RANK, WORLD_SIZE, ... in its environment)
+    python -m benchmarks.mode_rank   (started by `group_rows`, with RANK, WORLD_SIZE, ... in its environment)
 
 A line on the standard input of each rank asks for a step; a line on the standard output of rank 0 says that all have
 done it. In between all ranks wait for that line, not in a collective: on a GPU it would work while others are timed.
@@ -17,7 +17,7 @@ from typing import Optional, Sequence
 import torch
 
 from benchmarks.row import Setting
-from benchmarks.training_rows import Trainer
+from benchmarks.training_rows import Ahead, Trainer
 from pipeline.features.store import Store
 from pipeline.runtime import distributed
 from superglue_sift.superglue import SuperGlueConfig
@@ -31,13 +31,16 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--keypoints", type=int, required=True, help="most of a view")
     parser.add_argument("--pairs", type=int, required=True, help="of a step of all ranks")
     parser.add_argument("--changes", required=True, help="JSON of keys of the section `train`")
+    parser.add_argument(
+        "--ahead", action="store_true", help="load batches ahead of their step, as the stage does"
+    )
     args = parser.parse_args(argv)
     with distributed.joined() as context:
         setting = Setting(context.device, SuperGlueConfig(**json.loads(args.config)), params=args.params)
         changes = json.loads(args.changes)
-        step = Trainer(
-            setting, Store(args.store), args.pairs, keypoints=args.keypoints, context=context, **changes
-        )
+        made = Ahead if args.ahead else Trainer
+        given = {"keypoints": args.keypoints, "context": context, **changes}
+        step = made(setting, Store(args.store), args.pairs, **given)
         while _asked(context):
             step()
             if context.device.type == "cuda":

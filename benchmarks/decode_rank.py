@@ -1,0 +1,59 @@
+"""A decoder over a folder of photographs, for `mode_rows`: a line on standard input asks, a line `ready` answers."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+from typing import Any, Iterator, List, Optional, Sequence
+
+from benchmarks import dali_views
+from pipeline.extraction.pool import decoder
+from pipeline.features.tuning import tune_process
+from pipeline.images.decode import gpu, list_images
+from pipeline.images.manifest import Entry
+from pipeline.images.sources import ImageSet, folder_entries
+from superglue_sift.images import BadImage
+
+VIEW = (320, 240)
+REPEATED = 10_000  # times the photographs, more than any run reads
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--way", required=True, help="a decoder, or opencv-views or dali-views")
+    parser.add_argument("--folder", type=Path, required=True)
+    args = parser.parse_args(argv)
+    tune_process()
+    names = [path.name for path in list_images(args.folder)]
+    entries = folder_entries(args.folder, names, "train", "folder")
+    images = ImageSet(entries, {"folder": str(args.folder)})
+    done = _endless(args.way, images, entries)
+    print("ready", flush=True)
+    while sys.stdin.readline():
+        left = len(entries)
+        while left > 0:
+            left -= next(done)
+        print("ready", flush=True)
+    return 0
+
+
+def _endless(way: str, images: ImageSet, entries: List[Entry]) -> Iterator[int]:
+    """How many photographs came, again and again: a pipeline is built once, and none is timed while it starts."""
+    if way.endswith("-views"):
+        files = [images.read(entry) for entry in entries] * REPEATED
+        views = dali_views.opencv_views if way == "opencv-views" else dali_views.dali_views
+        extra = {} if way == "opencv-views" else {"device": gpu()}
+        return (len(H) for _, _, H in views(files, VIEW, **extra))
+    return (_whole(*each) for each in decoder(way)(images, itertools.cycle(entries)))
+
+
+def _whole(entry: Entry, gray: Any) -> int:
+    if isinstance(gray, BadImage):
+        raise gray
+    return 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

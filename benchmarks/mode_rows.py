@@ -1,0 +1,176 @@
+"""The table of modes: training in each of them beside plain, and each decoder beside OpenCV's.
+
+Each mode has processes of its own, and so has the baseline, which takes turns with it step by step: a mode that fails,
+or runs out of memory, costs its own row and says why.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, NamedTuple
+
+import cv2
+import numpy as np
+
+from benchmarks import timing
+from benchmarks.group_rows import Group, places, training_group
+from benchmarks.made import made_store
+from benchmarks.photographs import photographs
+from benchmarks.row import Row, Setting, contained
+from pipeline import stack
+from superglue_sift import sift
+
+KEYPOINTS = 512
+PAIRS = {"cuda": 64, "cpu": 2}  # of a process and step
+DECODED = 64  # photographs of 640x480 a call of a decoder
+PLAIN = "plain: one process, float32"
+
+
+class Mode(NamedTuple):
+    """What differs from plain: keys of the section `train`, and the number of processes."""
+
+    changes: Dict[str, Any]
+    processes: int = 1
+
+
+def modes(setting: Setting) -> Dict[str, Mode]:
+    """By name, in the order of the table."""
+    most = places(setting)
+    counts = sorted({count for count in (1, 2, 4, 8, most) if count <= max(most, 2)})
+    several = {
+        f"DDP, {count} process{'es' * (count > 1)}": Mode({"parallel": "ddp"}, count) for count in counts
+    }
+    return {
+        "DataParallel": Mode({"parallel": "dp"}),
+        **several,
+        "AMP, bfloat16": Mode({"precision": "bfloat16"}),
+        "AMP, float16": Mode({"precision": "float16"}),
+        f"DDP, {most} processes, AMP": Mode({"parallel": "ddp", "precision": "auto"}, most),
+        "gradient accumulation, 2 parts": Mode({"accumulate": 2}),
+        "torch.compile": Mode({"compile": True}),
+        "loader: DALI": Mode({"loader": "dali"}),
+        "loader: none (made-up pairs)": Mode({"loader": "synthetic"}),
+    }
+
+
+def table(setting: Setting) -> Iterator[Row]:
+    """Pairs per second of each mode of training, then images per second of each decoder."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = made_store(Path(folder) / "store", KEYPOINTS)
+        start = functools.partial(_training, setting, store)
+        yield from _beside(setting, PLAIN, Mode({}), modes(setting), start)
+        jpegs = write_jpegs(setting, Path(folder) / "photographs")
+        decoders = {f"decoder: {name}": Mode({"decoder": name}) for name in ("torchvision", "dali")}
+        start = functools.partial(_decoding, setting, jpegs)
+        yield from _beside(
+            setting, "decoder: OpenCV, one thread", Mode({"decoder": "opencv"}), decoders, start
+        )
+
+
+def _beside(
+    setting: Setting, plain: str, first: Mode, others: Dict[str, Mode], start: Callable[[Mode], Group]
+) -> Iterator[Row]:
+    """A row of the baseline, alone, then one of each other mode in turns with it."""
+    base = start(first)
+    try:
+        yield from _rows(setting, plain, base, others, start)
+    finally:
+        base.close()
+
+
+def _rows(
+    setting: Setting, plain: str, base: Group, others: Dict[str, Mode], start: Callable[[Mode], Group]
+) -> Iterator[Row]:
+    alone = setting.timed({plain: base})[plain]
+    spread = timing.interval([base.items / seconds for seconds in alone.wall])
+    yield Row("modes", plain, spread.value, base.unit, spread=spread)
+    for name, mode in others.items():
+        reason = _reason(setting, mode)
+        if reason:
+            yield Row("modes", name, skipped=reason)
+            continue
+        yield from contained("modes", name, functools.partial(_row, setting, name, mode, base, start, plain))
+
+
+def _reason(setting: Setting, mode: Mode) -> str:
+    """Why a mode does nothing here, or cannot run; empty where it can."""
+    cuda, most = setting.device.type == "cuda", places(setting)
+    if mode.changes.get("parallel") == "dp" and (not cuda or most < 2):
+        return "needs two GPUs"
+    if mode.changes.get("precision") == "float16" and not cuda:
+        return "needs a GPU: its gradients are scaled there"
+    if mode.processes > most:
+        return f"needs {mode.processes} {'GPUs' if cuda else 'cores'}, there {'is 1' if most == 1 else f'are {most}'}"
+    return stack.no_compiler(setting.device.type) if mode.changes.get("compile") else ""
+
+
+def _row(
+    setting: Setting, name: str, mode: Mode, base: Group, start: Callable[[Mode], Group], plain: str
+) -> Iterator[Row]:
+    own = start(mode)
+    try:
+        taken = setting.timed({"base": base, "own": own})
+    finally:
+        own.close()
+    each = {way: [t / group.items for t in taken[way].wall] for way, group in (("base", base), ("own", own))}
+    rate = 1 / statistics.median(each["own"])
+    yield Row(
+        "modes", name, rate, own.unit, timing.speed_up(each["base"], each["own"]), against=plain.split(":")[0]
+    )
+
+
+def _training(setting: Setting, store: Path, mode: Mode) -> Group:
+    """A step a call. DataParallel's one process has the pairs of all GPUs."""
+    devices = mode.processes
+    if mode.changes.get("parallel") == "dp":
+        devices = places(setting) if setting.device.type == "cuda" else 1
+    pairs = PAIRS[setting.device.type] * devices
+    threads = max((os.cpu_count() or 1) // mode.processes, 1)
+    changes = {"parallel": "single", **mode.changes}
+    return training_group(setting, store, KEYPOINTS, pairs, changes, mode.processes, threads, ahead=True)
+
+
+def _decoding(setting: Setting, jpegs: Path, mode: Mode) -> Group:
+    """All photographs a call."""
+    words = [
+        sys.executable,
+        "-m",
+        "benchmarks.decode_rank",
+        "--way",
+        mode.changes["way"],
+        "--folder",
+        str(jpegs),
+    ]
+    return Group(setting, words, 1, 1, DECODED, "images/s")
+
+
+def _handed(setting: Setting) -> Iterator[Row]:
+    """Decoded photographs handed to another process, as a decoder of all workers does, beside their SIFT there."""
+    gray = photographs(setting.images, 1)[0]
+    detect = functools.partial(sift.extract, gray, KEYPOINTS)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        pool.submit(np.size, gray).result()
+        ways = {"handed": lambda: pool.submit(np.size, gray).result(), "sift": detect}
+        taken = setting.timed(ways)
+    share = timing.speed_up(taken["sift"].wall, taken["handed"].wall)
+    rate = 1 / statistics.median(taken["handed"].wall)
+    note = f"{1 / share.value:.2%} of the time that SIFT of one view takes"
+    yield Row("modes", "640x480 handed to a worker by pickle", rate, "images/s", note=note)
+
+
+def write_jpegs(setting: Setting, folder: Path) -> Path:
+    """Photographs of 640x480 as JPEG files, as COCO has them."""
+    folder.mkdir()
+    found = photographs(setting.images, min(DECODED, 8))
+    for number in range(DECODED):
+        gray = found[number % len(found)]
+        colour = cv2.merge([gray, cv2.GaussianBlur(gray, (0, 0), 2), gray])
+        cv2.imwrite(str(folder / f"{number:03d}.jpg"), colour, [cv2.IMWRITE_JPEG_QUALITY, 95])
+    return folder
