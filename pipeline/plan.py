@@ -13,7 +13,6 @@ import json
 import platform
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Dict, Iterator
 
 import cv2
@@ -26,7 +25,7 @@ from pipeline.extraction.pool import cores
 from pipeline.features.tuning import tune_process
 from pipeline.files import write_atomic
 from pipeline.images.sources import sample_folder
-from pipeline.pairs.synthetic import load_batch
+from pipeline.pairs.synthetic import made_batch
 from pipeline.runtime import machine
 from pipeline.runtime.distributed import Context
 from pipeline.runtime.machine import FAIL, OK, Finding
@@ -178,8 +177,7 @@ def seconds_a_pair(train: Any, threads: int, pairs: int, device: torch.device) -
     torch.set_num_threads(threads)
     try:
         parts, _ = setup.build(train.model_copy(update=same), Context(0, 1, 0, device))
-        samples = [SimpleNamespace(seed=number) for number in range(pairs)]
-        batch = load_batch(SimpleNamespace(view_size=COCO_SIZE), samples, train.max_keypoints).to(device)
+        batch = made_batch(pairs, COCO_SIZE, train.max_keypoints).to(device)
         state, taken = parts.state, []
         for _ in range(1 + MEASURED_STEPS):
             begun = time.perf_counter()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import memory
 from pipeline import plan
-from pipeline.pairs.synthetic import load_batch
+from pipeline.pairs.synthetic import made_batch
 from pipeline.runtime import machine
 from pipeline.runtime.distributed import Context
 from pipeline.runtime.machine import FAIL, GIB, MIB, OK, WARN
@@ -27,8 +26,7 @@ def steps(device: str, train, pairs: int):
 
     def run(pairs: int, keypoints: int) -> None:
         parts, _ = setup.build(train, Context(0, 1, 0, torch.device(device)))
-        samples = [SimpleNamespace(seed=i) for i in range(pairs)]
-        batch = load_batch(SimpleNamespace(view_size=(640, 480)), samples, keypoints)
+        batch = made_batch(pairs, (640, 480), keypoints)
         for _ in range(2):
             train_step(parts.wrapped, parts.state.optimizer, parts.state.scaler, [batch], pairs, 1, 1.0)
 
@@ -95,7 +93,7 @@ def test_hours_are_measured_once_and_kept(make_params, tmp_path, monkeypatch):
     (tmp_path / ".dvc" / "tmp").mkdir(parents=True)
     sections = {
         "train": make_params("train", init_from="", layers=1, max_keypoints=32, steps=100, batch=3),
-        "keypoints": make_params("keypoints", views=2, width=64, height=48),
+        "keypoints": make_params("keypoints", views=2, width=96, height=64),
         "fetch": make_params("fetch"),
     }
     found = {each.subject: each for each in plan.findings(sections, 2, torch.device("cpu"))}

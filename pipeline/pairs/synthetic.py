@@ -30,6 +30,11 @@ def load_batch(store: Store, samples: Sequence[Sample], max_keypoints: int, augm
     return from_pairs([pair for pair, _ in made], np.array([H for _, H in made]).reshape(-1, 3, 3))
 
 
+def made_batch(pairs: int, size: Tuple[int, int], max_keypoints: int) -> PairBatch:
+    """So many made-up pairs without a store, of views of `size` (width, height) px."""
+    return from_pairs([_made(number % KINDS, size, max_keypoints) for number in range(pairs)])
+
+
 @functools.lru_cache(maxsize=4 * KINDS)
 def _made(kind: int, size: Tuple[int, int], count: int) -> Tuple[Pair, np.ndarray]:
     rng = np.random.default_rng(kind)
