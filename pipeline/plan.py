@@ -177,7 +177,7 @@ def seconds_a_pair(train: Any, threads: int, pairs: int, device: torch.device) -
     torch.set_num_threads(threads)
     try:
         parts, _ = setup.build(train.model_copy(update=same), Context(0, 1, 0, device))
-        batch = made_batch(pairs, COCO_SIZE, train.max_keypoints).to(device)
+        batch = made_batch(range(pairs), COCO_SIZE, train.max_keypoints).to(device)
         state, taken = parts.state, []
         for _ in range(1 + MEASURED_STEPS):
             begun = time.perf_counter()

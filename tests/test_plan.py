@@ -26,7 +26,7 @@ def steps(device: str, train, pairs: int):
 
     def run(pairs: int, keypoints: int) -> None:
         parts, _ = setup.build(train, Context(0, 1, 0, torch.device(device)))
-        batch = made_batch(pairs, (640, 480), keypoints)
+        batch = made_batch(range(pairs), (640, 480), keypoints)
         for _ in range(2):
             train_step(parts.wrapped, parts.state.optimizer, parts.state.scaler, [batch], pairs, 1, 1.0)
 

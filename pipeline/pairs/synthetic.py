@@ -25,14 +25,13 @@ def load_batch(store: Store, samples: Sequence[Sample], max_keypoints: int, augm
     Args:
         store: gives the size of the views alone. augmentation: has no effect, so that every batch is full.
     """
-    size = tuple(store.view_size)
-    made = [_made(sample.seed % KINDS, size, max_keypoints) for sample in samples]
+    return made_batch([sample.seed for sample in samples], tuple(store.view_size), max_keypoints)
+
+
+def made_batch(seeds: Sequence[int], size: Tuple[int, int], max_keypoints: int) -> PairBatch:
+    """A made-up pair for each seed, of views of `size` (width, height) px; needs no store."""
+    made = [_made(seed % KINDS, size, max_keypoints) for seed in seeds]
     return from_pairs([pair for pair, _ in made], np.array([H for _, H in made]).reshape(-1, 3, 3))
-
-
-def made_batch(pairs: int, size: Tuple[int, int], max_keypoints: int) -> PairBatch:
-    """So many made-up pairs without a store, of views of `size` (width, height) px."""
-    return from_pairs([_made(number % KINDS, size, max_keypoints) for number in range(pairs)])
 
 
 @functools.lru_cache(maxsize=4 * KINDS)
