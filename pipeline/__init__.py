@@ -11,7 +11,7 @@ The network itself is the library `superglue_sift`, which knows nothing of this 
     features/     the store of keypoints that training maps into memory
     extraction/   all views of all images, in parallel, shard by shard
     pairs/        which two views when, read from the store
-    training/     loss, objective, step, validation, what is saved, what is told
+    training/     loss, objective, step, validation, what is saved, what is said
     evaluation/   protocols, baselines, metrics, scores, intervals
     report/       tables, curves, the page
     tracking/     the local log of a run, and what MLflow shows of it
