@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What CI does for the images. Without a change to them since the parent commit the text tests of tests/test_docker.py
 # are enough; with one (or with --always) both targets are built and tried, step by step as the Dockerfile says:
-#   build, `repro --preset ci` inside, a stop in the middle of training and the run that goes on from there;
+#   build, `repro --preset ci` inside, a stop in the middle of training and the run that goes on from there, an empty mount;
 #   before that hadolint, compose.yaml against its schema, a bill of materials (CycloneDX) of both locks and pip-audit.
 # Reports go to .cache/images.
 set -euo pipefail
@@ -60,8 +60,18 @@ try_image() { # stack
     [ "$(stat -c %u "$place/clone/models/superglue.safetensors")" = 1000 ]
     say "$1: SIGTERM in the middle of training, and the next run"
     docker/stop-and-go.sh "$1" "$place/clone" || code=$?
+    [ "$code" != 0 ] || empty_mount "$1" "$place/empty" || code=$?
     rm -rf "$place"
     return "$code"
+}
+
+empty_mount() { # stack, folder
+    install -d -o 1000 -g 1000 "$2"
+    say "$1: an empty folder, filled; and what another image left, refused"
+    docker/build-in-chroot.sh "$1" run "$2" repro fetch || return 1
+    [ -s "$2/README.md" ] && [ -s "$2/dvc.lock" ] && [ -s "$2/data/images/manifest.csv" ] || return 1
+    echo "# older" >>"$2/pipeline/launch.py"
+    ! docker/build-in-chroot.sh "$1" run "$2" repro
 }
 
 audit() { # stack
