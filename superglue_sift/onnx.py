@@ -251,7 +251,7 @@ def latencies(path: Path, model: Union[str, Path, None]) -> Iterator[str]:
     network = fuse_for_inference(load_model(model or shipped_weights())[0])
     for count in (512, 1024, 2048):
         side = Features(_made_keypoints(count), (640, 480))
-        pair, inputs = Pair(*2 * [side.records], *2 * [side.size]), inputs_of(side, side)
+        pair, inputs = Pair(side.records, side.records, side.size, side.size), inputs_of(side, side)
         in_torch = _milliseconds(match_pairs, network, [pair], "cpu")
         in_onnx = _milliseconds(session.run, None, inputs)
         yield f"{count} keypoints each: torch {in_torch:.0f} ms, ONNX Runtime {in_onnx:.0f} ms"

@@ -12,7 +12,7 @@ import cv2
 import numpy as np
 
 WORDS = 64
-SAMPLE = 40_000  # descriptors that the vocabulary is made of, as many of each image
+SAMPLE = 20_000  # descriptors that the vocabulary is made of, as many of each image
 
 
 def nearest_pairs(

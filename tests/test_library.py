@@ -23,6 +23,8 @@ from superglue_sift import Features, Matcher, RequestError, weights
 from superglue_sift.geometry import corner_error, transform
 
 NEEDS = ("torch", "numpy", "opencv-python", "safetensors")
+if sys.version_info < (3, 10):
+    NEEDS += ("setuptools",)  # torch 1.10 imports pkg_resources and does not say so
 
 
 def with_requirements(*names: str) -> Set[str]:

@@ -13,6 +13,7 @@ import torch
 from made_scenes import TURN, write_model
 
 from superglue_sift import (
+    Matcher,
     Pair,
     PairBatch,
     RequestError,
@@ -139,7 +140,7 @@ def test_torch_export_matches_pairs_of_any_shape(small):
 
     rng = np.random.default_rng(0)
     found = [assert_same(model, run, [made_pair(m, n, rng) for m, n in shapes], 0.1) for shapes in SHAPES]
-    assert found[-1] > 20
+    assert found[-1] > 10
 
 
 @pytest.mark.slow
@@ -180,6 +181,9 @@ def test_the_shipped_weights_as_onnx_match_200_pairs_as_torch_does(tmp_path, pho
         pairs.append(Pair(sides[0].records, sides[1].records, sides[0].size, sides[1].size))
     found = sum(assert_same(model, run, pairs[at : at + 4], threshold, 0.002) for at in range(0, 200, 4))
     assert found > 5000
+    found = dict(zip(onnx.OUTPUTS, run(onnx.inputs_of(*sides))))
+    expected = Matcher.load(device="cpu").match(*sides)
+    np.testing.assert_array_equal(found["matches"][:, 1:], expected.matches)
     assert assert_same(model, run, [made_pair(2048, 2048, rng)], threshold, 0.002) > 500
 
 
