@@ -1,0 +1,61 @@
+"""The first half hour on a GPU: parts contained, in order, each written as soon as it is known."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import pytest
+
+from benchmarks import first_gpu
+from benchmarks.first_gpu import Part
+
+
+def python(code: str) -> list:
+    return [sys.executable, "-c", code]
+
+
+def test_a_part_that_fails_hangs_or_raises_costs_its_own_line(tmp_path, monkeypatch, capsys):
+    saving = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(143)); print('on', flush=True)"
+    saving += "; time.sleep(60)"
+    file = tmp_path / "seen"
+    chosen = [
+        Part("fails", 60, python("print('why'); raise SystemExit(3)")),
+        Part("raises", 60, lambda: 1 / 0),
+        Part("hangs", 1.5, python(saving), expected=(0, 143)),
+        Part("stopped", 60, python(f"open({str(file)!r}, 'w'); {saving}"), "seen", (143,)),
+        Part("works", 60, python("print('the last word')")),
+    ]
+    monkeypatch.setattr(first_gpu, "parts", lambda *_: chosen)
+    assert first_gpu.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
+    lines = (tmp_path / "summary.md").read_text().splitlines()[2:]
+    assert capsys.readouterr().out.splitlines() == lines
+    said = [line.split("|")[3].strip() for line in lines]
+    assert said[0] == "FAILED (ended, exit code 3): why"
+    assert said[1].startswith("failed: ZeroDivisionError")
+    assert said[2] == "ok (time is over, exit code 143): on"
+    assert said[3] == "ok (stopped, exit code 143): on"
+    assert said[4] == "ok (ended, exit code 0): the last word"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_same_parts_in_the_same_order_on_both(tmp_path, device):
+    args = argparse.Namespace(device=device, images="", out=tmp_path, minutes=None)
+    found = first_gpu.parts(tmp_path, device, first_gpu._sizes(args))
+    names = [part.name for part in found]
+    assert (
+        names.index("tests")
+        < names.index("train-killed")
+        < names.index("train-resumed")
+        < names.index("real")
+    )
+    assert sum(part.seconds for part in found) > 0 and len(set(names)) == len(names) == 13
+
+
+def test_losses_of_both_devices_stand_side_by_side(tmp_path):
+    for name, losses in (("cpu", ["1.0", "0.5"]), ("curve", ["1.0", "0.25", "0.1"])):
+        folder = tmp_path / name / "reports" / "train" / "curves"
+        folder.mkdir(parents=True)
+        rows = "".join(f"{step},{loss}\n" for step, loss in enumerate(losses, 1))
+        (folder / "train.csv").write_text(f"step,loss\n{rows}")
+    assert first_gpu.compared(tmp_path)[-1] == "2 steps, largest relative difference of the loss 5.00e-01"
