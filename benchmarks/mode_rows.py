@@ -67,11 +67,14 @@ def table(setting: Setting) -> Iterator[Row]:
         start = functools.partial(_training, setting, store)
         yield from _beside(setting, PLAIN, Mode({}), modes(setting), start)
         jpegs = write_jpegs(setting, Path(folder) / "photographs")
-        decoders = {f"decoder: {name}": Mode({"decoder": name}) for name in ("torchvision", "dali")}
         start = functools.partial(_decoding, setting, jpegs)
+        decoders = {f"decoder: {name}": Mode({"way": name}) for name in ("torchvision", "dali")}
+        yield from _beside(setting, "decoder: OpenCV, one thread", Mode({"way": "opencv"}), decoders, start)
+        views = {"pairs of views: DALI": Mode({"way": "dali-views"})}
         yield from _beside(
-            setting, "decoder: OpenCV, one thread", Mode({"decoder": "opencv"}), decoders, start
+            setting, "pairs of views: OpenCV, one thread", Mode({"way": "opencv-views"}), views, start
         )
+    yield from contained("modes", "images handed to a worker", functools.partial(_handed, setting))
 
 
 def _beside(

@@ -186,6 +186,8 @@ def track(args: argparse.Namespace, figures: Figures, info: Mapping[str, Any]) -
         for name in (*files.FILES, *files.FOLDERS):
             if (args.out / name).exists():
                 run.artifact(args.out / name, f"{prefix}/{name}" if name in files.FOLDERS else prefix)
+        if files.write_grid(args.out / "pictures", args.out / "matches.png"):
+            run.artifact(args.out / "matches.png", prefix)
 
 
 def evaluate(

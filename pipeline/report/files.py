@@ -8,6 +8,9 @@ import shutil
 from pathlib import Path
 from typing import Mapping, Sequence
 
+import cv2
+import numpy as np
+
 from pipeline.report import page
 
 FILES = (
@@ -52,6 +55,26 @@ def write_json(path: Path, values: Mapping[str, object]) -> None:
     """Indented JSON with a final newline; the folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def write_grid(folder: Path, file: Path) -> bool:
+    """All PNG pictures of a folder as one picture, two in a row, by name; False without any, or without torchvision."""
+    import torch  # here, since the report is printed without it
+
+    from pipeline import stack
+
+    pictures = [cv2.imread(str(path)) for path in sorted(folder.glob("*.png"))]
+    if not pictures:
+        return False
+    height, width = (max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
+    sheet = np.full((len(pictures), height, width, 3), 255, np.uint8)
+    for place, picture in zip(sheet, pictures):
+        place[: picture.shape[0], : picture.shape[1]] = picture
+    try:
+        grid = stack.make_grid(torch.from_numpy(sheet).permute(0, 3, 1, 2), columns=2)
+    except ImportError:
+        return False
+    return cv2.imwrite(str(file), grid.permute(1, 2, 0).numpy())
 
 
 def emptied(folder: Path) -> Path:
