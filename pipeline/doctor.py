@@ -150,9 +150,13 @@ def disk() -> Iterator[Finding]:
     if "fetch" not in found or "keypoints" not in found:
         return
     keypoints, fetch = found["keypoints"], found["fetch"]
-    needed = machine.disk_needed(fetch.source, keypoints.views, keypoints.max_keypoints, fetch.limit)
+    needed, linked = (
+        machine.disk_needed(fetch.source, keypoints.views, keypoints.max_keypoints, fetch.limit, copies)
+        for copies in (2, 1)
+    )
     present = sum(path.stat().st_size for path in Path("data").rglob("*") if path.is_file())
-    yield machine.judge_disk(shutil.disk_usage(".").free, max(needed - present, 0), os.getcwd())
+    needed, linked = max(needed - present, 0), max(linked - present, 0)
+    yield machine.judge_disk(shutil.disk_usage(".").free, needed, os.getcwd(), linked)
 
 
 def user() -> Iterator[Finding]:

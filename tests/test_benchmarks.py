@@ -392,15 +392,15 @@ class TestModes:
         monkeypatch.setattr(mode_rows, "DECODED", 3)
 
     def test_each_mode_beside_plain_and_one_that_fails_costs_its_own_row(self, small, monkeypatch):
-        wrong = {"unknown precision": mode_rows.Mode({"precision": "float8"})}
+        wrong = {"weights that are not there": mode_rows.Mode({"init_from": "nothing.safetensors"})}
         right = {"gradient accumulation": mode_rows.Mode({"accumulate": 2})}
         monkeypatch.setattr(mode_rows, "modes", lambda _: {**wrong, **right})
         found = {each.what: each for each in mode_rows.table(setting(seconds=0.1, rounds=2))}
         plain_row, parts = found[mode_rows.PLAIN], found["gradient accumulation"]
         assert plain_row.unit == parts.unit == "pairs/s"
         assert parts.ratio.value > 0 and not parts.skipped
-        said = found["unknown precision"].skipped
-        assert "rank 0 ended with 1" in said and "float8" in said
+        said = found["weights that are not there"].skipped
+        assert "rank 0 ended with 1" in said and "nothing.safetensors" in said
         opencv = found["decoder: OpenCV, one thread"]
         assert opencv.unit == "images/s" and opencv.value > 0
         for name in ("torchvision", "dali"):

@@ -82,6 +82,13 @@ def test_disk_wants_more_for_a_larger_preset():
     assert machine.judge_disk(10 * GIB, large, "/workspace").level == FAIL
 
 
+def test_a_disk_that_a_linked_cache_would_fit_on_is_not_refused():
+    whole, linked = (machine.disk_needed("coco2017", 4, 1024, copies=copies) for copies in (2, 1))
+    found = machine.judge_disk((whole + linked) // 2, whole, "here", linked)
+    assert found.level == WARN and "cache.type hardlink" in found.text
+    assert machine.judge_disk(linked - 1, whole, "here", linked).level == FAIL
+
+
 def test_a_limit_of_images_is_a_limit_of_disk():
     assert machine.disk_needed("coco2017", 4, 1024, limit=1000) < machine.disk_needed("coco2017", 4, 1024)
     assert machine.image_count("coco2017-val", 100) == 200 and machine.image_count("folder") == 0

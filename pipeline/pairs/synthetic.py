@@ -25,7 +25,8 @@ def load_batch(store: Store, samples: Sequence[Sample], max_keypoints: int, augm
     Args:
         store: gives the size of the views alone. augmentation: has no effect, so that every batch is full.
     """
-    return made_batch([sample.seed for sample in samples], tuple(store.view_size), max_keypoints)
+    width, height = store.view_size
+    return made_batch([sample.seed for sample in samples], (width, height), max_keypoints)
 
 
 def made_batch(seeds: Sequence[int], size: Tuple[int, int], max_keypoints: int) -> PairBatch:

@@ -124,11 +124,14 @@ def image_count(source: str, limit: int = 0) -> int:
     return min(count, 2 * limit) if limit else count  # so many of training, and so many held out
 
 
-def disk_needed(source: str, views: int, keypoints: int, limit: int = 0) -> int:
-    """Bytes that a preset needs: the archives once, the keypoints in workspace and DVC cache, checkpoints."""
+def disk_needed(source: str, views: int, keypoints: int, limit: int = 0, copies: int = 2) -> int:
+    """Bytes that a preset needs: the archives once, the keypoints in workspace and DVC cache, checkpoints.
+
+    copies: of the keypoints; 1 where DVC's cache is linked to.
+    """
     # Photographs give fewer keypoints than the limit more often than not; three quarters is a safe mean.
     records = int(0.75 * image_count(source, limit) * views * keypoints * RECORD_BYTES)
-    return SOURCES.get(source, (0, 0))[0] + 2 * records + GIB
+    return SOURCES.get(source, (0, 0))[0] + copies * records + GIB
 
 
 def judge_memory(
@@ -163,14 +166,14 @@ def judge_memory(
     )
 
 
-def judge_disk(free: int, needed: int, place: str) -> Finding:
+def judge_disk(free: int, needed: int, place: str, linked: Optional[int] = None) -> Finding:
+    """Room for a preset; `linked`: bytes that do where DVC's cache.type is a link, and for which there must be room."""
+    there = f"{size(free)} free in {place}, about {size(needed)} wanted"
     if free >= needed:
-        return Finding(OK, "disk", f"{size(free)} free in {place}, about {size(needed)} wanted")
-    return Finding(
-        FAIL,
-        "disk",
-        f"{size(free)} free in {place}, about {size(needed)} wanted: a smaller preset, fetch.limit, or room",
-    )
+        return Finding(OK, "disk", there)
+    if linked is not None and free >= linked:
+        return Finding(WARN, "disk", f"{there}, or {size(linked)} with `dvc config --local cache.type hardlink`")
+    return Finding(FAIL, "disk", f"{there}: a smaller preset, fetch.limit, or room")
 
 
 def judge_files(soft: int, needed: int = 256) -> Finding:
