@@ -34,7 +34,6 @@ from pipeline.training.step import train_step
 from pipeline.views.homography import smallest_image
 from superglue_sift.images import read_gray
 from superglue_sift.superglue import ENCODER_WIDTHS, SIFT_DIM, SuperGlue, SuperGlueConfig
-from superglue_sift.torch_compat import has_fused_attention
 
 KEPT = Path(".dvc") / "tmp" / "plan.json"
 # Of a card's memory, so that the CUDA context, cuBLAS and the allocator's gaps find room.
@@ -65,26 +64,19 @@ def network(train: Any) -> SuperGlue:
 
 
 def training_bytes(
-    train: Any,
-    pairs: int,
-    parameters: int,
-    precision: str = "float32",
-    device: str = "cpu",
-    fused: bool = True,
+    train: Any, pairs: int, parameters: int, precision: str = "float32", device: str = "cpu"
 ) -> int:
     """Bytes that a training process holds at the peak of a step, beside what Python and CUDA themselves take.
 
     Args:
         pairs: of a micro-batch, each view with `train.max_keypoints` keypoints.
         parameters: numbers of the network.
-        fused: whether attention keeps no weights (torch 2); without, those of all heads and layers are kept.
     """
     D, N, layers, tokens = train.dim, train.max_keypoints, 2 * train.layers, 2 * train.max_keypoints * pairs
     half = precision != "float32"
     # of a token a layer keeps for its gradient x, query, key, value, the message and its copy, D numbers each, and 2 D
     # before and after the norm, which autocast on a GPU computes in float32 and hands on in half precision
     layer = D * (40 if not half else 32 if device == "cuda" else 20)
-    layer += 0 if fused else train.heads * N * (2 if half else 4)
     kept = layers * D * 4 + layer if train.checkpoint_layers else layers * layer
     encoder = 4 * (2 * sum(ENCODER_WIDTHS) + 2 * SIFT_DIM)
     matrix = 4 * (N + 1) ** 2
@@ -141,7 +133,7 @@ def _memory(train: Any, processes: int, chosen: str, device: torch.device) -> Fi
 
     def needed(pairs: int, keypoints: int) -> float:
         sized = train.model_copy(update={"max_keypoints": keypoints})
-        return training_bytes(sized, pairs, numbers, chosen, device.type, has_fused_attention())
+        return training_bytes(sized, pairs, numbers, chosen, device.type)
 
     pairs = micro_batch(train, processes)
     return machine.judge_memory(needed, pairs, train.accumulate, train.max_keypoints, free, place)

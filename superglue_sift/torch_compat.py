@@ -6,24 +6,22 @@ Nothing else in the library asks for a version.
 from __future__ import annotations
 
 import contextlib
-import math
 from typing import Any, Callable, Optional
 
 import torch
 from torch import Tensor, nn
 
+from superglue_sift import chunked_attention
+
 
 def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Tensor:
     """softmax(q k^T / sqrt(d)) v over the last two axes; `mask` is True where a key may be seen.
 
-    torch 1.10 has no fused kernel (`F.scaled_dot_product_attention` came with 2.0): the plain formula serves.
+    torch 1.10 has no fused kernel (`F.scaled_dot_product_attention` came with 2.0): some queries are done at a time.
     """
     if has_fused_attention():
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    logits = (q @ k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
-    if mask is not None:
-        logits = logits.masked_fill(~mask, float("-inf"))
-    return logits.softmax(-1) @ v
+    return chunked_attention.attention(q, k, v, mask)
 
 
 def has_fused_attention() -> bool:

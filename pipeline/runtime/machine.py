@@ -172,7 +172,9 @@ def judge_disk(free: int, needed: int, place: str, linked: Optional[int] = None)
     if free >= needed:
         return Finding(OK, "disk", there)
     if linked is not None and free >= linked:
-        return Finding(WARN, "disk", f"{there}, or {size(linked)} with `dvc config --local cache.type hardlink`")
+        return Finding(
+            WARN, "disk", f"{there}, or {size(linked)} with `dvc config --local cache.type hardlink`"
+        )
     return Finding(FAIL, "disk", f"{there}: a smaller preset, fetch.limit, or room")
 
 

@@ -1,0 +1,75 @@
+"""Attention for a torch without a fused kernel: some queries at a time, weights computed again in the backward pass.
+
+The plain formula keeps H N^2 weights of every sequence and layer for its gradient: 36 GiB of a batch of 64 pairs with
+1,024 keypoints, 9 layers and 4 heads in float32. Here queries, keys and values are kept, which are there anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Iterator, Optional, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+MAX_WEIGHTS = (
+    1 << 26
+)  # of the queries that are done at a time, over all sequences and heads: 256 MiB in float32
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v over the last two axes.
+
+    Args:
+        q (..., M, d), k and v (..., N, d).
+        mask: broadcast to (..., 1, N), True where a key may be seen; the same for every query.
+    """
+    return _Chunked.apply(q, k, v, mask)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor]) -> Tensor:
+        ctx.save_for_backward(q, k, v, mask)
+        out = torch.empty_like(q)
+        with _as_given(q):
+            for part, weights in _weights(q, k, mask):
+                out[..., part, :] = weights @ v
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        q, k, v, mask = ctx.saved_tensors
+        d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        with _as_given(q):
+            for part, weights in _weights(q, k, mask):
+                d_out = grad[..., part, :]
+                d_v += weights.transpose(-1, -2) @ d_out
+                d_weights = (d_out @ v.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
+                wide = weights.to(d_weights.dtype)
+                d_logits = (wide * (d_weights - (wide * d_weights).sum(-1, keepdim=True))).to(q.dtype)
+                d_q[..., part, :] = d_logits @ k / math.sqrt(q.shape[-1])
+                d_k += d_logits.transpose(-1, -2) @ q[..., part, :] / math.sqrt(q.shape[-1])
+        return d_q, d_k, d_v, None
+
+
+def _weights(q: Tensor, k: Tensor, mask: Optional[Tensor]) -> Iterator[Tuple[slice, Tensor]]:
+    """Some queries, and their weights (..., m, N) in the type of `q`; the softmax is taken in float32 or wider."""
+    M, N = q.shape[-2], k.shape[-2]
+    at_a_time = max(MAX_WEIGHTS // max(math.prod(q.shape[:-2]) * N, 1), 1)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    for start in range(0, M, at_a_time):
+        part = slice(start, start + at_a_time)
+        logits = (q[..., part, :] @ k.transpose(-1, -2)).to(wide) / math.sqrt(q.shape[-1])
+        if mask is not None:
+            logits = logits.masked_fill(~mask, float("-inf"))
+        yield part, logits.softmax(-1).to(q.dtype)
+
+
+def _as_given(q: Tensor):
+    """No autocast: what comes has the type that it chose."""
+    if q.device.type == "cpu":
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=False)
+    return torch.autocast(q.device.type, enabled=False)
