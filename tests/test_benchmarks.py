@@ -391,6 +391,7 @@ class TestModes:
         monkeypatch.setattr(mode_rows, "KEYPOINTS", 24)
         monkeypatch.setattr(mode_rows, "DECODED", 3)
 
+    @pytest.mark.slow  # starts eight processes
     def test_each_mode_beside_plain_and_one_that_fails_costs_its_own_row(self, small, monkeypatch):
         wrong = {"weights that are not there": mode_rows.Mode({"init_from": "nothing.safetensors"})}
         right = {"gradient accumulation": mode_rows.Mode({"accumulate": 2})}
