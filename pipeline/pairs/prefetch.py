@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import queue
 import threading
-from typing import Callable, Iterator, Sequence
+from typing import Callable, Generator, Sequence, TypeVar
 
-from superglue_sift.batch import PairBatch
-
+Made = TypeVar("Made")
 _END = object()
 
 
-def prefetched(make: Callable[[int], PairBatch], steps: Sequence[int], ahead: int = 2) -> Iterator[PairBatch]:
+def prefetched(
+    make: Callable[[int], Made], steps: Sequence[int], ahead: int = 2
+) -> Generator[Made, None, None]:
     """`make(step)` for each of `steps`, computed up to `ahead` steps before it is asked for, in a thread.
 
     An exception in `make` is raised here, at its step. Closing the iterator ends the thread.
