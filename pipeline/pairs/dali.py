@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import deque
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Dict, Generator, Iterator, List, Optional, Sequence
 
 import torch
 
@@ -35,7 +35,7 @@ def prefetched(
     steps: Sequence[int],
     ahead: int = 2,
     device: Optional[torch.device] = None,
-) -> Iterator[List[PairBatch]]:
+) -> Generator[List[PairBatch], None, None]:
     """`make(step)` for each of `steps`, moved to `device` up to `ahead` steps before it is asked for.
 
     Args:

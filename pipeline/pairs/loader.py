@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Iterator, List, Sequence, Tuple
+from typing import Any, Callable, Generator, List, Sequence, Tuple
 
 import numpy as np
 from numpy.linalg import inv
@@ -50,7 +50,7 @@ def split_evenly(samples: List[Sample], parts: int) -> List[List[Sample]]:
     return [samples[a:b] for a, b in zip(bounds, bounds[1:])]
 
 
-def choose(name: str, device: Any) -> Tuple[Callable[..., PairBatch], Callable[..., Iterator]]:
+def choose(name: str, device: Any) -> Tuple[Callable[..., PairBatch], Callable[..., Generator]]:
     """(load_batch, prefetched) of `train.loader`: plain, dali or synthetic; all have the plain one's signatures.
 
     Raises:

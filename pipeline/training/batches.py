@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterator, List, Sequence
+from typing import Generator, List, Sequence
 
 from pipeline.features.store import Store
 from pipeline.pairs.loader import choose, split_evenly
@@ -46,6 +46,6 @@ class StepBatches:
         pin = self.context.device.type == "cuda" and train.loader != "dali"  # which copies by itself
         return [batch.pinned() for batch in batches] if pin else batches
 
-    def prefetched(self, steps: Sequence[int]) -> Iterator[List[PairBatch]]:
+    def prefetched(self, steps: Sequence[int]) -> Generator[List[PairBatch], None, None]:
         """`load` of each of `steps`, made in a thread before it is asked for; closing it ends the thread."""
         return self._prefetched(self.load, steps)

@@ -6,7 +6,7 @@ import csv
 import io
 import os
 from pathlib import Path
-from typing import BinaryIO, Dict, List, Mapping, Optional, Tuple
+from typing import BinaryIO, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from pipeline.files import write_atomic
 
@@ -76,7 +76,7 @@ class CurveFile:
         return text
 
 
-def _line(cells: List[object]) -> bytes:
+def _line(cells: Sequence[object]) -> bytes:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(cells)
     return text.getvalue().encode()

@@ -124,8 +124,8 @@ class _Resume:
         """What lies there, and does it fit?"""
         best = _read(folder / "best.safetensors")
         curves = self.shelf.curves if folder == self.out else folder / "curves"
-        whole = best and best.get("finished") and all((curves / name).is_file() for name in CURVES)
-        if whole and not self._misfits(best):
+        whole = all((curves / name).is_file() for name in CURVES)
+        if best and best.get("finished") and whole and not self._misfits(best):
             return _Found([], [], finished=True)
         newest, complaints = Checkpoints(folder).load_newest()
         for complaint in complaints:
@@ -160,8 +160,9 @@ class _Resume:
         others = f"; {len(held)} of them take {sum(held):.1f} MB" if len(held) > 1 else ""
         line = f"{self.out} held another training ({'; '.join(why.reasons)}). It is set aside in {place}, "
         line += f"{superseded.size(place) / 1e6:.1f} MB{others}. "
-        if newest or (best and best.get("finished")):
-            first = _first(why.keys, fingerprint_of(newest[1] if newest else best))
+        saved = newest[1] if newest else best if best and best.get("finished") else None
+        if saved:
+            first = _first(why.keys, fingerprint_of(saved))
             line += f"To take it up again{first}: {self._command(place, why.keys)}"
         else:
             line += "It has no checkpoint to go on from."
