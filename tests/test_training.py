@@ -399,6 +399,7 @@ def train_environment() -> dict:
 
 
 class TestLaunched:
+    @pytest.mark.slow
     def test_two_ranks_follow_the_curve_of_one(self, tmp_path, request_of):
         assert train.main(request_of("one")) == 0
         process = launched(request_of("two"), 2)
