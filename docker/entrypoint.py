@@ -28,6 +28,7 @@ USAGE = """usage: docker run [--gpus all] -v "$PWD:/workspace" IMAGE [COMMAND ..
   shell                          a shell in the workspace
   any other program of the image, with its arguments"""
 MODULES = ("match", "evaluate", "export", "benchmark", "report", "doctor", "fetch", "keypoints", "presets")
+PREPARING = ("fetch", "keypoints")  # stages that may run where no training could
 BAD_REQUEST = 2
 
 
@@ -94,7 +95,8 @@ def plan(options: List[str]) -> List[List[str]]:
     given, stages = preset_options(options)
     # refresh: a folder of images that has changed is fetched again
     steps = [[*python, "pipeline.presets", *(["use", *given] if given else ["refresh"])]]
-    steps.append([*python, "pipeline.doctor", "--quick"])
+    if not stages or set(stages) - set(PREPARING):
+        steps.append([*python, "pipeline.doctor", "--quick"])
     steps.append(["dvc", "repro", *stages])
     return steps if stages else [*steps, [*python, "pipeline.report"]]
 
