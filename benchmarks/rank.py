@@ -9,6 +9,7 @@ two are compared in one run, with as many processes busy in either case.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 import time
@@ -29,6 +30,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--pairs", type=int, required=True, help="pairs of a rank")
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--precision", default="float32")
+    parser.add_argument("--beside-large-buckets", action="store_true", help="a third way, for `slow_link`")
     args = parser.parse_args(argv)
     with distributed.joined() as context:
         if context.device.type == "cpu":
@@ -41,21 +43,29 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def _rounds(args: argparse.Namespace, context: distributed.Context) -> List[List[float]]:
-    """Seconds of this rank's steps: [exchanged, alone], each a list over the rounds."""
+    """Seconds of this rank's steps: [exchanged, alone], each a list over the rounds.
+
+    With `--beside-large-buckets` a third between them: exchanged in torch's own buckets, in the order of the modules.
+    """
     torch.manual_seed(0)
     model = SuperGlue(SuperGlueConfig(**json.loads(args.config))).to(context.device)
     objective = MatchingObjective(model, 3.0, 5.0, args.precision)
-    wrapped = distributed.wrap(objective)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    other = copy.deepcopy(objective)
+    ways = [distributed.wrap(objective), objective]
+    if args.beside_large_buckets:
+        del other.in_order
+        keys = {"gradient_as_bucket_view": True, "find_unused_parameters": True}
+        ways.insert(1, torch.nn.parallel.DistributedDataParallel(other, **keys))
+    optimizers = [torch.optim.Adam(way.parameters(), lr=1e-4) for way in ways]
     batch = made_batch(args.keypoints, args.pairs, seed=context.rank).to(context.device)
-    taken: List[List[float]] = [[], []]
+    taken: List[List[float]] = [[] for _ in ways]
     for number in range(args.rounds + 1):
-        for way, module in enumerate((wrapped, objective)):
+        for way, module in enumerate(ways):
             distributed.barrier()
             begun = time.perf_counter()
-            optimizer.zero_grad(set_to_none=False)
+            optimizers[way].zero_grad(set_to_none=False)
             module(batch)[0].sum().backward()
-            optimizer.step()
+            optimizers[way].step()
             if context.device.type == "cuda":
                 torch.cuda.synchronize()
             if number:  # the first is not counted

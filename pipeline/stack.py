@@ -32,6 +32,22 @@ def fused_adam() -> Dict[str, bool]:
     return {"fused": True} if can_compile() else {}
 
 
+def lerp_(values: List[Tensor], targets: List[Tensor], weight: float) -> None:
+    """Move each towards its target by this share, on a GPU in one launch; torch 1.10 has one for each alone."""
+    if hasattr(torch, "_foreach_lerp_"):
+        torch._foreach_lerp_(values, targets, weight)
+        return
+    for value, target in zip(values, targets):
+        value.lerp_(target, weight)
+
+
+def backend(device_type: str) -> str:
+    """Of torch.distributed: gloo beside NCCL, for all but tensors of a GPU, where a group may have both (torch 2)."""
+    if device_type != "cuda":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if can_compile() else "nccl"
+
+
 def cpu_flags() -> FrozenSet[str]:
     """The processor's abilities, by their names in /proc/cpuinfo, that this torch uses: 1.10 leaves AMX alone."""
     file = Path("/proc/cpuinfo")

@@ -44,6 +44,15 @@ class Assignments(collections.abc.Sequence):
         places = [(i * rows * columns, columns) for i in range(len(sizes))]
         return cls(log_P.reshape(-1), sizes, places)
 
+    def replaced(self, pairs: List[int], matrices: List[Tensor]) -> Assignments:
+        """The same with other matrices, of the same sizes, for these pairs."""
+        flat, places, offset = [self.flat], list(self._places), self.flat.numel()
+        for pair, P in zip(pairs, matrices):
+            flat.append(P.reshape(-1))
+            places[pair] = (offset, P.shape[1])
+            offset += P.numel()
+        return Assignments(torch.cat(flat), self.sizes, places)
+
     def __len__(self) -> int:
         return len(self.sizes)
 

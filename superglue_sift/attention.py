@@ -177,7 +177,8 @@ class AttentionalLayer(nn.Module):
         nn.init.zeros_(last.bias)
 
     def forward(self, x: Tensor, edges: Edges) -> Tensor:
-        """x (S, D) packed -> (S, D)."""
-        heads = self.query_key_value(x).view(x.shape[0], 3, self.heads, x.shape[1] // self.heads)
+        """x (S, D) packed -> (S, D), in float32 also under autocast: the sum over all layers loses no digit."""
+        state = torch_compat.cast_as_autocast(x)
+        heads = self.query_key_value(state).view(x.shape[0], 3, self.heads, x.shape[1] // self.heads)
         message = ragged_attention(heads, edges)
-        return x + self.mlp(x, message.reshape(x.shape), self.merge)
+        return x + self.mlp(state, message.reshape(x.shape), self.merge)

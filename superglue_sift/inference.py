@@ -67,7 +67,7 @@ class CUDAGraphModel:
             found = self._kept[key] = _CapturedModel(self.model, batch)
         self._kept.move_to_end(key)
         log_P, finite = found.answer
-        if not bool(finite):
+        if not bool(finite.all()):
             return self.model(batch)
         return Assignments.padded(log_P.clone(), found.layout.sizes)
 

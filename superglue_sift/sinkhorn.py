@@ -15,8 +15,8 @@ A pair whose iterates, or the products of a and b that the gradient needs, leave
 the log domain alone (`_log_domain`, plain autograd): in float32 where rival scores lead by more than some 65.
 
 On a CPU each of torch's threads takes a pair at a time, whose kernel stays in its cache (all take one together where
-there are few or they are small); a GPU takes chunks of pairs whose kernels fit its own, and the 2T small products of a
-chunk are captured as a CUDA graph.
+there are few or they are small). A GPU that trains takes chunks of pairs whose kernels fit its own, and the 2T small
+products of a chunk are captured as a CUDA graph, for few shapes; where nothing is captured, it takes all pairs at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from superglue_sift import sinkhorn_kernel
 from superglue_sift.torch_compat import no_autocast
 
-# Kernels of the pairs that a GPU works on at a time, so that they fit the L2 cache of an A100 or newer.
+# Kernels of the pairs that a captured loop works on at a time, so that they fit the L2 cache of an A100 or newer.
 CHUNK_BYTES = 32 << 20
 
 # Entries of a pair from which on a CPU's threads take a pair each: of a smaller one Python, which one thread runs at a
@@ -45,7 +45,7 @@ GRADIENT_HEADROOM = 1e12
 
 
 class _Sinkhorn(torch.autograd.Function):
-    """log P (..., M, N) of each problem, then for each a () bool: is it finite, and its gradient where one is asked?
+    """log P (..., M, N) of each problem, then for each (...) bool: is it finite, and its gradient where one is asked?
 
     A problem is three arguments: Z (..., M, N) and marginals mu (..., M), nu (..., N). Where a marginal is 0 there is
     no keypoint.
@@ -56,12 +56,17 @@ class _Sinkhorn(torch.autograd.Function):
         learning = any(ctx.needs_input_grad)
 
         def solve(Z: Tensor, mu: Tensor, nu: Tensor):
-            a, b, r = sinkhorn_kernel.iterate(Z, mu, nu, iterations)
+            a, b, r = sinkhorn_kernel.iterate(Z, mu, nu, iterations, recurs=learning)
             u, v = a[-1].log() - r, b[-1].log()
             finite = _finite(u, v, mu, nu)
             if learning:
                 reach = sinkhorn_kernel.largest(a) * sinkhorn_kernel.largest(b) * GRADIENT_HEADROOM
-                finite = finite & torch.isfinite(reach).all()
+                finite = finite & torch.isfinite(reach)
+                for iterates in (
+                    a,
+                    b,
+                ):  # of a pair that is not finite: with no gradient from above, there is none below
+                    iterates.masked_fill_(~finite.unsqueeze(-1), 1.0)
             return (Z + u.unsqueeze(-1)).add_(v.unsqueeze(-2)), finite, a, b
 
         apart = list(zip(problems[::3], problems[1::3], problems[2::3]))
@@ -127,9 +132,9 @@ def _log_domain(Z: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> Tensor:
 
 
 def _finite(u: Tensor, v: Tensor, mu: Tensor, nu: Tensor) -> Tensor:
-    """() bool: are all potentials that matter finite? A score that is not finite makes its row's potential so."""
+    """(...) bool: are all potentials that matter finite? A score that is not finite makes its row's potential so."""
     rows, columns = torch.isfinite(u) | (mu == 0), torch.isfinite(v) | (nu == 0)
-    return rows.all() & columns.all()
+    return rows.all(-1) & columns.all(-1)
 
 
 def _augment(scores: Tensor, dustbin: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
@@ -195,18 +200,29 @@ def padded_optimal_transport(
         counts0, counts1: (B,) int64 on the same device.
 
     Returns:
-        log P (B, M', N'), pair i in its first counts0[i] + 1 rows and counts1[i] + 1 columns; and () bool, whether it
+        log P (B, M', N'), pair i in its first counts0[i] + 1 rows and counts1[i] + 1 columns; and (B,) bool, whether it
         is finite, and its gradient if that can be asked. If not, only `log_optimal_transport` gives the answer. The
         corner of a pair without any keypoint is 0.
     """
     with no_autocast(dustbin.device.type):
-        Z, mu, nu = _augment_padded(to_float32(scores), counts0, counts1, dustbin)
-        pairs = max(1, CHUNK_BYTES // (Z[0].numel() * Z.element_size())) if len(Z) else 1
+        learning = torch.is_grad_enabled() and (scores.requires_grad or dustbin.requires_grad)
+        captured = learning and sinkhorn_kernel.can_capture(scores.device)
+        Z, mu, nu = _augment_padded(to_float32(scores), counts0, counts1, dustbin, captured)
+        pairs = _at_a_time(len(Z), Z.stride(0) * Z.element_size()) if captured else max(1, len(Z))
         parts = [_Sinkhorn.apply(iterations, *chunk) for chunk in zip(*(t.split(pairs) for t in (Z, mu, nu)))]
         log_P = torch.cat([part for part, _ in parts]) if len(parts) > 1 else parts[0][0]
-        finite = torch.stack([finite for _, finite in parts]).all()
+        finite = torch.cat([finite for _, finite in parts])
         mass = (counts0 + counts1).clamp(min=1).to(log_P.dtype).log()
         return log_P + mass[:, None, None], finite
+
+
+def _at_a_time(pairs: int, size: int) -> int:
+    """Pairs of `size` bytes in a chunk; as many in each where that makes few chunks more: one shape to capture."""
+    most = max(1, CHUNK_BYTES // size)
+    if pairs <= most:
+        return max(1, pairs)
+    even = max(number for number in range(1, most + 1) if pairs % number == 0)
+    return even if 2 * even > most else -(-pairs // -(-pairs // most))
 
 
 def to_float32(t: Tensor) -> Tensor:
@@ -214,16 +230,27 @@ def to_float32(t: Tensor) -> Tensor:
     return t if t.dtype == torch.float64 else t.float()
 
 
+def _padded_size(keypoints: int) -> int:
+    """Of a captured loop: keypoints rounded up to one of eight sizes an octave, and a multiple of 64, and the dustbin.
+
+    The longest view of a batch differs from step to step, and each size is captured once.
+    """
+    unit = max(64, 1 << (keypoints - 1).bit_length() >> 4)
+    return -(-keypoints // unit) * unit + 16
+
+
 def _augment_padded(
-    scores: Tensor, counts0: Tensor, counts1: Tensor, dustbin: Tensor
+    scores: Tensor, counts0: Tensor, counts1: Tensor, dustbin: Tensor, captured: bool = False
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """`_augment` of a batch, padded to multiples of 16: few shapes, for few graphs.
+    """`_augment` of a batch, padded to multiples of 16; where it is `captured`, to few sizes and a square.
 
     Beyond a pair's dustbins lie more of their score, without mass: a row or column of them has a product above 0, so
     that its quotient is 0 and not 0/0. For the same reason a pair without any keypoint has mass in its corner.
     """
     _, M, N = scores.shape
     rows, columns = (-(-(size + 1) // 16) * 16 for size in (M, N))
+    if captured:
+        rows = columns = _padded_size(max(M, N))
     m, n = counts0[:, None], counts1[:, None]
     i, j = (torch.arange(size, device=scores.device) for size in (rows, columns))
     core = (i < m).unsqueeze(2) & (j < n).unsqueeze(1)

@@ -18,8 +18,8 @@ from superglue_sift.cuda_graphs import can_capture, capture_cuda_graph
 # these the block's part of K^T a. Each of torch's threads has a cache of its own.
 BLOCK_BYTES = 5 << 18
 
-# CUDA graphs kept: those of the last batches' shapes.
-MAX_GRAPHS = 16
+# CUDA graphs kept: those of the last batches' shapes, and of these as many as hold so much memory of their own.
+MAX_GRAPHS, GRAPH_BYTES = 16, 512 << 20
 
 
 def _mv(matrix: Tensor, vector: Tensor, out: Tensor, add: bool = False) -> Tensor:
@@ -98,15 +98,23 @@ class _Captured(NamedTuple):
     outputs: List[Tensor]
     replay: Callable[[], None]
 
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(t.numel() * t.element_size() for t in (*self.inputs, *self.outputs))
+
 
 _lock = threading.RLock()  # DataParallel has a thread for each GPU
 _captured: OrderedDict[tuple, _Captured] = collections.OrderedDict()
 
 
-def _run(loop: Callable[..., None], inputs: List[Tensor], outputs: List[Tensor]) -> None:
-    """`loop(*inputs, *outputs)`, which writes the outputs; on a GPU captured once for these shapes and replayed."""
+def _run(loop: Callable[..., None], inputs: List[Tensor], outputs: List[Tensor], recurs: bool) -> None:
+    """`loop(*inputs, *outputs)`, which writes the outputs.
+
+    On a GPU captured once for these shapes and replayed, if they recur: a capture costs several calls.
+    """
     device = inputs[0].device
-    if inputs[0].dim() == 2 or not can_capture(device):
+    if inputs[0].dim() == 2 or not (recurs and can_capture(device)):
         loop(*inputs, *outputs)
         return
     tensors = [*inputs, *outputs]
@@ -117,11 +125,18 @@ def _run(loop: Callable[..., None], inputs: List[Tensor], outputs: List[Tensor])
             _copy(inputs, found.inputs)
             found.replay()
         else:
-            while len(_captured) >= MAX_GRAPHS:
-                _captured.popitem(last=False)
+            _make_room()
             found = _captured[key] = _capture(loop, inputs, outputs)
         _captured.move_to_end(key)
         _copy(found.outputs, outputs)
+
+
+def _make_room() -> None:
+    """For one more graph. A loop and that of its gradient stay, however large."""
+    while len(_captured) >= MAX_GRAPHS or (
+        len(_captured) > 1 and sum(kept.size for kept in _captured.values()) > GRAPH_BYTES
+    ):
+        _captured.popitem(last=False)
 
 
 def _capture(loop: Callable[..., None], inputs: List[Tensor], outputs: List[Tensor]) -> _Captured:
@@ -137,12 +152,14 @@ def _copy(sources: List[Tensor], targets: List[Tensor]) -> None:
         target.copy_(source)
 
 
-def iterate(Z: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> Tuple[Tensor, Tensor, Tensor]:
-    """All iterates a (T, ..., M), b (T + 1, ..., N) and the row maxima r (..., M)."""
+def iterate(
+    Z: Tensor, mu: Tensor, nu: Tensor, iterations: int, recurs: bool
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """All iterates a (T, ..., M), b (T + 1, ..., N) and the row maxima r (..., M); recurs: see `_run`."""
     K, r = _kernel(Z)
     a = Z.new_empty((iterations, *mu.shape))
     b = Z.new_empty((iterations + 1, *nu.shape))
-    _run(_forward_loop, [K, mu, nu], [a, b])
+    _run(_forward_loop, [K, mu, nu], [a, b], recurs)
     return a, b, r
 
 
@@ -167,7 +184,7 @@ def gradient(Z: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor, grad: Tens
     from_u, from_v = torch.empty_like(a), torch.empty_like(b[1:])
     start = grad.sum(-2) * b[-1] * inverse_nu
     direct = grad.sum(-1) * a[-1] * inverse_mu
-    _run(_backward_loop, [K, down, back, start, direct], [from_u, from_v])
+    _run(_backward_loop, [K, down, back, start, direct], [from_u, from_v], recurs=True)
     # (..., M, 2T) times (..., 2T, N)
     left, right = torch.cat([a, from_u]).movedim(0, -1), torch.cat([from_v, b[:-1]]).movedim(0, -2)
     return grad - K * (left @ right)

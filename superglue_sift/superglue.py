@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import List, NamedTuple, Sequence, Tuple
+from typing import Iterable, List, NamedTuple, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -111,38 +111,46 @@ class SuperGlue(nn.Module):
         return self.assign(self.matching_descriptors(batch, layout), layout)
 
     def matching_descriptors(self, batch, layout: Layout) -> Tensor:
-        """Matching descriptors of all keypoints (equation 6), packed: images 0 of all pairs, then images 1: (S, D)."""
-        x = self._encode(batch, layout)
+        """Matching descriptors of all keypoints (equation 6), packed: images 0 of all pairs, then images 1: (S, D).
+
+        Under autocast the layers' products are cast, and nothing else: as in `inference`.
+        """
+        kind = layout.device.type
+        with no_autocast(kind):
+            x = self._encode(batch, layout)
         for self_layer, cross_layer in zip(self.self_attention, self.cross_attention):
             for layer, edges in ((self_layer, layout.within), (cross_layer, layout.between)):
                 if self.recompute and self.training:
                     x = recomputed(layer, x, edges)
                 else:
                     x = layer(x, edges)
-        return self.final_projection(x)
+        with no_autocast(kind):
+            return self.final_projection(x)
 
     def assign(self, descriptors: Tensor, layout: Layout) -> Assignments:
         """Log assignments from `matching_descriptors` (equations 7 to 9)."""
         if layout.device.type == "cpu":
-            return self._assign_one_by_one(descriptors, layout)
+            return Assignments.of(self._assign_one_by_one(descriptors, layout, range(len(layout.sizes))))
         log_P, finite = self.transport(descriptors, layout)
-        if not bool(finite):
-            return self._assign_one_by_one(descriptors, layout)
-        return Assignments.padded(log_P, layout.sizes)
+        found = Assignments.padded(log_P, layout.sizes)
+        beyond = [pair for pair, held in enumerate(finite.tolist()) if not held]
+        return (
+            found.replaced(beyond, self._assign_one_by_one(descriptors, layout, beyond)) if beyond else found
+        )
 
-    def _assign_one_by_one(self, descriptors: Tensor, layout: Layout) -> Assignments:
+    def _assign_one_by_one(self, descriptors: Tensor, layout: Layout, pairs: Iterable[int]) -> List[Tensor]:
         sides0, sides1 = (
             to_float32(t).split(s.counts) for t, s in zip(layout.halves(descriptors), layout.sides)
         )
         with no_autocast(descriptors.device.type):  # scores reach 40, where bfloat16 resolves 0.25
-            scores = [(a * self._scale) @ b.T for a, b in zip(sides0, sides1)]
-        return Assignments.of(log_optimal_transport(scores, self.dustbin, self.config.sinkhorn_iterations))
+            scores = [(sides0[i] * self._scale) @ sides1[i].T for i in pairs]
+        return log_optimal_transport(scores, self.dustbin, self.config.sinkhorn_iterations)
 
     def transport(self, descriptors: Tensor, layout: Layout) -> Tuple[Tensor, Tensor]:
         """`assign` of the whole batch at once, without device-to-host synchronisation.
 
         Returns:
-            log P (B, M', N'), pair i in its first m_i + 1 rows and n_i + 1 columns; and () bool, whether it is
+            log P (B, M', N'), pair i in its first m_i + 1 rows and n_i + 1 columns; and (B,) bool, whether it is
             finite: if not, only the log domain gives the answer.
         """
         side0, side1 = layout.sides
@@ -164,7 +172,7 @@ class SuperGlue(nn.Module):
             descriptors.append(root_sift(packing.pack(getattr(batch, "descriptors" + side))))
         seen = geometry
         if self.config.neighbours:
-            with torch.no_grad(), no_autocast(layout.device.type):
+            with torch.no_grad():
                 found = neighbour_features(descriptors, geometry, layout)
             seen = [torch.cat(both, -1) for both in zip(geometry, found)]
         dtype = self.dustbin.dtype

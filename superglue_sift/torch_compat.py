@@ -100,6 +100,19 @@ def autocast(device_type: str, precision: str):
     return torch.autocast(device_type, dtype=getattr(torch, precision))
 
 
+def cast_as_autocast(x: Tensor) -> Tensor:
+    """`x` as autocast would hand it to a product, once for several of them; `x` itself without autocast.
+
+    torch 1.10 has a function of its own for each device.
+    """
+    kind = x.device.type
+    if can_compile():
+        return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    if kind == "cpu":
+        return x.to(torch.get_autocast_cpu_dtype()) if torch.is_autocast_cpu_enabled() else x
+    return x.to(torch.get_autocast_gpu_dtype()) if torch.is_autocast_enabled() else x
+
+
 class _WideLayerNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))

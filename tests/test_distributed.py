@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
 import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from processes import in_group
 
 from pipeline.errors import RequestError
+from pipeline.launch import free_port
 from pipeline.runtime import distributed
 from superglue_sift.normalization import TokenBatchNorm, synchronize
 
@@ -24,7 +29,7 @@ def collectives(context) -> dict:
         "gathered": distributed.all_gather({"rank": rank, "items": list(range(rank))}),
         "broadcast": distributed.broadcast(f"from {rank}"),
         "weighted": distributed.weighted_means({"loss": 2.0 * rank * (rank + 1)}, rank + 1),
-        "any": [distributed.any_rank(rank == 0), distributed.any_rank(False)],
+        "any": [distributed.any_rank(lambda: rank == 0)(), distributed.any_rank(lambda: False)()],
         "tensor": distributed.all_reduce_sum(torch.tensor([1.0, float(rank)])).tolist(),
         "rows": distributed.all_gather_tensor(torch.tensor([[rank, 1]])).tolist(),
         "main": context.is_main,
@@ -77,6 +82,35 @@ def absent(context) -> str:
 def test_a_barrier_gives_up(monkeypatch):
     monkeypatch.setenv("SG_TIMEOUT", "4")
     assert in_group(2, absent) == ["given up", "late"]
+
+
+def fails(rank: int, port: int, pids) -> None:
+    """Rank 0 fails while an exchange waits for rank 1, which does not come; rank 1 tells whether it is gone."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    with contextlib.suppress(KeyError), distributed.joined():
+        distributed.barrier()
+        if rank == 0:
+            pids.put(os.getpid())
+            torch.distributed.all_reduce(torch.ones(3), async_op=True)
+            raise KeyError("an error of rank 0 alone")
+        peer = psutil.Process(pids.get())
+        until = time.monotonic() + 60
+        while peer.is_running() and peer.status() != psutil.STATUS_ZOMBIE and time.monotonic() < until:
+            time.sleep(0.05)
+        pids.put(time.monotonic() < until)
+        os._exit(0)
+
+
+def test_a_rank_that_fails_ends_without_waiting_for_the_others():
+    context = multiprocessing.get_context("spawn")
+    pids, port = context.Queue(), free_port()
+    ranks = [context.Process(target=fails, args=(rank, port, pids), daemon=True) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(timeout=120)
+    assert pids.get(timeout=5) is True
 
 
 def batch_norm(context, x: np.ndarray, shares: list) -> dict:

@@ -121,7 +121,9 @@ def test_accumulation_makes_smaller_batches(bench, monkeypatch):
     seen = []
     inner = MatchingObjective.forward
     monkeypatch.setattr(
-        MatchingObjective, "forward", lambda self, batch: seen.append(len(batch)) or inner(self, batch)
+        MatchingObjective,
+        "forward",
+        lambda self, batch, *rest: seen.append(len(batch)) or inner(self, batch, *rest),
     )
     run(bench, accumulate=4)
     assert set(seen) == {TRAIN["batch"] // 4}
@@ -191,7 +193,8 @@ def test_mixed_precision_reaches_the_layers_and_spares_the_transport(tmp_path):
     batch = one_batch(tmp_path)
     objective = MatchingObjective(SuperGlue(SuperGlueConfig(dim=32, layers=1)), 3.0, 5.0, "bfloat16")
     kinds = {}
-    objective.model.final_projection.register_forward_hook(lambda _, __, out: kinds.update(layer=out.dtype))
+    layer = objective.model.cross_attention[0]
+    layer.query_key_value.register_forward_hook(lambda _, __, out: kinds.update(layer=out.dtype))
     total, _ = objective(batch)
     assert kinds["layer"] == torch.bfloat16 and total.dtype == torch.float32
     total.sum().backward()

@@ -23,7 +23,7 @@ from pipeline.pairs.order import PairOrder
 from pipeline.runtime import distributed
 from pipeline.runtime.checkpoint import save_model_file
 from pipeline.stack import grad_scaler
-from pipeline.training import optimization, precision, trainer
+from pipeline.training import optimization, precision, setup, trainer
 from pipeline.training.objective import MatchingObjective
 from pipeline.training.state import TrainState
 from pipeline.training.step import train_step
@@ -83,18 +83,19 @@ def each_way(context, folder: str, shares: list) -> np.ndarray:
 class TestGradients:
     @pytest.mark.parametrize(
         "shares",
-        [pytest.param(each, marks=pytest.mark.slow) for each in ([3, 3], [5, 1])] + [[2, 0, 4]],
+        [pytest.param(each, marks=pytest.mark.slow) for each in ([3, 3], [5, 1], [2, 0, 4])] + [[2, 3, 3]],
         ids=str,
     )
     def test_ranks_equal_one_process_with_the_whole_batch(self, tmp_path, shares):
         folder = str(made_store(tmp_path))
-        whole = each_way(distributed.start(), folder, [6])
+        pairs = sum(shares)
+        whole = each_way(distributed.start(), folder, [pairs])
         parts = in_group(len(shares), each_way, folder, shares)
         for part in parts:
             assert np.array_equal(part, parts[0])  # every rank holds the same weights, to the bit
         assert np.abs(parts[0] - whole).max() < 1e-6
         for norm, weights in zip(NORMS, whole):
-            start = one_step(distributed.start(), folder, norm, [6], 1, seed=1)
+            start = one_step(distributed.start(), folder, norm, [pairs], 1, seed=1)
             assert np.abs(start - weights).max() > 1e-3  # the comparison is not blind
 
     def test_accumulation_changes_nothing(self, tmp_path):
@@ -318,13 +319,27 @@ class TestRequests:
     @pytest.mark.parametrize(
         "keys, world_size, message",
         [
-            ({"batch": 4}, 3, r"train\.batch = 4 cannot be shared by 3 processes: .*\[1, 2, 4\]"),
+            ({"bitwise_elastic": True}, 3, r"bitwise_elastic: 4 micro-batches .* 3 processes: .*\[1, 2, 4\]"),
             ({"init_from": "none.safetensors"}, 1, r"train\.init_from: none\.safetensors: no such file"),
         ],
     )
     def test_wrong_requests_name_the_mend(self, request_of, keys, world_size, message):
         with pytest.raises(RequestError, match=message):
             train.check(request_of("run", **keys), world_size)
+
+    @pytest.mark.parametrize("batch", [1, 4, 6, 64])
+    @pytest.mark.parametrize("elastic", [False, True])
+    @pytest.mark.parametrize("gpus", [1, 3, 5, 6, 7, 8])
+    def test_auto_takes_as_many_processes_as_the_batch_allows(
+        self, make_params, monkeypatch, gpus, elastic, batch
+    ):
+        section = make_params("train", batch=batch, bitwise_elastic=elastic)
+        monkeypatch.delenv("NPROC_PER_NODE", raising=False)
+        found = setup.processes(section, gpus)
+        assert setup.global_batch(section, found) == batch and 1 <= found <= gpus
+        assert elastic or found == min(gpus, batch)
+        monkeypatch.setenv("NPROC_PER_NODE", str(gpus))
+        assert setup.processes(section, gpus) == gpus  # asked for is asked for
 
     def test_missing_views(self, request_of, tmp_path, capsys):
         arguments = request_of("run")
@@ -400,15 +415,15 @@ def train_environment() -> dict:
 
 class TestLaunched:
     @pytest.mark.slow
-    def test_two_ranks_follow_the_curve_of_one(self, tmp_path, request_of):
+    def test_three_ranks_share_four_pairs_and_follow_the_curve_of_one(self, tmp_path, request_of):
         assert train.main(request_of("one")) == 0
-        process = launched(request_of("two"), 2)
+        process = launched(request_of("three"), 3)
         _, err = process.communicate(timeout=HANGS)
         assert process.returncode == 0, err
-        one, two = (curve(tmp_path / f"{name}-reports") for name in ("one", "two"))
+        one, two = (curve(tmp_path / f"{name}-reports") for name in ("one", "three"))
         assert np.allclose(one, two, rtol=1e-4)
         metrics = [
-            json.loads((tmp_path / f"{n}-reports" / "metrics.json").read_text()) for n in ("one", "two")
+            json.loads((tmp_path / f"{n}-reports" / "metrics.json").read_text()) for n in ("one", "three")
         ]
         assert metrics[0]["val_loss"] == pytest.approx(metrics[1]["val_loss"], rel=1e-4)
 
@@ -426,7 +441,7 @@ class TestLaunched:
         assert len(list((tmp_path / "run").glob("step-*.safetensors"))) == 1
 
     def test_a_wrong_request_is_one_line(self, request_of):
-        process = launched(request_of("run", batch=4), 3)
+        process = launched(request_of("run", batch=4, bitwise_elastic=True), 3)
         _, err = process.communicate(timeout=HANGS)
         assert process.returncode == 2
         assert err.strip().splitlines()[-1].startswith("error: train.batch = 4 cannot be shared")

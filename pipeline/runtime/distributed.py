@@ -14,18 +14,20 @@ import re
 import signal
 import sys
 import warnings
-from typing import Any, Dict, Iterator, List, Mapping, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Tuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeline import stack
 from pipeline.errors import EXIT_FOLDER, RequestError
 from superglue_sift.torch_compat import exact_float32
 
 TIMEOUT_SECONDS = (
     120  # a rendezvous or a collective that takes longer is a dead peer; SG_TIMEOUT sets another
 )
+BUCKET_MB = 4  # docs/performance.md has the step time beside that of torch's 25 on a slow link
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -82,7 +84,7 @@ def _die_with_parent() -> None:
 def start() -> Context:
     """Join the process group named by torchrun's (or SLURM's) environment; without one, stand alone.
 
-    NCCL carries GPU tensors, gloo CPU ones and everything that is not a tensor.
+    NCCL carries GPU tensors, gloo CPU ones and everything that is not a tensor; with torch 1.10 NCCL carries all.
 
     Raises:
         RequestError: an environment variable is not a number.
@@ -98,7 +100,7 @@ def start() -> Context:
     else:
         device = torch.device("cpu")
     if world_size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_timeout())
+        dist.init_process_group(stack.backend(device.type), timeout=_timeout())
     return Context(rank, world_size, local_rank, device)
 
 
@@ -106,6 +108,22 @@ def finish() -> None:
     """Leave the group, if there is one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def abandon() -> None:
+    """Leave the group after a failure, without waiting for collectives that other ranks may never join.
+
+    They see the connection close as soon as this process ends.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    group = dist.distributed_c10d._get_default_group()
+    # its destructor, at the end of the process, would wait too: it never comes to it
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    if torch.cuda.is_available() and hasattr(group, "_get_backend"):
+        nccl = group._get_backend(torch.device("cuda"))
+        if hasattr(nccl, "abort"):
+            nccl.abort()
 
 
 def _timeout() -> datetime.timedelta:
@@ -184,13 +202,26 @@ def weighted_means(sums: Mapping[str, float], weight: float) -> Tuple[Dict[str, 
     return {name: value / whole if whole else 0.0 for name, value in totals.items()}, whole
 
 
-def any_rank(flag: bool) -> bool:
-    """True on every rank as soon as it is true on one."""
+def any_rank(flag: Callable[[], bool]) -> Callable[[], bool]:
+    """True on every rank when it is true on one; asked for by calling the result.
+
+    On GPUs the flag is read and sent off now, so that the exchange runs beside the work until the answer is asked for.
+    On CPUs, and alone, it is read only then.
+    """
     if not _grouped():
         return flag
-    packed = torch.tensor([float(flag)], device=_collective_device())
-    dist.all_reduce(packed, op=dist.ReduceOp.MAX)
-    return bool(packed.item())
+
+    def exchanged() -> Callable[[], bool]:
+        packed = torch.tensor([float(flag())], device=_collective_device())
+        work = dist.all_reduce(packed, op=dist.ReduceOp.MAX, async_op=True)
+
+        def answer() -> bool:
+            work.wait()
+            return bool(packed.item())
+
+        return answer
+
+    return exchanged() if torch.cuda.is_available() else lambda: exchanged()()
 
 
 def all_gather(item: Any) -> List[Any]:
@@ -233,23 +264,27 @@ def _collective_device() -> torch.device:
 def wrap(module: nn.Module) -> nn.Module:
     """DistributedDataParallel around `module` in a group of several; `module` itself otherwise.
 
-    `find_unused_parameters` is set for what it does beside: the gradient's buckets stay as they were laid out.
-    Otherwise they are laid out again after the first step, a resumed run starts from the first layout again, and
-    from three ranks on the ring adds in another order: the resumed weights differ in their last bits.
+    Buckets are small, so that the first are exchanged while the rest of the gradient is still being computed; the
+    module's order of parameters should be that in which they work. `find_unused_parameters` is set for what it does
+    beside: the gradient's buckets stay as they were laid out. Otherwise they are laid out again after the first step, a
+    resumed run starts from the first layout again, and from three ranks on the ring adds in another order: the resumed
+    weights differ in their last bits.
     """
     if not _grouped():
         return module
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
     return nn.parallel.DistributedDataParallel(
-        module, gradient_as_bucket_view=True, find_unused_parameters=True
+        module, gradient_as_bucket_view=True, find_unused_parameters=True, bucket_cap_mb=BUCKET_MB
     )
 
 
 @contextlib.contextmanager
 def joined() -> Iterator[Context]:
-    """`start` and, however the work ends, `finish`."""
+    """`start`, then `finish`, or `abandon` when the work fails."""
     context = start()
     try:
         yield context
-    finally:
-        finish()
+    except BaseException:
+        abandon()
+        raise
+    finish()

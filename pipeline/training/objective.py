@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Dict, Tuple
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.training.loss import assignment_loss
+from superglue_sift.assignment import Assignments
 from superglue_sift.batch import ON_HOST, PairBatch
 from superglue_sift.packing import Layout
 from superglue_sift.superglue import SuperGlue, mutual_matches
@@ -24,11 +26,20 @@ class MatchingObjective(nn.Module):
         self, model: SuperGlue, positive_px: float, negative_px: float, precision: str = "float32"
     ) -> None:
         super().__init__()
+        # DistributedDataParallel lays its buckets out in the order of the modules: that in which they work
+        layers = (layer for pair in zip(model.self_attention, model.cross_attention) for layer in pair)
+        self.in_order = nn.ModuleList(
+            [model.descriptor_projection, model.keypoint_encoder, *layers, model.final_projection]
+        )
         self.model = model
         self.positive_px, self.negative_px, self.precision = positive_px, negative_px, precision
 
-    def forward(self, batch) -> Tuple[Tensor, Dict[str, Tensor]]:
+    def forward(self, batch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
         """Loss of a batch with homographies, any number of pairs, none included.
+
+        Args:
+            wait: for a GPU to say which pairs float32 cannot hold, and do these in the log domain; else their loss and
+                the gradient are nan.
 
         Returns:
             The sum (not the mean) of the pairs' losses, (1,) float32: the caller divides by the number of
@@ -37,8 +48,15 @@ class MatchingObjective(nn.Module):
         layout = Layout(batch)
         with autocast(layout.device.type, self.precision):
             descriptors = self.model.matching_descriptors(batch, layout)
-            log_assignments = self.model.assign(descriptors, layout)
+            if wait:
+                log_assignments = self.model.assign(descriptors, layout)
+            else:
+                log_P, finite = self.model.transport(descriptors, layout)
+                log_assignments = Assignments.padded(log_P, layout.sizes)
         losses = assignment_loss(log_assignments, ground_truth(batch, self.positive_px, self.negative_px))
+        if not wait:
+            sure = losses.total.new_ones(()).masked_fill(~finite, math.nan)
+            losses = losses._replace(total=losses.total * sure)
         # every parameter joins the graph on every rank, also where no pair has a match to learn from:
         # a gradient that one rank does not compute would leave the others waiting for it
         total = losses.total.sum() + 0.0 * (descriptors.float().sum() + self.model.dustbin)
@@ -60,9 +78,9 @@ class DataParallelObjective(nn.Module):
         super().__init__()
         self.parallel = nn.DataParallel(_FromTensors(objective))
 
-    def forward(self, batch) -> Tuple[Tensor, Dict[str, Tensor]]:
+    def forward(self, batch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
         """As `MatchingObjective.forward`."""
-        total, parts = self.parallel(*vars(batch).values())
+        total, parts = self.parallel(*vars(batch).values(), wait=wait)
         return total.sum().reshape(1), parts
 
 
@@ -71,10 +89,10 @@ class _FromTensors(nn.Module):
         super().__init__()
         self.objective = objective
 
-    def forward(self, *tensors: Tensor) -> Tuple[Tensor, Dict[str, Tensor]]:
+    def forward(self, *tensors: Tensor, wait: bool) -> Tuple[Tensor, Dict[str, Tensor]]:
         batch = PairBatch(*tensors)
         counts = {name: getattr(batch, name).cpu() for name in ON_HOST}
-        return self.objective(dataclasses.replace(batch, **counts))
+        return self.objective(dataclasses.replace(batch, **counts), wait)
 
 
 CONFIDENCE_BINS = 500  # of the histograms from which a threshold is chosen: steps of 0.002

@@ -98,9 +98,8 @@ class MovingAverage:
     def update(self, model: nn.Module, step: int) -> None:
         """Move towards the model after global step `step`; the first steps weigh more, so that the start fades."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        for name, value in model.state_dict().items():
-            if name in self.values:
-                self.values[name].lerp_(value, 1 - decay)
+        own = model.state_dict()
+        stack.lerp_(list(self.values.values()), [own[name] for name in self.values], 1 - decay)
 
     def restore(self, values: Dict[str, Tensor]) -> None:
         """Take over saved averages."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Dict, List, NamedTuple, Tuple
 
 import torch
@@ -33,26 +34,34 @@ class Parts(NamedTuple):
 
 
 def processes(train, proposed: int) -> int:
-    """How many local processes to start: one for DataParallel and for `single`, else as many as proposed."""
-    return proposed if train.parallel == "ddp" else 1
+    """How many local processes to start where `proposed` could be had: one for DataParallel and for `single`.
+
+    With NPROC_PER_NODE=auto no more than have something to do, and with `bitwise_elastic` as many as it allows.
+    """
+    if train.parallel != "ddp":
+        return 1
+    if train.batch_per_rank or os.environ.get("NPROC_PER_NODE", "auto").strip() != "auto":
+        return proposed
+    units = elastic_parts(train.batch) if train.bitwise_elastic else train.batch
+    most = min(proposed, units)
+    return max(n for n in range(1, most + 1) if units % n == 0) if train.bitwise_elastic else most
 
 
 def global_batch(train, world_size: int) -> int:
     """Pairs of one step over all ranks.
 
     Raises:
-        RequestError: the ranks cannot share it evenly, or `parallel` does not go with several processes.
+        RequestError: `bitwise_elastic` needs another number of ranks, or `parallel` a single one.
     """
     if world_size > 1 and train.parallel != "ddp":
         raise RequestError(f"train.parallel = {train.parallel} runs in one process: set NPROC_PER_NODE=1")
     batch = train.batch_per_rank * world_size if train.batch_per_rank else train.batch
-    units = elastic_parts(batch) if train.bitwise_elastic else batch
-    if units % world_size:
-        legal = [n for n in range(1, min(units, 64) + 1) if units % n == 0]
-        why = f" (bitwise_elastic: {units} micro-batches)" if train.bitwise_elastic else ""
+    units = elastic_parts(batch)
+    if train.bitwise_elastic and units % world_size:
+        legal = [n for n in range(1, units + 1) if units % n == 0]
         raise RequestError(
-            f"train.batch = {batch} cannot be shared by {world_size} processes{why}: "
-            f"set NPROC_PER_NODE to one of {legal}, or another train.batch"
+            f"train.bitwise_elastic: {units} micro-batches cannot be shared evenly by {world_size} processes: "
+            f"set NPROC_PER_NODE to one of {legal}, or bitwise_elastic: false"
         )
     return batch
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Dict, List, NamedTuple, Sequence
+from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.runtime import distributed, faults
+
+Values = Dict[str, List[Tensor]]  # by name, of each micro-batch's pairs
 
 
 class StepResult(NamedTuple):
@@ -48,14 +50,18 @@ def train_step(
         pairs: pairs in this step over all ranks and micro-batches.
         clip_norm: largest norm of the gradient; 0 does not clip.
     """
-    optimizer.zero_grad()
-    values: Dict[str, List[Tensor]] = {}
     last = len(micro_batches) - 1
-    for i, batch in enumerate(micro_batches):
-        wait = objective.no_sync() if i < last and hasattr(objective, "no_sync") else contextlib.nullcontext()
-        with wait:
-            _backward(objective, batch, scaler, world_size / pairs, values)
-    return _apply(optimizer, scaler, clip_norm, values)
+
+    def gradient(wait: bool) -> Values:
+        optimizer.zero_grad()
+        values: Values = {}
+        for i, batch in enumerate(micro_batches):
+            alone = i < last and hasattr(objective, "no_sync")
+            with objective.no_sync() if alone else contextlib.nullcontext():
+                _backward(objective, batch, wait, scaler, world_size / pairs, values)
+        return values
+
+    return _stepped(gradient, objective, optimizer, scaler, clip_norm, micro_batches[0].device)
 
 
 def elastic_step(
@@ -75,38 +81,48 @@ def elastic_step(
 
     Args: as `train_step`; `objective` is not wrapped, and every rank has equally many micro-batches.
     """
-    parameters = _parameters(optimizer)
-    buffers = [b for b in objective.buffers() if b.is_floating_point()]
+    parameters, buffers = _parameters(optimizer), _statistics(objective)
     before = [b.clone() for b in buffers]
-    values: Dict[str, List[Tensor]] = {}
-    rows = []
-    for batch in micro_batches:
-        optimizer.zero_grad()
-        for buffer, value in zip(buffers, before):
-            buffer.copy_(value)
-        _backward(objective, batch, scaler, 1.0 / pairs, values)
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        rows.append(torch.cat([t.detach().flatten() for t in (*gradients, *buffers)]))
-    gathered = distributed.all_gather_tensor(torch.stack(rows)).flatten(0, 1)
-    total = torch.zeros_like(gathered[0])
-    for row in gathered:  # one after another: the order of a library's sum is not promised
-        total += row
-    sizes = [t.numel() for t in (*parameters, *buffers)]
-    pieces = total.split(sizes)
-    for parameter, piece in zip(parameters, pieces):
-        parameter.grad = piece.view_as(parameter).clone()
-    for buffer, piece in zip(buffers, pieces[len(parameters) :]):
-        buffer.copy_(piece.view_as(buffer) / len(gathered))
-    return _apply(optimizer, scaler, clip_norm, values)
+
+    def gradient(wait: bool) -> Values:
+        values: Values = {}
+        rows = []
+        for batch in micro_batches:
+            optimizer.zero_grad()
+            _copy(before, buffers)
+            _backward(objective, batch, wait, scaler, 1.0 / pairs, values)
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            rows.append(torch.cat([t.detach().flatten() for t in (*gradients, *buffers)]))
+        gathered = distributed.all_gather_tensor(torch.stack(rows)).flatten(0, 1)
+        total = torch.zeros_like(gathered[0])
+        for row in gathered:  # one after another: the order of a library's sum is not promised
+            total += row
+        pieces = total.split([t.numel() for t in (*parameters, *buffers)])
+        for parameter, piece in zip(parameters, pieces):
+            parameter.grad = piece.view_as(parameter).clone()
+        for buffer, piece in zip(buffers, pieces[len(parameters) :]):
+            buffer.copy_(piece.view_as(buffer) / len(gathered))
+        return values
+
+    return _stepped(gradient, objective, optimizer, scaler, clip_norm, micro_batches[0].device)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> List[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _backward(objective: nn.Module, batch, scaler, weight: float, values: Dict[str, List[Tensor]]) -> None:
+def _statistics(objective: nn.Module) -> List[Tensor]:
+    return [b for b in objective.buffers() if b.is_floating_point()]
+
+
+def _copy(sources: List[Tensor], targets: List[Tensor]) -> None:
+    for source, target in zip(sources, targets):
+        target.copy_(source)
+
+
+def _backward(objective: nn.Module, batch, wait: bool, scaler, weight: float, values: Values) -> None:
     poisoned = faults.at("forward")
-    total, parts = objective(batch)
+    total, parts = objective(batch, wait)
     faults.at("backward")
     if poisoned:
         total, parts["loss"] = total * math.nan, parts["loss"] * math.nan
@@ -115,22 +131,48 @@ def _backward(objective: nn.Module, batch, scaler, weight: float, values: Dict[s
         values.setdefault(name, []).append(value)
 
 
-def _apply(optimizer: torch.optim.Optimizer, scaler, clip_norm: float, values) -> StepResult:
+def _attempts(device: torch.device) -> Tuple[bool, ...]:
+    """`wait` of each attempt: a GPU is not waited for until a gradient that is not finite calls for it."""
+    return (True,) if device.type == "cpu" else (False, True)
+
+
+def _stepped(
+    gradient: Callable[[bool], Values],
+    objective: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler,
+    clip_norm: float,
+    device: torch.device,
+) -> StepResult:
     """Clip and step, unless the gradient is not finite.
 
-    Its norm is taken after the exchange, so every rank sees the same norm and all skip the same step without
-    asking each other.
+    Its norm is taken after the exchange, so every rank sees the same norm and all do the same without asking each
+    other. What is not finite leaves no trace in the running statistics.
     """
-    scaler.unscale_(optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(_parameters(optimizer), clip_norm if clip_norm > 0 else math.inf)
-    joined = {name: torch.cat(parts) for name, parts in values.items()}
-    # in one piece, so that the host waits for a GPU once
-    grad_norm, *sums = torch.stack([t.double() for t in (norm, *(v.sum() for v in joined.values()))]).tolist()
-    applied = math.isfinite(grad_norm)
+    statistics = _statistics(objective)
+    before = [b.clone() for b in statistics]
+    for wait in _attempts(device):
+        joined, figures = _enqueued(gradient(wait), optimizer, scaler, clip_norm)
+        grad_norm, *sums = figures.tolist()  # in one piece: here the host waits for a GPU
+        applied = math.isfinite(grad_norm)
+        if applied:
+            break
+        _copy(before, statistics)
+        scaler.update()
     faults.at("opt_step")
     if applied:
         scaler.step(optimizer)
-    scaler.update()
+        scaler.update()
     losses = joined["loss"]
     bad = [] if applied else torch.nonzero(~torch.isfinite(losses))[:, 0].tolist()
     return StepResult({**dict(zip(joined, sums)), "pairs": float(losses.numel())}, grad_norm, applied, bad)
+
+
+def _enqueued(
+    values: Values, optimizer: torch.optim.Optimizer, scaler, clip_norm: float
+) -> Tuple[Dict[str, Tensor], Tensor]:
+    """Clips the gradient; the values by name, and its norm before with their sums, (1 + names,) float64."""
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(_parameters(optimizer), clip_norm if clip_norm > 0 else math.inf)
+    joined = {name: torch.cat(parts) for name, parts in values.items()}
+    return joined, torch.stack([t.double() for t in (norm, *(v.sum() for v in joined.values()))])

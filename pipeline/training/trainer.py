@@ -114,15 +114,16 @@ class Training:
             waiting = time.perf_counter()
             for micro_batches in loader:
                 waited = time.perf_counter() - waiting
+                stopping = distributed.any_rank(lambda: self.stop.requested)
                 self._step(micro_batches, logger, waited)
                 profile.stepped()
                 bar.update(1)
                 if state.step % train.val_every == 0 or state.step == train.steps:
                     bar.set_postfix(logger.validated(self._validate()))
-                stopping = distributed.any_rank(self.stop.requested)
-                if state.step % train.save_every == 0 or state.step == train.steps or stopping:
+                stop = stopping()
+                if state.step % train.save_every == 0 or state.step == train.steps or stop:
                     self._save(logger)
-                if stopping and state.step < train.steps:
+                if stop and state.step < train.steps:
                     return False
                 waiting = time.perf_counter()
         return True
