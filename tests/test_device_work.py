@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_matching import pair, scrambled
+from test_matching import pair, related, scrambled
 
 from pipeline.pairs.order import PairOrder, rank_slice
 from pipeline.stack import grad_scaler
 from pipeline.training import optimization, setup, step
 from pipeline.training.objective import MatchingObjective
 from superglue_sift import sinkhorn, sinkhorn_kernel, superglue, torch_compat
-from superglue_sift.batch import PairBatch, from_pairs
+from superglue_sift.batch import PairBatch
 from superglue_sift.sift import extract
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
@@ -177,7 +177,7 @@ def test_a_device_is_asked_again_when_float32_cannot_hold_a_pair(monkeypatch):
     import numpy as np
 
     rng = np.random.default_rng(0)
-    batch = from_pairs([pair(rng, *counts) for counts in ((20, 33), (25, 30), (9, 4))])
+    batch = related([pair(rng, *counts) for counts in ((20, 33), (25, 30), (9, 4))])
     gradients, seen, steps = [], [], []
     log_domain = sinkhorn._log_domain
     monkeypatch.setattr(sinkhorn, "_log_domain", lambda *problem: seen.append(1) or log_domain(*problem))

@@ -97,6 +97,8 @@ class MovingAverage:
     @torch.no_grad()
     def update(self, model: nn.Module, step: int) -> None:
         """Move towards the model after global step `step`; the first steps weigh more, so that the start fades."""
+        if not self.values:
+            return
         decay = min(self.decay, (1 + step) / (10 + step))
         own = model.state_dict()
         stack.lerp_(list(self.values.values()), [own[name] for name in self.values], 1 - decay)
