@@ -310,7 +310,10 @@ class TestSinkhorn:
         model = scrambled(SuperGlueConfig(dim=32, layers=1)).train()
         states = model.matching_descriptors(batch, layout).detach()
         torch.manual_seed(1)
-        states[20:45], states[54 + 33 : 54 + 63] = torch.randn(25, 32) * 70, torch.randn(30, 32)  # the second pair
+        states[20:45], states[54 + 33 : 54 + 63] = (
+            torch.randn(25, 32) * 70,
+            torch.randn(30, 32),
+        )  # the second pair
         exact = states.clone().requires_grad_()
         expected = list(model.assign(exact, layout))
         solved = []

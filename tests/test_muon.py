@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from processes import in_group
 
 from pipeline.training.muon import Muon, blocks, joined, orthogonalized
 from pipeline.training.optimization import optimizer_tensors, restore_optimizer
@@ -64,6 +66,23 @@ def test_matrices_of_the_layers_take_an_orthogonal_step_and_the_rest_that_of_ada
         else:
             assert torch.allclose(p, adam[name], atol=1e-7), name
     assert muon == 8
+
+
+def stepped(context, alone: bool) -> np.ndarray:
+    """All weights after two steps on the same gradients."""
+    torch.manual_seed(0)
+    model = SuperGlue(SuperGlueConfig(dim=32, heads=2, layers=2))
+    optimizer = Muon(model, lr=1e-3, alone=alone)
+    for seed in range(2):
+        set_gradients(model, seed)
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
+
+
+def test_ranks_that_share_the_matrices_take_the_step_of_one(monkeypatch):
+    whole = stepped(None, alone=True)
+    for part in in_group(3, stepped, False):  # forty matrices
+        assert np.array_equal(part, whole)
 
 
 def test_state_saved_and_taken_up_goes_on_to_the_same_bytes(model):

@@ -98,6 +98,21 @@ class TestGradients:
             start = one_step(distributed.start(), folder, norm, [pairs], 1, seed=1)
             assert np.abs(start - weights).max() > 1e-3  # the comparison is not blind
 
+    def test_parameters_lie_in_the_order_in_which_they_work(self):
+        """DistributedDataParallel fills its buckets from the last to the first: none waits for a gradient of later."""
+        from test_matching import pair, related, scrambled
+
+        model = scrambled(SuperGlueConfig(dim=16, layers=3, heads=2)).train()
+        objective, ready, named = MatchingObjective(model, 3.0, 5.0), [], {}
+        for module in objective.in_order:
+            first = next(module.parameters())
+            named[first] = len(named)
+            first.register_hook(lambda _, place=named[first]: ready.append(place))
+        rng = np.random.default_rng(0)
+        objective(related([pair(rng, 20, 30)]))[0].sum().backward()
+        assert ready[:-2] == list(range(8, 1, -1)) and set(ready[-2:]) == {0, 1}  # the encoders
+        assert [named[p] for p in objective.parameters() if p in named] == sorted(named.values())
+
     def test_accumulation_changes_nothing(self, tmp_path):
         folder = str(made_store(tmp_path))
         whole = one_step(distributed.start(), folder, "layer", [6], 1)

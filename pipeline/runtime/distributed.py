@@ -242,6 +242,17 @@ def all_gather_tensor(tensor: Tensor) -> Tensor:
     return torch.stack(parts)
 
 
+def shared(work: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """`work(rows)`, which does each row (K, ...) by itself and keeps its shape: every rank does a part, and has all."""
+    if not _grouped():
+        return work(rows)
+    each = -(-len(rows) // dist.get_world_size())
+    own = rows[dist.get_rank() * each :][:each]
+    done = torch.zeros_like(rows[:1]).repeat(each, *[1] * (rows.dim() - 1))
+    done[: len(own)] = work(own)
+    return all_gather_tensor(done).flatten(0, 1)[: len(rows)]
+
+
 def broadcast(item: Any) -> Any:
     """Rank 0's item, on every rank."""
     if not _grouped():

@@ -14,6 +14,7 @@ from typing import Iterable, List
 import torch
 from torch import Tensor, nn
 
+from pipeline.runtime import distributed
 from superglue_sift.superglue import SuperGlue
 
 # Newton-Schulz iteration of degree five, coefficients of Jordan's report: singular values end between 0.7 and 1.2.
@@ -53,9 +54,11 @@ class Muon(torch.optim.Optimizer):
     Args:
         model: a SuperGlue. The weights of its attention layers take Muon's step.
         lr, weight_decay: of both; the decay is AdamW's.
+        alone: each rank does all matrices, so that no rounding depends on how many ranks there are; else they share.
     """
 
-    def __init__(self, model: SuperGlue, lr: float, weight_decay: float = 0.0) -> None:
+    def __init__(self, model: SuperGlue, lr: float, weight_decay: float = 0.0, alone: bool = False) -> None:
+        self.alone = alone
         self.side = model.config.dim  # of the squares that all matrices of the layers are made of
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         matrices = [p for name, p in named if "attention" in name and p.ndim == 2]
@@ -83,7 +86,9 @@ class Muon(torch.optim.Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(p)
             buffer = state["momentum_buffer"].lerp_(p.grad, 1 - MOMENTUM)
             ahead.append(blocks(p.grad.lerp(buffer, MOMENTUM), self.side))  # Nesterov's
-        steps = orthogonalized(torch.cat(ahead)).split([len(squares) for squares in ahead])
+        matrices = torch.cat(ahead)
+        found = orthogonalized(matrices) if self.alone else distributed.shared(orthogonalized, matrices)
+        steps = found.split([len(squares) for squares in ahead])
         for p, squares in zip(parameters, steps):
             p.sub_(joined(squares, p.shape), alpha=lr * ADAM_SIZE * math.sqrt(self.side))
 

@@ -59,7 +59,7 @@ def make_optimizer(train, model: nn.Module) -> torch.optim.Optimizer:
     if not parameters:
         raise RequestError("train.freeze: no parameter is left to train")
     if train.optimizer == "muon":
-        return Muon(model, lr=train.lr, weight_decay=train.weight_decay)
+        return Muon(model, train.lr, train.weight_decay, alone=train.bitwise_elastic)
     if train.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=train.lr, momentum=0.9, weight_decay=train.weight_decay)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[train.optimizer]
