@@ -77,9 +77,14 @@ class Link(threading.Thread):
                     free[side] = max(free[side], time.perf_counter()) + len(packet) / self.bytes_per_s
                     waiting[side].append((free[side] + self.delay_s, packet))
             for side, queue in enumerate(waiting):
-                while queue and queue[0][0] <= time.perf_counter():
-                    with contextlib.suppress(BlockingIOError):  # TCP sends again what is lost
-                        os.write(self.devices[1 - side], queue.popleft()[1])
+                _deliver(queue, self.devices[1 - side])
+
+
+def _deliver(queue: Deque, device: int) -> None:
+    """All packets that are due."""
+    while queue and queue[0][0] <= time.perf_counter():
+        with contextlib.suppress(BlockingIOError):  # TCP sends again what is lost
+            os.write(device, queue.popleft()[1])
 
 
 @contextlib.contextmanager
