@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Dict, List, NamedTuple, Tuple
 
 import torch
@@ -34,17 +33,8 @@ class Parts(NamedTuple):
 
 
 def processes(train, proposed: int) -> int:
-    """How many local processes to start where `proposed` could be had: one for DataParallel and for `single`.
-
-    With NPROC_PER_NODE=auto no more than have something to do, and with `bitwise_elastic` as many as it allows.
-    """
-    if train.parallel != "ddp":
-        return 1
-    if train.batch_per_rank or os.environ.get("NPROC_PER_NODE", "auto").strip() != "auto":
-        return proposed
-    units = elastic_parts(train.batch) if train.bitwise_elastic else train.batch
-    most = min(proposed, units)
-    return max(n for n in range(1, most + 1) if units % n == 0) if train.bitwise_elastic else most
+    """How many local processes to start: one for DataParallel and for `single`, else as many as proposed."""
+    return proposed if train.parallel == "ddp" else 1
 
 
 def global_batch(train, world_size: int) -> int:
