@@ -33,6 +33,8 @@ from pipeline.report import files
 from pipeline.runtime import distributed, made_from, workspace_lock
 from pipeline.runtime.code import code_digest
 from pipeline.schema import EvaluateParams
+from superglue_sift import extractors
+from superglue_sift.extractors import Extractor
 from superglue_sift.weights import choose_device, shipped_weights
 
 PAPER_PAIRS = 1024
@@ -101,12 +103,14 @@ def further_models(words: List[str]) -> Dict[str, Path]:
     return found
 
 
+def params_file(args: argparse.Namespace) -> Path:
+    """The parameters named, those here, or the project's."""
+    return args.params or (Path("params.yaml") if Path("params.yaml").is_file() else OWN_PARAMS)
+
+
 def section_of(args: argparse.Namespace) -> EvaluateParams:
     """Section `evaluate` of params.yaml, from here or from the project, with what the command line says instead."""
-    path = args.params
-    if path is None:
-        path = Path("params.yaml") if Path("params.yaml").is_file() else OWN_PARAMS
-    section = params.load("evaluate", path)
+    section = params.load("evaluate", params_file(args))
     return section.model_copy(update={"max_keypoints": args.max_keypoints}) if args.max_keypoints else section
 
 
@@ -148,15 +152,31 @@ def chosen_estimators(args: argparse.Namespace) -> Tuple[Tuple[str, ...], List[s
     return installed, [f"SKIP {name}: not installed" for name in missing]
 
 
+def chosen_extractor(args: argparse.Namespace, network: matchers.Network) -> Extractor:
+    """What finds the keypoints of the judged model. Raises RequestError for code that params.yaml does not name."""
+    name = network.model.config.extractor
+    if name != extractors.DEFAULT.name and params.load("keypoints", params_file(args)).extractor != name:
+        raise RequestError(
+            f"{network.file}: matches keypoints of {name}, code that is run only when asked for: set "
+            f"keypoints.extractor: {name} in {params_file(args)}"
+        )
+    return extractors.load(name)
+
+
 def chosen_matchers(
     args: argparse.Namespace, section: EvaluateParams, device: str
 ) -> Tuple[Matchers, List[str]]:
-    """All that are compared, and a line for LightGlue where it was asked for and is not here."""
+    """All that are compared, and a line for each that was asked for and is not here or is of other keypoints."""
     models = {OURS: args.model, **args.also}
     networks = {name: matchers.load_network(file, device, section) for name, file in models.items()}
     further: Dict[str, Callable] = {}
-    skipped = []
-    if args.lightglue is not None:
+    ours = networks[OURS].model.config.extractor
+    strange = {name: network.model.config.extractor for name, network in networks.items()}
+    skipped = [f"SKIP {name}: of keypoints of {other}" for name, other in strange.items() if other != ours]
+    networks = {name: network for name, network in networks.items() if strange[name] == ours}
+    if args.lightglue is not None and ours != extractors.DEFAULT.name:
+        skipped.append("SKIP LightGlue: its weights are of SIFT's keypoints")
+    elif args.lightglue is not None:
         match, said = lightglue.load(args.lightglue, device)
         if match is None:
             skipped.append(f"SKIP LightGlue: {said}")
@@ -169,7 +189,8 @@ def check(argv: Optional[List[str]] = None, world_size: int = 1) -> None:
     """What can be checked before processes start, so that it is said once and in one line. Raises RequestError."""
     args = parse(argv)
     section = section_of(args)
-    for file in (args.model, *args.also.values()):
+    chosen_extractor(args, matchers.load_network(args.model, "cpu", section))
+    for file in args.also.values():
         matchers.load_network(file, "cpu", section)
     choose_source(args, section)
 
@@ -198,7 +219,8 @@ def evaluate(
     device = choose_device(args.device) if context.world_size == 1 else str(context.device)
     compared, skipped = chosen_matchers(args, section, device)
     names, missing = chosen_estimators(args)
-    settings = Settings(section, names, args.batch, args.resize, args.robustness)
+    extractor = chosen_extractor(args, compared.networks[OURS])
+    settings = Settings(section, names, args.batch, args.resize, args.robustness, extractor)
     work = Evaluation(compared, settings, context, (*missing, *skipped))
     info = compared.networks[OURS].info
     if args.paper:

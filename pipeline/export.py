@@ -29,6 +29,20 @@ INTERFACE = {
     "matching_scores0": "(B, M) float32, probability of the match",
 }
 
+OF_OTHERS = {
+    "float": "(B, N, {dim}) float32; unit length is taken inside the network",
+    "binary": "(B, N, {dim} / 8) uint8, 8 bits in a byte; each is -1 or +1 inside the network",
+}
+
+
+def interface(model: dict) -> dict:
+    """What goes in and comes out of a network of this configuration, as text."""
+    kind = model.get("descriptor", "sift")
+    if kind == "sift":
+        return INTERFACE
+    descriptors = f"{OF_OTHERS[kind].format(dim=model['descriptor_dim'])}: {model['extractor']}"
+    return {**INTERFACE, "descriptors0, descriptors1": descriptors}
+
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     """The command line."""
@@ -81,7 +95,7 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
     return {
         "model": info["model"],
         "match_threshold": match_threshold(info),
-        "interface": INTERFACE,
+        "interface": interface(info["model"]),
         "step": info.get("step"),
         "validation": info.get("validation", {}),
         "metrics": metrics,

@@ -70,6 +70,7 @@ class FetchParams(Section):
 
 class KeypointsParams(Section):
     decoder: Literal["opencv", "torchvision", "dali"]
+    extractor: Annotated[str, Field(pattern=r"^(sift|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")]
     views: Annotated[int, Field(ge=2, le=1000)]
     width: Side
     height: Side

@@ -64,6 +64,7 @@ def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[St
     stores = Store(args.keypoints / "train", how), Store(args.keypoints / "val", how)
     setup.global_batch(train, world_size)
     setup.check_device(train)
+    setup.check_features(train, stores[0])
     choose(train.loader, None)
     if train.init_from:
         setup.read_model(train.init_from, "train.init_from")

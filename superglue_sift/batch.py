@@ -1,7 +1,8 @@
 """PairBatch: THE shapes and units of everything that enters the network.
 
 A batch of B pairs of views holds two byte buffers of keypoint records, padded to the longest of the batch and
-moved to the device as they are: casting happens there. Suffix 0 is the first view, 1 the second.
+moved to the device as they are: casting happens there. Suffix 0 is the first view, 1 the second. R is the bytes of a
+record: 148 of SIFT (`sift.KEYPOINT`), another number of other features (`descriptors.record_dtype`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _COLUMN = {name: _FIELDS[name][1] // 4 for name in ("x", "y", "scale", "angle", 
 
 
 class Pair(NamedTuple):
-    """Two views to be matched. records0, records1: (n,) arrays of KEYPOINT; size0, size1: (width, height) px."""
+    """Two views to be matched. records0, records1: (n,) keypoint records; size0, size1: (width, height) px."""
 
     records0: np.ndarray
     records1: np.ndarray
@@ -36,7 +37,7 @@ class PairBatch:
     """B pairs of views; the valid keypoints of a view come first, `counts` says how many they are.
 
     Attributes:
-        records0, records1: (B, N0, 148), (B, N1, 148) uint8, N at least 1; zeros where padded.
+        records0, records1: (B, N0, R), (B, N1, R) uint8, N at least 1; zeros where padded.
         counts0, counts1: (B,) int64, on the host wherever the rest lies: they decide shapes, and reading them
             from a GPU would be a device-to-host synchronisation.
         image_size0, image_size1: (B, 2) float32, width and height in px.
@@ -93,10 +94,10 @@ class PairBatch:
     scales1 = property(lambda self: _column(self.records1, "scale"), doc="(B, N1) float32, diameter in px")
     angles0 = property(lambda self: _column(self.records0, "angle"), doc="(B, N0) float32, degrees")
     angles1 = property(lambda self: _column(self.records1, "angle"), doc="(B, N1) float32, degrees")
-    scores0 = property(lambda self: _column(self.records0, "score"), doc="(B, N0) float32, SIFT response")
-    scores1 = property(lambda self: _column(self.records1, "score"), doc="(B, N1) float32, SIFT response")
-    descriptors0 = property(lambda self: self.records0[..., DESCRIPTOR_AT:], doc="(B, N0, 128) uint8")
-    descriptors1 = property(lambda self: self.records1[..., DESCRIPTOR_AT:], doc="(B, N1, 128) uint8")
+    scores0 = property(lambda self: _column(self.records0, "score"), doc="(B, N0) float32")
+    scores1 = property(lambda self: _column(self.records1, "score"), doc="(B, N1) float32")
+    descriptors0 = property(lambda self: self.records0[..., DESCRIPTOR_AT:], doc="(B, N0, R - 20) uint8")
+    descriptors1 = property(lambda self: self.records1[..., DESCRIPTOR_AT:], doc="(B, N1, R - 20) uint8")
 
 
 def _floats(records: Tensor) -> Tensor:
@@ -107,23 +108,31 @@ def _column(records: Tensor, name: str) -> Tensor:
     return _floats(records)[..., _COLUMN[name]]
 
 
-def _pack(records: Sequence[np.ndarray]) -> Tuple[Tensor, Tensor]:
-    """One padded buffer (B, N, 148) uint8 of all views, and their counts (B,) int64."""
+def _pack(records: Sequence[np.ndarray], dtype: np.dtype) -> Tuple[Tensor, Tensor]:
+    """One padded buffer (B, N, R) uint8 of all views, and their counts (B,) int64."""
     counts = [len(r) for r in records]
     # at least one column, so that an empty view needs no special case further on
-    buffer = torch.empty((len(records), max([*counts, 1]), KEYPOINT.itemsize), dtype=torch.uint8)
+    buffer = torch.empty((len(records), max([*counts, 1]), dtype.itemsize), dtype=torch.uint8)
     for row, r in zip(buffer.numpy(), records):
-        if r.dtype != KEYPOINT:
-            raise TypeError(f"records of dtype {r.dtype}: must be KEYPOINT")
-        row[: len(r)] = np.ascontiguousarray(r).view(np.uint8).reshape(len(r), KEYPOINT.itemsize)
+        if r.dtype != dtype:
+            raise TypeError(f"records of dtype {r.dtype}: must be {dtype}, as the others of the batch")
+        row[: len(r)] = np.ascontiguousarray(r).view(np.uint8).reshape(len(r), dtype.itemsize)
         row[len(r) :] = 0
     return buffer, torch.tensor(counts, dtype=torch.int64)
 
 
-def from_pairs(pairs: Sequence[Pair], H_0to1: Optional[np.ndarray] = None) -> PairBatch:
-    """Batch pairs of views. H_0to1: (B, 3, 3) float64, the truth of each; None where it is not known."""
-    records0, counts0 = _pack([p.records0 for p in pairs])
-    records1, counts1 = _pack([p.records1 for p in pairs])
+def from_pairs(
+    pairs: Sequence[Pair], H_0to1: Optional[np.ndarray] = None, dtype: Optional[np.dtype] = None
+) -> PairBatch:
+    """Batch pairs of views.
+
+    H_0to1: (B, 3, 3) float64, the truth of each; None where it is not known. dtype: of the records; None: that of the
+    first pair, SIFT's where there is no pair.
+    """
+    if dtype is None:
+        dtype = pairs[0].records0.dtype if pairs else KEYPOINT
+    records0, counts0 = _pack([p.records0 for p in pairs], dtype)
+    records1, counts1 = _pack([p.records1 for p in pairs], dtype)
     return PairBatch(
         records0=records0,
         records1=records1,

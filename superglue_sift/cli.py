@@ -96,6 +96,11 @@ def _add_how(group) -> None:
     add("--max-keypoints", type=int, default=1024, help="strongest keypoints of each image (default 1024)")
     add("--threshold", type=float, help="least probability of a match (default: the model's own, else 0.2)")
     add("--resize", type=int, default=1024, help="longer side is reduced to this (default 1024; 0: never)")
+    add(
+        "--extractor",
+        metavar="MODULE:FUNCTION",
+        help="what found the keypoints of a model of others than SIFT's",
+    )
     add("--device", default="auto", help="auto (a GPU where there is one), cpu, cuda or cuda:N")
     add(
         "--precision",
@@ -149,6 +154,7 @@ def load(args: argparse.Namespace) -> Matcher:
         resize=args.resize,
         threshold=args.threshold,
         precision=args.precision,
+        extractor=args.extractor,
     )
 
 
@@ -163,7 +169,7 @@ def match_two(args: argparse.Namespace) -> int:
     fitted = results.fits(found)
     print(f"keypoints {len(found.keypoints0)} and {len(found.keypoints1)}, matches {len(found.matches)}")
     print(", ".join(f"{name} inliers {int(fit.inliers.sum())}" for name, fit in fitted.items()))
-    print(f"SIFT {extracted - started:.2f} s, matching {matched - extracted:.2f} s")
+    print(f"keypoints {extracted - started:.2f} s, matching {matched - extracted:.2f} s")
 
     def pixels() -> Tuple:
         return read_color(args.inputs[0]), read_color(args.inputs[1])

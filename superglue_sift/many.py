@@ -23,11 +23,11 @@ import numpy as np
 
 from superglue_sift import results, retrieval
 from superglue_sift.errors import RequestError
+from superglue_sift.extractors import DEFAULT
 from superglue_sift.files import write_atomic
 from superglue_sift.images import read_color
 from superglue_sift.matcher import Features, Matcher, MatchResult
 from superglue_sift.progress import Progress
-from superglue_sift.sift import KEYPOINT
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 HELD = 256  # features of so many images stay in memory
@@ -82,7 +82,11 @@ class FeatureStore:
     def __init__(self, matcher: Matcher, folder: Path, held: int = HELD) -> None:
         """folder: for the files, made when the first is written. held: of how many images in memory."""
         self.matcher, self.folder, self.held = matcher, folder, held
-        self._settings = f"{matcher.max_keypoints} {matcher.resize} {cv2.__version__} {KEYPOINT.descr}"
+        extractor = matcher.extractor or DEFAULT
+        record = f"{extractor.name}{extractor.code} " * (extractor is not DEFAULT) + str(
+            extractor.dtype.descr
+        )
+        self._settings = f"{matcher.max_keypoints} {matcher.resize} {cv2.__version__} {record}"
         self._memory: OrderedDict[str, Features] = collections.OrderedDict()
 
     def __call__(self, item: Item) -> Features:
@@ -274,6 +278,8 @@ def choose_pairs(photos: Sequence[Photo], store: FeatureStore, pairing: str, k: 
     if pairing == "sequential":
         k = min(k, max(count - 1, 0))
         return sequential(photos, k), k * count - k * (k + 1) // 2
+    if store.matcher.extractor is not DEFAULT:
+        raise RequestError("--pairing nearest: looks for photographs by SIFT; take exhaustive or sequential")
     by_name = {photo.name: photo for photo in photos}
 
     def descriptors(name: str) -> np.ndarray:

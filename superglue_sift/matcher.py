@@ -18,7 +18,19 @@ import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import cv2
 import numpy as np
@@ -26,15 +38,20 @@ import torch
 
 from superglue_sift import geometry, sift
 from superglue_sift.batch import Pair, from_pairs
+from superglue_sift.descriptors import kind_of
 from superglue_sift.errors import RequestError
+from superglue_sift.extractors import DEFAULT, Extractor
+from superglue_sift.extractors import load as load_extractor
 from superglue_sift.images import read_gray
 from superglue_sift.inference import fuse_for_inference
 from superglue_sift.sift import KEYPOINT
-from superglue_sift.superglue import SuperGlue, mutual_matches
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.weights import choose_device, load_model, shipped_weights
 
 THRESHOLD = 0.2  # probability of a match, of a model that does not bring its own (SuperGlue, section 5)
 DESCRIPTOR = KEYPOINT["descriptor"].shape[0]
+# (gray, max_keypoints) -> records, as `sift.extract`
+Extract = Callable[[np.ndarray, int], np.ndarray]
 
 
 def match_threshold(info: Mapping[str, Any]) -> float:
@@ -45,7 +62,8 @@ def match_threshold(info: Mapping[str, Any]) -> float:
 class Features(NamedTuple):
     """What is matched of one image.
 
-    records: (n,) of dtype `sift.KEYPOINT`, positions and scales in pixels of the image; size: its (width, height).
+    records: (n,) of dtype `sift.KEYPOINT`, or what `extractors.records_of` makes of other features; positions and
+    scales in pixels of the image. size: its (width, height).
     """
 
     records: np.ndarray
@@ -175,7 +193,8 @@ class Matcher:
     Equal input gives equal bytes on one device. Threads may share a matcher: they find features side by side and take
     turns at the network, which uses all cores by itself.
 
-    Attributes: `model`, ready for inference; `device`; `max_keypoints`, `resize`, `threshold` as given to `load`.
+    Attributes: `model`, ready for inference; `device`; `max_keypoints`, `resize`, `threshold` as given to `load`;
+    `extractor`, what finds the keypoints of images, None where it may not be run.
     """
 
     def __init__(
@@ -185,10 +204,12 @@ class Matcher:
         max_keypoints: int = 1024,
         resize: int = 1024,
         threshold: float = THRESHOLD,
+        extractor: Optional[Extractor] = DEFAULT,
     ) -> None:
         """model: on `device`, for inference, such as `fuse_for_inference` gives; for the others see `load`."""
         self.model, self.device = model, device
         self.max_keypoints, self.resize, self.threshold = max_keypoints, resize, threshold
+        self.extractor = extractor
         self._turn = threading.Lock()
 
     @classmethod
@@ -201,6 +222,7 @@ class Matcher:
         resize: int = 1024,
         threshold: Optional[float] = None,
         precision: str = "float32",
+        extractor: Optional[str] = None,
     ) -> Matcher:
         """A matcher from a model file.
 
@@ -213,20 +235,34 @@ class Matcher:
                 pixels of the image as given.
             threshold: least probability of a match; None: the model's own, else 0.2.
             precision: of the layers: float32, bfloat16 (faster on GPUs and on CPUs with AMX) or float16.
+            extractor: of a model of other keypoints than SIFT's their `module:function`, which is code that a model
+                file can name and must not run: without it such a model matches `Features` alone.
 
         Raises:
-            RequestError: no such file or device, or a file that is no model of this project; one line.
+            RequestError: no such file or device, a file that is no model of this project, or one of other keypoints;
+                one line.
         """
         device = choose_device(device)
         model, info = load_model(Path(path) if path else shipped_weights(), device)
         if threshold is None:
             threshold = match_threshold(info)
-        return cls(fuse_for_inference(model, precision), device, max_keypoints, resize, threshold)
+        of_model = model.config.extractor
+        if extractor not in (None, of_model):
+            raise RequestError(f"extractor {extractor}: the model matches keypoints of {of_model}")
+        allowed = extractor or of_model == DEFAULT.name
+        found = load_extractor(of_model) if allowed else None
+        return cls(fuse_for_inference(model, precision), device, max_keypoints, resize, threshold, found)
 
     def extract(self, image: Image) -> Features:
-        """SIFT keypoints of an image, for `match`. Raises RequestError for one that cannot be read."""
+        """Keypoints of an image, for `match`. Raises RequestError for one that cannot be read."""
+        if self.extractor is None:
+            name = self.model.config.extractor
+            raise RequestError(
+                f"the model matches keypoints of {name}, code that is run only when asked for: extractor='{name}' "
+                f"(--extractor {name})"
+            )
         gray = read_gray(image) if isinstance(image, (str, Path)) else _gray(image)
-        return extract(gray, self.max_keypoints, self.resize)
+        return extract(gray, self.max_keypoints, self.resize, self.extractor)
 
     def extract_all(self, images: Sequence[Union[Image, Features]]) -> List[Features]:
         """`extract` of several images, two at a time; of what is extracted already nothing is done."""
@@ -267,6 +303,8 @@ class Matcher:
             yield from self._match(list(zip(sides[::2], sides[1::2])))
 
     def _match(self, sides: Sequence[Tuple[Features, Features]]) -> List[MatchResult]:
+        for pair in sides:
+            check_features(self.model.config, *pair)
         pairs = [Pair(a.records, b.records, a.size, b.size) for a, b in sides]
         with self._turn:
             answers = match_pairs(self.model, pairs, self.device)
@@ -282,14 +320,31 @@ class Matcher:
         return results
 
 
-def extract(gray: np.ndarray, max_keypoints: int, resize: int = 0) -> Features:
-    """SIFT of a gray image (H, W) uint8, found on it reduced to a longer side of `resize` pixels (0: as it is)."""
+def check_features(config: SuperGlueConfig, *sides: Features) -> None:
+    """RequestError for keypoints of other descriptors than a network matches, or without scales that it looks at."""
+    for side in sides:
+        kind = kind_of(side.records.dtype)
+        if kind != (config.descriptor, config.descriptor_dim):
+            raise RequestError(
+                f"keypoints with {kind[0]} descriptors of {kind[1]} entries: the model matches those of "
+                f"{config.extractor}, {config.descriptor} of {config.descriptor_dim}"
+            )
+        if config.scale_angle and not side.records["scale"].all():
+            raise RequestError(
+                "keypoints without scale and angle: the model looks at both (train.scale_angle)"
+            )
+
+
+def extract(
+    gray: np.ndarray, max_keypoints: int, resize: int = 0, extractor: Extract = sift.extract
+) -> Features:
+    """Keypoints of a gray image (H, W) uint8, found on it reduced to a longer side of `resize` pixels (0: as it is)."""
     size = (gray.shape[1], gray.shape[0])
     shrink = min(1.0, resize / max(size)) if resize else 1.0
     if shrink == 1.0:
-        return Features(sift.extract(gray, max_keypoints), size)
+        return Features(extractor(gray, max_keypoints), size)
     small = [max(1, round(side * shrink)) for side in size]
-    records = sift.extract(cv2.resize(gray, small, interpolation=cv2.INTER_AREA), max_keypoints)
+    records = extractor(cv2.resize(gray, small, interpolation=cv2.INTER_AREA), max_keypoints)
     for name, side, before in zip(("x", "y"), small, size):
         records[name] = (records[name] + 0.5) * (before / side) - 0.5
     records["scale"] /= shrink

@@ -45,13 +45,18 @@ def extract(gray: np.ndarray, max_keypoints: int) -> np.ndarray:
     asked = with_spare(max_keypoints)
     while True:
         points, descriptors = detector(asked).detectAndCompute(gray, None)  # pyright: ignore
-        records = _records(points, descriptors)
-        order = _strongest_first(records)
-        order = order[_first_of_each_position(records[order])]
+        records = strongest(_records(points, descriptors), max_keypoints)
         # only a view with very many double orientations needs a second look
-        if len(order) >= max_keypoints or len(points) < asked:
-            return records[order[:max_keypoints]]
+        if len(records) >= max_keypoints or len(points) < asked:
+            return records
         asked *= 2
+
+
+def strongest(records: np.ndarray, max_keypoints: int) -> np.ndarray:
+    """The `max_keypoints` strongest of (n,) records, one at each position, ordered by falling score."""
+    order = _strongest_first(records)
+    order = order[_first_of_each_position(records[order])]
+    return records[order[:max_keypoints]]
 
 
 def positions(records: np.ndarray) -> np.ndarray:

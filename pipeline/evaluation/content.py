@@ -127,7 +127,8 @@ def draw_pictures(
         number = found.place[0]
         if number not in scenes:
             scenes[number] = source.load(number)
-        known, images = pair_of_scene(scenes[number], found.place, settings.params.max_keypoints)
+        most, extractor = settings.params.max_keypoints, settings.extractor
+        known, images = pair_of_scene(scenes[number], found.place, most, extractor)
         answers = matchers.above(matchers.answers([known.pair], 1)[0])
         panels = []
         for matcher in PICTURED:

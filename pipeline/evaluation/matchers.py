@@ -1,4 +1,4 @@
-"""The matchers that are compared, on the same keypoints: trained networks, and nearest neighbours of RootSIFT."""
+"""The matchers that are compared, on the same keypoints: trained networks, and nearest neighbours by descriptor."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from pipeline.schema import EvaluateParams
 from superglue_sift.batch import Pair
+from superglue_sift.descriptors import descriptors_of, kind_of
 from superglue_sift.inference import fuse_for_inference
 from superglue_sift.matcher import PairMatches, match_pairs, match_threshold
 from superglue_sift.weights import load_model
@@ -77,6 +78,19 @@ def distances(descriptors0: np.ndarray, descriptors1: np.ndarray) -> np.ndarray:
     return np.sqrt(np.maximum(2.0 - 2.0 * similarity, 0.0))
 
 
+def descriptor_distances(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
+    """(M, N) float32 of records (M,), (N,): of RootSIFT; Euclidean, of unit vectors; of bits Hamming's."""
+    kind, dim = kind_of(records0.dtype)
+    both = [descriptors_of(records) for records in (records0, records1)]
+    if kind == "sift":
+        return distances(*both)
+    if kind == "binary":
+        signs = [2.0 * np.unpackbits(bits, axis=1).astype(np.float32) - 1.0 for bits in both]
+        return (dim - signs[0] @ signs[1].T) / 2.0
+    unit = [own / np.maximum(np.linalg.norm(own, axis=1, keepdims=True), 1e-12) for own in both]
+    return np.sqrt(np.maximum(2.0 - 2.0 * unit[0] @ unit[1].T, 0.0))
+
+
 def match_neighbours(distance: np.ndarray, mutual: bool, ratio: float = 1.0) -> PairMatches:
     """Nearest neighbours in a (M, N) distance matrix, each with score 1.
 
@@ -99,7 +113,7 @@ def match_neighbours(distance: np.ndarray, mutual: bool, ratio: float = 1.0) -> 
 
 def match_baselines(pair: Pair, ratio: float) -> Dict[str, PairMatches]:
     """All nearest-neighbour matchers on one pair, by name."""
-    distance = distances(pair.records0["descriptor"], pair.records1["descriptor"])
+    distance = descriptor_distances(pair.records0, pair.records1)
     return {
         "nn": match_neighbours(distance, mutual=False),
         "mutual_nn": match_neighbours(distance, mutual=True),

@@ -8,7 +8,7 @@ afterwards without keeping the images of all pairs in memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import List, Protocol, Sequence, Tuple, Union
+from typing import Callable, List, Protocol, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -26,6 +26,7 @@ class Pose:
     T_0to1: np.ndarray
 
 
+Extract = Callable[[np.ndarray, int], np.ndarray]  # as `sift.extract`
 Truth = Union[np.ndarray, Pose]  # a homography is (3, 3) float64, pixels of view 0 to view 1
 
 
@@ -76,9 +77,11 @@ def image_size(image: np.ndarray) -> Tuple[int, int]:
     return int(image.shape[1]), int(image.shape[0])
 
 
-def pairs_of_scene(scene: Scene, index: int, max_keypoints: int) -> List[KnownPair]:
-    """All pairs of scene number `index`, SIFT run once on each of its images."""
-    keypoints = [sift.extract(image, max_keypoints) for image in scene.images]
+def pairs_of_scene(
+    scene: Scene, index: int, max_keypoints: int, extractor: Extract = sift.extract
+) -> List[KnownPair]:
+    """All pairs of scene number `index`, the extractor run once on each of its images."""
+    keypoints = [extractor(image, max_keypoints) for image in scene.images]
     return [
         _known(scene, (index, position), keypoints[view.first], keypoints[view.second])
         for position, view in enumerate(scene.pairs)
@@ -86,12 +89,12 @@ def pairs_of_scene(scene: Scene, index: int, max_keypoints: int) -> List[KnownPa
 
 
 def pair_of_scene(
-    scene: Scene, place: Tuple[int, int], max_keypoints: int
+    scene: Scene, place: Tuple[int, int], max_keypoints: int, extractor: Extract = sift.extract
 ) -> Tuple[KnownPair, Tuple[np.ndarray, np.ndarray]]:
     """The pair at `place` alone, and its two images."""
     view = scene.pairs[place[1]]
     images = scene.images[view.first], scene.images[view.second]
-    return _known(scene, place, *(sift.extract(image, max_keypoints) for image in images)), images
+    return _known(scene, place, *(extractor(image, max_keypoints) for image in images)), images
 
 
 def _known(scene: Scene, place: Tuple[int, int], records0: np.ndarray, records1: np.ndarray) -> KnownPair:
@@ -101,14 +104,14 @@ def _known(scene: Scene, place: Tuple[int, int], records0: np.ndarray, records1:
 
 
 def extract(
-    source: Source, scenes: Sequence[int], max_keypoints: int
+    source: Source, scenes: Sequence[int], max_keypoints: int, extractor: Extract = sift.extract
 ) -> Tuple[List[KnownPair], List[Tuple[str, str]]]:
     """Keypoints of all pairs of these scenes, in order, and (scene name, reason) of those left out."""
     pairs: List[KnownPair] = []
     bad: List[Tuple[str, str]] = []
     for index in scenes:
         try:
-            pairs += pairs_of_scene(source.load(index), index, max_keypoints)
+            pairs += pairs_of_scene(source.load(index), index, max_keypoints, extractor)
         except BadImage as error:
             bad.append((source.scene_name(index), error.reason))
     return pairs, bad

@@ -17,7 +17,7 @@ from pipeline.files import file_sha256
 from pipeline.report import files, page, tables
 from pipeline.runtime import distributed
 from pipeline.schema import EvaluateParams
-from superglue_sift import drawing
+from superglue_sift import drawing, extractors
 
 # The paper's (section 5.1), 640x480, for which most photographs of COCO must be magnified, and beside it 512x384, for
 # which they need not: width, height, keypoints.
@@ -79,12 +79,14 @@ class Evaluation:
         }
         rendered = isinstance(source, HeldOutPairs)
         resized = f"shorter side {resize} px" if resize else "as they are"
+        extractor = self.settings.extractor
+        found_by = "SIFT" if extractor is extractors.DEFAULT else extractor.name
         models = {name: model_lines(network) for name, network in self.matchers.networks.items()}
         ours = models.pop(OURS)
         return {
             "pairs_from": where,
             "views": f"{params.width}x{params.height}" if rendered else resized,
-            "keypoints": f"SIFT, at most {params.max_keypoints} in each view",
+            "keypoints": f"{found_by}, at most {params.max_keypoints} in each view",
             **(poses.RULES if isinstance(source, poses.PosePairs) else judged),
             "params": params.model_dump(),
             "model": ours,

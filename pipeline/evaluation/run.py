@@ -70,7 +70,7 @@ def results_by_unit(
     thresholds = {name: network.threshold for name, network in matchers.networks.items()}
 
     def extract(unit: Sequence[int]) -> Tuple[List[KnownPair], List[Tuple[str, str]]]:
-        return pairs.extract(source, unit, settings.params.max_keypoints)
+        return pairs.extract(source, unit, settings.params.max_keypoints, settings.extractor)
 
     def match(extracted):
         known, bad = extracted

@@ -14,8 +14,9 @@ from pipeline.evaluation.conditions import conditions_of
 from pipeline.evaluation.estimators import DEFAULT, ESTIMATORS
 from pipeline.evaluation.pairs import KnownPair, Pose
 from pipeline.schema import EvaluateParams
-from superglue_sift import geometry, sift
+from superglue_sift import extractors, geometry, sift
 from superglue_sift.batch import Pair
+from superglue_sift.extractors import Extractor
 from superglue_sift.matcher import PairMatches
 from superglue_sift.truth import UNMATCHED, pair_truth
 
@@ -29,6 +30,7 @@ class Settings:
     batch: int = 8  # pairs in one pass of a network
     resize: int = 480  # shorter side of pairs that are not rendered, px; 0: as they are
     robustness: int = 0  # photographs tried under growing disturbances
+    extractor: Extractor = extractors.DEFAULT
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from pipeline.features.tuning import tune_process
 from pipeline.images.manifest import Entry
 from pipeline.images.sources import ImageSet
 from superglue_sift.images import BadImage
-from superglue_sift.sift import KEYPOINT
 
 SAMPLED = 12  # images, spread over the set
 CORES = (8, 16, 64)
@@ -49,7 +48,7 @@ def forecast(images: ImageSet, entries: Sequence[Entry], settings: Any, sampled:
     for entry in chosen:
         result = extract(entry)
         if not isinstance(result, BadImage):
-            sizes.append(sum(len(records) for records in result.records) * KEYPOINT.itemsize)
+            sizes.append(sum(records.nbytes for records in result.records))
     if not sizes:
         raise RequestError(
             f"none of {len(chosen)} images tried can be used; look at them before the long run"

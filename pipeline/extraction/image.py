@@ -1,4 +1,4 @@
-"""All views of one image: decode, render, distort, SIFT. A pure function of bytes, name and parameters."""
+"""All views of one image: decode, render, distort, keypoints. A pure function of bytes, name and parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from pipeline.features.store import ImageViews
 from pipeline.views import homography, photometric, render
-from superglue_sift import sift
+from superglue_sift import extractors
 from superglue_sift.images import BadImage, decode_gray
 
 
@@ -33,6 +33,7 @@ def gray_views(gray: np.ndarray, name: str, settings: Any) -> ImageViews:
     if not homography.fits(size, view_size):
         needed = "x".join(str(side) for side in homography.smallest_image(view_size))
         raise BadImage(name, f"too small: {size[0]}x{size[1]}, a view needs {needed} pixels")
+    extract = extractors.load(settings.extractor)
     homographies, records = [], []
     for index in range(settings.views):
         rng = homography.generator(settings.seed, name, index)
@@ -43,7 +44,7 @@ def gray_views(gray: np.ndarray, name: str, settings: Any) -> ImageViews:
             H = homography.sample_view(rng, size, view_size, settings.homography, _strength(settings, index))
             view = photometric.distort(render.render(gray, H, view_size), rng, settings.photometric)
         homographies.append(H)
-        records.append(sift.extract(view, settings.max_keypoints))
+        records.append(extract(view, settings.max_keypoints))
     return ImageViews(name, size, np.array(homographies), records)
 
 

@@ -22,6 +22,7 @@ from pipeline.features.store import ImageViews
 from pipeline.files import write_atomic
 from pipeline.images.manifest import Entry
 from pipeline.runtime.code import code_digest
+from superglue_sift import extractors
 from superglue_sift.images import BadImage
 
 CODE = (
@@ -50,6 +51,7 @@ def plan(entries: Sequence[Entry], settings: Any) -> List[Shard]:
         "settings": settings.model_dump(exclude=set(_NOT_IN_THE_BYTES)),
         "code": code_digest(CODE, OUTSIDE),
         "opencv": cv2.__version__,
+        "extractor": extractors.load(settings.extractor).code,
     }
     length = settings.shard_images
     pieces = [entries[start : start + length] for start in range(0, len(entries), length)]
@@ -117,7 +119,8 @@ class Folder:
 
     def close(self, rows: Sequence[Dict[str, Any]], settings: Any) -> None:
         """Write store.json and drop the notes."""
-        content = store.index(rows, settings.views, (settings.width, settings.height))
+        extractor = extractors.load(settings.extractor)
+        content = store.index(rows, settings.views, (settings.width, settings.height), extractor)
         write_atomic(self.path / store.INDEX, json.dumps(content, indent=1) + "\n")
         for shard in self.shards:
             self._note_path(shard).unlink(missing_ok=True)

@@ -2,14 +2,14 @@
 
 A folder with `store.json` and shards `shard-00000.safetensors`, each of some consecutive images:
 
-    records      uint8   (keypoints, 148)     packed KEYPOINT records, view after view
+    records      uint8   (keypoints, R)       packed records of R bytes (148 of SIFT), view after view
     offsets      int64   (images * views + 1) where each view's records begin
     homographies float64 (images, views, 3, 3) image pixels to view pixels
     sizes        int32   (images, 2)          width, height of the image
 
 One view is one contiguous slice of the file, so random access costs a page of it and no decoding.
-store.json names format version, images, and the SHA-256 of every shard; DVC alone does not notice a damaged
-cache object.
+store.json names format version, fields of a record, images, and the SHA-256 of every shard; DVC alone does not notice
+a damaged cache object.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import numpy as np
 
 from pipeline.errors import RequestError
 from pipeline.files import write_atomic
+from superglue_sift import extractors
+from superglue_sift.extractors import Extractor
 from superglue_sift.sift import KEYPOINT
 
 FORMAT = "superglue-sift-keypoints"
@@ -40,11 +42,11 @@ class ImageViews(NamedTuple):
     name: str
     size: Tuple[int, int]  # width, height of the image
     homographies: np.ndarray  # (views, 3, 3) float64, image to view
-    records: List[np.ndarray]  # (n,) KEYPOINT of each view
+    records: List[np.ndarray]  # (n,) keypoint records of each view
 
 
 class View(NamedTuple):
-    """One stored view. records: (n,) KEYPOINT, read-only, in mapped memory; H: image to view; size: of the
+    """One stored view. records: (n,) of the store's dtype, read-only, in mapped memory; H: image to view; size: of the
     view."""
 
     records: np.ndarray
@@ -72,7 +74,7 @@ def write_shard(path: Union[str, Path], images: Sequence[ImageViews]) -> Dict[st
     homographies = [image.homographies for image in images]
     data = save(
         {
-            "records": packed.view(np.uint8).reshape(len(packed), KEYPOINT.itemsize),
+            "records": packed.view(np.uint8).reshape(len(packed), packed.itemsize),
             "offsets": np.cumsum([0, *counts], dtype=np.int64),
             "homographies": np.array(homographies, np.float64).reshape(len(images), views, 3, 3),
             "sizes": np.array([image.size for image in images], np.int32).reshape(len(images), 2),
@@ -89,14 +91,22 @@ def write_shard(path: Union[str, Path], images: Sequence[ImageViews]) -> Dict[st
     }
 
 
-def index(shards: Sequence[Dict[str, Any]], views: int, view_size: Tuple[int, int]) -> Dict[str, Any]:
-    """The content of store.json for these rows of `write_shard`."""
+def index(
+    shards: Sequence[Dict[str, Any]],
+    views: int,
+    view_size: Tuple[int, int],
+    extractor: Extractor = extractors.DEFAULT,
+) -> Dict[str, Any]:
+    """The content of store.json for these rows of `write_shard`, without a word of the extractor where it is SIFT."""
+    dtype = extractor.dtype
+    others = {"extractor": extractor.name, "scale_angle": extractor.scale_angle}
     return {
         "format": FORMAT,
         "version": VERSION,
+        **(others if extractor is not extractors.DEFAULT else {}),
         "views_per_image": views,
         "view_size": list(view_size),
-        "record": [[name, KEYPOINT[name].base.str, list(KEYPOINT[name].shape)] for name in KEYPOINT.names],
+        "record": [[name, dtype[name].base.str, list(dtype[name].shape)] for name in dtype.names or ()],
         "digest": _digest(shards),
         "shards": list(shards),
     }
@@ -115,7 +125,7 @@ class Store:
 
     Attributes: `images` names; `views_per_image`; `view_size` (width, height); `digest` SHA-256 over the
     shards' own; `counts` (images, views) int64 keypoints; `sizes` (images, 2) int32 width and height of
-    each image.
+    each image; `extractor` name of what found the keypoints; `dtype` of their records; `scale_angle`, are they known.
     """
 
     def __init__(self, path: Union[str, Path], verify: str = "sample") -> None:
@@ -128,6 +138,9 @@ class Store:
         self.views_per_image: int = self._index["views_per_image"]
         self.view_size: Tuple[int, int] = tuple(self._index["view_size"])
         self.digest: str = self._index["digest"]
+        self.extractor: str = self._index.get("extractor", extractors.DEFAULT.name)
+        self.scale_angle: bool = self._index.get("scale_angle", True)
+        self.dtype = np.dtype([(name, kind, tuple(shape)) for name, kind, shape in self._index["record"]])
         shards = [shard for shard in self._index["shards"] if shard["images"]]
         self.images: List[str] = [name for shard in shards for name in shard["images"]]
         self.verify(verify)
@@ -136,7 +149,7 @@ class Store:
         # plain numbers and lists: a scalar out of an array costs several times one out of a list
         self._shard_of: List[int] = np.repeat(np.arange(len(shards)), lengths).tolist()
         self._first: List[int] = np.concatenate([[0], np.cumsum(lengths)])[:-1].astype(int).tolist()
-        self._records = [tensors["records"].reshape(-1).view(KEYPOINT) for tensors in self._tensors]
+        self._records = [tensors["records"].reshape(-1).view(self.dtype) for tensors in self._tensors]
         self._offsets = [memoryview(tensors["offsets"]) for tensors in self._tensors]
         self._homographies = [tensors["homographies"] for tensors in self._tensors]
         views = self.views_per_image

@@ -29,7 +29,7 @@ def load_batch(
         augmentation: what changes about each pair, by its `sample.seed`.
     """
     if not samples:
-        return from_pairs([], np.zeros((0, 3, 3)))
+        return from_pairs([], np.zeros((0, 3, 3)), store.dtype)
     images1 = [augmentation.second_image(sample.image, len(store), sample.seed) for sample in samples]
     views0 = [augmentation.apply(store.view(s.image, s.view0), s.seed, 0) for s in samples]
     views1 = [augmentation.apply(store.view(i, s.view1), s.seed, 1) for i, s in zip(images1, samples)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, NamedTuple, Tuple
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from pipeline import stack
 from pipeline.errors import RequestError
+from pipeline.features.store import Store
 from pipeline.pairs.augmentation import Augmentation
 from pipeline.runtime import distributed, seeding
 from pipeline.training import precision
@@ -16,6 +17,7 @@ from pipeline.training.objective import DataParallelObjective, MatchingObjective
 from pipeline.training.optimization import MovingAverage, freeze, make_optimizer
 from pipeline.training.state import TrainState, initialize_from
 from superglue_sift import normalization
+from superglue_sift.descriptors import kind_of
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.weights import BadCheckpoint, load_model_file
 
@@ -81,14 +83,31 @@ def check_device(train) -> None:
         raise RequestError(f"train.compile: {missing}; install it, or set train.compile: false")
 
 
+def check_features(train, store: Store) -> None:
+    """RequestError when the training needs what the keypoints of `store` do not have."""
+    asked = [name for name in ("scale_angle", "turn_deg") if getattr(train, name)]
+    if asked and not store.scale_angle:
+        raise RequestError(
+            f"train.{asked[0]} = {getattr(train, asked[0])}: {store.extractor} gives neither scale nor angle; "
+            "set scale_angle: false, neighbours: false and turn_deg: 0"
+        )
+
+
 def _agreed_precision(asked: str, device: torch.device) -> precision.Choice:
     """One for all ranks, whose devices may differ."""
     chosen = distributed.all_gather(tuple(precision.on(asked, device)))
     return precision.Choice(*min(chosen, key=lambda each: precision.LEAST_FIRST.index(each[0])))
 
 
-def build(train, context: distributed.Context) -> Tuple[Parts, List[str]]:
-    """Everything to train with, equal on every rank since all start from the same seed; and lines worth telling."""
+def build(train, context: distributed.Context, store: Optional[Store] = None) -> Tuple[Parts, List[str]]:
+    """Everything to train with, equal on every rank since all start from the same seed; and lines worth telling.
+
+    store: whose keypoints they are; None: SIFT's.
+    """
+    features = {}
+    if store is not None:
+        kind, dim = kind_of(store.dtype)
+        features = {"extractor": store.extractor, "descriptor": kind, "descriptor_dim": dim}
     seeding.seed_everything(train.seed, train.deterministic or train.bitwise_elastic)
     if train.bitwise_elastic:
         torch.set_num_threads(1)  # a product split over other threads is rounded otherwise
@@ -101,6 +120,7 @@ def build(train, context: distributed.Context) -> Tuple[Parts, List[str]]:
             scale_angle=train.scale_angle,
             neighbours=train.neighbours,
             sinkhorn_iterations=train.sinkhorn_iterations,
+            **features,
         )
     )
     chosen = _agreed_precision(train.precision, context.device)

@@ -44,7 +44,7 @@ class Training:
         self.validation = validation_pairs(
             self.train.seed, len(self.held_out), self.held_out.views_per_image, self.train.val_pairs
         )
-        parts, self.told = setup.build(self.train, context)
+        parts, self.told = setup.build(self.train, context, store)
         self.objective, self.wrapped, self.state = parts
         self.checkpoints = Checkpoints(args.out)
         self.fingerprint = fingerprint(self.train, self.store.digest, context.world_size)
