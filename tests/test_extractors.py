@@ -1,0 +1,225 @@
+"""Features of one's own: what a function must answer, their distances, and the way from photographs to matches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from pipeline import evaluate, export, fetch, keypoints, params, train
+from pipeline.errors import RequestError
+from pipeline.evaluation.matchers import descriptor_distances, match_neighbours
+from pipeline.features.store import Store
+from pipeline.runtime import tracking
+from pipeline.runtime.run import NullRun
+from pipeline.training import setup
+from superglue_sift import extractors, sift
+from superglue_sift.batch import Pair, from_pairs
+from superglue_sift.descriptors import descriptors_of, kind_of
+from superglue_sift.matcher import Features, Matcher
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig, unit_vectors
+from superglue_sift.weights import model_file
+
+ORB, KAZE = "superglue_sift.opencv_features:orb", "superglue_sift.opencv_features:kaze"
+UPRIGHT = "test_extractors:upright"
+
+
+def upright(gray: np.ndarray, max_keypoints: int) -> dict:
+    """Corners with the pixels around them: no scale, no angle, 9 floats, as tensors."""
+    corners = cv2.goodFeaturesToTrack(gray, max_keypoints, 0.01, 4)
+    places = np.zeros((0, 2), np.float32) if corners is None else corners[:, 0]
+    patches = [cv2.getRectSubPix(gray, (3, 3), (float(x), float(y))).ravel() for x, y in places]
+    return {
+        "keypoints": torch.from_numpy(places),
+        "scores": torch.ones(len(places)),
+        "descriptors": torch.from_numpy(np.array(patches, np.float32).reshape(-1, 9)),
+    }
+
+
+def test_sift_is_found_by_the_same_function_as_ever(photo):
+    assert extractors.load("sift").function is sift.extract
+    assert np.array_equal(extractors.load("sift")(photo, 100), sift.extract(photo, 100))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "scale_angle"),
+    [(ORB, ("binary", 256), True), (KAZE, ("float", 64), True), (UPRIGHT, ("float", 9), False)],
+)
+def test_records_are_strongest_first_and_of_distinct_places(name, kind, scale_angle, photo):
+    extractor = extractors.load(name)
+    records = extractor(photo, 200)
+    assert kind_of(extractor.dtype) == kind == kind_of(records.dtype)
+    assert extractor.scale_angle == scale_angle == bool(records["scale"].all())
+    assert 100 < len(records) <= 200
+    assert (np.diff(records["score"]) <= 0).all()
+    assert len(np.unique(sift.positions(records), axis=0)) == len(records)
+    assert extractor(photo, 200).tobytes() == records.tobytes()
+    assert extractor(np.zeros((64, 64), np.uint8), 10).dtype == extractor.dtype
+
+
+def found(count: int = 3, **changes) -> dict:
+    answer = {
+        "keypoints": np.arange(2.0 * count).reshape(count, 2),
+        "scores": np.ones(count),
+        "descriptors": np.ones((count, 8), np.float32),
+    }
+    return {name: value for name, value in {**answer, **changes}.items() if value is not None}
+
+
+def test_bits_are_filled_up_by_zeros_to_whole_words():
+    rows = np.arange(3 * 61, dtype=np.uint8).reshape(3, 61)  # AKAZE has 61 bytes
+    records = extractors.records_of("x:y", found(descriptors=rows))
+    assert kind_of(records.dtype) == ("binary", 512)
+    assert np.array_equal(descriptors_of(records)[:, :61], rows)
+    assert not descriptors_of(records)[:, 61:].any()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"descriptors": None},
+        {"descriptors": np.ones((2, 8), np.float32)},
+        {"descriptors": np.ones((3, 8), np.int64)},
+        {"descriptors": np.full((3, 8), np.nan, np.float32)},
+        {"keypoints": np.ones((3, 3))},
+        {"scores": -np.ones(3)},
+        {"scales": np.ones(3)},
+        {"scales": np.zeros(3), "angles": np.zeros(3)},
+    ],
+)
+def test_a_wrong_answer_is_refused_by_the_extractors_name(changes):
+    with pytest.raises(RequestError, match="x:y"):
+        extractors.records_of("x:y", found(**changes))
+
+
+@pytest.mark.parametrize("name", ["nowhere_at_all:f", "test_extractors:none_of_these", "math:sqrt"])
+def test_an_extractor_that_cannot_be_run_is_refused_in_one_line(name):
+    with pytest.raises(RequestError, match=name) as caught:
+        extractors.load(name)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "norm"), [(ORB, cv2.NORM_HAMMING), (KAZE, cv2.NORM_L2)], ids=["orb", "kaze"]
+)
+def test_nearest_neighbours_are_those_of_opencv(name, norm, photo):
+    extract = extractors.load(name)
+    records = [extract(image, 150) for image in (photo, cv2.GaussianBlur(photo, (0, 0), 1.0))]
+    mine = match_neighbours(descriptor_distances(*records), mutual=True)
+    theirs = cv2.BFMatcher(norm, crossCheck=True).match(*(descriptors_of(each) for each in records))
+    pairs = {(m.queryIdx, m.trainIdx) for m in theirs}
+    assert len(pairs) > 50
+    # where two are equally near, either may be the nearest
+    assert len(pairs & set(enumerate(mine.matches0))) >= 0.97 * len(pairs)
+    distance = descriptor_distances(*records)
+    assert np.allclose(
+        [distance[m.queryIdx, m.trainIdx] for m in theirs], [m.distance for m in theirs], atol=1e-3
+    )
+
+
+def test_the_network_sees_unit_vectors_whose_cosine_counts_bits(photo):
+    records = extractors.load(ORB)(photo, 60)
+    batch = from_pairs([Pair(records, records[:10], (600, 400), (600, 400))])
+    unit0, unit1 = (unit_vectors(d[0], "binary", 256) for d in (batch.descriptors0, batch.descriptors1))
+    hamming = descriptor_distances(records, records[:10])
+    assert torch.allclose(unit0 @ unit1.T, torch.from_numpy(1 - hamming / 128), atol=1e-6)
+    floats = extractors.load(KAZE)(photo, 60)
+    batch = from_pairs([Pair(floats, floats, (600, 400), (600, 400))])
+    unit = unit_vectors(batch.descriptors0[0], "float", 64)
+    expected = floats["descriptor"] / np.linalg.norm(floats["descriptor"], axis=1, keepdims=True)
+    assert np.allclose(unit.numpy(), expected, atol=1e-6)
+
+
+def untrained(path: Path, name: str, **changes) -> Path:
+    kind, dim = kind_of(extractors.load(name).dtype)
+    config = SuperGlueConfig(dim=16, layers=1, extractor=name, descriptor=kind, descriptor_dim=dim, **changes)
+    path.write_bytes(model_file(SuperGlue(config).state_dict(), {"model": config.to_dict()}))
+    return path
+
+
+def test_a_model_file_does_not_run_the_code_it_names(tmp_path, photo):
+    path = untrained(tmp_path / "orb.safetensors", ORB)
+    matcher = Matcher.load(path, "cpu")
+    with pytest.raises(RequestError, match=ORB):
+        matcher.match(photo, photo)
+    with pytest.raises(RequestError, match="sift"):
+        Matcher.load(path, "cpu", extractor="sift")
+    features = Features(extractors.load(ORB)(photo, 100), (600, 400))
+    assert len(matcher.match(features, features).matches)
+    assert len(Matcher.load(path, "cpu", extractor=ORB).match(photo, photo).matches)
+
+
+def test_keypoints_of_other_descriptors_are_refused(tmp_path, photo):
+    of_orb = Matcher.load(untrained(tmp_path / "orb.safetensors", ORB), "cpu")
+    of_sift = Features(sift.extract(photo, 50), (600, 400))
+    with pytest.raises(RequestError, match="sift descriptors of 128 entries"):
+        of_orb.match(of_sift, of_sift)
+    seeing = Matcher.load(untrained(tmp_path / "upright.safetensors", UPRIGHT), "cpu", extractor=UPRIGHT)
+    with pytest.raises(RequestError, match="scale and angle"):
+        seeing.match(photo, photo)
+    blind = untrained(tmp_path / "blind.safetensors", UPRIGHT, scale_angle=False)
+    assert len(Matcher.load(blind, "cpu", extractor=UPRIGHT).match(photo, photo).matches)
+
+
+def test_a_training_that_needs_scales_is_refused_without_them(make_params):
+    class Features:
+        scale_angle, extractor = False, UPRIGHT
+
+    with pytest.raises(RequestError, match=r"train\.scale_angle"):
+        setup.check_features(make_params("train"), Features())  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"train\.turn_deg"):
+        setup.check_features(make_params("train", scale_angle=False, neighbours=False), Features())  # type: ignore
+    setup.check_features(make_params("train", scale_angle=False, neighbours=False, turn_deg=0.0), Features())  # type: ignore
+
+
+def write_params(path: Path, make_params, name: str, scale_angle: bool) -> None:
+    from ruamel.yaml import YAML
+
+    blind = {} if scale_angle else {"scale_angle": False, "neighbours": False, "turn_deg": 0.0}
+    changes = {
+        "fetch": {"limit": 6},
+        "keypoints": {"extractor": name, "views": 4, "max_keypoints": 128},
+        "train": {
+            "dim": 32,
+            "layers": 1,
+            "steps": 6,
+            "batch": 4,
+            "val_every": 3,
+            "save_every": 3,
+            "val_pairs": 8,
+            **blind,
+        },
+        "evaluate": {"pairs_per_image": 3, "max_keypoints": 128, "pictures": 1},
+        "export": {},
+    }
+    tree = {section: make_params(section, **changes[section]).model_dump() for section in params.SECTIONS}
+    with path.open("w") as stream:
+        YAML(typ="safe").dump(tree, stream)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "scale_angle"), [(ORB, True), (KAZE, True), (UPRIGHT, False)])
+def test_from_photographs_to_matches(name, scale_angle, tmp_path, make_params, monkeypatch, photo, root):
+    monkeypatch.setattr(tracking, "open_run", lambda *_, **__: NullRun())
+    monkeypatch.chdir(tmp_path)
+    write_params(tmp_path / "params.yaml", make_params, name, scale_angle)
+    fetch.main([])
+    keypoints.main(["--workers", "1"])
+    store = Store("data/keypoints/train")
+    assert (store.extractor, store.dtype) == (name, extractors.load(name).dtype)
+    assert train.main([]) == 0
+    shipped = root / "pretrained" / "superglue-sift.safetensors"
+    assert evaluate.main(["--model", "checkpoints/best.safetensors", "--also", f"sift={shipped}"]) == 0
+    figures = json.loads(Path("reports/evaluate/metrics.json").read_text())
+    assert figures["mutual_nn.precision"] > 0.2
+    assert not any(key.startswith("sift.") for key in figures), "a matcher of other keypoints was judged"
+    export.main([])
+    described = json.loads(Path("models/superglue.json").read_text())
+    assert described["model"]["extractor"] == name
+    found = Matcher.load("models/superglue.safetensors", "cpu", extractor=name).match(photo, photo)
+    assert (found.matches[:, 0] == found.matches[:, 1]).mean() > 0.9
+    assert len(found.matches) > 50
