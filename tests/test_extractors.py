@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import evaluate, export, fetch, keypoints, params, train
+from pipeline import evaluate, export, fetch, keypoints, params, tracking, train
 from pipeline.errors import RequestError
 from pipeline.evaluation.matchers import descriptor_distances, match_neighbours
 from pipeline.features.store import Store
-from pipeline.runtime import tracking
-from pipeline.runtime.run import NullRun
+from pipeline.tracking.run import NullRun
 from pipeline.training import setup
 from superglue_sift import extractors, sift
 from superglue_sift.batch import Pair, from_pairs

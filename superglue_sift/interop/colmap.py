@@ -1,0 +1,116 @@
+"""Matches as a COLMAP database, of which its mapper makes cameras and points (pip install 'superglue-sift[colmap]').
+
+    with ColmapDatabase("database.db", "photos") as database:
+        database.add("a.jpg", "b.jpg", features_a, features_b, found)
+
+    pycolmap.incremental_mapping("database.db", "photos", "model")
+
+COLMAP's pixels begin at the corner of the first one, so 0.5 is added to every coordinate.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Dict, Tuple, Union
+
+import numpy as np
+
+from superglue_sift.descriptors import kind_of
+from superglue_sift.errors import RequestError
+from superglue_sift.matcher import Features, MatchResult
+from superglue_sift.sift import positions
+
+CENTRE = 0.5  # of the first pixel, as COLMAP counts
+FOCAL = 1.2  # times the longer side: COLMAP's guess for a photograph that does not tell
+LEAST_INLIERS = 15  # of a pair that is kept as verified, as COLMAP's own matcher does
+
+
+class ColmapDatabase:
+    """A database that is filled pair by pair; a context manager."""
+
+    def __init__(
+        self, path: Union[str, Path], images: Union[str, Path, None] = None, camera: Any = None
+    ) -> None:
+        """path: a file that is not there yet. images: folder of the photographs, whose EXIF tells the focal length.
+
+        camera: a pycolmap.Camera that took all of them; None: one for each, COLMAP's SIMPLE_RADIAL.
+
+        Raises RequestError: pycolmap is not installed, or the file is there.
+        """
+        try:
+            import pycolmap
+        except ImportError:
+            raise RequestError(
+                "COLMAP needs one more package: pip install 'superglue-sift[colmap]'"
+            ) from None
+        if Path(path).exists():
+            raise RequestError(f"{path}: is there already; delete it or name another database")
+        self._pycolmap, self._images = pycolmap, Path(images) if images else None
+        self._database = pycolmap.Database.open(str(path))
+        self._shared = camera and self._write_camera(camera)
+        self._known: Dict[str, Tuple[int, Any]] = {}  # image id and camera
+
+    def __enter__(self) -> ColmapDatabase:
+        return self
+
+    def __exit__(self, *_error: Any) -> None:
+        self._database.close()
+
+    def add(
+        self, name0: str, name1: str, features0: Features, features1: Features, found: MatchResult
+    ) -> int:
+        """Write the matches of two images and what one camera motion explains of them; returns how many it does.
+
+        names: of files below the folder of the photographs. Images that are not there yet are written, too.
+        """
+        (id0, camera0), (id1, camera1) = self._image(name0, features0), self._image(name1, features1)
+        matches = found.matches.astype(np.uint32)
+        self._database.write_matches(id0, id1, matches)
+        points0, points1 = (_points(each).astype(np.float64) for each in (features0, features1))
+        geometry = self._pycolmap.estimate_two_view_geometry(camera0, points0, camera1, points1, matches)
+        inliers = len(geometry.inlier_matches)
+        if inliers >= LEAST_INLIERS:
+            self._database.write_two_view_geometry(id0, id1, geometry)
+        return inliers
+
+    def _image(self, name: str, features: Features) -> Tuple[int, Any]:
+        """Id and camera of an image, written with its keypoints when it is first seen."""
+        if name not in self._known:
+            camera = self._shared or self._write_camera(self._guessed_camera(name, features.size))
+            image = self._pycolmap.Image(name=name, camera_id=camera.camera_id)
+            image.image_id = self._database.write_image(image)
+            frame = self._pycolmap.Frame()
+            frame.rig_id = camera.camera_id
+            frame.add_data_id(image.data_id)
+            self._database.write_frame(frame)
+            self._database.write_keypoints(image.image_id, _points(features))
+            if kind_of(features.records.dtype)[0] == "sift":
+                self._database.write_descriptors(image.image_id, self._descriptors(features))
+            self._known[name] = image.image_id, camera
+        return self._known[name]
+
+    def _guessed_camera(self, name: str, size: Tuple[int, int]) -> Any:
+        if self._images is not None and (self._images / name).is_file():
+            return self._pycolmap.infer_camera_from_image(str(self._images / name))
+        model, focal = "SIMPLE_RADIAL", FOCAL * max(size)
+        return self._pycolmap.Camera.create_from_model_name(0, model, focal, *size)
+
+    def _write_camera(self, camera: Any) -> Any:
+        """The camera with its id, alone on a rig of the same number."""
+        camera.camera_id = self._database.write_camera(camera)
+        rig = self._pycolmap.Rig(rig_id=camera.camera_id)
+        rig.add_ref_sensor(camera.sensor_id)
+        self._database.write_rig(rig, use_rig_id=True)
+        return camera
+
+    def _descriptors(self, features: Features) -> Any:
+        """RootSIFT in bytes, as COLMAP keeps its own SIFT."""
+        values = features.records["descriptor"].astype(np.float32)
+        unit = np.sqrt(values / np.maximum(values.sum(axis=1, keepdims=True), 1.0))
+        rows = np.minimum(np.rint(512.0 * unit), 255.0).astype(np.uint8)
+        return self._pycolmap.FeatureDescriptors(self._pycolmap.FeatureExtractorType.SIFT, rows)
+
+
+def _points(features: Features) -> np.ndarray:
+    """(n, 2) float32, as COLMAP counts pixels."""
+    return positions(features.records) + np.float32(CENTRE)

@@ -1,0 +1,124 @@
+"""hloc's files and its matcher (pip install 'superglue-sift[hloc]' brings h5py; hloc itself comes from its sources).
+
+    write_features("features.h5", "a.jpg", features)               a group for each image
+    write_matches("matches.h5", "a.jpg", "b.jpg", found)           a group for each pair
+
+In a program that uses hloc, `register()` adds the matcher `superglue_sift` to `hloc.match_features`:
+
+    match_features.main({"output": "matches-superglue-sift", "model": {"name": "superglue_sift"}}, pairs, ...)
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, Dict, List, Mapping, Type, Union
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from superglue_sift.errors import RequestError
+from superglue_sift.interop import arrays
+from superglue_sift.matcher import Features, Matcher, MatchResult
+
+NAME = "superglue_sift"
+FileName = Union[str, Path]
+
+
+def write_features(path: FileName, name: str, features: Features) -> None:
+    """Add an image: keypoints (N, 2) pixels, scores, scales, oris (radians) (N,), descriptors (128, N), image_size.
+
+    Descriptors are RootSIFT, as of hloc's own SIFT.
+    """
+    data = {key: value[0].numpy() for key, value in arrays.to_lightglue(features).items()}
+    data["scores"] = data.pop("keypoint_scores")
+    data["descriptors"] = data["descriptors"].T
+    _write(path, name, data)
+
+
+def read_features(path: FileName, name: str) -> Features:
+    """An image of `write_features`, or of hloc's own SIFT. Raises RequestError where it is not in the file."""
+    data = _read(path, name)
+    return arrays.from_lightglue({**data, "descriptors": data["descriptors"].T})
+
+
+def pair_name(name0: str, name1: str) -> str:
+    """The group of a pair in a file of matches."""
+    return "/".join(name.replace("/", "-") for name in (name0, name1))
+
+
+def write_matches(path: FileName, name0: str, name1: str, found: MatchResult) -> None:
+    """Add a pair: matches0 (M,) int64, -1 without a match, and matching_scores0 (M,) float32."""
+    answer = arrays.to_lightglue_matches(found)
+    _write(path, pair_name(name0, name1), {k: answer[k][0].numpy() for k in ("matches0", "matching_scores0")})
+
+
+def read_matches(
+    path: FileName, name0: str, name1: str, features0: Features, features1: Features
+) -> MatchResult:
+    """A pair of `write_matches`, or of hloc's `match_features`. Raises RequestError where it is not in the file."""
+    return arrays.from_lightglue_matches(_read(path, pair_name(name0, name1)), features0, features1)
+
+
+def _h5py() -> ModuleType:
+    try:
+        import h5py
+    except ImportError:
+        raise RequestError("hloc's files need one more package: pip install 'superglue-sift[hloc]'") from None
+    return h5py
+
+
+def _write(path: FileName, group: str, data: Mapping[str, np.ndarray]) -> None:
+    with _h5py().File(str(path), "a", libver="latest") as file:
+        if group in file:
+            del file[group]
+        for name, value in data.items():
+            file.create_dataset(f"{group}/{name}", data=value)
+
+
+def _read(path: FileName, group: str) -> Dict[str, np.ndarray]:
+    try:
+        with _h5py().File(str(path), "r", libver="latest") as file:
+            return {name: np.asarray(value) for name, value in file[group].items()}
+    except (OSError, KeyError) as error:
+        raise RequestError(f"{path}: {group}: {error}") from None
+
+
+class MatcherForHloc:
+    """What hloc asks of a matcher, beside its BaseModel (see `register`)."""
+
+    default_conf: ClassVar[Dict[str, Any]] = {"model": None, "threshold": None, "device": "auto"}
+    required_inputs: ClassVar[List[str]] = [
+        f"{name}{side}"
+        for side in "01"
+        for name in ("image", "keypoints", "scores", "descriptors", "scales", "oris")
+    ]
+
+    def _init(self, conf: Mapping[str, Any]) -> None:
+        self.matcher = Matcher.load(conf["model"], conf["device"], threshold=conf["threshold"])
+
+    def _forward(self, data: Mapping[str, Tensor]) -> Dict[str, Tensor]:
+        """hloc's features of two images, a batch of one, to matches0 (1, M) and matching_scores0 (1, M)."""
+        sides = []
+        for side in "01":
+            own = {name: data[name + side] for name in ("keypoints", "scores", "scales", "oris")}
+            height, width = data["image" + side].shape[-2:]
+            own["descriptors"] = data["descriptors" + side].transpose(-1, -2)
+            sides.append(arrays.from_lightglue({**own, "image_size": torch.tensor([width, height])}))
+        answer = arrays.to_lightglue_matches(self.matcher.match(*sides))
+        return {name: answer[name].to(data["keypoints0"].device) for name in ("matches0", "matching_scores0")}
+
+
+def register() -> Type:
+    """Make hloc find the matcher by the name `superglue_sift`; returns its class. Raises RequestError without hloc."""
+    try:
+        from hloc.utils.base_model import BaseModel
+    except ImportError:
+        raise RequestError("hloc is not installed: github.com/cvg/Hierarchical-Localization") from None
+    found = type("SuperGlueSIFT", (MatcherForHloc, BaseModel), {"__module__": f"hloc.matchers.{NAME}"})
+    home = ModuleType(f"hloc.matchers.{NAME}")
+    home.SuperGlueSIFT = found  # type: ignore[attr-defined]
+    sys.modules[home.__name__] = home
+    return found

@@ -1,0 +1,320 @@
+"""Matches and features to other tools and back, each with the real package where it is installed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import List, NamedTuple, Tuple
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from superglue_sift.errors import RequestError
+from superglue_sift.interop import arrays, hloc
+from superglue_sift.interop.colmap import CENTRE, ColmapDatabase
+from superglue_sift.matcher import Features, Matcher, MatchResult
+
+SIZE = (640, 480)
+FOCAL = 600.0
+
+
+class Matched(NamedTuple):
+    """Two overlapping crops of a photograph and their matches."""
+
+    features0: Features
+    features1: Features
+    found: MatchResult
+
+
+@pytest.fixture(scope="module")
+def matcher() -> Matcher:
+    return Matcher.load(device="cpu", max_keypoints=400)
+
+
+@pytest.fixture(scope="module")
+def matched(matcher, photo) -> Matched:
+    sides = [matcher.extract(np.ascontiguousarray(crop)) for crop in (photo[:, :420], photo[:, 100:])]
+    found = matcher.match(*sides)
+    assert len(found.matches) > 50
+    return Matched(*sides, found)
+
+
+def same(found: MatchResult, other: MatchResult) -> None:
+    order, other_order = (np.argsort(each.matches[:, 0]) for each in (found, other))
+    assert np.array_equal(found.matches[order], other.matches[other_order])
+    assert np.allclose(found.scores[order], other.scores[other_order], atol=1e-6)
+    assert np.array_equal(found.keypoints0, other.keypoints0)
+
+
+# OpenCV
+
+
+def test_opencv_draws_our_matches_and_gives_them_back(matched, photo):
+    found = matched.found
+    there = arrays.to_dmatches(found)
+    assert [(m.queryIdx, m.trainIdx) for m in there] == [tuple(pair) for pair in found.matches]
+    assert np.allclose([m.distance for m in there], 1 - found.scores)
+    same(arrays.from_dmatches(there, *matched[:2]), found)
+    points = [arrays.to_keypoints(features) for features in matched[:2]]
+    assert np.allclose(cv2.KeyPoint.convert(points[0]), found.keypoints0)
+    drawn = cv2.drawMatches(photo[:, :420], points[0], photo[:, 100:], points[1], there, None)
+    assert drawn.shape == (400, 420 + 500, 3)
+
+
+# kornia
+
+
+def test_kornias_matcher_and_ours_hold_matches_alike(matched):
+    feature = pytest.importorskip("kornia.feature")
+    descriptors = [arrays.to_lightglue(features)["descriptors"][0] for features in matched[:2]]
+    distances, indices = feature.match_mnn(*descriptors)
+    theirs = arrays.from_kornia(distances, indices, *matched[:2])
+    ours = arrays.to_kornia(matched.found)
+    assert [each.shape[1:] for each in ours] == [distances.shape[1:], indices.shape[1:]]
+    assert [each.dtype for each in ours] == [distances.dtype, indices.dtype]
+    same(arrays.from_kornia(*ours, *matched[:2]), matched.found)
+    common = set(map(tuple, theirs.matches)) & set(map(tuple, matched.found.matches))
+    assert len(common) > 0.7 * len(matched.found.matches)
+
+
+def test_kornia_finds_the_shift_of_two_crops_from_our_matches(matched):
+    geometry = pytest.importorskip("kornia.geometry")
+    points = [torch.from_numpy(each)[None] for each in (matched.found.points0, matched.found.points1)]
+    weights = torch.from_numpy(matched.found.scores)[None]
+    H = geometry.find_homography_dlt_iterated(*points, weights, soft_inl_th=1.0, n_iter=10)[0]
+    assert torch.allclose(H / H[2, 2], torch.tensor([[1.0, 0, -100], [0, 1, 0], [0, 0, 1]]), atol=0.5)
+
+
+# LightGlue, glue-factory
+
+
+def test_kornias_lightglue_takes_our_features(matched):
+    feature = pytest.importorskip("kornia.feature")
+    torch.manual_seed(0)
+    network = feature.LightGlue(features=None, input_dim=128, add_scale_ori=True).eval()
+    data = {f"image{side}": arrays.to_lightglue(features) for side, features in enumerate(matched[:2])}
+    with torch.no_grad():
+        answer = network(data)
+    ours = arrays.to_lightglue_matches(matched.found)
+    for name in ("matches0", "matches1", "matching_scores0", "matching_scores1"):
+        assert ours[name].shape == answer[name].shape, name
+        assert ours[name].is_floating_point() == answer[name].is_floating_point(), name
+    assert ours["matches"][0].shape[1] == answer["matches"][0].shape[1] == 2
+
+
+def test_dictionaries_of_lightglue_come_back(matched, matcher):
+    there = [arrays.to_lightglue(features) for features in matched[:2]]
+    back = [arrays.from_lightglue(each) for each in there]
+    for features, again in zip(matched[:2], back):
+        assert again.size == features.size
+        assert np.array_equal(again.keypoints, features.keypoints)
+        assert np.allclose(again.records["angle"], features.records["angle"], atol=1e-3)
+        off = np.abs(again.records["descriptor"].astype(int) - features.records["descriptor"])
+        assert off.max() <= 3, "SIFT to RootSIFT and back is not the same to rounding"
+    same(
+        arrays.from_lightglue_matches(arrays.to_lightglue_matches(matched.found), *matched[:2]), matched.found
+    )
+    again = matcher.match(*back)
+    common = set(map(tuple, again.matches)) & set(map(tuple, matched.found.matches))
+    assert len(common) > 0.97 * len(matched.found.matches)
+
+
+# transformers
+
+
+def test_results_are_those_that_transformers_makes_of_the_same_matches(matched, monkeypatch):
+    monkeypatch.setitem(
+        sys.modules, "torchvision", None
+    )  # a build for another torch would fail at its import
+    home = pytest.importorskip("transformers.models.lightglue.image_processing_pil_lightglue")
+    found = matched.found
+    sizes = [found.size0, found.size1]
+    most = max(len(found.keypoints0), len(found.keypoints1))
+    keypoints, mask = torch.zeros(1, 2, most, 2), torch.zeros(1, 2, most, dtype=torch.int32)
+    matches, scores = torch.full((1, 2, most), -1), torch.zeros(1, 2, most)
+    answer = arrays.to_lightglue_matches(found)
+    for side, (points, size) in enumerate(zip((found.keypoints0, found.keypoints1), sizes)):
+        keypoints[0, side, : len(points)] = torch.from_numpy(points / np.array(size, np.float32))
+        mask[0, side, : len(points)] = 1
+        matches[0, side, : len(points)] = answer[f"matches{side}"][0]
+        scores[0, side, : len(points)] = answer[f"matching_scores{side}"][0]
+    output = SimpleNamespace(matches=matches, matching_scores=scores, keypoints=keypoints, mask=mask)
+    process = home.LightGlueImageProcessorPil().post_process_keypoint_matching
+    theirs = process(output, [[size[::-1] for size in sizes]], threshold=0.0)[0]
+    ours = arrays.to_transformers(found)
+    assert set(ours) == set(theirs)
+    for name in ours:
+        assert ours[name].shape == theirs[name].shape, name
+        assert ours[name].dtype == theirs[name].dtype, name
+        # they cut off what we round
+        assert torch.allclose(
+            ours[name].float(), theirs[name].float(), atol=1.0 if "key" in name else 1e-6
+        ), name
+
+
+# hloc
+
+
+def test_files_of_hloc_come_back_and_match_the_same(matched, matcher, tmp_path):
+    h5py = pytest.importorskip("h5py")
+    names = "db/one.jpg", "query/two.jpg"
+    for name, features in zip(names, matched[:2]):
+        hloc.write_features(tmp_path / "features.h5", name, features)
+        hloc.write_features(tmp_path / "features.h5", name, features)  # again: no error
+    hloc.write_matches(tmp_path / "matches.h5", *names, matched.found)
+    with h5py.File(tmp_path / "features.h5") as file:
+        group = file["db/one.jpg"]
+        count = len(matched.features0.records)
+        assert group["keypoints"].shape == (count, 2)
+        assert group["descriptors"].shape == (128, count)
+        assert tuple(group["image_size"]) == (420, 400)
+    with h5py.File(tmp_path / "matches.h5") as file:
+        assert file["db-one.jpg/query-two.jpg/matches0"].shape == (count,)
+    back = [hloc.read_features(tmp_path / "features.h5", name) for name in names]
+    same(hloc.read_matches(tmp_path / "matches.h5", *names, *back), matched.found)
+    with pytest.raises(RequestError, match="nobody"):
+        hloc.read_features(tmp_path / "features.h5", "nobody.jpg")
+
+
+class BaseModel(torch.nn.Module):
+    """hloc's, by its documented interface: the real one is not on the package index."""
+
+    default_conf: dict = {}  # noqa: RUF012
+    required_inputs: List[str] = []  # noqa: RUF012
+
+    def __init__(self, conf: dict) -> None:
+        super().__init__()
+        self._init({**self.default_conf, **conf})
+
+    def forward(self, data: dict) -> dict:
+        assert set(self.required_inputs) <= set(data)
+        return self._forward(data)
+
+
+@pytest.fixture
+def base_model(monkeypatch) -> Tuple[type, bool]:
+    """hloc's BaseModel where hloc is installed, else one with the same interface."""
+    try:
+        from hloc.utils.base_model import BaseModel as theirs
+
+        return theirs
+    except ImportError:
+        home = ModuleType("hloc.utils.base_model")
+        home.BaseModel = BaseModel
+        for name in ("hloc", "hloc.utils"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setitem(sys.modules, home.__name__, home)
+        return BaseModel
+
+
+def test_hlocs_matcher_answers_as_ours(matched, base_model, monkeypatch):
+    monkeypatch.setitem(sys.modules, f"hloc.matchers.{hloc.NAME}", ModuleType("before"))
+    plugin = hloc.register()
+    assert issubclass(plugin, base_model)
+    assert plugin.__module__ == "hloc.matchers.superglue_sift"
+    assert sys.modules[plugin.__module__].SuperGlueSIFT is plugin
+    data = {}
+    for side, features in enumerate(matched[:2]):
+        own = arrays.to_lightglue(features)
+        own["scores"], own["descriptors"] = own.pop("keypoint_scores"), own["descriptors"].transpose(1, 2)
+        width, height = features.size
+        data.update({f"{name}{side}": value for name, value in own.items()})
+        data[f"image{side}"] = torch.empty(1, 1, height, width)
+    answer = plugin({"device": "cpu"})(data)
+    expected = arrays.to_lightglue_matches(matched.found)["matches0"]
+    assert (answer["matches0"] == expected).float().mean() > 0.97  # descriptors are rounded once
+    assert answer["matching_scores0"].shape == expected.shape
+
+
+# COLMAP
+
+
+def rendered_scene(photo: np.ndarray, views: int) -> Tuple[List[np.ndarray], np.ndarray]:
+    """Images (480, 640) of two textured planes at a right angle, and the (views, 3) centres of their cameras."""
+    images, centres = [], []
+    wall, floor = cv2.resize(photo[:, 100:500], (512, 512)), cv2.flip(photo, 1)
+    K = np.array([[FOCAL, 0, 319.5], [0, FOCAL, 239.5], [0, 0, 1]])
+    planes = [  # origin, and what a pixel is along the rows and the columns
+        (wall, [-2.56, -4.12, 1.5], [0.01, 0, 0], [0, 0.01, 0]),
+        (floor, [-2.56, 1.0, 1.5], [0.0085, 0, 0], [0, 0, -0.0085]),
+    ]
+    for number in range(views):
+        centre = np.array([-1.5 + 0.6 * number, -0.4 + 0.1 * (number % 2), -4.0 + 0.1 * number])
+        z = np.array([0, 0.3, 0.8]) - centre
+        x = np.cross([0, 1, 0], z)
+        R = np.stack([each / np.linalg.norm(each) for each in (x, np.cross(z, x), z)])
+        image = np.zeros((480, 640), np.uint8)
+        for texture, origin, across, down in planes:
+            H = K @ R @ (np.stack([across, down, origin], axis=1) - np.outer(centre, [0, 0, 1]))
+            seen = cv2.warpPerspective(np.full_like(texture, 255), H, SIZE) > 128
+            image = np.where(seen, cv2.warpPerspective(texture, H, SIZE), image)
+        images.append(image)
+        centres.append(centre)
+    return images, np.array(centres)
+
+
+def misplaced(found: np.ndarray, known: np.ndarray) -> float:
+    """Largest distance between two sets of (N, 3) points once turned, shifted and scaled onto each other."""
+    a, b = found - found.mean(axis=0), known - known.mean(axis=0)
+    U, S, Vt = np.linalg.svd(b.T @ a)
+    signs = np.array([1.0, 1.0, np.sign(np.linalg.det(U @ Vt))])
+    scale = (S * signs).sum() / np.square(a).sum()
+    return float(np.linalg.norm(b - scale * a @ (U * signs @ Vt).T, axis=1).max())
+
+
+@pytest.mark.slow
+def test_colmap_recovers_the_cameras_of_a_rendered_scene(matcher, photo, tmp_path):
+    pycolmap = pytest.importorskip("pycolmap")
+    images, centres = rendered_scene(photo, 5)
+    features = [matcher.extract(image) for image in images]
+    camera = pycolmap.Camera.create_from_model_name(0, "PINHOLE", FOCAL, *SIZE)
+    with ColmapDatabase(tmp_path / "database.db", camera=camera) as database:
+        for i in range(len(images)):
+            for j in range(i):
+                found = matcher.match(features[i], features[j])
+                assert database.add(f"{i}.png", f"{j}.png", features[i], features[j], found) > 50
+    (tmp_path / "model").mkdir()
+    options = pycolmap.IncrementalPipelineOptions(
+        ba_refine_focal_length=False, ba_refine_extra_params=False, extract_colors=False
+    )
+    models = pycolmap.incremental_mapping(tmp_path / "database.db", tmp_path, tmp_path / "model", options)
+    model = models[0]
+    assert model.num_reg_images() == len(images)
+    assert model.compute_mean_reprojection_error() < 0.5
+    placed = sorted(model.images.values(), key=lambda image: image.name)
+    assert (
+        misplaced(np.array([each.projection_center() for each in placed]), centres) < 0.02
+    )  # of a path of 2.4
+
+
+def test_a_database_holds_what_was_written(matched, tmp_path):
+    pycolmap = pytest.importorskip("pycolmap")
+    path = tmp_path / "database.db"
+    with ColmapDatabase(path) as database:
+        verified = database.add("a.jpg", "b.jpg", *matched)
+    assert verified > 15
+    with pytest.raises(RequestError, match=r"database\.db"):
+        ColmapDatabase(path)
+    read = pycolmap.Database.open(path)
+    ids = [read.read_image_with_name(name).image_id for name in ("a.jpg", "b.jpg")]
+    assert np.allclose(read.read_keypoints(ids[0])[:, :2] - CENTRE, matched.found.keypoints0)
+    assert np.array_equal(read.read_matches(*ids), matched.found.matches)
+    assert len(read.read_two_view_geometry(*ids).inlier_matches) == verified
+    descriptors = read.read_descriptors(ids[1]).data
+    assert descriptors.shape == (len(matched.features1.records), 128)
+    assert np.allclose(np.linalg.norm(descriptors.astype(float), axis=1), 512, rtol=0.1)
+    read.close()
+
+
+@pytest.mark.parametrize("module", ["pycolmap", "h5py"])
+def test_a_missing_package_is_named_in_one_line(module, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(RequestError, match="pip install"):
+        if module == "pycolmap":
+            ColmapDatabase(tmp_path / "x.db")
+        else:
+            hloc.read_features(tmp_path / "x.h5", "a")
+    assert list(Path(tmp_path).iterdir()) == []
