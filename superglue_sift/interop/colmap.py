@@ -108,7 +108,7 @@ class ColmapDatabase:
         values = features.records["descriptor"].astype(np.float32)
         unit = np.sqrt(values / np.maximum(values.sum(axis=1, keepdims=True), 1.0))
         rows = np.minimum(np.rint(512.0 * unit), 255.0).astype(np.uint8)
-        return self._pycolmap.FeatureDescriptors(self._pycolmap.FeatureExtractorType.SIFT, rows)
+        return self._pycolmap.FeatureDescriptors(self._pycolmap.FeatureExtractorType.__members__["SIFT"], rows)
 
 
 def _points(features: Features) -> np.ndarray:
