@@ -6,6 +6,7 @@
   superglue-match photos/ --out-dir found                  all pairs of a folder (5 photos: 10 pairs)
   superglue-match photos/ --out-dir found --pairing nearest --k 10      each with the 10 that look most alike
   superglue-match photos/ --out-dir found --pairing sequential --k 5    each with the 5 before it by name
+  superglue-match photos/ --out-dir found --colmap database.db           also a COLMAP database, ready to map
   superglue-match --pairs pairs.txt --root photos --out-dir found       a pair `a.jpg b.jpg` in each line
   superglue-match walk.mp4 --out-dir found --every 10 --pictures        frames 0, 10, 20, ...
   superglue-match --camera 0 --out-dir found --frames 100
@@ -20,11 +21,12 @@ bad_images.csv, the rest is done, and the exit code is 1. Keypoints are pixels o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import time
 from pathlib import Path
-from typing import Optional, Sequence, Tuple
+from typing import ContextManager, Optional, Sequence, Tuple
 
 import cv2
 
@@ -87,6 +89,12 @@ def _add_output(group) -> None:
         help="also the first image warped onto the second, A_B_overlay.jpg, and both blinking, A_B_blink.gif "
         "(pip install 'superglue-sift[gif]')",
     )
+    add(
+        "--colmap",
+        type=Path,
+        metavar="FILE",
+        help="of a folder or --pairs: also a COLMAP database, ready to map (pip install 'superglue-sift[colmap]')",
+    )
     add("--features", type=Path, metavar="DIR", help="where features are kept (default: OUT-DIR/features)")
 
 
@@ -143,6 +151,17 @@ def _check(args: argparse.Namespace) -> None:
         raise RequestError("--homography writes beside --out or into --out-dir: name one")
     if args.homography:
         results.gif_library()
+    _check_colmap(args)
+
+
+def _check_colmap(args: argparse.Namespace) -> None:
+    if args.colmap is None:
+        return
+    folder = len(args.inputs) == 1 and args.inputs[0].is_dir()
+    if not args.out_dir or not (folder or args.pairs):
+        raise RequestError("--colmap needs --out-dir, and a folder or --pairs")
+    if args.colmap.exists():
+        raise RequestError(f"--colmap {args.colmap}: is there already; delete it or name another database")
 
 
 def load(args: argparse.Namespace) -> Matcher:
@@ -216,7 +235,8 @@ def match_many(args: argparse.Namespace) -> int:
     else:
         pairs, bad = listed(args, store)
         total = len(pairs)
-    done = many.match(pairs, total, store, output)
+    with database(args, store) as add:
+        done = many.match(pairs, total, store, output, add)
     print(
         f"{done} pairs matched{f' of {total}, the others before' if total and done < total else ''}: {args.out_dir}"
     )
@@ -224,6 +244,16 @@ def match_many(args: argparse.Namespace) -> int:
         path = many.write_bad(args.out_dir, bad)
         raise WorkError(f"{len(bad)} images cannot be read, the rest is done; which and why: {path}")
     return 0
+
+
+def database(args: argparse.Namespace, store: many.FeatureStore) -> ContextManager[Optional[many.Adding]]:
+    """Where pairs go beside --out-dir: into --colmap, or nowhere."""
+    if args.colmap is None:
+        return contextlib.nullcontext()
+    from superglue_sift.interop import colmap
+
+    root = args.inputs[0] if args.inputs else args.root or args.pairs.parent
+    return colmap.database_of(args.colmap, root, store)
 
 
 def listed(args: argparse.Namespace, store: many.FeatureStore) -> Tuple:

@@ -15,7 +15,19 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, OrderedDict, Sequence, Tuple, Union
+from typing import (
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    OrderedDict,
+    Sequence,
+    Tuple,
+    Union,
+)
 from zipfile import BadZipFile
 
 import cv2
@@ -74,6 +86,7 @@ class Frame(NamedTuple):
 
 Item = Union[Photo, Frame]
 Pairs = Iterable[Tuple[Item, Item]]
+Adding = Callable[[Item, Item, MatchResult], None]
 
 
 class FeatureStore:
@@ -146,6 +159,10 @@ class Output:
         """Is all there that is asked for?"""
         asked = ["npz", *["json"] * self.json, *["jpg"] * self.pictures]
         return not self.again and all(self.file(item0, item1, ending).is_file() for ending in asked)
+
+    def read(self, item0: Item, item1: Item, store: FeatureStore) -> MatchResult:
+        """The matches of a pair that is done."""
+        return results.read_npz(self.file(item0, item1, "npz"), store(item0).size, store(item1).size)
 
     def write(self, item0: Item, item1: Item, found: MatchResult) -> None:
         """All files of a pair, the one that says it is done last."""
@@ -289,8 +306,10 @@ def choose_pairs(photos: Sequence[Photo], store: FeatureStore, pairing: str, k: 
     return [(photos[i], photos[j]) for i, j in chosen], len(chosen)
 
 
-def match(pairs: Pairs, total: Optional[int], store: FeatureStore, output: Output) -> int:
-    """Match and write each pair that is not done yet; returns how many that were."""
+def match(
+    pairs: Pairs, total: Optional[int], store: FeatureStore, output: Output, add: Optional[Adding] = None
+) -> int:
+    """Match and write each pair that is not done yet; returns how many that were. add: called for every pair."""
     matcher = store.matcher
     size = BATCH_ON_GPU if matcher.device.startswith("cuda") else 1
     done, shown = 0, Progress(total, "matching", "pairs")
@@ -298,6 +317,8 @@ def match(pairs: Pairs, total: Optional[int], store: FeatureStore, output: Outpu
     def missing() -> Iterator[Tuple[Item, Item]]:
         for pair in pairs:
             if output.done(*pair):
+                if add:
+                    add(*pair, output.read(*pair, store))
                 shown.update(1, skipped=True)
             else:
                 yield pair
@@ -311,6 +332,8 @@ def match(pairs: Pairs, total: Optional[int], store: FeatureStore, output: Outpu
             sides = [(store(item0), store(item1)) for item0, item1 in group]
             for pair, found in zip(group, matcher.match_batch(sides, size)):
                 output.write(*pair, found)
+                if add:
+                    add(*pair, found)
             done += len(group)
             shown.update(len(group))
     finally:

@@ -77,6 +77,15 @@ def write_npz(path: Path, found: MatchResult) -> None:
     write_atomic(path, data.getvalue())
 
 
+def read_npz(path: Path, size0: Tuple[int, int], size1: Tuple[int, int]) -> MatchResult:
+    """`write_npz` back. size0, size1: (width, height) of the images."""
+    with np.load(path, allow_pickle=False) as file:
+        matches, confidence = file["matches"], file["match_confidence"]
+        own = np.flatnonzero(matches >= 0)
+        pairs = np.stack([own, matches[own]], axis=1)
+        return MatchResult(file["keypoints0"], file["keypoints1"], pairs, confidence[own], size0, size1)
+
+
 def write_picture(path: Path, found: MatchResult, fitted: Mapping[str, Fit], pixels: Pixels) -> None:
     """Both images side by side: green the matches that the better of the fits explains, red the others."""
     name = max(fitted, key=lambda key: int(fitted[key].inliers.sum()))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from superglue_sift import cli
 from superglue_sift.errors import RequestError
 from superglue_sift.interop import arrays, hloc
 from superglue_sift.interop.colmap import CENTRE, ColmapDatabase
@@ -288,6 +289,34 @@ def test_colmap_recovers_the_cameras_of_a_rendered_scene(matcher, photo, tmp_pat
     assert (
         misplaced(np.array([each.projection_center() for each in placed]), centres) < 0.02
     )  # of a path of 2.4
+
+
+@pytest.mark.slow
+def test_a_folder_goes_to_colmap_by_one_command_and_again_from_what_is_done(photo, tmp_path, monkeypatch):
+    pycolmap = pytest.importorskip("pycolmap")
+    images, centres = rendered_scene(photo, 4)
+    (tmp_path / "photos" / "left").mkdir(parents=True)
+    names = ["left/0.png", "left/1.png", "2.png", "3.png"]
+    for name, image in zip(names, images):
+        cv2.imwrite(str(tmp_path / "photos" / name), image)
+    monkeypatch.chdir(tmp_path)
+    words = ["photos", "--out-dir", "found", "--max-keypoints", "400", "--device", "cpu", "--colmap"]
+    assert cli.main([*words, "first.db"]) == 0
+    monkeypatch.setattr(Matcher, "match_batch", lambda *_: pytest.fail("matched twice"))
+    assert cli.main([*words, "again.db"]) == 0
+    with pytest.raises(RequestError, match=r"again\.db"):
+        cli.main([*words, "again.db"])
+    first, again = (pycolmap.Database.open(name) for name in ("first.db", "again.db"))
+    assert {image.name for image in again.read_all_images()} == set(names)
+    assert again.num_matches() == first.num_matches() > 400
+    first.close(), again.close()
+    Path("model").mkdir()
+    model = pycolmap.incremental_mapping("again.db", "photos", "model")[0]
+    placed = sorted(model.images.values(), key=lambda image: names.index(image.name))
+    assert len(placed) == len(images)
+    assert (
+        misplaced(np.array([each.projection_center() for each in placed]), centres) < 0.1
+    )  # focal length guessed
 
 
 def test_a_database_holds_what_was_written(matched, tmp_path):

@@ -10,13 +10,16 @@ COLMAP's pixels begin at the corner of the first one, so 0.5 is added to every c
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
-from typing import Any, Dict, Tuple, Union
+from typing import Any, Dict, Iterator, Tuple, Union
 
 import numpy as np
 
 from superglue_sift.descriptors import kind_of
 from superglue_sift.errors import RequestError
+from superglue_sift.many import Adding, FeatureStore
 from superglue_sift.matcher import Features, MatchResult
 from superglue_sift.sift import positions
 
@@ -108,7 +111,28 @@ class ColmapDatabase:
         values = features.records["descriptor"].astype(np.float32)
         unit = np.sqrt(values / np.maximum(values.sum(axis=1, keepdims=True), 1.0))
         rows = np.minimum(np.rint(512.0 * unit), 255.0).astype(np.uint8)
-        return self._pycolmap.FeatureDescriptors(self._pycolmap.FeatureExtractorType.__members__["SIFT"], rows)
+        return self._pycolmap.FeatureDescriptors(
+            self._pycolmap.FeatureExtractorType.__members__["SIFT"], rows
+        )
+
+
+@contextlib.contextmanager
+def database_of(path: Path, root: Path, store: FeatureStore) -> Iterator[Adding]:
+    """What to give to `many.match`, so that its pairs of photographs below `root` come into a database at `path`.
+
+    The file is there when all of them are in it.
+    """
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with ColmapDatabase(partial, root) as database:
+
+        def add(photo0: Any, photo1: Any, found: MatchResult) -> None:
+            names = [os.path.relpath(photo.path, root) for photo in (photo0, photo1)]
+            database.add(*names, store(photo0), store(photo1), found)
+
+        yield add
+    os.replace(partial, path)
 
 
 def _points(features: Features) -> np.ndarray:
