@@ -10,7 +10,9 @@ they are used. `pipeline` trains what it loads. In reading order:
     matcher, cli                    images in, matches out; the same from the command line
     many, retrieval, results        folders, lists, videos; which photographs are alike; what is written of a pair
     serve, onnx                     a page for the browser; the network for ONNX Runtime
+    interop/                        COLMAP, hloc, OpenCV, kornia, LightGlue, transformers
     images, sift, batch             a file to pixels, pixels to keypoints, pairs to a batch: THE shapes and units
+    extractors, descriptors         features of your own, and what their descriptors mean; opencv_features: two examples
     superglue                       the network: keypoint encoder, attention, scores, transport
       attention, packing, normalization     its layers, on ragged sets of keypoints
       sinkhorn, sinkhorn_kernel, assignment its optimal transport, and what comes out
