@@ -323,6 +323,11 @@ def match(
             else:
                 yield pair
 
+    def write(item0: Item, item1: Item, found: MatchResult) -> None:
+        output.write(item0, item1, found)
+        if add:
+            add(item0, item1, found)
+
     waiting = missing()
     try:
         while True:
@@ -331,9 +336,7 @@ def match(
                 return done
             sides = [(store(item0), store(item1)) for item0, item1 in group]
             for pair, found in zip(group, matcher.match_batch(sides, size)):
-                output.write(*pair, found)
-                if add:
-                    add(*pair, found)
+                write(*pair, found)
             done += len(group)
             shown.update(len(group))
     finally:
