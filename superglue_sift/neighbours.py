@@ -75,7 +75,8 @@ def neighbour_features(descriptors: List[Tensor], geometry: List[Tensor], layout
     for pair in zip(*sides[0], *sides[1]):
         for side, features in enumerate(_of_pair(*pair)):
             found[side].append(features)
-    return [torch.cat(each) for each in found]
+    # a rank may have no pair at all
+    return [torch.cat(each) if each else g.new_zeros((0, FEATURES)) for each, g in zip(found, geometry)]
 
 
 def _of_pair(d0: Tensor, d1: Tensor, g0: Tensor, g1: Tensor, cosines: Optional[Tensor] = None):

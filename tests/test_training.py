@@ -28,6 +28,7 @@ from pipeline.training.objective import MatchingObjective
 from pipeline.training.state import TrainState
 from pipeline.training.step import train_step
 from superglue_sift import normalization
+from superglue_sift.neighbours import _padded as _neighbours_padded
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,6 +98,18 @@ class TestGradients:
         for norm, weights in zip(NORMS, whole):
             start = one_step(distributed.start(), folder, norm, [pairs], 1, seed=1)
             assert np.abs(start - weights).max() > 1e-3  # the comparison is not blind
+
+    @pytest.mark.parametrize("wait", [True, False])
+    @pytest.mark.parametrize("neighbours", [True, False])
+    def test_a_share_without_pairs_has_a_gradient_of_zero(self, monkeypatch, wait, neighbours):
+        """More processes than pairs: such a rank takes part in every exchange."""
+        if not wait:  # as on a GPU
+            monkeypatch.setattr("superglue_sift.superglue.neighbour_features", _neighbours_padded)
+        model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2, neighbours=neighbours))
+        total, parts = MatchingObjective(model, 3.0, 5.0)(load_batch(None, [], 32), wait)
+        total.sum().backward()
+        assert total.item() == 0 and parts["loss"].shape == (0,)
+        assert all(float(p.grad.abs().max()) == 0 for p in model.parameters())
 
     def test_parameters_lie_in_the_order_in_which_they_work(self):
         """DistributedDataParallel fills its buckets from the last to the first: none waits for a gradient of later."""
