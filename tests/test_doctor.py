@@ -140,6 +140,19 @@ def test_quick_tells_disk_memory_and_hours_when_nothing_is_wrong(root, tmp_path,
     assert subjects == ["disk", "memory of a process", "training", "keypoints"]
 
 
+def test_a_card_that_holds_no_pair_is_refused_in_one_line_before_anything_is_measured(
+    root, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "params.yaml").write_text((root / "params.yaml").read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pipeline.plan.training_bytes", lambda train, *_: 1 << 60)
+    monkeypatch.setattr("pipeline.plan.measured", lambda *_: pytest.fail("measured"))
+    assert doctor.main(["--quick"]) == 2
+    printed = capsys.readouterr()
+    assert "for one pair of 256 keypoints" in printed.err and len(printed.err.splitlines()) == 1
+    assert not printed.out
+
+
 def test_a_precision_the_card_lacks_stops_the_work_before_it_begins(root, tmp_path, monkeypatch, capsys):
     (tmp_path / "params.yaml").write_text((root / "params.yaml").read_text())
     monkeypatch.chdir(tmp_path)
