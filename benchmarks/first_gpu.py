@@ -118,7 +118,7 @@ def parts(out: Path, device: str, sizes: Dict[str, Any]) -> List[Part]:
         Part("train-killed", 300, _train(out, "curve", "curve", kept), "curve/checkpoints/step-*.json", (0, 143)),
         Part("train-resumed", 300, _train(out, "curve", "curve", kept)),
         Part("curves", 10, lambda: compared(out)),
-        Part("modes", 600, [*table, "--only", "modes", "--out", str(out / "modes")]),
+        Part("modes", 600, [*table, "--only", "modes,decoders", "--out", str(out / "modes")]),
         Part("gpu", 600, [*table, "--only", "gpu,loader,memory", "--out", str(out / "gpu")]),
         Part("real", 60 * sizes["minutes"], _train(out, "real", "real", kept), expected=(0, 143)),
         Part("figures", 300, [*PYTHON, "pipeline.train", "--validate-only", "--params", str(out / "real.yaml"), *kept,

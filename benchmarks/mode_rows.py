@@ -60,46 +60,51 @@ def modes(setting: Setting) -> Dict[str, Mode]:
     }
 
 
-def table(setting: Setting) -> Iterator[Row]:
-    """Pairs per second of each mode of training, then images per second of each decoder."""
+def training(setting: Setting) -> Iterator[Row]:
+    """Pairs per second of each mode of training."""
     with tempfile.TemporaryDirectory() as folder:
-        store = made_store(Path(folder) / "store", KEYPOINTS)
+        store = made_store(Path(folder), KEYPOINTS)
         start = functools.partial(_training, setting, store)
-        yield from _beside(setting, PLAIN, Mode({}), modes(setting), start)
+        yield from _beside(setting, "modes", PLAIN, Mode({}), modes(setting), start)
+
+
+def decoders(setting: Setting) -> Iterator[Row]:
+    """Images per second of each decoder, and of the guides' loader of views."""
+    with tempfile.TemporaryDirectory() as folder:
         jpegs = write_jpegs(setting, Path(folder) / "photographs")
         start = functools.partial(_decoding, setting, jpegs)
-        decoders = {f"decoder: {name}": Mode({"way": name}) for name in ("torchvision", "dali")}
-        yield from _beside(setting, "decoder: OpenCV, one thread", Mode({"way": "opencv"}), decoders, start)
+        others = {f"decoder: {name}": Mode({"way": name}) for name in ("torchvision", "dali")}
+        yield from _beside(setting, "decoders", "decoder: OpenCV", Mode({"way": "opencv"}), others, start)
         views = {"pairs of views: DALI": Mode({"way": "dali-views"})}
         yield from _beside(
-            setting, "pairs of views: OpenCV, one thread", Mode({"way": "opencv-views"}), views, start
+            setting, "decoders", "pairs of views: OpenCV", Mode({"way": "opencv-views"}), views, start
         )
-    yield from contained("modes", "images handed to a worker", functools.partial(_handed, setting))
+    yield from contained("decoders", "images handed to a worker", functools.partial(_handed, setting))
 
 
 def _beside(
-    setting: Setting, plain: str, first: Mode, others: Dict[str, Mode], start: Callable[[Mode], Group]
+    setting: Setting,
+    group: str,
+    plain: str,
+    first: Mode,
+    others: Dict[str, Mode],
+    start: Callable[[Mode], Group],
 ) -> Iterator[Row]:
     """A row of the baseline, alone, then one of each other mode in turns with it."""
     base = start(first)
     try:
-        yield from _rows(setting, plain, base, others, start)
+        alone = setting.timed({plain: base})[plain]
+        spread = timing.interval([base.items / seconds for seconds in alone.wall])
+        yield Row(group, plain, spread.value, base.unit, spread=spread)
+        for name, mode in others.items():
+            reason = _reason(setting, mode)
+            if reason:
+                yield Row(group, name, skipped=reason)
+                continue
+            made = functools.partial(_row, setting, group, name, mode, base, start)
+            yield from contained(group, name, made)
     finally:
         base.close()
-
-
-def _rows(
-    setting: Setting, plain: str, base: Group, others: Dict[str, Mode], start: Callable[[Mode], Group]
-) -> Iterator[Row]:
-    alone = setting.timed({plain: base})[plain]
-    spread = timing.interval([base.items / seconds for seconds in alone.wall])
-    yield Row("modes", plain, spread.value, base.unit, spread=spread)
-    for name, mode in others.items():
-        reason = _reason(setting, mode)
-        if reason:
-            yield Row("modes", name, skipped=reason)
-            continue
-        yield from contained("modes", name, functools.partial(_row, setting, name, mode, base, start, plain))
 
 
 def _reason(setting: Setting, mode: Mode) -> str:
@@ -115,18 +120,16 @@ def _reason(setting: Setting, mode: Mode) -> str:
 
 
 def _row(
-    setting: Setting, name: str, mode: Mode, base: Group, start: Callable[[Mode], Group], plain: str
+    setting: Setting, group: str, name: str, mode: Mode, base: Group, start: Callable[[Mode], Group]
 ) -> Iterator[Row]:
     own = start(mode)
     try:
         taken = setting.timed({"base": base, "own": own})
     finally:
         own.close()
-    each = {way: [t / group.items for t in taken[way].wall] for way, group in (("base", base), ("own", own))}
+    each = {way: [t / part.items for t in taken[way].wall] for way, part in (("base", base), ("own", own))}
     rate = 1 / statistics.median(each["own"])
-    yield Row(
-        "modes", name, rate, own.unit, timing.speed_up(each["base"], each["own"]), against=plain.split(":")[0]
-    )
+    yield Row(group, name, rate, own.unit, timing.speed_up(each["base"], each["own"]), against="plain")
 
 
 def _training(setting: Setting, store: Path, mode: Mode) -> Group:
@@ -165,7 +168,7 @@ def _handed(setting: Setting) -> Iterator[Row]:
     share = timing.speed_up(taken["sift"].wall, taken["handed"].wall)
     rate = 1 / statistics.median(taken["handed"].wall)
     note = f"{1 / share.value:.2%} of the time that SIFT of one view takes"
-    yield Row("modes", "640x480 handed to a worker by pickle", rate, "images/s", note=note)
+    yield Row("decoders", "640x480 handed to a worker by pickle", rate, "images/s", note=note)
 
 
 def write_jpegs(setting: Setting, folder: Path) -> Path:

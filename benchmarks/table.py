@@ -20,7 +20,7 @@ from pipeline.errors import RequestError
 from pipeline.files import write_atomic
 
 WITHOUT_NETWORK = (
-    "sinkhorn/", "keypoints/", "store/", "memory/Sinkhorn", "modes/decoder", "modes/pairs of views", "modes/640x480",
+    "sinkhorn/", "keypoints/", "store/", "memory/Sinkhorn", "decoders/",
     "loader/plain loader alone", "loader/synthetic loader alone", "loader/DALI loader alone",
 )  # fmt: skip
 
@@ -46,7 +46,8 @@ def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
         "latency": model_rows.latency,
         "files": stage_rows.files,
         "peer": peer_rows.peer,
-        "modes": mode_rows.table,
+        "modes": mode_rows.training,
+        "decoders": mode_rows.decoders,
         "processes": group_rows.groups,
         "loader": training_rows.loader,
         "memory": memory_rows.peaks,
@@ -167,7 +168,10 @@ def require_free(folder: Path, given: bool) -> None:
 def chart(rows: Sequence[Row], folder: Path) -> Optional[Path]:
     """modes.png: a bar for each mode and decoder that ran, with its speed-up; None where none did."""
     units = ("pairs/s", "images/s")
-    found = {unit: [each for each in rows if each.group == "modes" and each.unit == unit] for unit in units}
+    found = {
+        unit: [each for each in rows if each.group in ("modes", "decoders") and each.unit == unit]
+        for unit in units
+    }
     if not any(found.values()):
         return None
     from matplotlib.figure import Figure
