@@ -12,13 +12,13 @@ zeros, so that records can be read as float32.
 
 from __future__ import annotations
 
+import math
 from typing import Tuple
 
 import numpy as np
 
 from superglue_sift.sift import KEYPOINT
 
-KINDS = ("sift", "float", "binary")
 _GEOMETRY = ("x", "y", "scale", "angle", "score")
 
 
@@ -32,17 +32,15 @@ def record_dtype(kind: str, dim: int) -> np.dtype:
 
 def kind_of(dtype: np.dtype) -> Tuple[str, int]:
     """(kind, dim) of what `record_dtype` gave. Raises ValueError for any other dtype."""
-    names = dtype.names or ()
     if dtype == KEYPOINT:
         return "sift", 128
-    kind = "binary" if "bits" in names else "float"
-    shape = dtype[names[-1]].shape if names else ()
-    dim = (shape[0] if shape else 0) * (8 if kind == "binary" else 1)
-    if not dim or dtype != record_dtype(kind, dim):
-        raise ValueError(f"{dtype}: no record of keypoints")
-    return kind, dim
+    for kind, field, bits in (("binary", "bits", 8), ("float", "descriptor", 1)):
+        dim = bits * math.prod(dtype[field].shape) if field in (dtype.names or ()) else 0
+        if dim and dtype == record_dtype(kind, dim):
+            return kind, dim
+    raise ValueError(f"{dtype}: no record of keypoints")
 
 
 def descriptors_of(records: np.ndarray) -> np.ndarray:
     """(n, D) float32 or uint8, of bits (n, D / 8) uint8: the descriptors of (n,) records."""
-    return records[(records.dtype.names or ())[-1]]
+    return records["bits" if "bits" in (records.dtype.names or ()) else "descriptor"]

@@ -41,7 +41,7 @@ class Extractor:
     name: str
     dtype: np.dtype
     scale_angle: bool
-    function: Callable[[np.ndarray, int], np.ndarray]
+    function: Callable[[np.ndarray, int], Any]
     code: str = ""
 
     def __call__(self, gray: np.ndarray, max_keypoints: int) -> np.ndarray:

@@ -14,6 +14,7 @@ from superglue_sift.batch import Pair
 from superglue_sift.descriptors import descriptors_of, kind_of
 from superglue_sift.inference import fuse_for_inference
 from superglue_sift.matcher import PairMatches, match_pairs, match_threshold
+from superglue_sift.superglue import SuperGlue
 from superglue_sift.weights import load_model
 
 OURS = "superglue"
@@ -25,7 +26,7 @@ MATCHERS = (OURS, *BASELINES)  # always there, in the order of every table
 class Network:
     """A trained network. threshold: its matches have a higher confidence; info: the description stored with it."""
 
-    model: torch.nn.Module
+    model: SuperGlue
     threshold: float
     file: Path = Path()
     info: Mapping[str, Any] = field(default_factory=dict)

@@ -128,8 +128,8 @@ def database_of(path: Path, root: Path, store: FeatureStore) -> Iterator[Adding]
     with ColmapDatabase(partial, root) as database:
 
         def add(photo0: Any, photo1: Any, found: MatchResult) -> None:
-            names = [os.path.relpath(photo.path, root) for photo in (photo0, photo1)]
-            database.add(*names, store(photo0), store(photo1), found)
+            name0, name1 = (os.path.relpath(photo.path, root) for photo in (photo0, photo1))
+            database.add(name0, name1, store(photo0), store(photo1), found)
 
         yield add
     os.replace(partial, path)

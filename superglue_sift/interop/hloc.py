@@ -114,7 +114,7 @@ class MatcherForHloc:
 def register() -> Type:
     """Make hloc find the matcher by the name `superglue_sift`; returns its class. Raises RequestError without hloc."""
     try:
-        from hloc.utils.base_model import BaseModel
+        from hloc.utils.base_model import BaseModel  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise RequestError("hloc is not installed: github.com/cvg/Hierarchical-Localization") from None
     found = type("SuperGlueSIFT", (MatcherForHloc, BaseModel), {"__module__": f"hloc.matchers.{NAME}"})
