@@ -100,10 +100,10 @@ class PaddedSuperGlue(nn.Module):
         shift = Z.amax(2, keepdim=True)
         K = (Z - shift).exp()
         back = K.transpose(1, 2)
-        b = torch.ones_like(nu).unsqueeze(2)
+        b = (nu > 0).double().unsqueeze(2)  # what is masked takes no part from the first iteration on
         a = mu.unsqueeze(2)
         for _ in range(config.sinkhorn_iterations):
-            a = mu.unsqueeze(2) / torch.matmul(K, b)
+            a = mu.unsqueeze(2) / torch.matmul(K, b).clamp(min=1e-300)
             b = nu.unsqueeze(2) / torch.matmul(back, a).clamp(min=1e-300)
         return (K * a * b.transpose(1, 2) * total.unsqueeze(2)).float()
 
