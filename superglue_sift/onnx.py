@@ -191,12 +191,14 @@ def inputs_of(side0: Features, side1: Features) -> Dict[str, np.ndarray]:
 def program(model: SuperGlue, threshold: float) -> Any:
     """`torch.export.ExportedProgram` of `PaddedSuperGlue(model)`, batch and numbers of keypoints dynamic.
 
-    Raises RequestError: a torch that cannot (older than 2.5).
+    Raises RequestError: a torch that cannot (older than 2.5), or a model for other features than SIFT.
     """
     if not can_export():
         raise RequestError(
             f"torch {torch.__version__} cannot export a network whose shapes change: needs 2.5 or newer"
         )
+    if model.config.descriptor != "sift":
+        raise RequestError(f"ONNX is written of models for SIFT; this one is for {model.config.extractor}")
     dim = torch.export.Dim
     batch, counts = dim("batch"), {"0": dim("keypoints0"), "1": dim("keypoints1")}
     shapes = [

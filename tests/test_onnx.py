@@ -27,7 +27,8 @@ from superglue_sift.matcher import extract
 from superglue_sift.sift import KEYPOINT
 from superglue_sift.weights import shipped_weights
 
-SCORE_TOLERANCE = 1e-4  # rounding of float32 through all layers, in two libraries
+# Rounding of float32 through all layers; ONNX Runtime has kernels of its own.
+IN_TORCH, IN_ONNX_RUNTIME = 1e-4, 1e-3
 SIZE = (640, 480)
 
 
@@ -65,11 +66,13 @@ def inputs(batch: PairBatch) -> Dict[str, np.ndarray]:
     return values
 
 
-def assert_same(model, run, pairs: Sequence[Pair], threshold: float, doubtful: float = 0.0) -> int:
+def assert_same(
+    model, run, pairs: Sequence[Pair], threshold: float, tolerance: float, doubtful: float = 0.0
+) -> int:
     """Compare with torch; returns the number of matches.
 
-    doubtful: largest part of the keypoints whose match may differ, because two scores or a score and the threshold lie
-    closer than rounding.
+    tolerance: of the scores. doubtful: largest part of the keypoints whose answer may differ by more, because rounding
+    decides: between two neighbours as near as each other, or of a score at the threshold.
     """
     batch = from_pairs(pairs)
     with torch.no_grad():
@@ -80,9 +83,8 @@ def assert_same(model, run, pairs: Sequence[Pair], threshold: float, doubtful: f
         matches, scores = (
             getattr(expected, f"{kind}{side}").numpy() for kind in ("matches", "matching_scores")
         )
-        same = found["matches" + side] == matches
-        assert (~same).sum() <= doubtful * max(same.size, 1)
-        np.testing.assert_allclose(found["matching_scores" + side][same], scores[same], atol=SCORE_TOLERANCE)
+        far = np.abs(found["matching_scores" + side] - scores) > tolerance
+        assert (far | (found["matches" + side] != matches)).sum() <= doubtful * scores.size
     batch_index, index0, index1 = found["matches"].T
     assert len(index0) == (found["matches0"] >= 0).sum()
     np.testing.assert_array_equal(found["matches0"][batch_index, index0], index1)
@@ -137,10 +139,13 @@ def in_torch(module):
     return run
 
 
-def assert_same_on_all_shapes(model, run) -> None:
+def assert_same_on_all_shapes(model, run, tolerance: float = IN_TORCH) -> None:
     """Of a model that matches the made pairs."""
     rng = np.random.default_rng(0)
-    found = [assert_same(model, run, [made_pair(m, n, rng) for m, n in shapes], 0.1) for shapes in SHAPES]
+    found = [
+        assert_same(model, run, [made_pair(m, n, rng) for m, n in shapes], 0.1, tolerance)
+        for shapes in SHAPES
+    ]
     assert found[-1] > 10
 
 
@@ -176,7 +181,7 @@ def test_onnx_matches_pairs_of_any_shape(small, tmp_path):
     assert {each.domain: each.version for each in graph.opset_import}[""] >= 17
     assert [each.name for each in graph.graph.input] == list(onnx.INPUTS)
     assert [each.name for each in graph.graph.output] == list(onnx.OUTPUTS)
-    assert_same_on_all_shapes(load_model(small)[0], session(written))
+    assert_same_on_all_shapes(load_model(small)[0], session(written), IN_ONNX_RUNTIME)
 
 
 @pytest.mark.slow
@@ -195,12 +200,15 @@ def test_the_shipped_weights_as_onnx_match_200_pairs_as_torch_does(tmp_path, pho
         views = scene, cv2.warpPerspective(scene, H, scene.shape[::-1])
         sides = [extract(view, 256) for view in views]
         pairs.append(Pair(sides[0].records, sides[1].records, sides[0].size, sides[1].size))
-    found = sum(assert_same(model, run, pairs[at : at + 4], threshold, 0.002) for at in range(0, 200, 4))
+    found = sum(
+        assert_same(model, run, pairs[at : at + 4], threshold, IN_ONNX_RUNTIME, 0.002)
+        for at in range(0, 200, 4)
+    )
     assert found > 5000
     found = dict(zip(onnx.OUTPUTS, run(onnx.inputs_of(*sides))))
     expected = Matcher.load(device="cpu").match(*sides)
     np.testing.assert_array_equal(found["matches"][:, 1:], expected.matches)
-    assert assert_same(model, run, [made_pair(2048, 2048, rng)], threshold, 0.002) > 500
+    assert assert_same(model, run, [made_pair(2048, 2048, rng)], threshold, IN_ONNX_RUNTIME, 0.002) > 500
 
 
 def test_a_wrong_request_is_one_line(tmp_path, monkeypatch):
