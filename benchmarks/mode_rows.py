@@ -101,7 +101,7 @@ def _beside(
             if reason:
                 yield Row(group, name, skipped=reason)
                 continue
-            made = functools.partial(_row, setting, group, name, mode, base, start)
+            made = functools.partial(_row, setting, name, mode, base, start, Row(group, plain))
             yield from contained(group, name, made)
     finally:
         base.close()
@@ -120,7 +120,7 @@ def _reason(setting: Setting, mode: Mode) -> str:
 
 
 def _row(
-    setting: Setting, group: str, name: str, mode: Mode, base: Group, start: Callable[[Mode], Group]
+    setting: Setting, name: str, mode: Mode, base: Group, start: Callable[[Mode], Group], plain: Row
 ) -> Iterator[Row]:
     own = start(mode)
     try:
@@ -128,8 +128,8 @@ def _row(
     finally:
         own.close()
     each = {way: [t / part.items for t in taken[way].wall] for way, part in (("base", base), ("own", own))}
-    rate = 1 / statistics.median(each["own"])
-    yield Row(group, name, rate, own.unit, timing.speed_up(each["base"], each["own"]), against="plain")
+    rate, against = 1 / statistics.median(each["own"]), plain.what.split(": ")[-1]
+    yield Row(plain.group, name, rate, own.unit, timing.speed_up(each["base"], each["own"]), against=against)
 
 
 def _training(setting: Setting, store: Path, mode: Mode) -> Group:

@@ -403,9 +403,9 @@ class TestModes:
         assert parts.ratio.value > 0 and not parts.skipped
         said = found["weights that are not there"].skipped
         assert "rank 0 ended with 1" in said and "nothing.safetensors" in said
-        opencv = found["decoder: OpenCV"]
+        opencv = found["decoder: OpenCV, one thread"]
         assert opencv.unit == "images/s" and opencv.value > 0
-        for name in ("torchvision", "dali"):
+        for name in ("torchvision, one thread", "DALI, two threads"):
             row = found[f"decoder: {name}"]
             assert row.value or "install" in row.skipped
 
