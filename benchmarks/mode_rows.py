@@ -73,12 +73,15 @@ def decoders(setting: Setting) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         jpegs = write_jpegs(setting, Path(folder) / "photographs")
         start = functools.partial(_decoding, setting, jpegs)
-        others = {f"decoder: {name}": Mode({"way": name}) for name in ("torchvision", "dali")}
-        yield from _beside(setting, "decoders", "decoder: OpenCV", Mode({"way": "opencv"}), others, start)
-        views = {"pairs of views: DALI": Mode({"way": "dali-views"})}
-        yield from _beside(
-            setting, "decoders", "pairs of views: OpenCV", Mode({"way": "opencv-views"}), views, start
-        )
+        one, two = "one thread", "two threads"  # as the stage's workers have them, and its DALI pipeline
+        others = {f"decoder: torchvision, {one}": "torchvision", f"decoder: DALI, {two}": "dali"}
+        views = {f"pairs of views: DALI, {two}": "dali-views"}
+        for plain, way, beside in (
+            (f"decoder: OpenCV, {one}", "opencv", others),
+            (f"pairs of views: OpenCV, {one}", "opencv-views", views),
+        ):
+            ways = {name: Mode({"way": other}) for name, other in beside.items()}
+            yield from _beside(setting, "decoders", plain, Mode({"way": way}), ways, start)
     yield from contained("decoders", "images handed to a worker", functools.partial(_handed, setting))
 
 
