@@ -122,6 +122,7 @@ def _agent(arguments: Sequence[str]) -> int:
     """
     from torch.distributed import run
     from torch.distributed.elastic.agent.server import api
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -130,7 +131,10 @@ def _agent(arguments: Sequence[str]) -> int:
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
         run.main([*own_address(os.environ.get("LOCAL_ADDR", ""), LaunchConfig, api), *arguments])
-    except ChildFailedError:
+    except (
+        ChildFailedError,
+        SignalException,
+    ):  # some schedulers signal every process, and the ranks have saved
         return 1
     return 0
 

@@ -149,6 +149,18 @@ class TestFaults:
         assert "ValueError: SG_FAULT: 'bomb'" in out and "in at\n" in out.replace("(", "\n")
         assert "ChildFailedError" not in out and "starting again" not in out
 
+    def test_a_torchrun_that_is_signalled_itself_shows_no_traceback(self, tmp_path):
+        waiting = tmp_path / "waiting.py"
+        waiting.write_text("import time; print('waits', flush=True); time.sleep(300)")
+        arguments = ["--nproc_per_node=1", f"--master_port={launch.free_port()}", str(waiting)]
+        command = [sys.executable, "-m", "pipeline.launch", launch.AGENT, *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as torchrun:
+            assert any("waits" in line for line in torchrun.stdout)
+            torchrun.terminate()
+            said = torchrun.stdout.read()
+        assert torchrun.returncode == 1 and "Traceback" not in said, said
+
     def test_a_killed_torchrun_is_started_again(self, bench):
         fault = "torchrun:rank=1,step=3,phase=forward;torchrun:rank=0,step=5,phase=ckpt_fsync"
         out, struck = survived(bench, fault)

@@ -213,7 +213,7 @@ def any_rank(flag: Callable[[], bool]) -> Callable[[], bool]:
 
     def exchanged() -> Callable[[], bool]:
         packed = torch.tensor([float(flag())], device=_collective_device())
-        work = dist.all_reduce(packed, op=dist.ReduceOp.MAX, async_op=True)
+        work: Any = dist.all_reduce(packed, op=dist.ReduceOp.MAX, async_op=True)
 
         def answer() -> bool:
             work.wait()
