@@ -232,10 +232,6 @@ def export(
     except ImportError:
         raise RequestError("ONNX needs more packages: pip install 'superglue-sift[onnx]'") from None
     network, info = load_model(model or shipped_weights())
-    if network.config.descriptor != "sift":
-        raise RequestError(
-            f"{model}: matches keypoints of {network.config.extractor}; ONNX files are made for SIFT's"
-        )
     found = program(network, match_threshold(info) if threshold is None else threshold)
     written = torch.onnx.export(found, dynamo=True, input_names=INPUTS, output_names=OUTPUTS, opset_version=OPSET,
                                 verbose=False)  # fmt: skip

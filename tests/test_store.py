@@ -15,6 +15,8 @@ from benchmarks.store_rows import store_rows
 from pipeline.errors import RequestError
 from pipeline.features import inspect, store
 from pipeline.features.store import ImageViews, Store
+from superglue_sift.descriptors import record_dtype
+from superglue_sift.extractors import Extractor
 from superglue_sift.sift import KEYPOINT
 
 pytestmark = pytest.mark.cu111
@@ -65,6 +67,23 @@ def test_what_is_written_is_read(tmp_path_factory, counts, per_shard):
             view = opened.view(i, v)
             assert view.records.tobytes() == image.records[v].tobytes() and view.size == (320, 240)
             assert np.array_equal(view.H_image_to_view, image.homographies[v])
+
+
+def test_a_store_of_sift_is_written_as_ever_and_one_of_other_features_says_so(tmp_path):
+    folder = write(tmp_path / "sift", make_images(COUNTS))
+    about = json.loads((folder / store.INDEX).read_text())
+    assert list(about) == ["format", "version", "views_per_image", "view_size", "record", "digest", "shards"]
+    opened = Store(folder)
+    assert (opened.extractor, opened.dtype, opened.scale_angle) == ("sift", KEYPOINT, True)
+    binary = Extractor("mine:bits", record_dtype("binary", 256), False, lambda *_: None)
+    kept = np.frombuffer(np.random.default_rng(0).bytes(3 * binary.dtype.itemsize), binary.dtype)
+    row = store.write_shard(
+        folder / store.shard_name(0), [ImageViews("a", (9, 9), np.zeros((1, 3, 3)), [kept])]
+    )
+    (folder / store.INDEX).write_text(json.dumps(store.index([row], 1, (320, 240), binary)))
+    opened = Store(folder)
+    assert (opened.extractor, opened.dtype, opened.scale_angle) == (binary.name, binary.dtype, False)
+    assert opened.view(0, 0).records.tobytes() == kept.tobytes()
 
 
 def test_equal_images_give_equal_bytes_and_another_digest_otherwise(tmp_path):
