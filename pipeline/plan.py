@@ -50,8 +50,8 @@ COCO_SIZE = (640, 480)
 
 def micro_batch(train: Any, processes: int) -> int:
     """Pairs that the busiest of `processes` takes at a time."""
-    if train.bitwise_elastic:
-        batch = setup.global_batch(train, processes)
+    if train.bitwise_elastic:  # the same parts with any number of processes
+        batch = train.batch_per_rank * processes or train.batch
         return batch // setup.elastic_parts(batch)
     pairs = train.batch_per_rank or -(-train.batch // processes)
     return -(-pairs // train.accumulate)

@@ -100,3 +100,10 @@ def test_hours_are_measured_once_and_kept(make_params, tmp_path, monkeypatch):
     assert rates["pair"] > 0 and rates["image"] > 0
     monkeypatch.setattr(plan, "seconds_a_pair", lambda *_: pytest.fail("measured again"))
     assert plan.measured(sections, 2, 2, torch.device("cpu")) == rates
+
+
+@pytest.mark.parametrize("processes", [1, 3, 7])
+def test_any_number_of_processes_has_a_micro_batch(make_params, processes):
+    """Also those that cannot share a bitwise elastic batch: with auto the launcher takes fewer."""
+    assert plan.micro_batch(make_params("train", batch=64, bitwise_elastic=True), processes) == 8
+    assert plan.micro_batch(make_params("train", batch=64), processes) == -(-64 // processes)
