@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -288,11 +290,11 @@ def nodes():
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
 
 
-def start_node(nodes, i: int, arguments, spread: str) -> subprocess.Popen:
+def start_node(nodes, i: int, arguments, spread: str, processes: int = 1) -> subprocess.Popen:
     prefix, address, interface = nodes[i]
     return launcher(
         arguments, prefix, NNODES=spread, RDZV_ENDPOINT=f"{nodes[0][1]}:29411", LOCAL_ADDR=address,
-        GLOO_SOCKET_IFNAME=interface, NPROC_PER_NODE="1", SG_TIMEOUT="20",
+        GLOO_SOCKET_IFNAME=interface, NPROC_PER_NODE=str(processes), SG_TIMEOUT="20",
     )  # fmt: skip
 
 
@@ -309,19 +311,41 @@ class TestNodes:
         """With bitwise_elastic the weights are those of a run that always had one node."""
         keys = (("bitwise_elastic", True), ("steps", 300), ("val_every", 100), ("save_every", 10))
         expected = bench.clean(1, keys)
-        arguments = whole(bench, "run", keys)
-        first, second = (start_node(nodes, i, arguments, "1:2") for i in range(2))
-        checkpoints = bench.folder / "run"
+        out = lost_and_joined(bench, nodes, keys, first=1)
+        assert out.count("resuming at step") >= 1
+        assert digest(bench.folder / "run") == expected
 
-        def step() -> int:
-            return max((int(f.stem[5:]) for f in checkpoints.glob("step-*.safetensors")), default=0)
+    def test_elastic_goes_on_with_three_processes_two_and_three_again(self, bench, nodes):
+        """Two processes on one node and one on the other share a batch of 8, evenly or not."""
+        keys = (
+            ("steps", 600),
+            ("layers", 4),
+            ("val_every", 200),
+            ("save_every", 10),
+        )  # long enough to join in
+        lost_and_joined(bench, nodes, keys, first=2)
+        log = (bench.folder / "run-r" / "log.jsonl").read_text()
+        # groups: a start is tried again while the lost node counts as there
+        worlds = [world for world, _ in itertools.groupby(re.findall(r'"world_size": ?"?(\d+)', log))]
+        assert worlds == ["3", "2", "3"]
+        assert newest_step(bench.folder / "run") == 600
 
-        wait_until(lambda: step() >= 20, PATIENCE)
-        second.send_signal(signal.SIGKILL)
-        lost_at = step()
-        wait_until(lambda: step() > lost_at + 20, PATIENCE)
-        second = start_node(nodes, 1, arguments, "1:2")
-        outs = [process.communicate(timeout=PATIENCE)[0] for process in (first, second)]
-        assert first.returncode == 0, outs[0]
-        assert outs[0].count("resuming at step") >= 1
-        assert digest(checkpoints) == expected
+
+def newest_step(checkpoints: Path) -> int:
+    return max((int(file.stem[5:]) for file in checkpoints.glob("step-*.safetensors")), default=0)
+
+
+def lost_and_joined(bench, nodes, keys, first: int) -> str:
+    """What a node with `first` processes prints of a training whose other node is killed and comes back."""
+    arguments, checkpoints = whole(bench, "run", keys), bench.folder / "run"
+    one = start_node(nodes, 0, arguments, "1:2", first)
+    other = start_node(nodes, 1, arguments, "1:2")
+    wait_until(lambda: newest_step(checkpoints) >= 20, PATIENCE)
+    other.send_signal(signal.SIGKILL)
+    lost_at = newest_step(checkpoints)
+    wait_until(lambda: newest_step(checkpoints) > lost_at + 20, PATIENCE)
+    other = start_node(nodes, 1, arguments, "1:2")
+    out = one.communicate(timeout=PATIENCE)[0]
+    other.communicate(timeout=PATIENCE)
+    assert one.returncode == 0, out
+    return out
