@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pipeline import stack
 from pipeline.errors import RequestError
 from pipeline.training.muon import Muon
+from superglue_sift.superglue import SuperGlue
 
 
 def learning_rate(train, step: int, world_size: int = 1) -> float:
@@ -53,7 +54,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> List[str]:
     return sorted(set(frozen))
 
 
-def make_optimizer(train, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(train, model: SuperGlue) -> torch.optim.Optimizer:
     """Adam, AdamW, Muon or SGD (momentum 0.9) over the parameters that train."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
