@@ -101,12 +101,13 @@ class TestGradients:
 
     @pytest.mark.parametrize("wait", [True, False])
     @pytest.mark.parametrize("neighbours", [True, False])
-    def test_a_share_without_pairs_has_a_gradient_of_zero(self, monkeypatch, wait, neighbours):
+    def test_a_share_without_pairs_has_a_gradient_of_zero(self, tmp_path, monkeypatch, wait, neighbours):
         """More processes than pairs: such a rank takes part in every exchange."""
         if not wait:  # as on a GPU
             monkeypatch.setattr("superglue_sift.superglue.neighbour_features", _neighbours_padded)
         model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2, neighbours=neighbours))
-        total, parts = MatchingObjective(model, 3.0, 5.0)(load_batch(None, [], 32), wait)
+        batch = load_batch(Store(made_store(tmp_path)), [], 32)
+        total, parts = MatchingObjective(model, 3.0, 5.0)(batch, wait)
         total.sum().backward()
         assert total.item() == 0 and parts["loss"].shape == (0,)
         assert all(float(p.grad.abs().max()) == 0 for p in model.parameters())
