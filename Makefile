@@ -90,12 +90,13 @@ ui: $(SETUP)  ## MLflow at http://127.0.0.1:5000
 	@case "$${MLFLOW_TRACKING_URI:-}" in \
 		http*) echo "the tracking server of MLFLOW_TRACKING_URI shows the runs: $$MLFLOW_TRACKING_URI" ;; \
 		*) echo "MLflow at http://127.0.0.1:$(UI_PORT), Ctrl-C ends it"; \
+			echo "results:  http://127.0.0.1:$(UI_PORT)/#/experiments/1/runs?viewStateShareKey=results"; \
 			exec mlflow server --backend-store-uri "$${MLFLOW_TRACKING_URI:-sqlite:///$(CURDIR)/mlflow.db}" \
 				--host 127.0.0.1 --port $(UI_PORT) --workers 1 ;; \
 	esac
 
-report: $(SETUP)  ## the table of the last evaluation
-	@python -m pipeline.report
+report: $(SETUP)  ## the table of the last evaluation; opens its page
+	@python -m pipeline.report --open
 
 lock:  ## compile requirements/*.in into the locks (needs uv)
 	@requirements/compile.sh

@@ -11,6 +11,7 @@ more into --out. What every file and figure means: docs/evaluation.md.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import time
@@ -20,7 +21,6 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 from pipeline import errors, params, tracking
 from pipeline.errors import RequestError
 from pipeline.evaluation import estimators, lightglue, matchers, poses, protocol
-from pipeline.evaluation.figures import Figures
 from pipeline.evaluation.heldout import HeldOutPairs
 from pipeline.evaluation.hpatches import HPatchesPairs
 from pipeline.evaluation.matchers import OURS, Matchers
@@ -29,7 +29,8 @@ from pipeline.evaluation.scoring import Settings
 from pipeline.features.tuning import tune_process
 from pipeline.files import file_sha256
 from pipeline.images import sources
-from pipeline.report import files
+from pipeline.report import files, summary
+from pipeline.report.page import Content
 from pipeline.runtime import distributed, made_from, workspace_lock
 from pipeline.runtime.code import code_digest
 from pipeline.schema import EvaluateParams
@@ -127,7 +128,14 @@ def held_out(images_folder: Path, section: EvaluateParams, total: Optional[int] 
             f"{images_folder}: no held-out image; raise fetch.val_fraction or add images, then run fetch again"
         )
     source = HeldOutPairs(images, entries, section, total)
-    return source, f"held-out images ({split}): {len(source)}"
+    return source, f"{data_name(images_folder)}: {len(source)} held-out images ({split})"
+
+
+def data_name(images_folder: Path) -> str:
+    """What the images are called: after the preset's source, a person's own after their folder."""
+    source = json.loads((images_folder / "source.json").read_text(encoding="utf-8"))
+    folders = ", ".join(Path(one["path"]).name for one in source["containers"].values())
+    return folders if source.get("source", "folder") == "folder" else str(source["source"])
 
 
 def choose_source(args: argparse.Namespace, section: EvaluateParams) -> Named:
@@ -195,38 +203,48 @@ def check(argv: Optional[List[str]] = None, world_size: int = 1) -> None:
     choose_source(args, section)
 
 
-def track(args: argparse.Namespace, figures: Figures, info: Mapping[str, Any]) -> None:
-    """Add figures and files to the MLflow run of the training that the model's `info` names, where there is one."""
+def track(args: argparse.Namespace, contents: Mapping[str, Content], info: Mapping[str, Any]) -> None:
+    """Add headline, files and description to the MLflow run of the training that the model's `info` names, if any.
+
+    contents: of each variant by its folder below `--out`, "" for the one there is.
+    """
     if args.mlflow_run is None:
         return
     folder = args.pairs or args.poses
-    prefix = f"pairs/{folder.resolve().stem}" if folder else "paper" if args.paper else "test"
-    found = {f"{prefix}/{name}": value for name, value in figures.items() if value is not None}
+    prefix = f"pairs/{folder.resolve().stem}" if folder else "paper" if args.paper else tracking.EVALUATION
+    own = prefix == tracking.EVALUATION  # of the data it was trained on
     with tracking.attach(args.mlflow_run, training=info.get("training")) as run:
-        run.log(found, int(info.get("step") or 0))
+        for variant, content in contents.items():
+            named = "/".join(one for one in (tracking.HEADLINE, "" if own else prefix, variant) if one)
+            headline = {f"{named}/{name}": value for name, value in summary.headline(content).items()}
+            run.log(headline, int(info.get("step") or 0))
         for name in (*files.FILES, *files.FOLDERS):
             if (args.out / name).exists():
                 run.artifact(args.out / name, f"{prefix}/{name}" if name in files.FOLDERS else prefix)
         if files.write_grid(args.out / "pictures", args.out / "matches.png"):
             run.artifact(args.out / "matches.png", prefix)
+        if own:
+            run.describe(summary.result(contents[""]), summary.note(contents[""], prefix, tracking.RUN_ID))
+            run.challenge(args.out / "pairs.csv")
 
 
 def evaluate(
     args: argparse.Namespace, context: distributed.Context
-) -> Tuple[Optional[Figures], Mapping[str, Any]]:
-    """What was asked for: figures on the first process of a group, None on the others; and the model's info."""
+) -> Tuple[Dict[str, Content], Mapping[str, Any]]:
+    """What was asked for, by variant, on the first process of a group, nothing on the others; and the model's info."""
     section = section_of(args)
     device = choose_device(args.device) if context.world_size == 1 else str(context.device)
     compared, skipped = chosen_matchers(args, section, device)
     names, missing = chosen_estimators(args)
     extractor = chosen_extractor(args, compared.networks[OURS])
     settings = Settings(section, names, args.batch, args.resize, args.robustness, extractor)
-    work = Evaluation(compared, settings, context, (*missing, *skipped))
+    training = args.mlflow_run.parent / "train" / "curves" if args.mlflow_run else None
+    work = Evaluation(compared, settings, context, (*missing, *skipped), training)
     info = compared.networks[OURS].info
     if args.paper:
         return protocol.run_paper(work, lambda variant: choose_source(args, variant), args.out), info
     content = work.run(choose_source(args, section), args.out)
-    return (None if content is None else content.figures), info
+    return ({} if content is None else {"": content}), info
 
 
 def made_from_inputs(args: argparse.Namespace) -> Dict[str, Any]:
@@ -252,9 +270,9 @@ def main(argv: Optional[List[str]] = None) -> int:
         print(f"{args.out}: evaluated with this model, these images, parameters and code: nothing to do")
         return 0
     with distributed.joined() as context:
-        figures, info = evaluate(args, context)
-        if figures is not None:
-            track(args, figures, info)
+        contents, info = evaluate(args, context)
+        if contents:
+            track(args, contents, info)
             made_from.keep(args.out, inputs)
             print(f"took {time.monotonic() - started:.0f} s")
     return 0

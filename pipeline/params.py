@@ -7,13 +7,14 @@ stage is reported before the first one runs. The keys and their limits stand in 
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any, Dict, List, Tuple, Type, Union, get_args
 
 from pydantic import ValidationError
 
 from pipeline.errors import RequestError, typed
-from pipeline.schema import SECTIONS, KeypointsParams, Section, TrainParams
+from pipeline.schema import SECTIONS, FetchParams, KeypointsParams, Section, TrainParams
 
 
 def load(section: str, path: Union[str, Path] = "params.yaml") -> Any:
@@ -51,6 +52,20 @@ def parse(tree: Any, origin: str) -> Dict[str, Section]:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise RequestError(f"{origin}: {first}{more}")
     return sections
+
+
+def preset(path: Union[str, Path]) -> str:
+    """The preset a params.yaml began as, which its first line names; "" where it names none."""
+    found = re.match(r"# Preset ([\w.-]+):", Path(path).read_text(encoding="utf-8"))
+    return found.group(1) if found else ""
+
+
+def data_name(sections: Dict[str, Section]) -> str:
+    """What the training images are called: their source, or their folder; "" without a section fetch."""
+    fetch = sections.get("fetch")
+    if not isinstance(fetch, FetchParams):
+        return ""
+    return Path(fetch.path).name if fetch.source == "folder" else fetch.source
 
 
 def flatten(name: str, values: Union[Section, Dict[str, Any]]) -> Dict[str, Any]:

@@ -41,10 +41,10 @@ ROOMS: Dict[str, Set[str]] = {
     "images": set(),
     "features": set(),
     "runtime": set(),
-    "tracking": {"runtime"},
+    "tracking": {"runtime", "evaluation.champion"},
     "views": set(),
     "pairs": {"features"},
-    "report": set(),
+    "report": {"runtime.repro"},
     "extraction": {"images", "views", "features", "runtime", "params"},
     "training": {"pairs", "features", "runtime", "tracking", "params"},
     "evaluation": {"images", "views", "features", "pairs", "runtime", "report", "params"},
@@ -57,9 +57,12 @@ HOMES = {
     "torch.distributed": "pipeline/runtime/distributed.py",
     "DistributedDataParallel": "pipeline/runtime/distributed.py",
     "DataParallel": "pipeline/training/objective.py",
-    "mlflow": "pipeline/tracking/mlflow_store.py",
     "torchrun": "pipeline/launch.py",
 }
+# The store, the model that is served, and MLflow's monitors of the machine.
+MLFLOW_HOMES = tuple(
+    f"pipeline/tracking/{name}.py" for name in ("mlflow_store", "matcher_model", "system_metrics")
+)
 # NVIDIA's DALI has three: it decodes images for the keypoint stage, carries batches for training, and is compared.
 DALI_HOMES = ("pipeline/images/dali.py", "pipeline/pairs/dali.py", "benchmarks/dali_views.py")
 
@@ -236,7 +239,7 @@ def homes_of(word: str) -> Tuple[str, ...]:
         return (HOMES[last],)
     if word.startswith(("torch.distributed", "torch.nn.parallel")):
         return (HOMES["torch.distributed"], HOMES["torchrun"])
-    return {"mlflow": (HOMES["mlflow"],), "nvidia": DALI_HOMES}.get(first, ())
+    return {"mlflow": MLFLOW_HOMES, "nvidia": DALI_HOMES}.get(first, ())
 
 
 def test_each_thing_has_one_home() -> None:

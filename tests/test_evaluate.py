@@ -226,7 +226,7 @@ def test_the_papers_protocol_and_its_variants(work, monkeypatch, capsys):
             "b.png#1",
         ]
     printed = capsys.readouterr().out
-    assert printed.count("SuperGlue (ours)") == 2 * 2  # in a table of its own, and in that of all
+    assert printed.count("SuperGlue (ours)") == 2 * 3  # in two tables of its own, and in that of all
     last = printed.split("side by side")[1]
     assert [line.split()[0] for line in last.splitlines() if "SuperGlue (ours)" in line] == [
         "160x120-50",
@@ -245,7 +245,7 @@ def test_the_papers_protocol_takes_one_pair_of_a_photograph_where_that_is_enough
     assert run(work, "--paper", "1", "--estimators", "dlt,ransac") == 0
     rows = read_csv(work / "out" / "160x120-50" / "pairs.csv")
     assert [row["pair"] for row in rows] == ["a.png#0"] * len(MATCHERS)
-    assert "held-out images (test): 1," in capsys.readouterr().out
+    assert "1 held-out images (test)," in capsys.readouterr().out
     assert "error_magsac" not in rows[0]
 
 
@@ -425,13 +425,22 @@ def test_results_reach_the_run_of_the_training(work, monkeypatch):
             assert path.exists()
             events.append((path.name, folder))
 
+        def describe(self, result, note):
+            events.append((result, note))
+
+        def challenge(self, pairs):
+            events.append(pairs.name)
+
     monkeypatch.setattr(evaluate.tracking, "attach", lambda path, training: Run())
     assert run(work, "--mlflow-run", "run.json") == 0
     figures, step = events[0]
-    assert step == 7 and figures["test/superglue.pairs"] == 6 and None not in figures.values()
-    assert (
-        ("pairs.csv", "test") in events and ("pictures", "test/pictures") in events and events[-1] == "closed"
-    )
+    area, baseline = figures["verdict/auc_ransac_5"], figures["verdict/auc_ransac_5_best_baseline"]
+    assert step == 7 and len(figures) == 8 and None not in figures.values()
+    assert figures["verdict/auc_ransac_5_difference"] == pytest.approx(area - baseline)
+    (note,) = (event[1] for event in events if event[0] == f"AUC@5 {100 * area:.1f}")
+    assert "run_uuid={run_id}" in note and "| SuperGlue (ours) | 6 |" in note
+    assert ("pairs.csv", "test") in events and ("pictures", "test/pictures") in events
+    assert events[-2:] == ["pairs.csv", "closed"]
 
 
 def test_the_size_of_a_batch_does_not_matter(work):
@@ -479,7 +488,7 @@ def test_any_number_of_processes_gives_the_same_bytes(work, photo, root, process
     command = [sys.executable, *torchrun, "-m", "pipeline.evaluate", *words, "--out", "many"]
     done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("SuperGlue (ours)") == 1
+    assert done.stdout.count("SuperGlue (ours)") == 2  # the comparison, and pairs with nothing in common
     for name in ("metrics.json", "pairs.csv", "scenes.csv", "bad_images.csv", "curves/calibration.csv"):
         assert (work / "out" / name).read_bytes() == (work / "many" / name).read_bytes(), name
 

@@ -108,4 +108,4 @@ def test_a_run_and_its_pictures_go_through_the_server(server, tmp_path, monkeypa
     stored = client.get_run(run.run_id)
     assert stored.info.status == "FINISHED" and stored.info.artifact_uri.startswith("mlflow-artifacts:/")
     assert [file.path for file in client.list_artifacts(run.run_id, "pictures")] == ["pictures/picture.png"]
-    assert client.get_model_version_by_alias("superglue", "champion").run_id == run.run_id
+    assert client.get_model_version_by_alias("superglue-sift", "champion").run_id == run.run_id

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from made_scenes import write_image_set
 
+from pipeline.errors import RequestError
 from pipeline.evaluation import content as contents
 from pipeline.evaluation import figures, heldout, metrics
 from pipeline.evaluation.matchers import MATCHERS
@@ -19,7 +20,7 @@ from pipeline.evaluation.scoring import Row
 from pipeline.images import sources
 from pipeline.report import charts, page, tables
 
-VOID = {"meta", "link", "br", "img", "line", "circle", "polyline"}
+VOID = {"meta", "link", "br", "line", "circle", "polyline", "input"}
 
 
 class Balanced(HTMLParser):
@@ -43,16 +44,35 @@ class Balanced(HTMLParser):
         assert self.open and self.open.pop() == tag, tag
 
 
+OURS = {
+    "superglue.auc_ransac_5": 0.5, "superglue.precision": 0.8, "superglue.recall": 0.7, "superglue.threshold": 0.5,
+    "superglue.unrelated_matches": 1.25, "superglue.unrelated_matches_p95": 4.0, "superglue.unrelated_pairs": 60,
+    "ratio_test.unrelated_matches": 7.0, "ratio_test.unrelated_matches_p95": 20.0, "ratio_test.unrelated_pairs": 60,
+}  # fmt: skip
+MADE = {"commit": "abcdef01", "date": "2026-01-31"}
+MATCHES = {
+    "superglue": [[1.0, 2.0, 101.0, 2.0, 0.9, 1.0], [3.0, 4.0, 150.0, 9.0, 0.3, 0.0]],
+    "ratio_test": [],
+}
+
+
 def content(**changes):
     lines = [
         {"matcher": m, "figure": f, "value": 0.5, "low": 0.4, "high": 0.6, "pairs": 3}
         for m in MATCHERS
         for f in ("precision", "auc_ransac_3")
     ]
-    difference = {"figure": "precision", "baseline": "nn", "value": 0.1, "low": 0.05, "high": 0.2}
+    difference = {
+        "figure": "precision",
+        "baseline": "nn",
+        "value": 0.1,
+        "low": 0.05,
+        "high": 0.2,
+        "pairs": 40,
+    }
     values = {
         "title": "Evaluation <b>",
-        "figures": {f"{m}.pairs": 3 for m in MATCHERS},
+        "figures": {**{f"{m}.pairs": 3 for m in MATCHERS}, **OURS},
         "intervals": lines,
         "differences": [
             {**difference, "verdict": "better"},
@@ -66,28 +86,67 @@ def content(**changes):
             "calibration": [],
         },
         "robustness": [],
-        "pictures": [page.Picture("worst-1", "a & b", "Why it failed: <blur>", b"\xff\xd8")],
-        "protocol": {"views": "640x480"},
+        "pictures": [page.Picture("worst-1", "a & b", "Why it failed: <blur>", "/9g=", 200, 100, MATCHES)],
+        "protocol": {
+            "views": "640x480",
+            "model": {"file": "m.safetensors", "sha256": "0123456789", "step": 7},
+        },
         "notes": ["3 pairs"],
     }
     return page.Content(**{**values, **changes})
 
 
 def test_page_is_whole_and_needs_nothing_beside_it():
-    text = page.render(content())
+    text = page.render(content(), {}, MADE)
     found = Balanced(text)
     assert all(address.startswith("data:") for address in found.loaded)
-    assert "<script" not in text and "http" not in re.sub("&[a-z]+;", "", text)
+    assert "src=" not in text and "http" not in re.sub("&[a-z]+;", "", text)
     assert "Evaluation &lt;b&gt;" in text and "a &amp; b" in text and "&lt;blur&gt;" in text
     assert "Better than the best baseline in: precision." in text and "50.0<br><small>40.0&ndash;60.0" in text
     assert "viewport" in text and "AUC@3 RANSAC" in text
+
+
+def test_title_and_verdict_say_data_model_commit_date_and_how_good():
+    text = page.render(content(), {}, MADE)
+    title = re.search("<title>(.*)</title>", text).group(1)
+    assert all(word in title for word in ("Evaluation", "01234567", "abcdef01", "2026-01-31"))
+    verdict = re.search('<p class="verdict">(.*)</p>', text).group(1)
+    assert "AUC@5 RANSAC is 50.0 %" in verdict and "80.0 % of its matches are right" in verdict
+    assert "give 1.2 matches (95th percentile 4), by the ratio test 7.0 (20)" in verdict
+
+
+def test_pictures_show_matches_above_the_threshold_and_hold_all():
+    text = page.render(content(), {}, MADE)
+    shown = re.findall(r'<path d="([^"]*)" class="(\w+)" data-score="([^"]*)"( hidden)?', text)
+    assert shown == [
+        ("M1.0 2.0L101.0 2.0", "right", "0.9", ""),
+        ("M3.0 4.0L150.0 9.0", "wrong", "0.3", " hidden"),
+    ]
+
+
+def test_the_curves_of_the_training_are_drawn_where_they_are(tmp_path):
+    (tmp_path / "train.csv").write_text("step,loss\n10,2.0\n20,1.0\n")
+    (tmp_path / "validation.csv").write_text("step,loss,precision,recall\n20,1.5,0.5,0.25\n")
+    assert "<h2>Training</h2>" not in page.render(content(), page.training_curves(None), MADE)
+    text = page.render(content(), page.training_curves(tmp_path), MADE)
+    Balanced(text)
+    first = text[text.index("<h2>Training</h2>") :]
+    assert first.index("polyline") < first.index("Loss while training")
+
+
+def test_a_page_is_made_again_from_its_json(tmp_path):
+    page.save(tmp_path, content())
+    assert page.load(tmp_path) == content()
+    (tmp_path / page.JSON).write_text("{}")
+    with pytest.raises(RequestError, match=r"report\.json: cannot be read"):
+        page.load(tmp_path)
 
 
 def test_a_browser_opens_it_without_complaint(tmp_path):
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("needs Chromium")
-    (tmp_path / "index.html").write_text(page.render(content(pictures=[])), encoding="utf-8")
+    (tmp_path / "index.html").write_text(page.render(content(pictures=[]), {}, MADE), encoding="utf-8")
     words = [
         "--headless=new",
         "--no-sandbox",
@@ -110,35 +169,34 @@ def test_page_with_robustness_and_without_numbers():
         {**line, **found, "ratio_test.precision": 0.8},
         {**line, **found, "superglue.precision": None, "ratio_test.precision": 0.8},
     ]
-    text = page.render(content(robustness=lines))
+    text = page.render(content(robustness=lines), {}, MADE)
     Balanced(text)
     assert '<span class="better">90.0 | 80.0</span>' in text and "- | 80.0" in text
     assert text.count("21 with true matches") == 2
     empty = content(figures={}, intervals=[], differences=[], curves={"error_ransac": []}, pictures=[])
-    Balanced(page.render(empty))
+    Balanced(page.render(empty, {}, MADE))
 
 
 def test_a_few_pairs_are_marked_and_not_judged():
     line = {"condition": "blur (px)", "level": "2", "superglue.precision": 0.9, "ratio_test.precision": 0.8}
-    text = page.render(content(robustness=[{**line, "pairs": 19}, {**line, "pairs": 20}]))
+    text = page.render(content(robustness=[{**line, "pairs": 19}, {**line, "pairs": 20}]), {}, MADE)
     assert (
         text.count('<span class="better">90.0 | 80.0</span>') == 1 and text.count("<td>90.0 | 80.0</td>") == 1
     )
     assert "<td>19*</td>" in text and "<td>20</td>" in text
     many = {"pairs": 30, "superglue.recall": 0.9, "ratio_test.recall": 0.8}
-    text = page.render(
-        content(robustness=[{"condition": "blur (px)", "level": "2", **many, "recall_pairs": 5}])
-    )
+    lines = [{"condition": "blur (px)", "level": "2", **many, "recall_pairs": 5}]
+    text = page.render(content(robustness=lines), {}, MADE)
     assert "<td>90.0 | 80.0<br><small>5* with true matches" in text
 
 
 def test_a_further_model_has_its_own_sentence_in_the_summary():
-    line = {"figure": "precision", "value": 0.1, "low": 0.05, "high": 0.2}
+    line = {"figure": "precision", "value": 0.1, "low": 0.05, "high": 0.2, "pairs": 40}
     lines = [
         {**line, "baseline": "nn", "verdict": "worse"},
         {**line, "baseline": "shipped", "verdict": "better"},
     ]
-    text = page.render(content(differences=lines))
+    text = page.render(content(differences=lines), {}, MADE)
     assert (
         "Worse than the best baseline in: precision." in text and "Better than shipped in: precision." in text
     )

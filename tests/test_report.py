@@ -16,7 +16,7 @@ from pipeline.evaluation.content import error_curve
 from pipeline.evaluation.metrics import MatchCounts, auc_by_pair
 from pipeline.evaluation.scoring import Row
 from pipeline.report import __main__ as report
-from pipeline.report import files, tables
+from pipeline.report import files, page, tables
 from superglue_sift import drawing
 
 FIGURES = {
@@ -122,6 +122,25 @@ def test_in_an_image_no_hint_names_make(tmp_path, capsys, monkeypatch):
     assert "docker run ... ui" in printed and "docker run ... match A.jpg B.jpg" in printed
     assert "make " not in printed and ".venv" not in printed
     assert errors.typed("repro", preset="sample") == "docker run ... repro --preset sample"
+
+
+def test_the_page_is_made_where_only_its_json_is_there_and_opened_where_there_is_a_browser(
+    tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "metrics.json").write_text(json.dumps(FIGURES))
+    model = {"file": "m", "sha256": "0123456789", "step": 1}
+    page.save(tmp_path, page.Content("here", FIGURES, [], [], {}, [], [], {"model": model}))
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    assert report.main(["--evaluation", str(tmp_path), "--open"]) == 0
+    made = tmp_path / "index.html"
+    assert f"open {made}" in capsys.readouterr().out and "SuperGlue on here" in made.read_text()
+    opened = []
+    monkeypatch.setenv("DISPLAY", ":0")
+    monkeypatch.setattr(report.webbrowser, "open", lambda address: opened.append(address) or True)
+    made.write_text("as it is")
+    assert report.main(["--evaluation", str(tmp_path), "--open"]) == 0
+    assert opened == [made.as_uri()] and made.read_text() == "as it is"
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}"])

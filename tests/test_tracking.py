@@ -143,7 +143,7 @@ def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path):
     picture.write_bytes(b"png")
     model = tmp_path / "best.safetensors"
     model.write_bytes(b"weights")
-    with tracking.open_run(tmp_path / "reports", PARAMS, {"world_size": 2}) as run:
+    with tracking.open_run(tmp_path / "reports", PARAMS, {"world_size": 2}, name="sample") as run:
         log_steps(run, 0, 50)
         run.log({"val/loss": float("nan")}, 10)
         run.artifact(picture, "pictures")
@@ -158,9 +158,12 @@ def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path):
     assert {"git.commit", "git.dirty", "host", "world_size", "version.torch"} <= set(stored.data.tags)
     assert stored.inputs.dataset_inputs[0].dataset.digest == ("ab" * 32)[:36]
     assert [f.path for f in client.list_artifacts(stored.info.run_id, "pictures")] == ["pictures/matches.png"]
-    version = client.get_model_version_by_alias("superglue", "champion")
+    version = client.get_model_version_by_alias("superglue-sift", "champion")
     files = {path.name for path in (tmp_path / "mlartifacts").rglob("*") if path.is_file()}
-    assert {"MLmodel", "best.safetensors"} <= files
+    assert {"MLmodel", "best.safetensors", "matcher_model.py", "input_example.json"} <= files
+    assert not [name for name in files if name.endswith((".pkl", ".pickle", ".pyc"))]
+    shown = [tag for tag in stored.data.tags if not tag.startswith("mlflow.")]  # the page hides the others
+    assert stored.info.run_name == "sample" and not [tag for tag in shown if "process" in tag]
     assert version.run_id == stored.info.run_id
     assert run_file.recall(tmp_path / "reports/run.json")["run_id"] == stored.info.run_id
 
@@ -206,8 +209,9 @@ def test_a_retraining_to_the_same_weights_has_the_evaluation_in_its_own_run(stor
     def evaluated(auc, identity):
         report.write_text(f"auc {auc}")
         with tracking.attach(noted, tmp_path / "evaluate", training=identity) as run:
-            run.log({"test/auc": auc}, 50)
+            run.log({"verdict/auc": auc}, 50)
             run.artifact(report, "test")
+            run.describe(f"AUC {auc}", f"AUC {auc} of {tracking.RUN_ID}")
 
     (tmp_path / "best.safetensors").write_bytes(b"same")
     first = trained("a")
@@ -218,12 +222,56 @@ def test_a_retraining_to_the_same_weights_has_the_evaluation_in_its_own_run(stor
     (tmp_path / "best.safetensors").write_bytes(b"same")
     again = trained("a")
     assert again != first
-    assert client.get_run(again).data.metrics == {"test/auc": 0.5}
+    assert client.get_run(again).data.metrics == {"verdict/auc": 0.5}
+    note = client.get_run(again).data.tags["mlflow.note.content"]
+    assert client.get_run(again).info.run_name.endswith(" · AUC 0.5") and note == f"AUC 0.5 of {again}"
     assert client.get_run(again).data.tags["evaluation.taken_from"] == first
     assert Path(client.download_artifacts(again, "test/index.html", str(tmp_path))).read_text() == "auc 0.5"
     assert client.get_run(other).data.metrics == {}
     evaluated(0.75, "a")
-    assert [client.get_run(r).data.metrics["test/auc"] for r in (first, again)] == [0.5, 0.75]
+    assert [client.get_run(r).data.metrics["verdict/auc"] for r in (first, again)] == [0.5, 0.75]
+
+
+def pairs_csv(path, errors, keypoints=9):
+    """A pairs.csv of pairs in eight photographs with these errors of ours."""
+    lines = ["pair,scene,matcher,keypoints0,error_ransac"]
+    for number, error in enumerate(errors):
+        lines += [
+            f"{number},{number % 8},superglue,{keypoints},{error}",
+            f"{number},{number % 8},nn,{keypoints},9",
+        ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_the_champion_moves_only_to_a_model_that_is_surely_better_on_the_same_pairs(store, tmp_path):
+    from mlflow.tracking import MlflowClient
+
+    noted, model, client = (
+        tmp_path / "reports" / "run.json",
+        tmp_path / "best.safetensors",
+        MlflowClient(store),
+    )
+
+    def champion_after(name, errors, keypoints=9):
+        model.write_bytes(name.encode())
+        with tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False, training=name) as run:
+            run.model(model, step=1)
+        folder = tmp_path / name
+        folder.mkdir()
+        with tracking.attach(noted, tmp_path / "evaluate", training=name) as run:
+            run.artifact(pairs_csv(folder / "pairs.csv", errors, keypoints), "test")
+            run.challenge(folder / "pairs.csv")
+        return client.get_model_version_by_alias("superglue-sift", "champion").version
+
+    some = [1 + n % 3 for n in range(24)]
+    assert champion_after("first", some) == "1"
+    assert champion_after("as good", some[1:] + some[:1]) == "1"
+    assert champion_after("other pairs", [0.1] * 24, keypoints=10) == "1"
+    assert champion_after("worse", [4.0] * 24) == "1"
+    assert champion_after("better", [e / 2 for e in some]) == "5"
+    said = [client.get_model_version("superglue-sift", str(n)).tags.get("champion", "") for n in range(1, 6)]
+    assert said[0] == "" and "other pairs" in said[2] and "95 % interval" in said[4]
 
 
 def test_figures_find_the_run_of_their_own_training_also_after_another_one(store, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Dict, List, Mapping, Sequence, Tuple
 
 import cv2
@@ -11,17 +12,17 @@ from pipeline.evaluation import confidence, figures, poses
 from pipeline.evaluation.figures import Comparison, Line
 from pipeline.evaluation.matchers import OURS, Matchers
 from pipeline.evaluation.metrics import recall_curve
-from pipeline.evaluation.pairs import Scene, Source, pair_of_scene
+from pipeline.evaluation.pairs import KnownPair, Scene, Source, pair_of_scene
 from pipeline.evaluation.run import Results
 from pipeline.evaluation.scoring import Row, Settings, correct_matches, estimators_of, matched_points
 from pipeline.report import page, tables
 from superglue_sift import drawing
+from superglue_sift.matcher import PairMatches
 
 PICTURED = (OURS, figures.RATIO_TEST)  # one above the other
 LIMITS_PX = tuple(round(0.1 * step, 1) for step in range(101))  # 0 .. 10 px, the range of the widest AUC
 LIMITS_DEG = tuple(round(0.2 * step, 1) for step in range(101))  # 0 .. 20 degrees, of the pose error
-WIDEST = 1200  # pixels of a picture in the page
-QUALITY = 80
+QUALITY = 80  # of the pictures in the page
 
 
 def content(
@@ -129,23 +130,37 @@ def draw_pictures(
             scenes[number] = source.load(number)
         most, extractor = settings.params.max_keypoints, settings.extractor
         known, images = pair_of_scene(scenes[number], found.place, most, extractor)
-        answers = matchers.above(matchers.answers([known.pair], 1)[0])
-        panels = []
+        answers = matchers.answers([known.pair], 1)[0]
+        shown = matchers.above(answers)
+        panels, rows = [], found.rows
         for matcher in PICTURED:
-            points0, points1, _ = matched_points(known.pair, answers[matcher])
-            correct = correct_matches(known, answers[matcher], settings.params.correct_px)
-            heading = f"{tables.title(matcher)}: {counted(found.rows[matcher])}   ({known.name})"
+            points0, points1, _ = matched_points(known.pair, shown[matcher])
+            correct = correct_matches(known, shown[matcher], settings.params.correct_px)
+            heading = f"{tables.title(matcher)}: {counted(rows[matcher])}   ({known.name})"
             panels.append(drawing.Panel(heading, points0, points1, correct))
-        picture = drawing.draw(*images, panels)
-        drawn.append((for_page(name, found.rows, picture), picture))
+        lines = {matcher: match_lines(known, answers[matcher], settings) for matcher in PICTURED}
+        ours, others = (f"{tables.title(matcher)}: {counted(rows[matcher])}" for matcher in PICTURED)
+        small = page.Picture(
+            name, f"{known.name}. {ours}. {others}.", explanation(rows[OURS]), *background(*images), lines
+        )
+        drawn.append((small, drawing.draw(*images, panels)))
     return drawn
 
 
-def for_page(name: str, rows: Mapping[str, Row], picture: np.ndarray) -> page.Picture:
-    """A picture with its figures and what stood in the way."""
-    above, below = (counted(rows[matcher]) for matcher in PICTURED)
-    caption = f"{rows[OURS].pair}. Above ours: {above}. Below the ratio test: {below}."
-    return page.Picture(name, caption, explanation(rows[OURS]), small_jpeg(picture))
+def match_lines(known: KnownPair, found: PairMatches, settings: Settings) -> List[List[float]]:
+    """x0, y0, x1, y1 in pixels of `drawing.side_by_side`, score and whether right (1 or 0), of each match."""
+    points0, points1, scores = matched_points(known.pair, found)
+    correct = correct_matches(known, found, settings.params.correct_px)
+    x1, y1 = points1.round(1).T
+    shift = known.pair.size0[0] + drawing.GAP
+    return np.column_stack([points0.round(1), x1 + shift, y1, scores.round(3), correct]).tolist()
+
+
+def background(image0: np.ndarray, image1: np.ndarray) -> Tuple[str, int, int]:
+    """Two images side by side as the text of a JPEG file in base64, and their width and height in pixels."""
+    canvas = drawing.side_by_side(image0, image1)
+    _, data = cv2.imencode(".jpg", canvas, [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
+    return base64.b64encode(data.tobytes()).decode("ascii"), canvas.shape[1], canvas.shape[0]
 
 
 def counted(row: Row) -> str:
@@ -169,15 +184,6 @@ def picture_choice(ours: Sequence[Row], count: int) -> List[Tuple[str, int]]:
     chosen = [("best", ranked[:best]), ("median", ranked[start : start + middle])]
     chosen.append(("worst", ranked[len(ranked) - worst :][::-1] if worst else []))
     return [(f"{kind}-{place}", index) for kind, group in chosen for place, index in enumerate(group, 1)]
-
-
-def small_jpeg(drawn: np.ndarray) -> bytes:
-    """A picture (H, W, 3) as a JPEG file's bytes, made smaller where it is wider than the page needs."""
-    if drawn.shape[1] > WIDEST:
-        height = round(drawn.shape[0] * WIDEST / drawn.shape[1])
-        drawn = cv2.resize(drawn, (WIDEST, height), interpolation=cv2.INTER_AREA)
-    _, data = cv2.imencode(".jpg", drawn, [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
-    return data.tobytes()
 
 
 def explanation(row: Row, limit_px: float = 3.0) -> str:

@@ -243,6 +243,16 @@ def differences(
     return lines
 
 
+def unrelated(rows: Sequence[Row]) -> Figures:
+    """Matches on pairs with nothing in common, by matcher: mean, 95th percentile and the number of pairs."""
+    found: Figures = {}
+    for matcher in matchers_of(rows):
+        counts = [row.counts.matches for row in rows if row.matcher == matcher]
+        figures = {"matches": np.mean(counts), "matches_p95": np.percentile(counts, 95), "pairs": len(counts)}
+        found.update({f"{matcher}.unrelated_{name}": plain(value) for name, value in figures.items()})
+    return found
+
+
 def by_scene(rows: Sequence[Row]) -> List[Line]:
     """One line per scene (sequence or image) and matcher, scenes in their order of appearance."""
     groups: Dict[tuple, List[Row]] = {}

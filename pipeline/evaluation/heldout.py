@@ -23,6 +23,8 @@ from pipeline.views import homography, photometric, render
 from superglue_sift.geometry import compose
 from superglue_sift.images import BadImage, decode_gray
 
+UNRELATED_PAIRS = 100
+
 
 class HeldOutPairs:
     """`params.pairs_per_image` pairs of each entry, or `total` over all; a source for `evaluation.pairs`.
@@ -59,11 +61,7 @@ class HeldOutPairs:
 
     def load(self, index: int) -> Scene:
         """Render the pairs of one photograph. Raises BadImage when it cannot be read or is too small."""
-        entry = self.entries[index]
-        image = decode_gray(self.images.read(entry), entry.name)
-        if not homography.fits(image_size(image), self.view_size):
-            least = "x".join(str(side) for side in homography.smallest_image(self.view_size))
-            raise BadImage(entry.name, f"{image.shape[1]}x{image.shape[0]} pixels, smaller than {least}")
+        entry, image = self.entries[index], self._image(index)
         views: List[np.ndarray] = []
         pairs: List[ViewPair] = []
         for number in range(self.pairs_in(index)):
@@ -75,6 +73,18 @@ class HeldOutPairs:
             pairs.append(ViewPair(f"{entry.name}#{number}", first, second, H_0to1))
         return Scene(entry.name, views, pairs)
 
+    def view(self, index: int, number: int) -> Tuple[np.ndarray, np.ndarray]:
+        """View `number` of photograph `index`, (H, W) uint8, and H_image_to_view. Raises BadImage."""
+        return self._view(self._image(index), self.entries[index].name, number)
+
+    def _image(self, index: int) -> np.ndarray:
+        entry = self.entries[index]
+        image = decode_gray(self.images.read(entry), entry.name)
+        if not homography.fits(image_size(image), self.view_size):
+            least = "x".join(str(side) for side in homography.smallest_image(self.view_size))
+            raise BadImage(entry.name, f"{image.shape[1]}x{image.shape[0]} pixels, smaller than {least}")
+        return image
+
     def _view(self, image: np.ndarray, name: str, number: int) -> Tuple[np.ndarray, np.ndarray]:
         """View `number` of a photograph, (H, W) uint8, and H_image_to_view; even numbers are mild."""
         rng = homography.generator(self.params.seed, f"evaluate {name}", number)
@@ -85,6 +95,43 @@ class HeldOutPairs:
             H = homography.sample_view(rng, image_size(image), self.view_size, limits, difficulty)
         view = render.render(image, H, self.view_size)
         return photometric.distort(view, rng, self.params.photometric), H
+
+
+class UnrelatedPairs:
+    """Pairs of views of two different photographs of a source: there is nothing to match.
+
+    The same for every matcher and model: pair n shows photograph n modulo their number beside a later one, with the
+    views that the source renders of them.
+    """
+
+    def __init__(self, source: HeldOutPairs, most: int = UNRELATED_PAIRS):
+        self.source = source
+        self.photographs = len(source)
+        self.count = min(most, self.photographs * (self.photographs - 1) * source.params.pairs_per_image)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def scene_name(self, index: int) -> str:
+        return " and ".join(self.source.scene_name(one) for one in self.photographs_of(index))
+
+    def pairs_in(self, index: int) -> int:
+        return 1
+
+    def photographs_of(self, index: int) -> Tuple[int, int]:
+        """The numbers of the two photographs of a pair."""
+        turn, first = divmod(index, self.photographs)
+        return first, (first + 1 + turn % (self.photographs - 1)) % self.photographs
+
+    def load(self, index: int) -> Scene:
+        """Render the two views. Raises BadImage as the source does."""
+        number = index // self.photographs
+        views = [
+            self.source.view(photograph, 2 * number + place)[0]
+            for place, photograph in enumerate(self.photographs_of(index))
+        ]
+        name = self.scene_name(index)
+        return Scene(name, views, [ViewPair(f"{name}#{number}", 0, 1, np.full((3, 3), np.nan))])
 
 
 def brightness(image: np.ndarray, factor: float) -> np.ndarray:

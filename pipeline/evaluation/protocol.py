@@ -12,7 +12,7 @@ from pipeline.evaluation.heldout import HeldOutPairs
 from pipeline.evaluation.hpatches import HPatchesPairs
 from pipeline.evaluation.matchers import OURS, Matchers, Network
 from pipeline.evaluation.pairs import Source
-from pipeline.evaluation.scoring import Settings
+from pipeline.evaluation.scoring import Row, Settings
 from pipeline.files import file_sha256
 from pipeline.report import files, page, tables
 from pipeline.runtime import distributed
@@ -28,12 +28,16 @@ Named = Tuple[Source, str]  # and where its pairs come from, as text
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What stays the same from source to source. skipped: a line for each thing that was asked for and is not here."""
+    """What stays the same from source to source.
+
+    skipped: a line for each thing that was asked for and is not here; training: folder of its curves, for the page.
+    """
 
     matchers: Matchers
     settings: Settings
     context: distributed.Context
     skipped: Tuple[str, ...] = ()
+    training: Optional[Path] = None
 
     def run(self, named: Named, out: Path) -> Optional[page.Content]:
         """Evaluate a source; the first process of a group writes everything into `out` and returns the content.
@@ -48,23 +52,26 @@ class Evaluation:
         disturbed: List[figures.Line] = []
         if settings.robustness and isinstance(source, HeldOutPairs):
             disturbed = run.disturbed_lines(source, matchers, settings, self.context)
+        unrelated: List[Row] = []
+        if isinstance(source, HeldOutPairs):
+            unrelated = run.unrelated_rows(source, matchers, settings, self.context)
         if not self.context.is_main:
             return None
         thresholds = {name: network.threshold for name, network in matchers.networks.items()}
         compared = figures.compare(results.pairs, thresholds)
         drawn = content.draw_pictures(source, matchers, results, settings)
         shown = [small for small, _ in drawn]
-        found = content.content(
-            f"Evaluation: {where}", results, compared, disturbed, shown, self.describe(source, where)
-        )
+        compared.figures.update(figures.unrelated(unrelated))
+        found = content.content(where, results, compared, disturbed, shown, self.describe(source, where))
         found.notes.extend(self.skipped)
-        files.write(out, found)
+        files.write(out, found, self.training)
         files.emptied(out / "pictures")
         for small, picture in drawn:
             drawing.write(out / "pictures" / f"{small.name}.png", picture)
         scenes = tables.by_scene(found.scenes) + "\n\n" if isinstance(source, HPatchesPairs) else ""
         print(f"\n{where}, {len(results.pairs)} pairs\n\n{scenes}{tables.comparison(found.figures)}\n")
         print(tables.differences(found.differences))
+        print("\n".join(tables.unrelated(found.figures)))
         bad = f"; {len(results.bad)} unreadable images left out, see bad_images.csv" if results.bad else ""
         print("\n".join([*self.skipped, "", f"written to {out}{bad}"]), flush=True)
         return found
@@ -107,10 +114,10 @@ def model_lines(network: Network) -> Dict[str, object]:
 
 def run_paper(
     work: Evaluation, source_of: Callable[[EvaluateParams], Named], out: Path
-) -> Optional[figures.Figures]:
+) -> Dict[str, page.Content]:
     """Each variant in a folder of its own; one table, metrics.json, protocols.csv and page of all.
 
-    Returns the figures of all variants, `<variant>.<matcher>.<figure>`, on the first process; None on the others.
+    Returns the report of each on the first process, nothing on the others.
     """
     contents: Dict[str, page.Content] = {}
     for width, height, keypoints in VARIANTS:
@@ -123,11 +130,14 @@ def run_paper(
         found = part.run((source, title), out / name)
         if found is not None:
             contents[name] = found
-    return write_paper(contents, out) if contents else None
+    if contents:
+        write_paper(contents, out)
+    return contents
 
 
-def write_paper(contents: Mapping[str, page.Content], out: Path) -> figures.Figures:
-    """What stands above the folders of the variants. contents: the report of each."""
+def write_paper(contents: Mapping[str, page.Content], out: Path) -> None:
+    """What stands above the folders of the variants. contents: the report of each; figures as
+    `<variant>.<matcher>.<figure>`."""
     by_variant = {name: found.figures for name, found in contents.items()}
     flat = {f"{name}.{figure}": value for name, own in by_variant.items() for figure, value in own.items()}
     files.write_json(out / "metrics.json", flat)
@@ -142,4 +152,3 @@ def write_paper(contents: Mapping[str, page.Content], out: Path) -> figures.Figu
     print("\nAll variants side by side\n")
     print(tables.side_by_side(by_variant))
     print(f"\nwritten to {out}", flush=True)
-    return flat

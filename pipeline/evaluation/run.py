@@ -12,12 +12,12 @@ import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 from pipeline.errors import RequestError
-from pipeline.evaluation import pairs
+from pipeline.evaluation import metrics, pairs
 from pipeline.evaluation.figures import Line, condition_line
-from pipeline.evaluation.heldout import LEVELS, HeldOutPairs, disturbed
+from pipeline.evaluation.heldout import LEVELS, HeldOutPairs, UnrelatedPairs, disturbed
 from pipeline.evaluation.matchers import Matchers
 from pipeline.evaluation.pairs import KnownPair
 from pipeline.evaluation.scoring import PairResult, Row, Settings, score_pair
@@ -26,6 +26,7 @@ from pipeline.runtime.progress import progress
 from superglue_sift.matcher import PairMatches
 
 Unit = TypeVar("Unit")
+Judge = Callable[[KnownPair, Mapping[str, PairMatches]], PairResult]
 MOST_THREADS = 8
 
 
@@ -48,12 +49,13 @@ def evaluate(
     settings: Settings,
     context: Optional[distributed.Context] = None,
     title: str = "evaluate",
+    judge: Optional[Judge] = None,
 ) -> Results:
-    """Run everything; progress goes to stderr. Every process of a group gets all results."""
+    """Run everything; progress goes to stderr. Every process of a group gets all results. judge: else `score_pair`."""
     total = sum(source.pairs_in(index) for index in range(len(source)))
     everything = Results()
     with progress(total=total, desc=title, unit="pair", disable=bool(context and context.rank)) as bar:
-        for part in results_by_unit(source, matchers, settings, context):
+        for part in results_by_unit(source, matchers, settings, context, judge):
             everything.pairs += part.pairs
             everything.bad += part.bad
             bar.update(len(part.pairs))
@@ -65,6 +67,7 @@ def results_by_unit(
     matchers: Matchers,
     settings: Settings,
     context: Optional[distributed.Context] = None,
+    judge: Optional[Judge] = None,
 ) -> Iterator[Results]:
     """The results, unit by unit."""
     thresholds = {name: network.threshold for name, network in matchers.networks.items()}
@@ -78,6 +81,8 @@ def results_by_unit(
 
     def score(matched: Tuple[List[KnownPair], List[Dict[str, PairMatches]], list]) -> Results:
         known, answers, bad = matched
+        if judge:
+            return Results([judge(*one) for one in zip(known, answers)], bad)
         return Results([score_pair(*one, thresholds, settings) for one in zip(known, answers)], bad)
 
     return map_over_ranks(units_of(source, settings.batch), [], extract, match, score, context)
@@ -109,6 +114,23 @@ def disturbed_lines(
             if results.rows:
                 lines.append(condition_line(name, f"{level:g}", results.rows))
     return lines
+
+
+def unrelated_rows(
+    source: HeldOutPairs, matchers: Matchers, settings: Settings, context: distributed.Context
+) -> List[Row]:
+    """Rows of pairs of photographs with nothing in common, with the number of matches: each is wrong."""
+
+    def judge(known: KnownPair, answers: Mapping[str, PairMatches]) -> PairResult:
+        sizes = len(known.pair.records0), len(known.pair.records1)
+        counts = {name: int((found.matches0 >= 0).sum()) for name, found in matchers.above(answers).items()}
+        rows = {
+            name: Row(known.name, known.scene, name, *sizes, metrics.MatchCounts(count, 0, 0, 0), {}, {})
+            for name, count in counts.items()
+        }
+        return PairResult(known.place, rows, {})
+
+    return evaluate(UnrelatedPairs(source), matchers, settings, context, "unrelated", judge).rows
 
 
 def map_over_ranks(

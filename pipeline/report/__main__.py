@@ -1,15 +1,18 @@
-"""Print the comparison of the last evaluation and where to look next: `python -m pipeline.report`."""
+"""Print the comparison of the last evaluation and where to look next: `python -m pipeline.report [--open]`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
+import webbrowser
 from pathlib import Path
 from typing import List, Optional
 
 from pipeline import errors
 from pipeline.errors import RequestError, in_image, typed
-from pipeline.report import tables
+from pipeline.report import page, tables
 
 
 def read_metrics(folder: Path) -> dict:
@@ -26,6 +29,21 @@ def read_metrics(folder: Path) -> dict:
     if not tables.matchers_in(figures):
         raise RequestError(f"{path}: holds no matcher's figures; run `python -m pipeline.evaluate` again")
     return figures
+
+
+def fresh_page(folder: Path) -> Optional[Path]:
+    """The page of an evaluation, made again where DVC brought back its report.json alone; None without either."""
+    made, content = folder / page.PAGE, folder / page.JSON
+    if content.is_file() and not (made.is_file() and made.stat().st_mtime >= content.stat().st_mtime):
+        return page.write(folder, folder.parent / "train" / "curves")
+    return made if made.is_file() else None
+
+
+def show(made: Path) -> bool:
+    """Open the page in a browser; False where there is no screen or no browser."""
+    if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        return False
+    return webbrowser.open(made.resolve().as_uri())
 
 
 def next_steps(folder: Path, model: Path) -> List[str]:
@@ -51,12 +69,16 @@ def main(argv: Optional[List[str]] = None) -> int:
         "--evaluation", type=Path, default=Path("reports/evaluate"), help="folder with metrics.json"
     )
     parser.add_argument("--model", type=Path, default=Path("models/superglue.safetensors"))
+    parser.add_argument("--open", action="store_true", help="open the page in a browser, where there is one")
     args = parser.parse_args(argv)
     figures = read_metrics(args.evaluation)
     print(f"Comparison on held-out pairs ({args.evaluation / 'metrics.json'})\n")
-    print(tables.comparison(figures))
+    print("\n".join([tables.comparison(figures), *tables.unrelated(figures)]))
+    made = fresh_page(args.evaluation)
     print("\nWhere to look next")
     print("\n".join(next_steps(args.evaluation, args.model)))
+    if args.open and made is not None and not show(made):
+        print(f"\nno browser here; open {made.resolve()}")
     return 0
 
 

@@ -79,4 +79,4 @@ def legend(series: Mapping[str, Points]) -> str:
 
 def column(lines: Sequence[Mapping[str, Any]], x: str, y: str) -> List[Tuple[float, float]]:
     """Points of two columns of a CSV's lines, those without a number left out."""
-    return [(float(line[x]), float(line[y])) for line in lines if None not in (line.get(x), line.get(y))]
+    return [(float(line[x]), float(line[y])) for line in lines if not {None, ""} & {line.get(x), line.get(y)}]

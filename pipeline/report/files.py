@@ -1,4 +1,4 @@
-"""The files of a report: every table as CSV, the figures as JSON, the page."""
+"""The files of a report: every table as CSV, the figures as JSON, all of it for the page, the page."""
 
 from __future__ import annotations
 
@@ -6,39 +6,46 @@ import csv
 import json
 import shutil
 from pathlib import Path
-from typing import Mapping, Sequence
+from typing import Mapping, Optional, Sequence
 
 import cv2
 import numpy as np
 
-from pipeline.report import page
+from pipeline.report import page, tables
 
 FILES = (
     "metrics.json",
     "protocol.json",
     "pairs.csv",
     "scenes.csv",
+    "matchers.csv",
     "intervals.csv",
     "differences.csv",
     "robustness.csv",
     "bad_images.csv",
     "index.html",
+    "report.json",
 )
 FOLDERS = ("curves", "pictures")
 
 
-def write(out: Path, content: page.Content) -> None:
-    """All of them but the pictures. What an earlier evaluation left in `out` is replaced."""
+def write(out: Path, content: page.Content, training: Optional[Path] = None) -> None:
+    """All of them but the pictures. What an earlier evaluation left in `out` is replaced.
+
+    training: folder with the curves of the training, for the page.
+    """
     write_json(out / "metrics.json", content.figures)
     write_json(out / "protocol.json", content.protocol)
     for name in ("pairs", "scenes", "intervals", "differences", "robustness"):
         write_csv(out / f"{name}.csv", getattr(content, name))
+    write_csv(out / "matchers.csv", tables.lines_by_matcher(content.figures))
     write_csv(out / "bad_images.csv", content.bad, ("file", "reason"))
     emptied(out / "curves")
     for name, lines in content.curves.items():
         columns = ("confidence", "precision", "matches") if name == "calibration" else ()
         write_csv(out / "curves" / f"{name}.csv", lines, columns)
-    (out / "index.html").write_text(page.render(content), encoding="utf-8")
+    page.save(out, content)
+    page.write(out, training)
 
 
 def write_csv(path: Path, lines: Sequence[Mapping[str, object]], columns: Sequence[str] = ()) -> None:

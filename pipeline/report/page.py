@@ -1,8 +1,15 @@
-"""The report as one HTML page that needs nothing beside it: no script, no network, pictures inside."""
+"""The report as one HTML page that needs nothing beside it: no network, pictures, curves and script inside.
+
+`report.json` holds all that an evaluation puts on it, the same in every clone. The page is made of it, of the curves
+of the training and of what only this clone knows: commit and date.
+"""
 
 from __future__ import annotations
 
-import base64
+import csv
+import dataclasses
+import json
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
@@ -10,46 +17,93 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 import jinja2
 from markupsafe import Markup
 
-from pipeline.report import charts, tables
+from pipeline.errors import RequestError
+from pipeline.report import charts, summary, tables
+from pipeline.runtime import repro
 
 Line = Mapping[str, Any]
+JSON, PAGE = "report.json", "index.html"
+ELSEWHERE = ("pairs", "scenes", "bad")  # long, and in files of their own
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawn pair. jpeg: the file's bytes; explanation: why it is hard, or nothing."""
+    """A pair and its matches. explanation: why it is hard, or nothing.
+
+    jpeg: both images side by side, base64, of width x height pixels; matches: by matcher, for each x0, y0, x1, y1 in
+    these pixels, the score and whether it is right (1 or 0).
+    """
 
     name: str
     caption: str
     explanation: str
-    jpeg: bytes
+    jpeg: str
+    width: int
+    height: int
+    matches: Mapping[str, Sequence[Sequence[float]]]
 
 
 @dataclass(frozen=True)
 class Content:
     """All that an evaluation has to say: the lines of each file it writes, and what the page shows of them."""
 
-    title: str
+    title: str  # where the pairs come from
     figures: Dict[str, Optional[float]]
     intervals: Sequence[Line]
     differences: Sequence[Line]
     curves: Mapping[str, Sequence[Line]]  # by the name of the file
     robustness: Sequence[Line]
     pictures: Sequence[Picture]
-    protocol: Mapping[str, object]
+    protocol: Mapping[str, Any]
     pairs: Sequence[Line] = ()
     scenes: Sequence[Line] = ()
     bad: Sequence[Line] = ()
     notes: List[str] = field(default_factory=list)
 
 
-def render(content: Content) -> str:
-    """The page as HTML text."""
+def save(folder: Path, content: Content) -> None:
+    """Write report.json."""
+    values = {name: value for name, value in dataclasses.asdict(content).items() if name not in ELSEWHERE}
+    (folder / JSON).write_text(json.dumps(values) + "\n", encoding="utf-8")
+
+
+def load(folder: Path) -> Content:
+    """Read report.json. Raises RequestError for one that is missing or damaged."""
+    try:
+        values = json.loads((folder / JSON).read_text(encoding="utf-8"))
+        return Content(**{**values, "pictures": [Picture(**one) for one in values["pictures"]]})
+    except FileNotFoundError:
+        raise RequestError(f"{folder / JSON}: no such file; `make repro` makes it") from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RequestError(f"{folder / JSON}: cannot be read: {error}") from None
+
+
+def write(folder: Path, training: Optional[Path] = None) -> Path:
+    """Write index.html from report.json. training: folder with train.csv and validation.csv, where there is one."""
+    made = {"commit": repro.git_state()["commit"][:8], "date": time.strftime("%Y-%m-%d")}
+    (folder / PAGE).write_text(render(load(folder), training_curves(training), made), encoding="utf-8")
+    return folder / PAGE
+
+
+def training_curves(folder: Optional[Path]) -> Dict[str, List[Line]]:
+    """Lines of the curves that training left in a folder, by the name of the file; those that are there."""
+    found = {}
+    for name in ("train", "validation"):
+        path = folder / f"{name}.csv" if folder else None
+        if path is not None and path.is_file():
+            with path.open(newline="", encoding="utf-8") as file:
+                found[name] = list(csv.DictReader(file))
+    return found
+
+
+def render(content: Content, training: Mapping[str, Sequence[Line]], made: Mapping[str, str]) -> str:
+    """The page as HTML text. made: commit and date."""
     sections = (
+        ("Training", training_charts(training)),
         ("Pairs within an error", error_charts(content.curves)),
         ("Confidence", confidence_charts(content.curves)),
     )
-    return template().render(title=content.title, content=content, sections=sections)
+    return template().render(title=content.title, content=content, sections=sections, made=made)
 
 
 def render_overview(title: str, parts: Mapping[str, Content]) -> str:
@@ -61,9 +115,9 @@ def template() -> jinja2.Template:
     """`page.html`, with the words of the tables as filters."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters.update(
-        base64=lambda data: base64.b64encode(data).decode("ascii"),
         by_cell=lambda lines: {(line["matcher"], line["figure"]): line for line in lines},
         figure_title=tables.figure_title,
+        foremost=tables.foremost,
         as_text=as_text,
         marked=tables.marked,
         matchers_in=tables.matchers_in,
@@ -72,8 +126,10 @@ def template() -> jinja2.Template:
         points=tables.points,
         select_ours=lambda line: [name.partition(".")[2] for name in line if name.startswith("superglue.")],
         title_of=tables.title,
+        unrelated=summary.unrelated,
+        verdict=summary.verdict,
     )
-    environment.globals.update(least_pairs=tables.LEAST_PAIRS, few=tables.FEW)
+    environment.globals.update(least_pairs=tables.LEAST_PAIRS, few=tables.FEW, ours=summary.OURS)
     return environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
 
@@ -104,6 +160,23 @@ AXES = {  # first column of a curve -> its axis, and what was estimated
     "error_px": ("corner error in pixels", "Homography from {}"),
     "error_deg": ("pose error in degrees", "Relative pose from the essential matrix"),
 }
+
+
+def training_charts(curves: Mapping[str, Sequence[Line]]) -> List[Chart]:
+    """Loss of training and validation by step, and what validation finds."""
+    losses = {name: charts.column(lines, "step", "loss") for name, lines in curves.items()}
+    losses = {name: points for name, points in losses.items() if points}
+    if not losses:
+        return []
+    last = max(points[-1][0] for points in losses.values())
+    most = max(y for points in losses.values() for _, y in points)
+    loss = charts.line_chart(losses, "step", "loss", (0, last), (0, most or 1.0))
+    shares = {
+        name: charts.column(curves.get("validation", ()), "step", name) for name in ("precision", "recall")
+    }
+    share = charts.line_chart(shares, "step", "share on validation pairs", (0, last))
+    return [(Markup(loss), "Loss while training and on validation pairs"),
+            (Markup(share), "Precision and recall on validation pairs")]  # fmt: skip
 
 
 def error_charts(curves: Mapping[str, Sequence[Line]]) -> List[Chart]:

@@ -140,6 +140,18 @@ def recall_notes(figures: Mapping[str, Optional[float]]) -> List[str]:
     return list(found.values())
 
 
+def unrelated(figures: Mapping[str, Optional[float]]) -> List[str]:
+    """A table of what each matcher returns for photographs with nothing in common; nothing where it was not asked."""
+    names = ("unrelated_matches", "unrelated_matches_p95")
+    matchers = [name for name in matchers_in(figures) if figures.get(f"{name}.{names[0]}") is not None]
+    if not matchers:
+        return []
+    pairs = figures[f"{matchers[0]}.unrelated_pairs"]
+    rows = [[f"matches on {pairs} pairs with nothing in common", "mean", "95th percentile"]]
+    rows += [[title(name), *(f"{figures[f'{name}.{kind}']:.1f}" for kind in names)] for name in matchers]
+    return ["", *aligned(rows)]
+
+
 def side_by_side(variants: Dict[str, Dict[str, Optional[float]]]) -> str:
     """Several evaluations in one table. variants: name -> the figures of each."""
     figures: Dict[str, Any] = {

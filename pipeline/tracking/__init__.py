@@ -15,11 +15,31 @@ from typing import Any, Dict, List, Optional
 from pipeline.runtime import repro
 from pipeline.tracking import run_file
 from pipeline.tracking.mlflow_store import MlflowStore
-from pipeline.tracking.run import NullRun, Run, flatten, new_key, process_tags, redacted
+from pipeline.tracking.run import (
+    EVALUATION,
+    HEADLINE,
+    RUN_ID,
+    NullRun,
+    Run,
+    flatten,
+    new_key,
+    process_tags,
+    redacted,
+)
 from pipeline.tracking.run_log import Event, EventLog, now_ms
 from pipeline.tracking.shipper import Feed
 
-__all__ = ["NullRun", "Run", "attach", "known_run", "open_run", "tracking_uri"]
+__all__ = [
+    "EVALUATION",
+    "HEADLINE",
+    "RUN_ID",
+    "NullRun",
+    "Run",
+    "attach",
+    "known_run",
+    "open_run",
+    "tracking_uri",
+]
 
 EXPERIMENT = "superglue-sift"
 
@@ -38,13 +58,14 @@ def open_run(
     system_metrics: bool = True,
     training: str = "",
     noted_in: Any = None,
+    name: str = "",
 ) -> NullRun:
     """Open a run, or go on with an interrupted one.
 
     `reports_dir` gets `log.jsonl` and its cursor; the file `noted_in` (else run.json there) names the run of this
-    `training` for `attach` and `known_run`. `params` may be nested: {"train": {"lr": 1}} becomes `train.lr`.
-    `resume_run_id` is what `.run_id` said in the interrupted process. With `enabled=False` (every rank but the
-    first) the run does nothing.
+    `training` for `attach` and `known_run`. It is called `name`, else after the time. `params` may be nested:
+    {"train": {"lr": 1}} becomes `train.lr`. `resume_run_id` is what `.run_id` said in the interrupted process. With
+    `enabled=False` (every rank but the first) it does nothing.
     """
     if not enabled:
         return NullRun()
@@ -55,7 +76,7 @@ def open_run(
     ids = (header.get("run"), header.get("run_id"), log.cursor().get("run_id"))
     if not resume_run_id or resume_run_id not in ids:
         _set_aside(log)
-        header = _header(uri, params, tags or {}, resume_run_id)
+        header = _header(uri, params, tags or {}, resume_run_id, name)
         log.append(header)
     else:
         log.append({"tags": dict(_tags(tags or {})), "resumed": True, "time": now_ms()})
@@ -94,6 +115,7 @@ def attach(noted_in: Any, reports_dir: Any = None, training: Optional[str] = Non
     log = EventLog(folder / "attached.jsonl")
     _set_aside(log)
     header = {"run": key, "run_id": run_id, "tracking_uri": uri, "experiment": experiment, "attached": True}
+    header["name"] = known.get("name", "")
     log.append(header)
     before = Feed(EventLog(path.parent / known.get("log", "log.jsonl")), uri)
     feeds = [before] if before.log.header().get("run") == key and before.pending() else []
@@ -116,12 +138,15 @@ def _entry(header: Event, run_id: Optional[str], log: str) -> Dict[str, Any]:
         "key": header["run"],
         "run_id": run_id,
         "experiment": header["experiment"],
+        "name": header.get("name", ""),
         "tracking_uri": redacted(header["tracking_uri"]),
         "log": log,
     }
 
 
-def _header(uri: str, params: Dict[str, Any], tags: Dict[str, Any], run_id: Optional[str]) -> Event:
+def _header(
+    uri: str, params: Dict[str, Any], tags: Dict[str, Any], run_id: Optional[str], name: str
+) -> Event:
     local = run_id is not None and run_id.startswith("local-")
     return {
         "run": run_id if local else new_key(),
@@ -129,16 +154,16 @@ def _header(uri: str, params: Dict[str, Any], tags: Dict[str, Any], run_id: Opti
         "continues": bool(run_id),
         "tracking_uri": uri,
         "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT,
-        "name": _name(),
+        "name": _name(name),
         "params": flatten(params),
         "tags": _tags(tags),
         "time": now_ms(),
     }
 
 
-def _name() -> str:
+def _name(prefix: str) -> str:
     given = os.environ.get("MLFLOW_RUN_NAME") or os.environ.get("DVC_EXP_NAME")
-    return given or time.strftime("%Y-%m-%d %H.%M")
+    return given or prefix or time.strftime("%Y-%m-%d %H.%M")
 
 
 def _tags(tags: Dict[str, Any]) -> Dict[str, str]:

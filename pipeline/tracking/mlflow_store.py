@@ -1,4 +1,4 @@
-"""Puts the events of a run log into MLflow (3.1 and later). The only file that knows MLflow."""
+"""Puts the events of a run log into MLflow (3.1 and later). With `matcher_model` the only file that knows MLflow."""
 
 from __future__ import annotations
 
@@ -6,18 +6,31 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import tempfile
+import warnings
 from pathlib import Path
-from typing import Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
-from pipeline.tracking.run import is_gone
+from pipeline.runtime import repro
+from pipeline.tracking.run import EVALUATION, HEADLINE, RUN_ID, SEPARATOR, is_gone
 from pipeline.tracking.run_log import Event
-from pipeline.tracking.shipper import Refused
+from pipeline.tracking.shipper import Refused, say
 
-KEY_TAG = "superglue.run_key"
+USAGE = """Two images in, matches out. `champion` is the best so far:
+
+    import mlflow
+    model = mlflow.pyfunc.load_model("models:/NAME@champion")
+    model.predict([{"image0": "<base64 of a file>", "image1": "<base64 of a file>"}])
+
+or `mlflow models serve -m models:/NAME@champion --env-manager local` and `POST /invocations`
+with `{"dataframe_records": [{"image0": ..., "image1": ...}]}`.
+"""
+COLUMNS = ("auc_ransac_5", "auc_ransac_5_difference", "precision", "recall")
+VIEW_TAG = "mlflow.sharedViewState.results"
+NOTE_TAG = "mlflow.note.content"
+KEY_TAG = "mlflow.superglue.run_key"  # tags named mlflow.* are out of sight
+CHAMPION = "champion"
 WEIGHTS_TAG = "weights.sha256"
-EVALUATION = "test"  # where the stage `evaluate` puts its figures and files
 METRICS_AT_ONCE = 1000  # MLflow's limits for one request
 PARAMS_AT_ONCE = 100
 DIGEST_LENGTH = 36
@@ -28,6 +41,7 @@ ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
 
@@ -75,13 +89,15 @@ class MlflowStore:
 
         known = self._client.get_experiment_by_name(name)
         if known is not None:
+            if VIEW_TAG not in known.tags:
+                self._client.set_experiment_tag(known.experiment_id, VIEW_TAG, view())
             return known.experiment_id
         place = None
         if self._uri.startswith("sqlite:///"):
             # MLflow's default lies in the current directory, which may be an experiment's passing copy.
             place = (Path(self._uri[len("sqlite:///") :]).resolve().parent / "mlartifacts" / name).as_uri()
         try:
-            tags = {"mlflow.experimentKind": "custom_model_development"}
+            tags = {"mlflow.experimentKind": "custom_model_development", VIEW_TAG: view()}
             return self._client.create_experiment(name, place, tags)
         except MlflowException:
             known = self._client.get_experiment_by_name(name)  # another process was faster
@@ -153,6 +169,8 @@ class MlflowStore:
             self._dataset(run_id, event["dataset"])
         if "model" in event:
             self._model(run_id, event["model"])
+        if "challenge" in event:
+            self._challenge(run_id, event["challenge"])
         if "tags" in event and "run" not in event:
             self._tags(run_id, event["tags"])
         if "end" in event:
@@ -167,7 +185,7 @@ class MlflowStore:
     def _tags(self, run_id: str, tags: Dict[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        own = [RunTag(key, value) for key, value in tags.items()]
+        own = [RunTag(key, value.replace(RUN_ID, run_id)) for key, value in tags.items()]
         self._client.log_batch(run_id, tags=own[:PARAMS_AT_ONCE])
 
     def _dataset(self, run_id: str, event: Event) -> None:
@@ -180,7 +198,7 @@ class MlflowStore:
         self._client.log_inputs(run_id, datasets=[DatasetInput(data, tags)])
 
     def _model(self, run_id: str, event: Event) -> None:
-        """The files as a logged model of the run and as a version of the registered one, alias `champion`."""
+        """The weights as a logged model of the run and as a version of the registered one; the first is `champion`."""
         name = event["name"]
         self._same_weights(run_id, event["files"][0])
         done = self._client.search_model_versions(f"run_id = '{run_id}'")
@@ -188,13 +206,51 @@ class MlflowStore:
             return
         model_id = self._logged_model(run_id, event)
         if not self._client.search_registered_models(f"name = '{name}'"):
-            self._client.create_registered_model(name)
+            self._client.create_registered_model(name, description=USAGE.replace("NAME", name))
         source = f"models:/{model_id}"
         tags = {"step": str(event["step"])}
         version = self._client.create_model_version(
             name, source, run_id, tags, model_id=model_id, await_creation_for=0
         )
-        self._client.set_registered_model_alias(name, "champion", version.version)
+        champion = self._champion(name)
+        if champion is None or champion.run_id == run_id:
+            self._client.set_registered_model_alias(name, CHAMPION, version.version)
+
+    def _champion(self, name: str):
+        """The version with the alias, None where there is none."""
+        model = self._client.get_registered_model(name)
+        version = model.aliases.get(CHAMPION)
+        return None if version is None else self._client.get_model_version(name, version)
+
+    def _challenge(self, run_id: str, event: Event) -> None:
+        """Give the alias to the run's model where it beats its holder on the same pairs; say what was found."""
+        from pipeline.evaluation.champion import better_than  # numpy and more, for this alone
+
+        name = event["name"]
+        own = self._client.search_model_versions(f"run_id = '{run_id}'")
+        if not own:
+            return
+        version = max(own, key=lambda one: int(one.version)).version
+        note = self._client.get_run(run_id).data.tags.get(NOTE_TAG)
+        self._client.update_model_version(name, version, note)
+        champion = self._champion(name)
+        if champion is None or champion.run_id == run_id:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            better, found = better_than(Path(event["pairs"]), self._pairs(str(champion.run_id), folder))
+        if better:
+            self._client.set_registered_model_alias(name, CHAMPION, version)
+        found = f"against version {champion.version}: {found}"
+        self._client.set_model_version_tag(name, version, CHAMPION, found)
+        holder = version if better else champion.version
+        say(f"{name} version {holder} is {CHAMPION}; version {version} {found}")
+
+    def _pairs(self, run_id: str, folder: str) -> Optional[Path]:
+        """pairs.csv of a run's evaluation, None where it was not evaluated."""
+        path = f"{EVALUATION}/pairs.csv"
+        if not any(one.path == path for one in self._client.list_artifacts(run_id, EVALUATION)):
+            return None
+        return Path(self._client.download_artifacts(run_id, path, folder))
 
     def _same_weights(self, run_id: str, file: str) -> None:
         """Tag the run with the digest of its weights; take over the evaluation of earlier runs that have the same.
@@ -211,7 +267,7 @@ class MlflowStore:
         evaluated = [run for run in runs if _evaluation(run)]
         if evaluated:
             latest = max(evaluated, key=self._evaluated_at)
-            self._take_over(run_id, latest)
+            tags.update(self._take_over(run_id, latest))
             tags["evaluation.taken_from"] = latest.info.run_id
         self._tags(run_id, tags)
 
@@ -223,8 +279,8 @@ class MlflowStore:
             self._client.get_metric_history(run.info.run_id, name), key=lambda m: (m.step, m.timestamp)
         )
 
-    def _take_over(self, run_id: str, other) -> None:
-        """Copy figures and files of another run's evaluation, with the times at which they were made."""
+    def _take_over(self, run_id: str, other) -> Dict[str, str]:
+        """Copy figures and files of another run's evaluation, with the times at which they were made; its words."""
         points = [self._last_point(other, name) for name in _evaluation(other)]
         for at in range(0, len(points), METRICS_AT_ONCE):
             self._client.log_batch(run_id, metrics=points[at : at + METRICS_AT_ONCE])
@@ -232,6 +288,11 @@ class MlflowStore:
             with tempfile.TemporaryDirectory() as folder:
                 copied = self._client.download_artifacts(other.info.run_id, EVALUATION, folder)
                 self._client.log_artifacts(run_id, copied, EVALUATION)
+        result = str(other.info.run_name).partition(SEPARATOR)[2]
+        name = str(self._client.get_run(run_id).info.run_name).partition(SEPARATOR)[0]
+        tags = {"mlflow.runName": f"{name}{SEPARATOR}{result}"} if result else {}
+        note = other.data.tags.get(NOTE_TAG)
+        return {**tags, NOTE_TAG: note.replace(other.info.run_id, run_id)} if note else tags
 
     def _logged_model(self, run_id: str, event: Event) -> str:
         from mlflow.entities import LoggedModelOutput
@@ -246,36 +307,58 @@ class MlflowStore:
             experiment, event["name"], run_id, tags, model_type="matcher"
         )
         with tempfile.TemporaryDirectory() as folder:
-            for path in event["files"]:
-                shutil.copy(path, folder)
-            write_description(Path(folder), run_id, model.model_id, event["files"])
-            self._client.log_model_artifacts(model.model_id, folder)
+            save_model(Path(folder) / "model", run_id, model.model_id, event["files"])
+            self._client.log_model_artifacts(model.model_id, f"{folder}/model")
         self._client.finalize_logged_model(model.model_id, "READY")
         self._client.log_outputs(run_id, [LoggedModelOutput(model.model_id, event["step"])])
         return model.model_id
 
 
+def view() -> str:
+    """Columns of the experiment's table for whoever opens the address that `make ui` names."""
+    found = ["attributes.`Created`", *(f"metrics.`{HEADLINE}/{name}`" for name in COLUMNS)]
+    found += [f"params.`{name}`" for name in ("fetch.source", "train.steps", "train.lr")]
+    state: Dict[str, Any] = {
+        "selectedColumns": found,
+        "orderByKey": "attributes.start_time",
+        "orderByAsc": False,
+    }
+    # MLflow 3.1 shows nothing but an error where one of these is missing
+    state.update(searchFilter="", startTime="ALL", lifecycleFilter="Active", modelVersionFilter="All Runs")
+    state.update(
+        datasetsFilter=[], runsPinned=[], runsHidden=[], runsHiddenMode="FIRST_10_RUNS", groupBy=None
+    )
+    state.update(runsExpanded={}, groupsExpanded={}, runsVisibilityMap={}, chartsSearchFilter="")
+    return json.dumps(state)
+
+
 def _evaluation(run) -> List[str]:
     """Names of the figures of the stage `evaluate` in a run."""
-    return sorted(name for name in run.data.metrics if name.startswith(f"{EVALUATION}/"))
+    return sorted(name for name in run.data.metrics if name.rpartition("/")[0] == HEADLINE)
 
 
-def write_description(folder: Path, run_id: str, model_id: str, files: List[str]) -> None:
-    """The `MLmodel` file: inputs, outputs and file names, and no code and no pickle."""
-    import numpy
-    from mlflow.models import Model, ModelSignature
-    from mlflow.types import Schema, TensorSpec
+def save_model(folder: Path, run_id: str, model_id: str, files: List[str]) -> None:
+    """An MLflow model made of files: the weights (the first of `files`), the library, and the code that joins them."""
+    from mlflow import pyfunc
+    from mlflow.models import Model
 
-    def spec(name: str, dtype: str, *shape: int) -> TensorSpec:
-        return TensorSpec(numpy.dtype(dtype), (-1, *shape), name)
+    import superglue_sift
 
-    inputs, outputs = [], []
-    for side in "01":
-        inputs += [spec(f"keypoints{side}", "float32", -1, 2), spec(f"descriptors{side}", "uint8", -1, 128)]
-        inputs += [spec(f"{name}{side}", "float32", -1) for name in ("scales", "angles", "scores")]
-        inputs.append(spec(f"image_size{side}", "float32", 2))
-        outputs += [spec(f"matches{side}", "int64", -1), spec(f"matching_scores{side}", "float32", -1)]
-    signature = ModelSignature(inputs=Schema(inputs), outputs=Schema(outputs))
-    model = Model(run_id=run_id, signature=signature, model_id=model_id)
-    model.add_flavor("superglue_safetensors", files=[Path(path).name for path in files])
-    model.save(str(folder / "MLmodel"))
+    warnings.filterwarnings("ignore", "(?s).*type hint", UserWarning)  # the signature says more
+    from pipeline.tracking import matcher_model
+
+    names = (matcher_model.WEIGHTS, "description")
+    pyfunc.save_model(
+        folder,
+        python_model=str(matcher_model.__file__),
+        code_paths=[str(Path(superglue_sift.__file__).parent)],
+        artifacts=dict(zip(names, files)),
+        signature=matcher_model.signature(),
+        input_example=matcher_model.input_example(),
+        pip_requirements=[
+            f"{name}=={version.partition('+')[0]}"
+            for name, version in repro.versions().items()
+            if name in ("mlflow", "numpy", "opencv-python", "safetensors", "torch")
+        ],
+        mlflow_model=Model(run_id=run_id, model_id=model_id),
+    )

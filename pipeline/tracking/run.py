@@ -14,6 +14,13 @@ from pipeline.tracking.shipper import Feed, Shipper, say, wait_limit
 from pipeline.tracking.system_metrics import Sampler
 
 LOCAL_PREFIX = "local-"
+MODEL = "superglue-sift"  # in the model registry
+SEPARATOR = " · "  # between a run's name and its result
+EVALUATION = "test"  # folder of the files of the stage `evaluate` in a run
+# Before the names of its figures: behind train and val in the alphabet, which orders the charts in MLflow.
+HEADLINE = "verdict"
+RUN_ID = "{run_id}"  # in a tag: replaced when the run has its id
+PROCESS = "mlflow.superglue.process."  # tags named mlflow.* are out of sight
 
 
 class NullRun:
@@ -30,7 +37,13 @@ class NullRun:
     def dataset(self, name: str, digest: str, source: str = "", context: str = "training") -> None:
         pass
 
-    def model(self, *paths: Any, name: str = "superglue", step: int = 0) -> None:
+    def model(self, *paths: Any, name: str = MODEL, step: int = 0) -> None:
+        pass
+
+    def describe(self, result: str, note: str) -> None:
+        pass
+
+    def challenge(self, pairs: Any, name: str = MODEL) -> None:
         pass
 
     def tags(self, tags: Dict[str, Any]) -> None:
@@ -100,8 +113,17 @@ class Run(NullRun):
         """Name the data the run has used; `digest` is its full hash."""
         self._append({"dataset": {"name": name, "digest": digest, "source": source, "context": context}})
 
-    def model(self, *paths: Any, name: str = "superglue", step: int = 0) -> None:
-        """Add the files of the trained model, and register it under `name` with the alias `champion`."""
+    def describe(self, result: str, note: str) -> None:
+        """Put a result behind the run's name, and a note in Markdown above its figures; RUN_ID in it is replaced."""
+        name = self._log.header().get("name", "").partition(SEPARATOR)[0]
+        self.tags({"mlflow.runName": f"{name}{SEPARATOR}{result}", "mlflow.note.content": note})
+
+    def challenge(self, pairs: Any, name: str = MODEL) -> None:
+        """Compare the run's model, by the pairs.csv of its evaluation, with the `champion` of those named `name`."""
+        self._append({"challenge": {"name": name, "pairs": str(Path(pairs).resolve())}})
+
+    def model(self, *paths: Any, name: str = MODEL, step: int = 0) -> None:
+        """Register the trained model under `name`. paths: its weights, and the JSON beside them."""
         files = [str(Path(path).resolve()) for path in paths]
         self._append({"model": {"name": name, "files": files, "step": int(step)}})
 
@@ -190,24 +212,24 @@ def flatten(params: Dict[str, Any], prefix: str = "") -> Dict[str, str]:
 def process_tags() -> Dict[str, str]:
     """Enough to tell later, on this machine, whether the process still lives."""
     return {
-        "process.host": socket.gethostname(),
-        "process.space": _process_space(),
-        "process.pid": str(os.getpid()),
-        "process.started": _start_time(os.getpid()) or "",
+        f"{PROCESS}host": socket.gethostname(),
+        f"{PROCESS}space": _process_space(),
+        f"{PROCESS}pid": str(os.getpid()),
+        f"{PROCESS}started": _start_time(os.getpid()) or "",
     }
 
 
 def is_gone(tags: Dict[str, str]) -> bool:
     """Whether the process of `process_tags` has ended. False where it cannot be told (another machine)."""
-    if tags.get("process.host") != socket.gethostname():
+    if tags.get(f"{PROCESS}host") != socket.gethostname():
         return False
-    host_boot, _, space = tags.get("process.space", "").partition(" ")
+    host_boot, _, space = tags.get(f"{PROCESS}space", "").partition(" ")
     boot, _, mine = _process_space().partition(" ")
     if host_boot != boot:
         return True  # the machine has been started anew since
-    if space != mine or not tags.get("process.pid", "").isdigit():
+    if space != mine or not tags.get(f"{PROCESS}pid", "").isdigit():
         return False
-    return _start_time(int(tags["process.pid"])) != tags.get("process.started")
+    return _start_time(int(tags[f"{PROCESS}pid"])) != tags.get(f"{PROCESS}started")
 
 
 def _process_space() -> str:

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, Dict, Optional
 
-from pipeline.tracking.run_log import write_json
+from pipeline.files import write_atomic
 
 NAME = "run.json"
 _NEEDED = ("key", "run_id", "experiment")
@@ -20,7 +20,7 @@ def remember(path: Path, training: str, run: Dict[str, Any]) -> None:
     """Note the newest run of a training: `key`, `run_id`, `experiment`, `tracking_uri`, and `log` beside `path`."""
     runs = _read(path).get("runs", {})
     runs[training] = run
-    write_json(path, {"latest": training, "runs": runs})
+    write_atomic(path, json.dumps({"latest": training, "runs": runs}, indent=2) + "\n")
 
 
 def recall(path: Path, training: Optional[str] = None) -> Optional[Dict[str, Any]]:

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
+from pipeline.files import write_atomic
+
 CHUNK = 1 << 20
 
 Event = Dict[str, Any]
@@ -118,7 +120,8 @@ class EventLog:
 
     def store_cursor(self, tracking_uri: str, run_id: Optional[str], offset: int) -> None:
         """Replace the cursor in one step, so that a kill leaves the old or the new one."""
-        write_json(self._cursor_path(), {"tracking_uri": tracking_uri, "run_id": run_id, "offset": offset})
+        cursor = {"tracking_uri": tracking_uri, "run_id": run_id, "offset": offset}
+        write_atomic(self._cursor_path(), json.dumps(cursor, indent=2) + "\n")
 
     def _cursor_path(self) -> Path:
         return self.path.with_name(self.path.stem + ".cursor.json")
@@ -140,14 +143,6 @@ class EventLog:
                 path.unlink()
             except FileNotFoundError:
                 pass
-
-
-def write_json(path: Path, content: Event) -> None:
-    """Write a small JSON file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(temporary, path)
 
 
 def storable(value: Any) -> Any:

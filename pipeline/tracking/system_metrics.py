@@ -1,12 +1,10 @@
-"""Samples of CPU, memory, disk, network and GPU under MLflow's own names, for its System metrics page."""
+"""Samples of CPU, memory, disk, network and GPU by MLflow's own monitors, for its System metrics page."""
 
 from __future__ import annotations
 
 import os
 import threading
 from typing import Any, Callable, Dict, List, Optional
-
-MEGABYTE = 1e6
 
 
 class Sampler(threading.Thread):
@@ -25,18 +23,9 @@ class Sampler(threading.Thread):
         self._stopping = threading.Event()
 
     def run(self) -> None:
-        try:
-            import psutil
-        except ImportError:
-            return
-        gpus = open_gpus()
-        psutil.cpu_percent()  # the first call only starts the measurement
-        before = psutil.net_io_counters()
+        monitors = open_monitors()
         while not self._stopping.wait(self._seconds):
-            try:
-                self._log({f"system/{k}": v for k, v in sample(psutil, before, gpus).items()}, self._step)
-            except Exception:  # a figure for the curious must not end its thread, let alone the run
-                continue
+            self._log({f"system/{name}": value for name, value in sample(monitors).items()}, self._step)
             self._step += 1
 
     def stop(self) -> None:
@@ -52,50 +41,32 @@ def interval() -> float:
         return 10.0
 
 
-def sample(psutil: Any, before: Any, gpus: List[Any]) -> Dict[str, float]:
-    """One sample; network figures count from `before`."""
-    memory = psutil.virtual_memory()
-    disk = psutil.disk_usage(os.getcwd())
-    found = {
-        "cpu_utilization_percentage": psutil.cpu_percent(),
-        "system_memory_usage_megabytes": memory.used / MEGABYTE,
-        "system_memory_usage_percentage": memory.percent,
-        "disk_usage_percentage": disk.percent,
-        "disk_usage_megabytes": disk.used / MEGABYTE,
-        "disk_available_megabytes": disk.free / MEGABYTE,
-    }
-    network = psutil.net_io_counters()
-    if network is not None and before is not None:
-        found["network_receive_megabytes"] = (network.bytes_recv - before.bytes_recv) / MEGABYTE
-        found["network_transmit_megabytes"] = (network.bytes_sent - before.bytes_sent) / MEGABYTE
-    for index, handle in enumerate(gpus):
-        found.update({f"gpu_{index}_{name}": value for name, value in read_gpu(handle).items()})
+def open_monitors() -> List[Any]:
+    """MLflow's monitors of what this machine has; none without psutil."""
+    try:
+        from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
+        from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
+        from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
+        from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
+    except ImportError:
+        return []
+    found: List[Any] = []
+    for monitor in (CPUMonitor, DiskMonitor, NetworkMonitor, GPUMonitor):
+        try:
+            found.append(monitor())
+        except Exception:  # no network, no GPU, no driver: each monitor raises a type of its own
+            continue
     return found
 
 
-def open_gpus() -> List[Any]:
-    """NVML handles of the machine's GPUs, none without the driver or nvidia-ml-py."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-    except Exception:  # NVML raises its own type, which cannot be named where the package is missing
-        return []
-
-
-def read_gpu(handle: Any) -> Dict[str, float]:
-    """Utilisation, memory and power of one GPU."""
-    import pynvml
-
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    found = {
-        "utilization_percentage": pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
-        "memory_usage_megabytes": memory.used / MEGABYTE,
-        "memory_usage_percentage": round(100 * memory.used / memory.total, 1),
-    }
-    try:
-        found["power_usage_watts"] = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
-    except pynvml.NVMLError:
-        pass
+def sample(monitors: List[Any]) -> Dict[str, float]:
+    """One sample of each monitor that can be read."""
+    found: Dict[str, float] = {}
+    for monitor in monitors:
+        try:
+            monitor.collect_metrics()
+            found.update(monitor.aggregate_metrics())
+            monitor.clear_metrics()
+        except Exception:  # a figure for the curious must not end its thread, let alone the run
+            continue
     return found

@@ -15,7 +15,7 @@ from typing import Any, Dict, List, Optional
 
 import torch
 
-from pipeline import tracking
+from pipeline import params, tracking
 from pipeline.files import write_atomic
 from pipeline.runtime import distributed
 from pipeline.training.curves import CurveFile
@@ -38,9 +38,14 @@ class TrainingLogger:
         self.waited, self.timed_steps = 0.0, 0
         self.status = "FAILED"
         step, noted_in = training.state.step, self.reports.parent / "run.json"
+        sections = params.load_all(training.args.params)
+        self.data = params.data_name(sections)
         self.run = tracking.open_run(
             self.reports,
-            {"train": training.train.model_dump(), "world_size": self.context.world_size},
+            {
+                **{name: own.model_dump() for name, own in sections.items()},
+                "world_size": self.context.world_size,
+            },
             tags={
                 "world_size": self.context.world_size,
                 "device": str(self.context.device.type),
@@ -51,6 +56,9 @@ class TrainingLogger:
             enabled=self.context.is_main,
             training=training.identity,
             noted_in=noted_in,
+            name=" ".join(
+                dict.fromkeys(one for one in (params.preset(training.args.params), self.data) if one)
+            ),
         )
         self.curves = {kind: CurveFile(self.reports / name, step) for kind, name in CURVES.items()}
 
@@ -77,7 +85,7 @@ class TrainingLogger:
         )
         for line in training.told:
             print(line)
-        self.run.dataset("views", training.store.digest, str(training.args.keypoints))
+        self.run.dataset(self.data or "views", training.store.digest, str(training.args.keypoints))
 
     def stepped(self, result: StepResult, lr: float, waited: float) -> None:
         """Count a step; every `log_every` steps one point on the curves."""

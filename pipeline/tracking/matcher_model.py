@@ -1,0 +1,107 @@
+"""The matcher as MLflow serves it: two images in, matches out. MLflow copies this file into the model.
+
+    model = mlflow.pyfunc.load_model("models:/superglue-sift@champion")
+    model.predict([{"image0": image0, "image1": image1}], params={"threshold": 0.5})
+
+An image is the base64 text of a JPEG, PNG, WebP, ... file, or pixels: (H, W) gray or (H, W, 3) BGR, 0 to 255.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from pathlib import Path
+from typing import Any, Dict, List, Mapping
+
+import cv2
+import numpy as np
+from mlflow.exceptions import MlflowException
+from mlflow.models import ModelSignature, set_model
+from mlflow.pyfunc.model import PythonModel
+from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
+from mlflow.types.schema import AnyType, Array
+
+from superglue_sift import Matcher, RequestError
+from superglue_sift.images import BadImage, decode_gray
+
+WEIGHTS = "weights"  # name of the artifact
+MAX_KEYPOINTS = 4096  # of an image, however many are asked for
+MAX_PIXELS = 50_000_000  # of an image given as pixels
+PARAMS = {"threshold": 0.0, "max_keypoints": 1024}  # threshold 0: the model's own
+
+
+def signature() -> ModelSignature:
+    """Columns image0 and image1 in; keypoints, matches (indices into them) and scores out."""
+    points, numbers = Array(Array(DataType.double)), Array(DataType.double)
+    inputs: List[Any] = [ColSpec(AnyType(), name) for name in ("image0", "image1")]
+    outputs: List[Any] = [ColSpec(points, name) for name in ("keypoints0", "keypoints1")]
+    outputs += [ColSpec(Array(Array(DataType.long)), "matches"), ColSpec(numbers, "scores")]
+    kinds = {"threshold": DataType.double, "max_keypoints": DataType.long}
+    params = ParamSchema([ParamSpec(name, kinds[name], default) for name, default in PARAMS.items()])
+    return ModelSignature(inputs=Schema(inputs), outputs=Schema(outputs), params=params)
+
+
+def input_example() -> List[Dict[str, str]]:
+    """Two small made-up photographs: the second is the first, turned by 20 degrees."""
+    spots = np.random.default_rng(0).integers(0, 256, (30, 40)).astype(np.uint8)
+    image0 = cv2.resize(spots, (160, 120), interpolation=cv2.INTER_CUBIC)
+    image1 = cv2.warpAffine(image0, cv2.getRotationMatrix2D((80, 60), 20, 1), (160, 120))
+    return [{"image0": as_base64(image0), "image1": as_base64(image1)}]
+
+
+def as_base64(image: np.ndarray) -> str:
+    """Pixels (H, W) or (H, W, 3) as the text of a JPEG file."""
+    return base64.b64encode(cv2.imencode(".jpg", image)[1].tobytes()).decode("ascii")
+
+
+def pixels(image: Any, name: str) -> np.ndarray:
+    """What a caller gave, as (H, W) or (H, W, 3) uint8. Raises RequestError or BadImage, naming the column."""
+    if isinstance(image, str):
+        try:
+            return decode_gray(base64.b64decode(image, validate=True), name)
+        except binascii.Error:
+            raise RequestError(f"{name}: neither base64 nor pixels") from None
+    try:
+        found = np.asarray(image)
+        fits = found.dtype.kind in "iuf" and found.ndim in (2, 3) and 0 < found.size <= 3 * MAX_PIXELS
+    except ValueError:  # rows of different lengths
+        fits = False
+    if not fits or found.min() < 0 or found.max() > 255:
+        raise RequestError(
+            f"{name}: must be base64 of an image file, or pixels (H, W) or (H, W, 3) from 0 to 255"
+        )
+    return found.astype(np.uint8)
+
+
+class MatcherModel(PythonModel):
+    """`Matcher` behind MLflow's interface. One answer for each row of the input."""
+
+    def load_context(self, context: Any) -> None:
+        self.matcher = Matcher.load(Path(context.artifacts[WEIGHTS]))
+
+    def predict(self, context, model_input, params=None):  # without types: MLflow reads them as a signature
+        """For each row keypoints0, keypoints1 (N, 2), matches (K, 2), scores (K,), as lists.
+
+        Raises MlflowException (HTTP 400) that ends in one line for an image or a parameter that is none.
+        """
+        asked = {**PARAMS, **(params or {})}
+        rows = model_input.to_dict("records") if hasattr(model_input, "to_dict") else model_input
+        try:
+            return [self._match(row, float(asked["threshold"]), int(asked["max_keypoints"])) for row in rows]
+        except (RequestError, BadImage) as error:
+            raise MlflowException.invalid_parameter_value(str(error)) from None
+
+    def _match(self, row: Mapping[str, Any], threshold: float, max_keypoints: int) -> Dict[str, List[Any]]:
+        if not 0 <= threshold < 1 or not 1 <= max_keypoints <= MAX_KEYPOINTS:
+            raise RequestError(f"threshold must be 0 to 1, max_keypoints 1 to {MAX_KEYPOINTS}")
+        own = self.matcher
+        matcher = Matcher(
+            own.model, own.device, max_keypoints=max_keypoints, threshold=threshold or own.threshold
+        )
+        found = matcher.match(*(pixels(row[name], name) for name in ("image0", "image1")))
+        names = ("keypoints0", "keypoints1", "matches", "scores")
+        return {name: np.asarray(getattr(found, name)).tolist() for name in names}
+
+
+if __name__ != "pipeline.tracking.matcher_model":  # read by MLflow from a file of the model
+    set_model(MatcherModel())

@@ -1,0 +1,139 @@
+"""The registered model as people use it: loaded by MLflow, and behind a real `mlflow models serve`."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from pipeline.tracking.mlflow_store import save_model
+from superglue_sift import Matcher
+from superglue_sift.weights import shipped_weights
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def images(root):
+    """A photograph and the same turned by 15 degrees, (H, W) uint8."""
+    skimage = pytest.importorskip("skimage")
+    image = cv2.imread(str(Path(skimage.__file__).parent / "data" / "camera.png"), cv2.IMREAD_GRAYSCALE)
+    image = cv2.resize(image, (240, 180), interpolation=cv2.INTER_AREA)
+    return image, cv2.warpAffine(image, cv2.getRotationMatrix2D((120, 90), 15, 1), (240, 180))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "model"
+    save_model(folder, "", "", [str(shipped_weights()), str(shipped_weights().parent / "README.md")])
+    return folder
+
+
+def file_text(image: np.ndarray) -> str:
+    return base64.b64encode(cv2.imencode(".png", image)[1].tobytes()).decode()
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    """Address of a server of the model, started in a folder of its own with nothing of the project on its path."""
+    folder = tmp_path_factory.mktemp("server")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment.update(
+        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}", MLFLOW_DISABLE_TELEMETRY="true"
+    )
+    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", str(model), "--env-manager", "local"]
+    with (folder / "server.log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, "--port", str(port), "--host", "127.0.0.1"],
+            cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    address = f"http://127.0.0.1:{port}"
+    try:
+        until = time.monotonic() + 240
+        while ask(f"{address}/ping")[0] != 200:
+            assert time.monotonic() < until and process.poll() is None, (folder / "server.log").read_text()
+            time.sleep(0.5)
+        yield address
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(30)
+
+
+def ask(address: str, body=None):
+    """Status and JSON of an answer; 0 where nobody listens."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=120) as reply:
+            text = reply.read()
+            return reply.status, json.loads(text) if body is not None else text
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+    except OSError:
+        return 0, None
+
+
+def test_mlflow_loads_it_and_it_says_what_the_matcher_says(model, images):
+    from mlflow import pyfunc
+
+    loaded = pyfunc.load_model(str(model))
+    assert loaded.metadata.signature.inputs.input_names() == ["image0", "image1"]
+    expected = Matcher.load().match(*images)
+    assert len(expected.matches) > 50
+    rows = [
+        {"image0": file_text(images[0]), "image1": file_text(images[1])},
+        {"image0": images[0], "image1": images[1]},
+    ]
+    for found in loaded.predict(rows):
+        assert found["matches"] == expected.matches.tolist()
+        np.testing.assert_allclose(found["keypoints1"], expected.keypoints1, atol=1e-5)
+        np.testing.assert_allclose(found["scores"], expected.scores, atol=1e-5)
+    fewer = loaded.predict(rows[:1], params={"threshold": 0.9, "max_keypoints": 100})[0]
+    assert len(fewer["keypoints0"]) <= 100 and min(fewer["scores"]) > 0.9
+
+
+def test_it_is_made_of_files_and_nothing_is_pickled(model):
+    names = {path.relative_to(model).as_posix() for path in model.rglob("*") if path.is_file()}
+    assert {"matcher_model.py", "code/superglue_sift/matcher.py", "input_example.json"} <= names
+    assert not [name for name in names if name.endswith((".pkl", ".pickle", ".pt", ".pth"))]
+    assert "python_model: " not in (model / "MLmodel").read_text()
+
+
+def test_a_server_answers_with_two_images(server, model, images):
+    example = json.loads((model / "serving_input_example.json").read_text())
+    status, answer = ask(f"{server}/invocations", example)
+    assert status == 200 and len(answer["predictions"][0]["matches"]) > 5
+    rows = [{"image0": file_text(images[0]), "image1": file_text(images[1])}]
+    rows += [{"image0": images[0].tolist(), "image1": images[1].tolist()}]
+    for row in rows:
+        status, answer = ask(f"{server}/invocations", {"dataframe_records": [row]})
+        (found,) = answer["predictions"]
+        assert status == 200 and len(found["matches"]) == len(found["scores"]) > 50
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"image0": "no base64 !", "image1": ""}, "image0: neither base64 nor pixels"),
+        ({"image0": base64.b64encode(b"no image").decode(), "image1": ""}, "image0: OpenCV cannot decode it"),
+        ({"image0": [[1, 2], [3]], "image1": [[0]]}, "image0: must be base64 of an image file, or pixels"),
+    ],
+)
+def test_a_server_says_in_one_line_what_is_no_image(server, row, words):
+    status, answer = ask(f"{server}/invocations", {"dataframe_records": [row]})
+    assert status == 400 and words in answer["message"].splitlines()[-1] and "Traceback" not in str(answer)
