@@ -262,14 +262,14 @@ def test_the_champion_moves_only_to_a_model_that_is_surely_better_on_the_same_pa
         with tracking.attach(noted, tmp_path / "evaluate", training=name) as run:
             run.artifact(pairs_csv(folder / "pairs.csv", errors, keypoints), "test")
             run.challenge(folder / "pairs.csv")
-        return client.get_model_version_by_alias("superglue-sift", "champion").version
+        return int(client.get_model_version_by_alias("superglue-sift", "champion").version)
 
     some = [1 + n % 3 for n in range(24)]
-    assert champion_after("first", some) == "1"
-    assert champion_after("as good", some[1:] + some[:1]) == "1"
-    assert champion_after("other pairs", [0.1] * 24, keypoints=10) == "1"
-    assert champion_after("worse", [4.0] * 24) == "1"
-    assert champion_after("better", [e / 2 for e in some]) == "5"
+    assert champion_after("first", some) == 1
+    assert champion_after("as good", some[1:] + some[:1]) == 1
+    assert champion_after("other pairs", [0.1] * 24, keypoints=10) == 1
+    assert champion_after("worse", [4.0] * 24) == 1
+    assert champion_after("better", [e / 2 for e in some]) == 5
     said = [client.get_model_version("superglue-sift", str(n)).tags.get("champion", "") for n in range(1, 6)]
     assert said[0] == "" and "other pairs" in said[2] and "95 % interval" in said[4]
 

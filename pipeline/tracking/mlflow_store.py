@@ -232,7 +232,8 @@ class MlflowStore:
             return
         version = max(own, key=lambda one: int(one.version)).version
         note = self._client.get_run(run_id).data.tags.get(NOTE_TAG)
-        self._client.update_model_version(name, version, note)
+        if note:
+            self._client.update_model_version(name, version, note)
         champion = self._champion(name)
         if champion is None or champion.run_id == run_id:
             return
