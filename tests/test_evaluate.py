@@ -86,7 +86,7 @@ def test_held_out_images_from_end_to_end(work, capsys):
         f"{n}.png#{k}" for n in "ab" for k in range(3)
     ]
     printed = capsys.readouterr()
-    assert "held-out images (test): 2, 6 pairs" in printed.out and "SuperGlue (ours)" in printed.out
+    assert "2 held-out images (test), 6 pairs" in printed.out and "SuperGlue (ours)" in printed.out
     assert len(list((out / "pictures").glob("*.png"))) == 4
     assert {path.name for path in (out / "curves").iterdir()} == {
         "error_ransac.csv", "error_dlt.csv", *CONFIDENCE
