@@ -34,8 +34,9 @@ def fused_adam() -> Dict[str, bool]:
 
 def lerp_(values: List[Tensor], targets: List[Tensor], weight: float) -> None:
     """Move each towards its target by this share, on a GPU in one launch; torch 1.10 has one for each alone."""
-    if hasattr(torch, "_foreach_lerp_"):
-        torch._foreach_lerp_(values, targets, weight)
+    together = getattr(torch, "_foreach_lerp_", None)
+    if together is not None:
+        together(values, targets, weight)
         return
     for value, target in zip(values, targets):
         value.lerp_(target, weight)

@@ -97,8 +97,8 @@ def _relative(own: Tensor, other: Tensor, neighbours: Neighbours) -> Tensor:
 
 def _padded(descriptors: List[Tensor], geometry: List[Tensor], layout: Layout) -> List[Tensor]:
     """All pairs at once, for a GPU."""
-    padded = ([side.pad(t) for side, t in zip(layout.sides, each)] for each in (descriptors, geometry))
-    found = padded_features(*padded, [side.valid for side in layout.sides])
+    d, g = ([side.pad(t) for side, t in zip(layout.sides, each)] for each in (descriptors, geometry))
+    found = padded_features(d, g, [side.valid for side in layout.sides])
     return [side.pack(features) for side, features in zip(layout.sides, found)]
 
 
