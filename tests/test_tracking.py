@@ -117,7 +117,7 @@ def stored_run(store):
     """The only run of the store, and its client."""
     from mlflow.tracking import MlflowClient
 
-    client = MlflowClient(store)
+    client = MlflowClient(store, store)
     runs = client.search_runs([e.experiment_id for e in client.search_experiments()])
     assert len(runs) == 1
     return client, runs[0]
@@ -250,7 +250,7 @@ def test_the_champion_moves_only_to_a_model_that_is_surely_better_on_the_same_pa
     noted, model, client = (
         tmp_path / "reports" / "run.json",
         tmp_path / "best.safetensors",
-        MlflowClient(store),
+        MlflowClient(store, store),
     )
 
     def champion_after(name, errors, keypoints=9):
