@@ -279,12 +279,6 @@ def test_compiled_layers_compute_the_same(bench, tmp_path):
     assert losses[True] == pytest.approx(losses[False], rel=1e-4)
 
 
-def test_compile_without_a_compiler_is_refused(bench, monkeypatch):
-    monkeypatch.setattr("superglue_sift.torch_compat.can_compile", lambda: False)
-    with pytest.raises(RequestError, match=r"train\.compile"):
-        setup.build(load(bench, compile=True), distributed.start())
-
-
 def test_validation_alone(bench, capsys):
     run(bench)
     arguments = [
