@@ -8,7 +8,6 @@ once and kept in .dvc/tmp/plan.json.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import platform
 import time
@@ -23,7 +22,7 @@ from pipeline.extraction.forecast import duration
 from pipeline.extraction.image import gray_views
 from pipeline.extraction.pool import cores
 from pipeline.features.tuning import tune_process
-from pipeline.files import write_atomic
+from pipeline.files import json_digest, write_atomic
 from pipeline.images.sources import sample_folder
 from pipeline.pairs.synthetic import made_batch
 from pipeline.runtime import machine
@@ -147,7 +146,7 @@ def measured(sections: Any, processes: int, pairs: int, device: torch.device) ->
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     asked = [sections[part].model_dump() for part in ("train", "keypoints")]
     setting = [asked, processes, pairs, name, cores(), torch.__version__]
-    key = hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()
+    key = json_digest(setting)
     with contextlib.suppress(OSError, ValueError, KeyError):
         return json.loads(KEPT.read_text())[key]
     rates = {
