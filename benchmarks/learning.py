@@ -26,8 +26,10 @@ from pipeline.runtime import distributed
 from pipeline.schema import TrainParams
 from pipeline.training.objective import MatchingObjective
 from pipeline.training.validation import validate
+from superglue_sift.descriptors import root_sift
 from superglue_sift.neighbours import nearest
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig, root_sift
+from superglue_sift.orientation import choose_orientations
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.truth import IGNORED, ground_truth
 
 RATIO = 0.8
@@ -77,6 +79,7 @@ def baselines(store: Store, samples: List[Sample], train: TrainParams) -> Dict[s
         true += int((truth >= 0).sum())
         if not (int(batch.counts0) and int(batch.counts1)):
             continue
+        batch = choose_orientations(batch)
         found, _ = nearest(root_sift(batch.descriptors0[0]) @ root_sift(batch.descriptors1[0]).T)
         mutual = found.features[:, 2] > 0
         for name, kept in zip(counts, (mutual, mutual & (found.features[:, 1] < RATIO))):

@@ -12,7 +12,8 @@ from typing import Callable, Dict, Tuple
 import torch
 from torch import Tensor, nn
 
-from superglue_sift.superglue import SuperGlue, geometry_of, root_sift
+from superglue_sift.descriptors import root_sift
+from superglue_sift.superglue import SuperGlue, geometry_of
 
 SIDE, REACH = (
     64,

@@ -2,7 +2,8 @@
 
 A batch of B pairs of views holds two byte buffers of keypoint records, padded to the longest of the batch and
 moved to the device as they are: casting happens there. Suffix 0 is the first view, 1 the second. R is the bytes of a
-record: 148 of SIFT (`sift.KEYPOINT`), another number of other features (`descriptors.record_dtype`).
+record: 280 of SIFT with its orientations (`sift.ORIENTED`), 148 where one is chosen (`sift.KEYPOINT`), another number
+of other features (`descriptors.record_dtype`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from superglue_sift.sift import KEYPOINT
+from superglue_sift.sift import KEYPOINT, ORIENTED
 from superglue_sift.torch_compat import floats_of_bytes
 
 _FIELDS = dict(KEYPOINT.fields or {})
@@ -114,9 +115,11 @@ def _pack(records: Sequence[np.ndarray], dtype: np.dtype) -> Tuple[Tensor, Tenso
     # at least one column, so that an empty view needs no special case further on
     buffer = torch.empty((len(records), max([*counts, 1]), dtype.itemsize), dtype=torch.uint8)
     for row, r in zip(buffer.numpy(), records):
-        if r.dtype != dtype:
+        if r.dtype != dtype and (r.dtype, dtype) != (KEYPOINT, ORIENTED):
             raise TypeError(f"records of dtype {r.dtype}: must be {dtype}, as the others of the batch")
-        row[: len(r)] = np.ascontiguousarray(r).view(np.uint8).reshape(len(r), dtype.itemsize)
+        size = r.dtype.itemsize  # a KEYPOINT is the beginning of an ORIENTED
+        row[: len(r), :size] = np.ascontiguousarray(r).view(np.uint8).reshape(len(r), size)
+        row[: len(r), size:] = 0
         row[len(r) :] = 0
     return buffer, torch.tensor(counts, dtype=torch.int64)
 
@@ -127,10 +130,11 @@ def from_pairs(
     """Batch pairs of views.
 
     H_0to1: (B, 3, 3) float64, the truth of each; None where it is not known. dtype: of the records; None: that of the
-    first pair, SIFT's where there is no pair.
+    first pair, ORIENTED where any is, SIFT's where there is no pair.
     """
     if dtype is None:
-        dtype = pairs[0].records0.dtype if pairs else KEYPOINT
+        dtypes = [records.dtype for pair in pairs for records in pair[:2]]
+        dtype = ORIENTED if not dtypes or ORIENTED in dtypes else dtypes[0]
     records0, counts0 = _pack([p.records0 for p in pairs], dtype)
     records1, counts1 = _pack([p.records1 for p in pairs], dtype)
     return PairBatch(

@@ -56,7 +56,7 @@ class Extractor:
         return sift.strongest(records, max_keypoints)
 
 
-DEFAULT = Extractor("sift", sift.KEYPOINT, True, sift.extract)
+DEFAULT = Extractor("sift", sift.ORIENTED, True, sift.extract)
 
 
 @functools.lru_cache(maxsize=4)
@@ -108,7 +108,7 @@ def records_of(name: str, found: Mapping[str, Any]) -> np.ndarray:
         raise wrong("must return a dictionary with keypoints, scores and descriptors") from error
     count = len(keypoints)
     if not count:
-        return np.empty(0, sift.KEYPOINT)
+        return np.empty(0, sift.ORIENTED)
     if keypoints.shape != (count, 2) or scores.shape != (count,):
         raise wrong(f"keypoints {keypoints.shape} and scores {scores.shape}: must be (n, 2) and (n,)")
     if descriptors.ndim != 2 or len(descriptors) != count or not descriptors.shape[1]:

@@ -31,12 +31,14 @@ from torch.nn.functional import pad
 
 from superglue_sift import errors
 from superglue_sift.batch import Pair
+from superglue_sift.descriptors import root_sift
 from superglue_sift.errors import RequestError
 from superglue_sift.inference import fuse_for_inference
 from superglue_sift.matcher import Features, match_pairs, match_threshold
 from superglue_sift.neighbours import padded_features
+from superglue_sift.orientation import choose_pair
 from superglue_sift.sift import KEYPOINT
-from superglue_sift.superglue import SIFT_DIM, SuperGlue, geometry_of, root_sift
+from superglue_sift.superglue import SIFT_DIM, SuperGlue, geometry_of
 from superglue_sift.torch_compat import can_export
 from superglue_sift.weights import load_model, shipped_weights
 
@@ -177,7 +179,8 @@ def example(batch: int = 2, counts: Tuple[int, int] = (7, 5), device: str = "cpu
 def inputs_of(side0: Features, side1: Features) -> Dict[str, np.ndarray]:
     """The graph's INPUTS by name, of one pair of what `Matcher.extract` gives."""
     values: Dict[str, np.ndarray] = {}
-    for number, side in enumerate((side0, side1)):
+    pair = choose_pair(Pair(side0.records, side1.records, side0.size, side1.size))
+    for number, side in enumerate((Features(pair.records0, side0.size), Features(pair.records1, side1.size))):
         columns = {"keypoints": side.keypoints, "image_size": np.array(side.size, np.float32)}
         for name in ("descriptor", "score", "scale", "angle"):
             columns[name + "s"] = side.records[name].astype(np.float32)

@@ -4,7 +4,8 @@ keypoints + descriptors -> keypoint encoder -> L x (self-, cross-attention) -> s
 
 Written from the paper. What differs from it, and why:
 - Descriptors are SIFT's, cast from uint8 and taken to RootSIFT inside the network (Arandjelovic 2012), or any others,
-  as unit vectors (`unit_vectors`).
+  as unit vectors (`descriptors.unit_vectors`); of a keypoint's orientations the one that suits the pair
+  (`orientation`).
 - The keypoint encoder also sees SIFT's scale and angle (`scale_angle`), which SuperPoint does not have.
 - Each residual branch starts at zero and the projections as the identity, so that the untrained network is
   the softmax nearest-neighbour matcher of its descriptors and training can only improve on it.
@@ -23,11 +24,13 @@ from torch import Tensor, nn
 
 from superglue_sift.assignment import Assignments
 from superglue_sift.attention import AttentionalLayer
+from superglue_sift.descriptors import unit_vectors
 from superglue_sift.neighbours import FEATURES, neighbour_features
 from superglue_sift.normalization import token_norm
+from superglue_sift.orientation import choose_orientations
 from superglue_sift.packing import Layout
 from superglue_sift.sinkhorn import log_optimal_transport, padded_optimal_transport, to_float32
-from superglue_sift.torch_compat import floats_of_bytes, no_autocast, recomputed
+from superglue_sift.torch_compat import no_autocast, recomputed
 
 SIFT_DIM = 128
 ENCODER_WIDTHS = (32, 64, 128, 256)  # hidden layers of the keypoint encoder (appendix, "keypoint encoder")
@@ -126,6 +129,8 @@ class SuperGlue(nn.Module):
         """
         kind = layout.device.type
         with no_autocast(kind):
+            if self.config.descriptor == "sift":
+                batch = choose_orientations(batch)
             x = self._encode(batch, layout)
         for self_layer, cross_layer in zip(self.self_attention, self.cross_attention):
             for layer, edges in ((self_layer, layout.within), (cross_layer, layout.between)):
@@ -210,31 +215,6 @@ def _keypoint_encoder(inputs: int, dim: int, norm: str) -> nn.Sequential:
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
     return nn.Sequential(*layers, last)
-
-
-def unit_vectors(data: Tensor, kind: str, dim: int) -> Tensor:
-    """Descriptors as the network sees them, float32 (..., dim) of length 1; of zeros zeros.
-
-    sift: RootSIFT. float: divided by their length. binary: every bit -1 or +1, so that the cosine of two that differ in
-    h of `dim` bits is 1 - 2 h / dim.
-
-    Args:
-        data: (..., K) uint8, the bytes of records from the descriptor on (`PairBatch.descriptors0`).
-        kind, dim: what they are (descriptors.py).
-    """
-    if kind == "sift":
-        return root_sift(data)
-    if kind == "float":
-        return nn.functional.normalize(floats_of_bytes(data), dim=-1)
-    place = 2 ** torch.arange(7, -1, -1, device=data.device)  # as numpy.unpackbits: the highest bit first
-    bits = (data.unsqueeze(-1) & place.to(torch.uint8)) != 0
-    return (bits.flatten(-2).float() * 2 - 1) / math.sqrt(dim)
-
-
-def root_sift(descriptors: Tensor) -> Tensor:
-    """RootSIFT of uint8 (or float) SIFT descriptors (..., 128): float32, unit length; zeros stay zeros."""
-    values = descriptors.float()
-    return (values / values.sum(-1, keepdim=True).clamp(min=1.0)).sqrt()
 
 
 def geometry_of(batch, side: str, scale_angle: bool) -> Tensor:

@@ -18,9 +18,9 @@ from pipeline.tracking.run import NullRun
 from pipeline.training import setup
 from superglue_sift import extractors, sift
 from superglue_sift.batch import Pair, from_pairs
-from superglue_sift.descriptors import descriptors_of, kind_of
+from superglue_sift.descriptors import descriptors_of, kind_of, unit_vectors
 from superglue_sift.matcher import Features, Matcher
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig, unit_vectors
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.weights import model_file
 
 ORB, KAZE = "superglue_sift.opencv_features:orb", "superglue_sift.opencv_features:kaze"

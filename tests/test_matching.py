@@ -22,9 +22,10 @@ from superglue_sift import (
 )
 from superglue_sift.assignment import Assignments
 from superglue_sift.batch import Pair, PairBatch, from_pairs
+from superglue_sift.descriptors import root_sift
 from superglue_sift.inference import CUDAGraphModel, fuse_for_inference
 from superglue_sift.sift import KEYPOINT
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches, root_sift
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.truth import IGNORED, UNMATCHED, Truth, ground_truth, pair_truth
 
 pytestmark = pytest.mark.cu111

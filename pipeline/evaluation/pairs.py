@@ -15,6 +15,7 @@ import numpy as np
 from superglue_sift import sift
 from superglue_sift.batch import Pair
 from superglue_sift.images import BadImage
+from superglue_sift.orientation import choose_pair
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,9 @@ def pair_of_scene(
 def _known(scene: Scene, place: Tuple[int, int], records0: np.ndarray, records1: np.ndarray) -> KnownPair:
     view = scene.pairs[place[1]]
     size0, size1 = image_size(scene.images[view.first]), image_size(scene.images[view.second])
-    return KnownPair(view.name, scene.name, place, Pair(records0, records1, size0, size1), view.truth)
+    return KnownPair(
+        view.name, scene.name, place, choose_pair(Pair(records0, records1, size0, size1)), view.truth
+    )
 
 
 def extract(

@@ -2,7 +2,7 @@
 
 A folder with `store.json` and shards `shard-00000.safetensors`, each of some consecutive images:
 
-    records      uint8   (keypoints, R)       packed records of R bytes (148 of SIFT), view after view
+    records      uint8   (keypoints, R)       packed records of R bytes (280 of SIFT), view after view
     offsets      int64   (images * views + 1) where each view's records begin
     homographies float64 (images, views, 3, 3) image pixels to view pixels
     sizes        int32   (images, 2)          width, height of the image
@@ -26,7 +26,7 @@ from pipeline.errors import RequestError
 from pipeline.files import write_atomic
 from superglue_sift import extractors
 from superglue_sift.extractors import Extractor
-from superglue_sift.sift import KEYPOINT
+from superglue_sift.sift import ORIENTED
 
 FORMAT = "superglue-sift-keypoints"
 VERSION = 1
@@ -69,7 +69,7 @@ def write_shard(path: Union[str, Path], images: Sequence[ImageViews]) -> Dict[st
     path = Path(path)
     counts = [len(records) for image in images for records in image.records]
     records = [records for image in images for records in image.records]
-    packed = np.concatenate(records) if records else np.empty(0, KEYPOINT)
+    packed = np.concatenate(records) if records else np.empty(0, ORIENTED)
     views = len(images[0].records) if images else 0
     homographies = [image.homographies for image in images]
     data = save(

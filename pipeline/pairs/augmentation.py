@@ -95,6 +95,8 @@ def _turned(records, H, size, degrees: float):
     moved = records.copy()
     x, y = records["x"].astype(np.float64), records["y"].astype(np.float64)
     moved["x"], moved["y"] = c * x - s * y + shift[0], s * x + c * y + shift[1]
-    moved["angle"] = np.mod(records["angle"] + degrees, 360.0)
+    for name in ("angle", "second_angle"):
+        if name in records.dtype.names:
+            moved[name] = np.mod(records[name] + degrees, 360.0)
     T = np.array([[c, -s, shift[0]], [s, c, shift[1]], [0.0, 0.0, 1.0]])
     return moved, T @ H, (int(canvas[0]), int(canvas[1]))

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from superglue_sift.descriptors import root_sift
 from superglue_sift.matcher import Features, MatchResult
-from superglue_sift.superglue import root_sift
 
 
 def result_of(features0: Features, features1: Features, matches: Any, scores: Any) -> MatchResult:
