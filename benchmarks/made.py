@@ -11,9 +11,10 @@ import numpy as np
 from pipeline.features import store
 from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.geometry import transform
-from superglue_sift.sift import KEYPOINT
+from superglue_sift.sift import ORIENTED
 
 SIZE = (640, 480)
+SEVERAL = 0.18  # of the keypoints have two orientations, as SIFT finds them
 SHARED = 0.6  # of the keypoints of a view are seen in the other, as in real pairs at 3 px
 
 
@@ -31,11 +32,13 @@ def made_pair(keypoints: int, rng: np.random.Generator) -> Tuple[Pair, np.ndarra
 
 
 def _view(keypoints: int, rng: np.random.Generator) -> np.ndarray:
-    records = np.zeros(keypoints, KEYPOINT)
+    records = np.zeros(keypoints, ORIENTED)
     records["x"], records["y"] = rng.uniform(0, SIZE[0], keypoints), rng.uniform(0, SIZE[1], keypoints)
     records["scale"], records["angle"] = rng.uniform(2, 20, keypoints), rng.uniform(0, 360, keypoints)
     records["score"] = np.sort(rng.uniform(0.01, 0.1, keypoints))[::-1]
     records["descriptor"] = np.clip(rng.exponential(30, (keypoints, 128)), 0, 255)
+    several = rng.random(keypoints) < SEVERAL
+    records["second_descriptor"][several] = np.clip(rng.exponential(30, (several.sum(), 128)), 0, 255)
     return records
 
 

@@ -13,13 +13,14 @@ from typing import List
 import torch
 from torch import Tensor, nn
 
+from superglue_sift.descriptors import root_sift
+from superglue_sift.orientation import choose_orientations
 from superglue_sift.superglue import (
     ENCODER_WIDTHS,
     SIFT_DIM,
     SuperGlue,
     SuperGlueConfig,
     geometry_of,
-    root_sift,
 )
 from superglue_sift.truth import UNMATCHED, Truth
 
@@ -99,6 +100,7 @@ class PlainSuperGlue(nn.Module):
         self.dustbin = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, batch) -> Tensor:
+        batch = choose_orientations(batch)
         x0, x1 = (self._encoded(batch, side) for side in "01")
         for i, layer in enumerate(self.layers):
             source0, source1 = (x0, x1) if i % 2 == 0 else (x1, x0)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from superglue_sift.descriptors import root_sift
+from superglue_sift.orientation import choose_orientations
 from superglue_sift.superglue import SuperGlue, geometry_of
 
 SIDE, REACH = (
@@ -69,6 +70,7 @@ def matching_call(model: SuperGlue, batch) -> Callable[[], Tuple[Tensor, Tensor]
 
 def _inputs(model: SuperGlue, batch) -> Dict[str, Tensor]:
     """What the detector would say, so that the encoder and the layers get the numbers that those of ours get."""
+    batch = choose_orientations(batch)
     geometry = torch.cat([geometry_of(batch, side, False) for side in "01"])
     descriptors = torch.cat([root_sift(getattr(batch, "descriptors" + side)) for side in "01"])
     return {

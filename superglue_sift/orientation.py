@@ -60,6 +60,8 @@ def _one_by_one(
             continue
         own = records0[i, : counts[0]], records1[i, : counts[1]]
         seconds = [r[:, _SECOND_ANGLE.stop :].any(1).nonzero()[:, 0] for r in own]
+        if not any(map(len, seconds)):
+            continue
         stacked = [torch.cat([_first(r), _second(r[rows])]) for r, rows in zip(own, seconds)]
         cosines = stacked[0] @ stacked[1].t()
         for chosen, r, rows, best in zip(

@@ -9,14 +9,14 @@ import numpy as np
 
 from pipeline.features import store
 from superglue_sift.geometry import transform
-from superglue_sift.sift import KEYPOINT
+from superglue_sift.sift import ORIENTED
 
 SIZE = (320, 240)
 
 
 def made_records(rng: np.random.Generator, xy: np.ndarray, descriptors: np.ndarray) -> np.ndarray:
-    """KEYPOINT records at `xy` (n, 2) px, with noisy copies of `descriptors` (n, 128)."""
-    records = np.zeros(len(xy), KEYPOINT)
+    """ORIENTED records at `xy` (n, 2) px, with noisy copies of `descriptors` (n, 128), each of one orientation."""
+    records = np.zeros(len(xy), ORIENTED)
     records["x"], records["y"] = xy.T
     records["scale"], records["angle"] = rng.uniform(2, 20, len(xy)), rng.uniform(0, 360, len(xy))
     records["score"] = np.sort(rng.uniform(0.01, 0.1, len(xy)))[::-1]

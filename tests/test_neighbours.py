@@ -12,6 +12,7 @@ from pipeline.features.store import Store
 from superglue_sift import neighbours
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.descriptors import root_sift
+from superglue_sift.orientation import choose_orientations
 from superglue_sift.packing import Layout
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig, geometry_of, mutual_matches
 
@@ -49,6 +50,7 @@ def test_one_descriptor_alone_has_no_distinctive_neighbour():
 
 
 def test_padded_features_are_those_of_each_pair_alone(batch):
+    batch = choose_orientations(batch)
     layout = Layout(batch)
     geometry = [side.pack(geometry_of(batch, s, True)) for s, side in zip("01", layout.sides)]
     descriptors = [
@@ -72,6 +74,7 @@ def test_the_untrained_network_is_still_the_nearest_neighbour_matcher(batch):
 
 
 def test_a_turn_of_both_images_leaves_what_relates_the_neighbours(batch):
+    batch = choose_orientations(batch)
     layout = Layout(batch)
     geometry = [side.pack(geometry_of(batch, s, True)) for s, side in zip("01", layout.sides)]
     descriptors = [

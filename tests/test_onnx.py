@@ -24,6 +24,7 @@ from superglue_sift import (
     torch_compat,
 )
 from superglue_sift.matcher import extract
+from superglue_sift.orientation import choose_orientations
 from superglue_sift.sift import KEYPOINT
 from superglue_sift.weights import shipped_weights
 
@@ -58,6 +59,7 @@ def made_pair(m: int, n: int, rng: np.random.Generator) -> Pair:
 def inputs(batch: PairBatch) -> Dict[str, np.ndarray]:
     """A PairBatch under the names of the ONNX graph."""
     values = {}
+    batch = choose_orientations(batch)
     for side in "01":
         for name in ("keypoints", "descriptors", "scores", "scales", "angles", "image_size"):
             values[name + side] = np.ascontiguousarray(getattr(batch, name + side).float().numpy())

@@ -81,13 +81,13 @@ class TestBatch:
         ]
         batch = from_pairs([Pair(sides[0], sides[1], SIZE, (64, 48)), Pair(sides[2], sides[3], SIZE, SIZE)])
         assert batch.counts0.tolist() == [4, 0] and batch.counts1.tolist() == [9, 2]
-        assert batch.records0.shape == (2, 4, 148) and batch.records1.shape == (2, 9, 148)
+        assert batch.records0.shape == (2, 4, 280) and batch.records1.shape == (2, 9, 280)
         assert batch.image_size1.tolist() == [[64, 48], [320, 240]] and batch.H_0to1 is None
         one = sides[1]
         assert np.array_equal(batch.keypoints1[0].numpy(), np.stack([one["x"], one["y"]], 1))
         for field in ("scale", "angle", "score"):
             assert np.array_equal(getattr(batch, f"{field}s1")[0].numpy(), one[field])
-        assert np.array_equal(batch.descriptors1[0].numpy(), one["descriptor"])
+        assert np.array_equal(batch.descriptors1[0, :, :128].numpy(), one["descriptor"])
         assert not batch.records1[1, 2:].any()
 
     def test_no_pair_at_all(self):

@@ -17,19 +17,21 @@ from pipeline.features.tuning import tune_process
 from pipeline.views.homography import generator, sample_view
 from pipeline.views.render import render
 from superglue_sift.geometry import transform
-from superglue_sift.sift import KEYPOINT, extract
+from superglue_sift.sift import KEYPOINT, ORIENTED, extract
 
 
 def test_a_record_is_packed():
     assert KEYPOINT.itemsize == 148
     assert KEYPOINT.names == ("x", "y", "scale", "angle", "score", "descriptor")
+    assert ORIENTED.itemsize == 280
+    assert ORIENTED.names == (*KEYPOINT.names, "second_angle", "second_descriptor")
 
 
 @pytest.mark.parametrize("limit", [1, 7, 200, 100_000])
 def test_the_strongest_are_kept_in_order_and_positions_are_distinct(photo, limit):
     records = extract(photo, limit)
     everything = extract(photo, 100_000)
-    assert records.dtype == KEYPOINT and len(records) == min(limit, len(everything))
+    assert records.dtype == ORIENTED and len(records) == min(limit, len(everything))
     assert np.array_equal(records, everything[:limit])
     assert (np.diff(records["score"]) <= 0).all()
     assert len({(record["x"], record["y"]) for record in records}) == len(records)
@@ -51,7 +53,7 @@ def test_many_double_orientations_do_not_cost_keypoints(monkeypatch, photo):
 @pytest.mark.parametrize("value", [0, 128, 255])
 def test_views_without_structure_give_none(shape, value):
     records = extract(np.full(shape, value, np.uint8), 10)
-    assert records.shape == (0,) and records.dtype == KEYPOINT
+    assert records.shape == (0,) and records.dtype == ORIENTED
 
 
 def test_a_few_blobs_give_a_few_keypoints():
@@ -79,6 +81,24 @@ def test_descriptors_are_opencvs_own(photo):
     for record in records:
         own = known[(record["x"], record["y"], record["scale"], record["angle"])]
         assert np.array_equal(record["descriptor"].astype(np.float32), own)
+
+
+def test_a_place_with_several_orientations_keeps_the_two_of_smallest_angle(photo):
+    points, descriptors = cv2.SIFT_create(enable_precise_upscale=True).detectAndCompute(photo, None)
+    at_place = {}
+    for point, descriptor in zip(points, descriptors):
+        at_place.setdefault(point.pt, []).append((np.float32(point.angle), descriptor))
+    several = 0
+    for record in extract(photo, 100_000):
+        found = sorted(at_place[(record["x"], record["y"])], key=lambda each: each[0])
+        assert record["angle"] == found[0][0]
+        if len(found) > 1:
+            several += 1
+            assert record["second_angle"] == found[1][0]
+            assert np.array_equal(record["second_descriptor"].astype(np.float32), found[1][1])
+        else:
+            assert not record["second_descriptor"].any()
+    assert several > 20
 
 
 def test_equal_input_gives_equal_bytes_whatever_the_threads(photo):

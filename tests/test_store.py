@@ -17,13 +17,13 @@ from pipeline.features import inspect, store
 from pipeline.features.store import ImageViews, Store
 from superglue_sift.descriptors import record_dtype
 from superglue_sift.extractors import Extractor
-from superglue_sift.sift import KEYPOINT
+from superglue_sift.sift import ORIENTED
 
 pytestmark = pytest.mark.cu111
 
 
 def records(count: int, rng: np.random.Generator) -> np.ndarray:
-    return np.frombuffer(rng.bytes(count * KEYPOINT.itemsize), KEYPOINT)
+    return np.frombuffer(rng.bytes(count * ORIENTED.itemsize), ORIENTED)
 
 
 def make_images(counts, seed=0):
@@ -74,7 +74,7 @@ def test_a_store_of_sift_is_written_as_ever_and_one_of_other_features_says_so(tm
     about = json.loads((folder / store.INDEX).read_text())
     assert list(about) == ["format", "version", "views_per_image", "view_size", "record", "digest", "shards"]
     opened = Store(folder)
-    assert (opened.extractor, opened.dtype, opened.scale_angle) == ("sift", KEYPOINT, True)
+    assert (opened.extractor, opened.dtype, opened.scale_angle) == ("sift", ORIENTED, True)
     binary = Extractor("mine:bits", record_dtype("binary", 256), False, lambda *_: None)
     kept = np.frombuffer(np.random.default_rng(0).bytes(3 * binary.dtype.itemsize), binary.dtype)
     row = store.write_shard(
@@ -172,7 +172,7 @@ def test_the_file_is_plain_safetensors(tmp_path):
 
     tensors = load_file(write(tmp_path, make_images(COUNTS)) / "shard-00000.safetensors")
     assert sorted(tensors) == ["homographies", "offsets", "records", "sizes"]
-    assert tensors["records"].dtype == np.uint8 and tensors["records"].shape[1] == 148
+    assert tensors["records"].dtype == np.uint8 and tensors["records"].shape[1] == 280
 
 
 def test_inspect_describes_verifies_and_draws(tmp_path, capsys):
@@ -212,7 +212,7 @@ def valid_images():
     """Three images with records that can be drawn."""
     images = []
     for index in range(3):
-        views = [np.zeros(n, KEYPOINT) for n in (0, 40)]
+        views = [np.zeros(n, ORIENTED) for n in (0, 40)]
         views[1]["x"], views[1]["y"], views[1]["scale"] = np.arange(40) * 7, np.arange(40) * 5, 6
         images.append(ImageViews(f"image {index}.jpg", (400, 300), np.array([np.eye(3)] * 2), views))
     return images

@@ -16,7 +16,7 @@ MIB = 1 << 20
 # Lowest driver for a CUDA version (docs.nvidia.com, CUDA release notes, minor-version compatibility).
 DRIVERS = ((13, (580, 0, 0)), (12, (525, 60, 13)), (11, (450, 80, 2)))
 NCCL_BYTES_PER_RANK = 64 * MIB  # its shared-memory channels between the ranks of one machine
-RECORD_BYTES = 148  # one stored keypoint, features/store.py
+RECORD_BYTES = 280  # one stored keypoint, features/store.py
 # Bytes of the archives, and photographs, of the sources whose size is known before they are fetched.
 SOURCES = {
     "coco2014": (20 * GIB, 123_287),

@@ -1,0 +1,129 @@
+"""superglue_sift/orientation.py: by which of its two orientations a keypoint is matched."""
+
+from __future__ import annotations
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.features.store import View
+from pipeline.pairs.augmentation import Augmentation
+from superglue_sift import orientation
+from superglue_sift.batch import Pair, from_pairs
+from superglue_sift.geometry import jacobians, transform
+from superglue_sift.orientation import choose_orientations, choose_pair
+from superglue_sift.sift import KEYPOINT, ORIENTED, extract
+
+SIZE = (320, 240)
+
+
+def one_hot(*places: int) -> np.ndarray:
+    made = np.zeros(128, np.uint8)
+    made[list(places)] = 200
+    return made
+
+
+def keypoints(*descriptors) -> np.ndarray:
+    """A keypoint for each (first, second) descriptor; its angles are 10 and 90 degrees."""
+    records = np.zeros(len(descriptors), ORIENTED)
+    records["x"], records["scale"], records["score"] = np.arange(len(descriptors)), 4.0, 0.1
+    records["angle"], records["second_angle"] = 10.0, 90.0
+    for record, (first, second) in zip(records, descriptors):
+        record["descriptor"] = first
+        if second is not None:
+            record["second_descriptor"] = second
+    return records
+
+
+def test_the_orientation_whose_descriptor_is_nearer_in_the_other_view_is_taken():
+    here = keypoints((one_hot(1), one_hot(2)), (one_hot(5), None))
+    there = keypoints((one_hot(2), one_hot(9)), (one_hot(5), one_hot(6)))
+    chosen = choose_pair(Pair(here, there, SIZE, SIZE))
+    assert chosen.records0.dtype == chosen.records1.dtype == KEYPOINT
+    assert chosen.records0["angle"].tolist() == [90.0, 10.0]
+    assert chosen.records1["angle"].tolist() == [10.0, 10.0]
+    assert np.array_equal(chosen.records0["descriptor"], [one_hot(2), one_hot(5)])
+    assert np.array_equal(chosen.records0["x"], here["x"])
+
+
+def test_two_second_orientations_find_each_other():
+    here, there = keypoints((one_hot(1), one_hot(2))), keypoints((one_hot(3), one_hot(2)))
+    chosen = choose_pair(Pair(here, there, SIZE, SIZE))
+    assert chosen.records0["angle"][0] == chosen.records1["angle"][0] == 90.0
+
+
+def test_the_first_stays_where_neither_is_nearer_or_the_other_view_is_empty():
+    here, nothing = keypoints((one_hot(1), one_hot(2))), keypoints()
+    for there in (nothing, keypoints((one_hot(7), None)), keypoints((one_hot(1, 2), None))):
+        chosen = choose_pair(Pair(here, there, SIZE, SIZE))
+        assert chosen.records0["angle"].tolist() == [10.0] and len(chosen.records1) == len(there)
+
+
+def test_keypoints_of_one_orientation_and_of_other_features_stay_as_they_are():
+    plain = Pair(np.zeros(3, KEYPOINT), np.zeros(2, KEYPOINT), SIZE, SIZE)
+    assert choose_pair(plain) is plain
+    batch = from_pairs([plain])
+    assert choose_orientations(batch) is batch
+
+
+def test_keypoints_with_and_without_a_second_orientation_can_be_paired():
+    given_ones = np.zeros(1, KEYPOINT)
+    given_ones["descriptor"] = one_hot(2)
+    chosen = choose_pair(Pair(keypoints((one_hot(1), one_hot(2))), given_ones, SIZE, SIZE))
+    assert chosen.records0["angle"].tolist() == [90.0]
+    assert np.array_equal(chosen.records1, given_ones)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4), st.integers(0, 99)
+)
+def test_the_padded_form_of_a_gpu_chooses_as_the_one_of_a_cpu(counts, seed):
+    rng = np.random.default_rng(seed)
+
+    def view(count: int) -> np.ndarray:
+        records = keypoints(*[(rng.integers(0, 9, 128), None) for _ in range(count)])
+        has = rng.random(count) < 0.5
+        records["second_descriptor"][has] = rng.integers(0, 9, (int(has.sum()), 128))
+        return records
+
+    batch = from_pairs([Pair(view(m), view(n), SIZE, SIZE) for m, n in counts])
+    ragged, padded = choose_orientations(batch), orientation._padded(batch.records0, batch.records1)
+    for i, (m, n) in enumerate(counts):
+        if m and n:
+            assert torch.equal(ragged.records0[i, :m], padded[0][i, :m])
+            assert torch.equal(ragged.records1[i, :n], padded[1][i, :n])
+
+
+@pytest.mark.parametrize("degrees", [0.0, 100.0])
+def test_on_a_photograph_chosen_orientations_agree_more_often(photo, degrees):
+    """Of the keypoints that are the same place: is one's angle, mapped by the homography, the other's?"""
+    H = np.vstack([cv2.getRotationMatrix2D((256.0, 256.0), degrees, 0.9), [0, 0, 1]])
+    H = H @ np.array([[1.0, 0.05, 3.0], [0.02, 1.0, -2.0], [1e-4, 5e-5, 1.0]])
+    turned = cv2.warpPerspective(photo, H, (512, 512), flags=cv2.INTER_AREA)
+    pair = Pair(extract(photo, 800), extract(turned, 800), (512, 512), (512, 512))
+
+    def agreeing(records0: np.ndarray, records1: np.ndarray) -> float:
+        places0 = np.stack([records0["x"], records0["y"]], 1).astype(float)
+        apart = transform(places0, H)[:, None] - np.stack([records1["x"], records1["y"]], 1)
+        distance = np.linalg.norm(apart, axis=2)
+        i, j = np.nonzero(distance < 1.0)
+        angle = np.radians(records0["angle"][i])
+        mapped = jacobians(H, places0[i]) @ np.stack([np.cos(angle), np.sin(angle)], 1)[:, :, None]
+        off = np.degrees(np.arctan2(mapped[:, 1, 0], mapped[:, 0, 0])) - records1["angle"][j]
+        return float((np.abs((off + 180) % 360 - 180) < 25).mean())
+
+    chosen = choose_pair(pair)
+    before = agreeing(pair.records0, pair.records1)
+    assert before < 0.93 and agreeing(chosen.records0, chosen.records1) > before + 0.04
+
+
+def test_a_turned_view_turns_both_angles():
+    view = View(keypoints((one_hot(1), one_hot(2))), np.eye(3), SIZE)
+    records, H, _ = Augmentation(turn_deg=180.0).apply(view, 3, 0)
+    turn = np.degrees(np.arctan2(H[1, 0], H[0, 0]))
+    assert np.isclose((records["angle"][0] - 10.0 - turn + 180) % 360, 180, atol=1e-3)
+    assert np.isclose((records["second_angle"][0] - 90.0 - turn + 180) % 360, 180, atol=1e-3)
