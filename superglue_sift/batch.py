@@ -97,14 +97,8 @@ class PairBatch:
     angles1 = property(lambda self: _column(self.records1, "angle"), doc="(B, N1) float32, degrees")
     scores0 = property(lambda self: _column(self.records0, "score"), doc="(B, N0) float32")
     scores1 = property(lambda self: _column(self.records1, "score"), doc="(B, N1) float32")
-    descriptors0 = property(
-        lambda self: self.records0[..., DESCRIPTOR_AT:],
-        doc="(B, N0, R - 20) uint8, the rest",
-    )
-    descriptors1 = property(
-        lambda self: self.records1[..., DESCRIPTOR_AT:],
-        doc="(B, N1, R - 20) uint8, the rest",
-    )
+    descriptors0 = property(lambda self: self.records0[..., DESCRIPTOR_AT:], doc="(B, N0, R - 20) uint8")
+    descriptors1 = property(lambda self: self.records1[..., DESCRIPTOR_AT:], doc="(B, N1, R - 20) uint8")
 
 
 def _floats(records: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from superglue_sift.descriptors import root_sift
 from superglue_sift.sift import KEYPOINT, ORIENTED
 from superglue_sift.torch_compat import no_autocast
 
+PADDED_BYTES = 256 << 20  # of one matrix of cosines, for the pairs that a GPU takes at a time
 _ONE = KEYPOINT.itemsize
 _ANGLE = slice(KEYPOINT.fields["angle"][1], KEYPOINT.fields["angle"][1] + 4)  # bytes of a record
 _SECOND_ANGLE = slice(_ONE, _ONE + 4)
@@ -73,8 +74,14 @@ def _one_by_one(
 
 
 def _padded(records0: Tensor, records1: Tensor) -> Tuple[Tensor, Tensor]:
-    """On a GPU: all pairs at once, without device-to-host synchronisation."""
-    sides = records0, records1
+    """On a GPU: many pairs at once, without device-to-host synchronisation."""
+    pairs = max(1, PADDED_BYTES // (16 * records0.shape[1] * records1.shape[1]))
+    parts = [_chosen(*part) for part in zip(records0.split(pairs), records1.split(pairs))]
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def _chosen(*sides: Tensor) -> List[Tensor]:
+    """(B, M, 148) and (B, N, 148) of (B, M, 280) and (B, N, 280)."""
     # of padding and of second descriptors that do not exist all entries and so all cosines are 0, the least there is
     stacked = [torch.cat([_first(r), _second(r)], 1) for r in sides]
     cosines = torch.bmm(stacked[0], stacked[1].transpose(1, 2))
@@ -82,7 +89,7 @@ def _padded(records0: Tensor, records1: Tensor) -> Tuple[Tensor, Tensor]:
     for r, best in zip(sides, (cosines.amax(2), cosines.amax(1))):
         first, second = best.chunk(2, dim=1)
         chosen.append(torch.where((second > first).unsqueeze(-1), _with_second(r), r[..., :_ONE]))
-    return chosen[0], chosen[1]
+    return chosen
 
 
 def _first(records: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ from pipeline.pairs.order import PairOrder, rank_slice
 from pipeline.stack import grad_scaler
 from pipeline.training import optimization, setup, step
 from pipeline.training.objective import MatchingObjective
-from superglue_sift import sinkhorn, sinkhorn_kernel, superglue, torch_compat
+from superglue_sift import orientation, sinkhorn, sinkhorn_kernel, superglue, torch_compat
 from superglue_sift.batch import PairBatch
-from superglue_sift.sift import extract
+from superglue_sift.sift import ORIENTED, extract
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
 META = torch.device("meta")
@@ -139,13 +139,16 @@ def on_no_memory(monkeypatch):
     """A ragged or full batch and a network on `meta`, which takes a GPU's way through the code."""
     if not torch_compat.can_compile():
         pytest.skip("torch 1.10 has no dispatch modes")
-    for module in (superglue, sinkhorn):
+    for module in (superglue, sinkhorn, orientation):
         monkeypatch.setattr(module, "no_autocast", lambda kind: contextlib.nullcontext())
     monkeypatch.setattr(torch_compat, "cast_as_autocast", lambda x: x)
     model = SuperGlue(SuperGlueConfig(neighbours=True)).to(META).train()
 
     def batch(counts):
-        records = [torch.empty((len(counts), max(counts), 148), dtype=torch.uint8, device=META) for _ in "01"]
+        records = [
+            torch.empty((len(counts), max(counts), ORIENTED.itemsize), dtype=torch.uint8, device=META)
+            for _ in "01"
+        ]
         sizes = [torch.empty((len(counts), 2), device=META) for _ in "01"]
         H = torch.empty((len(counts), 3, 3), dtype=torch.float64, device=META)
         return PairBatch(*records, torch.tensor(counts), torch.tensor(counts), *sizes, H)
