@@ -27,8 +27,9 @@ import psutil
 from benchmarks import timing
 from pipeline.extraction.image import image_views
 from pipeline.extraction.pool import Pool
-from pipeline.features.store import sha256, write_shard
+from pipeline.features.store import write_shard
 from pipeline.features.tuning import tune_process
+from pipeline.files import file_sha256
 from pipeline.images.manifest import Entry
 from pipeline.images.sources import ImageSet
 from pipeline.views import homography, photometric, render
@@ -239,4 +240,4 @@ def _written(results: Any, meter: _Meter, shard_images: int) -> Tuple[Spent, str
                 flush()
         flush()
         taken = meter.read()
-        return taken, " ".join(sha256(path) for path in paths)
+        return taken, " ".join(file_sha256(path) for path in paths)

@@ -1,24 +1,14 @@
-"""A file is written whole or not at all, by the library's way, and known by its digest."""
+"""A file is written whole or not at all, by the library's way, and known by its digest, as JSON values are."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
-from typing import Any, Union
+from typing import Any
 
-from superglue_sift.files import write_atomic
+from superglue_sift.files import file_sha256, write_atomic, write_csv
 
-__all__ = ["file_sha256", "json_digest", "write_atomic"]
-
-
-def file_sha256(path: Union[str, Path]) -> str:
-    """Hex SHA-256 of a file. Raises OSError."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as stream:
-        for block in iter(lambda: stream.read(1 << 20), b""):
-            digest.update(block)
-    return digest.hexdigest()
+__all__ = ["file_sha256", "json_digest", "write_atomic", "write_csv"]
 
 
 def json_digest(values: Any) -> str:

@@ -72,3 +72,8 @@ def root_sift(descriptors: Tensor) -> Tensor:
     """RootSIFT of uint8 (or float) SIFT descriptors (..., 128): float32, unit length; zeros stay zeros."""
     values = descriptors.float()
     return (values / values.sum(-1, keepdim=True).clamp(min=1.0)).sqrt()
+
+
+def root_sift_of(descriptors: np.ndarray) -> np.ndarray:
+    """`root_sift` of an array (n, 128)."""
+    return root_sift(torch.from_numpy(np.array(descriptors))).numpy()

@@ -16,10 +16,8 @@ Arrays, or tensors on the CPU. Equal images must give equal answers. The module 
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Callable, Mapping
 
 import cv2
@@ -28,6 +26,7 @@ import numpy as np
 from superglue_sift import sift
 from superglue_sift.descriptors import descriptors_of, record_dtype
 from superglue_sift.errors import RequestError
+from superglue_sift.files import file_sha256
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def load(name: str) -> Extractor:
     records = records_of(name, found)
     if not len(records):
         raise RequestError(f"extractor {name}: finds no keypoint on a pattern full of them")
-    code = hashlib.sha256(Path(home.__file__ or "").read_bytes()).hexdigest()
+    code = file_sha256(home.__file__ or "")
     return Extractor(name, records.dtype, bool(records["scale"][0]), function, code)
 
 

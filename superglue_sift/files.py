@@ -1,10 +1,13 @@
-"""A file is written whole or not at all."""
+"""A file is written whole or not at all, and known by its SHA-256."""
 
 from __future__ import annotations
 
+import csv
+import hashlib
+import io
 import os
 from pathlib import Path
-from typing import Callable, Union
+from typing import Any, Callable, Iterable, Union
 
 
 def _nothing(moment: str) -> None:
@@ -40,3 +43,19 @@ def write_atomic(
         os.fsync(directory)  # the new name too, not only the bytes, outlives a loss of power
     finally:
         os.close(directory)
+
+
+def write_csv(path: Union[str, Path], rows: Iterable[Iterable[Any]]) -> None:
+    """`write_atomic` of a table; the first row is its head."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    write_atomic(path, text.getvalue())
+
+
+def file_sha256(path: Union[str, Path]) -> str:
+    """Hex SHA-256 of a file. Raises OSError."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        for block in iter(lambda: stream.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()

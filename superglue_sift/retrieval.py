@@ -11,6 +11,8 @@ from typing import Callable, List, Sequence, Tuple
 import cv2
 import numpy as np
 
+from superglue_sift.descriptors import root_sift_of
+
 WORDS = 64
 SAMPLE = 20_000  # descriptors that the vocabulary is made of, as many of each image
 
@@ -28,7 +30,7 @@ def nearest_pairs(
     if len(images) < 2:
         return []
     words = vocabulary([_sample(descriptors(name), SAMPLE // len(images) + 1) for name in images])
-    described = np.stack([vlad(root(descriptors(name)), words) for name in images])
+    described = np.stack([vlad(root_sift_of(descriptors(name)), words) for name in images])
     found = set()
     for i, own in enumerate(described):
         similarity = described @ own
@@ -38,16 +40,10 @@ def nearest_pairs(
     return sorted(found)
 
 
-def root(descriptors: np.ndarray) -> np.ndarray:
-    """RootSIFT (n, 128) float32 of SIFT (n, 128)."""
-    values = descriptors.astype(np.float32)
-    return np.sqrt(values / np.maximum(values.sum(1, keepdims=True), 1.0))
-
-
 def _sample(descriptors: np.ndarray, count: int) -> np.ndarray:
     """At most `count`, spread evenly over the keypoints' order of strength."""
     picked = np.linspace(0, len(descriptors) - 1, min(count, len(descriptors))).astype(int)
-    return root(descriptors[picked])
+    return root_sift_of(descriptors[picked])
 
 
 def vocabulary(samples: Sequence[np.ndarray]) -> np.ndarray:

@@ -14,6 +14,7 @@ from pipeline.errors import RequestError
 from pipeline.evaluation import lightglue
 from superglue_sift import sift
 from superglue_sift.batch import Pair
+from superglue_sift.descriptors import root_sift_of
 
 
 class Block(torch.nn.Module):
@@ -87,7 +88,7 @@ def test_matches_come_with_its_own_scores(weights, pair):
     match, said = lightglue.load(weights, "cpu")
     assert said == "made"
     found = match(pair)
-    first, second = (lightglue.root_sift(keys["descriptor"]) for keys in (pair.records0, pair.records1))
+    first, second = (root_sift_of(keys["descriptor"]) for keys in (pair.records0, pair.records1))
     assert found.matches0[0] == -1 and found.scores0[0] == 0
     np.testing.assert_array_equal(found.matches0[1:], (first @ second.T).argmax(1)[1:])
     np.testing.assert_allclose(found.scores0[1:], 0.5 * (first @ second.T).max(1)[1:], rtol=1e-5)
@@ -95,9 +96,16 @@ def test_matches_come_with_its_own_scores(weights, pair):
 
 def test_it_is_given_pixels_diameters_and_radians(pair):
     given = lightglue.features(pair.records0, pair.size0, "cpu")
-    assert {name: tuple(value.shape) for name, value in given.items()} == {
-        "keypoints": (1, 60, 2), "descriptors": (1, 60, 128), "scales": (1, 60), "oris": (1, 60), "image_size": (1, 2),
-    }  # fmt: skip
+    shapes = {
+        "keypoints": (60, 2),
+        "descriptors": (60, 128),
+        "scales": (60,),
+        "oris": (60,),
+        "image_size": (2,),
+    }
+    assert {name: tuple(given[name].shape) for name in shapes} == {
+        name: (1, *s) for name, s in shapes.items()
+    }
     assert all(value.dtype == torch.float32 for value in given.values())
     np.testing.assert_allclose(given["oris"][0], np.radians(pair.records0["angle"]), rtol=1e-5)
     np.testing.assert_array_equal(given["keypoints"][0, :, 0], pair.records0["x"])

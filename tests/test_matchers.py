@@ -13,6 +13,7 @@ from hypothesis.extra import numpy as arrays
 from pipeline.evaluation import matchers
 from superglue_sift import sift
 from superglue_sift.batch import Pair
+from superglue_sift.descriptors import root_sift_of
 from superglue_sift.matcher import PairMatches
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
@@ -33,7 +34,7 @@ def pair(photo):
 
 
 def test_ratio_and_mutual_agree_with_opencv(pair):
-    descriptors = [matchers.root_sift(keys["descriptor"]) for keys in (pair.records0, pair.records1)]
+    descriptors = [root_sift_of(keys["descriptor"]) for keys in (pair.records0, pair.records1)]
     answers = matchers.match_baselines(pair, ratio=0.8)
     nearest = {m.queryIdx: m.trainIdx for m in cv2.BFMatcher(cv2.NORM_L2).match(*descriptors)}
     assert dict(enumerate(answers["nn"].matches0)) == nearest
@@ -49,9 +50,9 @@ def test_ratio_and_mutual_agree_with_opencv(pair):
 
 
 def test_root_sift_has_length_one_and_zeros_stay(pair):
-    rows = matchers.root_sift(pair.records0["descriptor"])
+    rows = root_sift_of(pair.records0["descriptor"])
     np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1.0, atol=1e-5)
-    assert not matchers.root_sift(np.zeros((2, 128), np.uint8)).any()
+    assert not root_sift_of(np.zeros((2, 128), np.uint8)).any()
 
 
 @given(distance_matrices)

@@ -7,7 +7,6 @@ The network is made empty and filled here: the packages' own ways to weights dow
 from __future__ import annotations
 
 import importlib
-import math
 import re
 from pathlib import Path
 from typing import Callable, Dict, Optional, Tuple
@@ -18,9 +17,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from pipeline.errors import RequestError
-from pipeline.evaluation.matchers import root_sift
 from superglue_sift.batch import Pair
-from superglue_sift.matcher import PairMatches
+from superglue_sift.interop.arrays import to_lightglue
+from superglue_sift.matcher import Features, PairMatches
 
 NAME = "lightglue"
 PACKAGES = ("kornia.feature", "lightglue")  # whose `LightGlue` it is, in the order they are tried
@@ -84,20 +83,10 @@ def match(model: torch.nn.Module, pair: Pair, device: str) -> PairMatches:
     return PairMatches(matches0, np.where(matches0 >= 0, scores0, 0.0))
 
 
-def features(keypoints: np.ndarray, size: Tuple[int, int], device: str) -> Dict[str, torch.Tensor]:
-    """One image of LightGlue's input, a batch of one: pixels, RootSIFT, diameters in pixels, angles in radians."""
-    width, height = size
-    places = np.stack(
-        [keypoints["x"].clip(0, width), keypoints["y"].clip(0, height)], axis=-1
-    )  # as it demands
-    values = {
-        "keypoints": places,
-        "descriptors": root_sift(keypoints["descriptor"]),
-        "scales": keypoints["scale"],
-        "oris": keypoints["angle"] * (math.pi / 180),
-        "image_size": np.array(size, np.float32),
-    }
-    return {
-        name: torch.from_numpy(np.asarray(value, np.float32))[None].to(device)
-        for name, value in values.items()
-    }
+def features(records: np.ndarray, size: Tuple[int, int], device: str) -> Dict[str, torch.Tensor]:
+    """One image of LightGlue's input, a batch of one; it demands that no keypoint lies outside."""
+    data = to_lightglue(Features(records, size))
+    data["keypoints"] = torch.minimum(
+        data["keypoints"].clamp(min=0.0), torch.tensor(size, dtype=torch.float32)
+    )
+    return {name: value.to(device) for name, value in data.items()}

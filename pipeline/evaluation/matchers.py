@@ -11,7 +11,7 @@ import torch
 
 from pipeline.schema import EvaluateParams
 from superglue_sift.batch import Pair
-from superglue_sift.descriptors import descriptors_of, kind_of
+from superglue_sift.descriptors import descriptors_of, kind_of, root_sift_of
 from superglue_sift.inference import fuse_for_inference
 from superglue_sift.matcher import PairMatches, match_pairs, match_threshold
 from superglue_sift.superglue import SuperGlue
@@ -66,29 +66,17 @@ class Matchers:
         }
 
 
-def root_sift(descriptors: np.ndarray) -> np.ndarray:
-    """(N, 128) uint8 -> float32 rows of length 1 (Arandjelovic and Zisserman 2012)."""
-    values = descriptors.astype(np.float32)
-    shares = values / np.maximum(values.sum(axis=1, keepdims=True), 1.0)
-    return np.sqrt(shares)
-
-
-def distances(descriptors0: np.ndarray, descriptors1: np.ndarray) -> np.ndarray:
-    """Euclidean distances of RootSIFT. (M, 128), (N, 128) uint8 -> (M, N) float32 in 0..sqrt(2)."""
-    similarity = root_sift(descriptors0) @ root_sift(descriptors1).T
-    return np.sqrt(np.maximum(2.0 - 2.0 * similarity, 0.0))
-
-
 def descriptor_distances(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
     """(M, N) float32 of records (M,), (N,): of RootSIFT; Euclidean, of unit vectors; of bits Hamming's."""
     kind, dim = kind_of(records0.dtype)
     both = [descriptors_of(records) for records in (records0, records1)]
-    if kind == "sift":
-        return distances(*both)
     if kind == "binary":
         signs = [2.0 * np.unpackbits(bits, axis=1).astype(np.float32) - 1.0 for bits in both]
         return (dim - signs[0] @ signs[1].T) / 2.0
-    unit = [own / np.maximum(np.linalg.norm(own, axis=1, keepdims=True), 1e-12) for own in both]
+    if kind == "sift":
+        unit = [root_sift_of(own) for own in both]
+    else:
+        unit = [own / np.maximum(np.linalg.norm(own, axis=1, keepdims=True), 1e-12) for own in both]
     return np.sqrt(np.maximum(2.0 - 2.0 * unit[0] @ unit[1].T, 0.0))
 
 

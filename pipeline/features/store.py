@@ -23,7 +23,7 @@ from typing import Any, Dict, List, NamedTuple, Sequence, Tuple, Union
 import numpy as np
 
 from pipeline.errors import RequestError
-from pipeline.files import write_atomic
+from pipeline.files import file_sha256, write_atomic
 from superglue_sift import extractors
 from superglue_sift.extractors import Extractor
 from superglue_sift.sift import ORIENTED
@@ -193,19 +193,11 @@ def check_shard(folder: Path, shard: Dict[str, Any], hashed: bool = True) -> Non
         size = path.stat().st_size
         if size != shard["bytes"]:
             raise RequestError(f"{path}: {size} bytes, {shard['bytes']} when it was written; {fix}")
-        found = sha256(path) if hashed else shard["sha256"]
+        found = file_sha256(path) if hashed else shard["sha256"]
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}; {fix}") from None
     if found != shard["sha256"]:
         raise RequestError(f"{path}: SHA-256 {found}, {shard['sha256']} when it was written; {fix}")
-
-
-def sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        for block in iter(lambda: stream.read(1 << 20), b""):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def read_index(folder: Union[str, Path]) -> Dict[str, Any]:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import io
 import os
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Iterable, List, Union
 
 from pipeline.errors import RequestError
-from pipeline.files import write_atomic
+from pipeline.files import write_csv
 
 SPLITS = ("train", "val", "test")
 STORED, DEFLATED = 0, 8  # zip's own numbers
@@ -45,11 +44,7 @@ def sort(entries: Iterable[Entry]) -> List[Entry]:
 
 def write(path: Union[str, Path], entries: Iterable[Entry]) -> None:
     """Write the manifest, sorted, atomically; the same entries give the same bytes."""
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow([field.name for field in fields(Entry)])
-    table.writerows(astuple(entry) for entry in sort(entries))
-    write_atomic(path, text.getvalue())
+    write_csv(path, [[field.name for field in fields(Entry)], *(astuple(entry) for entry in sort(entries))])
 
 
 def read(path: Union[str, Path]) -> List[Entry]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -11,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
+from pipeline.files import file_sha256
 from pipeline.runtime import repro
 from pipeline.tracking.run import EVALUATION, HEADLINE, RUN_ID, SEPARATOR, is_gone
 from pipeline.tracking.run_log import Event
@@ -259,7 +259,7 @@ class MlflowStore:
         DVC does not evaluate weights again that it has evaluated: without this their figures would stand in
         another run. An evaluation that does run adds its own later and replaces them.
         """
-        tags = {WEIGHTS_TAG: hashlib.sha256(Path(file).read_bytes()).hexdigest()}
+        tags = {WEIGHTS_TAG: file_sha256(file)}
         alike = f"tags.`{WEIGHTS_TAG}` = '{tags[WEIGHTS_TAG]}' AND attributes.run_id != '{run_id}'"
         experiment, order = self._client.get_run(run_id).info.experiment_id, ["attributes.start_time ASC"]
         runs = self._client.search_runs([experiment], alike, max_results=1000, order_by=order)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from superglue_sift.descriptors import root_sift
+from superglue_sift.descriptors import root_sift_of
 from superglue_sift.matcher import Features, MatchResult
 
 
@@ -60,7 +60,7 @@ def to_lightglue(features: Features) -> Dict[str, Tensor]:
     values = {
         "keypoints": features.keypoints,
         "keypoint_scores": records["score"],
-        "descriptors": root_sift(torch.from_numpy(records["descriptor"].astype(np.float32))).numpy(),
+        "descriptors": root_sift_of(records["descriptor"]),
         "scales": records["scale"],
         "oris": np.deg2rad(records["angle"]),
         "image_size": np.array(features.size),

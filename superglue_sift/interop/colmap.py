@@ -17,7 +17,7 @@ from typing import Any, Dict, Iterator, Tuple, Union
 
 import numpy as np
 
-from superglue_sift.descriptors import kind_of
+from superglue_sift.descriptors import kind_of, root_sift_of
 from superglue_sift.errors import RequestError
 from superglue_sift.many import Adding, FeatureStore
 from superglue_sift.matcher import Features, MatchResult
@@ -108,8 +108,7 @@ class ColmapDatabase:
 
     def _descriptors(self, features: Features) -> Any:
         """RootSIFT in bytes, as COLMAP keeps its own SIFT."""
-        values = features.records["descriptor"].astype(np.float32)
-        unit = np.sqrt(values / np.maximum(values.sum(axis=1, keepdims=True), 1.0))
+        unit = root_sift_of(features.records["descriptor"])
         rows = np.minimum(np.rint(512.0 * unit), 255.0).astype(np.uint8)
         return self._pycolmap.FeatureDescriptors(
             self._pycolmap.FeatureExtractorType.__members__["SIFT"], rows
@@ -128,7 +127,7 @@ def database_of(path: Path, root: Path, store: FeatureStore) -> Iterator[Adding]
     with ColmapDatabase(partial, root) as database:
 
         def add(photo0: Any, photo1: Any, found: MatchResult) -> None:
-            name0, name1 = (os.path.relpath(photo.path, root) for photo in (photo0, photo1))
+            name0, name1 = (os.path.relpath(photo.image, root) for photo in (photo0, photo1))
             database.add(name0, name1, store(photo0), store(photo1), found)
 
         yield add
