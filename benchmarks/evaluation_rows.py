@@ -18,7 +18,7 @@ from benchmarks.row import Row, Setting
 from benchmarks.stage_rows import one_opencv_thread
 from pipeline import params
 from pipeline.errors import RequestError
-from pipeline.evaluation import matchers, pairs, run, scoring
+from pipeline.evaluation import matchers, pairs, protocol, scoring
 from pipeline.evaluation.heldout import HeldOutPairs
 from pipeline.images.sources import open_manifest
 from superglue_sift.images import BadImage
@@ -130,13 +130,13 @@ class _Evaluation:
 
     def whole(self) -> Iterator[Row]:
         """All rows of pairs.csv, with all threads of `evaluate`, beside views, SIFT and our matcher alone."""
-        units = run.units_of(self.source, self.settings.batch)
+        units = protocol.units_of(self.source, self.settings.batch)
 
         def bare() -> None:
-            list(run.map_over_ranks(units, [], self._extract, self._matches, len))
+            list(protocol.map_over_ranks(units, [], self._extract, self._matches, len))
 
         def whole() -> None:
-            list(run.results_by_unit(self.source, self.matchers, self.settings))
+            list(protocol.results_by_unit(self.source, self.matchers, self.settings))
 
         with one_opencv_thread():
             taken = self.setting.timed({"bare": bare, "whole": whole})

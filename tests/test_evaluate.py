@@ -21,7 +21,7 @@ from made_scenes import SHIFT, TURN, write_image_set, write_model, write_sequenc
 from pipeline import errors, evaluate
 from pipeline.evaluation import heldout, lightglue, pairs, protocol
 from pipeline.evaluation.matchers import MATCHERS
-from pipeline.evaluation.run import map_over_ranks, prefetch_map, units_of
+from pipeline.evaluation.protocol import map_over_ranks, prefetch_map, units_of
 from pipeline.images import sources
 from pipeline.launch import free_port
 from superglue_sift.matcher import PairMatches
@@ -317,7 +317,7 @@ def test_a_model_brings_its_own_threshold(work):
 
 
 def test_growing_disturbances(work, monkeypatch):
-    monkeypatch.setattr("pipeline.evaluation.run.LEVELS", {"blur (px)": (heldout.blur, (0.0, 3.0))})
+    monkeypatch.setattr("pipeline.evaluation.protocol.LEVELS", {"blur (px)": (heldout.blur, (0.0, 3.0))})
     assert run(work, "--robustness", "2") == 0
     lines = [line for line in read_csv(work / "out" / "robustness.csv") if line["condition"] == "blur (px)"]
     assert [(line["level"], line["pairs"]) for line in lines] == [("0", "2"), ("3", "2")]

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.evaluation import figures, metrics
+from pipeline.evaluation import figures
 from pipeline.evaluation.matchers import MATCHERS, OURS
-from pipeline.evaluation.scoring import Judged, PairResult, Row
+from pipeline.evaluation.scoring import Judged, MatchCounts, PairResult, Row
 
 
 def mean(values, clusters=None):
@@ -85,7 +85,7 @@ def results_of(ours, baseline, judged=None, matchers=MATCHERS):
         for matcher in matchers:
             error = first if matcher == OURS else second + (matcher == "nn")
             errors = {"ransac": error, "dlt": error}
-            counts = metrics.MatchCounts(10, 5, 8, 4)
+            counts = MatchCounts(10, 5, 8, 4)
             rows[matcher] = Row(str(index), f"photograph {index}", matcher, 10, 10, counts, errors, {})
         results.append(PairResult((index, 0), rows, {OURS: judged[index]} if judged else {}))
     return results
@@ -107,7 +107,7 @@ def test_paired_differences_see_what_separate_intervals_cannot():
     separate = {(line["matcher"], line["figure"]): line for line in compared.intervals}
     ours, theirs = (separate[name, "auc_ransac_10"] for name in (OURS, "ratio_test"))
     assert ours["low"] < theirs["high"]  # their intervals overlap
-    assert ours["value"] == pytest.approx(metrics.auc_by_pair(hard, 10).mean(), abs=1e-6)
+    assert ours["value"] == pytest.approx(figures.auc_by_pair(hard, 10).mean(), abs=1e-6)
 
 
 @pytest.mark.parametrize("photographs, verdict", [(5, "undecided"), (6, "better")])

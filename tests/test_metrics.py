@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.evaluation import metrics
+from pipeline.evaluation import figures
+from pipeline.evaluation.scoring import MatchCounts, reprojection_errors
 
 pytestmark = pytest.mark.cu111
 
 
 def auc(errors, threshold):
     """The area itself."""
-    return metrics.mean_finite(metrics.auc_by_pair(errors, threshold))[0]
+    return figures.mean_finite(figures.auc_by_pair(errors, threshold))[0]
 
 
 errors_of_pairs = st.lists(
@@ -59,7 +60,7 @@ def test_auc_closed_form_of_exponential_errors():
 @given(errors_of_pairs, limits)
 def test_auc_is_the_area_under_the_recall_curve(errors, threshold):
     grid = np.linspace(0, threshold, 20_001)
-    recall = metrics.recall_curve(errors, (grid[1:] + grid[:-1]) / 2)
+    recall = figures.recall_curve(errors, (grid[1:] + grid[:-1]) / 2)
     assert auc(errors, threshold) == pytest.approx(recall.mean(), abs=2e-3)
 
 
@@ -75,7 +76,7 @@ def test_auc_properties(errors, threshold):
 
 def test_auc_without_pairs_is_no_number_and_bad_input_is_refused():
     assert np.isnan(auc([], 3))
-    assert np.isnan(metrics.recall_curve([], [1.0])).all()
+    assert np.isnan(figures.recall_curve([], [1.0])).all()
     with pytest.raises(ValueError):
         auc([1.0], 0)
     with pytest.raises(ValueError):
@@ -83,19 +84,19 @@ def test_auc_without_pairs_is_no_number_and_bad_input_is_refused():
 
 
 def test_no_match_is_a_failure_and_no_truth_is_no_question():
-    nothing = metrics.MatchCounts(matches=0, correct=0, truth=2, found=0)
+    nothing = MatchCounts(matches=0, correct=0, truth=2, found=0)
     assert nothing.precision == 0.0 and nothing.recall == 0.0
-    no_truth = metrics.MatchCounts(matches=1, correct=0, truth=0, found=0)
+    no_truth = MatchCounts(matches=1, correct=0, truth=0, found=0)
     assert no_truth.precision == 0.0 and np.isnan(no_truth.recall)
-    some = metrics.MatchCounts(matches=3, correct=2, truth=3, found=1)
+    some = MatchCounts(matches=3, correct=2, truth=3, found=1)
     assert some.precision == pytest.approx(2 / 3) and some.recall == pytest.approx(1 / 3)
 
 
 def test_reprojection_error_is_the_larger_direction():
     H = np.diag([2.0, 2.0, 1.0])  # one pixel in image 0 is two in image 1
-    error = metrics.reprojection_errors(np.array([[10.0, 10.0]]), np.array([[24.0, 20.0]]), H)
+    error = reprojection_errors(np.array([[10.0, 10.0]]), np.array([[24.0, 20.0]]), H)
     assert error == pytest.approx([4.0])
-    error = metrics.reprojection_errors(np.array([[24.0, 20.0]]), np.array([[10.0, 10.0]]), np.linalg.inv(H))
+    error = reprojection_errors(np.array([[24.0, 20.0]]), np.array([[10.0, 10.0]]), np.linalg.inv(H))
     assert error == pytest.approx([4.0])
 
 
@@ -106,18 +107,18 @@ def test_reprojection_error_agrees_with_opencv():
     forward = np.linalg.norm(cv2.perspectiveTransform(points0[None], H)[0] - points1, axis=1)
     backward = np.linalg.norm(cv2.perspectiveTransform(points1[None], np.linalg.inv(H))[0] - points0, axis=1)
     np.testing.assert_allclose(
-        metrics.reprojection_errors(points0, points1, H), np.maximum(forward, backward), rtol=1e-9
+        reprojection_errors(points0, points1, H), np.maximum(forward, backward), rtol=1e-9
     )
 
 
 def test_reprojection_error_on_the_horizon_and_of_nothing():
     H = np.array([[1.0, 0, 0], [0, 1, 0], [-0.01, 0, 1]])  # x = 100 maps to infinity
-    assert metrics.reprojection_errors(np.array([[100.0, 5]]), np.array([[1.0, 1]]), H) == np.inf
-    assert metrics.reprojection_errors(np.zeros((0, 2)), np.zeros((0, 2)), H).shape == (0,)
+    assert reprojection_errors(np.array([[100.0, 5]]), np.array([[1.0, 1]]), H) == np.inf
+    assert reprojection_errors(np.zeros((0, 2)), np.zeros((0, 2)), H).shape == (0,)
 
 
 def test_recall_curve_counts_equality():
-    assert metrics.recall_curve([1.0, 2.0, np.inf, np.nan], [0.5, 1.0, 2.0, 1e9]).tolist() == [
+    assert figures.recall_curve([1.0, 2.0, np.inf, np.nan], [0.5, 1.0, 2.0, 1e9]).tolist() == [
         0,
         0.25,
         0.5,
@@ -126,6 +127,6 @@ def test_recall_curve_counts_equality():
 
 
 def test_mean_finite():
-    assert metrics.mean_finite([1.0, np.nan, 3.0, np.inf]) == (2.0, 2)
-    mean, count = metrics.mean_finite([])
+    assert figures.mean_finite([1.0, np.nan, 3.0, np.inf]) == (2.0, 2)
+    mean, count = figures.mean_finite([])
     assert np.isnan(mean) and count == 0

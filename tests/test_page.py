@@ -14,9 +14,9 @@ from made_scenes import write_image_set
 
 from pipeline.errors import RequestError
 from pipeline.evaluation import content as contents
-from pipeline.evaluation import figures, heldout, metrics
+from pipeline.evaluation import figures, heldout
 from pipeline.evaluation.matchers import MATCHERS
-from pipeline.evaluation.scoring import Row
+from pipeline.evaluation.scoring import MatchCounts, Row
 from pipeline.images import sources
 from pipeline.report import charts, page, tables
 
@@ -217,7 +217,7 @@ def test_names_of_figures():
 
 
 def row(error=1.0, matcher="superglue", **conditions):
-    counts = metrics.MatchCounts(20, 15, 30, 12)
+    counts = MatchCounts(20, 15, 30, 12)
     return Row("p", "s", matcher, 200, 300, counts, {"ransac": error, "dlt": error}, conditions)
 
 

@@ -15,9 +15,9 @@ from made_scenes import write_model
 
 from pipeline import errors, evaluate
 from pipeline.errors import RequestError
-from pipeline.evaluation import figures, metrics, poses
+from pipeline.evaluation import figures, poses
 from pipeline.evaluation.pairs import Pose
-from pipeline.evaluation.scoring import Row
+from pipeline.evaluation.scoring import MatchCounts, Row
 
 K = np.array([[500.0, 0, 320], [0, 500, 240], [0, 0, 1]])
 
@@ -121,7 +121,7 @@ def test_wrong_files_are_named(tmp_path, text, words):
 
 
 def test_means_keep_failures():
-    counts = metrics.MatchCounts(8, 4, 0, 0), metrics.MatchCounts(0, 0, 0, 0)
+    counts = MatchCounts(8, 4, 0, 0), MatchCounts(0, 0, 0, 0)
     rows = [
         Row("a", "s", "x", 10, 9, own, {"pose": error}, {}) for own, error in zip(counts, (2.5, math.inf))
     ]

@@ -13,8 +13,8 @@ import pytest
 
 from pipeline import errors
 from pipeline.evaluation.content import error_curve
-from pipeline.evaluation.metrics import MatchCounts, auc_by_pair
-from pipeline.evaluation.scoring import Row
+from pipeline.evaluation.figures import auc_by_pair
+from pipeline.evaluation.scoring import MatchCounts, Row
 from pipeline.report import __main__ as report
 from pipeline.report import files, page, tables
 from superglue_sift import drawing

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from made_scenes import SHIFT, TURN
 
 from pipeline.errors import RequestError
-from pipeline.evaluation import confidence, content, estimators, figures, matchers, metrics, scoring
+from pipeline.evaluation import confidence, content, estimators, figures, matchers, scoring
 from pipeline.evaluation.conditions import conditions_of
 from pipeline.evaluation.matchers import OURS
 from pipeline.evaluation.pairs import KnownPair
@@ -56,7 +56,7 @@ def test_perfect_matches_give_perfect_figures(exact, settings):
     known, partner = exact
     np.testing.assert_array_equal(scoring.true_matches(known.pair, TURN, 3.0), partner)
     row = score(known, PairMatches(partner, np.ones(20, np.float32)), settings)
-    assert row.counts == metrics.MatchCounts(20, 20, 20, 20)
+    assert row.counts == scoring.MatchCounts(20, 20, 20, 20)
     assert row.errors["ransac"] < 0.01 and row.errors["dlt"] < 0.01
 
 
@@ -66,7 +66,7 @@ def test_a_match_near_its_partner_is_correct_and_not_found(settings):
     points1 = np.concatenate([points0, [[62.5, 10], [113.0, 10]]])
     known = pair_of(points0, points1, np.eye(3))
     row = score(known, PairMatches(np.array([0, 4, 5, -1]), np.ones(4, np.float32)), settings)
-    assert row.counts == metrics.MatchCounts(matches=3, correct=2, truth=4, found=1)
+    assert row.counts == scoring.MatchCounts(matches=3, correct=2, truth=4, found=1)
 
 
 def test_confidence_weighs_the_least_squares_fit(exact, settings):
@@ -99,7 +99,7 @@ def test_pairs_without_keypoints_have_a_row(settings):
 
 
 def row(error, matches=10, correct=5, truth=8, found=4, matcher=OURS, pair="p", scene="s"):
-    counts = metrics.MatchCounts(matches, correct, truth, found)
+    counts = scoring.MatchCounts(matches, correct, truth, found)
     return scoring.Row(pair, scene, matcher, 20, 20, counts, {"ransac": error, "dlt": error}, {"scale": 1.0})
 
 
@@ -188,7 +188,7 @@ def test_operating_points_are_those_of_trying_every_threshold(cases, least):
     for threshold in (-0.1, 0.0, 0.1, 0.2, 0.3, 0.4):
         counts = [one.above(threshold).counts for one in judged]
         precision = np.mean([count.precision for count in counts])
-        recall, asked = metrics.mean_finite([count.recall for count in counts])
+        recall, asked = figures.mean_finite([count.recall for count in counts])
         tried.append((precision, recall))
     found = confidence.sweep(judged)
     if not asked:

@@ -6,9 +6,8 @@ import csv
 from pathlib import Path
 from typing import Dict, List, Optional, Tuple
 
-from pipeline.evaluation.figures import LEAST_CLUSTERS, Clusters
+from pipeline.evaluation.figures import LEAST_CLUSTERS, Clusters, auc_by_pair
 from pipeline.evaluation.matchers import BASELINES, OURS
-from pipeline.evaluation.metrics import auc_by_pair
 
 LIMIT = 5  # of the area that decides, in px
 Row = Dict[str, str]

@@ -11,10 +11,8 @@ import numpy as np
 from pipeline.evaluation import confidence, figures, poses
 from pipeline.evaluation.figures import Comparison, Line
 from pipeline.evaluation.matchers import OURS, Matchers
-from pipeline.evaluation.metrics import recall_curve
 from pipeline.evaluation.pairs import KnownPair, Scene, Source, pair_of_scene
-from pipeline.evaluation.run import Results
-from pipeline.evaluation.scoring import Row, Settings, correct_matches, estimators_of, matched_points
+from pipeline.evaluation.scoring import Results, Row, Settings, correct_matches, estimators_of, matched_points
 from pipeline.report import page, tables
 from superglue_sift import drawing
 from superglue_sift.matcher import PairMatches
@@ -82,7 +80,7 @@ def error_curve(rows: Sequence[Row], estimator: str) -> List[Line]:
     errors: Dict[str, List[float]] = {}
     for row in rows:
         errors.setdefault(row.matcher, []).append(row.errors[estimator])
-    shares = {matcher: recall_curve(own, limits) for matcher, own in errors.items()}
+    shares = {matcher: figures.recall_curve(own, limits) for matcher, own in errors.items()}
     return [
         {unit: limit, **{matcher: figures.plain(share[index]) for matcher, share in shares.items()}}
         for index, limit in enumerate(limits)
@@ -187,7 +185,7 @@ def picture_choice(ours: Sequence[Row], count: int) -> List[Tuple[str, int]]:
 
 
 def explanation(row: Row, limit_px: float = 3.0) -> str:
-    """In words, what stood in the way of a pair whose error is above `limit_px`; empty for the others and for poses."""
+    """As text, what stood in the way of a pair whose error is above `limit_px`; empty for the others and for poses."""
     if row.error <= limit_px or poses.NAME in row.errors:
         return ""
     found = row.difficulty

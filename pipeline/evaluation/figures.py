@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from pipeline.evaluation.confidence import (
     sweep,
 )
 from pipeline.evaluation.matchers import OURS
-from pipeline.evaluation.metrics import auc_by_pair, mean_finite
 from pipeline.evaluation.scoring import Judged, PairResult, Row, estimators_of, matchers_of
 
 AUC_PX = (1, 3, 5, 10)
@@ -48,6 +47,37 @@ def plain(value: float) -> Optional[float]:
     if isinstance(value, (int, np.integer)):
         return int(value)
     return round(float(value), DIGITS) if math.isfinite(value) else None
+
+
+def auc_by_pair(errors: Sequence[float], threshold: float) -> np.ndarray:
+    """What each pair adds to the area under the recall curve up to `threshold`; the AUC is their mean, 0 to 1.
+
+    errors: one per pair, inf (or NaN) for a pair without an estimate, which is a failure and stays in the mean.
+    Recall(t) is the share of pairs with an error of at most t: a staircase, so its area divided by `threshold` is
+    exactly the mean of max(0, 1 - error / threshold).
+    """
+    values = np.asarray(errors, dtype=np.float64)
+    if threshold <= 0:
+        raise ValueError(f"threshold must be positive, not {threshold}")
+    if np.any(values < 0):
+        raise ValueError("errors must not be negative")
+    return np.maximum(0.0, 1.0 - np.where(np.isnan(values), np.inf, values) / threshold)
+
+
+def recall_curve(errors: Sequence[float], limits: Sequence[float]) -> np.ndarray:
+    """Share of pairs with an error of at most each limit. errors: (P,), limits: (L,); returns (L,)."""
+    values = np.asarray(errors, dtype=np.float64)
+    values = np.sort(np.where(np.isnan(values), np.inf, values))
+    if values.size == 0:
+        return np.full(len(limits), np.nan)
+    return np.searchsorted(values, np.asarray(limits, dtype=np.float64), side="right") / values.size
+
+
+def mean_finite(values: Union[Sequence[float], np.ndarray]) -> Tuple[float, int]:
+    """Mean of the finite values and how many they are; (NaN, 0) when there is none."""
+    given = np.asarray(values, dtype=np.float64)
+    finite = given[np.isfinite(given)]
+    return (float(finite.mean()), int(finite.size)) if finite.size else (float("nan"), 0)
 
 
 def rounded(lines: Sequence[Mapping[str, float]]) -> List[Line]:

@@ -1,7 +1,7 @@
 """Folders in HPatches layout: sequences with images `1.png, 2.png, ...` and homographies `H_1_2, H_1_3, ...`.
 
 `H_1_k` is a text file of three rows of three numbers that maps pixels of image 1 to pixels of image k
-(Balntas et al., "HPatches", CVPR 2017). Images may be png, ppm, jpg, jpeg, pgm, bmp or webp.
+(Balntas et al., "HPatches", CVPR 2017).
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import numpy as np
 from pipeline.errors import RequestError
 from pipeline.evaluation.pairs import Scene, ViewPair, image_size
 from superglue_sift.geometry import resizing
-from superglue_sift.images import BadImage, decode_gray
+from superglue_sift.images import EXTENSIONS, BadImage, decode_gray
 
-IMAGE_SUFFIXES = (".png", ".ppm", ".jpg", ".jpeg", ".pgm", ".bmp", ".webp")
 LONGEST = 16_000  # pixels along a side: SIFT doubles an image, and OpenCV's remap takes less than 32,767
 REFERENCE = 1  # homographies start at this image
 
@@ -108,14 +107,12 @@ def read_sequence(path: Path, root: Path) -> Optional[Sequence]:
         match = re.fullmatch(r"H_1_(\d+)(\.txt)?", file.name)
         if match:
             homographies[int(match.group(1))] = file
-        elif file.stem.isdecimal() and file.suffix.lower() in IMAGE_SUFFIXES:
+        elif file.stem.isdecimal() and file.suffix.lower() in EXTENSIONS:
             add_image(images, int(file.stem), file)
     if not homographies and REFERENCE not in images:
         return None
     if REFERENCE not in images:
-        raise RequestError(
-            f"{path}: homographies but no image 1 ({', '.join('1' + s for s in IMAGE_SUFFIXES[:3])})"
-        )
+        raise RequestError(f"{path}: homographies but no image 1 (1.png, 1.ppm, 1.jpg, ...)")
     for number in sorted(set(images) - {REFERENCE}):
         if number not in homographies:
             raise RequestError(f"{images[number]}: no homography H_1_{number} beside it")

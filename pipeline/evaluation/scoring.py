@@ -1,15 +1,18 @@
-"""One row of figures per pair and matcher, and the verdict on every match of a network."""
+"""One row of figures per pair and matcher, and the verdict on every match of a network: arXiv 1911.11763, section 5.
+
+Every definition is written out, with its source, in docs/evaluation.md.
+"""
 
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
-from typing import Dict, Mapping, Sequence, Tuple
+from dataclasses import dataclass, field
+from typing import Dict, List, Mapping, Sequence, Tuple
 
 import numpy as np
 import torch
 
-from pipeline.evaluation import metrics, poses
+from pipeline.evaluation import poses
 from pipeline.evaluation.conditions import conditions_of
 from pipeline.evaluation.estimators import DEFAULT, ESTIMATORS
 from pipeline.evaluation.pairs import KnownPair, Pose
@@ -34,6 +37,30 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class MatchCounts:
+    """Counts of one pair, from which precision and recall follow.
+
+    matches: predicted matches; correct: those whose reprojection error is under the limit;
+    truth: pairs of keypoints that truly belong together; found: those of them predicted exactly.
+    """
+
+    matches: int
+    correct: int
+    truth: int
+    found: int
+
+    @property
+    def precision(self) -> float:
+        """correct / matches; 0 when nothing was matched: a matcher that says nothing has failed."""
+        return self.correct / self.matches if self.matches else 0.0
+
+    @property
+    def recall(self) -> float:
+        """found / truth; NaN when the pair has no true match: then every matcher's mean leaves it out."""
+        return self.found / self.truth if self.truth else float("nan")
+
+
+@dataclass(frozen=True)
 class Row:
     """Figures of one matcher on one pair: a line of pairs.csv.
 
@@ -45,7 +72,7 @@ class Row:
     matcher: str
     keypoints0: int
     keypoints1: int
-    counts: metrics.MatchCounts
+    counts: MatchCounts
     errors: Dict[str, float]
     conditions: Dict[str, float]
 
@@ -75,10 +102,10 @@ class Judged:
         return Judged(self.scores[keep], self.correct[keep], self.found[keep], self.truth)
 
     @property
-    def counts(self) -> metrics.MatchCounts:
+    def counts(self) -> MatchCounts:
         """How many they are."""
         right, found = int(self.correct.sum()), int(self.found.sum())
-        return metrics.MatchCounts(len(self.scores), right, self.truth, found)
+        return MatchCounts(len(self.scores), right, self.truth, found)
 
 
 @dataclass(frozen=True)
@@ -88,6 +115,19 @@ class PairResult:
     place: Tuple[int, int]
     rows: Dict[str, Row]
     judged: Dict[str, Judged]
+
+
+@dataclass
+class Results:
+    """What comes out, in the order of the source. bad: (scene, reason)."""
+
+    pairs: List[PairResult] = field(default_factory=list)
+    bad: List[Tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def rows(self) -> List[Row]:
+        """Those of all matchers on all pairs, pair by pair."""
+        return [row for one in self.pairs for row in one.rows.values()]
 
 
 def points_of(records: np.ndarray) -> np.ndarray:
@@ -117,12 +157,28 @@ def matched_points(pair: Pair, found: PairMatches) -> Tuple[np.ndarray, np.ndarr
     return points0, points1, found.scores0[index0].astype(np.float64)
 
 
+def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.ndarray) -> np.ndarray:
+    """Distance in pixels between matched points, the larger of the two directions.
+
+    points0, points1: (K, 2) pixels; H_0to1: (3, 3). Returns (K,) float64, inf where a point maps to infinity.
+    The larger direction, as in the ground truth: one rule for training and for judging.
+    """
+    points0 = np.asarray(points0, dtype=np.float64).reshape(-1, 2)
+    points1 = np.asarray(points1, dtype=np.float64).reshape(-1, 2)
+    H_0to1 = np.asarray(H_0to1, dtype=np.float64)
+    with np.errstate(all="ignore"):
+        forward = np.linalg.norm(geometry.transform(points0, H_0to1) - points1, axis=-1)
+        backward = np.linalg.norm(geometry.transform(points1, np.linalg.inv(H_0to1)) - points0, axis=-1)
+        worst = np.maximum(forward, backward)
+    return np.where(np.isfinite(worst), worst, np.inf)
+
+
 def correct_matches(known: KnownPair, found: PairMatches, correct_px: float) -> np.ndarray:
     """(K,) bool: which of the predicted matches are right."""
     points0, points1, _ = matched_points(known.pair, found)
     if isinstance(known.truth, Pose):
         return poses.correct_matches(points0, points1, known.truth)
-    return metrics.reprojection_errors(points0, points1, known.truth) < correct_px
+    return reprojection_errors(points0, points1, known.truth) < correct_px
 
 
 def estimate_errors(known: KnownPair, found: PairMatches, settings: Settings) -> Dict[str, float]:
