@@ -30,16 +30,16 @@ _BATCH = 64
 _DROP = 0.3
 
 
-def store_rows(folder: Optional[Path] = None) -> List[Dict[str, Any]]:
+def store_rows(folder: Optional[Path] = None, rounds: int = _ROUNDS) -> List[Dict[str, Any]]:
     """Rows of the store in a folder, or of one made up: what, microseconds of a core (the best round), the ratio to
     the bare map with its interval, and the bound."""
     if folder is not None:
-        return list(_rows(Store(folder)))
+        return list(_rows(Store(folder), rounds))
     with tempfile.TemporaryDirectory() as made:
-        return list(_rows(Store(made_store(Path(made), KEYPOINTS))))
+        return list(_rows(Store(made_store(Path(made), KEYPOINTS)), rounds))
 
 
-def _rows(store: Store) -> Iterator[Dict[str, Any]]:
+def _rows(store: Store, rounds: int) -> Iterator[Dict[str, Any]]:
     if not len(store):
         raise RequestError(f"{store.path}: the store is empty")
     rng = np.random.default_rng(0)
@@ -62,7 +62,7 @@ def _rows(store: Store) -> Iterator[Dict[str, Any]]:
     }
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    taken = timing.interleaved({name: way for name, (way, _) in ways.items()}, _ROUNDS, 30.0)
+    taken = timing.interleaved({name: way for name, (way, _) in ways.items()}, rounds, 30.0)
     torch.set_num_threads(threads)
     mean = float(store.counts.mean())
     bounds = {"view, store": f"{VIEW_US:g}", f"batch of {_BATCH} pairs": f"{1000 * BATCH_MS:g}"}

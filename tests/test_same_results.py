@@ -84,7 +84,7 @@ class Run:
             group["lr"] = optimization.learning_rate(self.section, number, 1)
 
 
-@pytest.mark.parametrize("steps", [6, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [4, pytest.param(40, marks=pytest.mark.slow)])
 def test_the_sample_run_has_the_losses_of_the_plain_network(photographs, make_params, steps):
     """In float64, so that what float32 rounds, and Adam then magnifies, does not hide a wrong gradient."""
     run = Run(photographs, make_params("train", batch=4, optimizer="adam", lr=5e-4), torch.float64)
@@ -93,7 +93,7 @@ def test_the_sample_run_has_the_losses_of_the_plain_network(photographs, make_pa
     assert max(ours) - min(ours) > 0.1  # the weights have moved
 
 
-@pytest.mark.parametrize("steps", [6, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [4, pytest.param(40, marks=pytest.mark.slow)])
 def test_in_float32_each_loss_of_the_sample_run_is_within_1e_5(photographs, make_params, steps):
     """Of the plain network with the weights of that step."""
     run = Run(photographs, make_params("train", batch=4, optimizer="adam", lr=5e-4), torch.float32)

@@ -151,7 +151,7 @@ def rows(bench: cells.Workbench, every: int) -> Dict[str, Callable[[], Result]]:
         ),
         "13, 25, 10": lambda: of_pytest(
             "NaN on one rank, out of memory, disk full: all ranks together, one line, nothing lost",
-            "tests/faults/test_faults.py", "-k", "number or many or mend",
+            "tests/faults/test_faults.py", "-k", "number or many or fix",
         ),
         "15 few": lambda: of_pytest(
             "0, 1, 2 keypoints: finite loss, right shapes", "tests/test_matching.py", "-k", "few or empty or alone"

@@ -22,10 +22,15 @@ def ends_the_same(bench, cell, starts):
     assert done.digest == bench.clean(cell.worlds[-1], cell.keys)
 
 
-KILLS = cells.kills()
+KILLS = cells.kills()[:: max(1, len(cells.kills()) // 10)]
 
 
-@pytest.mark.parametrize("cell", KILLS[:: max(1, len(KILLS) // 10)], ids=lambda c: f"{c.worlds[0]}:{c.fault}")
+# every third where time is short
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, marks=[pytest.mark.slow] * (n % 3 > 0)) for n, cell in enumerate(KILLS)],
+    ids=lambda c: f"{c.worlds[0]}:{c.fault}",
+)
 def test_killed_anywhere_the_weights_are_the_same_bytes(bench, cell):
     ends_the_same(bench, cell, 2)
 
@@ -45,7 +50,7 @@ def test_killed_again_and_again(bench, cell):
 def test_bitwise_elastic_gives_the_same_bytes_at_any_world_size(bench, norm):
     keys = (("bitwise_elastic", True), ("norm", norm))
     assert len({bench.clean(world, keys) for world in (1, 2, 4)}) == 1
-    plain = (("norm", norm),)
+    plain = () if norm == "layer" else (("norm", norm),)  # that of the tests above
     assert len({bench.clean(world, plain) for world in (1, 2, 4)}) > 1  # without it the bytes do differ
 
 
@@ -83,7 +88,7 @@ def test_too_many_bad_steps_end_the_run(bench):
 
 
 @pytest.mark.parametrize("kind, text", [("oom", "set train.accumulate: 2"), ("full", "No space left")])
-def test_the_message_names_the_mend(bench, kind, text):
+def test_the_message_names_the_fix(bench, kind, text):
     arguments = [*bench.arguments(), "--out", str(bench.folder / kind), "--reports", str(bench.folder / "r")]
     log = bench.folder / f"{kind}.log"
     phase = "forward" if kind == "oom" else "ckpt_fsync"
@@ -108,7 +113,9 @@ def test_batch_statistics_are_those_of_all_ranks_only_when_asked_for(bench):
     assert bench.clean(1, alone) == bench.clean(1, alone[:1])  # one process has nobody to ask
 
 
-@pytest.mark.parametrize("scaling, factor", [("linear", 2.0), ("sqrt", 2.0**0.5)])
+@pytest.mark.parametrize(
+    "scaling, factor", [("linear", 2.0), pytest.param("sqrt", 2.0**0.5, marks=pytest.mark.slow)]
+)
 def test_the_learning_rate_grows_with_the_ranks_and_their_pairs(bench, scaling, factor):
     keys = (("batch_per_rank", 4), ("lr_scaling", scaling), ("steps", 2), ("val_every", 2))
     rates = {}
