@@ -19,7 +19,6 @@ from pipeline.errors import RequestError
 from pipeline.files import file_sha256, json_digest, write_atomic
 from pipeline.images import coco, manifest, sources, splits
 from pipeline.images.containers import Container, digest
-from pipeline.images.holdings import Holding
 from pipeline.images.manifest import Entry
 from pipeline.runtime import workspace_lock
 from pipeline.runtime.code import code_digest
@@ -129,7 +128,7 @@ def _coco(settings: FetchParams, out: Path, archives: Path) -> Found:
     source = coco.SOURCES[settings.source]
     wanted = {"train": source.train, **({"val": source.held_out} if source.held_out else {})}
     holdings = {
-        key: Holding(each, archives, settings.path, settings.mirror, settings.limit > 0)
+        key: coco.Holding(each, archives, settings.path, settings.mirror, settings.limit > 0)
         for key, each in wanted.items()
     }
     for holding in holdings.values():

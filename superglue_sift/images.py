@@ -17,16 +17,28 @@ import re
 import struct
 import zlib
 from pathlib import Path
-from typing import Optional, Tuple, Union
+from typing import NamedTuple, Optional, Tuple, Union
 
 import cv2
 import numpy as np
 
 from superglue_sift.errors import RequestError
 
+EXTENSIONS = (
+    ".jpg",
+    ".jpeg",
+    ".png",
+    ".webp",
+    ".bmp",
+    ".tif",
+    ".tiff",
+    ".ppm",
+    ".pgm",
+)  # looked for in folders
 MAX_PIXELS = 200_000_000  # gray; a larger one would take a worker's memory (and is more likely a bomb)
 HOLE_BYTES = 1024  # the shortest run of zeros inside coded JPEG data that is looked at
 
+_JPEG = b"\xff\xd8\xff"
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PNG_PIXELS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 _JPEG_BARE = (0x01, *range(0xD0, 0xD9))  # markers without a length: TEM, RST0-7, SOI
@@ -53,7 +65,10 @@ def check(data: bytes, name: str) -> bytes:
     """The bytes to decode, or BadImage. Whether other formats than JPEG, PNG and WebP are whole the decoder finds."""
     if not data:
         raise BadImage(name, "empty file")
-    if data[:3] == b"\xff\xd8\xff":
+    size = declared_size(data, name)
+    if size is not None:
+        check_size(*size, name)
+    if data[:3] == _JPEG:
         _check_jpeg(data, name)
     elif data[:8] == _PNG:
         return _check_png(data, name)
@@ -63,26 +78,12 @@ def check(data: bytes, name: str) -> bytes:
         raise BadImage(name, "begins with nothing but zeros")
     elif data[:512].lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
         raise BadImage(name, "a web page, not an image")
-    size = promised_size(data)
-    if size is not None:
-        check_size(*size, name)
     return data
 
 
 def is_plain_jpeg(data: bytes) -> bool:
     """Is this, already checked, a JPEG of 8 bits and of one or three components?"""
-    if data[:3] != b"\xff\xd8\xff":
-        return False
-    at = 2
-    while at + 10 <= len(data):
-        marker = data[at + 1]
-        if marker in _JPEG_SIZE:
-            return data[at + 4] == 8 and data[at + 9] in (1, 3)
-        if marker == 0xFF or marker in _JPEG_BARE:
-            at += 1 if marker == 0xFF else 2
-            continue
-        at += 2 + struct.unpack_from(">H", data, at + 2)[0]
-    return False
+    return data[:3] == _JPEG and _jpeg_header(data, "").plain
 
 
 def check_size(width: int, height: int, name: str) -> None:
@@ -92,9 +93,18 @@ def check_size(width: int, height: int, name: str) -> None:
         raise BadImage(name, f"too large: {width}x{height} pixels, at most {limit}")
 
 
-def _jpeg_header(data: bytes, name: str) -> Tuple[int, int, int]:
-    """(width, height, offset of the first scan) by walking the segments, so that thumbnails are skipped."""
-    at, width, height = 2, 0, 0
+class _JpegHeader(NamedTuple):
+    """scan: offset of the first; plain: 8 bits, one or three components."""
+
+    width: int
+    height: int
+    scan: int
+    plain: bool
+
+
+def _jpeg_header(data: bytes, name: str) -> _JpegHeader:
+    """By walking the segments, so that thumbnails are skipped."""
+    at, width, height, plain = 2, 0, 0, False
     while at + 4 <= len(data):
         if data[at] != 0xFF:
             raise BadImage(name, f"damaged JPEG: no marker at byte {at}")
@@ -103,17 +113,17 @@ def _jpeg_header(data: bytes, name: str) -> Tuple[int, int, int]:
             at += 1 if marker == 0xFF else 2
             continue
         if marker == 0xDA:
-            return width, height, at
+            return _JpegHeader(width, height, at, plain)
         length = struct.unpack_from(">H", data, at + 2)[0]
-        if marker in _JPEG_SIZE and at + 9 <= len(data):
-            height, width = struct.unpack_from(">HH", data, at + 5)
+        if marker in _JPEG_SIZE and at + 10 <= len(data):
+            bits, height, width, components = struct.unpack_from(">BHHB", data, at + 4)
+            plain = bits == 8 and components in (1, 3)
         at += 2 + length
     raise BadImage(name, "truncated JPEG: ends inside its header")
 
 
 def _check_jpeg(data: bytes, name: str) -> None:
-    width, height, scan = _jpeg_header(data, name)
-    check_size(width, height, name)
+    width, height, scan, _ = _jpeg_header(data, name)
     end = data.find(b"\xff\xd9", scan)
     if end < 0:
         raise BadImage(name, "truncated JPEG: no end-of-image marker")
@@ -137,8 +147,6 @@ def _check_png(data: bytes, name: str) -> bytes:
             break
         if zlib.crc32(data[at + 4 : end - 4]) != struct.unpack_from(">I", data, end - 4)[0]:
             raise BadImage(name, f"damaged PNG: wrong CRC-32 in a {kind.decode('latin1')} chunk")
-        if kind == b"IHDR":
-            check_size(*struct.unpack_from(">II", data, at + 8), name)
         if kind in _PNG_PIXELS:
             kept.append(data[at:end])
         if kind == b"IEND":
@@ -148,23 +156,18 @@ def _check_png(data: bytes, name: str) -> bytes:
 
 
 def _check_webp(data: bytes, name: str) -> None:
-    promised = struct.unpack_from("<I", data, 4)[0] + 8 if len(data) >= 12 else 12
+    promised = struct.unpack_from("<I", data, 4)[0] + 8
     if len(data) < promised:
         raise BadImage(name, f"truncated WebP: {len(data)} of {promised} bytes")
 
 
-def declared_size(data: bytes, name: str) -> Optional[Tuple[int, int]]:
-    """(width, height) by the header of a file that `check` let pass; None of a format whose header is not read."""
-    if data[:3] == b"\xff\xd8\xff":
-        return _jpeg_header(data, name)[:2]
-    if data[:8] == _PNG:
-        return struct.unpack_from(">II", data, 16)
-    return promised_size(data)
-
-
-def promised_size(data: bytes) -> Optional[Tuple[int, int]]:
-    """(width, height) by the header of a WebP, BMP, PNM or TIFF file; None for another or a damaged one."""
+def declared_size(data: bytes, name: str = "image") -> Optional[Tuple[int, int]]:
+    """(width, height) by the header, None where it is cut (of JPEG BadImage) or not read of this format."""
     try:
+        if data[:3] == _JPEG:
+            return _jpeg_header(data, name)[:2]
+        if data[:8] == _PNG and data[12:16] == b"IHDR":
+            return struct.unpack_from(">II", data, 16)  # type: ignore[return-value]
         if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
             return _webp(data)
         if data[:2] == b"BM":

@@ -310,15 +310,15 @@ def test_the_size_of_a_webp_is_read_from_each_kind_of_header(color_photo, option
 
     stream = io.BytesIO()
     Image.fromarray(color_photo).save(stream, "WEBP", **options)
-    assert image_files.promised_size(stream.getvalue()) == color_photo.shape[1::-1]
+    assert image_files.declared_size(stream.getvalue()) == color_photo.shape[1::-1]
 
 
 @pytest.mark.parametrize("extension", [".bmp", ".pgm", ".tiff"])
 def test_a_header_that_is_cut_promises_nothing(extension):
     whole = claiming(extension, 24, 16)
-    assert image_files.promised_size(whole) == (24, 16)
+    assert image_files.declared_size(whole) == (24, 16)
     for length in range(len(whole)):
-        assert image_files.promised_size(whole[:length]) in (None, (24, 16), (24, 1), (2, 16))
+        assert image_files.declared_size(whole[:length]) in (None, (24, 16), (24, 1), (2, 16))
 
 
 def test_a_format_whose_header_is_not_read_is_judged_by_its_pixels(photo, monkeypatch):

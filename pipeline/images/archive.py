@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import List, Optional, Sequence
 
 from pipeline.errors import RequestError
-from pipeline.images.decode import EXTENSIONS
 from pipeline.images.manifest import DEFLATED, STORED, Entry
+from superglue_sift.images import EXTENSIONS
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 HEADER = _LOCAL_HEADER.size  # bytes before a member's name

@@ -10,12 +10,10 @@ import numpy as np
 
 from pipeline.errors import RequestError
 from pipeline.images.manifest import Entry
-from superglue_sift.images import BadImage, decode_gray
+from superglue_sift.images import EXTENSIONS, BadImage, decode_gray
 
 if TYPE_CHECKING:
     from pipeline.images.sources import ImageSet
-
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 
 Outcome = Tuple[Entry, Union[np.ndarray, BadImage]]
 

@@ -23,21 +23,12 @@ from superglue_sift.images import BadImage
 # screenshot. The two motorcycle frames show one scene and so share a split.
 SAMPLE: Dict[str, Tuple[str, ...]] = {
     "train": (
-        "astronaut.png",
-        "coins.png",
-        "gravel.png",
-        "hubble_deep_field.jpg",
-        "ihc.png",
-        "moon.png",
-        "motorcycle_left.png",
-        "motorcycle_right.png",
-        "page.png",
-        "retina.jpg",
-        "rocket.jpg",
+        "astronaut.png", "coins.png", "gravel.png", "hubble_deep_field.jpg", "ihc.png", "moon.png",
+        "motorcycle_left.png", "motorcycle_right.png", "page.png", "retina.jpg", "rocket.jpg",
     ),
     "val": ("brick.png", "chelsea.png"),
     "test": ("camera.png", "coffee.png", "grass.png"),
-}
+}  # fmt: skip
 HELD_OUT_MIN = 2  # images: one for val, one for test
 
 Tick = Callable[[Iterable], Iterable]  # wraps an iterable in a progress display
