@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import os
 import time
 from pathlib import Path
@@ -32,6 +31,7 @@ import cv2
 
 from superglue_sift import __version__, errors, many, results
 from superglue_sift.errors import RequestError, WorkError
+from superglue_sift.files import file_sha256
 from superglue_sift.images import read_color
 from superglue_sift.matcher import Matcher
 from superglue_sift.weights import shipped_weights
@@ -95,7 +95,9 @@ def _add_output(group) -> None:
         metavar="FILE",
         help="of a folder or --pairs: also a COLMAP database, ready to map (pip install 'superglue-sift[colmap]')",
     )
-    add("--features", type=Path, metavar="DIR", help="where features are kept (default: OUT-DIR/features)")
+    add(
+        "--features", type=Path, metavar="DIR", help="with --out-dir: where features are kept (its features/)"
+    )
 
 
 def _add_how(group) -> None:
@@ -107,7 +109,7 @@ def _add_how(group) -> None:
     add(
         "--extractor",
         metavar="MODULE:FUNCTION",
-        help="what found the keypoints of a model of others than SIFT's",
+        help="of a model of others than SIFT's: what finds keypoints",
     )
     add("--device", default="auto", help="auto (a GPU where there is one), cpu, cuda or cuda:N")
     add(
@@ -124,16 +126,14 @@ def _add_page(group) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.max_keypoints < 1:
-        raise RequestError(f"--max-keypoints {args.max_keypoints}: must be 1 or more")
     if args.threshold is not None and not 0.0 <= args.threshold <= 1.0:
         raise RequestError(f"--threshold {args.threshold}: must be between 0 and 1")
     if args.resize < 0:
         raise RequestError(f"--resize {args.resize}: must be 0 (never) or a side in pixels")
-    for name in ("k", "every", "frames"):
+    for name in ("max_keypoints", "k", "every", "frames"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise RequestError(f"--{name} {value}: must be 1 or more")
+            raise RequestError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
     if args.out and args.out.suffix.lower() not in PICTURES:
         raise RequestError(f"--out {args.out}: must end in .png, .jpg or .webp")
     asked = [len(args.inputs) > 0, args.pairs is not None, args.camera is not None, args.serve]
@@ -141,8 +141,15 @@ def _check(args: argparse.Namespace) -> None:
         raise RequestError(
             "name two images, a folder, a video, --pairs FILE, --camera N or --serve; see --help for examples"
         )
+    _check_files(args)
+
+
+def _check_files(args: argparse.Namespace) -> None:
     if not args.out_dir and not args.serve and len(args.inputs) < 2:
         raise RequestError("--out-dir DIR: say where the pairs' files go")
+    for name in ("features", "pictures", "json_files", "colmap"):
+        if getattr(args, name) and not args.out_dir:
+            raise RequestError(f"--{name.replace('_', '-')} goes with --out-dir DIR")
     if len(args.inputs) != 2 and (args.out or args.json):
         raise RequestError(
             "--out and --json are for two images; here --out-dir with --pictures, --json-files"
@@ -151,16 +158,9 @@ def _check(args: argparse.Namespace) -> None:
         raise RequestError("--homography writes beside --out or into --out-dir: name one")
     if args.homography:
         results.gif_library()
-    _check_colmap(args)
-
-
-def _check_colmap(args: argparse.Namespace) -> None:
-    if args.colmap is None:
-        return
-    folder = len(args.inputs) == 1 and args.inputs[0].is_dir()
-    if not args.out_dir or not (folder or args.pairs):
-        raise RequestError("--colmap needs --out-dir, and a folder or --pairs")
-    if args.colmap.exists():
+    if args.colmap and not (args.pairs or (len(args.inputs) == 1 and args.inputs[0].is_dir())):
+        raise RequestError("--colmap needs a folder or --pairs")
+    if args.colmap and args.colmap.exists():
         raise RequestError(f"--colmap {args.colmap}: is there already; delete it or name another database")
 
 
@@ -215,7 +215,7 @@ def match_many(args: argparse.Namespace) -> int:
     matcher = load(args)
     model = Path(args.model or shipped_weights())
     settings = {
-        "model_sha256": hashlib.sha256(model.read_bytes()).hexdigest(),
+        "model_sha256": file_sha256(model),
         "threshold": matcher.threshold,
         **{name: getattr(args, name) for name in ("max_keypoints", "resize", "precision")},
     }

@@ -7,7 +7,6 @@ grow with the number of images but for their names: features of the 256 used las
 from __future__ import annotations
 
 import collections
-import csv
 import hashlib
 import io
 import itertools
@@ -36,55 +35,30 @@ import numpy as np
 from superglue_sift import results, retrieval
 from superglue_sift.errors import RequestError
 from superglue_sift.extractors import DEFAULT
-from superglue_sift.files import write_atomic
-from superglue_sift.images import read_color
+from superglue_sift.files import write_atomic, write_csv
+from superglue_sift.images import EXTENSIONS, read_color
 from superglue_sift.matcher import Features, Matcher, MatchResult
 from superglue_sift.progress import Progress
 
-IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 HELD = 256  # features of so many images stay in memory
 BATCH_ON_GPU = 8
 
 
-class Photo(NamedTuple):
-    """An image file. name: what its results are called after."""
+class Item(NamedTuple):
+    """An image to match. name: what its results are called after; image: a file, or (H, W, 3) uint8 BGR of a video."""
 
     name: str
-    path: Path
+    image: Union[Path, np.ndarray]
 
     def source(self) -> bytes:
         """What its features depend on."""
-        return self.path.read_bytes()
-
-    def pixels(self) -> Union[Path, np.ndarray]:
-        """What `Matcher.extract` takes."""
-        return self.path
+        return self.image.read_bytes() if isinstance(self.image, Path) else self.image.tobytes()
 
     def color(self) -> np.ndarray:
         """(H, W, 3) uint8 BGR."""
-        return read_color(self.path)
+        return read_color(self.image) if isinstance(self.image, Path) else self.image
 
 
-class Frame(NamedTuple):
-    """A frame of a video, (H, W, 3) uint8 BGR."""
-
-    name: str
-    image: np.ndarray
-
-    def source(self) -> bytes:
-        """What its features depend on."""
-        return self.image.tobytes()
-
-    def pixels(self) -> Union[Path, np.ndarray]:
-        """What `Matcher.extract` takes."""
-        return self.image
-
-    def color(self) -> np.ndarray:
-        """(H, W, 3) uint8 BGR."""
-        return self.image
-
-
-Item = Union[Photo, Frame]
 Pairs = Iterable[Tuple[Item, Item]]
 Adding = Callable[[Item, Item, MatchResult], None]
 
@@ -96,10 +70,9 @@ class FeatureStore:
         """folder: for the files, made when the first is written. held: of how many images in memory."""
         self.matcher, self.folder, self.held = matcher, folder, held
         extractor = matcher.extractor or DEFAULT
-        record = f"{extractor.name}{extractor.code} " * (extractor is not DEFAULT) + str(
-            extractor.dtype.descr
-        )
-        self._settings = f"{matcher.max_keypoints} {matcher.resize} {cv2.__version__} {record}"
+        own = "" if extractor is DEFAULT else f"{extractor.name}{extractor.code} "
+        used = f"{matcher.max_keypoints} {matcher.resize} {cv2.__version__}"
+        self._settings = f"{used} {own}{extractor.dtype.descr}"
         self._memory: OrderedDict[str, Features] = collections.OrderedDict()
 
     def __call__(self, item: Item) -> Features:
@@ -122,14 +95,8 @@ class FeatureStore:
             with np.load(path, allow_pickle=False) as file:
                 width, height = file["size"].tolist()
                 return Features(file["records"], (width, height))
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            EOFError,
-            BadZipFile,
-        ):  # not there yet, or damaged: written anew
-            found = self.matcher.extract(item.pixels())
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # not there yet, or damaged
+            found = self.matcher.extract(item.image)
         data = io.BytesIO()
         np.savez(data, records=found.records, size=found.size)
         write_atomic(path, data.getvalue())
@@ -193,15 +160,15 @@ def same_settings(folder: Path, settings: Dict[str, object]) -> None:
     write_atomic(path, text)
 
 
-def photos_in(folder: Path) -> List[Photo]:
+def photos_in(folder: Path) -> List[Item]:
     """All image files below a folder, by name. Raises RequestError when there are fewer than two."""
-    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_ENDINGS and p.is_file())
+    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file())
     if len(paths) < 2:
         raise RequestError(f"{folder}: {len(paths)} images; matching needs two or more")
     return named(paths, folder)
 
 
-def named(paths: Sequence[Path], root: Path) -> List[Photo]:
+def named(paths: Sequence[Path], root: Path) -> List[Item]:
     """Photos called after their place below `root`, without ending where each A_B still means one pair."""
     whole = [_flat(path, root) for path in paths]
     plain = [name.rpartition(".")[0] or name for name in whole]
@@ -214,7 +181,7 @@ def named(paths: Sequence[Path], root: Path) -> List[Photo]:
     if len(set(names)) < len(names):
         twice = collections.Counter(names).most_common(1)[0][0]
         raise RequestError(f"{twice}: two images would have their results under this name; rename one")
-    return [Photo(name, path) for name, path in zip(names, paths)]
+    return [Item(name, path) for name, path in zip(names, paths)]
 
 
 def _flat(path: Path, root: Path) -> str:
@@ -222,7 +189,7 @@ def _flat(path: Path, root: Path) -> str:
     return "-".join(part for part in inside.parts if part not in ("/", ".."))
 
 
-def listed_pairs(file: Path, root: Path) -> List[Tuple[Photo, Photo]]:
+def listed_pairs(file: Path, root: Path) -> List[Tuple[Item, Item]]:
     """Pairs of a text file, `a b` in each line, below `root`; what follows in a line is ignored, as are lines of `#`.
 
     Raises RequestError for a file that cannot be read or a line of one name.
@@ -246,7 +213,7 @@ def listed_pairs(file: Path, root: Path) -> List[Tuple[Photo, Photo]]:
     return [(photo[a], photo[b]) for a, b in pairs]
 
 
-def frames(capture: cv2.VideoCapture, every: int, most: Optional[int]) -> Iterator[Frame]:
+def frames(capture: cv2.VideoCapture, every: int, most: Optional[int]) -> Iterator[Item]:
     """Each `every`-th frame of a video or camera, at most `most`."""
     for number in itertools.count():
         if (most is not None and number >= most * every) or not capture.grab():
@@ -255,7 +222,7 @@ def frames(capture: cv2.VideoCapture, every: int, most: Optional[int]) -> Iterat
             continue
         ok, image = capture.retrieve()
         if ok:
-            yield Frame(f"frame{number:06d}", image)
+            yield Item(f"frame{number:06d}", image)
 
 
 def sequential(items: Iterable[Item], window: int) -> Iterator[Tuple[Item, Item]]:
@@ -267,10 +234,10 @@ def sequential(items: Iterable[Item], window: int) -> Iterator[Tuple[Item, Item]
         before.append(item)
 
 
-def prepare(photos: Sequence[Photo], store: FeatureStore) -> Tuple[List[Photo], Dict[str, str]]:
+def prepare(photos: Sequence[Item], store: FeatureStore) -> Tuple[List[Item], Dict[str, str]]:
     """Compute what features are missing: the readable photos, and of the others the reason by name."""
 
-    def reason(photo: Photo) -> str:
+    def reason(photo: Item) -> str:
         try:
             store.prepare(photo)
         except RequestError as error:
@@ -287,7 +254,7 @@ def prepare(photos: Sequence[Photo], store: FeatureStore) -> Tuple[List[Photo], 
     return [photo for photo in photos if photo.name not in bad], bad
 
 
-def choose_pairs(photos: Sequence[Photo], store: FeatureStore, pairing: str, k: int) -> Tuple[Pairs, int]:
+def choose_pairs(photos: Sequence[Item], store: FeatureStore, pairing: str, k: int) -> Tuple[Pairs, int]:
     """The pairs of a set of photos and how many. pairing: exhaustive, or sequential and nearest with k others each."""
     count = len(photos)
     if pairing == "exhaustive":
@@ -345,10 +312,6 @@ def match(
 
 def write_bad(folder: Path, bad: Dict[str, str]) -> Path:
     """bad_images.csv: name and reason of the images that could not be read."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["name", "reason"])
-    writer.writerows(bad.items())
     path = folder / "bad_images.csv"
-    write_atomic(path, text.getvalue())
+    write_csv(path, [("name", "reason"), *bad.items()])
     return path

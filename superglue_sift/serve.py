@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import threading
+from pathlib import Path
 from typing import Any, Dict, Tuple
 
 import cv2
@@ -58,7 +59,7 @@ def make_app(matcher: Matcher, port: int) -> Any:
 
     @app.get("/")
     def page() -> str:
-        return PAGE
+        return Path(__file__).with_name("serve.html").read_text(encoding="utf-8")
 
     @app.post("/match")
     def match() -> Any:
@@ -144,75 +145,3 @@ def shrunk(image: np.ndarray) -> Tuple[np.ndarray, float]:
 def data_url(picture: np.ndarray) -> str:
     """A JPEG inside the page."""
     return "data:image/jpeg;base64," + base64.b64encode(drawing.encode(".jpg", picture)).decode()
-
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>superglue-match</title>
-<link rel="icon" href="data:,">
-<style>
-body { font: 16px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 80rem; padding: 0 1rem; color: #222 }
-.drop { display: flex; flex-wrap: wrap; gap: 1rem }
-label.image { flex: 1 1 16rem; border: 2px dashed #888; border-radius: .5rem; padding: 1rem; cursor: pointer }
-label.image.over { background: #eef }
-canvas { max-width: 100%; margin-top: 1rem } #error { color: #b00 } input[type=range] { width: min(30rem, 100%) }
-</style></head><body>
-<h1>Match two images</h1>
-<div class="drop">
-<label class="image">First image<br><input type="file" id="image0" accept="image/jpeg,image/png,image/webp"></label>
-<label class="image">Second image<br><input type="file" id="image1" accept="image/jpeg,image/png,image/webp"></label>
-</div>
-<p><label>Least probability of a match <input type="range" id="threshold" min="0" max="1" step="0.01" value="0.2">
-<output id="value">0.20</output></label></p>
-<p id="said" role="status">Drop two images here, or choose them.</p><p id="error" role="alert"></p>
-<canvas id="picture" hidden></canvas>
-<script>
-"use strict";
-const at = id => document.getElementById(id);
-let found = null, pictures = [], asked = 0;
-const load = async url => { const image = new Image(); image.src = url; await image.decode(); return image; };
-async function ask() {
-  const files = ["image0", "image1"].map(id => at(id).files[0]);
-  if (!files[0] || !files[1]) return;
-  const mine = ++asked, form = new FormData();
-  files.forEach((file, i) => form.append("image" + i, file, "image" + i));
-  at("error").textContent = ""; at("said").textContent = "Matching ...";
-  try {
-    const reply = await fetch("/match", { method: "POST", body: form }), body = await reply.json();
-    if (mine !== asked) return;
-    if (!reply.ok) throw new Error(body.error);
-    pictures = await Promise.all(body.pictures.map(load)); found = body;
-    at("threshold").value = body.threshold; draw();
-  } catch (error) {
-    if (mine !== asked) return;
-    found = null; at("picture").hidden = true; at("said").textContent = "";
-    at("error").textContent = error instanceof TypeError ? "The server is gone, or refused so much." : error.message;
-  }
-}
-function draw() {
-  const least = Number(at("threshold").value); at("value").textContent = least.toFixed(2);
-  if (!found) return;
-  const [a, b] = pictures, gap = 8, canvas = at("picture"), pen = canvas.getContext("2d");
-  canvas.width = a.width + gap + b.width; canvas.height = Math.max(a.height, b.height); canvas.hidden = false;
-  pen.drawImage(a, 0, 0); pen.drawImage(b, a.width + gap, 0);
-  const shown = found.matches.filter(row => row[4] > least);
-  for (const [x0, y0, x1, y1, score] of shown) {
-    pen.strokeStyle = `hsl(${120 * score} 90% 45%)`; pen.beginPath();
-    pen.moveTo(x0 + .5, y0 + .5); pen.lineTo(x1 + .5 + a.width + gap, y1 + .5); pen.stroke();
-  }
-  at("said").textContent = `${shown.length} of ${found.matches.length} matches; `
-    + `keypoints ${found.keypoints.join(" and ")}; `
-    + `${found.homography_inliers} of those above ${found.threshold.toFixed(2)} fit one homography`;
-}
-at("threshold").addEventListener("input", draw);
-for (const id of ["image0", "image1"]) {
-  const input = at(id), box = input.parentElement;
-  input.addEventListener("change", ask);
-  box.addEventListener("dragover", event => { event.preventDefault(); box.classList.add("over"); });
-  box.addEventListener("dragleave", () => box.classList.remove("over"));
-  box.addEventListener("drop", event => {
-    event.preventDefault(); box.classList.remove("over"); input.files = event.dataTransfer.files; ask();
-  });
-}
-</script></body></html>
-"""

@@ -215,7 +215,7 @@ def test_memory_does_not_grow_with_the_number_of_images(work, tmp_path):
             generator.integers(0, 255, (8, 8), np.uint8), (64, 64), interpolation=cv2.INTER_CUBIC
         )
         cv2.imwrite(str(path), noise)
-        photos.append(many.Photo(path.stem, path))
+        photos.append(many.Item(path.stem, path))
     matcher = Matcher.load(work / "model.safetensors", "cpu", max_keypoints=20)
     store = many.FeatureStore(matcher, tmp_path / "features", held=16)
     most = 0
@@ -245,6 +245,8 @@ def test_memory_does_not_grow_with_the_number_of_images(work, tmp_path):
         (["--pairs", "nowhere.txt", "--out-dir", "x"], "nowhere.txt: cannot be read"),
         (["--pairs", "one.txt", "--out-dir", "x"], "one.txt:1: needs two names"),
         (["--pairs", "text.avi", "--out-dir", "x", "--k", "0"], "--k 0: must be 1"),
+        (["a.png", "b.png", "--features", "kept"], "--features goes with --out-dir"),
+        (["a.png", "b.png", "--out-dir", "x", "--colmap", "x.db"], "--colmap needs a folder"),
         (["a.png", "b.png", "--homography"], "--homography writes beside"),
     ],
 )
