@@ -157,7 +157,7 @@ class WorkspaceLock:
 
 
 def describe(holder: Dict[str, object]) -> str:
-    """A holder in words: Docker's host name is the container's id."""
+    """A holder as text: Docker's host name is the container's id."""
     return f"container or host {holder.get('host', 'unknown')}, since {holder.get('since', 'unknown')}"
 
 

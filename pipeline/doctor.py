@@ -7,7 +7,6 @@ nothing disk, memory and hours of the training.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import getpass
 import os
 import platform
@@ -53,7 +52,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def checks(quick: bool) -> List[Callable[[], Iterator[Finding]]]:
     """The checks in the order in which they are printed."""
-    every = (software, gpus, shared_memory, user, open_files, git, dvc_links, ports, mlflow, disk, training)
+    every = (software, gpus, shared_memory, user, open_files, git, ports, mlflow, disk, training)
     return [check for check in every if not quick or check.__name__ in QUICK]
 
 
@@ -198,35 +197,6 @@ def git() -> Iterator[Finding]:
         yield Finding(WARN, "git", f"git config --global --add safe.directory {os.getcwd()}")
     else:
         yield Finding(NOTE, "git", "no repository here: runs will not name their commit")
-
-
-def dvc_links() -> Iterator[Finding]:
-    """How DVC can share files between cache and workspace."""
-    cache = Path(".dvc/cache")
-    if not cache.parent.is_dir():
-        yield Finding(NOTE, "DVC", "no .dvc folder here")
-        return
-    cache.mkdir(exist_ok=True)
-    kinds = [kind for kind, link in (("hardlink", os.link), ("symlink", os.symlink)) if try_link(link, cache)]
-    command = [sys.executable, "-m", "dvc", "config", "cache.type"]
-    wanted = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    types = wanted.stdout.strip() or "reflink,copy"
-    yield Finding(OK, "DVC", f"cache.type {types}; possible here: {', '.join([*kinds, 'copy'])}")
-
-
-def try_link(link: Callable, cache: Path) -> bool:
-    """Whether a link from the cache into the workspace works."""
-    source, target = cache / f"doctor.{os.getpid()}", Path(f".doctor.{os.getpid()}")
-    try:
-        source.write_text("")
-        link(str(source.resolve()), str(target))
-        return True
-    except OSError:
-        return False
-    finally:
-        for path in (target, source):
-            with contextlib.suppress(OSError):
-                path.unlink()
 
 
 def ports() -> Iterator[Finding]:

@@ -8,8 +8,6 @@ not made twice. Started by torchrun it shares the shards among the ranks.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import os
 import time
@@ -25,7 +23,7 @@ from pipeline.extraction import forecast
 from pipeline.extraction.pool import Pool, cores, decoder
 from pipeline.extraction.shards import Folder, Shard, plan
 from pipeline.features.store import INDEX, Store
-from pipeline.files import write_atomic
+from pipeline.files import write_atomic, write_csv
 from pipeline.images.manifest import writable
 from pipeline.images.sources import ImageSet, open_manifest
 from pipeline.runtime import workspace_lock
@@ -50,8 +48,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             )
     if options.plan:
         return _plan(images, folders, settings, options)
-    if options.verify:
-        return _verify(options.out)
     writable(options.out, options.reports)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     started = time.monotonic()
@@ -62,7 +58,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     seconds = time.monotonic() - started
     bad = [tuple(each) for split in SPLITS for row in rows[split] for each in row["bad"]]
     total = sum(len(shard.entries) for folder in folders.values() for shard in folder.shards)
-    _write_bad(options.reports / "bad_images.csv", bad)
+    write_csv(options.reports / "bad_images.csv", [("file", "reason"), *bad])
     _judge(bad, total, rows, settings, options.reports)
     for split, folder in folders.items():
         folder.close(rows[split], settings)
@@ -83,7 +79,6 @@ def _arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     parser.add_argument("--reports", type=Path, default=Path("reports/keypoints"), help="folder of the lists")
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: one per core")
     parser.add_argument("--plan", action="store_true", help="only tell how long and how much disk it takes")
-    parser.add_argument("--verify", action="store_true", help="only check every shard that is there")
     options = parser.parse_args(argv)
     if options.workers < 0:
         raise RequestError(f"--workers {options.workers}: must be 0 (one per core) or more")
@@ -95,14 +90,6 @@ def _plan(images: ImageSet, folders: Dict[str, Folder], settings: Any, options: 
     entries = [entry for folder in folders.values() for shard in folder.shards for entry in shard.entries]
     expected = forecast.forecast(images, entries, settings)
     print("\n".join(forecast.report(expected, settings, options.out, options.workers or cores())))
-    return 0
-
-
-def _verify(out: Path) -> int:
-    """Check the SHA-256 of every shard; RequestError names the damaged one."""
-    for split in SPLITS:
-        store = Store(out / split, verify="all")
-        print(f"{out / split}: {len(store)} images, every shard has the SHA-256 it was written with")
     return 0
 
 
@@ -154,14 +141,6 @@ def _wait_for_all(folder: Folder) -> List[Dict[str, Any]]:
         if all(row is not None for row in rows):
             return rows  # type: ignore[return-value]
         time.sleep(0.5)
-
-
-def _write_bad(path: Path, bad: Sequence[Tuple[str, str]]) -> None:
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(["file", "reason"])
-    table.writerows(bad)
-    write_atomic(path, text.getvalue())
 
 
 def _judge(bad: Sequence[Any], total: int, rows: Dict[str, Any], settings: Any, reports: Path) -> None:

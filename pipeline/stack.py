@@ -17,8 +17,6 @@ from torch import Tensor
 from pipeline.errors import RequestError
 from superglue_sift.torch_compat import can_compile
 
-_NAMED: List[Any] = []  # libraries of operators, which vanish with their Python object
-
 
 def grad_scaler(enabled: bool):
     """Loss scaling for float16; moved from `torch.cuda.amp` to `torch.amp` in torch 2.3."""
@@ -104,23 +102,6 @@ def torchvision_io(asked: str, instead: str) -> Any:
             f"decode; install the one made for this torch, or set {key}: {instead}"
         ) from None
     return io
-
-
-def make_grid(pictures: Tensor, columns: int) -> Tensor:
-    """`torchvision.utils.make_grid`: (N, 3, H, W) pictures as one, (3, H', W').
-
-    torchvision's file for CUDA does not load beside a torch for the CPU, and the whole package then fails for an
-    operator that it describes without having it. Named first, it imports; grids need none of its operators.
-    """
-    try:
-        from torchvision import utils
-    except RuntimeError:
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _NAMED.append(library)
-        from torchvision import utils
-    return utils.make_grid(pictures, nrow=columns, padding=8, pad_value=255)
 
 
 def dali_package() -> str:

@@ -29,7 +29,7 @@ GROUND = {"errors", "files", "schema", "stack"}
 # What the library may import: nothing of the project but itself, and of others these alone.
 LIBRARY = {"cv2", "numpy", "safetensors", "superglue_sift", "torch", *getattr(sys, "stdlib_module_names", ())}
 # ... and of its extras inside functions, so that it works without them (tests/test_library.py imports it so).
-EXTRAS = {"PIL", "flask", "h5py", "hloc", "onnx", "onnxruntime", "onnxscript", "pycolmap", "tqdm", "werkzeug"}
+EXTRAS = {"PIL", "flask", "h5py", "hloc", "onnx", "onnxruntime", "onnxscript", "pycolmap", "werkzeug"}
 # Rooms of `pipeline`, and what each may import besides itself and the library. A name with a dot is that module alone.
 # Files that are not listed are stages and tools, which may import every room.
 ROOMS: Dict[str, Set[str]] = {
@@ -168,7 +168,7 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[Tuple[str, ast.AST]]:
 
 
 def depth(node: ast.AST) -> int:
-    """How many blocks stand inside each other; `elif` counts as its `if`, a function inside starts anew."""
+    """How many blocks stand inside each other; `elif` counts as its `if`, a function inside starts from scratch."""
     deepest = 0
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):

@@ -20,6 +20,7 @@ from pipeline import fetch, keypoints
 from pipeline.errors import RequestError, WorkError
 from pipeline.extraction import forecast, shards
 from pipeline.extraction.image import image_views
+from pipeline.features import inspect
 from pipeline.features.store import Store
 from superglue_sift.images import BadImage
 
@@ -149,8 +150,8 @@ def test_a_changed_image_remakes_its_shard_alone(stage, pictures, photo):
 def test_a_finished_store_is_hashed_again_only_where_it_was_written_to(stage, pictures, monkeypatch):
     out = stage(pictures)
     before, hashed = files(out), set()
-    original = shards.store.sha256
-    monkeypatch.setattr(shards.store, "sha256", lambda path: hashed.add(path) or original(path))
+    original = shards.store.file_sha256
+    monkeypatch.setattr(shards.store, "file_sha256", lambda path: hashed.add(path) or original(path))
     assert files(stage(pictures)) == before and not hashed
     damaged = out / "train" / "shard-00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
@@ -309,12 +310,11 @@ def test_plan_tells_time_and_disk_and_makes_nothing(stage, pictures, tmp_path, c
 
 def test_verify_names_the_damaged_shard(stage, pictures, tmp_path):
     out = stage(pictures)
-    arguments = ["--params", str(tmp_path / "params.yaml"), "--images", str(tmp_path / "images")]
-    assert keypoints.main([*arguments, "--out", str(out), "--verify"]) == 0
+    assert inspect.main([str(out / "val"), "--verify"]) == 0
     damaged = out / "val" / "shard-00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     with pytest.raises(RequestError, match=r"val/shard-00000\.safetensors: SHA-256"):
-        keypoints.main([*arguments, "--out", str(out), "--verify"])
+        inspect.main([str(out / "val"), "--verify"])
 
 
 def test_a_full_disk_is_said_and_finished_shards_are_kept(stage, pictures, monkeypatch, tmp_path):

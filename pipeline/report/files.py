@@ -27,6 +27,7 @@ FILES = (
     "report.json",
 )
 FOLDERS = ("curves", "pictures")
+COLUMNS, GAP = 2, 8  # of the grid of pictures; pixels between them
 
 
 def write(out: Path, content: page.Content, training: Optional[Path] = None) -> None:
@@ -65,23 +66,17 @@ def write_json(path: Path, values: Mapping[str, object]) -> None:
 
 
 def write_grid(folder: Path, file: Path) -> bool:
-    """All PNG pictures of a folder as one picture, two in a row, by name; False without any, or without torchvision."""
-    import torch  # here, since the report is printed without it
-
-    from pipeline import stack
-
+    """All PNG pictures of a folder as one picture, two in a row, by name; False without any."""
     pictures = [cv2.imread(str(path)) for path in sorted(folder.glob("*.png"))]
     if not pictures:
         return False
-    height, width = (max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
-    sheet = np.full((len(pictures), height, width, 3), 255, np.uint8)
-    for place, picture in zip(sheet, pictures):
-        place[: picture.shape[0], : picture.shape[1]] = picture
-    try:
-        grid = stack.make_grid(torch.from_numpy(sheet).permute(0, 3, 1, 2), columns=2)
-    except ImportError:
-        return False
-    return cv2.imwrite(str(file), grid.permute(1, 2, 0).numpy())
+    height, width = (GAP + max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
+    rows = -(-len(pictures) // COLUMNS)
+    sheet = np.full((rows * height + GAP, COLUMNS * width + GAP, 3), 255, np.uint8)
+    for number, picture in enumerate(pictures):
+        top, left = (GAP + place * side for place, side in zip(divmod(number, COLUMNS), (height, width)))
+        sheet[top : top + picture.shape[0], left : left + picture.shape[1]] = picture
+    return cv2.imwrite(str(file), sheet)
 
 
 def emptied(folder: Path) -> Path:
