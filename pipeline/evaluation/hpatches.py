@@ -134,15 +134,11 @@ def add_image(images: Dict[int, Path], number: int, file: Path) -> None:
 def read_homography(path: Path) -> np.ndarray:
     """(3, 3) float64 from a text file. Raises RequestError when it is not an invertible 3x3 matrix."""
     try:
-        rows = [
-            [float(word) for word in line.split()] for line in path.read_text().splitlines() if line.strip()
-        ]
+        H = np.array([line.split() for line in path.read_text().splitlines() if line.strip()], np.float64)
     except (OSError, ValueError) as error:
         raise RequestError(f"{path}: not a homography: {error}") from error
-    if [len(row) for row in rows] != [3, 3, 3]:
-        shape = f"{len(rows)} rows of {sorted({len(row) for row in rows})} numbers"
-        raise RequestError(f"{path}: not a homography: expected 3 rows of 3 numbers, found {shape}")
-    H = np.array(rows, dtype=np.float64)
+    if H.shape != (3, 3):
+        raise RequestError(f"{path}: not a homography: expected 3 rows of 3 numbers, found {H.shape}")
     units = np.diag([1000.0, 1000.0, 1.0])  # thousands of pixels: entries of one order
     if not np.isfinite(H).all() or np.linalg.matrix_rank(np.linalg.inv(units) @ H @ units) < 3:
         raise RequestError(f"{path}: not a homography: the matrix cannot be inverted")

@@ -54,9 +54,9 @@ class ImageSet:
         root = self._containers[entry.container]
         path = root if entry.offset else os.path.join(root, entry.member)
         try:
-            with open(path, "rb", buffering=0) as stream:
+            with open(path, "rb") as stream:
                 stream.seek(entry.offset)
-                data = _read_all(stream, entry.packed if entry.offset else -1)
+                data = stream.read(entry.packed if entry.offset else -1)
         except OSError as error:
             raise BadImage(entry.name, f"cannot be read: {error.strerror}") from None
         return _unpack(data, entry)
@@ -82,20 +82,6 @@ def open_manifest(folder: Union[str, Path]) -> ImageSet:
             place = os.path.normpath(roots[key])
             raise RequestError(f"{place}: no images there; `dvc repro -f -s fetch` finds or downloads them")
     return ImageSet(entries, roots)
-
-
-def _read_all(stream, length: int) -> bytes:
-    """`length` bytes or to the end (-1): one raw read may give fewer than asked for."""
-    if length < 0:
-        return stream.readall()
-    pieces = []
-    while length > 0:
-        piece = stream.read(length)
-        if not piece:
-            break
-        pieces.append(piece)
-        length -= len(piece)
-    return b"".join(pieces)
 
 
 def _unpack(data: bytes, entry: Entry) -> bytes:
