@@ -31,6 +31,7 @@ import cv2
 
 from superglue_sift import __version__, errors, many, results
 from superglue_sift.errors import RequestError, WorkError
+from superglue_sift.extractors import DEFAULT
 from superglue_sift.files import file_sha256
 from superglue_sift.images import read_color
 from superglue_sift.matcher import Matcher
@@ -213,6 +214,11 @@ def match_two(args: argparse.Namespace) -> int:
 def match_many(args: argparse.Namespace) -> int:
     """All that goes to --out-dir."""
     matcher = load(args)
+    if matcher.extractor is None:
+        name = matcher.model.config.extractor
+        raise RequestError(f"--extractor {name}: say it to run that code, which finds the model's keypoints")
+    if matcher.extractor is not DEFAULT and args.pairing == "nearest":
+        raise RequestError("--pairing nearest looks for photographs by SIFT; take exhaustive or sequential")
     model = Path(args.model or shipped_weights())
     settings = {
         "model_sha256": file_sha256(model),

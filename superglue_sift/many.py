@@ -262,8 +262,6 @@ def choose_pairs(photos: Sequence[Item], store: FeatureStore, pairing: str, k: i
     if pairing == "sequential":
         k = min(k, max(count - 1, 0))
         return sequential(photos, k), k * count - k * (k + 1) // 2
-    if store.matcher.extractor is not DEFAULT:
-        raise RequestError("--pairing nearest: looks for photographs by SIFT; take exhaustive or sequential")
     by_name = {photo.name: photo for photo in photos}
 
     def descriptors(name: str) -> np.ndarray:

@@ -53,7 +53,10 @@ def test_dependencies_hold_every_file_that_can_change_an_output() -> None:
     assert import_closure.differences(TREE) == []
 
 
-@pytest.mark.parametrize("name", STAGES)
+# the test above reads every import of all of them
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "train")) for name in STAGES]
+)
 def test_what_a_stage_really_loads_is_among_its_dependencies(name: str) -> None:
     """The same, asked of the interpreter: import the stage and look at what it loaded."""
     modules = code.modules_in(TREE["stages"][name]["cmd"])

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import evaluate, export, fetch, keypoints, params, tracking, train
+from pipeline import errors, evaluate, export, fetch, keypoints, params, tracking, train
 from pipeline.errors import RequestError
 from pipeline.evaluation.matchers import descriptor_distances, match_neighbours
 from pipeline.features.store import Store
 from pipeline.tracking.run import NullRun
 from pipeline.training import setup
-from superglue_sift import extractors, sift
+from superglue_sift import cli, extractors, sift
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.descriptors import descriptors_of, kind_of, unit_vectors
+from superglue_sift.interop.arrays import to_lightglue
 from superglue_sift.matcher import Features, Matcher
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.weights import model_file
@@ -173,6 +174,22 @@ def test_a_training_that_needs_scales_is_refused_without_them(make_params):
     with pytest.raises(RequestError, match=r"train\.turn_deg"):
         setup.check_features(make_params("train", scale_angle=False, neighbours=False), Features())  # type: ignore
     setup.check_features(make_params("train", scale_angle=False, neighbours=False, turn_deg=0.0), Features())  # type: ignore
+
+
+@pytest.mark.parametrize(
+    "words, message", [([], f"--extractor {ORB}"), (["--extractor", ORB, "--pairing", "nearest"], "by SIFT")]
+)
+def test_a_folder_is_refused_before_an_image_is_read(words, message, tmp_path, capsys):
+    model = untrained(tmp_path / "orb.safetensors", ORB)
+    folders = [tmp_path / "nowhere", "--out-dir", tmp_path / "found", "--model", model, "--device", "cpu"]
+    assert errors.run(cli.main, [str(word) for word in (*folders, *words)]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1 and not (tmp_path / "found").exists()
+
+
+def test_other_tools_get_features_of_sift_alone(photo):
+    with pytest.raises(RequestError, match="SIFT alone"):
+        to_lightglue(Features(extractors.load(ORB)(photo, 10), (600, 400)))
 
 
 def write_params(path: Path, make_params, name: str, scale_angle: bool) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from superglue_sift.descriptors import root_sift_of
+from superglue_sift.descriptors import kind_of, root_sift_of
+from superglue_sift.errors import RequestError
 from superglue_sift.matcher import Features, MatchResult
 
 
@@ -54,9 +55,11 @@ def to_lightglue(features: Features) -> Dict[str, Tensor]:
     """One image of SIFT as LightGlue and glue-factory take it, a batch of one, float32.
 
     keypoints (1, N, 2) pixels; descriptors (1, N, 128) RootSIFT; keypoint_scores, scales (pixels) and oris (radians)
-    (1, N); image_size (1, 2) width, height.
+    (1, N); image_size (1, 2) width, height. Raises RequestError for features of others.
     """
     records = features.records
+    if kind_of(records.dtype)[0] != "sift":
+        raise RequestError("LightGlue's and hloc's features are written of SIFT alone; these are of another")
     values = {
         "keypoints": features.keypoints,
         "keypoint_scores": records["score"],
