@@ -37,7 +37,7 @@ from pipeline.runtime import distributed, signals
 from pipeline.tracking import run
 from pipeline.tracking.mlflow_store import MlflowStore
 from pipeline.tracking.system_metrics import interval
-from pipeline.train import parse as parse_training
+from pipeline.training.resume import TrainPaths
 from pipeline.training.step import StepResult
 from pipeline.training.trainer import Training
 
@@ -71,7 +71,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         stores = _stores(folder, options.images)
         tell("order of the pairs", _order(options.images, options.steps))
         server = stack.enter_context(Server(folder))
-        simulated = Simulated(_arguments(folder, options.steps), stores, server)
+        simulated = Simulated(_paths(folder, options.steps), stores, server)
         simulated.run()
         simulated.report()
         tell("resuming", _resumed(folder, options.steps, stores, server))
@@ -165,20 +165,16 @@ def _order(images: int, steps: int) -> Dict[str, float]:
     }  # the first one shuffles its epoch
 
 
-def _arguments(folder: Path, steps: int) -> argparse.Namespace:
-    """The command line of a training in `folder`."""
+def _paths(folder: Path, steps: int) -> TrainPaths:
+    """A training in `folder`."""
     from pipeline import params
 
     section = params.load_all(Path(__file__).parents[1] / "presets" / "sample.yaml")["train"].model_dump()
     section.update(TRAIN, steps=steps)
     (folder / "params.yaml").write_text(json.dumps({"train": section}))  # JSON is YAML
-    words = {
-        "keypoints": "keypoints",
-        "out": "checkpoints",
-        "reports": "reports/train",
-        "params": "params.yaml",
-    }
-    return parse_training([word for name, to in words.items() for word in (f"--{name}", str(folder / to))])
+    return TrainPaths(
+        folder / "keypoints", folder / "checkpoints", folder / "reports/train", folder / "params.yaml"
+    )
 
 
 class Server:
@@ -233,9 +229,9 @@ class Server:
 class Simulated(Training):
     """The training loop with figures made up where the network would compute."""
 
-    def __init__(self, args: argparse.Namespace, stores: Tuple[Store, Store], server: Server) -> None:
+    def __init__(self, paths: TrainPaths, stores: Tuple[Store, Store], server: Server) -> None:
         context = distributed.start()
-        super().__init__(args, context, signals.Stop(), *stores)
+        super().__init__(paths, context, signals.Stop(), *stores)
         self.server = server
         self.stepping: List[float] = []  # processor seconds of this thread at every 1,000th step
         self.memory: List[float] = []
@@ -271,13 +267,12 @@ class Simulated(Training):
         """Time the logger's points and the batches that are shipped; wait for the server to get everything."""
         from pipeline.training.logger import TrainingLogger
 
-        inner_step, inner_ship, limit = TrainingLogger.stepped, MlflowStore.ship, run.wait_limit
+        inner_point, inner_ship, limit = TrainingLogger.log_point, MlflowStore.ship, run.wait_limit
 
-        def stepped(logger: TrainingLogger, *arguments: Any) -> None:
+        def log_point(logger: TrainingLogger, *arguments: Any) -> None:
             began = time.thread_time()
-            inner_step(logger, *arguments)
-            if self.state.step % self.train.log_every == 0:
-                self.points.append(time.thread_time() - began)
+            inner_point(logger, *arguments)
+            self.points.append(time.thread_time() - began)
 
         def ship(sink: MlflowStore, run_id: str, events: List[Any]) -> None:
             began = time.monotonic()
@@ -285,12 +280,12 @@ class Simulated(Training):
             if len(events) >= FULL:
                 self.shipping.append((time.monotonic() - began) / len(events))
 
-        TrainingLogger.stepped, MlflowStore.ship = stepped, ship
+        TrainingLogger.log_point, MlflowStore.ship = log_point, ship
         run.wait_limit = lambda _: 3600.0
         try:
             yield
         finally:
-            TrainingLogger.stepped, MlflowStore.ship, run.wait_limit = inner_step, inner_ship, limit
+            TrainingLogger.log_point, MlflowStore.ship, run.wait_limit = inner_point, inner_ship, limit
 
     def report(self) -> None:
         """Cost at the first tenth of the run and at the last."""
@@ -320,7 +315,7 @@ def _resumed(folder: Path, steps: int, stores: Tuple[Store, Store], server: Serv
         for path in sorted((folder / "checkpoints").glob(pattern)):
             path.unlink()
     began, clock = time.thread_time(), time.monotonic()
-    again = Simulated(_arguments(folder, steps), stores, server)
+    again = Simulated(_paths(folder, steps), stores, server)
     again.shipping.append(0.0)  # the server is up
     again.run()
     return {

@@ -35,7 +35,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         "--ahead", action="store_true", help="load batches ahead of their step, as the stage does"
     )
     args = parser.parse_args(argv)
-    with distributed.joined() as context:
+    with distributed.process_group() as context:
         setting = Setting(context.device, SuperGlueConfig(**json.loads(args.config)), params=args.params)
         changes = json.loads(args.changes)
         made = Ahead if args.ahead else Trainer

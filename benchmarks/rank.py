@@ -32,7 +32,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--precision", default="float32")
     parser.add_argument("--beside-large-buckets", action="store_true", help="a third way, for `slow_link`")
     args = parser.parse_args(argv)
-    with distributed.joined() as context:
+    with distributed.process_group() as context:
         if context.device.type == "cpu":
             torch.set_num_threads(1)
         rows = _rounds(args, context)

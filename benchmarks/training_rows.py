@@ -21,9 +21,9 @@ from pipeline.pairs.loader import choose, load_batch
 from pipeline.pairs.order import PairOrder
 from pipeline.runtime import distributed
 from pipeline.training import setup
-from pipeline.training.batches import StepBatches
-from pipeline.training.loss import assignment_loss
+from pipeline.training.objective import assignment_loss
 from pipeline.training.step import train_step
+from pipeline.training.trainer import StepBatches
 from superglue_sift.batch import PairBatch
 from superglue_sift.truth import ground_truth
 
@@ -75,7 +75,7 @@ class Trainer:
     def __call__(self) -> None:
         batches = self.kept or self.loaded()
         state = self.parts.state
-        common = self.parts.wrapped, state.optimizer, state.scaler, batches, self.pairs
+        common = self.parts.ddp_model, state.optimizer, state.scaler, batches, self.pairs
         train_step(*common, self.context.world_size, self.train.clip_norm)
         self.step += 1
 

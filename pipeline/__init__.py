@@ -4,14 +4,14 @@ The network itself is the library `superglue_sift`, which knows nothing of this 
 
     fetch, keypoints, train, evaluate, export   one file a stage, one `main` each, `python -m pipeline.<stage>`
     match, benchmark, doctor, presets, report   tools for the person at the keyboard
-    plan          memory and hours of a training, told before it begins
+    plan          memory and hours of a training, before it begins
     launch        starts a stage on all processes of this machine
     images/       where photographs come from, how they are decoded, what is wrong with them
     views/        random homographies without borders, rendering, photometric distortion
     features/     the store of keypoints that training maps into memory
     extraction/   all views of all images, in parallel, shard by shard
     pairs/        which two views when, read from the store
-    training/     loss, objective, step, validation, what is saved, what is said
+    training/     objective, step, validation, what is saved and gone on from, what is reported
     evaluation/   protocols, baselines, metrics, scores, intervals
     report/       tables, curves, the page
     tracking/     the local log of a run, and what MLflow shows of it

@@ -269,7 +269,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     if made_from.restore(args.out, inputs):
         print(f"{args.out}: evaluated with this model, these images, parameters and code: nothing to do")
         return 0
-    with distributed.joined() as context:
+    with distributed.process_group() as context:
         contents, info = evaluate(args, context)
         if contents:
             track(args, contents, info)

@@ -1,4 +1,4 @@
-"""What a training will take, told before the first stage: memory of a process, and hours on this machine.
+"""What a training will take, before the first stage: memory of a process, and hours on this machine.
 
 `python -m pipeline.doctor` prints it; `make repro` and the containers begin with it. The memory is computed from the
 shapes (a test holds it to what a CPU's processes take), the hours from some steps of the real network, measured here
@@ -32,7 +32,7 @@ from pipeline.training import precision, setup
 from pipeline.training.step import train_step
 from pipeline.views.homography import smallest_image
 from superglue_sift.images import read_gray
-from superglue_sift.superglue import ENCODER_WIDTHS, SIFT_DIM, SuperGlue, SuperGlueConfig
+from superglue_sift.superglue import ENCODER_WIDTHS, SIFT_DIM
 
 KEPT = Path(".dvc") / "tmp" / "plan.json"
 # Of a card's memory, so that the CUDA context, cuBLAS and the allocator's gaps find room.
@@ -54,12 +54,6 @@ def micro_batch(train: Any, processes: int) -> int:
         return batch // setup.elastic_parts(batch)
     pairs = train.batch_per_rank or -(-train.batch // processes)
     return -(-pairs // train.accumulate)
-
-
-def network(train: Any) -> SuperGlue:
-    """The network of section `train`, untrained."""
-    names = ("dim", "layers", "heads", "norm", "scale_angle", "neighbours", "sinkhorn_iterations")
-    return SuperGlue(SuperGlueConfig(**{name: getattr(train, name) for name in names}))
 
 
 def training_bytes(
@@ -121,7 +115,7 @@ def findings(sections: Any, processes: int, device: torch.device) -> Iterator[Fi
 
 
 def _memory(train: Any, processes: int, chosen: str, device: torch.device) -> Finding:
-    numbers = sum(parameter.numel() for parameter in network(train).parameters())
+    numbers = sum(parameter.numel() for parameter in setup.network(train).parameters())
     gpu = device.type == "cuda"
     if gpu:
         card = torch.cuda.get_device_properties(device)
@@ -173,7 +167,7 @@ def seconds_a_pair(train: Any, threads: int, pairs: int, device: torch.device) -
         for _ in range(1 + MEASURED_STEPS):
             begun = time.perf_counter()
             # it ends with the figures on the host: what the device does is done
-            train_step(parts.wrapped, state.optimizer, state.scaler, [batch], pairs, 1, train.clip_norm)
+            train_step(parts.ddp_model, state.optimizer, state.scaler, [batch], pairs, 1, train.clip_norm)
             taken.append(time.perf_counter() - begun)
     finally:
         torch.set_num_threads(before)

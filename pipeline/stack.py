@@ -71,7 +71,7 @@ def no_compiler(device_type: str) -> str:
 def own_address(address: str, config: type, agent: Any) -> List[str]:
     """torchrun's option for the address by which other nodes reach this one; "": none, its host name serves.
 
-    torch 1.10's torchrun has no such option (nor its class `config`, LaunchConfig): there its module `agent` is told
+    torch 1.10's torchrun has no such option (nor its class `config`, LaunchConfig): there its module `agent` is given
     another name for this host.
     """
     if not address:

@@ -19,6 +19,7 @@ from pipeline.features.store import Store
 from pipeline.pairs.loader import choose
 from pipeline.runtime import distributed, signals
 from pipeline.training import resume, setup
+from pipeline.training.resume import TrainPaths
 from pipeline.training.trainer import Training
 
 
@@ -26,29 +27,26 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.train", description=str(__doc__).splitlines()[0]
     )
-    parser.add_argument(
-        "--keypoints", type=Path, default=Path("data/keypoints"), help="folder of the stage keypoints"
-    )
-    parser.add_argument("--out", type=Path, default=Path("checkpoints"), help="folder of the checkpoints")
-    parser.add_argument(
-        "--reports", type=Path, default=Path("reports/train"), help="folder of metrics and curves"
-    )
-    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
-    parser.add_argument("--resume", default=resume.AUTO, metavar="{auto,must,never,FOLDER}",
-                        help="auto: go on from a checkpoint that fits, else set aside what is there and start from "
-                        "scratch; must: refuse to start from scratch; never: start from scratch; FOLDER: take up again "
-                        "what was set aside there")  # fmt: skip
-    parser.add_argument("--accept", choices=("code",), action="append", default=[],
-                        help="go on from a checkpoint although the training code has changed since")  # fmt: skip
-    parser.add_argument(
-        "--verify", action="store_true", help="check every shard of the keypoints, not a sample"
-    )
-    parser.add_argument(
-        "--validate-only",
-        action="store_true",
-        help="print figures of the best model (or train.init_from); no training",
-    )
+    add, usual = parser.add_argument, TrainPaths
+    add("--keypoints", type=Path, default=usual.keypoints, help="folder of the stage keypoints")
+    add("--out", type=Path, default=usual.out, help="folder of the checkpoints")
+    add("--reports", type=Path, default=usual.reports, help="folder of metrics and curves")
+    add("--params", type=Path, default=usual.params)
+    add("--resume", default=usual.resume, metavar="{auto,must,never,FOLDER}",
+        help="auto: go on from a checkpoint that fits, else set aside what is there and start from scratch; "
+        "must: refuse to start from scratch; never: start from scratch; FOLDER: take up again what was set aside "
+        "there")  # fmt: skip
+    add("--accept", choices=("code",), action="append", default=[],
+        help="go on from a checkpoint although the training code has changed since")  # fmt: skip
+    add("--verify", action="store_true", help="check every shard of the keypoints, not a sample")
+    add("--validate-only", action="store_true",
+        help="print figures of the best model (or train.init_from); no training")  # fmt: skip
     return parser.parse_args(argv)
+
+
+def paths_of(args: argparse.Namespace) -> TrainPaths:
+    """What the room `training` gets of the command line."""
+    return TrainPaths(args.keypoints, args.out, args.reports, args.params, args.resume, tuple(args.accept))
 
 
 def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[Store, Store]:
@@ -59,7 +57,7 @@ def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[St
     """
     args = parse(argv)
     train = params.load("train", args.params)
-    resume.check(args)
+    resume.check(paths_of(args))
     how = "all" if args.verify else "sample"
     stores = Store(args.keypoints / "train", how), Store(args.keypoints / "val", how)
     setup.global_batch(train, world_size)
@@ -78,8 +76,8 @@ def processes(argv: Optional[Sequence[str]], proposed: int) -> int:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     args = parse(argv)
-    with signals.deferred() as stop, distributed.joined() as context:
-        training = Training(args, context, stop, *check(argv, context.world_size))
+    with signals.deferred() as stop, distributed.process_group() as context:
+        training = Training(paths_of(args), context, stop, *check(argv, context.world_size))
         return training.validate_only() if args.validate_only else training.run()
 
 

@@ -14,11 +14,10 @@ from typing import List, OrderedDict, Tuple
 import torch
 from torch import Tensor, nn
 
-from superglue_sift.assignment import Assignments
 from superglue_sift.attention import AttentionalLayer, ragged_attention
 from superglue_sift.cuda_graphs import capture_cuda_graph
 from superglue_sift.normalization import TokenBatchNorm
-from superglue_sift.packing import Edges, Layout
+from superglue_sift.packing import Assignments, Edges, Layout
 from superglue_sift.superglue import SuperGlue
 
 

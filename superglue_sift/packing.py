@@ -1,4 +1,5 @@
-"""Ragged sets of keypoints: where the tokens of each image of a batch lie, and which image attends to which.
+"""Ragged sets of keypoints: where the tokens of each image of a batch lie, which image attends to which, and the log
+assignments of pairs of them.
 
 Tokens of all images lie packed one after another, (S, D) with S the sum of the counts, so that linear layers and norms
 never see padding. What a GPU needs to know of it is made once a batch, from counts on the host: no
@@ -7,6 +8,7 @@ device-to-host synchronisation.
 
 from __future__ import annotations
 
+import collections.abc
 import functools
 from typing import Iterator, List, NamedTuple, Optional, Tuple
 
@@ -160,3 +162,73 @@ class Layout:
         """(S, ...) of all images: that of images 0, and that of images 1."""
         first = sum(self.sides[0].counts)
         return packed[:first], packed[first:]
+
+
+class Dustbins(NamedTuple):
+    """(B, 1) int64 each: row and column of a pair's dustbins, which are its numbers of keypoints."""
+
+    row: Tensor
+    column: Tensor
+
+
+class Assignments(collections.abc.Sequence):
+    """Of B pairs the log assignment (m_i + 1, n_i + 1), dustbins last: a sequence of such matrices, without padding.
+
+    They lie in one buffer, which is read as a matrix for each pair or at single entries of all pairs at once.
+    """
+
+    def __init__(self, flat: Tensor, sizes: List[Tuple[int, int]], places: List[Tuple[int, int]]) -> None:
+        """flat: (E,) entries; sizes: (m_i, n_i); places: of each matrix its offset in `flat` and its rows' stride."""
+        self.flat, self.sizes, self._places = flat, sizes, places
+
+    @classmethod
+    def of(cls, matrices: List[Tensor]) -> Assignments:
+        """From matrices (m_i + 1, n_i + 1)."""
+        sizes = [(P.shape[0] - 1, P.shape[1] - 1) for P in matrices]
+        places, offset = [], 0
+        for m, n in sizes:
+            places.append((offset, n + 1))
+            offset += (m + 1) * (n + 1)
+        flat = torch.cat([P.reshape(-1) for P in matrices]) if matrices else torch.zeros(0)
+        return cls(flat, sizes, places)
+
+    @classmethod
+    def padded(cls, log_P: Tensor, sizes: List[Tuple[int, int]]) -> Assignments:
+        """From (B, M', N'), pair i in its first m_i + 1 rows and n_i + 1 columns."""
+        _, rows, columns = log_P.shape
+        places = [(i * rows * columns, columns) for i in range(len(sizes))]
+        return cls(log_P.reshape(-1), sizes, places)
+
+    def replaced(self, pairs: List[int], matrices: List[Tensor]) -> Assignments:
+        """The same with other matrices, of the same sizes, for these pairs."""
+        flat, places, offset = [self.flat], list(self._places), self.flat.numel()
+        for pair, P in zip(pairs, matrices):
+            flat.append(P.reshape(-1))
+            places[pair] = (offset, P.shape[1])
+            offset += P.numel()
+        return Assignments(torch.cat(flat), self.sizes, places)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        (m, n), (offset, stride) = self.sizes[index], self._places[index]
+        return self.flat[offset : offset + (m + 1) * stride].view(m + 1, stride)[:, : n + 1]
+
+    @functools.cached_property
+    def dustbins(self) -> Dustbins:
+        """Where the dustbins lie, on the device."""
+        return Dustbins(*self._on_device(self.sizes).unbind(1))
+
+    def entries(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Entries at (B, K) int64 rows and columns, each inside its pair's matrix: (B, K), differentiable."""
+        offset, stride = self._on_device(self._places).unbind(1)
+        index = offset + rows * stride + columns
+        return self.flat.index_select(0, index.reshape(-1)).view(index.shape)
+
+    def _on_device(self, values: List[Tuple[int, int]]) -> Tensor:
+        """(B, 2, 1) int64."""
+        table = torch.tensor(values, dtype=torch.int64).reshape(-1, 2, 1)
+        return to_device_async(table, self.flat.device)

@@ -22,13 +22,12 @@ from typing import Iterable, List, NamedTuple, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from superglue_sift.assignment import Assignments
 from superglue_sift.attention import AttentionalLayer
 from superglue_sift.descriptors import unit_vectors
 from superglue_sift.neighbours import FEATURES, neighbour_features
 from superglue_sift.normalization import token_norm
 from superglue_sift.orientation import choose_orientations
-from superglue_sift.packing import Layout
+from superglue_sift.packing import Assignments, Layout
 from superglue_sift.sinkhorn import log_optimal_transport, padded_optimal_transport, to_float32
 from superglue_sift.torch_compat import no_autocast, recomputed
 

@@ -27,7 +27,7 @@ def _work(rank: int, world_size: int, port: int, function: Callable, arguments: 
 
     torch.set_num_threads(1)
     try:
-        with distributed.joined() as context:
+        with distributed.process_group() as context:
             answers.put((rank, function(context, *arguments), None))
     except BaseException:
         answers.put((rank, None, traceback.format_exc()))

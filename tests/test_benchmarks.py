@@ -43,7 +43,7 @@ from benchmarks.row import Row, Setting
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
 from pipeline.runtime import distributed
-from pipeline.training.loss import assignment_loss
+from pipeline.training.objective import assignment_loss
 from superglue_sift.superglue import SuperGlueConfig, mutual_matches
 from superglue_sift.truth import ground_truth
 
@@ -355,7 +355,7 @@ class TestRanks:
     def test_idle_ranks_beside_the_peer_wait_for_their_own_input(self, tmp_path, monkeypatch, capsys):
         """Not in a collective, which would work on the GPU of the group that is timed."""
         context = distributed.Context(1, 2, 1, torch.device("cpu"))
-        monkeypatch.setattr(distributed, "joined", lambda: contextlib.nullcontext(context))
+        monkeypatch.setattr(distributed, "process_group", lambda: contextlib.nullcontext(context))
         monkeypatch.setattr(distributed, "broadcast", lambda _: pytest.fail("waits in a collective"))
         steps = []
         monkeypatch.setattr(mode_rank, "Trainer", lambda *_, **__: lambda: steps.append(1))
@@ -457,7 +457,7 @@ class TestStages:
             for way in ways.values():
                 way(), way()
             weights = {
-                name: [p.detach() for p in way.parts.wrapped.parameters()] for name, way in ways.items()
+                name: [p.detach() for p in way.parts.ddp_model.parameters()] for name, way in ways.items()
             }
         synthetic = weights.pop("synthetic loader")
         assert len(weights) == 2 + (not training_rows._no_dali(setting()))

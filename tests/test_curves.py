@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.training.curves import CurveFile
+from pipeline.training.logger import CurveFile
 
 COLUMNS = ("loss", "lr")
 

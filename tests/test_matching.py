@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.training.loss import assignment_loss
+from pipeline.training.objective import assignment_loss
 from superglue_sift import (
     attention,
     geometry,
@@ -20,10 +20,10 @@ from superglue_sift import (
     sinkhorn_kernel,
     torch_compat,
 )
-from superglue_sift.assignment import Assignments
 from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.descriptors import root_sift
 from superglue_sift.inference import CUDAGraphModel, fuse_for_inference
+from superglue_sift.packing import Assignments
 from superglue_sift.sift import KEYPOINT
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.truth import IGNORED, UNMATCHED, Truth, ground_truth, pair_truth

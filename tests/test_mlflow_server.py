@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,48 +12,27 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """Port of a running server; stopped with its whole process group."""
+def server(start_server):
+    """Port of a running server."""
     mlflow = pytest.importorskip("mlflow")
     if tuple(map(int, mlflow.__version__.split(".")[:2])) < (3, 5):
         pytest.skip(f"mlflow {mlflow.__version__} has no --allowed-hosts; the server image has a later one")
-    folder = tmp_path_factory.mktemp("server")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = dict(
-        os.environ,
-        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        MLFLOW_PORT=str(port),
-        MLFLOW_BACKEND_STORE_URI=f"sqlite:///{folder / 'mlflow.db'}",
-        MLFLOW_ARTIFACTS=str(folder / "artifacts"),
+    return start_server(
+        [str(ROOT / "docker" / "mlflow" / "serve.py")],
+        "/health",
+        MLFLOW_PORT="{port}",
+        MLFLOW_BACKEND_STORE_URI="sqlite:///{folder}/mlflow.db",
+        MLFLOW_ARTIFACTS="{folder}/artifacts",
         MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false",
     )
-    command = [sys.executable, str(ROOT / "docker" / "mlflow" / "serve.py")]
-    with open(folder / "server.log", "w") as log:
-        process = subprocess.Popen(
-            command, env=environment, cwd=folder, stdout=log, stderr=log, start_new_session=True
-        )
-    try:
-        until = time.monotonic() + 120
-        while answer(port, "/health", "localhost")[0] != 200:
-            assert time.monotonic() < until and process.poll() is None, (folder / "server.log").read_text()
-            time.sleep(0.5)
-        yield port
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(30)
 
 
 def answer(port, path, host):
-    """Status and body of a GET with a Host header of our choice; 0 where nobody listens."""
-    try:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-        connection.request("GET", path, headers={"Host": host})
-        reply = connection.getresponse()
-        return reply.status, reply.read()
-    except OSError:
-        return 0, b""
+    """Status and body of a GET with a Host header of our choice."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("GET", path, headers={"Host": host})
+    reply = connection.getresponse()
+    return reply.status, reply.read()
 
 
 @pytest.mark.parametrize(

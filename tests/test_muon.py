@@ -7,7 +7,7 @@ import pytest
 import torch
 from processes import in_group
 
-from pipeline.training.muon import Muon, blocks, joined, orthogonalized
+from pipeline.training.muon import Muon, blocks, from_blocks, orthogonalized
 from pipeline.training.optimization import optimizer_tensors, restore_optimizer
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
@@ -44,7 +44,7 @@ def test_blocks_are_the_squares_of_a_matrix():
     assert torch.equal(blocks(tall, 4)[2], tall[8:])
     assert torch.equal(blocks(torch.arange(16.0).view(4, 4), 2)[:, 0, 0], torch.tensor([0.0, 2.0, 8.0, 10.0]))
     for each in (matrix, tall, torch.randn(8, 8)):
-        assert torch.equal(joined(blocks(each, 4), each.shape), each)
+        assert torch.equal(from_blocks(blocks(each, 4), each.shape), each)
 
 
 def test_matrices_of_the_layers_take_an_orthogonal_step_and_the_rest_that_of_adam(model):

@@ -132,10 +132,10 @@ def test_accumulation_makes_smaller_batches(bench, monkeypatch):
 def test_data_parallel_is_torchs(bench, tmp_path):
     section = load(bench, parallel="dp")
     parts, _ = setup.build(section, distributed.start())
-    assert isinstance(parts.wrapped, DataParallelObjective)
-    assert isinstance(parts.wrapped.parallel, torch.nn.DataParallel)
+    assert isinstance(parts.ddp_model, DataParallelObjective)
+    assert isinstance(parts.ddp_model.parallel, torch.nn.DataParallel)
     batch = one_batch(tmp_path / "store")
-    assert parts.wrapped(batch)[0].item() == pytest.approx(parts.objective(batch)[0].item(), rel=1e-6)
+    assert parts.ddp_model(batch)[0].item() == pytest.approx(parts.objective(batch)[0].item(), rel=1e-6)
     assert setup.processes(section, 4) == 1 and setup.processes(load(bench), 4) == 4
     with pytest.raises(RequestError, match="NPROC_PER_NODE=1"):
         setup.global_batch(section, 2)
@@ -173,7 +173,7 @@ def test_data_parallel_over_two_devices(bench, tmp_path):
         pytest.skip("needs two CUDA devices")
     parts, _ = setup.build(load(bench, parallel="dp"), distributed.start())
     batch = one_batch(tmp_path / "store").to("cuda")
-    assert parts.wrapped(batch)[0].item() == pytest.approx(parts.objective(batch)[0].item(), rel=1e-4)
+    assert parts.ddp_model(batch)[0].item() == pytest.approx(parts.objective(batch)[0].item(), rel=1e-4)
 
 
 @pytest.mark.gpu
@@ -244,10 +244,10 @@ def test_frozen_weights_stay(bench):
 def test_initial_weights_are_taken(bench):
     run(bench, "first")
     best = bench.folder / "first" / "best.safetensors"
-    parts, told = setup.build(load(bench, init_from=str(best)), distributed.start())
+    parts, messages = setup.build(load(bench, init_from=str(best)), distributed.start())
     given = load_model_file(best)[0]
     assert all(torch.equal(v, given[k]) for k, v in parts.state.model.state_dict().items())
-    assert told[1:] == [f"initial weights from {best}: {len(given)} tensors taken"]
+    assert messages[1:] == [f"initial weights from {best}: {len(given)} tensors taken"]
 
 
 def test_a_profile_is_written(bench, capsys):

@@ -27,14 +27,14 @@ def steps(device: str, train, pairs: int):
         parts, _ = setup.build(train, Context(0, 1, 0, torch.device(device)))
         batch = made_batch(range(pairs), (640, 480), keypoints)
         for _ in range(2):
-            train_step(parts.wrapped, parts.state.optimizer, parts.state.scaler, [batch], pairs, 1, 1.0)
+            train_step(parts.ddp_model, parts.state.optimizer, parts.state.scaler, [batch], pairs, 1, 1.0)
 
     run(1, 32)
     return lambda: run(pairs, train.max_keypoints)
 
 
 def foretold(train, pairs: int, precision: str = "float32", device: str = "cpu") -> float:
-    numbers = sum(p.numel() for p in plan.network(train).parameters())
+    numbers = sum(p.numel() for p in setup.network(train).parameters())
     return plan.training_bytes(train, pairs, numbers, precision, device)
 
 

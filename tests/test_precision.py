@@ -62,15 +62,19 @@ def test_ranks_on_different_devices_agree_on_what_all_can_do(make_params, monkey
     gathered = [tuple(precision.resolve("auto", card, NO_AMX)) for card in cards]
     monkeypatch.setattr(distributed, "all_gather", lambda own: [own, *gathered])
     monkeypatch.setattr(stack, "cpu_flags", lambda: frozenset(AMX))
-    parts, told = setup.build(make_params("train", precision="auto", dim=16, heads=2), distributed.start())
-    assert parts.objective.precision == "float16" and any("7.5" in line for line in told)
+    parts, messages = setup.build(
+        make_params("train", precision="auto", dim=16, heads=2), distributed.start()
+    )
+    assert parts.objective.precision == "float16" and any("7.5" in line for line in messages)
 
 
 def test_what_does_nothing_here_is_said(make_params):
     keys = {"precision": "float16", "parallel": "dp", "dim": 16, "heads": 2, "layers": 1}
-    parts, told = setup.build(make_params("train", **keys), distributed.Context(0, 1, 0, torch.device("cpu")))
+    parts, messages = setup.build(
+        make_params("train", **keys), distributed.Context(0, 1, 0, torch.device("cpu"))
+    )
     assert parts.objective.precision == "float32" and not parts.state.scaler.is_enabled()
-    said = "\n".join(told)
+    said = "\n".join(messages)
     assert "float16 does nothing" in said
     assert torch.cuda.device_count() > 1 or "parallel: dp does nothing" in said
 
@@ -121,7 +125,7 @@ def test_compile_without_a_compiler_is_refused_in_one_line(make_params, monkeypa
 def test_bitwise_elastic_asks_for_deterministic_kernels(make_params, monkeypatch):
     """Those of a GPU add in any order otherwise: the same run twice would differ."""
     asked = []
-    monkeypatch.setattr("pipeline.runtime.seeding.set_deterministic", lambda: asked.append(True))
+    monkeypatch.setattr("pipeline.training.setup.set_deterministic", lambda: asked.append(True))
     for keys in ({}, {"bitwise_elastic": True}):
         setup.build(make_params("train", dim=16, heads=2, layers=1, **keys), distributed.start())
         assert bool(asked) == bool(keys)

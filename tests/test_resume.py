@@ -65,14 +65,16 @@ class TestCauses:
         saved = interrupted(request_of("run"), monkeypatch)
         capsys.readouterr()
         assert train.main(request_of("run", lr=0.001)) == 0
-        told = capsys.readouterr().out
+        printed = capsys.readouterr().out
         (place,) = aside(tmp_path / "run")
         assert weights(newest(place)) == saved
-        assert "train.lr: 0.0002 in the checkpoint, 0.001 now" in told and "set train.lr: 0.0002" in told
+        assert (
+            "train.lr: 0.0002 in the checkpoint, 0.001 now" in printed and "set train.lr: 0.0002" in printed
+        )
         with pytest.raises(RequestError, match=r"train\.lr: 0\.0002"):
-            train.main(printed_command(told))  # params.yaml is still the other one
+            train.main(printed_command(printed))  # params.yaml is still the other one
         request_of("run")  # writes the parameters as they were
-        assert train.main(printed_command(told)) == 0
+        assert train.main(printed_command(printed)) == 0
         assert "resuming at step 4 of 6" in capsys.readouterr().out
         assert weights(tmp_path / "run" / "best.safetensors") == whole
 
@@ -92,11 +94,11 @@ class TestCauses:
         capsys.readouterr()
         others = ["--keypoints", str(made_keypoints(tmp_path / "others", seed=5)), *arguments[2:]]
         assert train.main(others) == 0
-        told = capsys.readouterr().out
+        printed = capsys.readouterr().out
         (place,) = aside(tmp_path / "run")
         assert place.name.endswith("-data") and weights(newest(place)) == saved
-        assert "bring back the keypoints" in told
-        command = printed_command(told)
+        assert "bring back the keypoints" in printed
+        command = printed_command(printed)
         command[command.index("--keypoints") + 1] = arguments[1]
         assert train.main(command) == 0
         assert "resuming at step 4 of 6" in capsys.readouterr().out
@@ -107,11 +109,11 @@ class TestCauses:
         capsys.readouterr()
         monkeypatch.setattr("pipeline.training.state.code_digest", lambda *_: "changed")
         assert train.main(request_of("run")) == 0
-        told = capsys.readouterr().out
+        printed = capsys.readouterr().out
         (place,) = aside(tmp_path / "run")
         assert place.name.endswith("-code") and weights(newest(place)) == saved
-        assert printed_command(told)[-2:] == ["--accept", "code"]
-        assert train.main(printed_command(told)) == 0
+        assert printed_command(printed)[-2:] == ["--accept", "code"]
+        assert train.main(printed_command(printed)) == 0
         assert "resuming at step 4 of 6" in capsys.readouterr().out
         assert weights(tmp_path / "run" / "best.safetensors") == whole
         assert train.main(request_of("run")) == 0
@@ -121,15 +123,15 @@ class TestCauses:
         saved = interrupted(request_of("run"), monkeypatch)
         capsys.readouterr()
         interrupted([*request_of("run"), "--resume", "never"], monkeypatch, step=2)
-        told = capsys.readouterr().out
-        assert "resuming" not in told
+        printed = capsys.readouterr().out
+        assert "resuming" not in printed
         (place,) = aside(tmp_path / "run")
         assert weights(newest(place)) == saved
-        assert train.main(printed_command(told)) == 0
+        assert train.main(printed_command(printed)) == 0
         assert "resuming at step 4 of 6" in capsys.readouterr().out
         assert weights(tmp_path / "run" / "best.safetensors") == whole
-        assert len(aside(tmp_path / "run")) == 1  # now the one that was begun anew
-        assert train.main(printed_command(told)) == 0  # given twice, it stays with what it took up
+        assert len(aside(tmp_path / "run")) == 1  # now the one that was begun from scratch
+        assert train.main(printed_command(printed)) == 0  # given twice, it stays with what it took up
         assert "nothing to do" in capsys.readouterr().out
 
     def test_never_is_obeyed_once_when_a_lost_rank_restarts_the_training(
@@ -153,14 +155,14 @@ class TestWhatIsKept:
     def test_the_newest_is_kept_whole_and_older_ones_keep_their_best(self, tmp_path, request_of, capsys):  # noqa: F811
         for lr in (0.001, 0.002, 0.003):
             assert train.main(request_of("run", lr=lr)) == 0
-        told = capsys.readouterr().out
+        printed = capsys.readouterr().out
         older, last = aside(tmp_path / "run")
         assert not list(older.glob("step-*")) and (older / "best.json").is_file()
         assert load_model_file(older / "best.safetensors")[1]["train"]["lr"] == 0.001
         assert len(list(last.glob("step-*.safetensors"))) == 2
         assert {path.name for path in (last / "curves").iterdir()} >= {"train.csv", "validation.csv"}
         size = sum(path.stat().st_size for path in (tmp_path / "run" / "superseded").rglob("*.*")) / 1e6
-        assert f"2 of them take {size:.1f} MB" in told
+        assert f"2 of them take {size:.1f} MB" in printed
 
     def test_a_training_without_a_best_model_keeps_its_checkpoint(self, tmp_path, request_of, monkeypatch):  # noqa: F811
         saved = interrupted(request_of("run"), monkeypatch, step=2)  # before the first validation

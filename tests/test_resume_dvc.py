@@ -115,8 +115,8 @@ def test_checkout_leaves_the_checkpoints_of_a_killed_training(clone):
 
 def test_an_experiment_sets_a_killed_training_aside(clone):
     saved = clone.killed()
-    told = clone.dvc("exp", "run", "-S", "train.lr=0.002")
-    assert "is set aside in checkpoints/superseded/" in told
+    printed = clone.dvc("exp", "run", "-S", "train.lr=0.002")
+    assert "is set aside in checkpoints/superseded/" in printed
     (place,) = (clone.folder / "checkpoints" / "superseded").iterdir()
     assert weights(place / "step-00000004.safetensors") == saved
     clone.params()  # as they were

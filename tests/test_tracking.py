@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -18,11 +17,12 @@ from faults.group import digest
 from faults.telemetry import Silent
 
 from pipeline import tracking, train
+from pipeline.launch import free_port
 from pipeline.runtime.progress import Lines
 from pipeline.runtime.repro import main_root, provenance
 from pipeline.tracking import run as run_module
-from pipeline.tracking import run_file
-from pipeline.tracking.run_log import EventLog
+from pipeline.tracking.mlflow_store import MlflowStore
+from pipeline.tracking.run_log import EventLog, recall_run, remember_run
 
 ROOT = Path(__file__).resolve().parents[1]
 PARAMS = {"train": {"lr": 1e-4, "layers": 5}}
@@ -50,7 +50,7 @@ def store(mlflow_store) -> str:
 class Gate:
     """MLflow's own REST handlers over the test's store, behind a gate that can misbehave.
 
-    mode: "up"; "error" answers 500; "hang" answers nothing for 3 s; "deaf" does the work and loses the reply.
+    mode: "up"; "error" answers 500; "hang" answers nothing; "deaf" does the work and loses the reply.
     """
 
     def __init__(self, uri: str) -> None:
@@ -62,9 +62,7 @@ class Gate:
         self.app = app.wsgi_app if hasattr(app, "wsgi_app") else app
         self.mode = "up"
         self.posts = self.requests = 0
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.uri = f"http://127.0.0.1:{self.port}"
         self.server = None
 
@@ -72,8 +70,8 @@ class Gate:
         self.requests += 1
         self.posts += environ["REQUEST_METHOD"] == "POST"
         mode = self.mode
-        if mode == "hang":
-            time.sleep(3)
+        while self.mode == "hang":
+            time.sleep(0.05)
         if mode in ("error", "hang"):
             return self._fail(start_response)
         if mode == "deaf":
@@ -99,6 +97,7 @@ class Gate:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def stop(self) -> None:
+        self.mode = "error"  # nothing hangs any longer
         if self.server is not None:
             self.server.shutdown()
             self.server.server_close()
@@ -165,7 +164,7 @@ def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path):
     shown = [tag for tag in stored.data.tags if not tag.startswith("mlflow.")]  # the page hides the others
     assert stored.info.run_name == "sample" and not [tag for tag in shown if "process" in tag]
     assert version.run_id == stored.info.run_id
-    assert run_file.recall(tmp_path / "reports/run.json")["run_id"] == stored.info.run_id
+    assert recall_run(tmp_path / "reports/run.json")["run_id"] == stored.info.run_id
 
 
 def test_evaluate_adds_to_the_same_run_and_leaves_its_state(store, tmp_path):
@@ -296,9 +295,9 @@ def test_figures_find_the_run_of_their_own_training_also_after_another_one(store
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"runs": 1}', '{"latest": "a", "runs": {"a": {}}}'])
 def test_a_damaged_run_json_names_no_run(tmp_path, content):
     (tmp_path / "run.json").write_text(content)
-    assert run_file.recall(tmp_path / "run.json") is None
-    run_file.remember(tmp_path / "run.json", "b", {"key": "k", "run_id": None, "experiment": "e"})
-    assert run_file.recall(tmp_path / "run.json", "b")["key"] == "k"
+    assert recall_run(tmp_path / "run.json") is None
+    remember_run(tmp_path / "run.json", "b", {"key": "k", "run_id": None, "experiment": "e"})
+    assert recall_run(tmp_path / "run.json", "b")["key"] == "k"
 
 
 def test_attach_without_a_run_and_other_ranks_do_nothing(tmp_path):
@@ -311,13 +310,14 @@ def test_attach_without_a_run_and_other_ranks_do_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dead_server_holds_up_nothing_and_gets_all_points_after_it_is_back(gate, store, tmp_path, capfd):
-    started = time.monotonic()
+def test_a_dead_server_holds_up_nothing_and_gets_all_points_after_it_is_back(
+    gate, store, tmp_path, capfd, monkeypatch
+):
+    tried, connect = [], MlflowStore.open
+    monkeypatch.setattr(MlflowStore, "open", lambda *given: tried.append(1) or connect(*given))
     run = tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False)
     log_steps(run, 0, 1000)
-    assert (
-        time.monotonic() - started < 60
-    )  # 1000 steps and the tags' git calls; waiting for each would take 1000 s
+    assert len(tried) < 100  # no point waits until the server has been tried
     assert run.close(wait=2) is False
     said = capfd.readouterr().err
     assert "1002 entries have not reached" in said and "log.jsonl keeps them" in said
@@ -346,7 +346,7 @@ def test_evaluate_ships_what_training_could_not(gate, store, tmp_path):
     run = tracking.open_run(tmp_path, PARAMS, system_metrics=False)
     log_steps(run, 0, 20)
     run.close(wait=0.1)
-    assert run_file.recall(tmp_path / "run.json")["run_id"] is None
+    assert recall_run(tmp_path / "run.json")["run_id"] is None
     gate.start()
     with tracking.attach(tmp_path / "run.json") as again:
         again.log({"test/auc_5px": 0.5}, 20)
@@ -363,11 +363,9 @@ def test_a_server_that_fails_in_the_middle_gets_every_point_once(gate, store, tm
     wait_for(lambda: gate.posts > 3)
     gate.mode = fault
     before = gate.requests
-    started = time.monotonic()
     log_steps(run, 100, 200)
-    assert time.monotonic() - started < 10  # waiting for a server that hangs would take 100 s
-    wait_for(lambda: gate.requests > before)
-    time.sleep(1.2)
+    assert gate.requests - before < 100  # no point waits for an answer of its own
+    wait_for(lambda: run._shipper.error)
     gate.mode = "up"
     log_steps(run, 200, 300)
     assert run.close(wait=PATIENCE)
@@ -434,13 +432,15 @@ def test_a_flapping_server_gets_every_point_once(gate, store, tmp_path):
     assert steps(store, "train/loss") == list(range(200))
 
 
-def test_closing_against_a_hanging_server_is_bounded(gate, tmp_path):
+def test_closing_does_not_wait_for_the_answer_of_a_server_that_hangs(gate, tmp_path):
     gate.start()
     gate.mode = "hang"
     run = tracking.open_run(tmp_path, PARAMS, system_metrics=False)
-    started = time.monotonic()
-    assert run.close(wait=1) is False
-    assert time.monotonic() - started < 10  # a server's usual limit is 20 s
+    arrived: list = []
+    closing = threading.Thread(target=lambda: arrived.append(run.close(wait=1)), daemon=True)
+    closing.start()
+    closing.join(PATIENCE)
+    assert arrived == [False] and gate.mode == "hang"
 
 
 def test_a_resumed_run_goes_on_without_doubling_the_steps_since_the_checkpoint(store, tmp_path):

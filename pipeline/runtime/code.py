@@ -28,7 +28,6 @@ CHANGES_NO_OUTPUT = (
     "pipeline.runtime.made_from",
     "pipeline.runtime.progress",
     "pipeline.runtime.signals",
-    "pipeline.runtime.superseded",
     "pipeline.tracking",
     "pipeline.runtime.workspace_lock",
     "superglue_sift.errors",

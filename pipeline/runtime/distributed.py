@@ -14,7 +14,7 @@ import re
 import signal
 import sys
 import warnings
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,8 @@ from pipeline import stack
 from pipeline.errors import EXIT_FOLDER, RequestError
 from superglue_sift.torch_compat import exact_float32
 
-TIMEOUT_SECONDS = (
-    120  # a rendezvous or a collective that takes longer is a dead peer; SG_TIMEOUT sets another
-)
+# A rendezvous or a collective that takes longer is a dead peer; SG_TIMEOUT sets another.
+TIMEOUT_SECONDS = 120
 BUCKET_MB = 4  # docs/performance.md has the step time beside that of torch's 25 on a slow link
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
@@ -130,8 +129,8 @@ def _timeout() -> datetime.timedelta:
     return datetime.timedelta(seconds=_integer("SG_TIMEOUT", TIMEOUT_SECONDS))
 
 
-def seen_at(step: int) -> None:
-    """Leave word for the launcher of the step this rank has come to, in case it is never heard of again."""
+def write_heartbeat(step: int) -> None:
+    """Tell the launcher which step this rank has come to, in case it is never heard of again."""
     folder = os.environ.get(EXIT_FOLDER)
     if folder:
         with open(os.path.join(folder, f"{os.environ.get('LOCAL_RANK', '0')}.step"), "w") as file:
@@ -140,7 +139,6 @@ def seen_at(step: int) -> None:
 
 def lost_peer(error: BaseException) -> bool:
     """Is this the failure of a collective because another rank is gone or hangs?"""
-    text = str(error)
     signs = (
         "Connection closed by peer",
         "Connection reset",
@@ -150,7 +148,7 @@ def lost_peer(error: BaseException) -> bool:
         "NCCL",
         "gloo",
     )
-    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def _grouped() -> bool:
@@ -184,22 +182,16 @@ def differentiable_sum(tensor: Tensor) -> Tensor:
     return _DifferentiableSum.apply(tensor) if _grouped() else tensor
 
 
-def reduce_dict(values: Mapping[str, Any], average: bool = False) -> Dict[str, float]:
-    """Sum (or mean) over ranks of named numbers, in one collective of float64; the same keys on every rank."""
-    names = sorted(values)
-    device = _collective_device()
-    packed = torch.tensor([float(values[name]) for name in names], dtype=torch.float64, device=device)
-    all_reduce_sum(packed)
-    if average and _grouped():
-        packed /= dist.get_world_size()
-    return dict(zip(names, packed.tolist()))
+def weighted_means(sums: Mapping[str, float], weight: float) -> Dict[str, float]:
+    """Means over ragged shards: every rank's sums over every rank's weight; 0 where that is 0.
 
-
-def weighted_means(sums: Mapping[str, float], weight: float) -> Tuple[Dict[str, float], float]:
-    """Means over ragged shards: every rank's sums over every rank's weight, and that weight; 0 where it is 0."""
-    totals = reduce_dict({**sums, "": weight})
-    whole = totals.pop("")
-    return {name: value / whole if whole else 0.0 for name, value in totals.items()}, whole
+    One collective of float64; the same names on every rank.
+    """
+    names = sorted(sums)
+    own = [float(value) for value in (weight, *(sums[name] for name in names))]
+    packed = torch.tensor(own, dtype=torch.float64, device=_collective_device())
+    whole, *totals = all_reduce_sum(packed).tolist()
+    return {name: total / whole if whole else 0.0 for name, total in zip(names, totals)}
 
 
 def any_rank(flag: Callable[[], bool]) -> Callable[[], bool]:
@@ -290,8 +282,8 @@ def wrap(module: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[Context]:
-    """`start`, then `finish`, or `abandon` when the work fails."""
+def process_group() -> Iterator[Context]:
+    """Within, this process is one of its group: `start`, then `finish`, or `abandon` when the work fails."""
     context = start()
     try:
         yield context

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 from pipeline.runtime import repro
-from pipeline.tracking import run_file
 from pipeline.tracking.mlflow_store import MlflowStore
 from pipeline.tracking.run import (
     EVALUATION,
@@ -21,12 +20,13 @@ from pipeline.tracking.run import (
     RUN_ID,
     NullRun,
     Run,
+    ending,
     flatten,
     new_key,
     process_tags,
     redacted,
 )
-from pipeline.tracking.run_log import Event, EventLog, now_ms
+from pipeline.tracking.run_log import RUN_FILE, Event, EventLog, now_ms, recall_run, remember_run
 from pipeline.tracking.shipper import Feed
 
 __all__ = [
@@ -36,8 +36,10 @@ __all__ = [
     "NullRun",
     "Run",
     "attach",
+    "ending",
     "known_run",
     "open_run",
+    "ship_pending",
     "tracking_uri",
 ]
 
@@ -70,7 +72,7 @@ def open_run(
     if not enabled:
         return NullRun()
     folder, uri = Path(reports_dir), tracking_uri()
-    noted = folder / run_file.NAME if noted_in is None else Path(noted_in)
+    noted = folder / RUN_FILE if noted_in is None else Path(noted_in)
     log = EventLog(folder / "log.jsonl")
     header = log.header()
     ids = (header.get("run"), header.get("run_id"), log.cursor().get("run_id"))
@@ -83,7 +85,7 @@ def open_run(
     feeds = [Feed(log, uri), *_leftovers(folder, uri)]
 
     def note(run_id: Optional[str]) -> None:
-        run_file.remember(noted, training, _entry(header, run_id, os.path.relpath(log.path, noted.parent)))
+        remember_run(noted, training, _entry(header, run_id, os.path.relpath(log.path, noted.parent)))
 
     note(feeds[0].run_id or header.get("run_id"))
     run = Run(log, feeds, uri, lambda: MlflowStore(uri), note)
@@ -94,7 +96,7 @@ def open_run(
 
 def known_run(noted_in: Any, training: str) -> Optional[str]:
     """`resume_run_id` of a training that goes on; None where its run is not known (another clone, another machine)."""
-    known = run_file.recall(Path(noted_in), training)
+    known = recall_run(Path(noted_in), training)
     return (known["run_id"] or known["key"]) if known else None
 
 
@@ -106,7 +108,7 @@ def attach(noted_in: Any, reports_dir: Any = None, training: Optional[str] = Non
     shipped first.
     """
     path = Path(noted_in)
-    known = run_file.recall(path, training)
+    known = recall_run(path, training)
     if known is None:
         return NullRun()
     key, run_id, experiment = known["key"], known["run_id"], known["experiment"]
@@ -124,7 +126,7 @@ def attach(noted_in: Any, reports_dir: Any = None, training: Optional[str] = Non
 
 def ship_pending(noted_in: Any, reports_dir: Any, training: str) -> None:
     """Send what the log of a finished training still holds, since a server was dead; nothing where all has arrived."""
-    known = run_file.recall(Path(noted_in), training)
+    known = recall_run(Path(noted_in), training)
     if known is None:
         return
     log = EventLog(Path(noted_in).parent / known.get("log", "log.jsonl"))

@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
-from pipeline.tracking.run_log import EventLog, now_ms, storable
+from pipeline.tracking.run_log import Event, EventLog, now_ms, storable
 from pipeline.tracking.shipper import Feed, Shipper, say, wait_limit
 from pipeline.tracking.system_metrics import Sampler
 
@@ -27,30 +27,50 @@ class NullRun:
     """What the other ranks hold, and whoever turned tracking off: the same methods, doing nothing."""
 
     run_id: Optional[str] = None
+    name = ""
 
     def log(self, metrics: Dict[str, Any], step: int) -> None:
-        pass
+        """Figures of one step: name -> number (floats, tensors of one element). NaN and infinity are kept.
+
+        A point whose step the log had before the run was resumed is the same point again, and left out.
+        """
 
     def artifact(self, path: Any, folder: str = "") -> None:
-        pass
+        """Add a file, or all files of a folder, under `folder` of the run. It is read when it is shipped."""
+        self._append({"artifact": str(Path(path).resolve()), "folder": folder})
 
     def dataset(self, name: str, digest: str, source: str = "", context: str = "training") -> None:
-        pass
-
-    def model(self, *paths: Any, name: str = MODEL, step: int = 0) -> None:
-        pass
+        """Name the data the run has used; `digest` is its full hash."""
+        self._append({"dataset": {"name": name, "digest": digest, "source": source, "context": context}})
 
     def describe(self, result: str, note: str) -> None:
-        pass
+        """Put a result behind the run's name, and a note in Markdown above its figures; RUN_ID in it is replaced."""
+        name = self.name.partition(SEPARATOR)[0]
+        self.tags({"mlflow.runName": f"{name}{SEPARATOR}{result}", "mlflow.note.content": note})
 
     def challenge(self, pairs: Any, name: str = MODEL) -> None:
-        pass
+        """Compare the run's model, by the pairs.csv of its evaluation, with the `champion` of those named `name`."""
+        self._append({"challenge": {"name": name, "pairs": str(Path(pairs).resolve())}})
+
+    def model(self, *paths: Any, name: str = MODEL, step: int = 0) -> None:
+        """Register the trained model under `name`. paths: its weights, and the JSON beside them."""
+        files = [str(Path(path).resolve()) for path in paths]
+        self._append({"model": {"name": name, "files": files, "step": int(step)}})
 
     def tags(self, tags: Dict[str, Any]) -> None:
-        pass
+        """Set further tags."""
+        self._append({"tags": {str(key): str(value) for key, value in tags.items()}})
 
     def close(self, status: str = "FINISHED", wait: Optional[float] = None) -> bool:
+        """End the run as FINISHED, FAILED or KILLED; True when everything has reached the server.
+
+        Waits a bounded time (20 s for a server, 60 s for a local store, else `wait` seconds) and says what
+        has not arrived. The log keeps it, and the next run in the same place ships it.
+        """
         return True
+
+    def _append(self, event: Event) -> None:
+        pass
 
     def __enter__(self) -> NullRun:
         return self
@@ -81,6 +101,7 @@ class Run(NullRun):
         self._note = note
         self._sampler: Optional[Sampler] = None
         self._known = log.last_steps()
+        self.name = log.header().get("name", "")
         self._warned = False
         self._closed = False
         self._shipper = Shipper(feeds, make_sink, redacted(tracking_uri), self._opened)
@@ -93,10 +114,6 @@ class Run(NullRun):
         return self._feed.run_id or self._log.header().get("run_id") or self._log.header()["run"]
 
     def log(self, metrics: Dict[str, Any], step: int) -> None:
-        """Figures of one step: name -> number (floats, tensors of one element). NaN and infinity are kept.
-
-        A point whose step the log had before the run was resumed is the same point again, and left out.
-        """
         try:
             kept = {str(k): storable(v) for k, v in metrics.items() if step > self._known.get(str(k), -1)}
         except (TypeError, ValueError) as error:
@@ -105,32 +122,6 @@ class Run(NullRun):
         if kept:
             self._append({"metrics": kept, "step": int(step), "time": now_ms()})
 
-    def artifact(self, path: Any, folder: str = "") -> None:
-        """Add a file, or all files of a folder, under `folder` of the run. It is read when it is shipped."""
-        self._append({"artifact": str(Path(path).resolve()), "folder": folder})
-
-    def dataset(self, name: str, digest: str, source: str = "", context: str = "training") -> None:
-        """Name the data the run has used; `digest` is its full hash."""
-        self._append({"dataset": {"name": name, "digest": digest, "source": source, "context": context}})
-
-    def describe(self, result: str, note: str) -> None:
-        """Put a result behind the run's name, and a note in Markdown above its figures; RUN_ID in it is replaced."""
-        name = self._log.header().get("name", "").partition(SEPARATOR)[0]
-        self.tags({"mlflow.runName": f"{name}{SEPARATOR}{result}", "mlflow.note.content": note})
-
-    def challenge(self, pairs: Any, name: str = MODEL) -> None:
-        """Compare the run's model, by the pairs.csv of its evaluation, with the `champion` of those named `name`."""
-        self._append({"challenge": {"name": name, "pairs": str(Path(pairs).resolve())}})
-
-    def model(self, *paths: Any, name: str = MODEL, step: int = 0) -> None:
-        """Register the trained model under `name`. paths: its weights, and the JSON beside them."""
-        files = [str(Path(path).resolve()) for path in paths]
-        self._append({"model": {"name": name, "files": files, "step": int(step)}})
-
-    def tags(self, tags: Dict[str, Any]) -> None:
-        """Set further tags."""
-        self._append({"tags": {str(key): str(value) for key, value in tags.items()}})
-
     def sample_system(self) -> None:
         """Start logging CPU, memory, disk, network and GPUs."""
         steps = [step for name, step in self._known.items() if name.startswith("system/")]
@@ -138,11 +129,6 @@ class Run(NullRun):
         self._sampler.start()
 
     def close(self, status: str = "FINISHED", wait: Optional[float] = None) -> bool:
-        """End the run as FINISHED, FAILED or KILLED; True when everything has reached the server.
-
-        Waits a bounded time (20 s for a server, 60 s for a local store, else `wait` seconds) and says what
-        has not arrived. The log keeps it, and the next run in the same place ships it.
-        """
         if self._closed:
             return True
         self._closed = True
@@ -161,7 +147,7 @@ class Run(NullRun):
             )
         return arrived
 
-    def _append(self, event: Dict[str, Any]) -> None:
+    def _append(self, event: Event) -> None:
         try:
             self._log.append(event)
         except OSError as error:
@@ -184,9 +170,7 @@ def new_key() -> str:
 
 def ending(kind: Any) -> str:
     """FAILED or KILLED, from the exception that ended the work."""
-    if issubclass(kind, KeyboardInterrupt):
-        return "KILLED"
-    return "KILLED" if issubclass(kind, SystemExit) else "FAILED"
+    return "KILLED" if issubclass(kind, (KeyboardInterrupt, SystemExit)) else "FAILED"
 
 
 def redacted(uri: str) -> str:
@@ -220,13 +204,13 @@ def process_tags() -> Dict[str, str]:
 
 
 def is_gone(tags: Dict[str, str]) -> bool:
-    """Whether the process of `process_tags` has ended. False where it cannot be told (another machine)."""
+    """Whether the process of `process_tags` has ended. False where it cannot be known (another machine)."""
     if tags.get(f"{PROCESS}host") != socket.gethostname():
         return False
     host_boot, _, space = tags.get(f"{PROCESS}space", "").partition(" ")
     boot, _, mine = _process_space().partition(" ")
     if host_boot != boot:
-        return True  # the machine has been started anew since
+        return True  # the machine has been started again since
     if space != mine or not tags.get(f"{PROCESS}pid", "").isdigit():
         return False
     return _start_time(int(tags[f"{PROCESS}pid"])) != tags.get(f"{PROCESS}started")

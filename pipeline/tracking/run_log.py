@@ -1,22 +1,30 @@
-"""The local log of a run: JSON lines, appended first and shipped later. It is the source of truth.
+"""What a run leaves on this machine: its log, how much of that has been shipped, and the file that names it.
 
-One line is one event: the header (`run`), `metrics`, `artifact`, `dataset`, `model`, `tags` or `end`.
-Beside it stands a cursor, the number of bytes that have reached the tracking server.
+The log is the source of truth: JSON lines, appended first and shipped later. One line is one event: the header (`run`),
+`metrics`, `artifact`, `dataset`, `model`, `tags` or `end`. Beside it stands a cursor, the number of bytes that have
+reached the tracking server.
+
+reports/run.json says which MLflow run belongs to which training. It is another file in every clone and after every
+training, so neither git nor DVC keeps it. A training is named by the identity that its checkpoints and models carry:
+figures find their run also after `dvc checkout` of an older model.
 """
 
 from __future__ import annotations
 
+import collections
+import itertools
 import json
 import math
 import os
 import threading
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, BinaryIO, Dict, Iterator, Optional, Tuple
 
 from pipeline.files import write_atomic
 
-CHUNK = 1 << 20
+RUN_FILE = "run.json"
+_NEEDED = ("key", "run_id", "experiment")  # of a run in that file
 
 Event = Dict[str, Any]
 
@@ -31,8 +39,9 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
+        self._cursor_path = self.path.with_name(self.path.stem + ".cursor.json")
         self._lock = threading.Lock()
-        self._stream = None
+        self._stream: Optional[BinaryIO] = None
 
     def append(self, event: Event) -> None:
         """Append one event. Raises OSError when the disk refuses it."""
@@ -43,12 +52,12 @@ class EventLog:
             self._stream.write(line.encode())
             self._stream.flush()
 
-    def _open(self):
+    def _open(self) -> BinaryIO:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        stream = open(self.path, "ab")  # noqa: SIM115 (kept open from event to event)
-        tail, begins = _tail(self.path)
-        if tail and not tail.endswith(b"\n"):
-            stream.truncate(begins + tail.rfind(b"\n") + 1)
+        stream = open(self.path, "a+b")  # noqa: SIM115 (kept open from event to event)
+        stream.seek(0)
+        whole = sum(len(line) for line in stream if line.endswith(b"\n"))
+        stream.truncate(whole)
         return stream
 
     def close(self) -> None:
@@ -57,50 +66,37 @@ class EventLog:
                 self._stream.close()
                 self._stream = None
 
-    def read(self, offset: int, limit: int) -> List[Tuple[Event, int]]:
+    def read(self, offset: int, limit: Optional[int] = None) -> Iterator[Tuple[Event, int]]:
         """Up to `limit` events from byte `offset`, each with the offset behind it. A half line is left alone.
 
         A line that is no JSON object (a damaged disk) comes back as an empty event.
         """
-        try:
-            block = _whole_lines(self.path, offset)
-        except FileNotFoundError:
-            return []
-        found: List[Tuple[Event, int]] = []
-        for line in block.split(b"\n")[:-1][:limit]:
-            offset += len(line) + 1
-            found.append((_parse(line), offset))
-        return found
+        if not self.path.is_file():
+            return
+        with open(self.path, "rb") as stream:
+            stream.seek(offset)
+            for line in itertools.islice(stream, limit):
+                if not line.endswith(b"\n"):
+                    return
+                offset += len(line)
+                yield _parse(line), offset
 
     def size(self) -> int:
         """Bytes in the log, 0 where there is none."""
-        try:
-            return self.path.stat().st_size
-        except FileNotFoundError:
-            return 0
+        return self.path.stat().st_size if self.path.is_file() else 0
 
     def header(self) -> Event:
         """The first event, {} for an empty or foreign file."""
-        first = self.read(0, 1)
-        return first[0][0] if first and "run" in first[0][0] else {}
+        first = next((event for event, _ in self.read(0, 1)), {})
+        return first if "run" in first else {}
 
     def events(self) -> Iterator[Event]:
         """Every event of the log, in order; a long log is never in memory as a whole."""
-        offset = 0
-        while True:
-            batch = self.read(offset, 10_000)
-            if not batch:
-                return
-            yield from (event for event, _ in batch)
-            offset = batch[-1][1]
+        return (event for event, _ in self.read(0))
 
     def last(self) -> Event:
         """The last event, {} for an empty or missing log."""
-        try:
-            lines = _tail(self.path)[0].rpartition(b"\n")[0]
-        except FileNotFoundError:
-            return {}
-        return _parse(lines.rpartition(b"\n")[2])
+        return next(iter(collections.deque(self.events(), maxlen=1)), {})
 
     def last_steps(self) -> Dict[str, int]:
         """The last step logged under each metric's name."""
@@ -112,41 +108,30 @@ class EventLog:
 
     def cursor(self) -> Event:
         """{"tracking_uri", "run_id", "offset"} as last stored, {} where nothing has been shipped."""
-        try:
-            found = json.loads(self._cursor_path().read_text())
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        return _read_json(self._cursor_path)
 
     def store_cursor(self, tracking_uri: str, run_id: Optional[str], offset: int) -> None:
         """Replace the cursor in one step, so that a kill leaves the old or the new one."""
         cursor = {"tracking_uri": tracking_uri, "run_id": run_id, "offset": offset}
-        write_atomic(self._cursor_path(), json.dumps(cursor, indent=2) + "\n")
-
-    def _cursor_path(self) -> Path:
-        return self.path.with_name(self.path.stem + ".cursor.json")
+        write_atomic(self._cursor_path, json.dumps(cursor, indent=2) + "\n")
 
     def move(self, target: Path) -> None:
         """Move log and cursor out of the way."""
         self.close()
         target.parent.mkdir(parents=True, exist_ok=True)
-        moved = EventLog(target)
-        if self._cursor_path().exists():
-            os.replace(self._cursor_path(), moved._cursor_path())
+        if self._cursor_path.exists():
+            os.replace(self._cursor_path, EventLog(target)._cursor_path)
         os.replace(self.path, target)
 
     def delete(self) -> None:
         """Remove log and cursor."""
         self.close()
-        for path in (self.path, self._cursor_path()):
-            try:
-                path.unlink()
-            except FileNotFoundError:
-                pass
+        for path in (self.path, self._cursor_path):
+            path.unlink(missing_ok=True)
 
 
 def storable(value: Any) -> Any:
-    """A figure as JSON can hold it: finite floats as they are, "nan", "inf" and "-inf" as words.
+    """A figure as JSON can hold it: finite floats as they are, "nan", "inf" and "-inf" as text.
 
     Takes whatever float() takes, a tensor of one element among them. Raises TypeError or ValueError else.
     """
@@ -154,35 +139,35 @@ def storable(value: Any) -> Any:
     return number if math.isfinite(number) else str(number)
 
 
-def _whole_lines(path: Path, offset: int) -> bytes:
-    """Bytes from `offset`, as many as it takes to hold a line's end, if there is one."""
-    block = b""
-    with open(path, "rb") as stream:
-        stream.seek(offset)
-        while b"\n" not in block:
-            more = stream.read(CHUNK)
-            if not more:
-                break
-            block += more
-    return block
+def remember_run(path: Path, training: str, run: Dict[str, Any]) -> None:
+    """Note the newest run of a training: `key`, `run_id`, `experiment`, `tracking_uri`, and `log` beside `path`."""
+    runs = _runs(path).get("runs", {})
+    runs[training] = run
+    write_atomic(path, json.dumps({"latest": training, "runs": runs}, indent=2) + "\n")
 
 
-def _tail(path: Path) -> Tuple[bytes, int]:
-    """The end of a file, with at least one whole line where there is one, and the offset at which it begins."""
-    size = path.stat().st_size
-    length = min(CHUNK, size)
-    with open(path, "rb") as stream:
-        while True:
-            stream.seek(size - length)
-            block = stream.read(length)
-            if length == size or block.count(b"\n") > 1:
-                return block, size - length
-            length = min(2 * length, size)
+def recall_run(path: Path, training: Optional[str] = None) -> Optional[Dict[str, Any]]:
+    """The run of a training, or of the latest one; None where there is no file or it names none."""
+    content = _runs(path)
+    found = content.get("runs", {}).get(content.get("latest") if training is None else training)
+    return found if isinstance(found, dict) and all(key in found for key in _NEEDED) else None
 
 
-def _parse(line: bytes) -> Event:
+def _runs(path: Path) -> Dict[str, Any]:
+    content = _read_json(path)
+    return content if isinstance(content.get("runs"), dict) else {}
+
+
+def _read_json(path: Path) -> Event:
     try:
-        found = json.loads(line)
+        return _parse(path.read_bytes())
+    except OSError:
+        return {}
+
+
+def _parse(text: bytes) -> Event:
+    try:
+        found = json.loads(text)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -46,19 +46,13 @@ class Feed:
 
     def unshipped(self) -> int:
         """Number of events that have not arrived."""
-        count, offset = 0, self.offset
-        while True:
-            batch = self.log.read(offset, 10_000)
-            if not batch:
-                return count
-            count += len(batch)
-            offset = batch[-1][1]
+        return sum(1 for _ in self.log.read(self.offset))
 
     def advance(self, sink) -> None:
         """Ship the next batch and move the cursor."""
         if not self._open:
             self._connect(sink)
-        batch = self.log.read(self.offset, EVENTS_AT_ONCE)
+        batch = list(self.log.read(self.offset, EVENTS_AT_ONCE))
         if not batch:
             return
         self._ship(sink, [self._new(event) for event, _ in batch])
@@ -96,7 +90,7 @@ class Feed:
 
 
 class Shipper(threading.Thread):
-    """Carries the feeds, one after another, until told to stop."""
+    """Carries the feeds, one after another, until asked to stop."""
 
     def __init__(
         self,

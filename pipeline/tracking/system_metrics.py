@@ -25,7 +25,8 @@ class Sampler(threading.Thread):
     def run(self) -> None:
         monitors = open_monitors()
         while not self._stopping.wait(self._seconds):
-            self._log({f"system/{name}": value for name, value in sample(monitors).items()}, self._step)
+            found = {f"system/{name}": value for each in monitors for name, value in sample(each).items()}
+            self._log(found, self._step)
             self._step += 1
 
     def stop(self) -> None:
@@ -59,14 +60,12 @@ def open_monitors() -> List[Any]:
     return found
 
 
-def sample(monitors: List[Any]) -> Dict[str, float]:
-    """One sample of each monitor that can be read."""
-    found: Dict[str, float] = {}
-    for monitor in monitors:
-        try:
-            monitor.collect_metrics()
-            found.update(monitor.aggregate_metrics())
-            monitor.clear_metrics()
-        except Exception:  # a figure for the curious must not end its thread, let alone the run
-            continue
-    return found
+def sample(monitor: Any) -> Dict[str, float]:
+    """One sample of a monitor; {} where it cannot be read."""
+    try:
+        monitor.collect_metrics()
+        found = dict(monitor.aggregate_metrics())
+        monitor.clear_metrics()
+        return found
+    except Exception:  # a figure for the curious must not end its thread, let alone the run
+        return {}

@@ -1,5 +1,6 @@
 """What one training is made of.
 
-`objective` (batch -> loss), `optimization`, `step`, `validation`, `state` (what is saved), `logger` (what is
-reported), `curves` (its CSV files), and `trainer`, the loop that uses them all.
+`objective` (batch -> loss), `optimization` and `muon`, `step`, `validation`, `precision`, `setup` (from parameters to
+these), `state` (what is saved), `resume` (what is gone on from), `logger` (what is reported), and `trainer`, the loop
+that uses them all.
 """

@@ -1,4 +1,4 @@
-"""What a training reports: MLflow and the local log, curves for DVC, metrics.json, messages.
+"""What a training reports: MLflow and the local log, curves for DVC, metrics.json, a profile, lines to read.
 
 Only rank 0 reports. Sums over ranks are exchanged every `train.log_every` steps, not in each step.
 
@@ -8,17 +8,22 @@ just now (pairs per second, waiting, memory) goes to timing.csv beside them and 
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import io
 import json
+import os
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
 from pipeline import params, tracking
+from pipeline.features.store import Store
 from pipeline.files import write_atomic
 from pipeline.runtime import distributed
-from pipeline.training.curves import CurveFile
+from pipeline.training.resume import TrainPaths
 from pipeline.training.step import StepResult
 
 CURVES = {"train": "curves/train.csv", "val": "curves/validation.csv", "timing": "timing.csv"}
@@ -28,89 +33,102 @@ Window = List[Dict[str, float]]  # each rank's sums since the last point
 class TrainingLogger:
     """The record of one run; a context manager that closes the run as FINISHED, FAILED or KILLED."""
 
-    def __init__(self, training, window: Optional[Window] = None) -> None:
-        """`window`: what `window()` said when the checkpoint was saved that the training goes on from."""
-        self.training = training
-        self.context = training.context
-        self.reports: Path = training.args.reports
-        self.sums = _own_share(window or [], self.context)
-        self.window_began = time.perf_counter()
-        self.waited, self.timed_steps = 0.0, 0
+    def __init__(
+        self,
+        paths: TrainPaths,
+        context: distributed.Context,
+        identity: str,
+        precision: str,
+        pairs: int,
+        step: int = 0,
+        window: Optional[Window] = None,
+    ) -> None:
+        """
+        Args:
+            identity: of the training (`state.identity`).
+            precision: of the network's layers.
+            pairs: of a step, over all ranks.
+            step: steps done before; 0: a training from scratch, which gets a new run.
+            window: what `window()` said when the checkpoint was saved that the training goes on from.
+        """
+        self.paths, self.context, self.pairs = paths, context, pairs
+        self.sums = _own_share(window or [], context)
+        self._restart_clock()
         self.status = "FAILED"
-        step, noted_in = training.state.step, self.reports.parent / "run.json"
-        sections = params.load_all(training.args.params)
+        sections = params.load_all(paths.params)
         self.data = params.data_name(sections)
+        run_file = paths.reports.parent / "run.json"
+        names = (params.preset(paths.params), self.data)
         self.run = tracking.open_run(
-            self.reports,
+            paths.reports,
             {
-                **{name: own.model_dump() for name, own in sections.items()},
-                "world_size": self.context.world_size,
+                **{name: section.model_dump() for name, section in sections.items()},
+                "world_size": context.world_size,
             },
             tags={
-                "world_size": self.context.world_size,
-                "device": str(self.context.device.type),
-                "precision": training.objective.precision,
-                "training": training.identity,
+                "world_size": context.world_size,
+                "device": str(context.device.type),
+                "precision": precision,
+                "training": identity,
             },
-            resume_run_id=tracking.known_run(noted_in, training.identity) if step else None,
-            enabled=self.context.is_main,
-            training=training.identity,
-            noted_in=noted_in,
-            name=" ".join(
-                dict.fromkeys(one for one in (params.preset(training.args.params), self.data) if one)
-            ),
+            resume_run_id=tracking.known_run(run_file, identity) if step else None,
+            enabled=context.is_main,
+            training=identity,
+            noted_in=run_file,
+            name=" ".join(dict.fromkeys(name for name in names if name)),
         )
-        self.curves = {kind: CurveFile(self.reports / name, step) for kind, name in CURVES.items()}
+        self.curves = {kind: CurveFile(paths.reports / name, step) for kind, name in CURVES.items()}
 
     def __enter__(self) -> TrainingLogger:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         if kind is not None:
-            self.status = "KILLED" if issubclass(kind, (KeyboardInterrupt, SystemExit)) else "FAILED"
+            self.status = tracking.ending(kind)
         for curve in self.curves.values():
             curve.close()
         self.run.close(self.status)
 
-    def began(self) -> None:
-        """Say what is about to be trained, on what."""
-        training = self.training
+    def log_start(self, weights: int, store: Store, messages: Sequence[str]) -> None:
+        """Say what is about to be trained, on what; `weights` is their number."""
         if not self.context.is_main:
             return
-        weights = sum(p.numel() for p in training.state.model.parameters())
         print(
-            f"training {weights / 1e6:.2f} M weights on {len(training.store)} images of "
-            f"{training.store.views_per_image} views, {training.batch} pairs a step, "
-            f"{self.context.world_size} process(es) on {self.context.device.type}"
+            f"training {weights / 1e6:.2f} M weights on {len(store)} images of {store.views_per_image} views, "
+            f"{self.pairs} pairs a step, {self.context.world_size} process(es) on {self.context.device.type}"
         )
-        for line in training.told:
+        for line in messages:
             print(line)
-        self.run.dataset(self.data or "views", training.store.digest, str(training.args.keypoints))
+        self.run.dataset(self.data or "views", store.digest, str(self.paths.keypoints))
 
-    def stepped(self, result: StepResult, lr: float, waited: float) -> None:
-        """Count a step; every `log_every` steps one point on the curves."""
+    def add_step(self, result: StepResult, waited: float) -> None:
+        """Count a step, which waited so many seconds for its batch; `log_point` reports them together."""
         for name, value in result.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         self.waited += waited
         self.timed_steps += 1
-        step = self.training.state.step
-        if step % self.training.train.log_every and step != self.training.train.steps:
-            return
+
+    def log_point(self, step: int, figures: Mapping[str, float]) -> None:
+        """A point on the curves: means over the steps since the last one, and `figures` of this step.
+
+        All ranks call it together.
+        """
         weight = self.sums.pop("pairs", 0.0)
-        point, _ = distributed.weighted_means(self.sums, weight)
-        point.update(
-            lr=lr,
-            grad_norm=result.grad_norm,
-            dustbin=float(self.training.state.model.dustbin.detach()),
-            skipped_steps=float(self.training.state.skipped),
-        )
-        self._point("train", step, point)
-        self._timing(step)
+        means = distributed.weighted_means(self.sums, weight)
+        self._point("train", step, {**means, **figures})
+        seconds = max(time.perf_counter() - self.window_began, 1e-9)
+        timing = {
+            "pairs_per_s": self.pairs * self.timed_steps / seconds,
+            "data_wait": self.waited / seconds,
+            "memory_gib": _memory_gib(self.context.device),
+        }
+        self._point("timing", step, timing, "train")
+        self._restart_clock()
         self.sums = {}
 
-    def validated(self, figures: Dict[str, float]) -> Dict[str, str]:
+    def log_validation(self, step: int, figures: Dict[str, float]) -> Dict[str, str]:
         """A point of the validation curves; what the progress bar shows of it."""
-        self._point("val", self.training.state.step, figures)
+        self._point("val", step, figures)
         self._restart_clock()  # validation is no training time
         return {name: f"{figures[name]:.3f}" for name in ("loss", "precision", "recall")}
 
@@ -125,40 +143,25 @@ class TrainingLogger:
         window = distributed.all_gather(self.sums)
         return window if any(window) else []
 
-    def stopped(self) -> None:
-        """The run was told to stop; its checkpoint is saved."""
+    def log_stop(self, step: int) -> None:
+        """The run was asked to stop; its checkpoint is saved."""
         self.status = "KILLED"
         if self.context.is_main:
-            print(
-                f"stopped at step {self.training.state.step}; the same command goes on from there", flush=True
-            )
+            print(f"stopped at step {step}; the same command goes on from there", flush=True)
 
-    def finished(self) -> None:
-        """metrics.json, the model, and the best figures in one line."""
+    def log_finish(self, best_step: int, figures: Dict[str, float]) -> None:
+        """metrics.json, the model, and the figures of its validation in one line."""
         self.status = "FINISHED"
-        state, training = self.training.state, self.training
         if not self.context.is_main:
             return
-        best = training.args.out / "best.json"
-        figures = state.best_figures
-        write_metrics(self.reports, json.loads(best.read_text()))
-        self.run.artifact(self.reports / "metrics.json")
-        self.run.model(training.args.out / "best.safetensors", best, step=state.best_step)
+        best = self.paths.out / "best.json"
+        write_metrics(self.paths.reports, json.loads(best.read_text()))
+        self.run.artifact(self.paths.reports / "metrics.json")
+        self.run.model(best.with_suffix(".safetensors"), best, step=best_step)
         print(
-            f"best validation at step {state.best_step}: loss {figures['loss']:.3f}, "
+            f"best validation at step {best_step}: loss {figures['loss']:.3f}, "
             f"precision {figures['precision']:.3f}, recall {figures['recall']:.3f} ({figures['pairs']:.0f} pairs)"
         )
-
-    def _timing(self, step: int) -> None:
-        """How fast the steps since the last point were, on this machine."""
-        seconds = max(time.perf_counter() - self.window_began, 1e-9)
-        point = {
-            "pairs_per_s": self.training.batch * self.timed_steps / seconds,
-            "data_wait": self.waited / seconds,
-            "memory_gib": _memory_gib(self.context.device),
-        }
-        self._point("timing", step, point, "train")
-        self._restart_clock()
 
     def _restart_clock(self) -> None:
         self.window_began, self.waited, self.timed_steps = time.perf_counter(), 0.0, 0
@@ -169,7 +172,7 @@ class TrainingLogger:
             self.curves[kind].append(step, point)
 
 
-def _own_share(window: Window, context: Any) -> Dict[str, float]:
+def _own_share(window: Window, context: distributed.Context) -> Dict[str, float]:
     """This rank's sums; rank 0 takes all of them where another number of ranks saved them."""
     if len(window) == context.world_size:
         return dict(window[context.rank])
@@ -198,3 +201,100 @@ def _memory_gib(device: torch.device) -> float:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+class CurveFile:
+    """A CSV file with the column `step` and one column a figure, appended to.
+
+    A training resumed at `last_step` keeps the points up to it; those after it, and the half line of a writer that
+    was killed, are cut off before the first new point, so that the file ends as that of an uninterrupted run.
+    """
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        self.path, self.last_step = Path(path), last_step
+        self._stream: Optional[BinaryIO] = None
+
+    def append(self, step: int, point: Mapping[str, float]) -> None:
+        """Add the point of `step`. Every point has the same figures. Raises OSError (a full disk)."""
+        columns = ["step", *point]
+        if self._stream is None:
+            self._stream = self._open(columns)
+        self._stream.write(_line([step, *(f"{value:.6g}" for value in point.values())]))
+        self._stream.flush()
+
+    def sync(self) -> None:
+        """Bring all points to the disk, so that a checkpoint never outlives the points before it."""
+        if self._stream is not None:
+            os.fsync(self._stream.fileno())
+
+    def close(self) -> None:
+        """Close the file; a point after that opens it again."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _open(self, columns: List[str]) -> BinaryIO:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        header, length = self._kept()
+        if header == columns:
+            stream = open(self.path, "r+b")  # noqa: SIM115 (kept open from point to point)
+            stream.seek(length)
+            stream.truncate()
+            return stream
+        write_atomic(self.path, self._with_columns(columns, length if header else 0))
+        return open(self.path, "ab")
+
+    def _kept(self) -> Tuple[List[str], int]:
+        """Columns of the file that is there, and how many of its bytes belong to points up to `last_step`."""
+        if self.last_step <= 0 or not self.path.is_file():
+            return [], 0
+        with open(self.path, "rb") as stream:
+            header = stream.readline()
+            length = len(header)
+            for line in stream:
+                step = line.partition(b",")[0]
+                if not line.endswith(b"\n") or not step.isdigit() or int(step) > self.last_step:
+                    break
+                length += len(line)
+        return next(csv.reader([header.decode("utf-8", "replace").rstrip("\n")]), []), length
+
+    def _with_columns(self, columns: List[str], length: int) -> bytes:
+        """The kept points with other columns, empty where an older file had none of that name."""
+        text = _line(columns)
+        if length:
+            with open(self.path, "rb") as stream:
+                rows: List[Dict[str, str]] = list(csv.DictReader(io.StringIO(stream.read(length).decode())))
+            text += b"".join(_line([row.get(name) or "" for name in columns]) for row in rows)
+        return text
+
+
+def _line(cells: Sequence[object]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue().encode()
+
+
+SKIPPED = 3  # first steps, slower than the rest
+
+
+@contextlib.contextmanager
+def profiled(steps: int, folder: Path) -> Iterator[Callable[[], None]]:
+    """torch's profiler over `steps` steps after the first few, as a table and as a trace for Perfetto; 0: none.
+
+    Gives what is to be called at the end of each step.
+    """
+    if not steps:
+        yield lambda: None
+        return
+
+    def write(profiler: torch.profiler.profile) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / "trace.json"))
+        order = "cuda_time_total" if torch.cuda.is_available() else "cpu_time_total"
+        table = profiler.key_averages().table(sort_by=order, row_limit=30)
+        (folder / "table.txt").write_text(table + "\n")
+        print(f"profile of {steps} steps: {folder}/table.txt, trace.json")
+
+    schedule = torch.profiler.schedule(wait=SKIPPED - 1, warmup=1, active=steps, repeat=1)
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:
+        yield profiler.step

@@ -9,7 +9,7 @@ float32, and takes apart what a parameter stacks: query, key and value, and the 
 from __future__ import annotations
 
 import math
-from typing import Iterable, List
+from typing import List, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 ADAM_SIZE = 0.2  # root mean square of a typical step of Adam, over its learning rate
 MOMENTUM, BETAS, EPS = 0.95, (0.9, 0.999), 1e-8
+
+Gradients = List[Tuple[nn.Parameter, Tensor]]
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
@@ -42,7 +44,7 @@ def blocks(matrix: Tensor, side: int) -> Tensor:
     return cut.transpose(1, 2).reshape(-1, side, side)
 
 
-def joined(squares: Tensor, shape: torch.Size) -> Tensor:
+def from_blocks(squares: Tensor, shape: torch.Size) -> Tensor:
     """The matrix of these `blocks`."""
     side = squares.shape[1]
     return squares.view(shape[0] // side, shape[1] // side, side, side).transpose(1, 2).reshape(shape)
@@ -70,30 +72,30 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure=None) -> None:
         """One step of all parameters that have a gradient."""
         for group in self.param_groups:
-            own = [p for p in group["params"] if p.grad is not None]
-            for p in own:
+            own = [(p, p.grad) for p in group["params"] if p.grad is not None]
+            for p, _ in own:
                 p.mul_(1 - group["lr"] * group["weight_decay"])
             if group["muon"]:
                 self._muon(own, group["lr"])
             else:
                 self._adam(own, group["lr"])
 
-    def _muon(self, parameters: List[nn.Parameter], lr: float) -> None:
-        ahead = []
-        for p in parameters:
+    def _muon(self, own: Gradients, lr: float) -> None:
+        directions = []
+        for p, gradient in own:
             state = self.state[p]
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(p)
-            buffer = state["momentum_buffer"].lerp_(p.grad, 1 - MOMENTUM)
-            ahead.append(blocks(p.grad.lerp(buffer, MOMENTUM), self.side))  # Nesterov's
-        matrices = torch.cat(ahead)
+            buffer = state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
+            directions.append(blocks(gradient.lerp(buffer, MOMENTUM), self.side))  # Nesterov's
+        matrices = torch.cat(directions)
         found = orthogonalized(matrices) if self.alone else distributed.shared(orthogonalized, matrices)
-        steps = found.split([len(squares) for squares in ahead])
-        for p, squares in zip(parameters, steps):
-            p.sub_(joined(squares, p.shape), alpha=lr * ADAM_SIZE * math.sqrt(self.side))
+        steps = found.split([len(squares) for squares in directions])
+        for (p, _), squares in zip(own, steps):
+            p.sub_(from_blocks(squares, p.shape), alpha=lr * ADAM_SIZE * math.sqrt(self.side))
 
-    def _adam(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
-        for p in parameters:
+    def _adam(self, own: Gradients, lr: float) -> None:
+        for p, gradient in own:
             state = self.state[p]
             if not state:
                 state["step"] = 0
@@ -101,7 +103,7 @@ class Muon(torch.optim.Optimizer):
             step = int(state["step"]) + 1  # a plain number again where torch 1.10 restored it
             state["step"] = torch.tensor(float(step))
             corrections = [1 - beta**step for beta in BETAS]
-            mean = state["exp_avg"].lerp_(p.grad, 1 - BETAS[0])
-            square = state["exp_avg_sq"].mul_(BETAS[1]).addcmul_(p.grad, p.grad, value=1 - BETAS[1])
+            mean = state["exp_avg"].lerp_(gradient, 1 - BETAS[0])
+            square = state["exp_avg_sq"].mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
             denominator = (square / corrections[1]).sqrt_().add_(EPS)
             p.addcdiv_(mean, denominator, value=-lr / corrections[0])

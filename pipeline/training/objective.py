@@ -1,22 +1,71 @@
-"""From a batch to its loss, inside one module, so that DistributedDataParallel sees the whole forward pass."""
+"""From a batch to its loss, inside one module, so that DistributedDataParallel sees the whole forward pass.
+
+The loss is the negative log-likelihood of the true assignment (SuperGlue, equation 10), balanced:
+
+loss of a pair = 1/2 mean over matches of -log P_ij
+               + 1/4 mean over unmatched of image 0 of -log P_i,dustbin
+               + 1/4 mean over unmatched of image 1 of -log P_dustbin,j
+
+A mean over nothing is 0. The equation's plain sum would let the unmatched, which are many, outweigh the
+matches. Ignored keypoints do not count. Only these entries are gathered: no dense target is made.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Dict, Tuple
+from typing import Dict, NamedTuple, Tuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline.training.loss import assignment_loss
-from superglue_sift.assignment import Assignments
 from superglue_sift.batch import ON_HOST, PairBatch
-from superglue_sift.packing import Layout
-from superglue_sift.superglue import SuperGlue, mutual_matches
+from superglue_sift.packing import Assignments, Layout
+from superglue_sift.superglue import SuperGlue
 from superglue_sift.torch_compat import autocast
-from superglue_sift.truth import IGNORED, ground_truth
+from superglue_sift.truth import UNMATCHED, Truth, ground_truth
+
+
+class PairLoss(NamedTuple):
+    """Per pair, (B,) float32 each. `total` is differentiable; the parts are its means, detached."""
+
+    total: Tensor
+    positive: Tensor
+    unmatched0: Tensor
+    unmatched1: Tensor
+
+
+def assignment_loss(log_assignments: Assignments, truth: Truth) -> PairLoss:
+    """Loss of each pair.
+
+    Args:
+        log_assignments: of B pairs, the output of `SuperGlue`.
+        truth: of the batch, (B, M) and (B, N).
+
+    Returns:
+        PairLoss; a pair without any keypoint has loss 0.
+    """
+    dustbin = log_assignments.dustbins
+    rows, columns = (torch.arange(t.shape[1], device=t.device) for t in truth)
+    # where padded the dustbins' own entry is read, and does not count
+    matched = truth.matches0 >= 0
+    partners = torch.where(matched, truth.matches0, dustbin.column)
+    found0 = log_assignments.entries(torch.minimum(rows, dustbin.row), partners)
+    found1 = log_assignments.entries(
+        dustbin.row.expand(truth.matches1.shape), torch.minimum(columns, dustbin.column)
+    )
+    positive = _mean(found0, matched)
+    unmatched0, unmatched1 = (
+        _mean(found, own == UNMATCHED) for found, own in ((found0, truth.matches0), (found1, truth.matches1))
+    )
+    total = 0.5 * positive + 0.25 * unmatched0 + 0.25 * unmatched1
+    return PairLoss(total, positive.detach(), unmatched0.detach(), unmatched1.detach())
+
+
+def _mean(log_P: Tensor, counted: Tensor) -> Tensor:
+    """Mean of -log P over each row's `counted` entries: (B,)."""
+    values = torch.where(counted, -log_P, torch.zeros_like(log_P))
+    return values.sum(1) / counted.sum(1).clamp(min=1)
 
 
 class MatchingObjective(nn.Module):
@@ -34,7 +83,7 @@ class MatchingObjective(nn.Module):
         self.model = model
         self.positive_px, self.negative_px, self.precision = positive_px, negative_px, precision
 
-    def forward(self, batch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
+    def forward(self, batch: PairBatch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
         """Loss of a batch with homographies, any number of pairs, none included.
 
         Args:
@@ -48,13 +97,14 @@ class MatchingObjective(nn.Module):
         layout = Layout(batch)
         with autocast(layout.device.type, self.precision):
             descriptors = self.model.matching_descriptors(batch, layout)
+            finite = None
             if wait:
                 log_assignments = self.model.assign(descriptors, layout)
             else:
                 log_P, finite = self.model.transport(descriptors, layout)
                 log_assignments = Assignments.padded(log_P, layout.sizes)
         losses = assignment_loss(log_assignments, ground_truth(batch, self.positive_px, self.negative_px))
-        if not wait:
+        if finite is not None:
             sure = losses.total.new_ones(()).masked_fill(~finite, math.nan)
             losses = losses._replace(total=losses.total * sure)
         # every parameter joins the graph on every rank, also where no pair has a match to learn from:
@@ -78,7 +128,7 @@ class DataParallelObjective(nn.Module):
         super().__init__()
         self.parallel = nn.DataParallel(_FromTensors(objective))
 
-    def forward(self, batch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
+    def forward(self, batch: PairBatch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
         """As `MatchingObjective.forward`."""
         total, parts = self.parallel(*vars(batch).values(), wait=wait)
         return total.sum().reshape(1), parts
@@ -93,38 +143,3 @@ class _FromTensors(nn.Module):
         batch = PairBatch(*tensors)
         counts = {name: getattr(batch, name).cpu() for name in ON_HOST}
         return self.objective(dataclasses.replace(batch, **counts), wait)
-
-
-CONFIDENCE_BINS = 500  # of the histograms from which a threshold is chosen: steps of 0.002
-
-
-@torch.no_grad()
-def validation_sums(objective: MatchingObjective, batch) -> Dict[str, np.ndarray]:
-    """Sums of a batch from which the loss, and precision and recall at any threshold, of any set of batches follow.
-
-    Returns:
-        () float64 each: `pairs`, `true` matches in the truth, and the sums of `MatchingObjective.forward`; and
-        (CONFIDENCE_BINS,) float64, by confidence: `predicted`, mutual best matches whose keypoint in image 0 is not
-        ignored by the truth, and `correct`, those of them equal to the truth.
-    """
-    log_assignments = objective.model(batch)
-    truth = ground_truth(batch, objective.positive_px, objective.negative_px)
-    losses = assignment_loss(log_assignments, truth)
-    size = (batch.records0.shape[1], batch.records1.shape[1])
-    answers = mutual_matches(log_assignments, size, threshold=0.0)
-    judged = (answers.matches0 >= 0) & (truth.matches0 != IGNORED)
-    correct = judged & (answers.matches0 == truth.matches0)
-    scores = answers.matching_scores0
-    return {
-        "pairs": np.float64(len(batch)),
-        "true": (truth.matches0 >= 0).sum().cpu().numpy().astype(np.float64),
-        "predicted": _histogram(scores[judged]),
-        "correct": _histogram(scores[correct]),
-        "loss": losses.total.sum().double().cpu().numpy(),
-        "loss_positive": losses.positive.sum().double().cpu().numpy(),
-        "loss_unmatched": ((losses.unmatched0.sum() + losses.unmatched1.sum()) / 2).double().cpu().numpy(),
-    }
-
-
-def _histogram(confidences: Tensor) -> np.ndarray:
-    return np.histogram(confidences.float().cpu().numpy(), CONFIDENCE_BINS, (0.0, 1.0))[0].astype(np.float64)

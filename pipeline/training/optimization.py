@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from pipeline import stack
 from pipeline.errors import RequestError
+from pipeline.schema import TrainParams
 from pipeline.training.muon import Muon
 from superglue_sift.superglue import SuperGlue
 
 
-def learning_rate(train, step: int, world_size: int = 1) -> float:
+def learning_rate(train: TrainParams, step: int, world_size: int = 1) -> float:
     """Learning rate of global step 0, 1, 2, ...; no state, so a resumed run has it right.
 
     `constant_decay` is the paper's: constant, then times `decay` in each step from `decay_start` on.
@@ -54,7 +55,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> List[str]:
     return sorted(set(frozen))
 
 
-def make_optimizer(train, model: SuperGlue) -> torch.optim.Optimizer:
+def make_optimizer(train: TrainParams, model: SuperGlue) -> torch.optim.Optimizer:
     """Adam, AdamW, Muon or SGD (momentum 0.9) over the parameters that train."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:

@@ -1,49 +1,68 @@
 """What a training goes on from: its newest checkpoint, one that was set aside, or nothing.
 
 Nothing here can change a weight: it moves files, compares fingerprints and says what it did. Rank 0 decides for all.
+Checkpoints whose place another training takes are set aside, thinned, brought back. None is deleted:
+
+checkpoints/superseded/<date>-<reason>/    step-*, best.* and the curves, as they lay; older ones keep best.* alone
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import os
 import shlex
+import shutil
+import time
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from pipeline.errors import RequestError
-from pipeline.runtime import distributed, superseded
-from pipeline.runtime.checkpoint import Checkpoints
-from pipeline.runtime.superseded import Shelf
+from pipeline.runtime import distributed
+from pipeline.runtime.checkpoint import BEST_PREFIX, Checkpoints, save_model_file
 from pipeline.training.state import Fingerprint, changed_keys, fingerprint_of
 from superglue_sift.weights import BadCheckpoint, load_model_file
 
 AUTO, MUST, NEVER = "auto", "must", "never"
 CURVES = ("train.csv", "validation.csv")
-DEFAULTS = {
-    "keypoints": "data/keypoints",
-    "out": "checkpoints",
-    "reports": "reports/train",
-    "params": "params.yaml",
-}
+SUPERSEDED = "superseded"
 
 
-def check(args: argparse.Namespace) -> None:
+@dataclasses.dataclass(frozen=True)
+class TrainPaths:
+    """What the command line of a training names: where it reads and writes, and what it may go on from."""
+
+    keypoints: Path = Path("data/keypoints")
+    out: Path = Path("checkpoints")
+    reports: Path = Path("reports/train")
+    params: Path = Path("params.yaml")
+    resume: str = AUTO
+    accept: Tuple[str, ...] = ()  # keys of the fingerprint that may differ
+
+    def command(self, place: Path, accept: Sequence[str]) -> str:
+        """The command that takes up again what is set aside in `place`."""
+        words = ["python", "-m", "pipeline.launch", "pipeline.train"]
+        for name in ("keypoints", "out", "reports", "params"):
+            given = getattr(self, name)
+            words += [f"--{name}", str(given)] if given != getattr(TrainPaths, name) else []
+        words += ["--resume", str(place)]
+        for key in accept:
+            words += ["--accept", key]
+        return " ".join(shlex.quote(word) for word in words)
+
+
+def check(paths: TrainPaths) -> None:
     """Before any process starts. RequestError when --resume names no folder."""
-    place = Path(args.resume)
-    if (
-        args.resume not in (AUTO, MUST, NEVER)
-        and not _holds_a_training(place)
-        and not _was_taken_up(args, place)
-    ):
+    place = Path(paths.resume)
+    named = paths.resume not in (AUTO, MUST, NEVER)
+    if named and not _holds_a_training(place) and not _was_taken_up(paths, place):
         raise RequestError(
-            f"--resume {args.resume}: no checkpoints there; give {AUTO}, {MUST}, {NEVER}, or a folder in "
-            f"{args.out / superseded.FOLDER}"
+            f"--resume {paths.resume}: no checkpoints there; give {AUTO}, {MUST}, {NEVER}, or a folder in "
+            f"{paths.out / SUPERSEDED}"
         )
 
 
-def prepare(args: argparse.Namespace, ours: Fingerprint, is_main: bool) -> bool:
-    """Leave in `args.out` what this training goes on from, or nothing; True when it is finished.
+def prepare(paths: TrainPaths, ours: Fingerprint, is_main: bool) -> bool:
+    """Leave in `paths.out` what this training goes on from, or nothing; True when it is finished.
 
     Raises:
         RequestError: on rank 0, --resume asks for a checkpoint that does not fit. The other ranks end in silence.
@@ -51,7 +70,7 @@ def prepare(args: argparse.Namespace, ours: Fingerprint, is_main: bool) -> bool:
     finished, refusal = False, ""
     if is_main:
         try:
-            finished = _Resume(args, ours).prepare()
+            finished = _Resume(paths, ours).prepare()
         except RequestError as error:
             refusal = str(error)
     finished, refusal = distributed.broadcast((finished, refusal))
@@ -60,6 +79,93 @@ def prepare(args: argparse.Namespace, ours: Fingerprint, is_main: bool) -> bool:
     if refusal:
         raise RequestError(refusal)
     return finished
+
+
+class Shelf(NamedTuple):
+    """Where one training works: the folder of its checkpoints, and that of its curves, which go with them."""
+
+    checkpoints: Path
+    curves: Path
+
+    def places(self) -> List[Path]:
+        """What has been set aside, newest first."""
+        return sorted((self.checkpoints / SUPERSEDED).glob("*/"), reverse=True)
+
+    def set_aside(
+        self, reason: str, best_alone: bool = False, spare: Optional[Path] = None
+    ) -> Optional[Path]:
+        """Move the checkpoints, the best model and the curves away; the new place, None where there is nothing.
+
+        reason: a few words for its name. best_alone: the checkpoints stay, they belong to another training than the
+        best model. spare: a place not to be thinned. Whoever is killed in between has moved some files and lost none;
+        the newest checkpoint goes last.
+        """
+        steps = [] if best_alone else sorted(self.checkpoints.glob("step-*"))
+        best = sorted(self.checkpoints.glob("best.*"))
+        if not steps and not best:
+            return None
+        place = self._new_place(reason)
+        for file in sorted(self.curves.glob("*.csv")):
+            (place / "curves").mkdir(exist_ok=True)
+            shutil.move(str(file), str(place / "curves" / file.name))
+        for file in (*best, *steps):
+            shutil.move(str(file), str(place / file.name))
+        if steps:
+            kept_whole = {place.resolve(), spare.resolve() if spare else place.resolve()}
+            self._thin([older for older in self.places() if older.resolve() not in kept_whole])
+        return place
+
+    def bring_back(self, place: Path) -> None:
+        """Move the files of `place` to where the training works, which must be empty; newest checkpoint last."""
+        self.curves.mkdir(parents=True, exist_ok=True)
+        for file in sorted((place / "curves").glob("*.csv")):
+            shutil.move(str(file), str(self.curves / file.name))
+        for file in (*sorted(place.glob("best.*")), *sorted(place.glob("step-*"))):
+            shutil.move(str(file), str(self.checkpoints / file.name))
+        for folder in (place / "curves", place):
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+
+    def _new_place(self, reason: str) -> Path:
+        stem = f"{time.strftime('%Y-%m-%d-%H%M%S', time.gmtime())}-{reason}"
+        for name in (stem, *(f"{stem}-{number}" for number in range(2, 1000))):
+            place = self.checkpoints / SUPERSEDED / name
+            if not place.exists():
+                place.mkdir(parents=True)
+                return place
+        raise FileExistsError(17, "too many of this name", str(self.checkpoints / SUPERSEDED / stem))
+
+    def _thin(self, places: Sequence[Path]) -> None:
+        """Leave the best model of each, and the newest checkpoint where there is no best one yet."""
+        for place in places:
+            steps = sorted(place.glob("step-*.safetensors"), reverse=True)
+            keep = [] if _keep_best(place, steps) else steps[:1]
+            for step in steps:
+                if step not in keep:
+                    step.with_suffix(".json").unlink(missing_ok=True)
+                    step.unlink()
+
+
+def _keep_best(place: Path, steps: Sequence[Path]) -> bool:
+    """Is the best model of these checkpoints here as a file of its own? Takes it out of them where it is not."""
+    best = place / "best.safetensors"
+    if best.is_file():
+        return True
+    for step in steps:
+        try:
+            tensors, info = load_model_file(step)
+        except BadCheckpoint:
+            continue
+        weights = {k[len(BEST_PREFIX) :]: v for k, v in tensors.items() if k.startswith(BEST_PREFIX)}
+        if weights:
+            save_model_file(best, weights, {**info, "step": info.get("best_step")})
+            return True
+    return False
+
+
+def _size(place: Path) -> int:
+    """Bytes of all files below `place`."""
+    return sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
 
 
 class _Found(NamedTuple):
@@ -76,13 +182,13 @@ NOTHING = _Found(["nothing"], ["no checkpoint"])
 class _Resume:
     """The decision, on one rank."""
 
-    def __init__(self, args: argparse.Namespace, ours: Fingerprint) -> None:
-        self.args, self.ours = args, ours
-        self.out: Path = args.out
-        self.shelf = Shelf(args.out, args.reports / "curves")
+    def __init__(self, paths: TrainPaths, ours: Fingerprint) -> None:
+        self.paths, self.ours = paths, ours
+        self.out: Path = paths.out
+        self.shelf = Shelf(paths.out, paths.reports / "curves")
 
     def prepare(self) -> bool:
-        how = self.args.resume
+        how = self.paths.resume
         if how == NEVER and not _restarted():
             self._set_aside(_Found([f"resume-{NEVER}"], ["--resume never"]))
             return False
@@ -101,7 +207,7 @@ class _Resume:
         """Bring back the folder that --resume names. RequestError when it does not fit."""
         found = self._look(place)
         if found.keys:
-            raise RequestError(f"--resume {place}: {'; '.join(found.reasons)}{_mend(found.keys)}")
+            raise RequestError(f"--resume {place}: {'; '.join(found.reasons)}{_fix(found.keys)}")
         self._set_aside(_Found(["resume"], [f"--resume {place}"]), spare=place)
         self.shelf.bring_back(place)
         return found
@@ -115,8 +221,8 @@ class _Resume:
                 self.shelf.bring_back(place)
                 print(f"{place} fits: its training is taken up again")
                 return found
-        if self.args.resume != AUTO and self.args.resume != NEVER:
-            raise RequestError(f"{self.out}: cannot resume: {'; '.join(misfit.reasons)}{_mend(misfit.keys)}")
+        if self.paths.resume != AUTO and self.paths.resume != NEVER:
+            raise RequestError(f"{self.out}: cannot resume: {'; '.join(misfit.reasons)}{_fix(misfit.keys)}")
         self._set_aside(misfit)
         return misfit
 
@@ -145,7 +251,7 @@ class _Resume:
         )
 
     def _misfits(self, info: Dict[str, Any]) -> List[str]:
-        return [key for key in changed_keys(fingerprint_of(info), self.ours) if key not in self.args.accept]
+        return [key for key in changed_keys(fingerprint_of(info), self.ours) if key not in self.paths.accept]
 
     def _set_aside(self, why: _Found, spare: Optional[Path] = None) -> None:
         """Make room, and say in one line what lies where and which command takes it up again."""
@@ -156,25 +262,18 @@ class _Resume:
         place = self.shelf.set_aside("-".join(keys), spare=spare)
         if place is None:
             return
-        held = [superseded.size(each) / 1e6 for each in self.shelf.places()]
+        held = [_size(each) / 1e6 for each in self.shelf.places()]
         others = f"; {len(held)} of them take {sum(held):.1f} MB" if len(held) > 1 else ""
         line = f"{self.out} held another training ({'; '.join(why.reasons)}). It is set aside in {place}, "
-        line += f"{superseded.size(place) / 1e6:.1f} MB{others}. "
+        line += f"{_size(place) / 1e6:.1f} MB{others}. "
         saved = newest[1] if newest else best if best and best.get("finished") else None
         if saved:
+            accept = ["code"] if "code" in why.keys else []
             first = _first(why.keys, fingerprint_of(saved))
-            line += f"To take it up again{first}: {self._command(place, why.keys)}"
+            line += f"To take it up again{first}: {self.paths.command(place, accept)}"
         else:
             line += "It has no checkpoint to go on from."
         print(line)
-
-    def _command(self, place: Path, keys: List[str]) -> str:
-        words = ["python", "-m", "pipeline.launch", "pipeline.train"]
-        for name, default in DEFAULTS.items():
-            if str(getattr(self.args, name)) != default:
-                words += [f"--{name}", str(getattr(self.args, name))]
-        words += ["--resume", str(place), *(["--accept", "code"] if "code" in keys else [])]
-        return " ".join(shlex.quote(word) for word in words)
 
     def _make_room_for_own_best(self) -> None:
         """`dvc checkout` may have put another training's best model beside our checkpoints."""
@@ -199,7 +298,7 @@ def _first(keys: List[str], saved: Fingerprint) -> str:
     return f", {' and '.join(words)} and run" if words else ""
 
 
-def _mend(keys: List[str]) -> str:
+def _fix(keys: List[str]) -> str:
     if keys == ["code"]:
         return "; --accept code goes on with the code as it is now"
     return "; make them equal again to go on" if NOTHING.keys != keys else ""
@@ -214,6 +313,6 @@ def _holds_a_training(place: Path) -> bool:
     return any(place.glob("*.safetensors"))
 
 
-def _was_taken_up(args: argparse.Namespace, place: Path) -> bool:
-    """The command given again, or a restart after a lost rank: the folder's files are in `args.out` now."""
-    return place.resolve().parent == (args.out / superseded.FOLDER).resolve() and _holds_a_training(args.out)
+def _was_taken_up(paths: TrainPaths, place: Path) -> bool:
+    """The command given again, or a restart after a lost rank: the folder's files are in `paths.out` now."""
+    return place.resolve().parent == (paths.out / SUPERSEDED).resolve() and _holds_a_training(paths.out)

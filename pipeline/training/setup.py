@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, NamedTuple, Optional, Tuple
+import os
+import random
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +15,8 @@ from pipeline import stack
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
 from pipeline.pairs.augmentation import Augmentation
-from pipeline.runtime import distributed, seeding
+from pipeline.runtime import distributed
+from pipeline.schema import TrainParams
 from pipeline.training import precision
 from pipeline.training.objective import DataParallelObjective, MatchingObjective
 from pipeline.training.optimization import MovingAverage, freeze, make_optimizer
@@ -21,25 +26,24 @@ from superglue_sift.descriptors import kind_of
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.weights import BadCheckpoint, load_model_file
 
-ELASTIC_PARTS = (
-    8  # micro-batches of a step with bitwise_elastic, so worlds of 1, 2, 4 and 8 give the same bytes
-)
+# Micro-batches of a step with bitwise_elastic, so that worlds of 1, 2, 4 and 8 give the same bytes.
+ELASTIC_PARTS = 8
 
 
 class Parts(NamedTuple):
-    """What a step needs: the bare objective, the one to call (perhaps wrapped), and the state to save."""
+    """The objective, what a step calls for it (in a group its DistributedDataParallel), and the state to save."""
 
     objective: MatchingObjective
-    wrapped: nn.Module
+    ddp_model: nn.Module
     state: TrainState
 
 
-def processes(train, proposed: int) -> int:
+def processes(train: TrainParams, proposed: int) -> int:
     """How many local processes to start: one for DataParallel and for `single`, else as many as proposed."""
     return proposed if train.parallel == "ddp" else 1
 
 
-def global_batch(train, world_size: int) -> int:
+def global_batch(train: TrainParams, world_size: int) -> int:
     """Pairs of one step over all ranks.
 
     Raises:
@@ -66,7 +70,7 @@ def elastic_parts(batch: int) -> int:
     return parts
 
 
-def read_model(path, asked_by: str) -> Dict[str, Tensor]:
+def read_model(path: Union[str, Path], asked_by: str) -> Dict[str, Tensor]:
     """Tensors of a model file; RequestError, beginning with `asked_by`, when it cannot be read."""
     try:
         return load_model_file(path)[0]
@@ -74,7 +78,7 @@ def read_model(path, asked_by: str) -> Dict[str, Tensor]:
         raise RequestError(f"{asked_by}: {error}") from None
 
 
-def check_device(train) -> None:
+def check_device(train: TrainParams) -> None:
     """RequestError when this machine cannot do what `train` asks of it."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     precision.on(train.precision, torch.device(kind))
@@ -83,7 +87,7 @@ def check_device(train) -> None:
         raise RequestError(f"train.compile: {missing}; install it, or set train.compile: false")
 
 
-def check_features(train, store: Store) -> None:
+def check_features(train: TrainParams, store: Store) -> None:
     """RequestError when the training needs what the keypoints of `store` do not have."""
     asked = [name for name in ("scale_angle", "turn_deg") if getattr(train, name)]
     if asked and not store.scale_angle:
@@ -99,37 +103,34 @@ def _agreed_precision(asked: str, device: torch.device) -> precision.Choice:
     return precision.Choice(*min(chosen, key=lambda each: precision.LEAST_FIRST.index(each[0])))
 
 
-def build(train, context: distributed.Context, store: Optional[Store] = None) -> Tuple[Parts, List[str]]:
-    """Everything to train with, equal on every rank since all start from the same seed; and lines worth telling.
+def network(train: TrainParams, store: Optional[Store] = None) -> SuperGlue:
+    """The network, untrained. store: whose keypoints it is for; None: SIFT's."""
+    names = ("dim", "layers", "heads", "norm", "scale_angle", "neighbours", "sinkhorn_iterations")
+    values: Dict[str, Any] = {name: getattr(train, name) for name in names}
+    if store is not None:
+        kind, dim = kind_of(store.dtype)
+        values.update(extractor=store.extractor, descriptor=kind, descriptor_dim=dim)
+    return SuperGlue(SuperGlueConfig(**values))
+
+
+def build(
+    train: TrainParams, context: distributed.Context, store: Optional[Store] = None
+) -> Tuple[Parts, List[str]]:
+    """Everything to train with, equal on every rank since all have the same seed, and messages of what was chosen.
 
     store: whose keypoints they are; None: SIFT's.
     """
-    features = {}
-    if store is not None:
-        kind, dim = kind_of(store.dtype)
-        features = {"extractor": store.extractor, "descriptor": kind, "descriptor_dim": dim}
-    seeding.seed_everything(train.seed, train.deterministic or train.bitwise_elastic)
+    seed_everything(train.seed, train.deterministic or train.bitwise_elastic)
     if train.bitwise_elastic:
         torch.set_num_threads(1)  # a product split over other threads is rounded otherwise
-    model = SuperGlue(
-        SuperGlueConfig(
-            dim=train.dim,
-            layers=train.layers,
-            heads=train.heads,
-            norm=train.norm,
-            scale_angle=train.scale_angle,
-            neighbours=train.neighbours,
-            sinkhorn_iterations=train.sinkhorn_iterations,
-            **features,
-        )
-    )
+    model = network(train, store)
     chosen = _agreed_precision(train.precision, context.device)
-    told = [str(chosen)]
+    messages = [str(chosen)]
     if train.parallel == "dp" and torch.cuda.device_count() < 2:
-        told.append("train.parallel: dp does nothing here: there are no GPUs to share a batch; set ddp")
-    told += _take_over(model, train.init_from) if train.init_from else []
+        messages.append("train.parallel: dp does nothing here: there are no GPUs to share a batch; set ddp")
+    messages += _take_over(model, train.init_from) if train.init_from else []
     frozen = freeze(model, train.freeze)
-    told += [f"frozen: {', '.join(frozen)}"] if frozen else []
+    messages += [f"frozen: {', '.join(frozen)}"] if frozen else []
     model.to(context.device)
     model.recompute = train.checkpoint_layers
     if train.sync_batchnorm and not train.bitwise_elastic:
@@ -143,10 +144,30 @@ def build(train, context: distributed.Context, store: Optional[Store] = None) ->
         stack.grad_scaler(chosen.precision == "float16"),
         MovingAverage(model, train.ema),
     )
-    return Parts(objective, _wrap(train, objective), state), told
+    return Parts(objective, _wrap(train, objective), state), messages
 
 
-def augmentation(train) -> Augmentation:
+def seed_everything(seed: int, deterministic: bool = False) -> None:
+    """Seed Python, NumPy and torch (every device). `deterministic` also asks torch for reproducible kernels.
+
+    Training draws from generators of its own (seed, epoch, index); this is for what others draw behind it.
+    """
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        set_deterministic()
+
+
+def set_deterministic() -> None:
+    """Ask torch and cuBLAS for kernels that give the same bits twice; slower on a GPU, free on a CPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts, so set it early
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def augmentation(train: TrainParams) -> Augmentation:
     """What changes about each pair of the training."""
     return Augmentation(
         drop=train.keypoint_drop,
@@ -157,7 +178,7 @@ def augmentation(train) -> Augmentation:
     )
 
 
-def _wrap(train, objective: MatchingObjective) -> nn.Module:
+def _wrap(train: TrainParams, objective: MatchingObjective) -> nn.Module:
     if train.parallel == "dp":
         return DataParallelObjective(objective)
     return objective if train.bitwise_elastic else distributed.wrap(objective)
@@ -166,13 +187,13 @@ def _wrap(train, objective: MatchingObjective) -> nn.Module:
 def _compile(model: SuperGlue) -> None:
     """Compile what is dense in a layer; attention between ragged sets stays as it is."""
     for layer in (*model.self_attention, *model.cross_attention):
-        layer.mlp.compile(dynamic=True)
+        layer.get_submodule("mlp").compile(dynamic=True)
 
 
 def _take_over(model: SuperGlue, path: str) -> List[str]:
     taken, skipped, missing = initialize_from(model, read_model(path, "train.init_from"))
-    told = [f"initial weights from {path}: {len(taken)} tensors taken"]
+    messages = [f"initial weights from {path}: {len(taken)} tensors taken"]
     for title, names in (("skipped, another shape", skipped), ("missing there", missing)):
         if names:
-            told.append(f"  {title}: {', '.join(names)}")
-    return told
+            messages.append(f"  {title}: {', '.join(names)}")
+    return messages

@@ -11,6 +11,7 @@ from torch import Tensor
 from pipeline.files import file_sha256, json_digest
 from pipeline.runtime.checkpoint import BEST_PREFIX
 from pipeline.runtime.code import code_digest
+from pipeline.schema import TrainParams
 from pipeline.training.optimization import MovingAverage, optimizer_tensors, restore_optimizer
 from superglue_sift.superglue import SuperGlue
 
@@ -21,8 +22,6 @@ CODE = ("pipeline.training.trainer",)  # with what it imports: everything that c
 OUTSIDE = (
     "pipeline.runtime.checkpoint",
     "pipeline.training.logger",
-    "pipeline.training.messages",
-    "pipeline.training.profiling",
     "pipeline.training.resume",
     "superglue_sift.weights",
 )
@@ -32,12 +31,12 @@ OUTSIDE = (
 OF_THE_RUN = ("world_size", "initial_weights", "data", "code")
 
 
-def stated(train) -> Dict[str, Any]:
+def stated(train: TrainParams) -> Dict[str, Any]:
     """The section as JSON values; of `init_from` the file's name, as `initial_weights` says which one that is."""
     return {**train.model_dump(), "init_from": Path(train.init_from).name}
 
 
-def fingerprint(train, data_digest: str, world_size: int) -> Fingerprint:
+def fingerprint(train: TrainParams, data_digest: str, world_size: int) -> Fingerprint:
     """What must be equal for a resumed run to be the interrupted one: parameters, data and code.
 
     The number of processes is no part of it, unless it decides the batch or the learning rate.
@@ -73,8 +72,8 @@ def changed_keys(saved: Fingerprint, ours: Fingerprint) -> List[str]:
 class TrainState:
     """Model, optimiser, scaler, moving average, position and best score of one training."""
 
-    def __init__(self, model: SuperGlue, optimizer, scaler, average: MovingAverage) -> None:
-        self.model, self.optimizer, self.scaler, self.average = model, optimizer, scaler, average
+    def __init__(self, model: SuperGlue, optimizer, scaler, ema: MovingAverage) -> None:
+        self.model, self.optimizer, self.scaler, self.ema = model, optimizer, scaler, ema
         self.step = 0  # optimiser steps done
         self.best: Optional[float] = None  # best validation f1 so far
         self.best_step = 0
@@ -86,7 +85,7 @@ class TrainState:
         """Everything that is a tensor, by name."""
         tensors = {f"model.{k}": v for k, v in self.model.state_dict().items()}
         tensors.update({f"optimizer.{k}": v for k, v in optimizer_tensors(self.optimizer).items()})
-        tensors.update({f"average.{k}": v for k, v in self.average.values.items()})
+        tensors.update({f"average.{k}": v for k, v in self.ema.values.items()})
         tensors.update({f"{BEST_PREFIX}{k}": v for k, v in self.best_weights.items()})
         tensors["rng.cpu"] = torch.get_rng_state()
         return tensors
@@ -107,7 +106,7 @@ class TrainState:
         """Become the state that was saved."""
         self.model.load_state_dict(_part(tensors, "model."))
         restore_optimizer(self.optimizer, _part(tensors, "optimizer."))
-        self.average.restore(_part(tensors, "average."))
+        self.ema.restore(_part(tensors, "average."))
         torch.set_rng_state(tensors["rng.cpu"])
         if info["scaler"]:  # empty: it was saved in another precision, which scales nothing
             self.scaler.load_state_dict(info["scaler"])
@@ -125,7 +124,7 @@ class TrainState:
 
     def weights(self) -> Dict[str, Tensor]:
         """The weights to validate and to ship: the moving average where there is one."""
-        return self.average.values or self.model.state_dict()
+        return self.ema.values or self.model.state_dict()
 
 
 def _part(tensors: Dict[str, Tensor], prefix: str) -> Dict[str, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.runtime import distributed, faults
+from superglue_sift.batch import PairBatch
 
 Values = Dict[str, List[Tensor]]  # by name, of each micro-batch's pairs
 
@@ -32,7 +33,7 @@ def train_step(
     objective: nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler,
-    micro_batches: Sequence,
+    micro_batches: Sequence[PairBatch],
     pairs: int,
     world_size: int,
     clip_norm: float,
@@ -44,7 +45,7 @@ def train_step(
     process with the whole batch, also when the ranks' shares are uneven or empty.
 
     Args:
-        objective: MatchingObjective, perhaps wrapped for several processes.
+        objective: MatchingObjective, in DistributedDataParallel where there are several processes.
         scaler: torch's GradScaler, enabled for float16 only.
         micro_batches: one or more PairBatches, on the device; gradients are exchanged with the last.
         pairs: pairs in this step over all ranks and micro-batches.
@@ -55,9 +56,9 @@ def train_step(
     def gradient(wait: bool) -> Values:
         optimizer.zero_grad()
         values: Values = {}
+        no_sync = getattr(objective, "no_sync", contextlib.nullcontext)
         for i, batch in enumerate(micro_batches):
-            alone = i < last and hasattr(objective, "no_sync")
-            with objective.no_sync() if alone else contextlib.nullcontext():
+            with no_sync() if i < last else contextlib.nullcontext():
                 _backward(objective, batch, wait, scaler, world_size / pairs, values)
         return values
 
@@ -68,7 +69,7 @@ def elastic_step(
     objective: nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler,
-    micro_batches: Sequence,
+    micro_batches: Sequence[PairBatch],
     pairs: int,
     clip_norm: float,
 ) -> StepResult:
@@ -79,7 +80,7 @@ def elastic_step(
     micro-batch's own statistics, and its running statistics move by their mean. Costs one copy of the gradient
     a micro-batch, in memory and on the wire.
 
-    Args: as `train_step`; `objective` is not wrapped, and every rank has equally many micro-batches.
+    Args: as `train_step`; `objective` is not in DistributedDataParallel, and every rank has equally many micro-batches.
     """
     parameters, buffers = _parameters(optimizer), _statistics(objective)
     before = [b.clone() for b in buffers]
@@ -120,7 +121,9 @@ def _copy(sources: List[Tensor], targets: List[Tensor]) -> None:
         target.copy_(source)
 
 
-def _backward(objective: nn.Module, batch, wait: bool, scaler, weight: float, values: Values) -> None:
+def _backward(
+    objective: nn.Module, batch: PairBatch, wait: bool, scaler, weight: float, values: Values
+) -> None:
     poisoned = faults.at("forward")
     total, parts = objective(batch, wait)
     faults.at("backward")

@@ -1,23 +1,23 @@
-"""The training loop of one rank: step, now and then validate, save, and stop when asked to."""
+"""The training loop of one rank: read a step's batches, step, now and then validate, save, and stop when asked to."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import time
-from typing import Dict, List, Optional
+from typing import Any, Dict, Generator, List, Optional, Sequence
 
 from pipeline import params, tracking
 from pipeline.errors import STOPPED, WorkError
 from pipeline.features.store import Store
-from pipeline.pairs.order import Sample, validation_pairs
+from pipeline.pairs.loader import choose, split_evenly
+from pipeline.pairs.order import PairOrder, Sample, rank_slice, validation_pairs
 from pipeline.runtime import distributed, faults, signals
 from pipeline.runtime.checkpoint import Checkpoints
-from pipeline.training import messages, resume, setup
-from pipeline.training.batches import StepBatches
-from pipeline.training.logger import TrainingLogger, Window, write_metrics
+from pipeline.runtime.progress import progress
+from pipeline.schema import TrainParams
+from pipeline.training import resume, setup
+from pipeline.training.logger import TrainingLogger, Window, profiled, write_metrics
 from pipeline.training.optimization import learning_rate
-from pipeline.training.profiling import Profile
 from pipeline.training.state import OF_THE_RUN, fingerprint, fingerprint_of, identity, stated
 from pipeline.training.step import StepResult, elastic_step, train_step
 from pipeline.training.validation import validate
@@ -25,70 +25,109 @@ from superglue_sift.batch import PairBatch
 from superglue_sift.weights import load_model_file
 
 
+class StepBatches:
+    """The micro-batches of every step, a function of the step alone.
+
+    pairs: of a step over all ranks (`setup.global_batch`).
+    """
+
+    def __init__(self, train: TrainParams, store: Store, pairs: int, context: distributed.Context) -> None:
+        self.train, self.store, self.pairs, self.context = train, store, pairs, context
+        self._order = PairOrder(train.seed, len(store), store.views_per_image)
+        self._augmentation = setup.augmentation(train)
+        self._load, self._prefetched = choose(train.loader, context.device)
+
+    def samples(self, step: int) -> List[List[Sample]]:
+        """This rank's share of global step `step`, in micro-batches."""
+        samples, context = self._order.step(step, self.pairs), self.context
+        if self.train.bitwise_elastic:
+            parts = split_evenly(samples, setup.elastic_parts(self.pairs))
+            return parts[rank_slice(len(parts), context.rank, context.world_size)]
+        own = samples[rank_slice(self.pairs, context.rank, context.world_size)]
+        return split_evenly(own, self.train.accumulate)
+
+    def load(self, step: int) -> List[PairBatch]:
+        """The PairBatches of `samples`, on the host; page-locked for a GPU."""
+        faults.at("load_batch", step)
+        train = self.train
+        batches = [
+            self._load(self.store, part, train.max_keypoints, self._augmentation)
+            for part in self.samples(step)
+        ]
+        pin = self.context.device.type == "cuda" and train.loader != "dali"  # which copies by itself
+        return [batch.pinned() for batch in batches] if pin else batches
+
+    def prefetched(self, steps: Sequence[int]) -> Generator[List[PairBatch], None, None]:
+        """`load` of each of `steps`, made in a thread before it is asked for; closing it ends the thread."""
+        return self._prefetched(self.load, steps)
+
+
 class Training:
     """One rank of one training run on the views of `store`, validated on those of `held_out`."""
 
     def __init__(
         self,
-        args: argparse.Namespace,
+        paths: resume.TrainPaths,
         context: distributed.Context,
         stop: signals.Stop,
         store: Store,
         held_out: Store,
     ) -> None:
-        self.args, self.context, self.stop = args, context, stop
-        self.train = params.load("train", args.params)
-        self.batch = setup.global_batch(self.train, context.world_size)
+        self.paths, self.context, self.stop = paths, context, stop
+        self.train: TrainParams = params.load("train", paths.params)
+        self.pairs = setup.global_batch(self.train, context.world_size)
         self.store, self.held_out = store, held_out
-        self.batches = StepBatches(self.train, store, self.batch, context)
+        self.batches = StepBatches(self.train, store, self.pairs, context)
         self.validation = validation_pairs(
             self.train.seed, len(self.held_out), self.held_out.views_per_image, self.train.val_pairs
         )
-        parts, self.told = setup.build(self.train, context, store)
-        self.objective, self.wrapped, self.state = parts
-        self.checkpoints = Checkpoints(args.out)
+        parts, self.messages = setup.build(self.train, context, store)
+        self.objective, self.ddp_model, self.state = parts
+        self.checkpoints = Checkpoints(paths.out)
         self.fingerprint = fingerprint(self.train, self.store.digest, context.world_size)
         self.identity = identity(self.fingerprint)
 
     def run(self) -> int:
-        """Train to the last step, or until told to stop; 0 or 143."""
-        if resume.prepare(self.args, self.fingerprint, self.context.is_main):
+        """Train to the last step, or until asked to stop; 0 or 143."""
+        if resume.prepare(self.paths, self.fingerprint, self.context.is_main):
             return self._already_finished()
         window = self._resume()
-        with TrainingLogger(self, window) as logger:
-            logger.began()
+        about = (self.identity, self.objective.precision, self.pairs, self.state.step, window)
+        with TrainingLogger(self.paths, self.context, *about) as logger:
+            weights = sum(p.numel() for p in self.state.model.parameters())
+            logger.log_start(weights, self.store, self.messages)
             try:
                 finished = self._loop(logger)
             except RuntimeError as error:
                 if not distributed.lost_peer(error):
                     raise
-                raise WorkError(messages.lost_peer(self, error)) from error
+                raise WorkError(
+                    f"rank {self.context.rank} at step {self.state.step}: another rank died or hangs "
+                    f"({str(error).splitlines()[0]})"
+                ) from error
             if not finished:
-                logger.stopped()
+                logger.log_stop(self.state.step)
                 return STOPPED
             if self.context.is_main:
                 self._save_best(finished=True)
-            logger.finished()
+            logger.log_finish(self.state.best_step, self.state.best_figures)
         return 0
 
     def _already_finished(self) -> int:
         """The best model is that of this very training, finished: nothing to do but to say so."""
         if self.context.is_main:
-            path = self.args.out / "best.safetensors"
+            path, reports = self.paths.out / "best.safetensors", self.paths.reports
             weights, info = load_model_file(path)
-            if (
-                fingerprint_of(info) != self.fingerprint
-            ):  # accepted on request: the next run need not ask again
+            if fingerprint_of(info) != self.fingerprint:  # accepted on request: the next run need not ask
                 self.checkpoints.save_best(weights, {**info, "code": self.fingerprint["code"]})
-            write_metrics(self.args.reports, info)
+            write_metrics(reports, info)
             print(f"{path}: trained with these parameters, data and code, to the last step: nothing to do")
-            reports = self.args.reports
             tracking.ship_pending(reports.parent / "run.json", reports, self.identity)
         return 0
 
     def validate_only(self) -> int:
         """Print the figures of the best model so far, or of `train.init_from`; 0."""
-        source = self.train.init_from or self.args.out / "best.safetensors"
+        source = self.train.init_from or self.paths.out / "best.safetensors"
         if not self.train.init_from:
             self.state.model.load_state_dict(setup.read_model(source, "--validate-only"))
         figures = validate(
@@ -102,24 +141,23 @@ class Training:
         """True when the last step is done, False when a signal came first (a checkpoint is then saved)."""
         state, train = self.state, self.train
         steps = range(state.step, train.steps)
-        bar = messages.steps_bar(self)
-        profile = Profile(train.profile_steps, self.args.reports / "profile", self.context)
+        profile_steps = train.profile_steps if self.context.is_main else 0
         with (
-            contextlib.closing(bar),
+            contextlib.closing(self._progress_bar()) as bar,
             contextlib.closing(self.batches.prefetched(steps)) as loader,
-            profile,
+            profiled(profile_steps, self.paths.reports / "profile") as step_profiled,
         ):
             if state.step == 0 and train.init_from:  # the weights as given may stay the best
-                bar.set_postfix(logger.validated(self._validate()))
+                bar.set_postfix(logger.log_validation(state.step, self._validate()))
             waiting = time.perf_counter()
             for micro_batches in loader:
                 waited = time.perf_counter() - waiting
                 stopping = distributed.any_rank(lambda: self.stop.requested)
                 self._step(micro_batches, logger, waited)
-                profile.stepped()
+                step_profiled()
                 bar.update(1)
                 if state.step % train.val_every == 0 or state.step == train.steps:
-                    bar.set_postfix(logger.validated(self._validate()))
+                    bar.set_postfix(logger.log_validation(state.step, self._validate()))
                 stop = stopping()
                 if state.step % train.save_every == 0 or state.step == train.steps or stop:
                     self._save(logger)
@@ -131,20 +169,29 @@ class Training:
     def _step(self, micro_batches: List[PairBatch], logger: TrainingLogger, waited: float) -> None:
         state, train = self.state, self.train
         faults.at_step(state.step)
-        distributed.seen_at(state.step)
+        distributed.write_heartbeat(state.step)
         lr = learning_rate(train, state.step, self.context.world_size)
         for group in state.optimizer.param_groups:
             group["lr"] = lr
         result = self._gradient_step([batch.to(self.context.device) for batch in micro_batches])
         if result.applied:
-            state.average.update(state.model, state.step)
+            state.ema.update(state.model, state.step)
         else:
             self._skipped(result)
         state.step += 1
-        logger.stepped(result, lr, waited)
+        logger.add_step(result, waited)
+        if state.step % train.log_every == 0 or state.step == train.steps:
+            dustbin = float(state.model.dustbin.detach())
+            figures = {"lr": lr, "grad_norm": result.grad_norm, "dustbin": dustbin}
+            logger.log_point(state.step, {**figures, "skipped_steps": float(state.skipped)})
+
+    def _progress_bar(self) -> Any:
+        """Over all steps, on rank 0."""
+        state, steps, disable = self.state, self.train.steps, not self.context.is_main
+        return progress(total=steps, initial=state.step, desc="train", unit="step", disable=disable)
 
     def _gradient_step(self, batches: List[PairBatch]) -> StepResult:
-        common = (self.wrapped, self.state.optimizer, self.state.scaler, batches, self.batch)
+        common = (self.ddp_model, self.state.optimizer, self.state.scaler, batches, self.pairs)
         try:
             if self.train.bitwise_elastic:
                 return elastic_step(*common, self.train.clip_norm)
@@ -152,7 +199,13 @@ class Training:
         except RuntimeError as error:
             if "out of memory" not in str(error):
                 raise
-            raise WorkError(messages.out_of_memory(self)) from error
+            train, world_size = self.train, self.context.world_size
+            here = -(-self.pairs // world_size // train.accumulate)
+            raise WorkError(
+                f"out of memory at step {self.state.step} with {here} pairs at a time: set "
+                f"train.accumulate: {train.accumulate * 2} (the same steps, {max(here // 2, 1)} pairs at a time), or "
+                f"train.batch: {max(self.pairs // 2, world_size)}"
+            ) from error
 
     def _skipped(self, result: StepResult) -> None:
         """A gradient was not finite: every rank is here. Say which pairs, and give up after too many."""
@@ -180,7 +233,7 @@ class Training:
         """Figures of the weights that would be shipped; keeps them as `best` when they are."""
         state, train = self.state, self.train
         faults.at("eval")
-        own = {k: v.clone() for k, v in state.model.state_dict().items()} if state.average.values else None
+        own = {k: v.clone() for k, v in state.model.state_dict().items()} if state.ema.values else None
         state.model.load_state_dict(state.weights())
         figures = validate(self.objective, self.held_out, self.validation, train.max_keypoints, self.context)
         if state.keep_best(figures) and self.context.is_main:

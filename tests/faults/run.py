@@ -106,7 +106,7 @@ def hanging_server(bench: cells.Workbench, steps: int = 300) -> Result:
     """The cost of a tracking server that never answers, as a share of the time of small, quick steps."""
     began = time.monotonic()
     keys = (("steps", steps), ("log_every", 10), ("val_every", 100), ("save_every", 100))
-    folders = ["--out", str(bench.folder / "told"), "--reports", str(bench.folder / "told-reports")]
+    folders = ["--out", str(bench.folder / "recording"), "--reports", str(bench.folder / "recording-reports")]
     command = [sys.executable, str(ROOT / "tests/faults/telemetry.py"), *bench.arguments(keys), *folders]
     quick = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=quick, stdout=subprocess.PIPE, text=True, check=False)
@@ -115,9 +115,9 @@ def hanging_server(bench: cells.Workbench, steps: int = 300) -> Result:
             "a server that never answers", 1, 0, ["the training failed"], 0, time.monotonic() - began, []
         )
     t = json.loads(done.stdout.splitlines()[-1])
-    share = t["told"] / t["loop"]
+    share = t["recording"] / t["loop"]
     promise = (
-        f"a tracking server that never answers takes {share:.2%} of the training's time: {t['told']:.3f} s in "
+        f"a tracking server that never answers takes {share:.2%} of the training's time: {t['recording']:.3f} s in "
         f"{t['calls']} calls, of {t['loop']:.1f} s for {t['steps']} steps of {1e3 * t['loop'] / t['steps']:.0f} ms; "
         f"once, {t['thread']:.1f} s of processor in its own thread, and {t['closing']:.0f} s of waiting at the end"
     )

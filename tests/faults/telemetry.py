@@ -3,7 +3,7 @@
     python tests/faults/telemetry.py [arguments of pipeline.train]
 
 Prints JSON: `steps`; `loop`, seconds of the training loop, validation and checkpoints included; `calls` to the run
-from the training's thread and `told`, the seconds they took; `thread`, processor seconds of the thread that ships
+from the training's thread and `recording`, the seconds they took; `thread`, processor seconds of the thread that ships
 (importing MLflow is nearly all of it); `opening` and `closing`, seconds before the first and after the last step.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Dict, Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
-TOLD_BY = ("log", "artifact", "dataset", "model", "tags")
+RECORDED_BY = ("log", "artifact", "dataset", "model", "tags")
 
 
 class Silent:
@@ -74,8 +74,8 @@ def measure(arguments: Sequence[str]) -> Dict[str, float]:
 
     silent, watch, thread = Silent(), Stopwatch(), {}
     os.environ["MLFLOW_TRACKING_URI"] = silent.uri
-    for method in TOLD_BY:
-        watch.around(run.Run, method, "told")
+    for method in RECORDED_BY:
+        watch.around(run.Run, method, "recording")
     closing = run.Run.close
 
     def close(self, *given):
@@ -93,9 +93,9 @@ def measure(arguments: Sequence[str]) -> Dict[str, float]:
         raise SystemExit(f"the training ended with {code}, {len(silent.taken)} connections were taken")
     return {
         "steps": watch.calls["step"],
-        "calls": watch.calls["told"],
+        "calls": watch.calls["recording"],
         "thread": thread["seconds"],
-        **{name: watch.seconds[name] for name in ("loop", "told", "opening", "closing")},
+        **{name: watch.seconds[name] for name in ("loop", "recording", "opening", "closing")},
     }
 
 
