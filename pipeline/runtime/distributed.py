@@ -234,7 +234,7 @@ def all_gather_tensor(tensor: Tensor) -> Tensor:
     return torch.stack(parts)
 
 
-def shared(work: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+def map_rows_over_ranks(work: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """`work(rows)`, which does each row (K, ...) by itself and keeps its shape: every rank does a part, and has all."""
     if not _grouped():
         return work(rows)

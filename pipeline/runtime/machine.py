@@ -45,17 +45,12 @@ def judge_capability(name: str, capability: Tuple[int, int], arch_list: Sequence
     built = sorted((int(a.split("_")[1][:-1]), int(a.split("_")[1][-1])) for a in arch_list if _plain(a))
     if any(major == capability[0] and minor <= capability[1] for major, minor in built):
         return Finding(OK, "GPU", f"{card}: this torch build has kernels for it (CUDA {cuda})")
+    text = f"{card} is older than this torch build supports (CUDA {cuda}): use the cu111 image"
     if built and capability > built[-1]:
-        newest = ".".join(map(str, built[-1]))
-        return Finding(
-            FAIL,
-            "GPU",
-            f"{card} is newer than this torch build, which ends at {newest} (CUDA {cuda}): use the modern image "
-            "(docker build --target modern)",
-        )
-    return Finding(
-        FAIL, "GPU", f"{card} is older than this torch build supports (CUDA {cuda}): use the cu111 image"
-    )
+        ends = "ends at {}.{}".format(*built[-1])
+        text = f"{card} is newer than this torch build, which {ends} (CUDA {cuda}): use the modern image "
+        text += "(docker build --target modern)"
+    return Finding(FAIL, "GPU", text)
 
 
 def _plain(arch: str) -> bool:
@@ -73,26 +68,21 @@ def judge_driver(driver: str, cuda: str) -> Finding:
     )
     if numbers >= needed[: len(numbers)]:
         return Finding(OK, "driver", f"{driver} serves CUDA {cuda} (needs {wanted} or later)")
-    return Finding(
-        FAIL,
-        "driver",
-        f"{driver} is too old for CUDA {cuda}: install {wanted} or later, or use the cu111 image",
-    )
+    fix = f"install {wanted} or later, or use the cu111 image"
+    return Finding(FAIL, "driver", f"{driver} is too old for CUDA {cuda}: {fix}")
 
 
 def judge_gpu_count(gpus: int, processes: str, hidden: int = 0, cuda: Optional[str] = None) -> Finding:
     """GPUs torch can use against NPROC_PER_NODE; `hidden` is how many the driver knows of."""
     if not gpus and hidden:
         reason = "this torch build has no CUDA" if cuda is None else "the driver is too old or not passed in"
-        return Finding(
-            FAIL, "GPU", f"{hidden} in the machine and none usable: {reason}; docker needs --gpus all"
-        )
+        text = f"{hidden} in the machine and none usable: {reason}; docker needs --gpus all"
+        return Finding(FAIL, "GPU", text)
     if not gpus:
         return Finding(NOTE, "GPU", "none: training runs on the CPU (in docker, --gpus all passes GPUs in)")
     if processes.isdigit() and int(processes) > gpus:
-        return Finding(
-            FAIL, "GPU", f"NPROC_PER_NODE={processes}, but there are {gpus}: set it to {gpus} or auto"
-        )
+        text = f"NPROC_PER_NODE={processes}, but there are {gpus}: set it to {gpus} or auto"
+        return Finding(FAIL, "GPU", text)
     return Finding(OK, "GPU", f"{gpus} usable")
 
 
@@ -108,14 +98,11 @@ def judge_shared_memory(free: int, needed: int) -> Finding:
     """/dev/shm against what training wants; Docker gives 64 MB unless asked for more."""
     if not needed:
         return Finding(OK, "/dev/shm", f"{size(free)} free, none wanted: one process, or no GPU")
+    text = f"{size(free)} free, {size(needed)} wanted"
     if free >= needed:
-        return Finding(OK, "/dev/shm", f"{size(free)} free, {size(needed)} wanted")
+        return Finding(OK, "/dev/shm", text)
     gigabytes = max(1, math.ceil(needed / GIB))
-    return Finding(
-        FAIL,
-        "/dev/shm",
-        f"{size(free)} free, {size(needed)} wanted: docker run --shm-size={gigabytes}g (or --ipc=host)",
-    )
+    return Finding(FAIL, "/dev/shm", f"{text}: docker run --shm-size={gigabytes}g (or --ipc=host)")
 
 
 def image_count(source: str, limit: int = 0) -> int:
@@ -144,26 +131,21 @@ def judge_memory(
         pairs: of a micro-batch; parts: micro-batches of a step (`train.accumulate`).
         free: bytes for the process in `place`.
     """
-    wanted = needed(pairs, keypoints)
+    subject, wanted = "memory of a process", needed(pairs, keypoints)
     there = (
         f"{size(wanted)} for {pairs} pairs of {keypoints} keypoints at a time, {size(free)} for it: {place}"
     )
     if wanted <= free:
-        return Finding(OK, "memory of a process", there)
+        return Finding(OK, subject, there)
     fewer = next((less for less in range(pairs, 0, -1) if needed(less, keypoints) <= free), 0)
     if fewer:
         more = -(-pairs * parts // fewer)
-        return Finding(
-            WARN, "memory of a process", f"{there}; set train.accumulate: {more} ({fewer} pairs at a time)"
-        )
+        return Finding(WARN, subject, f"{there}; set train.accumulate: {more} ({fewer} pairs at a time)")
     limits = (less for less in range(keypoints // 64 * 64, 0, -64) if needed(1, less) <= free)
     most = next(limits, 0)
     fix = f"set train.max_keypoints: {most}" if most else "a smaller train.dim or train.layers"
-    return Finding(
-        FAIL,
-        "memory of a process",
-        f"{size(needed(1, keypoints))} for one pair of {keypoints} keypoints, {size(free)} for it: {place}; {fix}",
-    )
+    one = f"{size(needed(1, keypoints))} for one pair of {keypoints} keypoints"
+    return Finding(FAIL, subject, f"{one}, {size(free)} for it: {place}; {fix}")
 
 
 def judge_disk(free: int, needed: int, place: str, linked: Optional[int] = None) -> Finding:
@@ -172,37 +154,28 @@ def judge_disk(free: int, needed: int, place: str, linked: Optional[int] = None)
     if free >= needed:
         return Finding(OK, "disk", there)
     if linked is not None and free >= linked:
-        return Finding(
-            WARN, "disk", f"{there}, or {size(linked)} with `dvc config --local cache.type hardlink`"
-        )
+        less = f"{size(linked)} with `dvc config --local cache.type hardlink`"
+        return Finding(WARN, "disk", f"{there}, or {less}")
     return Finding(FAIL, "disk", f"{there}: a smaller preset, fetch.limit, or room")
 
 
 def judge_files(soft: int, needed: int = 256) -> Finding:
     if soft >= needed:
         return Finding(OK, "open files", f"limit {soft}")
-    return Finding(
-        FAIL,
-        "open files",
-        f"limit {soft}, {needed} wanted: ulimit -n 4096, or docker run --ulimit nofile=4096",
-    )
+    fix = "ulimit -n 4096, or docker run --ulimit nofile=4096"
+    return Finding(FAIL, "open files", f"limit {soft}, {needed} wanted: {fix}")
 
 
 def judge_tracking(uri: str, status: Optional[int], error: str = "") -> Finding:
     """A tracking server by the answer of its REST interface: HTTP status, or None and why there was none."""
+    text = f"{uri} answers"
     if status == 403:
         host = uri.split("://", 1)[1].split("/", 1)[0]
-        return Finding(
-            WARN,
-            "MLflow",
-            f"{uri} refuses the name {host} (403): start it with --allowed-hosts '{host},localhost:*'",
-        )
-    if status is None or status >= 400:
+        text = f"{uri} refuses the name {host} (403): start it with --allowed-hosts '{host},localhost:*'"
+    elif status is None or status >= 400:
         why = error or f"HTTP {status}"
-        return Finding(
-            WARN, "MLflow", f"{uri} does not answer ({why}); runs wait in reports/train and are sent later"
-        )
-    return Finding(OK, "MLflow", f"{uri} answers")
+        text = f"{uri} does not answer ({why}); runs wait in reports/train and are sent later"
+    return Finding(OK if status and status < 400 else WARN, "MLflow", text)
 
 
 def size(count: float) -> str:

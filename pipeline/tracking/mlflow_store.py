@@ -53,11 +53,12 @@ class MlflowStore:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         import mlflow
+        from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.ERROR)
-        self._uri = uri
+        self._uri, self._error = uri, MlflowException
         # a registered model's source is looked up through the process's own default, whatever the client was given
         mlflow.set_tracking_uri(uri)
         mlflow.set_registry_uri(uri)
@@ -85,8 +86,6 @@ class MlflowStore:
                 self._client.set_terminated(run.info.run_id, "KILLED")
 
     def _experiment(self, name: str) -> str:
-        from mlflow.exceptions import MlflowException
-
         known = self._client.get_experiment_by_name(name)
         if known is not None:
             if VIEW_TAG not in known.tags:
@@ -99,21 +98,19 @@ class MlflowStore:
         try:
             tags = {"mlflow.experimentKind": "custom_model_development", VIEW_TAG: view()}
             return self._client.create_experiment(name, place, tags)
-        except MlflowException:
+        except self._error:
             known = self._client.get_experiment_by_name(name)  # another process was faster
             if known is None:
                 raise
             return known.experiment_id
 
     def _find(self, experiment: str, key: str, run_id: Optional[str]) -> Optional[str]:
-        from mlflow.exceptions import MlflowException
-
         if run_id:
             try:
                 run = self._client.get_run(run_id)
                 if run.info.lifecycle_stage == "active":
                     return run_id
-            except MlflowException as error:
+            except self._error as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
         found = self._client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{key}'", max_results=1)
@@ -121,13 +118,12 @@ class MlflowStore:
 
     def _params(self, run_id: str, params: Dict[str, str]) -> None:
         from mlflow.entities import Param
-        from mlflow.exceptions import MlflowException
 
         items = [Param(key, value) for key, value in params.items()]
         for at in range(0, len(items), PARAMS_AT_ONCE):
             try:
                 self._client.log_batch(run_id, params=items[at : at + PARAMS_AT_ONCE])
-            except MlflowException as error:
+            except self._error as error:
                 if error.error_code not in FINAL_ERRORS:
                     raise  # a param that a resumed run has changed keeps its first value
 
@@ -138,15 +134,13 @@ class MlflowStore:
 
     def ship(self, run_id: str, events: List[Event]) -> None:
         """Add events in order. Raises Refused when the store will never take one of them."""
-        from mlflow.exceptions import MlflowException
-
         try:
             self._metrics(run_id, [event for event in events if event.get("metrics")])
             for event in events:
                 self._other(run_id, event)
         except FileNotFoundError as error:
             raise Refused(f"no file {error.filename}") from error
-        except MlflowException as error:
+        except self._error as error:
             if error.error_code in FINAL_ERRORS:
                 raise Refused(str(error)) from error
             raise
@@ -154,11 +148,16 @@ class MlflowStore:
     def _metrics(self, run_id: str, events: List[Event]) -> None:
         from mlflow.entities import Metric
 
-        points = [
-            Metric(name, float(value), event["time"], event["step"])
-            for event in events
-            for name, value in event["metrics"].items()
-        ]
+        self._points(
+            run_id,
+            [
+                Metric(name, float(value), event["time"], event["step"])
+                for event in events
+                for name, value in event["metrics"].items()
+            ],
+        )
+
+    def _points(self, run_id: str, points: List[Any]) -> None:
         for at in range(0, len(points), METRICS_AT_ONCE):
             self._client.log_batch(run_id, metrics=points[at : at + METRICS_AT_ONCE])
 
@@ -282,9 +281,7 @@ class MlflowStore:
 
     def _take_over(self, run_id: str, other) -> Dict[str, str]:
         """Copy figures and files of another run's evaluation, with the times at which they were made; its words."""
-        points = [self._last_point(other, name) for name in _evaluation(other)]
-        for at in range(0, len(points), METRICS_AT_ONCE):
-            self._client.log_batch(run_id, metrics=points[at : at + METRICS_AT_ONCE])
+        self._points(run_id, [self._last_point(other, name) for name in _evaluation(other)])
         if any(entry.path == EVALUATION for entry in self._client.list_artifacts(other.info.run_id)):
             with tempfile.TemporaryDirectory() as folder:
                 copied = self._client.download_artifacts(other.info.run_id, EVALUATION, folder)
@@ -319,18 +316,13 @@ def view() -> str:
     """Columns of the experiment's table for whoever opens the address that `make ui` names."""
     found = ["attributes.`Created`", *(f"metrics.`{HEADLINE}/{name}`" for name in COLUMNS)]
     found += [f"params.`{name}`" for name in ("fetch.source", "train.steps", "train.lr")]
-    state: Dict[str, Any] = {
-        "selectedColumns": found,
-        "orderByKey": "attributes.start_time",
-        "orderByAsc": False,
-    }
     # MLflow 3.1 shows nothing but an error where one of these is missing
-    state.update(searchFilter="", startTime="ALL", lifecycleFilter="Active", modelVersionFilter="All Runs")
-    state.update(
-        datasetsFilter=[], runsPinned=[], runsHidden=[], runsHiddenMode="FIRST_10_RUNS", groupBy=None
-    )
-    state.update(runsExpanded={}, groupsExpanded={}, runsVisibilityMap={}, chartsSearchFilter="")
-    return json.dumps(state)
+    return json.dumps({
+        "selectedColumns": found, "orderByKey": "attributes.start_time", "orderByAsc": False, "searchFilter": "",
+        "startTime": "ALL", "lifecycleFilter": "Active", "modelVersionFilter": "All Runs", "datasetsFilter": [],
+        "runsPinned": [], "runsHidden": [], "runsHiddenMode": "FIRST_10_RUNS", "groupBy": None, "runsExpanded": {},
+        "groupsExpanded": {}, "runsVisibilityMap": {}, "chartsSearchFilter": "",
+    })  # fmt: skip
 
 
 def _evaluation(run) -> List[str]:

@@ -89,7 +89,8 @@ class Muon(torch.optim.Optimizer):
             buffer = state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
             directions.append(blocks(gradient.lerp(buffer, MOMENTUM), self.side))  # Nesterov's
         matrices = torch.cat(directions)
-        found = orthogonalized(matrices) if self.alone else distributed.shared(orthogonalized, matrices)
+        over_ranks = distributed.map_rows_over_ranks
+        found = orthogonalized(matrices) if self.alone else over_ranks(orthogonalized, matrices)
         steps = found.split([len(squares) for squares in directions])
         for (p, _), squares in zip(own, steps):
             p.sub_(from_blocks(squares, p.shape), alpha=lr * ADAM_SIZE * math.sqrt(self.side))

@@ -135,7 +135,7 @@ def _backward(
 
 
 def _attempts(device: torch.device) -> Tuple[bool, ...]:
-    """`wait` of each attempt: a GPU is not waited for until a gradient that is not finite calls for it."""
+    """`wait` of each attempt: on a GPU none until a gradient that is not finite calls for it."""
     return (True,) if device.type == "cpu" else (False, True)
 
 
@@ -156,7 +156,7 @@ def _stepped(
     before = [b.clone() for b in statistics]
     for wait in _attempts(device):
         joined, figures = _enqueued(gradient(wait), optimizer, scaler, clip_norm)
-        grad_norm, *sums = figures.tolist()  # in one piece: here the host waits for a GPU
+        grad_norm, *sums = figures.tolist()  # in one piece: the only device-to-host synchronisation of a step
         applied = math.isfinite(grad_norm)
         if applied:
             break
