@@ -131,7 +131,7 @@ def test_everything_left_out_by_name_is_there() -> None:
 @pytest.mark.parametrize(
     "modules, outside, in_it, not_in_it",
     [
-        (state.CODE, state.OUTSIDE, ["loss", "step", "order", "distributed"], ["progress", "tracking", "launch"]),
+        (state.CODE, state.OUTSIDE, ["objective", "step", "order", "distributed"], ["progress", "tracking", "launch"]),
         (shards.CODE, shards.OUTSIDE, ["sift", "render", "photometric", "decode"], ["progress", "shards", "launch"]),
     ],
     ids=["training", "shards"],
@@ -144,7 +144,7 @@ def test_the_digest_covers_what_can_change_a_weight_or_a_record_alone(modules, o
 
 @pytest.mark.parametrize(
     "modules, outside, module",
-    [(state.CODE, state.OUTSIDE, "loss"), (shards.CODE, shards.OUTSIDE, "render")],
+    [(state.CODE, state.OUTSIDE, "objective"), (shards.CODE, shards.OUTSIDE, "render")],
     ids=["training", "shards"],
 )
 def test_a_comment_changes_neither_digest_and_a_constant_does(tmp_path, modules, outside, module):

@@ -89,6 +89,8 @@ class Gate:
 
         from werkzeug.serving import WSGIRequestHandler, make_server
 
+        self.mode = "up"
+
         class Once(WSGIRequestHandler):
             protocol_version = "HTTP/1.0"  # a connection that is kept would outlive `stop`
 
