@@ -28,10 +28,6 @@ MAX_PIXELS = 50_000_000  # of an image
 SHOWN_SIDE = 1024  # longer side of an image on the page, pixels
 
 
-class Refused(Exception):
-    """What was uploaded cannot be matched: one line for the person who did."""
-
-
 def run(matcher: Matcher, port: int) -> int:
     """Serve until Ctrl-C. Raises RequestError: Flask is missing, or the port is taken."""
     app = make_app(matcher, port)
@@ -66,11 +62,11 @@ def make_app(matcher: Matcher, port: int) -> Any:
         try:
             files = flask.request.files
             if not {"image0", "image1"} <= set(files):
-                raise Refused("two images are needed")
+                raise RequestError("two images are needed")
             with turn:
                 images = [image_of(files[name].read(), name) for name in ("image0", "image1")]
                 return flask.jsonify(answer(matcher, *images))
-        except Refused as error:
+        except RequestError as error:
             return flask.jsonify(error=str(error)), 400
 
     @app.errorhandler(413)
@@ -106,17 +102,17 @@ def _guard(app: Any, flask: Any, port: int) -> None:
 
 
 def image_of(data: bytes, name: str) -> np.ndarray:
-    """(H, W, 3) uint8 BGR of an upload. Raises Refused: no JPEG, PNG or WebP, damaged, or too many pixels."""
+    """(H, W, 3) uint8 BGR of an upload. Raises RequestError: no JPEG, PNG or WebP, damaged, or too many pixels."""
     known = data[:3] == b"\xff\xd8\xff" or data[:8] == b"\x89PNG\r\n\x1a\n" or data[8:12] == b"WEBP"
     if not known:
-        raise Refused(f"{name}: not a JPEG, PNG or WebP image")
+        raise RequestError(f"{name}: not a JPEG, PNG or WebP image")
     try:
         size = declared_size(check(data, name), name)
         if size is None or size[0] * size[1] > MAX_PIXELS:
-            raise Refused(f"{name}: too large: at most {MAX_PIXELS // 1_000_000} megapixels")
+            raise RequestError(f"{name}: too large: at most {MAX_PIXELS // 1_000_000} megapixels")
         return decode_color(data, name)
     except BadImage as error:
-        raise Refused(f"{name}: {error.reason}") from None
+        raise RequestError(f"{name}: {error.reason}") from None
 
 
 def answer(matcher: Matcher, image0: np.ndarray, image1: np.ndarray) -> Dict[str, Any]:

@@ -70,27 +70,21 @@ def open_container(path: Union[str, Path], root: str = "", choice: Choice = Choi
     return container
 
 
-def fingerprint(path: Union[str, Path]) -> bytes:
-    """What changes when a zip, a list or an annotation file names other images: its directory, or its text."""
-    path = Path(path)
-    if path.suffix.lower() != ".zip":
-        return path.read_bytes()
-    rows = [[each.filename, each.file_size, each.CRC] for each in archive.image_members(path)]
-    return json.dumps(rows).encode()
-
-
 def digest(*paths: str) -> str:
-    """Digest of the names and sizes of the images in these folders, zips or lists, in 16 hexadecimal digits."""
+    """Digest of the names and sizes of the images in these folders or zips, and of lists' text, in 16 hex digits."""
     state = hashlib.sha256()
-    for folder in filter(None, paths):
-        if Path(folder).is_file():  # a zip, a list or an annotation file
-            state.update(fingerprint(folder))
-            continue
-        for file in list_images(folder):
-            size = file.stat().st_size if file.exists() else -1
-            name = file.relative_to(folder).as_posix()
-            state.update(f"{name}\0{size}\n".encode("utf-8", "surrogateescape"))
-        state.update(b"\0")
+    for path in map(Path, filter(None, paths)):
+        if path.is_file() and path.suffix.lower() == ".zip":
+            rows = [[each.filename, each.file_size, each.CRC] for each in archive.image_members(path)]
+            state.update(json.dumps(rows).encode())
+        elif path.is_file():  # a list or an annotation file
+            state.update(path.read_bytes())
+        else:
+            for file in list_images(path):
+                size = file.stat().st_size if file.exists() else -1
+                name = file.relative_to(path).as_posix()
+                state.update(f"{name}\0{size}\n".encode("utf-8", "surrogateescape"))
+            state.update(b"\0")
     return state.hexdigest()[:16]
 
 
