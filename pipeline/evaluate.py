@@ -49,13 +49,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", type=Path, help="model to judge (default: the weights that ship with the project)")
-    add(
-        "--also",
-        action="append",
-        default=[],
-        metavar="NAME=FILE",
-        help="another model beside it; again for more",
-    )
+    add("--also", action="append", default=[], metavar="NAME=FILE", help="another model; again for more")
     add("--images", type=Path, default=Path("data/images"), help="folder that `fetch` wrote")
     add("--pairs", type=Path, help="instead of held-out images: a folder in HPatches layout")
     add("--poses", type=Path, help="instead: a pairs_with_gt.txt of pairs with cameras, images in --images")

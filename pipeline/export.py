@@ -52,11 +52,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", type=Path, default=Path("checkpoints/best.safetensors"), help="weights to export")
     add("--metrics", type=Path, help="metrics.json of their evaluation, to go with them")
-    add(
-        "--match-threshold",
-        type=float,
-        help="confidence its matches must exceed (default: as it was, else 0.2)",
-    )
+    add("--match-threshold", type=float, help="confidence of a match (default: as it was, else 0.2)")
     add("--half", action="store_true", help="store the weights in float16: half the bytes")
     add("--out", type=Path, default=Path("models"), help="folder for the model")
     add("--mlflow-run", type=Path, help="reports/run.json, to name the model in the run of the training")

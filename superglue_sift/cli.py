@@ -66,12 +66,8 @@ def _add_what(group) -> None:
     add("--pairs", type=Path, metavar="FILE", help="text file, `a b` in each line")
     add("--root", type=Path, help="folder of the images that --pairs names (default: that of the file)")
     add("--camera", type=int, metavar="N", help="camera N of this machine, until Ctrl-C or --frames")
-    add(
-        "--pairing",
-        default="exhaustive",
-        choices=("exhaustive", "sequential", "nearest"),
-        help="of a folder: all pairs; each image with the K before it by name; each with the K most alike",
-    )
+    pairing = "of a folder: all pairs; each image with the K before it by name; each with the K most alike"
+    add("--pairing", default="exhaustive", choices=("exhaustive", *NEIGHBOURS), help=pairing)
     add("--k", type=int, help="for sequential and video (default 5) and nearest (default 20)")
     add("--every", type=int, default=1, metavar="N", help="of a video or camera each N-th frame (default 1)")
     add("--frames", type=int, metavar="N", help="of a video or camera at most N frames")
@@ -84,21 +80,11 @@ def _add_output(group) -> None:
     add("--out-dir", type=Path, metavar="DIR", help="of any number: A_B_matches.npz for each pair")
     add("--pictures", action="store_true", help="with --out-dir: also A_B_matches.jpg")
     add("--json-files", action="store_true", help="with --out-dir: also A_B_matches.json")
-    add(
-        "--homography",
-        action="store_true",
-        help="also the first image warped onto the second, A_B_overlay.jpg, and both blinking, A_B_blink.gif "
-        "(pip install 'superglue-sift[gif]')",
-    )
-    add(
-        "--colmap",
-        type=Path,
-        metavar="FILE",
-        help="of a folder or --pairs: also a COLMAP database, ready to map (pip install 'superglue-sift[colmap]')",
-    )
-    add(
-        "--features", type=Path, metavar="DIR", help="with --out-dir: where features are kept (its features/)"
-    )
+    warped = "also the first image warped onto the second, A_B_overlay.jpg, and both blinking, A_B_blink.gif "
+    add("--homography", action="store_true", help=warped + "(pip install 'superglue-sift[gif]')")
+    database = "of a folder or --pairs: also a COLMAP database, ready to map "
+    add("--colmap", type=Path, metavar="FILE", help=database + "(pip install 'superglue-sift[colmap]')")
+    add("--features", type=Path, metavar="DIR", help="where features are kept (default: OUT-DIR/features)")
 
 
 def _add_how(group) -> None:
@@ -108,17 +94,11 @@ def _add_how(group) -> None:
     add("--threshold", type=float, help="least probability of a match (default: the model's own, else 0.2)")
     add("--resize", type=int, default=1024, help="longer side is reduced to this (default 1024; 0: never)")
     add(
-        "--extractor",
-        metavar="MODULE:FUNCTION",
-        help="of a model of others than SIFT's: what finds keypoints",
+        "--extractor", metavar="MODULE:FUNCTION", help="what finds keypoints of a model of others than SIFT's"
     )
     add("--device", default="auto", help="auto (a GPU where there is one), cpu, cuda or cuda:N")
-    add(
-        "--precision",
-        default="float32",
-        choices=("float32", "bfloat16"),
-        help="of the network's layers; bfloat16 is faster on GPUs and on CPUs with AMX",
-    )
+    faster = "of the network's layers; bfloat16 is faster on GPUs and on CPUs with AMX"
+    add("--precision", default="float32", choices=("float32", "bfloat16"), help=faster)
 
 
 def _add_page(group) -> None:
