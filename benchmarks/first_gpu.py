@@ -36,6 +36,7 @@ class Part(NamedTuple):
 
     until: a pattern under OUT; when a file fits it the command is stopped by SIGTERM, as a preempted job is.
     expected: exit codes that are right.
+    skipped: exit codes that say it cannot run here; its last line says why.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Part(NamedTuple):
     until: str = ""
     expected: Sequence[int] = (0,)
     environment: Optional[Dict[str, str]] = None
+    skipped: Sequence[int] = ()
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -120,6 +122,8 @@ def parts(out: Path, device: str, sizes: Dict[str, Any]) -> List[Part]:
         Part("curves", 10, lambda: compared(out)),
         Part("modes", 600, [*table, "--only", "modes,decoders", "--out", str(out / "modes")]),
         Part("gpu", 600, [*table, "--only", "gpu,loader,memory", "--out", str(out / "gpu")]),
+        Part("onnx", 300, [*PYTHON, "superglue_sift.onnx", str(out / "superglue.onnx"), "--time", "--device", device],
+             skipped=(2,)),
         Part("real", 60 * sizes["minutes"], _train(out, "real", "real", kept), expected=(0, 143)),
         Part("figures", 300, [*PYTHON, "pipeline.train", "--validate-only", "--params", str(out / "real.yaml"), *kept,
                               "--out", str(out / "real" / "checkpoints"), "--reports", str(out / "real" / "reports")]),
@@ -170,8 +174,9 @@ def _command(part: Part, args: argparse.Namespace, log: Path) -> str:
         ended = _watched(
             process, part, lambda: bool(part.until) and bool(set(args.out.glob(part.until)) - before)
         )
-    right = process.returncode in part.expected
-    return f"{'ok' if right else 'FAILED'} ({ended}, exit code {process.returncode})"
+    code = process.returncode
+    word = "ok" if code in part.expected else "SKIP" if code in part.skipped else "FAILED"
+    return f"{word} ({ended}, exit code {code})"
 
 
 def _watched(process: subprocess.Popen, part: Part, seen: Callable[[], bool]) -> str:

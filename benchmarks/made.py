@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import List, Tuple
+from typing import List, Sequence, Tuple
 
 import numpy as np
 
@@ -52,6 +52,17 @@ def made_pairs(keypoints: int, pairs: int, seed: int = 0) -> Tuple[List[Pair], n
 def made_batch(keypoints: int, pairs: int, seed: int = 0) -> PairBatch:
     """A batch in which every view has exactly `keypoints`."""
     return from_pairs(*made_pairs(keypoints, pairs, seed))
+
+
+def ragged_batch(counts: Sequence[int], seed: int = 0) -> PairBatch:
+    """A batch whose pairs have `counts` keypoints in the first view and, in turn, in the second."""
+    rng = np.random.default_rng(seed)
+    made = [made_pair(max(counts), rng) for _ in counts]
+    cut = [
+        Pair(pair.records0[:first], pair.records1[:second], SIZE, SIZE)
+        for (pair, _), first, second in zip(made, counts, reversed(counts))
+    ]
+    return from_pairs(cut, np.stack([H for _, H in made]))
 
 
 def made_store(folder: Path, keypoints: int, images: int = 64) -> Path:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks import flops, plain, timing, transformers_module
-from benchmarks.made import made_batch
+from benchmarks.made import made_batch, ragged_batch
 from benchmarks.parity_rows import largest, perturbed
 from benchmarks.row import Row, Setting, activation_bytes
 from pipeline import stack
@@ -138,6 +138,32 @@ def against_plain(setting: Setting) -> Iterator[Row]:
         cheaper = min(PLAINS, key=lambda way: statistics.median(taken[way].wall))
         other = f"{cheaper} (the cheaper norm),"
         yield from _ratio_rows("plain", name, {**taken, other: taken[cheaper]}, pairs, targets, other)
+
+
+def precisions(setting: Setting) -> Iterator[Row]:
+    """bfloat16 beside float32, in training and in matching: what `train.precision: auto` decides by on a CPU."""
+    for what, counts in (
+        ("N = 512, batch 8", [512] * 8),
+        ("N = 512, batch 16", [512] * 16),
+        ("N = 128 to 464, batch 8", list(range(128, 465, 48))),
+    ):
+        reason = setting.too_dear(len(counts) * flops.training_flops(setting.config, max(counts)), 0)
+        if reason:
+            yield Row("precision", f"training step, {what}: bfloat16", skipped=reason)
+            continue
+        batch, model = ragged_batch(counts).to(setting.device), setting.model()
+        ways = {each: training_call(model, batch, each, _adam(model)) for each in ("float32", "bfloat16")}
+        yield from _beside_float32(setting, f"training step, {what}", ways, len(counts))
+    for keypoints in (512, 1024):
+        model, batch = setting.model().eval(), made_batch(keypoints, 1).to(setting.device)
+        ways = {
+            each: forward_call(fuse_for_inference(model, each), batch) for each in ("float32", "bfloat16")
+        }
+        yield from _beside_float32(setting, f"match latency, N = {keypoints}", ways, 1)
+
+
+def _beside_float32(setting: Setting, name: str, ways: Dict[str, Call], pairs: int) -> Iterator[Row]:
+    return _ratio_rows("precision", name, setting.timed(ways), pairs, {"bfloat16": None}, "float32")
 
 
 def _adam(model: nn.Module) -> torch.optim.Optimizer:

@@ -17,7 +17,6 @@ import fcntl
 import json
 import os
 import select
-import statistics
 import struct
 import subprocess
 import sys
@@ -25,6 +24,7 @@ import threading
 import time
 from typing import Deque, Iterator, List, Optional, Sequence, Tuple
 
+from benchmarks import timing
 from benchmarks.group_rows import CLONE
 from superglue_sift.superglue import SuperGlueConfig
 
@@ -151,7 +151,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     print(f"{args.mbit:g} Mbit/s, {args.delay_ms:g} ms each way, D = {args.dim}, {args.pairs} pairs of "
           f"{args.keypoints} keypoints a rank")  # fmt: skip
     for way, seconds in zip(WAYS, taken):
-        print(f"{way:46} {1e3 * statistics.median(seconds):6.0f} ms a step (least {1e3 * min(seconds):.0f})")
+        middle = timing.interval(seconds)
+        ends = "{:.2f}, {:.2f}".format(*middle.ends)
+        speed = timing.speed_up(taken[1], seconds)  # beside torch's own buckets, round by round
+        print(f"{way:46} {middle.value:.2f} s a step [{ends}], {speed} the speed of torch's buckets")
     return 0
 
 

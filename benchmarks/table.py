@@ -44,6 +44,7 @@ def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
         "sinkhorn": model_rows.transport,
         "step": model_rows.against_plain,
         "latency": model_rows.latency,
+        "precision": model_rows.precisions,
         "files": stage_rows.files,
         "peer": peer_rows.peer,
         "modes": mode_rows.training,

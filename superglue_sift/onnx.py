@@ -40,7 +40,7 @@ from superglue_sift.orientation import choose_pair
 from superglue_sift.sift import KEYPOINT
 from superglue_sift.superglue import SIFT_DIM, SuperGlue, geometry_of
 from superglue_sift.torch_compat import can_export
-from superglue_sift.weights import load_model, shipped_weights
+from superglue_sift.weights import choose_device, load_model, shipped_weights
 
 OPSET = 18  # the least that torch's exporter writes without converting
 SIDE = ("keypoints", "descriptors", "scores", "scales", "angles", "image_size", "mask")
@@ -244,22 +244,44 @@ def export(
     return path
 
 
-def latencies(path: Path, model: Union[str, Path, None]) -> Iterator[str]:
-    """A line for each number of keypoints: the median time of a pair in torch and in ONNX Runtime, on this CPU."""
+def latencies(path: Path, model: Union[str, Path, None], device: str = "cpu") -> Iterator[str]:
+    """A line for each number of keypoints: the median time of a pair in torch and in ONNX Runtime.
+
+    Args:
+        device: cpu, cuda or cuda:N.
+
+    Raises:
+        RequestError: ONNX Runtime is missing, or cannot use this device.
+    """
+    session = _session(path, torch.device(device))
+    network = fuse_for_inference(load_model(model or shipped_weights(), device)[0])
+    for count in (512, 1024, 2048):
+        side = Features(_made_keypoints(count), (640, 480))
+        pair, inputs = Pair(side.records, side.records, side.size, side.size), inputs_of(side, side)
+        in_torch = _milliseconds(match_pairs, network, [pair], device)
+        in_onnx = _milliseconds(session.run, None, inputs)
+        yield f"{count} keypoints each: torch {in_torch:.0f} ms, ONNX Runtime {in_onnx:.0f} ms"
+
+
+def _session(path: Path, device: torch.device) -> Any:
+    """`onnxruntime.InferenceSession` on this device; it would go on on the CPU where it cannot use CUDA."""
     try:
         import onnxruntime
     except ImportError:
         raise RequestError("--time needs one more package: pip install onnxruntime") from None
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    network = fuse_for_inference(load_model(model or shipped_weights())[0])
-    for count in (512, 1024, 2048):
-        side = Features(_made_keypoints(count), (640, 480))
-        pair, inputs = Pair(side.records, side.records, side.size, side.size), inputs_of(side, side)
-        in_torch = _milliseconds(match_pairs, network, [pair], "cpu")
-        in_onnx = _milliseconds(session.run, None, inputs)
-        yield f"{count} keypoints each: torch {in_torch:.0f} ms, ONNX Runtime {in_onnx:.0f} ms"
+    provider: Any = "CPUExecutionProvider"
+    if device.type == "cuda":
+        provider = "CUDAExecutionProvider", {"device_id": device.index or 0}
+        if provider[0] not in onnxruntime.get_available_providers():
+            raise RequestError(
+                f"onnxruntime {onnxruntime.__version__} has no CUDA: pip install onnxruntime-gpu in its place"
+            )
+    session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
+    if device.type == "cuda" and "CUDAExecutionProvider" not in session.get_providers():
+        raise RequestError("onnxruntime-gpu cannot load CUDA or cuDNN: its messages above name the library")
+    return session
 
 
 def _made_keypoints(count: int) -> np.ndarray:
@@ -294,11 +316,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         "--threshold", type=float, help="least probability of a match (default: the model's own)"
     )
     parser.add_argument("--time", action="store_true", help="say how long torch and ONNX Runtime take here")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto: where --time measures")
     args = parser.parse_args(argv)
+    device = choose_device(args.device)
     path = export(args.out, args.model, args.threshold)
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, opset {OPSET}; inputs {', '.join(INPUTS)}")
     if args.time:
-        for line in latencies(path, args.model):
+        for line in latencies(path, args.model, device):
             print(line, flush=True)
     return 0
 

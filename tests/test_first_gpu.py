@@ -25,6 +25,7 @@ def test_a_part_that_fails_hangs_or_raises_costs_its_own_line(tmp_path, monkeypa
         Part("hangs", 1.5, python(saving), expected=(0, 143)),
         Part("stopped", 60, python(f"open({str(file)!r}, 'w'); {saving}"), "seen", (143,)),
         Part("works", 60, python("print('the last word')")),
+        Part("skips", 60, python("print('no such card'); raise SystemExit(2)"), skipped=(2,)),
     ]
     monkeypatch.setattr(first_gpu, "parts", lambda *_: chosen)
     assert first_gpu.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
@@ -36,6 +37,7 @@ def test_a_part_that_fails_hangs_or_raises_costs_its_own_line(tmp_path, monkeypa
     assert said[2] == "ok (time is over, exit code 143): on"
     assert said[3] == "ok (stopped, exit code 143): on"
     assert said[4] == "ok (ended, exit code 0): the last word"
+    assert said[5] == "SKIP (ended, exit code 2): no such card"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -49,7 +51,7 @@ def test_the_same_parts_in_the_same_order_on_both(tmp_path, device):
         < names.index("train-resumed")
         < names.index("real")
     )
-    assert sum(part.seconds for part in found) > 0 and len(set(names)) == len(names) == 13
+    assert sum(part.seconds for part in found) > 0 and len(set(names)) == len(names) == 14
 
 
 def test_losses_of_both_devices_stand_side_by_side(tmp_path):

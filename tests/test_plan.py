@@ -20,17 +20,18 @@ PAPER = {"init_from": "", "optimizer": "adam", "layers": 9, "neighbours": False,
 
 
 def steps(device: str, train, pairs: int):
-    """For `memory.peak_mib`: two steps of the trainer's own parts; the libraries are loaded by a small one."""
+    """For `memory.peak_mib`: two steps of the trainer's own parts; a small network's load the libraries."""
     train = train.model_copy(update={"precision": "float32"})
+    small = train.model_copy(update={"dim": 16, "layers": 1, "heads": 2})
 
-    def run(pairs: int, keypoints: int) -> None:
+    def run(train, pairs: int, keypoints: int) -> None:
         parts, _ = setup.build(train, Context(0, 1, 0, torch.device(device)))
         batch = made_batch(range(pairs), (640, 480), keypoints)
         for _ in range(2):
             train_step(parts.ddp_model, parts.state.optimizer, parts.state.scaler, [batch], pairs, 1, 1.0)
 
-    run(1, 32)
-    return lambda: run(pairs, train.max_keypoints)
+    run(small, 1, 32)
+    return lambda: run(train, pairs, train.max_keypoints)
 
 
 def foretold(train, pairs: int, precision: str = "float32", device: str = "cpu") -> float:
@@ -45,6 +46,8 @@ def foretold(train, pairs: int, precision: str = "float32", device: str = "cpu")
         (4, {"max_keypoints": 512}),
         (4, {"max_keypoints": 512, "dim": 256}),
         (2, {"max_keypoints": 1024, "layers": 4}),
+        (4, {"max_keypoints": 512, "checkpoint_layers": True}),
+        (12, {"max_keypoints": 512, "layers": 4, "checkpoint_layers": True}),
     ],
 )
 def test_the_formula_is_within_15_percent_of_the_peak_of_a_process(make_params, pairs, changes):

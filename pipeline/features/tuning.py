@@ -1,18 +1,19 @@
-"""Settings of a process that runs SIFT all day."""
+"""How a process keeps memory: one that runs SIFT all day, one that trains in little memory."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
-from typing import Iterator
+from typing import Iterator, Tuple
 
 import cv2
 
 _MIB = 1 << 20
 _TUNABLES, _HUGE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
 # (glibc's number of the setting, value): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
-_MALLOPT = ((-3, 32 * _MIB), (-1, 2**31 - 1), (-2, 256 * _MIB))
+_KEEP = ((-3, 32 * _MIB), (-1, 2**31 - 1), (-2, 256 * _MIB))
+_RETURN = ((-3, _MIB),)
 
 
 def tune_process() -> None:
@@ -31,11 +32,24 @@ def keep_memory() -> None:
     what else is in memory; for views of 640x480 it does, which costs 17,500 page faults, a quarter to a third of the
     call (docs/data.md has the figures).
     """
+    _mallopt(_KEEP)
+
+
+def return_memory() -> None:
+    """Give each freed block of a MiB and more back to the system; elsewhere than on glibc nothing happens.
+
+    Where a few tensors are kept between many that are freed (`train.checkpoint_layers`), the holes in glibc's heap
+    take as much memory as the tensors.
+    """
+    _mallopt(_RETURN)
+
+
+def _mallopt(settings: Tuple[Tuple[int, int], ...]) -> None:
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):
         return
-    for setting, value in _MALLOPT:
+    for setting, value in settings:
         mallopt(ctypes.c_int(setting), ctypes.c_int(value))
 
 

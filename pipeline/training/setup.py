@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipeline import stack
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
+from pipeline.features.tuning import return_memory
 from pipeline.pairs.augmentation import Augmentation
 from pipeline.runtime import distributed
 from pipeline.schema import TrainParams
@@ -133,6 +134,8 @@ def build(
     messages += [f"frozen: {', '.join(frozen)}"] if frozen else []
     model.to(context.device)
     model.recompute = train.checkpoint_layers
+    if train.checkpoint_layers:
+        return_memory()
     if train.sync_batchnorm and not train.bitwise_elastic:
         normalization.synchronize(model, distributed.differentiable_sum)
     if train.compile:
