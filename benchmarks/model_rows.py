@@ -143,6 +143,8 @@ def against_plain(setting: Setting) -> Iterator[Row]:
 def precisions(setting: Setting) -> Iterator[Row]:
     """bfloat16 beside float32, in training and in matching: what `train.precision: auto` decides by on a CPU."""
     for what, counts in (
+        ("N = 64, batch 4", [64] * 4),
+        ("N = 512, batch 2", [512] * 2),
         ("N = 512, batch 8", [512] * 8),
         ("N = 512, batch 16", [512] * 16),
         ("N = 128 to 464, batch 8", list(range(128, 465, 48))),

@@ -28,8 +28,8 @@ def resolve(asked: str, capability: Optional[Tuple[int, int]], cpu_flags: Abstra
 
     Args:
         capability: compute capability of the GPU; None: there is none.
-        cpu_flags: of /proc/cpuinfo. avx512_bf16 alone does not count: it is for the user to weigh what bfloat16 rounds
-            against a training step 1.4x as fast (docs/performance.md).
+        cpu_flags: of /proc/cpuinfo. avx512_bf16 alone does not count: there bfloat16 has 0.77x the speed of float32 for small
+            networks, 1.4x for those of the presets (docs/performance.md).
 
     Raises:
         RequestError: bfloat16 on a GPU before Ampere.
@@ -41,7 +41,7 @@ def resolve(asked: str, capability: Optional[Tuple[int, int]], cpu_flags: Abstra
         if "amx_bf16" not in cpu_flags:
             fast, reason = "float32", "this CPU has no AMX"
             if "avx512_bf16" in cpu_flags:
-                reason += "; train.precision: bfloat16 trained 1.4x and matched 1.1x as fast on one with avx512_bf16"
+                reason += "; train.precision: bfloat16 trains large networks 1.4x as fast, small ones 0.8x"
     else:
         reason = "compute capability {}.{}".format(*capability)
         if asked == "bfloat16" and capability < AMPERE:
