@@ -40,7 +40,7 @@ USABLE = 0.9
 PROCESS_BYTES = 512 << 20  # of a process on a CPU: Python, torch, OpenCV and their buffers
 # Matrices of (N + 1)^2 float32 that scores, transport and their gradient keep of each pair; truth and transport hold
 # more of the pair they work on.
-MATRICES, MATRICES_OF_ONE = 4, 6
+MATRICES, MATRICES_OF_ONE = 4, 3
 MOMENTS = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1}  # numbers that an optimiser keeps for each weight
 MEASURED_STEPS = 2
 TOKENS = 4096  # keypoints of a measured step on a CPU, where larger batches are no faster
@@ -70,13 +70,18 @@ def training_bytes(
     # of a token a layer keeps for its gradient x, query, key, value, the message and its copy, D numbers each, and 2 D
     # before and after the norm, which autocast on a GPU computes in float32 and hands on in half precision
     layer = D * (40 if not half else 32 if device == "cuda" else 20)
-    kept = layers * D * 4 + layer if train.checkpoint_layers else layers * layer
     encoder = 4 * (2 * sum(ENCODER_WIDTHS) + 2 * SIFT_DIM)
     matrix = 4 * (N + 1) ** 2
     potentials = 4 * 2 * 2 * N * train.sinkhorn_iterations
+    transport = pairs * (MATRICES * matrix + potentials) + MATRICES_OF_ONE * matrix
+    if (
+        train.checkpoint_layers
+    ):  # of a layer x alone is kept; the rest comes back after transport, one layer at a time
+        activations = tokens * layers * 4 * D + max(tokens * layer, transport)
+    else:
+        activations = tokens * layers * layer + transport
     copies = 2 + MOMENTS[train.optimizer] + (train.ema > 0)
-    whole = tokens * (kept + encoder) + pairs * (MATRICES * matrix + potentials)
-    return whole + MATRICES_OF_ONE * matrix + 4 * parameters * copies
+    return tokens * encoder + activations + 4 * parameters * copies
 
 
 def findings(sections: Any, processes: int, device: torch.device) -> Iterator[Finding]:

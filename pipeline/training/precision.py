@@ -28,8 +28,8 @@ def resolve(asked: str, capability: Optional[Tuple[int, int]], cpu_flags: Abstra
 
     Args:
         capability: compute capability of the GPU; None: there is none.
-        cpu_flags: of /proc/cpuinfo. avx512_bf16 alone does not count: there bfloat16 has 0.77x the speed of float32 for small
-            networks, 1.4x for those of the presets (docs/performance.md).
+        cpu_flags: of /proc/cpuinfo. avx512_bf16 alone does not count: bfloat16 has 0.77x the speed of float32
+            there for small networks, 1.4x for those of the presets (docs/performance.md).
 
     Raises:
         RequestError: bfloat16 on a GPU before Ampere.
