@@ -74,10 +74,10 @@ def test_error_curve_has_the_auc_below_it():
 
 
 def test_csv_keeps_columns_that_only_later_lines_have(tmp_path):
-    files.write_csv(tmp_path / "deep" / "a.csv", [{"a": 1}, {"a": 2, "b": math.inf}])
+    files.write_lines(tmp_path / "deep" / "a.csv", [{"a": 1}, {"a": 2, "b": math.inf}])
     with (tmp_path / "deep" / "a.csv").open() as file:
         assert list(csv.DictReader(file)) == [{"a": "1", "b": ""}, {"a": "2", "b": "inf"}]
-    files.write_csv(tmp_path / "empty.csv", [], ("file", "reason"))
+    files.write_lines(tmp_path / "empty.csv", [], ("file", "reason"))
     assert (tmp_path / "empty.csv").read_text() == "file,reason\n"
 
 

@@ -160,7 +160,7 @@ def write_paper(contents: Mapping[str, page.Content], out: Path) -> None:
         for name, own in by_variant.items()
         for line in tables.lines_by_matcher(own)
     ]
-    files.write_csv(out / "protocols.csv", lines)
+    files.write_lines(out / "protocols.csv", lines)
     title = "Evaluation: the paper's protocol and its variants"
     (out / "index.html").write_text(page.render_overview(title, contents), encoding="utf-8")
     print("\nAll variants side by side\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Mapping, Optional, Sequence
 import cv2
 import numpy as np
 
+from pipeline.files import write_atomic, write_csv
 from pipeline.report import page, tables
 
 FILES = (
@@ -38,31 +38,26 @@ def write(out: Path, content: page.Content, training: Optional[Path] = None) -> 
     write_json(out / "metrics.json", content.figures)
     write_json(out / "protocol.json", content.protocol)
     for name in ("pairs", "scenes", "intervals", "differences", "robustness"):
-        write_csv(out / f"{name}.csv", getattr(content, name))
-    write_csv(out / "matchers.csv", tables.lines_by_matcher(content.figures))
-    write_csv(out / "bad_images.csv", content.bad, ("file", "reason"))
+        write_lines(out / f"{name}.csv", getattr(content, name))
+    write_lines(out / "matchers.csv", tables.lines_by_matcher(content.figures))
+    write_lines(out / "bad_images.csv", content.bad, ("file", "reason"))
     emptied(out / "curves")
     for name, lines in content.curves.items():
         columns = ("confidence", "precision", "matches") if name == "calibration" else ()
-        write_csv(out / "curves" / f"{name}.csv", lines, columns)
+        write_lines(out / "curves" / f"{name}.csv", lines, columns)
     page.save(out, content)
     page.write(out, training)
 
 
-def write_csv(path: Path, lines: Sequence[Mapping[str, object]], columns: Sequence[str] = ()) -> None:
+def write_lines(path: Path, lines: Sequence[Mapping[str, object]], columns: Sequence[str] = ()) -> None:
     """Write dicts as CSV; columns as given, else those of all lines in order of appearance."""
     names = list(columns) or list(dict.fromkeys(name for line in lines for name in line))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=names, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
+    write_csv(path, [names, *([line.get(name) for name in names] for line in lines)])
 
 
 def write_json(path: Path, values: Mapping[str, object]) -> None:
     """Indented JSON with a final newline; the folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    write_atomic(path, json.dumps(values, indent=2) + "\n")
 
 
 def write_grid(folder: Path, file: Path) -> bool:
