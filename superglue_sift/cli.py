@@ -93,9 +93,7 @@ def _add_how(group) -> None:
     add("--max-keypoints", type=int, default=1024, help="strongest keypoints of each image (default 1024)")
     add("--threshold", type=float, help="least probability of a match (default: the model's own, else 0.2)")
     add("--resize", type=int, default=1024, help="longer side is reduced to this (default 1024; 0: never)")
-    add(
-        "--extractor", metavar="MODULE:FUNCTION", help="what finds keypoints of a model of others than SIFT's"
-    )
+    add("--extractor", metavar="MODULE:FUNCTION", help="what finds keypoints, of a model not of SIFT's")
     add("--device", default="auto", help="auto (a GPU where there is one), cpu, cuda or cuda:N")
     faster = "of the network's layers; bfloat16 is faster on GPUs and on CPUs with AMX"
     add("--precision", default="float32", choices=("float32", "bfloat16"), help=faster)
@@ -132,9 +130,7 @@ def _check_files(args: argparse.Namespace) -> None:
         if getattr(args, name) and not args.out_dir:
             raise RequestError(f"--{name.replace('_', '-')} goes with --out-dir DIR")
     if len(args.inputs) != 2 and (args.out or args.json):
-        raise RequestError(
-            "--out and --json are for two images; here --out-dir with --pictures, --json-files"
-        )
+        raise RequestError("--out and --json are for two images; take --out-dir --pictures --json-files")
     if args.homography and not (args.out or args.out_dir):
         raise RequestError("--homography writes beside --out or into --out-dir: name one")
     if args.homography:

@@ -29,9 +29,7 @@ class Panel:
 
 def side_by_side(image0: np.ndarray, image1: np.ndarray) -> np.ndarray:
     """(H0, W0) and (H1, W1) uint8, gray or BGR -> (max H, W0 + gap + W1, 3) uint8."""
-    images = [
-        cv2.cvtColor(image, cv2.COLOR_GRAY2BGR) if image.ndim == 2 else image for image in (image0, image1)
-    ]
+    images = [cv2.cvtColor(one, cv2.COLOR_GRAY2BGR) if one.ndim == 2 else one for one in (image0, image1)]
     height = max(image.shape[0] for image in images)
     canvas = np.full((height, images[0].shape[1] + GAP + images[1].shape[1], 3), 255, np.uint8)
     canvas[: images[0].shape[0], : images[0].shape[1]] = images[0]

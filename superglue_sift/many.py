@@ -154,9 +154,7 @@ def same_settings(folder: Path, settings: Dict[str, object]) -> None:
     path = folder / "settings.json"
     text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
     if path.is_file() and path.read_text(encoding="utf-8") != text:
-        raise RequestError(
-            f"{path}: the pairs there were matched with other settings; name another --out-dir"
-        )
+        raise RequestError(f"{path}: pairs there were matched with other settings; name another --out-dir")
     write_atomic(path, text)
 
 

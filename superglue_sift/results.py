@@ -50,9 +50,7 @@ def to_json(found: MatchResult, fitted: Mapping[str, Fit], about: Mapping[str, s
         "keypoints1": found.keypoints1.astype(float).round(3).tolist(),
         "matches0": matches0.tolist(),
         "matching_scores0": scores0.astype(float).round(6).tolist(),
-        "matches": [
-            [int(i), int(j), round(float(score), 6)] for (i, j), score in zip(found.matches, found.scores)
-        ],
+        "matches": [[int(i), int(j), round(float(s), 6)] for (i, j), s in zip(found.matches, found.scores)],
         "inliers": {name: int(fit.inliers.sum()) for name, fit in fitted.items()},
         "H_0to1": None if H_0to1 is None else H_0to1.tolist(),
     }

@@ -92,10 +92,8 @@ def _guard(app: Any, flask: Any, port: int) -> None:
     @app.after_request
     def nothing_from_elsewhere(response: Any) -> Any:
         """The page loads nothing but itself, and no other page may show it."""
-        rule = (
-            "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
-        )
-        rule += "connect-src 'self'; frame-ancestors 'none'"
+        rule = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+        rule += "img-src data: blob:; connect-src 'self'; frame-ancestors 'none'"
         response.headers["Content-Security-Policy"] = rule
         response.headers["X-Content-Type-Options"] = "nosniff"
         return response

@@ -95,13 +95,8 @@ def calibration(judged: Sequence[Judged], bins: int = 10) -> List[Dict[str, floa
     for index in range(bins):
         inside = part == index
         if inside.any():
-            lines.append(
-                {
-                    "confidence": float(scores[inside].mean()),
-                    "precision": float(correct[inside].mean()),
-                    "matches": int(inside.sum()),
-                }
-            )
+            means = {"confidence": float(scores[inside].mean()), "precision": float(correct[inside].mean())}
+            lines.append({**means, "matches": int(inside.sum())})
     return lines
 
 

@@ -172,9 +172,7 @@ def picture_choice(ours: Sequence[Row], count: int) -> List[Tuple[str, int]]:
 
     Returns [("best-1", index of the pair), ...]; no pair twice.
     """
-    ranked = sorted(
-        range(len(ours)), key=lambda index: (ours[index].error, -ours[index].counts.correct, index)
-    )
+    ranked = sorted(range(len(ours)), key=lambda i: (ours[i].error, -ours[i].counts.correct, i))
     count = min(count, len(ranked))
     worst, best = (count + 2) // 3, (count + 1) // 3
     middle = count - worst - best
@@ -188,21 +186,16 @@ def explanation(row: Row, limit_px: float = 3.0) -> str:
     """As text, what stood in the way of a pair whose error is above `limit_px`; empty for the others and for poses."""
     if row.error <= limit_px or poses.NAME in row.errors:
         return ""
-    found = row.difficulty
+    easy = {"overlap": 1.0, "scale": 1.0, "rotation_deg": 0.0, "tilt": 1.0, "perspective": 1.0}
+    found = {**easy, **row.difficulty}
     reasons = [
         (found["keypoints"] < 60, f"one view has only {found['keypoints']:.0f} keypoints"),
         (row.counts.truth < 20, f"only {row.counts.truth} keypoints are found again in the other view"),
-        (
-            found.get("overlap", 1) < 0.35,
-            f"the views share only {100 * found.get('overlap', 1):.0f} % of image 0",
-        ),
-        (found.get("scale", 1) > 2, f"the scale changes {found.get('scale', 1):.1f} times"),
-        (found.get("rotation_deg", 0) > 40, f"the view turns by {found.get('rotation_deg', 0):.0f} degrees"),
-        (
-            found.get("tilt", 1) > 1.8,
-            f"the view is compressed {found.get('tilt', 1):.1f} times in one direction",
-        ),
-        (found.get("perspective", 1) > 4, "the perspective is strong"),
+        (found["overlap"] < 0.35, f"the views share only {100 * found['overlap']:.0f} % of image 0"),
+        (found["scale"] > 2, f"the scale changes {found['scale']:.1f} times"),
+        (found["rotation_deg"] > 40, f"the view turns by {found['rotation_deg']:.0f} degrees"),
+        (found["tilt"] > 1.8, f"the view is compressed {found['tilt']:.1f} times in one direction"),
+        (found["perspective"] > 4, "the perspective is strong"),
         (row.counts.matches < 8, f"only {row.counts.matches} matches were sure enough"),
         (row.counts.precision < 0.5, f"{100 * (1 - row.counts.precision):.0f} % of the matches are wrong"),
     ]

@@ -77,9 +77,7 @@ WORDS = {
 
 def installed() -> Tuple[str, ...]:
     """Names of all estimators that can run here."""
-    return tuple(
-        name for name in ESTIMATORS if name != "poselib" or importlib.util.find_spec("poselib") is not None
-    )
+    return tuple(name for name in ESTIMATORS if name != "poselib" or importlib.util.find_spec(name))
 
 
 def choose(names: Sequence[str]) -> Tuple[str, ...]:

@@ -169,6 +169,4 @@ def disturbed(source: HeldOutPairs, count: int, disturb: Callable, level: float)
     params = source.params
     clear = type(params.photometric)(**dict.fromkeys(params.photometric.model_dump(), 0.0))
     params = params.model_copy(update={"photometric": clear, "pairs_per_image": 1})
-    return HeldOutPairs(
-        source.images, source.entries[:count], params, disturb=lambda image: disturb(image, level)
-    )
+    return HeldOutPairs(source.images, source.entries[:count], params, disturb=lambda x: disturb(x, level))

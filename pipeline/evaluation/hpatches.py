@@ -67,9 +67,7 @@ class HPatchesPairs:
             resize_short_side(image, self.short_side, sequence.images[number])
             for image, number in zip(originals, numbers)
         ]
-        scalings = [
-            resizing(image_size(before), image_size(after)) for before, after in zip(originals, images)
-        ]
+        scalings = [resizing(image_size(old), image_size(new)) for old, new in zip(originals, images)]
         reference = numbers.index(REFERENCE)
         pairs = []
         for position, number in enumerate(numbers):

@@ -40,9 +40,7 @@ def load(weights: Path, device: str) -> Tuple[Optional[Callable[[Pair], PairMatc
         return None, f"no weights at {weights} (docs/evaluation.md says where they come from)"
     model = network(features=None, **SIFT, **OPTIONS)
     try:
-        tensors = {
-            current_name(name): torch.from_numpy(value) for name, value in load_file(str(weights)).items()
-        }
+        tensors = {current_name(k): torch.from_numpy(v) for k, v in load_file(str(weights)).items()}
         found = model.load_state_dict(tensors, strict=False)
     except (SafetensorError, RuntimeError) as error:
         raise RequestError(f"--lightglue {weights}: {str(error).splitlines()[0]}") from None
@@ -86,7 +84,5 @@ def match(model: torch.nn.Module, pair: Pair, device: str) -> PairMatches:
 def features(records: np.ndarray, size: Tuple[int, int], device: str) -> Dict[str, torch.Tensor]:
     """One image of LightGlue's input, a batch of one; it demands that no keypoint lies outside."""
     data = to_lightglue(Features(records, size))
-    data["keypoints"] = torch.minimum(
-        data["keypoints"].clamp(min=0.0), torch.tensor(size, dtype=torch.float32)
-    )
+    data["keypoints"] = torch.minimum(data["keypoints"].clamp(min=0.0), torch.tensor(size).float())
     return {name: value.to(device) for name, value in data.items()}

@@ -273,14 +273,10 @@ def map_over_ranks(
     """
     rank, world_size = (context.rank, context.world_size) if context else (0, 1)
     rounds = range(-(-len(units) // world_size))
-    mine = [
-        units[index] if index < len(units) else nothing for index in (n * world_size + rank for n in rounds)
-    ]
+    mine = [units[i] if i < len(units) else nothing for i in (n * world_size + rank for n in rounds)]
     workers = max(1, min((os.cpu_count() or 1) // world_size, MOST_THREADS))
     matched = map_serial(mine, prepare, match, workers)
-    for scored in prefetch_map(
-        lambda found: found if isinstance(found, str) else score(found), matched, workers
-    ):
+    for scored in prefetch_map(lambda one: one if isinstance(one, str) else score(one), matched, workers):
         for part in distributed.all_gather(scored()):
             if isinstance(part, str):
                 final_barrier()

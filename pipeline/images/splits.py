@@ -109,6 +109,4 @@ def _limit(names: Sequence[str], settings: FetchParams) -> List[str]:
     """At most `fetch.limit` names, those with the smallest hashes: a larger limit keeps the smaller's choice."""
     if not settings.limit or len(names) <= settings.limit:
         return sorted(names)
-    return sorted(
-        sorted(names, key=lambda name: manifest.hash_share(settings.seed + 2, name))[: settings.limit]
-    )
+    return sorted(sorted(names, key=lambda n: manifest.hash_share(settings.seed + 2, n))[: settings.limit])
