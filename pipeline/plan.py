@@ -40,7 +40,7 @@ USABLE = 0.9
 PROCESS_BYTES = 512 << 20  # of a process on a CPU: Python, torch, OpenCV and their buffers
 # Matrices of (N + 1)^2 float32 that scores, transport and their gradient keep of each pair; truth and transport hold
 # more of the pair they work on.
-MATRICES, MATRICES_OF_ONE = 4, 3
+MATRICES, MATRICES_OF_ONE = 4, 6
 MOMENTS = {"adam": 2, "adamw": 2, "muon": 1, "sgd": 1}  # numbers that an optimiser keeps for each weight
 MEASURED_STEPS = 2
 TOKENS = 4096  # keypoints of a measured step on a CPU, where larger batches are no faster
@@ -74,14 +74,13 @@ def training_bytes(
     matrix = 4 * (N + 1) ** 2
     potentials = 4 * 2 * 2 * N * train.sinkhorn_iterations
     transport = pairs * (MATRICES * matrix + potentials) + MATRICES_OF_ONE * matrix
-    if (
-        train.checkpoint_layers
-    ):  # of a layer x alone is kept; the rest comes back after transport, one layer at a time
-        activations = tokens * layers * 4 * D + max(tokens * layer, transport)
-    else:
-        activations = tokens * layers * layer + transport
-    copies = 2 + MOMENTS[train.optimizer] + (train.ema > 0)
-    return tokens * encoder + activations + 4 * parameters * copies
+    copies, weights = 2 + MOMENTS[train.optimizer] + (train.ema > 0), 4 * parameters
+    whole = tokens * encoder + copies * weights
+    if not train.checkpoint_layers:
+        return whole + tokens * layers * layer + transport
+    # of a layer x alone is kept; when transport is done the rest comes back, a layer at a time, beside which stand the
+    # gradients of 4 of its 10 D numbers and, in the end, those of the weights
+    return whole + tokens * layers * D * 4 + max(tokens * layer * 14 // 10, transport - weights)
 
 
 def findings(sections: Any, processes: int, device: torch.device) -> Iterator[Finding]:
