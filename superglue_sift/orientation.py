@@ -20,7 +20,7 @@ from superglue_sift.torch_compat import no_autocast
 
 PADDED_BYTES = 256 << 20  # of one matrix of cosines, for the pairs that a GPU takes at a time
 _ONE = KEYPOINT.itemsize
-_ANGLE = slice(KEYPOINT.fields["angle"][1], KEYPOINT.fields["angle"][1] + 4)  # bytes of a record
+_ANGLE = slice(12, 16)  # bytes of a record, behind x, y and scale
 _SECOND_ANGLE = slice(_ONE, _ONE + 4)
 
 
