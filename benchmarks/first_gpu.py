@@ -122,7 +122,7 @@ def parts(out: Path, device: str, sizes: Dict[str, Any]) -> List[Part]:
         Part("curves", 10, lambda: compared(out)),
         Part("modes", 600, [*table, "--only", "modes,decoders", "--out", str(out / "modes")]),
         Part("gpu", 600, [*table, "--only", "gpu,loader,memory", "--out", str(out / "gpu")]),
-        Part("onnx", 300, [*PYTHON, "superglue_sift.onnx", str(out / "superglue.onnx"), "--time", "--device", device],
+        Part("onnx", 600, [*PYTHON, "superglue_sift.onnx", str(out / "superglue.onnx"), "--time", "--device", device],
              skipped=(2,)),
         Part("real", 60 * sizes["minutes"], _train(out, "real", "real", kept), expected=(0, 143)),
         Part("figures", 300, [*PYTHON, "pipeline.train", "--validate-only", "--params", str(out / "real.yaml"), *kept,
