@@ -57,7 +57,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         "--images", default="", help="folder of photographs; default: those inside scikit-image"
     )
     parser.add_argument("--out", type=Path, default=Path("reports/first-gpu"))
-    parser.add_argument("--minutes", type=float, help="of training real weights; default: 10, on a CPU 0.2")
+    parser.add_argument("--minutes", type=float, help="of training real weights; default: 10, on a CPU 0.5")
     parser.add_argument("--only", default="", help="parts by name, separated by commas")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def _sizes(args: argparse.Namespace) -> Dict[str, Any]:
     """What differs between a GPU and the rehearsal on a CPU; and the files of parameters."""
     small = args.device == "cpu"
     steps, keypoints, batch, limit = (8, 64, 4, 6) if small else (200, 512, 64, 0)
-    minutes = args.minutes or (0.2 if small else 10.0)
+    minutes = args.minutes or (0.5 if small else 10.0)
     text = presets.render("folder" if args.images else "sample", args.images)
     base = {name: dict(values) for name, values in YAML(typ="safe", pure=True).load(text).items()}
     base["fetch"]["limit"] = limit
@@ -86,8 +86,8 @@ def _sizes(args: argparse.Namespace) -> Dict[str, Any]:
     curve = {"steps": steps, "batch": batch, "max_keypoints": keypoints, "init_from": "", "neighbours": False,
              "layers": 2 if small else 9, "optimizer": "adam", "log_every": 1, "val_every": steps, "val_pairs": 8,
              "save_every": max(steps // 4, 1), "min_keypoints": 0}  # fmt: skip
-    real = {**curve, "steps": 40 if small else 1_000_000, "log_every": 10, "save_every": 10 if small else 2000,
-            "val_every": 20 if small else 2000, "val_pairs": 8 if small else 512}  # fmt: skip
+    real = {**curve, "steps": 40 if small else 1_000_000, "log_every": 10, "save_every": 5 if small else 500,
+            "val_every": 5 if small else 500, "val_pairs": 8 if small else 512}  # fmt: skip
     for name, changes in (("curve", curve), ("real", real)):
         tree = {**base, "train": {**base["train"], **changes}}
         write_atomic(args.out / f"{name}.yaml", json.dumps(tree, indent=1))
