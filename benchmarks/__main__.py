@@ -34,30 +34,20 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     add("--only", default="", help="groups of rows, separated by commas; --out then holds these alone")
     add("--fetched", type=Path, default=Path("data/images"), help="folder of photographs that `fetch` wrote")
     add("--model", type=Path, help="trained weights for the rows of evaluation; default: untrained")
-    add(
-        "--out",
-        type=Path,
-        help=f"folder of table.json, .csv and modes.png; default: {OUT}, which is replaced",
-    )
+    add("--out", type=Path, help=f"folder of table.json, .csv and modes.png; default: {OUT}, which is replaced")
     add("--replace", action="store_true", help="replace the table in the folder that --out names")
     add("--no-tracking", action="store_true", help="keep the table out of MLflow")
     commands = parser.add_subparsers(dest="command")
     parser.set_defaults(run=None)
-    keypoints = commands.add_parser(
-        "keypoints", help="the keypoint stage against bare OpenCV and a plain pool"
-    )
+    keypoints = commands.add_parser("keypoints", help="the keypoint stage against bare OpenCV and a plain pool")
     keypoints.add_argument("--images", type=Path, default=Path("data/images"), help="folder `fetch` wrote")
     keypoints.add_argument("--count", type=int, default=60, help="training images to use")
-    keypoints.add_argument(
-        "--size", default="", help="of the views, such as 640x480; default: that of --params"
-    )
+    keypoints.add_argument("--size", default="", help="of the views, such as 640x480; default: that of --params")
     keypoints.add_argument("--rounds", type=int, default=3, help="times that every way is measured")
     keypoints.add_argument("--workers", type=int, default=0, help="processes; 0: one per core")
     keypoints.set_defaults(run=_keypoints)
     store = commands.add_parser("store", help="random access to the keypoint store against a bare map")
-    store.add_argument(
-        "--keypoints", type=Path, help="folder of a store; default: made up, 512 keypoints a view"
-    )
+    store.add_argument("--keypoints", type=Path, help="folder of a store; default: made up, 512 keypoints a view")
     store.set_defaults(run=_store)
     return parser.parse_args(argv)
 

@@ -54,9 +54,7 @@ def between(drawn: Sequence[Draw], image: Tuple[int, int], view: Tuple[int, int]
 def opencv_views(files: Sequence[bytes], view: Tuple[int, int], seed: int = 0) -> Iterator[Batch]:
     """One photograph at a time."""
     for index, data in enumerate(files):
-        gray = cv2.imdecode(
-            np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE | cv2.IMREAD_IGNORE_ORIENTATION
-        )
+        gray = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE | cv2.IMREAD_IGNORE_ORIENTATION)
         drawn = _draws(seed, index, view)
         made = [_by_opencv(gray, each, view)[None, None] for each in drawn]
         yield made[0], made[1], between(drawn, gray.shape[::-1], view)[None]
@@ -69,11 +67,7 @@ def _by_opencv(gray: np.ndarray, drawn: Draw, view: Tuple[int, int]) -> np.ndarr
 
 
 def dali_views(
-    files: Sequence[bytes],
-    view: Tuple[int, int],
-    batch: int = 32,
-    seed: int = 0,
-    device: Optional[int] = None,
+    files: Sequence[bytes], view: Tuple[int, int], batch: int = 32, seed: int = 0, device: Optional[int] = None
 ) -> Iterator[Batch]:
     """The same by DALI, on GPU `device` or the CPU; the last batch holds what is left."""
     try:
@@ -83,9 +77,7 @@ def dali_views(
 
     names = ["view0", "view1", "shape"]
     pipeline = _pipeline(_Source(files, view, batch, seed), view, batch, device)
-    iterator = DALIGenericIterator(
-        [pipeline], names, size=len(files), last_batch_policy=LastBatchPolicy.PARTIAL
-    )
+    iterator = DALIGenericIterator([pipeline], names, size=len(files), last_batch_policy=LastBatchPolicy.PARTIAL)
     index = 0
     for (found,) in iterator:
         shapes = found["shape"].tolist()
@@ -122,9 +114,7 @@ class _Source:
             # DALI places a crop by its share of the room around it
             room = [[max(whole - side, 1) for whole, side in zip(each.size, self.view)] for each in drawn]
             columns.append(np.array([each.size[::-1] for each in drawn], np.float32))
-            columns += [
-                np.array([each.corner[k] / r[k] for each, r in zip(drawn, room)], np.float32) for k in (0, 1)
-            ]
+            columns += [np.array([each.corner[k] / r[k] for each, r in zip(drawn, room)], np.float32) for k in (0, 1)]
             columns.append(np.array([each.mirror for each in drawn], np.int32))
             columns.append(np.array([each.brightness for each in drawn], np.float32))
         return columns

@@ -75,11 +75,7 @@ class _Evaluation:
     def _found(self) -> List[pairs.KnownPair]:
         """Their pairs, by SIFT."""
         limit = self.asked.max_keypoints
-        return [
-            pair
-            for number, scene in enumerate(self.scenes)
-            for pair in pairs.pairs_of_scene(scene, number, limit)
-        ]
+        return [pair for number, scene in enumerate(self.scenes) for pair in pairs.pairs_of_scene(scene, number, limit)]
 
     def _matches(self, found: List[pairs.KnownPair]) -> List[Any]:
         given = [known.pair for known in found]
@@ -87,10 +83,7 @@ class _Evaluation:
 
     def parts(self) -> Iterator[Row]:
         """What each part costs one core."""
-        px, thresholds = (
-            self.asked.correct_px,
-            {matchers.OURS: self.matchers.networks[matchers.OURS].threshold},
-        )
+        px, thresholds = (self.asked.correct_px, {matchers.OURS: self.matchers.networks[matchers.OURS].threshold})
 
         def scored(names: Sequence[str]) -> None:
             for known, answers in zip(self.pairs, self.answers):
@@ -100,9 +93,7 @@ class _Evaluation:
             "views": lambda: list(self._loaded()),
             "SIFT": self._found,
             "matcher": lambda: self._matches(self.pairs),
-            "baselines": lambda: [
-                matchers.match_baselines(known.pair, self.asked.ratio) for known in self.pairs
-            ],
+            "baselines": lambda: [matchers.match_baselines(known.pair, self.asked.ratio) for known in self.pairs],
             "truth": lambda: [scoring.true_matches(known.pair, known.truth, px) for known in self.pairs],
             "ours": lambda: scored([matchers.OURS]),
             "all": lambda: scored(matchers.MATCHERS),
@@ -174,6 +165,4 @@ def batched(setting: Setting) -> Iterator[Row]:
     ratio = timing.speed_up(taken["plain"].wall, taken["ours"].wall)
     cpu = timing.speed_up(taken["plain"].cpu, taken["ours"].cpu)
     rate = together / statistics.median(taken["ours"].wall)
-    yield Row(
-        "evaluation", "matcher, N = 512, batch 4", rate, "pairs/s", ratio, cpu, "plain, one by one", 1.6
-    )
+    yield Row("evaluation", "matcher, N = 512, batch 4", rate, "pairs/s", ratio, cpu, "plain, one by one", 1.6)

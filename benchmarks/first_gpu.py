@@ -49,13 +49,9 @@ class Part(NamedTuple):
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.first_gpu", description=str(__doc__).splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_gpu", description=str(__doc__).splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument(
-        "--images", default="", help="folder of photographs; default: those inside scikit-image"
-    )
+    parser.add_argument("--images", default="", help="folder of photographs; default: those inside scikit-image")
     parser.add_argument("--out", type=Path, default=Path("reports/first-gpu"))
     parser.add_argument("--minutes", type=float, help="of training real weights; default: 10, on a CPU 0.5")
     parser.add_argument("--only", default="", help="parts by name, separated by commas")
@@ -100,11 +96,7 @@ def parts(out: Path, device: str, sizes: Dict[str, Any]) -> List[Part]:
     small = sizes["small"]
     table = [*PYTHON, "pipeline.benchmark", "--device", device, "--no-tracking", "--replace"]
     table += ["--params", str(out / "curve.yaml"), "--fetched", str(out / "images")]
-    table += (
-        ["--dim", "16", "--iterations", "5", "--seconds", "0.5", "--rounds", "2"]
-        if small
-        else ["--dim", "256"]
-    )
+    table += ["--dim", "16", "--iterations", "5", "--seconds", "0.5", "--rounds", "2"] if small else ["--dim", "256"]
     stage = ["--params", str(out / "curve.yaml")]
     images, kept = ["--images", str(out / "images")], ["--keypoints", str(out / "keypoints")]
     on_cpu = {"CUDA_VISIBLE_DEVICES": ""}
@@ -132,15 +124,7 @@ def parts(out: Path, device: str, sizes: Dict[str, Any]) -> List[Part]:
 
 def _train(out: Path, file: str, name: str, kept: List[str]) -> List[str]:
     folders = ["--out", str(out / name / "checkpoints"), "--reports", str(out / name / "reports" / "train")]
-    return [
-        *PYTHON,
-        "pipeline.launch",
-        "pipeline.train",
-        "--params",
-        str(out / f"{file}.yaml"),
-        *kept,
-        *folders,
-    ]
+    return [*PYTHON, "pipeline.launch", "pipeline.train", "--params", str(out / f"{file}.yaml"), *kept, *folders]
 
 
 def run(part: Part, args: argparse.Namespace, number: int) -> str:
@@ -155,11 +139,7 @@ def run(part: Part, args: argparse.Namespace, number: int) -> str:
             outcome = _command(part, args, log)
     except Exception as error:  # one part's trouble is its own
         outcome = f"failed: {type(error).__name__}: {error}"
-    lines = (
-        [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        if log.is_file()
-        else []
-    )
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.is_file() else []
     last = lines[-1].strip()[-160:].replace("|", "/") if lines else ""
     return f"| {part.name} | {time.monotonic() - begun:.0f} | {outcome}: {last} |"
 
@@ -171,9 +151,7 @@ def _command(part: Part, args: argparse.Namespace, log: Path) -> str:
     before = set(args.out.glob(part.until)) if part.until else set()
     with log.open("w") as stream:
         process = subprocess.Popen(part.work, env=environment, stdout=stream, stderr=subprocess.STDOUT)
-        ended = _watched(
-            process, part, lambda: bool(part.until) and bool(set(args.out.glob(part.until)) - before)
-        )
+        ended = _watched(process, part, lambda: bool(part.until) and bool(set(args.out.glob(part.until)) - before))
     code = process.returncode
     word = "ok" if code in part.expected else "SKIP" if code in part.skipped else "FAILED"
     return f"{word} ({ended}, exit code {code})"
@@ -202,12 +180,8 @@ def compared(out: Path) -> List[str]:
         with next((out / name / "reports").rglob("train.csv")).open() as stream:
             found.append({int(row["step"]): float(row["loss"]) for row in csv.DictReader(stream)})
     steps = sorted(set(found[0]) & set(found[1]))
-    lines = [
-        f"step {step}: {found[0][step]:.5f} on the CPU, {found[1][step]:.5f} on the device" for step in steps
-    ]
-    away = max(
-        (abs(found[0][step] - found[1][step]) / abs(found[0][step]) for step in steps), default=float("nan")
-    )
+    lines = [f"step {step}: {found[0][step]:.5f} on the CPU, {found[1][step]:.5f} on the device" for step in steps]
+    away = max((abs(found[0][step] - found[1][step]) / abs(found[0][step]) for step in steps), default=float("nan"))
     return [*lines, f"{len(steps)} steps, largest relative difference of the loss {away:.2e}"]
 
 

@@ -19,11 +19,7 @@ from superglue_sift.batch import from_pairs
 from superglue_sift.inference import CUDAGraphModel, fuse_for_inference
 from superglue_sift.packing import Edges, Packing
 
-GOALS: Dict[int, float] = {
-    512: 1300.0,
-    1024: 450.0,
-    2048: 140.0,
-}  # pairs/s of one H200, D = 256, T = 100, bfloat16
+GOALS: Dict[int, float] = {512: 1300.0, 1024: 450.0, 2048: 140.0}  # pairs/s of one H200, D = 256, T = 100, bfloat16
 BATCH = 64
 LATENCY_MS = 3.0
 PAIRS = 20  # one after another, a round of the latency
@@ -43,10 +39,7 @@ def gpu(setting: Setting) -> Iterator[Row]:
 def rows(setting: Setting) -> Iterator[Row]:
     """All of them; what fails (it may not fit the memory) costs its own rows alone."""
     groups: Dict[str, Callable[[Setting], Iterator[Row]]] = {
-        **{
-            f"training, N = {N}": functools.partial(_training, keypoints=N, goal=goal)
-            for N, goal in GOALS.items()
-        },
+        **{f"training, N = {N}": functools.partial(_training, keypoints=N, goal=goal) for N, goal in GOALS.items()},
         "training, ragged views": _ragged,
         "Sinkhorn of the step": _sinkhorn_share,
         "latency": _latency,
@@ -67,11 +60,7 @@ def _training(setting: Setting, keypoints: int, goal: float) -> Iterator[Row]:
     taken = setting.timed({"step": _step(setting, made_batch(keypoints, BATCH))})["step"]
     rate = BATCH / statistics.median(taken.wall)
     peak, source = flops.peak(setting.device, "bfloat16")
-    share = (
-        f"MFU {rate * flops.training_flops(setting.config, keypoints) / peak:.1%} ({source})"
-        if peak
-        else source
-    )
+    share = f"MFU {rate * flops.training_flops(setting.config, keypoints) / peak:.1%} ({source})" if peak else source
     name = f"training, bfloat16, D = 256, T = 100, N = {keypoints}, batch {BATCH}"
     beside = timing.interval([BATCH / seconds / goal for seconds in taken.wall])
     yield Row("gpu", name, rate, "pairs/s", beside, None, f"the goal of {goal:g}", 1.0, share)
@@ -81,14 +70,10 @@ def _ragged(setting: Setting) -> Iterator[Row]:
     """As real pairs are: four views in ten have fewer keypoints than allowed."""
     pairs, truth = made_pairs(512, BATCH)
     short = [
-        pair._replace(
-            records0=pair.records0[: 512 - 37 * (i % 5)], records1=pair.records1[: 512 - 53 * (i % 4)]
-        )
+        pair._replace(records0=pair.records0[: 512 - 37 * (i % 5)], records1=pair.records1[: 512 - 53 * (i % 4)])
         for i, pair in enumerate(pairs)
     ]
-    ways = {
-        name: _step(setting, from_pairs(way, truth)) for name, way in (("full", pairs), ("ragged", short))
-    }
+    ways = {name: _step(setting, from_pairs(way, truth)) for name, way in (("full", pairs), ("ragged", short))}
     taken = setting.timed(ways)
     rate = BATCH / statistics.median(taken["ragged"].wall)
     ratio = timing.speed_up(taken["full"].wall, taken["ragged"].wall)
@@ -154,9 +139,7 @@ def _attention(setting: Setting) -> Iterator[Row]:
         what = f"attention of {2 * BATCH} ragged views: {name}"
         yield Row("gpu", what, each, "ms", timing.speed_up(base, found.wall), None, "padded and masked")
     if "packed" not in forms:
-        yield Row(
-            "gpu", "attention, packed", skipped="this torch has no fused kernel for packed sequences here"
-        )
+        yield Row("gpu", "attention, packed", skipped="this torch has no fused kernel for packed sequences here")
 
 
 def _profile(setting: Setting) -> Iterator[Row]:
@@ -176,21 +159,14 @@ def _profile(setting: Setting) -> Iterator[Row]:
     kernels = [
         event
         for event in events
-        if event.device_type != torch.autograd.DeviceType.CPU
-        and not getattr(event, "is_user_annotation", False)
+        if event.device_type != torch.autograd.DeviceType.CPU and not getattr(event, "is_user_annotation", False)
     ]
     total = sum(getattr(event, own) for event in kernels) or 1.0
     waits = {event.key: event.count for event in events if event.key in WAITS}
     note = ", ".join(f"{name} {count}" for name, count in waits.items())
-    yield Row(
-        "gpu", "waits of the host for the GPU in a step", float(sum(waits.values())), "calls", note=note
-    )
+    yield Row("gpu", "waits of the host for the GPU in a step", float(sum(waits.values())), "calls", note=note)
     for event in sorted(kernels, key=lambda each: -getattr(each, own))[:10]:
         spent = getattr(event, own)
         yield Row(
-            "gpu",
-            f"profile: {event.key[:48]}",
-            spent / 1e3,
-            "ms",
-            note=f"{spent / total:.0%}, {event.count} calls",
+            "gpu", f"profile: {event.key[:48]}", spent / 1e3, "ms", note=f"{spent / total:.0%}, {event.count} calls"
         )

@@ -21,9 +21,7 @@ from benchmarks import flops, timing
 from benchmarks.row import Row, Setting, activation_bytes
 from pipeline.launch import free_port
 
-CLONE = (
-    Path(__file__).resolve().parents[1]
-)  # where ranks find `benchmarks`, whatever the folder they start in
+CLONE = Path(__file__).resolve().parents[1]  # where ranks find `benchmarks`, whatever the folder they start in
 KEYPOINTS = 512
 BUDGETS = 6.0  # of `--seconds`, for a row whose processes have to start first
 

@@ -99,18 +99,10 @@ def _jobs(images: ImageSet, entries: Sequence[Entry], settings: Any) -> Iterator
 def _columns(name: str, spent: Dict[str, List[Spent]], views: int) -> Dict[str, Any]:
     own = spent[name]
     columns: Dict[str, Any] = {"views_per_second": round(views / min(each.wall for each in own), 2)}
-    for key, other, field in (
-        ("of_floor", "floor", 0),
-        ("of_plain", "plain", 0),
-        ("cpu_of_plain", "plain", 1),
-    ):
+    for key, other, field in (("of_floor", "floor", 0), ("of_plain", "plain", 0), ("cpu_of_plain", "plain", 1)):
         ratio = timing.speed_up([each[field] for each in spent[other]], [each[field] for each in own])
         columns.update(
-            {
-                key: round(ratio.value, 3),
-                f"{key}_low": round(ratio.low, 3),
-                f"{key}_high": round(ratio.high, 3),
-            }
+            {key: round(ratio.value, 3), f"{key}_low": round(ratio.low, 3), f"{key}_high": round(ratio.high, 3)}
         )
     columns["cpu_ms"] = round(1000 * statistics.median(each.cpu for each in own) / views, 1)
     columns["faults"] = round(statistics.median(each.faults for each in own) / views)

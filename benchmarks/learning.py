@@ -91,11 +91,7 @@ def baselines(store: Store, samples: List[Sample], train: TrainParams) -> Dict[s
 
 def _scores(correct: int, predicted: int, true: int) -> Dict[str, float]:
     precision, recall = correct / max(predicted, 1), correct / max(true, 1)
-    return {
-        "precision": precision,
-        "recall": recall,
-        "f1": 2 * precision * recall / max(precision + recall, 1e-12),
-    }
+    return {"precision": precision, "recall": recall, "f1": 2 * precision * recall / max(precision + recall, 1e-12)}
 
 
 def untrained(store: Store, samples: List[Sample], train: TrainParams) -> Dict[str, float]:
@@ -120,9 +116,7 @@ def crossing(points: List[Point], f1: float) -> Optional[Point]:
 
 def table(runs: Dict[str, List[Point]], lines: Dict[str, Dict[str, float]]) -> str:
     """What is printed: the lines, then the last validation of each run and when it passed the ratio test."""
-    rows = [
-        f"{'':28}{'pairs':>9}{'proc. min':>11}{'loss':>7}{'P':>7}{'R':>7}{'F1':>7}  ahead of the ratio test after"
-    ]
+    rows = [f"{'':28}{'pairs':>9}{'proc. min':>11}{'loss':>7}{'P':>7}{'R':>7}{'F1':>7}  ahead of the ratio test after"]
     for name, figures in lines.items():
         rows.append(f"{name:28}{'':>20}" + _cells(figures))
     for name, points in runs.items():
@@ -163,13 +157,9 @@ def draw(runs: Dict[str, List[Point]], lines: Dict[str, Dict[str, float]], path:
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Entry of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.learning", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER[+FOLDER]", help="trainings to show")
-    parser.add_argument(
-        "--keypoints", type=Path, default=Path("data/keypoints"), help="store they were validated on"
-    )
+    parser.add_argument("--keypoints", type=Path, default=Path("data/keypoints"), help="store they were validated on")
     parser.add_argument(
         "--params", type=Path, default=Path("params.yaml"), help="the validation's seed and number of pairs"
     )
@@ -199,18 +189,14 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 def _rows(path: Path) -> List[Dict[str, str]]:
     if not path.is_file():
-        raise RequestError(
-            f"{path}: no such file; name the folder of a training with checkpoints/ and reports/"
-        )
+        raise RequestError(f"{path}: no such file; name the folder of a training with checkpoints/ and reports/")
     with path.open(newline="") as stream:
         return list(csv.DictReader(stream))
 
 
 def _json(path: Path) -> dict:
     if not path.is_file():
-        raise RequestError(
-            f"{path}: no such file; name the folder of a training with checkpoints/ and reports/"
-        )
+        raise RequestError(f"{path}: no such file; name the folder of a training with checkpoints/ and reports/")
     return json.loads(path.read_text(encoding="utf-8"))
 
 

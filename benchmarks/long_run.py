@@ -55,9 +55,7 @@ TRAIN = {
     "save_every": 2500,
     "seed": 0,
 }
-FULL = (
-    100  # events in a batch for it to be timed: in a small one the fixed cost of a request would be counted
-)
+FULL = 100  # events in a batch for it to be timed: in a small one the fixed cost of a request would be counted
 SERVER_SECONDS = 300  # for the server to start, on a busy machine
 
 
@@ -160,9 +158,7 @@ def _order(images: int, steps: int) -> Dict[str, float]:
             began = time.thread_time()
             order.step(first + step, BATCH)
             taken[name].append(1e6 * (time.thread_time() - began))
-    return {
-        name: statistics.median(times[1:]) for name, times in taken.items()
-    }  # the first one shuffles its epoch
+    return {name: statistics.median(times[1:]) for name, times in taken.items()}  # the first one shuffles its epoch
 
 
 def _paths(folder: Path, steps: int) -> TrainPaths:
@@ -172,9 +168,7 @@ def _paths(folder: Path, steps: int) -> TrainPaths:
     section = params.load_all(Path(__file__).parents[1] / "presets" / "sample.yaml")["train"].model_dump()
     section.update(TRAIN, steps=steps)
     (folder / "params.yaml").write_text(json.dumps({"train": section}))  # JSON is YAML
-    return TrainPaths(
-        folder / "keypoints", folder / "checkpoints", folder / "reports/train", folder / "params.yaml"
-    )
+    return TrainPaths(folder / "keypoints", folder / "checkpoints", folder / "reports/train", folder / "params.yaml")
 
 
 class Server:
@@ -299,9 +293,7 @@ class Simulated(Training):
             per_event = _first_last(batches, max(len(batches) // 10, 1), "ms")
             tell("an event to the server, wall clock", {"batches": len(batches), **per_event})
         low, high = np.array_split(self.memory, 10)[1], np.array_split(self.memory, 10)[-1]
-        print(
-            f"memory: {np.mean(low):.0f} MiB in the second tenth, {np.mean(high):.0f} in the last", flush=True
-        )
+        print(f"memory: {np.mean(low):.0f} MiB in the second tenth, {np.mean(high):.0f} in the last", flush=True)
 
 
 def _first_last(values: List[float], count: int, unit: str) -> Dict[str, float]:

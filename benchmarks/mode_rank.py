@@ -31,9 +31,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--keypoints", type=int, required=True, help="most of a view")
     parser.add_argument("--pairs", type=int, required=True, help="of a step of all ranks")
     parser.add_argument("--changes", required=True, help="JSON of keys of the section `train`")
-    parser.add_argument(
-        "--ahead", action="store_true", help="load batches ahead of their step, as the stage does"
-    )
+    parser.add_argument("--ahead", action="store_true", help="load batches ahead of their step, as the stage does")
     args = parser.parse_args(argv)
     with distributed.process_group() as context:
         setting = Setting(context.device, SuperGlueConfig(**json.loads(args.config)), params=args.params)

@@ -44,9 +44,7 @@ def modes(setting: Setting) -> Dict[str, Mode]:
     """By name, in the order of the table."""
     most = places(setting)
     counts = sorted({count for count in (1, 2, 4, 8, most) if count <= max(most, 2)})
-    several = {
-        f"DDP, {count} process{'es' * (count > 1)}": Mode({"parallel": "ddp"}, count) for count in counts
-    }
+    several = {f"DDP, {count} process{'es' * (count > 1)}": Mode({"parallel": "ddp"}, count) for count in counts}
     return {
         "DataParallel": Mode({"parallel": "dp"}),
         **several,
@@ -86,12 +84,7 @@ def decoders(setting: Setting) -> Iterator[Row]:
 
 
 def _beside(
-    setting: Setting,
-    group: str,
-    plain: str,
-    first: Mode,
-    others: Dict[str, Mode],
-    start: Callable[[Mode], Group],
+    setting: Setting, group: str, plain: str, first: Mode, others: Dict[str, Mode], start: Callable[[Mode], Group]
 ) -> Iterator[Row]:
     """A row of the baseline, alone, then one of each other mode in turns with it."""
     base = start(first)
@@ -148,15 +141,7 @@ def _training(setting: Setting, store: Path, mode: Mode) -> Group:
 
 def _decoding(setting: Setting, jpegs: Path, mode: Mode) -> Group:
     """All photographs a call."""
-    words = [
-        sys.executable,
-        "-m",
-        "benchmarks.decode_rank",
-        "--way",
-        mode.changes["way"],
-        "--folder",
-        str(jpegs),
-    ]
+    words = [sys.executable, "-m", "benchmarks.decode_rank", "--way", mode.changes["way"], "--folder", str(jpegs)]
     return Group(setting, words, 1, 1, DECODED, "images/s")
 
 

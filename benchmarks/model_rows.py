@@ -158,9 +158,7 @@ def precisions(setting: Setting) -> Iterator[Row]:
         yield from _beside_float32(setting, f"training step, {what}", ways, len(counts))
     for keypoints in (512, 1024):
         model, batch = setting.model().eval(), made_batch(keypoints, 1).to(setting.device)
-        ways = {
-            each: forward_call(fuse_for_inference(model, each), batch) for each in ("float32", "bfloat16")
-        }
+        ways = {each: forward_call(fuse_for_inference(model, each), batch) for each in ("float32", "bfloat16")}
         yield from _beside_float32(setting, f"match latency, N = {keypoints}", ways, 1)
 
 
@@ -237,9 +235,7 @@ def transport(setting: Setting) -> Iterator[Row]:
             continue
         ways = {"plain": sinkhorn_call(setting.device, "plain", *shape), "ours": None}
         ways["ours"] = sinkhorn_call(setting.device, "ours", *shape)
-        yield from _ratio_rows(
-            "sinkhorn", name, setting.timed(ways, 2 * setting.seconds), pairs, {"ours": 10.0}
-        )
+        yield from _ratio_rows("sinkhorn", name, setting.timed(ways, 2 * setting.seconds), pairs, {"ours": 10.0})
 
 
 def sinkhorn_call(device: torch.device, way: str, keypoints: int, pairs: int, iterations: int = 100) -> Call:

@@ -27,9 +27,7 @@ CONFIG = SuperGlueConfig(dim=128, layers=9, heads=4, norm="batch", scale_angle=F
 class PeerTraining:
     """One optimiser step a call, over the images in turn."""
 
-    def __init__(
-        self, images: Sequence[np.ndarray], keypoints: int, device: torch.device, seed: int = 0
-    ) -> None:
+    def __init__(self, images: Sequence[np.ndarray], keypoints: int, device: torch.device, seed: int = 0) -> None:
         torch.manual_seed(seed)
         self.images, self.keypoints, self.device = images, keypoints, device
         self.model = PlainSuperGlue(CONFIG).double().to(device).train()

@@ -87,9 +87,7 @@ def _store_of(theirs: Any, images: List[Any], folder: Path) -> Path:
     return folder
 
 
-def _rows(
-    taken: Dict[str, timing.Seconds], pairs: Dict[str, int], keypoints: int, mean: float
-) -> Iterator[Row]:
+def _rows(taken: Dict[str, timing.Seconds], pairs: Dict[str, int], keypoints: int, mean: float) -> Iterator[Row]:
     name = f"end to end, D = 128, T = 20, at most {keypoints} keypoints (mean {mean:.0f})"
     base, extract = taken["peer"], taken["extract"]
     against = f"peer's work {statistics.median(base.wall):.2f} s/pair"
@@ -99,17 +97,7 @@ def _rows(
         once = timing.speed_up(base.wall, [a + b for a, b in zip(wall, extract.wall)])
         note = f"{once} when each stored pair is trained on only once" if cpu else ""
         target = TARGETS[way.split(",")[0]]
-        yield Row(
-            "peer",
-            f"{name}: {way}",
-            1 / statistics.median(wall),
-            "pairs/s",
-            ratio,
-            cpu,
-            against,
-            target,
-            note,
-        )
+        yield Row("peer", f"{name}: {way}", 1 / statistics.median(wall), "pairs/s", ratio, cpu, against, target, note)
 
 
 def _cpu_ratio(base: timing.Seconds, own: timing.Seconds, count: int) -> Optional[timing.Ratio]:

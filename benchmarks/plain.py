@@ -15,13 +15,7 @@ from torch import Tensor, nn
 
 from superglue_sift.descriptors import root_sift
 from superglue_sift.orientation import choose_orientations
-from superglue_sift.superglue import (
-    ENCODER_WIDTHS,
-    SIFT_DIM,
-    SuperGlue,
-    SuperGlueConfig,
-    geometry_of,
-)
+from superglue_sift.superglue import ENCODER_WIDTHS, SIFT_DIM, SuperGlue, SuperGlueConfig, geometry_of
 from superglue_sift.truth import UNMATCHED, Truth
 
 
@@ -93,9 +87,7 @@ class PlainSuperGlue(nn.Module):
         self.projection = nn.Conv1d(SIFT_DIM, dim, 1)
         inputs = 6 if config.scale_angle else 3
         self.encoder = _perceptron([inputs, *ENCODER_WIDTHS, dim], config.norm)
-        self.layers = nn.ModuleList(
-            PlainLayer(dim, config.heads, config.norm) for _ in range(2 * config.layers)
-        )
+        self.layers = nn.ModuleList(PlainLayer(dim, config.heads, config.norm) for _ in range(2 * config.layers))
         self.final = nn.Conv1d(dim, dim, 1)
         self.dustbin = nn.Parameter(torch.tensor(1.0))
 

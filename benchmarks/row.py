@@ -124,9 +124,7 @@ class Setting:
         rate = GPU_RATE if self.device.type == "cuda" else EFFICIENCY * self.rate
         seconds, most = calls * operations / rate, budgets * self.seconds
         if seconds > most:
-            return (
-                f"about {seconds:.0f} s, more than {most:.0f}; --seconds {seconds / budgets + 1:.0f} runs it"
-            )
+            return f"about {seconds:.0f} s, more than {most:.0f}; --seconds {seconds / budgets + 1:.0f} runs it"
         free = free_memory(self.device)
         if memory > MEMORY_SHARE * free:
             return f"about {memory / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"

@@ -31,11 +31,7 @@ from superglue_sift.superglue import SuperGlueConfig
 SPACES, ADDRESSES = ("sg-link-0", "sg-link-1"), ("10.199.7.1", "10.199.7.2")
 TUNSETIFF, IFF_TUN, IFF_NO_PI, CLONE_NEWNET = 0x400454CA, 0x1, 0x1000, 0x40000000  # of Linux's headers
 MTU = 65000
-WAYS = (
-    "small buckets in the order of the work",
-    "buckets of 25 MiB in the order of the modules",
-    "no exchange",
-)
+WAYS = ("small buckets in the order of the work", "buckets of 25 MiB in the order of the modules", "no exchange")
 
 
 def _tun(space: str) -> int:
@@ -61,10 +57,7 @@ class Link(threading.Thread):
         self.over = threading.Event()
 
     def run(self) -> None:
-        waiting: Tuple[Deque, Deque] = (
-            collections.deque(),
-            collections.deque(),
-        )  # (due, packet), for each direction
+        waiting: Tuple[Deque, Deque] = (collections.deque(), collections.deque())  # (due, packet), for each direction
         free = [0.0, 0.0]  # when the wire is free again
         while not self.over.is_set():
             now = time.perf_counter()

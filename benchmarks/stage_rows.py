@@ -40,12 +40,8 @@ def keypoints(setting: Setting) -> Iterator[Row]:
 
 def _keypoint_row(row: Dict[str, Any]) -> Row:
     """Ours is to come near the floor and to leave a plain pool behind; the note says what each way spends."""
-    floor, plain_ = (
-        timing.Ratio(row[key], row[f"{key}_low"], row[f"{key}_high"]) for key in ("of_floor", "of_plain")
-    )
-    note = (
-        f"{plain_} of plain (target {OF_PLAIN:g}), {row['cpu_ms']} ms and {row['faults']} page faults a view"
-    )
+    floor, plain_ = (timing.Ratio(row[key], row[f"{key}_low"], row[f"{key}_high"]) for key in ("of_floor", "of_plain"))
+    note = f"{plain_} of plain (target {OF_PLAIN:g}), {row['cpu_ms']} ms and {row['faults']} page faults a view"
     target = OF_FLOOR if row["what"].startswith("keypoints ours") else None
     speed = row["views_per_second"]
     return Row("keypoints", row["what"], speed, "views/s", floor, None, "floor", target, note)
@@ -59,9 +55,7 @@ def store(setting: Setting) -> Iterator[Row]:
     for row in store_rows():
         most = float(row["at most"]) if row["at most"] else None
         against = (
-            f"; {row['of_bare']} of a bare map [{row['of_bare_low']}, {row['of_bare_high']}]"
-            if row["of_bare"]
-            else ""
+            f"; {row['of_bare']} of a bare map [{row['of_bare_low']}, {row['of_bare_high']}]" if row["of_bare"] else ""
         )
         note = f"one core, hot cache, the best round{against}"
         yield Row("store", row["what"], row["microseconds"], "us", at_most=most, note=note)

@@ -55,10 +55,7 @@ def _rows(store: Store, rounds: int) -> Iterator[Dict[str, Any]]:
         "view, bare map": (lambda: _each(bare, places), _ACCESSES),
         "view, store": (lambda: _each(functools.partial(_read, store), places), _ACCESSES),
         f"batch of {_BATCH} pairs": (lambda: load_batch(store, samples, most), 1),
-        f"batch of {_BATCH} pairs, thinned": (
-            lambda: load_batch(store, samples, most, Augmentation(drop=_DROP)),
-            1,
-        ),
+        f"batch of {_BATCH} pairs, thinned": (lambda: load_batch(store, samples, most, Augmentation(drop=_DROP)), 1),
     }
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -170,8 +170,7 @@ def chart(rows: Sequence[Row], folder: Path) -> Optional[Path]:
     """modes.png: a bar for each mode and decoder that ran, with its speed-up; None where none did."""
     units = ("pairs/s", "images/s")
     found = {
-        unit: [each for each in rows if each.group in ("modes", "decoders") and each.unit == unit]
-        for unit in units
+        unit: [each for each in rows if each.group in ("modes", "decoders") and each.unit == unit] for unit in units
     }
     if not any(found.values()):
         return None
@@ -179,9 +178,7 @@ def chart(rows: Sequence[Row], folder: Path) -> Optional[Path]:
 
     figure = Figure(figsize=(9, 1.5 + 0.35 * sum(map(len, found.values()))), layout="constrained")
     shown = {unit: each for unit, each in found.items() if each}
-    places = figure.subplots(
-        len(shown), squeeze=False, gridspec_kw={"height_ratios": list(map(len, shown.values()))}
-    )
+    places = figure.subplots(len(shown), squeeze=False, gridspec_kw={"height_ratios": list(map(len, shown.values()))})
     for axes, (unit, ran) in zip(places[:, 0], shown.items()):
         bars = axes.barh([each.what for each in ran], [each.value for each in ran], color="#0a7d4f")
         axes.bar_label(bars, [f" {each.ratio.value:.2f}x" if each.ratio else "" for each in ran])

@@ -44,10 +44,7 @@ def nothing() -> None:
 
 
 def interleaved(
-    ways: Dict[str, Callable[[], object]],
-    rounds: int = 5,
-    seconds: float = 10.0,
-    wait: Callable[[], None] = nothing,
+    ways: Dict[str, Callable[[], object]], rounds: int = 5, seconds: float = 10.0, wait: Callable[[], None] = nothing
 ) -> Dict[str, Seconds]:
     """Each way once a round, the order turned from round to round, after one unmeasured call of each.
 
@@ -64,9 +61,7 @@ def interleaved(
     names = list(ways)
     begun, used = time.perf_counter(), time.process_time()
     for number in range(max(rounds, 2)):
-        spent = min(
-            time.perf_counter() - begun, max(time.process_time() - used, (time.perf_counter() - begun) / 4)
-        )
+        spent = min(time.perf_counter() - begun, max(time.process_time() - used, (time.perf_counter() - begun) / 4))
         if number >= 2 and spent > seconds:
             break
         gc.collect()

@@ -16,10 +16,7 @@ from superglue_sift.descriptors import root_sift
 from superglue_sift.orientation import choose_orientations
 from superglue_sift.superglue import SuperGlue, geometry_of
 
-SIDE, REACH = (
-    64,
-    0.7,
-)  # of the image in place of ours, in px; theirs divides distances to its middle by REACH * SIDE
+SIDE, REACH = (64, 0.7)  # of the image in place of ours, in px; theirs divides distances to its middle by REACH * SIDE
 
 
 class _Fixed(nn.Module):
@@ -84,10 +81,7 @@ def _inputs(model: SuperGlue, batch) -> Dict[str, Tensor]:
 def _renamed(model: SuperGlue) -> Dict[str, Tensor]:
     """The weights of ours under their names."""
     own = model.state_dict()
-    names = {
-        "final_projection.final_proj": "final_projection",
-        "keypoint_encoder.encoder.4": "keypoint_encoder.12",
-    }
+    names = {"final_projection.final_proj": "final_projection", "keypoint_encoder.encoder.4": "keypoint_encoder.12"}
     for i in range(4):
         names[f"keypoint_encoder.encoder.{i}.linear"] = f"keypoint_encoder.{3 * i}"
         names[f"keypoint_encoder.encoder.{i}.batch_norm"] = f"keypoint_encoder.{3 * i + 1}"

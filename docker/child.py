@@ -47,9 +47,7 @@ class Child:
         """The exit code a person can count on; DVC's own codes mean that a stage failed."""
         code = self.process.wait()
         if Child.stopped:
-            while alive(
-                self.target
-            ):  # some schedulers signal DVC as well, which ends before the trainer has saved
+            while alive(self.target):  # some schedulers signal DVC as well, which ends before the trainer has saved
                 time.sleep(0.1)
             return STOPPED
         return code if code in (0, BAD_REQUEST) else WORK_FAILED
@@ -100,8 +98,6 @@ def parent(entry: Path) -> int:
 
 def cmdline(pid: int) -> List[str]:
     try:
-        return [
-            word.decode("utf-8", "replace") for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        ]
+        return [word.decode("utf-8", "replace") for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
     except OSError:
         return []

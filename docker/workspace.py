@@ -35,10 +35,7 @@ def seed(workspace: Path) -> None:
             flush=True,
         )
         if not os.path.ismount(str(workspace)):
-            print(
-                'nothing is mounted there, so all goes with the container: add -v "$PWD:/workspace"',
-                flush=True,
-            )
+            print('nothing is mounted there, so all goes with the container: add -v "$PWD:/workspace"', flush=True)
     elif not (workspace / "dvc.yaml").exists() and not (workspace / ".dvc").is_dir():
         raise Wrong(f"{workspace} has no dvc.yaml: mount a clone of the project there, or an empty folder")
     if not (workspace / ".git").exists():
@@ -68,11 +65,7 @@ def same_code(workspace: Path) -> None:
     """
     if (workspace / ".git").exists() or os.environ.get("KEEP_CODE"):
         return
-    other = [
-        name
-        for name in CODE
-        if (workspace / name).exists() and sources(workspace / name) != sources(HOME / name)
-    ]
+    other = [name for name in CODE if (workspace / name).exists() and sources(workspace / name) != sources(HOME / name)]
     if other:
         raise Wrong(
             f"{workspace} has the code of another image ({', '.join(other)}): `rm -r {' '.join(other)}` there, and "
@@ -132,9 +125,7 @@ class WorkspaceLock:
         """Note the process that may be DVC."""
         self.dvc = pid
         since = time.strftime("%F %T")
-        self._write(
-            json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since, "dvc": pid})
-        )
+        self._write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since, "dvc": pid}))
 
     def _clear(self, dvc: object) -> bool:
         """Remove the `rwlock` when all its entries are of this process; tell whether it did."""

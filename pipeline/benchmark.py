@@ -17,9 +17,7 @@ from pipeline.errors import RequestError
 def main(_argv: Optional[Sequence[str]] = None) -> int:
     beside = Path(__file__).resolve().parents[1]
     if not (beside / "benchmarks" / "__main__.py").is_file():
-        raise RequestError(
-            f"{beside / 'benchmarks'}: not there; the benchmark comes with a clone, not with the wheel"
-        )
+        raise RequestError(f"{beside / 'benchmarks'}: not there; the benchmark comes with a clone, not with the wheel")
     sys.path.insert(0, str(beside))
     runpy.run_module("benchmarks", run_name="__main__")
     return 0

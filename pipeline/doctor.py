@@ -30,12 +30,8 @@ PLAN = ("disk", "training")  # printed by --quick whatever they find: what the w
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Print the findings; 0 or 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.doctor", description=str(__doc__).splitlines()[0]
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="only what would stop the work, without the network"
-    )
+    parser = argparse.ArgumentParser(prog="python -m pipeline.doctor", description=str(__doc__).splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="only what would stop the work, without the network")
     options = parser.parse_args(argv)
     found: List[Tuple[str, Finding]] = []
     for check in checks(options.quick):
@@ -63,9 +59,7 @@ def guarded(check: Callable[[], Iterator[Finding]]) -> List[Finding]:
     except errors.RequestError as error:
         return [Finding(FAIL, check.__name__.replace("_", " "), str(error))]
     except Exception as error:  # whatever a strange machine does
-        return [
-            Finding(WARN, check.__name__.replace("_", " "), f"not checked: {type(error).__name__}: {error}")
-        ]
+        return [Finding(WARN, check.__name__.replace("_", " "), f"not checked: {type(error).__name__}: {error}")]
 
 
 def software() -> Iterator[Finding]:
@@ -75,9 +69,7 @@ def software() -> Iterator[Finding]:
     image = os.environ.get("IMAGE_STACK", "none")
     cuda = torch.version.cuda or "none"
     yield Finding(
-        OK,
-        "software",
-        f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {cuda}, image {image}",
+        OK, "software", f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {cuda}, image {image}"
     )
 
 
@@ -167,13 +159,9 @@ def user() -> Iterator[Finding]:
         yield Finding(FAIL, "user", f"uid {uid} has no name, which DVC needs: set USER to any name")
         return
     if not os.access(".", os.W_OK):
-        yield Finding(
-            FAIL, "user", f"{os.getcwd()} cannot be written by {name}: docker run --user $(id -u):$(id -g)"
-        )
+        yield Finding(FAIL, "user", f"{os.getcwd()} cannot be written by {name}: docker run --user $(id -u):$(id -g)")
     elif uid == 0 and os.environ.get("IMAGE_STACK") and os.stat(".").st_uid != 0:
-        yield Finding(
-            WARN, "user", "root writes files that their owner cannot change: --user $(id -u):$(id -g)"
-        )
+        yield Finding(WARN, "user", "root writes files that their owner cannot change: --user $(id -u):$(id -g)")
     else:
         yield Finding(OK, "user", f"{name} (uid {uid}) can write here")
 
@@ -213,9 +201,7 @@ def mlflow() -> Iterator[Finding]:
     if not uri.startswith(("http://", "https://")):
         folder = Path(uri.partition("///")[2]).resolve().parent
         fine = os.access(str(folder), os.W_OK)
-        yield Finding(
-            OK if fine else WARN, "MLflow", f"{uri}{'' if fine else ': the folder cannot be written'}"
-        )
+        yield Finding(OK if fine else WARN, "MLflow", f"{uri}{'' if fine else ': the folder cannot be written'}")
         return
     status, error = http_status(f"{uri}/api/2.0/mlflow/experiments/get?experiment_id=0")
     yield machine.judge_tracking(uri, status, error)

@@ -44,9 +44,7 @@ OWN_PARAMS = Path(__file__).resolve().parents[1] / "params.yaml"
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.evaluate", description=str(__doc__).splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m pipeline.evaluate", description=str(__doc__).splitlines()[0])
     add = parser.add_argument
     add("--model", type=Path, help="model to judge (default: the weights that ship with the project)")
     add("--also", action="append", default=[], metavar="NAME=FILE", help="another model; again for more")
@@ -91,9 +89,7 @@ def further_models(words: List[str]) -> Dict[str, Path]:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) or not file:
             raise RequestError(f"--also {word}: must be NAME=FILE, NAME of letters, digits, - and _")
         if name in (*matchers.MATCHERS, lightglue.NAME, *found):
-            raise RequestError(
-                f"--also {word}: there is a matcher called {name} already; choose another name"
-            )
+            raise RequestError(f"--also {word}: there is a matcher called {name} already; choose another name")
         found[name] = Path(file)
     return found
 
@@ -165,9 +161,7 @@ def chosen_extractor(args: argparse.Namespace, network: matchers.Network) -> Ext
     return extractors.load(name)
 
 
-def chosen_matchers(
-    args: argparse.Namespace, section: EvaluateParams, device: str
-) -> Tuple[Matchers, List[str]]:
+def chosen_matchers(args: argparse.Namespace, section: EvaluateParams, device: str) -> Tuple[Matchers, List[str]]:
     """All that are compared, and a line for each that was asked for and is not here or is of other keypoints."""
     models = {OURS: args.model, **args.also}
     networks = {name: matchers.load_network(file, device, section) for name, file in models.items()}
@@ -222,9 +216,7 @@ def track(args: argparse.Namespace, contents: Mapping[str, Content], info: Mappi
             run.challenge(args.out / "pairs.csv")
 
 
-def evaluate(
-    args: argparse.Namespace, context: distributed.Context
-) -> Tuple[Dict[str, Content], Mapping[str, Any]]:
+def evaluate(args: argparse.Namespace, context: distributed.Context) -> Tuple[Dict[str, Content], Mapping[str, Any]]:
     """What was asked for, by variant, on the first process of a group, nothing on the others; and the model's info."""
     section = section_of(args)
     device = choose_device(args.device) if context.world_size == 1 else str(context.device)

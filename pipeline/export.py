@@ -46,9 +46,7 @@ def interface(model: dict) -> dict:
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.export", description=str(__doc__).splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m pipeline.export", description=str(__doc__).splitlines()[0])
     add = parser.add_argument
     add("--model", type=Path, default=Path("checkpoints/best.safetensors"), help="weights to export")
     add("--metrics", type=Path, help="metrics.json of their evaluation, to go with them")

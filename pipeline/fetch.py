@@ -70,10 +70,7 @@ def _fetch(options: argparse.Namespace, settings: FetchParams, made_from: str) -
         splits.require_usable(*own, smallest_images(params.load_all(options.params)))
     manifest.writable(options.out, options.archives, options.reports)
     if settings.source == "sample":
-        entries, containers = (
-            sources.copy_sample(options.out / SAMPLE),
-            {SAMPLE: {"kind": "folder", "path": SAMPLE}},
-        )
+        entries, containers = (sources.copy_sample(options.out / SAMPLE), {SAMPLE: {"kind": "folder", "path": SAMPLE}})
     else:
         shutil.rmtree(options.out / SAMPLE, ignore_errors=True)
         found = _entries(*own, options.out) if own else _coco(settings, options.out, options.archives)
@@ -85,9 +82,7 @@ def _fetch(options: argparse.Namespace, settings: FetchParams, made_from: str) -
 def _made_from(settings: FetchParams) -> str:
     """Digest of what the manifest depends on: parameters, the images of a person's own folders, code."""
     folders = (settings.path, settings.val_path) if settings.source == "folder" else ()
-    return json_digest(
-        [settings.model_dump(), digest(*folders) if folders else "", code_digest(CODE, OUTSIDE)]
-    )
+    return json_digest([settings.model_dump(), digest(*folders) if folders else "", code_digest(CODE, OUTSIDE)])
 
 
 def _fitting(out: Path, made_from: str) -> Optional[List[Entry]]:
@@ -117,8 +112,7 @@ def _entries(split_names: splits.Splits, held: Dict[str, Container], out: Path) 
         tick = partial(progress, total=len(names), desc=f"reading {split} images", unit="image")
         entries += held[key].entries(names, split, key, tick)
     containers = {
-        key: {**each.facts, "kind": each.kind, "path": _reference(each.path, out)}
-        for key, each in held.items()
+        key: {**each.facts, "kind": each.kind, "path": _reference(each.path, out)} for key, each in held.items()
     }
     return entries, containers
 
@@ -136,9 +130,7 @@ def _coco(settings: FetchParams, out: Path, archives: Path) -> Found:
     if "val" in holdings:
         names = holdings["val"].names
         fraction = min(1.0, coco.HELD_OUT / len(names))
-        chosen = splits.share(
-            holdings["train"].names, sources.hold_out(names, fraction, settings.seed)[1], settings
-        )
+        chosen = splits.share(holdings["train"].names, sources.hold_out(names, fraction, settings.seed)[1], settings)
     else:
         chosen = splits.hold_out(holdings["train"].names, settings)
     held_out = chosen["val"] + chosen["test"]

@@ -70,9 +70,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def _arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.keypoints", description=str(__doc__).split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m pipeline.keypoints", description=str(__doc__).split("\n")[0])
     parser.add_argument("--params", default="params.yaml", help="file with the section `keypoints`")
     parser.add_argument("--images", type=Path, default=Path("data/images"), help="folder `fetch` wrote")
     parser.add_argument("--out", type=Path, default=Path("data/keypoints"), help="folder of the stores")
@@ -93,9 +91,7 @@ def _plan(images: ImageSet, folders: Dict[str, Folder], settings: Any, options: 
     return 0
 
 
-def _extract(
-    folders: Dict[str, Folder], images: ImageSet, settings: Any, workers: int, rank: int, ranks: int
-) -> int:
+def _extract(folders: Dict[str, Folder], images: ImageSet, settings: Any, workers: int, rank: int, ranks: int) -> int:
     """Make this rank's missing shards; returns how many images went through."""
     todo: Work = []
     for folder in folders.values():
@@ -107,9 +103,7 @@ def _extract(
             (folder.path / INDEX).unlink(missing_ok=True)  # what it says is no longer so
     entries = [entry for _, shard in todo for entry in shard.entries]
     total = sum(len(shard.entries) for folder in folders.values() for shard in folder.shards[rank::ranks])
-    bar = progress(
-        total=total, initial=total - len(entries), desc="keypoints", unit="image", disable=rank > 0
-    )
+    bar = progress(total=total, initial=total - len(entries), desc="keypoints", unit="image", disable=rank > 0)
     with Pool(images, settings, max(min(workers, len(entries)), 1)) as pool, bar:
         results = pool.map(entries)
         for folder, shard in todo:

@@ -131,10 +131,7 @@ def _agent(arguments: Sequence[str]) -> int:
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
         run.main([*own_address(os.environ.get("LOCAL_ADDR", ""), LaunchConfig, api), *arguments])
-    except (
-        ChildFailedError,
-        SignalException,
-    ):  # some schedulers signal every process, and the ranks have saved
+    except (ChildFailedError, SignalException):  # some schedulers signal every process, and the ranks have saved
         return 1
     return 0
 
@@ -196,9 +193,7 @@ class Supervisor:
             with tempfile.TemporaryDirectory(prefix="launch-") as folder:
                 code, lost = self._once(Path(folder), restarted=left < most)
             if lost:
-                print(
-                    f"{' and '.join(lost)} died or hung (killed, stopped, or out of memory)", file=sys.stderr
-                )
+                print(f"{' and '.join(lost)} died or hung (killed, stopped, or out of memory)", file=sys.stderr)
             if not lost or self.stopping or left == 0:
                 return code
             left -= 1

@@ -56,9 +56,7 @@ def micro_batch(train: Any, processes: int) -> int:
     return -(-pairs // train.accumulate)
 
 
-def training_bytes(
-    train: Any, pairs: int, parameters: int, precision: str = "float32", device: str = "cpu"
-) -> int:
+def training_bytes(train: Any, pairs: int, parameters: int, precision: str = "float32", device: str = "cpu") -> int:
     """Bytes that a training process holds at the peak of a step, beside what Python and CUDA themselves take.
 
     Args:

@@ -48,14 +48,10 @@ def render(name: str, images: str = "", val_images: str = "") -> str:
         _merge(tree, _load(_text(name)))
     if tree["fetch"]["source"] == "folder":
         if not images:
-            raise RequestError(
-                f"preset {name}: needs a folder of images; {typed('repro', images='~/photos')}"
-            )
+            raise RequestError(f"preset {name}: needs a folder of images; {typed('repro', images='~/photos')}")
         _set_folders(tree, _folder(images), _folder(val_images) if val_images else "")
     elif images or val_images:
-        raise RequestError(
-            f"preset {name}: takes no folder of images; leave the preset out, or use the preset folder"
-        )
+        raise RequestError(f"preset {name}: takes no folder of images; leave the preset out, or use the preset folder")
     body = _dump(tree)
     _require_images(params.parse(_plain(body), f"presets/{name}.yaml"))
     return f"{header}\n\n{body}"
@@ -79,9 +75,7 @@ def write(path: Path, text: str) -> bool:
     if before == text:
         return False
     write_atomic(path, text)
-    lines = difflib.unified_diff(
-        _flat(before), _flat(text), f"{path} before", f"{path} now", n=0, lineterm=""
-    )
+    lines = difflib.unified_diff(_flat(before), _flat(text), f"{path} before", f"{path} now", n=0, lineterm="")
     print("\n".join(line for line in lines if not line.startswith("@@")))
     return True
 
@@ -169,9 +163,7 @@ def _plain(text: str) -> Any:
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Entry of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.presets", description=str(__doc__).splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m pipeline.presets", description=str(__doc__).splitlines()[0])
     parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="the file written")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="name the presets")
@@ -192,9 +184,7 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 def _use(args: argparse.Namespace) -> int:
     if args.val_images and not args.images:
-        raise RequestError(
-            "VAL_IMAGES (--val-images) goes with IMAGES (--images): name the training images too"
-        )
+        raise RequestError("VAL_IMAGES (--val-images) goes with IMAGES (--images): name the training images too")
     name = args.name or ("folder" if args.images else BASE)
     if not write(args.params, render(name, args.images, args.val_images)):
         print(f"{args.params} already holds preset {name}")

@@ -135,13 +135,9 @@ class TrainParams(Section):
     @model_validator(mode="after")
     def _keys_agree(self) -> TrainParams:
         if self.negative_px < self.positive_px:
-            raise ValueError(
-                f"negative_px = {self.negative_px}: must be positive_px ({self.positive_px}) or more"
-            )
+            raise ValueError(f"negative_px = {self.negative_px}: must be positive_px ({self.positive_px}) or more")
         if self.checkpoint_layers and self.norm == "batch":
-            raise ValueError(
-                "checkpoint_layers = True: needs norm: layer (running statistics would move twice)"
-            )
+            raise ValueError("checkpoint_layers = True: needs norm: layer (running statistics would move twice)")
         if self.neighbours and not self.scale_angle:
             raise ValueError("neighbours = True: needs scale_angle: true (it compares scales and angles)")
         if self.bitwise_elastic and self.accumulate > 1:

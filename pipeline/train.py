@@ -24,9 +24,7 @@ from pipeline.training.trainer import Training
 
 
 def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.train", description=str(__doc__).splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m pipeline.train", description=str(__doc__).splitlines()[0])
     add, usual = parser.add_argument, TrainPaths
     add("--keypoints", type=Path, default=usual.keypoints, help="folder of the stage keypoints")
     add("--out", type=Path, default=usual.out, help="folder of the checkpoints")

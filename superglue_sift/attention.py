@@ -89,9 +89,7 @@ class _WithOwnGradient(torch.autograd.Function):
         return found, None
 
 
-def _write_gradient(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], number: int, scratch: Tensor
-) -> None:
+def _write_gradient(inputs: Sequence[Tensor], outputs: Sequence[Tensor], number: int, scratch: Tensor) -> None:
     """The gradient of attention of some sequences, all of n keypoints, to as many others, all of m.
 
     Args:
@@ -101,8 +99,7 @@ def _write_gradient(
     """
     # (number, H, n, d), and in contiguous copies
     outputs, parts = (
-        [t.unflatten(0, (number, len(t) // number)).transpose(1, 2) for t in each]
-        for each in (outputs, inputs)
+        [t.unflatten(0, (number, len(t) // number)).transpose(1, 2) for t in each] for each in (outputs, inputs)
     )
     q, k, v, grad = (t.clone(memory_format=torch.contiguous_format).flatten(0, 1) for t in parts)
     shape = (len(q), q.shape[1], k.shape[1])

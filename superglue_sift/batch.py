@@ -83,9 +83,7 @@ class PairBatch:
     def _with(self, moved: Callable[[Tensor], Tensor]) -> PairBatch:
         """The same batch with all but the counts `moved`."""
         changed = {
-            name: moved(value)
-            for name, value in vars(self).items()
-            if value is not None and name not in ON_HOST
+            name: moved(value) for name, value in vars(self).items() if value is not None and name not in ON_HOST
         }
         return dataclasses.replace(self, **changed)
 

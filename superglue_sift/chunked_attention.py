@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-MAX_WEIGHTS = (
-    1 << 26
-)  # of the queries that are done at a time, over all sequences and heads: 256 MiB in float32
+MAX_WEIGHTS = 1 << 26  # of the queries that are done at a time, over all sequences and heads: 256 MiB in float32
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Tensor:

@@ -211,17 +211,13 @@ def match_many(args: argparse.Namespace) -> int:
         pairs, total = many.sequential(open_video(args), args.k or NEIGHBOURS["sequential"]), None
     elif source is not None:
         photos, bad = many.prepare(many.photos_in(source), store)
-        pairs, total = many.choose_pairs(
-            photos, store, args.pairing, args.k or NEIGHBOURS.get(args.pairing, 0)
-        )
+        pairs, total = many.choose_pairs(photos, store, args.pairing, args.k or NEIGHBOURS.get(args.pairing, 0))
     else:
         pairs, bad = listed(args, store)
         total = len(pairs)
     with database(args, store) as add:
         done = many.match(pairs, total, store, output, add)
-    print(
-        f"{done} pairs matched{f' of {total}, the others before' if total and done < total else ''}: {args.out_dir}"
-    )
+    print(f"{done} pairs matched{f' of {total}, the others before' if total and done < total else ''}: {args.out_dir}")
     if bad:
         path = many.write_bad(args.out_dir, bad)
         raise WorkError(f"{len(bad)} images cannot be read, the rest is done; which and why: {path}")

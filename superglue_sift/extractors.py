@@ -100,9 +100,7 @@ def records_of(name: str, found: Mapping[str, Any]) -> np.ndarray:
         return RequestError(f"extractor {name}: {what} (see docs/features.md)")
 
     try:
-        keypoints, scores, descriptors = (
-            np.asarray(found[key]) for key in ("keypoints", "scores", "descriptors")
-        )
+        keypoints, scores, descriptors = (np.asarray(found[key]) for key in ("keypoints", "scores", "descriptors"))
     except (KeyError, TypeError, IndexError) as error:
         raise wrong("must return a dictionary with keypoints, scores and descriptors") from error
     count = len(keypoints)
@@ -115,9 +113,7 @@ def records_of(name: str, found: Mapping[str, Any]) -> np.ndarray:
     if descriptors.dtype != np.uint8 and descriptors.dtype.kind != "f":
         raise wrong(f"descriptors of {descriptors.dtype}: must be float32, or uint8 for bits")
     binary, width = descriptors.dtype == np.uint8, descriptors.shape[1]
-    records = np.zeros(
-        count, record_dtype("binary", -(-width // 4) * 32) if binary else record_dtype("float", width)
-    )
+    records = np.zeros(count, record_dtype("binary", -(-width // 4) * 32) if binary else record_dtype("float", width))
     records["x"], records["y"] = keypoints.T
     records["score"] = scores
     if ("scales" in found) != ("angles" in found):

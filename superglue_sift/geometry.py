@@ -151,9 +151,7 @@ def _conditioner(points: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return np.array([[scale, 0, -scale * mean[0]], [0, scale, -scale * mean[1]], [0, 0, 1.0]])
 
 
-def fit_dlt(
-    points0: np.ndarray, points1: np.ndarray, weights: Optional[np.ndarray] = None
-) -> Optional[np.ndarray]:
+def fit_dlt(points0: np.ndarray, points1: np.ndarray, weights: Optional[np.ndarray] = None) -> Optional[np.ndarray]:
     """Weighted least-squares homography 0 -> 1 over all matches, without outlier rejection.
 
     The direct linear transform with Hartley conditioning (Hartley and Zisserman, algorithm 4.2), each

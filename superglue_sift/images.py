@@ -24,17 +24,7 @@ import numpy as np
 
 from superglue_sift.errors import RequestError
 
-EXTENSIONS = (
-    ".jpg",
-    ".jpeg",
-    ".png",
-    ".webp",
-    ".bmp",
-    ".tif",
-    ".tiff",
-    ".ppm",
-    ".pgm",
-)  # looked for in folders
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")  # looked for in folders
 MAX_PIXELS = 200_000_000  # gray; a larger one would take a worker's memory (and is more likely a bomb)
 HOLE_BYTES = 1024  # the shortest run of zeros inside coded JPEG data that is looked at
 

@@ -14,19 +14,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import (
-    Callable,
-    Dict,
-    Iterable,
-    Iterator,
-    List,
-    NamedTuple,
-    Optional,
-    OrderedDict,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, OrderedDict, Sequence, Tuple, Union
 from zipfile import BadZipFile
 
 import cv2
@@ -269,9 +257,7 @@ def choose_pairs(photos: Sequence[Item], store: FeatureStore, pairing: str, k: i
     return [(photos[i], photos[j]) for i, j in chosen], len(chosen)
 
 
-def match(
-    pairs: Pairs, total: Optional[int], store: FeatureStore, output: Output, add: Optional[Adding] = None
-) -> int:
+def match(pairs: Pairs, total: Optional[int], store: FeatureStore, output: Output, add: Optional[Adding] = None) -> int:
     """Match and write each pair that is not done yet; returns how many that were. add: called for every pair."""
     matcher = store.matcher
     size = BATCH_ON_GPU if matcher.device.startswith("cuda") else 1

@@ -18,19 +18,7 @@ import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import (
-    Any,
-    Callable,
-    Iterable,
-    Iterator,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import Any, Callable, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import cv2
 import numpy as np
@@ -100,9 +88,7 @@ class Features(NamedTuple):
         if keypoints.shape != (count, 2):
             raise RequestError(f"keypoints of shape {keypoints.shape}: must be (n, 2)")
         if descriptors.shape != (count, DESCRIPTOR):
-            raise RequestError(
-                f"descriptors of shape {descriptors.shape}: must be SIFT's, ({count}, {DESCRIPTOR})"
-            )
+            raise RequestError(f"descriptors of shape {descriptors.shape}: must be SIFT's, ({count}, {DESCRIPTOR})")
         if count and (descriptors.min() < 0 or descriptors.max() > 255 or descriptors.max() <= 1):
             raise RequestError("descriptors must be whole numbers from 0 to 255, not normalised")
         records = np.zeros(count, KEYPOINT)
@@ -286,9 +272,7 @@ class Matcher:
         return self.match_batch(((one, other) for other in others), batch_size)
 
     def match_batch(
-        self,
-        pairs: Iterable[Tuple[Union[Image, Features], Union[Image, Features]]],
-        batch_size: int = 8,
+        self, pairs: Iterable[Tuple[Union[Image, Features], Union[Image, Features]]], batch_size: int = 8
     ) -> Iterator[MatchResult]:
         """`match` of each pair, in order; `pairs` are read and answered `batch_size` at a time.
 
@@ -314,9 +298,7 @@ class Matcher:
             index0 = np.flatnonzero(found.matches0 >= 0)
             matches = np.stack([index0, found.matches0[index0]], axis=1)
             scores = found.scores0[index0]
-            results.append(
-                MatchResult(side0.keypoints, side1.keypoints, matches, scores, side0.size, side1.size)
-            )
+            results.append(MatchResult(side0.keypoints, side1.keypoints, matches, scores, side0.size, side1.size))
         return results
 
 
@@ -330,14 +312,10 @@ def check_features(config: SuperGlueConfig, *sides: Features) -> None:
                 f"{config.extractor}, {config.descriptor} of {config.descriptor_dim}"
             )
         if config.scale_angle and not side.records["scale"].all():
-            raise RequestError(
-                "keypoints without scale and angle: the model looks at both (train.scale_angle)"
-            )
+            raise RequestError("keypoints without scale and angle: the model looks at both (train.scale_angle)")
 
 
-def extract(
-    gray: np.ndarray, max_keypoints: int, resize: int = 0, extractor: Extract = sift.extract
-) -> Features:
+def extract(gray: np.ndarray, max_keypoints: int, resize: int = 0, extractor: Extract = sift.extract) -> Features:
     """Keypoints of a gray image (H, W) uint8, found on it reduced to a longer side of `resize` pixels (0: as it is)."""
     size = (gray.shape[1], gray.shape[0])
     shrink = min(1.0, resize / max(size)) if resize else 1.0
@@ -356,9 +334,7 @@ def _gray(image: Union[np.ndarray, torch.Tensor]) -> np.ndarray:
     pixels = _array(image) if isinstance(image, torch.Tensor) else np.asarray(image)
     gray, color = pixels.ndim == 2, pixels.ndim == 3 and pixels.shape[-1] == 3
     if pixels.dtype != np.uint8 or not (gray or color) or 0 in pixels.shape:
-        raise RequestError(
-            f"an image of {pixels.dtype} {pixels.shape}: must be uint8, (H, W) gray or (H, W, 3) BGR"
-        )
+        raise RequestError(f"an image of {pixels.dtype} {pixels.shape}: must be uint8, (H, W) gray or (H, W, 3) BGR")
     return pixels if gray else cv2.cvtColor(pixels, cv2.COLOR_BGR2GRAY)
 
 

@@ -68,9 +68,7 @@ def neighbour_features(descriptors: List[Tensor], geometry: List[Tensor], layout
     """
     if layout.device.type != "cpu":
         return _padded(descriptors, geometry, layout)
-    sides = [
-        [t.split(side.counts) for side, t in zip(layout.sides, each)] for each in (descriptors, geometry)
-    ]
+    sides = [[t.split(side.counts) for side, t in zip(layout.sides, each)] for each in (descriptors, geometry)]
     found: Tuple[List[Tensor], List[Tensor]] = ([], [])
     for pair in zip(*sides[0], *sides[1]):
         for side, features in enumerate(_of_pair(*pair)):

@@ -46,9 +46,7 @@ OPSET = 18  # the least that torch's exporter writes without converting
 SIDE = ("keypoints", "descriptors", "scores", "scales", "angles", "image_size", "mask")
 INPUTS = tuple(f"{name}{side}" for side in "01" for name in SIDE)
 OUTPUTS = ("matches0", "matches1", "matching_scores0", "matching_scores1", "matches", "mscores")
-_EMPTY = (
-    2  # masked rows put behind the keypoints: an empty image is none to the graph, a second neighbour exists
-)
+_EMPTY = 2  # masked rows put behind the keypoints: an empty image is none to the graph, a second neighbour exists
 
 
 class PaddedSuperGlue(nn.Module):
@@ -96,9 +94,7 @@ class PaddedSuperGlue(nn.Module):
         Z = torch.where(real, scores, self.model.dustbin.double())
         m, n = (mask.double().sum(1, keepdim=True) for mask in (mask0, mask1))
         total = (m + n).clamp(min=1.0)
-        mu, nu = (
-            torch.cat([own[:, :-1].double(), other], 1) / total for own, other in ((mask0, n), (mask1, m))
-        )
+        mu, nu = (torch.cat([own[:, :-1].double(), other], 1) / total for own, other in ((mask0, n), (mask1, m)))
         shift = Z.amax(2, keepdim=True)
         K = (Z - shift).exp()
         back = K.transpose(1, 2)
@@ -158,21 +154,11 @@ def example(batch: int = 2, counts: Tuple[int, int] = (7, 5), device: str = "cpu
     generator = torch.Generator().manual_seed(0)
     values = []
     for count in counts:
-        drawn = [
-            torch.rand((batch, count, *rest), generator=generator) for rest in ((2,), (SIFT_DIM,), (), (), ())
-        ]
+        drawn = [torch.rand((batch, count, *rest), generator=generator) for rest in ((2,), (SIFT_DIM,), (), (), ())]
         position, descriptors, scores, scales, angles = drawn
         mask = torch.arange(count).expand(batch, count) < max(count - 1, 0)
         size = torch.tensor([[640.0, 480.0]]).repeat(batch, 1)
-        values += [
-            position * 400,
-            (descriptors * 255).round(),
-            scores / 10,
-            1 + scales * 9,
-            angles * 360,
-            size,
-            mask,
-        ]
+        values += [position * 400, (descriptors * 255).round(), scores / 10, 1 + scales * 9, angles * 360, size, mask]
     return tuple(value.to(device) for value in values)
 
 
@@ -185,9 +171,7 @@ def inputs_of(side0: Features, side1: Features) -> Dict[str, np.ndarray]:
         for name in ("descriptor", "score", "scale", "angle"):
             columns[name + "s"] = side.records[name].astype(np.float32)
         columns["mask"] = np.ones(len(side.records), bool)
-        values.update(
-            {f"{name}{number}": np.ascontiguousarray(value)[None] for name, value in columns.items()}
-        )
+        values.update({f"{name}{number}": np.ascontiguousarray(value)[None] for name, value in columns.items()})
     return values
 
 
@@ -197,25 +181,17 @@ def program(model: SuperGlue, threshold: float) -> Any:
     Raises RequestError: a torch that cannot (older than 2.5), or a model for other features than SIFT.
     """
     if not can_export():
-        raise RequestError(
-            f"torch {torch.__version__} cannot export a network whose shapes change: needs 2.5 or newer"
-        )
+        raise RequestError(f"torch {torch.__version__} cannot export a network whose shapes change: needs 2.5 or newer")
     if model.config.descriptor != "sift":
         raise RequestError(f"ONNX is written of models for SIFT; this one is for {model.config.extractor}")
     dim = torch.export.Dim
     batch, counts = dim("batch"), {"0": dim("keypoints0"), "1": dim("keypoints1")}
-    shapes = [
-        {0: batch} if name.startswith("image_size") else {0: batch, 1: counts[name[-1]]} for name in INPUTS
-    ]
+    shapes = [{0: batch} if name.startswith("image_size") else {0: batch, 1: counts[name[-1]]} for name in INPUTS]
     with torch.no_grad():
-        return torch.export.export(
-            PaddedSuperGlue(model, threshold).eval(), example(), dynamic_shapes=(tuple(shapes),)
-        )
+        return torch.export.export(PaddedSuperGlue(model, threshold).eval(), example(), dynamic_shapes=(tuple(shapes),))
 
 
-def export(
-    path: Union[str, Path], model: Union[str, Path, None] = None, threshold: Optional[float] = None
-) -> Path:
+def export(path: Union[str, Path], model: Union[str, Path, None] = None, threshold: Optional[float] = None) -> Path:
     """Write a trained model as ONNX, opset 18, in one file.
 
     Args:
@@ -305,16 +281,10 @@ def _milliseconds(work: Callable[..., object], *arguments: object) -> float:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Entry of `python -m superglue_sift.onnx`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m superglue_sift.onnx", description=str(__doc__).splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m superglue_sift.onnx", description=str(__doc__).splitlines()[0])
     parser.add_argument("out", type=Path, help="the file to write (.onnx)")
-    parser.add_argument(
-        "--model", type=Path, help="model file (default: the weights that ship with the library)"
-    )
-    parser.add_argument(
-        "--threshold", type=float, help="least probability of a match (default: the model's own)"
-    )
+    parser.add_argument("--model", type=Path, help="model file (default: the weights that ship with the library)")
+    parser.add_argument("--threshold", type=float, help="least probability of a match (default: the model's own)")
     parser.add_argument("--time", action="store_true", help="say how long torch and ONNX Runtime take here")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto: where --time measures")
     args = parser.parse_args(argv)

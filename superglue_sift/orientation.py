@@ -45,15 +45,12 @@ def choose_pair(pair: Pair) -> Pair:
     chosen = choose_orientations(from_pairs([pair]))
     counts = len(pair.records0), len(pair.records1)
     records = [
-        t[0, :count].numpy().reshape(-1).view(KEYPOINT)
-        for t, count in zip((chosen.records0, chosen.records1), counts)
+        t[0, :count].numpy().reshape(-1).view(KEYPOINT) for t, count in zip((chosen.records0, chosen.records1), counts)
     ]
     return Pair(records[0], records[1], pair.size0, pair.size1)
 
 
-def _one_by_one(
-    records0: Tensor, records1: Tensor, counts0: List[int], counts1: List[int]
-) -> Tuple[Tensor, Tensor]:
+def _one_by_one(records0: Tensor, records1: Tensor, counts0: List[int], counts1: List[int]) -> Tuple[Tensor, Tensor]:
     """On a CPU, where only what has a second orientation costs anything."""
     chosen0, chosen1 = records0[..., :_ONE].clone(), records1[..., :_ONE].clone()
     for i, counts in enumerate(zip(counts0, counts1)):
@@ -65,9 +62,7 @@ def _one_by_one(
             continue
         stacked = [torch.cat([_first(r), _second(r[rows])]) for r, rows in zip(own, seconds)]
         cosines = stacked[0] @ stacked[1].t()
-        for chosen, r, rows, best in zip(
-            (chosen0[i], chosen1[i]), own, seconds, (cosines.amax(1), cosines.amax(0))
-        ):
+        for chosen, r, rows, best in zip((chosen0[i], chosen1[i]), own, seconds, (cosines.amax(1), cosines.amax(0))):
             rows = rows[best[len(r) :] > best[rows]]
             chosen[rows] = _with_second(r[rows])
     return chosen0, chosen1

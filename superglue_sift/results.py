@@ -66,11 +66,7 @@ def write_npz(path: Path, found: MatchResult) -> None:
     matches, confidence = dense(found)
     data = io.BytesIO()
     np.savez_compressed(
-        data,
-        keypoints0=found.keypoints0,
-        keypoints1=found.keypoints1,
-        matches=matches,
-        match_confidence=confidence,
+        data, keypoints0=found.keypoints0, keypoints1=found.keypoints1, matches=matches, match_confidence=confidence
     )
     write_atomic(path, data.getvalue())
 

@@ -17,9 +17,7 @@ WORDS = 64
 SAMPLE = 20_000  # descriptors that the vocabulary is made of, as many of each image
 
 
-def nearest_pairs(
-    images: Sequence[str], descriptors: Callable[[str], np.ndarray], k: int
-) -> List[Tuple[int, int]]:
+def nearest_pairs(images: Sequence[str], descriptors: Callable[[str], np.ndarray], k: int) -> List[Tuple[int, int]]:
     """Each image with the k most similar others: pairs (i, j), i < j, sorted, each once.
 
     Args:

@@ -184,9 +184,7 @@ def log_optimal_transport(scores: List[Tensor], dustbin: Tensor, iterations: int
         ]
 
 
-def _checked(
-    problem: Tuple[Tensor, Tensor, Tensor], log_P: Tensor, finite: Tensor, iterations: int
-) -> Tensor:
+def _checked(problem: Tuple[Tensor, Tensor, Tensor], log_P: Tensor, finite: Tensor, iterations: int) -> Tensor:
     return log_P if bool(finite) else _log_domain(*problem, iterations)
 
 
@@ -254,9 +252,7 @@ def _augment_padded(
     m, n = counts0[:, None], counts1[:, None]
     i, j = (torch.arange(size, device=scores.device) for size in (rows, columns))
     core = (i < m).unsqueeze(2) & (j < n).unsqueeze(1)
-    Z = torch.where(
-        core, torch.nn.functional.pad(scores, (0, columns - N, 0, rows - M)), dustbin.to(scores.dtype)
-    )
+    Z = torch.where(core, torch.nn.functional.pad(scores, (0, columns - N, 0, rows - M)), dustbin.to(scores.dtype))
     marginals = []
     for place, own, other in ((i, m, n), (j, n, m)):
         lone = torch.where(m + n > 0, other, torch.ones_like(other))

@@ -152,9 +152,7 @@ def _copy(sources: List[Tensor], targets: List[Tensor]) -> None:
         target.copy_(source)
 
 
-def iterate(
-    Z: Tensor, mu: Tensor, nu: Tensor, iterations: int, recurs: bool
-) -> Tuple[Tensor, Tensor, Tensor]:
+def iterate(Z: Tensor, mu: Tensor, nu: Tensor, iterations: int, recurs: bool) -> Tuple[Tensor, Tensor, Tensor]:
     """All iterates a (T, ..., M), b (T + 1, ..., N) and the row maxima r (..., M); recurs: see `_run`."""
     K, r = _kernel(Z)
     a = Z.new_empty((iterations, *mu.shape))

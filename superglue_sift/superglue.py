@@ -53,9 +53,7 @@ class SuperGlueConfig:
     heads: int = 4
     norm: str = "layer"  # layer | batch
     scale_angle: bool = True  # encode SIFT's scale and angle beside position and score
-    neighbours: bool = (
-        False  # encode each keypoint's nearest neighbour in the other image too (neighbours.py)
-    )
+    neighbours: bool = False  # encode each keypoint's nearest neighbour in the other image too (neighbours.py)
     sinkhorn_iterations: int = 100  # T, in training; inference may use another
     extractor: str = "sift"  # whose keypoints it matches (extractors.py)
     descriptor: str = "sift"  # their kind: sift | float | binary (descriptors.py)
@@ -147,14 +145,10 @@ class SuperGlue(nn.Module):
         log_P, finite = self.transport(descriptors, layout)
         found = Assignments.padded(log_P, layout.sizes)
         beyond = [pair for pair, held in enumerate(finite.tolist()) if not held]
-        return (
-            found.replaced(beyond, self._assign_one_by_one(descriptors, layout, beyond)) if beyond else found
-        )
+        return found.replaced(beyond, self._assign_one_by_one(descriptors, layout, beyond)) if beyond else found
 
     def _assign_one_by_one(self, descriptors: Tensor, layout: Layout, pairs: Iterable[int]) -> List[Tensor]:
-        sides0, sides1 = (
-            to_float32(t).split(s.counts) for t, s in zip(layout.halves(descriptors), layout.sides)
-        )
+        sides0, sides1 = (to_float32(t).split(s.counts) for t, s in zip(layout.halves(descriptors), layout.sides))
         with no_autocast(descriptors.device.type):  # scores reach 40, where bfloat16 resolves 0.25
             scores = [(sides0[i] * self._scale) @ sides1[i].T for i in pairs]
         return log_optimal_transport(scores, self.dustbin, self.config.sinkhorn_iterations)
@@ -229,9 +223,7 @@ def geometry_of(batch, side: str, scale_angle: bool) -> Tensor:
     return torch.cat([position, score, scale, angle.cos(), angle.sin()], -1)
 
 
-def mutual_matches(
-    log_assignments: Sequence[Tensor], size: Tuple[int, int], threshold: float = 0.2
-) -> Matches:
+def mutual_matches(log_assignments: Sequence[Tensor], size: Tuple[int, int], threshold: float = 0.2) -> Matches:
     """Matches that are each other's best and more probable than `threshold` (section 5, 0.2 in the paper).
 
     Args:
@@ -249,10 +241,7 @@ def mutual_matches(
         if min(P.shape) == 0:
             continue
         best0, best1 = P.max(1), P.max(0)
-        for matches, scores, best, back in (
-            (matches0, scores0, best0, best1),
-            (matches1, scores1, best1, best0),
-        ):
+        for matches, scores, best, back in ((matches0, scores0, best0, best1), (matches1, scores1, best1, best0)):
             count = len(best.indices)
             mutual = back.indices[best.indices] == torch.arange(count, device=device)
             good = mutual & (best.values > threshold)

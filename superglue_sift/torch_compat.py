@@ -32,9 +32,7 @@ def has_fused_attention() -> bool:
 def has_packed_attention(q: Tensor) -> bool:
     """Is there a fused kernel for packed sequences of any lengths (torch 2.10, Ampere or newer, half precision)?"""
     fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and q.dtype in (torch.float16, torch.bfloat16)
-    return (
-        fits and q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 0) and _varlen() is not None
-    )
+    return fits and q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 0) and _varlen() is not None
 
 
 def _varlen() -> Optional[Callable[..., Any]]:
@@ -45,9 +43,7 @@ def _varlen() -> Optional[Callable[..., Any]]:
     return varlen_attn
 
 
-def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, partner_starts: Tensor, longest: int
-) -> Tensor:
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, partner_starts: Tensor, longest: int) -> Tensor:
     """Attention of packed sequences; where `has_packed_attention`.
 
     Args:

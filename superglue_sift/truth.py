@@ -102,10 +102,7 @@ def pair_truth(
     best0, best1 = error.min(-1), error.min(-2)
     H = H_0to1.double()
     outside0, outside1 = _outside(keypoints0, H, size1), _outside(keypoints1, _inverse(H), size0)
-    for matches, own, other, outside in (
-        (matches0, best0, best1, outside0),
-        (matches1, best1, best0, outside1),
-    ):
+    for matches, own, other, outside in ((matches0, best0, best1, outside0), (matches1, best1, best0, outside1)):
         itself = torch.arange(matches.shape[-1], device=matches.device)
         positive = (other.indices.gather(-1, own.indices) == itself) & (own.values < positive_px)
         matches.masked_fill_((own.values < negative_px) & ~outside, IGNORED)

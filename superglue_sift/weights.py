@@ -67,9 +67,7 @@ def load_model_file(path: Union[str, Path]) -> Tuple[Tensors, Dict[str, Any]]:
             header = json.loads(metadata[FORMAT])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not iterable)
         if _digest(arrays, header["info"]) != header["sha256"]:
-            raise BadCheckpoint(
-                f"{path}: the checksum does not fit: the file was altered after it was written"
-            )
+            raise BadCheckpoint(f"{path}: the checksum does not fit: the file was altered after it was written")
         info = json.loads(header["info"])
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, MemoryError) as error:
         raise BadCheckpoint(f"{path}: not readable as safetensors ({error})") from error
@@ -98,9 +96,7 @@ def load_model(
     """
     path = Path(path)
     if not path.is_file():
-        raise RequestError(
-            f"{path}: no such model; train one first, or name another with --model FILE.safetensors"
-        )
+        raise RequestError(f"{path}: no such model; train one first, or name another with --model FILE.safetensors")
     try:
         tensors, info = load_model_file(path)
     except BadCheckpoint as error:
@@ -123,9 +119,7 @@ def weights_of(tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
     A checkpoint keeps them as `model.*`, and a moving average, where there is one, as `average.*`.
     """
     weights = {name[len("model.") :]: value for name, value in tensors.items() if name.startswith("model.")}
-    average = {
-        name[len("average.") :]: value for name, value in tensors.items() if name.startswith("average.")
-    }
+    average = {name[len("average.") :]: value for name, value in tensors.items() if name.startswith("average.")}
     return {**weights, **average} or tensors
 
 

@@ -151,12 +151,7 @@ def start_server(tmp_path_factory) -> Iterator[Callable[..., int]]:
             own.update({name: text.format(port=port, folder=folder) for name, text in environment.items()})
             with (folder / "server.log").open("w") as log:
                 process = subprocess.Popen(
-                    [sys.executable, *words],
-                    cwd=folder,
-                    env=own,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
+                    [sys.executable, *words], cwd=folder, env=own, stdout=log, stderr=log, start_new_session=True
                 )
             stack.callback(process.wait, 30)
             stack.callback(os.killpg, process.pid, signal.SIGTERM)  # called first, with all its children

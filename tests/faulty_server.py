@@ -90,9 +90,7 @@ class FaultyServer:
         end = min(int(wanted.group(2)) + 1 if wanted.group(2) else len(self.data), len(self.data))
         return (206, start, end) if start < len(self.data) else (416, 0, 0)
 
-    def _serve(
-        self, request: Any, cut: Optional[int] = None, pace: Callable[[], None] = lambda: None
-    ) -> None:
+    def _serve(self, request: Any, cut: Optional[int] = None, pace: Callable[[], None] = lambda: None) -> None:
         code, start, end = self._span(request)
         more: Dict[str, str] = {}
         if code == 206:
@@ -106,9 +104,7 @@ class FaultyServer:
             with self._lock:
                 self.cuts += 1
 
-    def _send(
-        self, request: Any, body: bytes, pace: Callable[[], None] = lambda: None, step: int = 1 << 16
-    ) -> None:
+    def _send(self, request: Any, body: bytes, pace: Callable[[], None] = lambda: None, step: int = 1 << 16) -> None:
         for at in range(0, len(body), step):
             try:
                 request.wfile.write(body[at : at + step])

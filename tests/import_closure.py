@@ -23,9 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def code_of(cmd: str, root: Path = ROOT) -> List[str]:
     """Files whose change can change the output of a command: what it imports, with more in it than a docstring."""
     files = closure(modules_in(cmd), CHANGES_NO_OUTPUT, root)
-    return sorted(
-        path for name, path in files.items() if name not in PACKAGES and _says_something(root / path)
-    )
+    return sorted(path for name, path in files.items() if name not in PACKAGES and _says_something(root / path))
 
 
 def _says_something(path: Path) -> bool:
@@ -46,9 +44,7 @@ def differences(tree: Dict, root: Path = ROOT) -> List[str]:
     for name, stage in tree["stages"].items():
         rooms = [path for path in stage["deps"] if path.split("/")[0] in PACKAGES]
         files = code_of(stage["cmd"], root)
-        lines += [
-            f"{name}: deps lack {path}" for path in files if not any(covers(room, path) for room in rooms)
-        ]
+        lines += [f"{name}: deps lack {path}" for path in files if not any(covers(room, path) for room in rooms)]
         lines += [
             f"{name}: deps hold {room}, of which nothing can change the output"
             for room in rooms

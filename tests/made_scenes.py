@@ -42,9 +42,7 @@ def write_sequence(folder: Path, image: np.ndarray, homographies: Dict[int, np.n
     return folder
 
 
-def write_image_set(
-    folder: Path, images: Dict[str, np.ndarray], split: str, broken: Sequence[str] = ()
-) -> Path:
+def write_image_set(folder: Path, images: Dict[str, np.ndarray], split: str, broken: Sequence[str] = ()) -> Path:
     """What `fetch` leaves, for these images in one split; names in `broken` hold no image."""
     originals = folder / "originals"
     originals.mkdir(parents=True)

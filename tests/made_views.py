@@ -36,9 +36,7 @@ def made_image(rng: np.random.Generator, name: str, views: int, points: int) -> 
         inside = np.flatnonzero(((seen >= 0) & (seen <= np.array(SIZE) - 1)).all(1))
         inside = rng.permutation(inside)
         homographies.append(H)
-        records.append(
-            made_records(rng, seen[inside] + rng.normal(0, 0.3, (len(inside), 2)), descriptors[inside])
-        )
+        records.append(made_records(rng, seen[inside] + rng.normal(0, 0.3, (len(inside), 2)), descriptors[inside]))
     return store.ImageViews(name, SIZE, np.stack(homographies), records)
 
 

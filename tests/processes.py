@@ -15,11 +15,7 @@ LIMIT_SECONDS = 120
 
 def _work(rank: int, world_size: int, port: int, function: Callable, arguments: tuple, answers) -> None:
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     import torch
 
@@ -42,9 +38,7 @@ def in_group(world_size: int, function: Callable, *arguments: Any) -> List[Any]:
     answers = context.Queue()
     port = free_port()
     processes = [
-        context.Process(
-            target=_work, args=(rank, world_size, port, function, arguments, answers), daemon=True
-        )
+        context.Process(target=_work, args=(rank, world_size, port, function, arguments, answers), daemon=True)
         for rank in range(world_size)
     ]
     for process in processes:

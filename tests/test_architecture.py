@@ -60,9 +60,7 @@ HOMES = {
     "torchrun": "pipeline/launch.py",
 }
 # The store, the model that is served, and MLflow's monitors of the machine.
-MLFLOW_HOMES = tuple(
-    f"pipeline/tracking/{name}.py" for name in ("mlflow_store", "matcher_model", "system_metrics")
-)
+MLFLOW_HOMES = tuple(f"pipeline/tracking/{name}.py" for name in ("mlflow_store", "matcher_model", "system_metrics"))
 # NVIDIA's DALI has three: it decodes images for the keypoint stage, carries batches for training, and is compared.
 DALI_HOMES = ("pipeline/images/dali.py", "pipeline/pairs/dali.py", "benchmarks/dali_views.py")
 
@@ -95,10 +93,7 @@ def allowed(room: str, other: str) -> bool:
         return True
     if room not in ROOMS:  # a stage or a tool
         return room_of(other) in ROOMS or (room not in STAGES and room_of(other) not in STAGES)
-    return any(
-        target == name or target.startswith(name + ".") or name.startswith(target + ".")
-        for name in ROOMS[room]
-    )
+    return any(target == name or target.startswith(name + ".") or name.startswith(target + ".") for name in ROOMS[room])
 
 
 def imported(name: str) -> Set[str]:
@@ -173,9 +168,7 @@ def depth(node: ast.AST) -> int:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
             continue
-        is_block = isinstance(
-            child, (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.AsyncFor, ast.AsyncWith)
-        )
+        is_block = isinstance(child, (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.AsyncFor, ast.AsyncWith))
         is_elif = isinstance(node, ast.If) and isinstance(child, ast.If) and node.orelse == [child]
         deepest = max(deepest, depth(child) + (is_block and not is_elif))
     return deepest
@@ -259,10 +252,7 @@ def test_torchrun_is_started_in_one_place() -> None:
         name
         for name in FILES
         for node in ast.walk(TREES[name])
-        if (
-            isinstance(node, ast.Constant)
-            and node.value in ("torch.distributed.run", "torch.distributed.launch")
-        )
+        if (isinstance(node, ast.Constant) and node.value in ("torch.distributed.run", "torch.distributed.launch"))
         or (isinstance(node, ast.List) and node.elts and ast.unparse(node.elts[0]) == "'torchrun'")
     }
     assert starters <= {HOMES["torchrun"]}
@@ -285,9 +275,7 @@ def test_the_code_runs_on_python_39_too() -> None:
 
 
 def tracked() -> List[Path]:
-    done = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     if done.returncode:
         pytest.skip("needs the git repository")
     return [ROOT / name for name in done.stdout.decode().split("\0") if name]

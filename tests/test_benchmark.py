@@ -50,9 +50,7 @@ def test_bad_and_small_images_do_not_stop_the_measurement(tmp_path, photo, make_
     cv2.imwrite(str(tmp_path / "2.jpg"), photo)
     entries = folder_entries(tmp_path, ["0.jpg", "1.jpg", "2.jpg"], "train", "train")
     settings = make_params("keypoints", views=2, width=128, height=96)
-    assert (
-        len(keypoint_rows(ImageSet(entries, {"train": str(tmp_path)}), entries, settings, 2, rounds=1)) == 3
-    )
+    assert len(keypoint_rows(ImageSet(entries, {"train": str(tmp_path)}), entries, settings, 2, rounds=1)) == 3
 
 
 def test_the_table_is_printed_and_written(tmp_path, monkeypatch, capsys):
@@ -140,9 +138,7 @@ def test_a_run_cut_off_leaves_the_groups_it_has_done(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         benchmark.main(arguments)
     held = json.loads((tmp_path / "table.json").read_text())
-    assert list(held["machine"]["groups"]) == ["one", "none"] and [row["group"] for row in held["rows"]] == [
-        "one"
-    ]
+    assert list(held["machine"]["groups"]) == ["one", "none"] and [row["group"] for row in held["rows"]] == ["one"]
     assert "load at the end" not in held["machine"]
     assert len((tmp_path / "table.csv").read_text().splitlines()) == 2
     assert benchmark.main([*arguments, "--replace", "--only", "none,one"]) == 0
@@ -220,9 +216,7 @@ def test_shares_of_the_evaluation_are_held_to_a_twentieth(monkeypatch):
     work = object.__new__(evaluation_rows._Evaluation)
     setting = SimpleNamespace(timed=lambda _: taken)
     network = SimpleNamespace(threshold=0.2)
-    vars(work).update(
-        setting=setting, asked=SimpleNamespace(correct_px=3.0, ratio=0.8), pairs=[None], name=""
-    )
+    vars(work).update(setting=setting, asked=SimpleNamespace(correct_px=3.0, ratio=0.8), pairs=[None], name="")
     vars(work).update(matchers=SimpleNamespace(networks={"superglue": network}))
     total, *shares = work.parts()
     assert total.value == pytest.approx(1e3 * (1 + 24 + 2))
@@ -241,9 +235,7 @@ def test_sinkhorns_share_of_the_gpu_is_held_to_a_fifth(monkeypatch):
 
 
 def test_memory_measured_once_has_no_interval(monkeypatch):
-    monkeypatch.setattr(
-        memory_rows.memory, "peak_mib", lambda _, __, way, *___: 70.0 if way == "plain" else 20.0
-    )
+    monkeypatch.setattr(memory_rows.memory, "peak_mib", lambda _, __, way, *___: 70.0 if way == "plain" else 20.0)
     found = list(memory_rows.peaks(SETTING))
     assert [row.ratio for row in found] == [Ratio(3.5)] * 5
     assert [row.met for row in found] == ["yes"] * 4 + ["no"]
@@ -266,9 +258,7 @@ def test_a_package_without_its_bench_says_so_in_one_line(tmp_path):
         shutil.copytree(ROOT / package, tmp_path / "installed" / package)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
     command = [sys.executable, "-m", "pipeline.benchmark"]
-    done = subprocess.run(
-        command, cwd=tmp_path / "installed", env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run(command, cwd=tmp_path / "installed", env=environment, capture_output=True, text=True)
     folder = tmp_path / "installed" / "benchmarks"
     assert done.returncode == 2 and done.stderr.splitlines() == [
         f"error: {folder}: not there; the benchmark comes with a clone, not with the wheel"

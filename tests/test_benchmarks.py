@@ -60,9 +60,7 @@ class TestPlain:
 
     @pytest.mark.parametrize("norm", ["layer", "batch"])
     def test_assignment_loss_and_gradient_equal_ours(self, norm):
-        model = scrambled(
-            SuperGlueConfig(dim=32, layers=3, heads=4, norm=norm, sinkhorn_iterations=50)
-        ).double()
+        model = scrambled(SuperGlueConfig(dim=32, layers=3, heads=4, norm=norm, sinkhorn_iterations=50)).double()
         twin = plain.plain_from(model).double()
         batch = made.made_batch(40, 3)
         truths = ground_truth(batch)
@@ -109,9 +107,7 @@ class TestPlain:
         assert [each.target for each in rows] == [1.4, 2.2, 2.0, 2.2]
 
     def test_the_module_of_transformers_gives_the_same_matches(self):
-        config = SuperGlueConfig(
-            dim=64, layers=3, heads=4, norm="batch", scale_angle=False, sinkhorn_iterations=50
-        )
+        config = SuperGlueConfig(dim=64, layers=3, heads=4, norm="batch", scale_angle=False, sinkhorn_iterations=50)
         model, batch = scrambled(config).eval(), made.made_batch(80, 1)
         try:
             matches, scores = transformers_module.matching_call(model, batch)()
@@ -235,9 +231,7 @@ class TestRows:
 
     def test_parity_compares_layers_that_do_something(self):
         """An untrained network's branches are zero in every precision; float16 says why a CPU leaves it out."""
-        wide = dataclasses.replace(
-            setting(), config=SuperGlueConfig(dim=128, layers=1, sinkhorn_iterations=20)
-        )
+        wide = dataclasses.replace(setting(), config=SuperGlueConfig(dim=128, layers=1, sinkhorn_iterations=20))
         found = {each.what: each for each in parity_rows.parity(wide)}
         assert "GPU" in found.pop("float16").skipped and len(found) == 6
         values = {what.split(", N")[0]: each.value for what, each in found.items()}
@@ -268,9 +262,7 @@ def _allocate(device: str, mib: int):
 
 
 class TestTable:
-    def test_it_is_printed_written_and_a_failing_group_costs_itself_alone(
-        self, tmp_path, monkeypatch, capsys
-    ):
+    def test_it_is_printed_written_and_a_failing_group_costs_itself_alone(self, tmp_path, monkeypatch, capsys):
         def good(_):
             yield Row("a", "one", 1.5, "ms", timing.Ratio(2.0, 1.5, 2.5), target=1.4, against="plain")
             yield Row("a", "two", skipped="no such device")
@@ -313,11 +305,7 @@ class TestTable:
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
-        [
-            (["--only", "nothing"], "no such group"),
-            (["--seconds", "0"], "--seconds"),
-            (["--dim", "7"], "--dim"),
-        ],
+        [(["--only", "nothing"], "no such group"), (["--seconds", "0"], "--seconds"), (["--dim", "7"], "--dim")],
     )
     def test_wrong_requests_are_named(self, arguments, said):
         with pytest.raises(RequestError, match=said):
@@ -330,11 +318,7 @@ class TestTable:
 
 class TestRanks:
     def ranks(self, code):
-        return setting(), [
-            sys.executable,
-            "-c",
-            f"import os, sys, time; rank = int(os.environ['RANK']); {code}",
-        ]
+        return setting(), [sys.executable, "-c", f"import os, sys, time; rank = int(os.environ['RANK']); {code}"]
 
     def test_a_rank_that_dies_takes_the_others_along_and_is_named(self):
         with pytest.raises(RuntimeError, match="rank 1 ended with 3, of 3 ranks"):
@@ -377,9 +361,7 @@ class TestRanks:
 
     def test_the_step_of_several_processes_beside_that_of_one(self, monkeypatch):
         monkeypatch.setattr(group_rows.os, "cpu_count", lambda: 4)
-        monkeypatch.setattr(
-            group_rows, "step_seconds", lambda _, processes, __: [[float(processes)] * 3, [1.0] * 3]
-        )
+        monkeypatch.setattr(group_rows, "step_seconds", lambda _, processes, __: [[float(processes)] * 3, [1.0] * 3])
         found = [each for each in group_rows.groups(setting()) if not each.skipped]
         assert [each.value for each in found] == [2.0] * 3  # two pairs each, in as many seconds as processes
         assert [each.target for each in found] == [None, 0.95, 0.95]
@@ -456,9 +438,7 @@ class TestStages:
             ways["no loader"] = training_rows.Trainer(setting(), store, 4)
             for way in ways.values():
                 way(), way()
-            weights = {
-                name: [p.detach() for p in way.parts.ddp_model.parameters()] for name, way in ways.items()
-            }
+            weights = {name: [p.detach() for p in way.parts.ddp_model.parameters()] for name, way in ways.items()}
         synthetic = weights.pop("synthetic loader")
         assert len(weights) == 2 + (not training_rows._no_dali(setting()))
         assert all(torch.equal(a, b) for own in weights.values() for a, b in zip(own, weights["no loader"]))
@@ -473,21 +453,14 @@ class TestStages:
         assert rows[1].against.startswith("plain loader")
         assert rows[2].against.startswith("plain loader") or "pip install nvidia-dali" in rows[2].skipped
 
-    def test_what_params_say_does_not_change_the_figures_of_training(
-        self, tmp_path, make_params, monkeypatch
-    ):
+    def test_what_params_say_does_not_change_the_figures_of_training(self, tmp_path, make_params, monkeypatch):
         odd = {"checkpoint_layers": True, "ema": 0.9, "deterministic": True, "scale_angle": False}
         odd["neighbours"] = False
         section = make_params("train", **odd, optimizer="sgd", loader="synthetic", compile=True)
         monkeypatch.setattr(training_rows.params, "load", lambda *_: section)
         store = Store(made.made_store(tmp_path / "store", 20, images=4))
         train = training_rows.Trainer(setting(), store, 2).train
-        assert (train.checkpoint_layers, train.ema, train.deterministic, train.scale_angle) == (
-            False,
-            0,
-            False,
-            True,
-        )
+        assert (train.checkpoint_layers, train.ema, train.deterministic, train.scale_angle) == (False, 0, False, True)
         assert (train.optimizer, train.loader, train.compile) == ("adam", "plain", False)
 
     @pytest.mark.slow
@@ -504,8 +477,6 @@ class TestStages:
         images = write_image_set(tmp_path / "images", {"a.png": photo, "b.png": photo[::-1].copy()}, "test")
         monkeypatch.setattr(evaluation_rows, "EVALUATED", 4)
         parts, alone, compared, whole = evaluation_rows.evaluation(setting(images=images, seconds=0.1))
-        assert all(
-            f"{part} " in parts.note for part in ("SIFT", "matcher", "baselines", "truth", "ours", "all")
-        )
+        assert all(f"{part} " in parts.note for part in ("SIFT", "matcher", "baselines", "truth", "ours", "all"))
         assert 0 < alone.value < compared.value < 1
         assert whole.unit == "pairs/s" and whole.value > 0 and whole.ratio.low > 0

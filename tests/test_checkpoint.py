@@ -27,10 +27,7 @@ def test_round_trip(tmp_path):
     first = path.read_bytes()
     save_model_file(path, TENSORS, info)
     assert path.read_bytes() == first
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "m.json",
-        "m.safetensors",
-    ]  # no temporary file stays
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.json", "m.safetensors"]  # no temporary file stays
 
 
 def test_every_flip_and_every_cut_is_recognised(tmp_path):
@@ -67,9 +64,7 @@ def test_other_files_are_refused(tmp_path, content):
 def test_the_newest_two_stay_and_best_is_apart(tmp_path):
     folder = Checkpoints(tmp_path)
     for step in (1, 2, 10):
-        (tmp_path / f".step-{step:08d}.safetensors.99.tmp").write_bytes(
-            b"half"
-        )  # of a writer that was killed
+        (tmp_path / f".step-{step:08d}.safetensors.99.tmp").write_bytes(b"half")  # of a writer that was killed
         folder.save(step, {"w": torch.tensor([float(step)])}, {"step": step})
     folder.save_best({"w": torch.zeros(1)}, {"step": 2})
     assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == [

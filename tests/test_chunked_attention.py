@@ -22,10 +22,7 @@ def plain(q, k, v, mask):
 def inputs(dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     shapes = (2, 3, 17, 8), (2, 3, 13, 8), (2, 3, 13, 8)
-    return [
-        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-        for shape in shapes
-    ]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 
 
 @pytest.mark.parametrize("masked", [False, True])

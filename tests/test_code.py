@@ -59,10 +59,7 @@ def digest_of(tmp_path: Path) -> Callable[[str], str]:
         ('        print("taking the mean")\n', ""),
         ("import os\n\n", "import os\n\n\n\n"),
         ('name="x"', "name='x'"),
-        (
-            "SHARE * sum(numbers) / len(numbers)",
-            "(\n            SHARE * sum(numbers) / len(numbers)\n        )",
-        ),
+        ("SHARE * sum(numbers) / len(numbers)", "(\n            SHARE * sum(numbers) / len(numbers)\n        )"),
     ],
 )
 def test_words_and_layout_do_not_count(digest_of, old, new):

@@ -64,12 +64,7 @@ def test_nothing_is_cut_before_there_is_a_new_point(tmp_path) -> None:
 def test_points_of_an_older_version_keep_the_columns_that_are_left(tmp_path) -> None:
     path = tmp_path / "curve.csv"
     path.write_text("step,loss,pairs_per_s\n1,1,5\n2,0.5,6\n3,9,9\n")
-    assert write(path, 2, 3, 3).decode().splitlines() == [
-        "step,loss,lr",
-        "1,1,",
-        "2,0.5,",
-        "3,0.333333,0.003",
-    ]
+    assert write(path, 2, 3, 3).decode().splitlines() == ["step,loss,lr", "1,1,", "2,0.5,", "3,0.333333,0.003"]
 
 
 def test_a_point_costs_as_many_bytes_written_at_the_end_as_at_the_start(tmp_path, monkeypatch) -> None:

@@ -140,9 +140,7 @@ class TestImages:
             pytest.skip("nvJPEG's pixels differ by a few levels")
         written = {}
         for decoder in ("opencv", "dali"):
-            settings = make_params(
-                "keypoints", decoder=decoder, views=2, shard_images=5, width=128, height=96
-            )
+            settings = make_params("keypoints", decoder=decoder, views=2, shard_images=5, width=128, height=96)
             written[decoder] = shards_of(tmp_path / decoder, image_set(photographs), settings, workers)
         assert written["dali"] == written["opencv"] and len(written["dali"]) == 5
 
@@ -152,9 +150,7 @@ class TestImages:
         entries = images.entries("train")
         seen = []
         for _ in range(2):
-            ranks = [
-                [e.name for e, _ in images_dali.decoded(images, entries[rank::3], 4)] for rank in range(3)
-            ]
+            ranks = [[e.name for e, _ in images_dali.decoded(images, entries[rank::3], 4)] for rank in range(3)]
             seen.append(ranks)
         assert seen[0] == seen[1]
         assert sorted(name for names in seen[0] for name in names) == [entry.name for entry in entries]
@@ -216,9 +212,7 @@ class TestTorchvision:
     def test_nvjpeg_decodes_nearly_the_same(self, photographs):
         images = image_set(photographs)
         entries = images.entries("train")
-        for (entry, one), (_, other) in zip(
-            torch_decode.decoded(images, entries), decode.decoded(images, entries)
-        ):
+        for (entry, one), (_, other) in zip(torch_decode.decoded(images, entries), decode.decoded(images, entries)):
             assert isinstance(one, BadImage) == isinstance(other, BadImage), entry.name
             if not isinstance(one, BadImage):
                 assert one.shape == other.shape
@@ -261,10 +255,7 @@ def micro_batches(store: Store, rank: int, world_size: int, parts: int = 2):
 
     def make(step: int):
         own = order.step(step, 8)[rank_slice(8, rank, world_size)]
-        return [
-            loader.load_batch(store, part, 30, Augmentation(drop=0.3))
-            for part in loader.split_evenly(own, parts)
-        ]
+        return [loader.load_batch(store, part, 30, Augmentation(drop=0.3)) for part in loader.split_evenly(own, parts)]
 
     return make
 
@@ -363,9 +354,7 @@ class TestViews:
         assert [bool(np.linalg.det(each) < 0) for each in H] == mirrored
         for i, (one, other) in enumerate(draws):
             scale = other.brightness / one.brightness
-            errors = [
-                difference(views0[i, 0] * scale, views1[i, 0], each) for each in (H[i], _unmirror(H[i]))
-            ]
+            errors = [difference(views0[i, 0] * scale, views1[i, 0], each) for each in (H[i], _unmirror(H[i]))]
             assert errors[0] < 4
             assert not mirrored[i] or errors[1] > 3 * errors[0]
 

@@ -258,13 +258,7 @@ def submitted(tmp_path, **environment):
     for name in ("srun", "scontrol", "scancel"):
         (folder / name).write_text(SLURM)
         (folder / name).chmod(0o755)
-    job = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "node[1-2]",
-        "TRY": str(tmp_path),
-        "SIGNAL": "",
-        **environment,
-    }
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "TRY": str(tmp_path), "SIGNAL": "", **environment}
     done = subprocess.run(
         ["bash", str(ROOT / "deploy" / "slurm" / "train.sbatch")], cwd=tmp_path, text=True, timeout=60,
         env={"PATH": f"{folder}:{os.environ['PATH']}", **job}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -292,13 +286,7 @@ def test_the_slurm_job_sets_the_preset_before_any_stage_and_hands_its_cores_on(t
         ("TERM", "COMPLETING Reason=None Restarts=0 PreemptTime=None", False),
         ("TERM", "COMPLETING Reason=None Restarts=1 ExitCode=0:0", False),
     ],
-    ids=[
-        "end of the time",
-        "preempted, to be cancelled",
-        "time is over",
-        "scancel",
-        "preempted, requeued by SLURM",
-    ],
+    ids=["end of the time", "preempted, to be cancelled", "time is over", "scancel", "preempted, requeued by SLURM"],
 )
 def test_the_slurm_job_goes_back_into_the_queue_unless_a_person_cancelled_it(tmp_path, signal, state, queued):
     done, asked = submitted(tmp_path, SIGNAL=signal, STATE=state)

@@ -21,19 +21,7 @@ from superglue_sift.sift import ORIENTED, extract
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
 META = torch.device("meta")
-VIEW_OPS = (
-    "view",
-    "transpose",
-    "t",
-    "unsqueeze",
-    "squeeze",
-    "expand",
-    "slice",
-    "select",
-    "split",
-    "detach",
-    "alias",
-)
+VIEW_OPS = ("view", "transpose", "t", "unsqueeze", "squeeze", "expand", "slice", "select", "split", "detach", "alias")
 VIEWS, KEYPOINTS = 4, 1024
 
 
@@ -50,9 +38,7 @@ def views_of_photographs():
         height, width = gray.shape
         crops = (gray[view * height // 12 :, view * width // 12 :] for view in range(VIEWS))
         records = (extract(cv2.resize(crop, (512, 384)), KEYPOINTS) for crop in crops)
-        found.append(
-            [SimpleNamespace(records=r, H_image_to_view=np.eye(3), size=(512, 384)) for r in records]
-        )
+        found.append([SimpleNamespace(records=r, H_image_to_view=np.eye(3), size=(512, 384)) for r in records])
     return found
 
 
@@ -62,18 +48,13 @@ def longest_views(views, train, batch, ranks, steps):
     for number in range(steps):
         samples = order.step(number, batch * ranks)[rank_slice(batch * ranks, 0, ranks)]
         yield tuple(
-            max(
-                len(augmentation.apply(views[s.image][(s.view0, s.view1)[side]], s.seed, side)[0])
-                for s in samples
-            )
+            max(len(augmentation.apply(views[s.image][(s.view0, s.view1)[side]], s.seed, side)[0]) for s in samples)
             for side in (0, 1)
         )
 
 
 @pytest.mark.parametrize("batch", [8, *(pytest.param(size, marks=pytest.mark.slow) for size in (16, 64))])
-def test_few_graphs_are_captured_over_an_epoch_of_ragged_batches(
-    make_params, monkeypatch, views_of_photographs, batch
-):
+def test_few_graphs_are_captured_over_an_epoch_of_ragged_batches(make_params, monkeypatch, views_of_photographs, batch):
     """Each capture holds up the device and all ranks: below 0.02 a step after 200 steps, and little memory kept."""
     steps, now, captures, kept, done = 300, [0], [0] * 300, [0], set()
 
@@ -146,8 +127,7 @@ def on_no_memory(monkeypatch):
 
     def batch(counts):
         records = [
-            torch.empty((len(counts), max(counts), ORIENTED.itemsize), dtype=torch.uint8, device=META)
-            for _ in "01"
+            torch.empty((len(counts), max(counts), ORIENTED.itemsize), dtype=torch.uint8, device=META) for _ in "01"
         ]
         sizes = [torch.empty((len(counts), 2), device=META) for _ in "01"]
         H = torch.empty((len(counts), 3, 3), dtype=torch.float64, device=META)

@@ -82,11 +82,7 @@ def test_the_modern_image_and_the_server_have_a_current_mlflow():
 def test_every_pin_of_a_lock_has_a_hash(lock):
     text = (ROOT / lock).read_text()
     blocks = re.split(r"^(?=[A-Za-z0-9])", text, flags=re.MULTILINE)
-    bare = [
-        block.splitlines()[0]
-        for block in blocks
-        if "==" in block.split("\n")[0] and "--hash=sha256:" not in block
-    ]
+    bare = [block.splitlines()[0] for block in blocks if "==" in block.split("\n")[0] and "--hash=sha256:" not in block]
     assert bare == []
 
 
@@ -198,9 +194,7 @@ def entry(workspace, *words, timeout=120, **environment):
         os.environ, PYTHONPATH=str(ROOT), PATH=f"{bin_folder(workspace)}:{os.environ['PATH']}", **environment
     )
     command = [sys.executable, str(DOCKER / "entrypoint.py"), *words]
-    return subprocess.run(
-        command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=timeout
-    )
+    return subprocess.run(command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
 def bin_folder(workspace: Path) -> Path:

@@ -123,9 +123,7 @@ def test_quick_prints_one_line_and_exits_2(root, tmp_path):
     (tmp_path / "params.yaml").write_text((root / "params.yaml").read_text())
     environment = dict(os.environ, PYTHONPATH=str(root))
     command = f"ulimit -n 64; exec {sys.executable} -m pipeline.doctor --quick"
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     assert "open files: limit 64" in done.stderr and len(done.stderr.strip().splitlines()) == 1
     assert done.stdout == ""

@@ -34,11 +34,7 @@ def paths(entries: List[Any]) -> Dict[str, Dict[str, Any]]:
 
 
 def left_by(stage: Dict[str, Any]) -> Dict[str, Dict[str, Any]]:
-    return {
-        **paths(stage.get("outs", [])),
-        **paths(stage.get("metrics", [])),
-        **paths(stage.get("plots", [])),
-    }
+    return {**paths(stage.get("outs", [])), **paths(stage.get("metrics", [])), **paths(stage.get("plots", []))}
 
 
 def test_the_stages_are_the_sections_of_params_in_order() -> None:
@@ -54,9 +50,7 @@ def test_dependencies_hold_every_file_that_can_change_an_output() -> None:
 
 
 # the test above reads every import of all of them
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "train")) for name in STAGES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "train")) for name in STAGES])
 def test_what_a_stage_really_loads_is_among_its_dependencies(name: str) -> None:
     """The same, asked of the interpreter: import the stage and look at what it loaded."""
     modules = code.modules_in(TREE["stages"][name]["cmd"])
@@ -114,9 +108,7 @@ def test_metrics_are_kept_in_git_and_everything_else_out_of_it() -> None:
     assert set(TREE["metrics"]) == metrics
     for stage in TREE["stages"].values():
         for path, flags in left_by(stage).items():
-            ignored = not subprocess.run(
-                ["git", "check-ignore", "-q", "--no-index", path], cwd=ROOT
-            ).returncode
+            ignored = not subprocess.run(["git", "check-ignore", "-q", "--no-index", path], cwd=ROOT).returncode
             assert ignored == (path not in metrics), path
             assert path not in metrics or flags["cache"] is False
 
@@ -126,9 +118,7 @@ def test_plots_and_artifacts_are_files_of_the_stages() -> None:
     plotted = [
         path
         for plot in TREE["plots"]
-        for path in (
-            [plot] if isinstance(plot, str) else [file for each in plot.values() for file in each["y"]]
-        )
+        for path in ([plot] if isinstance(plot, str) else [file for each in plot.values() for file in each["y"]])
     ]
     for path in [*plotted, *(artifact["path"] for artifact in TREE["artifacts"].values())]:
         assert any(path == out or path.startswith(out + "/") for out in left), path
@@ -137,10 +127,7 @@ def test_plots_and_artifacts_are_files_of_the_stages() -> None:
 def test_dvc_reads_the_file_and_reports_nothing_to_anybody() -> None:
     def dvc(*arguments: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "dvc", *arguments],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            [sys.executable, "-m", "dvc", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
         assert done.returncode == 0, done.stdout.decode()
         return done.stdout.decode()

@@ -58,14 +58,7 @@ def work(tmp_path, photo):
 
 
 def run(folder, *extra, out="out"):
-    words = [
-        "--model",
-        folder / "model.safetensors",
-        "--params",
-        folder / "params.yaml",
-        "--out",
-        folder / out,
-    ]
+    words = ["--model", folder / "model.safetensors", "--params", folder / "params.yaml", "--out", folder / out]
     words += ["--images", folder / "images", "--batch", "4", "--device", "cpu", *extra]
     return errors.run(evaluate.main, [str(word) for word in words])
 
@@ -82,9 +75,7 @@ def test_held_out_images_from_end_to_end(work, capsys):
     assert all(figures[f"{matcher}.pairs"] == 6 for matcher in MATCHERS)
     lines = read_csv(out / "pairs.csv")
     assert len(lines) == 6 * len(MATCHERS)
-    assert [line["pair"] for line in lines[:: len(MATCHERS)]] == [
-        f"{n}.png#{k}" for n in "ab" for k in range(3)
-    ]
+    assert [line["pair"] for line in lines[:: len(MATCHERS)]] == [f"{n}.png#{k}" for n in "ab" for k in range(3)]
     printed = capsys.readouterr()
     assert "2 held-out images (test), 6 pairs" in printed.out and "SuperGlue (ours)" in printed.out
     assert len(list((out / "pictures").glob("*.png"))) == 4
@@ -156,13 +147,10 @@ def test_workers_and_other_images_do_not_matter(work, make_params, photo):
     entries = images.entries("test")
     source = heldout.HeldOutPairs(images, entries * 4, section)
     threaded = [
-        ready()
-        for ready in prefetch_map(lambda unit: pairs.extract(source, unit, 60), [[n] for n in range(8)], 4)
+        ready() for ready in prefetch_map(lambda unit: pairs.extract(source, unit, 60), [[n] for n in range(8)], 4)
     ]
     both = [pair for found, _ in threaded[:2] for pair in found]
-    assert all(
-        found[0].pair.records1.tobytes() == both[0].pair.records1.tobytes() for found, _ in threaded[::2]
-    )
+    assert all(found[0].pair.records1.tobytes() == both[0].pair.records1.tobytes() for found, _ in threaded[::2])
     only, _ = pairs.extract(heldout.HeldOutPairs(images, entries[1:], section), [0], 60)
     assert [pair.name for pair in both[2:]] == [pair.name for pair in only]
     for first, second in zip(both[2:], only):
@@ -228,10 +216,7 @@ def test_the_papers_protocol_and_its_variants(work, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert printed.count("SuperGlue (ours)") == 2 * 3  # in two tables of its own, and in that of all
     last = printed.split("side by side")[1]
-    assert [line.split()[0] for line in last.splitlines() if "SuperGlue (ours)" in line] == [
-        "160x120-50",
-        "120x96-80",
-    ]
+    assert [line.split()[0] for line in last.splitlines() if "SuperGlue (ours)" in line] == ["160x120-50", "120x96-80"]
     assert "AUC RANSAC" in last and "AUC MAGSAC" in last and "AUC DLT" in last
     both = json.loads((work / "out" / "metrics.json").read_text())
     one = json.loads((work / "out" / "120x96-80" / "metrics.json").read_text())
@@ -279,13 +264,7 @@ def test_a_further_baseline_stands_in_every_table(work, monkeypatch, capsys):
 def test_a_further_model_stands_in_every_table(work, capsys):
     write_model(work / "other.safetensors", layers=2)
     assert (
-        run(
-            work,
-            "--also",
-            f"shipped={work / 'other.safetensors'}",
-            "--also",
-            f"same={work / 'model.safetensors'}",
-        )
+        run(work, "--also", f"shipped={work / 'other.safetensors'}", "--also", f"same={work / 'model.safetensors'}")
         == 0
     )
     found = json.loads((work / "out" / "metrics.json").read_text())
@@ -478,13 +457,7 @@ def test_any_number_of_processes_gives_the_same_bytes(work, photo, root, process
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     assert run(work, "--images", work / "five") == 0
     words = ["--model", "model.safetensors", "--params", "params.yaml", "--images", "five", "--batch", "4"]
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        f"--nproc_per_node={processes}",
-        "--master_port",
-        str(free_port()),
-    ]
+    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port", str(free_port())]
     command = [sys.executable, *torchrun, "-m", "pipeline.evaluate", *words, "--out", "many"]
     done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

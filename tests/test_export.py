@@ -37,9 +37,7 @@ def test_export_keeps_weights_and_says_where_they_come_from(work, capsys):
     assert run(work) == 0
     tensors, info = load_model_file(work / "models" / "superglue.safetensors")
     original, _ = load_model_file(work / "best.safetensors")
-    assert set(tensors) == set(original) and all(
-        torch.equal(tensors[name], original[name]) for name in original
-    )
+    assert set(tensors) == set(original) and all(torch.equal(tensors[name], original[name]) for name in original)
     beside = json.loads((work / "models" / "superglue.json").read_text())
     assert beside == info
     assert info["model"]["layers"] == 1 and info["step"] == 7
@@ -79,15 +77,8 @@ def test_the_file_is_the_same_in_another_clone_at_another_commit(work, monkeypat
 
 
 def test_the_file_names_no_place_of_the_machine_that_trained(work):
-    places = {
-        "path": "/home/me/photos",
-        "val_path": "/home/me/held-out",
-        "root": "/home/me",
-        "mirror": "/home/mirror",
-    }
-    sections = json.loads(
-        json.dumps(params.load_all(work / "params.yaml"), default=lambda one: one.model_dump())
-    )
+    places = {"path": "/home/me/photos", "val_path": "/home/me/held-out", "root": "/home/me", "mirror": "/home/mirror"}
+    sections = json.loads(json.dumps(params.load_all(work / "params.yaml"), default=lambda one: one.model_dump()))
     sections["fetch"].update(source="folder", content="0123", **places)
     sections["train"]["init_from"] = "/home/me/model.safetensors"
     (work / "params.yaml").write_text(json.dumps(sections))  # JSON is YAML

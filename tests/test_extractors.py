@@ -103,9 +103,7 @@ def test_an_extractor_that_cannot_be_run_is_refused_in_one_line(name):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "norm"), [(ORB, cv2.NORM_HAMMING), (KAZE, cv2.NORM_L2)], ids=["orb", "kaze"]
-)
+@pytest.mark.parametrize(("name", "norm"), [(ORB, cv2.NORM_HAMMING), (KAZE, cv2.NORM_L2)], ids=["orb", "kaze"])
 def test_nearest_neighbours_are_those_of_opencv(name, norm, photo):
     extract = extractors.load(name)
     records = [extract(image, 150) for image in (photo, cv2.GaussianBlur(photo, (0, 0), 1.0))]
@@ -116,9 +114,7 @@ def test_nearest_neighbours_are_those_of_opencv(name, norm, photo):
     # where two are equally near, either may be the nearest
     assert len(pairs & set(enumerate(mine.matches0))) >= 0.97 * len(pairs)
     distance = descriptor_distances(*records)
-    assert np.allclose(
-        [distance[m.queryIdx, m.trainIdx] for m in theirs], [m.distance for m in theirs], atol=1e-3
-    )
+    assert np.allclose([distance[m.queryIdx, m.trainIdx] for m in theirs], [m.distance for m in theirs], atol=1e-3)
 
 
 def test_the_network_sees_unit_vectors_whose_cosine_counts_bits(photo):
@@ -223,9 +219,7 @@ def write_params(path: Path, make_params, name: str, scale_angle: bool) -> None:
     ("name", "scale_angle", "precision"),  # of nearest neighbours; nine raw pixels tell little apart
     [(ORB, True, 0.2), (KAZE, True, 0.2), (UPRIGHT, False, 0.01)],
 )
-def test_from_photographs_to_matches(
-    name, scale_angle, precision, tmp_path, make_params, monkeypatch, photo, root
-):
+def test_from_photographs_to_matches(name, scale_angle, precision, tmp_path, make_params, monkeypatch, photo, root):
     monkeypatch.setattr(tracking, "open_run", lambda *_, **__: NullRun())
     monkeypatch.chdir(tmp_path)
     write_params(tmp_path / "params.yaml", make_params, name, scale_angle)

@@ -45,9 +45,7 @@ def test_the_sample_is_in_the_wheel_and_its_splits_are_fixed(run, tmp_path):
         assert names(folder, split) == sorted(expected)
     images = open_manifest(folder)
     assert all(images.read(entry) for split in sources.SAMPLE for entry in images.entries(split))
-    motorcycles = [
-        split for split, listed in sources.SAMPLE.items() for name in listed if "motorcycle" in name
-    ]
+    motorcycles = [split for split, listed in sources.SAMPLE.items() for name in listed if "motorcycle" in name]
     assert motorcycles == ["train", "train"]
     assert json.loads((tmp_path / "reports" / "metrics.json").read_text())["train_images"] == 11
 
@@ -207,10 +205,7 @@ def test_an_archive_is_downloaded_once_checked_and_read_in_place(run, archive_se
     assert sorted(entry.name for entry in entries)[0] == "val2017/000000000000.jpg" and len(entries) == 4
     chelsea = next(entry for entry in entries if entry.name.endswith("0.jpg"))
     assert images.read(chelsea) == (image_folder / "chelsea.jpg").read_bytes()
-    assert sorted(path.name for path in (tmp_path / "archives").iterdir()) == [
-        "val2017.zip",
-        "val2017.zip.json",
-    ]
+    assert sorted(path.name for path in (tmp_path / "archives").iterdir()) == ["val2017.zip", "val2017.zip.json"]
     note = json.loads((folder / "source.json").read_text())["containers"]["train"]
     assert note["sha256"] == hashlib.sha256(archive_server.data).hexdigest()
     run(source="coco2017-val", mirror=archive_server.url)
@@ -230,8 +225,7 @@ def test_five_thousand_members_arrive_whole_through_twenty_cuts(run, tmp_path, m
     """A zip with COCO2014's layout, cut 20 times at random: every member read back, at most 2 % sent twice."""
     rng = random.Random(seed)
     members = {
-        f"train2014/COCO_train2014_{index:012d}.jpg": b"\xff\xd8\xff"
-        + rng.randbytes(rng.randrange(2_000, 20_000))
+        f"train2014/COCO_train2014_{index:012d}.jpg": b"\xff\xd8\xff" + rng.randbytes(rng.randrange(2_000, 20_000))
         for index in sorted(rng.sample(range(1, 600_000), 5_000))
     }
     with zipfile.ZipFile(tmp_path / "made.zip", "w") as out:
@@ -245,9 +239,7 @@ def test_five_thousand_members_arrive_whole_through_twenty_cuts(run, tmp_path, m
     monkeypatch.setattr(transfer, "sleep", lambda _: None)
     server.faults = [rng.randrange(1, size // 25) for _ in range(20)]
     folder = run(source="coco2014", mirror=server.url)
-    assert server.cuts == 20 and size <= server.sent <= 1.02 * size, (
-        f"{server.sent / size:.4f} times the file"
-    )
+    assert server.cuts == 20 and size <= server.sent <= 1.02 * size, f"{server.sent / size:.4f} times the file"
     images = open_manifest(folder)
     entries = [entry for split in ("train", "val", "test") for entry in images.entries(split)]
     assert {entry.name for entry in entries} == set(members)
@@ -268,9 +260,7 @@ def test_a_download_that_never_ends_well_keeps_what_it_has(run, archive_server, 
 def test_a_wrong_checksum_is_put_aside_and_both_are_named(run, archive_server, tmp_path):
     right = archive_server.data
     archive_server.data = bytes([right[0] ^ 1]) + right[1:]
-    with pytest.raises(
-        WorkError, match=f"wrong MD5 {hashlib.md5(archive_server.data).hexdigest()}, expected"
-    ):
+    with pytest.raises(WorkError, match=f"wrong MD5 {hashlib.md5(archive_server.data).hexdigest()}, expected"):
         run(source="coco2017-val", mirror=archive_server.url)
     assert sorted(path.name for path in (tmp_path / "archives").glob("val2017.zip*")) == ["val2017.zip.bad"]
     archive_server.data = right
@@ -331,9 +321,7 @@ def test_archives_that_are_here_are_not_downloaded(run, archive_server, image_fo
 
 
 def test_a_folder_of_an_own_zip_a_list_and_annotations(run, image_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        splits, "_require_some", lambda *_: None
-    )  # which are chosen, not whether they suffice
+    monkeypatch.setattr(splits, "_require_some", lambda *_: None)  # which are chosen, not whether they suffice
     with zipfile.ZipFile(tmp_path / "own.zip", "w") as out:
         for path in image_folder.rglob("*.*"):
             out.write(path, path.relative_to(image_folder).as_posix())

@@ -70,9 +70,7 @@ def test_coverage_of_the_interval_is_near_its_level():
     hits = 0
     for _ in range(60):
         centres = rng.uniform(-0.3, 0.3, 40)
-        found = mean(
-            (0.5 + centres[:, None] + rng.uniform(-0.2, 0.2, (40, 5))).ravel(), np.repeat(range(40), 5)
-        )
+        found = mean((0.5 + centres[:, None] + rng.uniform(-0.2, 0.2, (40, 5))).ravel(), np.repeat(range(40), 5))
         hits += found["low"] <= 0.5 <= found["high"]
     assert hits >= 51  # 57 expected
 

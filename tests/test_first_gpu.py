@@ -45,12 +45,7 @@ def test_the_same_parts_in_the_same_order_on_both(tmp_path, device):
     args = argparse.Namespace(device=device, images="", out=tmp_path, minutes=None)
     found = first_gpu.parts(tmp_path, device, first_gpu._sizes(args))
     names = [part.name for part in found]
-    assert (
-        names.index("tests")
-        < names.index("train-killed")
-        < names.index("train-resumed")
-        < names.index("real")
-    )
+    assert names.index("tests") < names.index("train-killed") < names.index("train-resumed") < names.index("real")
     assert sum(part.seconds for part in found) > 0 and len(set(names)) == len(names) == 14
 
 

@@ -74,9 +74,7 @@ def test_progressive_jpeg_and_trailing_bytes_are_fine_and_a_cut_thumbnail_does_n
     progressive = encode(photo, ".jpg", cv2.IMWRITE_JPEG_PROGRESSIVE, 1, cv2.IMWRITE_JPEG_OPTIMIZE, 1)
     assert decode_gray(progressive + b"\0" * 5000).shape == photo.shape
     thumbnail = encode(photo[:60, :60])
-    inside = (
-        progressive[:2] + b"\xff\xe1" + struct.pack(">H", len(thumbnail) + 2) + thumbnail + progressive[2:]
-    )
+    inside = progressive[:2] + b"\xff\xe1" + struct.pack(">H", len(thumbnail) + 2) + thumbnail + progressive[2:]
     assert decode_gray(inside).shape == photo.shape
     assert "end-of-image" in reason(inside[: len(inside) * 2 // 3])
 
@@ -115,9 +113,7 @@ def test_huge_pictures_are_refused_before_they_take_memory():
     assert "too large: 30000x30000" in reason(bomb)
 
 
-@given(
-    st.binary(max_size=400), st.sampled_from([b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF1234WEBP"])
-)
+@given(st.binary(max_size=400), st.sampled_from([b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF1234WEBP"]))
 def test_any_bytes_give_pixels_or_bad_image(data, start):
     try:
         assert decode_gray(start + data).dtype == np.uint8
@@ -216,9 +212,7 @@ def test_images_inside_a_zip_are_read_in_place(zipped, image_folder):
         images.read(entries[0])
 
 
-@pytest.mark.parametrize(
-    "name", ["../out.jpg", "/etc/out.jpg", "a/../../b.jpg", "C:/x.jpg", "\\\\host\\x.jpg"]
-)
+@pytest.mark.parametrize("name", ["../out.jpg", "/etc/out.jpg", "a/../../b.jpg", "C:/x.jpg", "\\\\host\\x.jpg"])
 def test_archives_with_names_that_lead_outside_are_refused(tmp_path, name):
     with zipfile.ZipFile(tmp_path / "slip.zip", "w") as out:
         out.writestr(name, b"x")
@@ -252,9 +246,7 @@ def test_a_cut_archive_is_refused(zipped):
             archive.image_members(zipped)
 
 
-@given(
-    st.lists(st.text(min_size=1, max_size=8), unique=True, max_size=40), st.floats(0, 1), st.integers(0, 5)
-)
+@given(st.lists(st.text(min_size=1, max_size=8), unique=True, max_size=40), st.floats(0, 1), st.integers(0, 5))
 def test_hold_out_partitions_and_depends_on_names_alone(names, fraction, seed):
     kept, held = sources.hold_out(names, fraction, seed)
     assert sorted(kept + held) == sorted(names)

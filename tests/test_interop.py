@@ -115,9 +115,7 @@ def test_dictionaries_of_lightglue_come_back(matched, matcher):
         assert np.allclose(again.records["angle"], features.records["angle"], atol=1e-3)
         off = np.abs(again.records["descriptor"].astype(int) - features.records["descriptor"])
         assert off.max() <= 3, "SIFT to RootSIFT and back is not the same to rounding"
-    same(
-        arrays.from_lightglue_matches(arrays.to_lightglue_matches(matched.found), *matched[:2]), matched.found
-    )
+    same(arrays.from_lightglue_matches(arrays.to_lightglue_matches(matched.found), *matched[:2]), matched.found)
     again = matcher.match(*back)
     common = set(map(tuple, again.matches)) & set(map(tuple, matched.found.matches))
     assert len(common) > 0.97 * len(matched.found.matches)
@@ -127,9 +125,7 @@ def test_dictionaries_of_lightglue_come_back(matched, matcher):
 
 
 def test_results_are_those_that_transformers_makes_of_the_same_matches(matched, monkeypatch):
-    monkeypatch.setitem(
-        sys.modules, "torchvision", None
-    )  # a build for another torch would fail at its import
+    monkeypatch.setitem(sys.modules, "torchvision", None)  # a build for another torch would fail at its import
     home = pytest.importorskip("transformers.models.lightglue.image_processing_pil_lightglue")
     found = matched.found
     sizes = [found.size0, found.size1]
@@ -151,9 +147,7 @@ def test_results_are_those_that_transformers_makes_of_the_same_matches(matched, 
         assert ours[name].shape == theirs[name].shape, name
         assert ours[name].dtype == theirs[name].dtype, name
         # they cut off what we round
-        assert torch.allclose(
-            ours[name].float(), theirs[name].float(), atol=1.0 if "key" in name else 1e-6
-        ), name
+        assert torch.allclose(ours[name].float(), theirs[name].float(), atol=1.0 if "key" in name else 1e-6), name
 
 
 # hloc
@@ -286,9 +280,7 @@ def test_colmap_recovers_the_cameras_of_a_rendered_scene(matcher, photo, tmp_pat
     assert model.num_reg_images() == len(images)
     assert model.compute_mean_reprojection_error() < 0.5
     placed = sorted(model.images.values(), key=lambda image: image.name)
-    assert (
-        misplaced(np.array([each.projection_center() for each in placed]), centres) < 0.02
-    )  # of a path of 2.4
+    assert misplaced(np.array([each.projection_center() for each in placed]), centres) < 0.02  # of a path of 2.4
 
 
 @pytest.mark.slow
@@ -314,9 +306,7 @@ def test_a_folder_goes_to_colmap_by_one_command_and_again_from_what_is_done(phot
     model = pycolmap.incremental_mapping("again.db", "photos", "model")[0]
     placed = sorted(model.images.values(), key=lambda image: names.index(image.name))
     assert len(placed) == len(images)
-    assert (
-        misplaced(np.array([each.projection_center() for each in placed]), centres) < 0.1
-    )  # focal length guessed
+    assert misplaced(np.array([each.projection_center() for each in placed]), centres) < 0.1  # focal length guessed
 
 
 def test_a_database_holds_what_was_written(matched, tmp_path):

@@ -63,9 +63,7 @@ def stage(tmp_path, make_params, root):
 
 
 def files(folder: Path):
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    }
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def bad_list(tmp_path):
@@ -115,9 +113,7 @@ def test_what_is_done_is_not_done_twice(stage, pictures, monkeypatch, tmp_path):
     before = files(out)
     done = []
     original = shards.store.write_shard
-    monkeypatch.setattr(
-        shards.store, "write_shard", lambda path, images: done.append(path) or original(path, images)
-    )
+    monkeypatch.setattr(shards.store, "write_shard", lambda path, images: done.append(path) or original(path, images))
     stage(pictures)
     assert done == [] and files(out) == before
     damaged = out / "train" / "shard-00001.safetensors"
@@ -201,9 +197,7 @@ def test_exactly_the_bad_images_are_listed_and_none_is_used(stage, pictures, pho
     for split in ("train", "val"):
         used += Store(out / split, verify="all").images
     held = {
-        row["name"]
-        for row in csv.DictReader((tmp_path / "images" / "manifest.csv").open())
-        if row["split"] == "test"
+        row["name"] for row in csv.DictReader((tmp_path / "images" / "manifest.csv").open()) if row["split"] == "test"
     }
     assert set(listed) == set(expected) - held and set(used) == good - held
     for name, text in expected.items():
@@ -219,9 +213,7 @@ def test_a_black_image_has_views_without_keypoints(stage, pictures, tmp_path):
 
 def test_too_many_bad_images_stop_the_stage_and_are_listed(stage, pictures, photo, tmp_path):
     expected = make_bad(pictures, photo)
-    with pytest.raises(
-        WorkError, match=r"more than keypoints.max_bad_fraction = 0.1 allows; see .*bad_images.csv"
-    ):
+    with pytest.raises(WorkError, match=r"more than keypoints.max_bad_fraction = 0.1 allows; see .*bad_images.csv"):
         stage(pictures)
     assert bad_list(tmp_path) and set(bad_list(tmp_path)) <= set(expected)
     assert not (tmp_path / "kp" / "train" / "store.json").exists()

@@ -81,9 +81,7 @@ def killed(command: List[str], root: Path, times: List[float]) -> None:
 
 
 @pytest.mark.slow
-def test_all_photographs_give_the_same_bytes_with_workers_ranks_and_kills(
-    fetched, shared_data, tmp_path, root
-):
+def test_all_photographs_give_the_same_bytes_with_workers_ranks_and_kills(fetched, shared_data, tmp_path, root):
     """One worker, two workers, torchrun with two ranks, and ten times SIGKILL at random: equal in every file."""
     command = fetched(shared_data / "coco", **VIEWS)
     taken = {"one worker": run(command("one", "--workers", "1"), root)}

@@ -44,9 +44,7 @@ class TestRequest:
 
     def test_more_processes_than_gpus_are_refused_in_one_line(self, monkeypatch):
         monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-        with pytest.raises(
-            RequestError, match="NPROC_PER_NODE=3, but there are 2 GPUs here: set it to 2 or auto"
-        ):
+        with pytest.raises(RequestError, match="NPROC_PER_NODE=3, but there are 2 GPUs here: set it to 2 or auto"):
             launch.require_gpus(3)
         launch.require_gpus(2)
         monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
@@ -77,12 +75,7 @@ class TestRequest:
             launch.command("m", [], 1)
         monkeypatch.setenv("RDZV_ENDPOINT", "head:29400")
         two = launch.command("m", [], 1)
-        assert {
-            "--nnodes=1:2",
-            "--rdzv_backend=c10d",
-            "--rdzv_endpoint=head:29400",
-            "--max_restarts=3",
-        } <= set(two)
+        assert {"--nnodes=1:2", "--rdzv_backend=c10d", "--rdzv_endpoint=head:29400", "--max_restarts=3"} <= set(two)
         monkeypatch.setenv("LOCAL_ADDR", "head")
         assert "--rdzv_conf=is_host=true" in launch.command("m", [], 1)
 
@@ -102,9 +95,7 @@ class TestRequest:
 def launcher(arguments, prefix=(), **environment) -> subprocess.Popen:
     values = {**os.environ, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "2", **environment}
     command = [*prefix, sys.executable, "-m", "pipeline.launch", "pipeline.train", *arguments]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=values, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    return subprocess.Popen(command, cwd=ROOT, env=values, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 @pytest.fixture
@@ -113,13 +104,7 @@ def bench(tmp_path, mlflow_store):
 
 
 def whole(bench, name, keys=()):
-    return [
-        *bench.arguments(keys),
-        "--out",
-        str(bench.folder / name),
-        "--reports",
-        str(bench.folder / f"{name}-r"),
-    ]
+    return [*bench.arguments(keys), "--out", str(bench.folder / name), "--reports", str(bench.folder / f"{name}-r")]
 
 
 def survived(bench, fault: str):
@@ -177,9 +162,7 @@ class TestFaults:
         workspace.mkdir()
         for name, value in {"PYTHONPATH": str(ROOT), "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"}.items():
             monkeypatch.setenv(name, value)
-        line = shlex.join(
-            [sys.executable, "-m", "pipeline.launch", "pipeline.train", *whole(bench, "run", keys)]
-        )
+        line = shlex.join([sys.executable, "-m", "pipeline.launch", "pipeline.train", *whole(bench, "run", keys)])
         out = {str(bench.folder / "run"): {"persist": True, "cache": False}}
         stage = {"cmd": line, "outs": [out]}
         (workspace / "dvc.yaml").write_text(json.dumps({"stages": {"train": stage}}))  # JSON is YAML
@@ -197,9 +180,7 @@ class TestFaults:
         assert digest(bench.folder / "run") == expected
 
     def test_a_rank_that_hangs_is_named(self, bench):
-        process = launcher(
-            whole(bench, "run"), SG_FAULT="stop:rank=1,step=3", SG_TIMEOUT="10", SG_MAX_RESTARTS="0"
-        )
+        process = launcher(whole(bench, "run"), SG_FAULT="stop:rank=1,step=3", SG_TIMEOUT="10", SG_MAX_RESTARTS="0")
         wait_until((bench.folder / "run-r" / "curves" / "train.csv").is_file, PATIENCE)  # of step 2
         out, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 1, out
@@ -222,9 +203,7 @@ class TestFaults:
         }  # fmt: skip
         tasks = [
             subprocess.Popen(
-                arguments,
-                cwd=ROOT,
-                env={**os.environ, **job, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)},
+                arguments, cwd=ROOT, env={**os.environ, **job, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}
             )
             for i in range(2)
         ]
@@ -233,9 +212,7 @@ class TestFaults:
 
 
 def ranks_of(folder: Path) -> list:
-    found = subprocess.run(
-        ["pgrep", "-f", f"pipeline.train.*{folder}"], stdout=subprocess.PIPE, text=True, check=False
-    )
+    found = subprocess.run(["pgrep", "-f", f"pipeline.train.*{folder}"], stdout=subprocess.PIPE, text=True, check=False)
     return found.stdout.split()
 
 
@@ -254,21 +231,7 @@ def nodes():
     names = [f"sg{os.getpid()}{side}" for side in "ab"]
     made = [("ip", "netns", "add", name) for name in names]
     made.append(
-        (
-            "ip",
-            "link",
-            "add",
-            "sgv0",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "sgv1",
-            "netns",
-            names[1],
-        )
+        ("ip", "link", "add", "sgv0", "netns", names[0], "type", "veth", "peer", "name", "sgv1", "netns", names[1])
     )
     for i, name in enumerate(names):
         inside = ("ip", "-n", name)
@@ -279,9 +242,7 @@ def nodes():
         ]
     try:
         for command in made:
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-            )
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
             if done.returncode:
                 pytest.skip(f"no network namespaces here: {done.stdout.strip()}")
         yield [(("ip", "netns", "exec", name), f"10.77.0.{i + 1}", f"sgv{i}") for i, name in enumerate(names)]
@@ -317,12 +278,7 @@ class TestNodes:
 
     def test_elastic_goes_on_with_three_processes_two_and_three_again(self, bench, nodes):
         """Two processes on one node and one on the other share a batch of 8, evenly or not."""
-        keys = (
-            ("steps", 600),
-            ("layers", 4),
-            ("val_every", 200),
-            ("save_every", 10),
-        )  # long enough to join in
+        keys = (("steps", 600), ("layers", 4), ("val_every", 200), ("save_every", 10))  # long enough to join in
         lost_and_joined(bench, nodes, keys, first=2)
         log = (bench.folder / "run-r" / "log.jsonl").read_text()
         # groups: a start is tried again while the lost node counts as there

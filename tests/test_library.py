@@ -78,9 +78,7 @@ def test_it_imports_and_matches_where_only_four_packages_are(bare, tmp_path, pho
         "            '--out', 'm.png', '--json', 'm.json']\n"
         "sys.exit(cli.command())\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", script], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "homography inliers" in done.stdout and (tmp_path / "m.png").is_file()
 
@@ -101,9 +99,7 @@ def build_wheel(root: Path, folder: Path, with_weights: bool) -> Path:
     if not with_weights:
         (source / weights.SHIPPED).write_bytes(b"weights")
     script = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(folder)], cwd=source, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", script, str(folder)], cwd=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder / done.stdout.split()[-1]
 
@@ -130,9 +126,7 @@ def test_the_wheel_is_small_and_matches_where_nothing_else_is_installed(tmp_path
         pytest.skip(f"needs {weights.SHIPPED}")
     wheel = build_wheel(root, tmp_path, with_weights=True)
     assert wheel.stat().st_size <= 12e6
-    needed = (
-        tmp_path / "needed"
-    )  # what an index would give: what the wheel asks for, linked in instead of downloaded
+    needed = tmp_path / "needed"  # what an index would give: what the wheel asks for, linked in instead of downloaded
     needed.mkdir()
     for path in {path.name: path for path in top_level(with_requirements(*NEEDS))}.values():
         (needed / path.name).symlink_to(path)
@@ -144,9 +138,7 @@ def test_the_wheel_is_small_and_matches_where_nothing_else_is_installed(tmp_path
 
     def run(*words: str) -> subprocess.CompletedProcess:
         command = [str(tmp_path / "env" / "bin" / words[0]), *words[1:]]
-        return subprocess.run(
-            command, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
-        )
+        return subprocess.run(command, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
 
     # that of venv would stand before the one that torch asks for
     run("python", "-m", "pip", "uninstall", "--yes", "--quiet", "setuptools")
@@ -156,10 +148,7 @@ def test_the_wheel_is_small_and_matches_where_nothing_else_is_installed(tmp_path
     done = run("superglue-match", "a.png", "b.png", "--out", "m.png")
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split("matches ")[1].split()[0]) > 100 and (tmp_path / "m.png").is_file()
-    for words, extra in (
-        (["--serve"], "serve"),
-        (["a.png", "b.png", "--out", "m.png", "--homography"], "gif"),
-    ):
+    for words, extra in ((["--serve"], "serve"), (["a.png", "b.png", "--out", "m.png", "--homography"], "gif")):
         done = run("superglue-match", *words)
         assert done.returncode == 2
         assert done.stderr.count("\n") == 1 and f"pip install 'superglue-sift[{extra}]'" in done.stderr
@@ -190,10 +179,7 @@ def test_files_pixels_and_features_give_the_same_matches(matcher, photo, turned,
     cv2.imwrite(str(tmp_path / "a.png"), photo)
     cv2.imwrite(str(tmp_path / "b.png"), turned)
     expected = matcher.match(photo, turned)
-    features = [
-        matcher.extract(tmp_path / "a.png"),
-        matcher.extract(cv2.cvtColor(turned, cv2.COLOR_GRAY2BGR)),
-    ]
+    features = [matcher.extract(tmp_path / "a.png"), matcher.extract(cv2.cvtColor(turned, cv2.COLOR_GRAY2BGR))]
     monkeypatch.setattr("superglue_sift.sift.extract", lambda *_: pytest.fail("computed twice"))
     found = matcher.match(*features)
     for one, other in zip(expected, found):
@@ -203,9 +189,7 @@ def test_files_pixels_and_features_give_the_same_matches(matcher, photo, turned,
 
 def test_features_of_ones_own_sift_are_those_of_the_library(matcher, photo):
     gray = photo[:300, :300]
-    points, descriptors = cv2.SIFT_create(nfeatures=1536, enable_precise_upscale=True).detectAndCompute(
-        gray, None
-    )
+    points, descriptors = cv2.SIFT_create(nfeatures=1536, enable_precise_upscale=True).detectAndCompute(gray, None)
     own = Features.of(
         np.array([p.pt for p in points]),
         np.array([p.size for p in points]),

@@ -118,12 +118,8 @@ def test_a_killed_run_goes_on_to_the_same_bytes(work):
 
 
 def test_a_pairs_file_names_what_is_matched(work):
-    (work / "pairs.txt").write_text(
-        "# comment\ncup0.png cup1.png 0 0\n\ncup0.png cup1.png\ncup1.png gone.png\n"
-    )
-    assert (
-        run(work, "--pairs", work / "pairs.txt", "--root", work / "photos", "--out-dir", work / "found") == 1
-    )
+    (work / "pairs.txt").write_text("# comment\ncup0.png cup1.png 0 0\n\ncup0.png cup1.png\ncup1.png gone.png\n")
+    assert run(work, "--pairs", work / "pairs.txt", "--root", work / "photos", "--out-dir", work / "found") == 1
     assert npz_names(work / "found") == {"cup0_cup1_matches.npz"}
     assert "gone" in (work / "found" / "bad_images.csv").read_text()
 
@@ -211,9 +207,7 @@ def test_memory_does_not_grow_with_the_number_of_images(work, tmp_path):
     photos = []
     for number in range(80):
         path = tmp_path / f"{number:03d}.png"
-        noise = cv2.resize(
-            generator.integers(0, 255, (8, 8), np.uint8), (64, 64), interpolation=cv2.INTER_CUBIC
-        )
+        noise = cv2.resize(generator.integers(0, 255, (8, 8), np.uint8), (64, 64), interpolation=cv2.INTER_CUBIC)
         cv2.imwrite(str(path), noise)
         photos.append(many.Item(path.stem, path))
     matcher = Matcher.load(work / "model.safetensors", "cpu", max_keypoints=20)

@@ -57,8 +57,7 @@ def test_keypoints_are_pixels_of_the_stored_image_whatever_the_resize(work, caps
     distance = np.linalg.norm(keypoints[300][:, None] - keypoints[0][None], axis=2).min(axis=1)
     assert np.median(distance) < 1.0
     shift = (
-        keypoints[300]
-        - keypoints[0][np.linalg.norm(keypoints[300][:, None] - keypoints[0][None], axis=2).argmin(1)]
+        keypoints[300] - keypoints[0][np.linalg.norm(keypoints[300][:, None] - keypoints[0][None], axis=2).argmin(1)]
     )
     assert np.abs(np.median(shift[distance < 1.0], axis=0)).max() < 0.2
 

@@ -38,9 +38,7 @@ def test_ratio_and_mutual_agree_with_opencv(pair):
     answers = matchers.match_baselines(pair, ratio=0.8)
     nearest = {m.queryIdx: m.trainIdx for m in cv2.BFMatcher(cv2.NORM_L2).match(*descriptors)}
     assert dict(enumerate(answers["nn"].matches0)) == nearest
-    crossed = {
-        m.queryIdx: m.trainIdx for m in cv2.BFMatcher(cv2.NORM_L2, crossCheck=True).match(*descriptors)
-    }
+    crossed = {m.queryIdx: m.trainIdx for m in cv2.BFMatcher(cv2.NORM_L2, crossCheck=True).match(*descriptors)}
     found = answers["mutual_nn"].matches0
     assert {i: j for i, j in enumerate(found) if j >= 0} == crossed
     two = cv2.BFMatcher(cv2.NORM_L2).knnMatch(*descriptors, k=2)
@@ -70,9 +68,7 @@ def test_properties_of_neighbours(distance):
 
 
 def test_one_keypoint_has_no_second_nearest():
-    assert (
-        matchers.match_neighbours(np.zeros((3, 1), np.float32), True, ratio=0.8).matches0.tolist() == [-1] * 3
-    )
+    assert matchers.match_neighbours(np.zeros((3, 1), np.float32), True, ratio=0.8).matches0.tolist() == [-1] * 3
 
 
 @settings(max_examples=20)

@@ -11,15 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.training.objective import assignment_loss
-from superglue_sift import (
-    attention,
-    geometry,
-    normalization,
-    packing,
-    sinkhorn,
-    sinkhorn_kernel,
-    torch_compat,
-)
+from superglue_sift import attention, geometry, normalization, packing, sinkhorn, sinkhorn_kernel, torch_compat
 from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.descriptors import root_sift
 from superglue_sift.inference import CUDAGraphModel, fuse_for_inference
@@ -67,9 +59,7 @@ def padded(scores, dustbin, iterations):
     """`log_optimal_transport` by way of one padded batch; what is padded is nonsense."""
     sides = [torch.tensor([s.shape[axis] for s in scores]) for axis in (0, 1)]
     M, N = (int(side.max()) for side in sides)
-    batch = torch.stack(
-        [torch.nn.functional.pad(s, (0, N - s.shape[1], 0, M - s.shape[0]), value=1e3) for s in scores]
-    )
+    batch = torch.stack([torch.nn.functional.pad(s, (0, N - s.shape[1], 0, M - s.shape[0]), value=1e3) for s in scores])
     log_P, finite = sinkhorn.padded_optimal_transport(batch, *sides, dustbin, iterations)
     assert finite.all()
     return [P[: s.shape[0] + 1, : s.shape[1] + 1] for P, s in zip(log_P, scores)]
@@ -134,11 +124,7 @@ class TestSinkhorn:
 
     @pytest.mark.parametrize(
         "solve, lead",
-        [
-            (padded, 20.0),
-            (padded, 60.0),
-            *((sinkhorn.log_optimal_transport, n) for n in (20.0, 60.0, 100.0, 300.0)),
-        ],
+        [(padded, 20.0), (padded, 60.0), *((sinkhorn.log_optimal_transport, n) for n in (20.0, 60.0, 100.0, 300.0))],
     )
     def test_the_float32_gradient_of_hard_scores_is_that_of_float64(self, solve, lead):
         """Two rows that want one column, duplicates, all below the dustbin: the squares of a leave float32 at 45."""
@@ -197,9 +183,7 @@ class TestSinkhorn:
             if inference:
                 return found
             total = sum(P[torch.isfinite(P)].square().sum() for P in found)
-            return [P.detach() for P in found], torch.autograd.grad(
-                total, [*leaves[:3], *leaves[4:], dustbin]
-            )
+            return [P.detach() for P in found], torch.autograd.grad(total, [*leaves[:3], *leaves[4:], dustbin])
 
         monkeypatch.setattr(sinkhorn, "APART", 1)
         asked = []
@@ -220,15 +204,11 @@ class TestSinkhorn:
         scores = torch.randn(6, 5)
         expected = sinkhorn.log_optimal_transport([scores], torch.tensor(1.0), 20)[0]
         monkeypatch.setattr(sinkhorn, "_finite", lambda *_: torch.tensor(False))
-        assert torch.allclose(
-            sinkhorn.log_optimal_transport([scores], torch.tensor(1.0), 20)[0], expected, atol=1e-5
-        )
+        assert torch.allclose(sinkhorn.log_optimal_transport([scores], torch.tensor(1.0), 20)[0], expected, atol=1e-5)
 
     def test_empty_sides(self):
         sizes = [(0, 3), (2, 0), (0, 0)]
-        left, right, none = sinkhorn.log_optimal_transport(
-            [torch.zeros(s) for s in sizes], torch.tensor(1.0), 5
-        )
+        left, right, none = sinkhorn.log_optimal_transport([torch.zeros(s) for s in sizes], torch.tensor(1.0), 5)
         assert left.tolist() == [[0, 0, 0, -math.inf]]
         assert right.tolist() == [[0], [0], [-math.inf]]
         assert none.tolist() == [[-math.inf]]
@@ -282,9 +262,7 @@ class TestSinkhorn:
         seen = []
         iterate = sinkhorn_kernel.iterate
         monkeypatch.setattr(
-            sinkhorn_kernel,
-            "iterate",
-            lambda Z, *rest, **keys: seen.append(len(Z)) or iterate(Z, *rest, **keys),
+            sinkhorn_kernel, "iterate", lambda Z, *rest, **keys: seen.append(len(Z)) or iterate(Z, *rest, **keys)
         )
         parts = padded(scores, torch.tensor(1.0, requires_grad=True), 30)
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(whole, parts))
@@ -293,14 +271,7 @@ class TestSinkhorn:
 
     def test_chunks_are_of_one_size_where_that_costs_little(self):
         limit = sinkhorn.CHUNK_BYTES
-        assert [sinkhorn._at_a_time(pairs, limit // 7) for pairs in (3, 7, 8, 64, 11, 0)] == [
-            3,
-            7,
-            4,
-            4,
-            6,
-            1,
-        ]
+        assert [sinkhorn._at_a_time(pairs, limit // 7) for pairs in (3, 7, 8, 64, 11, 0)] == [3, 7, 4, 4, 6, 1]
         assert sinkhorn._at_a_time(5, 2 * limit) == 1
 
     def test_only_the_pair_that_float32_cannot_hold_goes_to_the_log_domain(self, monkeypatch):
@@ -311,17 +282,12 @@ class TestSinkhorn:
         model = scrambled(SuperGlueConfig(dim=32, layers=1)).train()
         states = model.matching_descriptors(batch, layout).detach()
         torch.manual_seed(1)
-        states[20:45], states[54 + 33 : 54 + 63] = (
-            torch.randn(25, 32) * 70,
-            torch.randn(30, 32),
-        )  # the second pair
+        states[20:45], states[54 + 33 : 54 + 63] = (torch.randn(25, 32) * 70, torch.randn(30, 32))  # the second pair
         exact = states.clone().requires_grad_()
         expected = list(model.assign(exact, layout))
         solved = []
         log_domain = sinkhorn._log_domain
-        monkeypatch.setattr(
-            sinkhorn, "_log_domain", lambda Z, *rest: solved.append(Z.shape) or log_domain(Z, *rest)
-        )
+        monkeypatch.setattr(sinkhorn, "_log_domain", lambda Z, *rest: solved.append(Z.shape) or log_domain(Z, *rest))
         monkeypatch.setattr(layout, "device", torch.device("meta"))  # no CPU: the batch is done at once
         own = states.clone().requires_grad_()
         found = list(model.assign(own, layout))
@@ -351,9 +317,7 @@ class TestAttention:
         assert torch.allclose(one, attention._padded(q, k, v, edges), atol=1e-6)
         first, third = slice(0, 3), slice(3, 8)
         logits = torch.einsum("ihd,jhd->hij", q[first], k[third]) / math.sqrt(8)
-        assert torch.allclose(
-            one[first], torch.einsum("hij,jhd->ihd", logits.softmax(-1), v[third]), atol=1e-6
-        )
+        assert torch.allclose(one[first], torch.einsum("hij,jhd->ihd", logits.softmax(-1), v[third]), atol=1e-6)
         assert torch.equal(one[8:], torch.zeros(2, 4, 8))  # its partner is empty
 
     @pytest.mark.parametrize("counts", [[4, 4, 4], [4, 2, 3]])
@@ -394,9 +358,7 @@ class TestAttention:
 
     def test_neighbours_of_one_length_are_done_together(self, monkeypatch):
         """Images 0 attend to images 1 and back; a group ends where lengths change, partners jump, or it is full."""
-        edges = packing.Edges(
-            packing.Packing([3, 3, 3, 2] * 2, torch.device("cpu")), [4, 5, 6, 7, 0, 1, 2, 3]
-        )
+        edges = packing.Edges(packing.Packing([3, 3, 3, 2] * 2, torch.device("cpu")), [4, 5, 6, 7, 0, 1, 2, 3])
         found = [(group.own, group.others, group.number) for group in edges.groups(18)]
         assert found == [
             (slice(0, 6), slice(11, 17), 2), (slice(6, 9), slice(17, 20), 1), (slice(9, 11), slice(20, 22), 1),
@@ -566,9 +528,7 @@ class TestSuperGlue:
         for used in (True, False):
             model = scrambled(SuperGlueConfig(dim=32, layers=1, scale_angle=used))
             with torch.no_grad():
-                before, after = (
-                    model(from_pairs([one._replace(records0=r)]))[0] for r in (one.records0, turned)
-                )
+                before, after = (model(from_pairs([one._replace(records0=r)]))[0] for r in (one.records0, turned))
             assert torch.allclose(before, after) is not used
 
     def test_root_sift(self):
@@ -669,9 +629,7 @@ class TestLoss:
             assert a.shape == b.shape and torch.allclose(a, b, atol=1e-5, rtol=1e-6)
         losses = [assignment_loss(way, ground_truth(batch)).total for way in ways]
         assert torch.allclose(*losses, atol=1e-5)
-        gradients = [
-            torch.autograd.grad(loss.sum(), model.parameters(), retain_graph=True) for loss in losses
-        ]
+        gradients = [torch.autograd.grad(loss.sum(), model.parameters(), retain_graph=True) for loss in losses]
         for a, b in zip(*gradients):
             assert torch.allclose(a, b, atol=1e-5 * max(1.0, float(a.abs().max())))
 
@@ -681,9 +639,7 @@ class TestLoss:
         loss = assignment_loss(Assignments.of([log_P]), truth)
         assert loss.total.item() == pytest.approx(math.log(2) * (0.5 * 1 + 0.25 * 3 + 0.25 * 1))
         ignored = Truth(torch.tensor([[0, IGNORED]]), torch.tensor([[0, IGNORED]]))
-        assert assignment_loss(Assignments.of([log_P]), ignored).total.item() == pytest.approx(
-            math.log(2) / 2
-        )
+        assert assignment_loss(Assignments.of([log_P]), ignored).total.item() == pytest.approx(math.log(2) / 2)
 
     @pytest.mark.parametrize("counts", [(0, 0), (0, 2), (1, 0), (1, 1), (2, 1), (2, 2)])
     def test_few_keypoints_give_a_finite_loss(self, counts):
@@ -700,9 +656,7 @@ class TestLoss:
         rng = np.random.default_rng(0)
         one = records(rng, 40)
         noisy = one.copy()
-        noisy["descriptor"] = np.clip(one["descriptor"] + rng.normal(0, 60, (40, 128)), 0, 255).astype(
-            np.uint8
-        )
+        noisy["descriptor"] = np.clip(one["descriptor"] + rng.normal(0, 60, (40, 128)), 0, 255).astype(np.uint8)
         batch = related([Pair(one, noisy, SIZE, SIZE)])
         torch.manual_seed(0)
         model = SuperGlue(SuperGlueConfig(dim=64, layers=2))
@@ -723,9 +677,7 @@ class TestHomography:
     def test_numpy_and_torch_agree(self):
         p = np.random.default_rng(0).uniform(0, 100, (7, 2))
         expected = geometry.transform(p, self.H)
-        assert np.allclose(
-            geometry.transform(torch.from_numpy(p), torch.from_numpy(self.H)).numpy(), expected
-        )
+        assert np.allclose(geometry.transform(torch.from_numpy(p), torch.from_numpy(self.H)).numpy(), expected)
         assert np.allclose(geometry.transform(expected, np.linalg.inv(self.H)), p)
 
     # OpenCV's framework for RANSAC takes points as float32: 2e-5 px at 300, some hundred times that at the corners

@@ -19,9 +19,7 @@ def auc(errors, threshold):
     return figures.mean_finite(figures.auc_by_pair(errors, threshold))[0]
 
 
-errors_of_pairs = st.lists(
-    st.one_of(st.floats(0, 50, allow_nan=False), st.just(float("inf"))), min_size=1, max_size=40
-)
+errors_of_pairs = st.lists(st.one_of(st.floats(0, 50, allow_nan=False), st.just(float("inf"))), min_size=1, max_size=40)
 limits = st.floats(0.1, 20)
 
 
@@ -106,9 +104,7 @@ def test_reprojection_error_agrees_with_opencv():
     points0, points1 = rng.uniform(0, 400, (50, 2)), rng.uniform(0, 400, (50, 2))
     forward = np.linalg.norm(cv2.perspectiveTransform(points0[None], H)[0] - points1, axis=1)
     backward = np.linalg.norm(cv2.perspectiveTransform(points1[None], np.linalg.inv(H))[0] - points0, axis=1)
-    np.testing.assert_allclose(
-        reprojection_errors(points0, points1, H), np.maximum(forward, backward), rtol=1e-9
-    )
+    np.testing.assert_allclose(reprojection_errors(points0, points1, H), np.maximum(forward, backward), rtol=1e-9)
 
 
 def test_reprojection_error_on_the_horizon_and_of_nothing():
@@ -118,12 +114,7 @@ def test_reprojection_error_on_the_horizon_and_of_nothing():
 
 
 def test_recall_curve_counts_equality():
-    assert figures.recall_curve([1.0, 2.0, np.inf, np.nan], [0.5, 1.0, 2.0, 1e9]).tolist() == [
-        0,
-        0.25,
-        0.5,
-        0.5,
-    ]
+    assert figures.recall_curve([1.0, 2.0, np.inf, np.nan], [0.5, 1.0, 2.0, 1e9]).tolist() == [0, 0.25, 0.5, 0.5]
 
 
 def test_mean_finite():

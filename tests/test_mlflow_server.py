@@ -37,13 +37,7 @@ def answer(port, path, host):
 
 @pytest.mark.parametrize(
     ("host", "status"),
-    [
-        ("mlflow:5000", 200),
-        ("localhost:8080", 200),
-        ("127.0.0.1:5000", 200),
-        ("evil.example", 403),
-        ("mlflow:80", 403),
-    ],
+    [("mlflow:5000", 200), ("localhost:8080", 200), ("127.0.0.1:5000", 200), ("evil.example", 403), ("mlflow:80", 403)],
 )
 def test_only_the_names_of_the_compose_file_are_served(server, host, status):
     assert answer(server, "/api/2.0/mlflow/experiments/get?experiment_id=0", host)[0] == status
@@ -51,13 +45,7 @@ def test_only_the_names_of_the_compose_file_are_served(server, host, status):
 
 @pytest.mark.parametrize(
     "path",
-    [
-        "../../etc/passwd",
-        "..%2F..%2Fetc%2Fpasswd",
-        "%2e%2e/%2e%2e/etc/passwd",
-        "/etc/passwd",
-        "a/../../../etc/passwd",
-    ],
+    ["../../etc/passwd", "..%2F..%2Fetc%2Fpasswd", "%2e%2e/%2e%2e/etc/passwd", "/etc/passwd", "a/../../../etc/passwd"],
 )
 def test_artifacts_cannot_be_read_from_elsewhere(server, path):
     status, body = answer(server, f"/api/2.0/mlflow-artifacts/artifacts/{path}", "localhost")

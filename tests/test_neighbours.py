@@ -33,9 +33,7 @@ def batch(tmp_path):
 
 def test_known_values_of_two_and_three_descriptors():
     # angles 0 and 90 degrees against 10, 60 and 80: nearest 10 and 80 degrees away
-    first, second = (
-        torch.tensor(t, dtype=torch.float64).deg2rad() for t in ([0.0, 90.0], [10.0, 60.0, 80.0])
-    )
+    first, second = (torch.tensor(t, dtype=torch.float64).deg2rad() for t in ([0.0, 90.0], [10.0, 60.0, 80.0]))
     found0, found1 = neighbours.nearest((first[:, None] - second[None]).cos())
     chord = [2 * math.sin(math.radians(degrees) / 2) for degrees in (10, 30, 60)]
     assert found0.index.tolist() == [0, 2] and found1.index.tolist() == [0, 1, 1]
@@ -53,9 +51,7 @@ def test_padded_features_are_those_of_each_pair_alone(batch):
     batch = choose_orientations(batch)
     layout = Layout(batch)
     geometry = [side.pack(geometry_of(batch, s, True)) for s, side in zip("01", layout.sides)]
-    descriptors = [
-        side.pack(root_sift(getattr(batch, f"descriptors{s}"))) for s, side in zip("01", layout.sides)
-    ]
+    descriptors = [side.pack(root_sift(getattr(batch, f"descriptors{s}"))) for s, side in zip("01", layout.sides)]
     ragged = neighbours.neighbour_features(descriptors, geometry, layout)
     padded = neighbours._padded(descriptors, geometry, layout)
     for one, other in zip(ragged, padded):
@@ -77,9 +73,7 @@ def test_a_turn_of_both_images_leaves_what_relates_the_neighbours(batch):
     batch = choose_orientations(batch)
     layout = Layout(batch)
     geometry = [side.pack(geometry_of(batch, s, True)) for s, side in zip("01", layout.sides)]
-    descriptors = [
-        side.pack(root_sift(getattr(batch, f"descriptors{s}"))) for s, side in zip("01", layout.sides)
-    ]
+    descriptors = [side.pack(root_sift(getattr(batch, f"descriptors{s}"))) for s, side in zip("01", layout.sides)]
     c, s = math.cos(1.0), math.sin(1.0)
     turn = torch.tensor([[c, s], [-s, c]])
     turned = [torch.cat([g[:, :2] @ turn, g[:, 2:4], g[:, 4:6] @ turn], 1) for g in geometry]

@@ -38,10 +38,7 @@ def made(count: int, rng: np.random.Generator) -> np.ndarray:
     records = np.zeros(count, KEYPOINT)
     records["x"], records["y"] = rng.uniform(0, SIZE[0], count), rng.uniform(0, SIZE[1], count)
     records["scale"], records["angle"] = rng.uniform(1, 20, count), rng.uniform(0, 360, count)
-    records["score"], records["descriptor"] = (
-        rng.uniform(0.01, 0.1, count),
-        rng.integers(0, 120, (count, 128)),
-    )
+    records["score"], records["descriptor"] = (rng.uniform(0.01, 0.1, count), rng.integers(0, 120, (count, 128)))
     return records
 
 
@@ -68,9 +65,7 @@ def inputs(batch: PairBatch) -> Dict[str, np.ndarray]:
     return values
 
 
-def assert_same(
-    model, run, pairs: Sequence[Pair], threshold: float, tolerance: float, doubtful: float = 0.0
-) -> int:
+def assert_same(model, run, pairs: Sequence[Pair], threshold: float, tolerance: float, doubtful: float = 0.0) -> int:
     """Compare with torch; returns the number of matches.
 
     tolerance: of the scores. doubtful: largest part of the keypoints whose answer may differ by more, because rounding
@@ -82,9 +77,7 @@ def assert_same(
     expected = mutual_matches(log_P, (batch.records0.shape[1], batch.records1.shape[1]), threshold)
     found = dict(zip(onnx.OUTPUTS, run(inputs(batch))))
     for side in "01":
-        matches, scores = (
-            getattr(expected, f"{kind}{side}").numpy() for kind in ("matches", "matching_scores")
-        )
+        matches, scores = (getattr(expected, f"{kind}{side}").numpy() for kind in ("matches", "matching_scores"))
         far = np.abs(found["matching_scores" + side] - scores) > tolerance
         assert (far | (found["matches" + side] != matches)).sum() <= doubtful * scores.size
     batch_index, index0, index1 = found["matches"].T
@@ -144,10 +137,7 @@ def in_torch(module):
 def assert_same_on_all_shapes(model, run, tolerance: float = IN_TORCH) -> None:
     """Of a model that matches the made pairs."""
     rng = np.random.default_rng(0)
-    found = [
-        assert_same(model, run, [made_pair(m, n, rng) for m, n in shapes], 0.1, tolerance)
-        for shapes in SHAPES
-    ]
+    found = [assert_same(model, run, [made_pair(m, n, rng) for m, n in shapes], 0.1, tolerance) for shapes in SHAPES]
     assert found[-1] > 10
 
 
@@ -203,8 +193,7 @@ def test_the_shipped_weights_as_onnx_match_200_pairs_as_torch_does(tmp_path, pho
         sides = [extract(view, 256) for view in views]
         pairs.append(Pair(sides[0].records, sides[1].records, sides[0].size, sides[1].size))
     found = sum(
-        assert_same(model, run, pairs[at : at + 4], threshold, IN_ONNX_RUNTIME, 0.002)
-        for at in range(0, 200, 4)
+        assert_same(model, run, pairs[at : at + 4], threshold, IN_ONNX_RUNTIME, 0.002) for at in range(0, 200, 4)
     )
     assert found > 5000
     found = dict(zip(onnx.OUTPUTS, run(onnx.inputs_of(*sides))))
@@ -241,8 +230,7 @@ class FakeRuntime:
 
 
 @pytest.mark.parametrize(
-    ("built", "loads", "why"),
-    [(False, False, "pip install onnxruntime-gpu"), (True, False, "cannot load CUDA")],
+    ("built", "loads", "why"), [(False, False, "pip install onnxruntime-gpu"), (True, False, "cannot load CUDA")]
 )
 def test_onnx_runtime_that_would_go_on_on_the_cpu_is_refused(monkeypatch, built, loads, why):
     monkeypatch.setitem(sys.modules, "onnxruntime", FakeRuntime(built, loads))

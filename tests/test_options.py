@@ -39,13 +39,7 @@ def run(bench, name: str = "run", **keys) -> dict:
     """Train; the tensors of the last checkpoint."""
     out = bench.folder / name
     shutil.rmtree(out, ignore_errors=True)
-    arguments = [
-        *bench.arguments(tuple(keys.items())),
-        "--out",
-        str(out),
-        "--reports",
-        str(bench.folder / f"{name}-r"),
-    ]
+    arguments = [*bench.arguments(tuple(keys.items())), "--out", str(out), "--reports", str(bench.folder / f"{name}-r")]
     assert train.main(arguments) == 0
     return load_model_file(sorted(out.glob("step-*.safetensors"))[-1])[0]
 
@@ -107,9 +101,7 @@ def test_the_same_keys_give_the_same_weights(bench, usual):
 
 
 @pytest.mark.parametrize(
-    "keys",
-    [{"accumulate": 2}, {"checkpoint_layers": True}, {"parallel": "single"}, {"parallel": "dp"}],
-    ids=str,
+    "keys", [{"accumulate": 2}, {"checkpoint_layers": True}, {"parallel": "single"}, {"parallel": "dp"}], ids=str
 )
 def test_ways_of_computing_change_nothing_but_rounding(bench, usual, keys):
     changed = weights(run(bench, **keys))
@@ -121,9 +113,7 @@ def test_accumulation_makes_smaller_batches(bench, monkeypatch):
     seen = []
     inner = MatchingObjective.forward
     monkeypatch.setattr(
-        MatchingObjective,
-        "forward",
-        lambda self, batch, *rest: seen.append(len(batch)) or inner(self, batch, *rest),
+        MatchingObjective, "forward", lambda self, batch, *rest: seen.append(len(batch)) or inner(self, batch, *rest)
     )
     run(bench, accumulate=4)
     assert set(seen) == {TRAIN["batch"] // 4}
@@ -236,9 +226,7 @@ def test_frozen_weights_stay(bench):
         frozen = name.startswith("keypoint_encoder.") or name == "dustbin"
         if frozen:
             assert torch.equal(tensors[f"model.{name}"], value), name
-    assert not torch.equal(
-        tensors["model.final_projection.weight"], before.state.model.final_projection.weight
-    )
+    assert not torch.equal(tensors["model.final_projection.weight"], before.state.model.final_projection.weight)
 
 
 def test_initial_weights_are_taken(bench):
@@ -281,13 +269,7 @@ def test_compiled_layers_compute_the_same(bench, tmp_path):
 
 def test_validation_alone(bench, capsys):
     run(bench)
-    arguments = [
-        *bench.arguments(),
-        "--out",
-        str(bench.folder / "run"),
-        "--reports",
-        str(bench.folder / "none"),
-    ]
+    arguments = [*bench.arguments(), "--out", str(bench.folder / "run"), "--reports", str(bench.folder / "none")]
     capsys.readouterr()
     assert train.main([*arguments, "--validate-only"]) == 0
     said = capsys.readouterr().out

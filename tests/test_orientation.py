@@ -78,9 +78,7 @@ def test_keypoints_with_and_without_a_second_orientation_can_be_paired():
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4), st.integers(0, 99)
-)
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4), st.integers(0, 99))
 def test_the_padded_form_of_a_gpu_chooses_as_the_one_of_a_cpu(counts, seed):
     rng = np.random.default_rng(seed)
 

@@ -50,10 +50,7 @@ OURS = {
     "ratio_test.unrelated_matches": 7.0, "ratio_test.unrelated_matches_p95": 20.0, "ratio_test.unrelated_pairs": 60,
 }  # fmt: skip
 MADE = {"commit": "abcdef01", "date": "2026-01-31"}
-MATCHES = {
-    "superglue": [[1.0, 2.0, 101.0, 2.0, 0.9, 1.0], [3.0, 4.0, 150.0, 9.0, 0.3, 0.0]],
-    "ratio_test": [],
-}
+MATCHES = {"superglue": [[1.0, 2.0, 101.0, 2.0, 0.9, 1.0], [3.0, 4.0, 150.0, 9.0, 0.3, 0.0]], "ratio_test": []}
 
 
 def content(**changes):
@@ -62,22 +59,12 @@ def content(**changes):
         for m in MATCHERS
         for f in ("precision", "auc_ransac_3")
     ]
-    difference = {
-        "figure": "precision",
-        "baseline": "nn",
-        "value": 0.1,
-        "low": 0.05,
-        "high": 0.2,
-        "pairs": 40,
-    }
+    difference = {"figure": "precision", "baseline": "nn", "value": 0.1, "low": 0.05, "high": 0.2, "pairs": 40}
     values = {
         "title": "Evaluation <b>",
         "figures": {**{f"{m}.pairs": 3 for m in MATCHERS}, **OURS},
         "intervals": lines,
-        "differences": [
-            {**difference, "verdict": "better"},
-            {**difference, "low": None, "verdict": "undecided"},
-        ],
+        "differences": [{**difference, "verdict": "better"}, {**difference, "low": None, "verdict": "undecided"}],
         "curves": {
             "error_ransac": [{"error_px": 0.0, "superglue": 0.0}, {"error_px": 10.0, "superglue": 1.0}],
             "precision_recall": [{"threshold": 0.0, "precision": 0.5, "recall": None}],
@@ -87,10 +74,7 @@ def content(**changes):
         },
         "robustness": [],
         "pictures": [page.Picture("worst-1", "a & b", "Why it failed: <blur>", "/9g=", 200, 100, MATCHES)],
-        "protocol": {
-            "views": "640x480",
-            "model": {"file": "m.safetensors", "sha256": "0123456789", "step": 7},
-        },
+        "protocol": {"views": "640x480", "model": {"file": "m.safetensors", "sha256": "0123456789", "step": 7}},
         "notes": ["3 pairs"],
     }
     return page.Content(**{**values, **changes})
@@ -118,10 +102,7 @@ def test_title_and_verdict_say_data_model_commit_date_and_how_good():
 def test_pictures_show_matches_above_the_threshold_and_hold_all():
     text = page.render(content(), {}, MADE)
     shown = re.findall(r'<path d="([^"]*)" class="(\w+)" data-score="([^"]*)"( hidden)?', text)
-    assert shown == [
-        ("M1.0 2.0L101.0 2.0", "right", "0.9", ""),
-        ("M3.0 4.0L150.0 9.0", "wrong", "0.3", " hidden"),
-    ]
+    assert shown == [("M1.0 2.0L101.0 2.0", "right", "0.9", ""), ("M3.0 4.0L150.0 9.0", "wrong", "0.3", " hidden")]
 
 
 def test_the_curves_of_the_training_are_drawn_where_they_are(tmp_path):
@@ -147,13 +128,7 @@ def test_a_browser_opens_it_without_complaint(tmp_path):
     if browser is None:
         pytest.skip("needs Chromium")
     (tmp_path / "index.html").write_text(page.render(content(pictures=[]), {}, MADE), encoding="utf-8")
-    words = [
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--enable-logging=stderr",
-        "--window-size=390,800",
-    ]
+    words = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=390,800"]
     address = (tmp_path / "index.html").as_uri()
     profile = f"--user-data-dir={tmp_path / 'profile'}"
     command = [browser, *words, profile, f"--screenshot={tmp_path / 'page.png'}", address]
@@ -180,9 +155,7 @@ def test_page_with_robustness_and_without_numbers():
 def test_a_few_pairs_are_marked_and_not_judged():
     line = {"condition": "blur (px)", "level": "2", "superglue.precision": 0.9, "ratio_test.precision": 0.8}
     text = page.render(content(robustness=[{**line, "pairs": 19}, {**line, "pairs": 20}]), {}, MADE)
-    assert (
-        text.count('<span class="better">90.0 | 80.0</span>') == 1 and text.count("<td>90.0 | 80.0</td>") == 1
-    )
+    assert text.count('<span class="better">90.0 | 80.0</span>') == 1 and text.count("<td>90.0 | 80.0</td>") == 1
     assert "<td>19*</td>" in text and "<td>20</td>" in text
     many = {"pairs": 30, "superglue.recall": 0.9, "ratio_test.recall": 0.8}
     lines = [{"condition": "blur (px)", "level": "2", **many, "recall_pairs": 5}]
@@ -192,14 +165,9 @@ def test_a_few_pairs_are_marked_and_not_judged():
 
 def test_a_further_model_has_its_own_sentence_in_the_summary():
     line = {"figure": "precision", "value": 0.1, "low": 0.05, "high": 0.2, "pairs": 40}
-    lines = [
-        {**line, "baseline": "nn", "verdict": "worse"},
-        {**line, "baseline": "shipped", "verdict": "better"},
-    ]
+    lines = [{**line, "baseline": "nn", "verdict": "worse"}, {**line, "baseline": "shipped", "verdict": "better"}]
     text = page.render(content(differences=lines), {}, MADE)
-    assert (
-        "Worse than the best baseline in: precision." in text and "Better than shipped in: precision." in text
-    )
+    assert "Worse than the best baseline in: precision." in text and "Better than shipped in: precision." in text
 
 
 def test_chart_places_points_and_cuts_off_at_the_frame():
@@ -211,9 +179,7 @@ def test_chart_places_points_and_cuts_off_at_the_frame():
 
 
 def test_names_of_figures():
-    assert (
-        tables.figure_title("auc_ransac_10") == "AUC@10 RANSAC" and tables.figure_title("recall") == "recall"
-    )
+    assert tables.figure_title("auc_ransac_10") == "AUC@10 RANSAC" and tables.figure_title("recall") == "recall"
 
 
 def row(error=1.0, matcher="superglue", **conditions):
@@ -241,9 +207,7 @@ def test_explanations_name_what_is_hard():
 def test_disturbances_do_what_they_say(photo):
     for name, (disturb, levels) in heldout.LEVELS.items():
         changes = [np.abs(disturb(photo, level).astype(float) - photo).mean() for level in levels]
-        assert (
-            disturb(photo, levels[-1]).dtype == np.uint8 and disturb(photo, levels[-1]).shape == photo.shape
-        )
+        assert disturb(photo, levels[-1]).dtype == np.uint8 and disturb(photo, levels[-1]).shape == photo.shape
         growing = changes[:-1] if "illumination" in name else changes
         assert growing == sorted(growing), name
     assert abs(heldout.brightness(photo, 0.5).mean() - photo.mean() / 2) < 1

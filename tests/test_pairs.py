@@ -25,9 +25,7 @@ pytestmark = pytest.mark.cu111
 
 class TestOrder:
     @settings(max_examples=30, deadline=None)
-    @given(
-        seed=st.integers(0, 9), images=st.integers(1, 30), views=st.integers(2, 6), epoch=st.integers(0, 3)
-    )
+    @given(seed=st.integers(0, 9), images=st.integers(1, 30), views=st.integers(2, 6), epoch=st.integers(0, 3))
     def test_an_epoch_shows_every_image_once(self, seed, images, views, epoch):
         order = PairOrder(seed, images, views)
         samples = [order.sample(p) for p in range(epoch * images, (epoch + 1) * images)]
@@ -75,10 +73,7 @@ class TestOrder:
 class TestBatch:
     def test_fields_come_back_as_they_went_in(self):
         rng = np.random.default_rng(0)
-        sides = [
-            made_records(rng, rng.uniform(0, 200, (n, 2)), rng.integers(0, 160, (n, 128)))
-            for n in (4, 9, 0, 2)
-        ]
+        sides = [made_records(rng, rng.uniform(0, 200, (n, 2)), rng.integers(0, 160, (n, 128))) for n in (4, 9, 0, 2)]
         batch = from_pairs([Pair(sides[0], sides[1], SIZE, (64, 48)), Pair(sides[2], sides[3], SIZE, SIZE)])
         assert batch.counts0.tolist() == [4, 0] and batch.counts1.tolist() == [9, 2]
         assert batch.records0.shape == (2, 4, 280) and batch.records1.shape == (2, 9, 280)
@@ -115,9 +110,7 @@ class TestLoader:
         store, order = Store(made_store(tmp_path)), PairOrder(0, 5, 3)
 
         def make(step):
-            return load_batch(
-                store, order.step(step, 4), 64, Augmentation(drop=0.3, turn_deg=180, window=0.5)
-            )
+            return load_batch(store, order.step(step, 4), 64, Augmentation(drop=0.3, turn_deg=180, window=0.5))
 
         for step, batch in enumerate(prefetched(make, range(6))):
             assert torch.equal(batch.records0, make(step).records0)
@@ -167,10 +160,7 @@ class TestAugmentation:
         matched = plain.matches0 >= 0
         assert torch.equal(truth.matches0[matched], plain.matches0[matched])
         cut = load_batch(store, samples, 1000, Augmentation(turn_deg=180, window=0.5))
-        sides = (
-            (cut.keypoints0, cut.image_size0, cut.counts0),
-            (cut.keypoints1, cut.image_size1, cut.counts1),
-        )
+        sides = ((cut.keypoints0, cut.image_size0, cut.counts0), (cut.keypoints1, cut.image_size1, cut.counts1))
         for keypoints, size, counts in sides:
             for i, count in enumerate(counts.tolist()):
                 assert ((keypoints[i, :count] >= -0.51) & (keypoints[i, :count] <= size[i] - 0.49)).all()
@@ -205,9 +195,7 @@ class TestAugmentation:
         assert torch.equal(batch.H_0to1, plain.H_0to1) and torch.equal(batch.records1, plain.records1)
 
     def test_numbers_of_keypoints_vary_between_the_limits(self, store):
-        batch = load_batch(
-            store, [Sample(3, 0, 1, seed) for seed in range(50)], 40, Augmentation(min_keypoints=10)
-        )
+        batch = load_batch(store, [Sample(3, 0, 1, seed) for seed in range(50)], 40, Augmentation(min_keypoints=10))
         assert batch.counts0.min() >= 10 and batch.counts0.max() <= 40
         assert len(set(batch.counts0.tolist())) > 5
 

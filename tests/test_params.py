@@ -64,33 +64,13 @@ def test_sections_are_frozen() -> None:
         ("train", "zzz", 1, "train.zzz: unknown key; known are "),
         ("train", "heads", 3, "train.heads = 3: must divide dim ("),
         ("train", "negative_px", 1.0, "train.negative_px = 1.0: must be positive_px (3.0) or more"),
-        (
-            "train",
-            "max_keypoints",
-            16384,
-            "train.max_keypoints = 16384: must be at most keypoints.max_keypoints (",
-        ),
-        (
-            "keypoints",
-            "width",
-            321,
-            "keypoints.width = 321: must be a whole number at least 64, at most 8192, a mul",
-        ),
+        ("train", "max_keypoints", 16384, "train.max_keypoints = 16384: must be at most keypoints.max_keypoints ("),
+        ("keypoints", "width", 321, "keypoints.width = 321: must be a whole number at least 64, at most 8192, a mul"),
         ("keypoints", "views", 1, "keypoints.views = 1: must be a whole number at least 2"),
         ("keypoints", "homography", 3, "keypoints.homography = 3: must be a section of keys: "),
-        (
-            "fetch",
-            "source",
-            "folder",
-            "fetch.path = '': must name the folder of images when source is 'folder'",
-        ),
+        ("fetch", "source", "folder", "fetch.path = '': must name the folder of images when source is 'folder'"),
         ("fetch", "source", "coco2015", "fetch.source = 'coco2015': must be one of sample, folder, "),
-        (
-            "fetch",
-            "val_fraction",
-            0.95,
-            "fetch.val_fraction = 0.95: must be a number at least 0, at most 0.9",
-        ),
+        ("fetch", "val_fraction", 0.95, "fetch.val_fraction = 0.95: must be a number at least 0, at most 0.9"),
         ("export", "name", "../model", "export.name = '../model': must be a text matching "),
     ],
 )
@@ -115,13 +95,8 @@ def test_a_nested_key_is_named_in_full(tree: Dict[str, Any]) -> None:
 
 
 def test_an_unknown_section_is_named(tree: Dict[str, Any]) -> None:
-    assert (
-        message(tree, lambda t: t.update(trian={}))
-        == "params.yaml: trian: unknown section; did you mean train?"
-    )
-    assert message(tree, lambda t: t.update(train=None)).startswith(
-        "params.yaml: train = None: must hold keys"
-    )
+    assert message(tree, lambda t: t.update(trian={})) == "params.yaml: trian: unknown section; did you mean train?"
+    assert message(tree, lambda t: t.update(train=None)).startswith("params.yaml: train = None: must hold keys")
 
 
 def test_the_first_problem_is_told_and_the_others_are_counted(tree: Dict[str, Any]) -> None:
@@ -166,9 +141,7 @@ def test_a_missing_file_names_the_mend(tmp_path: Path) -> None:
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-        lambda inner: (
-            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | st.integers(), inner)
-        ),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | st.integers(), inner),
         max_leaves=12,
     ),
     st.sampled_from([*SECTIONS, "nothing"]),

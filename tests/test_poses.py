@@ -122,9 +122,7 @@ def test_wrong_files_are_named(tmp_path, text, words):
 
 def test_means_keep_failures():
     counts = MatchCounts(8, 4, 0, 0), MatchCounts(0, 0, 0, 0)
-    rows = [
-        Row("a", "s", "x", 10, 9, own, {"pose": error}, {}) for own, error in zip(counts, (2.5, math.inf))
-    ]
+    rows = [Row("a", "s", "x", 10, 9, own, {"pose": error}, {}) for own, error in zip(counts, (2.5, math.inf))]
     found = figures.figures_of(rows)
     assert found["pairs"] == 2 and found["auc_pose_5"] == 0.25 and found["auc_pose_10"] == 0.375
     assert found["precision"] == 0.25 and found["matching_score"] == 0.2 and "recall" not in found
@@ -153,14 +151,7 @@ def plane(tmp_path, photo, root):
     back = line("b.png", "a.png", pose_=np.linalg.inv(small))
     (tmp_path / "pairs.txt").write_text("\n".join([line("a.png", "b.png", pose_=small), back, back]))
     write_model(tmp_path / "model.safetensors", layers=1)
-    words = [
-        "--model",
-        tmp_path / "model.safetensors",
-        "--poses",
-        tmp_path / "pairs.txt",
-        "--images",
-        tmp_path,
-    ]
+    words = ["--model", tmp_path / "model.safetensors", "--poses", tmp_path / "pairs.txt", "--images", tmp_path]
     words += ["--params", root / "presets" / "sample.yaml", "--device", "cpu", "--out"]
     return [str(word) for word in words]
 

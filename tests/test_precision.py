@@ -43,9 +43,7 @@ def test_auto_takes_what_is_fast_on_the_device(capability, flags, expected):
 
 
 def test_bfloat16_on_a_card_before_ampere_is_refused_in_one_line():
-    with pytest.raises(
-        RequestError, match=r"bfloat16 needs .*8\.0.* has compute capability 7\.5: .*float16, or auto"
-    ):
+    with pytest.raises(RequestError, match=r"bfloat16 needs .*8\.0.* has compute capability 7\.5: .*float16, or auto"):
         precision.resolve("bfloat16", (7, 5), AMX)
     assert precision.resolve("bfloat16", (8, 0), NO_AMX).precision == "bfloat16"
     assert precision.resolve("bfloat16", None, NO_AMX).precision == "bfloat16"  # asked for is asked for
@@ -62,17 +60,13 @@ def test_ranks_on_different_devices_agree_on_what_all_can_do(make_params, monkey
     gathered = [tuple(precision.resolve("auto", card, NO_AMX)) for card in cards]
     monkeypatch.setattr(distributed, "all_gather", lambda own: [own, *gathered])
     monkeypatch.setattr(stack, "cpu_flags", lambda: frozenset(AMX))
-    parts, messages = setup.build(
-        make_params("train", precision="auto", dim=16, heads=2), distributed.start()
-    )
+    parts, messages = setup.build(make_params("train", precision="auto", dim=16, heads=2), distributed.start())
     assert parts.objective.precision == "float16" and any("7.5" in line for line in messages)
 
 
 def test_what_does_nothing_here_is_said(make_params):
     keys = {"precision": "float16", "parallel": "dp", "dim": 16, "heads": 2, "layers": 1}
-    parts, messages = setup.build(
-        make_params("train", **keys), distributed.Context(0, 1, 0, torch.device("cpu"))
-    )
+    parts, messages = setup.build(make_params("train", **keys), distributed.Context(0, 1, 0, torch.device("cpu")))
     assert parts.objective.precision == "float32" and not parts.state.scaler.is_enabled()
     said = "\n".join(messages)
     assert "float16 does nothing" in said
@@ -97,10 +91,7 @@ def test_a_checkpoint_goes_on_in_another_precision():
     def state(values):
         model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2))
         return TrainState(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            Scaler(values),
-            optimization.MovingAverage(model, 0.0),
+            model, torch.optim.SGD(model.parameters(), lr=0.1), Scaler(values), optimization.MovingAverage(model, 0.0)
         )
 
     saved, resumed = state({}), state({"scale": 65536.0})
@@ -114,9 +105,7 @@ def test_compile_without_a_compiler_is_refused_in_one_line(make_params, monkeypa
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: kind == "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(
-        RequestError, match=r"train\.compile: .*; install it, or set train\.compile: false"
-    ) as error:
+    with pytest.raises(RequestError, match=r"train\.compile: .*; install it, or set train\.compile: false") as error:
         setup.check_device(make_params("train", compile=True))
     assert names in str(error.value) or not stack.can_compile()
     setup.check_device(make_params("train"))

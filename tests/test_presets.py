@@ -64,24 +64,16 @@ def test_the_sample_holds_every_key_and_the_others_only_what_differs() -> None:
     for section, model in SECTIONS.items():
         leaves = {f"{section}.{key}" for key in keys(model)}
         assert {leaf for leaf in base if leaf.startswith(section + ".")} <= leaves
-        assert {leaf for leaf in leaves if not any(other.startswith(leaf + ".") for other in leaves)} <= set(
-            base
-        )
+        assert {leaf for leaf in leaves if not any(other.startswith(leaf + ".") for other in leaves)} <= set(base)
     for name in OFFERED[1:]:
-        tree = YAML(typ="safe", pure=True).load(
-            (ROOT / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
-        )
+        tree = YAML(typ="safe", pure=True).load((ROOT / "presets" / f"{name}.yaml").read_text(encoding="utf-8"))
         for section, values in tree.items():
-            same = [
-                leaf for leaf, value in params.flatten(section, values).items() if base.get(leaf) == value
-            ]
+            same = [leaf for leaf, value in params.flatten(section, values).items() if base.get(leaf) == value]
             assert same == [], f"presets/{name}.yaml repeats the sample: {same}"
 
 
 @pytest.mark.parametrize("name", OFFERED)
-def test_every_preset_renders_to_a_valid_commented_file(
-    name: str, tmp_path: Path, image_folder: Path
-) -> None:
+def test_every_preset_renders_to_a_valid_commented_file(name: str, tmp_path: Path, image_folder: Path) -> None:
     target = tmp_path / "params.yaml"
     folder = ["--images", str(image_folder)] if name in ("folder", "pretrained") else []
     assert use(target, name, *folder) == 0
@@ -135,9 +127,7 @@ def test_refresh_keeps_edits_and_leaves_other_sources_alone(tmp_path: Path, imag
     assert not presets.refresh(target)
     assert target.read_bytes() == (ROOT / "params.yaml").read_bytes()
     assert use(target, "--images", str(image_folder)) == 0
-    target.write_text(
-        re.sub(r"  steps: \d+", "  steps: 7", target.read_text(encoding="utf-8")), encoding="utf-8"
-    )
+    target.write_text(re.sub(r"  steps: \d+", "  steps: 7", target.read_text(encoding="utf-8")), encoding="utf-8")
     (image_folder / "coffee.png").unlink()
     assert presets.refresh(target)
     assert params.load("train", target).steps == 7
@@ -154,15 +144,9 @@ def test_refresh_keeps_edits_and_leaves_other_sources_alone(tmp_path: Path, imag
         (["--images", "nowhere"], "nowhere: no such folder"),
         (["--images", "images", "--val-images", "nowhere"], "nowhere: no such folder"),
         (["--images", "empty"], "empty: holds no images (.jpg, "),
-        (
-            ["--images", "one"],
-            "one: 1 image, and none for val; at least two are needed",
-        ),
+        (["--images", "one"], "one: 1 image, and none for val; at least two are needed"),
         (["--images", "small"], "small: none of its 2 train images can be read and has the 257x193 pixels"),
-        (
-            ["--images", "images", "--val-images", "small"],
-            "small: none of its 3 val images can be read and has",
-        ),
+        (["--images", "images", "--val-images", "small"], "small: none of its 3 val images can be read and has"),
         (["--images", "garbage"], "garbage: none of its 2 train images can be read"),
         (["--val-images", "images"], "goes with IMAGES"),
     ],
@@ -200,9 +184,7 @@ def test_a_preset_with_a_wrong_key_is_named(tmp_path: Path, monkeypatch: pytest.
     (folder / "mine.yaml").write_text("# Preset mine: my own\n\ntrain:\n  lrr: 1.0\n", encoding="utf-8")
     monkeypatch.setattr(presets, "FOLDER", folder)
     assert "mine" in presets.names()
-    with pytest.raises(
-        errors.RequestError, match=r"presets/mine.yaml: train.lrr: unknown key; did you mean lr\?"
-    ):
+    with pytest.raises(errors.RequestError, match=r"presets/mine.yaml: train.lrr: unknown key; did you mean lr\?"):
         presets.render("mine")
 
 

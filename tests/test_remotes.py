@@ -97,9 +97,7 @@ def test_two_clones_at_different_places_end_with_the_same_bytes(first: Clone, tm
 def test_what_dvc_and_git_keep_names_no_machine_place_or_run(first: Clone) -> None:
     """Both clones of the test above share a host; so the words themselves are looked for."""
     runs = (first.folder / "reports" / "run.json").read_text(encoding="utf-8")
-    run_id = next(
-        word for word in runs.split('"') if len(word) == 32 and set(word) <= set("0123456789abcdef")
-    )
+    run_id = next(word for word in runs.split('"') if len(word) == 32 and set(word) <= set("0123456789abcdef"))
     commit = first.run("git", "rev-parse", "HEAD").strip()
     words = [run_id, commit, str(first.folder), socket.gethostname()]
     words = [word.encode() for word in words if len(word) > 5]

@@ -108,9 +108,7 @@ def test_report_command(tmp_path, capsys):
     assert report.main(["--evaluation", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "SuperGlue (ours)" in printed and "pairs.csv" in printed and "make ui" in printed
-    assert "pictures" not in printed.split("Where to look next")[1].replace(
-        "parameters, pictures and models", ""
-    )
+    assert "pictures" not in printed.split("Where to look next")[1].replace("parameters, pictures and models", "")
 
 
 def test_in_an_image_no_hint_names_make(tmp_path, capsys, monkeypatch):
@@ -160,8 +158,6 @@ def test_pictures_become_one_grid_in_the_order_of_their_names(tmp_path):
     assert files.write_grid(tmp_path, tmp_path / "sheet" / "grid.png")
     grid = cv2.imread(str(tmp_path / "sheet" / "grid.png"))
     assert grid.shape == (2 * (30 + 8) + 8, 2 * (50 + 8) + 8, 3)
-    corners = [
-        grid[8 + 38 * row, 8 + 58 * column].tolist() for row, column in ((0, 0), (0, 1), (1, 0), (1, 1))
-    ]
+    corners = [grid[8 + 38 * row, 8 + 58 * column].tolist() for row, column in ((0, 0), (0, 1), (1, 0), (1, 1))]
     assert [tuple(corner) for corner in corners] == [*colours.values(), (255, 255, 255)]
     assert not files.write_grid(tmp_path / "nothing", tmp_path / "grid.png")

@@ -23,9 +23,7 @@ def locked(name: str) -> Dict[str, str]:
 
 def wanted(name: str, stack: str) -> List[Requirement]:
     """The requirements of an .in file that hold on a stack."""
-    lines = (
-        line.split("#")[0].strip() for line in (REQUIREMENTS / name).read_text(encoding="utf-8").splitlines()
-    )
+    lines = (line.split("#")[0].strip() for line in (REQUIREMENTS / name).read_text(encoding="utf-8").splitlines())
     found = [Requirement(line) for line in lines if line]
     python = {"python_version": PYTHON[stack]}
     return [each for each in found if each.marker is None or each.marker.evaluate(python)]

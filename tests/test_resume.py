@@ -68,9 +68,7 @@ class TestCauses:
         printed = capsys.readouterr().out
         (place,) = aside(tmp_path / "run")
         assert weights(newest(place)) == saved
-        assert (
-            "train.lr: 0.0002 in the checkpoint, 0.001 now" in printed and "set train.lr: 0.0002" in printed
-        )
+        assert "train.lr: 0.0002 in the checkpoint, 0.001 now" in printed and "set train.lr: 0.0002" in printed
         with pytest.raises(RequestError, match=r"train\.lr: 0\.0002"):
             train.main(printed_command(printed))  # params.yaml is still the other one
         request_of("run")  # writes the parameters as they were
@@ -180,10 +178,7 @@ class TestWhatIsKept:
         capsys.readouterr()
         assert train.main(request_of("run")) == 0
         assert "nothing to do" in capsys.readouterr().out
-        assert before == (
-            (out / "best.safetensors").read_bytes(),
-            [(reports / n).read_bytes() for n in files],
-        )
+        assert before == ((out / "best.safetensors").read_bytes(), [(reports / n).read_bytes() for n in files])
 
     def test_a_best_model_that_was_put_beside_the_checkpoints_is_not_overwritten(
         self, tmp_path, request_of, monkeypatch, whole  # noqa: F811

@@ -107,9 +107,7 @@ def test_checkout_leaves_the_checkpoints_of_a_killed_training(clone):
     assert clone.best() == first  # that of dvc.lock
     assert weights(clone.folder / "checkpoints" / "step-00000004.safetensors") == saved
     assert "resuming at step 4 of 6" in clone.dvc("repro")
-    (place,) = [
-        path for path in (clone.folder / "checkpoints" / "superseded").iterdir() if list(path.glob("step-*"))
-    ]
+    (place,) = [path for path in (clone.folder / "checkpoints" / "superseded").iterdir() if list(path.glob("step-*"))]
     assert weights(place / "best.safetensors") == first and (place / "step-00000006.safetensors").is_file()
 
 

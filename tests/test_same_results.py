@@ -25,9 +25,7 @@ def photographs(tmp_path_factory, photo, make_params):
     """What the stage keypoints makes of two photographs, by the sample's settings."""
     folder = tmp_path_factory.mktemp("views")
     section = make_params("keypoints", views=3)
-    views = [
-        gray_views(gray, name, section) for name, gray in (("coffee", photo), ("turned", photo.T.copy()))
-    ]
+    views = [gray_views(gray, name, section) for name, gray in (("coffee", photo), ("turned", photo.T.copy()))]
     rows = [store.write_shard(folder / store.shard_name(0), views)]
     size = (section.width, section.height)
     (folder / store.INDEX).write_text(json.dumps(store.index(rows, section.views, size)))

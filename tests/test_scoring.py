@@ -123,12 +123,7 @@ def test_what_has_no_value_is_null_not_infinity():
 def test_figures_by_scene_keep_their_order():
     rows = [row(1.0, scene=scene, matcher=matcher) for scene in "ba" for matcher in (OURS, "nn")]
     lines = figures.by_scene(rows)
-    assert [(line["scene"], line["matcher"]) for line in lines] == [
-        ("b", OURS),
-        ("b", "nn"),
-        ("a", OURS),
-        ("a", "nn"),
-    ]
+    assert [(line["scene"], line["matcher"]) for line in lines] == [("b", OURS), ("b", "nn"), ("a", OURS), ("a", "nn")]
 
 
 JUDGED = [
@@ -178,9 +173,7 @@ def test_operating_points_are_those_of_trying_every_threshold(cases, least):
     """With ties among confidences, pairs without matches and pairs without truth."""
     judged = []
     for matches, missed in cases:
-        scores, correct, found = (
-            (np.array(column) for column in zip(*matches)) if matches else [np.zeros(0)] * 3
-        )
+        scores, correct, found = (np.array(column) for column in zip(*matches)) if matches else [np.zeros(0)] * 3
         right = correct.astype(bool) & found.astype(bool)
         truth = int(right.sum()) + missed
         judged.append(scoring.Judged(scores / 10, correct.astype(bool), right, truth))

@@ -42,18 +42,7 @@ def file_text(image: np.ndarray) -> str:
 @pytest.fixture(scope="module")
 def server(model, start_server):
     """Address of a server of the model, started in a folder of its own with nothing of the project on its path."""
-    words = [
-        "-m",
-        "mlflow",
-        "models",
-        "serve",
-        "-m",
-        str(model),
-        "--env-manager",
-        "local",
-        "--port",
-        "{port}",
-    ]
+    words = ["-m", "mlflow", "models", "serve", "-m", str(model), "--env-manager", "local", "--port", "{port}"]
     port = start_server([*words, "--host", "127.0.0.1"], "/ping", MLFLOW_DISABLE_TELEMETRY="true")
     return f"http://127.0.0.1:{port}"
 

@@ -42,7 +42,5 @@ def test_layer_norm_bears_mixed_precision():
     norm, x = torch_compat.layer_norm(8), torch.randn(3, 8)
     with torch_compat.autocast("cpu", "bfloat16"):
         narrow = norm(x.bfloat16())
-    assert torch.allclose(
-        narrow.float(), norm(x.bfloat16().float()), atol=0.02
-    )  # bfloat16 resolves 0.8 % of 2
+    assert torch.allclose(narrow.float(), norm(x.bfloat16().float()), atol=0.02)  # bfloat16 resolves 0.8 % of 2
     assert norm.double()(x.double()).dtype == torch.float64

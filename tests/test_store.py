@@ -30,12 +30,7 @@ def make_images(counts, seed=0):
     """One ImageViews per row of counts."""
     rng = np.random.default_rng(seed)
     return [
-        ImageViews(
-            f"image {i}.jpg",
-            (640 + i, 480),
-            rng.normal(size=(len(row), 3, 3)),
-            [records(n, rng) for n in row],
-        )
+        ImageViews(f"image {i}.jpg", (640 + i, 480), rng.normal(size=(len(row), 3, 3)), [records(n, rng) for n in row])
         for i, row in enumerate(counts)
     ]
 
@@ -52,9 +47,7 @@ COUNTS = [[5, 0], [1, 2], [0, 0], [300, 7], [2, 2]]
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.lists(st.lists(st.integers(0, 20), min_size=3, max_size=3), min_size=1, max_size=9), st.integers(1, 4)
-)
+@given(st.lists(st.lists(st.integers(0, 20), min_size=3, max_size=3), min_size=1, max_size=9), st.integers(1, 4))
 def test_what_is_written_is_read(tmp_path_factory, counts, per_shard):
     images = make_images(counts)
     opened = Store(write(tmp_path_factory.mktemp("store"), images, per_shard, views=3), verify="all")
@@ -77,9 +70,7 @@ def test_a_store_of_sift_is_written_as_ever_and_one_of_other_features_says_so(tm
     assert (opened.extractor, opened.dtype, opened.scale_angle) == ("sift", ORIENTED, True)
     binary = Extractor("mine:bits", record_dtype("binary", 256), False, lambda *_: None)
     kept = np.frombuffer(np.random.default_rng(0).bytes(3 * binary.dtype.itemsize), binary.dtype)
-    row = store.write_shard(
-        folder / store.shard_name(0), [ImageViews("a", (9, 9), np.zeros((1, 3, 3)), [kept])]
-    )
+    row = store.write_shard(folder / store.shard_name(0), [ImageViews("a", (9, 9), np.zeros((1, 3, 3)), [kept])])
     (folder / store.INDEX).write_text(json.dumps(store.index([row], 1, (320, 240), binary)))
     opened = Store(folder)
     assert (opened.extractor, opened.dtype, opened.scale_angle) == (binary.name, binary.dtype, False)
@@ -96,9 +87,7 @@ def test_equal_images_give_equal_bytes_and_another_digest_otherwise(tmp_path):
 
 def test_an_empty_shard_and_an_empty_store_are_fine(tmp_path):
     images = make_images(COUNTS)
-    rows = [
-        store.write_shard(tmp_path / store.shard_name(i), piece) for i, piece in enumerate([[], images, []])
-    ]
+    rows = [store.write_shard(tmp_path / store.shard_name(i), piece) for i, piece in enumerate([[], images, []])]
     (tmp_path / store.INDEX).write_text(json.dumps(store.index(rows, 2, (320, 240))))
     assert Store(tmp_path, verify="all").counts.tolist() == COUNTS
     assert len(Store(write(tmp_path / "empty", []))) == 0
@@ -179,14 +168,7 @@ def test_inspect_describes_verifies_and_draws(tmp_path, capsys):
     folder, picture = write(tmp_path / "store", valid_images()), tmp_path / "p" / "view.png"
     assert inspect.main([str(folder), "--verify", "--image", "1", "--picture", str(picture)]) == 0
     said = capsys.readouterr().out
-    for part in (
-        "version 1",
-        "3 images",
-        "2 views of 320x240",
-        "every shard",
-        "image 1.jpg",
-        "view 1:   40 key",
-    ):
+    for part in ("version 1", "3 images", "2 views of 320x240", "every shard", "image 1.jpg", "view 1:   40 key"):
         assert part in said
     assert cv2.imread(str(picture)).shape == (240, 320, 3)
     cv2.imwrite(str(tmp_path / "under.png"), np.full((300, 400, 3), 200, np.uint8))

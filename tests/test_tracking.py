@@ -237,10 +237,7 @@ def pairs_csv(path, errors, keypoints=9):
     """A pairs.csv of pairs in eight photographs with these errors of ours."""
     lines = ["pair,scene,matcher,keypoints0,error_ransac"]
     for number, error in enumerate(errors):
-        lines += [
-            f"{number},{number % 8},superglue,{keypoints},{error}",
-            f"{number},{number % 8},nn,{keypoints},9",
-        ]
+        lines += [f"{number},{number % 8},superglue,{keypoints},{error}", f"{number},{number % 8},nn,{keypoints},9"]
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -312,9 +309,7 @@ def test_attach_without_a_run_and_other_ranks_do_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dead_server_holds_up_nothing_and_gets_all_points_after_it_is_back(
-    gate, store, tmp_path, capfd, monkeypatch
-):
+def test_a_dead_server_holds_up_nothing_and_gets_all_points_after_it_is_back(gate, store, tmp_path, capfd, monkeypatch):
     tried, connect = [], MlflowStore.open
     monkeypatch.setattr(MlflowStore, "open", lambda *given: tried.append(1) or connect(*given))
     run = tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False)
@@ -324,9 +319,7 @@ def test_a_dead_server_holds_up_nothing_and_gets_all_points_after_it_is_back(
     said = capfd.readouterr().err
     assert "1002 entries have not reached" in said and "log.jsonl keeps them" in said
     gate.start()
-    assert tracking.open_run(
-        tmp_path / "reports", PARAMS, resume_run_id=run.run_id, system_metrics=False
-    ).close()
+    assert tracking.open_run(tmp_path / "reports", PARAMS, resume_run_id=run.run_id, system_metrics=False).close()
     assert steps(store, "train/loss") == list(range(1000))
 
 
@@ -390,9 +383,7 @@ def curves_of_runs(store) -> list:
     ]
 
 
-def test_the_weights_are_the_same_without_mlflow_with_it_and_while_it_hangs(
-    gate, store, tmp_path, monkeypatch
-):
+def test_the_weights_are_the_same_without_mlflow_with_it_and_while_it_hangs(gate, store, tmp_path, monkeypatch):
     bench = Workbench(tmp_path)
 
     def trained(name: str) -> str:
@@ -508,9 +499,7 @@ def test_no_run_stays_running(store, tmp_path, end, status):
     script = textwrap.dedent(SCRIPT).replace("{end}", end)
     command = [sys.executable, "-c", script, str(tmp_path / "reports")]
     environment = dict(os.environ, PYTHONPATH=str(ROOT))
-    subprocess.run(
-        command, cwd=ROOT, env=environment, timeout=5 * PATIENCE, check=False, stderr=subprocess.PIPE
-    )
+    subprocess.run(command, cwd=ROOT, env=environment, timeout=5 * PATIENCE, check=False, stderr=subprocess.PIPE)
     client, stored = stored_run(store)
     assert stored.info.status == status
     elsewhere = tracking.open_run(tmp_path / "elsewhere", PARAMS, system_metrics=False)

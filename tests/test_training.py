@@ -228,9 +228,7 @@ def stop_after(monkeypatch, step: int) -> None:
 
 class TestResume:
     @pytest.mark.cu111
-    @pytest.mark.parametrize(
-        "keys", [{}, {"ema": 0.9, "norm": "batch", "optimizer": "sgd", "accumulate": 2}], ids=str
-    )
+    @pytest.mark.parametrize("keys", [{}, {"ema": 0.9, "norm": "batch", "optimizer": "sgd", "accumulate": 2}], ids=str)
     def test_a_stopped_run_ends_with_the_same_bytes(self, tmp_path, request_of, monkeypatch, keys):
         assert train.main(request_of("whole", **keys)) == 0
         for step in (1, 3, 5):
@@ -296,9 +294,7 @@ class TestResume:
         monkeypatch.setattr(precision, "on", lambda *_: precision.Choice(other, "another device"))
         assert train.main([*request_of("run", precision="auto"), "--resume", "must"]) == 0
         said = capsys.readouterr().out
-        assert (
-            "resuming at step 3" in said and f"so far were in {before}, those to come are in {other}" in said
-        )
+        assert "resuming at step 3" in said and f"so far were in {before}, those to come are in {other}" in said
         assert json.loads((tmp_path / "run" / "best.json").read_text())["precision"] == other
 
     def test_changed_code_is_accepted_on_request(self, tmp_path, request_of, monkeypatch, capsys):
@@ -380,25 +376,18 @@ class TestRequests:
         save_model_file(
             tmp_path / "m.safetensors", SuperGlue(SuperGlueConfig(dim=16, layers=2, heads=2)).state_dict(), {}
         )
-        assert (
-            train.main(request_of("run", init_from=str(tmp_path / "m.safetensors"), steps=1, val_every=1))
-            == 0
-        )
+        assert train.main(request_of("run", init_from=str(tmp_path / "m.safetensors"), steps=1, val_every=1)) == 0
         assert "tensors taken" in capsys.readouterr().out
         assert (
             train.main(
-                request_of(
-                    "other", init_from=str(tmp_path / "m.safetensors"), dim=32, layers=3, steps=1, val_every=1
-                )
+                request_of("other", init_from=str(tmp_path / "m.safetensors"), dim=32, layers=3, steps=1, val_every=1)
             )
             == 0
         )
         said = capsys.readouterr().out
         assert "skipped, another shape: " in said and "missing there: self_attention.2." in said
 
-    def test_initial_weights_are_known_by_what_they_are_not_by_where_they_lie(
-        self, tmp_path, request_of, capsys
-    ):
+    def test_initial_weights_are_known_by_what_they_are_not_by_where_they_lie(self, tmp_path, request_of, capsys):
         places = [tmp_path / name / "m.safetensors" for name in ("here", "there")]
         for seed, place in enumerate((*places, places[1])):
             if seed < 2:
@@ -443,9 +432,7 @@ class TestLaunched:
         assert process.returncode == 0, err
         one, two = (curve(tmp_path / f"{name}-reports") for name in ("one", "three"))
         assert np.allclose(one, two, rtol=1e-4)
-        metrics = [
-            json.loads((tmp_path / f"{n}-reports" / "metrics.json").read_text()) for n in ("one", "three")
-        ]
+        metrics = [json.loads((tmp_path / f"{n}-reports" / "metrics.json").read_text()) for n in ("one", "three")]
         assert metrics[0]["val_loss"] == pytest.approx(metrics[1]["val_loss"], rel=1e-4)
 
     def test_sigterm_leaves_a_checkpoint_and_143(self, tmp_path, request_of):

@@ -44,9 +44,7 @@ def check_view(H, image_size, view_size, max_upscale=MAX_UPSCALE):
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    st.integers(2, 5000), st.integers(2, 5000), sides, sides, limits, st.floats(0, 1), st.integers(0, 2**31)
-)
+@given(st.integers(2, 5000), st.integers(2, 5000), sides, sides, limits, st.floats(0, 1), st.integers(0, 2**31))
 def test_views_are_border_free_convex_and_bounded(width, height, w, h, limits, difficulty, seed):
     image_size, view_size = (width, height), (w, h)
     rng = generator(seed, "name", 1)
@@ -109,9 +107,7 @@ def test_difficulty_zero_is_the_largest_upright_crop_and_more_is_further_away():
     np.testing.assert_allclose(H, centred, atol=1e-9)
 
     def spread(difficulty):
-        views = [
-            sample_view(generator(0, "a", i), (640, 480), (512, 384), USUAL, difficulty) for i in range(60)
-        ]
+        views = [sample_view(generator(0, "a", i), (640, 480), (512, 384), USUAL, difficulty) for i in range(60)]
         quads = np.array([transform(corners((512, 384)), np.linalg.inv(view)) for view in views])
         return quads.std(axis=0).mean()
 
@@ -181,8 +177,7 @@ def test_everything_off_changes_nothing(photo):
 
 
 @pytest.mark.parametrize(
-    "key, value",
-    [("brightness", 0.5), ("contrast", 0.9), ("gamma", 0.9), ("blur", 3.0), ("noise", 0.2), ("jpeg", 1.0)],
+    "key, value", [("brightness", 0.5), ("contrast", 0.9), ("gamma", 0.9), ("blur", 3.0), ("noise", 0.2), ("jpeg", 1.0)]
 )
 def test_each_distortion_does_something_and_does_not_move_the_picture(photo, key, value):
     only = SimpleNamespace(**{**vars(DARK_OFF), key: value})
@@ -190,8 +185,7 @@ def test_each_distortion_does_something_and_does_not_move_the_picture(photo, key
     assert any(np.abs(out - photo).mean() > 0.5 for out in changed)
     for out in changed:
         likeness = [
-            np.corrcoef(np.roll(out, shift, 1)[:, 8:-8].ravel(), photo[:, 8:-8].ravel())[0, 1]
-            for shift in (-2, 0, 2)
+            np.corrcoef(np.roll(out, shift, 1)[:, 8:-8].ravel(), photo[:, 8:-8].ravel())[0, 1] for shift in (-2, 0, 2)
         ]
         assert likeness[1] == max(likeness) > 0.8
 

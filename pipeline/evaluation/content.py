@@ -97,10 +97,7 @@ def precision_at_recall(sweeps: Mapping[str, confidence.Sweep]) -> List[Line]:
         columns[name] = best_beyond[place] if found.recall_pairs else np.zeros(len(recalls))
     reached = np.flatnonzero(columns[OURS] > 0)
     return [
-        {
-            "recall": confidence.RECALLS[row],
-            **{name: figures.plain(own[row]) for name, own in columns.items()},
-        }
+        {"recall": confidence.RECALLS[row], **{name: figures.plain(own[row]) for name, own in columns.items()}}
         for row in reached
     ]
 

@@ -29,9 +29,7 @@ def opencv(points0, points1, weights, px, iterations, seed):
     if len(points0) < geometry.MIN_POINTS:
         return None
     cv2.setRNGSeed(seed)
-    H, _ = cv2.findHomography(
-        points0, points1, cv2.RANSAC, px, maxIters=iterations, confidence=geometry.CONFIDENCE
-    )
+    H, _ = cv2.findHomography(points0, points1, cv2.RANSAC, px, maxIters=iterations, confidence=geometry.CONFIDENCE)
     return H
 
 
@@ -86,7 +84,5 @@ def choose(names: Sequence[str]) -> Tuple[str, ...]:
         if name not in ESTIMATORS:
             raise RequestError(f"--estimators {name}: unknown; choose from {', '.join(ESTIMATORS)}")
     if "poselib" in names and "poselib" not in installed():
-        raise RequestError(
-            "--estimators poselib: the package is not installed; `pip install poselib` adds it"
-        )
+        raise RequestError("--estimators poselib: the package is not installed; `pip install poselib` adds it")
     return tuple(dict.fromkeys(names))

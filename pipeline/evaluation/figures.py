@@ -16,14 +16,7 @@ import numpy as np
 
 from pipeline.evaluation import poses
 from pipeline.evaluation.conditions import BINS
-from pipeline.evaluation.confidence import (
-    Sweep,
-    calibration,
-    calibration_error,
-    recall_at_precision,
-    steps,
-    sweep,
-)
+from pipeline.evaluation.confidence import Sweep, calibration, calibration_error, recall_at_precision, steps, sweep
 from pipeline.evaluation.matchers import OURS
 from pipeline.evaluation.scoring import Judged, PairResult, Row, estimators_of, matchers_of
 
@@ -171,10 +164,7 @@ def figures_of(rows: Sequence[Row], means: Optional[Mapping[str, Estimate]] = No
     if means is None:
         none = np.zeros(0)
         means = {name: Estimate(*mean_finite(series), none) for name, series in values_of(rows).items()}
-    figures: Dict[str, float] = {
-        "pairs": len(rows),
-        "matches": mean_finite([row.counts.matches for row in rows])[0],
-    }
+    figures: Dict[str, float] = {"pairs": len(rows), "matches": mean_finite([row.counts.matches for row in rows])[0]}
     for name, mean in means.items():
         if not name.startswith("auc_"):
             figures[name] = mean.value
@@ -241,19 +231,14 @@ def operating_points(
         return dict(zip(names, (recall, precision)))
     exact, resampled = (found.precision, found.recall), clusters.curves(judged)
     points = {}
-    for name, least, own, pairs in (
-        (names[0], precision, 0, found.recall_pairs),
-        (names[1], recall, 1, found.pairs),
-    ):
+    for name, least, own, pairs in ((names[0], precision, 0, found.recall_pairs), (names[1], recall, 1, found.pairs)):
         value = float(recall_at_precision(exact[own], exact[1 - own], np.array(least.value)))
         samples = recall_at_precision(resampled[own], resampled[1 - own], least.samples)
         points[name] = Estimate(value if found.recall_pairs else math.nan, pairs, samples)
     return points
 
 
-def differences(
-    found: Mapping[str, Mapping[str, Estimate]], networks: Sequence[str], clusters: int
-) -> List[Line]:
+def differences(found: Mapping[str, Mapping[str, Estimate]], networks: Sequence[str], clusters: int) -> List[Line]:
     """Ours minus the best baseline, then minus each further network, for each figure.
 
     The best baseline is the one with the highest mean on these pairs: a choice in its favour. verdict: better or

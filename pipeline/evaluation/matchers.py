@@ -110,9 +110,7 @@ def match_baselines(pair: Pair, ratio: float) -> Dict[str, PairMatches]:
     }
 
 
-def match_batches(
-    model: torch.nn.Module, pairs: Sequence[Pair], size: int, device: str
-) -> Iterator[PairMatches]:
+def match_batches(model: torch.nn.Module, pairs: Sequence[Pair], size: int, device: str) -> Iterator[PairMatches]:
     """A network's matches, `size` consecutive pairs in one batch: every mutual one whatever its score.
 
     The same batches give the same bits.

@@ -78,9 +78,7 @@ def image_size(image: np.ndarray) -> Tuple[int, int]:
     return int(image.shape[1]), int(image.shape[0])
 
 
-def pairs_of_scene(
-    scene: Scene, index: int, max_keypoints: int, extractor: Extract = sift.extract
-) -> List[KnownPair]:
+def pairs_of_scene(scene: Scene, index: int, max_keypoints: int, extractor: Extract = sift.extract) -> List[KnownPair]:
     """All pairs of scene number `index`, the extractor run once on each of its images."""
     keypoints = [extractor(image, max_keypoints) for image in scene.images]
     return [
@@ -101,9 +99,7 @@ def pair_of_scene(
 def _known(scene: Scene, place: Tuple[int, int], records0: np.ndarray, records1: np.ndarray) -> KnownPair:
     view = scene.pairs[place[1]]
     size0, size1 = image_size(scene.images[view.first]), image_size(scene.images[view.second])
-    return KnownPair(
-        view.name, scene.name, place, choose_pair(Pair(records0, records1, size0, size1)), view.truth
-    )
+    return KnownPair(view.name, scene.name, place, choose_pair(Pair(records0, records1, size0, size1)), view.truth)
 
 
 def extract(

@@ -92,24 +92,16 @@ def read_line(path: Path, number: int, words: Sequence[str]) -> PosePair:
     """One line. Raises RequestError."""
     where = f"--poses {path} line {number}"
     if len(words) != 2 + NUMBERS:
-        raise RequestError(
-            f"{where}: {len(words)} words; must be 38: two names, two rotations, K0, K1, T_0to1"
-        )
+        raise RequestError(f"{where}: {len(words)} words; must be 38: two names, two rotations, K0, K1, T_0to1")
     try:
         values = np.array([float(word) for word in words[2:]])
     except ValueError as error:
         raise RequestError(f"{where}: {error}") from None
     if values[:2].any():
-        raise RequestError(
-            f"{where}: EXIF rotation {words[2]} {words[3]}: turn the images first and write 0 0"
-        )
+        raise RequestError(f"{where}: EXIF rotation {words[2]} {words[3]}: turn the images first and write 0 0")
     K0, K1, T = values[2:11].reshape(3, 3), values[11:20].reshape(3, 3), values[20:].reshape(4, 4)
     R = T[:3, :3]
-    if (
-        not np.isfinite(values).all()
-        or not np.allclose(R @ R.T, np.eye(3), atol=1e-3)
-        or np.linalg.det(R) < 0
-    ):
+    if not np.isfinite(values).all() or not np.allclose(R @ R.T, np.eye(3), atol=1e-3) or np.linalg.det(R) < 0:
         raise RequestError(f"{where}: T_0to1 does not hold a rotation")
     if min(K0[0, 0], K0[1, 1], K1[0, 0], K1[1, 1]) <= 0:
         raise RequestError(f"{where}: focal lengths must be positive")

@@ -126,9 +126,7 @@ def model_lines(network: Network) -> Dict[str, object]:
     }
 
 
-def run_paper(
-    work: Evaluation, source_of: Callable[[EvaluateParams], Named], out: Path
-) -> Dict[str, page.Content]:
+def run_paper(work: Evaluation, source_of: Callable[[EvaluateParams], Named], out: Path) -> Dict[str, page.Content]:
     """Each variant in a folder of its own; one table, metrics.json, protocols.csv and page of all.
 
     Returns the report of each on the first process, nothing on the others.
@@ -155,11 +153,7 @@ def write_paper(contents: Mapping[str, page.Content], out: Path) -> None:
     by_variant = {name: found.figures for name, found in contents.items()}
     flat = {f"{name}.{figure}": value for name, own in by_variant.items() for figure, value in own.items()}
     files.write_json(out / "metrics.json", flat)
-    lines = [
-        {"protocol": name, **line}
-        for name, own in by_variant.items()
-        for line in tables.lines_by_matcher(own)
-    ]
+    lines = [{"protocol": name, **line} for name, own in by_variant.items() for line in tables.lines_by_matcher(own)]
     files.write_lines(out / "protocols.csv", lines)
     title = "Evaluation: the paper's protocol and its variants"
     (out / "index.html").write_text(page.render_overview(title, contents), encoding="utf-8")

@@ -186,14 +186,10 @@ def estimate_errors(known: KnownPair, found: PairMatches, settings: Settings) ->
     points0, points1, weights = matched_points(known.pair, found)
     seed = zlib.crc32(known.name.encode()) & 0x7FFFFFFF
     if isinstance(known.truth, Pose):
-        return {
-            poses.NAME: poses.pose_error(poses.estimate(points0, points1, known.truth, seed), known.truth)
-        }
+        return {poses.NAME: poses.pose_error(poses.estimate(points0, points1, known.truth, seed), known.truth)}
     limits = (settings.params.ransac_px, settings.params.ransac_iterations, seed)
     return {
-        name: geometry.corner_error(
-            ESTIMATORS[name](points0, points1, weights, *limits), known.truth, known.pair.size0
-        )
+        name: geometry.corner_error(ESTIMATORS[name](points0, points1, weights, *limits), known.truth, known.pair.size0)
         for name in settings.estimators
     }
 
@@ -210,10 +206,7 @@ def judge(known: KnownPair, found: PairMatches, truth0: np.ndarray, correct_px: 
 
 
 def score_pair(
-    known: KnownPair,
-    answers: Mapping[str, PairMatches],
-    thresholds: Mapping[str, float],
-    settings: Settings,
+    known: KnownPair, answers: Mapping[str, PairMatches], thresholds: Mapping[str, float], settings: Settings
 ) -> PairResult:
     """Everything about one pair. answers: of all matchers; thresholds: of the networks, whose answers hold all."""
     pair, px = known.pair, settings.params.correct_px

@@ -50,9 +50,7 @@ def forecast(images: ImageSet, entries: Sequence[Entry], settings: Any, sampled:
         if not isinstance(result, BadImage):
             sizes.append(sum(records.nbytes for records in result.records))
     if not sizes:
-        raise RequestError(
-            f"none of {len(chosen)} images tried can be used; look at them before the long run"
-        )
+        raise RequestError(f"none of {len(chosen)} images tried can be used; look at them before the long run")
     seconds = (time.process_time() - begun) / len(chosen)
     return Forecast(len(entries), seconds, sum(sizes) / len(sizes) + settings.views * _PER_VIEW)
 
@@ -68,28 +66,18 @@ def report(plan: Forecast, settings: Any, out: Path, cores: int) -> List[str]:
     for count in sorted({cores, *CORES}):
         mine = " (this machine)" if count == cores else ""
         lines.append(f"  {count:3d} cores: {duration(plan.wall(count))}{mine}")
-    lines.append(
-        f"  disk: {plan.disk() / 1e9:.1f} GB of {free / 1e9:.1f} GB free at {here}, and as much again"
-    )
+    lines.append(f"  disk: {plan.disk() / 1e9:.1f} GB of {free / 1e9:.1f} GB free at {here}, and as much again")
     lines[-1] += " in DVC's cache unless cache.type is a link"
     if plan.disk() > free:
         views = int(settings.views * free / plan.disk())
         images = int(plan.images * free / plan.disk())
         choices = [f"keypoints.views = {views}"] if views >= 2 else []
         choices.append(f"fetch.limit = {images}")
-        lines.append(
-            f"  too small: choose {' or '.join(choices)}, a smaller keypoints.max_keypoints, or --out"
-        )
+        lines.append(f"  too small: choose {' or '.join(choices)}, a smaller keypoints.max_keypoints, or --out")
     return lines
 
 
 def duration(seconds: float) -> str:
     """Seconds as text: 90 s, 12 min, 3.1 h."""
     minutes = seconds / 60
-    return (
-        f"{seconds:.0f} s"
-        if minutes < 2
-        else f"{minutes:.0f} min"
-        if minutes < 120
-        else f"{minutes / 60:.1f} h"
-    )
+    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"

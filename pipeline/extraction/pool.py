@@ -70,9 +70,7 @@ class Extractor:
 
     def source(self, entries: Iterable[Entry]) -> Iterable[Work]:
         """What the workers are given: entries, unless something decodes them for all: a GPU, or DALI's threads."""
-        if self.settings.decoder == "dali" or (
-            self.settings.decoder == "torchvision" and decode.gpu() is not None
-        ):
+        if self.settings.decoder == "dali" or (self.settings.decoder == "torchvision" and decode.gpu() is not None):
             return self._decoder()(self.images, entries)
         return entries
 

@@ -25,12 +25,7 @@ from pipeline.runtime.code import code_digest
 from superglue_sift import extractors
 from superglue_sift.images import BadImage
 
-CODE = (
-    "pipeline.extraction.image",
-    "pipeline.images.decode",
-    "pipeline.images.dali",
-    "pipeline.features.store",
-)
+CODE = ("pipeline.extraction.image", "pipeline.images.decode", "pipeline.images.dali", "pipeline.features.store")
 # the manifest names the CRC-32 of the very bytes an image is made of, wherever they are read from
 OUTSIDE = ("pipeline.images.manifest", "pipeline.images.sources")
 _NOT_IN_THE_BYTES = ("max_bad_fraction",)
@@ -55,10 +50,7 @@ def plan(entries: Sequence[Entry], settings: Any) -> List[Shard]:
     }
     length = settings.shard_images
     pieces = [entries[start : start + length] for start in range(0, len(entries), length)]
-    return [
-        Shard(store.shard_name(index), piece, _fingerprint(common, piece))
-        for index, piece in enumerate(pieces)
-    ]
+    return [Shard(store.shard_name(index), piece, _fingerprint(common, piece)) for index, piece in enumerate(pieces)]
 
 
 def _fingerprint(common: Dict[str, Any], entries: Sequence[Entry]) -> str:

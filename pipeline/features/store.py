@@ -92,10 +92,7 @@ def write_shard(path: Union[str, Path], images: Sequence[ImageViews]) -> Dict[st
 
 
 def index(
-    shards: Sequence[Dict[str, Any]],
-    views: int,
-    view_size: Tuple[int, int],
-    extractor: Extractor = extractors.DEFAULT,
+    shards: Sequence[Dict[str, Any]], views: int, view_size: Tuple[int, int], extractor: Extractor = extractors.DEFAULT
 ) -> Dict[str, Any]:
     """The content of store.json for these rows of `write_shard`, without a word of the extractor where it is SIFT."""
     dtype = extractor.dtype
@@ -113,10 +110,7 @@ def index(
 
 
 def _digest(shards: Sequence[Dict[str, Any]]) -> str:
-    lines = [
-        f"{FORMAT} {VERSION}",
-        *(f"{shard['sha256']} {name}" for shard in shards for name in shard["images"]),
-    ]
+    lines = [f"{FORMAT} {VERSION}", *(f"{shard['sha256']} {name}" for shard in shards for name in shard["images"])]
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 

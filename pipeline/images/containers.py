@@ -102,9 +102,7 @@ def _chosen(path: Path, root: Path, names: List[str]) -> Container:
     """The container `root` with the names a file lists; a listed file that is missing is reported later."""
     for name in names:
         if name.startswith("/") or ".." in name.split("/"):
-            raise RequestError(
-                f"{path}: '{name}' leads outside {root}; set fetch.root to a folder above both"
-            )
+            raise RequestError(f"{path}: '{name}' leads outside {root}; set fetch.root to a folder above both")
     if not root.exists():
         raise RequestError(f"{root}: no such folder; fetch.root must hold the images that {path} lists")
     whole = zip_container(root) if root.suffix.lower() == ".zip" else _folder(root)
@@ -144,9 +142,7 @@ def _annotations(path: Path, choice: Choice) -> List[str]:
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise RequestError(
-            f"{path}: is not a COCO annotation file (images, annotations, categories)"
-        ) from None
+        raise RequestError(f"{path}: is not a COCO annotation file (images, annotations, categories)") from None
     for name in choice.categories:
         if name not in known:
             raise RequestError(f"fetch.categories: '{name}' is not in {path}; known are {', '.join(known)}")

@@ -156,7 +156,5 @@ def _next(pipeline: Any, feed: _Feed) -> Optional[List[np.ndarray]]:
 
 
 def _last_line(error: RuntimeError) -> str:
-    lines = [
-        line.strip() for line in str(error).splitlines() if "Error in thread" in line or "Assert" in line
-    ]
+    lines = [line.strip() for line in str(error).splitlines() if "Error in thread" in line or "Assert" in line]
     return (lines or [str(error).splitlines()[0]])[-1]

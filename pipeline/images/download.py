@@ -104,9 +104,7 @@ def verified(target: Path, md5: str, notes: Optional[Path] = None) -> Optional[D
         return known
     found = digests(target)
     if found["md5"] != md5:
-        raise RequestError(
-            f"{target}: wrong MD5 {found['md5']}, expected {md5}; delete it to download it from scratch"
-        )
+        raise RequestError(f"{target}: wrong MD5 {found['md5']}, expected {md5}; delete it to download it from scratch")
     write_note(noted, found)
     return found
 

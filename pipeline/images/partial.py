@@ -112,10 +112,7 @@ class RemoteZip(io.RawIOBase):
 
 
 def fetch_zip(
-    remote: RemoteZip,
-    members: Sequence[zipfile.ZipInfo],
-    target: Path,
-    tick: Callable[[Iterable], Iterable] = iter,
+    remote: RemoteZip, members: Sequence[zipfile.ZipInfo], target: Path, tick: Callable[[Iterable], Iterable] = iter
 ) -> Any:
     """Write a zip of these members to `target`, or find it there from before; returns its facts."""
     rows = [[member.filename, member.file_size, member.CRC] for member in members]
@@ -128,10 +125,6 @@ def fetch_zip(
         for member, data in zip(members, tick(remote.fetch(members))):
             out.writestr(zipfile.ZipInfo(member.filename), data)
     os.replace(temporary, target)
-    facts = {
-        **digests(target),
-        "partial": "CRC-32 of each image checked, MD5 of the whole not",
-        "members": wanted,
-    }
+    facts = {**digests(target), "partial": "CRC-32 of each image checked, MD5 of the whole not", "members": wanted}
     write_note(target, facts)
     return facts

@@ -120,9 +120,7 @@ def copy_sample(target: Path) -> List[Entry]:
     return entries
 
 
-def folder_entries(
-    root: Path, names: Sequence[str], split: str, container: str, tick: Tick = iter
-) -> List[Entry]:
+def folder_entries(root: Path, names: Sequence[str], split: str, container: str, tick: Tick = iter) -> List[Entry]:
     """Entries of the files `names` under `root`. An unreadable file gets one too: `keypoints` reports it."""
 
     def entry(name: str) -> Entry:
@@ -144,9 +142,7 @@ def _size_and_crc(path: Path) -> Tuple[int, str]:
     return size, f"{crc:08x}"
 
 
-def hold_out(
-    names: Sequence[str], fraction: float, seed: int, at_least: int = 1
-) -> Tuple[List[str], List[str]]:
+def hold_out(names: Sequence[str], fraction: float, seed: int, at_least: int = 1) -> Tuple[List[str], List[str]]:
     """(kept, held out), each sorted; a name falls by its own hash, so other images do not move it.
 
     With a fraction above 0 and below 1, at least one name is kept and `at_least` are held out, where there

@@ -37,9 +37,7 @@ def own(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
 
 def hold_out(names: Sequence[str], settings: FetchParams) -> Splits:
     """Hold out a part of one set of images by the hash of their names."""
-    return share(
-        *sources.hold_out(names, settings.val_fraction, settings.seed, sources.HELD_OUT_MIN), settings
-    )
+    return share(*sources.hold_out(names, settings.val_fraction, settings.seed, sources.HELD_OUT_MIN), settings)
 
 
 def share(train: Sequence[str], held_out: Sequence[str], settings: FetchParams) -> Splits:

@@ -74,10 +74,7 @@ class Remote:
     def _answer(self, start: int, last: int, part: bool) -> Iterator[bytes]:
         """What one request for [start, last) gives, perhaps less."""
         headers = {"Range": f"bytes={start}-{last - 1 if part else ''}"} if start or part else {}
-        with (
-            _network_errors(),
-            self._http.get(self.url, headers=headers, stream=True, timeout=TIMEOUT) as answer,
-        ):
+        with _network_errors(), self._http.get(self.url, headers=headers, stream=True, timeout=TIMEOUT) as answer:
             _require_success(answer)
             whole = answer.status_code == 200
             if whole and part:

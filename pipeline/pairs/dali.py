@@ -31,10 +31,7 @@ def require() -> None:
 
 
 def prefetched(
-    make: Callable[[int], List[PairBatch]],
-    steps: Sequence[int],
-    ahead: int = 2,
-    device: Optional[torch.device] = None,
+    make: Callable[[int], List[PairBatch]], steps: Sequence[int], ahead: int = 2, device: Optional[torch.device] = None
 ) -> Generator[List[PairBatch], None, None]:
     """`make(step)` for each of `steps`, moved to `device` up to `ahead` steps before it is asked for.
 
@@ -120,9 +117,7 @@ def _pipeline(feed: _Feed, device: torch.device, ahead: int) -> Any:
     )
     def carrying():
         fields = fn.external_source(feed, num_outputs=len(FIELDS), batch=False, dtype=dtypes)
-        return tuple(
-            field.gpu() if on_gpu and name not in ON_HOST else field for name, field in zip(FIELDS, fields)
-        )
+        return tuple(field.gpu() if on_gpu and name not in ON_HOST else field for name, field in zip(FIELDS, fields))
 
     built = carrying()
     built.build()

@@ -17,10 +17,7 @@ from superglue_sift.geometry import normalized
 
 
 def load_batch(
-    store: Store,
-    samples: Sequence[Sample],
-    max_keypoints: int,
-    augmentation: Augmentation = UNCHANGED,
+    store: Store, samples: Sequence[Sample], max_keypoints: int, augmentation: Augmentation = UNCHANGED
 ) -> PairBatch:
     """The PairBatch of these samples, in order; an empty list gives a batch of no pairs with homographies.
 

@@ -61,9 +61,7 @@ def validation_pairs(seed: int, images: int, views: int, count: int) -> List[Sam
     for i in range(min(count, images * views * (views - 1))):
         draw = _generator(seed, _VALIDATION, i)
         view0, view1 = draw.choice(views, size=2, replace=False)
-        samples.append(
-            Sample(i * images // count if count < images else i % images, int(view0), int(view1), 0)
-        )
+        samples.append(Sample(i * images // count if count < images else i % images, int(view0), int(view1), 0))
     return samples
 
 

@@ -14,9 +14,7 @@ Made = TypeVar("Made")
 _END = object()
 
 
-def prefetched(
-    make: Callable[[int], Made], steps: Sequence[int], ahead: int = 2
-) -> Generator[Made, None, None]:
+def prefetched(make: Callable[[int], Made], steps: Sequence[int], ahead: int = 2) -> Generator[Made, None, None]:
     """`make(step)` for each of `steps`, computed up to `ahead` steps before it is asked for, in a thread.
 
     An exception in `make` is raised here, at its step. Closing the iterator ends the thread.

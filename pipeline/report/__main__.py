@@ -53,9 +53,7 @@ def next_steps(folder: Path, model: Path) -> List[str]:
     steps += [("report", folder / "index.html", "all of it on one page, for a browser")]
     lines = [f"  {name:<9} {path}  ({what})" for name, path, what in steps if path.exists()]
     port = "with -p 127.0.0.1:5000:5000, " if in_image() else ""
-    lines.append(
-        f"  runs      {typed('ui')}  ({port}curves, parameters, pictures and models at http://127.0.0.1:5000)"
-    )
+    lines.append(f"  runs      {typed('ui')}  ({port}curves, parameters, pictures and models at http://127.0.0.1:5000)")
     if model.exists():
         match = typed("match") if in_image() else ".venv/bin/python -m pipeline.match"
         lines.append(f"  use it    {match} A.jpg B.jpg --model models/superglue.safetensors")
@@ -65,9 +63,7 @@ def next_steps(folder: Path, model: Path) -> List[str]:
 def main(argv: Optional[List[str]] = None) -> int:
     """Entry of the command line."""
     parser = argparse.ArgumentParser(prog="python -m pipeline.report", description=__doc__)
-    parser.add_argument(
-        "--evaluation", type=Path, default=Path("reports/evaluate"), help="folder with metrics.json"
-    )
+    parser.add_argument("--evaluation", type=Path, default=Path("reports/evaluate"), help="folder with metrics.json")
     parser.add_argument("--model", type=Path, default=Path("models/superglue.safetensors"))
     parser.add_argument("--open", action="store_true", help="open the page in a browser, where there is one")
     args = parser.parse_args(argv)

@@ -34,9 +34,7 @@ def line_chart(
             HEIGHT - BOTTOM - min(max(up, 0.0), 1.0) * (HEIGHT - TOP - BOTTOM),
         )
 
-    parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(y_label)}, {escape(x_label)}">'
-    ]
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(y_label)}, {escape(x_label)}">']
     parts += axes(x_range, y_range, place)
     if diagonal:
         (x0, y0), (x1, y1) = place(x_range[0], y_range[0]), place(x_range[1], y_range[1])
@@ -70,10 +68,7 @@ def axes(x_range: Tuple[float, float], y_range: Tuple[float, float], place) -> L
 
 def legend(series: Mapping[str, Points]) -> str:
     """Names with their colours, below the chart, where a narrow screen can wrap them."""
-    keys = (
-        f'<span><i style="background:{colour}"></i>{escape(name)}</span>'
-        for colour, name in zip(COLOURS, series)
-    )
+    keys = (f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for colour, name in zip(COLOURS, series))
     return f'<p class="legend">{"".join(keys)}</p>'
 
 

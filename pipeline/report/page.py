@@ -149,10 +149,7 @@ def as_text(differences: Sequence[Line]) -> List[str]:
     }
     order = list(words)
     ranked = sorted(groups, key=lambda key: (key[0] != "the best baseline", key[0], order.index(key[1])))
-    return [
-        f"{words[verdict].format(beside)}: {', '.join(groups[beside, verdict])}."
-        for beside, verdict in ranked
-    ]
+    return [f"{words[verdict].format(beside)}: {', '.join(groups[beside, verdict])}." for beside, verdict in ranked]
 
 
 Chart = Tuple[Markup, str]  # and its caption
@@ -171,9 +168,7 @@ def training_charts(curves: Mapping[str, Sequence[Line]]) -> List[Chart]:
     last = max(points[-1][0] for points in losses.values())
     most = max(y for points in losses.values() for _, y in points)
     loss = charts.line_chart(losses, "step", "loss", (0, last), (0, most or 1.0))
-    shares = {
-        name: charts.column(curves.get("validation", ()), "step", name) for name in ("precision", "recall")
-    }
+    shares = {name: charts.column(curves.get("validation", ()), "step", name) for name in ("precision", "recall")}
     share = charts.line_chart(shares, "step", "share on validation pairs", (0, last))
     return [(Markup(loss), "Loss while training and on validation pairs"),
             (Markup(share), "Precision and recall on validation pairs")]  # fmt: skip

@@ -79,12 +79,7 @@ def note(content: Content, folder: str, run_id: str) -> str:
         lines.append(f"![{name}: ours above, the ratio test below; right green, wrong red]({place})")
     names = [name for own in tables.columns_of(content.figures).values() for name in own]
     shown = tables.foremost(names)
-    heads = [
-        "",
-        "pairs",
-        *(tables.SHORT.get(name) or tables.figure_title(name) for name in shown),
-        "unrelated",
-    ]
+    heads = ["", "pairs", *(tables.SHORT.get(name) or tables.figure_title(name) for name in shown), "unrelated"]
     rows = [heads, ["---"] * len(heads)]
     for matcher in tables.matchers_in(content.figures):
         wrong = unrelated(content.figures, matcher)

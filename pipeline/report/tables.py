@@ -111,11 +111,7 @@ def notes(figures: Mapping[str, Optional[float]]) -> List[str]:
     said = [f"{SHORT[name]}: {figure_title(name)}" for name in groups[""] if name not in LONG]
     for head, own in list(groups.items())[1:]:
         limits = ", ".join(name.rpartition("_")[2] for name in own)
-        of = (
-            f"pose error up to {limits} degrees"
-            if head == "AUC POSE"
-            else f"mean corner error up to {limits} px"
-        )
+        of = f"pose error up to {limits} degrees" if head == "AUC POSE" else f"mean corner error up to {limits} px"
         said.append(f"AUC of the {of}")
     lines = ["in %; " + "; ".join(dict.fromkeys(said))]
     stated = {title(name): figures.get(f"{name}.threshold") for name in matchers_in(figures)}
@@ -207,7 +203,5 @@ def differences(lines: Sequence[Mapping[str, Any]]) -> str:
             continue
         span = "-" if line["low"] is None else f"{points(line['low'])} .. {points(line['high'])}"
         named = title(str(line["baseline"]))
-        rows.append(
-            [figure_title(str(line["figure"])), points(line["value"]), span, str(line["verdict"]), named]
-        )
+        rows.append([figure_title(str(line["figure"])), points(line["value"]), span, str(line["verdict"]), named])
     return "\n".join(aligned(rows))

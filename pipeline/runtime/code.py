@@ -157,9 +157,7 @@ def _is_message(node: Any) -> bool:
         return isinstance(value.value, str)
     called = value.func if isinstance(value, ast.Call) else None
     return (isinstance(called, ast.Name) and called.id == "print") or (
-        isinstance(called, ast.Attribute)
-        and called.attr == "warn"
-        and getattr(called.value, "id", "") == "warnings"
+        isinstance(called, ast.Attribute) and called.attr == "warn" and getattr(called.value, "id", "") == "warnings"
     )
 
 

@@ -139,15 +139,7 @@ def write_heartbeat(step: int) -> None:
 
 def lost_peer(error: BaseException) -> bool:
     """Is this the failure of a collective because another rank is gone or hangs?"""
-    signs = (
-        "Connection closed by peer",
-        "Connection reset",
-        "Broken pipe",
-        "imed out",
-        "imeout",
-        "NCCL",
-        "gloo",
-    )
+    signs = ("Connection closed by peer", "Connection reset", "Broken pipe", "imed out", "imeout", "NCCL", "gloo")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 

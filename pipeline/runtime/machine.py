@@ -63,9 +63,7 @@ def judge_driver(driver: str, cuda: str) -> Finding:
     major = int(cuda.split(".")[0])
     needed = next((version for since, version in DRIVERS if major >= since), (0, 0, 0))
     numbers = tuple(int(part) for part in driver.split(".")[:3] if part.isdigit())
-    wanted = ".".join(f"{part:02d}" if at == 2 else str(part) for at, part in enumerate(needed)).replace(
-        ".0.00", ""
-    )
+    wanted = ".".join(f"{part:02d}" if at == 2 else str(part) for at, part in enumerate(needed)).replace(".0.00", "")
     if numbers >= needed[: len(numbers)]:
         return Finding(OK, "driver", f"{driver} serves CUDA {cuda} (needs {wanted} or later)")
     fix = f"install {wanted} or later, or use the cu111 image"
@@ -132,9 +130,7 @@ def judge_memory(
         free: bytes for the process in `place`.
     """
     subject, wanted = "memory of a process", needed(pairs, keypoints)
-    there = (
-        f"{size(wanted)} for {pairs} pairs of {keypoints} keypoints at a time, {size(free)} for it: {place}"
-    )
+    there = f"{size(wanted)} for {pairs} pairs of {keypoints} keypoints at a time, {size(free)} for it: {place}"
     if wanted <= free:
         return Finding(OK, subject, there)
     fewer = next((less for less in range(pairs, 0, -1) if needed(less, keypoints) <= free), 0)

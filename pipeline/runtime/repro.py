@@ -52,9 +52,7 @@ def git_state(root: Optional[Path] = None) -> Dict[str, str]:
     if commit is None:
         return {"commit": "unknown", "dirty": "unknown"}
     # dvc.lock and the reports change while the pipeline runs; they say nothing about the code that runs.
-    changed = _git(
-        folder, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!dvc.lock", ":!reports"
-    )
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!dvc.lock", ":!reports")
     return {"commit": commit, "dirty": "unknown" if changed is None else str(bool(changed)).lower()}
 
 

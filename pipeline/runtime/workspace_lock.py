@@ -41,9 +41,7 @@ def take() -> None:
         holder = _holder(stream)
         stream.close()
         if not _started_us(holder):
-            since = (
-                f"container or host {holder.get('host', 'unknown')}, since {holder.get('since', 'unknown')}"
-            )
+            since = f"container or host {holder.get('host', 'unknown')}, since {holder.get('since', 'unknown')}"
             raise RequestError(f"{root} is in use by {since}; wait until it is done, or stop it") from None
         return
     except OSError as error:  # a network file system without locks
@@ -53,9 +51,7 @@ def take() -> None:
     _held.append(stream)
     stream.truncate(0)
     # no process of DVC is named: its own lock is valid while it runs, also between two stages
-    stream.write(
-        json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")})
-    )
+    stream.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")}))
     stream.flush()
     print(
         "note: this DVC was started by hand: the workspace is locked stage by stage; "
@@ -74,6 +70,4 @@ def _holder(stream: TextIO) -> Dict[str, Any]:
 def _started_us(holder: Dict[str, Any]) -> bool:
     """Is it one of our ancestors? Process ids say so within one container alone."""
     ancestors = {process.pid for process in psutil.Process().parents()}
-    return holder.get("host") == socket.gethostname() and bool(
-        {holder.get("pid"), holder.get("dvc")} & ancestors
-    )
+    return holder.get("host") == socket.gethostname() and bool({holder.get("pid"), holder.get("dvc")} & ancestors)

@@ -146,9 +146,7 @@ def _entry(header: Event, run_id: Optional[str], log: str) -> Dict[str, Any]:
     }
 
 
-def _header(
-    uri: str, params: Dict[str, Any], tags: Dict[str, Any], run_id: Optional[str], name: str
-) -> Event:
+def _header(uri: str, params: Dict[str, Any], tags: Dict[str, Any], run_id: Optional[str], name: str) -> Event:
     local = run_id is not None and run_id.startswith("local-")
     return {
         "run": run_id if local else new_key(),

@@ -67,9 +67,7 @@ def pixels(image: Any, name: str) -> np.ndarray:
     except ValueError:  # rows of different lengths
         fits = False
     if not fits or found.min() < 0 or found.max() > 255:
-        raise RequestError(
-            f"{name}: must be base64 of an image file, or pixels (H, W) or (H, W, 3) from 0 to 255"
-        )
+        raise RequestError(f"{name}: must be base64 of an image file, or pixels (H, W) or (H, W, 3) from 0 to 255")
     return found.astype(np.uint8)
 
 
@@ -95,9 +93,7 @@ class MatcherModel(PythonModel):
         if not 0 <= threshold < 1 or not 1 <= max_keypoints <= MAX_KEYPOINTS:
             raise RequestError(f"threshold must be 0 to 1, max_keypoints 1 to {MAX_KEYPOINTS}")
         own = self.matcher
-        matcher = Matcher(
-            own.model, own.device, max_keypoints=max_keypoints, threshold=threshold or own.threshold
-        )
+        matcher = Matcher(own.model, own.device, max_keypoints=max_keypoints, threshold=threshold or own.threshold)
         found = matcher.match(*(pixels(row[name], name) for name in ("image0", "image1")))
         names = ("keypoints0", "keypoints1", "matches", "scores")
         return {name: np.asarray(getattr(found, name)).tolist() for name in names}

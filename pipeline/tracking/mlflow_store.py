@@ -208,9 +208,7 @@ class MlflowStore:
             self._client.create_registered_model(name, description=USAGE.replace("NAME", name))
         source = f"models:/{model_id}"
         tags = {"step": str(event["step"])}
-        version = self._client.create_model_version(
-            name, source, run_id, tags, model_id=model_id, await_creation_for=0
-        )
+        version = self._client.create_model_version(name, source, run_id, tags, model_id=model_id, await_creation_for=0)
         champion = self._champion(name)
         if champion is None or champion.run_id == run_id:
             self._client.set_registered_model_alias(name, CHAMPION, version.version)
@@ -275,9 +273,7 @@ class MlflowStore:
         return max(self._last_point(run, name).timestamp for name in _evaluation(run)[:1])
 
     def _last_point(self, run, name: str):
-        return max(
-            self._client.get_metric_history(run.info.run_id, name), key=lambda m: (m.step, m.timestamp)
-        )
+        return max(self._client.get_metric_history(run.info.run_id, name), key=lambda m: (m.step, m.timestamp))
 
     def _take_over(self, run_id: str, other) -> Dict[str, str]:
         """Copy figures and files of another run's evaluation, with the times at which they were made; its words."""
@@ -301,9 +297,7 @@ class MlflowStore:
         if again:
             return again[0].model_id
         tags = {"step": str(event["step"])}
-        model = self._client.create_logged_model(
-            experiment, event["name"], run_id, tags, model_type="matcher"
-        )
+        model = self._client.create_logged_model(experiment, event["name"], run_id, tags, model_type="matcher")
         with tempfile.TemporaryDirectory() as folder:
             save_model(Path(folder) / "model", run_id, model.model_id, event["files"])
             self._client.log_model_artifacts(model.model_id, f"{folder}/model")

@@ -11,10 +11,7 @@ class Sampler(threading.Thread):
     """Calls `log(metrics, step)` every `seconds` until stopped. What cannot be read is left out."""
 
     def __init__(
-        self,
-        log: Callable[[Dict[str, float], int], None],
-        first_step: int = 0,
-        seconds: Optional[float] = None,
+        self, log: Callable[[Dict[str, float], int], None], first_step: int = 0, seconds: Optional[float] = None
     ) -> None:
         super().__init__(name="system-metrics", daemon=True)
         self._log = log

@@ -61,10 +61,7 @@ class TrainingLogger:
         names = (params.preset(paths.params), self.data)
         self.run = tracking.open_run(
             paths.reports,
-            {
-                **{name: section.model_dump() for name, section in sections.items()},
-                "world_size": context.world_size,
-            },
+            {**{name: section.model_dump() for name, section in sections.items()}, "world_size": context.world_size},
             tags={
                 "world_size": context.world_size,
                 "device": str(context.device.type),
@@ -185,11 +182,7 @@ def _own_share(window: Window, context: distributed.Context) -> Dict[str, float]
 
 def write_metrics(reports: Path, info: Dict[str, Any]) -> None:
     """metrics.json of a finished training, from the JSON of its best model."""
-    metrics = {
-        "step": info["train"]["steps"],
-        "best_step": info["step"],
-        "skipped_steps": info["skipped_steps"],
-    }
+    metrics = {"step": info["train"]["steps"], "best_step": info["step"], "skipped_steps": info["skipped_steps"]}
     metrics.update({f"val_{name}": value for name, value in info["validation"].items()})
     write_atomic(reports / "metrics.json", json.dumps(metrics, indent=2) + "\n")
 

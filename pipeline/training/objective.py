@@ -51,9 +51,7 @@ def assignment_loss(log_assignments: Assignments, truth: Truth) -> PairLoss:
     matched = truth.matches0 >= 0
     partners = torch.where(matched, truth.matches0, dustbin.column)
     found0 = log_assignments.entries(torch.minimum(rows, dustbin.row), partners)
-    found1 = log_assignments.entries(
-        dustbin.row.expand(truth.matches1.shape), torch.minimum(columns, dustbin.column)
-    )
+    found1 = log_assignments.entries(dustbin.row.expand(truth.matches1.shape), torch.minimum(columns, dustbin.column))
     positive = _mean(found0, matched)
     unmatched0, unmatched1 = (
         _mean(found, own == UNMATCHED) for found, own in ((found0, truth.matches0), (found1, truth.matches1))
@@ -71,9 +69,7 @@ def _mean(log_P: Tensor, counted: Tensor) -> Tensor:
 class MatchingObjective(nn.Module):
     """SuperGlue with its ground truth and loss."""
 
-    def __init__(
-        self, model: SuperGlue, positive_px: float, negative_px: float, precision: str = "float32"
-    ) -> None:
+    def __init__(self, model: SuperGlue, positive_px: float, negative_px: float, precision: str = "float32") -> None:
         super().__init__()
         # DistributedDataParallel lays its buckets out in the order of the modules: that in which they work
         layers = (layer for pair in zip(model.self_attention, model.cross_attention) for layer in pair)

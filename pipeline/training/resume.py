@@ -91,9 +91,7 @@ class Shelf(NamedTuple):
         """What has been set aside, newest first."""
         return sorted((self.checkpoints / SUPERSEDED).glob("*/"), reverse=True)
 
-    def set_aside(
-        self, reason: str, best_alone: bool = False, spare: Optional[Path] = None
-    ) -> Optional[Path]:
+    def set_aside(self, reason: str, best_alone: bool = False, spare: Optional[Path] = None) -> Optional[Path]:
         """Move the checkpoints, the best model and the curves away; the new place, None where there is nothing.
 
         reason: a few words for its name. best_alone: the checkpoints stay, they belong to another training than the
@@ -246,9 +244,7 @@ class _Resume:
     def _judged(self, info: Dict[str, Any]) -> _Found:
         saved = fingerprint_of(info)
         keys = self._misfits(info)
-        return _Found(
-            keys, [f"{key}: {saved.get(key)} in the checkpoint, {self.ours.get(key)} now" for key in keys]
-        )
+        return _Found(keys, [f"{key}: {saved.get(key)} in the checkpoint, {self.ours.get(key)} now" for key in keys])
 
     def _misfits(self, info: Dict[str, Any]) -> List[str]:
         return [key for key in changed_keys(fingerprint_of(info), self.ours) if key not in self.paths.accept]

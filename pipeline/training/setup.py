@@ -114,9 +114,7 @@ def network(train: TrainParams, store: Optional[Store] = None) -> SuperGlue:
     return SuperGlue(SuperGlueConfig(**values))
 
 
-def build(
-    train: TrainParams, context: distributed.Context, store: Optional[Store] = None
-) -> Tuple[Parts, List[str]]:
+def build(train: TrainParams, context: distributed.Context, store: Optional[Store] = None) -> Tuple[Parts, List[str]]:
     """Everything to train with, equal on every rank since all have the same seed, and messages of what was chosen.
 
     store: whose keypoints they are; None: SIFT's.

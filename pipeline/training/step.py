@@ -121,9 +121,7 @@ def _copy(sources: List[Tensor], targets: List[Tensor]) -> None:
         target.copy_(source)
 
 
-def _backward(
-    objective: nn.Module, batch: PairBatch, wait: bool, scaler, weight: float, values: Values
-) -> None:
+def _backward(objective: nn.Module, batch: PairBatch, wait: bool, scaler, weight: float, values: Values) -> None:
     poisoned = faults.at("forward")
     total, parts = objective(batch, wait)
     faults.at("backward")

@@ -50,10 +50,7 @@ class StepBatches:
         """The PairBatches of `samples`, on the host; page-locked for a GPU."""
         faults.at("load_batch", step)
         train = self.train
-        batches = [
-            self._load(self.store, part, train.max_keypoints, self._augmentation)
-            for part in self.samples(step)
-        ]
+        batches = [self._load(self.store, part, train.max_keypoints, self._augmentation) for part in self.samples(step)]
         pin = self.context.device.type == "cuda" and train.loader != "dali"  # which copies by itself
         return [batch.pinned() for batch in batches] if pin else batches
 
@@ -66,12 +63,7 @@ class Training:
     """One rank of one training run on the views of `store`, validated on those of `held_out`."""
 
     def __init__(
-        self,
-        paths: resume.TrainPaths,
-        context: distributed.Context,
-        stop: signals.Stop,
-        store: Store,
-        held_out: Store,
+        self, paths: resume.TrainPaths, context: distributed.Context, stop: signals.Stop, store: Store, held_out: Store
     ) -> None:
         self.paths, self.context, self.stop = paths, context, stop
         self.train: TrainParams = params.load("train", paths.params)
@@ -130,9 +122,7 @@ class Training:
         source = self.train.init_from or self.paths.out / "best.safetensors"
         if not self.train.init_from:
             self.state.model.load_state_dict(setup.read_model(source, "--validate-only"))
-        figures = validate(
-            self.objective, self.held_out, self.validation, self.train.max_keypoints, self.context
-        )
+        figures = validate(self.objective, self.held_out, self.validation, self.train.max_keypoints, self.context)
         if self.context.is_main:
             print(f"{source}: " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
         return 0
@@ -214,9 +204,7 @@ class Training:
         named = [self._name(own[place]) for place in result.bad_pairs]
         bad = [name for names in distributed.all_gather(named) for name in names]
         if self.context.is_main:
-            print(
-                f"step {state.step}: the gradient is not finite, skipped; pairs: {', '.join(bad) or 'none alone'}"
-            )
+            print(f"step {state.step}: the gradient is not finite, skipped; pairs: {', '.join(bad) or 'none alone'}")
         if state.scaler.is_enabled() and not bad:
             return  # the scaler feels its way to the largest scale that does not overflow
         state.skipped += 1
@@ -277,9 +265,7 @@ class Training:
             print(f"resuming at step {self.state.step} of {self.train.steps}")
             before, now = found[1].get("precision"), self.objective.precision
             if before not in (None, now):
-                print(
-                    f"its steps so far were in {before}, those to come are in {now}: what auto is on this device"
-                )
+                print(f"its steps so far were in {before}, those to come are in {now}: what auto is on this device")
             if self.state.best_weights:  # the file may be that of another training, or gone
                 self._save_best()
         return found[1].get("log_window")

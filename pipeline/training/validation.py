@@ -26,11 +26,7 @@ THRESHOLD_BETA = 0.7
 
 
 def validate(
-    objective: MatchingObjective,
-    store: Store,
-    samples: List[Sample],
-    max_keypoints: int,
-    context: distributed.Context,
+    objective: MatchingObjective, store: Store, samples: List[Sample], max_keypoints: int, context: distributed.Context
 ) -> Dict[str, float]:
     """Loss and its parts, and how well matches are separated, over all `samples`, on every rank.
 

@@ -31,9 +31,7 @@ def distort(view: np.ndarray, rng: np.random.Generator, limits: Photometric) -> 
     """
     brightness, contrast, gamma = rng.uniform(-1.0, 1.0, 3)
     blur, noise, jpeg, quality, x, y = rng.uniform(0.0, 1.0, 6)
-    out = cv2.LUT(
-        view, _levels(brightness * limits.brightness, contrast * limits.contrast, gamma * limits.gamma)
-    )
+    out = cv2.LUT(view, _levels(brightness * limits.brightness, contrast * limits.contrast, gamma * limits.gamma))
     if blur * limits.blur > _LEAST_BLUR:
         out = cv2.GaussianBlur(out, (0, 0), blur * limits.blur)
     if limits.noise > 0.0:
@@ -65,15 +63,9 @@ def _add_noise(view: np.ndarray, deviation: float, x: float, y: float) -> np.nda
     tile = _tile()
     top, left = int(y * TILE), int(x * TILE)
     rows, columns = np.arange(top, top + height) % TILE, np.arange(left, left + width) % TILE
-    noise = (
-        tile[rows][:, columns] if max(height + top, width + left) > TILE else tile[rows[0] :, columns[0] :]
-    )
+    noise = tile[rows][:, columns] if max(height + top, width + left) > TILE else tile[rows[0] :, columns[0] :]
     noise = np.ascontiguousarray(noise[:height, :width])
-    return (
-        cv2.addWeighted(view.astype(np.int16), 1.0, noise, deviation / 16.0, 0.0)
-        .clip(0, 255)
-        .astype(np.uint8)
-    )
+    return cv2.addWeighted(view.astype(np.int16), 1.0, noise, deviation / 16.0, 0.0).clip(0, 255).astype(np.uint8)
 
 
 def _compress(view: np.ndarray, quality: int) -> np.ndarray:

@@ -41,9 +41,7 @@ def to_keypoints(features: Features) -> List[cv2.KeyPoint]:
 
 def to_kornia(found: MatchResult) -> Tuple[Tensor, Tensor]:
     """What kornia's matchers return: distances (K, 1) float32, 1 - score, and indices (K, 2) int64."""
-    return torch.from_numpy(1.0 - found.scores).reshape(-1, 1), torch.from_numpy(
-        found.matches.astype(np.int64)
-    )
+    return torch.from_numpy(1.0 - found.scores).reshape(-1, 1), torch.from_numpy(found.matches.astype(np.int64))
 
 
 def from_kornia(distances: Tensor, indices: Tensor, features0: Features, features1: Features) -> MatchResult:
@@ -132,8 +130,4 @@ def to_transformers(found: MatchResult) -> Dict[str, Tensor]:
     keypoints0, keypoints1 (K, 2) pixels, int32 as theirs; matching_scores (K,).
     """
     points = [torch.from_numpy(each).round().to(torch.int32) for each in (found.points0, found.points1)]
-    return {
-        "keypoints0": points[0],
-        "keypoints1": points[1],
-        "matching_scores": torch.from_numpy(found.scores),
-    }
+    return {"keypoints0": points[0], "keypoints1": points[1], "matching_scores": torch.from_numpy(found.scores)}

@@ -31,9 +31,7 @@ LEAST_INLIERS = 15  # of a pair that is kept as verified, as COLMAP's own matche
 class ColmapDatabase:
     """A database that is filled pair by pair; a context manager."""
 
-    def __init__(
-        self, path: Union[str, Path], images: Union[str, Path, None] = None, camera: Any = None
-    ) -> None:
+    def __init__(self, path: Union[str, Path], images: Union[str, Path, None] = None, camera: Any = None) -> None:
         """path: a file that is not there yet. images: folder of the photographs, whose EXIF tells the focal length.
 
         camera: a pycolmap.Camera that took all of them; None: one for each, COLMAP's SIMPLE_RADIAL.
@@ -43,9 +41,7 @@ class ColmapDatabase:
         try:
             import pycolmap
         except ImportError:
-            raise RequestError(
-                "COLMAP needs one more package: pip install 'superglue-sift[colmap]'"
-            ) from None
+            raise RequestError("COLMAP needs one more package: pip install 'superglue-sift[colmap]'") from None
         if Path(path).exists():
             raise RequestError(f"{path}: is there already; delete it or name another database")
         self._pycolmap, self._images = pycolmap, Path(images) if images else None
@@ -59,9 +55,7 @@ class ColmapDatabase:
     def __exit__(self, *_error: Any) -> None:
         self._database.close()
 
-    def add(
-        self, name0: str, name1: str, features0: Features, features1: Features, found: MatchResult
-    ) -> int:
+    def add(self, name0: str, name1: str, features0: Features, features1: Features, found: MatchResult) -> int:
         """Write the matches of two images and what one camera motion explains of them; returns how many it does.
 
         names: of files below the folder of the photographs. Images that are not there yet are written, too.
@@ -110,9 +104,7 @@ class ColmapDatabase:
         """RootSIFT in bytes, as COLMAP keeps its own SIFT."""
         unit = root_sift_of(features.records["descriptor"])
         rows = np.minimum(np.rint(512.0 * unit), 255.0).astype(np.uint8)
-        return self._pycolmap.FeatureDescriptors(
-            self._pycolmap.FeatureExtractorType.__members__["SIFT"], rows
-        )
+        return self._pycolmap.FeatureDescriptors(self._pycolmap.FeatureExtractorType.__members__["SIFT"], rows)
 
 
 @contextlib.contextmanager

@@ -55,9 +55,7 @@ def write_matches(path: FileName, name0: str, name1: str, found: MatchResult) ->
     _write(path, pair_name(name0, name1), {k: answer[k][0].numpy() for k in ("matches0", "matching_scores0")})
 
 
-def read_matches(
-    path: FileName, name0: str, name1: str, features0: Features, features1: Features
-) -> MatchResult:
+def read_matches(path: FileName, name0: str, name1: str, features0: Features, features1: Features) -> MatchResult:
     """A pair of `write_matches`, or of hloc's `match_features`. Raises RequestError where it is not in the file."""
     return arrays.from_lightglue_matches(_read(path, pair_name(name0, name1)), features0, features1)
 
@@ -91,9 +89,7 @@ class MatcherForHloc:
 
     default_conf: ClassVar[Dict[str, Any]] = {"model": None, "threshold": None, "device": "auto"}
     required_inputs: ClassVar[List[str]] = [
-        f"{name}{side}"
-        for side in "01"
-        for name in ("image", "keypoints", "scores", "descriptors", "scales", "oris")
+        f"{name}{side}" for side in "01" for name in ("image", "keypoints", "scores", "descriptors", "scales", "oris")
     ]
 
     def _init(self, conf: Mapping[str, Any]) -> None:

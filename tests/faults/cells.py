@@ -52,13 +52,9 @@ def kills() -> List[Cell]:
                 for phase in COMPUTING
                 for step in (0, 1, 3, STEPS - 1)
             ]
-            cells += [
-                Cell((world,), f"kill:rank={rank},step={step},phase=eval") for step in (1, 3, STEPS - 1)
-            ]
+            cells += [Cell((world,), f"kill:rank={rank},step={step},phase=eval") for step in (1, 3, STEPS - 1)]
         cells += [
-            Cell((world,), f"kill:rank=0,step={step},phase={phase}")
-            for phase in SAVING
-            for step in (1, 3, STEPS - 1)
+            Cell((world,), f"kill:rank=0,step={step},phase={phase}") for phase in SAVING for step in (1, 3, STEPS - 1)
         ]
     return cells
 
@@ -78,11 +74,7 @@ def elastic() -> List[Cell]:
     """Killed at one world size and resumed at another, with bitwise_elastic: row 2, both norms."""
     worlds = ((1, 2), (2, 1), (4, 2), (2, 4), (1, 4), (4, 1), (1, 2, 4), (4, 2, 1))
     fault = "kill:rank=0,step=3,phase=backward;kill:rank=0,step=5,phase=forward"
-    return [
-        Cell(w, fault, (("bitwise_elastic", True), ("norm", norm)))
-        for w in worlds
-        for norm in ("layer", "batch")
-    ]
+    return [Cell(w, fault, (("bitwise_elastic", True), ("norm", norm))) for w in worlds for norm in ("layer", "batch")]
 
 
 def signals() -> List[Cell]:

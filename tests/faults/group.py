@@ -33,9 +33,7 @@ class Outcome(NamedTuple):
     hung: bool
 
 
-def _child(
-    rank: int, world_size: int, port: int, arguments: Sequence[str], log: Path, environment: dict
-) -> None:
+def _child(rank: int, world_size: int, port: int, arguments: Sequence[str], log: Path, environment: dict) -> None:
     """Never returns: becomes one rank."""
     code = 1
     try:
@@ -115,9 +113,7 @@ def until_done(
     whole = [*arguments, "--out", str(out), "--reports", str(folder / "reports")]
     seen: List[Outcome] = []
     while not seen or any(seen[-1].codes):
-        assert len(seen) < limit, (
-            f"not done after {limit} starts: {seen}\n{(folder / 'log').read_text()[-3000:]}"
-        )
+        assert len(seen) < limit, f"not done after {limit} starts: {seen}\n{(folder / 'log').read_text()[-3000:]}"
         world_size = world_sizes[min(len(seen), len(world_sizes) - 1)]
         pids = start(world_size, whole, folder / "log", SG_FAULT=fault, SG_FAULT_ONCE=str(marks))
         seen.append(wait(pids, seconds))

@@ -79,26 +79,13 @@ def of_pytest(promise: str, *selection: str) -> Result:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "junit.xml"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            f"--junitxml={file}",
-            *selection,
-        ]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={file}", *selection]
         subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL)
         if not file.is_file():
             return Result(promise, 0, 0, ["pytest did not run"], 0, time.monotonic() - began, [])
         tests = list(ElementTree.parse(file).iter("testcase"))
-    failures = [
-        t.get("name", "") for t in tests if t.find("failure") is not None or t.find("error") is not None
-    ]
-    skipped = [
-        f"{t.get('name')}: {t.find('skipped').get('message')}" for t in tests if t.find("skipped") is not None
-    ]
+    failures = [t.get("name", "") for t in tests if t.find("failure") is not None or t.find("error") is not None]
+    skipped = [f"{t.get('name')}: {t.find('skipped').get('message')}" for t in tests if t.find("skipped") is not None]
     return Result(promise, len(tests) - len(skipped), 0, failures, 0, time.monotonic() - began, skipped)
 
 
@@ -111,9 +98,7 @@ def hanging_server(bench: cells.Workbench, steps: int = 300) -> Result:
     quick = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=quick, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        return Result(
-            "a server that never answers", 1, 0, ["the training failed"], 0, time.monotonic() - began, []
-        )
+        return Result("a server that never answers", 1, 0, ["the training failed"], 0, time.monotonic() - began, [])
     t = json.loads(done.stdout.splitlines()[-1])
     share = t["recording"] / t["loop"]
     promise = (
@@ -190,15 +175,7 @@ def report(results: Dict[str, Result], every: int) -> str:
         note=f"Only each {every}th cell of row 4 was run. " if every > 1 else "",
     )  # fmt: skip
     for name, r in results.items():
-        cells_of_row = (
-            name,
-            r.promise,
-            r.runs,
-            r.kills,
-            r.hangs,
-            len(r.failures),
-            tqdm.format_interval(r.seconds),
-        )
+        cells_of_row = (name, r.promise, r.runs, r.kills, r.hangs, len(r.failures), tqdm.format_interval(r.seconds))
         text += "| " + " | ".join(map(str, cells_of_row)) + " |\n"
     kills, hangs = (sum(getattr(r, f) for r in results.values()) for f in ("kills", "hangs"))
     failures = [f"{name}: {line}" for name, r in results.items() for line in r.failures]

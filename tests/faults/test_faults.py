@@ -66,13 +66,7 @@ def test_a_signal_saves_and_resumes_to_the_same_bytes(bench):
 
 
 def test_a_loss_that_is_no_number_is_skipped_by_all_ranks_together(bench):
-    arguments = [
-        *bench.arguments(),
-        "--out",
-        str(bench.folder / "nan"),
-        "--reports",
-        str(bench.folder / "nan-reports"),
-    ]
+    arguments = [*bench.arguments(), "--out", str(bench.folder / "nan"), "--reports", str(bench.folder / "nan-reports")]
     log = bench.folder / "nan.log"
     assert wait(start(2, arguments, log, SG_FAULT="nan:rank=1,step=3")).codes == [0, 0]
     lines = [line for line in log.read_text().splitlines() if "not finite" in line]
@@ -113,9 +107,7 @@ def test_batch_statistics_are_those_of_all_ranks_only_when_asked_for(bench):
     assert bench.clean(1, alone) == bench.clean(1, alone[:1])  # one process has nobody to ask
 
 
-@pytest.mark.parametrize(
-    "scaling, factor", [("linear", 2.0), pytest.param("sqrt", 2.0**0.5, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("scaling, factor", [("linear", 2.0), pytest.param("sqrt", 2.0**0.5, marks=pytest.mark.slow)])
 def test_the_learning_rate_grows_with_the_ranks_and_their_pairs(bench, scaling, factor):
     keys = (("batch_per_rank", 4), ("lr_scaling", scaling), ("steps", 2), ("val_every", 2))
     rates = {}
