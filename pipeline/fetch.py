@@ -22,9 +22,9 @@ from pipeline.images.containers import Container, digest
 from pipeline.images.manifest import Entry
 from pipeline.runtime import workspace_lock
 from pipeline.runtime.code import code_digest
-from pipeline.runtime.progress import progress
 from pipeline.schema import FetchParams
 from pipeline.views.homography import smallest_images
+from superglue_sift.progress import Progress
 
 MIB = 1 << 20
 SAMPLE = "sample"  # container and folder of the bundled photographs
@@ -109,7 +109,7 @@ def _entries(split_names: splits.Splits, held: Dict[str, Container], out: Path) 
     entries: List[Entry] = []
     for split, names in split_names.items():
         key = splits.container_of(split, held)
-        tick = partial(progress, total=len(names), desc=f"reading {split} images", unit="image")
+        tick = partial(Progress, total=len(names), desc=f"reading {split} images", unit="image")
         entries += held[key].entries(names, split, key, tick)
     containers = {
         key: {**each.facts, "kind": each.kind, "path": _reference(each.path, out)} for key, each in held.items()
@@ -135,7 +135,7 @@ def _coco(settings: FetchParams, out: Path, archives: Path) -> Found:
         chosen = splits.hold_out(holdings["train"].names, settings)
     held_out = chosen["val"] + chosen["test"]
     needed = {"train": chosen["train"] + ([] if "val" in holdings else held_out), "val": held_out}
-    tick = partial(progress, unit="image")
+    tick = partial(Progress, unit="image")
     held = {key: each.ensure(needed[key], _show_download, tick) for key, each in holdings.items()}
     return _entries(chosen, held, out)
 
@@ -146,7 +146,7 @@ def _show_download(sizes: Iterator[int], size: Optional[int], name: str) -> None
     for have in sizes:
         if bar is None:
             total = -(-size // MIB) if size else None
-            bar = progress(total=total, initial=have // MIB, desc=f"downloading {name}", unit="MiB")
+            bar = Progress(total=total, initial=have // MIB, desc=f"downloading {name}", unit="MiB")
         bar.update(have // MIB - bar.n)
     if bar is not None:
         bar.close()

@@ -27,7 +27,7 @@ from pipeline.files import write_atomic, write_csv
 from pipeline.images.manifest import writable
 from pipeline.images.sources import ImageSet, open_manifest
 from pipeline.runtime import workspace_lock
-from pipeline.runtime.progress import progress
+from superglue_sift.progress import Progress
 
 SPLITS = ("train", "val")
 Work = List[Tuple[Folder, Shard]]
@@ -103,7 +103,7 @@ def _extract(folders: Dict[str, Folder], images: ImageSet, settings: Any, worker
             (folder.path / INDEX).unlink(missing_ok=True)  # what it says is no longer so
     entries = [entry for _, shard in todo for entry in shard.entries]
     total = sum(len(shard.entries) for folder in folders.values() for shard in folder.shards[rank::ranks])
-    bar = progress(total=total, initial=total - len(entries), desc="keypoints", unit="image", disable=rank > 0)
+    bar = Progress(total=total, initial=total - len(entries), desc="keypoints", unit="image", disable=rank > 0)
     with Pool(images, settings, max(min(workers, len(entries)), 1)) as pool, bar:
         results = pool.map(entries)
         for folder, shard in todo:

@@ -230,13 +230,12 @@ def prepare(photos: Sequence[Item], store: FeatureStore) -> Tuple[List[Item], Di
             return str(error)
         return ""
 
-    bad, shown = {}, Progress(len(photos), "features", "images")
+    bad = {}
     with ThreadPoolExecutor(2) as pool:
-        for photo, why in zip(photos, pool.map(reason, photos)):
-            shown.update(1)
+        shown = Progress(pool.map(reason, photos), total=len(photos), desc="features", unit="images")
+        for why, photo in zip(shown, photos):
             if why:
                 bad[photo.name] = why
-    shown.close()
     return [photo for photo in photos if photo.name not in bad], bad
 
 
@@ -261,14 +260,15 @@ def match(pairs: Pairs, total: Optional[int], store: FeatureStore, output: Outpu
     """Match and write each pair that is not done yet; returns how many that were. add: called for every pair."""
     matcher = store.matcher
     size = BATCH_ON_GPU if matcher.device.startswith("cuda") else 1
-    done, shown = 0, Progress(total, "matching", "pairs")
+    done, shown = 0, Progress(total=total, desc="matching", unit="pairs")
 
     def missing() -> Iterator[Tuple[Item, Item]]:
         for pair in pairs:
             if output.done(*pair):
                 if add:
                     add(*pair, output.read(*pair, store))
-                shown.update(1, skipped=True)
+                shown.initial += 1
+                shown.update(1)
             else:
                 yield pair
 

@@ -1,47 +1,82 @@
-"""How far a long matching is and how long it will take: one line on a terminal, drawn over; lines in a log."""
+"""How far the work is and how long it will take: one line on a terminal, drawn over; lines in a log."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
-from typing import Optional
+from typing import Any, Iterable, Iterator, Mapping, Optional
 
 EVERY_SECONDS = (15.0, 0.2)  # between two lines in a log, on a terminal
 
 
 class Progress:
-    """Count by `update(n)`; `close()` prints the last line. A closed pipe does not stop the work it reports on."""
+    """Iterate over it, which counts what comes, or `update(n)` and `close()`. A closed pipe does not stop the work.
 
-    def __init__(self, total: Optional[int], title: str, unit: str) -> None:
-        self.total, self.title, self.unit = total, title, unit
-        self.n = self._skipped = 0
+    total: how many there will be, where that is known. initial: how many were done before; they say nothing of the
+    pace. disable: show nothing (every rank but the first).
+    """
+
+    def __init__(
+        self,
+        iterable: Iterable = (),
+        *,
+        desc: str,
+        unit: str,
+        total: Optional[int] = None,
+        initial: int = 0,
+        disable: bool = False,
+    ) -> None:
+        self.total, self.n, self.initial = total, initial, initial
+        self._iterable, self._desc, self._unit, self._disable = iterable, desc, unit, disable
+        self._figures = ""
         self._terminal = sys.stderr.isatty()
         self._started = self._printed = time.monotonic()
 
-    def update(self, n: int, skipped: bool = False) -> None:
-        """n more are done; skipped: they were before, and say nothing of the pace."""
+    def __iter__(self) -> Iterator[Any]:
+        with self:
+            for item in self._iterable:
+                self.update(1)
+                yield item
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_error: Any) -> None:
+        self.close()
+
+    def update(self, n: int) -> None:
+        """n more are done."""
         self.n += n
-        self._skipped += n if skipped else 0
         if time.monotonic() - self._printed >= EVERY_SECONDS[self._terminal]:
             self._print()
 
+    def set_postfix(self, figures: Mapping[str, object]) -> None:
+        """Figures for the end of the next lines."""
+        self._figures = "".join(f", {name}={value}" for name, value in figures.items())
+
     def close(self) -> None:
-        """The last line; none when there was nothing to count."""
-        if self.n:
+        """The last line; none when nothing was done."""
+        if self.n > self.initial:
             self._print(last=True)
 
     def _print(self, last: bool = False) -> None:
+        if self._disable:
+            return
         self._printed = time.monotonic()
         seconds = max(self._printed - self._started, 1e-9)
-        rate = (self.n - self._skipped) / seconds
-        parts = [f"{self.n}/{self.total}" if self.total else f"{self.n}", f"{rate:.3g} {self.unit}/s"]
+        rate, unit = (self.n - self.initial) / seconds, self._unit
+        line = f"{self.n}/{self.total} {unit}, {self.n / self.total:.0%}" if self.total else f"{self.n} {unit}"
+        line = f"{self._desc}: {line}, {rate:.3g} {unit}/s"
         if last:
-            parts.append(f"took {clock(seconds)}")
+            line += f", took {clock(seconds)}"
         elif self.total and rate:
-            parts.append(f"ETA {clock((self.total - self.n) / rate)}")
-        start, end = ("\r\033[K", "\n" if last else "") if self._terminal else ("", "\n")
+            line += f", ETA {clock((self.total - self.n) / rate)}"
+        line += self._figures
+        if self._terminal:
+            line = "\r\033[K" + line[: shutil.get_terminal_size().columns - 1]
         try:
-            print(f"{start}{self.title}: {', '.join(parts)}", end=end, file=sys.stderr, flush=True)
+            print(line, end="\n" if last or not self._terminal else "", file=sys.stderr, flush=True)
         except (OSError, ValueError):
             pass
 

@@ -23,7 +23,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 MLFLOW_DOCKERFILE = (DOCKER / "mlflow" / "Dockerfile").read_text()
 STACKS = ("cu111", "modern")
 TORCH_PAIRS = {"1.10.2": "0.11.3", "2.13.0": "0.28.0"}
-SHARED = ("opencv-python", "dvc", "tqdm", "poselib", "psutil", "nvidia-ml-py", "ruamel-yaml")
+SHARED = ("opencv-python", "dvc", "poselib", "psutil", "nvidia-ml-py", "ruamel-yaml")
 
 
 def pins(name: str) -> dict:

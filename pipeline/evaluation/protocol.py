@@ -25,10 +25,10 @@ from pipeline.evaluation.scoring import MatchCounts, PairResult, Results, Row, S
 from pipeline.files import file_sha256
 from pipeline.report import files, page, tables
 from pipeline.runtime import distributed
-from pipeline.runtime.progress import progress
 from pipeline.schema import EvaluateParams
 from superglue_sift import drawing, extractors
 from superglue_sift.matcher import PairMatches
+from superglue_sift.progress import Progress
 
 # The paper's (section 5.1), 640x480, for which most photographs of COCO must be magnified, and beside it 512x384, for
 # which they need not: width, height, keypoints.
@@ -173,7 +173,7 @@ def evaluate(
     """Run everything; progress goes to stderr. Every process of a group gets all results. judge: else `score_pair`."""
     total = sum(source.pairs_in(index) for index in range(len(source)))
     everything = Results()
-    with progress(total=total, desc=title, unit="pair", disable=bool(context and context.rank)) as bar:
+    with Progress(total=total, desc=title, unit="pair", disable=bool(context and context.rank)) as bar:
         for part in results_by_unit(source, matchers, settings, context, judge):
             everything.pairs += part.pairs
             everything.bad += part.bad

@@ -1,1 +1,1 @@
-"""What surrounds the numbers: processes, checkpoints, signals, progress, provenance, the machine."""
+"""What surrounds the numbers: processes, checkpoints, signals, provenance, the machine."""

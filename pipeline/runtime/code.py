@@ -26,7 +26,7 @@ CHANGES_NO_OUTPUT = (
     "pipeline.runtime.code",
     "pipeline.runtime.faults",
     "pipeline.runtime.made_from",
-    "pipeline.runtime.progress",
+    "superglue_sift.progress",
     "pipeline.runtime.signals",
     "pipeline.tracking",
     "pipeline.runtime.workspace_lock",

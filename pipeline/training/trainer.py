@@ -13,7 +13,6 @@ from pipeline.pairs.loader import choose, split_evenly
 from pipeline.pairs.order import PairOrder, Sample, rank_slice, validation_pairs
 from pipeline.runtime import distributed, faults, signals
 from pipeline.runtime.checkpoint import Checkpoints
-from pipeline.runtime.progress import progress
 from pipeline.schema import TrainParams
 from pipeline.training import resume, setup
 from pipeline.training.logger import TrainingLogger, Window, profiled, write_metrics
@@ -22,6 +21,7 @@ from pipeline.training.state import OF_THE_RUN, fingerprint, fingerprint_of, ide
 from pipeline.training.step import StepResult, elastic_step, train_step
 from pipeline.training.validation import validate
 from superglue_sift.batch import PairBatch
+from superglue_sift.progress import Progress
 from superglue_sift.weights import load_model_file
 
 
@@ -178,7 +178,7 @@ class Training:
     def _progress_bar(self) -> Any:
         """Over all steps, on rank 0."""
         state, steps, disable = self.state, self.train.steps, not self.context.is_main
-        return progress(total=steps, initial=state.step, desc="train", unit="step", disable=disable)
+        return Progress(total=steps, initial=state.step, desc="train", unit="step", disable=disable)
 
     def _gradient_step(self, batches: List[PairBatch]) -> StepResult:
         common = (self.ddp_model, self.state.optimizer, self.state.scaler, batches, self.pairs)

@@ -20,14 +20,12 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Callable, Dict, List, NamedTuple
 
-from tqdm import tqdm
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from faults import cells  # noqa: E402 (the path must be set first)
 from faults.group import until_done  # noqa: E402
-from pipeline.runtime.progress import progress  # noqa: E402
+from superglue_sift.progress import Progress, clock  # noqa: E402
 
 
 class Result(NamedTuple):
@@ -46,7 +44,7 @@ def of_cells(promise: str, chosen: List[cells.Cell], bench: cells.Workbench) -> 
     """Carry every cell through its faults; the weights must be those of the run without any."""
     began = time.monotonic()
     failures, kills, hangs = [], 0, 0
-    for cell in progress(chosen, desc=promise[:40], unit="run"):
+    for cell in Progress(chosen, total=len(chosen), desc=promise[:40], unit="run"):
         try:
             done = until_done(bench.folder / "cell", bench.arguments(cell.keys), cell.worlds, cell.fault)
             kills += done.starts - 1
@@ -175,7 +173,7 @@ def report(results: Dict[str, Result], every: int) -> str:
         note=f"Only each {every}th cell of row 4 was run. " if every > 1 else "",
     )  # fmt: skip
     for name, r in results.items():
-        cells_of_row = (name, r.promise, r.runs, r.kills, r.hangs, len(r.failures), tqdm.format_interval(r.seconds))
+        cells_of_row = (name, r.promise, r.runs, r.kills, r.hangs, len(r.failures), clock(r.seconds))
         text += "| " + " | ".join(map(str, cells_of_row)) + " |\n"
     kills, hangs = (sum(getattr(r, f) for r in results.values()) for f in ("kills", "hangs"))
     failures = [f"{name}: {line}" for name, r in results.items() for line in r.failures]
