@@ -10,7 +10,6 @@ from pipeline.evaluation.figures import LEAST_CLUSTERS, Clusters, auc_by_pair
 from pipeline.evaluation.matchers import BASELINES, OURS
 
 LIMIT = 5  # of the area that decides, in px
-Row = Dict[str, str]
 
 
 def better_than(ours: Path, theirs: Optional[Path]) -> Tuple[bool, str]:
@@ -35,9 +34,8 @@ def better_than(ours: Path, theirs: Optional[Path]) -> Tuple[bool, str]:
     return better, f"AUC@{LIMIT} {value} points, {interval}"
 
 
-def read(path: Path) -> Tuple[List[Row], List[Row]]:
+def read(path: Path) -> List[List[Dict[str, str]]]:
     """Lines of ours and of the nearest neighbours in a pairs.csv."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    own, baseline = ([row for row in rows if row["matcher"] == name] for name in (OURS, BASELINES[0]))
-    return own, baseline
+    return [[row for row in rows if row["matcher"] == name] for name in (OURS, BASELINES[0])]

@@ -75,10 +75,9 @@ def threshold_curve(found: Sweep, thresholds: Sequence[float] = THRESHOLDS) -> L
     lines = []
     for threshold in thresholds:
         place = int((found.confidence > threshold).sum()) - 1  # -1: nothing is left
-        shares = (found.precision, found.recall, found.matches)
-        nothing = (0.0 if found.pairs else np.nan, 0.0 if found.recall_pairs else np.nan, 0.0)
-        values = [float(share[place]) for share in shares] if place >= 0 else nothing
-        line = {"threshold": float(threshold), **dict(zip(("precision", "recall", "matches"), values))}
+        nothing = {"precision": 0.0 if found.pairs else np.nan, "recall": 0.0 if found.recall_pairs else np.nan}
+        shares = {name: float(getattr(found, name)[place]) for name in ("precision", "recall", "matches") if place >= 0}
+        line = {"threshold": float(threshold), **(shares or {**nothing, "matches": 0.0})}
         lines.append({**line, "pairs": found.pairs, "recall_pairs": found.recall_pairs})
     return lines
 
@@ -88,21 +87,19 @@ def calibration(judged: Sequence[Judged], bins: int = 10) -> List[Dict[str, floa
 
     A calibrated matcher has confidence equal to precision in every line. Empty parts are left out.
     """
-    scores = np.concatenate([one.scores for one in judged]) if judged else np.zeros(0)
-    correct = np.concatenate([one.correct for one in judged]) if judged else np.zeros(0, bool)
+    scores, correct = (np.concatenate([[], *(getattr(one, name) for one in judged)]) for name in ("scores", "correct"))
     part = np.minimum((scores * bins).astype(int), bins - 1)
-    lines = []
-    for index in range(bins):
-        inside = part == index
-        if inside.any():
-            means = {"confidence": float(scores[inside].mean()), "precision": float(correct[inside].mean())}
-            lines.append({**means, "matches": int(inside.sum())})
-    return lines
+    return [
+        {
+            "confidence": float(scores[part == index].mean()),
+            "precision": float(correct[part == index].mean()),
+            "matches": int((part == index).sum()),
+        }
+        for index in np.unique(part)
+    ]
 
 
 def calibration_error(lines: Sequence[Dict[str, float]]) -> float:
     """Expected calibration error: mean of |confidence - precision|, weighted by matches (Guo et al. 2017)."""
-    total = sum(line["matches"] for line in lines)
-    if not total:
-        return float("nan")
+    total = sum(line["matches"] for line in lines) or float("nan")
     return sum(abs(line["confidence"] - line["precision"]) * line["matches"] for line in lines) / total

@@ -8,11 +8,11 @@ from typing import Dict, List, Mapping, Sequence, Tuple
 import cv2
 import numpy as np
 
-from pipeline.evaluation import confidence, figures, poses
+from pipeline.evaluation import confidence, figures, poses, scoring
 from pipeline.evaluation.figures import Comparison, Line
 from pipeline.evaluation.matchers import OURS, Matchers
-from pipeline.evaluation.pairs import KnownPair, Scene, Source, pair_of_scene
-from pipeline.evaluation.scoring import Results, Row, Settings, correct_matches, estimators_of, matched_points
+from pipeline.evaluation.pairs import KnownPair, Scene, Source, pairs_of_scene
+from pipeline.evaluation.scoring import Results, Row, Settings, correct_matches, matched_points
 from pipeline.report import page, tables
 from superglue_sift import drawing
 from superglue_sift.matcher import PairMatches
@@ -60,12 +60,16 @@ def content(
 
 def curves(rows: Sequence[Row], compared: Comparison) -> Dict[str, List[Line]]:
     """Lines of the files in curves/, by name."""
-    found = {f"error_{name}": error_curve(rows, name) for name in estimators_of(rows)}
+    found = {f"error_{name}": error_curve(rows, name) for name in scoring.estimators_of(rows)}
     if OURS in compared.sweeps:
-        lines = confidence.threshold_curve(compared.sweeps[OURS])
-        found["precision_recall"] = figures.rounded(lines)
+        found["precision_recall"] = [
+            figures.rounded(line) for line in confidence.threshold_curve(compared.sweeps[OURS])
+        ]
         found["precision_at_recall"] = precision_at_recall(compared.sweeps)
-        found["operating_points"] = operating_points(compared.figures)
+        found["operating_points"] = [
+            {"matcher": name, **{figure: compared.figures[f"{name}.{figure}"] for figure in ("recall", "precision")}}
+            for name in tables.matchers_in(compared.figures)
+        ]
         found["calibration"] = compared.calibration
     return found
 
@@ -75,12 +79,11 @@ def error_curve(rows: Sequence[Row], estimator: str) -> List[Line]:
 
     The first column of a line is the limit, `error_px` or `error_deg`.
     """
-    pose = estimator == poses.NAME
-    limits, unit = (LIMITS_DEG, "error_deg") if pose else (LIMITS_PX, "error_px")
-    errors: Dict[str, List[float]] = {}
-    for row in rows:
-        errors.setdefault(row.matcher, []).append(row.errors[estimator])
-    shares = {matcher: figures.recall_curve(own, limits) for matcher, own in errors.items()}
+    limits, unit = (LIMITS_DEG, "error_deg") if estimator == poses.NAME else (LIMITS_PX, "error_px")
+    shares = {
+        matcher: figures.recall_curve([row.errors[estimator] for row in rows if row.matcher == matcher], limits)
+        for matcher in scoring.matchers_of(rows)
+    }
     return [
         {unit: limit, **{matcher: figures.plain(share[index]) for matcher, share in shares.items()}}
         for index, limit in enumerate(limits)
@@ -102,42 +105,35 @@ def precision_at_recall(sweeps: Mapping[str, confidence.Sweep]) -> List[Line]:
     ]
 
 
-def operating_points(found: figures.Figures) -> List[Line]:
-    """Recall and precision of each matcher, of a network at its threshold."""
-    names = ("recall", "precision")
-    return [
-        {"matcher": matcher, **{name: found[f"{matcher}.{name}"] for name in names}}
-        for matcher in tables.matchers_in(found)
-    ]
-
-
 def draw_pictures(
     source: Source, matchers: Matchers, results: Results, settings: Settings
 ) -> List[Tuple[page.Picture, np.ndarray]]:
     """best-1, ..., median-1, ..., worst-1, ...: for the page, and (H, W, 3) BGR."""
     drawn = []
     scenes: Dict[int, Scene] = {}  # made again, not remembered
-    ours = [one.rows[OURS] for one in results.pairs]
-    for name, index in picture_choice(ours, settings.params.pictures):
+    for name, index in picture_choice([one.rows[OURS] for one in results.pairs], settings.params.pictures):
         found = results.pairs[index]
-        number = found.place[0]
+        number, position = found.place
         if number not in scenes:
             scenes[number] = source.load(number)
-        most, extractor = settings.params.max_keypoints, settings.extractor
-        known, images = pair_of_scene(scenes[number], found.place, most, extractor)
+        scene, most = scenes[number], settings.params.max_keypoints
+        (known,) = pairs_of_scene(scene, number, most, settings.extractor, position)
+        images = [scene.images[view] for view in (scene.pairs[position].first, scene.pairs[position].second)]
         answers = matchers.answers([known.pair], 1)[0]
         shown = matchers.above(answers)
-        panels, rows = [], found.rows
+        panels, captions, lines = [], [f"{known.name}."], {}
         for matcher in PICTURED:
+            said = f"{tables.title(matcher)}: {counted(found.rows[matcher])}"
+            captions.append(f"{said}.")
             points0, points1, _ = matched_points(known.pair, shown[matcher])
             correct = correct_matches(known, shown[matcher], settings.params.correct_px)
-            heading = f"{tables.title(matcher)}: {counted(rows[matcher])}   ({known.name})"
-            panels.append(drawing.Panel(heading, points0, points1, correct))
-        lines = {matcher: match_lines(known, answers[matcher], settings) for matcher in PICTURED}
-        ours, others = (f"{tables.title(matcher)}: {counted(rows[matcher])}" for matcher in PICTURED)
-        small = page.Picture(
-            name, f"{known.name}. {ours}. {others}.", explanation(rows[OURS]), *background(*images), lines
-        )
+            panels.append(drawing.Panel(f"{said}   ({known.name})", points0, points1, correct))
+            lines[matcher] = match_lines(known, answers[matcher], settings)
+        canvas = drawing.side_by_side(*images)
+        _, data = cv2.imencode(".jpg", canvas, [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
+        jpeg, (height, width) = base64.b64encode(data.tobytes()).decode("ascii"), canvas.shape[:2]
+        explained = explanation(found.rows[OURS])
+        small = page.Picture(name, " ".join(captions), explained, jpeg, width, height, lines)
         drawn.append((small, drawing.draw(*images, panels)))
     return drawn
 
@@ -146,16 +142,8 @@ def match_lines(known: KnownPair, found: PairMatches, settings: Settings) -> Lis
     """x0, y0, x1, y1 in pixels of `drawing.side_by_side`, score and whether right (1 or 0), of each match."""
     points0, points1, scores = matched_points(known.pair, found)
     correct = correct_matches(known, found, settings.params.correct_px)
-    x1, y1 = points1.round(1).T
-    shift = known.pair.size0[0] + drawing.GAP
-    return np.column_stack([points0.round(1), x1 + shift, y1, scores.round(3), correct]).tolist()
-
-
-def background(image0: np.ndarray, image1: np.ndarray) -> Tuple[str, int, int]:
-    """Two images side by side as the text of a JPEG file in base64, and their width and height in pixels."""
-    canvas = drawing.side_by_side(image0, image1)
-    _, data = cv2.imencode(".jpg", canvas, [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
-    return base64.b64encode(data.tobytes()).decode("ascii"), canvas.shape[1], canvas.shape[0]
+    points1 = points1.round(1) + np.array([known.pair.size0[0] + drawing.GAP, 0])
+    return np.column_stack([points0.round(1), points1, scores.round(3), correct]).tolist()
 
 
 def counted(row: Row) -> str:
@@ -165,18 +153,14 @@ def counted(row: Row) -> str:
 
 
 def picture_choice(ours: Sequence[Row], count: int) -> List[Tuple[str, int]]:
-    """Which pairs to draw: `count` of the best, the median and the worst by our error.
-
-    Returns [("best-1", index of the pair), ...]; no pair twice.
-    """
+    """Which pairs to draw, `count` of the best, median and worst by our error: [("best-1", its index), ...]."""
     ranked = sorted(range(len(ours)), key=lambda i: (ours[i].error, -ours[i].counts.correct, i))
     count = min(count, len(ranked))
     worst, best = (count + 2) // 3, (count + 1) // 3
     middle = count - worst - best
     start = max(best, min((len(ranked) - middle) // 2, len(ranked) - worst - middle))
-    chosen = [("best", ranked[:best]), ("median", ranked[start : start + middle])]
-    chosen.append(("worst", ranked[len(ranked) - worst :][::-1] if worst else []))
-    return [(f"{kind}-{place}", index) for kind, group in chosen for place, index in enumerate(group, 1)]
+    chosen = {"best": ranked[:best], "median": ranked[start : start + middle], "worst": ranked[::-1][:worst]}
+    return [(f"{kind}-{place}", index) for kind, group in chosen.items() for place, index in enumerate(group, 1)]
 
 
 def explanation(row: Row, limit_px: float = 3.0) -> str:
@@ -196,7 +180,9 @@ def explanation(row: Row, limit_px: float = 3.0) -> str:
         (row.counts.matches < 8, f"only {row.counts.matches} matches were sure enough"),
         (row.counts.precision < 0.5, f"{100 * (1 - row.counts.precision):.0f} % of the matches are wrong"),
     ]
-    said = [text for holds, text in reasons if holds]
-    if not said:
-        return "The matches lie too close together or too unevenly for an exact homography."
-    return "Why it failed: " + "; ".join(said) + "."
+    said = "; ".join(text for holds, text in reasons if holds)
+    return (
+        f"Why it failed: {said}."
+        if said
+        else "The matches lie too close together or too unevenly for an exact homography."
+    )

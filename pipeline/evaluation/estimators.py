@@ -16,7 +16,6 @@ from pipeline.errors import RequestError
 from superglue_sift import geometry
 
 DEFAULT = ("ransac", "dlt")  # the paper's two
-Estimate = Optional[np.ndarray]  # (3, 3) float64
 
 
 def ransac(points0, points1, weights, px, iterations, seed):
@@ -57,12 +56,8 @@ def poselib(points0, points1, weights, px, iterations, seed):
     return np.asarray(H) if found["num_inliers"] >= geometry.MIN_POINTS and np.isfinite(H).all() else None
 
 
-ESTIMATORS: Dict[str, Callable[..., Estimate]] = {
-    "ransac": ransac,
-    "dlt": dlt,
-    "opencv": opencv,
-    "magsac": magsac,
-    "poselib": poselib,
+ESTIMATORS: Dict[str, Callable[..., Optional[np.ndarray]]] = {
+    each.__name__: each for each in (ransac, dlt, opencv, magsac, poselib)
 }
 WORDS = {
     "ransac": "cv2.findHomography, UsacParams: uniform samples, MSAC score, no local optimisation",

@@ -25,9 +25,7 @@ AUC_DEGREES = (5, 10, 20)  # of a pose
 RATIO_TEST = "ratio_test"  # whose precision and recall are asked of the networks too
 COMPARED = (OURS, RATIO_TEST)  # in tables by how hard the pairs are
 DIGITS = 6  # figures are written with so many decimals: beyond them lies the noise of float32 sums
-RESAMPLES = 2000
-LEVEL = 0.95
-SEED = 0
+RESAMPLES, SEED, LEVEL = 2000, 0, 0.95
 LEAST_CLUSTERS = 6  # of fewer, all agree by chance more often than once in twenty times: 2 ** (1 - 5) = 0.06
 CURVE_POINTS = 512  # of a resampled curve
 
@@ -73,9 +71,9 @@ def mean_finite(values: Union[Sequence[float], np.ndarray]) -> Tuple[float, int]
     return (float(finite.mean()), int(finite.size)) if finite.size else (float("nan"), 0)
 
 
-def rounded(lines: Sequence[Mapping[str, float]]) -> List[Line]:
-    """Lines of numbers, `plain`."""
-    return [{name: plain(value) for name, value in line.items()} for line in lines]
+def rounded(line: Mapping[str, float]) -> Line:
+    """Each of its numbers `plain`."""
+    return {name: plain(value) for name, value in line.items()}
 
 
 @dataclass(frozen=True)
@@ -95,8 +93,7 @@ class Estimate:
         ends = 100 * np.array([(1 - LEVEL) / 2, (1 + LEVEL) / 2])
         known = self.samples[np.isfinite(self.samples)]
         low, high = np.percentile(known, ends) if known.size else (math.nan, math.nan)
-        found = {"value": self.value, "low": low, "high": high, "pairs": self.pairs}
-        return {name: plain(value) for name, value in found.items()}
+        return rounded({"value": self.value, "low": low, "high": high, "pairs": self.pairs})
 
 
 class Clusters:
@@ -140,11 +137,10 @@ class Clusters:
 
 def values_of(rows: Sequence[Row]) -> Dict[str, np.ndarray]:
     """One value per pair of each figure, (P,) float64; NaN where a pair has no say in it (recall without truth)."""
-    values = {"precision": np.array([row.counts.precision for row in rows], np.float64)}
     names = estimators_of(rows)
+    values = {"precision": np.array([row.counts.precision for row in rows], np.float64)}
     if poses.NAME in names:
-        shares = [row.counts.correct / max(row.keypoints0, 1) for row in rows]
-        values["matching_score"] = np.array(shares, np.float64)
+        values["matching_score"] = np.array([row.matching_score for row in rows], np.float64)
     else:
         values["recall"] = np.array([row.counts.recall for row in rows], np.float64)
     for name in names:
@@ -162,8 +158,7 @@ def figures_of(rows: Sequence[Row], means: Optional[Mapping[str, Estimate]] = No
     means: those of `values_of`, and more, where they are known already.
     """
     if means is None:
-        none = np.zeros(0)
-        means = {name: Estimate(*mean_finite(series), none) for name, series in values_of(rows).items()}
+        means = {name: Estimate(*mean_finite(series), np.zeros(0)) for name, series in values_of(rows).items()}
     figures: Dict[str, float] = {"pairs": len(rows), "matches": mean_finite([row.counts.matches for row in rows])[0]}
     for name, mean in means.items():
         if not name.startswith("auc_"):
@@ -176,7 +171,7 @@ def figures_of(rows: Sequence[Row], means: Optional[Mapping[str, Estimate]] = No
         errors = [row.errors[estimator] for row in rows]
         figures[f"mean_error_{estimator}"], figures[f"estimated_{estimator}"] = mean_finite(errors)
         figures[f"median_error_{estimator}"] = float(np.median(errors)) if errors else math.nan
-    return {name: plain(value) for name, value in figures.items()}
+    return rounded(figures)
 
 
 @dataclass(frozen=True)
@@ -215,7 +210,7 @@ def compare(results: Sequence[PairResult], thresholds: Mapping[str, float]) -> C
         for figure, estimate in own.items()
     ]
     lines = differences(found, tuple(thresholds), clusters.count)
-    return Comparison(figures, intervals, lines, sweeps, rounded(bins), clusters.count)
+    return Comparison(figures, intervals, lines, sweeps, [rounded(line) for line in bins], clusters.count)
 
 
 def operating_points(
@@ -249,7 +244,7 @@ def differences(found: Mapping[str, Mapping[str, Estimate]], networks: Sequence[
     for others in (baselines, *([name] for name in networks if name != OURS)):
         for figure, ours in found[OURS].items():
             known = {name: found[name][figure] for name in others if figure in found[name]}
-            best = max(known, key=lambda name: -1.0 if math.isnan(known[name].value) else known[name].value)
+            best = max(known, key=lambda name: np.nan_to_num(known[name].value, nan=-1.0))
             line = ours.minus(known[best]).line()
             verdict = "undecided"
             if clusters >= LEAST_CLUSTERS and line["low"] is not None:
@@ -270,14 +265,13 @@ def unrelated(rows: Sequence[Row]) -> Figures:
 
 def by_scene(rows: Sequence[Row]) -> List[Line]:
     """One line per scene (sequence or image) and matcher, scenes in their order of appearance."""
-    groups: Dict[tuple, List[Row]] = {}
+    scenes: Dict[str, Dict[str, List[Row]]] = {}
     for row in rows:
-        groups.setdefault((row.scene, row.matcher), []).append(row)
-    scenes = dict.fromkeys(row.scene for row in rows)
+        scenes.setdefault(row.scene, {}).setdefault(row.matcher, []).append(row)
     return [
-        {"scene": scene, "matcher": matcher, **figures_of(groups[scene, matcher])}
-        for scene in scenes
-        for matcher in matchers_of(rows)
+        {"scene": scene, "matcher": matcher, **figures_of(own)}
+        for scene, by_matcher in scenes.items()
+        for matcher, own in by_matcher.items()
     ]
 
 
@@ -308,23 +302,12 @@ def condition_line(condition: str, level: str, rows: Sequence[Row]) -> Line:
 
 def pair_line(row: Row) -> Line:
     """A line of pairs.csv: everything needed to make any figure again by hand. `inf` = no estimate."""
-    counts = row.counts
-    line: Line = {
-        "pair": row.pair,
-        "scene": row.scene,
-        "matcher": row.matcher,
-        "keypoints0": row.keypoints0,
-        "keypoints1": row.keypoints1,
-        "matches": counts.matches,
-        "correct": counts.correct,
-    }
-    if poses.NAME not in row.errors:
-        line.update({"true_matches": counts.truth, "found": counts.found})
-    line["precision"] = round(counts.precision, DIGITS)
-    if poses.NAME in row.errors:
-        line["matching_score"] = round(counts.correct / max(row.keypoints0, 1), DIGITS)
-    else:
-        line["recall"] = round(counts.recall, DIGITS) if counts.truth else ""
-    line.update({f"error_{name}": round(error, DIGITS) for name, error in row.errors.items()})
-    line.update({name: round(value, DIGITS) for name, value in row.conditions.items()})
-    return line
+    counts, posed = row.counts, poses.NAME in row.errors
+    line: Line = {name: getattr(row, name) for name in ("pair", "scene", "matcher", "keypoints0", "keypoints1")}
+    line.update(matches=counts.matches, correct=counts.correct)
+    line.update({} if posed else {"true_matches": counts.truth, "found": counts.found})
+    figures = {"precision": counts.precision}
+    figures.update({"matching_score": row.matching_score} if posed else {"recall": counts.recall})
+    figures.update({f"error_{name}": error for name, error in row.errors.items()})
+    line.update({name: round(value, DIGITS) for name, value in {**figures, **row.conditions}.items()})
+    return line if posed or counts.truth else {**line, "recall": ""}

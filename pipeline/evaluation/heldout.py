@@ -10,7 +10,7 @@ much blur, darkness, noise or JPEG a matcher bears.
 
 from __future__ import annotations
 
-from typing import Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, Optional, Sequence, Tuple
 
 import cv2
 import numpy as np
@@ -41,10 +41,8 @@ class HeldOutPairs:
         total: Optional[int] = None,
         disturb: Optional[Callable[[np.ndarray], np.ndarray]] = None,
     ):
-        self.images = images
-        self.entries = list(entries)[:total]
-        self.total, self.disturb = total, disturb
-        self.params = params
+        self.images, self.entries = images, list(entries)[:total]
+        self.params, self.total, self.disturb = params, total, disturb
         self.view_size = (params.width, params.height)
 
     def __len__(self) -> int:
@@ -61,21 +59,19 @@ class HeldOutPairs:
 
     def load(self, index: int) -> Scene:
         """Render the pairs of one photograph. Raises BadImage when it cannot be read or is too small."""
-        entry, image = self.entries[index], self._image(index)
-        views: List[np.ndarray] = []
-        pairs: List[ViewPair] = []
+        name, image = self.entries[index].name, self._image(index)
+        views, pairs = [], []
         for number in range(self.pairs_in(index)):
             first, second = 2 * number, 2 * number + 1
-            view0, H_image_to_0 = self._view(image, entry.name, first)
-            view1, H_image_to_1 = self._view(image, entry.name, second)
+            (view0, H_image_to_0), (view1, H_image_to_1) = (self._view(image, name, n) for n in (first, second))
             views += [view0, self.disturb(view1) if self.disturb else view1]
             H_0to1 = compose(H_image_to_1, np.linalg.inv(H_image_to_0))
-            pairs.append(ViewPair(f"{entry.name}#{number}", first, second, H_0to1))
-        return Scene(entry.name, views, pairs)
+            pairs.append(ViewPair(f"{name}#{number}", first, second, H_0to1))
+        return Scene(name, views, pairs)
 
-    def view(self, index: int, number: int) -> Tuple[np.ndarray, np.ndarray]:
-        """View `number` of photograph `index`, (H, W) uint8, and H_image_to_view. Raises BadImage."""
-        return self._view(self._image(index), self.entries[index].name, number)
+    def view(self, index: int, number: int) -> np.ndarray:
+        """View `number` of photograph `index`, (H, W) uint8. Raises BadImage."""
+        return self._view(self._image(index), self.entries[index].name, number)[0]
 
     def _image(self, index: int) -> np.ndarray:
         entry = self.entries[index]
@@ -88,25 +84,20 @@ class HeldOutPairs:
     def _view(self, image: np.ndarray, name: str, number: int) -> Tuple[np.ndarray, np.ndarray]:
         """View `number` of a photograph, (H, W) uint8, and H_image_to_view; even numbers are mild."""
         rng = homography.generator(self.params.seed, f"evaluate {name}", number)
+        sizes = image_size(image), self.view_size
         if number % 2 == 0:
-            H = homography.mild_view(rng, image_size(image), self.view_size)
+            H = homography.mild_view(rng, *sizes)
         else:
-            limits, difficulty = self.params.homography, self.params.difficulty
-            H = homography.sample_view(rng, image_size(image), self.view_size, limits, difficulty)
+            H = homography.sample_view(rng, *sizes, self.params.homography, self.params.difficulty)
         view = render.render(image, H, self.view_size)
         return photometric.distort(view, rng, self.params.photometric), H
 
 
 class UnrelatedPairs:
-    """Pairs of views of two different photographs of a source: there is nothing to match.
-
-    The same for every matcher and model: pair n shows photograph n modulo their number beside a later one, with the
-    views that the source renders of them.
-    """
+    """Pairs of views of two different photographs of a source: photograph n modulo their number beside a later one."""
 
     def __init__(self, source: HeldOutPairs, most: int = UNRELATED_PAIRS):
-        self.source = source
-        self.photographs = len(source)
+        self.source, self.photographs = source, len(source)
         self.count = min(most, self.photographs * (self.photographs - 1) * source.params.pairs_per_image)
 
     def __len__(self) -> int:
@@ -125,12 +116,9 @@ class UnrelatedPairs:
 
     def load(self, index: int) -> Scene:
         """Render the two views. Raises BadImage as the source does."""
-        number = index // self.photographs
-        views = [
-            self.source.view(photograph, 2 * number + place)[0]
-            for place, photograph in enumerate(self.photographs_of(index))
-        ]
-        name = self.scene_name(index)
+        name, number = self.scene_name(index), index // self.photographs
+        first, second = self.photographs_of(index)
+        views = [self.source.view(first, 2 * number), self.source.view(second, 2 * number + 1)]
         return Scene(name, views, [ViewPair(f"{name}#{number}", 0, 1, np.full((3, 3), np.nan))])
 
 

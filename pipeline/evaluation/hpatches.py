@@ -46,8 +46,8 @@ class HPatchesPairs:
         self.short_side = short_side
         self.sequences = find_sequences(self.folder)
         for sequence in self.sequences:
-            for number in sequence.homographies:
-                read_homography(sequence.homographies[number])  # a wrong file stops the run at its start
+            for file in sequence.homographies.values():
+                read_homography(file)  # a wrong file stops the run at its start
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -61,23 +61,20 @@ class HPatchesPairs:
     def load(self, index: int) -> Scene:
         """Read one sequence. Raises RequestError for an unreadable image: no pair is left out in silence."""
         sequence = self.sequences[index]
-        numbers = sorted(sequence.images)
-        originals = [read_image(sequence.images[number]) for number in numbers]
-        images = [
-            resize_short_side(image, self.short_side, sequence.images[number])
-            for image, number in zip(originals, numbers)
-        ]
-        scalings = [resizing(image_size(old), image_size(new)) for old, new in zip(originals, images)]
-        reference = numbers.index(REFERENCE)
-        pairs = []
-        for position, number in enumerate(numbers):
+        images, scalings = {}, {}  # by number; original pixels to resized ones
+        for number, path in sorted(sequence.images.items()):
+            original = read_image(path)
+            images[number] = resize_short_side(original, self.short_side, path)
+            scalings[number] = resizing(image_size(original), image_size(images[number]))
+        pairs, numbers = [], list(images)
+        for number in numbers:
             if number == REFERENCE:
                 continue
-            H_1_to_k = read_homography(sequence.homographies[number])
-            H_0to1 = scalings[position] @ H_1_to_k @ np.linalg.inv(scalings[reference])
-            name = f"{sequence.name}/{REFERENCE}-{number}"
-            pairs.append(ViewPair(name, reference, position, H_0to1 / H_0to1[2, 2]))
-        return Scene(sequence.name, images, pairs)
+            H_0to1 = scalings[number] @ read_homography(sequence.homographies[number])
+            H_0to1 = H_0to1 @ np.linalg.inv(scalings[REFERENCE])
+            name, views = f"{sequence.name}/{REFERENCE}-{number}", map(numbers.index, (REFERENCE, number))
+            pairs.append(ViewPair(name, *views, H_0to1 / H_0to1[2, 2]))
+        return Scene(sequence.name, list(images.values()), pairs)
 
 
 def find_sequences(folder: Path) -> List[Sequence]:
@@ -88,7 +85,7 @@ def find_sequences(folder: Path) -> List[Sequence]:
     if not folder.is_dir():
         raise RequestError(f"--pairs {folder}: no such folder")
     folders = [folder, *sorted(path for path in folder.rglob("*") if path.is_dir())]
-    sequences = [found for found in (read_sequence(path, folder) for path in folders) if found]
+    sequences = list(filter(None, (read_sequence(path, folder) for path in folders)))
     if not sequences:
         raise RequestError(
             f"--pairs {folder}: no sequence found; expected folders with images 1.png, 2.png, ... "
@@ -106,27 +103,21 @@ def read_sequence(path: Path, root: Path) -> Optional[Sequence]:
         if match:
             homographies[int(match.group(1))] = file
         elif file.stem.isdecimal() and file.suffix.lower() in EXTENSIONS:
-            add_image(images, int(file.stem), file)
-    if not homographies and REFERENCE not in images:
-        return None
+            other = images.setdefault(int(file.stem), file)
+            if other != file:
+                raise RequestError(f"{file}: image {int(file.stem)} exists twice, also as {other.name}; keep one")
     if REFERENCE not in images:
+        if not homographies:
+            return None
         raise RequestError(f"{path}: homographies but no image 1 (1.png, 1.ppm, 1.jpg, ...)")
-    for number in sorted(set(images) - {REFERENCE}):
-        if number not in homographies:
-            raise RequestError(f"{images[number]}: no homography H_1_{number} beside it")
+    for number in sorted(set(images) - {REFERENCE} - set(homographies)):
+        raise RequestError(f"{images[number]}: no homography H_1_{number} beside it")
     for number in sorted(set(homographies) - set(images)):
         raise RequestError(f"{homographies[number]}: no image {number}.png (or ppm, jpg) beside it")
     if len(images) < 2:
         raise RequestError(f"{path}: only image 1; expected 2.png with H_1_2 at least")
     name = path.relative_to(root).as_posix()
     return Sequence(path.resolve().name if name == "." else name, images, homographies)
-
-
-def add_image(images: Dict[int, Path], number: int, file: Path) -> None:
-    """Enter an image under its number. Raises RequestError when two files claim one number."""
-    if number in images:
-        raise RequestError(f"{file}: image {number} exists twice, also as {images[number].name}; keep one")
-    images[number] = file
 
 
 def read_homography(path: Path) -> np.ndarray:

@@ -6,6 +6,7 @@ The network is made empty and filled here: the packages' own ways to weights dow
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Callable, Dict, Optional, Tuple
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
 
 from pipeline.errors import RequestError
 from superglue_sift.batch import Pair
@@ -40,8 +41,9 @@ def load(weights: Path, device: str) -> Tuple[Optional[Callable[[Pair], PairMatc
         return None, f"no weights at {weights} (docs/evaluation.md says where they come from)"
     model = network(features=None, **SIFT, **OPTIONS)
     try:
-        tensors = {current_name(k): torch.from_numpy(v) for k, v in load_file(str(weights)).items()}
-        found = model.load_state_dict(tensors, strict=False)
+        tensors = load_file(str(weights))  # names of its first version: self_attn.3.x is transformers.3.self_attn.x now
+        named = {re.sub(r"^(self_attn|cross_attn)\.(\d+)\.", r"transformers.\2.\1.", k): v for k, v in tensors.items()}
+        found = model.load_state_dict(named, strict=False)
     except (SafetensorError, RuntimeError) as error:
         raise RequestError(f"--lightglue {weights}: {str(error).splitlines()[0]}") from None
     learned = dict(model.named_parameters())
@@ -55,16 +57,9 @@ def load(weights: Path, device: str) -> Tuple[Optional[Callable[[Pair], PairMatc
 def found_network() -> Tuple[str, Optional[Callable]]:
     """Name of the first package that is installed, and its class; ("", None) without any."""
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(ImportError, AttributeError):
             return package, importlib.import_module(package).LightGlue
-        except (ImportError, AttributeError):
-            continue
     return "", None
-
-
-def current_name(name: str) -> str:
-    """The published file has the names of the first version: self_attn.3.x is transformers.3.self_attn.x now."""
-    return re.sub(r"^(self_attn|cross_attn)\.(\d+)\.", r"transformers.\2.\1.", name)
 
 
 def match(model: torch.nn.Module, pair: Pair, device: str) -> PairMatches:

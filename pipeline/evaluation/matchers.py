@@ -47,6 +47,11 @@ class Matchers:
     ratio: float
     further: Mapping[str, Callable[[Pair], PairMatches]] = field(default_factory=dict)
 
+    @property
+    def thresholds(self) -> Dict[str, float]:
+        """Those of the networks, by name."""
+        return {name: network.threshold for name, network in self.networks.items()}
+
     def answers(self, pairs: Sequence[Pair], batch: int) -> List[Dict[str, PairMatches]]:
         """What each says of each pair, `batch` pairs in one pass; networks with every mutual match (see `above`)."""
         found: List[Dict[str, PairMatches]] = [{} for _ in pairs]
@@ -60,10 +65,8 @@ class Matchers:
 
     def above(self, answers: Mapping[str, PairMatches]) -> Dict[str, PairMatches]:
         """The answers without those matches of a network that are not above its threshold."""
-        return {
-            name: found.above(self.networks[name].threshold) if name in self.networks else found
-            for name, found in answers.items()
-        }
+        least = self.thresholds
+        return {name: found.above(least[name]) if name in least else found for name, found in answers.items()}
 
 
 def descriptor_distances(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
@@ -111,9 +114,6 @@ def match_baselines(pair: Pair, ratio: float) -> Dict[str, PairMatches]:
 
 
 def match_batches(model: torch.nn.Module, pairs: Sequence[Pair], size: int, device: str) -> Iterator[PairMatches]:
-    """A network's matches, `size` consecutive pairs in one batch: every mutual one whatever its score.
-
-    The same batches give the same bits.
-    """
+    """A network's matches, `size` consecutive pairs in one batch: every mutual one. The same batches, the same bits."""
     for start in range(0, len(pairs), size):
         yield from match_pairs(model, pairs[start : start + size], device)

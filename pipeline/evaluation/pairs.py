@@ -8,7 +8,7 @@ afterwards without keeping the images of all pairs in memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Callable, List, Protocol, Sequence, Tuple, Union
+from typing import Callable, Dict, List, Optional, Protocol, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -78,36 +78,28 @@ def image_size(image: np.ndarray) -> Tuple[int, int]:
     return int(image.shape[1]), int(image.shape[0])
 
 
-def pairs_of_scene(scene: Scene, index: int, max_keypoints: int, extractor: Extract = sift.extract) -> List[KnownPair]:
-    """All pairs of scene number `index`, the extractor run once on each of its images."""
-    keypoints = [extractor(image, max_keypoints) for image in scene.images]
-    return [
-        _known(scene, (index, position), keypoints[view.first], keypoints[view.second])
-        for position, view in enumerate(scene.pairs)
-    ]
-
-
-def pair_of_scene(
-    scene: Scene, place: Tuple[int, int], max_keypoints: int, extractor: Extract = sift.extract
-) -> Tuple[KnownPair, Tuple[np.ndarray, np.ndarray]]:
-    """The pair at `place` alone, and its two images."""
-    view = scene.pairs[place[1]]
-    images = scene.images[view.first], scene.images[view.second]
-    return _known(scene, place, *(extractor(image, max_keypoints) for image in images)), images
-
-
-def _known(scene: Scene, place: Tuple[int, int], records0: np.ndarray, records1: np.ndarray) -> KnownPair:
-    view = scene.pairs[place[1]]
-    size0, size1 = image_size(scene.images[view.first]), image_size(scene.images[view.second])
-    return KnownPair(view.name, scene.name, place, choose_pair(Pair(records0, records1, size0, size1)), view.truth)
+def pairs_of_scene(
+    scene: Scene, index: int, max_keypoints: int, extractor: Extract = sift.extract, only: Optional[int] = None
+) -> List[KnownPair]:
+    """The pairs of scene number `index`, or the one numbered `only`; the extractor run once on each image."""
+    keypoints: Dict[int, np.ndarray] = {}
+    found = []
+    for position, view in enumerate(scene.pairs):
+        if only not in (None, position):
+            continue
+        for image in {view.first, view.second} - set(keypoints):
+            keypoints[image] = extractor(scene.images[image], max_keypoints)
+        sizes = image_size(scene.images[view.first]), image_size(scene.images[view.second])
+        pair = choose_pair(Pair(keypoints[view.first], keypoints[view.second], *sizes))
+        found.append(KnownPair(view.name, scene.name, (index, position), pair, view.truth))
+    return found
 
 
 def extract(
     source: Source, scenes: Sequence[int], max_keypoints: int, extractor: Extract = sift.extract
 ) -> Tuple[List[KnownPair], List[Tuple[str, str]]]:
     """Keypoints of all pairs of these scenes, in order, and (scene name, reason) of those left out."""
-    pairs: List[KnownPair] = []
-    bad: List[Tuple[str, str]] = []
+    pairs, bad = [], []
     for index in scenes:
         try:
             pairs += pairs_of_scene(source.load(index), index, max_keypoints, extractor)

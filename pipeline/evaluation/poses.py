@@ -8,7 +8,6 @@ infinite error. Source: arXiv 1911.11763, sections 5.2 and 5.3.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import List, Optional, Sequence, Tuple
 
@@ -21,6 +20,7 @@ from pipeline.evaluation.pairs import Pose, Scene, ViewPair, image_size
 from superglue_sift.geometry import resizing
 
 NUMBERS = 2 + 9 + 9 + 16  # on a line, after the two names
+Line = Tuple[str, str, Pose]  # two images and their cameras, intrinsics in pixels of the images as they are stored
 NAME = "pose"  # of its errors, where homographies have the name of an estimator
 # A match is right below this symmetric epipolar distance, squared, in normalized coordinates.
 EPIPOLAR_LIMIT = 5e-4
@@ -31,15 +31,6 @@ RULES = {  # for protocol.json
     "estimator": f"cv2.findEssentialMat, RANSAC at {RANSAC_PX:g} px over the focal length, probability {CONFIDENCE}",
 }
 LEAST = 5  # matches an essential matrix needs
-
-
-@dataclass(frozen=True)
-class PosePair:
-    """A line of the file: two images and their cameras, intrinsics in pixels of the images as they are stored."""
-
-    name0: str
-    name1: str
-    pose: Pose
 
 
 class PosePairs:
@@ -53,8 +44,8 @@ class PosePairs:
     def __init__(self, file: Path, folder: Path, short_side: int = 480):
         self.pairs = read_pairs(file)
         self.folder, self.short_side = folder, short_side
-        folders = [str(Path(pair.name0).parent) for pair in self.pairs]
-        self.scenes = folders if len(set(folders)) > 1 else [pair.name0 for pair in self.pairs]
+        folders = [str(Path(name0).parent) for name0, _, _ in self.pairs]
+        self.scenes = folders if len(set(folders)) > 1 else [name0 for name0, _, _ in self.pairs]
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -67,14 +58,17 @@ class PosePairs:
 
     def load(self, index: int) -> Scene:
         """Read one pair. Raises RequestError for an unreadable image: no pair is left out in silence."""
-        pair = self.pairs[index]
-        sides = ((pair.name0, pair.pose.K0), (pair.name1, pair.pose.K1))
-        (image0, K0), (image1, K1) = (load_view(self.folder, name, K, self.short_side) for name, K in sides)
-        known = ViewPair(f"{pair.name0} {pair.name1}", 0, 1, Pose(K0, K1, pair.pose.T_0to1))
-        return Scene(self.scenes[index], [image0, image1], [known])
+        name0, name1, pose = self.pairs[index]
+        images, intrinsics = [], []
+        for name, K in ((name0, pose.K0), (name1, pose.K1)):
+            original = hpatches.read_image(self.folder / name)
+            images.append(hpatches.resize_short_side(original, self.short_side, self.folder / name))
+            intrinsics.append(resizing(image_size(original), image_size(images[-1])) @ K)
+        known = ViewPair(f"{name0} {name1}", 0, 1, Pose(*intrinsics, pose.T_0to1))
+        return Scene(self.scenes[index], images, [known])
 
 
-def read_pairs(path: Path) -> List[PosePair]:
+def read_pairs(path: Path) -> List[Line]:
     """Pairs of a `pairs_with_gt.txt`. Raises RequestError naming the line that is wrong."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -88,7 +82,7 @@ def read_pairs(path: Path) -> List[PosePair]:
     return found
 
 
-def read_line(path: Path, number: int, words: Sequence[str]) -> PosePair:
+def read_line(path: Path, number: int, words: Sequence[str]) -> Line:
     """One line. Raises RequestError."""
     where = f"--poses {path} line {number}"
     if len(words) != 2 + NUMBERS:
@@ -105,14 +99,7 @@ def read_line(path: Path, number: int, words: Sequence[str]) -> PosePair:
         raise RequestError(f"{where}: T_0to1 does not hold a rotation")
     if min(K0[0, 0], K0[1, 1], K1[0, 0], K1[1, 1]) <= 0:
         raise RequestError(f"{where}: focal lengths must be positive")
-    return PosePair(words[0], words[1], Pose(K0, K1, T))
-
-
-def load_view(folder: Path, name: str, K: np.ndarray, short_side: int) -> Tuple[np.ndarray, np.ndarray]:
-    """Image (H, W) uint8 with a shorter side of `short_side` (0: as it is) and its intrinsics."""
-    original = hpatches.read_image(folder / name)
-    image = hpatches.resize_short_side(original, short_side, folder / name)
-    return image, resizing(image_size(original), image_size(image)) @ K
+    return words[0], words[1], Pose(K0, K1, T)
 
 
 def normalized(points: np.ndarray, K: np.ndarray) -> np.ndarray:

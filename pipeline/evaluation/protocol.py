@@ -12,6 +12,7 @@ import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
@@ -19,7 +20,7 @@ from pipeline.errors import RequestError, WorkError
 from pipeline.evaluation import content, estimators, figures, pairs, poses
 from pipeline.evaluation.heldout import LEVELS, HeldOutPairs, UnrelatedPairs, disturbed
 from pipeline.evaluation.hpatches import HPatchesPairs
-from pipeline.evaluation.matchers import OURS, Matchers, Network
+from pipeline.evaluation.matchers import OURS, Matchers
 from pipeline.evaluation.pairs import KnownPair, Source
 from pipeline.evaluation.scoring import MatchCounts, PairResult, Results, Row, Settings, score_pair
 from pipeline.files import file_sha256
@@ -58,24 +59,20 @@ class Evaluation:
 
         Raises WorkError when no image could be read.
         """
-        (source, where), settings, matchers = named, self.settings, self.matchers
-        results = evaluate(source, matchers, settings, self.context)
+        source, where = named
+        results = self.evaluate(source)
         if not results.pairs:
             first = ": ".join(results.bad[0])
             raise WorkError(f"none of the {len(source)} images could be read; the first: {first}")
-        disturbed: List[figures.Line] = []
-        if settings.robustness and isinstance(source, HeldOutPairs):
-            disturbed = disturbed_lines(source, matchers, settings, self.context)
-        unrelated: List[Row] = []
+        disturbed, unrelated = [], []
         if isinstance(source, HeldOutPairs):
-            unrelated = unrelated_rows(source, matchers, settings, self.context)
+            disturbed, unrelated = self.disturbed_lines(source), self.unrelated_rows(source)
         if not self.context.is_main:
             return None
-        thresholds = {name: network.threshold for name, network in matchers.networks.items()}
-        compared = figures.compare(results.pairs, thresholds)
-        drawn = content.draw_pictures(source, matchers, results, settings)
-        shown = [small for small, _ in drawn]
+        compared = figures.compare(results.pairs, self.matchers.thresholds)
         compared.figures.update(figures.unrelated(unrelated))
+        drawn = content.draw_pictures(source, self.matchers, results, self.settings)
+        shown = [small for small, _ in drawn]
         found = content.content(where, results, compared, disturbed, shown, self.describe(source, where))
         found.notes.extend(self.skipped)
         files.write(out, found, self.training)
@@ -90,23 +87,63 @@ class Evaluation:
         print("\n".join([*self.skipped, "", f"written to {out}{bad}"]), flush=True)
         return found
 
+    def evaluate(self, source: Source, title: str = "evaluate", judge: Optional[Judge] = None) -> Results:
+        """Run everything; progress goes to stderr. Every process of a group gets all results."""
+        everything = Results()
+        total = sum(source.pairs_in(index) for index in range(len(source)))
+        with Progress(total=total, desc=title, unit="pair", disable=not self.context.is_main) as bar:
+            for part in results_by_unit(source, self.matchers, self.settings, self.context, judge):
+                everything.pairs += part.pairs
+                everything.bad += part.bad
+                bar.update(len(part.pairs))
+        return everything
+
+    def disturbed_lines(self, source: HeldOutPairs) -> List[figures.Line]:
+        """Lines of robustness.csv: each disturbance at each level, on the first `settings.robustness` photographs."""
+        lines = []
+        levels = [(name, how, level) for name, (how, own) in LEVELS.items() for level in own]
+        for name, how, level in levels if self.settings.robustness else ():
+            rows = self.evaluate(disturbed(source, self.settings.robustness, how, level), f"{name} {level:g}").rows
+            lines += [figures.condition_line(name, f"{level:g}", rows)] if rows else []
+        return lines
+
+    def unrelated_rows(self, source: HeldOutPairs) -> List[Row]:
+        """Rows of pairs of photographs with nothing in common, with the number of matches: each is wrong."""
+
+        def judge(known: KnownPair, answers: Mapping[str, PairMatches]) -> PairResult:
+            sizes = len(known.pair.records0), len(known.pair.records1)
+            rows = {}
+            for name, found in self.matchers.above(answers).items():
+                counts = MatchCounts(int((found.matches0 >= 0).sum()), 0, 0, 0)
+                rows[name] = Row(known.name, known.scene, name, *sizes, counts, {}, {})
+            return PairResult(known.place, rows, {})
+
+        return self.evaluate(UnrelatedPairs(source), "unrelated", judge).rows
+
     def describe(self, source: Source, where: str) -> Dict[str, object]:
-        """Everything a figure must be quoted with."""
-        params, resize = self.settings.params, self.settings.resize
+        """Everything a figure must be quoted with: protocol.json."""
+        params, resize, extractor = self.settings.params, self.settings.resize, self.settings.extractor
         judged = {
             "truth": f"mutual nearest reprojections under {params.correct_px} px, the larger of both directions",
             "robust": f"inliers within {params.ransac_px} px, {params.ransac_iterations} iterations",
             "estimators": {name: estimators.WORDS[name] for name in self.settings.estimators},
         }
-        rendered = isinstance(source, HeldOutPairs)
         resized = f"shorter side {resize} px" if resize else "as they are"
-        extractor = self.settings.extractor
         found_by = "SIFT" if extractor is extractors.DEFAULT else extractor.name
-        models = {name: model_lines(network) for name, network in self.matchers.networks.items()}
+        models = {
+            name: {
+                "file": network.file.name,
+                "sha256": file_sha256(network.file),
+                "network": network.info["model"],
+                "step": network.info.get("step"),
+                "threshold": network.threshold,
+            }
+            for name, network in self.matchers.networks.items()
+        }
         ours = models.pop(OURS)
         return {
             "pairs_from": where,
-            "views": f"{params.width}x{params.height}" if rendered else resized,
+            "views": f"{params.width}x{params.height}" if isinstance(source, HeldOutPairs) else resized,
             "keypoints": f"{found_by}, at most {params.max_keypoints} in each view",
             **(poses.RULES if isinstance(source, poses.PosePairs) else judged),
             "params": params.model_dump(),
@@ -115,19 +152,9 @@ class Evaluation:
         }
 
 
-def model_lines(network: Network) -> Dict[str, object]:
-    """What the protocol says of a network."""
-    return {
-        "file": network.file.name,
-        "sha256": file_sha256(network.file),
-        "network": network.info["model"],
-        "step": network.info.get("step"),
-        "threshold": network.threshold,
-    }
-
-
 def run_paper(work: Evaluation, source_of: Callable[[EvaluateParams], Named], out: Path) -> Dict[str, page.Content]:
-    """Each variant in a folder of its own; one table, metrics.json, protocols.csv and page of all.
+    """Each variant in a folder of its own; one table, metrics.json (`<variant>.<matcher>.<figure>`), protocols.csv and
+    page of all.
 
     Returns the report of each on the first process, nothing on the others.
     """
@@ -142,43 +169,17 @@ def run_paper(work: Evaluation, source_of: Callable[[EvaluateParams], Named], ou
         found = part.run((source, title), out / name)
         if found is not None:
             contents[name] = found
-    if contents:
-        write_paper(contents, out)
-    return contents
-
-
-def write_paper(contents: Mapping[str, page.Content], out: Path) -> None:
-    """What stands above the folders of the variants. contents: the report of each; figures as
-    `<variant>.<matcher>.<figure>`."""
+    if not contents:
+        return {}
     by_variant = {name: found.figures for name, found in contents.items()}
     flat = {f"{name}.{figure}": value for name, own in by_variant.items() for figure, value in own.items()}
     files.write_json(out / "metrics.json", flat)
     lines = [{"protocol": name, **line} for name, own in by_variant.items() for line in tables.lines_by_matcher(own)]
     files.write_lines(out / "protocols.csv", lines)
-    title = "Evaluation: the paper's protocol and its variants"
-    (out / "index.html").write_text(page.render_overview(title, contents), encoding="utf-8")
-    print("\nAll variants side by side\n")
-    print(tables.side_by_side(by_variant))
-    print(f"\nwritten to {out}", flush=True)
-
-
-def evaluate(
-    source: Source,
-    matchers: Matchers,
-    settings: Settings,
-    context: Optional[distributed.Context] = None,
-    title: str = "evaluate",
-    judge: Optional[Judge] = None,
-) -> Results:
-    """Run everything; progress goes to stderr. Every process of a group gets all results. judge: else `score_pair`."""
-    total = sum(source.pairs_in(index) for index in range(len(source)))
-    everything = Results()
-    with Progress(total=total, desc=title, unit="pair", disable=bool(context and context.rank)) as bar:
-        for part in results_by_unit(source, matchers, settings, context, judge):
-            everything.pairs += part.pairs
-            everything.bad += part.bad
-            bar.update(len(part.pairs))
-    return everything
+    overview = page.template().render(title="Evaluation: the paper's protocol and its variants", parts=contents)
+    (out / "index.html").write_text(overview, encoding="utf-8")
+    print(f"\nAll variants side by side\n\n{tables.side_by_side(by_variant)}\n\nwritten to {out}", flush=True)
+    return contents
 
 
 def results_by_unit(
@@ -188,21 +189,19 @@ def results_by_unit(
     context: Optional[distributed.Context] = None,
     judge: Optional[Judge] = None,
 ) -> Iterator[Results]:
-    """The results, unit by unit."""
-    thresholds = {name: network.threshold for name, network in matchers.networks.items()}
+    """The results, unit by unit. judge: of one pair; default `score_pair`."""
+    judge = judge or partial(score_pair, thresholds=matchers.thresholds, settings=settings)
 
     def extract(unit: Sequence[int]) -> Tuple[List[KnownPair], List[Tuple[str, str]]]:
         return pairs.extract(source, unit, settings.params.max_keypoints, settings.extractor)
 
     def match(extracted):
         known, bad = extracted
-        return known, matchers.answers([one.pair for one in known], settings.batch), bad
+        return zip(known, matchers.answers([one.pair for one in known], settings.batch)), bad
 
-    def score(matched: Tuple[List[KnownPair], List[Dict[str, PairMatches]], list]) -> Results:
-        known, answers, bad = matched
-        if judge:
-            return Results([judge(*one) for one in zip(known, answers)], bad)
-        return Results([score_pair(*one, thresholds, settings) for one in zip(known, answers)], bad)
+    def score(matched) -> Results:
+        answered, bad = matched
+        return Results([judge(*one) for one in answered], bad)
 
     return map_over_ranks(units_of(source, settings.batch), [], extract, match, score, context)
 
@@ -219,37 +218,6 @@ def units_of(source: Source, batch: int) -> List[List[int]]:
         units[-1].append(index)
         filled += count
     return units
-
-
-def disturbed_lines(
-    source: HeldOutPairs, matchers: Matchers, settings: Settings, context: distributed.Context
-) -> List[figures.Line]:
-    """Lines of robustness.csv: each disturbance at each level, on the first `settings.robustness` photographs."""
-    lines = []
-    for name, (disturb, levels) in LEVELS.items():
-        for level in levels:
-            weakened = disturbed(source, settings.robustness, disturb, level)
-            results = evaluate(weakened, matchers, settings, context, f"{name} {level:g}")
-            if results.rows:
-                lines.append(figures.condition_line(name, f"{level:g}", results.rows))
-    return lines
-
-
-def unrelated_rows(
-    source: HeldOutPairs, matchers: Matchers, settings: Settings, context: distributed.Context
-) -> List[Row]:
-    """Rows of pairs of photographs with nothing in common, with the number of matches: each is wrong."""
-
-    def judge(known: KnownPair, answers: Mapping[str, PairMatches]) -> PairResult:
-        sizes = len(known.pair.records0), len(known.pair.records1)
-        counts = {name: int((found.matches0 >= 0).sum()) for name, found in matchers.above(answers).items()}
-        rows = {
-            name: Row(known.name, known.scene, name, *sizes, MatchCounts(count, 0, 0, 0), {}, {})
-            for name, count in counts.items()
-        }
-        return PairResult(known.place, rows, {})
-
-    return evaluate(UnrelatedPairs(source), matchers, settings, context, "unrelated", judge).rows
 
 
 def map_over_ranks(
@@ -269,27 +237,23 @@ def map_over_ranks(
     rounds = range(-(-len(units) // world_size))
     mine = [units[i] if i < len(units) else nothing for i in (n * world_size + rank for n in rounds)]
     workers = max(1, min((os.cpu_count() or 1) // world_size, MOST_THREADS))
-    matched = map_serial(mine, prepare, match, workers)
-    for scored in prefetch_map(lambda one: one if isinstance(one, str) else score(one), matched, workers):
+
+    def matched() -> Iterator[Any]:
+        for ready in prefetch_map(prepare, mine, workers):
+            try:
+                prepared = ready()
+            except RequestError as error:
+                yield str(error)  # in place of a result, for all to hear
+                return
+            yield match(prepared)
+
+    for scored in prefetch_map(lambda one: one if isinstance(one, str) else score(one), matched(), workers):
         for part in distributed.all_gather(scored()):
             if isinstance(part, str):
                 final_barrier()
                 raise RequestError(part)
             yield part
     final_barrier()
-
-
-def map_serial(
-    units: Sequence[Unit], prepare: Callable[[Unit], Any], match: Callable[[Any], Any], workers: int
-) -> Iterator[Any]:
-    """`match(prepare(unit))` of each; a message in place of one whose request was wrong, for all to hear."""
-    for ready in prefetch_map(prepare, units, workers):
-        try:
-            prepared = ready()
-        except RequestError as error:
-            yield str(error)
-            return
-        yield match(prepared)
 
 
 def prefetch_map(work: Callable, items: Iterable, workers: int) -> Iterator[Callable]:

@@ -82,6 +82,11 @@ class Row:
         return next(iter(self.errors.values()))
 
     @property
+    def matching_score(self) -> float:
+        """Share of the keypoints of view 0 that are matched rightly."""
+        return self.counts.correct / max(self.keypoints0, 1)
+
+    @property
     def difficulty(self) -> Dict[str, float]:
         """What makes the pair hard: its conditions, and the keypoints of the poorer view."""
         return {**self.conditions, "keypoints": min(self.keypoints0, self.keypoints1)}
@@ -137,16 +142,8 @@ def points_of(records: np.ndarray) -> np.ndarray:
 
 def true_matches(pair: Pair, H_0to1: np.ndarray, correct_px: float) -> np.ndarray:
     """(M,) index of the true partner in image 1, negative without one: the truth that training uses."""
-    truth = pair_truth(
-        torch.from_numpy(points_of(pair.records0)),
-        torch.from_numpy(points_of(pair.records1)),
-        torch.from_numpy(np.asarray(H_0to1, np.float64)),
-        torch.tensor(pair.size0),
-        torch.tensor(pair.size1),
-        correct_px,
-        correct_px,
-    )
-    return truth.matches0.numpy()
+    given = (points_of(pair.records0), points_of(pair.records1), np.asarray(H_0to1, np.float64), pair.size0, pair.size1)
+    return pair_truth(*map(torch.as_tensor, given), correct_px, correct_px).matches0.numpy()
 
 
 def matched_points(pair: Pair, found: PairMatches) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -163,9 +160,8 @@ def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.nda
     points0, points1: (K, 2) pixels; H_0to1: (3, 3). Returns (K,) float64, inf where a point maps to infinity.
     The larger direction, as in the ground truth: one rule for training and for judging.
     """
-    points0 = np.asarray(points0, dtype=np.float64).reshape(-1, 2)
-    points1 = np.asarray(points1, dtype=np.float64).reshape(-1, 2)
-    H_0to1 = np.asarray(H_0to1, dtype=np.float64)
+    points0, points1 = (np.asarray(points, np.float64).reshape(-1, 2) for points in (points0, points1))
+    H_0to1 = np.asarray(H_0to1, np.float64)
     with np.errstate(all="ignore"):
         forward = np.linalg.norm(geometry.transform(points0, H_0to1) - points1, axis=-1)
         backward = np.linalg.norm(geometry.transform(points1, np.linalg.inv(H_0to1)) - points0, axis=-1)

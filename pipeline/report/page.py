@@ -106,11 +106,6 @@ def render(content: Content, training: Mapping[str, Sequence[Line]], made: Mappi
     return template().render(title=content.title, content=content, sections=sections, made=made)
 
 
-def render_overview(title: str, parts: Mapping[str, Content]) -> str:
-    """A page above those of several evaluations. parts: by the name of the folder that holds the page of each."""
-    return template().render(title=title, parts=parts)
-
-
 def template() -> jinja2.Template:
     """`page.html`, with the words of the tables as filters."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
