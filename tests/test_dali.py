@@ -22,7 +22,7 @@ from pipeline.images import decode, torch_decode
 from pipeline.images.sources import ImageSet, folder_entries
 from pipeline.pairs import dali as pairs_dali
 from pipeline.pairs import loader, synthetic
-from pipeline.pairs.augmentation import Augmentation
+from pipeline.pairs.loader import Augmentation
 from pipeline.pairs.order import PairOrder, rank_slice
 from superglue_sift.images import BadImage
 
@@ -272,7 +272,7 @@ class TestPairs:
         store = Store(made_store(tmp_path / "store"))
         make = micro_batches(store, rank, world_size, parts)
         plain = list(loader.prefetched(make, range(3, 12)))
-        ours = list(pairs_dali.prefetched(make, range(3, 12)))
+        ours = list(loader.choose("dali", None)[1](make, range(3, 12)))
         assert len(ours) == len(plain) == 9
         for one, other in zip(ours, plain):
             assert len(one) == len(other) and all(equal(a, b) for a, b in zip(one, other))
@@ -280,7 +280,7 @@ class TestPairs:
     def test_batches_stay_as_they_were_while_later_ones_come(self, tmp_path):
         store = Store(made_store(tmp_path / "store"))
         make = micro_batches(store, 0, 1)
-        source = pairs_dali.prefetched(make, range(6))
+        source = loader.choose("dali", None)[1](make, range(6))
         first = next(source)
         list(source)
         assert all(equal(a, b) for a, b in zip(first, make(0)))
@@ -294,15 +294,15 @@ class TestPairs:
                 raise OSError("gone")
             return make(step)
 
-        source = pairs_dali.prefetched(failing, range(6))
+        source = loader.choose("dali", None)[1](failing, range(6))
         assert [len(next(source)) for _ in range(3)] == [2, 2, 2]
         with pytest.raises(OSError, match="gone"):
             next(source)
 
     def test_no_steps_and_leaving_early(self, tmp_path):
         make = micro_batches(Store(made_store(tmp_path / "store")), 0, 1)
-        assert list(pairs_dali.prefetched(make, range(0))) == []
-        source = pairs_dali.prefetched(make, range(100))
+        assert list(loader.choose("dali", None)[1](make, range(0))) == []
+        source = loader.choose("dali", None)[1](make, range(100))
         next(source)
         source.close()
 
@@ -310,7 +310,7 @@ class TestPairs:
     def test_batches_arrive_on_the_gpu(self, tmp_path):
         make = micro_batches(Store(made_store(tmp_path / "store")), 0, 1)
         device = torch.device("cuda", 0)
-        for step, batches in enumerate(pairs_dali.prefetched(make, range(5), device=device)):
+        for step, batches in enumerate(loader.choose("dali", device)[1](make, range(5))):
             assert all(batch.records0.device == device for batch in batches)
             assert all(equal(a, b) for a, b in zip(batches, make(step)))
 

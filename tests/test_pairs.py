@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from made_views import SIZE, made_records, made_store
 
 from pipeline.features.store import Store
-from pipeline.pairs.augmentation import Augmentation
-from pipeline.pairs.loader import load_batch, split_evenly
+from pipeline.pairs.loader import Augmentation, load_batch, prefetched, split_evenly
 from pipeline.pairs.order import PairOrder, Sample, rank_slice, validation_pairs
-from pipeline.pairs.prefetch import prefetched
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.geometry import transform
 from superglue_sift.truth import UNMATCHED, ground_truth

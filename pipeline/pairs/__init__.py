@@ -1,1 +1,1 @@
-"""Pairs of views on their way to the network: `batch` (shapes and units), `order` (which pair when), `loader`."""
+"""Pairs of views on their way to the network: `order` (which pair when), `loader` (read, changed, made ahead)."""

@@ -15,7 +15,7 @@ from pipeline import stack
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
 from pipeline.features.tuning import return_memory
-from pipeline.pairs.augmentation import Augmentation
+from pipeline.pairs.loader import Augmentation
 from pipeline.runtime import distributed
 from pipeline.schema import TrainParams
 from pipeline.training import precision
