@@ -11,9 +11,9 @@ from typing import Any, Iterator, List, Optional, Sequence
 from benchmarks import dali_views
 from pipeline.extraction.pool import decoder
 from pipeline.features.tuning import tune_process
-from pipeline.images.decode import gpu, list_images
+from pipeline.images.decode import gpu
 from pipeline.images.manifest import Entry
-from pipeline.images.sources import ImageSet, folder_entries
+from pipeline.images.sources import ImageSet, folder_entries, list_images
 from superglue_sift.images import BadImage
 
 VIEW = (320, 240)

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import RequestError
-from pipeline.images import archive, decode, manifest, sources
+from pipeline.images import archive, manifest, sources
 from pipeline.images.manifest import Entry
 from superglue_sift import images as image_files
 from superglue_sift.images import BadImage, decode_gray
@@ -143,10 +143,10 @@ def test_list_images_is_nested_sorted_and_leaves_hidden_files_out(image_folder):
     (image_folder / "notes.txt").write_text("x")
     (image_folder / "folder.jpg").mkdir()
     (image_folder / "gone.jpg").symlink_to("nowhere")
-    names = [path.relative_to(image_folder).as_posix() for path in decode.list_images(image_folder)]
+    names = [path.relative_to(image_folder).as_posix() for path in sources.list_images(image_folder)]
     assert names == ["chelsea.jpg", "coffee.png", "flipped.webp", "gone.jpg", "nested/turned.JPG"]
     with pytest.raises(RequestError, match="no such folder"):
-        decode.list_images(image_folder / "nothing")
+        sources.list_images(image_folder / "nothing")
 
 
 def test_manifest_survives_a_round_trip_and_does_not_depend_on_order(tmp_path):

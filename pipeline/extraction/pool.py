@@ -21,7 +21,7 @@ from pipeline.errors import WorkError
 from pipeline.extraction.image import gray_views
 from pipeline.features.store import ImageViews
 from pipeline.features.tuning import huge_pages, tune_process
-from pipeline.images import decode
+from pipeline.images import dali, decode
 from pipeline.images.manifest import Entry
 from pipeline.images.sources import ImageSet
 from superglue_sift.images import BadImage
@@ -42,13 +42,13 @@ def decoder(name: str) -> Decoder:
     Raises:
         RequestError: its package is missing, or cannot decode here.
     """
-    if name == "opencv":
-        return decode.decoded
-    from pipeline.images import dali, torch_decode
-
-    module = dali if name == "dali" else torch_decode
-    module.require()
-    return module.decoded
+    if name == "torchvision":
+        decode.torchvision_io()
+        return decode.torchvision_decoded
+    if name == "dali":
+        dali.require()
+        return dali.decoded
+    return decode.decoded
 
 
 class Extractor:

@@ -14,9 +14,8 @@ from typing import Any, Callable, Dict, List, Sequence, Union
 
 from pipeline.errors import RequestError
 from pipeline.images import archive
-from pipeline.images.decode import list_images
 from pipeline.images.manifest import Entry
-from pipeline.images.sources import Tick, folder_entries
+from pipeline.images.sources import Tick, folder_entries, list_images
 from superglue_sift.images import EXTENSIONS
 
 

@@ -1,19 +1,21 @@
-"""Image files in folders, and the pixels of many of them."""
+"""The pixels of many image files: by OpenCV, or by torchvision (nvJPEG where there is a GPU, libjpeg on a CPU).
+
+All decoders, DALI's in `dali` too, have the same signature, order and verdicts. torchvision and DALI decode 8-bit JPEG
+of one or three components; every other file, and one they refuse, goes through OpenCV. Gray is the luma that the file
+holds (ITU-R BT.601, JPEG's own), not a mixture of decoded red, green and blue: on a CPU all ask libjpeg for it and get
+the same pixels; nvJPEG may differ by a few levels.
+"""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Iterable, Iterator, List, Optional, Tuple, Union
+from typing import Any, Iterable, Iterator, Optional, Tuple, Union
 
 import numpy as np
 
-from pipeline.errors import RequestError
 from pipeline.images.manifest import Entry
-from superglue_sift.images import EXTENSIONS, BadImage, decode_gray
-
-if TYPE_CHECKING:
-    from pipeline.images.sources import ImageSet
+from pipeline.images.sources import ImageSet
+from superglue_sift.images import BadImage, check, decode_gray, is_plain_jpeg
 
 Outcome = Tuple[Entry, Union[np.ndarray, BadImage]]
 
@@ -35,18 +37,43 @@ def decoded(images: ImageSet, entries: Iterable[Entry]) -> Iterator[Outcome]:
             yield entry, bad
 
 
-def list_images(folder: Union[str, Path]) -> List[Path]:
-    """Image files under `folder`, nested folders included, sorted; by extension, letter case ignored.
+def torchvision_io() -> Any:
+    """torchvision's decoders; RequestError with what to do where it cannot decode."""
+    from pipeline import stack
 
-    Hidden files and folders are left out. A dangling link is listed: reading it tells what is wrong.
-    Raises RequestError when the folder is missing.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise RequestError(f"{folder}: no such folder; give the folder that holds the images")
-    found: List[Path] = []
-    for path in folder.rglob("*"):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.suffix.lower() in EXTENSIONS and not hidden and not path.is_dir():
-            found.append(path)
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+    return stack.torchvision_io("keypoints.decoder = torchvision", "opencv")
+
+
+def torchvision_decoded(images: ImageSet, entries: Iterable[Entry]) -> Iterator[Outcome]:
+    """As `decoded`. RequestError where torchvision cannot decode."""
+    import torch
+
+    io, index = torchvision_io(), gpu()
+    device = "cpu" if index is None else f"cuda:{index}"
+    for entry in entries:
+        found = plain_jpeg(images, entry)
+        if isinstance(found, bytes):
+            # copied: torch takes no memory that it may not write to
+            encoded = torch.from_numpy(np.frombuffer(found, np.uint8).copy())
+            try:
+                found = io.decode_jpeg(encoded, io.ImageReadMode.GRAY, device=device)[0].cpu().numpy()
+            except RuntimeError:
+                found = by_opencv(found, entry.name)
+        yield entry, found
+
+
+def plain_jpeg(images: ImageSet, entry: Entry) -> Union[bytes, np.ndarray, BadImage]:
+    """The checked bytes of an 8-bit JPEG of one or three components; of any other file what OpenCV makes of it."""
+    try:
+        data = images.read(entry)
+        return data if is_plain_jpeg(check(data, entry.name)) else decode_gray(data, entry.name)
+    except BadImage as bad:
+        return bad
+
+
+def by_opencv(data: bytes, name: str) -> Union[np.ndarray, BadImage]:
+    """(H, W) uint8, or why the file cannot serve."""
+    try:
+        return decode_gray(data, name)
+    except BadImage as bad:
+        return bad

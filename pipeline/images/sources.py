@@ -17,7 +17,7 @@ from typing import Callable, Dict, Iterable, List, Sequence, Tuple, Union
 from pipeline.errors import RequestError
 from pipeline.images import manifest
 from pipeline.images.manifest import DEFLATED, Entry
-from superglue_sift.images import BadImage
+from superglue_sift.images import EXTENSIONS, BadImage
 
 # Photographs inside scikit-image's wheel that a detector of corners and blobs can work with; no drawing, no
 # screenshot. The two motorcycle frames show one scene and so share a split.
@@ -118,6 +118,23 @@ def copy_sample(target: Path) -> List[Entry]:
     for stale in {path.name for path in target.iterdir()} - {entry.name for entry in entries}:
         (target / stale).unlink()
     return entries
+
+
+def list_images(folder: Union[str, Path]) -> List[Path]:
+    """Image files under `folder`, nested folders included, sorted; by extension, letter case ignored.
+
+    Hidden files and folders are left out. A dangling link is listed: reading it tells what is wrong.
+    Raises RequestError when the folder is missing.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise RequestError(f"{folder}: no such folder; give the folder that holds the images")
+    found: List[Path] = []
+    for path in folder.rglob("*"):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.suffix.lower() in EXTENSIONS and not hidden and not path.is_dir():
+            found.append(path)
+    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
 def folder_entries(root: Path, names: Sequence[str], split: str, container: str, tick: Tick = iter) -> List[Entry]:

@@ -148,17 +148,16 @@ def prefetched(make: Callable[[int], Made], steps: Sequence[int], ahead: int = 2
     more than making it. An exception in `make` is raised here, at its step. Closing the iterator ends the thread.
     """
     waiting: Deque[Future[Made]] = deque()
-    with ThreadPoolExecutor(1, "pair-prefetch") as thread:
-        try:
-            for step in steps:
-                waiting.append(thread.submit(make, step))
-                if len(waiting) > ahead:
-                    yield waiting.popleft().result()
-            while waiting:
+    thread = ThreadPoolExecutor(1, "pair-prefetch")
+    try:
+        for step in steps:
+            waiting.append(thread.submit(make, step))
+            if len(waiting) > ahead:
                 yield waiting.popleft().result()
-        finally:
-            for each in waiting:
-                each.cancel()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        thread.shutdown(cancel_futures=True)
 
 
 def choose(name: str, device: Any) -> Tuple[Callable[..., PairBatch], Callable[..., Generator]]:
