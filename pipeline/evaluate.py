@@ -16,7 +16,7 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from pipeline import errors, params, tracking
 from pipeline.errors import RequestError
@@ -43,7 +43,6 @@ OWN_PARAMS = Path(__file__).resolve().parents[1] / "params.yaml"
 
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m pipeline.evaluate", description=str(__doc__).splitlines()[0])
     add = parser.add_argument
     add("--model", type=Path, help="model to judge (default: the weights that ship with the project)")
@@ -76,15 +75,15 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise RequestError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
-    args.model = args.model or shipped_weights()
-    args.also = further_models(args.also)
+    args.models = models_of(args)
+    args.params = args.params or (Path("params.yaml") if Path("params.yaml").is_file() else OWN_PARAMS)
     return args
 
 
-def further_models(words: List[str]) -> Dict[str, Path]:
-    """Model files by name, from NAME=FILE each. Raises RequestError for a name that a table cannot hold."""
-    found: Dict[str, Path] = {}
-    for word in words:
+def models_of(args: argparse.Namespace) -> Dict[str, Path]:
+    """All model files by name, ours first. Raises RequestError for a name that a table cannot hold."""
+    found = {OURS: args.model or shipped_weights()}
+    for word in args.also:
         name, _, file = word.partition("=")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) or not file:
             raise RequestError(f"--also {word}: must be NAME=FILE, NAME of letters, digits, - and _")
@@ -94,38 +93,29 @@ def further_models(words: List[str]) -> Dict[str, Path]:
     return found
 
 
-def params_file(args: argparse.Namespace) -> Path:
-    """The parameters named, those here, or the project's."""
-    return args.params or (Path("params.yaml") if Path("params.yaml").is_file() else OWN_PARAMS)
-
-
 def section_of(args: argparse.Namespace) -> EvaluateParams:
     """Section `evaluate` of params.yaml, from here or from the project, with what the command line says instead."""
-    section = params.load("evaluate", params_file(args))
+    section = params.load("evaluate", args.params)
     return section.model_copy(update={"max_keypoints": args.max_keypoints}) if args.max_keypoints else section
 
 
 def held_out(images_folder: Path, section: EvaluateParams, total: Optional[int] = None) -> Named:
     """Pairs of the photographs kept for testing, `total` of them or as many as the section says."""
     images = sources.open_manifest(images_folder)
-    split, entries = "test", images.entries("test")
-    if not entries:
-        split, entries = "val", images.entries("val")
-        chosen = "no test images: using the validation images, on which the checkpoint was chosen"
-        print(chosen, file=sys.stderr)
+    split = "test"
+    if not images.entries(split):
+        split = "val"
+        print("no test images: using the validation images, on which the checkpoint was chosen", file=sys.stderr)
+    entries = images.entries(split)
     if not entries:
         raise RequestError(
             f"{images_folder}: no held-out image; raise fetch.val_fraction or add images, then run fetch again"
         )
     source = HeldOutPairs(images, entries, section, total)
-    return source, f"{data_name(images_folder)}: {len(source)} held-out images ({split})"
-
-
-def data_name(images_folder: Path) -> str:
-    """What the images are called: after the preset's source, a person's own after their folder."""
-    source = json.loads((images_folder / "source.json").read_text(encoding="utf-8"))
-    folders = ", ".join(Path(one["path"]).name for one in source["containers"].values())
-    return folders if source.get("source", "folder") == "folder" else str(source["source"])
+    made = json.loads((images_folder / "source.json").read_text(encoding="utf-8"))
+    folders = ", ".join(Path(one["path"]).name for one in made["containers"].values())
+    name = folders if made.get("source", "folder") == "folder" else made["source"]
+    return source, f"{name}: {len(source)} held-out images ({split})"
 
 
 def choose_source(args: argparse.Namespace, section: EvaluateParams) -> Named:
@@ -153,23 +143,24 @@ def chosen_estimators(args: argparse.Namespace) -> Tuple[Tuple[str, ...], List[s
 def chosen_extractor(args: argparse.Namespace, network: matchers.Network) -> Extractor:
     """What finds the keypoints of the judged model. Raises RequestError for code that params.yaml does not name."""
     name = network.model.config.extractor
-    if name != extractors.DEFAULT.name and params.load("keypoints", params_file(args)).extractor != name:
+    if name != extractors.DEFAULT.name and params.load("keypoints", args.params).extractor != name:
         raise RequestError(
             f"{network.file}: matches keypoints of {name}, code that is run only when asked for: set "
-            f"keypoints.extractor: {name} in {params_file(args)}"
+            f"keypoints.extractor: {name} in {args.params}"
         )
     return extractors.load(name)
 
 
 def chosen_matchers(args: argparse.Namespace, section: EvaluateParams, device: str) -> Tuple[Matchers, List[str]]:
     """All that are compared, and a line for each that was asked for and is not here or is of other keypoints."""
-    models = {OURS: args.model, **args.also}
-    networks = {name: matchers.load_network(file, device, section) for name, file in models.items()}
-    further: Dict[str, Callable] = {}
-    ours = networks[OURS].model.config.extractor
-    strange = {name: network.model.config.extractor for name, network in networks.items()}
-    skipped = [f"SKIP {name}: of keypoints of {other}" for name, other in strange.items() if other != ours]
-    networks = {name: network for name, network in networks.items() if strange[name] == ours}
+    networks, further, skipped = {}, {}, []
+    for name, file in args.models.items():
+        network = matchers.load_network(file, device, section)
+        ours, own = networks.get(OURS, network).model.config.extractor, network.model.config.extractor
+        if own == ours:
+            networks[name] = network
+        else:
+            skipped.append(f"SKIP {name}: of keypoints of {own}")
     if args.lightglue is not None and ours != extractors.DEFAULT.name:
         skipped.append("SKIP LightGlue: its weights are of SIFT's keypoints")
     elif args.lightglue is not None:
@@ -185,9 +176,8 @@ def check(argv: Optional[List[str]] = None, world_size: int = 1) -> None:
     """What can be checked before processes start, so that it is said once and in one line. Raises RequestError."""
     args = parse(argv)
     section = section_of(args)
-    chosen_extractor(args, matchers.load_network(args.model, "cpu", section))
-    for file in args.also.values():
-        matchers.load_network(file, "cpu", section)
+    networks = [matchers.load_network(file, "cpu", section) for file in args.models.values()]
+    chosen_extractor(args, networks[0])
     choose_source(args, section)
 
 
@@ -230,13 +220,13 @@ def evaluate(args: argparse.Namespace, context: distributed.Context) -> Tuple[Di
     if args.paper:
         return protocol.run_paper(work, lambda variant: choose_source(args, variant), args.out), info
     content = work.run(choose_source(args, section), args.out)
-    return ({} if content is None else {"": content}), info
+    return {"": content} if content else {}, info
 
 
 def made_from_inputs(args: argparse.Namespace) -> Dict[str, Any]:
     """What the results of the stage depend on, as JSON values."""
     own = ("out", "mlflow_run", "params")
-    read = (args.model, *args.also.values(), args.images / "manifest.csv")
+    read = (*args.models.values(), args.images / "manifest.csv")
     return {
         "arguments": {name: str(value) for name, value in vars(args).items() if name not in own},
         "files": [file_sha256(path) for path in read if path.is_file()],
@@ -246,7 +236,6 @@ def made_from_inputs(args: argparse.Namespace) -> Dict[str, Any]:
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    """Entry of the command line; alone, or as one process of torchrun's."""
     started = time.monotonic()
     args = parse(argv)
     tune_process()

@@ -9,13 +9,12 @@ configuration and provenance, for people).
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import List, Optional
 
 from pipeline import errors, params, tracking
 from pipeline.errors import RequestError
-from pipeline.files import file_sha256
+from pipeline.files import file_sha256, read_json
 from pipeline.runtime import checkpoint, repro, workspace_lock
 from superglue_sift import __version__
 from superglue_sift.matcher import match_threshold
@@ -35,17 +34,7 @@ OF_OTHERS = {
 }
 
 
-def interface(model: dict) -> dict:
-    """What goes in and comes out of a network of this configuration, as text."""
-    kind = model.get("descriptor", "sift")
-    if kind == "sift":
-        return INTERFACE
-    descriptors = f"{OF_OTHERS[kind].format(dim=model['descriptor_dim'])}: {model['extractor']}"
-    return {**INTERFACE, "descriptors0, descriptors1": descriptors}
-
-
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m pipeline.export", description=str(__doc__).splitlines()[0])
     add = parser.add_argument
     add("--model", type=Path, default=Path("checkpoints/best.safetensors"), help="weights to export")
@@ -61,18 +50,6 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     return args
 
 
-def read_metrics(path: Optional[Path]) -> dict:
-    """Figures of the evaluation, none when no file is named. Raises RequestError for one that cannot be read."""
-    if path is None:
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RequestError(f"{path}: no such file; run `python -m pipeline.evaluate` first") from None
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{path}: cannot be read: {error}") from None
-
-
 # Where files lay on the machine that trained; digests say what they held.
 PLACES = ("fetch.path", "fetch.val_path", "fetch.root", "fetch.mirror", "train.init_from")
 
@@ -83,13 +60,16 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
     The same in every clone: commit, dvc.lock (which holds the digest of this very file), machine, places and time
     stand in the MLflow run alone.
     """
-    asked: dict = {}
-    for name, section in sections.items():
-        asked.update(params.flatten(name, section))
+    model = info["model"]
+    asked = {key: value for name, section in sections.items() for key, value in params.flatten(name, section).items()}
+    interface, kind = dict(INTERFACE), model.get("descriptor", "sift")
+    if kind != "sift":
+        descriptors = f"{OF_OTHERS[kind].format(dim=model['descriptor_dim'])}: {model['extractor']}"
+        interface["descriptors0, descriptors1"] = descriptors
     return {
-        "model": info["model"],
+        "model": model,
         "match_threshold": match_threshold(info),
-        "interface": interface(info["model"]),
+        "interface": interface,
         "step": info.get("step"),
         "validation": info.get("validation", {}),
         "metrics": metrics,
@@ -107,17 +87,7 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
     }
 
 
-def track(noted_in: Optional[Path], path: Path, info: dict) -> None:
-    """Name the exported file in the MLflow run of its training, where there is one."""
-    if noted_in is None:
-        return
-    with tracking.attach(noted_in, training=info.get("training")) as run:
-        run.tags({"export.sha256": file_sha256(path)})
-        run.artifact(path.with_suffix(".json"), "export")
-
-
 def main(argv: Optional[List[str]] = None) -> int:
-    """Entry of the command line."""
     args = parse(argv)
     workspace_lock.take()
     sections = params.load_all(args.params)
@@ -125,13 +95,17 @@ def main(argv: Optional[List[str]] = None) -> int:
     model, info = load_model(args.model)
     if args.match_threshold is not None:
         info = {**info, "match_threshold": args.match_threshold}
-    description = describe(info, sections, read_metrics(args.metrics), args.model)
+    metrics = read_json(args.metrics, "no such file; run `python -m pipeline.evaluate` first") if args.metrics else {}
+    description = describe(info, sections, metrics, args.model)
     path = args.out / f"{name}.safetensors"
     weights = model.state_dict()
     if args.half:
         weights = {name: t.half() if t.is_floating_point() else t for name, t in weights.items()}
     checkpoint.save_model_file(path, weights, description)
-    track(args.mlflow_run, path, info)
+    if args.mlflow_run is not None:
+        with tracking.attach(args.mlflow_run, training=info.get("training")) as run:
+            run.tags({"export.sha256": file_sha256(path)})
+            run.artifact(path.with_suffix(".json"), "export")
     parameters = sum(weight.numel() for weight in model.parameters())
     print(f"{path}: {parameters:,} parameters, {path.stat().st_size / 1e6:.1f} MB, step {info.get('step')}")
     print(f"{path.with_suffix('.json')}: configuration, provenance and figures")

@@ -32,8 +32,6 @@ SAMPLE = "sample"  # container and folder of the bundled photographs
 CODE = ("pipeline.fetch",)
 OUTSIDE = ("pipeline.images.download", "pipeline.images.transfer", "pipeline.views", "superglue_sift")
 
-Found = Tuple[List[Entry], Dict[str, Dict[str, Any]]]  # entries, and the containers they name
-
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipeline.fetch", description=str(__doc__).split("\n")[0])
@@ -53,7 +51,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     entries = None if settings.source == "sample" else _fitting(options.out, made_from)  # it takes no time
     if entries is None:
         entries = _fetch(options, settings, made_from)
-    counts = _summary(entries)
+    counts = {f"{split}_images": sum(entry.split == split for entry in entries) for split in manifest.SPLITS}
+    counts["bytes"] = sum(entry.size for entry in entries)
     write_atomic(options.reports / "metrics.json", json.dumps(counts, indent=1) + "\n")
     print(
         f"fetch: {counts['train_images']} training, {counts['val_images']} validation and "
@@ -70,12 +69,20 @@ def _fetch(options: argparse.Namespace, settings: FetchParams, made_from: str) -
         splits.require_usable(*own, smallest_images(params.load_all(options.params)))
     manifest.writable(options.out, options.archives, options.reports)
     if settings.source == "sample":
-        entries, containers = (sources.copy_sample(options.out / SAMPLE), {SAMPLE: {"kind": "folder", "path": SAMPLE}})
+        entries, containers = sources.copy_sample(options.out / SAMPLE), {SAMPLE: {"kind": "folder", "path": SAMPLE}}
     else:
         shutil.rmtree(options.out / SAMPLE, ignore_errors=True)
-        found = _entries(*own, options.out) if own else _coco(settings, options.out, options.archives)
-        entries, containers = found
-    _write(options.out, settings.source, entries, containers, made_from)
+        found = own or _coco(settings, options.archives)
+        entries, containers = _entries(*found, options.out)
+    manifest.write(options.out / "manifest.csv", entries)
+    content = {
+        "source": settings.source,
+        "containers": containers,
+        "images": {split: sum(entry.split == split for entry in entries) for split in manifest.SPLITS},
+        "made_from": made_from,
+        "manifest": file_sha256(options.out / "manifest.csv"),
+    }
+    write_atomic(options.out / "source.json", json.dumps(content, indent=1, sort_keys=True) + "\n")
     return entries
 
 
@@ -104,20 +111,24 @@ def _fitting(out: Path, made_from: str) -> Optional[List[Entry]]:
     return entries if whole else None
 
 
-def _entries(split_names: splits.Splits, held: Dict[str, Container], out: Path) -> Found:
-    """Manifest entries of the splits; val and test come from the container "val" where there is one."""
+def _entries(
+    split_names: splits.Splits, held: Dict[str, Container], out: Path
+) -> Tuple[List[Entry], Dict[str, Dict[str, Any]]]:
+    """Manifest entries of the splits, and the containers they name; val and test: of "val" where there is one."""
     entries: List[Entry] = []
     for split, names in split_names.items():
         key = splits.container_of(split, held)
         tick = partial(Progress, total=len(names), desc=f"reading {split} images", unit="image")
         entries += held[key].entries(names, split, key, tick)
-    containers = {
-        key: {**each.facts, "kind": each.kind, "path": _reference(each.path, out)} for key, each in held.items()
-    }
+    containers = {}
+    for key, each in held.items():  # a place is named relative to --out where the person gave a relative path
+        relative = Path(os.path.relpath(each.path.resolve(), out.resolve())).as_posix()
+        path = str(each.path) if each.path.is_absolute() else relative
+        containers[key] = {**each.facts, "kind": each.kind, "path": path}
     return entries, containers
 
 
-def _coco(settings: FetchParams, out: Path, archives: Path) -> Found:
+def _coco(settings: FetchParams, archives: Path) -> Tuple[splits.Splits, Dict[str, Container]]:
     """COCO's own archives: those at hand, else downloaded; with a small `fetch.limit` only a part of them."""
     source = coco.SOURCES[settings.source]
     wanted = {"train": source.train, **({"val": source.held_out} if source.held_out else {})}
@@ -136,8 +147,7 @@ def _coco(settings: FetchParams, out: Path, archives: Path) -> Found:
     held_out = chosen["val"] + chosen["test"]
     needed = {"train": chosen["train"] + ([] if "val" in holdings else held_out), "val": held_out}
     tick = partial(Progress, unit="image")
-    held = {key: each.ensure(needed[key], _show_download, tick) for key, each in holdings.items()}
-    return _entries(chosen, held, out)
+    return chosen, {key: each.ensure(needed[key], _show_download, tick) for key, each in holdings.items()}
 
 
 def _show_download(sizes: Iterator[int], size: Optional[int], name: str) -> None:
@@ -150,31 +160,6 @@ def _show_download(sizes: Iterator[int], size: Optional[int], name: str) -> None
         bar.update(have // MIB - bar.n)
     if bar is not None:
         bar.close()
-
-
-def _reference(path: Path, out: Path) -> str:
-    """How source.json names a place: relative to --out where the person gave a relative path."""
-    if path.is_absolute():
-        return str(path)
-    return Path(os.path.relpath(path.resolve(), out.resolve())).as_posix()
-
-
-def _write(out: Path, source: str, entries: List[Entry], containers: Dict[str, Any], made_from: str) -> None:
-    counts = {split: sum(entry.split == split for entry in entries) for split in manifest.SPLITS}
-    manifest.write(out / "manifest.csv", entries)
-    content = {
-        "source": source,
-        "containers": containers,
-        "images": counts,
-        "made_from": made_from,
-        "manifest": file_sha256(out / "manifest.csv"),
-    }
-    write_atomic(out / "source.json", json.dumps(content, indent=1, sort_keys=True) + "\n")
-
-
-def _summary(entries: List[Entry]) -> Dict[str, int]:
-    counts = {f"{split}_images": sum(entry.split == split for entry in entries) for split in manifest.SPLITS}
-    return {**counts, "bytes": sum(entry.size for entry in entries)}
 
 
 if __name__ == "__main__":

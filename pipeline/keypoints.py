@@ -47,7 +47,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
                 "or change fetch.val_fraction and fetch.test_fraction"
             )
     if options.plan:
-        return _plan(images, folders, settings, options)
+        entries = [entry for folder in folders.values() for shard in folder.shards for entry in shard.entries]
+        expected = forecast.forecast(images, entries, settings)
+        print("\n".join(forecast.report(expected, settings, options.out, options.workers or cores())))
+        return 0
     writable(options.out, options.reports)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     started = time.monotonic()
@@ -65,7 +68,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     metrics = _metrics(options.out, bad)
     write_atomic(options.reports / "metrics.json", json.dumps(metrics, indent=1) + "\n")
     rate = f"{made / seconds:.3g} images/s" if made else "nothing was missing"
-    print(f"{_sentence(metrics)}; {rate}; in {options.out}")
+    train, val = metrics["train"], metrics["val"]
+    print(
+        f"keypoints: {train['images']} training and {val['images']} validation images, "
+        f"{train['views'] + val['views']} views, {train['keypoints_mean']:.0f} keypoints each on average, "
+        f"{len(bad)} bad images left out; {rate}; in {options.out}"
+    )
     return 0
 
 
@@ -81,14 +89,6 @@ def _arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     if options.workers < 0:
         raise RequestError(f"--workers {options.workers}: must be 0 (one per core) or more")
     return options
-
-
-def _plan(images: ImageSet, folders: Dict[str, Folder], settings: Any, options: argparse.Namespace) -> int:
-    """Print what the work would take on this and on larger machines."""
-    entries = [entry for folder in folders.values() for shard in folder.shards for entry in shard.entries]
-    expected = forecast.forecast(images, entries, settings)
-    print("\n".join(forecast.report(expected, settings, options.out, options.workers or cores())))
-    return 0
 
 
 def _extract(folders: Dict[str, Folder], images: ImageSet, settings: Any, workers: int, rank: int, ranks: int) -> int:
@@ -107,18 +107,14 @@ def _extract(folders: Dict[str, Folder], images: ImageSet, settings: Any, worker
     with Pool(images, settings, max(min(workers, len(entries)), 1)) as pool, bar:
         results = pool.map(entries)
         for folder, shard in todo:
-            _write(folder, shard, _counted(islice(results, len(shard.entries)), bar))
+            try:
+                folder.write(shard, _counted(islice(results, len(shard.entries)), bar))
+            except OSError as error:
+                raise WorkError(
+                    f"{folder.path / shard.file}: cannot be written: {error.strerror}; finished shards are kept; "
+                    "`python -m pipeline.keypoints --plan` tells how much room it takes"
+                ) from None
     return len(entries)
-
-
-def _write(folder: Folder, shard: Shard, results: Any) -> None:
-    try:
-        folder.write(shard, results)
-    except OSError as error:
-        raise WorkError(
-            f"{folder.path / shard.file}: cannot be written: {error.strerror}; finished shards are kept; "
-            "`python -m pipeline.keypoints --plan` tells how much room it takes"
-        ) from None
 
 
 def _counted(results: Any, bar: Any) -> Any:
@@ -128,8 +124,7 @@ def _counted(results: Any, bar: Any) -> Any:
 
 
 def _wait_for_all(folder: Folder) -> List[Dict[str, Any]]:
-    """Rows of all shards; other ranks may still be at work on theirs (torchrun ends us if one of them
-    fails)."""
+    """Rows of all shards; other ranks may still be at work on theirs (torchrun ends us if one of them fails)."""
     while True:
         rows = folder.rows()
         if all(row is not None for row in rows):
@@ -164,15 +159,6 @@ def _metrics(out: Path, bad: Sequence[Any]) -> Dict[str, Any]:
         }
     metrics["bad_images"] = len(bad)
     return metrics
-
-
-def _sentence(metrics: Dict[str, Any]) -> str:
-    train, val = metrics["train"], metrics["val"]
-    return (
-        f"keypoints: {train['images']} training and {val['images']} validation images, "
-        f"{train['views'] + val['views']} views, {train['keypoints_mean']:.0f} keypoints each on average, "
-        f"{metrics['bad_images']} bad images left out"
-    )
 
 
 if __name__ == "__main__":

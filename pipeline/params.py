@@ -9,12 +9,12 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import Any, Dict, List, Tuple, Type, Union, get_args
+from typing import Any, Dict, List, Type, Union, get_args
 
 from pydantic import ValidationError
 
 from pipeline.errors import RequestError, typed
-from pipeline.schema import SECTIONS, FetchParams, KeypointsParams, Section, TrainParams
+from pipeline.schema import SECTIONS, FetchParams, Section
 
 
 def load(section: str, path: Union[str, Path] = "params.yaml") -> Any:
@@ -94,13 +94,11 @@ def _read(path: Path) -> Any:
 
 
 def _sections_agree(sections: Dict[str, Section]) -> List[str]:
-    keypoints, train = sections.get("keypoints"), sections.get("train")
-    if not isinstance(keypoints, KeypointsParams) or not isinstance(train, TrainParams):
+    asked, stored = (getattr(sections.get(name), "max_keypoints", None) for name in ("train", "keypoints"))
+    if None in (asked, stored) or asked <= stored:
         return []
-    if train.max_keypoints <= keypoints.max_keypoints:
-        return []
-    stored = f"keypoints.max_keypoints ({keypoints.max_keypoints})"
-    return [f"train.max_keypoints = {train.max_keypoints}: must be at most {stored}, what a view stores"]
+    limit = f"keypoints.max_keypoints ({stored})"
+    return [f"train.max_keypoints = {asked}: must be at most {limit}, what a view stores"]
 
 
 def _problem(section: str, model: Type[Section], error: Any) -> str:
@@ -109,7 +107,11 @@ def _problem(section: str, model: Type[Section], error: Any) -> str:
     key = ".".join([section, *location])
     if error["type"] == "value_error":
         return f"{key}.{error['ctx']['error']}"
-    owner, field = _field(model, location)
+    owner: Any = model
+    field: Any = None
+    for part in location:
+        owner = owner if field is None else field.annotation
+        field = owner.model_fields.get(part)
     if error["type"] == "extra_forbidden":
         return f"{key}: unknown key{_near(location[-1], list(owner.model_fields))}"
     if field is None:
@@ -117,15 +119,6 @@ def _problem(section: str, model: Type[Section], error: Any) -> str:
     if error["type"] == "missing":
         return f"{key} is missing: must be {_allowed(field)}"
     return f"{key} = {_short(error['input'])}: must be {_allowed(field)}"
-
-
-def _field(model: Type[Section], location: List[str]) -> Tuple[Type[Section], Any]:
-    owner: Any = model
-    field: Any = None
-    for part in location:
-        owner = owner if field is None else field.annotation
-        field = owner.model_fields.get(part)
-    return owner, field
 
 
 _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}

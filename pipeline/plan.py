@@ -59,9 +59,7 @@ def micro_batch(train: Any, processes: int) -> int:
 def training_bytes(train: Any, pairs: int, parameters: int, precision: str = "float32", device: str = "cpu") -> int:
     """Bytes that a training process holds at the peak of a step, beside what Python and CUDA themselves take.
 
-    Args:
-        pairs: of a micro-batch, each view with `train.max_keypoints` keypoints.
-        parameters: numbers of the network.
+    pairs: of a micro-batch, each view with `train.max_keypoints` keypoints; parameters: numbers of the network.
     """
     D, N, layers, tokens = train.dim, train.max_keypoints, 2 * train.layers, 2 * train.max_keypoints * pairs
     half = precision != "float32"
@@ -84,13 +82,8 @@ def training_bytes(train: Any, pairs: int, parameters: int, precision: str = "fl
 def findings(sections: Any, processes: int, device: torch.device) -> Iterator[Finding]:
     """Memory of a process, and hours, of the training and of the keypoints before it.
 
-    Args:
-        sections: of params.yaml, by name.
-        processes: of the training on this machine.
-        device: that of one of them.
-
-    Raises:
-        RequestError: `train.precision` asks for what this device cannot do.
+    sections: of params.yaml, by name; processes: of the training on this machine; device: that of one of them.
+    Raises RequestError where `train.precision` asks for what this device cannot do.
     """
     train = sections["train"]
     chosen = precision.on(train.precision, device).precision
@@ -118,8 +111,7 @@ def findings(sections: Any, processes: int, device: torch.device) -> Iterator[Fi
 
 def _memory(train: Any, processes: int, chosen: str, device: torch.device) -> Finding:
     numbers = sum(parameter.numel() for parameter in setup.network(train).parameters())
-    gpu = device.type == "cuda"
-    if gpu:
+    if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
         free, place = USABLE * card.total_memory, card.name
     else:
@@ -141,8 +133,7 @@ def measured(sections: Any, processes: int, pairs: int, device: torch.device) ->
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     asked = [sections[part].model_dump() for part in ("train", "keypoints")]
-    setting = [asked, processes, pairs, name, cores(), torch.__version__]
-    key = json_digest(setting)
+    key = json_digest([asked, processes, pairs, name, cores(), torch.__version__])
     with contextlib.suppress(OSError, ValueError, KeyError):
         return json.loads(KEPT.read_text())[key]
     rates = {

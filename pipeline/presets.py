@@ -27,8 +27,7 @@ BASE = "sample"
 
 def names() -> List[str]:
     """The presets there are, the default first."""
-    found = sorted(path.stem for path in FOLDER.glob("*.yaml"))
-    return sorted(found, key=lambda name: name != BASE)
+    return sorted((path.stem for path in FOLDER.glob("*.yaml")), key=lambda name: (name != BASE, name))
 
 
 def describe(name: str) -> str:
@@ -43,9 +42,9 @@ def render(name: str, images: str = "", val_images: str = "") -> str:
     preset that takes no folder.
     """
     header = _split(_text(name))[0]
-    tree = _load(_split(_text(BASE))[1])
+    tree = _yaml().load(_split(_text(BASE))[1])
     if name != BASE:
-        _merge(tree, _load(_text(name)))
+        _merge(tree, _yaml().load(_text(name)))
     if tree["fetch"]["source"] == "folder":
         if not images:
             raise RequestError(f"preset {name}: needs a folder of images; {typed('repro', images='~/photos')}")
@@ -53,7 +52,7 @@ def render(name: str, images: str = "", val_images: str = "") -> str:
     elif images or val_images:
         raise RequestError(f"preset {name}: takes no folder of images; leave the preset out, or use the preset folder")
     body = _dump(tree)
-    _require_images(params.parse(_plain(body), f"presets/{name}.yaml"))
+    _require_images(params.parse(YAML(typ="safe", pure=True).load(body), f"presets/{name}.yaml"))
     return f"{header}\n\n{body}"
 
 
@@ -63,7 +62,7 @@ def refresh(path: Path) -> bool:
     if fetch.source != "folder":
         return False
     header, body = _split(path.read_text(encoding="utf-8"))
-    tree = _load(body)
+    tree = _yaml().load(body)
     _set_folders(tree, fetch.path, fetch.val_path)
     _require_images(params.load_all(path))
     return write(path, (f"{header}\n\n" if header else "") + _dump(tree))
@@ -83,11 +82,11 @@ def write(path: Path, text: str) -> bool:
 def _flat(text: str) -> List[str]:
     """Lines like `train.lr: 0.0001`, so that a difference names its section; raw lines where that fails."""
     try:
-        tree = _plain(text)
-        sections = {name: params.flatten(name, values) for name, values in tree.items()}
+        tree = YAML(typ="safe", pure=True).load(text)
+        flat = [params.flatten(name, values).items() for name, values in tree.items()]
     except (YAMLError, AttributeError):
         return text.splitlines()
-    return [f"{key}: {value}" for section in sections.values() for key, value in section.items()]
+    return [f"{key}: {value}" for section in flat for key, value in section]
 
 
 def _set_folders(tree: Any, images: str, val_images: str) -> None:
@@ -138,10 +137,6 @@ def _yaml() -> YAML:
     return yaml
 
 
-def _load(text: str) -> Any:
-    return _yaml().load(text)
-
-
 def _dump(tree: Any) -> str:
     stream = io.StringIO()
     _yaml().dump(tree, stream)
@@ -156,13 +151,7 @@ def _merge(tree: Any, changes: Dict[str, Any]) -> None:
             tree[key] = value
 
 
-def _plain(text: str) -> Any:
-    """The tree in plain dicts, as `params.load` reads it: no round-trip types."""
-    return YAML(typ="safe", pure=True).load(text)
-
-
 def main(argv: Optional[List[str]] = None) -> int:
-    """Entry of the command line."""
     parser = argparse.ArgumentParser(prog="python -m pipeline.presets", description=str(__doc__).splitlines()[0])
     parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="the file written")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -178,16 +167,11 @@ def main(argv: Optional[List[str]] = None) -> int:
     elif args.command == "refresh":
         refresh(args.params)
     else:
-        return _use(args)
-    return 0
-
-
-def _use(args: argparse.Namespace) -> int:
-    if args.val_images and not args.images:
-        raise RequestError("VAL_IMAGES (--val-images) goes with IMAGES (--images): name the training images too")
-    name = args.name or ("folder" if args.images else BASE)
-    if not write(args.params, render(name, args.images, args.val_images)):
-        print(f"{args.params} already holds preset {name}")
+        if args.val_images and not args.images:
+            raise RequestError("VAL_IMAGES (--val-images) goes with IMAGES (--images): name the training images too")
+        name = args.name or ("folder" if args.images else BASE)
+        if not write(args.params, render(name, args.images, args.val_images)):
+            print(f"{args.params} already holds preset {name}")
     return 0
 
 

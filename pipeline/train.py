@@ -43,7 +43,6 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
 
 
 def paths_of(args: argparse.Namespace) -> TrainPaths:
-    """What the room `training` gets of the command line."""
     return TrainPaths(args.keypoints, args.out, args.reports, args.params, args.resume, tuple(args.accept))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import webbrowser
@@ -12,23 +11,8 @@ from typing import List, Optional
 
 from pipeline import errors
 from pipeline.errors import RequestError, in_image, typed
+from pipeline.files import read_json
 from pipeline.report import page, tables
-
-
-def read_metrics(folder: Path) -> dict:
-    """Figures of an evaluation. Raises RequestError when there is none in `folder`."""
-    path = folder / "metrics.json"
-    try:
-        figures = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RequestError(
-            f"{path}: no evaluation here yet; run `{typed('repro')}` or `python -m pipeline.evaluate`"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{path}: cannot be read: {error}") from None
-    if not tables.matchers_in(figures):
-        raise RequestError(f"{path}: holds no matcher's figures; run `python -m pipeline.evaluate` again")
-    return figures
 
 
 def fresh_page(folder: Path) -> Optional[Path]:
@@ -39,18 +23,13 @@ def fresh_page(folder: Path) -> Optional[Path]:
     return made if made.is_file() else None
 
 
-def show(made: Path) -> bool:
-    """Open the page in a browser; False where there is no screen or no browser."""
-    if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
-        return False
-    return webbrowser.open(made.resolve().as_uri())
-
-
 def next_steps(folder: Path, model: Path) -> List[str]:
     """Where to look next, naming only what exists."""
-    steps = [("pairs", folder / "pairs.csv", "every pair and matcher, one line each")]
-    steps += [("pictures", folder / "pictures", "best, median and worst; right matches green, wrong red")]
-    steps += [("report", folder / "index.html", "all of it on one page, for a browser")]
+    steps = (
+        ("pairs", folder / "pairs.csv", "every pair and matcher, one line each"),
+        ("pictures", folder / "pictures", "best, median and worst; right matches green, wrong red"),
+        ("report", folder / "index.html", "all of it on one page, for a browser"),
+    )
     lines = [f"  {name:<9} {path}  ({what})" for name, path, what in steps if path.exists()]
     port = "with -p 127.0.0.1:5000:5000, " if in_image() else ""
     lines.append(f"  runs      {typed('ui')}  ({port}curves, parameters, pictures and models at http://127.0.0.1:5000)")
@@ -61,19 +40,23 @@ def next_steps(folder: Path, model: Path) -> List[str]:
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    """Entry of the command line."""
     parser = argparse.ArgumentParser(prog="python -m pipeline.report", description=__doc__)
     parser.add_argument("--evaluation", type=Path, default=Path("reports/evaluate"), help="folder with metrics.json")
     parser.add_argument("--model", type=Path, default=Path("models/superglue.safetensors"))
     parser.add_argument("--open", action="store_true", help="open the page in a browser, where there is one")
     args = parser.parse_args(argv)
-    figures = read_metrics(args.evaluation)
-    print(f"Comparison on held-out pairs ({args.evaluation / 'metrics.json'})\n")
+    path = args.evaluation / "metrics.json"
+    run = f"no evaluation here yet; run `{typed('repro')}` or `python -m pipeline.evaluate`"
+    figures = read_json(path, run)
+    if not tables.matchers_in(figures):
+        raise RequestError(f"{path}: holds no matcher's figures; run `python -m pipeline.evaluate` again")
+    print(f"Comparison on held-out pairs ({path})\n")
     print("\n".join([tables.comparison(figures), *tables.unrelated(figures)]))
     made = fresh_page(args.evaluation)
     print("\nWhere to look next")
     print("\n".join(next_steps(args.evaluation, args.model)))
-    if args.open and made is not None and not show(made):
+    screen = sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if args.open and made is not None and not (screen and webbrowser.open(made.resolve().as_uri())):
         print(f"\nno browser here; open {made.resolve()}")
     return 0
 

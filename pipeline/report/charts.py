@@ -5,6 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import Any, List, Mapping, Sequence, Tuple
 
+import numpy as np
+
 WIDTH, HEIGHT = 560, 340  # of the drawing; the page scales it
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 12, 46
 COLOURS = ("#0a7d4f", "#c4453a", "#3566c0", "#b07a00", "#7a4fb0", "#555555")
@@ -27,12 +29,8 @@ def line_chart(
     """
 
     def place(x: float, y: float) -> Tuple[float, float]:
-        across = (x - x_range[0]) / (x_range[1] - x_range[0])
-        up = (y - y_range[0]) / (y_range[1] - y_range[0])
-        return (
-            LEFT + min(max(across, 0.0), 1.0) * (WIDTH - LEFT - RIGHT),
-            HEIGHT - BOTTOM - min(max(up, 0.0), 1.0) * (HEIGHT - TOP - BOTTOM),
-        )
+        across, up = np.interp(x, x_range, (LEFT, WIDTH - RIGHT)), np.interp(y, y_range, (HEIGHT - BOTTOM, TOP))
+        return float(across), float(up)
 
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(y_label)}, {escape(x_label)}">']
     parts += axes(x_range, y_range, place)
@@ -49,7 +47,9 @@ def line_chart(
     parts.append(f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>')
     turned = f'transform="translate(14 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)"'
     parts.append(f'<text {turned} text-anchor="middle">{escape(y_label)}</text></svg>')
-    return "\n".join(parts) + legend(series)
+    keys = (f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for colour, name in zip(COLOURS, series))
+    # below the chart, where a narrow screen can wrap it
+    return "\n".join(parts) + f'<p class="legend">{"".join(keys)}</p>'
 
 
 def axes(x_range: Tuple[float, float], y_range: Tuple[float, float], place) -> List[str]:
@@ -64,12 +64,6 @@ def axes(x_range: Tuple[float, float], y_range: Tuple[float, float], place) -> L
         parts.append(f'<text x="{across:.1f}" y="{bottom + 16:.1f}" text-anchor="middle">{x:g}</text>')
         parts.append(f'<text x="{left - 6:.1f}" y="{up + 4:.1f}" text-anchor="end">{y:.2g}</text>')
     return parts
-
-
-def legend(series: Mapping[str, Points]) -> str:
-    """Names with their colours, below the chart, where a narrow screen can wrap them."""
-    keys = (f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for colour, name in zip(COLOURS, series))
-    return f'<p class="legend">{"".join(keys)}</p>'
 
 
 def column(lines: Sequence[Mapping[str, Any]], x: str, y: str) -> List[Tuple[float, float]]:

@@ -13,19 +13,9 @@ import numpy as np
 from pipeline.files import write_atomic, write_csv
 from pipeline.report import page, tables
 
-FILES = (
-    "metrics.json",
-    "protocol.json",
-    "pairs.csv",
-    "scenes.csv",
-    "matchers.csv",
-    "intervals.csv",
-    "differences.csv",
-    "robustness.csv",
-    "bad_images.csv",
-    "index.html",
-    "report.json",
-)
+TABLES = ("pairs", "scenes", "intervals", "differences", "robustness")  # parts of a `Content` with a CSV each
+FILES = ("metrics.json", "protocol.json", "matchers.csv", "bad_images.csv", page.PAGE, page.JSON,
+         *(f"{name}.csv" for name in TABLES))  # fmt: skip
 FOLDERS = ("curves", "pictures")
 COLUMNS, GAP = 2, 8  # of the grid of pictures; pixels between them
 
@@ -37,7 +27,7 @@ def write(out: Path, content: page.Content, training: Optional[Path] = None) -> 
     """
     write_json(out / "metrics.json", content.figures)
     write_json(out / "protocol.json", content.protocol)
-    for name in ("pairs", "scenes", "intervals", "differences", "robustness"):
+    for name in TABLES:
         write_lines(out / f"{name}.csv", getattr(content, name))
     write_lines(out / "matchers.csv", tables.lines_by_matcher(content.figures))
     write_lines(out / "bad_images.csv", content.bad, ("file", "reason"))

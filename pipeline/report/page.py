@@ -18,6 +18,7 @@ import jinja2
 from markupsafe import Markup
 
 from pipeline.errors import RequestError
+from pipeline.files import read_json
 from pipeline.report import charts, summary, tables
 from pipeline.runtime import repro
 
@@ -69,12 +70,10 @@ def save(folder: Path, content: Content) -> None:
 
 def load(folder: Path) -> Content:
     """Read report.json. Raises RequestError for one that is missing or damaged."""
+    values = read_json(folder / JSON, "no such file; `make repro` makes it")
     try:
-        values = json.loads((folder / JSON).read_text(encoding="utf-8"))
         return Content(**{**values, "pictures": [Picture(**one) for one in values["pictures"]]})
-    except FileNotFoundError:
-        raise RequestError(f"{folder / JSON}: no such file; `make repro` makes it") from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (TypeError, KeyError) as error:
         raise RequestError(f"{folder / JSON}: cannot be read: {error}") from None
 
 
@@ -88,11 +87,10 @@ def write(folder: Path, training: Optional[Path] = None) -> Path:
 def training_curves(folder: Optional[Path]) -> Dict[str, List[Line]]:
     """Lines of the curves that training left in a folder, by the name of the file; those that are there."""
     found = {}
-    for name in ("train", "validation"):
-        path = folder / f"{name}.csv" if folder else None
-        if path is not None and path.is_file():
-            with path.open(newline="", encoding="utf-8") as file:
-                found[name] = list(csv.DictReader(file))
+    for name in ("train", "validation") if folder else ():
+        path = folder / f"{name}.csv"
+        if path.is_file():
+            found[name] = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
     return found
 
 
@@ -109,20 +107,12 @@ def render(content: Content, training: Mapping[str, Sequence[Line]], made: Mappi
 def template() -> jinja2.Template:
     """`page.html`, with the words of the tables as filters."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    words = (as_text, tables.figure_title, tables.foremost, tables.marked, tables.matchers_in, tables.notes)
+    words += (tables.percent, tables.points, summary.unrelated, summary.verdict)
+    environment.filters.update({each.__name__: each for each in words}, title_of=tables.title)
     environment.filters.update(
         by_cell=lambda lines: {(line["matcher"], line["figure"]): line for line in lines},
-        figure_title=tables.figure_title,
-        foremost=tables.foremost,
-        as_text=as_text,
-        marked=tables.marked,
-        matchers_in=tables.matchers_in,
-        notes=tables.notes,
-        percent=tables.percent,
-        points=tables.points,
         select_ours=lambda line: [name.partition(".")[2] for name in line if name.startswith("superglue.")],
-        title_of=tables.title,
-        unrelated=summary.unrelated,
-        verdict=summary.verdict,
     )
     environment.globals.update(least_pairs=tables.LEAST_PAIRS, few=tables.FEW, ours=summary.OURS)
     return environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
@@ -137,14 +127,9 @@ def as_text(differences: Sequence[Line]) -> List[str]:
         beside = "the best baseline" if figure not in seen else tables.title(baseline)
         seen.setdefault(figure, baseline)
         groups.setdefault((beside, str(line["verdict"])), []).append(tables.figure_title(figure))
-    words = {
-        "better": "Better than {} in",
-        "worse": "Worse than {} in",
-        "undecided": "These pairs cannot tell beside {} in",
-    }
-    order = list(words)
-    ranked = sorted(groups, key=lambda key: (key[0] != "the best baseline", key[0], order.index(key[1])))
-    return [f"{words[verdict].format(beside)}: {', '.join(groups[beside, verdict])}." for beside, verdict in ranked]
+    words = {"better": "Better than", "worse": "Worse than", "undecided": "These pairs cannot tell beside"}
+    ranked = sorted(groups, key=lambda key: (key[0] != "the best baseline", key[0], list(words).index(key[1])))
+    return [f"{words[verdict]} {beside} in: {', '.join(groups[beside, verdict])}." for beside, verdict in ranked]
 
 
 Chart = Tuple[Markup, str]  # and its caption
@@ -160,8 +145,7 @@ def training_charts(curves: Mapping[str, Sequence[Line]]) -> List[Chart]:
     losses = {name: points for name, points in losses.items() if points}
     if not losses:
         return []
-    last = max(points[-1][0] for points in losses.values())
-    most = max(y for points in losses.values() for _, y in points)
+    last, most = (max(point[axis] for points in losses.values() for point in points) for axis in (0, 1))
     loss = charts.line_chart(losses, "step", "loss", (0, last), (0, most or 1.0))
     shares = {name: charts.column(curves.get("validation", ()), "step", name) for name in ("precision", "recall")}
     share = charts.line_chart(shares, "step", "share on validation pairs", (0, last))

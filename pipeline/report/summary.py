@@ -84,8 +84,8 @@ def note(content: Content, folder: str, run_id: str) -> str:
     for matcher in tables.matchers_in(content.figures):
         wrong = unrelated(content.figures, matcher)
         cells = [tables.percent(content.figures.get(f"{matcher}.{name}")) for name in shown]
-        rows.append([tables.title(matcher), str(content.figures[f"{matcher}.pairs"]), *cells,
-                     f"{wrong[0]:.1f}" if wrong else "-"])  # fmt: skip
+        cells += [f"{wrong[0]:.1f}" if wrong else "-"]
+        rows.append([tables.title(matcher), str(content.figures[f"{matcher}.pairs"]), *cells])
     lines.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
     lines.append(
         f"Figures {tables.notes(content.figures)[0]}; unrelated: matches for photographs with nothing in common. "

@@ -56,14 +56,8 @@ def figure_title(name: str) -> str:
 
 def aligned(rows: Sequence[Sequence[str]]) -> List[str]:
     """Lines with columns of one width: the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in rows
-    ]
+    first, *widths = (max(map(len, column)) for column in zip(*rows))
+    return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]).rstrip() for row in rows]
 
 
 def lines_by_matcher(figures: Mapping[str, Optional[float]]) -> List[Dict[str, object]]:
@@ -93,10 +87,8 @@ def comparison(figures: Mapping[str, Optional[float]]) -> str:
     rows = [["", "pairs", "matches", *heads]]
     for matcher in matchers_in(figures):
         matches = figures.get(f"{matcher}.matches")
-        rows.append(
-            [title(matcher), str(figures[f"{matcher}.pairs"]), "-" if matches is None else f"{matches:.0f}"]
-            + [percent(figures.get(f"{matcher}.{name}")) for name in names]
-        )
+        counts = [str(figures[f"{matcher}.pairs"]), "-" if matches is None else f"{matches:.0f}"]
+        rows.append([title(matcher), *counts, *(percent(figures.get(f"{matcher}.{name}")) for name in names)])
     lines = aligned(rows)
     starts = [found.start() for found in re.finditer(r"\S+", lines[0])][2:]  # after pairs and matches
     above = ""
@@ -123,17 +115,11 @@ def notes(figures: Mapping[str, Optional[float]]) -> List[str]:
     if any(name in LONG for name in groups[""]):
         said = ", ".join(f"{SHORT[name]}: {LONG[name]}" for name in LONG)
         lines.append(f"{said}, where every threshold is tried")
-    return [*lines, *recall_notes(figures)]
-
-
-def recall_notes(figures: Mapping[str, Optional[float]]) -> List[str]:
-    """How many pairs the recall is a mean of, where that is not all of them."""
-    found = {}
-    for matcher in matchers_in(figures):
-        pairs, asked = figures[f"{matcher}.pairs"], figures.get(f"{matcher}.recall_pairs")
-        if asked is not None and asked != pairs:
-            found[asked, pairs] = f"recall is over {asked} of {pairs} pairs: the others have no true match"
-    return list(found.values())
+    counts = [(figures.get(f"{name}.recall_pairs"), figures[f"{name}.pairs"]) for name in matchers_in(figures)]
+    for asked, pairs in dict.fromkeys(counts):
+        if asked not in (None, pairs):
+            lines.append(f"recall is over {asked} of {pairs} pairs: the others have no true match")
+    return lines
 
 
 def unrelated(figures: Mapping[str, Optional[float]]) -> List[str]:
@@ -168,10 +154,8 @@ def by_scene(lines: Sequence[Mapping[str, Any]]) -> str:
     rows = [[f"{figure_title(area)} | precision", "pairs"] + [title(matcher) for matcher in matchers]]
     for scene in scenes:
         cells = [found[scene, matcher] for matcher in matchers]
-        rows.append(
-            [scene, marked(int(cells[0]["pairs"]))]
-            + [f"{percent(cell[area])} | {percent(cell['precision'])}" for cell in cells]
-        )
+        shares = [f"{percent(cell[area])} | {percent(cell['precision'])}" for cell in cells]
+        rows.append([scene, marked(int(cells[0]["pairs"])), *shares])
     few = any(int(line["pairs"]) < LEAST_PAIRS for line in lines)
     return "\n".join([*aligned(rows), *([FEW] if few else [])])
 
@@ -182,10 +166,7 @@ def marked(pairs: int) -> str:
 
 
 def foremost(names: Sequence[str]) -> List[str]:
-    """Of these figures those to show first: all but the areas, and two areas of each of the first two estimators.
-
-    The second and the last, such as AUC@3 and AUC@10.
-    """
+    """Of these figures those to show first: all but areas, of the first two estimators AUC@3 and AUC@10 (20)."""
     areas: Dict[str, List[str]] = {}
     for name in names:
         if name.startswith("auc_"):
@@ -197,11 +178,9 @@ def foremost(names: Sequence[str]) -> List[str]:
 def differences(lines: Sequence[Mapping[str, Any]]) -> str:
     """Ours minus the best baseline with its 95 % interval, in percentage points. lines: of differences.csv."""
     rows = [["ours minus the best baseline", "points", "95 % interval", "", "best baseline"]]
-    first = foremost([str(line["figure"]) for line in lines])
+    first = foremost([line["figure"] for line in lines])
     for line in lines:
-        if line["figure"] not in first:
-            continue
         span = "-" if line["low"] is None else f"{points(line['low'])} .. {points(line['high'])}"
-        named = title(str(line["baseline"]))
-        rows.append([figure_title(str(line["figure"])), points(line["value"]), span, str(line["verdict"]), named])
+        row = [figure_title(line["figure"]), points(line["value"]), span, line["verdict"], title(line["baseline"])]
+        rows += [row] if line["figure"] in first else []
     return "\n".join(aligned(rows))
