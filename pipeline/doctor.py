@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Callable, Iterator, List, Optional, Sequence, Tuple
 
 from pipeline import errors, launch, tracking
+from pipeline.images import coco
 from pipeline.runtime import machine
 from pipeline.runtime.machine import FAIL, NOTE, OK, WARN, Finding
 
@@ -141,10 +142,8 @@ def disk() -> Iterator[Finding]:
     if "fetch" not in found or "keypoints" not in found:
         return
     keypoints, fetch = found["keypoints"], found["fetch"]
-    needed, linked = (
-        machine.disk_needed(fetch.source, keypoints.views, keypoints.max_keypoints, fetch.limit, copies)
-        for copies in (2, 1)
-    )
+    known = coco.expected(fetch.source, fetch.limit)
+    needed, linked = (machine.disk_needed(*known, keypoints.views, keypoints.max_keypoints, n) for n in (2, 1))
     present = sum(path.stat().st_size for path in Path("data").rglob("*") if path.is_file())
     needed, linked = max(needed - present, 0), max(linked - present, 0)
     yield machine.judge_disk(shutil.disk_usage(".").free, needed, os.getcwd(), linked)

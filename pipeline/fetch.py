@@ -30,7 +30,7 @@ MIB = 1 << 20
 SAMPLE = "sample"  # container and folder of the bundled photographs
 # what decides which images there are; archives are verified by their SHA-256, however they come
 CODE = ("pipeline.fetch",)
-OUTSIDE = ("pipeline.images.download", "pipeline.images.transfer", "pipeline.views", "superglue_sift")
+OUTSIDE = ("pipeline.images.download", "pipeline.views", "superglue_sift")
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -23,6 +23,7 @@ from pipeline.extraction.image import gray_views
 from pipeline.extraction.pool import cores
 from pipeline.features.tuning import tune_process
 from pipeline.files import json_digest, write_atomic
+from pipeline.images import coco
 from pipeline.images.sources import sample_folder
 from pipeline.pairs.synthetic import made_batch
 from pipeline.runtime import machine
@@ -102,7 +103,7 @@ def findings(sections: Any, processes: int, device: torch.device) -> Iterator[Fi
         f"about {hours}: {train.steps} steps of {batch} pairs, {processes / rates['pair']:.3g} pairs/s with "
         f"{processes} {several} in {chosen} (measured here)",
     )
-    count = machine.image_count(sections["fetch"].source, sections["fetch"].limit)
+    count = coco.expected(sections["fetch"].source, sections["fetch"].limit)[1]
     if count:
         took = duration(rates["image"] * count / cores())
         per = f"{rates['image']:.2g} s of one core each (measured here)"

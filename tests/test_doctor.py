@@ -10,6 +10,7 @@ import pytest
 
 from pipeline import doctor
 from pipeline.errors import RequestError
+from pipeline.images import coco
 from pipeline.runtime import machine
 from pipeline.runtime.machine import FAIL, GIB, MIB, NOTE, OK, WARN
 
@@ -75,23 +76,27 @@ def test_one_gpu_or_none_asks_for_no_shared_memory(gpus):
     assert machine.judge_shared_memory(64 * MIB, machine.shared_memory_needed(gpus)).level == OK
 
 
+def disk_of(source: str, copies: int = 2, limit: int = 0) -> int:
+    return machine.disk_needed(*coco.expected(source, limit), 4, 1024, copies)
+
+
 def test_disk_wants_more_for_a_larger_preset():
-    small = machine.disk_needed("sample", 12, 256)
-    large = machine.disk_needed("coco2017", 4, 1024)
+    small = machine.disk_needed(*coco.expected("sample"), 12, 256)
+    large = disk_of("coco2017")
     assert small < 2 * GIB < 50 * GIB < large
     assert machine.judge_disk(10 * GIB, large, "/workspace").level == FAIL
 
 
 def test_a_disk_that_a_linked_cache_would_fit_on_is_not_refused():
-    whole, linked = (machine.disk_needed("coco2017", 4, 1024, copies=copies) for copies in (2, 1))
+    whole, linked = (disk_of("coco2017", copies) for copies in (2, 1))
     found = machine.judge_disk((whole + linked) // 2, whole, "here", linked)
     assert found.level == WARN and "cache.type hardlink" in found.text
     assert machine.judge_disk(linked - 1, whole, "here", linked).level == FAIL
 
 
 def test_a_limit_of_images_is_a_limit_of_disk():
-    assert machine.disk_needed("coco2017", 4, 1024, limit=1000) < machine.disk_needed("coco2017", 4, 1024)
-    assert machine.image_count("coco2017-val", 100) == 200 and machine.image_count("folder") == 0
+    assert disk_of("coco2017", limit=1000) < disk_of("coco2017")
+    assert coco.expected("coco2017-val", 100)[1] == 200 and coco.expected("folder") == (0, 0)
 
 
 def test_open_files_names_the_flag():

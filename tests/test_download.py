@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from faulty_server import FaultyServer
 
 from pipeline.errors import WorkError
-from pipeline.images import transfer
+from pipeline.images import download as downloads
 from pipeline.images.download import download, verified
 
 DATA = random.Random(0).randbytes(3_000_000)
@@ -23,8 +24,8 @@ MD5, SIZE = hashlib.md5(DATA).hexdigest(), len(DATA)
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
     waits = []
-    monkeypatch.setattr(transfer, "sleep", waits.append)
-    monkeypatch.setattr(transfer, "PATIENCE", 0.3)
+    monkeypatch.setattr(downloads, "sleep", waits.append)
+    monkeypatch.setattr(downloads, "PATIENCE", 0.3)
     return waits
 
 
@@ -109,7 +110,7 @@ def test_it_gives_up_after_some_tries_and_keeps_what_it_has(server, tmp_path, no
     server.faults = [1_000_000, *["503"] * 50]
     with pytest.raises(WorkError, match=r"HTTP 503.*1000000 bytes are kept, run again.*fetch\.mirror"):
         fetch(server, tmp_path)
-    assert len(server.requests) == 1 + transfer.TRIES + 1 and max(no_waiting) >= 8
+    assert len(server.requests) == 1 + downloads.TRIES + 1 and max(no_waiting) >= 8
     server.faults = []
     fetch(server, tmp_path)
     once_over(server)
@@ -132,10 +133,7 @@ def test_another_file_under_the_name_is_refused(server, tmp_path):
 
 
 def test_a_full_disk_is_said_before_the_download(server, tmp_path, monkeypatch):
-    class Full:
-        f_bavail, f_frsize = 10, 1000
-
-    monkeypatch.setattr("pipeline.images.download.os.statvfs", lambda _: Full)
+    monkeypatch.setattr(downloads.shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000))
     with pytest.raises(WorkError, match=r"needs 0\.0 GB, 0\.0 GB are free"):
         fetch(server, tmp_path)
     assert server.requests == []

@@ -14,7 +14,7 @@ from faulty_server import FaultyServer
 
 from pipeline import fetch
 from pipeline.errors import RequestError, WorkError
-from pipeline.images import coco, sources, splits, transfer
+from pipeline.images import coco, download, sources, splits
 from pipeline.images.sources import open_manifest
 
 
@@ -193,7 +193,7 @@ def archive_server(image_folder, tmp_path, monkeypatch):
     server = FaultyServer(path.read_bytes())
     made = coco.Archive("val2017.zip", hashlib.md5(server.data).hexdigest(), 4, len(server.data))
     monkeypatch.setitem(coco.SOURCES, "coco2017-val", coco.Source(made, None))
-    monkeypatch.setattr(transfer, "sleep", lambda _: None)
+    monkeypatch.setattr(download, "sleep", lambda _: None)
     yield server
     server.close()
 
@@ -236,7 +236,7 @@ def test_five_thousand_members_arrive_whole_through_twenty_cuts(run, tmp_path, m
     size = len(server.data)
     made = coco.Archive("train2014.zip", hashlib.md5(server.data).hexdigest(), 5_000, size)
     monkeypatch.setitem(coco.SOURCES, "coco2014", coco.Source(made, None))
-    monkeypatch.setattr(transfer, "sleep", lambda _: None)
+    monkeypatch.setattr(download, "sleep", lambda _: None)
     server.faults = [rng.randrange(1, size // 25) for _ in range(20)]
     folder = run(source="coco2014", mirror=server.url)
     assert server.cuts == 20 and size <= server.sent <= 1.02 * size, f"{server.sent / size:.4f} times the file"

@@ -7,24 +7,21 @@ which is tried first. Only MD5 sums were ever published; `fetch` records the SHA
 from __future__ import annotations
 
 import functools
-import json
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence
+from typing import Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
-from pipeline.files import write_atomic
-from pipeline.images import archive, download, partial
+from pipeline.images import download, partial
 from pipeline.images.containers import Container, open_container, zip_container
+from pipeline.images.sources import SAMPLE
 
 TLS = "https://s3.amazonaws.com/images.cocodataset.org/zips"
 PLAIN = "http://images.cocodataset.org/zips"
 WORTH_A_PART = 0.5  # of the whole archive's bytes; above it, the whole is downloaded
 
-# Shows a download: bytes so far, of how many, of what.
-Bytes = Callable[[Iterator[int], Optional[int], str], None]
-# Shows a loop: its items, `total` and `desc`.
-Tick = Callable[..., Iterable]
+Bytes = Callable[[Iterator[int], Optional[int], str], None]  # shows a download: bytes so far, of how many, of what
+Tick = Callable[..., Iterable]  # shows a loop: its items, `total` and `desc`
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,7 @@ VAL2017 = Archive("val2017.zip", "442b8da7639aecaf257c1dceb8ba8c80", 5_000, 815_
 HELD_OUT = 5_000  # images of val2014 that are held out (the size of val2017); the others stay unused
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """train: archive of the training images; held_out: of the others, None: a part of `train` is held out."""
 
     train: Archive
@@ -65,6 +61,15 @@ SOURCES: Dict[str, Source] = {
 }
 
 
+def expected(source: str, limit: int = 0) -> Tuple[int, int]:
+    """(bytes of the archives, photographs) of a source where they are known before it is fetched, else 0."""
+    archives = [archive for archive in SOURCES.get(source, ()) if archive]
+    bundled = sum(len(names) for names in SAMPLE.values()) if source == "sample" else 0
+    count = sum(archive.images for archive in archives) or bundled
+    # so many of training, and so many held out
+    return sum(archive.size for archive in archives), min(count, 2 * limit) if limit else count
+
+
 class Holding:
     """An archive given by the person, here from before, or still to be downloaded.
 
@@ -75,15 +80,15 @@ class Holding:
     """
 
     def __init__(self, each: Archive, archives: Path, given: str, mirror: str, some: bool) -> None:
-        self._each, self._mirror = each, mirror
-        self._archives = archives
-        self._path = archives / each.file
+        self._each, self._archives, self._path = each, archives, archives / each.file
+        self._urls = each.urls(mirror)
         self._remote: Optional[partial.RemoteZip] = None
         self._members: Dict[str, zipfile.ZipInfo] = {}
         self._container = self._given(Path(given)) if given else self._here()
         if self._container is None and some:
-            self._remote = partial.RemoteZip(each.urls(mirror), each.size)
-            self._members = {member.filename: member for member in self._directory()}
+            self._remote = partial.RemoteZip(self._urls, each.size)
+            note = archives / f"{each.file}.directory.json"
+            self._members = {member.filename: member for member in partial.directory(self._remote, note)}
 
     def whole(self, show: Bytes) -> None:
         """Download the whole archive unless it is here or only a part of it is wanted."""
@@ -104,11 +109,9 @@ class Holding:
         if sum(member.compress_size for member in members) > WORTH_A_PART * total:
             return self._download(show)
         target = self._path.with_name(f"{self._path.stem}.part-of.zip")
-        desc = f"{len(members)} images of {self._each.file}"
-        shown = functools.partial(tick, total=len(members), desc=desc)
-        facts = partial.fetch_zip(self._remote, members, target, shown)
-        self._remote.close()
-        return zip_container(target, **facts)
+        shown = functools.partial(tick, total=len(members), desc=f"{len(members)} images of {self._each.file}")
+        with self._remote:
+            return zip_container(target, **partial.fetch_zip(self._remote, members, target, shown))
 
     def _here(self) -> Optional[Container]:
         known = download.verified(self._path, self._each.md5)
@@ -117,38 +120,17 @@ class Holding:
     def _given(self, path: Path) -> Container:
         """What the person has: checked against the published MD5 when it is the zip."""
         for zipped in (path, path / self._each.file):
-            if zipped.is_file():
-                known = download.verified(zipped, self._each.md5, self._archives)
-                return zip_container(zipped, **(known or {}))
-        unpacked = path / Path(self._each.file).stem
-        names = open_container(unpacked).names if unpacked.is_dir() else open_container(path).names
-        prefix = f"{unpacked.name}/" if unpacked.is_dir() else ""
-        return Container(path, "folder", [prefix + name for name in names])
+            known = download.verified(zipped, self._each.md5, self._archives)
+            if known:
+                return zip_container(zipped, **known)
+        stem = Path(self._each.file).stem
+        inside = (path / stem).is_dir()
+        names = open_container(path / stem if inside else path).names
+        return Container(path, "folder", [f"{stem}/{name}" if inside else name for name in names])
 
     def _download(self, show: Bytes) -> Container:
         each = self._each
-        sizes = download.download(each.urls(self._mirror), self._path, each.md5, each.size)
-        show(sizes, each.size, each.file)
+        show(download.download(self._urls, self._path, each.md5, each.size), each.size, each.file)
         self._container = self._here()
         assert self._container is not None
         return self._container
-
-    def _directory(self) -> List[zipfile.ZipInfo]:
-        """The remote directory, kept beside the archives: COCO's is ten megabytes and never changes."""
-        assert self._remote is not None
-        path = self._archives / f"{self._path.name}.directory.json"
-        fields = ("filename", "header_offset", "compress_size", "file_size", "CRC", "compress_type")
-        try:
-            rows = json.loads(path.read_text(encoding="utf-8"))
-            return archive.checked([_member(dict(zip(fields, row))) for row in rows], path)
-        except (OSError, ValueError, TypeError, KeyError):
-            members = self._remote.directory()
-        write_atomic(path, json.dumps([[getattr(member, name) for name in fields] for member in members]))
-        return members
-
-
-def _member(values: Dict[str, Any]) -> zipfile.ZipInfo:
-    member = zipfile.ZipInfo(values["filename"])
-    for name, value in values.items():
-        setattr(member, name, value)
-    return member

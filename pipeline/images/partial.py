@@ -12,17 +12,19 @@ import json
 import os
 import zipfile
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, List, Sequence
+from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Sequence
 
 from pipeline.errors import WorkError
+from pipeline.files import write_atomic
 from pipeline.images import archive
-from pipeline.images.download import digests, read_note, write_note
+from pipeline.images.download import Interrupted, Remote, digests, read_note, write_note
 from pipeline.images.manifest import DEFLATED
-from pipeline.images.transfer import Interrupted, Refused, Remote
 
 CONNECTIONS = 8  # many small requests, each of which waits for its answer
+_FIELDS = ("filename", "header_offset", "compress_size", "file_size", "CRC", "compress_type")
 _SLACK = 128  # bytes: a member's own header may be longer than the directory says
 
 
@@ -34,7 +36,7 @@ class RemoteZip(io.RawIOBase):
 
     def __init__(self, urls: Sequence[str], size: int) -> None:
         super().__init__()
-        self._addresses = [Remote(url, size) for url in urls]
+        self._addresses, self._url = [Remote(url, size) for url in urls], urls[0]
         self._size, self._at = size, 0
 
     def close(self) -> None:
@@ -52,14 +54,14 @@ class RemoteZip(io.RawIOBase):
 
     def fetch(self, members: Sequence[zipfile.ZipInfo]) -> Iterator[bytes]:
         """The bytes of these images, in their order, over several connections."""
+        waiting: Deque[Future[bytes]] = deque()
         with ThreadPoolExecutor(CONNECTIONS) as pool:
-            waiting = []
             for member in members:
                 waiting.append(pool.submit(self._image, member))
                 if len(waiting) > 4 * CONNECTIONS:
-                    yield waiting.pop(0).result()
-            for each in waiting:
-                yield each.result()
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
 
     def _image(self, member: zipfile.ZipInfo) -> bytes:
         start = member.header_offset
@@ -74,17 +76,13 @@ class RemoteZip(io.RawIOBase):
             raise WorkError(f"{self._url}: '{member.filename}' arrived with a wrong CRC-32; run again")
         return image
 
-    @property
-    def _url(self) -> str:
-        return self._addresses[0].url
-
     def _range(self, start: int, end: int) -> bytes:
         """The bytes [start, end), as far as the file goes; an address that does not serve is asked no more."""
         problems = []
         for address in self._addresses:
             try:
                 return b"".join(address.read(start, min(end, self._size)))
-            except (Interrupted, Refused) as error:
+            except Interrupted as error:
                 problems.append(f"{address.url}: {error}")
                 self._addresses = [each for each in self._addresses if each is not address] or [address]
         raise WorkError(
@@ -109,6 +107,24 @@ class RemoteZip(io.RawIOBase):
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
+
+
+def directory(remote: RemoteZip, note: Path) -> List[zipfile.ZipInfo]:
+    """The images of a remote zip, kept in `note`: COCO's directory is ten megabytes and never changes."""
+    try:
+        rows = json.loads(note.read_text(encoding="utf-8"))
+        return archive.checked([_member(dict(zip(_FIELDS, row))) for row in rows], note)
+    except (OSError, ValueError, TypeError, KeyError):
+        members = remote.directory()
+    write_atomic(note, json.dumps([[getattr(member, name) for name in _FIELDS] for member in members]))
+    return members
+
+
+def _member(values: Dict[str, Any]) -> zipfile.ZipInfo:
+    member = zipfile.ZipInfo(values["filename"])
+    for name, value in values.items():
+        setattr(member, name, value)
+    return member
 
 
 def fetch_zip(

@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Callable, List, Optional, Sequence, Tuple
 
+from superglue_sift.sift import ORIENTED
+
 OK, NOTE, WARN, FAIL = "ok", "note", "warn", "FAIL"
 GIB = 1 << 30
 MIB = 1 << 20
@@ -16,14 +18,6 @@ MIB = 1 << 20
 # Lowest driver for a CUDA version (docs.nvidia.com, CUDA release notes, minor-version compatibility).
 DRIVERS = ((13, (580, 0, 0)), (12, (525, 60, 13)), (11, (450, 80, 2)))
 NCCL_BYTES_PER_RANK = 64 * MIB  # its shared-memory channels between the ranks of one machine
-RECORD_BYTES = 280  # one stored keypoint, features/store.py
-# Bytes of the archives, and photographs, of the sources whose size is known before they are fetched.
-SOURCES = {
-    "coco2014": (20 * GIB, 123_287),
-    "coco2017": (20 * GIB, 123_287),
-    "coco2017-val": (1 * GIB, 5_000),
-    "sample": (0, 15),
-}
 
 
 @dataclass(frozen=True)
@@ -103,20 +97,13 @@ def judge_shared_memory(free: int, needed: int) -> Finding:
     return Finding(FAIL, "/dev/shm", f"{text}: docker run --shm-size={gigabytes}g (or --ipc=host)")
 
 
-def image_count(source: str, limit: int = 0) -> int:
-    """Photographs of a source whose number is known before it is fetched, else 0."""
-    count = SOURCES.get(source, (0, 0))[1]
-    return min(count, 2 * limit) if limit else count  # so many of training, and so many held out
-
-
-def disk_needed(source: str, views: int, keypoints: int, limit: int = 0, copies: int = 2) -> int:
-    """Bytes that a preset needs: the archives once, the keypoints in workspace and DVC cache, checkpoints.
+def disk_needed(archives: int, images: int, views: int, keypoints: int, copies: int = 2) -> int:
+    """Bytes that a preset needs: its archives (bytes) once, the keypoints in workspace and DVC cache, checkpoints.
 
     copies: of the keypoints; 1 where DVC's cache is linked to.
     """
     # Photographs give fewer keypoints than the limit more often than not; three quarters is a safe mean.
-    records = int(0.75 * image_count(source, limit) * views * keypoints * RECORD_BYTES)
-    return SOURCES.get(source, (0, 0))[0] + copies * records + GIB
+    return archives + copies * int(0.75 * images * views * keypoints * ORIENTED.itemsize) + GIB
 
 
 def judge_memory(
