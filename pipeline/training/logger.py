@@ -13,9 +13,10 @@ import csv
 import io
 import json
 import os
+import resource
 import time
 from pathlib import Path
-from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, TextIO
 
 import torch
 
@@ -59,15 +60,11 @@ class TrainingLogger:
         self.data = params.data_name(sections)
         run_file = paths.reports.parent / "run.json"
         names = (params.preset(paths.params), self.data)
+        size, device = context.world_size, str(context.device.type)
         self.run = tracking.open_run(
             paths.reports,
-            {**{name: section.model_dump() for name, section in sections.items()}, "world_size": context.world_size},
-            tags={
-                "world_size": context.world_size,
-                "device": str(context.device.type),
-                "precision": precision,
-                "training": identity,
-            },
+            {**{name: section.model_dump() for name, section in sections.items()}, "world_size": size},
+            tags={"world_size": size, "device": device, "precision": precision, "training": identity},
             resume_run_id=tracking.known_run(run_file, identity) if step else None,
             enabled=context.is_main,
             training=identity,
@@ -114,11 +111,8 @@ class TrainingLogger:
         means = distributed.weighted_means(self.sums, weight)
         self._point("train", step, {**means, **figures})
         seconds = max(time.perf_counter() - self.window_began, 1e-9)
-        timing = {
-            "pairs_per_s": self.pairs * self.timed_steps / seconds,
-            "data_wait": self.waited / seconds,
-            "memory_gib": _memory_gib(self.context.device),
-        }
+        speed, wait = self.pairs * self.timed_steps / seconds, self.waited / seconds
+        timing = {"pairs_per_s": speed, "data_wait": wait, "memory_gib": _memory_gib(self.context.device)}
         self._point("timing", step, timing, "train")
         self._restart_clock()
         self.sums = {}
@@ -191,29 +185,37 @@ def _memory_gib(device: torch.device) -> float:
     """Peak memory of this process: on the GPU where there is one, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 class CurveFile:
     """A CSV file with the column `step` and one column a figure, appended to.
 
-    A training resumed at `last_step` keeps the points up to it; those after it, and the half line of a writer that
-    was killed, are cut off before the first new point, so that the file ends as that of an uninterrupted run.
+    A training resumed at `last_step` keeps the points up to it; those after it, and the half line of a writer that was
+    killed, go with the first new point, so that the file ends as that of an uninterrupted run.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
         self.path, self.last_step = Path(path), last_step
-        self._stream: Optional[BinaryIO] = None
+        self._stream: Optional[TextIO] = None
 
     def append(self, step: int, point: Mapping[str, float]) -> None:
         """Add the point of `step`. Every point has the same figures. Raises OSError (a full disk)."""
-        columns = ["step", *point]
+        row = {"step": str(step), **{name: f"{value:.6g}" for name, value in point.items()}}
         if self._stream is None:
-            self._stream = self._open(columns)
-        self._stream.write(_line([step, *(f"{value:.6g}" for value in point.values())]))
+            # points of an older version keep the columns that are left
+            write_atomic(self.path, "".join(_line(row, kept) for kept in [dict(zip(row, row)), *self._kept()]))
+            self._stream = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (kept open from point to point)
+        self._stream.write(_line(row, row))
         self._stream.flush()
+
+    def _kept(self) -> List[Dict[str, str]]:
+        """The points up to `last_step` of the file that is there."""
+        if self.last_step <= 0 or not self.path.is_file():
+            return []
+        whole_lines = self.path.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0]
+        rows = csv.DictReader(io.StringIO(whole_lines))
+        return [row for row in rows if (row.get("step") or "").isdigit() and int(row["step"]) <= self.last_step]
 
     def sync(self) -> None:
         """Bring all points to the disk, so that a checkpoint never outlives the points before it."""
@@ -221,50 +223,13 @@ class CurveFile:
             os.fsync(self._stream.fileno())
 
     def close(self) -> None:
-        """Close the file; a point after that opens it again."""
         if self._stream is not None:
             self._stream.close()
-            self._stream = None
-
-    def _open(self, columns: List[str]) -> BinaryIO:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        header, length = self._kept()
-        if header == columns:
-            stream = open(self.path, "r+b")  # noqa: SIM115 (kept open from point to point)
-            stream.seek(length)
-            stream.truncate()
-            return stream
-        write_atomic(self.path, self._with_columns(columns, length if header else 0))
-        return open(self.path, "ab")
-
-    def _kept(self) -> Tuple[List[str], int]:
-        """Columns of the file that is there, and how many of its bytes belong to points up to `last_step`."""
-        if self.last_step <= 0 or not self.path.is_file():
-            return [], 0
-        with open(self.path, "rb") as stream:
-            header = stream.readline()
-            length = len(header)
-            for line in stream:
-                step = line.partition(b",")[0]
-                if not line.endswith(b"\n") or not step.isdigit() or int(step) > self.last_step:
-                    break
-                length += len(line)
-        return next(csv.reader([header.decode("utf-8", "replace").rstrip("\n")]), []), length
-
-    def _with_columns(self, columns: List[str], length: int) -> bytes:
-        """The kept points with other columns, empty where an older file had none of that name."""
-        text = _line(columns)
-        if length:
-            with open(self.path, "rb") as stream:
-                rows: List[Dict[str, str]] = list(csv.DictReader(io.StringIO(stream.read(length).decode())))
-            text += b"".join(_line([row.get(name) or "" for name in columns]) for row in rows)
-        return text
 
 
-def _line(cells: Sequence[object]) -> bytes:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(cells)
-    return text.getvalue().encode()
+def _line(columns: Iterable[str], row: Mapping[str, str]) -> str:
+    """One line of the file: names and figures need no quotes."""
+    return ",".join(row.get(name) or "" for name in columns) + "\n"
 
 
 SKIPPED = 3  # first steps, slower than the rest

@@ -18,7 +18,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from pipeline.errors import RequestError
 from pipeline.runtime import distributed
-from pipeline.runtime.checkpoint import BEST_PREFIX, Checkpoints, save_model_file
+from pipeline.runtime.checkpoint import Checkpoints
 from pipeline.training.state import Fingerprint, changed_keys, fingerprint_of
 from superglue_sift.weights import BadCheckpoint, load_model_file
 
@@ -74,10 +74,8 @@ def prepare(paths: TrainPaths, ours: Fingerprint, is_main: bool) -> bool:
         except RequestError as error:
             refusal = str(error)
     finished, refusal = distributed.broadcast((finished, refusal))
-    if refusal and not is_main:
-        raise SystemExit(2)
     if refusal:
-        raise RequestError(refusal)
+        raise RequestError(refusal) if is_main else SystemExit(2)
     return finished
 
 
@@ -125,40 +123,21 @@ class Shelf(NamedTuple):
                 folder.rmdir()
 
     def _new_place(self, reason: str) -> Path:
-        stem = f"{time.strftime('%Y-%m-%d-%H%M%S', time.gmtime())}-{reason}"
-        for name in (stem, *(f"{stem}-{number}" for number in range(2, 1000))):
-            place = self.checkpoints / SUPERSEDED / name
-            if not place.exists():
-                place.mkdir(parents=True)
-                return place
-        raise FileExistsError(17, "too many of this name", str(self.checkpoints / SUPERSEDED / stem))
+        name, number = f"{time.strftime('%Y-%m-%d-%H%M%S', time.gmtime())}-{reason}", 1
+        place = self.checkpoints / SUPERSEDED / name
+        while place.exists():
+            number += 1
+            place = place.with_name(f"{name}-{number}")
+        place.mkdir(parents=True)
+        return place
 
     def _thin(self, places: Sequence[Path]) -> None:
-        """Leave the best model of each, and the newest checkpoint where there is no best one yet."""
+        """Leave the best model of each, and the newest checkpoint where its file is not there."""
         for place in places:
             steps = sorted(place.glob("step-*.safetensors"), reverse=True)
-            keep = [] if _keep_best(place, steps) else steps[:1]
-            for step in steps:
-                if step not in keep:
-                    step.with_suffix(".json").unlink(missing_ok=True)
-                    step.unlink()
-
-
-def _keep_best(place: Path, steps: Sequence[Path]) -> bool:
-    """Is the best model of these checkpoints here as a file of its own? Takes it out of them where it is not."""
-    best = place / "best.safetensors"
-    if best.is_file():
-        return True
-    for step in steps:
-        try:
-            tensors, info = load_model_file(step)
-        except BadCheckpoint:
-            continue
-        weights = {k[len(BEST_PREFIX) :]: v for k, v in tensors.items() if k.startswith(BEST_PREFIX)}
-        if weights:
-            save_model_file(best, weights, {**info, "step": info.get("best_step")})
-            return True
-    return False
+            for step in steps if (place / "best.safetensors").is_file() else steps[1:]:
+                step.with_suffix(".json").unlink(missing_ok=True)
+                step.unlink()
 
 
 def _size(place: Path) -> int:
@@ -181,8 +160,7 @@ class _Resume:
     """The decision, on one rank."""
 
     def __init__(self, paths: TrainPaths, ours: Fingerprint) -> None:
-        self.paths, self.ours = paths, ours
-        self.out: Path = paths.out
+        self.paths, self.ours, self.out = paths, ours, paths.out
         self.shelf = Shelf(paths.out, paths.reports / "curves")
 
     def prepare(self) -> bool:
@@ -219,7 +197,7 @@ class _Resume:
                 self.shelf.bring_back(place)
                 print(f"{place} fits: its training is taken up again")
                 return found
-        if self.paths.resume != AUTO and self.paths.resume != NEVER:
+        if self.paths.resume not in (AUTO, NEVER):
             raise RequestError(f"{self.out}: cannot resume: {'; '.join(misfit.reasons)}{_fix(misfit.keys)}")
         self._set_aside(misfit)
         return misfit
@@ -242,8 +220,7 @@ class _Resume:
         return self._judged(best) if keys else _Found(["best-alone"], ["the best model, and no checkpoint"])
 
     def _judged(self, info: Dict[str, Any]) -> _Found:
-        saved = fingerprint_of(info)
-        keys = self._misfits(info)
+        saved, keys = fingerprint_of(info), self._misfits(info)
         return _Found(keys, [f"{key}: {saved.get(key)} in the checkpoint, {self.ours.get(key)} now" for key in keys])
 
     def _misfits(self, info: Dict[str, Any]) -> List[str]:
