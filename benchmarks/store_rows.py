@@ -17,7 +17,7 @@ import torch
 from benchmarks import timing
 from benchmarks.made import made_store
 from pipeline.errors import RequestError
-from pipeline.features.store import Store, map_shard
+from pipeline.features.store import Store, map_shard, read_index
 from pipeline.pairs.loader import Augmentation, load_batch
 from pipeline.pairs.order import PairOrder
 
@@ -88,7 +88,7 @@ def _read(store: Store, image: int, view: int) -> np.ndarray:
 
 def _bare_reader(store: Store) -> Callable[[int, int], np.ndarray]:
     """A function (image, view) -> bytes that does nothing but slice and copy."""
-    index = [shard for shard in store.shards if shard["images"]]
+    index = [shard for shard in read_index(store.path)["shards"] if shard["images"]]
     maps = [map_shard(store.path / shard["file"]) for shard in index]
     spans = [
         (each["records"], *each["offsets"][at : at + 2].tolist())

@@ -57,7 +57,7 @@ def forecast(images: ImageSet, entries: Sequence[Entry], settings: Any, sampled:
 
 def report(plan: Forecast, settings: Any, out: Path, cores: int) -> List[str]:
     """The forecast in lines, with what to change when the disk is too small."""
-    here = out if out.exists() else next(parent for parent in out.resolve().parents if parent.exists())
+    here = next(folder for folder in (out, *out.resolve().parents) if folder.exists())
     free = shutil.disk_usage(here).free
     lines = [
         f"{plan.images} images, {settings.views} views each: {1000 * plan.seconds:.0f} ms of one core per image "

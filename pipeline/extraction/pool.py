@@ -33,7 +33,6 @@ Decoder = Callable[[ImageSet, Iterable[Entry]], Iterator[decode.Outcome]]
 
 _PR_SET_PDEATHSIG = 1
 _IN_FLIGHT = 4  # images per worker
-_worker: Optional[Extractor] = None
 
 
 def decoder(name: str) -> Decoder:
@@ -55,12 +54,12 @@ class Extractor:
     """What a worker holds: where the bytes are and how views are made."""
 
     def __init__(self, images: ImageSet, settings: Any) -> None:
-        self.images = images.without_entries()
-        self.settings = settings
+        self.images, self.settings = images.without_entries(), settings
+        self.decoded = decoder(settings.decoder)
 
     def __call__(self, work: Work) -> Result:
         """The views of an image, or why it cannot serve. Never raises for the image's sake."""
-        entry, gray = next(self._decoder()(self.images, [work])) if isinstance(work, Entry) else work
+        entry, gray = next(self.decoded(self.images, [work])) if isinstance(work, Entry) else work
         if isinstance(gray, BadImage):
             return gray
         try:
@@ -71,11 +70,8 @@ class Extractor:
     def source(self, entries: Iterable[Entry]) -> Iterable[Work]:
         """What the workers are given: entries, unless something decodes them for all: a GPU, or DALI's threads."""
         if self.settings.decoder == "dali" or (self.settings.decoder == "torchvision" and decode.gpu() is not None):
-            return self._decoder()(self.images, entries)
+            return self.decoded(self.images, entries)
         return entries
-
-    def _decoder(self) -> Decoder:
-        return decoder(self.settings.decoder)
 
 
 def cores() -> int:
@@ -88,8 +84,7 @@ class Pool:
     """A context with `map(entries)`; with one worker everything happens in this process."""
 
     def __init__(self, images: ImageSet, settings: Any, workers: int) -> None:
-        self._extract = Extractor(images, settings)
-        self._workers = workers
+        self._extract, self._workers = Extractor(images, settings), workers
         self._executor: Optional[ProcessPoolExecutor] = None
         self._stack = contextlib.ExitStack()
 
@@ -102,7 +97,7 @@ class Pool:
             self._workers,
             mp_context=multiprocessing.get_context("spawn"),  # a fork would copy locks of running threads
             initializer=_start,
-            initargs=(self._extract, os.getpid()),
+            initargs=(os.getpid(),),
         )
         return self
 
@@ -119,7 +114,7 @@ class Pool:
         waiting: deque = deque()
         try:
             for work in self._extract.source(entries):
-                waiting.append(self._executor.submit(_work, work))
+                waiting.append(self._executor.submit(self._extract, work))
                 if len(waiting) >= _IN_FLIGHT * self._workers:
                     yield waiting.popleft().result()
             while waiting:
@@ -131,18 +126,11 @@ class Pool:
             ) from None
 
 
-def _start(extract: Extractor, parent: int) -> None:
+def _start(parent: int) -> None:
     """In a new worker: die with the parent, leave Ctrl-C to it, and tune the process."""
-    global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)  # it died before we could ask to be told
     tune_process()
-    _worker = extract
-
-
-def _work(work: Work) -> Result:
-    assert _worker is not None
-    return _worker(work)

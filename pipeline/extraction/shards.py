@@ -28,7 +28,6 @@ from superglue_sift.images import BadImage
 CODE = ("pipeline.extraction.image", "pipeline.images.decode", "pipeline.images.dali", "pipeline.features.store")
 # the manifest names the CRC-32 of the very bytes an image is made of, wherever they are read from
 OUTSIDE = ("pipeline.images.manifest", "pipeline.images.sources")
-_NOT_IN_THE_BYTES = ("max_bad_fraction",)
 
 
 @dataclass(frozen=True)
@@ -43,28 +42,27 @@ class Shard:
 def plan(entries: Sequence[Entry], settings: Any) -> List[Shard]:
     """Cut the rows of a split (sorted, as the manifest gives them) into shards."""
     common = {
-        "settings": settings.model_dump(exclude=set(_NOT_IN_THE_BYTES)),
+        "settings": settings.model_dump(exclude={"max_bad_fraction"}),
         "code": code_digest(CODE, OUTSIDE),
         "opencv": cv2.__version__,
         "extractor": extractors.load(settings.extractor).code,
     }
     length = settings.shard_images
     pieces = [entries[start : start + length] for start in range(0, len(entries), length)]
-    return [Shard(store.shard_name(index), piece, _fingerprint(common, piece)) for index, piece in enumerate(pieces)]
-
-
-def _fingerprint(common: Dict[str, Any], entries: Sequence[Entry]) -> str:
-    rows = [[entry.name, entry.size, entry.crc32] for entry in entries]
-    text = json.dumps({**common, "entries": rows}, sort_keys=True)
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+    shards = []
+    for index, piece in enumerate(pieces):
+        rows = [[entry.name, entry.size, entry.crc32] for entry in piece]
+        text = json.dumps({**common, "entries": rows}, sort_keys=True)
+        fingerprint = hashlib.sha256(text.encode("utf-8")).hexdigest()
+        shards.append(Shard(store.shard_name(index), piece, fingerprint))
+    return shards
 
 
 class Folder:
     """The folder of one split while it is being filled. `shards`: the plan."""
 
     def __init__(self, path: Path, shards: Sequence[Shard]) -> None:
-        self.path = path
-        self.shards = list(shards)
+        self.path, self.shards = path, list(shards)
 
     def open(self, mine: Sequence[Shard]) -> List[Shard]:
         """Keep what is whole, throw away what does not fit; returns those of `mine` still to be made."""
@@ -102,12 +100,9 @@ class Folder:
 
     def rows(self) -> List[Optional[Dict[str, Any]]]:
         """The row of every planned shard, None for one that is not done."""
-        known = self._known_rows()
-        found = [known.get(shard.file) for shard in self.shards]
-        return [
-            row if row and row.get("fingerprint") == shard.fingerprint else None
-            for shard, row in zip(self.shards, found)
-        ]
+        found = self._known_rows()
+        rows = [found.get(shard.file, {}) for shard in self.shards]
+        return [row if row.get("fingerprint") == each.fingerprint else None for each, row in zip(self.shards, rows)]
 
     def close(self, rows: Sequence[Dict[str, Any]], settings: Any) -> None:
         """Write store.json and drop the notes."""

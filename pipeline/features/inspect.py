@@ -12,6 +12,7 @@ import numpy as np
 from pipeline import errors
 from pipeline.errors import RequestError
 from pipeline.features.store import Store, View, read_index
+from superglue_sift.geometry import corners, transform
 
 _HISTOGRAM_BINS = 8
 _DRAWN = 200  # strongest keypoints in a picture
@@ -32,13 +33,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     print("\n".join(describe(store)))
     if options.verify:
         print("every shard has the SHA-256 it was written with")
-    if options.image or options.picture:
-        image = _find(store, options.image)
-        if not 0 <= options.view < store.views_per_image:
-            raise RequestError(f"--view {options.view}: must be 0 to {store.views_per_image - 1}")
-        print("\n".join(describe_image(store, image)))
-        if options.picture:
-            _write(options.picture, draw(store.view(image, options.view), options.under))
+    if not options.image and not options.picture:
+        return 0
+    image = _find(store, options.image)
+    if not 0 <= options.view < store.views_per_image:
+        raise RequestError(f"--view {options.view}: must be 0 to {store.views_per_image - 1}")
+    print("\n".join(describe_image(store, image)))
+    if options.picture:
+        _write(options.picture, draw(store.view(image, options.view), options.under))
     return 0
 
 
@@ -55,32 +57,23 @@ def describe(store: Store) -> List[str]:
     ]
     if store.counts.size:
         low, some, median, most, high = np.percentile(store.counts, [0, 5, 50, 95, 100])
-        lines.append(
-            f"keypoints per view: least {low:.0f}, 5 % {some:.0f}, median {median:.0f}, "
-            f"95 % {most:.0f}, most {high:.0f}"
-        )
-        lines += _histogram(store.counts.ravel())
+        lines.append(f"keypoints per view: least {low:.0f}, 5 % {some:.0f}, median {median:.0f}, ")
+        lines[-1] += f"95 % {most:.0f}, most {high:.0f}"
+        heights, edges = np.histogram(store.counts, bins=_HISTOGRAM_BINS)
+        for height, low, high in zip(heights, edges, edges[1:]):
+            bar = "#" * round(50 * height / heights.max())
+            lines.append(f"  {int(low):5d} to {int(high):5d} {bar:50s} {height}")
     return lines
-
-
-def _histogram(counts: np.ndarray) -> List[str]:
-    heights, edges = np.histogram(counts, bins=_HISTOGRAM_BINS)
-    return [
-        f"  {int(low):5d} to {int(high):5d} {'#' * round(50 * height / heights.max()):50s} {height}"
-        for height, low, high in zip(heights, edges[:-1], edges[1:])
-    ]
 
 
 def describe_image(store: Store, image: int) -> List[str]:
     """One line per view of an image: how many keypoints, and where the view is cut from."""
     width, height = store.sizes[image]
     lines = [f"image {image}: {store.images[image]}, {width}x{height} px"]
-    w, h = store.view_size
-    outline = np.array([[[0, 0], [w - 1, 0], [w - 1, h - 1], [0, h - 1]]], np.float64)
     for index in range(store.views_per_image):
         view = store.view(image, index)
-        corners = cv2.perspectiveTransform(outline, np.linalg.inv(view.H_image_to_view))[0]
-        places = " ".join(f"({x:.1f}, {y:.1f})" for x, y in corners)
+        cut_from = transform(corners(store.view_size), np.linalg.inv(view.H_image_to_view))
+        places = " ".join(f"({x:.1f}, {y:.1f})" for x, y in cut_from)
         lines.append(f"  view {index}: {len(view.records):4d} keypoints, cut from {places}")
     return lines
 
@@ -93,13 +86,9 @@ def draw(view: View, under: Optional[Path] = None) -> np.ndarray:
         if image is None:
             raise RequestError(f"--under {under}: cannot be read as an image")
         canvas = cv2.warpPerspective(image, view.H_image_to_view, view.size)
-    for record in view.records[:_DRAWN]:
-        x, y, radius = float(record["x"]), float(record["y"]), max(float(record["scale"]) / 2, 1.0)
-        angle = np.radians(float(record["angle"]))
-        tip = (round(x + radius * np.cos(angle)), round(y + radius * np.sin(angle)))
-        cv2.circle(canvas, (round(x), round(y)), round(radius), (80, 220, 80), 1, cv2.LINE_AA)
-        cv2.line(canvas, (round(x), round(y)), tip, (60, 60, 240), 1, cv2.LINE_AA)
-    return canvas
+    fields = (view.records[name][:_DRAWN].tolist() for name in ("x", "y", "scale", "angle"))
+    points = [cv2.KeyPoint(*each) for each in zip(*fields)]
+    return cv2.drawKeypoints(canvas, points, canvas, (80, 220, 80), cv2.DRAW_MATCHES_FLAGS_DRAW_RICH_KEYPOINTS)
 
 
 def _find(store: Store, image: str) -> int:

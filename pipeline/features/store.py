@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Sequence, Tuple, Union
 
 import numpy as np
+from safetensors.numpy import save
 
 from pipeline.errors import RequestError
 from pipeline.files import file_sha256, write_atomic
@@ -46,12 +47,11 @@ class ImageViews(NamedTuple):
 
 
 class View(NamedTuple):
-    """One stored view. records: (n,) of the store's dtype, read-only, in mapped memory; H: image to view; size: of the
-    view."""
+    """One stored view."""
 
-    records: np.ndarray
-    H_image_to_view: np.ndarray
-    size: Tuple[int, int]
+    records: np.ndarray  # (n,) of the store's dtype, read-only, in mapped memory
+    H_image_to_view: np.ndarray  # (3, 3) float64
+    size: Tuple[int, int]  # width, height of the view
 
 
 def shard_name(index: int) -> str:
@@ -64,10 +64,7 @@ def write_shard(path: Union[str, Path], images: Sequence[ImageViews]) -> Dict[st
     Returns its row in store.json: file, images (their names), keypoints, bytes, sha256. Equal images give
     equal bytes. Raises OSError (a full disk) and leaves no half shard under the final name.
     """
-    from safetensors.numpy import save
-
     path = Path(path)
-    counts = [len(records) for image in images for records in image.records]
     records = [records for image in images for records in image.records]
     packed = np.concatenate(records) if records else np.empty(0, ORIENTED)
     views = len(images[0].records) if images else 0
@@ -75,7 +72,7 @@ def write_shard(path: Union[str, Path], images: Sequence[ImageViews]) -> Dict[st
     data = save(
         {
             "records": packed.view(np.uint8).reshape(len(packed), packed.itemsize),
-            "offsets": np.cumsum([0, *counts], dtype=np.int64),
+            "offsets": np.cumsum([0, *map(len, records)], dtype=np.int64),
             "homographies": np.array(homographies, np.float64).reshape(len(images), views, 3, 3),
             "sizes": np.array([image.size for image in images], np.int32).reshape(len(images), 2),
         },
@@ -128,16 +125,18 @@ class Store:
         Raises RequestError for a missing, foreign, damaged or newer store, naming the file.
         """
         self.path = Path(path)
-        self._index = read_index(self.path)
-        self.views_per_image: int = self._index["views_per_image"]
-        self.view_size: Tuple[int, int] = tuple(self._index["view_size"])
-        self.digest: str = self._index["digest"]
-        self.extractor: str = self._index.get("extractor", extractors.DEFAULT.name)
-        self.scale_angle: bool = self._index.get("scale_angle", True)
-        self.dtype = np.dtype([(name, kind, tuple(shape)) for name, kind, shape in self._index["record"]])
-        shards = [shard for shard in self._index["shards"] if shard["images"]]
+        about = read_index(self.path)
+        self.views_per_image: int = about["views_per_image"]
+        self.view_size: Tuple[int, int] = tuple(about["view_size"])
+        self.digest: str = about["digest"]
+        self.extractor: str = about.get("extractor", extractors.DEFAULT.name)
+        self.scale_angle: bool = about.get("scale_angle", True)
+        self.dtype = np.dtype([(name, kind, tuple(shape)) for name, kind, shape in about["record"]])
+        step = 1 if verify == "all" else max(len(about["shards"]) // SAMPLED_SHARDS, 1)
+        for position, shard in enumerate(about["shards"]):
+            check_shard(self.path, shard, hashed=verify != "none" and position % step == 0)
+        shards = [shard for shard in about["shards"] if shard["images"]]
         self.images: List[str] = [name for shard in shards for name in shard["images"]]
-        self.verify(verify)
         self._tensors = [map_shard(self.path / shard["file"]) for shard in shards]
         lengths = [len(shard["images"]) for shard in shards]
         # plain numbers and lists: a scalar out of an array costs several times one out of a list
@@ -156,11 +155,6 @@ class Store:
         """Number of images."""
         return len(self.images)
 
-    @property
-    def shards(self) -> List[Dict[str, Any]]:
-        """The rows of store.json."""
-        return list(self._index["shards"])
-
     def view(self, image: int, view: int) -> View:
         """View `view` of image `image`; IndexError outside the store."""
         if not 0 <= image < len(self.images) or not 0 <= view < self.views_per_image:
@@ -170,13 +164,6 @@ class Store:
         at, offsets = local * self.views_per_image + view, self._offsets[shard]
         records = self._records[shard][offsets[at] : offsets[at + 1]]
         return View(records, self._homographies[shard][local, view], self.view_size)
-
-    def verify(self, how: str = "all") -> None:
-        """Check sizes, and the SHA-256 of all or of a few shards; RequestError names the damaged one."""
-        shards = self._index["shards"]
-        step = 1 if how == "all" else max(len(shards) // SAMPLED_SHARDS, 1)
-        for position, shard in enumerate(shards):
-            check_shard(self.path, shard, hashed=how != "none" and position % step == 0)
 
 
 def check_shard(folder: Path, shard: Dict[str, Any], hashed: bool = True) -> None:
@@ -215,19 +202,16 @@ def read_index(folder: Union[str, Path]) -> Dict[str, Any]:
 
 
 def map_shard(path: Path) -> Dict[str, np.ndarray]:
-    """The tensors of a safetensors file as read-only arrays in mapped memory (the library would copy
-    them)."""
+    """The tensors of a safetensors file as read-only arrays in mapped memory (the library would copy them)."""
     try:
         with path.open("rb") as stream:
             length = struct.unpack("<Q", stream.read(8))[0]
             header = json.loads(stream.read(length))
         data = np.memmap(path, np.uint8, mode="r").view(np.ndarray)[8 + length :]
         header.pop("__metadata__", None)
-        return {name: _tensor(data, entry) for name, entry in header.items()}
+        return {
+            name: data[slice(*entry["data_offsets"])].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+            for name, entry in header.items()
+        }
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         raise RequestError(f"{path}: not a readable shard ({error}); run `dvc repro -f keypoints`") from None
-
-
-def _tensor(data: np.ndarray, entry: Dict[str, Any]) -> np.ndarray:
-    begin, end = entry["data_offsets"]
-    return data[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])

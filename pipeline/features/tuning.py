@@ -5,22 +5,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from typing import Iterator, Tuple
+from typing import Dict, Iterator
 
 import cv2
 
 _MIB = 1 << 20
 _TUNABLES, _HUGE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
-# (glibc's number of the setting, value): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
-_KEEP = ((-3, 32 * _MIB), (-1, 2**31 - 1), (-2, 256 * _MIB))
-_RETURN = ((-3, _MIB),)
+_MMAP_THRESHOLD, _TRIM_THRESHOLD, _TOP_PAD = -3, -1, -2  # glibc's numbers of its settings
 
 
 def tune_process() -> None:
-    """Keep freed memory, and use one OpenCV thread.
-
-    Processes side by side fill the cores better than threads inside one. Results do not change.
-    """
+    """Keep freed memory, and use one OpenCV thread: processes side by side fill the cores better. Same results."""
     cv2.setNumThreads(1)
     keep_memory()
 
@@ -28,11 +23,10 @@ def tune_process() -> None:
 def keep_memory() -> None:
     """Keep freed memory; elsewhere than on glibc nothing happens.
 
-    Each SIFT call allocates and frees about 70 MB. Whether glibc gives it back to the system hangs on sizes and on
-    what else is in memory; for views of 640x480 it does, which costs 17,500 page faults, a quarter to a third of the
-    call (docs/data.md has the figures).
+    Each SIFT call takes about 70 MB. Given back to the system, as glibc does for views of 640x480, they cost 17,500
+    page faults, a quarter to a third of the call (docs/data.md has the figures).
     """
-    _mallopt(_KEEP)
+    _mallopt({_MMAP_THRESHOLD: 32 * _MIB, _TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 256 * _MIB})
 
 
 def return_memory() -> None:
@@ -41,16 +35,13 @@ def return_memory() -> None:
     Where a few tensors are kept between many that are freed (`train.checkpoint_layers`), the holes in glibc's heap
     take as much memory as the tensors.
     """
-    _mallopt(_RETURN)
+    _mallopt({_MMAP_THRESHOLD: _MIB})
 
 
-def _mallopt(settings: Tuple[Tuple[int, int], ...]) -> None:
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):
-        return
-    for setting, value in settings:
-        mallopt(ctypes.c_int(setting), ctypes.c_int(value))
+def _mallopt(settings: Dict[int, int]) -> None:
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        for setting, value in settings.items():
+            ctypes.CDLL(None).mallopt(ctypes.c_int(setting), ctypes.c_int(value))
 
 
 @contextlib.contextmanager
