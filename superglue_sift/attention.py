@@ -42,7 +42,7 @@ def _fused(heads: Tensor, edges: Edges) -> Tensor:
         return _padded(q, k, v, edges)
     if on_cpu:
         return _one_by_one(q, k, v, edges)
-    if min(edges.counts) > 0 and torch_compat.has_packed_attention(q):
+    if torch_compat.has_packed_attention(q):
         return _packed(q, k, v, edges)
     return _padded(q, k, v, edges)
 

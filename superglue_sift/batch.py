@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from superglue_sift.packing import to_device_async
 from superglue_sift.sift import KEYPOINT, ORIENTED
 from superglue_sift.torch_compat import floats_of_bytes
 
@@ -65,7 +66,7 @@ class PairBatch:
         """The same batch on `device`."""
         return self._with(lambda t: t.to(device, non_blocking=non_blocking))
 
-    def pinned(self) -> PairBatch:
+    def pin_memory(self) -> PairBatch:
         """The same batch in page-locked memory, from which copies to a GPU are asynchronous."""
         return self._with(Tensor.pin_memory)
 
@@ -79,6 +80,13 @@ class PairBatch:
             given = getattr(other, name)
             if value is not None and given is not None and name not in ON_HOST:
                 value.copy_(given)
+
+    def select(self, pairs: Sequence[int]) -> PairBatch:
+        """The batch of these of its pairs, in this order."""
+        chosen = torch.tensor(pairs, dtype=torch.int64)
+        there = to_device_async(chosen, self.device)
+        moved = self._with(lambda t: t.index_select(0, there))
+        return dataclasses.replace(moved, counts0=self.counts0[chosen], counts1=self.counts1[chosen])
 
     def _with(self, moved: Callable[[Tensor], Tensor]) -> PairBatch:
         """The same batch with all but the counts `moved`."""

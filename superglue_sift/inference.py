@@ -65,10 +65,8 @@ class CUDAGraphModel:
                 self._kept.popitem(last=False)
             found = self._kept[key] = _CapturedModel(self.model, batch)
         self._kept.move_to_end(key)
-        log_P, finite = found.answer
-        if not bool(finite.all()):
-            return self.model(batch)
-        return Assignments.padded(log_P.clone(), found.layout.sizes)
+        answer, finite = found.answer
+        return answer.clone() if bool(finite.all()) else self.model(batch)
 
 
 class _CapturedModel:
@@ -77,7 +75,7 @@ class _CapturedModel:
     def __init__(self, model: SuperGlue, batch) -> None:
         with torch.inference_mode(False):  # the memory is overwritten outside of it
             self.batch, self.layout = batch.clone(), Layout(batch)
-        self.answer: Tuple[Tensor, Tensor]
+        self.answer: Tuple[Assignments, Tensor]
 
         def work() -> None:
             self.answer = model.transport(model.matching_descriptors(self.batch, self.layout), self.layout)

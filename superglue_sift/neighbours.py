@@ -94,10 +94,17 @@ def _relative(own: Tensor, other: Tensor, neighbours: Neighbours) -> Tensor:
 
 
 def _padded(descriptors: List[Tensor], geometry: List[Tensor], layout: Layout) -> List[Tensor]:
-    """All pairs at once, for a GPU."""
-    d, g = ([side.pad(t) for side, t in zip(layout.sides, each)] for each in (descriptors, geometry))
-    found = padded_features(d, g, [side.valid for side in layout.sides])
-    return [side.pack(features) for side, features in zip(layout.sides, found)]
+    """The pairs of each part of the layout at once, for a GPU."""
+    found: Tuple[List[Tensor], List[Tensor]] = ([], [])
+    for part in layout.parts:
+        d, g = (
+            [side.pad(t[rows]) for side, t, rows in zip(part.sides, each, part.rows)]
+            for each in (descriptors, geometry)
+        )
+        features = padded_features(d, g, [side.valid for side in part.sides])
+        for own, side, each in zip(found, part.sides, features):
+            own.append(side.pack(each))
+    return [torch.cat(each) for each in found]
 
 
 def padded_features(descriptors: List[Tensor], geometry: List[Tensor], valid: List[Tensor]) -> List[Tensor]:

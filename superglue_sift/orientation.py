@@ -8,13 +8,14 @@ matches are one to one, and the pair of views decides. No gradient passes throug
 from __future__ import annotations
 
 import dataclasses
-from typing import List, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from superglue_sift.batch import DESCRIPTOR_AT, Pair, PairBatch, from_pairs
 from superglue_sift.descriptors import root_sift
+from superglue_sift.packing import Layout
 from superglue_sift.sift import KEYPOINT, ORIENTED
 from superglue_sift.torch_compat import no_autocast
 
@@ -25,8 +26,8 @@ _SECOND_ANGLE = slice(_ONE, _ONE + 4)
 
 
 @torch.no_grad()
-def choose_orientations(batch: PairBatch) -> PairBatch:
-    """The batch with KEYPOINT records of ORIENTED ones; any other batch as it is."""
+def choose_orientations(batch: PairBatch, layout: Optional[Layout] = None) -> PairBatch:
+    """The batch with KEYPOINT records of ORIENTED ones; any other batch as it is. layout: of the batch, if at hand."""
     if batch.records0.shape[-1] != ORIENTED.itemsize:
         return batch
     sides = batch.records0, batch.records1
@@ -34,7 +35,7 @@ def choose_orientations(batch: PairBatch) -> PairBatch:
         if batch.device.type == "cpu":
             chosen = _one_by_one(*sides, batch.counts0.tolist(), batch.counts1.tolist())
         else:
-            chosen = _padded(*sides)
+            chosen = _by_parts(*sides, layout or Layout(batch))
     return dataclasses.replace(batch, records0=chosen[0], records1=chosen[1])
 
 
@@ -68,11 +69,17 @@ def _one_by_one(records0: Tensor, records1: Tensor, counts0: List[int], counts1:
     return chosen0, chosen1
 
 
-def _padded(records0: Tensor, records1: Tensor) -> Tuple[Tensor, Tensor]:
-    """On a GPU: many pairs at once, without device-to-host synchronisation."""
-    pairs = max(1, PADDED_BYTES // (16 * records0.shape[1] * records1.shape[1]))
-    parts = [_chosen(*part) for part in zip(records0.split(pairs), records1.split(pairs))]
-    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+def _by_parts(records0: Tensor, records1: Tensor, layout: Layout) -> List[Tensor]:
+    """On a GPU: the pairs of each part of the layout at once, without device-to-host synchronisation."""
+    found = [r.new_zeros((*r.shape[:2], _ONE)) for r in (records0, records1)]
+    for part in layout.parts:
+        sides = [r[part.pairs, : side.width] for r, side in zip((records0, records1), part.sides)]
+        pairs = max(1, PADDED_BYTES // (16 * sides[0].shape[1] * sides[1].shape[1]))
+        for start in range(0, len(sides[0]), pairs):
+            chosen = _chosen(*(r[start : start + pairs] for r in sides))
+            for side, each in zip(found, chosen):
+                side[part.pairs][start : start + pairs, : each.shape[1]] = each
+    return found
 
 
 def _chosen(*sides: Tensor) -> List[Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections.abc
 import functools
-from typing import Iterator, List, NamedTuple, Optional, Tuple
+from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -20,6 +20,12 @@ from torch import Tensor
 def to_device_async(values: Tensor, device: torch.device) -> Tensor:
     """From the host to `device`; by way of page-locked memory, from which copies to a GPU are asynchronous."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+def size_class(keypoints: int) -> int:
+    """The next of two sizes an octave, 128, 192, 256, 384, ...: those of one class are worked on together."""
+    unit = max(64, 1 << max(keypoints - 1, 1).bit_length() >> 2)
+    return max(128, -(-keypoints // unit) * unit)
 
 
 class Packing:
@@ -139,6 +145,14 @@ class Edges:
         return (valid | ~valid.any(-1, keepdim=True))[:, None, None, :]
 
 
+class Part(NamedTuple):
+    """Some consecutive pairs of a batch: which, the packed rows of each side, and how these are padded."""
+
+    pairs: slice
+    rows: Tuple[slice, slice]
+    sides: Tuple[Packing, Packing]
+
+
 class Layout:
     """Of a batch of B pairs: each side, all 2B images (images 0 first), and the edges within and between them."""
 
@@ -157,6 +171,28 @@ class Layout:
     def sizes(self) -> List[Tuple[int, int]]:
         """(m_i, n_i) of each pair."""
         return list(zip(*(side.counts for side in self.sides)))
+
+    @functools.cached_property
+    def parts(self) -> List[Part]:
+        """All pairs, in parts of one `size_class` where the largest come first, so that little of a part is padding.
+
+        A batch in any other order is one part.
+        """
+        largest = [max(size) for size in self.sizes]
+        bounds = [0]
+        if largest == sorted(largest, reverse=True):
+            bounds += [i for i in range(1, len(largest)) if size_class(largest[i]) < size_class(largest[i - 1])]
+        if len(bounds) == 1:
+            return [Part(slice(0, len(largest)), (slice(None), slice(None)), (self.sides[0], self.sides[1]))]
+        starts = [np.cumsum([0, *side.counts]).tolist() for side in self.sides]
+        return [
+            Part(
+                slice(a, b),
+                (slice(starts[0][a], starts[0][b]), slice(starts[1][a], starts[1][b])),
+                (Packing(self.sides[0].counts[a:b], self.device), Packing(self.sides[1].counts[a:b], self.device)),
+            )
+            for a, b in zip(bounds, [*bounds[1:], len(largest)])
+        ]
 
     def halves(self, packed: Tensor) -> Tuple[Tensor, Tensor]:
         """(S, ...) of all images: that of images 0, and that of images 1."""
@@ -198,6 +234,21 @@ class Assignments(collections.abc.Sequence):
         _, rows, columns = log_P.shape
         places = [(i * rows * columns, columns) for i in range(len(sizes))]
         return cls(log_P.reshape(-1), sizes, places)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Assignments]) -> Assignments:
+        """Of all pairs of `parts`, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        places, offset = [], 0
+        for part in parts:
+            places += [(offset + at, stride) for at, stride in part._places]
+            offset += part.flat.numel()
+        return cls(torch.cat([part.flat for part in parts]), [size for part in parts for size in part.sizes], places)
+
+    def clone(self) -> Assignments:
+        """A copy in other memory."""
+        return Assignments(self.flat.clone(), self.sizes, self._places)
 
     def replaced(self, pairs: List[int], matrices: List[Tensor]) -> Assignments:
         """The same with other matrices, of the same sizes, for these pairs."""

@@ -30,10 +30,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from superglue_sift import sinkhorn_kernel
+from superglue_sift.packing import size_class
 from superglue_sift.torch_compat import no_autocast
 
 # Kernels of the pairs that a captured loop works on at a time, so that they fit the L2 cache of an A100 or newer.
 CHUNK_BYTES = 32 << 20
+MOST_VARYING = 32  # pairs of a chunk where their number varies, however small they are
 
 # Entries of a pair from which on a CPU's threads take a pair each: of a smaller one Python, which one thread runs at a
 # time, has too large a part.
@@ -189,13 +191,14 @@ def _checked(problem: Tuple[Tensor, Tensor, Tensor], log_P: Tensor, finite: Tens
 
 
 def padded_optimal_transport(
-    scores: Tensor, counts0: Tensor, counts1: Tensor, dustbin: Tensor, iterations: int
+    scores: Tensor, counts0: Tensor, counts1: Tensor, dustbin: Tensor, iterations: int, varying: bool = False
 ) -> Tuple[Tensor, Tensor]:
     """`log_optimal_transport` of a padded batch: few launches on a GPU, no device-to-host synchronisation.
 
     Args:
         scores: (B, M, N), pair i in its first counts0[i] rows and counts1[i] columns; the rest does not matter.
         counts0, counts1: (B,) int64 on the same device.
+        varying: B differs from step to step, so that what is captured is of other numbers of pairs.
 
     Returns:
         log P (B, M', N'), pair i in its first counts0[i] + 1 rows and counts1[i] + 1 columns; and (B,) bool, whether it
@@ -205,18 +208,25 @@ def padded_optimal_transport(
     with no_autocast(dustbin.device.type):
         learning = torch.is_grad_enabled() and (scores.requires_grad or dustbin.requires_grad)
         captured = learning and sinkhorn_kernel.can_capture(scores.device)
-        Z, mu, nu = _augment_padded(to_float32(scores), counts0, counts1, dustbin, captured)
-        pairs = _at_a_time(len(Z), Z.stride(0) * Z.element_size()) if captured else max(1, len(Z))
+        size = _captured_size(scores.shape, varying) if captured else 0
+        pairs = max(1, len(scores))
+        if captured:
+            most = max(1, CHUNK_BYTES // (4 * size * size))
+            pairs = min(most, MOST_VARYING) if varying else _at_a_time(len(scores), most)
+        missing = -len(scores) % pairs if varying and captured else 0  # pairs without keypoints fill the last chunk
+        given = [scores, counts0, counts1]
+        if missing:
+            given = [torch.cat([t, t.new_zeros((missing, *t.shape[1:]))]) for t in given]
+        Z, mu, nu = _augment_padded(to_float32(given[0]), given[1], given[2], dustbin, size)
         parts = [_Sinkhorn.apply(iterations, *chunk) for chunk in zip(*(t.split(pairs) for t in (Z, mu, nu)))]
         log_P = torch.cat([part for part, _ in parts]) if len(parts) > 1 else parts[0][0]
-        finite = torch.cat([finite for _, finite in parts])
+        finite = torch.cat([finite for _, finite in parts])[: len(scores)]
         mass = (counts0 + counts1).clamp(min=1).to(log_P.dtype).log()
-        return log_P + mass[:, None, None], finite
+        return log_P[: len(scores)] + mass[:, None, None], finite
 
 
-def _at_a_time(pairs: int, size: int) -> int:
-    """Pairs of `size` bytes in a chunk; as many in each where that makes few chunks more: one shape to capture."""
-    most = max(1, CHUNK_BYTES // size)
+def _at_a_time(pairs: int, most: int) -> int:
+    """Pairs of a chunk, at most `most`; as many in each where that makes few chunks more: one shape to capture."""
     if pairs <= most:
         return max(1, pairs)
     even = max(number for number in range(1, most + 1) if pairs % number == 0)
@@ -228,27 +238,27 @@ def to_float32(t: Tensor) -> Tensor:
     return t if t.dtype == torch.float64 else t.float()
 
 
-def _padded_size(keypoints: int) -> int:
-    """Of a captured loop: keypoints rounded up to one of eight sizes an octave, and a multiple of 64, and the dustbin.
+def _captured_size(shape: Sequence[int], varying: bool) -> int:
+    """Of a captured loop: keypoints rounded up to one of a few sizes, and the dustbin.
 
-    The longest view of a batch differs from step to step, and each size is captured once.
+    The longest view of a batch differs from step to step, and each size is captured once: to one of eight sizes an
+    octave and a multiple of 64; where the number of pairs is fixed too, of two.
     """
+    keypoints = max(shape[1:])
     unit = max(64, 1 << (keypoints - 1).bit_length() >> 4)
-    return -(-keypoints // unit) * unit + 16
+    return (size_class(keypoints) if varying else -(-keypoints // unit) * unit) + 16
 
 
 def _augment_padded(
-    scores: Tensor, counts0: Tensor, counts1: Tensor, dustbin: Tensor, captured: bool = False
+    scores: Tensor, counts0: Tensor, counts1: Tensor, dustbin: Tensor, size: int = 0
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """`_augment` of a batch, padded to multiples of 16; where it is `captured`, to few sizes and a square.
+    """`_augment` of a batch, padded to multiples of 16, or to a square of `size`.
 
     Beyond a pair's dustbins lie more of their score, without mass: a row or column of them has a product above 0, so
     that its quotient is 0 and not 0/0. For the same reason a pair without any keypoint has mass in its corner.
     """
     _, M, N = scores.shape
-    rows, columns = (-(-(size + 1) // 16) * 16 for size in (M, N))
-    if captured:
-        rows = columns = _padded_size(max(M, N))
+    rows, columns = (size or -(-(keypoints + 1) // 16) * 16 for keypoints in (M, N))
     m, n = counts0[:, None], counts1[:, None]
     i, j = (torch.arange(size, device=scores.device) for size in (rows, columns))
     core = (i < m).unsqueeze(2) & (j < n).unsqueeze(1)

@@ -19,7 +19,7 @@ from superglue_sift.cuda_graphs import can_capture, capture_cuda_graph
 BLOCK_BYTES = 5 << 18
 
 # CUDA graphs kept: those of the last batches' shapes, and of these as many as hold so much memory of their own.
-MAX_GRAPHS, GRAPH_BYTES = 16, 512 << 20
+MAX_GRAPHS, GRAPH_BYTES = 24, 512 << 20
 
 
 def _mv(matrix: Tensor, vector: Tensor, out: Tensor, add: bool = False) -> Tensor:

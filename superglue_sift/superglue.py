@@ -127,7 +127,7 @@ class SuperGlue(nn.Module):
         kind = layout.device.type
         with no_autocast(kind):
             if self.config.descriptor == "sift":
-                batch = choose_orientations(batch)
+                batch = choose_orientations(batch, layout)
             x = self._encode(batch, layout)
         for self_layer, cross_layer in zip(self.self_attention, self.cross_attention):
             for layer, edges in ((self_layer, layout.within), (cross_layer, layout.between)):
@@ -142,8 +142,7 @@ class SuperGlue(nn.Module):
         """Log assignments from `matching_descriptors` (equations 7 to 9)."""
         if layout.device.type == "cpu":
             return Assignments.of(self._assign_one_by_one(descriptors, layout, range(len(layout.sizes))))
-        log_P, finite = self.transport(descriptors, layout)
-        found = Assignments.padded(log_P, layout.sizes)
+        found, finite = self.transport(descriptors, layout)
         beyond = [pair for pair, held in enumerate(finite.tolist()) if not held]
         return found.replaced(beyond, self._assign_one_by_one(descriptors, layout, beyond)) if beyond else found
 
@@ -153,19 +152,22 @@ class SuperGlue(nn.Module):
             scores = [(sides0[i] * self._scale) @ sides1[i].T for i in pairs]
         return log_optimal_transport(scores, self.dustbin, self.config.sinkhorn_iterations)
 
-    def transport(self, descriptors: Tensor, layout: Layout) -> Tuple[Tensor, Tensor]:
-        """`assign` of the whole batch at once, without device-to-host synchronisation.
+    def transport(self, descriptors: Tensor, layout: Layout) -> Tuple[Assignments, Tensor]:
+        """`assign` of the whole batch, part by part, without device-to-host synchronisation.
 
         Returns:
-            log P (B, M', N'), pair i in its first m_i + 1 rows and n_i + 1 columns; and (B,) bool, whether it is
-            finite: if not, only the log domain gives the answer.
+            log assignments; and (B,) bool, whether each is finite: if not, only the log domain gives the answer.
         """
-        side0, side1 = layout.sides
-        x0, x1 = (side.pad(to_float32(t)) for side, t in zip(layout.sides, layout.halves(descriptors)))
-        with no_autocast(descriptors.device.type):
-            scores = torch.bmm(x0 * self._scale, x1.transpose(1, 2))
-        T = self.config.sinkhorn_iterations
-        return padded_optimal_transport(scores, side0.lengths, side1.lengths, self.dustbin, T)
+        T, found = self.config.sinkhorn_iterations, []
+        halves = [to_float32(t) for t in layout.halves(descriptors)]
+        for part in layout.parts:
+            x0, x1 = (side.pad(t[rows]) for side, t, rows in zip(part.sides, halves, part.rows))
+            with no_autocast(descriptors.device.type):
+                scores = torch.bmm(x0 * self._scale, x1.transpose(1, 2))
+            lengths = [side.lengths for side in part.sides]
+            log_P, finite = padded_optimal_transport(scores, *lengths, self.dustbin, T, len(layout.parts) > 1)
+            found.append((Assignments.padded(log_P, layout.sizes[part.pairs]), finite))
+        return Assignments.joined([each for each, _ in found]), torch.cat([finite for _, finite in found])
 
     @property
     def _scale(self) -> float:

@@ -6,7 +6,7 @@ Nothing else in the library asks for a version.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Optional
+from typing import Any, Callable, ContextManager, Optional
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,18 @@ def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional
     torch 1.10 has no fused kernel (`F.scaled_dot_product_attention` came with 2.0): some queries are done at a time.
     """
     if has_fused_attention():
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        with _without_cudnn() if q.is_cuda else contextlib.nullcontext():
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return chunked_attention.attention(q, k, v, mask)
+
+
+def _without_cudnn() -> ContextManager[Any]:
+    """cuDNN makes a plan for each new shape, 70 ms of a core on an H100; the other kernels need none."""
+    try:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+    except ImportError:  # torch 2.2 or older, which has none
+        return contextlib.nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def has_fused_attention() -> bool:

@@ -126,13 +126,17 @@ def ground_truth(batch, positive_px: float = 3.0, negative_px: float = 5.0) -> T
             sizes = batch.image_size0[i], batch.image_size1[i]
             matches0[i, :m], matches1[i, :n] = pair_truth(*sides, batch.H_0to1[i], *sizes, *limits)
         return Truth(matches0, matches1)
-    valid0, valid1 = (side.valid for side in Layout(batch).sides)
-    pairs = max(1, PADDED_BYTES // (4 * keypoints0.shape[1] * keypoints1.shape[1]))
-    for start in range(0, len(keypoints0), pairs):
-        part = slice(start, start + pairs)
-        shown = valid0[part, :, None] & valid1[part, None, :]
-        sizes = batch.image_size0[part], batch.image_size1[part]
-        found = pair_truth(keypoints0[part], keypoints1[part], batch.H_0to1[part], *sizes, *limits, shown)
-        for matches, own, valid in zip((matches0, matches1), found, (valid0, valid1)):
-            matches[part] = own.masked_fill(~valid[part], IGNORED)
+    for part in Layout(batch).parts:
+        valid = [side.valid for side in part.sides]
+        widths = [side.width for side in part.sides]
+        pairs = max(1, PADDED_BYTES // (4 * widths[0] * widths[1]))
+        for start in range(part.pairs.start, part.pairs.stop, pairs):
+            chunk = slice(start, min(start + pairs, part.pairs.stop))
+            own = slice(chunk.start - part.pairs.start, chunk.stop - part.pairs.start)
+            points = [k[chunk, :width] for k, width in zip((keypoints0, keypoints1), widths)]
+            sizes = batch.image_size0[chunk], batch.image_size1[chunk]
+            shown = valid[0][own, :, None] & valid[1][own, None, :]
+            found = pair_truth(*points, batch.H_0to1[chunk], *sizes, *limits, shown)
+            for matches, each, width, inside in zip((matches0, matches1), found, widths, valid):
+                matches[chunk, :width] = each.masked_fill(~inside[own], IGNORED)
     return Truth(matches0, matches1)

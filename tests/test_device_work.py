@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from test_matching import pair, related, scrambled
 
+from pipeline.features.store import View
 from pipeline.pairs.order import PairOrder, rank_slice
 from pipeline.stack import grad_scaler
 from pipeline.training import optimization, setup, step
 from pipeline.training.objective import MatchingObjective
 from superglue_sift import orientation, sinkhorn, sinkhorn_kernel, superglue, torch_compat
 from superglue_sift.batch import PairBatch
+from superglue_sift.packing import size_class
 from superglue_sift.sift import ORIENTED, extract
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
@@ -38,7 +39,7 @@ def views_of_photographs():
         height, width = gray.shape
         crops = (gray[view * height // 12 :, view * width // 12 :] for view in range(VIEWS))
         records = (extract(cv2.resize(crop, (512, 384)), KEYPOINTS) for crop in crops)
-        found.append([SimpleNamespace(records=r, H_image_to_view=np.eye(3), size=(512, 384)) for r in records])
+        found.append([View(r, np.eye(3), (512, 384)) for r in records])
     return found
 
 
@@ -48,7 +49,9 @@ def longest_views(views, train, batch, ranks, steps):
     for number in range(steps):
         samples = order.step(number, batch * ranks)[rank_slice(batch * ranks, 0, ranks)]
         yield tuple(
-            max(len(augmentation.apply(views[s.image][(s.view0, s.view1)[side]], s.seed, side)[0]) for s in samples)
+            max(
+                len(augmentation.apply(views[s.image][(s.view0, s.view1)[side]], s.seed, side).records) for s in samples
+            )
             for side in (0, 1)
         )
 
@@ -147,9 +150,10 @@ def test_a_step_reads_nothing_back_until_its_figures(on_no_memory, counts):
         step._backward(objective, batch(counts), False, scaler, 1.0, values)
         _, figures = step._enqueued(values, optimizer, scaler, 1.0)
     assert figures.shape == (4,) and figures.device == META
-    # all 64 pairs in one chunk, since nothing is captured: two products an iteration, forward and backward
-    assert counting.launches["bmm"] <= 4 * 100 + 2 * 100
-    assert sum(counting.launches.values()) < 4500
+    # all pairs of one size in one chunk, since nothing is captured: two products an iteration, forward and backward
+    parts = len({size_class(count) for count in counts})
+    assert counting.launches["bmm"] <= parts * 4 * 100 + 2 * 100
+    assert sum(counting.launches.values()) < 3600 + 900 * parts
     with Counting() as counting:
         average.update(objective.model, 5)
     assert sum(counting.launches.values()) <= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 
 import numpy as np
@@ -10,8 +11,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.training import objective
 from pipeline.training.objective import assignment_loss
-from superglue_sift import attention, geometry, normalization, packing, sinkhorn, sinkhorn_kernel, torch_compat
+from superglue_sift import (
+    attention,
+    geometry,
+    neighbours,
+    normalization,
+    packing,
+    sinkhorn,
+    sinkhorn_kernel,
+    superglue,
+    torch_compat,
+)
 from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.descriptors import root_sift
 from superglue_sift.inference import CUDAGraphModel, fuse_for_inference
@@ -270,9 +282,8 @@ class TestSinkhorn:
         sinkhorn_kernel._captured.clear()
 
     def test_chunks_are_of_one_size_where_that_costs_little(self):
-        limit = sinkhorn.CHUNK_BYTES
-        assert [sinkhorn._at_a_time(pairs, limit // 7) for pairs in (3, 7, 8, 64, 11, 0)] == [3, 7, 4, 4, 6, 1]
-        assert sinkhorn._at_a_time(5, 2 * limit) == 1
+        assert [sinkhorn._at_a_time(pairs, 7) for pairs in (3, 7, 8, 64, 11, 0)] == [3, 7, 4, 4, 6, 1]
+        assert sinkhorn._at_a_time(5, 1) == 1
 
     def test_only_the_pair_that_float32_cannot_hold_goes_to_the_log_domain(self, monkeypatch):
         """In a padded batch; its neighbours keep their gradient, and it gets that of the log domain."""
@@ -622,9 +633,9 @@ class TestLoss:
         model = scrambled(SuperGlueConfig(dim=32, layers=1)).train()
         layout = packing.Layout(batch)
         states = model.matching_descriptors(batch, layout)
-        log_P, finite = model.transport(states, layout)
+        answer, finite = model.transport(states, layout)
         assert finite.all()
-        ways = model.assign(states, layout), Assignments.padded(log_P, layout.sizes)
+        ways = model.assign(states, layout), answer
         for a, b in zip(*ways):
             assert a.shape == b.shape and torch.allclose(a, b, atol=1e-5, rtol=1e-6)
         losses = [assignment_loss(way, ground_truth(batch)).total for way in ways]
@@ -632,6 +643,49 @@ class TestLoss:
         gradients = [torch.autograd.grad(loss.sum(), model.parameters(), retain_graph=True) for loss in losses]
         for a, b in zip(*gradients):
             assert torch.allclose(a, b, atol=1e-5 * max(1.0, float(a.abs().max())))
+
+    def test_parts_of_one_size_are_the_batch_itself(self, monkeypatch):
+        """As a GPU does it, largest pairs first: loss of each pair and gradient are those of the order as given."""
+        rng = np.random.default_rng(0)
+        batch = related([pair(rng, *counts) for counts in ((20, 33), (300, 9), (0, 5), (7, 207), (140, 150), (0, 0))])
+        model = scrambled(SuperGlueConfig(dim=32, layers=1, neighbours=True)).train()
+        expected = objective.MatchingObjective(model, 3.0, 5.0)(batch)
+        monkeypatch.setattr(
+            objective, "_largest_first", lambda batch: (-torch.maximum(batch.counts0, batch.counts1)).argsort().tolist()
+        )
+        monkeypatch.setattr(neighbours, "neighbour_features", neighbours._padded)
+        monkeypatch.setattr(superglue, "neighbour_features", neighbours._padded)
+        monkeypatch.setattr(sinkhorn_kernel, "can_capture", lambda device: True)
+        monkeypatch.setattr(sinkhorn_kernel, "capture_cuda_graph", lambda work, device: (work(), work)[1])
+        monkeypatch.setattr(sinkhorn_kernel, "_captured", collections.OrderedDict())
+        sizes = []
+        original = sinkhorn.padded_optimal_transport
+        monkeypatch.setattr(
+            superglue, "padded_optimal_transport", lambda s, *rest: sizes.append(tuple(s.shape)) or original(s, *rest)
+        )
+        found = objective.MatchingObjective(model, 3.0, 5.0)(batch, wait=False)
+        assert [size[0] for size in sizes] == [1, 1, 1, 3]
+        for name, values in expected[1].items():
+            assert torch.allclose(found[1][name], values, atol=1e-5), name
+        gradients = [torch.autograd.grad(total, model.parameters()) for total, _ in (expected, found)]
+        for a, b in zip(*gradients):
+            assert torch.allclose(a, b, atol=1e-5 * max(1.0, float(a.abs().max())))
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("precision, close", [("float32", 1e-3), ("bfloat16", 2e-2)])
+    def test_a_gpu_finds_the_loss_and_the_gradient_of_the_cpu(self, precision, close):
+        """Of ragged pairs, empty ones among them."""
+        rng = np.random.default_rng(0)
+        batch = related([pair(rng, *counts) for counts in ((20, 33), (300, 9), (0, 5), (7, 207), (140, 150), (0, 0))])
+        model = scrambled(SuperGlueConfig(dim=32, layers=2, neighbours=True)).train()
+        answers = []
+        for device, asked in (("cpu", "float32"), ("cuda", precision)):
+            total, parts = objective.MatchingObjective(model.to(device), 3.0, 5.0, asked)(batch.to(device), wait=False)
+            gradient = torch.cat([g.flatten().cpu() for g in torch.autograd.grad(total, list(model.parameters()))])
+            answers.append((parts["loss"].cpu(), gradient))
+        (loss, gradient), (found, own) = answers
+        assert torch.allclose(loss, found, rtol=close, atol=close)
+        assert (gradient - own).norm() < close * gradient.norm()
 
     def test_known_value(self):
         log_P = torch.log(torch.tensor([[0.5, 0.1, 0.25], [0.1, 0.2, 0.125], [0.25, 0.5, 1.0]]))

@@ -15,6 +15,7 @@ from superglue_sift import orientation
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.geometry import jacobians, transform
 from superglue_sift.orientation import choose_orientations, choose_pair
+from superglue_sift.packing import Layout
 from superglue_sift.sift import KEYPOINT, ORIENTED, extract
 
 SIZE = (320, 240)
@@ -89,7 +90,7 @@ def test_the_padded_form_of_a_gpu_chooses_as_the_one_of_a_cpu(counts, seed):
         return records
 
     batch = from_pairs([Pair(view(m), view(n), SIZE, SIZE) for m, n in counts])
-    ragged, padded = choose_orientations(batch), orientation._padded(batch.records0, batch.records1)
+    ragged, padded = choose_orientations(batch), orientation._by_parts(batch.records0, batch.records1, Layout(batch))
     for i, (m, n) in enumerate(counts):
         if m and n:
             assert torch.equal(ragged.records0[i, :m], padded[0][i, :m])

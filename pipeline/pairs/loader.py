@@ -8,13 +8,18 @@ rendering, and SIFT again, would give. Every draw is a function of the sample's 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import os
+import shutil
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Callable, Deque, Generator, List, Sequence, Tuple, TypeVar
+from typing import Any, Callable, Deque, Generator, List, Optional, Sequence, Tuple, TypeVar
 
 import numpy as np
+import torch
 from numpy.linalg import inv
+from torch.utils.data import DataLoader
 
 from pipeline.features.store import Store, View
 from pipeline.pairs.order import Sample
@@ -22,6 +27,10 @@ from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.geometry import normalized
 
 Made = TypeVar("Made")
+
+# Processes that make batches for a GPU, and the shared memory that those on their way may need: three of 128 pairs of
+# 1,024 keypoints each.
+MOST_WORKERS, SHARED_BYTES = 4, 1 << 30
 
 # The homography of a pair that shows nothing in common: no point comes near the other view.
 APART = np.array([[1.0, 0.0, 1e6], [0.0, 1.0, 1e6], [0.0, 0.0, 1.0]])
@@ -144,8 +153,8 @@ def split_evenly(samples: List[Sample], parts: int) -> List[List[Sample]]:
 def prefetched(make: Callable[[int], Made], steps: Sequence[int], ahead: int = 2) -> Generator[Made, None, None]:
     """`make(step)` for each of `steps`, computed up to `ahead` steps before it is asked for.
 
-    In one thread, not in worker processes: a batch is a few memory copies, and handing it between processes would cost
-    more than making it. An exception in `make` is raised here, at its step. Closing the iterator ends the thread.
+    In one thread: on a CPU the step itself takes the cores, and handing a batch between processes would cost more than
+    making it. An exception in `make` is raised here, at its step. Closing the iterator ends the thread.
     """
     waiting: Deque[Future[Made]] = deque()
     thread = ThreadPoolExecutor(1, "pair-prefetch")
@@ -160,7 +169,38 @@ def prefetched(make: Callable[[int], Made], steps: Sequence[int], ahead: int = 2
         thread.shutdown(cancel_futures=True)
 
 
-def choose(name: str, device: Any) -> Tuple[Callable[..., PairBatch], Callable[..., Generator]]:
+class _Steps(torch.utils.data.Dataset):
+    def __init__(self, make: Callable[[int], Any], steps: Sequence[int]) -> None:
+        self.make, self.steps = make, steps
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, place: int) -> Any:
+        return self.make(self.steps[place])
+
+
+def prefetched_by_processes(
+    make: Callable[[int], Made], steps: Sequence[int], workers: int
+) -> Generator[Made, None, None]:
+    """As `prefetched`, by `workers` processes, in page-locked memory where there is a GPU.
+
+    For a GPU, which waits for Python to launch its kernels: a thread that makes batches would take turns with that.
+    """
+    pin = torch.cuda.is_available()
+    yield from DataLoader(_Steps(make, steps), batch_size=None, num_workers=workers, pin_memory=pin)
+
+
+def _workers(device: Optional[torch.device]) -> int:
+    """Processes that make batches for `device`; 0: a thread does, also where shared memory has no room."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0)) // ranks
+    if device is None or device.type == "cpu" or cores < 2 or shutil.disk_usage("/dev/shm").free < SHARED_BYTES * ranks:
+        return 0
+    return min(MOST_WORKERS, cores - 1)
+
+
+def choose(name: str, device: Optional[torch.device]) -> Tuple[Callable[..., PairBatch], Callable[..., Generator]]:
     """(load_batch, prefetched) of `train.loader`: plain, dali or synthetic; all have the plain one's signatures.
 
     Raises:
@@ -175,4 +215,5 @@ def choose(name: str, device: Any) -> Tuple[Callable[..., PairBatch], Callable[.
 
         dali.require()
         return load_batch, lambda make, steps, ahead=2: dali.carried(prefetched(make, steps, ahead), device, ahead)
-    return load_batch, prefetched
+    workers = _workers(device)
+    return load_batch, functools.partial(prefetched_by_processes, workers=workers) if workers else prefetched

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Dict, NamedTuple, Tuple
+from typing import Dict, List, NamedTuple, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from superglue_sift.batch import ON_HOST, PairBatch
-from superglue_sift.packing import Assignments, Layout
+from superglue_sift.packing import Assignments, Layout, to_device_async
 from superglue_sift.superglue import SuperGlue
 from superglue_sift.torch_compat import autocast
 from superglue_sift.truth import UNMATCHED, Truth, ground_truth
@@ -90,6 +90,8 @@ class MatchingObjective(nn.Module):
             The sum (not the mean) of the pairs' losses, (1,) float32: the caller divides by the number of
             pairs of the whole step, which this rank does not know. And by name the values of each pair, (B,).
         """
+        order = _largest_first(batch)
+        batch = batch.select(order) if order else batch
         layout = Layout(batch)
         with autocast(layout.device.type, self.precision):
             descriptors = self.model.matching_descriptors(batch, layout)
@@ -97,8 +99,7 @@ class MatchingObjective(nn.Module):
             if wait:
                 log_assignments = self.model.assign(descriptors, layout)
             else:
-                log_P, finite = self.model.transport(descriptors, layout)
-                log_assignments = Assignments.padded(log_P, layout.sizes)
+                log_assignments, finite = self.model.transport(descriptors, layout)
         losses = assignment_loss(log_assignments, ground_truth(batch, self.positive_px, self.negative_px))
         if finite is not None:
             sure = losses.total.new_ones(()).masked_fill(~finite, math.nan)
@@ -106,11 +107,22 @@ class MatchingObjective(nn.Module):
         # every parameter joins the graph on every rank, also where no pair has a match to learn from:
         # a gradient that one rank does not compute would leave the others waiting for it
         total = losses.total.sum() + 0.0 * (descriptors.float().sum() + self.model.dustbin)
-        return total.reshape(1), {
+        values = {
             "loss": losses.total.detach(),
             "loss_positive": losses.positive,
             "loss_unmatched": (losses.unmatched0 + losses.unmatched1) / 2,
         }
+        if order:
+            back = to_device_async(torch.tensor(order).argsort(), batch.device)
+            values = {name: value.index_select(0, back) for name, value in values.items()}
+        return total.reshape(1), values
+
+
+def _largest_first(batch: PairBatch) -> List[int]:
+    """For a GPU, whose work is padded: the pairs with more keypoints first (`Layout.parts`); empty: as they are."""
+    if batch.device.type == "cpu":
+        return []
+    return torch.maximum(batch.counts0, batch.counts1).argsort(descending=True, stable=True).tolist()
 
 
 class DataParallelObjective(nn.Module):

@@ -47,12 +47,10 @@ class StepBatches:
         return split_evenly(own, self.train.accumulate)
 
     def load(self, step: int) -> List[PairBatch]:
-        """The PairBatches of `samples`, on the host; page-locked for a GPU."""
+        """The PairBatches of `samples`, on the host."""
         faults.at("load_batch", step)
         train = self.train
-        batches = [self._load(self.store, part, train.max_keypoints, self._augmentation) for part in self.samples(step)]
-        pin = self.context.device.type == "cuda" and train.loader != "dali"  # which copies by itself
-        return [batch.pinned() for batch in batches] if pin else batches
+        return [self._load(self.store, part, train.max_keypoints, self._augmentation) for part in self.samples(step)]
 
     def prefetched(self, steps: Sequence[int]) -> Generator[List[PairBatch], None, None]:
         """`load` of each of `steps`, made in a thread before it is asked for; closing it ends the thread."""
