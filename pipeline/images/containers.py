@@ -1,8 +1,4 @@
-"""What holds images: a folder, a zip, a list file, or a COCO annotation file; all four behind one manner.
-
-`open_container` looks at what a path is. Whatever it is, the images stay where they are, and a container
-lists the names in it and makes their manifest entries.
-"""
+"""What holds images: a folder, a zip, a list file, or a COCO annotation file; the images stay where they are."""
 
 from __future__ import annotations
 
@@ -10,21 +6,13 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Sequence, Union
+from typing import Any, Dict, List, Sequence, Union
 
 from pipeline.errors import RequestError
 from pipeline.images import archive
 from pipeline.images.manifest import Entry
 from pipeline.images.sources import Tick, folder_entries, list_images
 from superglue_sift.images import EXTENSIONS
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Which images of an annotation file to take. categories: names, any of them; min_side: px, 0 any."""
-
-    categories: Sequence[str] = ()
-    min_side: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,25 +33,31 @@ class Container:
         return archive.zip_entries(self.path, members, split, key)
 
 
-def open_container(path: Union[str, Path], root: str = "", choice: Choice = Choice()) -> Container:
+def open_container(
+    path: Union[str, Path], root: str = "", categories: Sequence[str] = (), min_side: int = 0
+) -> Container:
     """Open a folder, a .zip, a .txt list of images or a .json in COCO's annotation format.
 
     Args:
         root: folder (or zip) the names in a list or annotation file count from; "": the file's own folder.
-        choice: which images of an annotation file to take.
+        categories: of the images in an annotation file take those that show any of these; none: all.
+        min_side: of them take those whose smaller side has so many px.
 
     Raises RequestError when there is nothing there, nothing in it, or a name leads outside.
     """
     path = Path(path)
-    reader = _READERS.get(path.suffix.lower())
-    if not path.is_dir() and not path.exists():
+    kind = path.suffix.lower()
+    if not path.exists():
         raise RequestError(f"{path}: no such folder, zip, list or annotation file")
-    if path.is_dir() or path.suffix.lower() == ".zip":
-        container = _folder(path) if path.is_dir() else zip_container(path)
-    elif reader is None:
-        raise RequestError(f"{path}: must be a folder, a .zip, a .txt list or a .json of COCO annotations")
+    if path.is_dir():
+        container = _folder(path)
+    elif kind == ".zip":
+        container = zip_container(path)
+    elif kind in (".txt", ".json"):
+        names = _listed(path) if kind == ".txt" else _annotated(path, categories, min_side)
+        container = _chosen(path, Path(root) if root else path.parent, names)
     else:
-        container = _chosen(path, Path(root) if root else path.parent, reader(path, choice))
+        raise RequestError(f"{path}: must be a folder, a .zip, a .txt list or a .json of COCO annotations")
     if not container.names:
         raise RequestError(f"{path}: holds no images ({', '.join(EXTENSIONS)}, nested folders included)")
     return container
@@ -93,8 +87,7 @@ def _folder(path: Path) -> Container:
 
 def zip_container(path: Path, **facts: Any) -> Container:
     """All images of an archive, read in place."""
-    names = [member.filename for member in archive.image_members(path)]
-    return Container(path, "zip", names, facts)
+    return Container(path, "zip", [member.filename for member in archive.image_members(path)], facts)
 
 
 def _chosen(path: Path, root: Path, names: List[str]) -> Container:
@@ -122,7 +115,7 @@ def _located(names: List[str], whole: Container, path: Path) -> List[str]:
     return found
 
 
-def _list_file(path: Path, _choice: Choice) -> List[str]:
+def _listed(path: Path) -> List[str]:
     """One relative path per line; empty lines and lines that begin with # do not count."""
     try:
         lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
@@ -131,8 +124,8 @@ def _list_file(path: Path, _choice: Choice) -> List[str]:
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
-def _annotations(path: Path, choice: Choice) -> List[str]:
-    """`file_name` of the images in a COCO annotation file that `choice` takes."""
+def _annotated(path: Path, categories: Sequence[str], min_side: int) -> List[str]:
+    """`file_name` of the images in a COCO annotation file that show one of the categories and are large enough."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         images = {image["id"]: image for image in content["images"]}
@@ -142,21 +135,18 @@ def _annotations(path: Path, choice: Choice) -> List[str]:
         raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise RequestError(f"{path}: is not a COCO annotation file (images, annotations, categories)") from None
-    for name in choice.categories:
+    for name in categories:
         if name not in known:
             raise RequestError(f"fetch.categories: '{name}' is not in {path}; known are {', '.join(known)}")
-    wanted = {known[name] for name in choice.categories}
-    if wanted:
+    if categories:
+        wanted = {known[name] for name in categories}
         showing = {image for image, category in seen if category in wanted}
         images = {key: image for key, image in images.items() if key in showing}
-    large = [
-        image
+    chosen = [
+        image["file_name"]
         for image in images.values()
-        if min(image.get("width", choice.min_side), image.get("height", choice.min_side)) >= choice.min_side
+        if min(image.get("width", min_side), image.get("height", min_side)) >= min_side
     ]
-    if not large:
+    if not chosen:
         raise RequestError(f"{path}: no image fits fetch.categories and fetch.min_side; ask for less")
-    return [image["file_name"] for image in large]
-
-
-_READERS: Dict[str, Callable[[Path, Choice], List[str]]] = {".txt": _list_file, ".json": _annotations}
+    return chosen

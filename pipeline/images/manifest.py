@@ -1,9 +1,7 @@
 """The manifest: one row per image, the truth of the stage `fetch` about what there is to read.
 
-Columns: name, split, container, member, size, crc32, offset, packed, method, sorted by split and name. An
-image is `packed` bytes at `offset` of a file. In a folder that file is `member` itself; in a zip it is the
-archive, which therefore stays one file on disk and is read in place, by any number of processes, without
-its index.
+Its columns are the fields of `Entry`. An image is `packed` bytes at `offset` of a file: of `member` itself in a folder;
+of the archive in a zip, which is read in place, by any number of processes, without its index.
 """
 
 from __future__ import annotations

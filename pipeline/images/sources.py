@@ -1,7 +1,6 @@
-"""The sources of photographs: the sample bundled with scikit-image, folders, archives; and reading them back.
+"""The sources of photographs: the sample bundled with scikit-image, folders; and reading back what `fetch` found.
 
-`fetch` writes two files: `manifest.csv` (`pipeline.images.manifest`) and `source.json`, which says where each
-container stands. `open_manifest(folder)` reads both and serves any later stage.
+`fetch` writes `manifest.csv` (`manifest`) and `source.json`, which says where each container stands.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ class ImageSet:
     """What `fetch` left: entries by split, and their bytes. Cheap to open and to pickle; no handle is kept."""
 
     def __init__(self, entries: Sequence[Entry], containers: Dict[str, str]) -> None:
-        self._entries = list(entries)
-        self._containers = containers
+        self._entries, self._containers = list(entries), containers
 
     def entries(self, split: str) -> List[Entry]:
         """The entries of `train`, `val` or `test`, sorted by name."""
@@ -129,34 +127,23 @@ def list_images(folder: Union[str, Path]) -> List[Path]:
     folder = Path(folder)
     if not folder.is_dir():
         raise RequestError(f"{folder}: no such folder; give the folder that holds the images")
-    found: List[Path] = []
-    for path in folder.rglob("*"):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.suffix.lower() in EXTENSIONS and not hidden and not path.is_dir():
-            found.append(path)
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+    images = (path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS and not path.is_dir())
+    names = {path.relative_to(folder).as_posix(): path for path in images}
+    return [path for name, path in sorted(names.items()) if "/." not in f"/{name}"]
 
 
 def folder_entries(root: Path, names: Sequence[str], split: str, container: str, tick: Tick = iter) -> List[Entry]:
     """Entries of the files `names` under `root`. An unreadable file gets one too: `keypoints` reports it."""
 
     def entry(name: str) -> Entry:
-        size, crc = _size_and_crc(root / name)
-        return Entry(name, split, container, name, size, crc, packed=size)
+        try:
+            data = (root / name).read_bytes()
+        except OSError:
+            return Entry(name, split, container, name, 0, "")
+        return Entry(name, split, container, name, len(data), f"{zlib.crc32(data):08x}", packed=len(data))
 
     with ThreadPoolExecutor(4) as pool:  # threads: CRC-32 and reading both release the interpreter
         return list(tick(pool.map(entry, names)))
-
-
-def _size_and_crc(path: Path) -> Tuple[int, str]:
-    crc, size = 0, 0
-    try:
-        with path.open("rb", buffering=0) as stream:
-            for block in iter(lambda: stream.read(1 << 20), b""):
-                crc, size = zlib.crc32(block, crc), size + len(block)
-    except OSError:
-        return 0, ""
-    return size, f"{crc:08x}"
 
 
 def hold_out(names: Sequence[str], fraction: float, seed: int, at_least: int = 1) -> Tuple[List[str], List[str]]:

@@ -7,7 +7,7 @@ from typing import Dict, Iterator, List, Mapping, Sequence, Tuple
 
 from pipeline.errors import RequestError
 from pipeline.images import manifest, sources
-from pipeline.images.containers import Choice, Container, open_container
+from pipeline.images.containers import Container, open_container
 from pipeline.images.sources import ImageSet
 from pipeline.schema import FetchParams
 from superglue_sift.images import BadImage, decode_gray
@@ -22,10 +22,10 @@ def own(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
 
     Raises RequestError when a path is wrong, or no image is left to train or to validate.
     """
-    choice = Choice(tuple(filter(None, settings.categories.split(","))), settings.min_side)
-    held = {"train": open_container(settings.path, settings.root, choice)}
+    choice = (settings.root, tuple(filter(None, settings.categories.split(","))), settings.min_side)
+    held = {"train": open_container(settings.path, *choice)}
     if settings.val_path:
-        held["val"] = open_container(settings.val_path, settings.root, choice)
+        held["val"] = open_container(settings.val_path, *choice)
         if Path(settings.path).resolve() == Path(settings.val_path).resolve():
             raise RequestError("fetch.val_path: is the same as fetch.path; leave it empty instead")
         splits = share(held["train"].names, held["val"].names, settings)
@@ -56,9 +56,9 @@ def container_of(split: str, held: Mapping[str, Container]) -> str:
 def require_usable(splits: Splits, held: Mapping[str, Container], smallest: Mapping[str, Size]) -> None:
     """RequestError when no image of a split can be read and is as large as `smallest[split]` (pixels)."""
     for split, size in smallest.items():
-        names = splits[split]
-        key = container_of(split, held)
-        if names and not any(_usable(data, size) for data in _contents(names, held[key], split, key)):
+        names, key = splits[split], container_of(split, held)
+        sizes = _sizes(names, held[key], split, key)
+        if names and not any(width >= size[0] and height >= size[1] for width, height in sizes):
             section = "evaluate" if split == "test" else "keypoints"
             raise RequestError(
                 f"{held[key].path}: none of its {len(names)} {split} images can be read and has the "
@@ -75,32 +75,25 @@ def _require_some(splits: Splits, held: Mapping[str, Container]) -> None:
     container = held[container_of(empty[0], held)]
     count = len(container.names)
     raise RequestError(
-        f"{container.path}: {count} image{'s' if count > 1 else ''}, and none for {' and '.join(empty)}; at least two "
-        "are needed, one to train and one to validate: give more images, or change fetch.val_fraction and "
+        f"{container.path}: {count} image{'s' * (count > 1)}, and none for {' and '.join(empty)}; at least two are "
+        "needed, one to train and one to validate: give more images, or change fetch.val_fraction and "
         "fetch.test_fraction"
     )
 
 
-def _contents(names: Sequence[str], container: Container, split: str, key: str) -> Iterator[bytes]:
-    """The bytes of the images that can be read, a growing number at a time: a zip is searched for each."""
+def _sizes(names: Sequence[str], container: Container, split: str, key: str) -> Iterator[Size]:
+    """Of the images that can be read, a growing number at a time: a zip is searched for each."""
     start, count = 0, FIRST_LOOKED_AT
     while start < len(names):
         entries = container.entries(names[start : start + count], split, key)
         images = ImageSet(entries, {key: str(container.path)})
         for entry in entries:
             try:
-                yield images.read(entry)
+                height, width = decode_gray(images.read(entry)).shape
             except BadImage:
                 continue
+            yield width, height
         start, count = start + count, 2 * count
-
-
-def _usable(data: bytes, size: Size) -> bool:
-    try:
-        height, width = decode_gray(data).shape
-    except BadImage:
-        return False
-    return width >= size[0] and height >= size[1]
 
 
 def _limit(names: Sequence[str], settings: FetchParams) -> List[str]:
