@@ -15,15 +15,11 @@ from superglue_sift.weights import BadCheckpoint, Tensors, load_model_file, mode
 BEST_PREFIX = "best."  # of the best model's tensors inside a checkpoint
 
 
-def _write(path: Path, data: bytes) -> None:
-    write_atomic(path, data, at=lambda moment: faults.at(f"ckpt_{moment}"))
-
-
 def save_model_file(path: Union[str, Path], tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
     """Write tensors and `info` (plain JSON values) to `path` (.safetensors), and `info` beside it as .json."""
-    path = Path(path)
-    _write(path, model_file(tensors, info))
-    _write(path.with_suffix(".json"), (json.dumps(info, indent=2, sort_keys=True) + "\n").encode())
+    path, text = Path(path), json.dumps(info, indent=2, sort_keys=True) + "\n"
+    for file, content in ((path, model_file(tensors, info)), (path.with_suffix(".json"), text)):
+        write_atomic(file, content, at=lambda moment: faults.at(f"ckpt_{moment}"))
 
 
 class Checkpoints:
@@ -34,7 +30,8 @@ class Checkpoints:
 
     def save(self, step: int, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> Path:
         """Write the checkpoint of `step`, then drop the oldest beyond `keep`. One process at a time writes here."""
-        self._drop_halves()
+        for half in self.folder.glob(".*.tmp"):  # of killed writers: kill by kill they would fill the disk
+            half.unlink(missing_ok=True)
         path = self.folder / f"step-{step:08d}.safetensors"
         save_model_file(path, tensors, info)
         faults.at("ckpt_prune")
@@ -43,11 +40,9 @@ class Checkpoints:
             old.unlink(missing_ok=True)
         return path
 
-    def save_best(self, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> Path:
+    def save_best(self, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
         """Replace the best model."""
-        path = self.folder / "best.safetensors"
-        save_model_file(path, tensors, info)
-        return path
+        save_model_file(self.folder / "best.safetensors", tensors, info)
 
     def load_newest(self) -> Tuple[Optional[Tuple[Tensors, Dict[str, Any]]], list]:
         """The newest checkpoint that is whole, or None, and one line for each newer one that is not."""
@@ -58,11 +53,6 @@ class Checkpoints:
             except BadCheckpoint as error:
                 complaints.append(str(error))
         return None, complaints
-
-    def _drop_halves(self) -> None:
-        """What a writer that was killed left behind would otherwise fill the disk, kill by kill."""
-        for path in self.folder.glob(".*.tmp"):
-            path.unlink(missing_ok=True)
 
     def _newest_first(self) -> list:
         return sorted(self.folder.glob("step-*.safetensors"), reverse=True)

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import re
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Sequence, Set, Tuple
+from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("pipeline", "superglue_sift")
@@ -64,24 +64,18 @@ def closure(modules: Sequence[str], without: Sequence[str] = (), root: Path = RO
     rooms that are not entered.
     """
     found: Dict[str, str] = {}
-    seen: Set[str] = set()
     waiting = list(modules)
     while waiting:
         name = waiting.pop()
         path = module_file(name, root)
-        if name in seen or path is None or within(name, without):
+        if name in found or path is None or any(name == room or name.startswith(room + ".") for room in without):
             continue
-        seen.add(name)
         found[name] = path
-        waiting += _parents(name)
+        parts = name.split(".")
+        waiting += [".".join(parts[:end]) for end in range(1, len(parts))]
         if name not in PACKAGES:
             waiting += imports(root / path, name)
     return found
-
-
-def within(module: str, rooms: Sequence[str]) -> bool:
-    """Is the module one of these, or in one of these rooms?"""
-    return any(module == room or module.startswith(room + ".") for room in rooms)
 
 
 def modules_in(command: str) -> List[str]:
@@ -120,11 +114,6 @@ def _running(node: ast.AST, into_functions: bool) -> Iterator[ast.AST]:
             continue
         yield child
         yield from _running(child, into_functions)
-
-
-def _parents(module: str) -> List[str]:
-    parts = module.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 # Fields of the syntax tree that say nothing about what runs, or that some versions of Python lack.

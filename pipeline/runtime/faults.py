@@ -17,13 +17,7 @@ import os
 import signal
 from typing import Dict, List, NamedTuple, Optional
 
-SIGNALS = {
-    "kill": signal.SIGKILL,
-    "term": signal.SIGTERM,
-    "int": signal.SIGINT,
-    "usr1": signal.SIGUSR1,
-    "stop": signal.SIGSTOP,
-}
+SIGNALS = {name: getattr(signal, f"SIG{name.upper()}") for name in ("kill", "term", "int", "usr1", "stop")}
 KINDS = (*SIGNALS, "torchrun", "oom", "full", "nan")
 PHASES = (
     "load_batch", "forward", "backward", "opt_step", "eval", "ckpt_tmp", "ckpt_fsync", "ckpt_replace", "ckpt_prune",

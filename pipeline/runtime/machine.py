@@ -6,6 +6,7 @@ Each returns a `Finding`; `pipeline.doctor` reads the machine and prints them.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Callable, List, Optional, Sequence, Tuple
 
@@ -16,7 +17,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 # Lowest driver for a CUDA version (docs.nvidia.com, CUDA release notes, minor-version compatibility).
-DRIVERS = ((13, (580, 0, 0)), (12, (525, 60, 13)), (11, (450, 80, 2)))
+DRIVERS = ((13, "580"), (12, "525.60.13"), (11, "450.80.02"))
 NCCL_BYTES_PER_RANK = 64 * MIB  # its shared-memory channels between the ranks of one machine
 
 
@@ -36,7 +37,8 @@ def judge_capability(name: str, capability: Tuple[int, int], arch_list: Sequence
     any later card, which takes minutes and serves as a last resort only.
     """
     card = f"{name} (compute capability {capability[0]}.{capability[1]})"
-    built = sorted((int(a.split("_")[1][:-1]), int(a.split("_")[1][-1])) for a in arch_list if _plain(a))
+    matches = filter(None, (re.fullmatch(r"sm_(\d+)(\d)", arch) for arch in arch_list))
+    built = sorted((int(found[1]), int(found[2])) for found in matches)
     if any(major == capability[0] and minor <= capability[1] for major, minor in built):
         return Finding(OK, "GPU", f"{card}: this torch build has kernels for it (CUDA {cuda})")
     text = f"{card} is older than this torch build supports (CUDA {cuda}): use the cu111 image"
@@ -47,18 +49,12 @@ def judge_capability(name: str, capability: Tuple[int, int], arch_list: Sequence
     return Finding(FAIL, "GPU", text)
 
 
-def _plain(arch: str) -> bool:
-    kind, _, number = arch.partition("_")
-    return kind == "sm" and number.isdigit()
-
-
 def judge_driver(driver: str, cuda: str) -> Finding:
     """The NVIDIA driver against the CUDA version torch was built with."""
     major = int(cuda.split(".")[0])
-    needed = next((version for since, version in DRIVERS if major >= since), (0, 0, 0))
-    numbers = tuple(int(part) for part in driver.split(".")[:3] if part.isdigit())
-    wanted = ".".join(f"{part:02d}" if at == 2 else str(part) for at, part in enumerate(needed)).replace(".0.00", "")
-    if numbers >= needed[: len(numbers)]:
+    wanted = next((version for since, version in DRIVERS if major >= since), "0")
+    found, needed = ([int(part) for part in text.split(".") if part.isdigit()] for text in (driver, wanted))
+    if found >= needed:
         return Finding(OK, "driver", f"{driver} serves CUDA {cuda} (needs {wanted} or later)")
     fix = f"install {wanted} or later, or use the cu111 image"
     return Finding(FAIL, "driver", f"{driver} is too old for CUDA {cuda}: {fix}")
@@ -124,8 +120,7 @@ def judge_memory(
     if fewer:
         more = -(-pairs * parts // fewer)
         return Finding(WARN, subject, f"{there}; set train.accumulate: {more} ({fewer} pairs at a time)")
-    limits = (less for less in range(keypoints // 64 * 64, 0, -64) if needed(1, less) <= free)
-    most = next(limits, 0)
+    most = next((less for less in range(keypoints // 64 * 64, 0, -64) if needed(1, less) <= free), 0)
     fix = f"set train.max_keypoints: {most}" if most else "a smaller train.dim or train.layers"
     one = f"{size(needed(1, keypoints))} for one pair of {keypoints} keypoints"
     return Finding(FAIL, subject, f"{one}, {size(free)} for it: {place}; {fix}")

@@ -26,9 +26,8 @@ def restore(folder: Path, inputs: Any) -> bool:
     kept = _kept()
     if kept is None or not _fits(kept, inputs):
         return False
-    for name in _files(kept):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(kept / name, folder / name)
+    ignored = shutil.ignore_patterns(RECORD)
+    shutil.copytree(kept, folder, ignore=ignored, copy_function=shutil.copyfile, dirs_exist_ok=True)
     return True
 
 
@@ -38,11 +37,9 @@ def keep(folder: Path, inputs: Any) -> None:
     if kept is None:
         return
     shutil.rmtree(kept, ignore_errors=True)
-    files = _files(folder)
-    for name in files:
-        (kept / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder / name, kept / name)
-    content = {"inputs": json_digest(inputs), "files": files}
+    ignored = shutil.ignore_patterns(RECORD, *(f"*{ending}" for ending in _LOGS))
+    shutil.copytree(folder, kept, ignore=ignored, copy_function=shutil.copyfile)
+    content = {"inputs": json_digest(inputs), "files": _files(kept)}
     write_atomic(kept / RECORD, json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 

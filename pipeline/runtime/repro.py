@@ -6,9 +6,9 @@ import os
 import platform
 import socket
 import subprocess
-import sys
+from importlib import metadata
 from pathlib import Path
-from typing import Dict, List, Optional
+from typing import Dict, Optional
 
 from pipeline.files import file_sha256
 
@@ -24,7 +24,7 @@ def repo_root(start: Optional[Path] = None) -> Path:
     """
     if start is None and os.environ.get("DVC_ROOT"):
         return Path(os.environ["DVC_ROOT"]).resolve()
-    here = (Path.cwd() if start is None else Path(start)).resolve()
+    here = Path(start or ".").resolve()
     for folder in (here, *here.parents):
         if (folder / "dvc.yaml").is_file() or (folder / ".git").exists():
             return folder
@@ -38,11 +38,8 @@ def main_root(start: Optional[Path] = None) -> Path:
     store) belongs to the clone.
     """
     root = repo_root(start)
-    parts = root.parts
-    for at in range(len(parts) - 2, 0, -1):
-        if parts[at : at + 3] == (".dvc", "tmp", "exps"):
-            return Path(*parts[:at])
-    return root
+    clone, exps, _ = str(root).partition("/.dvc/tmp/exps/")
+    return Path(clone) if exps else root
 
 
 def git_state(root: Optional[Path] = None) -> Dict[str, str]:
@@ -68,8 +65,6 @@ def _git(folder: Path, *args: str) -> Optional[str]:
 
 def versions() -> Dict[str, str]:
     """Installed versions of what can change a number, without importing any of it."""
-    from importlib import metadata
-
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -88,36 +83,30 @@ def pinned_versions() -> Dict[str, str]:
     return {f"version.{name}": found[name].partition("+")[0] for name in WEIGHTY if name in found}
 
 
-def gpu_names() -> List[str]:
-    """Names of the CUDA devices this process can use."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        import torch
-    if not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-
-
 def provenance(root: Optional[Path] = None) -> Dict[str, str]:
     """Flat tags, strings only, for a run in MLflow, a checkpoint or an exported model.
 
     Keys with no value here (not under DVC, no GPU, no image) are left out.
     """
+    import torch
+
     folder = repo_root() if root is None else root
     git, lock = git_state(folder), folder / "dvc.lock"
+    cards = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    of_process = {
+        "dvc.stage": "DVC_STAGE",
+        "dvc.exp_name": "DVC_EXP_NAME",
+        "dvc.exp_baseline_rev": "DVC_EXP_BASELINE_REV",
+    }
+    of_process.update({f"image.{name}": f"IMAGE_{name.upper()}" for name in ("digest", "stack", "revision")})
     tags = {
         "git.commit": git["commit"],
         "git.dirty": git["dirty"],
         "dvc.lock.sha256": file_sha256(lock) if lock.is_file() else "",
-        "dvc.stage": os.environ.get("DVC_STAGE", ""),
-        "dvc.exp_name": os.environ.get("DVC_EXP_NAME", ""),
-        "dvc.exp_baseline_rev": os.environ.get("DVC_EXP_BASELINE_REV", ""),
-        "image.digest": os.environ.get("IMAGE_DIGEST", ""),
-        "image.stack": os.environ.get("IMAGE_STACK", ""),
-        "image.revision": os.environ.get("IMAGE_REVISION", ""),
+        **{name: os.environ.get(name.upper().replace(".", "_"), "") for name in of_process},
         "host": socket.gethostname(),
         "platform": platform.platform(),
-        "gpus": ", ".join(gpu_names()),
+        "gpus": ", ".join(torch.cuda.get_device_name(index) for index in cards),
         "world_size": os.environ.get("WORLD_SIZE", "1"),
     }
     tags.update({f"version.{name}": version for name, version in versions().items()})
