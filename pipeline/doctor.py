@@ -35,7 +35,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--quick", action="store_true", help="only what would stop the work, without the network")
     options = parser.parse_args(argv)
     found: List[Tuple[str, Finding]] = []
-    for check in checks(options.quick):
+    every = (software, gpus, shared_memory, user, open_files, git, ports, mlflow, disk, training)
+    for check in [check for check in every if not options.quick or check.__name__ in QUICK]:
         if check is not training or machine.worst([finding for _, finding in found]) != FAIL:
             found += [(check.__name__, finding) for finding in guarded(check)]
     failed = machine.worst([finding for _, finding in found]) == FAIL
@@ -45,12 +46,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             line = f"{finding.level:5} {finding.subject}: {finding.text}"
             print(line, file=sys.stderr if wrong else sys.stdout)
     return 2 if failed else 0
-
-
-def checks(quick: bool) -> List[Callable[[], Iterator[Finding]]]:
-    """The checks in the order in which they are printed."""
-    every = (software, gpus, shared_memory, user, open_files, git, ports, mlflow, disk, training)
-    return [check for check in every if not quick or check.__name__ in QUICK]
 
 
 def guarded(check: Callable[[], Iterator[Finding]]) -> List[Finding]:
@@ -67,11 +62,9 @@ def software() -> Iterator[Finding]:
     """Python, torch, OpenCV, image."""
     import torch
 
-    image = os.environ.get("IMAGE_STACK", "none")
-    cuda = torch.version.cuda or "none"
-    yield Finding(
-        OK, "software", f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {cuda}, image {image}"
-    )
+    image, cuda = os.environ.get("IMAGE_STACK", "none"), torch.version.cuda or "none"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {cuda}, image {image}"
+    yield Finding(OK, "software", versions)
 
 
 def gpus() -> Iterator[Finding]:
@@ -202,19 +195,14 @@ def mlflow() -> Iterator[Finding]:
         fine = os.access(str(folder), os.W_OK)
         yield Finding(OK if fine else WARN, "MLflow", f"{uri}{'' if fine else ': the folder cannot be written'}")
         return
-    status, error = http_status(f"{uri}/api/2.0/mlflow/experiments/get?experiment_id=0")
-    yield machine.judge_tracking(uri, status, error)
-
-
-def http_status(address: str) -> tuple[Optional[int], str]:
-    """HTTP status of a page, or None and why there was none."""
+    address = f"{uri}/api/2.0/mlflow/experiments/get?experiment_id=0"
     try:
         with urllib.request.urlopen(address, timeout=SECONDS) as answer:
-            return answer.status, ""
+            yield machine.judge_tracking(uri, answer.status, "")
     except urllib.error.HTTPError as error:
-        return error.code, ""
+        yield machine.judge_tracking(uri, error.code, "")
     except OSError as error:
-        return None, str(getattr(error, "reason", error))
+        yield machine.judge_tracking(uri, None, str(getattr(error, "reason", error)))
 
 
 if __name__ == "__main__":

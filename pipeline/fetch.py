@@ -1,7 +1,7 @@
 """Stage 1: say which photographs there are (`python -m pipeline.fetch`).
 
-Writes `manifest.csv` and `source.json` into --out. A folder of your own stays where it is, a downloaded
-archive stays one file and is read in place; only the small bundled sample is copied.
+Writes `manifest.csv` and `source.json` into --out. Your own folder stays where it is, a downloaded archive stays one
+file and is read in place; only the small bundled sample is copied.
 """
 
 from __future__ import annotations

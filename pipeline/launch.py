@@ -15,7 +15,6 @@ SG_MAX_RESTARTS (3): how often a run that lost a process is started again, from 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import logging
 import os
@@ -31,10 +30,9 @@ import psutil
 
 from pipeline import errors
 from pipeline.errors import EXIT_FOLDER, STOPPED, RequestError
-from pipeline.runtime import workspace_lock
+from pipeline.runtime import signals, workspace_lock
 
 DEFAULT_CPU_PROCESSES = 2
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 AGENT = "--agent"  # first argument of the process in which torchrun runs
 LAUNCHED = ("pipeline.keypoints", "pipeline.train", "pipeline.evaluate")
 
@@ -64,22 +62,19 @@ def require_gpus(processes: int) -> None:
 def accepted(check: Callable[[List[str], int], Any], arguments: List[str], processes: int) -> int:
     """The number of local processes that the stage's own `check` accepts; with auto, the most up to `processes`.
 
-    Raises:
-        RequestError: it accepts none, or not the number that was asked for.
+    Raises RequestError when it accepts none, or not the number that was asked for.
     """
-    most = processes
-    while True:
+    for fewer in range(processes, 0, -1):
         try:
-            for world_size in world_sizes(processes):
+            for world_size in world_sizes(fewer):
                 check(arguments, world_size)
             break
         except RequestError:
-            if not automatic() or processes == 1:
+            if not automatic() or fewer == 1:
                 raise
-        processes -= 1
-    if processes < most:
-        print(f"{processes} processes instead of {most}: so many can share the batch", file=sys.stderr)
-    return processes
+    if fewer < processes:
+        print(f"{fewer} processes instead of {processes}: so many can share the batch", file=sys.stderr)
+    return fewer
 
 
 def automatic() -> bool:
@@ -137,11 +132,7 @@ def _agent(arguments: Sequence[str]) -> int:
 
 
 def world_sizes(processes: int) -> List[int]:
-    """Every number of ranks the run may have: several with an elastic NNODES such as 1:2.
-
-    Raises:
-        RequestError: NNODES is neither a number nor two with a colon.
-    """
+    """Every number of ranks the run may have: several with an elastic NNODES such as 1:2. Raises RequestError."""
     text = os.environ.get("NNODES", "1")
     bounds = text.split(":")
     if not all(part.isdigit() and int(part) > 0 for part in bounds) or len(bounds) > 2:
@@ -205,7 +196,8 @@ class Supervisor:
         if restarted:  # what `--resume never` asks for has been done
             values["SG_RESTARTED"] = "1"
         line = command(self.module, self.arguments, self.processes)
-        self.torchrun = subprocess.Popen(line, env=values, preexec_fn=_die_with_launcher)
+        # a launcher that is killed must leave nothing behind (its ranks follow torchrun)
+        self.torchrun = subprocess.Popen(line, env=values, preexec_fn=signals.end_with_parent)
         code = self.torchrun.wait()
         codes = {int(file.name): int(file.read_text() or 1) for file in folder.iterdir() if not file.suffix}
         if code != 0 and len(codes) < self.processes:
@@ -217,7 +209,10 @@ class Supervisor:
     def _forward(self, number: int, frame) -> None:
         """To the ranks and not to torchrun, which would kill them 30 s later, saved or not."""
         self.stopping = True
-        for rank in _ranks(self.torchrun.pid) if self.torchrun else []:
+        ranks: List[psutil.Process] = []
+        with contextlib.suppress(psutil.Error):
+            ranks = psutil.Process(self.torchrun.pid).children() if self.torchrun else []
+        for rank in ranks:
             with contextlib.suppress(psutil.Error):
                 rank.send_signal(signal.SIGTERM)
 
@@ -225,24 +220,6 @@ class Supervisor:
 def _last_seen(folder: Path, rank: int) -> str:
     file = folder / f"{rank}.step"
     return f"rank {rank}, last seen at step {file.read_text()}," if file.is_file() else f"rank {rank}"
-
-
-def _die_with_launcher() -> None:
-    """Before torchrun starts: a launcher that is killed must leave nothing behind (its ranks follow torchrun)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _stop_with_dvc() -> None:
-    """Under `dvc repro`, end with a checkpoint when dvc itself is killed: the next one would run beside us."""
-    if sys.platform == "linux" and "DVC_STAGE" in os.environ:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _ranks(torchrun: int) -> List[psutil.Process]:
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(torchrun).children()
-    return []
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -261,7 +238,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if hasattr(module, "check"):
         require_gpus(processes)
         processes = accepted(module.check, rest, processes)
-    _stop_with_dvc()
+    if "DVC_STAGE" in os.environ:  # end with a checkpoint when dvc is killed: the next one would run beside us
+        signals.end_with_parent(signal.SIGTERM)
     return Supervisor(name, rest, processes).run()
 
 

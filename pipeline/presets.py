@@ -1,9 +1,8 @@
 """Write a preset into params.yaml and show the change: `python -m pipeline.presets use NAME`.
 
-`presets/sample.yaml` is complete and explains every key; the other presets list only what differs from it.
-What is written keeps the comments, and may be edited by hand afterwards. A folder of images is named with
-`--images`; the digest of its file names and sizes goes into `fetch.content`, so that a changed folder is
-fetched again.
+`presets/sample.yaml` is complete and explains every key; the other presets list only what differs from it. What is
+written keeps the comments, and may be edited by hand afterwards. A folder of images is named with `--images`; the
+digest of its file names and sizes goes into `fetch.content`, so that a changed folder is fetched again.
 """
 
 from __future__ import annotations

@@ -55,10 +55,7 @@ def cpu_flags() -> FrozenSet[str]:
 
 
 def no_compiler(device_type: str) -> str:
-    """Why `torch.compile` cannot run here; empty where it can. torch 1.10 has none, and torch 2 needs a C++ compiler.
-
-    On a GPU that is Triton, and the C compiler of its launchers.
-    """
+    """Why `torch.compile` cannot run here; empty where it can: torch 2 needs a C++ compiler, on a GPU a C one."""
     if not can_compile():
         return "this torch has no compiler"
     names = ("cc", "gcc", "clang") if device_type == "cuda" else ("g++", "clang++")
@@ -83,13 +80,10 @@ def own_address(address: str, config: type, agent: Any) -> List[str]:
 
 
 def torchvision_io(asked: str, instead: str) -> Any:
-    """torchvision's decoders of images.
+    """torchvision's decoders of images. Raises RequestError where torchvision or its decoders are missing.
 
     Its file for CUDA does not load beside a torch for the CPU. Whether it did shows when a decoder is asked for: of a
     missing one torch 1.10 says RuntimeError, torch 2 AttributeError.
-
-    Raises:
-        RequestError: torchvision is missing, or its decoders are.
     """
     key = asked.split(" ")[0]
     try:
@@ -105,16 +99,11 @@ def torchvision_io(asked: str, instead: str) -> Any:
 
 
 def dali_package() -> str:
-    """The pip requirement of NVIDIA DALI.
-
-    The cuda110 packages after 1.34.0 are stubs that fetch the wheel from NVIDIA's own index.
-    """
+    """NVIDIA DALI's pip requirement: later cuda110 packages are stubs that fetch the wheel from NVIDIA's own index."""
     return "nvidia-dali-cuda130==2.4.0" if can_compile() else "nvidia-dali-cuda110==1.34.0"
 
 
 def without_dali(asked: str, instead: str) -> RequestError:
     """The error of a request for DALI where it is not installed."""
-    key = asked.split(" ")[0]
-    return RequestError(
-        f"{asked}: NVIDIA DALI is not installed; `pip install {dali_package()}`, or set {key}: {instead}"
-    )
+    fix = f"`pip install {dali_package()}`, or set {asked.split(' ')[0]}: {instead}"
+    return RequestError(f"{asked}: NVIDIA DALI is not installed; {fix}")

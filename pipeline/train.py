@@ -47,11 +47,7 @@ def paths_of(args: argparse.Namespace) -> TrainPaths:
 
 
 def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[Store, Store]:
-    """Everything that can be wrong with the request, before any process is started. The opened train and val stores.
-
-    Raises:
-        RequestError: with the key or file and the fix.
-    """
+    """Refuses a wrong request by a RequestError before any process starts. Returns the opened train and val stores."""
     args = parse(argv)
     train = params.load("train", args.params)
     resume.check(paths_of(args))

@@ -98,7 +98,7 @@ def test_hours_are_measured_once_and_kept(make_params, tmp_path, monkeypatch):
     }
     found = {each.subject: each for each in plan.findings(sections, 2, torch.device("cpu"))}
     assert found["memory of a process"].level == OK and " 2 pairs of 32" in found["memory of a process"].text
-    assert "100 steps of 3 pairs" in found["training"].text and "15 images" in found["keypoints"].text
+    assert "100 steps of 3 pairs" in found["training"].text and "16 images" in found["keypoints"].text
     (rates,) = json.loads(plan.KEPT.read_text()).values()
     assert rates["pair"] > 0 and rates["image"] > 0
     monkeypatch.setattr(plan, "seconds_a_pair", lambda *_: pytest.fail("measured again"))

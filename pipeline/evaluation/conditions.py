@@ -32,9 +32,8 @@ def overlap(H_0to1: np.ndarray, size0: Tuple[int, int], size1: Tuple[int, int]) 
 def conditions_of(H_0to1: np.ndarray, size0: Tuple[int, int], size1: Tuple[int, int]) -> Dict[str, float]:
     """What the homography does at the centre of image 0.
 
-    rotation_deg: 0..180, either way; scale: 1 or more, the larger over the smaller; tilt: ratio of the two
-    principal stretches, 1 for a similarity; perspective: change of area between the corners, 1 for an affine
-    map; overlap: 0..1.
+    rotation_deg: 0..180, either way; scale: 1 or more, the larger over the smaller; tilt: ratio of the two principal
+    stretches, 1 for a similarity; perspective: change of area between the corners, 1 for an affine map; overlap: 0..1.
     """
     H_0to1 = np.asarray(H_0to1, np.float64)
     centre = (np.array([size0]) - 1) / 2

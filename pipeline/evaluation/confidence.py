@@ -30,10 +30,8 @@ class Sweep:
 
 
 def steps(judged: Sequence[Judged]) -> Tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """What every match adds to the precision and the recall of its pair, the surest match of all first.
-
-    Returns confidence (E,), number of the pair (E,) and the two steps (E,), of all E matches.
-    """
+    """Of all E matches, the surest first: confidence, number of the pair, and what each adds to the precision and the
+    recall of its pair; (E,) each."""
     parts: List[Tuple[np.ndarray, ...]] = [(np.zeros(0), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))]
     for number, one in enumerate(judged):
         order = np.argsort(-one.scores, kind="stable")
@@ -83,10 +81,7 @@ def threshold_curve(found: Sweep, thresholds: Sequence[float] = THRESHOLDS) -> L
 
 
 def calibration(judged: Sequence[Judged], bins: int = 10) -> List[Dict[str, float]]:
-    """Share of correct matches among those whose score falls in each of `bins` equal parts of 0..1.
-
-    A calibrated matcher has confidence equal to precision in every line. Empty parts are left out.
-    """
+    """Share of correct matches among those whose score falls in each of `bins` equal parts of 0..1, but empty ones."""
     scores, correct = (np.concatenate([[], *(getattr(one, name) for one in judged)]) for name in ("scores", "correct"))
     part = np.minimum((scores * bins).astype(int), bins - 1)
     return [

@@ -75,10 +75,7 @@ def curves(rows: Sequence[Row], compared: Comparison) -> Dict[str, List[Line]]:
 
 
 def error_curve(rows: Sequence[Row], estimator: str) -> List[Line]:
-    """Share of pairs with an error of at most each limit, by matcher: the curve whose area the AUC is.
-
-    The first column of a line is the limit, `error_px` or `error_deg`.
-    """
+    """Share of pairs with an error of at most each limit (`error_px`, `error_deg`), by matcher; its area is the AUC."""
     limits, unit = (LIMITS_DEG, "error_deg") if estimator == poses.NAME else (LIMITS_PX, "error_px")
     shares = {
         matcher: figures.recall_curve([row.errors[estimator] for row in rows if row.matcher == matcher], limits)

@@ -1,7 +1,7 @@
 """From matches to a homography, in the ways that published tables use. Name the one behind a figure: they differ.
 
-Each takes points0, points1 (K, 2) pixels, weights (K,), the inlier limit px, the most iterations and a seed, and gives
-(3, 3) float64, or None without an estimate.
+Each takes points0, points1 (K, 2) pixels, K at least `geometry.MIN_POINTS`, weights (K,), the inlier limit px, the most
+iterations and a seed, and gives (3, 3) float64, or None without an estimate.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ def ransac(points0, points1, weights, px, iterations, seed):
 
 def opencv(points0, points1, weights, px, iterations, seed):
     """cv2.findHomography with its first RANSAC: the "OpenCV" of published tables (LightGlue, glue-factory)."""
-    if len(points0) < geometry.MIN_POINTS:
-        return None
     cv2.setRNGSeed(seed)
     H, _ = cv2.findHomography(points0, points1, cv2.RANSAC, px, maxIters=iterations, confidence=geometry.CONFIDENCE)
     return H
@@ -39,8 +37,6 @@ def dlt(points0, points1, weights, px, iterations, seed):
 
 def magsac(points0, points1, weights, px, iterations, seed):
     """OpenCV's MAGSAC++ (Barath et al. 2020). Its generator starts from the same state at every call."""
-    if len(points0) < geometry.MIN_POINTS:
-        return None
     H, _ = cv2.findHomography(points0, points1, cv2.USAC_MAGSAC, px, maxIters=iterations)
     return H
 
@@ -49,8 +45,6 @@ def poselib(points0, points1, weights, px, iterations, seed):
     """PoseLib's LO-RANSAC, glue-factory's default; an optional package."""
     import poselib as library
 
-    if len(points0) < geometry.MIN_POINTS:
-        return None
     options = {"max_reproj_error": px, "max_iterations": iterations, "seed": seed}
     H, found = library.estimate_homography(points0, points1, options, {})
     return np.asarray(H) if found["num_inliers"] >= geometry.MIN_POINTS and np.isfinite(H).all() else None

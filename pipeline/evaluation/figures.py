@@ -52,16 +52,13 @@ def auc_by_pair(errors: Sequence[float], threshold: float) -> np.ndarray:
         raise ValueError(f"threshold must be positive, not {threshold}")
     if np.any(values < 0):
         raise ValueError("errors must not be negative")
-    return np.maximum(0.0, 1.0 - np.where(np.isnan(values), np.inf, values) / threshold)
+    return np.fmax(0.0, 1.0 - values / threshold)  # 0 for NaN, too
 
 
 def recall_curve(errors: Sequence[float], limits: Sequence[float]) -> np.ndarray:
     """Share of pairs with an error of at most each limit. errors: (P,), limits: (L,); returns (L,)."""
-    values = np.asarray(errors, dtype=np.float64)
-    values = np.sort(np.where(np.isnan(values), np.inf, values))
-    if values.size == 0:
-        return np.full(len(limits), np.nan)
-    return np.searchsorted(values, np.asarray(limits, dtype=np.float64), side="right") / values.size
+    values = np.sort(np.asarray(errors, np.float64))  # NaN stands last, as no estimate does
+    return np.searchsorted(values, limits, side="right") / (values.size or np.nan)
 
 
 def mean_finite(values: Union[Sequence[float], np.ndarray]) -> Tuple[float, int]:
@@ -83,10 +80,6 @@ class Estimate:
     value: float
     pairs: int
     samples: np.ndarray
-
-    def minus(self, other: Estimate) -> Estimate:
-        """The difference, resample by resample."""
-        return Estimate(self.value - other.value, self.pairs, self.samples - other.samples)
 
     def line(self) -> Line:
         """value, low, high (percentile bootstrap, Efron and Tibshirani 1993, chapter 13) and pairs."""
@@ -199,8 +192,9 @@ def compare(results: Sequence[PairResult], thresholds: Mapping[str, float]) -> C
         found[name] = {**first, **points, **found[name]}
     figures: Figures = {}
     for name, own in rows.items():
-        stated = {"threshold": plain(thresholds[name])} if name in thresholds else {}
-        figures.update({f"{name}.{k}": v for k, v in {**figures_of(own, found[name]), **stated}.items()})
+        figures.update({f"{name}.{figure}": value for figure, value in figures_of(own, found[name]).items()})
+        if name in thresholds:
+            figures[f"{name}.threshold"] = plain(thresholds[name])
     bins = calibration(judged.get(OURS, ()))
     if judged:
         figures[f"{OURS}.calibration_error"] = plain(calibration_error(bins))
@@ -245,7 +239,7 @@ def differences(found: Mapping[str, Mapping[str, Estimate]], networks: Sequence[
         for figure, ours in found[OURS].items():
             known = {name: found[name][figure] for name in others if figure in found[name]}
             best = max(known, key=lambda name: np.nan_to_num(known[name].value, nan=-1.0))
-            line = ours.minus(known[best]).line()
+            line = Estimate(ours.value - known[best].value, ours.pairs, ours.samples - known[best].samples).line()
             verdict = "undecided"
             if clusters >= LEAST_CLUSTERS and line["low"] is not None:
                 verdict = "better" if line["low"] > 0 else "worse" if line["high"] < 0 else "undecided"

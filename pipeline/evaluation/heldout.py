@@ -1,11 +1,9 @@
 """Pairs made from held-out photographs, by homographies that the seed of the evaluation alone decides.
 
-The protocol of the SuperGlue paper (section 5.1): two views of one photograph, the first nearly the whole of
-it, the second through a random homography without borders, photometric distortion on both. Nothing here
-depends on parameters of training, on the number of workers, or on which other photographs there are.
-
-`LEVELS` disturbs the second views by exactly the amount in the table, the homographies the same at every level: how
-much blur, darkness, noise or JPEG a matcher bears.
+The protocol of the SuperGlue paper (section 5.1): two views of one photograph, the first nearly the whole of it, the
+second through a random homography without borders, photometric distortion on both. Nothing here depends on parameters
+of training, on the number of workers, or on which other photographs there are. `LEVELS` disturbs the second views by
+exactly the amount in the table, the homographies the same at every level.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from typing import Callable, Dict, Optional, Sequence, Tuple
 import cv2
 import numpy as np
 
-from pipeline.evaluation.pairs import Scene, ViewPair, image_size
+from pipeline.evaluation.pairs import Scene, Source, ViewPair, image_size
 from pipeline.images.manifest import Entry
 from pipeline.images.sources import ImageSet
 from pipeline.schema import EvaluateParams
@@ -26,7 +24,7 @@ from superglue_sift.images import BadImage, decode_gray
 UNRELATED_PAIRS = 100
 
 
-class HeldOutPairs:
+class HeldOutPairs(Source):
     """`params.pairs_per_image` pairs of each entry, or `total` over all; a source for `evaluation.pairs`.
 
     Photographs smaller than a view are scaled up, as in the paper; `docs/evaluation.md` says what that does.
@@ -42,20 +40,11 @@ class HeldOutPairs:
         disturb: Optional[Callable[[np.ndarray], np.ndarray]] = None,
     ):
         self.images, self.entries = images, list(entries)[:total]
-        self.params, self.total, self.disturb = params, total, disturb
-        self.view_size = (params.width, params.height)
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def scene_name(self, index: int) -> str:
-        return self.entries[index].name
-
-    def pairs_in(self, index: int) -> int:
-        if self.total is None:
-            return self.params.pairs_per_image
-        share, rest = divmod(self.total, len(self.entries))
-        return share + (index < rest)
+        self.params, self.disturb, self.view_size = params, disturb, (params.width, params.height)
+        share, rest = params.pairs_per_image, 0
+        if total is not None:
+            share, rest = divmod(total, len(self.entries) or 1)
+        self.scenes = [(entry.name, share + (index < rest)) for index, entry in enumerate(self.entries)]
 
     def load(self, index: int) -> Scene:
         """Render the pairs of one photograph. Raises BadImage when it cannot be read or is too small."""
@@ -93,33 +82,21 @@ class HeldOutPairs:
         return photometric.distort(view, rng, self.params.photometric), H
 
 
-class UnrelatedPairs:
+class UnrelatedPairs(Source):
     """Pairs of views of two different photographs of a source: photograph n modulo their number beside a later one."""
 
     def __init__(self, source: HeldOutPairs, most: int = UNRELATED_PAIRS):
-        self.source, self.photographs = source, len(source)
-        self.count = min(most, self.photographs * (self.photographs - 1) * source.params.pairs_per_image)
-
-    def __len__(self) -> int:
-        return self.count
-
-    def scene_name(self, index: int) -> str:
-        return " and ".join(self.source.scene_name(one) for one in self.photographs_of(index))
-
-    def pairs_in(self, index: int) -> int:
-        return 1
-
-    def photographs_of(self, index: int) -> Tuple[int, int]:
-        """The numbers of the two photographs of a pair."""
-        turn, first = divmod(index, self.photographs)
-        return first, (first + 1 + turn % (self.photographs - 1)) % self.photographs
+        self.source, count = source, len(source)
+        turns = [divmod(pair, count) for pair in range(min(most, count * (count - 1) * source.params.pairs_per_image))]
+        # the two photographs, and which views of theirs
+        self.pairs = [(first, (first + 1 + turn % (count - 1)) % count, turn) for turn, first in turns]
+        self.scenes = [(f"{source.scene_name(one)} and {source.scene_name(other)}", 1) for one, other, _ in self.pairs]
 
     def load(self, index: int) -> Scene:
         """Render the two views. Raises BadImage as the source does."""
-        name, number = self.scene_name(index), index // self.photographs
-        first, second = self.photographs_of(index)
-        views = [self.source.view(first, 2 * number), self.source.view(second, 2 * number + 1)]
-        return Scene(name, views, [ViewPair(f"{name}#{number}", 0, 1, np.full((3, 3), np.nan))])
+        (first, second, turn), name = self.pairs[index], self.scene_name(index)
+        views = [self.source.view(first, 2 * turn), self.source.view(second, 2 * turn + 1)]
+        return Scene(name, views, [ViewPair(f"{name}#{turn}", 0, 1, np.full((3, 3), np.nan))])
 
 
 def brightness(image: np.ndarray, factor: float) -> np.ndarray:

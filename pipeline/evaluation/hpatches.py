@@ -15,7 +15,7 @@ import cv2
 import numpy as np
 
 from pipeline.errors import RequestError
-from pipeline.evaluation.pairs import Scene, ViewPair, image_size
+from pipeline.evaluation.pairs import Scene, Source, ViewPair, image_size
 from superglue_sift.geometry import resizing
 from superglue_sift.images import EXTENSIONS, BadImage, decode_gray
 
@@ -32,7 +32,7 @@ class Sequence:
     homographies: Dict[int, Path]
 
 
-class HPatchesPairs:
+class HPatchesPairs(Source):
     """Pairs (1, k) of every sequence below a folder; a source for `evaluation.pairs`.
 
     short_side: images are resized so that their shorter side has this many pixels, and the homographies
@@ -42,21 +42,12 @@ class HPatchesPairs:
     def __init__(self, folder: Path, short_side: int = 480):
         if short_side < 0:
             raise RequestError(f"--resize {short_side}: must be 0 (leave as they are) or a side in pixels")
-        self.folder = Path(folder)
         self.short_side = short_side
-        self.sequences = find_sequences(self.folder)
+        self.sequences = find_sequences(Path(folder))
+        self.scenes = [(sequence.name, len(sequence.homographies)) for sequence in self.sequences]
         for sequence in self.sequences:
             for file in sequence.homographies.values():
                 read_homography(file)  # a wrong file stops the run at its start
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    def scene_name(self, index: int) -> str:
-        return self.sequences[index].name
-
-    def pairs_in(self, index: int) -> int:
-        return len(self.sequences[index].homographies)
 
     def load(self, index: int) -> Scene:
         """Read one sequence. Raises RequestError for an unreadable image: no pair is left out in silence."""
@@ -78,10 +69,7 @@ class HPatchesPairs:
 
 
 def find_sequences(folder: Path) -> List[Sequence]:
-    """Sequences in `folder`, at any depth, sorted by name.
-
-    Raises RequestError: no such folder, no sequence in it, an image without homography or the reverse.
-    """
+    """Sequences in `folder`, at any depth, sorted by name. Raises RequestError for none, or one that lacks a file."""
     if not folder.is_dir():
         raise RequestError(f"--pairs {folder}: no such folder")
     folders = [folder, *sorted(path for path in folder.rglob("*") if path.is_dir())]
@@ -143,10 +131,7 @@ def read_image(path: Path) -> np.ndarray:
 
 
 def resize_short_side(image: np.ndarray, short_side: int, path: Path) -> np.ndarray:
-    """Resize so that the shorter side has `short_side` pixels, 0: leave it; averaging areas where it shrinks.
-
-    Raises RequestError, naming the image's `path`, when the longer side would be more than OpenCV's SIFT takes.
-    """
+    """Resize so that the shorter side has `short_side` pixels, 0: leave it. Raises RequestError beyond `LONGEST`."""
     shorter, longer = min(image.shape), max(image.shape)
     scale = short_side / shorter if short_side else 1.0
     if longer * scale > LONGEST:
@@ -157,6 +142,5 @@ def resize_short_side(image: np.ndarray, short_side: int, path: Path) -> np.ndar
         )
     if scale == 1.0:
         return image
-    width, height = (max(1, round(side * short_side / shorter)) for side in image_size(image))
-    method = cv2.INTER_AREA if short_side < shorter else cv2.INTER_LINEAR
-    return cv2.resize(image, (width, height), interpolation=method)
+    wanted = [max(1, round(side * short_side / shorter)) for side in image_size(image)]
+    return cv2.resize(image, wanted, interpolation=cv2.INTER_AREA if scale < 1.0 else cv2.INTER_LINEAR)

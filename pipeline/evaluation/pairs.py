@@ -1,14 +1,13 @@
 """What is matched, what is known of it, and where pairs come from.
 
-A source is anything with `len()`, `scene_name(index)`, `pairs_in(index)` and `load(index) -> Scene`; `heldout`,
-`hpatches` and `poses` hold one each. Loading a scene twice gives the same bytes, so that pictures can be drawn
-afterwards without keeping the images of all pairs in memory.
+`heldout`, `hpatches` and `poses` hold a `Source` each. Loading a scene twice gives the same bytes, so that pictures
+can be drawn afterwards without keeping the images of all pairs in memory.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Callable, Dict, List, Optional, Protocol, Sequence, Tuple, Union
+from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -61,16 +60,23 @@ class KnownPair:
     truth: Truth
 
 
-class Source(Protocol):
-    """Where scenes come from. `load` raises BadImage where a scene may be left out and counted."""
+class Source:
+    """Where scenes come from: the name of each and how many pairs it has. `load` raises BadImage where one may be left
+    out and counted."""
 
-    def __len__(self) -> int: ...
+    scenes: Sequence[Tuple[str, int]]
 
-    def scene_name(self, index: int) -> str: ...
+    def __len__(self) -> int:
+        return len(self.scenes)
 
-    def pairs_in(self, index: int) -> int: ...
+    def scene_name(self, index: int) -> str:
+        return self.scenes[index][0]
 
-    def load(self, index: int) -> Scene: ...
+    def pairs_in(self, index: int) -> int:
+        return self.scenes[index][1]
+
+    def load(self, index: int) -> Scene:
+        raise NotImplementedError
 
 
 def image_size(image: np.ndarray) -> Tuple[int, int]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline.errors import RequestError
 from pipeline.evaluation import hpatches
-from pipeline.evaluation.pairs import Pose, Scene, ViewPair, image_size
+from pipeline.evaluation.pairs import Pose, Scene, Source, ViewPair, image_size
 from superglue_sift.geometry import resizing
 
 NUMBERS = 2 + 9 + 9 + 16  # on a line, after the two names
@@ -33,7 +33,7 @@ RULES = {  # for protocol.json
 LEAST = 5  # matches an essential matrix needs
 
 
-class PosePairs:
+class PosePairs(Source):
     """Pairs of a `pairs_with_gt.txt`, one in each scene; a source for `evaluation.pairs`.
 
     short_side: images are resized so that their shorter side has this many pixels, and intrinsics with them; 0
@@ -45,16 +45,8 @@ class PosePairs:
         self.pairs = read_pairs(file)
         self.folder, self.short_side = folder, short_side
         folders = [str(Path(name0).parent) for name0, _, _ in self.pairs]
-        self.scenes = folders if len(set(folders)) > 1 else [name0 for name0, _, _ in self.pairs]
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def scene_name(self, index: int) -> str:
-        return self.scenes[index]
-
-    def pairs_in(self, index: int) -> int:
-        return 1
+        names = folders if len(set(folders)) > 1 else [name0 for name0, _, _ in self.pairs]
+        self.scenes = [(name, 1) for name in names]
 
     def load(self, index: int) -> Scene:
         """Read one pair. Raises RequestError for an unreadable image: no pair is left out in silence."""
@@ -65,7 +57,7 @@ class PosePairs:
             images.append(hpatches.resize_short_side(original, self.short_side, self.folder / name))
             intrinsics.append(resizing(image_size(original), image_size(images[-1])) @ K)
         known = ViewPair(f"{name0} {name1}", 0, 1, Pose(*intrinsics, pose.T_0to1))
-        return Scene(self.scenes[index], images, [known])
+        return Scene(self.scene_name(index), images, [known])
 
 
 def read_pairs(path: Path) -> List[Line]:

@@ -247,20 +247,25 @@ def map_over_ranks(
                 return
             yield match(prepared)
 
+    wrong = ""
     for scored in prefetch_map(lambda one: one if isinstance(one, str) else score(one), matched(), workers):
         for part in distributed.all_gather(scored()):
-            if isinstance(part, str):
-                final_barrier()
-                raise RequestError(part)
-            yield part
-    final_barrier()
+            if isinstance(part, str) or wrong:
+                wrong = wrong or part
+            else:
+                yield part
+        if wrong:
+            break
+    with contextlib.suppress(RuntimeError):  # a peer may have left first: by now nothing can be lost any more
+        distributed.barrier()  # until all have heard the last results: who leaves early takes the connection along
+    if wrong:
+        raise RequestError(wrong)
 
 
 def prefetch_map(work: Callable, items: Iterable, workers: int) -> Iterator[Callable]:
-    """A callable with the result of `work(item)` for each item, computed by threads a little before it is asked for.
+    """A callable with the result of `work(item)` for each item, computed a little before it is asked for.
 
-    Threads, not processes: decoding, warping, SIFT and robust estimators all release Python's lock, and nothing need
-    be copied.
+    By threads: decoding, warping, SIFT and robust estimators all release Python's lock, and nothing need be copied.
     """
     with ThreadPoolExecutor(max_workers=workers) as pool:
         waiting: deque = deque()
@@ -270,12 +275,3 @@ def prefetch_map(work: Callable, items: Iterable, workers: int) -> Iterator[Call
                 yield waiting.popleft().result
         while waiting:
             yield waiting.popleft().result
-
-
-def final_barrier() -> None:
-    """Wait until all processes have heard the last results: who leaves early takes the connection along.
-
-    By then nothing can be lost any more, so a peer that has left this barrier first is no failure.
-    """
-    with contextlib.suppress(RuntimeError):
-        distributed.barrier()

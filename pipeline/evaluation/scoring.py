@@ -62,10 +62,7 @@ class MatchCounts:
 
 @dataclass(frozen=True)
 class Row:
-    """Figures of one matcher on one pair: a line of pairs.csv.
-
-    errors: by estimator, in pixels (of a pose in degrees), inf without an estimate.
-    """
+    """Figures of one matcher on one pair. errors: by estimator, in px (of a pose degrees), inf without an estimate."""
 
     pair: str
     scene: str
@@ -135,30 +132,25 @@ class Results:
         return [row for one in self.pairs for row in one.rows.values()]
 
 
-def points_of(records: np.ndarray) -> np.ndarray:
-    """(N, 2) float64 pixels of KEYPOINT records."""
-    return sift.positions(records).astype(np.float64)
-
-
 def true_matches(pair: Pair, H_0to1: np.ndarray, correct_px: float) -> np.ndarray:
     """(M,) index of the true partner in image 1, negative without one: the truth that training uses."""
-    given = (points_of(pair.records0), points_of(pair.records1), np.asarray(H_0to1, np.float64), pair.size0, pair.size1)
+    points = (sift.positions(records).astype(np.float64) for records in (pair.records0, pair.records1))
+    given = (*points, np.asarray(H_0to1, np.float64), pair.size0, pair.size1)
     return pair_truth(*map(torch.as_tensor, given), correct_px, correct_px).matches0.numpy()
 
 
 def matched_points(pair: Pair, found: PairMatches) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Points of the predicted matches, (K, 2) and (K, 2) float64, and their (K,) scores."""
     index0 = np.flatnonzero(found.matches0 > UNMATCHED)
-    points0 = points_of(pair.records0)[index0]
-    points1 = points_of(pair.records1)[found.matches0[index0]]
-    return points0, points1, found.scores0[index0].astype(np.float64)
+    points0 = sift.positions(pair.records0)[index0]
+    points1 = sift.positions(pair.records1)[found.matches0[index0]]
+    return points0.astype(np.float64), points1.astype(np.float64), found.scores0[index0].astype(np.float64)
 
 
 def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.ndarray) -> np.ndarray:
-    """Distance in pixels between matched points, the larger of the two directions.
+    """(K,) float64 pixels between matched points (K, 2), the larger of both directions as in the ground truth.
 
-    points0, points1: (K, 2) pixels; H_0to1: (3, 3). Returns (K,) float64, inf where a point maps to infinity.
-    The larger direction, as in the ground truth: one rule for training and for judging.
+    inf where a point maps to infinity.
     """
     points0, points1 = (np.asarray(points, np.float64).reshape(-1, 2) for points in (points0, points1))
     H_0to1 = np.asarray(H_0to1, np.float64)
@@ -183,11 +175,10 @@ def estimate_errors(known: KnownPair, found: PairMatches, settings: Settings) ->
     seed = zlib.crc32(known.name.encode()) & 0x7FFFFFFF
     if isinstance(known.truth, Pose):
         return {poses.NAME: poses.pose_error(poses.estimate(points0, points1, known.truth, seed), known.truth)}
-    limits = (settings.params.ransac_px, settings.params.ransac_iterations, seed)
-    return {
-        name: geometry.corner_error(ESTIMATORS[name](points0, points1, weights, *limits), known.truth, known.pair.size0)
-        for name in settings.estimators
-    }
+    given = (points0, points1, weights, settings.params.ransac_px, settings.params.ransac_iterations, seed)
+    enough = len(points0) >= geometry.MIN_POINTS
+    estimates = {name: ESTIMATORS[name](*given) if enough else None for name in settings.estimators}
+    return {name: geometry.corner_error(H, known.truth, known.pair.size0) for name, H in estimates.items()}
 
 
 def judge(known: KnownPair, found: PairMatches, truth0: np.ndarray, correct_px: float) -> Judged:

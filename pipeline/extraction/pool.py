@@ -7,11 +7,9 @@ number of images is under way, so memory does not grow with their number.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -24,6 +22,7 @@ from pipeline.features.tuning import huge_pages, tune_process
 from pipeline.images import dali, decode
 from pipeline.images.manifest import Entry
 from pipeline.images.sources import ImageSet
+from pipeline.runtime.signals import end_with_parent
 from superglue_sift.images import BadImage
 
 Result = Union[ImageViews, BadImage]
@@ -31,7 +30,6 @@ Result = Union[ImageViews, BadImage]
 Work = Union[Entry, decode.Outcome]
 Decoder = Callable[[ImageSet, Iterable[Entry]], Iterator[decode.Outcome]]
 
-_PR_SET_PDEATHSIG = 1
 _IN_FLIGHT = 4  # images per worker
 
 
@@ -129,8 +127,7 @@ class Pool:
 def _start(parent: int) -> None:
     """In a new worker: die with the parent, leave Ctrl-C to it, and tune the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)  # it died before we could ask to be told
+    end_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)  # it died before we could ask to be told
     tune_process()

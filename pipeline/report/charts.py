@@ -6,6 +6,7 @@ from html import escape
 from typing import Any, List, Mapping, Sequence, Tuple
 
 import numpy as np
+from markupsafe import Markup
 
 WIDTH, HEIGHT = 560, 340  # of the drawing; the page scales it
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 12, 46
@@ -21,11 +22,10 @@ def line_chart(
     x_range: Tuple[float, float],
     y_range: Tuple[float, float] = (0.0, 1.0),
     diagonal: bool = False,
-) -> str:
-    """An SVG element with one line per series and a legend.
+) -> Markup:
+    """An SVG element with one line per series and a legend; points outside the ranges are cut off at the frame.
 
-    series: name -> (x, y) points, drawn in order; those outside the ranges are cut off at the frame.
-    diagonal: a thin line from corner to corner, for calibration.
+    series: name -> (x, y) points, drawn in order; diagonal: a thin line from corner to corner, for calibration.
     """
 
     def place(x: float, y: float) -> Tuple[float, float]:
@@ -49,7 +49,7 @@ def line_chart(
     parts.append(f'<text {turned} text-anchor="middle">{escape(y_label)}</text></svg>')
     keys = (f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for colour, name in zip(COLOURS, series))
     # below the chart, where a narrow screen can wrap it
-    return "\n".join(parts) + f'<p class="legend">{"".join(keys)}</p>'
+    return Markup("\n".join(parts) + f'<p class="legend">{"".join(keys)}</p>')
 
 
 def axes(x_range: Tuple[float, float], y_range: Tuple[float, float], place) -> List[str]:

@@ -21,10 +21,7 @@ COLUMNS, GAP = 2, 8  # of the grid of pictures; pixels between them
 
 
 def write(out: Path, content: page.Content, training: Optional[Path] = None) -> None:
-    """All of them but the pictures. What an earlier evaluation left in `out` is replaced.
-
-    training: folder with the curves of the training, for the page.
-    """
+    """All of them but the pictures, in place of an earlier evaluation's. training: folder of its curves."""
     write_json(out / "metrics.json", content.figures)
     write_json(out / "protocol.json", content.protocol)
     for name in TABLES:

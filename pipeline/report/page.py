@@ -149,8 +149,7 @@ def training_charts(curves: Mapping[str, Sequence[Line]]) -> List[Chart]:
     loss = charts.line_chart(losses, "step", "loss", (0, last), (0, most or 1.0))
     shares = {name: charts.column(curves.get("validation", ()), "step", name) for name in ("precision", "recall")}
     share = charts.line_chart(shares, "step", "share on validation pairs", (0, last))
-    return [(Markup(loss), "Loss while training and on validation pairs"),
-            (Markup(share), "Precision and recall on validation pairs")]  # fmt: skip
+    return [(loss, "Loss while training and on validation pairs"), (share, "Precision and recall on validation pairs")]
 
 
 def error_charts(curves: Mapping[str, Sequence[Line]]) -> List[Chart]:
@@ -164,7 +163,7 @@ def error_charts(curves: Mapping[str, Sequence[Line]]) -> List[Chart]:
         label, title = AXES[axis]
         chart = charts.line_chart(series, label, "share of pairs", (0, float(lines[-1][axis])))
         caption = f"{title.format(name[len('error_') :].upper())}: share of pairs within an error"
-        found.append((Markup(chart), caption))
+        found.append((chart, caption))
     return found
 
 
@@ -183,9 +182,8 @@ def confidence_charts(curves: Mapping[str, Sequence[Line]]) -> List[Chart]:
     second = charts.line_chart(series, "smallest confidence of a match", "share", (0, 1))
     points = {"ours": charts.column(curves["calibration"], "confidence", "precision")}
     third = charts.line_chart(points, "confidence of a match", "share of right ones", (0, 1), diagonal=True)
-    captions = (
-        "Precision at each recall over all confidences of ours; a baseline is one point",
-        "Precision and recall of ours over the confidence threshold (a pair without matches counts as 0)",
-        "Calibration: on the dashed line, confidence is the share of right matches",
-    )
-    return [(Markup(chart), caption) for chart, caption in zip((first, second, third), captions)]
+    return [
+        (first, "Precision at each recall over all confidences of ours; a baseline is one point"),
+        (second, "Precision and recall of ours over the confidence threshold (a pair without matches counts as 0)"),
+        (third, "Calibration: on the dashed line, confidence is the share of right matches"),
+    ]

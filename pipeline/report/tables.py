@@ -136,13 +136,11 @@ def unrelated(figures: Mapping[str, Optional[float]]) -> List[str]:
 
 def side_by_side(variants: Dict[str, Dict[str, Optional[float]]]) -> str:
     """Several evaluations in one table. variants: name -> the figures of each."""
-    figures: Dict[str, Any] = {
-        f"{variant}  {title(str(line['matcher']))}.{name}": value
-        for variant, own in variants.items()
-        for line in lines_by_matcher(own)
-        for name, value in line.items()
-        if name != "matcher"
-    }
+    figures = {}
+    for variant, own in variants.items():
+        for name, value in own.items():
+            matcher, _, figure = name.partition(".")
+            figures[f"{variant}  {title(matcher)}.{figure}"] = value
     return comparison(figures)
 
 

@@ -11,8 +11,6 @@ import dataclasses
 import datetime
 import os
 import re
-import signal
-import sys
 import warnings
 from typing import Any, Callable, Dict, Iterator, List, Mapping
 
@@ -22,12 +20,12 @@ from torch import Tensor, nn
 
 from pipeline import stack
 from pipeline.errors import EXIT_FOLDER, RequestError
+from pipeline.runtime import signals
 from superglue_sift.torch_compat import exact_float32
 
 # A rendezvous or a collective that takes longer is a dead peer; SG_TIMEOUT sets another.
 TIMEOUT_SECONDS = 120
 BUCKET_MB = 4  # docs/performance.md has the step time beside that of torch's 25 on a slow link
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +72,6 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", nodes)[0])
 
 
-def _die_with_parent() -> None:
-    """Ask Linux to end this rank when torchrun is killed: left alone it would hold its GPU for ever."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def start() -> Context:
     """Join the process group named by torchrun's (or SLURM's) environment; without one, stand alone.
 
@@ -88,7 +80,8 @@ def start() -> Context:
     Raises:
         RequestError: an environment variable is not a number.
     """
-    _die_with_parent()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signals.end_with_parent()  # torchrun: left alone this rank would hold its GPU for ever
     _adopt_slurm()
     rank, world_size = _integer("RANK", 0), _integer("WORLD_SIZE", 1)
     local_rank = _integer("LOCAL_RANK", 0)

@@ -1,13 +1,22 @@
-"""Being asked to stop: the request is noted and acted on between two steps, when a checkpoint can be saved."""
+"""Being asked to stop: noted, and acted on between two steps, when a checkpoint can be saved; ending with a parent."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import signal
+import sys
 import threading
 from typing import Iterator
 
 ASKED_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the container, Ctrl-C, SLURM before preemption
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Ask Linux to send this process the signal when its parent ends, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 class Stop:
