@@ -9,41 +9,23 @@ from __future__ import annotations
 import getpass
 import os
 import time
+import uuid
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 from pipeline.runtime import repro
 from pipeline.tracking.mlflow_store import MlflowStore
-from pipeline.tracking.run import (
-    EVALUATION,
-    HEADLINE,
-    RUN_ID,
-    NullRun,
-    Run,
-    ending,
-    flatten,
-    new_key,
-    process_tags,
-    redacted,
-)
+from pipeline.tracking.run import EVALUATION, HEADLINE, RUN_ID, NullRun, Run, ending, flatten, process_tags, redacted
 from pipeline.tracking.run_log import RUN_FILE, Event, EventLog, now_ms, recall_run, remember_run
 from pipeline.tracking.shipper import Feed
 
 __all__ = [
-    "EVALUATION",
-    "HEADLINE",
-    "RUN_ID",
-    "NullRun",
-    "Run",
-    "attach",
-    "ending",
-    "known_run",
-    "open_run",
-    "ship_pending",
+    "EVALUATION", "HEADLINE", "RUN_ID", "NullRun", "Run", "attach", "ending", "known_run", "open_run", "ship_pending",
     "tracking_uri",
-]
+]  # fmt: skip
 
 EXPERIMENT = "superglue-sift"
+LOCAL = "local-"  # begins the key of a run that no server knows yet
 
 
 def tracking_uri() -> str:
@@ -81,14 +63,17 @@ def open_run(
         header = _header(uri, params, tags or {}, resume_run_id, name)
         log.append(header)
     else:
-        log.append({"tags": dict(_tags(tags or {})), "resumed": True, "time": now_ms()})
-    feeds = [Feed(log, uri), *_leftovers(folder, uri)]
+        log.append({"tags": _tags(tags or {}), "resumed": True, "time": now_ms()})
 
     def note(run_id: Optional[str]) -> None:
-        remember_run(noted, training, _entry(header, run_id, os.path.relpath(log.path, noted.parent)))
+        """In the file that names the run; the store's address without a password."""
+        kept = {name: header.get(name, "") for name in ("experiment", "name")}
+        place = {"tracking_uri": redacted(header["tracking_uri"]), "log": os.path.relpath(log.path, noted.parent)}
+        remember_run(noted, training, {"key": header["run"], "run_id": run_id, **kept, **place})
 
-    note(feeds[0].run_id or header.get("run_id"))
-    run = Run(log, feeds, uri, lambda: MlflowStore(uri), note)
+    feed = Feed(log, uri, opened=note)
+    note(feed.run_id or header.get("run_id"))
+    run = Run(feed, [feed, *_leftovers(folder, uri)], lambda: MlflowStore(uri))
     if system_metrics:
         run.sample_system()
     return run
@@ -117,11 +102,10 @@ def attach(noted_in: Any, reports_dir: Any = None, training: Optional[str] = Non
     log = EventLog(folder / "attached.jsonl")
     _set_aside(log)
     header = {"run": key, "run_id": run_id, "tracking_uri": uri, "experiment": experiment, "attached": True}
-    header["name"] = known.get("name", "")
-    log.append(header)
-    before = Feed(EventLog(path.parent / known.get("log", "log.jsonl")), uri)
-    feeds = [before] if before.log.header().get("run") == key and before.pending() else []
-    return Run(log, [*feeds, Feed(log, uri), *_leftovers(folder, uri)], uri, lambda: MlflowStore(uri))
+    log.append({**header, "name": known.get("name", "")})
+    feed, before = Feed(log, uri), Feed(EventLog(path.parent / known.get("log", "log.jsonl")), uri)
+    first = [before] if before.log.header().get("run") == key and before.pending() else []
+    return Run(feed, [*first, feed, *_leftovers(folder, uri)], lambda: MlflowStore(uri))
 
 
 def ship_pending(noted_in: Any, reports_dir: Any, training: str) -> None:
@@ -134,54 +118,35 @@ def ship_pending(noted_in: Any, reports_dir: Any, training: str) -> None:
         attach(noted_in, reports_dir, training).close()
 
 
-def _entry(header: Event, run_id: Optional[str], log: str) -> Dict[str, Any]:
-    """What run.json keeps of a run; the store's address without a password."""
-    return {
-        "key": header["run"],
-        "run_id": run_id,
-        "experiment": header["experiment"],
-        "name": header.get("name", ""),
-        "tracking_uri": redacted(header["tracking_uri"]),
-        "log": log,
-    }
-
-
 def _header(uri: str, params: Dict[str, Any], tags: Dict[str, Any], run_id: Optional[str], name: str) -> Event:
-    local = run_id is not None and run_id.startswith("local-")
+    local = run_id is not None and run_id.startswith(LOCAL)
+    given = os.environ.get("MLFLOW_RUN_NAME") or os.environ.get("DVC_EXP_NAME")
     return {
-        "run": run_id if local else new_key(),
+        "run": run_id if local else LOCAL + uuid.uuid4().hex,
         "run_id": None if local else run_id,
         "continues": bool(run_id),
         "tracking_uri": uri,
         "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT,
-        "name": _name(name),
+        "name": given or name or time.strftime("%Y-%m-%d %H.%M"),
         "params": flatten(params),
         "tags": _tags(tags),
         "time": now_ms(),
     }
 
 
-def _name(prefix: str) -> str:
-    given = os.environ.get("MLFLOW_RUN_NAME") or os.environ.get("DVC_EXP_NAME")
-    return given or prefix or time.strftime("%Y-%m-%d %H.%M")
-
-
 def _tags(tags: Dict[str, Any]) -> Dict[str, str]:
-    own = repro.provenance()
-    own.update({str(key): str(value) for key, value in tags.items()})
-    own.update(process_tags())
-    own["mlflow.source.name"] = f"pipeline.{own.get('dvc.stage', 'train')}"
-    own["mlflow.source.type"] = "LOCAL"
-    own["mlflow.source.git.commit"] = own["git.commit"]
-    own["mlflow.user"] = _user()
-    return own
-
-
-def _user() -> str:
     try:
-        return getpass.getuser()
+        user = getpass.getuser()
     except (KeyError, OSError):  # a container's --user without an entry in passwd
-        return str(os.getuid())
+        user = str(os.getuid())
+    own = {**repro.provenance(), **{str(key): str(value) for key, value in tags.items()}, **process_tags()}
+    return {
+        **own,
+        "mlflow.source.name": f"pipeline.{own.get('dvc.stage', 'train')}",
+        "mlflow.source.type": "LOCAL",
+        "mlflow.source.git.commit": own["git.commit"],
+        "mlflow.user": user,
+    }
 
 
 def _set_aside(log: EventLog) -> None:

@@ -46,12 +46,8 @@ def input_example() -> List[Dict[str, str]]:
     spots = np.random.default_rng(0).integers(0, 256, (30, 40)).astype(np.uint8)
     image0 = cv2.resize(spots, (160, 120), interpolation=cv2.INTER_CUBIC)
     image1 = cv2.warpAffine(image0, cv2.getRotationMatrix2D((80, 60), 20, 1), (160, 120))
-    return [{"image0": as_base64(image0), "image1": as_base64(image1)}]
-
-
-def as_base64(image: np.ndarray) -> str:
-    """Pixels (H, W) or (H, W, 3) as the text of a JPEG file."""
-    return base64.b64encode(cv2.imencode(".jpg", image)[1].tobytes()).decode("ascii")
+    files = [cv2.imencode(".jpg", image)[1].tobytes() for image in (image0, image1)]
+    return [{f"image{side}": base64.b64encode(file).decode() for side, file in enumerate(files)}]
 
 
 def pixels(image: Any, name: str) -> np.ndarray:
@@ -63,9 +59,9 @@ def pixels(image: Any, name: str) -> np.ndarray:
             raise RequestError(f"{name}: neither base64 nor pixels") from None
     try:
         found = np.asarray(image)
-        fits = found.dtype.kind in "iuf" and found.ndim in (2, 3) and 0 < found.size <= 3 * MAX_PIXELS
     except ValueError:  # rows of different lengths
-        fits = False
+        found = np.empty(0)
+    fits = found.dtype.kind in "iuf" and found.ndim in (2, 3) and 0 < found.size <= 3 * MAX_PIXELS
     if not fits or found.min() < 0 or found.max() > 255:
         raise RequestError(f"{name}: must be base64 of an image file, or pixels (H, W) or (H, W, 3) from 0 to 255")
     return found.astype(np.uint8)

@@ -134,8 +134,11 @@ class MlflowStore:
 
     def ship(self, run_id: str, events: List[Event]) -> None:
         """Add events in order. Raises Refused when the store will never take one of them."""
+        from mlflow.entities import Metric
+
         try:
-            self._metrics(run_id, [event for event in events if event.get("metrics")])
+            measured = ((event, *point) for event in events for point in event.get("metrics", {}).items())
+            self._points(run_id, [Metric(name, float(v), event["time"], event["step"]) for event, name, v in measured])
             for event in events:
                 self._other(run_id, event)
         except FileNotFoundError as error:
@@ -145,25 +148,15 @@ class MlflowStore:
                 raise Refused(str(error)) from error
             raise
 
-    def _metrics(self, run_id: str, events: List[Event]) -> None:
-        from mlflow.entities import Metric
-
-        self._points(
-            run_id,
-            [
-                Metric(name, float(value), event["time"], event["step"])
-                for event in events
-                for name, value in event["metrics"].items()
-            ],
-        )
-
     def _points(self, run_id: str, points: List[Any]) -> None:
         for at in range(0, len(points), METRICS_AT_ONCE):
             self._client.log_batch(run_id, metrics=points[at : at + METRICS_AT_ONCE])
 
     def _other(self, run_id: str, event: Event) -> None:
         if "artifact" in event:
-            self._artifact(run_id, event["artifact"], event.get("folder") or None)
+            path = event["artifact"]
+            add = self._client.log_artifacts if os.path.isdir(path) else self._client.log_artifact
+            add(run_id, path, event.get("folder") or None)
         if "dataset" in event:
             self._dataset(run_id, event["dataset"])
         if "model" in event:
@@ -174,12 +167,6 @@ class MlflowStore:
             self._tags(run_id, event["tags"])
         if "end" in event:
             self._client.set_terminated(run_id, event["end"], event.get("time"))
-
-    def _artifact(self, run_id: str, path: str, folder: Optional[str]) -> None:
-        if os.path.isdir(path):
-            self._client.log_artifacts(run_id, path, folder)
-        else:
-            self._client.log_artifact(run_id, path, folder)
 
     def _tags(self, run_id: str, tags: Dict[str, str]) -> None:
         from mlflow.entities import RunTag
@@ -198,16 +185,15 @@ class MlflowStore:
 
     def _model(self, run_id: str, event: Event) -> None:
         """The weights as a logged model of the run and as a version of the registered one; the first is `champion`."""
-        name = event["name"]
+        name, tags = event["name"], {"step": str(event["step"])}
         self._same_weights(run_id, event["files"][0])
         done = self._client.search_model_versions(f"run_id = '{run_id}'")
-        if any(version.tags.get("step") == str(event["step"]) for version in done):
+        if any(version.tags.get("step") == tags["step"] for version in done):
             return
         model_id = self._logged_model(run_id, event)
         if not self._client.search_registered_models(f"name = '{name}'"):
             self._client.create_registered_model(name, description=USAGE.replace("NAME", name))
         source = f"models:/{model_id}"
-        tags = {"step": str(event["step"])}
         version = self._client.create_model_version(name, source, run_id, tags, model_id=model_id, await_creation_for=0)
         champion = self._champion(name)
         if champion is None or champion.run_id == run_id:
@@ -234,21 +220,16 @@ class MlflowStore:
         champion = self._champion(name)
         if champion is None or champion.run_id == run_id:
             return
+        path, holder = f"{EVALUATION}/pairs.csv", champion.run_id
+        there = any(one.path == path for one in self._client.list_artifacts(holder, EVALUATION))
         with tempfile.TemporaryDirectory() as folder:
-            better, found = better_than(Path(event["pairs"]), self._pairs(str(champion.run_id), folder))
+            theirs = Path(self._client.download_artifacts(holder, path, folder)) if there else None
+            better, found = better_than(Path(event["pairs"]), theirs)
         if better:
             self._client.set_registered_model_alias(name, CHAMPION, version)
         found = f"against version {champion.version}: {found}"
         self._client.set_model_version_tag(name, version, CHAMPION, found)
-        holder = version if better else champion.version
-        say(f"{name} version {holder} is {CHAMPION}; version {version} {found}")
-
-    def _pairs(self, run_id: str, folder: str) -> Optional[Path]:
-        """pairs.csv of a run's evaluation, None where it was not evaluated."""
-        path = f"{EVALUATION}/pairs.csv"
-        if not any(one.path == path for one in self._client.list_artifacts(run_id, EVALUATION)):
-            return None
-        return Path(self._client.download_artifacts(run_id, path, folder))
+        say(f"{name} version {version if better else champion.version} is {CHAMPION}; version {version} {found}")
 
     def _same_weights(self, run_id: str, file: str) -> None:
         """Tag the run with the digest of its weights; take over the evaluation of earlier runs that have the same.
@@ -264,13 +245,10 @@ class MlflowStore:
             tags["weights.same_as"] = runs[0].info.run_id
         evaluated = [run for run in runs if _evaluation(run)]
         if evaluated:
-            latest = max(evaluated, key=self._evaluated_at)
+            latest = max(evaluated, key=lambda run: self._last_point(run, _evaluation(run)[0]).timestamp)
             tags.update(self._take_over(run_id, latest))
             tags["evaluation.taken_from"] = latest.info.run_id
         self._tags(run_id, tags)
-
-    def _evaluated_at(self, run) -> int:
-        return max(self._last_point(run, name).timestamp for name in _evaluation(run)[:1])
 
     def _last_point(self, run, name: str):
         return max(self._client.get_metric_history(run.info.run_id, name), key=lambda m: (m.step, m.timestamp))
@@ -292,11 +270,10 @@ class MlflowStore:
         from mlflow.entities import LoggedModelOutput
 
         experiment = self._client.get_run(run_id).info.experiment_id
-        known = self._client.search_logged_models([experiment], f"source_run_id = '{run_id}'")
-        again = [m for m in known if m.tags.get("step") == str(event["step"]) and m.status == "READY"]
-        if again:
-            return again[0].model_id
         tags = {"step": str(event["step"])}
+        for known in self._client.search_logged_models([experiment], f"source_run_id = '{run_id}'"):
+            if known.tags.get("step") == tags["step"] and known.status == "READY":
+                return known.model_id
         model = self._client.create_logged_model(experiment, event["name"], run_id, tags, model_type="matcher")
         with tempfile.TemporaryDirectory() as folder:
             save_model(Path(folder) / "model", run_id, model.model_id, event["files"])
@@ -334,18 +311,14 @@ def save_model(folder: Path, run_id: str, model_id: str, files: List[str]) -> No
     warnings.filterwarnings("ignore", "(?s).*type hint", UserWarning)  # the signature says more
     from pipeline.tracking import matcher_model
 
-    names = (matcher_model.WEIGHTS, "description")
+    pins, names = repro.versions(), ("mlflow", "numpy", "opencv-python", "safetensors", "torch")
     pyfunc.save_model(
         folder,
         python_model=str(matcher_model.__file__),
         code_paths=[str(Path(superglue_sift.__file__).parent)],
-        artifacts=dict(zip(names, files)),
+        artifacts=dict(zip((matcher_model.WEIGHTS, "description"), files)),
         signature=matcher_model.signature(),
         input_example=matcher_model.input_example(),
-        pip_requirements=[
-            f"{name}=={version.partition('+')[0]}"
-            for name, version in repro.versions().items()
-            if name in ("mlflow", "numpy", "opencv-python", "safetensors", "torch")
-        ],
+        pip_requirements=[f"{name}=={pins[name].partition('+')[0]}" for name in names if name in pins],
         mlflow_model=Model(run_id=run_id, model_id=model_id),
     )

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import socket
-import uuid
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
-from pipeline.tracking.run_log import Event, EventLog, now_ms, storable
+from pipeline.tracking.run_log import Event, now_ms, storable
 from pipeline.tracking.shipper import Feed, Shipper, say, wait_limit
 from pipeline.tracking.system_metrics import Sampler
 
-LOCAL_PREFIX = "local-"
 MODEL = "superglue-sift"  # in the model registry
 SEPARATOR = " · "  # between a run's name and its result
 EVALUATION = "test"  # folder of the files of the stage `evaluate` in a run
@@ -82,29 +81,18 @@ class NullRun:
 class Run(NullRun):
     """An open run. Everything goes to the local log; a `Shipper` carries it on from there.
 
-    Made by `tracking.open_run` and `tracking.attach`; `note` is called with MLflow's id once it is known. As a
-    context manager it closes itself: FINISHED, FAILED on an exception, KILLED on Ctrl-C or sys.exit (which is how
-    a signal ends a stage).
+    Made by `tracking.open_run` and `tracking.attach`. As a context manager it closes itself: FINISHED, FAILED on an
+    exception, KILLED on Ctrl-C or sys.exit (which is how a signal ends a stage).
     """
 
-    def __init__(
-        self,
-        log: EventLog,
-        feeds: List[Feed],
-        tracking_uri: str,
-        make_sink: Callable[[], object],
-        note: Optional[Callable[[Optional[str]], None]] = None,
-    ) -> None:
-        self._log = log
-        self._feed = feeds[0] if feeds[0].log is log else feeds[-1]
-        self._uri = tracking_uri
-        self._note = note
+    def __init__(self, feed: Feed, feeds: List[Feed], make_sink: Callable[[], object]) -> None:
+        """feed: of its own log; feeds: that and others, in the order in which they are shipped."""
+        self._feed, self._log, self._uri = feed, feed.log, feed.tracking_uri
         self._sampler: Optional[Sampler] = None
-        self._known = log.last_steps()
-        self.name = log.header().get("name", "")
-        self._warned = False
-        self._closed = False
-        self._shipper = Shipper(feeds, make_sink, redacted(tracking_uri), self._opened)
+        self._known = self._log.last_steps()
+        self.name = self._log.header().get("name", "")
+        self._warned = self._closed = False
+        self._shipper = Shipper(feeds, make_sink, redacted(self._uri))
         self._shipper.start()
         atexit.register(self.close, "FAILED")  # for a stage that ended without closing
 
@@ -158,15 +146,6 @@ class Run(NullRun):
             say(text)
         self._warned = True
 
-    def _opened(self, feed: Feed) -> None:
-        if feed is self._feed and self._note is not None:
-            self._note(feed.run_id)
-
-
-def new_key() -> str:
-    """A name for a run that no server knows yet."""
-    return LOCAL_PREFIX + uuid.uuid4().hex
-
 
 def ending(kind: Any) -> str:
     """FAILED or KILLED, from the exception that ended the work."""
@@ -175,45 +154,34 @@ def ending(kind: Any) -> str:
 
 def redacted(uri: str) -> str:
     """The address without user name and password."""
-    head, mark, rest = uri.partition("://")
-    if not mark or "@" not in rest.split("/", 1)[0]:
-        return uri
-    return f"{head}://{rest.split('@', 1)[1]}"
+    return re.sub("://[^/]*@", "://", uri, count=1)
 
 
 def flatten(params: Dict[str, Any], prefix: str = "") -> Dict[str, str]:
     """{"train": {"lr": 0.1}} as {"train.lr": "0.1"}."""
     flat: Dict[str, str] = {}
     for key, value in params.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            flat.update(flatten(value, f"{name}."))
-        else:
-            flat[name] = str(value)
+        inner = flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": str(value)}
+        flat.update(inner)
     return flat
 
 
 def process_tags() -> Dict[str, str]:
     """Enough to tell later, on this machine, whether the process still lives."""
-    return {
-        f"{PROCESS}host": socket.gethostname(),
-        f"{PROCESS}space": _process_space(),
-        f"{PROCESS}pid": str(os.getpid()),
-        f"{PROCESS}started": _start_time(os.getpid()) or "",
-    }
+    pid = os.getpid()
+    own = {"host": socket.gethostname(), "space": _process_space(), "pid": str(pid), "started": _start_time(pid) or ""}
+    return {PROCESS + name: value for name, value in own.items()}
 
 
 def is_gone(tags: Dict[str, str]) -> bool:
     """Whether the process of `process_tags` has ended. False where it cannot be known (another machine)."""
-    if tags.get(f"{PROCESS}host") != socket.gethostname():
+    host, space, pid, started = (tags.get(PROCESS + name, "") for name in ("host", "space", "pid", "started"))
+    if host != socket.gethostname():
         return False
-    host_boot, _, space = tags.get(f"{PROCESS}space", "").partition(" ")
-    boot, _, mine = _process_space().partition(" ")
-    if host_boot != boot:
+    mine = _process_space()
+    if space.partition(" ")[0] != mine.partition(" ")[0]:
         return True  # the machine has been started again since
-    if space != mine or not tags.get(f"{PROCESS}pid", "").isdigit():
-        return False
-    return _start_time(int(tags[f"{PROCESS}pid"])) != tags.get(f"{PROCESS}started")
+    return space == mine and pid.isdigit() and _start_time(int(pid)) != started
 
 
 def _process_space() -> str:

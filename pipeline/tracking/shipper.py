@@ -8,8 +8,9 @@ line sent twice arrives once.
 from __future__ import annotations
 
 import sys
+import textwrap
 import threading
-from typing import Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 from pipeline.tracking.run_log import Event, EventLog
 
@@ -23,22 +24,27 @@ class Refused(Exception):
 
 
 class Feed:
-    """One log and how far it has got.
+    """One log and how far it has got; `opened` is called with MLflow's id of its run once that is known.
 
     `sink` has `open(header, run_id) -> (run_id, fresh)`, `last_steps(run_id) -> {name: step}` and
     `ship(run_id, events)`; each raises Refused for good, anything else for now.
     """
 
-    def __init__(self, log: EventLog, tracking_uri: str, leftover: bool = False) -> None:
-        self.log = log
-        self.tracking_uri = tracking_uri
-        self.leftover = leftover
-        self.refused = 0
+    def __init__(
+        self,
+        log: EventLog,
+        tracking_uri: str,
+        leftover: bool = False,
+        opened: Optional[Callable[[Optional[str]], None]] = None,
+    ) -> None:
+        self.log, self.tracking_uri, self.leftover = log, tracking_uri, leftover
         cursor = log.cursor()
-        mine = cursor.get("tracking_uri") == tracking_uri
-        self.run_id: Optional[str] = cursor.get("run_id") if mine else None
-        self.offset = int(cursor.get("offset") or 0) if mine else 0
-        self._open = False
+        if cursor.get("tracking_uri") != tracking_uri:
+            cursor = {}
+        self.run_id: Optional[str] = cursor.get("run_id")
+        self.offset = int(cursor.get("offset") or 0)
+        self._opened = opened
+        self._open = self._refused = False
         self._known: Dict[str, int] = {}
 
     def pending(self) -> bool:
@@ -48,26 +54,28 @@ class Feed:
         """Number of events that have not arrived."""
         return sum(1 for _ in self.log.read(self.offset))
 
-    def advance(self, sink) -> None:
+    def advance(self, sink: Any) -> None:
         """Ship the next batch and move the cursor."""
         if not self._open:
             self._connect(sink)
         batch = list(self.log.read(self.offset, EVENTS_AT_ONCE))
-        if not batch:
-            return
-        self._ship(sink, [self._new(event) for event, _ in batch])
-        self.offset = batch[-1][1]
-        self.log.store_cursor(self.tracking_uri, self.run_id, self.offset)
+        if batch:
+            self._ship(sink, [self._new(event) for event, _ in batch])
+            self._move_to(batch[-1][1])
 
-    def _connect(self, sink) -> None:
+    def _connect(self, sink: Any) -> None:
         header = self.log.header()
         self.run_id, fresh = sink.open(header, self.run_id or header.get("run_id"))
-        if fresh:
-            self.offset = 0  # a store that does not know the run gets all of it
-        elif header.get("continues"):
+        if not fresh and header.get("continues"):
             self._known = sink.last_steps(self.run_id)
-        self.log.store_cursor(self.tracking_uri, self.run_id, self.offset)
+        self._move_to(0 if fresh else self.offset)  # a store that does not know the run gets all of it
         self._open = True
+        if self._opened is not None:
+            self._opened(self.run_id)
+
+    def _move_to(self, offset: int) -> None:
+        self.offset = offset
+        self.log.store_cursor(self.tracking_uri, self.run_id, offset)
 
     def _new(self, event: Event) -> Event:
         """The event without the points the server had before this log began (a run resumed elsewhere)."""
@@ -76,40 +84,30 @@ class Feed:
         kept = {k: v for k, v in event["metrics"].items() if event["step"] > self._known.get(k, -1)}
         return dict(event, metrics=kept)
 
-    def _ship(self, sink, events: List[Event]) -> None:
+    def _ship(self, sink: Any, events: List[Event]) -> None:
         try:
             sink.ship(self.run_id, events)
         except Refused as error:
             if len(events) > 1:
                 for event in events:
                     self._ship(sink, [event])
-                return
-            self.refused += 1
-            if self.refused == 1:
+            elif not self._refused:
+                self._refused = True
                 say(f"the server refused an entry, the log keeps it: {error}")
 
 
 class Shipper(threading.Thread):
-    """Carries the feeds, one after another, until asked to stop."""
+    """Carries the feeds, one after another, until asked to stop. place: what messages call the server."""
 
-    def __init__(
-        self,
-        feeds: List[Feed],
-        make_sink: Callable[[], object],
-        place: str,
-        on_open: Optional[Callable[[Feed], None]] = None,
-    ) -> None:
+    def __init__(self, feeds: List[Feed], make_sink: Callable[[], object], place: str) -> None:
         super().__init__(name="tracking", daemon=True)
         self.feeds = feeds
         self.error: Optional[str] = None
-        self._make_sink = make_sink
-        self._place = place
-        self._on_open = on_open
+        self._make_sink, self._place = make_sink, place
         self._sink = None
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._given_up = threading.Event()
-        self._announced: Dict[Feed, str] = {}
 
     def run(self) -> None:
         pause = POLL_SECONDS
@@ -118,8 +116,7 @@ class Shipper(threading.Thread):
             if self._given_up.is_set() or (self._stopping.is_set() and ok):
                 return
             pause = POLL_SECONDS if ok else min(2 * pause, LONGEST_PAUSE_SECONDS)
-            longest = pause if not self._stopping.is_set() else 0.5
-            self._wake.wait(longest)
+            self._wake.wait(0.5 if self._stopping.is_set() else pause)
             self._wake.clear()
 
     def stop(self, seconds: float) -> bool:
@@ -137,9 +134,10 @@ class Shipper(threading.Thread):
             for feed in list(self.feeds):
                 self._drain(feed)
         except Exception as error:  # whatever the client or the server does, training goes on
+            reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder="...")
             if self.error is None:
-                say(f"{self._place} does not answer ({brief(error)}); training goes on, the log keeps all")
-            self.error = brief(error)
+                say(f"{self._place} does not answer ({reason}); training goes on, the log keeps all")
+            self.error = reason
             return False
         if self.error is not None:
             say(f"{self._place} answers again; all points so far have arrived")
@@ -149,18 +147,9 @@ class Shipper(threading.Thread):
     def _drain(self, feed: Feed) -> None:
         while feed.pending() and not self._given_up.is_set():
             feed.advance(self._sink)
-            if self._on_open is not None and self._announced.get(feed) != feed.run_id:
-                self._announced[feed] = feed.run_id or ""
-                self._on_open(feed)
         if feed.leftover and not feed.pending():
             feed.log.delete()
             self.feeds.remove(feed)
-
-
-def brief(error: BaseException) -> str:
-    """An exception as one short line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def say(text: str) -> None:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import threading
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List
 
 
 class Sampler(threading.Thread):
-    """Calls `log(metrics, step)` every `seconds` until stopped. What cannot be read is left out."""
+    """Calls `log(metrics, step)` every `interval()` seconds until stopped. What cannot be read is left out."""
 
-    def __init__(
-        self, log: Callable[[Dict[str, float], int], None], first_step: int = 0, seconds: Optional[float] = None
-    ) -> None:
+    def __init__(self, log: Callable[[Dict[str, float], int], None], first_step: int = 0) -> None:
         super().__init__(name="system-metrics", daemon=True)
-        self._log = log
-        self._step = first_step
-        self._seconds = interval() if seconds is None else seconds
+        self._log, self._step = log, first_step
         self._stopping = threading.Event()
 
     def run(self) -> None:
         monitors = open_monitors()
-        while not self._stopping.wait(self._seconds):
-            found = {f"system/{name}": value for each in monitors for name, value in sample(each).items()}
+        while not self._stopping.wait(interval()):
+            found: Dict[str, float] = {}
+            for monitor in monitors:
+                with contextlib.suppress(Exception):  # a figure for the curious must not end its thread
+                    monitor.collect_metrics()
+                    found.update({f"system/{name}": value for name, value in monitor.aggregate_metrics().items()})
+                    monitor.clear_metrics()
             self._log(found, self._step)
             self._step += 1
 
@@ -40,29 +43,10 @@ def interval() -> float:
 
 
 def open_monitors() -> List[Any]:
-    """MLflow's monitors of what this machine has; none without psutil."""
-    try:
-        from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
-        from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
-        from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
-        from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
-    except ImportError:
-        return []
+    """MLflow's monitors of what this machine has."""
     found: List[Any] = []
-    for monitor in (CPUMonitor, DiskMonitor, NetworkMonitor, GPUMonitor):
-        try:
-            found.append(monitor())
-        except Exception:  # no network, no GPU, no driver: each monitor raises a type of its own
-            continue
+    for name in ("CPU", "Disk", "Network", "GPU"):
+        with contextlib.suppress(Exception):  # no psutil, GPU, driver, ...: each raises a type of its own
+            home = importlib.import_module(f"mlflow.system_metrics.metrics.{name.lower()}_monitor")
+            found.append(getattr(home, f"{name}Monitor")())
     return found
-
-
-def sample(monitor: Any) -> Dict[str, float]:
-    """One sample of a monitor; {} where it cannot be read."""
-    try:
-        monitor.collect_metrics()
-        found = dict(monitor.aggregate_metrics())
-        monitor.clear_metrics()
-        return found
-    except Exception:  # a figure for the curious must not end its thread, let alone the run
-        return {}
