@@ -39,19 +39,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Matcher": "matcher.Matcher",
-    "MatchResult": "matcher.MatchResult",
-    "Features": "matcher.Features",
-    "RequestError": "errors.RequestError",
-    "SuperGlue": "superglue.SuperGlue",
-    "SuperGlueConfig": "superglue.SuperGlueConfig",
-    "mutual_matches": "superglue.mutual_matches",
-    "load_model": "weights.load_model",
-    "extract_sift": "sift.extract",
-    "Pair": "batch.Pair",
-    "PairBatch": "batch.PairBatch",
-    "from_pairs": "batch.from_pairs",
-}
+    "Matcher": "matcher", "MatchResult": "matcher", "Features": "matcher", "RequestError": "errors",
+    "SuperGlue": "superglue", "SuperGlueConfig": "superglue", "mutual_matches": "superglue", "load_model": "weights",
+    "extract_sift": "sift", "Pair": "batch", "PairBatch": "batch", "from_pairs": "batch",
+}  # fmt: skip
 
 __all__ = [
     "Features", "MatchResult", "Matcher", "Pair", "PairBatch", "RequestError", "SuperGlue", "SuperGlueConfig",
@@ -63,5 +54,5 @@ def __getattr__(name: str) -> Any:
     """The public names, loaded when they are asked for: `import superglue_sift` alone does not load torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, attribute = _HOMES[name].rpartition(".")
-    return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+    home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+    return getattr(home, "extract" if name == "extract_sift" else name)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from superglue_sift import torch_compat
+from superglue_sift.chunked_attention import scaled_dot_product_attention
 from superglue_sift.packing import Edges
-from superglue_sift.torch_compat import no_autocast, scaled_dot_product_attention
+from superglue_sift.torch_compat import no_autocast
 
 # Most attention weights that the gradient on a CPU holds at a time: those of several short sequences.
 MAX_SCRATCH = 1 << 22

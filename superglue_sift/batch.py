@@ -22,7 +22,7 @@ from superglue_sift.torch_compat import floats_of_bytes
 _FIELDS = dict(KEYPOINT.fields or {})
 DESCRIPTOR_AT = _FIELDS["descriptor"][1]  # byte offset inside a record
 ON_HOST = ("counts0", "counts1")  # fields of a PairBatch
-_COLUMN = {name: _FIELDS[name][1] // 4 for name in ("x", "y", "scale", "angle", "score")}
+_COLUMN = {"position": slice(2), **{name: _FIELDS[name][1] // 4 for name in ("scale", "angle", "score")}}
 
 
 class Pair(NamedTuple):
@@ -90,13 +90,11 @@ class PairBatch:
 
     def _with(self, moved: Callable[[Tensor], Tensor]) -> PairBatch:
         """The same batch with all but the counts `moved`."""
-        changed = {
-            name: moved(value) for name, value in vars(self).items() if value is not None and name not in ON_HOST
-        }
-        return dataclasses.replace(self, **changed)
+        own = {name: value for name, value in vars(self).items() if value is not None and name not in ON_HOST}
+        return dataclasses.replace(self, **{name: moved(value) for name, value in own.items()})
 
-    keypoints0 = property(lambda self: _floats(self.records0)[..., :2], doc="(B, N0, 2) float32, px")
-    keypoints1 = property(lambda self: _floats(self.records1)[..., :2], doc="(B, N1, 2) float32, px")
+    keypoints0 = property(lambda self: _column(self.records0, "position"), doc="(B, N0, 2) float32, px")
+    keypoints1 = property(lambda self: _column(self.records1, "position"), doc="(B, N1, 2) float32, px")
     scales0 = property(lambda self: _column(self.records0, "scale"), doc="(B, N0) float32, diameter in px")
     scales1 = property(lambda self: _column(self.records1, "scale"), doc="(B, N1) float32, diameter in px")
     angles0 = property(lambda self: _column(self.records0, "angle"), doc="(B, N0) float32, degrees")
@@ -107,12 +105,8 @@ class PairBatch:
     descriptors1 = property(lambda self: self.records1[..., DESCRIPTOR_AT:], doc="(B, N1, R - 20) uint8")
 
 
-def _floats(records: Tensor) -> Tensor:
-    return floats_of_bytes(records[..., :DESCRIPTOR_AT])
-
-
 def _column(records: Tensor, name: str) -> Tensor:
-    return _floats(records)[..., _COLUMN[name]]
+    return floats_of_bytes(records[..., :DESCRIPTOR_AT])[..., _COLUMN[name]]
 
 
 def _pack(records: Sequence[np.ndarray], dtype: np.dtype) -> Tuple[Tensor, Tensor]:
@@ -133,22 +127,16 @@ def _pack(records: Sequence[np.ndarray], dtype: np.dtype) -> Tuple[Tensor, Tenso
 def from_pairs(
     pairs: Sequence[Pair], H_0to1: Optional[np.ndarray] = None, dtype: Optional[np.dtype] = None
 ) -> PairBatch:
-    """Batch pairs of views.
+    """Batch pairs of views. H_0to1: (B, 3, 3) float64, the truth of each, where it is known.
 
-    H_0to1: (B, 3, 3) float64, the truth of each; None where it is not known. dtype: of the records; None: that of the
-    first pair, ORIENTED where any is, SIFT's where there is no pair.
+    dtype: of the records; None: that of the first pair, ORIENTED where any is or there is no pair.
     """
     if dtype is None:
         dtypes = [records.dtype for pair in pairs for records in pair[:2]]
         dtype = ORIENTED if not dtypes or ORIENTED in dtypes else dtypes[0]
     records0, counts0 = _pack([p.records0 for p in pairs], dtype)
     records1, counts1 = _pack([p.records1 for p in pairs], dtype)
-    return PairBatch(
-        records0=records0,
-        records1=records1,
-        counts0=counts0,
-        counts1=counts1,
-        image_size0=torch.tensor([p.size0 for p in pairs], dtype=torch.float32).reshape(-1, 2),
-        image_size1=torch.tensor([p.size1 for p in pairs], dtype=torch.float32).reshape(-1, 2),
-        H_0to1=None if H_0to1 is None else torch.from_numpy(H_0to1),
-    )
+    size0 = torch.tensor([p.size0 for p in pairs], dtype=torch.float32).reshape(-1, 2)
+    size1 = torch.tensor([p.size1 for p in pairs], dtype=torch.float32).reshape(-1, 2)
+    H = None if H_0to1 is None else torch.from_numpy(H_0to1)
+    return PairBatch(records0, records1, counts0, counts1, size0, size1, H)

@@ -6,6 +6,7 @@ The plain formula keeps H N^2 weights of every sequence and layer for its gradie
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Iterator, Optional, Tuple
 
@@ -13,15 +14,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from superglue_sift.torch_compat import has_fused_attention, no_autocast, without_cudnn
+
 MAX_WEIGHTS = 1 << 26  # of the queries that are done at a time, over all sequences and heads: 256 MiB in float32
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v over the last two axes.
+def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Tensor:
+    """`attention` by torch's fused kernel where there is one (2.0)."""
+    if has_fused_attention():
+        with without_cudnn() if q.is_cuda else contextlib.nullcontext():
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return attention(q, k, v, mask)
 
-    Args:
-        q (..., M, d), k and v (..., N, d).
-        mask: broadcast to (..., 1, N), True where a key may be seen; the same for every query.
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v of q (..., M, d), k and v (..., N, d).
+
+    mask: broadcast to (..., 1, N), True where a key may be seen; the same for every query.
     """
     return _Chunked.apply(q, k, v, mask)
 
@@ -31,7 +40,7 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor]) -> Tensor:
         ctx.save_for_backward(q, k, v, mask)
         out = torch.empty_like(q)
-        with _as_given(q):
+        with no_autocast(q.device.type):  # what comes has the type that it chose
             for part, weights in _weights(q, k, mask):
                 out[..., part, :] = weights @ v
         return out
@@ -41,7 +50,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         q, k, v, mask = ctx.saved_tensors
         d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        with _as_given(q):
+        with no_autocast(q.device.type):  # what comes has the type that it chose
             for part, weights in _weights(q, k, mask):
                 d_out = grad[..., part, :]
                 d_v += weights.transpose(-1, -2) @ d_out
@@ -64,10 +73,3 @@ def _weights(q: Tensor, k: Tensor, mask: Optional[Tensor]) -> Iterator[Tuple[sli
         if mask is not None:
             logits = logits.masked_fill(~mask, float("-inf"))
         yield part, logits.softmax(-1).to(q.dtype)
-
-
-def _as_given(q: Tensor):
-    """No autocast: what comes has the type that it chose."""
-    if q.device.type == "cpu":
-        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=False)
-    return torch.autocast(q.device.type, enabled=False)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import time
 from pathlib import Path
@@ -32,7 +33,7 @@ import cv2
 from superglue_sift import __version__, errors, many, results
 from superglue_sift.errors import RequestError, WorkError
 from superglue_sift.extractors import DEFAULT
-from superglue_sift.files import file_sha256
+from superglue_sift.files import file_sha256, write_csv
 from superglue_sift.images import read_color
 from superglue_sift.matcher import Matcher
 from superglue_sift.weights import shipped_weights
@@ -44,18 +45,16 @@ NEIGHBOURS = {"sequential": 5, "nearest": 20}  # of each image, where --k names 
 def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     """The command line. Raises RequestError for one that cannot be meant."""
     title, _, examples = str(__doc__).partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="superglue-match",
-        description=title,
-        epilog="examples:\n" + examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser("superglue-match", description=title, epilog="examples:\n" + examples)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("inputs", nargs="*", type=Path, help="two images, or a folder, or a video")
     parser.add_argument("--version", action="version", version=f"superglue-sift {__version__}")
     _add_what(parser.add_argument_group("what to match"))
     _add_output(parser.add_argument_group("what to write"))
     _add_how(parser.add_argument_group("how to match"))
-    _add_page(parser.add_argument_group("a page for the browser (pip install 'superglue-sift[serve]')"))
+    page = parser.add_argument_group("a page for the browser (pip install 'superglue-sift[serve]')")
+    page.add_argument("--serve", action="store_true", help="drop two images and move the threshold")
+    page.add_argument("--port", type=int, default=8010, help="of 127.0.0.1 (default 8010)")
     args = parser.parse_args(argv)
     _check(args)
     return args
@@ -99,11 +98,6 @@ def _add_how(group) -> None:
     add("--precision", default="float32", choices=("float32", "bfloat16"), help=faster)
 
 
-def _add_page(group) -> None:
-    group.add_argument("--serve", action="store_true", help="drop two images and move the threshold")
-    group.add_argument("--port", type=int, default=8010, help="of 127.0.0.1 (default 8010)")
-
-
 def _check(args: argparse.Namespace) -> None:
     if args.threshold is not None and not 0.0 <= args.threshold <= 1.0:
         raise RequestError(f"--threshold {args.threshold}: must be between 0 and 1")
@@ -117,9 +111,8 @@ def _check(args: argparse.Namespace) -> None:
         raise RequestError(f"--out {args.out}: must end in .png, .jpg or .webp")
     asked = [len(args.inputs) > 0, args.pairs is not None, args.camera is not None, args.serve]
     if sum(asked) != 1 or len(args.inputs) > 2:
-        raise RequestError(
-            "name two images, a folder, a video, --pairs FILE, --camera N or --serve; see --help for examples"
-        )
+        sources = "two images, a folder, a video, --pairs FILE, --camera N or --serve"
+        raise RequestError(f"name {sources}; see --help for examples")
     _check_files(args)
 
 
@@ -143,15 +136,8 @@ def _check_files(args: argparse.Namespace) -> None:
 
 def load(args: argparse.Namespace) -> Matcher:
     """The matcher as asked for."""
-    return Matcher.load(
-        args.model,
-        args.device,
-        max_keypoints=args.max_keypoints,
-        resize=args.resize,
-        threshold=args.threshold,
-        precision=args.precision,
-        extractor=args.extractor,
-    )
+    names = ("max_keypoints", "resize", "threshold", "precision", "extractor")
+    return Matcher.load(args.model, args.device, **{name: getattr(args, name) for name in names})
 
 
 def match_two(args: argparse.Namespace) -> int:
@@ -166,10 +152,7 @@ def match_two(args: argparse.Namespace) -> int:
     print(f"keypoints {len(found.keypoints0)} and {len(found.keypoints1)}, matches {len(found.matches)}")
     print(", ".join(f"{name} inliers {int(fit.inliers.sum())}" for name, fit in fitted.items()))
     print(f"keypoints {extracted - started:.2f} s, matching {matched - extracted:.2f} s")
-
-    def pixels() -> Tuple:
-        return read_color(args.inputs[0]), read_color(args.inputs[1])
-
+    pixels = functools.partial(map, read_color, args.inputs)
     written = []
     if args.json:
         about = {f"image{side}": str(path) for side, path in enumerate(args.inputs)}
@@ -196,12 +179,8 @@ def match_many(args: argparse.Namespace) -> int:
     if matcher.extractor is not DEFAULT and args.pairing == "nearest":
         raise RequestError("--pairing nearest looks for photographs by SIFT; take exhaustive or sequential")
     model = Path(args.model or shipped_weights())
-    settings = {
-        "model_sha256": file_sha256(model),
-        "threshold": matcher.threshold,
-        **{name: getattr(args, name) for name in ("max_keypoints", "resize", "precision")},
-    }
-    many.same_settings(args.out_dir, settings)
+    asked = {name: getattr(args, name) for name in ("max_keypoints", "resize", "precision")}
+    many.same_settings(args.out_dir, {"model_sha256": file_sha256(model), "threshold": matcher.threshold, **asked})
     store = many.FeatureStore(matcher, args.features or args.out_dir / "features")
     camera = args.camera is not None
     output = many.Output(args.out_dir, args.json_files, args.pictures, args.homography, again=camera)
@@ -219,7 +198,8 @@ def match_many(args: argparse.Namespace) -> int:
         done = many.match(pairs, total, store, output, add)
     print(f"{done} pairs matched{f' of {total}, the others before' if total and done < total else ''}: {args.out_dir}")
     if bad:
-        path = many.write_bad(args.out_dir, bad)
+        path = args.out_dir / "bad_images.csv"
+        write_csv(path, [("name", "reason"), *bad.items()])
         raise WorkError(f"{len(bad)} images cannot be read, the rest is done; which and why: {path}")
     return 0
 

@@ -19,10 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from superglue_sift.sift import KEYPOINT, ORIENTED
+from superglue_sift.sift import GEOMETRY, KEYPOINT, ORIENTED
 from superglue_sift.torch_compat import floats_of_bytes
-
-_GEOMETRY = ("x", "y", "scale", "angle", "score")
 
 
 def record_dtype(kind: str, dim: int) -> np.dtype:
@@ -30,7 +28,7 @@ def record_dtype(kind: str, dim: int) -> np.dtype:
     if kind == "sift":
         return ORIENTED
     field = ("bits", "u1", (dim // 8,)) if kind == "binary" else ("descriptor", "<f4", (dim,))
-    return np.dtype([*((name, "<f4") for name in _GEOMETRY), field])
+    return np.dtype([*((name, "<f4") for name in GEOMETRY), field])
 
 
 def kind_of(dtype: np.dtype) -> Tuple[str, int]:
@@ -53,11 +51,7 @@ def unit_vectors(data: Tensor, kind: str, dim: int) -> Tensor:
     """Descriptors as the network sees them, float32 (..., dim) of length 1; of zeros zeros.
 
     sift: RootSIFT. float: divided by their length. binary: every bit -1 or +1, so that the cosine of two that differ in
-    h of `dim` bits is 1 - 2 h / dim.
-
-    Args:
-        data: (..., K) uint8, the bytes of records from the descriptor on (`PairBatch.descriptors0`).
-        kind, dim: what they are, see above.
+    h of `dim` bits is 1 - 2 h / dim. data: (..., K) uint8, records from the descriptor on (`PairBatch.descriptors0`).
     """
     if kind == "sift":
         return root_sift(data)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import List, Optional, Sequence
+from typing import List, Optional, Sequence, Tuple
 
 import cv2
 import numpy as np
@@ -16,10 +16,7 @@ BAR = 26  # height of the heading in pixels
 
 @dataclass(frozen=True)
 class Panel:
-    """One row of a picture: the matches of one matcher.
-
-    points0, points1: (K, 2) matched pixels; correct: (K,) bool, or None where the truth is not known.
-    """
+    """The matches of one matcher. points0, points1: (K, 2) pixels; correct: (K,) bool, None where it is not known."""
 
     heading: str
     points0: np.ndarray
@@ -29,11 +26,10 @@ class Panel:
 
 def side_by_side(image0: np.ndarray, image1: np.ndarray) -> np.ndarray:
     """(H0, W0) and (H1, W1) uint8, gray or BGR -> (max H, W0 + gap + W1, 3) uint8."""
-    images = [cv2.cvtColor(one, cv2.COLOR_GRAY2BGR) if one.ndim == 2 else one for one in (image0, image1)]
-    height = max(image.shape[0] for image in images)
-    canvas = np.full((height, images[0].shape[1] + GAP + images[1].shape[1], 3), 255, np.uint8)
-    canvas[: images[0].shape[0], : images[0].shape[1]] = images[0]
-    canvas[: images[1].shape[0], images[0].shape[1] + GAP :] = images[1]
+    left, right = (cv2.cvtColor(one, cv2.COLOR_GRAY2BGR) if one.ndim == 2 else one for one in (image0, image1))
+    canvas = np.full((max(len(left), len(right)), left.shape[1] + GAP + right.shape[1], 3), 255, np.uint8)
+    canvas[: len(left), : left.shape[1]] = left
+    canvas[: len(right), left.shape[1] + GAP :] = right
     return canvas
 
 
@@ -44,20 +40,18 @@ def draw_lines(canvas: np.ndarray, panel: Panel, shift: int) -> None:
     order = range(len(colours)) if correct is None else np.argsort(~np.asarray(correct, bool), kind="stable")
     for index in order:
         # cv2 takes fixed-point coordinates: four bits after the point
-        start = tuple(round(16 * float(value)) for value in panel.points0[index])
-        end_x, end_y = panel.points1[index]
-        end = (round(16 * float(end_x + shift)), round(16 * float(end_y)))
-        cv2.line(canvas, start, end, colours[index], 1, cv2.LINE_AA, 4)
-        cv2.circle(canvas, start, 32, colours[index], 1, cv2.LINE_AA, 4)
-        cv2.circle(canvas, end, 32, colours[index], 1, cv2.LINE_AA, 4)
+        start, end = panel.points0[index], panel.points1[index] + (shift, 0)
+        ends = [tuple(round(16 * float(value)) for value in point) for point in (start, end)]
+        cv2.line(canvas, *ends, colours[index], 1, cv2.LINE_AA, 4)
+        for point in ends:
+            cv2.circle(canvas, point, 32, colours[index], 1, cv2.LINE_AA, 4)
 
 
 def heading_bar(width: int, text: str) -> np.ndarray:
     """A dark bar (BAR, width, 3) with text, made smaller where it would not fit."""
     bar = np.full((BAR, width, 3), 40, np.uint8)
-    scale = 0.5
-    (text_width, _), _ = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, scale, 1)
-    scale = min(scale, scale * (width - 12) / max(text_width, 1))
+    (text_width, _), _ = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, 0.5, 1)
+    scale = min(0.5, 0.5 * (width - 12) / max(text_width, 1))
     cv2.putText(bar, text, (6, BAR - 9), cv2.FONT_HERSHEY_SIMPLEX, scale, WHITE, 1, cv2.LINE_AA)
     return bar
 
@@ -70,6 +64,12 @@ def draw(image0: np.ndarray, image1: np.ndarray, panels: Sequence[Panel]) -> np.
         draw_lines(canvas, panel, image0.shape[1] + GAP)
         rows += [heading_bar(canvas.shape[1], panel.heading), canvas]
     return np.concatenate(rows, axis=0)
+
+
+def reduced(image: np.ndarray, longer_side: int) -> Tuple[np.ndarray, float]:
+    """An image of at most this longer side in pixels, and its size over that before."""
+    scale = min(1.0, longer_side / max(image.shape[:2]))
+    return cv2.resize(image, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA), scale
 
 
 def write(path: Path, picture: np.ndarray) -> None:

@@ -10,25 +10,15 @@ Main = Callable[[Optional[List[str]]], int]
 
 
 class RequestError(Exception):
-    """The request was wrong: a missing file, a misspelt key, a value out of range.
-
-    The message is one line that names the file or key and the fix. Commands end with exit code 2
-    and this line on stderr, without a traceback.
-    """
+    """The request was wrong (exit code 2): one line that names the file, key or value out of range, and the fix."""
 
 
 class WorkError(Exception):
-    """The request was right and the work failed all the same (too many unreadable images, a full disk).
-
-    Commands end with exit code 1 and this one line on stderr, without a traceback.
-    """
+    """The request was right and the work failed all the same (exit code 1): one line that says why."""
 
 
 def exit_code(main: Main, argv: Optional[List[str]] = None) -> int:
-    """Run a command's `main` and turn the errors above into its exit code, each with one line on stderr.
-
-    Returns what `main` returns (0 done), 1 the work failed, 2 the request was wrong, 130 stopped by Ctrl-C.
-    """
+    """Run a command's `main`; its exit code, and of the errors above theirs with one line on stderr; 130: Ctrl-C."""
     try:
         return main(argv)
     except RequestError as error:

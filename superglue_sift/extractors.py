@@ -62,8 +62,7 @@ DEFAULT = Extractor("sift", sift.ORIENTED, True, sift.extract)
 def load(name: str) -> Extractor:
     """The extractor of this name; it is tried on a pattern once, which tells what its descriptors are.
 
-    Raises:
-        RequestError: no such module or function, or it does not answer as it must; one line.
+    Raises RequestError: no such module or function, or it does not answer as it must.
     """
     if name == DEFAULT.name:
         return DEFAULT
@@ -74,9 +73,8 @@ def load(name: str) -> Extractor:
         found = function(test_pattern(), 512)
     except Exception as error:  # whatever a function of others raises
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise RequestError(
-            f"extractor {name}: {reason} (a module that Python finds, a colon, a function: see docs/features.md)"
-        ) from error
+        meant = "a module that Python finds, a colon, a function: see docs/features.md"
+        raise RequestError(f"extractor {name}: {reason} ({meant})") from error
     records = records_of(name, found)
     if not len(records):
         raise RequestError(f"extractor {name}: finds no keypoint on a pattern full of them")
@@ -123,7 +121,7 @@ def records_of(name: str, found: Mapping[str, Any]) -> np.ndarray:
         if not (records["scale"] > 0).all():
             raise wrong("scales must be above 0")
     descriptors_of(records)[:, :width] = descriptors
-    geometry = np.stack([records[key] for key in ("x", "y", "scale", "angle", "score")])
+    geometry = np.stack([records[key] for key in sift.GEOMETRY])
     if not (np.isfinite(geometry).all() and np.isfinite(descriptors).all() and (scores >= 0).all()):
         raise wrong("numbers must be finite, and scores 0 or more")
     return records

@@ -17,9 +17,8 @@ def _nothing(moment: str) -> None:
 def write_atomic(path: Union[str, Path], content: Union[str, bytes], at: Callable[[str], object] = _nothing) -> None:
     """Put `content` at `path`, making its folder, so that a kill leaves the old file or the new one, never a half.
 
-    Text is stored as UTF-8; file names that are none keep their bytes (surrogateescape). `at` is called with
-    "tmp", "fsync" and "replace", each before the moment of that name. Raises OSError (a full disk), and then leaves
-    no half file behind.
+    Text is stored as UTF-8; file names that are none keep their bytes (surrogateescape). `at` is
+    called with "tmp", "fsync" and "replace", each before the moment of that name. Raises OSError (a full disk).
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import NamedTuple, Optional, Tuple
 
 import cv2
@@ -17,16 +19,9 @@ CONFIDENCE = 0.995  # that no better sample is left when RANSAC stops early; fin
 
 
 def transform(points, H):
-    """Map points through homographies.
+    """Map points (..., N, 2) through homographies (..., 3, 3), both arrays or both tensors: (..., N, 2).
 
-    Works on numpy arrays and torch tensors alike (both arguments of one kind).
-
-    Args:
-        points: (..., N, 2) pixels.
-        H: (..., 3, 3), leading axes broadcast against those of `points`.
-
-    Returns:
-        (..., N, 2) pixels. A point on the horizon line gives inf or nan, never an error.
+    A point on the horizon line gives inf or nan, never an error.
     """
     mapped = points @ H[..., :2, :2].swapaxes(-1, -2) + H[..., None, :2, 2]
     depth = points @ H[..., 2:, :2].swapaxes(-1, -2) + H[..., None, 2:, 2]
@@ -35,14 +30,8 @@ def transform(points, H):
 
 
 def compose(*homographies: np.ndarray) -> np.ndarray:
-    """Chain homographies, the last applied first, scaled so that the lower right entry is 1.
-
-    `H_0to1 = compose(H_image_to_1, np.linalg.inv(H_image_to_0))`. Each (3, 3) float64.
-    """
-    product = np.eye(3)
-    for H in homographies:
-        product = product @ np.asarray(H, dtype=np.float64)
-    return normalized(product)
+    """Chain homographies (3, 3), the last applied first: H_0to1 = compose(H_image_to_1, inv(H_image_to_0))."""
+    return normalized(functools.reduce(np.matmul, homographies, np.eye(3)))
 
 
 def normalized(H: np.ndarray) -> np.ndarray:
@@ -59,10 +48,7 @@ def jacobians(H: np.ndarray, points: np.ndarray) -> np.ndarray:
 
 
 def resizing(before: Tuple[int, int], after: Tuple[int, int]) -> np.ndarray:
-    """(3, 3) map of pixels when `cv2.resize` takes an image from one (width, height) to another.
-
-    Outer edges stay together, not the centres of pixels, which are at integers.
-    """
+    """(3, 3) map of pixels when `cv2.resize` takes an image from one (width, height) to another: outer edges stay."""
     sx, sy = after[0] / before[0], after[1] / before[1]
     return np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1.0]])
 
@@ -74,16 +60,12 @@ def corners(size: Tuple[int, int]) -> np.ndarray:
 
 
 def corner_error(H_estimated: Optional[np.ndarray], H_true: np.ndarray, size: Tuple[int, int]) -> float:
-    """Mean distance in px between the corners of image 0 mapped by both homographies (SuperGlue, section 5.1).
-
-    No estimate, or one that sends a corner to infinity, is an infinite error.
-    """
+    """Mean distance in px of image 0's corners mapped by both (SuperGlue, section 5.1); inf without an estimate."""
     if H_estimated is None:
-        return float("inf")
+        return math.inf
     points = corners(size)
-    distances = np.linalg.norm(transform(points, H_estimated) - transform(points, H_true), axis=-1)
-    error = float(distances.mean())
-    return error if np.isfinite(error) else float("inf")
+    error = float(np.linalg.norm(transform(points, H_estimated) - transform(points, H_true), axis=-1).mean())
+    return error if math.isfinite(error) else math.inf
 
 
 def fit_ransac(
@@ -95,14 +77,9 @@ def fit_ransac(
     hopeless models are dropped early (SPRT; Matas and Chum 2005). No local optimisation. OpenCV's first RANSAC takes
     5 to 50 times as long and comes less close: docs/evaluation.md compares them.
 
-    Args:
-        points0, points1: (N, 2) matched pixels. OpenCV takes them as float32.
-        threshold_px: inlier distance in image 1.
-        iterations: at most so many samples; fewer once a better model has become unlikely.
-        seed: of the samples, so that the same matches give the same estimate.
-
-    Returns:
-        (3, 3) float64, or None from fewer than four matches or none that OpenCV accepts.
+    points0, points1: (N, 2) matched pixels, float32 to OpenCV. threshold_px: inlier distance in image 1. iterations: at
+    most so many samples, of `seed`; fewer once a better model has become unlikely. Returns (3, 3) float64, or None from
+    fewer than four matches or none that OpenCV accepts.
     """
     if len(points0) < MIN_POINTS:
         return None
@@ -111,8 +88,7 @@ def fit_ransac(
     asked.loMethod, asked.isParallel = cv2.LOCAL_OPTIM_NULL, False
     asked.threshold, asked.confidence = threshold_px, CONFIDENCE
     asked.maxIterations, asked.randomGeneratorState = iterations, seed
-    H, _ = cv2.findHomography(points0, points1, asked)
-    return H
+    return cv2.findHomography(points0, points1, asked)[0]
 
 
 class Fit(NamedTuple):
@@ -131,9 +107,9 @@ def homography_with_inliers(points0: np.ndarray, points1: np.ndarray, threshold_
 
 
 def fundamental_with_inliers(points0: np.ndarray, points1: np.ndarray, threshold_px: float = 3.0) -> Fit:
-    """Fundamental matrix 0 -> 1 of (K, 2) matched pixels each by OpenCV's MAGSAC++; none from fewer than eight matches.
+    """Fundamental matrix F, x1^T F x0 = 0, of (K, 2) matched pixels each by OpenCV's MAGSAC++, always the same samples.
 
-    Its generator starts from the same state at every call.
+    None from fewer than eight matches.
     """
     F, mask = None, None
     if len(points0) >= LEAST_FUNDAMENTAL:
@@ -152,17 +128,11 @@ def _conditioner(points: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def fit_dlt(points0: np.ndarray, points1: np.ndarray, weights: Optional[np.ndarray] = None) -> Optional[np.ndarray]:
-    """Weighted least-squares homography 0 -> 1 over all matches, without outlier rejection.
+    """Weighted least-squares homography 0 -> 1 over all matches, without outlier rejection: the paper's "DLT" column.
 
-    The direct linear transform with Hartley conditioning (Hartley and Zisserman, algorithm 4.2), each
-    match's two equations scaled by its weight. The paper's "DLT" column.
-
-    Args:
-        points0, points1: (N, 2) matched pixels.
-        weights: (N,) non-negative confidences; None weighs all alike.
-
-    Returns:
-        (3, 3) float64, or None from fewer than four matches of positive weight or a degenerate set.
+    The direct linear transform with Hartley conditioning (Hartley and Zisserman, algorithm 4.2), the two equations of
+    a match (N, 2) px scaled by its weight (N,), 0 or more; None weighs all alike. Returns (3, 3) float64, or None from
+    fewer than four matches of positive weight or a degenerate set.
     """
     weights = np.ones(len(points0)) if weights is None else np.asarray(weights, np.float64)
     used = weights > 0
@@ -174,12 +144,9 @@ def fit_dlt(points0: np.ndarray, points1: np.ndarray, weights: Optional[np.ndarr
     homogeneous = np.concatenate([transform(p0, T0), np.ones((len(p0), 1))], axis=1)
     x, y = transform(p1, T1).T
     zeros = np.zeros_like(homogeneous)
-    rows = np.concatenate(
-        [
-            np.concatenate([homogeneous, zeros, -x[:, None] * homogeneous], axis=1) * w[:, None],
-            np.concatenate([zeros, homogeneous, -y[:, None] * homogeneous], axis=1) * w[:, None],
-        ]
-    )
+    horizontal = np.concatenate([homogeneous, zeros, -x[:, None] * homogeneous], axis=1)
+    vertical = np.concatenate([zeros, homogeneous, -y[:, None] * homogeneous], axis=1)
+    rows = np.concatenate([horizontal * w[:, None], vertical * w[:, None]])
     # eigenvector of the 9x9 normal matrix: the null vector an SVD of the rows gives, at a fraction of its cost
     values, vectors = np.linalg.eigh(rows.T @ rows)
     if values[1] <= 1e-12 * values[-1]:

@@ -17,7 +17,7 @@ import re
 import struct
 import zlib
 from pathlib import Path
-from typing import NamedTuple, Optional, Tuple, Union
+from typing import Optional, Tuple, Union
 
 import cv2
 import numpy as np
@@ -44,8 +44,7 @@ class BadImage(Exception):
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name}: {reason}")
-        self.name = name
-        self.reason = reason
+        self.name, self.reason = name, reason
 
     def __reduce__(self):  # worker processes hand it back: both arguments must survive the way
         return type(self), (self.name, self.reason)
@@ -63,7 +62,9 @@ def check(data: bytes, name: str) -> bytes:
     elif data[:8] == _PNG:
         return _check_png(data, name)
     elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        _check_webp(data, name)
+        promised = struct.unpack_from("<I", data, 4)[0] + 8
+        if len(data) < promised:
+            raise BadImage(name, f"truncated WebP: {len(data)} of {promised} bytes")
     elif data[:1024].count(b"\0") == len(data[:1024]):
         raise BadImage(name, "begins with nothing but zeros")
     elif data[:512].lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
@@ -73,27 +74,20 @@ def check(data: bytes, name: str) -> bytes:
 
 def is_plain_jpeg(data: bytes) -> bool:
     """Is this, already checked, a JPEG of 8 bits and of one or three components?"""
-    return data[:3] == _JPEG and _jpeg_header(data, "").plain
+    return data[:3] == _JPEG and _jpeg_header(data, "")[3]
 
 
 def check_size(width: int, height: int, name: str) -> None:
     """BadImage for more than `MAX_PIXELS`."""
     if width * height > MAX_PIXELS:
-        limit = f"{MAX_PIXELS // 1_000_000} megapixels"
-        raise BadImage(name, f"too large: {width}x{height} pixels, at most {limit}")
+        raise BadImage(name, f"too large: {width}x{height} pixels, at most {MAX_PIXELS // 1_000_000} megapixels")
 
 
-class _JpegHeader(NamedTuple):
-    """scan: offset of the first; plain: 8 bits, one or three components."""
+def _jpeg_header(data: bytes, name: str) -> Tuple[int, int, int, bool]:
+    """Width, height, offset of the first scan, and whether it is plain: 8 bits, one or three components.
 
-    width: int
-    height: int
-    scan: int
-    plain: bool
-
-
-def _jpeg_header(data: bytes, name: str) -> _JpegHeader:
-    """By walking the segments, so that thumbnails are skipped."""
+    By walking the segments, so that thumbnails are skipped.
+    """
     at, width, height, plain = 2, 0, 0, False
     while at + 4 <= len(data):
         if data[at] != 0xFF:
@@ -103,7 +97,7 @@ def _jpeg_header(data: bytes, name: str) -> _JpegHeader:
             at += 1 if marker == 0xFF else 2
             continue
         if marker == 0xDA:
-            return _JpegHeader(width, height, at, plain)
+            return width, height, at, plain
         length = struct.unpack_from(">H", data, at + 2)[0]
         if marker in _JPEG_SIZE and at + 10 <= len(data):
             bits, height, width, components = struct.unpack_from(">BHHB", data, at + 4)
@@ -143,12 +137,6 @@ def _check_png(data: bytes, name: str) -> bytes:
             return b"".join(kept)
         at = end
     raise BadImage(name, "truncated PNG: no IEND chunk")
-
-
-def _check_webp(data: bytes, name: str) -> None:
-    promised = struct.unpack_from("<I", data, 4)[0] + 8
-    if len(data) < promised:
-        raise BadImage(name, f"truncated WebP: {len(data)} of {promised} bytes")
 
 
 def declared_size(data: bytes, name: str = "image") -> Optional[Tuple[int, int]]:
@@ -208,11 +196,8 @@ def _tiff(data: bytes) -> Optional[Tuple[int, int]]:
 
 
 def decode_gray(data: bytes, name: str = "image") -> np.ndarray:
-    """(H, W) uint8 from the bytes of a file; BadImage with the reason when they are not a whole image.
-
-    A BGR decode would cost half as much again and differ by up to two gray levels, so JPEG is decoded to
-    gray at once. `name` only serves the message.
-    """
+    """(H, W) uint8 from the bytes of a file; BadImage with the reason when they are not a whole image."""
+    # JPEG to gray at once: by way of BGR it would cost half as much again and differ by up to two gray levels
     return _decode(data, name, cv2.IMREAD_GRAYSCALE)
 
 

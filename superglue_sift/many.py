@@ -7,6 +7,7 @@ grow with the number of images but for their names: features of the 256 used las
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 import io
 import itertools
@@ -23,7 +24,7 @@ import numpy as np
 from superglue_sift import results, retrieval
 from superglue_sift.errors import RequestError
 from superglue_sift.extractors import DEFAULT
-from superglue_sift.files import write_atomic, write_csv
+from superglue_sift.files import write_atomic
 from superglue_sift.images import EXTENSIONS, read_color
 from superglue_sift.matcher import Features, Matcher, MatchResult
 from superglue_sift.progress import Progress
@@ -37,10 +38,6 @@ class Item(NamedTuple):
 
     name: str
     image: Union[Path, np.ndarray]
-
-    def source(self) -> bytes:
-        """What its features depend on."""
-        return self.image.read_bytes() if isinstance(self.image, Path) else self.image.tobytes()
 
     def color(self) -> np.ndarray:
         """(H, W, 3) uint8 BGR."""
@@ -59,8 +56,7 @@ class FeatureStore:
         self.matcher, self.folder, self.held = matcher, folder, held
         extractor = matcher.extractor or DEFAULT
         own = "" if extractor is DEFAULT else f"{extractor.name}{extractor.code} "
-        used = f"{matcher.max_keypoints} {matcher.resize} {cv2.__version__}"
-        self._settings = f"{used} {own}{extractor.dtype.descr}"
+        self._settings = f"{matcher.max_keypoints} {matcher.resize} {cv2.__version__} {own}{extractor.dtype.descr}"
         self._memory: OrderedDict[str, Features] = collections.OrderedDict()
 
     def __call__(self, item: Item) -> Features:
@@ -75,14 +71,13 @@ class FeatureStore:
     def prepare(self, item: Item) -> Features:
         """Its features from disk, else computed and written there. Threads may call it."""
         try:
-            digest = hashlib.sha256(self._settings.encode() + item.source()).hexdigest()[:32]
+            source = item.image.read_bytes() if isinstance(item.image, Path) else item.image.tobytes()
         except OSError as error:
             raise RequestError(f"{item.name}: cannot be read: {error.strerror}") from None
-        path = self.folder / f"{digest}.npz"
+        path = self.folder / f"{hashlib.sha256(self._settings.encode() + source).hexdigest()[:32]}.npz"
         try:
             with np.load(path, allow_pickle=False) as file:
-                width, height = file["size"].tolist()
-                return Features(file["records"], (width, height))
+                return Features(file["records"], tuple(file["size"].tolist()))
         except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # not there yet, or damaged
             found = self.matcher.extract(item.image)
         data = io.BytesIO()
@@ -101,14 +96,9 @@ class Output:
     homography: bool = False
     again: bool = False  # also what is there already: a camera shows something new each time
 
-    def stem(self, item0: Item, item1: Item) -> Path:
-        """FOLDER/A_B, which the files of a pair begin with."""
-        return self.folder / f"{item0.name}_{item1.name}"
-
     def file(self, item0: Item, item1: Item, ending: str) -> Path:
         """FOLDER/A_B_matches.ENDING."""
-        stem = self.stem(item0, item1)
-        return stem.with_name(f"{stem.name}_matches.{ending}")
+        return self.folder / f"{item0.name}_{item1.name}_matches.{ending}"
 
     def done(self, item0: Item, item1: Item) -> bool:
         """Is all there that is asked for?"""
@@ -121,19 +111,15 @@ class Output:
 
     def write(self, item0: Item, item1: Item, found: MatchResult) -> None:
         """All files of a pair, the one that says it is done last."""
-        stem = self.stem(item0, item1)
         fitted = results.fits(found) if self.json or self.pictures or self.homography else {}
-
-        def pixels() -> Tuple[np.ndarray, np.ndarray]:
-            return item0.color(), item1.color()
-
+        pixels = functools.partial(map, Item.color, (item0, item1))
         if self.json:
             about = {"image0": item0.name, "image1": item1.name}
             results.write_json(self.file(item0, item1, "json"), found, fitted, about)
         if self.pictures:
             results.write_picture(self.file(item0, item1, "jpg"), found, fitted, pixels)
         if self.homography and fitted["homography"].model is not None:
-            results.write_overlay(stem, fitted["homography"].model, pixels)
+            results.write_overlay(self.folder / f"{item0.name}_{item1.name}", fitted["homography"].model, pixels)
         results.write_npz(self.file(item0, item1, "npz"), found)
 
 
@@ -156,7 +142,8 @@ def photos_in(folder: Path) -> List[Item]:
 
 def named(paths: Sequence[Path], root: Path) -> List[Item]:
     """Photos called after their place below `root`, without ending where each A_B still means one pair."""
-    whole = [_flat(path, root) for path in paths]
+    inside = [path.relative_to(root) if root in path.parents else path for path in paths]
+    whole = ["-".join(part for part in path.parts if part not in ("/", "..")) for path in inside]
     plain = [name.rpartition(".")[0] or name for name in whole]
     # with a and a_b there, a_b_c could be a with b_c, or a_b with c
     taken = set(plain)
@@ -164,15 +151,10 @@ def named(paths: Sequence[Path], root: Path) -> List[Item]:
         name[:at] in taken for name in plain for at, letter in enumerate(name) if letter == "_"
     )
     names = plain if clear else whole
-    if len(set(names)) < len(names):
-        twice = collections.Counter(names).most_common(1)[0][0]
-        raise RequestError(f"{twice}: two images would have their results under this name; rename one")
+    for name, count in collections.Counter(names).items():
+        if count > 1:
+            raise RequestError(f"{name}: two images would have their results under this name; rename one")
     return [Item(name, path) for name, path in zip(names, paths)]
-
-
-def _flat(path: Path, root: Path) -> str:
-    inside = path.relative_to(root) if root in path.parents else path
-    return "-".join(part for part in inside.parts if part not in ("/", ".."))
 
 
 def listed_pairs(file: Path, root: Path) -> List[Tuple[Item, Item]]:
@@ -204,9 +186,7 @@ def frames(capture: cv2.VideoCapture, every: int, most: Optional[int]) -> Iterat
     for number in itertools.count():
         if (most is not None and number >= most * every) or not capture.grab():
             return
-        if number % every:
-            continue
-        ok, image = capture.retrieve()
+        ok, image = (False, None) if number % every else capture.retrieve()
         if ok:
             yield Item(f"frame{number:06d}", image)
 
@@ -247,12 +227,7 @@ def choose_pairs(photos: Sequence[Item], store: FeatureStore, pairing: str, k: i
     if pairing == "sequential":
         k = min(k, max(count - 1, 0))
         return sequential(photos, k), k * count - k * (k + 1) // 2
-    by_name = {photo.name: photo for photo in photos}
-
-    def descriptors(name: str) -> np.ndarray:
-        return store(by_name[name]).records["descriptor"]
-
-    chosen = retrieval.nearest_pairs(list(by_name), descriptors, k)
+    chosen = retrieval.nearest_pairs(photos, lambda photo: store(photo).records["descriptor"], k)
     return [(photos[i], photos[j]) for i, j in chosen], len(chosen)
 
 
@@ -260,7 +235,7 @@ def match(pairs: Pairs, total: Optional[int], store: FeatureStore, output: Outpu
     """Match and write each pair that is not done yet; returns how many that were. add: called for every pair."""
     matcher = store.matcher
     size = BATCH_ON_GPU if matcher.device.startswith("cuda") else 1
-    done, shown = 0, Progress(total=total, desc="matching", unit="pairs")
+    shown = Progress(total=total, desc="matching", unit="pairs")
 
     def missing() -> Iterator[Tuple[Item, Item]]:
         for pair in pairs:
@@ -272,28 +247,12 @@ def match(pairs: Pairs, total: Optional[int], store: FeatureStore, output: Outpu
             else:
                 yield pair
 
-    def write(item0: Item, item1: Item, found: MatchResult) -> None:
-        output.write(item0, item1, found)
-        if add:
-            add(item0, item1, found)
-
-    waiting = missing()
-    try:
-        while True:
-            group = list(itertools.islice(waiting, size))
-            if not group:
-                return done
-            sides = [(store(item0), store(item1)) for item0, item1 in group]
-            for pair, found in zip(group, matcher.match_batch(sides, size)):
-                write(*pair, found)
-            done += len(group)
-            shown.update(len(group))
-    finally:
-        shown.close()
-
-
-def write_bad(folder: Path, bad: Dict[str, str]) -> Path:
-    """bad_images.csv: name and reason of the images that could not be read."""
-    path = folder / "bad_images.csv"
-    write_csv(path, [("name", "reason"), *bad.items()])
-    return path
+    waiting, ahead = itertools.tee(missing())
+    sides = ((store(item0), store(item1)) for item0, item1 in ahead)
+    with shown:
+        for pair, found in zip(waiting, matcher.match_batch(sides, size)):
+            output.write(*pair, found)
+            if add:
+                add(*pair, found)
+            shown.update(1)
+    return shown.n - shown.initial

@@ -38,8 +38,7 @@ from superglue_sift.weights import choose_device, load_model, shipped_weights
 
 THRESHOLD = 0.2  # probability of a match, of a model that does not bring its own (SuperGlue, section 5)
 DESCRIPTOR = KEYPOINT["descriptor"].shape[0]
-# (gray, max_keypoints) -> records, as `sift.extract`
-Extract = Callable[[np.ndarray, int], np.ndarray]
+Extract = Callable[[np.ndarray, int], np.ndarray]  # (gray, max_keypoints) -> records, as `sift.extract`
 
 
 def match_threshold(info: Mapping[str, Any]) -> float:
@@ -48,10 +47,9 @@ def match_threshold(info: Mapping[str, Any]) -> float:
 
 
 class Features(NamedTuple):
-    """What is matched of one image.
+    """What is matched of one image of `size` (width, height).
 
-    records: (n,) of dtype `sift.KEYPOINT`, or what `extractors.records_of` makes of other features; positions and
-    scales in pixels of the image. size: its (width, height).
+    records: (n,) of dtype `sift.ORIENTED` or `KEYPOINT`, or what `extractors.records_of` gives; pixels of the image.
     """
 
     records: np.ndarray
@@ -72,16 +70,13 @@ class Features(NamedTuple):
         descriptors: np.ndarray,
         size: Tuple[int, int],
     ) -> Features:
-        """Features of your own SIFT.
+        """Features of your own SIFT. Raises RequestError for another shape or range.
 
         Args:
             keypoints: (n, 2) pixels, one at each position.
             scales, angles, scores: (n,) diameter in pixels, degrees, response: OpenCV's `size`, `angle`, `response`.
             descriptors: (n, 128) SIFT with entries from 0 to 255, as OpenCV gives them.
             size: (width, height) of the image.
-
-        Raises:
-            RequestError: another shape or range.
         """
         keypoints, descriptors = np.asarray(keypoints), np.asarray(descriptors)
         count = len(keypoints)
@@ -130,23 +125,33 @@ class MatchResult(NamedTuple):
         """(K, 2) float32: their partners in image 1."""
         return self.keypoints1[self.matches[:, 1]]
 
+    @classmethod
+    def of(cls, features0: Features, features1: Features, matches: np.ndarray, scores: np.ndarray) -> MatchResult:
+        """Of two images, with `matches` (K, 2) and `scores` (K,); or (M,) as `dense` gives them."""
+        if matches.ndim == 1:
+            index0 = np.flatnonzero(matches >= 0)
+            matches, scores = np.stack([index0, matches[index0]], axis=1), scores[index0]
+        return cls(features0.keypoints, features1.keypoints, matches, scores, features0.size, features1.size)
+
+    def dense(self, side: int = 0) -> Tuple[np.ndarray, np.ndarray]:
+        """For each keypoint of image `side` its partner in the other or -1, int64, and its score or 0, float32."""
+        count = len(self.keypoints1 if side else self.keypoints0)
+        partners, scores = np.full(count, -1, np.int64), np.zeros(count, np.float32)
+        own = self.matches[:, side]
+        partners[own], scores[own] = self.matches[:, 1 - side], self.scores
+        return partners, scores
+
     def above(self, threshold: float) -> MatchResult:
         """The same without matches whose score is not above `threshold`."""
         keep = self.scores > threshold
         return self._replace(matches=self.matches[keep], scores=self.scores[keep])
 
     def homography(self, threshold_px: float = INLIER_PX) -> geometry.Fit:
-        """The homography 0 -> 1 that most matches fit, (3, 3) float64 or None, and which do, (K,) bool.
-
-        OpenCV's USAC RANSAC, always of the same samples. None from fewer than 4 matches.
-        """
+        """The homography 0 -> 1 that most matches fit, see `geometry.homography_with_inliers`."""
         return geometry.homography_with_inliers(self.points0, self.points1, threshold_px)
 
     def fundamental(self, threshold_px: float = INLIER_PX) -> geometry.Fit:
-        """The fundamental matrix that most matches fit, (3, 3) float64 or None, and which do, (K,) bool.
-
-        OpenCV's USAC MAGSAC++, always of the same samples; x1^T F x0 = 0. None from fewer than 8 matches.
-        """
+        """The fundamental matrix that most matches fit, see `geometry.fundamental_with_inliers`."""
         return geometry.fundamental_with_inliers(self.points0, self.points1, threshold_px)
 
 
@@ -168,9 +173,8 @@ def match_pairs(model: torch.nn.Module, pairs: Sequence[Pair], device: str) -> L
     with torch.no_grad():
         size = (batch.records0.shape[1], batch.records1.shape[1])
         found = mutual_matches(model(batch), size, threshold=0.0)
-    matches0, scores0 = found.matches0.cpu().numpy(), found.matching_scores0.cpu().numpy()
-    counts = [len(pair.records0) for pair in pairs]
-    return [PairMatches(m[:count], s[:count]) for m, s, count in zip(matches0, scores0, counts)]
+    rows = zip(pairs, found.matches0.cpu().numpy(), found.matching_scores0.cpu().numpy())
+    return [PairMatches(m[: len(pair.records0)], s[: len(pair.records0)]) for pair, m, s in rows]
 
 
 class Matcher:
@@ -193,9 +197,8 @@ class Matcher:
         extractor: Optional[Extractor] = DEFAULT,
     ) -> None:
         """model: on `device`, for inference, such as `fuse_for_inference` gives; for the others see `load`."""
-        self.model, self.device = model, device
+        self.model, self.device, self.extractor = model, device, extractor
         self.max_keypoints, self.resize, self.threshold = max_keypoints, resize, threshold
-        self.extractor = extractor
         self._turn = threading.Lock()
 
     @classmethod
@@ -210,11 +213,10 @@ class Matcher:
         precision: str = "float32",
         extractor: Optional[str] = None,
     ) -> Matcher:
-        """A matcher from a model file.
+        """A matcher from a model file. Raises RequestError: no such file or device, or not a model of this project.
 
         Args:
-            path: models/superglue.safetensors of a training, or any checkpoint; None: the weights that ship with the
-                library.
+            path: models/superglue.safetensors of a training, or any checkpoint; None: the weights that ship.
             device: "auto" (a GPU where there is one), "cpu", "cuda", "cuda:1".
             max_keypoints: the strongest so many of each image.
             resize: SIFT runs on the image reduced to this longer side in pixels; 0: never. Keypoints are always in
@@ -223,10 +225,6 @@ class Matcher:
             precision: of the layers: float32, bfloat16 (faster on GPUs and on CPUs with AMX) or float16.
             extractor: of a model of other keypoints than SIFT's their `module:function`, which is code that a model
                 file can name and must not run: without it such a model matches `Features` alone.
-
-        Raises:
-            RequestError: no such file or device, a file that is no model of this project, or one of other keypoints;
-                one line.
         """
         device = choose_device(device)
         model, info = load_model(Path(path) if path else shipped_weights(), device)
@@ -243,10 +241,8 @@ class Matcher:
         """Keypoints of an image, for `match`. Raises RequestError for one that cannot be read."""
         if self.extractor is None:
             name = self.model.config.extractor
-            raise RequestError(
-                f"the model matches keypoints of {name}, code that is run only when asked for: extractor='{name}' "
-                f"(--extractor {name})"
-            )
+            asking = f"extractor='{name}' (--extractor {name})"
+            raise RequestError(f"the model matches keypoints of {name}, code that is run only when asked for: {asking}")
         gray = read_gray(image) if isinstance(image, (str, Path)) else _gray(image)
         return extract(gray, self.max_keypoints, self.resize, self.extractor)
 
@@ -279,10 +275,7 @@ class Matcher:
         In a batch a GPU is faster; scores differ from those of single pairs by rounding, up to 1e-5.
         """
         waiting = iter(pairs)
-        while True:
-            group = list(itertools.islice(waiting, batch_size))
-            if not group:
-                return
+        for group in iter(lambda: list(itertools.islice(waiting, batch_size)), []):
             sides = self.extract_all([side for pair in group for side in pair])
             yield from self._match(list(zip(sides[::2], sides[1::2])))
 
@@ -292,14 +285,7 @@ class Matcher:
         pairs = [Pair(a.records, b.records, a.size, b.size) for a, b in sides]
         with self._turn:
             answers = match_pairs(self.model, pairs, self.device)
-        results = []
-        for (side0, side1), answer in zip(sides, answers):
-            found = answer.above(self.threshold)
-            index0 = np.flatnonzero(found.matches0 >= 0)
-            matches = np.stack([index0, found.matches0[index0]], axis=1)
-            scores = found.scores0[index0]
-            results.append(MatchResult(side0.keypoints, side1.keypoints, matches, scores, side0.size, side1.size))
-        return results
+        return [MatchResult.of(*pair, *answer.above(self.threshold)) for pair, answer in zip(sides, answers)]
 
 
 def check_features(config: SuperGlueConfig, *sides: Features) -> None:
@@ -307,10 +293,9 @@ def check_features(config: SuperGlueConfig, *sides: Features) -> None:
     for side in sides:
         kind = kind_of(side.records.dtype)
         if kind != (config.descriptor, config.descriptor_dim):
-            raise RequestError(
-                f"keypoints with {kind[0]} descriptors of {kind[1]} entries: the model matches those of "
-                f"{config.extractor}, {config.descriptor} of {config.descriptor_dim}"
-            )
+            matched = f"{config.extractor}, {config.descriptor} of {config.descriptor_dim}"
+            given = f"keypoints with {kind[0]} descriptors of {kind[1]} entries"
+            raise RequestError(f"{given}: the model matches those of {matched}")
         if config.scale_angle and not side.records["scale"].all():
             raise RequestError("keypoints without scale and angle: the model looks at both (train.scale_angle)")
 

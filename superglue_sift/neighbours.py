@@ -20,8 +20,8 @@ FEATURES = 8  # numbers for each keypoint, see `Neighbours`
 class Neighbours(NamedTuple):
     """Of each keypoint: `index` (..., M) int64 into the other image; `features` (..., M, 3) float32.
 
-    The features are the distance of the unit descriptors, its ratio to that of the second nearest (1 where there is no
-    second), and 1 where the two keypoints are each other's nearest.
+    These are the distance of the unit descriptors, its ratio to that of the second nearest (1 without one), and whether
+    the two are each other's nearest.
     """
 
     index: Tensor
@@ -36,7 +36,8 @@ def nearest(similarity: Tensor) -> Tuple[Neighbours, Neighbours]:
     for own, other, runner_up in ((best0, best1, second[0]), (best1, best0, second[1])):
         itself = torch.arange(own.indices.shape[-1], device=similarity.device)
         mutual = (other.indices.gather(-1, own.indices) == itself).float()
-        distance, next_distance = _distance(own.values), _distance(runner_up)
+        cosines = own.values, runner_up
+        distance, next_distance = ((2.0 - 2.0 * c.clamp(-1.0, 1.0)).clamp(min=1e-6).sqrt() for c in cosines)
         ratio = distance / next_distance.clamp(min=1e-6)
         found.append(Neighbours(own.indices, torch.stack([distance, ratio.clamp(max=1.0), mutual], -1)))
     return found[0], found[1]
@@ -44,15 +45,8 @@ def nearest(similarity: Tensor) -> Tuple[Neighbours, Neighbours]:
 
 def _second(similarity: Tensor, best, axis: int) -> Tensor:
     """The largest cosine but one along `axis`; the largest itself where there is no other."""
-    if similarity.shape[axis] < 2:
-        return best.values
-    rest = similarity.scatter(axis, best.indices.unsqueeze(axis), -torch.inf)
-    second = rest.amax(axis)
+    second = similarity.scatter(axis, best.indices.unsqueeze(axis), -torch.inf).amax(axis)
     return torch.where(second == -torch.inf, best.values, second)
-
-
-def _distance(cosine: Tensor) -> Tensor:
-    return (2.0 - 2.0 * cosine.clamp(-1.0, 1.0)).clamp(min=1e-6).sqrt()
 
 
 def neighbour_features(descriptors: List[Tensor], geometry: List[Tensor], layout: Layout) -> List[Tensor]:

@@ -35,10 +35,7 @@ class TokenBatchNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (S, C) -> (S, C), computed in float32 also under autocast."""
         x32 = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        if self.training:
-            mean, var = self._statistics(x32)
-        else:
-            mean, var = self.running_mean, self.running_var
+        mean, var = self._statistics(x32) if self.training else (self.running_mean, self.running_var)
         return ((x32 - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
 
     def _statistics(self, x: Tensor):
@@ -58,11 +55,9 @@ class TokenBatchNorm(nn.Module):
 
 def token_norm(kind: str, channels: int) -> nn.Module:
     """The norm of a hidden layer: "layer" or "batch"."""
-    if kind == "layer":
-        return layer_norm(channels)
-    if kind == "batch":
-        return TokenBatchNorm(channels)
-    raise ValueError(f"norm {kind!r}: must be layer or batch")
+    if kind not in ("layer", "batch"):
+        raise ValueError(f"norm {kind!r}: must be layer or batch")
+    return layer_norm(channels) if kind == "layer" else TokenBatchNorm(channels)
 
 
 def synchronize(model: nn.Module, reduce: Optional[Reduce]) -> None:

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
+import statistics
+import timeit
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -37,7 +39,7 @@ from superglue_sift.inference import fuse_for_inference
 from superglue_sift.matcher import Features, match_pairs, match_threshold
 from superglue_sift.neighbours import padded_features
 from superglue_sift.orientation import choose_pair
-from superglue_sift.sift import KEYPOINT
+from superglue_sift.sift import KEYPOINT, positions
 from superglue_sift.superglue import SIFT_DIM, SuperGlue, geometry_of
 from superglue_sift.torch_compat import can_export
 from superglue_sift.weights import choose_device, load_model, shipped_weights
@@ -63,9 +65,8 @@ class PaddedSuperGlue(nn.Module):
         lengths = [named["keypoints" + side].shape[1] for side in "01"]
         sides = [_side({name: named[name + side] for name in SIDE}) for side in "01"]
         masks = [side.mask for side in sides]
-        P = self._assignment(*self._states(sides, masks), *masks)[:, : lengths[0], : lengths[1]]
-        return _matches(P * (masks[0].unsqueeze(2) & masks[1].unsqueeze(1))[:, : lengths[0], : lengths[1]],
-                        self.threshold)  # fmt: skip
+        P = self._assignment(*self._states(sides, masks), *masks) * (masks[0].unsqueeze(2) & masks[1].unsqueeze(1))
+        return _matches(P[:, : lengths[0], : lengths[1]], self.threshold)
 
     def _states(self, sides: List[Any], masks: List[Tensor]) -> List[Tensor]:
         """(B, M', D), (B, N', D) matching descriptors."""
@@ -166,20 +167,16 @@ def inputs_of(side0: Features, side1: Features) -> Dict[str, np.ndarray]:
     """The graph's INPUTS by name, of one pair of what `Matcher.extract` gives."""
     values: Dict[str, np.ndarray] = {}
     pair = choose_pair(Pair(side0.records, side1.records, side0.size, side1.size))
-    for number, side in enumerate((Features(pair.records0, side0.size), Features(pair.records1, side1.size))):
-        columns = {"keypoints": side.keypoints, "image_size": np.array(side.size, np.float32)}
-        for name in ("descriptor", "score", "scale", "angle"):
-            columns[name + "s"] = side.records[name].astype(np.float32)
-        columns["mask"] = np.ones(len(side.records), bool)
-        values.update({f"{name}{number}": np.ascontiguousarray(value)[None] for name, value in columns.items()})
+    for side, records, size in zip("01", pair[:2], pair[2:]):
+        columns = {name + "s": records[name] for name in ("descriptor", "score", "scale", "angle")}
+        columns.update(keypoints=positions(records), image_size=np.array(size))
+        values.update({name + side: value.astype(np.float32)[None] for name, value in columns.items()})
+        values["mask" + side] = np.ones((1, len(records)), bool)
     return values
 
 
 def program(model: SuperGlue, threshold: float) -> Any:
-    """`torch.export.ExportedProgram` of `PaddedSuperGlue(model)`, batch and numbers of keypoints dynamic.
-
-    Raises RequestError: a torch that cannot (older than 2.5), or a model for other features than SIFT.
-    """
+    """`torch.export.ExportedProgram` for batches of any size. RequestError: torch older than 2.5, or not of SIFT."""
     if not can_export():
         raise RequestError(f"torch {torch.__version__} cannot export a network whose shapes change: needs 2.5 or newer")
     if model.config.descriptor != "sift":
@@ -192,15 +189,10 @@ def program(model: SuperGlue, threshold: float) -> Any:
 
 
 def export(path: Union[str, Path], model: Union[str, Path, None] = None, threshold: Optional[float] = None) -> Path:
-    """Write a trained model as ONNX, opset 18, in one file.
+    """Write a trained model (None: the shipped weights) as ONNX, opset 18, in one file that ends in .onnx.
 
-    Args:
-        path: where to; must end in .onnx.
-        model: its file; None: the weights that ship with the library.
-        threshold: least probability of a match; None: the model's own, else 0.2.
-
-    Raises:
-        RequestError: no such model, another ending, or packages missing.
+    threshold: least probability of a match; None: the model's own, else 0.2.
+    Raises RequestError: no such model, another ending, or packages missing.
     """
     path = Path(path)
     if path.suffix != ".onnx":
@@ -212,8 +204,8 @@ def export(path: Union[str, Path], model: Union[str, Path, None] = None, thresho
         raise RequestError("ONNX needs more packages: pip install 'superglue-sift[onnx]'") from None
     network, info = load_model(model or shipped_weights())
     found = program(network, match_threshold(info) if threshold is None else threshold)
-    written = torch.onnx.export(found, dynamo=True, input_names=INPUTS, output_names=OUTPUTS, opset_version=OPSET,
-                                verbose=False)  # fmt: skip
+    names = {"input_names": INPUTS, "output_names": OUTPUTS}
+    written = torch.onnx.export(found, dynamo=True, **names, opset_version=OPSET, verbose=False)
     assert written is not None
     path.parent.mkdir(parents=True, exist_ok=True)
     onnx.save_model(written.model_proto, str(path))
@@ -223,19 +215,16 @@ def export(path: Union[str, Path], model: Union[str, Path, None] = None, thresho
 def latencies(path: Path, model: Union[str, Path, None], device: str = "cpu") -> Iterator[str]:
     """A line for each number of keypoints: the median time of a pair in torch and in ONNX Runtime.
 
-    Args:
-        device: cpu, cuda or cuda:N.
-
-    Raises:
-        RequestError: ONNX Runtime is missing, or cannot use this device.
+    Raises RequestError: ONNX Runtime is missing, or cannot use this device.
     """
     session = _session(path, torch.device(device))
     network = fuse_for_inference(load_model(model or shipped_weights(), device)[0])
     for count in (512, 1024, 2048):
         side = Features(_made_keypoints(count), (640, 480))
         pair, inputs = Pair(side.records, side.records, side.size, side.size), inputs_of(side, side)
-        in_torch = _milliseconds(match_pairs, network, [pair], device)
-        in_onnx = _milliseconds(session.run, None, inputs)
+        calls = partial(match_pairs, network, [pair], device), partial(session.run, None, inputs)
+        # the median of five, after one that does not count
+        in_torch, in_onnx = (1000 * statistics.median(timeit.repeat(call, number=1, repeat=6)[1:]) for call in calls)
         yield f"{count} keypoints each: torch {in_torch:.0f} ms, ONNX Runtime {in_onnx:.0f} ms"
 
 
@@ -267,16 +256,6 @@ def _made_keypoints(count: int) -> np.ndarray:
     records["scale"], records["angle"] = rng.uniform(1, 20, count), rng.uniform(0, 360, count)
     records["score"], records["descriptor"] = 0.05, rng.integers(0, 120, (count, SIFT_DIM))
     return records
-
-
-def _milliseconds(work: Callable[..., object], *arguments: object) -> float:
-    """Median of five calls, after one that does not count."""
-    took = []
-    for _ in range(6):
-        started = time.perf_counter()
-        work(*arguments)
-        took.append(1000 * (time.perf_counter() - started))
-    return sorted(took[1:])[2]
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from typing import Callable, Dict, Mapping, Tuple
+from typing import Callable, Dict, Iterable, Mapping, Tuple
 
 import cv2
 import numpy as np
@@ -18,7 +18,7 @@ from superglue_sift.matcher import MatchResult
 
 BLINK_SIDE = 800  # longer side of the GIF in pixels
 BLINK_MS = 600
-Pixels = Callable[[], Tuple[np.ndarray, np.ndarray]]  # both images (H, W, 3) BGR, read when they are drawn
+Pixels = Callable[[], Iterable[np.ndarray]]  # both images (H, W, 3) BGR, read when they are drawn
 
 
 def fits(found: MatchResult) -> Dict[str, Fit]:
@@ -26,23 +26,11 @@ def fits(found: MatchResult) -> Dict[str, Fit]:
     return {"homography": found.homography(), "fundamental": found.fundamental()}
 
 
-def dense(found: MatchResult) -> Tuple[np.ndarray, np.ndarray]:
-    """For each keypoint of image 0 its partner in image 1 or -1, (M,) int64, and its score or 0, (M,) float32."""
-    matches0 = np.full(len(found.keypoints0), -1, np.int64)
-    scores0 = np.zeros(len(found.keypoints0), np.float32)
-    index0, index1 = found.matches.T
-    matches0[index0], scores0[index0] = index1, found.scores
-    return matches0, scores0
-
-
-def to_json(found: MatchResult, fitted: Mapping[str, Fit], about: Mapping[str, str]) -> dict:
-    """Plain values under the names SuperGlue's users know; `matches` holds [index0, index1, score].
-
-    about: further entries, such as the images' names.
-    """
-    matches0, scores0 = dense(found)
+def write_json(path: Path, found: MatchResult, fitted: Mapping[str, Fit], about: Mapping[str, str]) -> None:
+    """Names as SuperGlue's users know them, `matches` of [index0, index1, score], and `about`, such as file names."""
+    matches0, scores0 = found.dense()
     H_0to1 = fitted["homography"].model
-    return {
+    content = {
         **about,
         "image_size0": list(found.size0),
         "image_size1": list(found.size1),
@@ -54,20 +42,14 @@ def to_json(found: MatchResult, fitted: Mapping[str, Fit], about: Mapping[str, s
         "inliers": {name: int(fit.inliers.sum()) for name, fit in fitted.items()},
         "H_0to1": None if H_0to1 is None else H_0to1.tolist(),
     }
-
-
-def write_json(path: Path, found: MatchResult, fitted: Mapping[str, Fit], about: Mapping[str, str]) -> None:
-    """`to_json` as a file."""
-    write_atomic(path, json.dumps(to_json(found, fitted, about)) + "\n")
+    write_atomic(path, json.dumps(content) + "\n")
 
 
 def write_npz(path: Path, found: MatchResult) -> None:
     """keypoints0 (M, 2), keypoints1 (N, 2) float32, matches (M,) int64 or -1, match_confidence (M,) float32."""
-    matches, confidence = dense(found)
-    data = io.BytesIO()
-    np.savez_compressed(
-        data, keypoints0=found.keypoints0, keypoints1=found.keypoints1, matches=matches, match_confidence=confidence
-    )
+    data, (matches, scores) = io.BytesIO(), found.dense()
+    keypoints = {"keypoints0": found.keypoints0, "keypoints1": found.keypoints1}
+    np.savez_compressed(data, **keypoints, matches=matches, match_confidence=scores)
     write_atomic(path, data.getvalue())
 
 
@@ -95,20 +77,12 @@ def write_overlay(stem: Path, H_0to1: np.ndarray, pixels: Pixels) -> Tuple[Path,
     warped = cv2.warpPerspective(image0, H_0to1, (image1.shape[1], image1.shape[0]))
     overlay, blink = (stem.with_name(stem.name + end) for end in ("_overlay.jpg", "_blink.gif"))
     drawing.write(overlay, cv2.addWeighted(warped, 0.5, image1, 0.5, 0))
-    _write_gif(blink, warped, image1)
-    return overlay, blink
-
-
-def _write_gif(path: Path, *pictures: np.ndarray) -> None:
-    image = gif_library()
-    frames = []
-    for picture in pictures:
-        shrink = min(1.0, BLINK_SIDE / max(picture.shape[:2]))
-        small = cv2.resize(picture, None, fx=shrink, fy=shrink, interpolation=cv2.INTER_AREA)
-        frames.append(image.fromarray(np.ascontiguousarray(small[..., ::-1])))
+    reduced = (drawing.reduced(picture, BLINK_SIDE)[0] for picture in (warped, image1))
+    first, second = (gif_library().fromarray(cv2.cvtColor(picture, cv2.COLOR_BGR2RGB)) for picture in reduced)
     data = io.BytesIO()
-    frames[0].save(data, "GIF", save_all=True, append_images=frames[1:], duration=BLINK_MS, loop=0)
-    write_atomic(path, data.getvalue())
+    first.save(data, "GIF", save_all=True, append_images=[second], duration=BLINK_MS, loop=0)
+    write_atomic(blink, data.getvalue())
+    return overlay, blink
 
 
 def gif_library():

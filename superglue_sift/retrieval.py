@@ -6,7 +6,7 @@ their words, normalised by word and as a whole (Arandjelovic and Zisserman 2013)
 
 from __future__ import annotations
 
-from typing import Callable, List, Sequence, Tuple
+from typing import Any, Callable, List, Sequence, Tuple
 
 import cv2
 import numpy as np
@@ -17,13 +17,10 @@ WORDS = 64
 SAMPLE = 20_000  # descriptors that the vocabulary is made of, as many of each image
 
 
-def nearest_pairs(images: Sequence[str], descriptors: Callable[[str], np.ndarray], k: int) -> List[Tuple[int, int]]:
-    """Each image with the k most similar others: pairs (i, j), i < j, sorted, each once.
+def nearest_pairs(images: Sequence[Any], descriptors: Callable[[Any], np.ndarray], k: int) -> List[Tuple[int, int]]:
+    """Each image with the k (at least 1) most similar others: pairs (i, j), i < j, sorted, each once.
 
-    Args:
-        images: names.
-        descriptors: SIFT (n, 128) uint8 of one, asked for twice; one image's at a time is held.
-        k: at least 1.
+    descriptors: SIFT (n, 128) uint8 of an image, asked for twice; one image's at a time is held.
     """
     if len(images) < 2:
         return []
@@ -63,5 +60,4 @@ def vlad(descriptors: np.ndarray, words: np.ndarray) -> np.ndarray:
         word = np.argmax(descriptors @ words.T - (words**2).sum(1) / 2, axis=1)
         np.add.at(sums, word, descriptors - words[word])
     sums /= np.maximum(np.linalg.norm(sums, axis=1, keepdims=True), 1e-12)
-    flat = sums.ravel()
-    return flat / max(float(np.linalg.norm(flat)), 1e-12)
+    return sums.ravel() / max(float(np.linalg.norm(sums)), 1e-12)

@@ -12,9 +12,8 @@ from __future__ import annotations
 import base64
 import threading
 from pathlib import Path
-from typing import Any, Dict, Tuple
+from typing import Any, Dict
 
-import cv2
 import numpy as np
 
 from superglue_sift import drawing, results
@@ -77,13 +76,13 @@ def make_app(matcher: Matcher, port: int) -> Any:
 
 
 def _guard(app: Any, flask: Any, port: int) -> None:
-    """Answer this page alone, and let it load nothing but itself."""
+    """Answer this page alone, let it load nothing but itself, and no other page show it."""
     end = "" if port == 80 else f":{port}"  # as browsers send it
     homes = {HOST + end, "localhost" + end}
 
     @app.before_request
     def only_this_page() -> Any:
-        """A page of another site may not ask, nor one that was given this address under another name."""
+        # neither a page of another site nor one that was given this address under another name
         origin = flask.request.headers.get("Origin")
         if flask.request.host in homes and (origin is None or origin in {f"http://{home}" for home in homes}):
             return None
@@ -91,7 +90,6 @@ def _guard(app: Any, flask: Any, port: int) -> None:
 
     @app.after_request
     def nothing_from_elsewhere(response: Any) -> Any:
-        """The page loads nothing but itself, and no other page may show it."""
         rule = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
         rule += "img-src data: blob:; connect-src 'self'; frame-ancestors 'none'"
         response.headers["Content-Security-Policy"] = rule
@@ -101,8 +99,7 @@ def _guard(app: Any, flask: Any, port: int) -> None:
 
 def image_of(data: bytes, name: str) -> np.ndarray:
     """(H, W, 3) uint8 BGR of an upload. Raises RequestError: no JPEG, PNG or WebP, damaged, or too many pixels."""
-    known = data[:3] == b"\xff\xd8\xff" or data[:8] == b"\x89PNG\r\n\x1a\n" or data[8:12] == b"WEBP"
-    if not known:
+    if not (data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")) or data[8:12] == b"WEBP"):
         raise RequestError(f"{name}: not a JPEG, PNG or WebP image")
     try:
         size = declared_size(check(data, name), name)
@@ -115,27 +112,16 @@ def image_of(data: bytes, name: str) -> np.ndarray:
 
 def answer(matcher: Matcher, image0: np.ndarray, image1: np.ndarray) -> Dict[str, Any]:
     """What the page draws: both pictures as data URLs, and all matches [x0, y0, x1, y1, score] in their pixels."""
-    every = Matcher(matcher.model, matcher.device, matcher.max_keypoints, matcher.resize, threshold=0.0)
-    found = every.match(image0, image1)
-    shown = [shrunk(image) for image in (image0, image1)]
+    found = Matcher(matcher.model, matcher.device, matcher.max_keypoints, matcher.resize, 0.0).match(image0, image1)
+    shown = [drawing.reduced(image, SHOWN_SIDE) for image in (image0, image1)]
+    files = [base64.b64encode(drawing.encode(".jpg", picture)).decode() for picture, _ in shown]
     points = [(p + 0.5) * scale - 0.5 for p, (_, scale) in zip((found.points0, found.points1), shown)]
     rows = np.concatenate([*points, found.scores[:, None]], 1)
     inliers = results.fits(found.above(matcher.threshold))["homography"].inliers
     return {
-        "pictures": [data_url(picture) for picture, _ in shown],
+        "pictures": [f"data:image/jpeg;base64,{file}" for file in files],
         "matches": np.round(rows.astype(float), 3).tolist(),
         "keypoints": [len(found.keypoints0), len(found.keypoints1)],
         "threshold": matcher.threshold,
         "homography_inliers": int(inliers.sum()),
     }
-
-
-def shrunk(image: np.ndarray) -> Tuple[np.ndarray, float]:
-    """The image as the page shows it, and how much smaller."""
-    scale = min(1.0, SHOWN_SIDE / max(image.shape[:2]))
-    return cv2.resize(image, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA), scale
-
-
-def data_url(picture: np.ndarray) -> str:
-    """A JPEG inside the page."""
-    return "data:image/jpeg;base64," + base64.b64encode(drawing.encode(".jpg", picture)).decode()

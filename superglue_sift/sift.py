@@ -18,17 +18,10 @@ import functools
 import cv2
 import numpy as np
 
-KEYPOINT = np.dtype(
-    [
-        ("x", "<f4"),  # px, centre of the first pixel at 0
-        ("y", "<f4"),
-        ("scale", "<f4"),  # diameter of the neighbourhood in px (OpenCV's `size`)
-        ("angle", "<f4"),  # degrees, 0 to 360, clockwise as seen on the screen
-        ("score", "<f4"),  # contrast of the extremum (OpenCV's `response`)
-        ("descriptor", "u1", (128,)),
-    ]
-)
-
+# x, y: px, centre of the first pixel at 0. scale: diameter of the neighbourhood, px (OpenCV's `size`). angle: degrees,
+# 0 to 360, clockwise as seen on the screen. score: contrast of the extremum (OpenCV's `response`).
+GEOMETRY = ("x", "y", "scale", "angle", "score")
+KEYPOINT = np.dtype([*((name, "<f4") for name in GEOMETRY), ("descriptor", "u1", (128,))])
 # What `extract` gives: the same, and the point's second orientation. Where there is none the descriptor is zero.
 ORIENTED = np.dtype([*KEYPOINT.descr, ("second_angle", "<f4"), ("second_descriptor", "u1", (128,))])
 
@@ -36,15 +29,10 @@ _SPARE = 1.5  # asked for per wanted keypoint, so that enough are left when each
 
 
 def extract(gray: np.ndarray, max_keypoints: int) -> np.ndarray:
-    """Keypoints of a view.
+    """The strongest `max_keypoints` (1 or more) keypoints of a view (H, W) uint8. Equal input gives equal bytes.
 
-    Args:
-        gray: (H, W) uint8.
-        max_keypoints: how many of the strongest to keep, at least 1.
-
-    Returns:
-        (n,) records of dtype ORIENTED, n <= max_keypoints, positions all distinct, ordered by falling score; the first
-        orientation is the one of smaller angle. (0,) for a view without structure. Equal input gives equal bytes.
+    Returns (n,) records of dtype ORIENTED, n <= max_keypoints, positions all distinct, ordered by falling score; the
+    first orientation is the one of smaller angle. (0,) for a view without structure.
     """
     asked = with_spare(max_keypoints)
     while True:
@@ -99,16 +87,15 @@ def _records(points, descriptors) -> np.ndarray:
     if not points:
         return records  # OpenCV gives None for the descriptors of no keypoints
     values = np.array([(*p.pt, p.size, p.angle, p.response) for p in points], np.float32)
-    for column, name in enumerate(("x", "y", "scale", "angle", "score")):
-        records[name] = values[:, column]
+    for column, name in zip(values.T, GEOMETRY):
+        records[name] = column
     records["descriptor"] = descriptors
     return records
 
 
 def _strongest_first(records: np.ndarray) -> np.ndarray:
     """Order of falling score; ties by size, then by place and angle, so that it is the only one."""
-    keys = (records["angle"], records["x"], records["y"], -records["scale"], -records["score"])
-    return np.lexsort(keys)
+    return np.lexsort((records["angle"], records["x"], records["y"], -records["scale"], -records["score"]))
 
 
 def _first_of_each_position(records: np.ndarray) -> np.ndarray:

@@ -11,21 +11,8 @@ from typing import Any, Callable, ContextManager, Optional
 import torch
 from torch import Tensor, nn
 
-from superglue_sift import chunked_attention
 
-
-def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v over the last two axes; `mask` is True where a key may be seen.
-
-    torch 1.10 has no fused kernel (`F.scaled_dot_product_attention` came with 2.0): some queries are done at a time.
-    """
-    if has_fused_attention():
-        with _without_cudnn() if q.is_cuda else contextlib.nullcontext():
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return chunked_attention.attention(q, k, v, mask)
-
-
-def _without_cudnn() -> ContextManager[Any]:
+def without_cudnn() -> ContextManager[Any]:
     """cuDNN makes a plan for each new shape, 70 ms of a core on an H100; the other kernels need none."""
     try:
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -54,11 +41,9 @@ def _varlen() -> Optional[Callable[..., Any]]:
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, partner_starts: Tensor, longest: int) -> Tensor:
-    """Attention of packed sequences; where `has_packed_attention`.
+    """Attention of packed sequences q (S, H, d), k and v (S', H, d), where `has_packed_attention`.
 
-    Args:
-        q (S, H, d), k and v (S', H, d); starts, partner_starts: (B + 1,) int32, where each sequence begins.
-        longest: at least the length of the longest sequence.
+    starts, partner_starts: (B + 1,) int32, where each sequence begins. longest: no sequence is longer.
     """
     varlen = _varlen()
     assert varlen is not None
@@ -90,27 +75,18 @@ def exact_float32() -> None:
 
 
 def no_autocast(device_type: str):
-    """A context in which nothing is cast down.
-
-    torch 1.10's `autocast` for the CPU accepts bfloat16 alone and only there needs naming it.
-    """
-    if device_type == "cpu":
-        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=False)
-    return torch.autocast(device_type, enabled=False)
+    """A context in which nothing is cast down; torch 1.10's for the CPU accepts bfloat16 alone and needs its name."""
+    return torch.autocast(device_type, enabled=False, **({"dtype": torch.bfloat16} if device_type == "cpu" else {}))
 
 
 def autocast(device_type: str, precision: str):
     """Mixed precision for `precision` in float32 (nothing happens), bfloat16, float16."""
-    if precision == "float32":
-        return contextlib.nullcontext()
-    return torch.autocast(device_type, dtype=getattr(torch, precision))
+    mixed = precision != "float32"
+    return torch.autocast(device_type, dtype=getattr(torch, precision)) if mixed else contextlib.nullcontext()
 
 
 def cast_as_autocast(x: Tensor) -> Tensor:
-    """`x` as autocast would hand it to a product, once for several of them; `x` itself without autocast.
-
-    torch 1.10 has a function of its own for each device.
-    """
+    """`x` as autocast would hand it to a product; torch 1.10 has a function of its own for each device."""
     kind = x.device.type
     if can_compile():
         return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
@@ -127,8 +103,7 @@ class _WideLayerNorm(nn.LayerNorm):
 def layer_norm(channels: int) -> nn.LayerNorm:
     """LayerNorm of (..., channels), also under `autocast`.
 
-    torch 1.10 takes no bfloat16 beside float32 weights on the CPU; like its own autocast on a GPU, it is then computed
-    and handed on in float32.
+    torch 1.10 takes no bfloat16 beside float32 weights on the CPU: there it is computed and handed on in float32.
     """
     return nn.LayerNorm(channels) if can_compile() else _WideLayerNorm(channels)
 
@@ -144,13 +119,8 @@ def can_export() -> bool:
 
 
 def floats_of_bytes(data: Tensor) -> Tensor:
-    """uint8 (..., 4 k) read as little-endian float32 (..., k).
-
-    torch 1.10's `view` cannot change the size of an element: there the bytes are put together as integers.
-    """
-    if hasattr(torch.Tensor, "untyped_storage"):
-        return data.view(torch.float32)
-    return join_bytes(data)
+    """uint8 (..., 4 k) read as little-endian float32 (..., k); torch 1.10's `view` cannot change an element's size."""
+    return data.view(torch.float32) if hasattr(torch.Tensor, "untyped_storage") else join_bytes(data)
 
 
 def join_bytes(data: Tensor) -> Tensor:
@@ -161,12 +131,7 @@ def join_bytes(data: Tensor) -> Tensor:
 
 
 def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """`function(*arguments)` whose inner tensors are recomputed in the backward pass (gradient checkpointing).
-
-    torch 1.10 has only the reentrant form, which later versions advise against.
-    """
+    """`function(*arguments)` with gradient checkpointing; torch 1.10 has only the reentrant form."""
     from torch.utils.checkpoint import checkpoint
 
-    if can_compile():
-        return checkpoint(function, *arguments, use_reentrant=False)
-    return checkpoint(function, *arguments)
+    return checkpoint(function, *arguments, **({"use_reentrant": False} if can_compile() else {}))

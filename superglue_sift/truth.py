@@ -16,36 +16,25 @@ from superglue_sift.packing import Layout
 
 UNMATCHED = -1  # has no counterpart: belongs in the dustbin
 IGNORED = -2  # neither right nor wrong: too near to be unmatched, not near enough to be a match
-
-
 PADDED_BYTES = 64 << 20  # of one matrix of errors, for the pairs that a GPU takes at a time
 
 
 class Truth(NamedTuple):
-    """matches0 (..., M) int64: the index in image 1, or UNMATCHED or IGNORED; matches1 (..., N) back.
-
-    Of one pair, or of a batch (B, ...) with IGNORED where it is padded.
-    """
+    """matches0 (..., M) int64: the index in image 1, or UNMATCHED or IGNORED (also padding); matches1 (..., N) back."""
 
     matches0: Tensor
     matches1: Tensor
 
 
 def reprojection_error(keypoints0: Tensor, keypoints1: Tensor, H_0to1: Tensor) -> Tensor:
-    """Symmetric error of each two keypoints: the larger of the two directions, px.
+    """Symmetric error of each two keypoints (..., M, 2) and (..., N, 2) px: the larger of the two directions.
 
-    Args:
-        keypoints0 (..., M, 2), keypoints1 (..., N, 2) px; H_0to1 (..., 3, 3), float64.
-
-    Returns:
-        (..., M, N) float32.
+    H_0to1: (..., 3, 3). Returns (..., M, N) float32, px.
     """
     H = H_0to1.double()
-    forward = transform(keypoints0.double(), H).float()
-    back = transform(keypoints1.double(), _inverse(H)).float()
-    return torch.maximum(
-        _squared_distance(forward, keypoints1.float()), _squared_distance(keypoints0.float(), back)
-    ).sqrt_()
+    forward = _squared_distance(transform(keypoints0.double(), H).float(), keypoints1.float())
+    back = _squared_distance(keypoints0.float(), transform(keypoints1.double(), _inverse(H)).float())
+    return torch.maximum(forward, back).sqrt_()
 
 
 def _squared_distance(a: Tensor, b: Tensor) -> Tensor:

@@ -50,12 +50,7 @@ def model_file(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> bytes:
 
 
 def load_model_file(path: Union[str, Path]) -> Tuple[Tensors, Dict[str, Any]]:
-    """Read and verify a file of `save_model_file`.
-
-    Raises:
-        FileNotFoundError: there is none.
-        BadCheckpoint: it is not whole and as it was written.
-    """
+    """Read and verify a `model_file`. Raises FileNotFoundError, or BadCheckpoint: it is not whole and as written."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
@@ -80,10 +75,8 @@ def shipped_weights() -> Path:
     for folder in (package, package.parent):
         if (folder / SHIPPED).is_file():
             return folder / SHIPPED
-    raise RequestError(
-        f"{package.parent / SHIPPED}: no weights came with this copy; name a model file "
-        "(one that was trained: --model models/superglue.safetensors)"
-    )
+    trained = "name a model file (one that was trained: --model models/superglue.safetensors)"
+    raise RequestError(f"{package.parent / SHIPPED}: no weights came with this copy; {trained}")
 
 
 def load_model(
@@ -91,20 +84,18 @@ def load_model(
 ) -> Tuple[SuperGlue, dict]:
     """The network in evaluation mode on `device`, and the description stored beside it.
 
-    sinkhorn_iterations: replaces the number the model was trained with.
-    Raises RequestError: no such file, damaged, or not a SuperGlue of this project.
+    sinkhorn_iterations: other than the model's. RequestError: no such file, damaged, or no SuperGlue of this project.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise RequestError(f"{path}: no such model; train one first, or name another with --model FILE.safetensors")
     try:
         tensors, info = load_model_file(path)
-    except BadCheckpoint as error:
-        raise RequestError(str(error)) from error
-    try:
         config = SuperGlueConfig(**info["model"])
         model = SuperGlue(config)
         model.load_state_dict(weights_of(tensors))
+    except FileNotFoundError:
+        other = "train one first, or name another with --model FILE.safetensors"
+        raise RequestError(f"{path}: no such model; {other}") from None
+    except BadCheckpoint as error:
+        raise RequestError(str(error)) from error
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise RequestError(f"{path}: not a SuperGlue model of this project ({reason})") from error
@@ -114,10 +105,7 @@ def load_model(
 
 
 def weights_of(tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
-    """The network's weights in a file: all of a model's, those to ship of a training checkpoint.
-
-    A checkpoint keeps them as `model.*`, and a moving average, where there is one, as `average.*`.
-    """
+    """The network's weights in a file: all of a model; of a checkpoint `model.*`, or their moving `average.*`."""
     weights = {name[len("model.") :]: value for name, value in tensors.items() if name.startswith("model.")}
     average = {name[len("average.") :]: value for name, value in tensors.items() if name.startswith("average.")}
     return {**weights, **average} or tensors

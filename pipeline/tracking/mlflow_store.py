@@ -69,10 +69,8 @@ class MlflowStore:
         experiment = self._experiment(header["experiment"])
         found = self._find(experiment, header["run"], run_id)
         if found is None:
-            tags = dict(header.get("tags", {}), **{KEY_TAG: header["run"]})
-            made = self._client.create_run(experiment, header.get("time"), tags, header.get("name"))
-            found = made.info.run_id
-            run_id = None
+            run_id, tags = None, {**header.get("tags", {}), KEY_TAG: header["run"]}
+            found = self._client.create_run(experiment, header.get("time"), tags, header.get("name")).info.run_id
         if not header.get("attached"):
             self._claim(experiment, found, header)
         return found, run_id is None
@@ -87,22 +85,20 @@ class MlflowStore:
 
     def _experiment(self, name: str) -> str:
         known = self._client.get_experiment_by_name(name)
-        if known is not None:
-            if VIEW_TAG not in known.tags:
-                self._client.set_experiment_tag(known.experiment_id, VIEW_TAG, view())
-            return known.experiment_id
-        place = None
-        if self._uri.startswith("sqlite:///"):
+        if known is None:
+            scheme, _, path = self._uri.partition(":///")
             # MLflow's default lies in the current directory, which may be an experiment's passing copy.
-            place = (Path(self._uri[len("sqlite:///") :]).resolve().parent / "mlartifacts" / name).as_uri()
-        try:
+            place = (Path(path).resolve().parent / "mlartifacts" / name).as_uri() if scheme == "sqlite" else None
             tags = {"mlflow.experimentKind": "custom_model_development", VIEW_TAG: view()}
-            return self._client.create_experiment(name, place, tags)
-        except self._error:
-            known = self._client.get_experiment_by_name(name)  # another process was faster
-            if known is None:
-                raise
-            return known.experiment_id
+            try:
+                return self._client.create_experiment(name, place, tags)
+            except self._error:
+                known = self._client.get_experiment_by_name(name)  # another process was faster
+                if known is None:
+                    raise
+        if VIEW_TAG not in known.tags:
+            self._client.set_experiment_tag(known.experiment_id, VIEW_TAG, view())
+        return known.experiment_id
 
     def _find(self, experiment: str, key: str, run_id: Optional[str]) -> Optional[str]:
         if run_id:
@@ -201,8 +197,7 @@ class MlflowStore:
 
     def _champion(self, name: str):
         """The version with the alias, None where there is none."""
-        model = self._client.get_registered_model(name)
-        version = model.aliases.get(CHAMPION)
+        version = self._client.get_registered_model(name).aliases.get(CHAMPION)
         return None if version is None else self._client.get_model_version(name, version)
 
     def _challenge(self, run_id: str, event: Event) -> None:

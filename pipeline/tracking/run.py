@@ -29,9 +29,9 @@ class NullRun:
     name = ""
 
     def log(self, metrics: Dict[str, Any], step: int) -> None:
-        """Figures of one step: name -> number (floats, tensors of one element). NaN and infinity are kept.
+        """Figures of one step: name -> number (floats, tensors of one element), also NaN and infinity.
 
-        A point whose step the log had before the run was resumed is the same point again, and left out.
+        A point whose step the log had before the run was resumed is left out.
         """
 
     def artifact(self, path: Any, folder: str = "") -> None:

@@ -48,17 +48,12 @@ class EventLog:
         line = json.dumps(event, separators=(",", ":"), default=str) + "\n"
         with self._lock:
             if self._stream is None:
-                self._stream = self._open()
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._stream = open(self.path, "a+b")  # noqa: SIM115 (kept open from event to event)
+                self._stream.seek(0)
+                self._stream.truncate(sum(len(line) for line in self._stream if line.endswith(b"\n")))
             self._stream.write(line.encode())
             self._stream.flush()
-
-    def _open(self) -> BinaryIO:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        stream = open(self.path, "a+b")  # noqa: SIM115 (kept open from event to event)
-        stream.seek(0)
-        whole = sum(len(line) for line in stream if line.endswith(b"\n"))
-        stream.truncate(whole)
-        return stream
 
     def close(self) -> None:
         with self._lock:
@@ -102,8 +97,7 @@ class EventLog:
         """The last step logged under each metric's name."""
         last: Dict[str, int] = {}
         for event in self.events():
-            for name in event.get("metrics", {}):
-                last[name] = max(last.get(name, event["step"]), event["step"])
+            last.update({name: max(last.get(name, 0), event["step"]) for name in event.get("metrics", {})})
         return last
 
     def cursor(self) -> Event:
@@ -131,18 +125,14 @@ class EventLog:
 
 
 def storable(value: Any) -> Any:
-    """A figure as JSON can hold it: finite floats as they are, "nan", "inf" and "-inf" as text.
-
-    Takes whatever float() takes, a tensor of one element among them. Raises TypeError or ValueError else.
-    """
+    """A figure that float() takes as JSON can hold it: finite floats, "nan", "inf" or "-inf" as text."""
     number = float(value)
     return number if math.isfinite(number) else str(number)
 
 
 def remember_run(path: Path, training: str, run: Dict[str, Any]) -> None:
     """Note the newest run of a training: `key`, `run_id`, `experiment`, `tracking_uri`, and `log` beside `path`."""
-    runs = _runs(path).get("runs", {})
-    runs[training] = run
+    runs = {**_runs(path).get("runs", {}), training: run}
     write_atomic(path, json.dumps({"latest": training, "runs": runs}, indent=2) + "\n")
 
 
@@ -159,10 +149,7 @@ def _runs(path: Path) -> Dict[str, Any]:
 
 
 def _read_json(path: Path) -> Event:
-    try:
-        return _parse(path.read_bytes())
-    except OSError:
-        return {}
+    return _parse(path.read_bytes()) if path.is_file() else {}
 
 
 def _parse(text: bytes) -> Event:

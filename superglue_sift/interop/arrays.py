@@ -12,14 +12,7 @@ from torch import Tensor
 from superglue_sift.descriptors import kind_of, root_sift_of
 from superglue_sift.errors import RequestError
 from superglue_sift.matcher import Features, MatchResult
-
-
-def result_of(features0: Features, features1: Features, matches: Any, scores: Any) -> MatchResult:
-    """The matches of another matcher as ours. matches: (K, 2) indices; scores: (K,)."""
-    pairs = np.asarray(matches, np.int64).reshape(-1, 2)
-    values = np.asarray(scores, np.float32).reshape(-1)
-    sizes = features0.size, features1.size
-    return MatchResult(features0.keypoints, features1.keypoints, pairs, values, *sizes)
+from superglue_sift.sift import GEOMETRY
 
 
 def to_dmatches(found: MatchResult) -> List[cv2.DMatch]:
@@ -29,24 +22,23 @@ def to_dmatches(found: MatchResult) -> List[cv2.DMatch]:
 
 def from_dmatches(matches: Sequence[cv2.DMatch], features0: Features, features1: Features) -> MatchResult:
     """`to_dmatches` back."""
-    pairs = [(m.queryIdx, m.trainIdx) for m in matches]
-    return result_of(features0, features1, pairs, [1.0 - m.distance for m in matches])
+    pairs = np.array([(m.queryIdx, m.trainIdx) for m in matches], np.int64).reshape(-1, 2)
+    return MatchResult.of(features0, features1, pairs, np.array([1.0 - m.distance for m in matches], np.float32))
 
 
 def to_keypoints(features: Features) -> List[cv2.KeyPoint]:
     """OpenCV's keypoints, in the same order."""
-    names = ("x", "y", "scale", "angle", "score")
-    return [cv2.KeyPoint(*(float(record[name]) for name in names)) for record in features.records]
+    return [cv2.KeyPoint(*(float(record[name]) for name in GEOMETRY)) for record in features.records]
 
 
 def to_kornia(found: MatchResult) -> Tuple[Tensor, Tensor]:
     """What kornia's matchers return: distances (K, 1) float32, 1 - score, and indices (K, 2) int64."""
-    return torch.from_numpy(1.0 - found.scores).reshape(-1, 1), torch.from_numpy(found.matches.astype(np.int64))
+    return torch.from_numpy(1.0 - found.scores).reshape(-1, 1), torch.from_numpy(found.matches)
 
 
 def from_kornia(distances: Tensor, indices: Tensor, features0: Features, features1: Features) -> MatchResult:
     """Matches of kornia's matchers; 1 - distance is taken for the score."""
-    return result_of(features0, features1, indices.cpu().numpy(), 1.0 - distances.cpu().numpy())
+    return MatchResult.of(features0, features1, indices.cpu().numpy(), 1.0 - distances.cpu().numpy().ravel())
 
 
 def to_lightglue(features: Features) -> Dict[str, Tensor]:
@@ -78,14 +70,9 @@ def from_lightglue(data: Mapping[str, Any]) -> Features:
         return value[0] if value.ndim > axes else value
 
     width, height = plain("image_size", 1)
-    return Features.of(
-        plain("keypoints", 2),
-        plain("scales", 1),
-        np.mod(np.rad2deg(plain("oris", 1)), 360.0),
-        plain("scores", 1),
-        whole_sift(plain("descriptors", 2)),
-        (int(width), int(height)),
-    )
+    scales, scores, angles = plain("scales", 1), plain("scores", 1), np.mod(np.rad2deg(plain("oris", 1)), 360.0)
+    descriptors, size = whole_sift(plain("descriptors", 2)), (int(width), int(height))
+    return Features.of(plain("keypoints", 2), scales, angles, scores, descriptors, size)
 
 
 def whole_sift(descriptors: np.ndarray) -> np.ndarray:
@@ -107,12 +94,9 @@ def to_lightglue_matches(found: MatchResult) -> Dict[str, Any]:
     matches0 (1, M), matches1 (1, N) int64, -1 without a match; matching_scores0, matching_scores1 float32, 0 without;
     matches [(K, 2)] and scores [(K,)], a list.
     """
-    answer: Dict[str, Any] = {"matches": [torch.from_numpy(found.matches.astype(np.int64))]}
-    answer["scores"] = [torch.from_numpy(found.scores)]
-    for side, count in enumerate((len(found.keypoints0), len(found.keypoints1))):
-        partners, scores = torch.full((1, count), -1), torch.zeros(1, count)
-        own, other = found.matches[:, side], found.matches[:, 1 - side]
-        partners[0, own], scores[0, own] = torch.from_numpy(other), torch.from_numpy(found.scores)
+    answer: Dict[str, Any] = {"matches": [torch.from_numpy(found.matches)], "scores": [torch.from_numpy(found.scores)]}
+    for side in (0, 1):
+        partners, scores = (torch.from_numpy(each)[None] for each in found.dense(side))
         answer[f"matches{side}"], answer[f"matching_scores{side}"] = partners, scores
     return answer
 
@@ -120,8 +104,7 @@ def to_lightglue_matches(found: MatchResult) -> Dict[str, Any]:
 def from_lightglue_matches(data: Mapping[str, Any], features0: Features, features1: Features) -> MatchResult:
     """The matches of LightGlue, glue-factory or any matcher that gives `matches0` and `matching_scores0`."""
     matches0, scores0 = (np.asarray(data[name]).reshape(-1) for name in ("matches0", "matching_scores0"))
-    own = np.flatnonzero(matches0 >= 0)
-    return result_of(features0, features1, np.stack([own, matches0[own]], axis=1), scores0[own])
+    return MatchResult.of(features0, features1, matches0.astype(np.int64), scores0.astype(np.float32))
 
 
 def to_transformers(found: MatchResult) -> Dict[str, Tensor]:

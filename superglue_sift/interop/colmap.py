@@ -35,7 +35,6 @@ class ColmapDatabase:
         """path: a file that is not there yet. images: folder of the photographs, whose EXIF tells the focal length.
 
         camera: a pycolmap.Camera that took all of them; None: one for each, COLMAP's SIMPLE_RADIAL.
-
         Raises RequestError: pycolmap is not installed, or the file is there.
         """
         try:
@@ -82,15 +81,17 @@ class ColmapDatabase:
             self._database.write_frame(frame)
             self._database.write_keypoints(image.image_id, _points(features))
             if kind_of(features.records.dtype)[0] == "sift":
-                self._database.write_descriptors(image.image_id, self._descriptors(features))
+                # RootSIFT in bytes, as COLMAP keeps its own SIFT
+                rows = np.clip(np.rint(512.0 * root_sift_of(features.records["descriptor"])), 0, 255).astype(np.uint8)
+                sift = self._pycolmap.FeatureExtractorType.__members__["SIFT"]
+                self._database.write_descriptors(image.image_id, self._pycolmap.FeatureDescriptors(sift, rows))
             self._known[name] = image.image_id, camera
         return self._known[name]
 
     def _guessed_camera(self, name: str, size: Tuple[int, int]) -> Any:
         if self._images is not None and (self._images / name).is_file():
             return self._pycolmap.infer_camera_from_image(str(self._images / name))
-        model, focal = "SIMPLE_RADIAL", FOCAL * max(size)
-        return self._pycolmap.Camera.create_from_model_name(0, model, focal, *size)
+        return self._pycolmap.Camera.create_from_model_name(0, "SIMPLE_RADIAL", FOCAL * max(size), *size)
 
     def _write_camera(self, camera: Any) -> Any:
         """The camera with its id, alone on a rig of the same number."""
@@ -100,19 +101,10 @@ class ColmapDatabase:
         self._database.write_rig(rig, use_rig_id=True)
         return camera
 
-    def _descriptors(self, features: Features) -> Any:
-        """RootSIFT in bytes, as COLMAP keeps its own SIFT."""
-        unit = root_sift_of(features.records["descriptor"])
-        rows = np.minimum(np.rint(512.0 * unit), 255.0).astype(np.uint8)
-        return self._pycolmap.FeatureDescriptors(self._pycolmap.FeatureExtractorType.__members__["SIFT"], rows)
-
 
 @contextlib.contextmanager
 def database_of(path: Path, root: Path, store: FeatureStore) -> Iterator[Adding]:
-    """What to give to `many.match`, so that its pairs of photographs below `root` come into a database at `path`.
-
-    The file is there when all of them are in it.
-    """
+    """What to give to `many.match` for its photographs below `root`: a database at `path`, there when all are in it."""
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
