@@ -40,10 +40,10 @@ def draw_lines(canvas: np.ndarray, panel: Panel, shift: int) -> None:
     order = range(len(colours)) if correct is None else np.argsort(~np.asarray(correct, bool), kind="stable")
     for index in order:
         # cv2 takes fixed-point coordinates: four bits after the point
-        start, end = panel.points0[index], panel.points1[index] + (shift, 0)
-        ends = [tuple(round(16 * float(value)) for value in point) for point in (start, end)]
-        cv2.line(canvas, *ends, colours[index], 1, cv2.LINE_AA, 4)
-        for point in ends:
+        ends = panel.points0[index], panel.points1[index] + (shift, 0)
+        start, end = (tuple(round(16 * float(value)) for value in point) for point in ends)
+        cv2.line(canvas, start, end, colours[index], 1, cv2.LINE_AA, 4)
+        for point in (start, end):
             cv2.circle(canvas, point, 32, colours[index], 1, cv2.LINE_AA, 4)
 
 

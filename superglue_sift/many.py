@@ -186,7 +186,9 @@ def frames(capture: cv2.VideoCapture, every: int, most: Optional[int]) -> Iterat
     for number in itertools.count():
         if (most is not None and number >= most * every) or not capture.grab():
             return
-        ok, image = (False, None) if number % every else capture.retrieve()
+        if number % every:
+            continue
+        ok, image = capture.retrieve()
         if ok:
             yield Item(f"frame{number:06d}", image)
 

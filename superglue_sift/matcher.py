@@ -330,10 +330,8 @@ def _array(image: torch.Tensor) -> np.ndarray:
         if not bool(((image >= 0) & (image <= 1)).all()):
             raise RequestError(f"an image of {image.dtype} {tuple(image.shape)}: floats must be from 0 to 1")
         image = (image * 255).round().to(torch.uint8)
-    if image.dim() == 3 and image.shape[0] == 1:
-        return image[0].numpy()
-    if image.dim() == 3 and image.shape[0] == 3:
-        return np.ascontiguousarray(image.permute(1, 2, 0).numpy()[..., ::-1])
-    if image.dim() != 2:
+    if image.dim() == 3 and image.shape[0] in (1, 3):
+        image = image.permute(1, 2, 0).flip(-1).squeeze(-1)
+    elif image.dim() != 2:
         raise RequestError(f"a tensor of shape {tuple(image.shape)}: must be (H, W), (1, H, W) or (3, H, W)")
-    return image.numpy()
+    return np.ascontiguousarray(image.numpy())

@@ -48,8 +48,9 @@ def write_json(path: Path, found: MatchResult, fitted: Mapping[str, Fit], about:
 def write_npz(path: Path, found: MatchResult) -> None:
     """keypoints0 (M, 2), keypoints1 (N, 2) float32, matches (M,) int64 or -1, match_confidence (M,) float32."""
     data, (matches, scores) = io.BytesIO(), found.dense()
-    keypoints = {"keypoints0": found.keypoints0, "keypoints1": found.keypoints1}
-    np.savez_compressed(data, **keypoints, matches=matches, match_confidence=scores)
+    np.savez_compressed(
+        data, keypoints0=found.keypoints0, keypoints1=found.keypoints1, matches=matches, match_confidence=scores
+    )
     write_atomic(path, data.getvalue())
 
 
@@ -68,7 +69,8 @@ def write_picture(path: Path, found: MatchResult, fitted: Mapping[str, Fit], pix
     inliers = fitted[name].inliers
     heading = f"{len(found.matches)} matches; green: {int(inliers.sum())} that fit one {name}"
     panel = drawing.Panel(heading, found.points0, found.points1, inliers)
-    drawing.write(path, drawing.draw(*pixels(), [panel]))
+    image0, image1 = pixels()
+    drawing.write(path, drawing.draw(image0, image1, [panel]))
 
 
 def write_overlay(stem: Path, H_0to1: np.ndarray, pixels: Pixels) -> Tuple[Path, Path]:

@@ -76,7 +76,9 @@ def exact_float32() -> None:
 
 def no_autocast(device_type: str):
     """A context in which nothing is cast down; torch 1.10's for the CPU accepts bfloat16 alone and needs its name."""
-    return torch.autocast(device_type, enabled=False, **({"dtype": torch.bfloat16} if device_type == "cpu" else {}))
+    if device_type == "cpu":
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=False)
+    return torch.autocast(device_type, enabled=False)
 
 
 def autocast(device_type: str, precision: str):
@@ -134,4 +136,6 @@ def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     """`function(*arguments)` with gradient checkpointing; torch 1.10 has only the reentrant form."""
     from torch.utils.checkpoint import checkpoint
 
-    return checkpoint(function, *arguments, **({"use_reentrant": False} if can_compile() else {}))
+    if can_compile():
+        return checkpoint(function, *arguments, use_reentrant=False)
+    return checkpoint(function, *arguments)

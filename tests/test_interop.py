@@ -294,7 +294,7 @@ def test_a_folder_goes_to_colmap_by_one_command_and_again_from_what_is_done(phot
     monkeypatch.chdir(tmp_path)
     words = ["photos", "--out-dir", "found", "--max-keypoints", "400", "--device", "cpu", "--colmap"]
     assert cli.main([*words, "first.db"]) == 0
-    monkeypatch.setattr(Matcher, "match_batch", lambda *_: pytest.fail("matched twice"))
+    monkeypatch.setattr("superglue_sift.matcher.match_pairs", lambda *_: pytest.fail("matched twice"))
     assert cli.main([*words, "again.db"]) == 0
     with pytest.raises(RequestError, match=r"again\.db"):
         cli.main([*words, "again.db"])

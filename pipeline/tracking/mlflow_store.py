@@ -215,7 +215,7 @@ class MlflowStore:
         champion = self._champion(name)
         if champion is None or champion.run_id == run_id:
             return
-        path, holder = f"{EVALUATION}/pairs.csv", champion.run_id
+        path, holder = f"{EVALUATION}/pairs.csv", str(champion.run_id)
         there = any(one.path == path for one in self._client.list_artifacts(holder, EVALUATION))
         with tempfile.TemporaryDirectory() as folder:
             theirs = Path(self._client.download_artifacts(holder, path, folder)) if there else None

@@ -4,9 +4,8 @@ The log is the source of truth: JSON lines, appended first and shipped later. On
 `metrics`, `artifact`, `dataset`, `model`, `tags` or `end`. Beside it stands a cursor, the number of bytes that have
 reached the tracking server.
 
-reports/run.json says which MLflow run belongs to which training. It is another file in every clone and after every
-training, so neither git nor DVC keeps it. A training is named by the identity that its checkpoints and models carry:
-figures find their run also after `dvc checkout` of an older model.
+reports/run.json, in neither git nor DVC, says which MLflow run belongs to which training, named by the identity that
+its checkpoints and models carry: figures find their run also after `dvc checkout` of an older model.
 """
 
 from __future__ import annotations
