@@ -18,14 +18,10 @@ def image_views(data: bytes, name: str, settings: Any) -> ImageViews:
 
 
 def gray_views(gray: np.ndarray, name: str, settings: Any) -> ImageViews:
-    """The views of an image with their keypoints.
+    """The views of an image (`gray`: (H, W) uint8) with their keypoints, by the section `keypoints`.
 
-    View 0 is a mild crop with the light as it was; the others are random homographies with photometric
-    distortion. Views with few or no keypoints stay: training must meet them.
-
-    Args:
-        gray: (H, W) uint8; name: of the image, which with `settings.seed` fixes every draw.
-        settings: the section `keypoints`.
+    View 0 is a mild crop with the light as it was; the others are random homographies with photometric distortion.
+    Views with few or no keypoints stay: training must meet them. `name` and `settings.seed` fix every draw.
 
     Raises BadImage with the reason when the image cannot serve.
     """

@@ -1,7 +1,6 @@
-"""Images through worker processes, results in the order asked for.
+"""Images through worker processes, one a core with one OpenCV thread each, results in the order asked for.
 
-One process per core with one OpenCV thread each, heap trimming off, huge pages (`pipeline.features.tuning`). A bounded
-number of images is under way, so memory does not grow with their number.
+A bounded number of images is under way, so memory does not grow with their number.
 """
 
 from __future__ import annotations

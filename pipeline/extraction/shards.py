@@ -1,9 +1,8 @@
 """The shards of one split: which there are, which of them are done, and the end of the work.
 
-A shard is a fixed run of manifest rows, so its bytes depend on them and on the parameters alone. While work
-goes on each finished shard has a note beside it; in the end the notes become store.json. A shard whose
-fingerprint (parameters, rows, code, OpenCV) is not the one wanted now is thrown away, a whole one is never
-made twice.
+A shard is a fixed run of manifest rows, so its bytes depend on them and on the parameters alone. While work goes on
+each finished shard has a note beside it; in the end the notes become store.json. A shard whose fingerprint (parameters,
+rows, code, OpenCV) is not the one wanted now is thrown away, a whole one is never made twice.
 """
 
 from __future__ import annotations

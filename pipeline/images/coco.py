@@ -1,7 +1,6 @@
 """COCO's archives: addresses, sizes, checksums, which part serves which split, and each of them as it is at hand.
 
-The official host serves plain HTTP and its HTTPS name does not match; the same objects have a TLS address,
-which is tried first. Only MD5 sums were ever published; `fetch` records the SHA-256 on arrival.
+The official host serves plain HTTP and its HTTPS name does not match: the same objects' TLS address is tried first.
 """
 
 from __future__ import annotations
@@ -71,9 +70,7 @@ def expected(source: str, limit: int = 0) -> Tuple[int, int]:
 
 
 class Holding:
-    """An archive given by the person, here from before, or still to be downloaded.
-
-    names: of the images in the archive; `ensure(names)` makes these of them readable.
+    """An archive given by the person, here from before, or still to be downloaded; `names` of its images.
 
     given: a folder with the zips, a folder with them unpacked, or the zip itself, "" for none.
     some: only a part of the images will be asked for, so look at the remote directory before a download.

@@ -1,12 +1,7 @@
 """The image source that decodes with NVIDIA DALI: on the GPU where there is one, else on the CPU.
 
-What differs from the other decoders (`decode`):
-
-- It runs in the process that feeds the workers, which then get pixels instead of bytes: one pipeline a rank,
-  not one CUDA context a worker. Entries are decoded in their order, so each rank keeps its own shards.
-- Warping stays with OpenCV. DALI 1.34 has no warp by a homography on the CPU; 2.4 has one with the right
-  pixel centres (`pixel_origin="center"`), but takes the matrix as float32: 6 % of the pixels differ by up to 4
-  gray levels, for a step that is a twentieth of the work. Photometric distortion likewise.
+It runs in the process that feeds the workers, which then get pixels instead of bytes: one pipeline a rank, not one CUDA
+context a worker. Warping and photometric distortion stay with OpenCV (docs/data.md says why).
 """
 
 from __future__ import annotations
@@ -35,12 +30,9 @@ def require() -> None:
 
 
 def decoded(images: ImageSet, entries: Iterable[Entry], batch: int = BATCH) -> Iterator[Outcome]:
-    """Each entry with its gray pixels (H, W) uint8, or with why it cannot serve; in their order, each once.
+    """As `decode.decoded`. A batch that DALI refuses goes through OpenCV, which says which file is wrong, and why.
 
-    A batch that DALI refuses goes through OpenCV, which says which file is wrong, and why.
-
-    Raises:
-        RequestError: DALI is not installed.
+    Raises RequestError where DALI is not installed.
     """
     require()
     pipeline, left = None, iter(entries)

@@ -2,8 +2,7 @@
 
 All decoders, DALI's in `dali` too, have the same signature, order and verdicts. torchvision and DALI decode 8-bit JPEG
 of one or three components; every other file, and one they refuse, goes through OpenCV. Gray is the luma that the file
-holds (ITU-R BT.601, JPEG's own), not a mixture of decoded red, green and blue: on a CPU all ask libjpeg for it and get
-the same pixels; nvJPEG may differ by a few levels.
+holds (ITU-R BT.601): on a CPU all ask libjpeg for it and get the same pixels; nvJPEG may differ by a few levels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Some images of a remote zip, without downloading the whole: its directory and single members by Range requests.
 
-They arrive as a small zip of their own. Each is checked against the CRC-32 of the directory; the published
-MD5 is that of the whole archive and cannot be checked, which source.json says.
+They arrive as a small zip of their own, each checked against the CRC-32 of the directory, since the published MD5 is
+that of the whole archive.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SLACK = 128  # bytes: a member's own header may be longer than the directory sa
 
 
 class RemoteZip(io.RawIOBase):
-    """A zip of `size` bytes behind the first of some addresses that serves parts of it; a file that `zipfile` reads.
+    """A zip of `size` bytes behind the first of some addresses that serves its parts; a file that `zipfile` reads.
 
     Its methods raise WorkError when none of the addresses serves.
     """

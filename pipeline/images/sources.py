@@ -119,10 +119,9 @@ def copy_sample(target: Path) -> List[Entry]:
 
 
 def list_images(folder: Union[str, Path]) -> List[Path]:
-    """Image files under `folder`, nested folders included, sorted; by extension, letter case ignored.
+    """Image files under `folder`, by extension, nested folders included, hidden ones left out; sorted.
 
-    Hidden files and folders are left out. A dangling link is listed: reading it tells what is wrong.
-    Raises RequestError when the folder is missing.
+    A dangling link is listed: reading it tells what is wrong. Raises RequestError when the folder is missing.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -149,8 +148,7 @@ def folder_entries(root: Path, names: Sequence[str], split: str, container: str,
 def hold_out(names: Sequence[str], fraction: float, seed: int, at_least: int = 1) -> Tuple[List[str], List[str]]:
     """(kept, held out), each sorted; a name falls by its own hash, so other images do not move it.
 
-    With a fraction above 0 and below 1, at least one name is kept and `at_least` are held out, where there
-    are so many: those whose hashes come next.
+    With a fraction between 0 and 1, one name is kept and `at_least` are held out where there are so many.
     """
     ranked = sorted(names, key=lambda name: (manifest.hash_share(seed, name), name))
     count = sum(manifest.hash_share(seed, name) < fraction for name in ranked)

@@ -1,7 +1,6 @@
 """Which pair of views is trained on when: a pure function of the seed and the position, of nothing else.
 
-No rank, worker or loader keeps state, so a run resumed at step s, at any number of processes, sees exactly
-the pairs that the uninterrupted run would have seen.
+So a run resumed at step s, at any number of processes, sees exactly the pairs that the uninterrupted run would have.
 """
 
 from __future__ import annotations

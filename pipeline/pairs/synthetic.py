@@ -23,9 +23,7 @@ KINDS = 16  # different pairs; made once, then dealt out by the seed of the samp
 def load_batch(store: Store, samples: Sequence[Sample], max_keypoints: int, augmentation=None) -> PairBatch:
     """A made-up pair for each sample: `max_keypoints` keypoints in both views, of which most match.
 
-    Args:
-        store: gives the size of the views and the kind of records alone. augmentation: has no effect, so that every
-            batch is full.
+    The store gives the size of the views and the kind of records alone; `augmentation` has no effect.
     """
     width, height = store.view_size
     return made_batch([sample.seed for sample in samples], (width, height), max_keypoints, store.dtype)

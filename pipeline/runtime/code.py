@@ -39,8 +39,7 @@ def code_digest(modules: Sequence[str], without: Sequence[str] = (), root: Path 
     """16 hexadecimal digits that stand for what these modules and all they import of the project do.
 
     Neither comments, docstrings, layout and type of quotes nor the texts of `raise`, `assert`, `print` and
-    `warnings.warn` count. `without`: modules or rooms left out besides `CHANGES_NO_OUTPUT`, with what only they import.
-    The same digits on every supported version of Python.
+    `warnings.warn` count, nor Python's version. `without`: modules or rooms left out besides `CHANGES_NO_OUTPUT`.
     """
     return _digest(tuple(modules), tuple(without), root)
 
@@ -60,8 +59,7 @@ def _digest(modules: Tuple[str, ...], without: Tuple[str, ...], root: Path) -> s
 def closure(modules: Sequence[str], without: Sequence[str] = (), root: Path = ROOT) -> Dict[str, str]:
     """Module name -> path below `root`, of these modules and all they import of the project, functions included.
 
-    `__init__.py` of the two packages, which offers their public names, is not followed; `without` names modules and
-    rooms that are not entered.
+    Neither the modules and rooms of `without` nor the public names of the two packages' `__init__.py` are followed.
     """
     found: Dict[str, str] = {}
     waiting = list(modules)

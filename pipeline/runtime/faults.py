@@ -1,13 +1,11 @@
 """Faults on purpose, for the tests that prove the promises: nothing happens unless SG_FAULT is set.
 
-SG_FAULT="kill:rank=1,step=7,phase=ckpt_replace;nan:step=3" names faults: what, and where it strikes (each of
-rank, step and phase may be left out). SG_FAULT_ONCE names a folder in which each fault leaves a mark, so that
-it strikes once and not again after the restart.
+SG_FAULT="kill:rank=1,step=7,phase=ckpt_replace;nan:step=3" names faults: what, and where it strikes (each of rank, step
+and phase may be left out). SG_FAULT_ONCE names a folder in which each fault leaves a mark, so that it strikes once and
+not again after the restart.
 
-What: kill (SIGKILL itself), term, int, usr1, stop (the signals of these names), torchrun (SIGKILL the parent), oom
-(CUDA's out-of-memory error), full (disk full), nan (a loss that is not a number).
-Phases, in the order of a step: load_batch, forward, backward, opt_step, eval, ckpt_tmp, ckpt_fsync,
-ckpt_replace, ckpt_prune.
+What: a signal of `SIGNALS` to itself, torchrun (SIGKILL the parent), oom (CUDA's out-of-memory error), full (disk
+full), nan (a loss that is not a number). Phases, in the order of a step: `PHASES`.
 """
 
 from __future__ import annotations

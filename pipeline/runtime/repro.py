@@ -18,10 +18,7 @@ WEIGHTY = ("torch", "numpy", "opencv-python")  # of PACKAGES, those that compute
 
 
 def repo_root(start: Optional[Path] = None) -> Path:
-    """The folder that holds dvc.yaml, also inside the temporary copies of `dvc exp run --temp`.
-
-    DVC names it in DVC_ROOT; else it is the nearest folder upwards with a dvc.yaml or .git; else `start`.
-    """
+    """The folder of dvc.yaml (or .git), also in `dvc exp run --temp`'s copies: DVC_ROOT, or the nearest upwards."""
     if start is None and os.environ.get("DVC_ROOT"):
         return Path(os.environ["DVC_ROOT"]).resolve()
     here = Path(start or ".").resolve()
@@ -32,11 +29,7 @@ def repo_root(start: Optional[Path] = None) -> Path:
 
 
 def main_root(start: Optional[Path] = None) -> Path:
-    """The person's own clone: like `repo_root`, but an experiment's temporary copy leads back to it.
-
-    DVC runs queued experiments in `<clone>/.dvc/tmp/exps/<name>`; what must outlive such a copy (the tracking
-    store) belongs to the clone.
-    """
+    """The person's own clone, to which what outlives DVC's temporary copies (`.dvc/tmp/exps/<name>`) belongs."""
     root = repo_root(start)
     clone, exps, _ = str(root).partition("/.dvc/tmp/exps/")
     return Path(clone) if exps else root
@@ -84,10 +77,7 @@ def pinned_versions() -> Dict[str, str]:
 
 
 def provenance(root: Optional[Path] = None) -> Dict[str, str]:
-    """Flat tags, strings only, for a run in MLflow, a checkpoint or an exported model.
-
-    Keys with no value here (not under DVC, no GPU, no image) are left out.
-    """
+    """Flat tags, strings only, for a run in MLflow; what has no value here (no DVC, no GPU, no image) is left out."""
     import torch
 
     folder = repo_root() if root is None else root

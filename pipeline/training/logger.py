@@ -1,9 +1,7 @@
 """What a training reports: MLflow and the local log, curves for DVC, metrics.json, a profile, lines to read.
 
-Only rank 0 reports. Sums over ranks are exchanged every `train.log_every` steps, not in each step.
-
-Curves and metrics.json are outputs of the stage and hold what every run of it gives again. What this machine did
-just now (pairs per second, waiting, memory) goes to timing.csv beside them and to MLflow.
+Only rank 0 reports; sums over ranks are exchanged every `train.log_every` steps. Curves and metrics.json, outputs of
+the stage, hold what every run gives again; what this machine did just now goes to timing.csv and to MLflow.
 """
 
 from __future__ import annotations
@@ -103,9 +101,8 @@ class TrainingLogger:
         self.timed_steps += 1
 
     def log_point(self, step: int, figures: Mapping[str, float]) -> None:
-        """A point on the curves: means over the steps since the last one, and `figures` of this step.
-
-        All ranks call it together.
+        """A point on the curves: means over the steps since the last one, and `figures` of this step. All ranks call
+        it.
         """
         weight = self.sums.pop("pairs", 0.0)
         means = distributed.weighted_means(self.sums, weight)
@@ -124,7 +121,7 @@ class TrainingLogger:
         return {name: f"{figures[name]:.3f}" for name in ("loss", "precision", "recall")}
 
     def window(self) -> Window:
-        """What every rank has summed up since the last point, for the checkpoint; all ranks call it together.
+        """What every rank has summed up since the last point, for the checkpoint; all ranks call it.
 
         With it the point after a resume is that of an uninterrupted run. Points so far are on the disk after this.
         """

@@ -1,9 +1,9 @@
 """Muon for the matrices of the attention layers, Adam for everything else, in one optimiser.
 
-Muon (Jordan et al. 2024) steps along the orthogonalised momentum of a matrix, so that all its directions learn alike.
-Its step is scaled to the size of Adam's (Liu et al. 2025, arXiv 2502.16982, section 2.2), so that one learning rate
-serves both. torch has a Muon from 2.9 on, in bfloat16 and for whole parameters; this one runs on both stacks, in
-float32, and takes apart what a parameter stacks: query, key and value, and the two inputs of an update.
+Muon (Jordan et al. 2024) steps along the orthogonalised momentum of a matrix, scaled to the size of Adam's step (Liu et
+al. 2025, arXiv 2502.16982, section 2.2), so that one learning rate serves both. torch's own (from 2.9 on) is bfloat16
+and for whole parameters; this one is float32, and takes apart what a parameter stacks: query, key and value, for
+instance.
 """
 
 from __future__ import annotations
@@ -51,12 +51,10 @@ def from_blocks(squares: Tensor, shape: torch.Size) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """See the module.
+    """Muon for the weights of a SuperGlue's attention layers, Adam for the rest.
 
-    Args:
-        model: a SuperGlue. The weights of its attention layers take Muon's step.
-        lr, weight_decay: of both; the decay is AdamW's.
-        alone: each rank does all matrices, so that no rounding depends on how many ranks there are; else they share.
+    lr, weight_decay: of both; the decay is AdamW's. alone: each rank does all matrices, so that no rounding depends on
+    how many ranks there are; else they share.
     """
 
     def __init__(self, model: SuperGlue, lr: float, weight_decay: float = 0.0, alone: bool = False) -> None:

@@ -19,10 +19,10 @@ from superglue_sift.superglue import SuperGlue
 def learning_rate(train: TrainParams, step: int, world_size: int = 1) -> float:
     """Learning rate of global step 0, 1, 2, ...; no state, so a resumed run has it right.
 
-    `constant_decay` is the paper's: constant, then times `decay` in each step from `decay_start` on.
-    `cosine` falls to 0 at the last step; `wsd` (warm-up, stable, decay) is constant until `decay_start` and then falls
-    linearly to 0. Each rises linearly over `warmup_steps` first. `lr_scaling` says
-    how it grows with the number of processes (Goyal 2017 for linear), for `batch_per_rank`.
+    `constant_decay` is the paper's: constant, then times `decay` in each step from `decay_start` on. `cosine` falls to
+    0 at the last step; `wsd` is constant until `decay_start`, then falls linearly to 0. Each rises linearly over
+    `warmup_steps` first. `lr_scaling` grows it with the number of processes (Goyal 2017 for linear), for
+    `batch_per_rank`.
     """
     factor = {"none": 1.0, "linear": float(world_size), "sqrt": math.sqrt(world_size)}[train.lr_scaling]
     if step < train.warmup_steps:

@@ -14,7 +14,7 @@ import shlex
 import shutil
 import time
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 from pipeline.errors import RequestError
 from pipeline.runtime import distributed
@@ -79,72 +79,6 @@ def prepare(paths: TrainPaths, ours: Fingerprint, is_main: bool) -> bool:
     return finished
 
 
-class Shelf(NamedTuple):
-    """Where one training works: the folder of its checkpoints, and that of its curves, which go with them."""
-
-    checkpoints: Path
-    curves: Path
-
-    def places(self) -> List[Path]:
-        """What has been set aside, newest first."""
-        return sorted((self.checkpoints / SUPERSEDED).glob("*/"), reverse=True)
-
-    def set_aside(self, reason: str, best_alone: bool = False, spare: Optional[Path] = None) -> Optional[Path]:
-        """Move the checkpoints, the best model and the curves away; the new place, None where there is nothing.
-
-        reason: a few words for its name. best_alone: the checkpoints stay, they belong to another training than the
-        best model. spare: a place not to be thinned. Whoever is killed in between has moved some files and lost none;
-        the newest checkpoint goes last.
-        """
-        steps = [] if best_alone else sorted(self.checkpoints.glob("step-*"))
-        best = sorted(self.checkpoints.glob("best.*"))
-        if not steps and not best:
-            return None
-        place = self._new_place(reason)
-        for file in sorted(self.curves.glob("*.csv")):
-            (place / "curves").mkdir(exist_ok=True)
-            shutil.move(str(file), str(place / "curves" / file.name))
-        for file in (*best, *steps):
-            shutil.move(str(file), str(place / file.name))
-        if steps:
-            kept_whole = {place.resolve(), spare.resolve() if spare else place.resolve()}
-            self._thin([older for older in self.places() if older.resolve() not in kept_whole])
-        return place
-
-    def bring_back(self, place: Path) -> None:
-        """Move the files of `place` to where the training works, which must be empty; newest checkpoint last."""
-        self.curves.mkdir(parents=True, exist_ok=True)
-        for file in sorted((place / "curves").glob("*.csv")):
-            shutil.move(str(file), str(self.curves / file.name))
-        for file in (*sorted(place.glob("best.*")), *sorted(place.glob("step-*"))):
-            shutil.move(str(file), str(self.checkpoints / file.name))
-        for folder in (place / "curves", place):
-            if folder.is_dir() and not any(folder.iterdir()):
-                folder.rmdir()
-
-    def _new_place(self, reason: str) -> Path:
-        name, number = f"{time.strftime('%Y-%m-%d-%H%M%S', time.gmtime())}-{reason}", 1
-        place = self.checkpoints / SUPERSEDED / name
-        while place.exists():
-            number += 1
-            place = place.with_name(f"{name}-{number}")
-        place.mkdir(parents=True)
-        return place
-
-    def _thin(self, places: Sequence[Path]) -> None:
-        """Leave the best model of each, and the newest checkpoint where its file is not there."""
-        for place in places:
-            steps = sorted(place.glob("step-*.safetensors"), reverse=True)
-            for step in steps if (place / "best.safetensors").is_file() else steps[1:]:
-                step.with_suffix(".json").unlink(missing_ok=True)
-                step.unlink()
-
-
-def _size(place: Path) -> int:
-    """Bytes of all files below `place`."""
-    return sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
-
-
 class _Found(NamedTuple):
     """What lies in a folder: the keys that do not fit (none: it does), each as a text; is the training finished."""
 
@@ -160,13 +94,13 @@ class _Resume:
     """The decision, on one rank."""
 
     def __init__(self, paths: TrainPaths, ours: Fingerprint) -> None:
-        self.paths, self.ours, self.out = paths, ours, paths.out
-        self.shelf = Shelf(paths.out, paths.reports / "curves")
+        self.paths, self.ours = paths, ours
+        self.out, self.curves = paths.out, paths.reports / "curves"  # curves go with their checkpoints
 
     def prepare(self) -> bool:
         how = self.paths.resume
         if how == NEVER and not _restarted():
-            self._set_aside(_Found([f"resume-{NEVER}"], ["--resume never"]))
+            self._make_room(_Found([f"resume-{NEVER}"], ["--resume never"]))
             return False
         place = Path(how)
         if how not in (AUTO, MUST, NEVER) and _holds_a_training(place):
@@ -174,9 +108,11 @@ class _Resume:
         else:
             found = self._look(self.out)
             if found.keys:
-                found = self._from_the_shelf(found)
-        if not found.finished and not found.keys:
-            self._make_room_for_own_best()
+                found = self._from_those_set_aside(found)
+        best = _read(self.out / "best.safetensors")
+        if not found.finished and not found.keys and best and self._misfits(best):
+            # `dvc checkout` may have put another training's best model beside our checkpoints
+            self._set_aside("best-of-another", best_alone=True)
         return found.finished
 
     def _asked_for(self, place: Path) -> _Found:
@@ -184,58 +120,55 @@ class _Resume:
         found = self._look(place)
         if found.keys:
             raise RequestError(f"--resume {place}: {'; '.join(found.reasons)}{_fix(found.keys)}")
-        self._set_aside(_Found(["resume"], [f"--resume {place}"]), spare=place)
-        self.shelf.bring_back(place)
+        self._make_room(_Found(["resume"], [f"--resume {place}"]), spare=place)
+        self._bring_back(place)
         return found
 
-    def _from_the_shelf(self, misfit: _Found) -> _Found:
+    def _from_those_set_aside(self, misfit: _Found) -> _Found:
         """Bring back what was set aside and fits; else make room for a training from scratch."""
-        for place in self.shelf.places():
+        for place in self._places():
             found = self._look(place)
             if not found.keys:
-                self._set_aside(misfit, spare=place)
-                self.shelf.bring_back(place)
+                self._make_room(misfit, spare=place)
+                self._bring_back(place)
                 print(f"{place} fits: its training is taken up again")
                 return found
         if self.paths.resume not in (AUTO, NEVER):
             raise RequestError(f"{self.out}: cannot resume: {'; '.join(misfit.reasons)}{_fix(misfit.keys)}")
-        self._set_aside(misfit)
+        self._make_room(misfit)
         return misfit
 
     def _look(self, folder: Path) -> _Found:
         """What lies there, and does it fit?"""
         best = _read(folder / "best.safetensors")
-        curves = self.shelf.curves if folder == self.out else folder / "curves"
+        curves = self.curves if folder == self.out else folder / "curves"
         whole = all((curves / name).is_file() for name in CURVES)
         if best and best.get("finished") and whole and not self._misfits(best):
             return _Found([], [], finished=True)
         newest, complaints = Checkpoints(folder).load_newest()
         for complaint in complaints:
             print(f"warning: {complaint}; {'the one before it is used' if newest else 'there is no other'}")
-        if newest:
-            return self._judged(newest[1])
-        if not best:
+        info = newest[1] if newest else best
+        if not info:
             return _Found(["damaged"], complaints) if complaints else NOTHING
-        keys = self._misfits(best)
-        return self._judged(best) if keys else _Found(["best-alone"], ["the best model, and no checkpoint"])
-
-    def _judged(self, info: Dict[str, Any]) -> _Found:
         saved, keys = fingerprint_of(info), self._misfits(info)
+        if not newest and not keys:
+            return _Found(["best-alone"], ["the best model, and no checkpoint"])
         return _Found(keys, [f"{key}: {saved.get(key)} in the checkpoint, {self.ours.get(key)} now" for key in keys])
 
     def _misfits(self, info: Dict[str, Any]) -> List[str]:
         return [key for key in changed_keys(fingerprint_of(info), self.ours) if key not in self.paths.accept]
 
-    def _set_aside(self, why: _Found, spare: Optional[Path] = None) -> None:
-        """Make room, and say in one line what lies where and which command takes it up again."""
+    def _make_room(self, why: _Found, spare: Optional[Path] = None) -> None:
+        """Set aside what is there, and say in one line what lies where and which command takes it up again."""
         best, newest = _read(self.out / "best.safetensors"), Checkpoints(self.out).load_newest()[0]
         if best and newest and changed_keys(fingerprint_of(best), fingerprint_of(newest[1])):
-            self.shelf.set_aside("best-of-another", best_alone=True)
+            self._set_aside("best-of-another", best_alone=True)
         keys = why.keys if len(why.keys) < 3 else [why.keys[0], f"and-{len(why.keys) - 1}-more"]
-        place = self.shelf.set_aside("-".join(keys), spare=spare)
+        place = self._set_aside("-".join(keys), spare=spare)
         if place is None:
             return
-        held = [_size(each) / 1e6 for each in self.shelf.places()]
+        held = [_size(each) / 1e6 for each in self._places()]
         others = f"; {len(held)} of them take {sum(held):.1f} MB" if len(held) > 1 else ""
         line = f"{self.out} held another training ({'; '.join(why.reasons)}). It is set aside in {place}, "
         line += f"{_size(place) / 1e6:.1f} MB{others}. "
@@ -248,11 +181,59 @@ class _Resume:
             line += "It has no checkpoint to go on from."
         print(line)
 
-    def _make_room_for_own_best(self) -> None:
-        """`dvc checkout` may have put another training's best model beside our checkpoints."""
-        best = _read(self.out / "best.safetensors")
-        if best and self._misfits(best):
-            self.shelf.set_aside("best-of-another", best_alone=True)
+    def _places(self) -> List[Path]:
+        """What has been set aside, newest first."""
+        return sorted((self.out / SUPERSEDED).glob("*/"), reverse=True)
+
+    def _set_aside(self, reason: str, best_alone: bool = False, spare: Optional[Path] = None) -> Optional[Path]:
+        """Move the checkpoints, the best model and the curves away; the new place, None where there is nothing.
+
+        reason: a few words for its name. best_alone: the checkpoints stay, they are another training's. spare: a place
+        not to be thinned. Whoever is killed in between has moved some files and lost none.
+        """
+        steps = [] if best_alone else list(self.out.glob("step-*"))
+        best = list(self.out.glob("best.*"))
+        if not steps and not best:
+            return None
+        name, number = f"{time.strftime('%Y-%m-%d-%H%M%S', time.gmtime())}-{reason}", 1
+        place = self.out / SUPERSEDED / name
+        while place.exists():
+            number += 1
+            place = place.with_name(f"{name}-{number}")
+        _move(self.curves.glob("*.csv"), place / "curves")
+        _move((*best, *steps), place)
+        for older in self._places() if steps else []:
+            if older.resolve() not in (place.resolve(), spare.resolve() if spare else None):
+                _thin(older)
+        return place
+
+    def _bring_back(self, place: Path) -> None:
+        """Move the files of `place` to where the training works, which must be empty; newest checkpoint last."""
+        _move((place / "curves").glob("*.csv"), self.curves)
+        _move((*place.glob("best.*"), *place.glob("step-*")), self.out)
+        for folder in (place / "curves", place):
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+
+
+def _move(files: Iterable[Path], folder: Path) -> None:
+    """In the order of their names: the newest checkpoint goes last."""
+    for file in sorted(files):
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.move(str(file), str(folder / file.name))
+
+
+def _thin(place: Path) -> None:
+    """Leave the best model alone, or the newest checkpoint where its file is not there."""
+    steps = sorted(place.glob("step-*.safetensors"), reverse=True)
+    for step in steps if (place / "best.safetensors").is_file() else steps[1:]:
+        step.with_suffix(".json").unlink(missing_ok=True)
+        step.unlink()
+
+
+def _size(place: Path) -> int:
+    """Bytes of all files below `place`."""
+    return sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
 
 
 def _read(path: Path) -> Optional[Dict[str, Any]]:

@@ -1,13 +1,8 @@
 """Sampling the homography of a view: border-free, convex, of bounded up-scaling.
 
-A view is cut from a quadrilateral of the image. Its shape is built around the origin (perspective, scale,
-rotation), shrunk until its bounding box fits into the image, and then moved to a place inside. Nothing is cut
-off and nothing has to be filled in; what remains to be rejected is only a fold or too much up-scaling.
-
-COCO's photographs are about 640x480, hardly more than a view, so a quadrilateral of half their size is
-magnified by up to `MAX_UPSCALE`. Magnified pixels carry no finer detail, and SIFT finds fewer, coarser
-keypoints there: that is a scale change as a zoom lens makes it, and what the bound keeps from becoming an
-empty blur.
+A view is cut from a quadrilateral, built around the origin (perspective, scale, rotation), shrunk until its bounding
+box fits into the image, and moved to a place inside: nothing is cut off or filled in. Rejected is a fold or too much
+up-scaling: magnified pixels carry no finer detail, and SIFT finds fewer, coarser keypoints there.
 
 Source of the idea: SuperPoint's homographic adaptation (DeTone et al. 2018), SuperGlue appendix E.
 """
@@ -60,16 +55,15 @@ def smallest_images(sections: Mapping[str, Any]) -> Dict[str, Size]:
 def sample_view(
     rng: np.random.Generator, image_size: Size, view_size: Size, limits: Homography, difficulty: float = 1.0
 ) -> np.ndarray:
-    """A random view.
+    """A random view: H_image_to_view (3, 3) float64.
+
+    The view's corner pixels come from inside the image, in a convex quadrilateral, and no image pixel is magnified more
+    than `limits.max_upscale` times.
 
     Args:
         rng: consumed in a fixed order; see `generator`.
         image_size, view_size: (width, height) px.
         difficulty: 0 (the largest upright crop, centred) to 1 (the limits in full).
-
-    Returns:
-        H_image_to_view (3, 3) float64. The view's corner pixels come from inside the image, in a convex
-        quadrilateral, and no image pixel is magnified more than `limits.max_upscale` times.
 
     Raises ValueError when not `fits(image_size, view_size)`.
     """
@@ -128,10 +122,7 @@ def _try_view(
 
 
 def _foreshortening(tilt: float, rng: np.random.Generator) -> np.ndarray:
-    """(2, 2) symmetric stretch by 1 / cos of up to `tilt` (radians) along a random direction.
-
-    A tilted camera sees more of the plane in that direction, in as many pixels.
-    """
+    """(2, 2) symmetric stretch along a random direction, by 1 / cos of up to `tilt` (radians): a tilted camera."""
     direction = rng.uniform(0.0, math.pi)
     axis = np.array([math.cos(direction), math.sin(direction)])
     return np.eye(2) + (1.0 / math.cos(tilt * rng.uniform()) - 1.0) * np.outer(axis, axis)

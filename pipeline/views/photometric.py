@@ -1,7 +1,6 @@
-"""Changes of light and camera that leave geometry alone: one table of gray levels, blur, noise, JPEG.
+"""Changes of light and camera that leave geometry alone, in the order a camera has: light, lens, sensor, file.
 
-About 1 ms for a view of 512x384: the three changes of gray level share one look-up, the noise is cut from a
-tile drawn once. In the order a camera has: light, lens, sensor, file.
+About 1 ms for a view of 512x384: the gray levels share one look-up, the noise is cut from a tile drawn once.
 """
 
 from __future__ import annotations
@@ -19,15 +18,10 @@ _LEAST_BLUR = 0.2  # px; less is not worth a pass over the view
 
 
 def distort(view: np.ndarray, rng: np.random.Generator, limits: Photometric) -> np.ndarray:
-    """A distorted copy of a view.
+    """A distorted copy of a view, (H, W) uint8 both, pixel for pixel at the same place.
 
-    Args:
-        view: (H, W) uint8.
-        rng: consumed by the same number of draws whatever the limits, so that switching one distortion off
-            leaves the others as they were.
-
-    Returns:
-        (H, W) uint8, pixel for pixel at the same place.
+    rng: consumed by the same number of draws whatever the limits, so that switching one distortion off leaves the
+    others.
     """
     brightness, contrast, gamma = rng.uniform(-1.0, 1.0, 3)
     blur, noise, jpeg, quality, x, y = rng.uniform(0.0, 1.0, 6)

@@ -14,17 +14,12 @@ SHRINK_BELOW = 0.7
 
 
 def render(image: np.ndarray, H_image_to_view: np.ndarray, view_size: Tuple[int, int]) -> np.ndarray:
-    """The view of an image.
+    """The view of an image, uint8 of `view_size` (width, height) px, sampled bilinearly.
 
     Args:
-        image: (H, W) or (H, W, 3) uint8.
+        image: (H, W) or (H, W, 3) uint8; shrunk first by averaging areas where the view shows it much reduced,
+            so that nothing aliases.
         H_image_to_view: (3, 3) float64, pixel centres at integers.
-        view_size: (width, height) px.
-
-    Returns:
-        uint8 view of that size. Where the view shows the image much reduced (a huge photograph), the image is
-        first shrunk by averaging areas, so that nothing aliases; the homography then takes that scale in, and
-        the mapping from `image` to the view stays exactly `H_image_to_view`. Sampling is bilinear.
     """
     scale = _scale(H_image_to_view, view_size)
     H = H_image_to_view
