@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 
 from benchmarks import timing
-from pipeline.extraction.image import image_views
+from pipeline.extraction.image import gray_views
 from pipeline.extraction.pool import Pool
 from pipeline.features.store import write_shard
 from pipeline.features.tuning import tune_process
@@ -170,7 +170,7 @@ def _bare(jobs: Sequence[Job], settings: Any, barrier: Any, ends: Any) -> None:
 
 
 def _prepared(data: bytes, name: str, settings: Any) -> Tuple[bytes, List[np.ndarray], List[np.ndarray]]:
-    """The homographies and the views of an image, as `image_views` makes them."""
+    """The homographies and the views of an image, as `gray_views` makes them."""
     gray = decode_gray(data, name)
     size, view_size = (gray.shape[1], gray.shape[0]), (settings.width, settings.height)
     homographies, views = [], []
@@ -209,7 +209,7 @@ def _plain(images: ImageSet, entries: Sequence[Entry], settings: Any, workers: i
 
 def _plain_views(images: ImageSet, settings: Any, entry: Entry) -> Any:
     try:
-        return image_views(images.read(entry), entry.name, settings)
+        return gray_views(decode_gray(images.read(entry), entry.name), entry.name, settings)
     except BadImage as bad:
         return bad
 

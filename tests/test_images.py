@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import RequestError
-from pipeline.images import archive, manifest, sources
+from pipeline.images import containers, manifest, sources
 from pipeline.images.manifest import Entry
 from superglue_sift import images as image_files
 from superglue_sift.images import BadImage, decode_gray
@@ -200,7 +200,7 @@ def zipped(image_folder, tmp_path) -> Path:
 
 
 def test_images_inside_a_zip_are_read_in_place(zipped, image_folder):
-    entries = archive.zip_entries(zipped, archive.image_members(zipped), "train", "train")
+    entries = containers.zip_entries(zipped, containers.image_members(zipped), "train", "train")
     images = sources.ImageSet(entries, {"train": str(zipped)})
     assert [entry.name for entry in entries] == ["set/chelsea.jpg", "set/coffee.png"]
     for entry in entries:
@@ -217,25 +217,25 @@ def test_archives_with_names_that_lead_outside_are_refused(tmp_path, name):
     with zipfile.ZipFile(tmp_path / "slip.zip", "w") as out:
         out.writestr(name, b"x")
     with pytest.raises(RequestError, match="points outside"):
-        archive.image_members(tmp_path / "slip.zip")
+        containers.image_members(tmp_path / "slip.zip")
 
 
 def test_bombs_links_and_doubles_are_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as out:
         out.writestr("a.jpg", bytes(10_000_000))
     with pytest.raises(RequestError, match=r"'a.jpg' would grow from \d+ to 10000000"):
-        archive.image_members(tmp_path / "bomb.zip")
+        containers.image_members(tmp_path / "bomb.zip")
     link = zipfile.ZipInfo("a.jpg")
     link.external_attr = 0o120777 << 16
     with zipfile.ZipFile(tmp_path / "link.zip", "w") as out:
         out.writestr(link, "/etc/passwd")
     with pytest.raises(RequestError, match="symbolic link"):
-        archive.image_members(tmp_path / "link.zip")
+        containers.image_members(tmp_path / "link.zip")
     with zipfile.ZipFile(tmp_path / "twice.zip", "w") as out, pytest.warns(UserWarning):
         out.writestr("a.jpg", b"1")
         out.writestr("a.jpg", b"2")
     with pytest.raises(RequestError, match="in it twice"):
-        archive.image_members(tmp_path / "twice.zip")
+        containers.image_members(tmp_path / "twice.zip")
 
 
 def test_a_cut_archive_is_refused(zipped):
@@ -243,7 +243,7 @@ def test_a_cut_archive_is_refused(zipped):
     for length in np.linspace(0, len(data) - 1, 20).astype(int):
         zipped.write_bytes(data[:length])
         with pytest.raises(RequestError, match=r"images\.zip"):
-            archive.image_members(zipped)
+            containers.image_members(zipped)
 
 
 @given(st.lists(st.text(min_size=1, max_size=8), unique=True, max_size=40), st.floats(0, 1), st.integers(0, 5))

@@ -19,10 +19,10 @@ import pytest
 from pipeline import fetch, keypoints
 from pipeline.errors import RequestError, WorkError
 from pipeline.extraction import forecast, shards
-from pipeline.extraction.image import image_views
+from pipeline.extraction.image import gray_views
 from pipeline.features import inspect
 from pipeline.features.store import Store
-from superglue_sift.images import BadImage
+from superglue_sift.images import BadImage, read_gray
 
 SMALL = {"views": 3, "width": 128, "height": 96, "max_keypoints": 50, "shard_images": 3}
 
@@ -86,11 +86,11 @@ def test_stores_hold_all_views_of_train_and_val(stage, pictures, tmp_path):
     assert len(files(out)) == 2 + -(-len(opened["train"]) // 3) + -(-len(opened["val"]) // 3)
 
 
-def test_a_stored_view_is_what_image_views_gives(stage, pictures, make_params):
+def test_a_stored_view_is_what_gray_views_gives(stage, pictures, make_params):
     out = stage(pictures)
     opened = Store(out / "train")
     settings = make_params("keypoints", **SMALL)
-    made = image_views((pictures / opened.images[1]).read_bytes(), opened.images[1], settings)
+    made = gray_views(read_gray(pictures / opened.images[1]), opened.images[1], settings)
     for index in range(3):
         view = opened.view(1, index)
         assert view.records.tobytes() == made.records[index].tobytes()
@@ -246,14 +246,12 @@ def test_a_folder_that_cannot_be_made_is_named(stage, pictures, tmp_path):
         stage(pictures, out="file/kp")
 
 
-def test_image_views_is_pure_and_refuses_small_images(photo, make_params):
+def test_gray_views_is_pure_and_refuses_small_images(photo, make_params):
     settings = make_params("keypoints", **SMALL)
-    data = cv2.imencode(".png", photo)[1].tobytes()
-    first, second = (image_views(data, "a.png", settings) for _ in range(2))
+    first, second = (gray_views(photo, "a.png", settings) for _ in range(2))
     assert all(a.tobytes() == b.tobytes() for a, b in zip(first.records, second.records))
-    tiny = cv2.imencode(".png", photo[:48, :64])[1].tobytes()
     with pytest.raises(BadImage, match="too small: 64x48, a view needs 65x49 pixels"):
-        image_views(tiny, "a.png", settings)
+        gray_views(photo[:48, :64], "a.png", settings)
 
 
 @pytest.mark.slow

@@ -28,21 +28,12 @@ class Forecast:
     seconds: float
     size: float
 
-    def wall(self, cores: int) -> float:
-        """Seconds for everything with one worker per core."""
-        return self.images * self.seconds / cores
 
-    def disk(self) -> float:
-        """Bytes for everything."""
-        return self.images * self.size
-
-
-def forecast(images: ImageSet, entries: Sequence[Entry], settings: Any, sampled: int = SAMPLED) -> Forecast:
+def forecast(images: ImageSet, entries: Sequence[Entry], settings: Any) -> Forecast:
     """Do a few images in this process and reckon up. RequestError when none of them can be used."""
     tune_process()
     extract = Extractor(images, settings)
-    step = max(len(entries) // sampled, 1)
-    chosen = list(entries[::step][:sampled])
+    chosen = list(entries[:: max(len(entries) // SAMPLED, 1)][:SAMPLED])
     extract(chosen[0])  # the first one also pays for loading and for the memory
     begun, sizes = time.process_time(), []
     for entry in chosen:
@@ -58,19 +49,18 @@ def forecast(images: ImageSet, entries: Sequence[Entry], settings: Any, sampled:
 def report(plan: Forecast, settings: Any, out: Path, cores: int) -> List[str]:
     """The forecast in lines, with what to change when the disk is too small."""
     here = next(folder for folder in (out, *out.resolve().parents) if folder.exists())
-    free = shutil.disk_usage(here).free
+    free, needed = shutil.disk_usage(here).free, plan.images * plan.size
     lines = [
         f"{plan.images} images, {settings.views} views each: {1000 * plan.seconds:.0f} ms of one core per image "
         f"(measured on some of them), {plan.size / 1e3:.0f} kB per image in the store"
     ]
     for count in sorted({cores, *CORES}):
         mine = " (this machine)" if count == cores else ""
-        lines.append(f"  {count:3d} cores: {duration(plan.wall(count))}{mine}")
-    lines.append(f"  disk: {plan.disk() / 1e9:.1f} GB of {free / 1e9:.1f} GB free at {here}, and as much again")
+        lines.append(f"  {count:3d} cores: {duration(plan.images * plan.seconds / count)}{mine}")
+    lines.append(f"  disk: {needed / 1e9:.1f} GB of {free / 1e9:.1f} GB free at {here}, and as much again")
     lines[-1] += " in DVC's cache unless cache.type is a link"
-    if plan.disk() > free:
-        views = int(settings.views * free / plan.disk())
-        images = int(plan.images * free / plan.disk())
+    if needed > free:
+        views, images = int(settings.views * free / needed), int(plan.images * free / needed)
         choices = [f"keypoints.views = {views}"] if views >= 2 else []
         choices.append(f"fetch.limit = {images}")
         lines.append(f"  too small: choose {' or '.join(choices)}, a smaller keypoints.max_keypoints, or --out")

@@ -9,12 +9,7 @@ import numpy as np
 from pipeline.features.store import ImageViews
 from pipeline.views import homography, photometric, render
 from superglue_sift import extractors
-from superglue_sift.images import BadImage, decode_gray
-
-
-def image_views(data: bytes, name: str, settings: Any) -> ImageViews:
-    """`gray_views` from the bytes of the image file."""
-    return gray_views(decode_gray(data, name), name, settings)
+from superglue_sift.images import BadImage
 
 
 def gray_views(gray: np.ndarray, name: str, settings: Any) -> ImageViews:

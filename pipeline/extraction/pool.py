@@ -57,10 +57,8 @@ class Extractor:
     def __call__(self, work: Work) -> Result:
         """The views of an image, or why it cannot serve. Never raises for the image's sake."""
         entry, gray = next(self.decoded(self.images, [work])) if isinstance(work, Entry) else work
-        if isinstance(gray, BadImage):
-            return gray
         try:
-            return gray_views(gray, entry.name, self.settings)
+            return gray if isinstance(gray, BadImage) else gray_views(gray, entry.name, self.settings)
         except BadImage as bad:
             return bad
 
@@ -96,11 +94,10 @@ class Pool:
             initializer=_start,
             initargs=(os.getpid(),),
         )
+        self._stack.callback(self._executor.shutdown, cancel_futures=True)
         return self
 
     def __exit__(self, *_error: Any) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(wait=True, cancel_futures=True)
         self._stack.close()
 
     def map(self, entries: Iterable[Entry]) -> Iterator[Result]:

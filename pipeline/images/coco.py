@@ -85,7 +85,7 @@ class Holding:
         if self._container is None and some:
             self._remote = partial.RemoteZip(self._urls, each.size)
             note = archives / f"{each.file}.directory.json"
-            self._members = {member.filename: member for member in partial.directory(self._remote, note)}
+            self._members = {member.filename: member for member in self._remote.directory(note)}
 
     def whole(self, show: Bytes) -> None:
         """Download the whole archive unless it is here or only a part of it is wanted."""

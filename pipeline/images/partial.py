@@ -12,14 +12,13 @@ import json
 import os
 import zipfile
 import zlib
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Callable, Deque, Dict, Iterable, Iterator, List, Sequence
+from typing import Any, Callable, Iterable, Iterator, List, Sequence
 
 from pipeline.errors import WorkError
 from pipeline.files import write_atomic
-from pipeline.images import archive
+from pipeline.images import containers
 from pipeline.images.download import Interrupted, Remote, digests, read_note, write_note
 from pipeline.images.manifest import DEFLATED
 
@@ -44,30 +43,30 @@ class RemoteZip(io.RawIOBase):
             address.close()
         super().close()
 
-    def directory(self) -> List[zipfile.ZipInfo]:
-        """The images in the archive, checked as those of a local one; some requests at its end."""
+    def directory(self, note: Path) -> List[zipfile.ZipInfo]:
+        """The images in the archive, checked as those of a local one; kept in `note`, since COCO's is ten megabytes."""
         try:
-            members = zipfile.ZipFile(self).infolist()
+            rows = json.loads(note.read_text(encoding="utf-8"))
+            return containers.checked([_member(row) for row in rows], note)
+        except (OSError, ValueError, TypeError, AttributeError):
+            pass  # not there, or damaged
+        try:
+            members = containers.checked(zipfile.ZipFile(self).infolist(), self._url)
         except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
             raise WorkError(f"{self._url}: its directory cannot be read: {error}") from None
-        return archive.checked(members, self._url)
+        write_atomic(note, json.dumps([[getattr(member, name) for name in _FIELDS] for member in members]))
+        return members
 
     def fetch(self, members: Sequence[zipfile.ZipInfo]) -> Iterator[bytes]:
         """The bytes of these images, in their order, over several connections."""
-        waiting: Deque[Future[bytes]] = deque()
         with ThreadPoolExecutor(CONNECTIONS) as pool:
-            for member in members:
-                waiting.append(pool.submit(self._image, member))
-                if len(waiting) > 4 * CONNECTIONS:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+            yield from pool.map(self._image, members)
 
     def _image(self, member: zipfile.ZipInfo) -> bytes:
         start = member.header_offset
-        guess = archive.HEADER + len(member.orig_filename.encode()) + len(member.extra) + member.compress_size
+        guess = containers.HEADER + len(member.filename.encode()) + len(member.extra) + member.compress_size
         data = self._range(start, start + guess + _SLACK)
-        begin = archive.header_length(data, member, self._url)
+        begin = containers.header_length(data, member, self._url)
         packed = data[begin : begin + member.compress_size]
         if len(packed) < member.compress_size:  # a longer header than the slack
             packed += self._range(start + len(data), start + begin + member.compress_size)
@@ -109,20 +108,9 @@ class RemoteZip(io.RawIOBase):
         return len(data)
 
 
-def directory(remote: RemoteZip, note: Path) -> List[zipfile.ZipInfo]:
-    """The images of a remote zip, kept in `note`: COCO's directory is ten megabytes and never changes."""
-    try:
-        rows = json.loads(note.read_text(encoding="utf-8"))
-        return archive.checked([_member(dict(zip(_FIELDS, row))) for row in rows], note)
-    except (OSError, ValueError, TypeError, KeyError):
-        members = remote.directory()
-    write_atomic(note, json.dumps([[getattr(member, name) for name in _FIELDS] for member in members]))
-    return members
-
-
-def _member(values: Dict[str, Any]) -> zipfile.ZipInfo:
-    member = zipfile.ZipInfo(values["filename"])
-    for name, value in values.items():
+def _member(row: Sequence[Any]) -> zipfile.ZipInfo:
+    member = zipfile.ZipInfo()
+    for name, value in zip(_FIELDS, row):
         setattr(member, name, value)
     return member
 

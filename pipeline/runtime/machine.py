@@ -75,10 +75,7 @@ def judge_gpu_count(gpus: int, processes: str, hidden: int = 0, cuda: Optional[s
 
 
 def shared_memory_needed(gpus: int) -> int:
-    """Bytes of /dev/shm that a training on so many GPUs of this machine uses: NCCL's channels between its ranks.
-
-    Nothing else asks for it: gloo talks over TCP, and batches come from a thread.
-    """
+    """Bytes of /dev/shm that so many GPUs of this machine cannot do without: NCCL's channels between the ranks."""
     return gpus * NCCL_BYTES_PER_RANK if gpus > 1 else 0
 
 

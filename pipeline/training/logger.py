@@ -30,7 +30,15 @@ Window = List[Dict[str, float]]  # each rank's sums since the last point
 
 
 class TrainingLogger:
-    """The record of one run; a context manager that closes the run as FINISHED, FAILED or KILLED."""
+    """The record of one run; a context manager that closes the run as FINISHED, FAILED or KILLED.
+
+    Args:
+        identity: of the training (`state.identity`).
+        precision: of the network's layers.
+        pairs: of a step, over all ranks.
+        step: steps done before; 0: a training from scratch, which gets a new run.
+        window: what `window()` said when the checkpoint was saved that the training goes on from.
+    """
 
     def __init__(
         self,
@@ -42,14 +50,6 @@ class TrainingLogger:
         step: int = 0,
         window: Optional[Window] = None,
     ) -> None:
-        """
-        Args:
-            identity: of the training (`state.identity`).
-            precision: of the network's layers.
-            pairs: of a step, over all ranks.
-            step: steps done before; 0: a training from scratch, which gets a new run.
-            window: what `window()` said when the checkpoint was saved that the training goes on from.
-        """
         self.paths, self.context, self.pairs = paths, context, pairs
         self.sums = _own_share(window or [], context)
         self._restart_clock()
@@ -85,25 +85,19 @@ class TrainingLogger:
         """Say what is about to be trained, on what; `weights` is their number."""
         if not self.context.is_main:
             return
-        print(
-            f"training {weights / 1e6:.2f} M weights on {len(store)} images of {store.views_per_image} views, "
-            f"{self.pairs} pairs a step, {self.context.world_size} process(es) on {self.context.device.type}"
-        )
-        for line in messages:
-            print(line)
+        what = f"training {weights / 1e6:.2f} M weights on {len(store)} images of {store.views_per_image} views"
+        where = f"{self.context.world_size} process(es) on {self.context.device.type}"
+        print(f"{what}, {self.pairs} pairs a step, {where}", *messages, sep="\n")
         self.run.dataset(self.data or "views", store.digest, str(self.paths.keypoints))
 
     def add_step(self, result: StepResult, waited: float) -> None:
         """Count a step, which waited so many seconds for its batch; `log_point` reports them together."""
-        for name, value in result.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
+        _add(self.sums, result.sums)
         self.waited += waited
         self.timed_steps += 1
 
     def log_point(self, step: int, figures: Mapping[str, float]) -> None:
-        """A point on the curves: means over the steps since the last one, and `figures` of this step. All ranks call
-        it.
-        """
+        """A point on the curves: means since the last one, and `figures` of this step; all ranks call it."""
         weight = self.sums.pop("pairs", 0.0)
         means = distributed.weighted_means(self.sums, weight)
         self._point("train", step, {**means, **figures})
@@ -166,9 +160,13 @@ def _own_share(window: Window, context: distributed.Context) -> Dict[str, float]
         return dict(window[context.rank])
     totals: Dict[str, float] = {}
     for sums in window if context.is_main else []:
-        for name, value in sums.items():
-            totals[name] = totals.get(name, 0.0) + value
+        _add(totals, sums)
     return totals
+
+
+def _add(totals: Dict[str, float], values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        totals[name] = totals.get(name, 0.0) + value
 
 
 def write_metrics(reports: Path, info: Dict[str, Any]) -> None:

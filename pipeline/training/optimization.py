@@ -39,20 +39,19 @@ def learning_rate(train: TrainParams, step: int, world_size: int = 1) -> float:
 def freeze(model: nn.Module, patterns: Sequence[str]) -> List[str]:
     """Stop training of the parameters whose name fits one of the shell-style `patterns`; their names.
 
-    Raises:
-        RequestError: a pattern fits no parameter.
+    RequestError where a pattern fits no parameter.
     """
-    frozen = []
+    parameters = dict(model.named_parameters())
+    frozen = set()
     for pattern in patterns:
-        names = [name for name, _ in model.named_parameters() if fnmatch.fnmatchcase(name, pattern)]
-        if not names:
-            some = ", ".join(name for name, _ in list(model.named_parameters())[:3])
+        fitting = fnmatch.filter(parameters, pattern)
+        if not fitting:
+            some = ", ".join(list(parameters)[:3])
             raise RequestError(f"train.freeze: {pattern!r} fits no parameter; names look like {some}")
-        frozen += names
-    for name, parameter in model.named_parameters():
-        if name in frozen:
-            parameter.requires_grad_(False)
-    return sorted(set(frozen))
+        frozen.update(fitting)
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    return sorted(frozen)
 
 
 def make_optimizer(train: TrainParams, model: SuperGlue) -> torch.optim.Optimizer:
@@ -70,12 +69,9 @@ def make_optimizer(train: TrainParams, model: SuperGlue) -> torch.optim.Optimize
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Dict[str, Tensor]:
     """The optimiser's memory as named tensors: `<parameter index>.<what>`."""
-    tensors = {}
-    for index, values in optimizer.state_dict()["state"].items():
-        for name, value in values.items():
-            if value is not None:
-                tensors[f"{index}.{name}"] = torch.as_tensor(value)
-    return tensors
+    state = optimizer.state_dict()["state"]
+    named = ((f"{index}.{name}", value) for index, values in state.items() for name, value in values.items())
+    return {name: torch.as_tensor(value) for name, value in named if value is not None}
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Dict[str, Tensor]) -> None:

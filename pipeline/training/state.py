@@ -72,6 +72,8 @@ def changed_keys(saved: Fingerprint, ours: Fingerprint) -> List[str]:
 class TrainState:
     """Model, optimiser, scaler, moving average, position and best score of one training."""
 
+    PLAIN = ("step", "best", "best_step", "best_figures", "skipped")
+
     def __init__(self, model: SuperGlue, optimizer, scaler, ema: MovingAverage) -> None:
         self.model, self.optimizer, self.scaler, self.ema = model, optimizer, scaler, ema
         self.step = 0  # optimiser steps done
@@ -83,24 +85,19 @@ class TrainState:
 
     def tensors(self) -> Dict[str, Tensor]:
         """Everything that is a tensor, by name."""
-        tensors = {f"model.{k}": v for k, v in self.model.state_dict().items()}
-        tensors.update({f"optimizer.{k}": v for k, v in optimizer_tensors(self.optimizer).items()})
-        tensors.update({f"average.{k}": v for k, v in self.ema.values.items()})
-        tensors.update({f"{BEST_PREFIX}{k}": v for k, v in self.best_weights.items()})
-        tensors["rng.cpu"] = torch.get_rng_state()
-        return tensors
+        kinds = {
+            "model.": self.model.state_dict(),
+            "optimizer.": optimizer_tensors(self.optimizer),
+            "average.": self.ema.values,
+            BEST_PREFIX: self.best_weights,
+        }
+        tensors = {prefix + name: value for prefix, values in kinds.items() for name, value in values.items()}
+        return {**tensors, "rng.cpu": torch.get_rng_state()}
 
     def info(self) -> Dict[str, Any]:
         """Everything else, as JSON values."""
-        return {
-            "model": self.model.config.to_dict(),
-            "step": self.step,
-            "best": self.best,
-            "best_step": self.best_step,
-            "best_figures": self.best_figures,
-            "skipped": self.skipped,
-            "scaler": self.scaler.state_dict(),
-        }
+        plain = {name: getattr(self, name) for name in self.PLAIN}
+        return {"model": self.model.config.to_dict(), **plain, "scaler": self.scaler.state_dict()}
 
     def restore(self, tensors: Dict[str, Tensor], info: Dict[str, Any]) -> None:
         """Become the state that was saved."""
@@ -110,9 +107,9 @@ class TrainState:
         torch.set_rng_state(tensors["rng.cpu"])
         if info["scaler"]:  # empty: it was saved in another precision, which scales nothing
             self.scaler.load_state_dict(info["scaler"])
-        self.step, self.best, self.best_step = info["step"], info["best"], info["best_step"]
-        self.best_figures, self.best_weights = info["best_figures"], _part(tensors, BEST_PREFIX)
-        self.skipped = info["skipped"]
+        self.best_weights = _part(tensors, BEST_PREFIX)
+        for name in self.PLAIN:
+            setattr(self, name, info[name])
 
     def keep_best(self, figures: Dict[str, float]) -> bool:
         """Remember the model as it is when no validation was better; tells whether it does."""
