@@ -99,34 +99,28 @@ def section_of(args: argparse.Namespace) -> EvaluateParams:
     return section.model_copy(update={"max_keypoints": args.max_keypoints}) if args.max_keypoints else section
 
 
-def held_out(images_folder: Path, section: EvaluateParams, total: Optional[int] = None) -> Named:
-    """Pairs of the photographs kept for testing, `total` of them or as many as the section says."""
-    images = sources.open_manifest(images_folder)
-    split = "test"
-    if not images.entries(split):
-        split = "val"
-        print("no test images: using the validation images, on which the checkpoint was chosen", file=sys.stderr)
-    entries = images.entries(split)
-    if not entries:
-        raise RequestError(
-            f"{images_folder}: no held-out image; raise fetch.val_fraction or add images, then run fetch again"
-        )
-    source = HeldOutPairs(images, entries, section, total)
-    made = json.loads((images_folder / "source.json").read_text(encoding="utf-8"))
-    folders = ", ".join(Path(one["path"]).name for one in made["containers"].values())
-    name = folders if made.get("source", "folder") == "folder" else made["source"]
-    return source, f"{name}: {len(source)} held-out images ({split})"
-
-
 def choose_source(args: argparse.Namespace, section: EvaluateParams) -> Named:
-    """Where the pairs come from, and its name as text."""
+    """Where the pairs come from, held-out photographs where no other is named, and its name as text."""
     if args.pairs is not None:
         source = HPatchesPairs(args.pairs, args.resize)
         return source, f"{args.pairs.resolve().name}: {len(source)} sequences"
     if args.poses is not None:
         known = poses.PosePairs(args.poses, args.images, args.resize)
         return known, f"{args.poses.name}: known cameras"
-    return held_out(args.images, section, args.paper)
+    images = sources.open_manifest(args.images)
+    split = "test"
+    if not images.entries(split):
+        split = "val"
+        print("no test images: using the validation images, on which the checkpoint was chosen", file=sys.stderr)
+    entries = images.entries(split)
+    if not entries:
+        fix = "raise fetch.val_fraction or add images, then run fetch again"
+        raise RequestError(f"{args.images}: no held-out image; {fix}")
+    held_out = HeldOutPairs(images, entries, section, args.paper)
+    made = json.loads((args.images / "source.json").read_text(encoding="utf-8"))
+    folders = ", ".join(Path(one["path"]).name for one in made["containers"].values())
+    name = folders if made.get("source", "folder") == "folder" else made["source"]
+    return held_out, f"{name}: {len(held_out)} held-out images ({split})"
 
 
 def chosen_estimators(args: argparse.Namespace) -> Tuple[Tuple[str, ...], List[str]]:

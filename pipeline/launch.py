@@ -201,8 +201,9 @@ class Supervisor:
         code = self.torchrun.wait()
         codes = {int(file.name): int(file.read_text() or 1) for file in folder.iterdir() if not file.suffix}
         if code != 0 and len(codes) < self.processes:
-            lost = [_last_seen(folder, rank) for rank in range(self.processes) if rank not in codes]
-            return (STOPPED if self.stopping else 1), lost
+            lost = {rank: folder / f"{rank}.step" for rank in range(self.processes) if rank not in codes}
+            seen = {rank: f", last seen at step {file.read_text()}," for rank, file in lost.items() if file.is_file()}
+            return (STOPPED if self.stopping else 1), [f"rank {rank}{seen.get(rank, '')}" for rank in lost]
         # torchrun's own code says nothing more: torch 1.10's agents may stumble over each other once all ranks are done
         return next((codes[rank] for rank in sorted(codes) if codes[rank]), 0), []
 
@@ -215,11 +216,6 @@ class Supervisor:
         for rank in ranks:
             with contextlib.suppress(psutil.Error):
                 rank.send_signal(signal.SIGTERM)
-
-
-def _last_seen(folder: Path, rank: int) -> str:
-    file = folder / f"{rank}.step"
-    return f"rank {rank}, last seen at step {file.read_text()}," if file.is_file() else f"rank {rank}"
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -46,7 +46,10 @@ def parse(tree: Any, origin: str) -> Dict[str, Section]:
             # a misspelt key first: that its right name is missing follows from it
             found = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
             problems += [_problem(name, SECTIONS[name], each) for each in found]
-    problems = problems or _sections_agree(sections)
+    asked, stored = (getattr(sections.get(name), "max_keypoints", None) for name in ("train", "keypoints"))
+    if not problems and None not in (asked, stored) and asked > stored:
+        limit = f"keypoints.max_keypoints ({stored})"
+        problems = [f"train.max_keypoints = {asked}: must be at most {limit}, what a view stores"]
     if problems:
         first = " ".join(problems[0].split())  # one line, whatever a key is made of
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -91,14 +94,6 @@ def _read(path: Path) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
         raise RequestError(f"{path}{where}: is not valid YAML: {getattr(error, 'problem', error)}") from None
-
-
-def _sections_agree(sections: Dict[str, Section]) -> List[str]:
-    asked, stored = (getattr(sections.get(name), "max_keypoints", None) for name in ("train", "keypoints"))
-    if None in (asked, stored) or asked <= stored:
-        return []
-    limit = f"keypoints.max_keypoints ({stored})"
-    return [f"train.max_keypoints = {asked}: must be at most {limit}, what a view stores"]
 
 
 def _problem(section: str, model: Type[Section], error: Any) -> str:

@@ -44,15 +44,14 @@ def render(name: str, images: str = "", val_images: str = "") -> str:
     tree = _yaml().load(_split(_text(BASE))[1])
     if name != BASE:
         _merge(tree, _yaml().load(_text(name)))
+    own: Tuple[str, ...] = ()
     if tree["fetch"]["source"] == "folder":
         if not images:
             raise RequestError(f"preset {name}: needs a folder of images; {typed('repro', images='~/photos')}")
-        _set_folders(tree, _folder(images), _folder(val_images) if val_images else "")
+        own = _folder(images), _folder(val_images) if val_images else ""
     elif images or val_images:
         raise RequestError(f"preset {name}: takes no folder of images; leave the preset out, or use the preset folder")
-    body = _dump(tree)
-    _require_images(params.parse(YAML(typ="safe", pure=True).load(body), f"presets/{name}.yaml"))
-    return f"{header}\n\n{body}"
+    return _whole(header, tree, own, f"presets/{name}.yaml")
 
 
 def refresh(path: Path) -> bool:
@@ -61,10 +60,7 @@ def refresh(path: Path) -> bool:
     if fetch.source != "folder":
         return False
     header, body = _split(path.read_text(encoding="utf-8"))
-    tree = _yaml().load(body)
-    _set_folders(tree, fetch.path, fetch.val_path)
-    _require_images(params.load_all(path))
-    return write(path, (f"{header}\n\n" if header else "") + _dump(tree))
+    return write(path, _whole(header, _yaml().load(body), (fetch.path, fetch.val_path), str(path)))
 
 
 def write(path: Path, text: str) -> bool:
@@ -88,20 +84,19 @@ def _flat(text: str) -> List[str]:
     return [f"{key}: {value}" for section in flat for key, value in section]
 
 
-def _set_folders(tree: Any, images: str, val_images: str) -> None:
-    from pipeline.images.containers import digest
-
-    tree["fetch"].update(path=images, val_path=val_images, content=digest(images, val_images))
-
-
-def _require_images(sections: Dict[str, Any]) -> None:
-    """RequestError when a person's own images are too few or all too small, before anything is written."""
-    fetch = sections["fetch"]
-    if fetch.source == "folder":
-        from pipeline.images import splits
+def _whole(header: str, tree: Any, own: Tuple[str, ...], origin: str) -> str:
+    """The text of a params.yaml. own: the folders of a person's own images, which are looked at: RequestError."""
+    if own:
+        from pipeline.images import containers, splits
         from pipeline.views.homography import smallest_images
 
-        splits.require_usable(*splits.own(fetch), smallest_images(sections))
+        tree["fetch"].update(path=own[0], val_path=own[1], content=containers.digest(*own))
+    stream = io.StringIO()
+    _yaml().dump(tree, stream)
+    sections = params.parse(YAML(typ="safe", pure=True).load(stream.getvalue()), origin)
+    if own:
+        splits.require_usable(*splits.own(sections["fetch"]), smallest_images(sections))
+    return (f"{header}\n\n" if header else "") + stream.getvalue()
 
 
 def _folder(path: str) -> str:
@@ -134,12 +129,6 @@ def _yaml() -> YAML:
     yaml.preserve_quotes = True
     yaml.width = 4096
     return yaml
-
-
-def _dump(tree: Any) -> str:
-    stream = io.StringIO()
-    _yaml().dump(tree, stream)
-    return stream.getvalue()
 
 
 def _merge(tree: Any, changes: Dict[str, Any]) -> None:

@@ -11,11 +11,10 @@ import numpy as np
 from pipeline.evaluation import confidence, figures, poses, scoring
 from pipeline.evaluation.figures import Comparison, Line
 from pipeline.evaluation.matchers import OURS, Matchers
-from pipeline.evaluation.pairs import KnownPair, Scene, Source, pairs_of_scene
+from pipeline.evaluation.pairs import Scene, Source, pairs_of_scene
 from pipeline.evaluation.scoring import Results, Row, Settings, correct_matches, matched_points
 from pipeline.report import page, tables
 from superglue_sift import drawing
-from superglue_sift.matcher import PairMatches
 
 PICTURED = (OURS, figures.RATIO_TEST)  # one above the other
 LIMITS_PX = tuple(round(0.1 * step, 1) for step in range(101))  # 0 .. 10 px, the range of the widest AUC
@@ -125,7 +124,11 @@ def draw_pictures(
             points0, points1, _ = matched_points(known.pair, shown[matcher])
             correct = correct_matches(known, shown[matcher], settings.params.correct_px)
             panels.append(drawing.Panel(f"{said}   ({known.name})", points0, points1, correct))
-            lines[matcher] = match_lines(known, answers[matcher], settings)
+            # all that the page shows where its threshold is moved, in pixels of the two images side by side
+            points0, points1, scores = matched_points(known.pair, answers[matcher])
+            correct = correct_matches(known, answers[matcher], settings.params.correct_px)
+            points1 = points1.round(1) + np.array([known.pair.size0[0] + drawing.GAP, 0])
+            lines[matcher] = np.column_stack([points0.round(1), points1, scores.round(3), correct]).tolist()
         canvas = drawing.side_by_side(*images)
         _, data = cv2.imencode(".jpg", canvas, [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
         jpeg, (height, width) = base64.b64encode(data.tobytes()).decode("ascii"), canvas.shape[:2]
@@ -133,14 +136,6 @@ def draw_pictures(
         small = page.Picture(name, " ".join(captions), explained, jpeg, width, height, lines)
         drawn.append((small, drawing.draw(*images, panels)))
     return drawn
-
-
-def match_lines(known: KnownPair, found: PairMatches, settings: Settings) -> List[List[float]]:
-    """x0, y0, x1, y1 in pixels of `drawing.side_by_side`, score and whether right (1 or 0), of each match."""
-    points0, points1, scores = matched_points(known.pair, found)
-    correct = correct_matches(known, found, settings.params.correct_px)
-    points1 = points1.round(1) + np.array([known.pair.size0[0] + drawing.GAP, 0])
-    return np.column_stack([points0.round(1), points1, scores.round(3), correct]).tolist()
 
 
 def counted(row: Row) -> str:

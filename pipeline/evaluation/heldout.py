@@ -85,9 +85,10 @@ class HeldOutPairs(Source):
 class UnrelatedPairs(Source):
     """Pairs of views of two different photographs of a source: photograph n modulo their number beside a later one."""
 
-    def __init__(self, source: HeldOutPairs, most: int = UNRELATED_PAIRS):
+    def __init__(self, source: HeldOutPairs):
         self.source, count = source, len(source)
-        turns = [divmod(pair, count) for pair in range(min(most, count * (count - 1) * source.params.pairs_per_image))]
+        possible = count * (count - 1) * source.params.pairs_per_image
+        turns = [divmod(pair, count) for pair in range(min(UNRELATED_PAIRS, possible))]
         # the two photographs, and which views of theirs
         self.pairs = [(first, (first + 1 + turn % (count - 1)) % count, turn) for turn, first in turns]
         self.scenes = [(f"{source.scene_name(one)} and {source.scene_name(other)}", 1) for one, other, _ in self.pairs]
@@ -115,17 +116,11 @@ def noise(image: np.ndarray, deviation: float) -> np.ndarray:
     return np.clip(np.rint(image + drawn), 0, 255).astype(np.uint8)
 
 
-def jpeg(image: np.ndarray, quality: float) -> np.ndarray:
-    """JPEG compression at `quality`, 1 to 100."""
-    _, data = cv2.imencode(".jpg", image, [cv2.IMWRITE_JPEG_QUALITY, int(quality)])
-    return cv2.imdecode(data, cv2.IMREAD_GRAYSCALE)
-
-
 LEVELS: Dict[str, Tuple[Callable, Tuple[float, ...]]] = {
     "illumination (factor)": (brightness, (1.0, 0.5, 0.25, 0.12, 2.0)),
     "blur (px)": (blur, (0.0, 1.0, 2.0, 4.0)),
     "noise (gray levels)": (noise, (0.0, 5.0, 10.0, 20.0)),
-    "JPEG (quality)": (jpeg, (90, 40, 15, 5)),
+    "JPEG (quality)": (photometric.compress, (90, 40, 15, 5)),
 }
 
 

@@ -99,16 +99,11 @@ def normalized(points: np.ndarray, K: np.ndarray) -> np.ndarray:
     return (points - K[:2, 2]) / np.array([K[0, 0], K[1, 1]])
 
 
-def essential(T_0to1: np.ndarray) -> np.ndarray:
-    """(3, 3) essential matrix of a pose: [t]x R with t of length one."""
-    R, t = T_0to1[:3, :3], T_0to1[:3, 3]
-    x, y, z = t / max(np.linalg.norm(t), 1e-12)
-    return np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ R
-
-
 def epipolar_errors(points0: np.ndarray, points1: np.ndarray, T_0to1: np.ndarray) -> np.ndarray:
     """Symmetric epipolar distance, squared, of normalized points (K, 2); inf where a line is undefined."""
-    E = essential(T_0to1)
+    R, t = T_0to1[:3, :3], T_0to1[:3, 3]
+    x, y, z = t / max(np.linalg.norm(t), 1e-12)
+    E = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ R  # the essential matrix, [t]x R with t of length one
     p0, p1 = (np.concatenate([points, np.ones((len(points), 1))], axis=1) for points in (points0, points1))
     lines1, lines0 = p0 @ E.T, p1 @ E
     product = np.sum(p1 * lines1, axis=1)

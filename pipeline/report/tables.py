@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence
 
 TITLES = {
     "superglue": "SuperGlue (ours)",
@@ -69,7 +69,7 @@ def lines_by_matcher(figures: Mapping[str, Optional[float]]) -> List[Dict[str, o
     return list(lines.values())
 
 
-def columns_of(figures: Mapping[str, Optional[float]]) -> Dict[str, List[str]]:
+def columns_of(figures: Iterable[str]) -> Dict[str, List[str]]:
     """Names of the figures a table shows, under what stands above them: nothing, then each estimator's areas."""
     known = dict.fromkeys(name.rpartition(".")[2] for name in figures)
     groups: Dict[str, List[str]] = {"": [name for name in SHORT if name in known]}
@@ -165,11 +165,8 @@ def marked(pairs: int) -> str:
 
 def foremost(names: Sequence[str]) -> List[str]:
     """Of these figures those to show first: all but areas, of the first two estimators AUC@3 and AUC@10 (20)."""
-    areas: Dict[str, List[str]] = {}
-    for name in names:
-        if name.startswith("auc_"):
-            areas.setdefault(name.rpartition("_")[0], []).append(name)
-    shown = set(SHORT).union(*([own[1], own[-1]] for own in list(areas.values())[:2]))
+    areas = list(columns_of(names).values())[1:3]
+    shown = set(SHORT).union(*([own[1], own[-1]] for own in areas))
     return [name for name in names if name in shown]
 
 

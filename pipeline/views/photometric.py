@@ -32,7 +32,7 @@ def distort(view: np.ndarray, rng: np.random.Generator, limits: Photometric) -> 
         out = _add_noise(out, 255.0 * noise * limits.noise, x, y)
     if jpeg < limits.jpeg:
         level = round(JPEG_QUALITY[0] + quality * (JPEG_QUALITY[1] - JPEG_QUALITY[0]))
-        out = _compress(out, level)
+        out = compress(out, level)
     return out
 
 
@@ -62,6 +62,7 @@ def _add_noise(view: np.ndarray, deviation: float, x: float, y: float) -> np.nda
     return cv2.addWeighted(view.astype(np.int16), 1.0, noise, deviation / 16.0, 0.0).clip(0, 255).astype(np.uint8)
 
 
-def _compress(view: np.ndarray, quality: int) -> np.ndarray:
+def compress(view: np.ndarray, quality: int) -> np.ndarray:
+    """JPEG compression at `quality`, 1 to 100, and back."""
     done, data = cv2.imencode(".jpg", view, [cv2.IMWRITE_JPEG_QUALITY, quality])
     return cv2.imdecode(data, cv2.IMREAD_GRAYSCALE) if done else view
