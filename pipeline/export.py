@@ -2,8 +2,7 @@
 
     python -m pipeline.export --model checkpoints/best.safetensors --out models
 
-Writes models/<name>.safetensors (weights; configuration and provenance inside) and models/<name>.json (the same
-configuration and provenance, for people).
+Writes models/<name>.safetensors (weights, configuration, provenance) and models/<name>.json (without the weights).
 """
 
 from __future__ import annotations
@@ -55,10 +54,9 @@ PLACES = ("fetch.path", "fetch.val_path", "fetch.root", "fetch.mirror", "train.i
 
 
 def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
-    """Everything that goes with the weights. info: what training stored beside them.
+    """Everything that goes with the weights, the same in every clone. info: what training stored beside them.
 
-    The same in every clone: commit, dvc.lock (which holds the digest of this very file), machine, places and time
-    stand in the MLflow run alone.
+    Commit, dvc.lock (which holds the digest of this very file), machine, places and time stand in the MLflow run alone.
     """
     model = info["model"]
     asked = {key: value for name, section in sections.items() for key, value in params.flatten(name, section).items()}

@@ -1,8 +1,7 @@
 """Stage 2: views of every image and their SIFT keypoints (`python -m pipeline.keypoints`).
 
-Fills --out/train and --out/val with keypoint stores (`pipeline.features.store`). Test images are left to
-the stage `evaluate`, which renders its own views. May be killed at any time: finished shards stay and are
-not made twice. Started by torchrun it shares the shards among the ranks.
+Fills --out/train and --out/val with keypoint stores (`pipeline.features.store`); test images are left to `evaluate`.
+May be killed at any time: finished shards stay. Started by torchrun it shares the shards among the ranks.
 """
 
 from __future__ import annotations

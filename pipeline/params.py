@@ -1,7 +1,6 @@
 """Loading params.yaml: typed, frozen sections, and one clear line for what is wrong with the file.
 
-`load("train")` gives one section; every section in the file is checked, so that a misspelt key of the last
-stage is reported before the first one runs. The keys and their limits stand in `pipeline/schema.py`.
+Every section in the file is checked, so that a misspelt key of the last stage is reported before the first one runs.
 """
 
 from __future__ import annotations

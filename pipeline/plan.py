@@ -1,8 +1,7 @@
 """What a training will take, before the first stage: memory of a process, and hours on this machine.
 
-`python -m pipeline.doctor` prints it; `make repro` and the containers begin with it. The memory is computed from the
-shapes (a test holds it to what a CPU's processes take), the hours from some steps of the real network, measured here
-once and kept in .dvc/tmp/plan.json.
+`python -m pipeline.doctor` prints it. The memory is computed from the shapes (a test holds it to what a CPU's processes
+take), the hours from some steps of the real network, measured here once and kept in .dvc/tmp/plan.json.
 """
 
 from __future__ import annotations
@@ -128,10 +127,7 @@ def _memory(train: Any, processes: int, chosen: str, device: torch.device) -> Fi
 
 
 def measured(sections: Any, processes: int, pairs: int, device: torch.device) -> Dict[str, float]:
-    """Seconds of one process for a training pair (`pair`) and of one core for an image's keypoints (`image`).
-
-    Measured once for these parameters on this machine, then read from `KEPT`.
-    """
+    """Seconds of one process for a training pair (`pair`), of one core for an image (`image`), as kept in `KEPT`."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     asked = [sections[part].model_dump() for part in ("train", "keypoints")]
     key = json_digest([asked, processes, pairs, name, cores(), torch.__version__])

@@ -1,7 +1,6 @@
 """The sections of params.yaml: every key a stage may be asked with, its type and its limits.
 
-Units and meaning of each key stand in `presets/sample.yaml`, which holds the default of every one of them.
-`pipeline.params` loads them; what is wrong with a file is said there.
+Units, meaning and default of each key stand in `presets/sample.yaml`; `pipeline.params` loads them.
 """
 
 from __future__ import annotations

@@ -4,7 +4,4 @@ Read in this order: `pairs` (what is matched, and what is known of it), `heldout
 come from), `conditions` (how hard they are), `matchers` (networks and baselines), `scoring` (a row per pair and
 matcher), `confidence`, `figures` (rows to means, intervals and differences, once), `content` (what the report shows),
 `protocol` (all matchers on all pairs, then all of this); `champion` (two models judged apart).
-
-A new matcher is a line in `matchers.Matchers.answers`, an estimator one in `estimators.ESTIMATORS`, a figure one in
-`figures.values_of`: tables, intervals, differences, page and MLflow follow.
 """

@@ -1,9 +1,8 @@
 """From results of pairs to figures: means, how sure they are, and ours beside the baselines; each computed once.
 
-Every figure is a mean of one value per pair (an AUC too: of max(0, 1 - error / T)), or is read off such means, so one
-routine serves all. Pairs of one photograph or sequence are alike, so these are resampled, with all their pairs; every
-figure of every matcher on the same resamples, so a difference is taken within each and its interval is far narrower
-than those of its two sides.
+Every figure is a mean of one value per pair or is read off such means, so one routine serves all. Pairs of one
+photograph or sequence are alike, so these are resampled, with all their pairs: every figure of every matcher on the
+same resamples, so that a difference is taken within each and its interval is far narrower than those of its two sides.
 """
 
 from __future__ import annotations
@@ -41,11 +40,9 @@ def plain(value: float) -> Optional[float]:
 
 
 def auc_by_pair(errors: Sequence[float], threshold: float) -> np.ndarray:
-    """What each pair adds to the area under the recall curve up to `threshold`; the AUC is their mean, 0 to 1.
+    """What each pair adds to the area under the recall curve up to `threshold`; the AUC is exactly their mean, 0 to 1.
 
     errors: one per pair, inf (or NaN) for a pair without an estimate, which is a failure and stays in the mean.
-    Recall(t) is the share of pairs with an error of at most t: a staircase, so its area divided by `threshold` is
-    exactly the mean of max(0, 1 - error / threshold).
     """
     values = np.asarray(errors, dtype=np.float64)
     if threshold <= 0:
@@ -146,8 +143,7 @@ def values_of(rows: Sequence[Row]) -> Dict[str, np.ndarray]:
 def figures_of(rows: Sequence[Row], means: Optional[Mapping[str, Estimate]] = None) -> Figures:
     """Figures of the rows of one matcher, means beside their number of pairs where that is not all of them.
 
-    precision, recall and AUC lie in 0..1; errors are pixels (degrees). The median error is over all pairs, None when
-    half of them have no estimate; the mean error is over `estimated_*` pairs and says nothing about the rest.
+    The median error is over all pairs, None when half of them have no estimate; the mean over `estimated_*` pairs.
     means: those of `values_of`, and more, where they are known already.
     """
     if means is None:
@@ -230,8 +226,8 @@ def operating_points(
 def differences(found: Mapping[str, Mapping[str, Estimate]], networks: Sequence[str], clusters: int) -> List[Line]:
     """Ours minus the best baseline, then minus each further network, for each figure.
 
-    The best baseline is the one with the highest mean on these pairs: a choice in its favour. verdict: better or
-    worse where the interval does not hold 0 and there are LEAST_CLUSTERS to resample, else undecided.
+    The best baseline has the highest mean on these pairs: a choice in its favour. verdict: better or worse where the
+    interval does not hold 0 and there are LEAST_CLUSTERS to resample, else undecided.
     """
     baselines = [name for name in found if name not in networks]
     lines = []

@@ -33,10 +33,10 @@ class Sequence:
 
 
 class HPatchesPairs(Source):
-    """Pairs (1, k) of every sequence below a folder; a source for `evaluation.pairs`.
+    """Pairs (1, k) of every sequence below a folder.
 
-    short_side: images are resized so that their shorter side has this many pixels, and the homographies
-    with them (480 in the protocol of LightGlue and glue-factory); 0 leaves them as they are.
+    short_side: images are resized so that their shorter side has this many pixels, and what is known with them (480 in
+    the protocol of LightGlue and glue-factory); 0 leaves them as they are.
     """
 
     def __init__(self, folder: Path, short_side: int = 480):

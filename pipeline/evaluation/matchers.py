@@ -86,9 +86,8 @@ def descriptor_distances(records0: np.ndarray, records1: np.ndarray) -> np.ndarr
 def match_neighbours(distance: np.ndarray, mutual: bool, ratio: float = 1.0) -> PairMatches:
     """Nearest neighbours in a (M, N) distance matrix, each with score 1.
 
-    mutual: keep a match only when each is the other's nearest. ratio: keep it only when the nearest is closer
-    than `ratio` times the second nearest (Lowe 2004); 1 means no such test. With one keypoint in image 1
-    there is no second, and the test cannot be passed.
+    mutual: only where each is the other's nearest. ratio: only where the nearest is closer than `ratio` times the
+    second nearest (Lowe 2004), which one keypoint in image 1 cannot pass; 1: no such test.
     """
     count0, count1 = distance.shape
     if count0 == 0 or count1 == 0:

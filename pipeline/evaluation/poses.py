@@ -34,12 +34,8 @@ LEAST = 5  # matches an essential matrix needs
 
 
 class PosePairs(Source):
-    """Pairs of a `pairs_with_gt.txt`, one in each scene; a source for `evaluation.pairs`.
-
-    short_side: images are resized so that their shorter side has this many pixels, and intrinsics with them; 0
-    leaves them as they are. The name of a scene is the folder of its first image, of pairs from one folder alone
-    that image: pairs of one scene are alike.
-    """
+    """Pairs of a `pairs_with_gt.txt`, one in each scene, whose name is the folder of its first image, or that image
+    where all are in one folder. short_side: as of `HPatchesPairs`."""
 
     def __init__(self, file: Path, folder: Path, short_side: int = 480):
         self.pairs = read_pairs(file)

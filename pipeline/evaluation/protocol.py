@@ -1,8 +1,7 @@
 """One evaluation from its source to its folder, and the SuperGlue paper's: several of them side by side.
 
-The work is cut into units of consecutive scenes, the same whatever the number of processes. Each process takes every
-n-th unit, and after each round all of them hear the results of all: nothing is computed twice or padded, and the
-figures have the same bits for any number of processes.
+The work is cut into units of consecutive scenes. Each process takes every n-th unit, and after each round all of them
+hear the results of all, so the figures have the same bits for any number of processes.
 """
 
 from __future__ import annotations
@@ -55,10 +54,7 @@ class Evaluation:
     training: Optional[Path] = None
 
     def run(self, named: Named, out: Path) -> Optional[page.Content]:
-        """Evaluate a source; the first process of a group writes everything into `out` and returns the content.
-
-        Raises WorkError when no image could be read.
-        """
+        """Evaluate a source; the first process writes all into `out` and returns the content. Raises WorkError."""
         source, where = named
         results = self.evaluate(source)
         if not results.pairs:
@@ -76,7 +72,6 @@ class Evaluation:
         found = content.content(where, results, compared, disturbed, shown, self.describe(source, where))
         found.notes.extend(self.skipped)
         files.write(out, found, self.training)
-        files.emptied(out / "pictures")
         for small, picture in drawn:
             drawing.write(out / "pictures" / f"{small.name}.png", picture)
         scenes = tables.by_scene(found.scenes) + "\n\n" if isinstance(source, HPatchesPairs) else ""

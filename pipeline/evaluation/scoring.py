@@ -1,7 +1,4 @@
-"""One row of figures per pair and matcher, and the verdict on every match of a network: arXiv 1911.11763, section 5.
-
-Every definition is written out, with its source, in docs/evaluation.md.
-"""
+"""One row of figures per pair and matcher, and the verdict on every match of a network: docs/evaluation.md."""
 
 from __future__ import annotations
 

@@ -28,7 +28,9 @@ def write(out: Path, content: page.Content, training: Optional[Path] = None) -> 
         write_lines(out / f"{name}.csv", getattr(content, name))
     write_lines(out / "matchers.csv", tables.lines_by_matcher(content.figures))
     write_lines(out / "bad_images.csv", content.bad, ("file", "reason"))
-    emptied(out / "curves")
+    for folder in FOLDERS:  # what an earlier evaluation left would pass for this one's
+        shutil.rmtree(out / folder, ignore_errors=True)
+        (out / folder).mkdir(parents=True)
     for name, lines in content.curves.items():
         columns = ("confidence", "precision", "matches") if name == "calibration" else ()
         write_lines(out / "curves" / f"{name}.csv", lines, columns)
@@ -59,11 +61,3 @@ def write_grid(folder: Path, file: Path) -> bool:
         top, left = (GAP + place * side for place, side in zip(divmod(number, COLUMNS), (height, width)))
         sheet[top : top + picture.shape[0], left : left + picture.shape[1]] = picture
     return cv2.imwrite(str(file), sheet)
-
-
-def emptied(folder: Path) -> Path:
-    """The folder, made from scratch: what an earlier evaluation left would pass for this one's."""
-    if folder.is_dir():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    return folder
