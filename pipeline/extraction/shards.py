@@ -87,14 +87,9 @@ class Folder:
 
     def write(self, shard: Shard, results: Iterable[Any]) -> None:
         """Write one shard from its results (ImageViews or BadImage, in the order of its entries)."""
-        images: List[ImageViews] = []
-        bad: List[List[str]] = []
-        for result in results:
-            if isinstance(result, BadImage):
-                bad.append([result.name, result.reason])
-            else:
-                images.append(result)
-        row = store.write_shard(self.path / shard.file, images)
+        found = list(results)
+        bad = [[each.name, each.reason] for each in found if isinstance(each, BadImage)]
+        row = store.write_shard(self.path / shard.file, [each for each in found if isinstance(each, ImageViews)])
         self._note(shard, {**row, "bad": bad, "fingerprint": shard.fingerprint})
 
     def rows(self) -> List[Optional[Dict[str, Any]]]:
@@ -125,21 +120,19 @@ class Folder:
         return rows
 
     def _fits(self, shard: Shard, row: Dict[str, Any]) -> bool:
-        try:
-            if row["fingerprint"] == shard.fingerprint:
-                store.check_shard(self.path, row, hashed=self._written_to(shard))
-                return True
-        except (RequestError, KeyError, TypeError):
-            pass
-        return False
-
-    def _written_to(self, shard: Shard) -> bool:
-        """May the file have changed since store.json was written? As DVC sees it, by the time of the last write."""
+        """Is the shard what is wanted now, and whole? Hashed where it was written to since store.json was."""
         try:
             finished = (self.path / store.INDEX).stat().st_mtime_ns
-            return (self.path / shard.file).stat().st_mtime_ns > finished
+            hashed = (self.path / shard.file).stat().st_mtime_ns > finished
         except OSError:
-            return True
+            hashed = True
+        try:
+            if row["fingerprint"] != shard.fingerprint:
+                return False
+            store.check_shard(self.path, row, hashed)
+        except (RequestError, KeyError, TypeError):
+            return False
+        return True
 
     def _note(self, shard: Shard, row: Dict[str, Any]) -> None:
         write_atomic(self._note_path(shard), json.dumps(row))

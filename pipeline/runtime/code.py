@@ -85,11 +85,8 @@ def module_file(module: str, root: Path = ROOT) -> str | None:
     """The file of a module; None for a name inside one, a package without an __init__.py, a module of others."""
     if module.split(".")[0] not in PACKAGES:
         return None
-    base = Path(*module.split("."))
-    for candidate in (base.with_suffix(".py"), base / "__init__.py"):
-        if (root / candidate).is_file():
-            return candidate.as_posix()
-    return None
+    base = module.replace(".", "/")
+    return next((path for path in (f"{base}.py", f"{base}/__init__.py") if (root / path).is_file()), None)
 
 
 def imports(path: Path, module: str) -> List[str]:
@@ -98,9 +95,8 @@ def imports(path: Path, module: str) -> List[str]:
     for node in _running(ast.parse(path.read_text(encoding="utf-8")), into_functions=module not in PACKAGES):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            origin = node.module or ""  # imports are absolute: ruff holds it (TID252)
-            names += [origin, *(f"{origin}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.ImportFrom) and node.module:  # imports are absolute: ruff holds it (TID252)
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     return [name for name in names if name.split(".")[0] in PACKAGES]
 
 

@@ -24,7 +24,11 @@ def restore(folder: Path, inputs: Any) -> bool:
     False, with nothing done, when it was not, and outside of `dvc repro`: by hand a command always does its work.
     """
     kept = _kept()
-    if kept is None or not _fits(kept, inputs):
+    try:
+        record = json.loads((kept / RECORD).read_text(encoding="utf-8")) if kept else None
+    except (OSError, ValueError):
+        return False
+    if not kept or record != {"inputs": json_digest(inputs), "files": _files(kept)}:
         return False
     ignored = shutil.ignore_patterns(RECORD)
     shutil.copytree(kept, folder, ignore=ignored, copy_function=shutil.copyfile, dirs_exist_ok=True)
@@ -47,14 +51,6 @@ def _kept() -> Optional[Path]:
     """Where the results of the stage that DVC runs are kept; None outside of DVC."""
     stage, root = os.environ.get("DVC_STAGE"), os.environ.get("DVC_ROOT")
     return Path(root) / ".dvc" / "tmp" / "made_from" / stage if stage and root else None
-
-
-def _fits(kept: Path, inputs: Any) -> bool:
-    try:
-        record = json.loads((kept / RECORD).read_text(encoding="utf-8"))
-        return record["inputs"] == json_digest(inputs) and record["files"] == _files(kept)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
 
 
 def _files(folder: Path) -> Dict[str, str]:

@@ -53,10 +53,8 @@ def take() -> None:
     # no process of DVC is named: its own lock is valid while it runs, also between two stages
     stream.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")}))
     stream.flush()
-    print(
-        "note: this DVC was started by hand: the workspace is locked stage by stage; "
-        f"`{typed('repro')}` locks it throughout"
-    )
+    locks = f"the workspace is locked stage by stage; `{typed('repro')}` locks it throughout"
+    print(f"note: this DVC was started by hand: {locks}")
 
 
 def _holder(stream: TextIO) -> Dict[str, Any]:

@@ -113,10 +113,10 @@ def _try_view(
     largest = _largest(image_size, view_size)
     fitting = min(largest, *((np.array(image_size) - 1) / np.ptp(quad, axis=0)))
     stretch = magnification(_through(quad, corners(view_size)), view_size).max()  # at scale 1
-    smallest = max(largest * (1.0 - strength * (1.0 - limits.scale_min)), stretch / limits.max_upscale)
-    if stretch / limits.max_upscale > fitting:
+    sharpest = stretch / limits.max_upscale
+    if sharpest > fitting:
         return None
-    smallest = min(smallest, fitting)
+    smallest = min(max(largest * (1.0 - strength * (1.0 - limits.scale_min)), sharpest), fitting)
     quad *= math.exp(rng.uniform(math.log(smallest), math.log(fitting)))
     return _place(rng, quad, image_size, view_size, limits.translation * strength)
 
@@ -144,13 +144,10 @@ def _through(source: np.ndarray, target: np.ndarray) -> np.ndarray:
     """Homography through four correspondences, (4, 2) each (OpenCV's own would round them to float32)."""
     (x, y), (u, v) = source.T, target.T
     zero, one = np.zeros(4), np.ones(4)
-    rows = np.vstack(
-        [
-            np.stack([x, y, one, zero, zero, zero, -u * x, -u * y], 1),
-            np.stack([zero, zero, zero, x, y, one, -v * x, -v * y], 1),
-        ]
-    )
-    return np.append(np.linalg.solve(rows, np.concatenate([u, v])), 1.0).reshape(3, 3)
+    upper = np.stack([x, y, one, zero, zero, zero, -u * x, -u * y], 1)
+    lower = np.stack([zero, zero, zero, x, y, one, -v * x, -v * y], 1)
+    solved = np.linalg.solve(np.vstack([upper, lower]), np.concatenate([u, v]))
+    return np.append(solved, 1.0).reshape(3, 3)
 
 
 def _convex(quad: np.ndarray) -> bool:
