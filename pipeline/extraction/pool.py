@@ -35,8 +35,7 @@ _IN_FLIGHT = 4  # images per worker
 def decoder(name: str) -> Decoder:
     """What `keypoints.decoder` names: opencv, torchvision or dali; all with the signature of `decode.decoded`.
 
-    Raises:
-        RequestError: its package is missing, or cannot decode here.
+    Raises RequestError: its package is missing, or cannot decode here.
     """
     if name == "torchvision":
         decode.torchvision_io()

@@ -22,7 +22,7 @@ from numpy.linalg import inv
 from torch.utils.data import DataLoader
 
 from pipeline.features.store import Store, View
-from pipeline.pairs.order import Sample
+from pipeline.pairs.order import Sample, rank_slice
 from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.geometry import normalized
 
@@ -146,8 +146,7 @@ def load_batch(
 
 def split_evenly(samples: List[Sample], parts: int) -> List[List[Sample]]:
     """`samples` in `parts` contiguous groups whose sizes differ by at most one (micro-batches)."""
-    bounds = [len(samples) * i // parts for i in range(parts + 1)]
-    return [samples[a:b] for a, b in zip(bounds, bounds[1:])]
+    return [samples[rank_slice(len(samples), part, parts)] for part in range(parts)]
 
 
 def prefetched(make: Callable[[int], Made], steps: Sequence[int], ahead: int = 2) -> Generator[Made, None, None]:
@@ -203,8 +202,7 @@ def _workers(device: Optional[torch.device]) -> int:
 def choose(name: str, device: Optional[torch.device]) -> Tuple[Callable[..., PairBatch], Callable[..., Generator]]:
     """(load_batch, prefetched) of `train.loader`: plain, dali or synthetic; all have the plain one's signatures.
 
-    Raises:
-        RequestError: dali is asked for and not installed.
+    Raises RequestError: dali is asked for and not installed.
     """
     if name == "synthetic":
         from pipeline.pairs import synthetic

@@ -64,8 +64,7 @@ def check(paths: TrainPaths) -> None:
 def prepare(paths: TrainPaths, ours: Fingerprint, is_main: bool) -> bool:
     """Leave in `paths.out` what this training goes on from, or nothing; True when it is finished.
 
-    Raises:
-        RequestError: on rank 0, --resume asks for a checkpoint that does not fit. The other ranks end in silence.
+    Raises RequestError: on rank 0, --resume asks for a checkpoint that does not fit. The other ranks end in silence.
     """
     finished, refusal = False, ""
     if is_main:
