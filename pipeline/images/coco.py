@@ -81,7 +81,7 @@ class Holding:
         self._urls = each.urls(mirror)
         self._remote: Optional[partial.RemoteZip] = None
         self._members: Dict[str, zipfile.ZipInfo] = {}
-        self._container = self._given(Path(given)) if given else self._here()
+        self._container = self._given(Path(given)) if given else self._zip(self._path)
         if self._container is None and some:
             self._remote = partial.RemoteZip(self._urls, each.size)
             note = archives / f"{each.file}.directory.json"
@@ -110,16 +110,16 @@ class Holding:
         with self._remote:
             return zip_container(target, **partial.fetch_zip(self._remote, members, target, shown))
 
-    def _here(self) -> Optional[Container]:
-        known = download.verified(self._path, self._each.md5)
-        return zip_container(self._path, **known) if known else None
+    def _zip(self, path: Path) -> Optional[Container]:
+        """The zip there, checked against the published MD5; None where there is none."""
+        known = download.verified(path, self._each.md5, self._archives)
+        return zip_container(path, **known) if known else None
 
     def _given(self, path: Path) -> Container:
-        """What the person has: checked against the published MD5 when it is the zip."""
-        for zipped in (path, path / self._each.file):
-            known = download.verified(zipped, self._each.md5, self._archives)
-            if known:
-                return zip_container(zipped, **known)
+        """What the person has."""
+        zipped = self._zip(path) or self._zip(path / self._each.file)
+        if zipped:
+            return zipped
         stem = Path(self._each.file).stem
         inside = (path / stem).is_dir()
         names = open_container(path / stem if inside else path).names
@@ -128,6 +128,6 @@ class Holding:
     def _download(self, show: Bytes) -> Container:
         each = self._each
         show(download.download(self._urls, self._path, each.md5, each.size), each.size, each.file)
-        self._container = self._here()
+        self._container = self._zip(self._path)
         assert self._container is not None
         return self._container

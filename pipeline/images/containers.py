@@ -97,28 +97,23 @@ def zip_container(path: Path, **facts: Any) -> Container:
 
 
 def _chosen(path: Path, root: Path, names: List[str]) -> Container:
-    """The container `root` with the names a file lists; a listed file that is missing is reported later."""
+    """The container `root` with the names a file lists; a listed file that is missing is reported later.
+
+    COCO's annotations name files without the folder they are in.
+    """
     for name in names:
         if name.startswith("/") or ".." in name.split("/"):
             raise RequestError(f"{path}: '{name}' leads outside {root}; set fetch.root to a folder above both")
     if not root.exists():
         raise RequestError(f"{root}: no such folder; fetch.root must hold the images that {path} lists")
     whole = zip_container(root) if root.suffix.lower() == ".zip" else _folder(root)
-    return Container(root, whole.kind, sorted(set(_located(names, whole, path))))
-
-
-def _located(names: List[str], whole: Container, path: Path) -> List[str]:
-    """Names as the container knows them: COCO's annotations name files without the folder they are in."""
-    there = set(whole.names)
-    by_file: Dict[str, List[str]] = {}
-    for name in whole.names:
-        by_file.setdefault(name.rpartition("/")[2], []).append(name)
-    found = [name if name in there else next(iter(by_file.get(name, ())), name) for name in names]
-    missing = [name for name in found if name not in there]
-    if missing and (whole.kind == "zip" or len(missing) == len(found)):
+    there, by_file = set(whole.names), {name.rpartition("/")[2]: name for name in reversed(whole.names)}
+    found = {name if name in there else by_file.get(name, name) for name in names}
+    missing = [name for name in names if name not in there and name not in by_file]
+    if missing and (whole.kind == "zip" or len(missing) == len(names)):
         more = f" (and {len(missing) - 1} more)"
-        raise RequestError(f"{path}: '{missing[0]}' is not in {whole.path}{more}; set fetch.root")
-    return found
+        raise RequestError(f"{path}: '{missing[0]}' is not in {root}{more}; set fetch.root")
+    return Container(root, whole.kind, sorted(found))
 
 
 def _listed(path: Path) -> List[str]:

@@ -12,8 +12,6 @@ from pipeline.files import write_atomic
 from pipeline.runtime import faults
 from superglue_sift.weights import BadCheckpoint, Tensors, load_model_file, model_file
 
-BEST_PREFIX = "best."  # of the best model's tensors inside a checkpoint
-
 
 def save_model_file(path: Union[str, Path], tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
     """Write tensors and `info` (plain JSON values) to `path` (.safetensors), and `info` beside it as .json."""

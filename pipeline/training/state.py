@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pipeline.files import file_sha256, json_digest
-from pipeline.runtime.checkpoint import BEST_PREFIX
 from pipeline.runtime.code import code_digest
 from pipeline.schema import TrainParams
 from pipeline.training.optimization import MovingAverage, optimizer_tensors, restore_optimizer
@@ -17,6 +16,7 @@ from superglue_sift.superglue import SuperGlue
 
 Fingerprint = Dict[str, Any]
 
+BEST_PREFIX = "best."  # of the best model's tensors inside a checkpoint
 CODE = ("pipeline.training.trainer",)  # with what it imports: everything that can change a weight
 # but for what writes files, whose bytes are verified, and what reports
 OUTSIDE = (
