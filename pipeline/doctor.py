@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Callable, Iterator, List, Optional, Sequence, Tuple
 
 from pipeline import errors, launch, tracking
-from pipeline.images import coco
 from pipeline.runtime import machine
 from pipeline.runtime.machine import FAIL, NOTE, OK, WARN, Finding
 
@@ -131,6 +130,8 @@ def training() -> Iterator[Finding]:
 
 def disk() -> Iterator[Finding]:
     """Free space against the preset; nothing is wanted for what is already there."""
+    from pipeline.images import coco
+
     found = sections()
     if "fetch" not in found or "keypoints" not in found:
         return

@@ -10,8 +10,6 @@ import re
 from dataclasses import dataclass
 from typing import Callable, List, Optional, Sequence, Tuple
 
-from superglue_sift.sift import ORIENTED
-
 OK, NOTE, WARN, FAIL = "ok", "note", "warn", "FAIL"
 GIB = 1 << 30
 MIB = 1 << 20
@@ -95,6 +93,8 @@ def disk_needed(archives: int, images: int, views: int, keypoints: int, copies: 
 
     copies: of the keypoints; 1 where DVC's cache is linked to.
     """
+    from superglue_sift.sift import ORIENTED  # not at the top: the doctor judges machines on which OpenCV cannot load
+
     # Photographs give fewer keypoints than the limit more often than not; three quarters is a safe mean.
     return archives + copies * int(0.75 * images * views * keypoints * ORIENTED.itemsize) + GIB
 
