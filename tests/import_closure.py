@@ -7,6 +7,7 @@ A stage depends on rooms (folders) or single files that together hold every modu
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 from typing import Dict, List
@@ -15,9 +16,14 @@ from ruamel.yaml import YAML
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where it is started by hand
 
-from pipeline.runtime.code import CHANGES_NO_OUTPUT, PACKAGES, closure, modules_in
+from pipeline.runtime.code import CHANGES_NO_OUTPUT, PACKAGES, closure
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def modules_in(command: str) -> List[str]:
+    """The modules of the project that a command runs: `python -m pipeline.launch pipeline.train` runs two."""
+    return re.findall(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})\.[a-z_.]+", command)
 
 
 def code_of(cmd: str, root: Path = ROOT) -> List[str]:

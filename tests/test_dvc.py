@@ -53,7 +53,7 @@ def test_dependencies_hold_every_file_that_can_change_an_output() -> None:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "train")) for name in STAGES])
 def test_what_a_stage_really_loads_is_among_its_dependencies(name: str) -> None:
     """The same, asked of the interpreter: import the stage and look at what it loaded."""
-    modules = code.modules_in(TREE["stages"][name]["cmd"])
+    modules = import_closure.modules_in(TREE["stages"][name]["cmd"])
     script = (
         f"import importlib, sys; [importlib.import_module(name) for name in {modules!r}];"
         f"print('\\n'.join(name for name in sys.modules if name.split('.')[0] in {code.PACKAGES!r}))"

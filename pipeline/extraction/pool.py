@@ -70,8 +70,7 @@ class Extractor:
 
 def cores() -> int:
     """Cores this process may use, shared among the ranks of this machine when there are several."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(usable // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 1)
+    return max(len(os.sched_getaffinity(0)) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 1)
 
 
 class Pool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import re
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
@@ -74,11 +73,6 @@ def closure(modules: Sequence[str], without: Sequence[str] = (), root: Path = RO
         if name not in PACKAGES:
             waiting += imports(root / path, name)
     return found
-
-
-def modules_in(command: str) -> List[str]:
-    """The modules of the project that a command runs: `python -m pipeline.launch pipeline.train` runs two."""
-    return re.findall(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})\.[a-z_.]+", command)
 
 
 def module_file(module: str, root: Path = ROOT) -> str | None:
