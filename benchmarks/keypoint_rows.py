@@ -32,7 +32,7 @@ from pipeline.features.tuning import tune_process
 from pipeline.files import file_sha256
 from pipeline.images.manifest import Entry
 from pipeline.images.sources import ImageSet
-from pipeline.views import homography, photometric, render
+from pipeline.views import homography, render
 from superglue_sift import sift
 from superglue_sift.images import BadImage, decode_gray
 
@@ -181,7 +181,7 @@ def _prepared(data: bytes, name: str, settings: Any) -> Tuple[bytes, List[np.nda
             views.append(render.render(gray, H, view_size))
         else:
             H = homography.sample_view(rng, size, view_size, settings.homography, settings.difficulty)
-            views.append(photometric.distort(render.render(gray, H, view_size), rng, settings.photometric))
+            views.append(render.distort(render.render(gray, H, view_size), rng, settings.photometric))
         homographies.append(H)
     return data, homographies, views
 

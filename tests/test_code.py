@@ -130,7 +130,7 @@ def test_everything_left_out_by_name_is_there() -> None:
     "modules, outside, in_it, not_in_it",
     [
         (state.CODE, state.OUTSIDE, ["objective", "step", "order", "distributed"], ["progress", "tracking", "launch"]),
-        (shards.CODE, shards.OUTSIDE, ["sift", "render", "photometric", "decode"], ["progress", "shards", "launch"]),
+        (shards.CODE, shards.OUTSIDE, ["sift", "render", "homography", "decode"], ["progress", "shards", "launch"]),
     ],
     ids=["training", "shards"],
 )  # fmt: skip

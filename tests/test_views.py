@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.views import homography, photometric, render
+from pipeline.views import homography, render
 from pipeline.views.homography import MAX_UPSCALE, generator, mild_view, sample_view
 from superglue_sift.geometry import corners, jacobians, transform
 
@@ -166,14 +166,14 @@ def test_huge_images_are_shrunk_without_aliasing_and_without_a_shift(size):
 def test_distortion_keeps_shape_and_is_repeatable(photo):
     view = photo[:384, :512].copy()
     before = view.copy()
-    first = photometric.distort(view, generator(0, "a", 1), LIGHT)
+    first = render.distort(view, generator(0, "a", 1), LIGHT)
     assert np.array_equal(view, before) and first.shape == view.shape and first.dtype == np.uint8
-    assert np.array_equal(first, photometric.distort(view, generator(0, "a", 1), LIGHT))
-    assert not np.array_equal(first, photometric.distort(view, generator(0, "a", 2), LIGHT))
+    assert np.array_equal(first, render.distort(view, generator(0, "a", 1), LIGHT))
+    assert not np.array_equal(first, render.distort(view, generator(0, "a", 2), LIGHT))
 
 
 def test_everything_off_changes_nothing(photo):
-    assert np.array_equal(photometric.distort(photo, generator(0, "a", 1), DARK_OFF), photo)
+    assert np.array_equal(render.distort(photo, generator(0, "a", 1), DARK_OFF), photo)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_everything_off_changes_nothing(photo):
 )
 def test_each_distortion_does_something_and_does_not_move_the_picture(photo, key, value):
     only = SimpleNamespace(**{**vars(DARK_OFF), key: value})
-    changed = [photometric.distort(photo, generator(0, "a", i), only).astype(float) for i in range(4)]
+    changed = [render.distort(photo, generator(0, "a", i), only).astype(float) for i in range(4)]
     assert any(np.abs(out - photo).mean() > 0.5 for out in changed)
     for out in changed:
         likeness = [
@@ -192,11 +192,11 @@ def test_each_distortion_does_something_and_does_not_move_the_picture(photo, key
 
 def test_noise_has_the_promised_strength_and_views_larger_than_the_tile_work():
     gray = np.full((1500, 1300), 128, np.uint8)
-    out = photometric._add_noise(gray, 10.0, 0.9, 0.9).astype(float)
+    out = render._add_noise(gray, 10.0, 0.9, 0.9).astype(float)
     assert abs(out.std() - 10) < 0.3 and abs(out.mean() - 128) < 0.1
 
 
 @given(st.floats(-1, 1), st.floats(-1, 1), st.floats(-1, 1))
 def test_gray_levels_stay_in_order(brightness, contrast, gamma):
-    table = photometric._levels(brightness, contrast, gamma).astype(int)
+    table = render._levels(brightness, contrast, gamma).astype(int)
     assert table.shape == (256,) and (np.diff(table) >= 0).all()

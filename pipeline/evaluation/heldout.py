@@ -17,7 +17,7 @@ from pipeline.evaluation.pairs import Scene, Source, ViewPair, image_size
 from pipeline.images.manifest import Entry
 from pipeline.images.sources import ImageSet
 from pipeline.schema import EvaluateParams
-from pipeline.views import homography, photometric, render
+from pipeline.views import homography, render
 from superglue_sift.geometry import compose
 from superglue_sift.images import BadImage, decode_gray
 
@@ -79,7 +79,7 @@ class HeldOutPairs(Source):
         else:
             H = homography.sample_view(rng, *sizes, self.params.homography, self.params.difficulty)
         view = render.render(image, H, self.view_size)
-        return photometric.distort(view, rng, self.params.photometric), H
+        return render.distort(view, rng, self.params.photometric), H
 
 
 class UnrelatedPairs(Source):
@@ -120,7 +120,7 @@ LEVELS: Dict[str, Tuple[Callable, Tuple[float, ...]]] = {
     "illumination (factor)": (brightness, (1.0, 0.5, 0.25, 0.12, 2.0)),
     "blur (px)": (blur, (0.0, 1.0, 2.0, 4.0)),
     "noise (gray levels)": (noise, (0.0, 5.0, 10.0, 20.0)),
-    "JPEG (quality)": (photometric.compress, (90, 40, 15, 5)),
+    "JPEG (quality)": (render.compress, (90, 40, 15, 5)),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.features.store import ImageViews
-from pipeline.views import homography, photometric, render
+from pipeline.views import homography, render
 from superglue_sift import extractors
 from superglue_sift.images import BadImage
 
@@ -33,7 +33,7 @@ def gray_views(gray: np.ndarray, name: str, settings: Any) -> ImageViews:
             view = render.render(gray, H, view_size)
         else:
             H = homography.sample_view(rng, size, view_size, settings.homography, _strength(settings, index))
-            view = photometric.distort(render.render(gray, H, view_size), rng, settings.photometric)
+            view = render.distort(render.render(gray, H, view_size), rng, settings.photometric)
         homographies.append(H)
         records.append(extract(view, settings.max_keypoints))
     return ImageViews(name, size, np.array(homographies), records)
