@@ -31,10 +31,9 @@ from superglue_sift.files import file_sha256
 
 @dataclass(frozen=True)
 class Extractor:
-    """A way to keypoints. Called as `sift.extract`: (gray, max_keypoints) -> records of `dtype`.
+    """A way to keypoints, "sift" or "module:function". Called as `sift.extract`; gives records of `dtype`.
 
-    name: "sift" or "module:function". scale_angle: are scale and angle known (else they are 0)? code: SHA-256 of the
-    module's file, "" of SIFT.
+    scale_angle: are scale and angle known (else they are 0)? code: SHA-256 of the module's file, "" of SIFT.
     """
 
     name: str
@@ -78,8 +77,7 @@ def load(name: str) -> Extractor:
     records = records_of(name, found)
     if not len(records):
         raise RequestError(f"extractor {name}: finds no keypoint on a pattern full of them")
-    code = file_sha256(home.__file__ or "")
-    return Extractor(name, records.dtype, bool(records["scale"][0]), function, code)
+    return Extractor(name, records.dtype, bool(records["scale"][0]), function, file_sha256(home.__file__ or ""))
 
 
 def test_pattern() -> np.ndarray:

@@ -105,10 +105,6 @@ class Output:
         asked = ["npz", *["json"] * self.json, *["jpg"] * self.pictures]
         return not self.again and all(self.file(item0, item1, ending).is_file() for ending in asked)
 
-    def read(self, item0: Item, item1: Item, store: FeatureStore) -> MatchResult:
-        """The matches of a pair that is done."""
-        return results.read_npz(self.file(item0, item1, "npz"), store(item0).size, store(item1).size)
-
     def write(self, item0: Item, item1: Item, found: MatchResult) -> None:
         """All files of a pair, the one that says it is done last."""
         fitted = results.fits(found) if self.json or self.pictures or self.homography else {}
@@ -243,7 +239,8 @@ def match(pairs: Pairs, total: Optional[int], store: FeatureStore, output: Outpu
         for pair in pairs:
             if output.done(*pair):
                 if add:
-                    add(*pair, output.read(*pair, store))
+                    sizes = (store(item).size for item in pair)
+                    add(*pair, results.read_npz(output.file(*pair, "npz"), *sizes))
                 shown.initial += 1
                 shown.update(1)
             else:

@@ -89,19 +89,16 @@ class PaddedSuperGlue(nn.Module):
 
         The last of the masked rows and columns serve as the dustbins. In float64, whose range no trained score leaves.
         """
-        config = self.model.config
-        scores = torch.matmul(x0 / math.sqrt(config.dim), x1.transpose(1, 2)).double()
-        real = mask0.unsqueeze(2) & mask1.unsqueeze(1)
-        Z = torch.where(real, scores, self.model.dustbin.double())
+        scores = torch.matmul(x0 / math.sqrt(self.model.config.dim), x1.transpose(1, 2)).double()
+        Z = torch.where(mask0.unsqueeze(2) & mask1.unsqueeze(1), scores, self.model.dustbin.double())
         m, n = (mask.double().sum(1, keepdim=True) for mask in (mask0, mask1))
         total = (m + n).clamp(min=1.0)
         mu, nu = (torch.cat([own[:, :-1].double(), other], 1) / total for own, other in ((mask0, n), (mask1, m)))
-        shift = Z.amax(2, keepdim=True)
-        K = (Z - shift).exp()
+        K = (Z - Z.amax(2, keepdim=True)).exp()
         back = K.transpose(1, 2)
         b = (nu > 0).double().unsqueeze(2)  # what is masked takes no part from the first iteration on
         a = mu.unsqueeze(2)
-        for _ in range(config.sinkhorn_iterations):
+        for _ in range(self.model.config.sinkhorn_iterations):
             a = mu.unsqueeze(2) / torch.matmul(K, b).clamp(min=1e-300)
             b = nu.unsqueeze(2) / torch.matmul(back, a).clamp(min=1e-300)
         return (K * a * b.transpose(1, 2) * total.unsqueeze(2)).float()
@@ -118,8 +115,7 @@ def _side(values: Dict[str, Tensor]) -> Any:
 
 def _heads(layer: Any, x: Tensor) -> Sequence[Tensor]:
     """Query, key and value (B, H, M', d) of padded tokens (B, M', D)."""
-    found = layer.query_key_value(x).unflatten(-1, (3, layer.heads, -1)).permute(2, 0, 3, 1, 4)
-    return [found[number] for number in range(3)]
+    return layer.query_key_value(x).unflatten(-1, (3, layer.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
 def _update(layer: Any, x: Tensor, own: Sequence[Tensor], others: Sequence[Tensor], mask: Tensor) -> Tensor:

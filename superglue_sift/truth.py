@@ -116,16 +116,15 @@ def ground_truth(batch, positive_px: float = 3.0, negative_px: float = 5.0) -> T
             matches0[i, :m], matches1[i, :n] = pair_truth(*sides, batch.H_0to1[i], *sizes, *limits)
         return Truth(matches0, matches1)
     for part in Layout(batch).parts:
-        valid = [side.valid for side in part.sides]
-        widths = [side.width for side in part.sides]
-        pairs = max(1, PADDED_BYTES // (4 * widths[0] * widths[1]))
-        for start in range(part.pairs.start, part.pairs.stop, pairs):
-            chunk = slice(start, min(start + pairs, part.pairs.stop))
-            own = slice(chunk.start - part.pairs.start, chunk.stop - part.pairs.start)
-            points = [k[chunk, :width] for k, width in zip((keypoints0, keypoints1), widths)]
-            sizes = batch.image_size0[chunk], batch.image_size1[chunk]
-            shown = valid[0][own, :, None] & valid[1][own, None, :]
-            found = pair_truth(*points, batch.H_0to1[chunk], *sizes, *limits, shown)
-            for matches, each, width, inside in zip((matches0, matches1), found, widths, valid):
-                matches[chunk, :width] = each.masked_fill(~inside[own], IGNORED)
+        side0, side1 = part.sides
+        pairs = max(1, PADDED_BYTES // (4 * side0.width * side1.width))
+        for start in range(0, len(side0.counts), pairs):
+            valid0, valid1 = side0.valid[start : start + pairs], side1.valid[start : start + pairs]
+            rows = slice(part.pairs.start + start, part.pairs.start + start + len(valid0))
+            points = keypoints0[rows, : side0.width], keypoints1[rows, : side1.width]
+            sizes = batch.image_size0[rows], batch.image_size1[rows]
+            shown = valid0[:, :, None] & valid1[:, None, :]
+            found = pair_truth(*points, batch.H_0to1[rows], *sizes, *limits, shown)
+            matches0[rows, : side0.width] = found.matches0.masked_fill(~valid0, IGNORED)
+            matches1[rows, : side1.width] = found.matches1.masked_fill(~valid1, IGNORED)
     return Truth(matches0, matches1)

@@ -96,15 +96,14 @@ def attach(noted_in: Any, reports_dir: Any = None, training: Optional[str] = Non
     known = recall_run(path, training)
     if known is None:
         return NullRun()
-    key, run_id, experiment = known["key"], known["run_id"], known["experiment"]
     uri = os.environ.get("MLFLOW_TRACKING_URI") or known.get("tracking_uri") or tracking_uri()
     folder = path.parent if reports_dir is None else Path(reports_dir)
     log = EventLog(folder / "attached.jsonl")
     _set_aside(log)
-    header = {"run": key, "run_id": run_id, "tracking_uri": uri, "experiment": experiment, "attached": True}
-    log.append({**header, "name": known.get("name", "")})
+    about = {"run_id": known["run_id"], "experiment": known["experiment"], "name": known.get("name", "")}
+    log.append({"run": known["key"], **about, "tracking_uri": uri, "attached": True})
     feed, before = Feed(log, uri), Feed(EventLog(path.parent / known.get("log", "log.jsonl")), uri)
-    first = [before] if before.log.header().get("run") == key and before.pending() else []
+    first = [before] if before.log.header().get("run") == known["key"] and before.pending() else []
     return Run(feed, [*first, feed, *_leftovers(folder, uri)], lambda: MlflowStore(uri))
 
 
@@ -152,13 +151,9 @@ def _tags(tags: Dict[str, Any]) -> Dict[str, str]:
 def _set_aside(log: EventLog) -> None:
     """Make room for a new log. An old one that has not all arrived waits in `unshipped/` to be shipped."""
     header = log.header()
-    if not header:
-        log.delete()
-        return
-    if not header.get("attached") and "end" not in log.last():
+    if header and not header.get("attached") and "end" not in log.last():
         log.append({"end": "KILLED", "time": now_ms()})  # one writer at a time: its process must be gone
-    log.close()
-    if Feed(log, header["tracking_uri"]).pending():
+    if header and Feed(log, header["tracking_uri"]).pending():
         log.move(log.path.parent / "unshipped" / f"{log.path.stem}-{now_ms()}.jsonl")
     else:
         log.delete()

@@ -44,20 +44,19 @@ def read_features(path: FileName, name: str) -> Features:
     return arrays.from_lightglue({**data, "descriptors": data["descriptors"].T})
 
 
-def pair_name(name0: str, name1: str) -> str:
-    """The group of a pair in a file of matches."""
-    return "/".join(name.replace("/", "-") for name in (name0, name1))
-
-
 def write_matches(path: FileName, name0: str, name1: str, found: MatchResult) -> None:
     """Add a pair: matches0 (M,) int64, -1 without a match, and matching_scores0 (M,) float32."""
     answer = arrays.to_lightglue_matches(found)
-    _write(path, pair_name(name0, name1), {k: answer[k][0].numpy() for k in ("matches0", "matching_scores0")})
+    _write(path, _pair(name0, name1), {k: answer[k][0].numpy() for k in ("matches0", "matching_scores0")})
 
 
 def read_matches(path: FileName, name0: str, name1: str, features0: Features, features1: Features) -> MatchResult:
     """A pair of `write_matches`, or of hloc's `match_features`. Raises RequestError where it is not in the file."""
-    return arrays.from_lightglue_matches(_read(path, pair_name(name0, name1)), features0, features1)
+    return arrays.from_lightglue_matches(_read(path, _pair(name0, name1)), features0, features1)
+
+
+def _pair(name0: str, name1: str) -> str:
+    return f"{name0.replace('/', '-')}/{name1.replace('/', '-')}"
 
 
 def _h5py() -> ModuleType:
