@@ -14,6 +14,7 @@ Features of an image that is matched several times are computed once: `a = match
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -177,29 +178,24 @@ def match_pairs(model: torch.nn.Module, pairs: Sequence[Pair], device: str) -> L
     return [PairMatches(m[: len(pair.records0)], s[: len(pair.records0)]) for pair, m, s in rows]
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Matcher:
-    """A trained network and how images are read for it. `Matcher.load` makes one.
+    """A trained network and how images are read for it. `Matcher.load` makes one, and tells what the settings mean.
 
     Equal input gives equal bytes on one device. Threads may share a matcher: they find features side by side and take
     turns at the network, which uses all cores by itself.
 
-    Attributes: `model`, ready for inference; `device`; `max_keypoints`, `resize`, `threshold` as given to `load`;
-    `extractor`, what finds the keypoints of images, None where it may not be run.
+    model: on `device`, for inference, such as `fuse_for_inference` gives. extractor: what finds the keypoints of
+    images, None where it may not be run.
     """
 
-    def __init__(
-        self,
-        model: SuperGlue,
-        device: str = "cpu",
-        max_keypoints: int = 1024,
-        resize: int = 1024,
-        threshold: float = THRESHOLD,
-        extractor: Optional[Extractor] = DEFAULT,
-    ) -> None:
-        """model: on `device`, for inference, such as `fuse_for_inference` gives; for the others see `load`."""
-        self.model, self.device, self.extractor = model, device, extractor
-        self.max_keypoints, self.resize, self.threshold = max_keypoints, resize, threshold
-        self._turn = threading.Lock()
+    model: SuperGlue
+    device: str = "cpu"
+    max_keypoints: int = 1024
+    resize: int = 1024
+    threshold: float = THRESHOLD
+    extractor: Optional[Extractor] = DEFAULT
+    _turn: Any = dataclasses.field(default_factory=threading.Lock, init=False)
 
     @classmethod
     def load(

@@ -10,6 +10,7 @@ not used. Needs `pip install 'superglue-sift[serve]'`.
 from __future__ import annotations
 
 import base64
+import dataclasses
 import threading
 from pathlib import Path
 from typing import Any, Dict
@@ -112,7 +113,7 @@ def image_of(data: bytes, name: str) -> np.ndarray:
 
 def answer(matcher: Matcher, image0: np.ndarray, image1: np.ndarray) -> Dict[str, Any]:
     """What the page draws: both pictures as data URLs, and all matches [x0, y0, x1, y1, score] in their pixels."""
-    found = Matcher(matcher.model, matcher.device, matcher.max_keypoints, matcher.resize, 0.0).match(image0, image1)
+    found = dataclasses.replace(matcher, threshold=0.0).match(image0, image1)
     shown = [drawing.reduced(image, SHOWN_SIDE) for image in (image0, image1)]
     files = [base64.b64encode(drawing.encode(".jpg", picture)).decode() for picture, _ in shown]
     points = [(p + 0.5) * scale - 0.5 for p, (_, scale) in zip((found.points0, found.points1), shown)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 from pathlib import Path
 from typing import Any, Dict, List, Mapping
 
@@ -88,8 +89,8 @@ class MatcherModel(PythonModel):
     def _match(self, row: Mapping[str, Any], threshold: float, max_keypoints: int) -> Dict[str, List[Any]]:
         if not 0 <= threshold < 1 or not 1 <= max_keypoints <= MAX_KEYPOINTS:
             raise RequestError(f"threshold must be 0 to 1, max_keypoints 1 to {MAX_KEYPOINTS}")
-        own = self.matcher
-        matcher = Matcher(own.model, own.device, max_keypoints=max_keypoints, threshold=threshold or own.threshold)
+        threshold = threshold or self.matcher.threshold
+        matcher = dataclasses.replace(self.matcher, max_keypoints=max_keypoints, threshold=threshold)
         found = matcher.match(*(pixels(row[name], name) for name in ("image0", "image1")))
         names = ("keypoints0", "keypoints1", "matches", "scores")
         return {name: np.asarray(getattr(found, name)).tolist() for name in names}
