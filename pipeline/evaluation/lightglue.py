@@ -15,7 +15,7 @@ from typing import Callable, Dict, Optional, Tuple
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.numpy import load_file
 
 from pipeline.errors import RequestError
 from superglue_sift.batch import Pair
@@ -41,9 +41,9 @@ def load(weights: Path, device: str) -> Tuple[Optional[Callable[[Pair], PairMatc
         return None, f"no weights at {weights} (docs/evaluation.md says where they come from)"
     model = network(features=None, **SIFT, **OPTIONS)
     try:
-        tensors = load_file(str(weights))  # names of its first version: self_attn.3.x is transformers.3.self_attn.x now
-        named = {re.sub(r"^(self_attn|cross_attn)\.(\d+)\.", r"transformers.\2.\1.", k): v for k, v in tensors.items()}
-        found = model.load_state_dict(named, strict=False)
+        arrays = load_file(str(weights))  # names of its first version: self_attn.3.x is transformers.3.self_attn.x now
+        names = [re.sub(r"^(self_attn|cross_attn)\.(\d+)\.", r"transformers.\2.\1.", name) for name in arrays]
+        found = model.load_state_dict(dict(zip(names, map(torch.from_numpy, arrays.values()))), strict=False)
     except (SafetensorError, RuntimeError) as error:
         raise RequestError(f"--lightglue {weights}: {str(error).splitlines()[0]}") from None
     learned = dict(model.named_parameters())
