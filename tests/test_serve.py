@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import http.client
 import io
 import re
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 from made_scenes import TURN, write_model
 
-from superglue_sift import Matcher, RequestError, serve
+from superglue_sift import Matcher, RequestError, serve, sift
 
 pytest.importorskip("flask", reason="needs Flask")
 
@@ -73,6 +74,17 @@ def test_two_images_give_their_matches(client, matcher, views, photo):
     for picture in found["pictures"]:
         data = base64.b64decode(picture.partition(",")[2])
         assert cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR).shape == (400, 600, 3)
+
+
+def test_the_page_finds_keypoints_by_the_extractor_that_was_asked_for(matcher, photo):
+    seen = []
+
+    def extractor(gray, most):
+        seen.append(most)
+        return sift.extract(gray, most)
+
+    own = dataclasses.replace(matcher, extractor=extractor, max_keypoints=64)
+    assert serve.answer(own, photo, photo)["keypoints"] == [64, 64] and seen == [64, 64]
 
 
 @pytest.mark.parametrize(
