@@ -387,6 +387,16 @@ class TestRequests:
         said = capsys.readouterr().out
         assert "skipped, another shape: " in said and "missing there: self_attention.2." in said
 
+    def test_few_photographs_do_not_move_the_threshold_of_the_weights_begun_from(self, tmp_path, request_of):
+        model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2))
+        save_model_file(tmp_path / "m.safetensors", model.state_dict(), {"match_threshold": 0.123})
+        asked = {"dim": 16, "layers": 1, "heads": 2, "steps": 1, "val_every": 1}
+        for name, begun_from in (("from", str(tmp_path / "m.safetensors")), ("nothing", "")):
+            assert train.main(request_of(name, init_from=begun_from, **asked)) == 0
+        found = [json.loads((tmp_path / name / "best.json").read_text()) for name in ("from", "nothing")]
+        assert found[0]["match_threshold"] == 0.123
+        assert found[1]["match_threshold"] == found[1]["validation"]["threshold"]
+
     def test_initial_weights_are_known_by_what_they_are_not_by_where_they_lie(self, tmp_path, request_of, capsys):
         places = [tmp_path / name / "m.safetensors" for name in ("here", "there")]
         for seed, place in enumerate((*places, places[1])):

@@ -19,7 +19,7 @@ from pipeline.training.logger import TrainingLogger, Window, profiled, write_met
 from pipeline.training.optimization import learning_rate
 from pipeline.training.state import OF_THE_RUN, fingerprint, fingerprint_of, identity, stated
 from pipeline.training.step import StepResult, elastic_step, train_step
-from pipeline.training.validation import validate
+from pipeline.training.validation import ENOUGH_IMAGES, validate
 from superglue_sift.batch import PairBatch
 from superglue_sift.progress import Progress
 from superglue_sift.weights import load_model_file
@@ -236,7 +236,7 @@ class Training:
             "step": state.best_step,
             "precision": self.objective.precision,
             "validation": state.best_figures,
-            "match_threshold": state.best_figures["threshold"],
+            "match_threshold": self._threshold(),
             "skipped_steps": state.skipped,
             "finished": finished,
             "training": self.identity,
@@ -244,6 +244,13 @@ class Training:
             **{key: self.fingerprint[key] for key in OF_THE_RUN if key in self.fingerprint},
         }
         self.checkpoints.save_best(state.best_weights, info)
+
+    def _threshold(self) -> float:
+        """Of the best model's confidence: that of validation, or of few images that of the weights begun from."""
+        known = None
+        if self.train.init_from and len(self.held_out) < ENOUGH_IMAGES:
+            known = load_model_file(self.train.init_from)[1].get("match_threshold")
+        return self.state.best_figures["threshold"] if known is None else known
 
     def _save(self, logger: TrainingLogger) -> None:
         window = logger.window()

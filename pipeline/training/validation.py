@@ -24,6 +24,9 @@ CHUNK = 8  # pairs computed together, fixed so that the figures do not depend on
 # match than from a missing one, while RANSAC bears wrong ones and wants many.
 THRESHOLD_BETA = 0.7
 
+# Photographs from which a threshold can be chosen; of fewer it is noise, and that of the weights begun from stays.
+ENOUGH_IMAGES = 16
+
 
 def validate(
     objective: MatchingObjective, store: Store, samples: List[Sample], max_keypoints: int, context: distributed.Context
