@@ -46,7 +46,7 @@ def parse(tree: Any, origin: str) -> Dict[str, Section]:
             found = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
             problems += [_problem(name, SECTIONS[name], each) for each in found]
     asked, stored = (getattr(sections.get(name), "max_keypoints", None) for name in ("train", "keypoints"))
-    if not problems and None not in (asked, stored) and asked > stored:
+    if not problems and asked is not None and stored is not None and asked > stored:
         limit = f"keypoints.max_keypoints ({stored})"
         problems = [f"train.max_keypoints = {asked}: must be at most {limit}, what a view stores"]
     if problems:

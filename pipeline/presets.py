@@ -11,7 +11,7 @@ import argparse
 import difflib
 import io
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple, cast
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
@@ -19,6 +19,7 @@ from ruamel.yaml.error import YAMLError
 from pipeline import errors, params
 from pipeline.errors import RequestError, typed
 from pipeline.files import write_atomic
+from pipeline.schema import FetchParams
 
 FOLDER = Path(__file__).resolve().parents[1] / "presets"
 BASE = "sample"
@@ -95,7 +96,7 @@ def _whole(header: str, tree: Any, own: Tuple[str, ...], origin: str) -> str:
     _yaml().dump(tree, stream)
     sections = params.parse(YAML(typ="safe", pure=True).load(stream.getvalue()), origin)
     if own:
-        splits.require_usable(*splits.own(sections["fetch"]), smallest_images(sections))
+        splits.require_usable(*splits.own(cast(FetchParams, sections["fetch"])), smallest_images(sections))
     return (f"{header}\n\n" if header else "") + stream.getvalue()
 
 

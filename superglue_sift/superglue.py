@@ -164,8 +164,9 @@ class SuperGlue(nn.Module):
             x0, x1 = (side.pad(t[rows]) for side, t, rows in zip(part.sides, halves, part.rows))
             with no_autocast(descriptors.device.type):
                 scores = torch.bmm(x0 * self._scale, x1.transpose(1, 2))
-            lengths = [side.lengths for side in part.sides]
-            log_P, finite = padded_optimal_transport(scores, *lengths, self.dustbin, T, len(layout.parts) > 1)
+            counts0, counts1 = (side.lengths for side in part.sides)
+            varying = len(layout.parts) > 1
+            log_P, finite = padded_optimal_transport(scores, counts0, counts1, self.dustbin, T, varying)
             found.append((Assignments.padded(log_P, layout.sizes[part.pairs]), finite))
         return Assignments.joined([each for each, _ in found]), torch.cat([finite for _, finite in found])
 

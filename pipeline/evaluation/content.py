@@ -114,7 +114,7 @@ def draw_pictures(
             scenes[number] = source.load(number)
         scene, most = scenes[number], settings.params.max_keypoints
         (known,) = pairs_of_scene(scene, number, most, settings.extractor, position)
-        images = [scene.images[view] for view in (scene.pairs[position].first, scene.pairs[position].second)]
+        image0, image1 = scene.images[scene.pairs[position].first], scene.images[scene.pairs[position].second]
         answers = matchers.answers([known.pair], 1)[0]
         shown = matchers.above(answers)
         panels, captions, lines = [], [f"{known.name}."], {}
@@ -129,12 +129,12 @@ def draw_pictures(
             correct = correct_matches(known, answers[matcher], settings.params.correct_px)
             points1 = points1.round(1) + np.array([known.pair.size0[0] + drawing.GAP, 0])
             lines[matcher] = np.column_stack([points0.round(1), points1, scores.round(3), correct]).tolist()
-        canvas = drawing.side_by_side(*images)
+        canvas = drawing.side_by_side(image0, image1)
         _, data = cv2.imencode(".jpg", canvas, [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
         jpeg, (height, width) = base64.b64encode(data.tobytes()).decode("ascii"), canvas.shape[:2]
         explained = explanation(found.rows[OURS])
         small = page.Picture(name, " ".join(captions), explained, jpeg, width, height, lines)
-        drawn.append((small, drawing.draw(*images, panels)))
+        drawn.append((small, drawing.draw(image0, image1, panels)))
     return drawn
 
 

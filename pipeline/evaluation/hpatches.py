@@ -63,8 +63,9 @@ class HPatchesPairs(Source):
                 continue
             H_0to1 = scalings[number] @ read_homography(sequence.homographies[number])
             H_0to1 = H_0to1 @ np.linalg.inv(scalings[REFERENCE])
-            name, views = f"{sequence.name}/{REFERENCE}-{number}", map(numbers.index, (REFERENCE, number))
-            pairs.append(ViewPair(name, *views, H_0to1 / H_0to1[2, 2]))
+            name = f"{sequence.name}/{REFERENCE}-{number}"
+            first, second = numbers.index(REFERENCE), numbers.index(number)
+            pairs.append(ViewPair(name, first, second, H_0to1 / H_0to1[2, 2]))
         return Scene(sequence.name, list(images.values()), pairs)
 
 

@@ -52,7 +52,7 @@ class PosePairs(Source):
             original = hpatches.read_image(self.folder / name)
             images.append(hpatches.resize_short_side(original, self.short_side, self.folder / name))
             intrinsics.append(resizing(image_size(original), image_size(images[-1])) @ K)
-        known = ViewPair(f"{name0} {name1}", 0, 1, Pose(*intrinsics, pose.T_0to1))
+        known = ViewPair(f"{name0} {name1}", 0, 1, Pose(intrinsics[0], intrinsics[1], pose.T_0to1))
         return Scene(self.scene_name(index), images, [known])
 
 

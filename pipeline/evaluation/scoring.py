@@ -131,9 +131,11 @@ class Results:
 
 def true_matches(pair: Pair, H_0to1: np.ndarray, correct_px: float) -> np.ndarray:
     """(M,) index of the true partner in image 1, negative without one: the truth that training uses."""
-    points = (sift.positions(records).astype(np.float64) for records in (pair.records0, pair.records1))
-    given = (*points, np.asarray(H_0to1, np.float64), pair.size0, pair.size1)
-    return pair_truth(*map(torch.as_tensor, given), correct_px, correct_px).matches0.numpy()
+    records = (pair.records0, pair.records1)
+    points0, points1 = (torch.as_tensor(sift.positions(each), dtype=torch.float64) for each in records)
+    size0, size1 = torch.as_tensor(pair.size0), torch.as_tensor(pair.size1)
+    H = torch.as_tensor(H_0to1, dtype=torch.float64)
+    return pair_truth(points0, points1, H, size0, size1, correct_px, correct_px).matches0.numpy()
 
 
 def matched_points(pair: Pair, found: PairMatches) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:

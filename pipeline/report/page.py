@@ -86,8 +86,10 @@ def write(folder: Path, training: Optional[Path] = None) -> Path:
 
 def training_curves(folder: Optional[Path]) -> Dict[str, List[Line]]:
     """Lines of the curves that training left in a folder, by the name of the file; those that are there."""
-    found = {}
-    for name in ("train", "validation") if folder else ():
+    found: Dict[str, List[Line]] = {}
+    if folder is None:
+        return found
+    for name in ("train", "validation"):
         path = folder / f"{name}.csv"
         if path.is_file():
             found[name] = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
