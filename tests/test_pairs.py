@@ -131,6 +131,17 @@ class TestLoader:
         endless.close()
         assert threading.active_count() == before
 
+    def test_a_read_that_hangs_does_not_hold_up_the_end(self, monkeypatch):
+        monkeypatch.setattr("pipeline.pairs.loader.CLOSE_S", 0.01)
+        released = threading.Event()
+        source = prefetched(lambda step: step == 0 or released.wait(30), range(9), ahead=1)
+        assert next(source)
+        source.close()
+        (thread,) = (each for each in threading.enumerate() if each.name == "pair-prefetch")
+        assert thread.daemon  # the process does not wait for it either
+        released.set()
+        thread.join()
+
     def test_split_evenly(self):
         assert split_evenly(list(range(7)), 3) == [[0, 1], [2, 3], [4, 5, 6]]
         assert split_evenly([1], 2) == [[], [1]]

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import sys
 from itertools import islice
-from typing import Any, Iterable, Iterator, List
+from typing import Any, Iterable, Iterator, List, Tuple, Union
 
 import numpy as np
 
 from pipeline.images.decode import Outcome, by_opencv, gpu, plain_jpeg
 from pipeline.images.manifest import Entry
 from pipeline.images.sources import ImageSet
+from superglue_sift.images import BadImage
 
-BATCH = 32  # images handed to DALI at once
+BATCH = 32  # images handed to DALI at once; it decodes one such batch ahead of the one that is used
+
+Read = Tuple[Entry, Union[bytes, np.ndarray, BadImage]]  # bytes: for DALI to decode
 
 
 def require() -> None:
@@ -35,24 +38,26 @@ def decoded(images: ImageSet, entries: Iterable[Entry], batch: int = BATCH) -> I
     Raises RequestError where DALI is not installed.
     """
     require()
-    pipeline, left = None, iter(entries)
+    pipeline: Any = None
+    before: List[Read] = []
+    left = iter(entries)
     while True:
-        some = list(islice(left, batch))
-        if not some:
-            return
-        found = [plain_jpeg(images, entry) for entry in some]
-        jpegs = {place: each for place, each in enumerate(found) if isinstance(each, bytes)}
+        some = [(entry, plain_jpeg(images, entry)) for entry in islice(left, batch)]  # while DALI decodes those before
+        try:
+            done = _finished(pipeline, before)
+        except RuntimeError as error:
+            print(f"DALI gave up on a batch, OpenCV decodes it: {_last_line(error)}", file=sys.stderr)
+            pipeline = None  # a failed one does no more
+            done = [(entry, by_opencv(it, entry.name) if isinstance(it, bytes) else it) for entry, it in before]
+        jpegs = [np.frombuffer(it, np.uint8) for _, it in some if isinstance(it, bytes)]
         if jpegs:
             pipeline = pipeline or _pipeline(batch)
-            try:
-                pixels: List[Any] = _run(pipeline, list(jpegs.values()))
-            except RuntimeError as error:
-                print(f"DALI gave up on a batch, OpenCV decodes it: {_last_line(error)}", file=sys.stderr)
-                pipeline = None  # a failed one does no more
-                pixels = [by_opencv(data, some[place].name) for place, data in jpegs.items()]
-            for place, gray in zip(jpegs, pixels):
-                found[place] = gray
-        yield from zip(some, found)  # type: ignore[misc]
+            pipeline.feed_input("encoded", jpegs)
+            pipeline.schedule_run()
+        yield from done
+        if not some:
+            return
+        before = some
 
 
 def _pipeline(batch: int) -> Any:
@@ -75,14 +80,18 @@ def _pipeline(batch: int) -> Any:
     return built
 
 
-def _run(pipeline: Any, jpegs: List[bytes]) -> List[np.ndarray]:
-    """(H, W) uint8 of each. RuntimeError where DALI refuses one of them."""
-    pipeline.feed_input("encoded", [np.frombuffer(data, np.uint8) for data in jpegs])
-    (output,) = pipeline.run()
-    if hasattr(output, "as_cpu"):
-        output = output.as_cpu()
-    # copied: DALI uses the memory again
-    return [np.array(output.at(index))[:, :, 0] for index in range(len(jpegs))]
+def _finished(pipeline: Any, some: List[Read]) -> List[Outcome]:
+    """`some`, which the pipeline has under way, with pixels for bytes. RuntimeError where DALI refuses one of them."""
+    places = [place for place, (_, it) in enumerate(some) if isinstance(it, bytes)]
+    done: List[Any] = list(some)
+    if places:
+        (output,) = pipeline.share_outputs()
+        pixels = output.as_cpu() if hasattr(output, "as_cpu") else output
+        for index, place in enumerate(places):
+            # copied: DALI uses the memory again
+            done[place] = some[place][0], np.array(pixels.at(index))[:, :, 0]
+        pipeline.release_outputs()  # the next batch is decoded into them
+    return done
 
 
 def _last_line(error: RuntimeError) -> str:

@@ -12,8 +12,10 @@ import functools
 import math
 import os
 import shutil
+import threading
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, Callable, Deque, Generator, List, Optional, Sequence, Tuple, TypeVar
 
 import numpy as np
@@ -31,6 +33,8 @@ Made = TypeVar("Made")
 # Processes that make batches for a GPU, and the shared memory that those on their way may need: three of 128 pairs of
 # 1,024 keypoints each.
 MOST_WORKERS, SHARED_BYTES = 4, 1 << 30
+
+CLOSE_S = 5.0  # that the end of a training waits for a batch that is being made
 
 # The homography of a pair that shows nothing in common: no point comes near the other view.
 APART = np.array([[1.0, 0.0, 1e6], [0.0, 1.0, 1e6], [0.0, 0.0, 1.0]])
@@ -153,19 +157,36 @@ def prefetched(make: Callable[[int], Made], steps: Sequence[int], ahead: int = 2
     """`make(step)` for each of `steps`, computed up to `ahead` steps before it is asked for.
 
     In one thread: on a CPU the step itself takes the cores, and handing a batch between processes would cost more than
-    making it. An exception in `make` is raised here, at its step. Closing the iterator ends the thread.
+    making it. An exception in `make` is raised here, at its step. Closing the iterator ends the thread, and
+    waits no longer than CLOSE_S for a read that hangs.
     """
+    asked: SimpleQueue[Optional[Tuple[int, Future[Made]]]] = SimpleQueue()
     waiting: Deque[Future[Made]] = deque()
-    thread = ThreadPoolExecutor(1, "pair-prefetch")
+    # no executor: its threads are waited for when the process ends, however long
+    thread = threading.Thread(target=_make_each, args=(make, asked), name="pair-prefetch", daemon=True)
+    thread.start()
     try:
         for step in steps:
-            waiting.append(thread.submit(make, step))
+            waiting.append(Future())
+            asked.put((step, waiting[-1]))
             if len(waiting) > ahead:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
     finally:
-        thread.shutdown(cancel_futures=True)
+        for future in waiting:
+            future.cancel()
+        asked.put(None)
+        thread.join(CLOSE_S)
+
+
+def _make_each(make: Callable[[int], Made], asked: SimpleQueue[Optional[Tuple[int, Future[Made]]]]) -> None:
+    for step, future in iter(asked.get, None):
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(make(step))
+            except BaseException as error:  # raised again by whoever asks for the result
+                future.set_exception(error)
 
 
 class _Steps(torch.utils.data.Dataset):
