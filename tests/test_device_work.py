@@ -59,6 +59,8 @@ def longest_views(views, train, batch, ranks, steps):
 @pytest.mark.parametrize("batch", [8, *(pytest.param(size, marks=pytest.mark.slow) for size in (16, 64))])
 def test_few_graphs_are_captured_over_an_epoch_of_ragged_batches(make_params, monkeypatch, views_of_photographs, batch):
     """Each capture holds up the device and all ranks: below 0.02 a step after 200 steps, and little memory kept."""
+    if torch.__version__.startswith("1."):
+        pytest.skip("torch 1.10 computes no torch.arange on the meta device")
     steps, now, captures, kept, done = 300, [0], [0] * 300, [0], set()
 
     def capture(work, device):
