@@ -29,6 +29,7 @@ SETTING = Setting(torch.device("cpu"), SuperGlueConfig(dim=16))
 ON_GPU = Setting(torch.device("cuda"), SuperGlueConfig(dim=16))
 
 
+@pytest.mark.slow
 def test_keypoints_are_measured_against_the_floor_and_a_plain_pool(tmp_path, photo, make_params):
     """Ours and the plain pool must give the same bytes; `keypoint_rows` raises where they do not."""
     for index in range(4):
@@ -44,6 +45,7 @@ def test_keypoints_are_measured_against_the_floor_and_a_plain_pool(tmp_path, pho
         assert row["of_plain_low"] <= row["of_plain"] <= row["of_plain_high"]
 
 
+@pytest.mark.slow
 def test_bad_and_small_images_do_not_stop_the_measurement(tmp_path, photo, make_params):
     (tmp_path / "0.jpg").write_bytes(b"")
     cv2.imwrite(str(tmp_path / "1.jpg"), photo[:20, :20])

@@ -160,6 +160,7 @@ class TestCounts:
 
 
 class TestRows:
+    @pytest.mark.slow
     def test_the_grid(self):
         rows = list(model_rows.grid(setting()))
         assert len(rows) == 8 and all(each.value > 0 for each in rows)
@@ -182,6 +183,7 @@ class TestRows:
         training = peer.PeerTraining([photo], 30, torch.device("cpu"))
         assert math.isfinite(training()) and len(training.seen) == 2
 
+    @pytest.mark.slow
     def test_peak_memory(self):
         few, many = (memory.peak_mib(_allocate, "cpu", mib) for mib in (10, 100))
         assert few < 40 < 90 < many < 140
@@ -473,6 +475,7 @@ class TestStages:
         (found,) = evaluation_rows.batched(setting(seconds=0.5))
         assert found.unit == "pairs/s" and found.value > 0 and found.ratio.low > 0
 
+    @pytest.mark.slow
     def test_evaluation_is_counted_by_part_and_as_a_whole(self, tmp_path, photo, monkeypatch):
         images = write_image_set(tmp_path / "images", {"a.png": photo, "b.png": photo[::-1].copy()}, "test")
         monkeypatch.setattr(evaluation_rows, "EVALUATED", 4)

@@ -132,7 +132,7 @@ class TestImages:
         next(source)
         source.close()
 
-    @pytest.mark.parametrize("workers", [1, 2])
+    @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
     def test_the_stage_writes_the_same_shards(self, photographs, tmp_path, make_params, workers):
         if torch.cuda.is_available():
             pytest.skip("nvJPEG's pixels differ by a few levels")

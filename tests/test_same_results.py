@@ -82,7 +82,8 @@ class Run:
             group["lr"] = optimization.learning_rate(self.section, number, 1)
 
 
-@pytest.mark.parametrize("steps", [4, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [4, 40])
 def test_the_sample_run_has_the_losses_of_the_plain_network(photographs, make_params, steps):
     """In float64, so that what float32 rounds, and Adam then magnifies, does not hide a wrong gradient."""
     run = Run(photographs, make_params("train", batch=4, optimizer="adam", lr=5e-4), torch.float64)

@@ -25,10 +25,10 @@ def ends_the_same(bench, cell, starts):
 KILLS = cells.kills()[:: max(1, len(cells.kills()) // 10)]
 
 
-# where time is short one with 1, 2 and 4 ranks: in validation, in saving, in computing
+# where time is short one with 1 and 2 ranks: in validation, in saving
 @pytest.mark.parametrize(
     "cell",
-    [pytest.param(cell, marks=[pytest.mark.slow] * (n % 4 != 1)) for n, cell in enumerate(KILLS)],
+    [pytest.param(cell, marks=[pytest.mark.slow] * (n % 4 != 1 or cell.worlds[0] > 2)) for n, cell in enumerate(KILLS)],
     ids=lambda c: f"{c.worlds[0]}:{c.fault}",
 )
 def test_killed_anywhere_the_weights_are_the_same_bytes(bench, cell):
@@ -38,15 +38,15 @@ def test_killed_anywhere_the_weights_are_the_same_bytes(bench, cell):
 AGAIN = cells.repeated()
 
 
-# the first alone where time is short; `make faults` kills with every option
-@pytest.mark.parametrize(
-    "cell", [AGAIN[0], pytest.param(AGAIN[1], marks=pytest.mark.slow)], ids=lambda c: f"{c.fault} {c.keys}"
-)
+# `make faults` kills with every option
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", AGAIN[:2], ids=lambda c: f"{c.fault} {c.keys}")
 def test_killed_again_and_again(bench, cell):
     ends_the_same(bench, cell, 4)
 
 
-@pytest.mark.parametrize("norm", ["layer", pytest.param("batch", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["layer", "batch"])
 def test_bitwise_elastic_gives_the_same_bytes_at_any_world_size(bench, norm):
     keys = (("bitwise_elastic", True), ("norm", norm))
     assert len({bench.clean(world, keys) for world in (1, 2, 4)}) == 1
@@ -101,13 +101,15 @@ def test_the_injector_refuses_what_it_does_not_know():
 
 # Options of several ranks. They stand here, and tests/faults runs first, because torch 1.10 cannot fork a training from
 # a process that has used autograd.
+@pytest.mark.slow
 def test_batch_statistics_are_those_of_all_ranks_only_when_asked_for(bench):
     alone = (("norm", "batch"), ("sync_batchnorm", False))
     assert bench.clean(2, alone) != bench.clean(2, alone[:1])
     assert bench.clean(1, alone) == bench.clean(1, alone[:1])  # one process has nobody to ask
 
 
-@pytest.mark.parametrize("scaling, factor", [("linear", 2.0), pytest.param("sqrt", 2.0**0.5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scaling, factor", [("linear", 2.0), ("sqrt", 2.0**0.5)])
 def test_the_learning_rate_grows_with_the_ranks_and_their_pairs(bench, scaling, factor):
     keys = (("batch_per_rank", 4), ("lr_scaling", scaling), ("steps", 2), ("val_every", 2))
     rates = {}
