@@ -56,7 +56,8 @@ def longest_views(views, train, batch, ranks, steps):
         )
 
 
-@pytest.mark.parametrize("batch", [8, *(pytest.param(size, marks=pytest.mark.slow) for size in (16, 64))])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [8, 16, 64])
 def test_few_graphs_are_captured_over_an_epoch_of_ragged_batches(make_params, monkeypatch, views_of_photographs, batch):
     """Each capture holds up the device and all ranks: below 0.02 a step after 200 steps, and little memory kept."""
     if torch.__version__.startswith("1."):
