@@ -4,8 +4,8 @@
 
     found = Matcher.load().match("A.jpg", "B.jpg")
 
-A library of its own: it needs torch, numpy, OpenCV and safetensors; `onnx`, `serve` and GIFs need more, asked for when
-they are used. `pipeline` trains what it loads. In reading order:
+A library of its own: it needs torch, numpy, scipy, OpenCV and safetensors; `onnx`, `serve` and GIFs need more, asked
+for when they are used. `pipeline` trains what it loads. In reading order:
 
     matcher, cli                    images in, matches out; the same from the command line
     many, retrieval, results        folders, lists, videos; which photographs are alike; what is written of a pair

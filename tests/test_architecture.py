@@ -27,7 +27,7 @@ STAGES = {"fetch", "keypoints", "train", "evaluate", "export"}
 # difference between the stacks.
 GROUND = {"errors", "files", "schema", "stack"}
 # What the library may import: nothing of the project but itself, and of others these alone.
-LIBRARY = {"cv2", "numpy", "safetensors", "superglue_sift", "torch", *getattr(sys, "stdlib_module_names", ())}
+LIBRARY = {"cv2", "numpy", "safetensors", "scipy", "superglue_sift", "torch", *getattr(sys, "stdlib_module_names", ())}
 # ... and of its extras inside functions, so that it works without them (tests/test_library.py imports it so).
 EXTRAS = {"PIL", "flask", "h5py", "hloc", "onnx", "onnxruntime", "onnxscript", "pycolmap", "werkzeug"}
 # Rooms of `pipeline`, and what each may import besides itself and the library. A name with a dot is that module alone.

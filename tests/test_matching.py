@@ -753,6 +753,20 @@ class TestHomography:
         assert geometry.corner_error(geometry.fit_dlt(p, q), self.H, (320, 240)) > 20.0
         assert np.array_equal(found[0], found[3])
 
+    def test_ransac_ends_close_though_some_true_matches_lie_far_off(self):
+        errors = []
+        for seed in range(10):
+            rng = np.random.default_rng(seed)
+            p = rng.uniform(0, 300, (200, 2))
+            spread = np.where(np.arange(200) < 150, 0.2, 2.0)[:, None]  # a quarter of large keypoints
+            q = geometry.transform(p, self.H) + spread * rng.normal(size=p.shape)
+            H = geometry.fit_ransac(p, q)
+            inliers = np.linalg.norm(geometry.transform(p, H) - q, axis=1) < 3.0
+            plain = geometry.fit_dlt(p[inliers], q[inliers])
+            errors.append([geometry.corner_error(each, self.H, (320, 240)) for each in (H, plain)])
+        refined, least_squares = np.mean(errors, axis=0)
+        assert refined < 0.1 and refined < 0.5 * least_squares
+
     def test_dlt_heeds_weights(self):
         p = np.random.default_rng(0).uniform(0, 300, (40, 2))
         q = geometry.transform(p, self.H)
