@@ -16,7 +16,7 @@ from pipeline.evaluation.conditions import conditions_of
 from pipeline.evaluation.matchers import OURS
 from pipeline.evaluation.pairs import KnownPair
 from superglue_sift.batch import Pair
-from superglue_sift.geometry import transform
+from superglue_sift.geometry import corner_error, fit_dlt, transform
 from superglue_sift.matcher import PairMatches
 from superglue_sift.sift import KEYPOINT
 
@@ -248,3 +248,14 @@ def test_estimators_are_checked(monkeypatch):
     monkeypatch.setattr(estimators.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RequestError, match="pip install poselib"):
         estimators.choose(["poselib"])
+
+
+def test_dlt_is_hardly_moved_by_wrong_matches_of_middling_confidence():
+    points0 = np.random.default_rng(0).uniform(0, 300, (100, 2))
+    points1 = transform(points0, TURN)
+    points1[:10] += 80.0
+    confidences = np.where(np.arange(100) < 10, 0.5, 0.99)
+    H = estimators.dlt(points0, points1, confidences, 3.0, 0, 0)
+    assert corner_error(H, TURN, SIZE) < 1.0 < corner_error(fit_dlt(points0, points1, confidences), TURN, SIZE)
+    alike = estimators.dlt(points0, points1, np.ones(100), 3.0, 0, 0)
+    assert np.allclose(alike, fit_dlt(points0, points1))
