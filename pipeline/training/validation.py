@@ -20,10 +20,6 @@ from superglue_sift.truth import IGNORED, ground_truth
 CONFIDENCE_BINS = 500  # of the histograms from which a threshold is chosen: steps of 0.002
 CHUNK = 8  # pairs computed together, fixed so that the figures do not depend on the number of processes
 
-# The threshold a model is given weighs precision more than recall (F0.7): a least-squares fit suffers more from a wrong
-# match than from a missing one, while RANSAC bears wrong ones and wants many.
-THRESHOLD_BETA = 0.7
-
 # Photographs from which a threshold can be chosen; of fewer it is noise, and that of the weights begun from stays.
 ENOUGH_IMAGES = 16
 
@@ -34,9 +30,8 @@ def validate(
     """Loss and its parts, and how well matches are separated, over all `samples`, on every rank.
 
     `f1` is the largest harmonic mean of precision and recall over all thresholds of the confidence: a fixed one would
-    rather measure where the confidences lie, which moves all through a training. `threshold` is that of the best F0.7,
-    and `precision` and `recall` are those there. The same figures for any number of processes. `pairs` is the number
-    behind the means.
+    rather measure where the confidences lie, which moves all through a training. `threshold`, `precision` and `recall`
+    are those there. The same figures for any number of processes. `pairs` is the number behind the means.
     """
     chunks = [samples[start : start + CHUNK] for start in range(0, len(samples), CHUNK)]
     model = objective.model
@@ -94,19 +89,15 @@ def _figures(sums: Dict[str, np.ndarray]) -> Dict[str, float]:
     correct, predicted = (np.cumsum(sums[name][::-1])[::-1] for name in ("correct", "predicted"))
     precision = correct / np.maximum(predicted, 1.0)
     recall = correct / max(float(sums["true"]), 1.0)
-    chosen = int(_f_score(precision, recall, THRESHOLD_BETA).argmax())
+    f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-12)
+    best = int(f1.argmax())
     return {
         "loss": float(sums["loss"]) / pairs,
         "loss_positive": float(sums["loss_positive"]) / pairs,
         "loss_unmatched": float(sums["loss_unmatched"]) / pairs,
-        "precision": float(precision[chosen]),
-        "recall": float(recall[chosen]),
-        "f1": float(_f_score(precision, recall, 1.0).max()),
-        "threshold": chosen / len(precision),
+        "precision": float(precision[best]),
+        "recall": float(recall[best]),
+        "f1": float(f1[best]),
+        "threshold": best / len(precision),
         "pairs": float(sums["pairs"]),
     }
-
-
-def _f_score(precision: np.ndarray, recall: np.ndarray, beta: float) -> np.ndarray:
-    """Recall counts `beta` times as much as precision (van Rijsbergen 1979, chapter 7)."""
-    return (1 + beta**2) * precision * recall / np.maximum(beta**2 * precision + recall, 1e-12)
