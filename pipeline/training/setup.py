@@ -32,11 +32,15 @@ ELASTIC_PARTS = 8
 
 
 class Parts(NamedTuple):
-    """The objective, what a step calls for it (in a group its DistributedDataParallel), and the state to save."""
+    """The objective, what a step calls for it (in a group its DistributedDataParallel), and the state to save.
+
+    init_threshold: the `match_threshold` of `train.init_from`; None where there is none.
+    """
 
     objective: MatchingObjective
     ddp_model: nn.Module
     state: TrainState
+    init_threshold: Optional[float]
 
 
 def processes(train: TrainParams, proposed: int) -> int:
@@ -71,10 +75,10 @@ def elastic_parts(batch: int) -> int:
     return parts
 
 
-def read_model(path: Union[str, Path], asked_by: str) -> Dict[str, Tensor]:
-    """Tensors of a model file; RequestError, beginning with `asked_by`, when it cannot be read."""
+def read_model(path: Union[str, Path], asked_by: str) -> Tuple[Dict[str, Tensor], dict]:
+    """Tensors and description of a model file; RequestError, beginning with `asked_by`, when it cannot be read."""
     try:
-        return load_model_file(path)[0]
+        return load_model_file(path)
     except (FileNotFoundError, BadCheckpoint) as error:
         raise RequestError(f"{asked_by}: {error}") from None
 
@@ -127,7 +131,8 @@ def build(train: TrainParams, context: distributed.Context, store: Optional[Stor
     messages = [str(chosen)]
     if train.parallel == "dp" and torch.cuda.device_count() < 2:
         messages.append("train.parallel: dp does nothing here: there are no GPUs to share a batch; set ddp")
-    messages += _take_over(model, train.init_from) if train.init_from else []
+    taken_over, init_threshold = _take_over(model, train.init_from) if train.init_from else ([], None)
+    messages += taken_over
     frozen = freeze(model, train.freeze)
     messages += [f"frozen: {', '.join(frozen)}"] if frozen else []
     model.to(context.device)
@@ -145,7 +150,7 @@ def build(train: TrainParams, context: distributed.Context, store: Optional[Stor
         stack.grad_scaler(chosen.precision == "float16"),
         MovingAverage(model, train.ema),
     )
-    return Parts(objective, _wrap(train, objective), state), messages
+    return Parts(objective, _wrap(train, objective), state, init_threshold), messages
 
 
 def seed_everything(seed: int, deterministic: bool = False) -> None:
@@ -191,10 +196,12 @@ def _compile(model: SuperGlue) -> None:
         layer.get_submodule("mlp").compile(dynamic=True)
 
 
-def _take_over(model: SuperGlue, path: str) -> List[str]:
-    taken, skipped, missing = initialize_from(model, read_model(path, "train.init_from"))
+def _take_over(model: SuperGlue, path: str) -> Tuple[List[str], Optional[float]]:
+    """What was taken, in words, and the threshold that comes with it."""
+    tensors, info = read_model(path, "train.init_from")
+    taken, skipped, missing = initialize_from(model, tensors)
     messages = [f"initial weights from {path}: {len(taken)} tensors taken"]
     for title, names in (("skipped, another shape", skipped), ("missing there", missing)):
         if names:
             messages.append(f"  {title}: {', '.join(names)}")
-    return messages
+    return messages, info.get("match_threshold")

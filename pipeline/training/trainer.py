@@ -72,7 +72,7 @@ class Training:
             self.train.seed, len(self.held_out), self.held_out.views_per_image, self.train.val_pairs
         )
         parts, self.messages = setup.build(self.train, context, store)
-        self.objective, self.ddp_model, self.state = parts
+        self.objective, self.ddp_model, self.state, self._init_threshold = parts
         self.checkpoints = Checkpoints(paths.out)
         self.fingerprint = fingerprint(self.train, self.store.digest, context.world_size)
         self.identity = identity(self.fingerprint)
@@ -119,7 +119,7 @@ class Training:
         """Print the figures of the best model so far, or of `train.init_from`; 0."""
         source = self.train.init_from or self.paths.out / "best.safetensors"
         if not self.train.init_from:
-            self.state.model.load_state_dict(setup.read_model(source, "--validate-only"))
+            self.state.model.load_state_dict(setup.read_model(source, "--validate-only")[0])
         figures = validate(self.objective, self.held_out, self.validation, self.train.max_keypoints, self.context)
         if self.context.is_main:
             print(f"{source}: " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
@@ -247,10 +247,10 @@ class Training:
 
     def _threshold(self) -> float:
         """Of the best model's confidence: that of validation, or of few images that of the weights begun from."""
-        known = None
-        if self.train.init_from and len(self.held_out) < ENOUGH_IMAGES:
-            known = load_model_file(self.train.init_from)[1].get("match_threshold")
-        return self.state.best_figures["threshold"] if known is None else known
+        few = len(self.held_out) < ENOUGH_IMAGES
+        return (
+            self._init_threshold if few and self._init_threshold is not None else self.state.best_figures["threshold"]
+        )
 
     def _save(self, logger: TrainingLogger) -> None:
         window = logger.window()
