@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import threading
 from pathlib import Path
 
 import cv2
@@ -372,6 +373,32 @@ class TestChoice:
     def test_the_parameter_chooses(self):
         assert loader.choose("plain", None) == (loader.load_batch, loader.prefetched)
         assert loader.choose("synthetic", None) == (synthetic.load_batch, loader.prefetched)
+
+    @pytest.mark.parametrize("name", ["synthetic", "plain"])
+    @pytest.mark.parametrize("device, locked", [("cpu", 0), ("cuda", 4)])
+    def test_a_thread_locks_the_pages_of_batches_for_a_gpu(self, tmp_path, monkeypatch, name, device, locked):
+        """Without a GPU: `pin_memory` is replaced by one that copies, and notes the copy and its thread."""
+        store, copies, threads = Store(made_store(tmp_path / "store")), [], set()
+
+        def pin_memory(batch):
+            threads.add(threading.current_thread().name)
+            copies.append(batch.clone())
+            return copies[-1]
+
+        monkeypatch.setattr(loader.PairBatch, "pin_memory", pin_memory)
+        monkeypatch.setattr(loader, "SHARED_BYTES", 1 << 60)  # no room: no processes
+        load, ahead = loader.choose(name, torch.device(device))
+        order = PairOrder(0, len(store), store.views_per_image)
+
+        def make(step):
+            return [load(store, part, 30) for part in loader.split_evenly(order.step(step, 4), 2)]
+
+        steps = list(ahead(make, range(2)))
+        batches = [batch for step in steps for batch in step]
+        assert len(batches) == 4 and len(copies) == locked
+        assert all(any(batch is copy for copy in copies) for batch in batches) == bool(locked)
+        assert threads == ({"pair-prefetch"} if locked else set())
+        assert all(equal(one, other) for step, made in enumerate(steps) for one, other in zip(made, make(step)))
 
     @pytest.mark.parametrize(
         "asks, key",
