@@ -322,6 +322,20 @@ def test_a_dead_server_holds_up_nothing_and_gets_all_points_after_it_is_back(gat
     assert steps(store, "train/loss") == list(range(1000))
 
 
+def test_without_mlflow_one_line_is_said_and_nothing_waited_for(store, tmp_path, monkeypatch, capfd):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "mlflow", None)  # importing it raises ImportError
+        run = tracking.open_run(tmp_path, PARAMS, system_metrics=False)
+        log_steps(run, 0, 20)
+        run._shipper.join(PATIENCE)
+        assert not run._shipper.is_alive()  # whom closing would wait for
+        assert run.close() is False
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and "mlflow" in said and "keeps all" in said
+    assert tracking.open_run(tmp_path, PARAMS, resume_run_id=run.run_id, system_metrics=False).close()
+    assert steps(store, "train/loss") == list(range(20))
+
+
 def test_the_next_run_ships_what_the_last_one_could_not(gate, tmp_path, store):
     first = tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False)
     log_steps(first, 0, 20)

@@ -63,8 +63,8 @@ class NullRun:
     def close(self, status: str = "FINISHED", wait: Optional[float] = None) -> bool:
         """End the run as FINISHED, FAILED or KILLED; True when everything has reached the server.
 
-        Waits a bounded time (20 s for a server, 60 s for a local store, else `wait` seconds) and says what
-        has not arrived. The log keeps it, and the next run in the same place ships it.
+        Waits a bounded time (20 s for a server, 60 s for a local store, else `wait` seconds; not where MLflow cannot be
+        imported) and says what has not arrived. The log keeps it, and the next run in the same place ships it.
         """
         return True
 
@@ -127,7 +127,7 @@ class Run(NullRun):
             self._append({"end": status, "time": now_ms()})
         arrived = self._shipper.stop(wait_limit(self._uri) if wait is None else wait)
         self._log.close()
-        if not arrived:
+        if not arrived and not self._shipper.missing:
             reason = f" ({self._shipper.error})" if self._shipper.error else ""
             say(
                 f"{self._feed.unshipped()} entries have not reached {redacted(self._uri)}{reason}; "

@@ -97,12 +97,18 @@ class Feed:
 
 
 class Shipper(threading.Thread):
-    """Carries the feeds, one after another, until asked to stop. place: what messages call the server."""
+    """Carries the feeds, one after another, until asked to stop. place: what messages call the server.
+
+    Attributes:
+        error: why the last try failed, None after one that did not.
+        missing: a package is not installed, which was said; nothing is tried again.
+    """
 
     def __init__(self, feeds: List[Feed], make_sink: Callable[[], object], place: str) -> None:
         super().__init__(name="tracking", daemon=True)
         self.feeds = feeds
         self.error: Optional[str] = None
+        self.missing = False
         self._make_sink, self._place = make_sink, place
         self._sink = None
         self._wake = threading.Event()
@@ -113,7 +119,7 @@ class Shipper(threading.Thread):
         pause = POLL_SECONDS
         while True:
             ok = self._round()
-            if self._given_up.is_set() or (self._stopping.is_set() and ok):
+            if self.missing or self._given_up.is_set() or (self._stopping.is_set() and ok):
                 return
             pause = POLL_SECONDS if ok else min(2 * pause, LONGEST_PAUSE_SECONDS)
             self._wake.wait(0.5 if self._stopping.is_set() else pause)
@@ -133,6 +139,10 @@ class Shipper(threading.Thread):
                 self._sink = self._make_sink()
             for feed in list(self.feeds):
                 self._drain(feed)
+        except ImportError as error:  # stays so while this process lives
+            self.missing = True
+            say(f"nothing goes to {self._place} ({error}); training goes on, the log keeps all for the next run")
+            return False
         except Exception as error:  # whatever the client or the server does, training goes on
             reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder="...")
             if self.error is None:
