@@ -104,6 +104,7 @@ class TrainParams(Section):
     sync_batchnorm: bool
     scale_angle: bool
     neighbours: bool
+    rotary: bool
     sinkhorn_iterations: Annotated[int, Field(ge=1, le=1000)]
     positive_px: Pixels
     negative_px: Pixels
@@ -143,6 +144,8 @@ class TrainParams(Section):
             raise ValueError("accumulate > 1: bitwise_elastic cuts the batch itself; set accumulate: 1")
         if self.dim % self.heads:
             raise ValueError(f"heads = {self.heads}: must divide dim ({self.dim})")
+        if self.rotary and self.dim // self.heads % 2:
+            raise ValueError(f"rotary = True: needs an even dim / heads, not {self.dim // self.heads}")
         return self
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Sequence
+from typing import Optional, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +16,53 @@ from superglue_sift.torch_compat import no_autocast
 # Most attention weights that the gradient on a CPU holds at a time: those of several short sequences.
 MAX_SCRATCH = 1 << 22
 
+SPREAD = 2.0  # standard deviation of the first frequencies of rotary positions, radians over half an image
 
-def ragged_attention(heads: Tensor, edges: Edges) -> Tensor:
+
+def turned(vectors: Tensor, rotation: Tensor) -> Tensor:
+    """vectors (..., d), entries i and i + d / 2 turned as a point of the plane; of the same dtype.
+
+    rotation: cos and sin of the angles, (2, ..., d / 2), broadcast.
+    """
+    a, b = vectors.chunk(2, -1)
+    cos, sin = rotation.to(vectors.dtype).unbind(0)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+class RotaryPositions(nn.Module):
+    """Rotary embedding of positions in the plane, of learned frequencies (Su et al. 2021; LightGlue, section 3.1).
+
+    Queries and keys so turned have inner products that depend on where keypoints lie relative to each other.
+    """
+
+    def __init__(self, channels: int) -> None:
+        """channels: d of each head, even."""
+        super().__init__()
+        if channels % 2:
+            raise ValueError(f"rotary positions need an even width of a head, not {channels}")
+        self.frequencies = nn.Parameter(SPREAD * torch.randn(2, channels // 2))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """positions (..., 2) of order one -> cos and sin (2, ..., d / 2), for `turned`."""
+        angles = positions @ self.frequencies
+        return torch.stack([angles.cos(), angles.sin()])
+
+
+def ragged_attention(heads: Tensor, edges: Edges, rotation: Optional[Tensor] = None) -> Tensor:
     """Attention of each sequence to its partner sequence, exact: no token of another image has any weight.
 
     Args:
         heads: (S, 3, H, d) query, key and value of packed tokens for each of H heads.
         edges: whose tokens they are, and who attends to whom.
+        rotation: of queries and keys, (2, S, d / 2), see `turned`.
 
     Returns:
         (S, H, d). A sequence whose partner is empty receives zeros.
     """
     if not edges.partner:
         return heads[:, 0]
+    if rotation is not None:
+        heads = torch.cat([turned(heads[:, :2], rotation[:, :, None, None]), heads[:, 2:]], 1)
     learns = torch.is_grad_enabled() and heads.requires_grad
     if learns and heads.device.type == "cpu" and heads.dtype == torch.bfloat16:
         return _WithOwnGradient.apply(heads, edges)
@@ -174,9 +208,9 @@ class AttentionalLayer(nn.Module):
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
 
-    def forward(self, x: Tensor, edges: Edges) -> Tensor:
+    def forward(self, x: Tensor, edges: Edges, rotation: Optional[Tensor] = None) -> Tensor:
         """x (S, D) packed -> (S, D), in float32 also under autocast: the sum over all layers loses no digit."""
         state = torch_compat.cast_as_autocast(x)
         heads = self.query_key_value(state).view(x.shape[0], 3, self.heads, x.shape[1] // self.heads)
-        message = ragged_attention(heads, edges)
+        message = ragged_attention(heads, edges, rotation)
         return x + self.mlp(state, message.reshape(x.shape), self.merge)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import copy
-from typing import OrderedDict, Tuple
+from typing import Optional, OrderedDict, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -108,13 +108,13 @@ class FusedLayer(nn.Module):
         for name, value in named.items():
             self.register_buffer(name, value.detach().to(dtype))
 
-    def forward(self, x: Tensor, edges: Edges) -> Tensor:
+    def forward(self, x: Tensor, edges: Edges, rotation: Optional[Tensor] = None) -> Tensor:
         """x (S, D) packed float32 -> (S, D) float32."""
         linear = nn.functional.linear
         state = x.to(self.own.dtype)
         heads = linear(state, self.heads_weight, self.heads_bias)
         heads = heads.view(len(x), 3, self.heads, x.shape[1] // self.heads)
-        message = ragged_attention(heads, edges).reshape(x.shape)
+        message = ragged_attention(heads, edges, rotation).reshape(x.shape)
         hidden = linear(state, self.own, self.bias).addmm_(message, self.message)
         return x + linear(self.norm(hidden).relu_(), self.last_weight, self.last_bias)
 

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from superglue_sift import errors
+from superglue_sift.attention import turned
 from superglue_sift.batch import Pair
 from superglue_sift.descriptors import root_sift
 from superglue_sift.errors import RequestError
@@ -77,8 +78,9 @@ class PaddedSuperGlue(nn.Module):
             found = padded_features(descriptors, seen, masks)
             seen = [torch.cat(both, -1) for both in zip(seen, found)]
         x = [model.descriptor_projection(d) + model.keypoint_encoder(g) for d, g in zip(descriptors, seen)]
+        rotations = [model.rotary(g[..., :2]) if model.rotary else None for g in seen]
         for within, between in zip(model.self_attention, model.cross_attention):
-            heads = [_heads(within, each) for each in x]
+            heads = [_heads(within, *each) for each in zip(x, rotations)]
             x = [_update(within, *each) for each in zip(x, heads, heads, masks)]
             heads = [_heads(between, each) for each in x]
             x = [_update(between, *each) for each in zip(x, heads, heads[::-1], masks[::-1])]
@@ -113,9 +115,12 @@ def _side(values: Dict[str, Tensor]) -> Any:
     return SimpleNamespace(**values)
 
 
-def _heads(layer: Any, x: Tensor) -> Sequence[Tensor]:
-    """Query, key and value (B, H, M', d) of padded tokens (B, M', D)."""
-    return layer.query_key_value(x).unflatten(-1, (3, layer.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+def _heads(layer: Any, x: Tensor, rotation: Optional[Tensor] = None) -> Sequence[Tensor]:
+    """Query, key and value (B, H, M', d) of padded tokens (B, M', D); rotation: (2, B, M', d / 2)."""
+    q, k, v = layer.query_key_value(x).unflatten(-1, (3, layer.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    if rotation is None:
+        return q, k, v
+    return turned(q, rotation.unsqueeze(2)), turned(k, rotation.unsqueeze(2)), v
 
 
 def _update(layer: Any, x: Tensor, own: Sequence[Tensor], others: Sequence[Tensor], mask: Tensor) -> Tensor:

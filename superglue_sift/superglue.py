@@ -7,6 +7,7 @@ Written from the paper. What differs from it, and why:
   as unit vectors (`descriptors.unit_vectors`); of a keypoint's orientations the one that suits the pair
   (`orientation`).
 - The keypoint encoder also sees SIFT's scale and angle (`scale_angle`), which SuperPoint does not have.
+- Self-attention may weigh by relative positions, by rotary embedding (`rotary`), which was published after it.
 - Each residual branch starts at zero and the projections as the identity, so that the untrained network is
   the softmax nearest-neighbour matcher of its descriptors and training can only improve on it.
 - The hidden norm is LayerNorm by default (`norm: layer`); the paper's BatchNorm is `norm: batch`. LayerNorm
@@ -17,12 +18,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Iterable, List, NamedTuple, Sequence, Tuple
+from typing import Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from superglue_sift.attention import AttentionalLayer
+from superglue_sift.attention import AttentionalLayer, RotaryPositions
 from superglue_sift.descriptors import unit_vectors
 from superglue_sift.neighbours import FEATURES, neighbour_features
 from superglue_sift.normalization import token_norm
@@ -54,6 +55,7 @@ class SuperGlueConfig:
     norm: str = "layer"  # layer | batch
     scale_angle: bool = True  # encode SIFT's scale and angle beside position and score
     neighbours: bool = False  # encode each keypoint's nearest neighbour in the other image too (neighbours.py)
+    rotary: bool = False  # self-attention by relative positions too (attention.py)
     sinkhorn_iterations: int = 100  # T, in training; inference may use another
     extractor: str = "sift"  # whose keypoints it matches (extractors.py)
     descriptor: str = "sift"  # their kind: sift | float | binary (descriptors.py)
@@ -83,6 +85,7 @@ class SuperGlue(nn.Module):
         dim = config.dim
         self.descriptor_projection = nn.Linear(config.descriptor_dim, dim)
         self.keypoint_encoder = _keypoint_encoder(_encoder_inputs(config), dim, config.norm)
+        self.rotary = RotaryPositions(dim // config.heads) if config.rotary else None
         self.self_attention = nn.ModuleList(_layer(config) for _ in range(config.layers))
         self.cross_attention = nn.ModuleList(_layer(config) for _ in range(config.layers))
         self.final_projection = nn.Linear(dim, dim)
@@ -128,13 +131,13 @@ class SuperGlue(nn.Module):
         with no_autocast(kind):
             if self.config.descriptor == "sift":
                 batch = choose_orientations(batch, layout)
-            x = self._encode(batch, layout)
+            x, rotation = self._encode(batch, layout)
         for self_layer, cross_layer in zip(self.self_attention, self.cross_attention):
-            for layer, edges in ((self_layer, layout.within), (cross_layer, layout.between)):
+            for layer, *where in ((self_layer, layout.within, rotation), (cross_layer, layout.between)):
                 if self.recompute and self.training:
-                    x = recomputed(layer, x, edges)
+                    x = recomputed(layer, x, *where)
                 else:
-                    x = layer(x, edges)
+                    x = layer(x, *where)
         with no_autocast(kind):
             return self.final_projection(x)
 
@@ -174,8 +177,8 @@ class SuperGlue(nn.Module):
     def _scale(self) -> float:
         return 1 / math.sqrt(self.config.dim)
 
-    def _encode(self, batch, layout: Layout) -> Tensor:
-        """Initial state of all tokens packed, image 0 of every pair first: (S, D) (equation 2)."""
+    def _encode(self, batch, layout: Layout) -> Tuple[Tensor, Optional[Tensor]]:
+        """Of all tokens packed, images 0 first: initial state (S, D) (equation 2), and rotation (2, S, d / 2)."""
         geometry, descriptors = [], []
         for side, packing in zip("01", layout.sides):
             geometry.append(packing.pack(geometry_of(batch, side, self.config.scale_angle)))
@@ -187,9 +190,10 @@ class SuperGlue(nn.Module):
                 found = neighbour_features(descriptors, geometry, layout)
             seen = [torch.cat(both, -1) for both in zip(geometry, found)]
         dtype = self.dustbin.dtype
-        return self.descriptor_projection(torch.cat(descriptors).to(dtype)) + self.keypoint_encoder(
+        state = self.descriptor_projection(torch.cat(descriptors).to(dtype)) + self.keypoint_encoder(
             torch.cat(seen).to(dtype)
         )
+        return state, self.rotary(torch.cat(geometry)[:, :2].to(dtype)) if self.rotary else None
 
 
 def _layer(config: SuperGlueConfig) -> AttentionalLayer:

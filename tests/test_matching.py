@@ -27,7 +27,7 @@ from superglue_sift import (
 from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.descriptors import root_sift
 from superglue_sift.inference import CUDAGraphModel, fuse_for_inference
-from superglue_sift.packing import Assignments
+from superglue_sift.packing import Assignments, Edges
 from superglue_sift.sift import KEYPOINT
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.truth import IGNORED, UNMATCHED, Truth, ground_truth, pair_truth
@@ -387,10 +387,10 @@ class TestAttention:
 
 
 class TestInference:
-    @pytest.mark.parametrize("norm", ["layer", "batch"])
-    def test_fused_for_inference_is_the_same_network(self, norm):
+    @pytest.mark.parametrize("norm, rotary", [("layer", False), ("batch", False), ("layer", True)])
+    def test_fused_for_inference_is_the_same_network(self, norm, rotary):
         rng = np.random.default_rng(0)
-        model = scrambled(SuperGlueConfig(dim=32, layers=2, norm=norm))
+        model = scrambled(SuperGlueConfig(dim=32, layers=2, norm=norm, rotary=rotary))
         with torch.no_grad():
             for module in model.modules():
                 if isinstance(module, normalization.TokenBatchNorm):
@@ -525,10 +525,21 @@ class TestSuperGlue:
 
     def test_every_weight_receives_a_gradient(self):
         rng = np.random.default_rng(4)
-        model = scrambled(SuperGlueConfig(dim=32, layers=2)).train()
+        model = scrambled(SuperGlueConfig(dim=32, layers=2, rotary=True)).train()
         batch = related([pair(rng, 20, 20)])
         assignment_loss(model(batch), ground_truth(batch)).total.sum().backward()
         assert not [name for name, p in model.named_parameters() if p.grad is None]
+
+    def test_rotary_positions_are_relative(self):
+        """Self-attention is the same wherever all keypoints have moved to, and another where one has moved."""
+        torch.manual_seed(0)
+        heads, positions = torch.randn(9, 3, 2, 8), torch.randn(9, 2)
+        edges = Edges(packing.Packing([9], torch.device("cpu")), [0])
+        rotary = attention.RotaryPositions(8)
+        one_moved = positions.index_fill(0, torch.tensor([4]), 0.0)
+        found = [attention.ragged_attention(heads, edges, rotary(p)) for p in (positions, positions + 0.7, one_moved)]
+        assert torch.allclose(found[0], found[1], atol=1e-5)
+        assert (found[0] - found[2]).abs().max() > 1e-2
 
     def test_scale_and_angle_can_be_left_out(self):
         rng = np.random.default_rng(5)
@@ -648,7 +659,7 @@ class TestLoss:
         """As a GPU does it, largest pairs first: loss of each pair and gradient are those of the order as given."""
         rng = np.random.default_rng(0)
         batch = related([pair(rng, *counts) for counts in ((20, 33), (300, 9), (0, 5), (7, 207), (140, 150), (0, 0))])
-        model = scrambled(SuperGlueConfig(dim=32, layers=1, neighbours=True)).train()
+        model = scrambled(SuperGlueConfig(dim=32, layers=1, neighbours=True, rotary=True)).train()
         expected = objective.MatchingObjective(model, 3.0, 5.0)(batch)
         monkeypatch.setattr(
             objective, "_largest_first", lambda batch: (-torch.maximum(batch.counts0, batch.counts1)).argsort().tolist()
@@ -677,7 +688,7 @@ class TestLoss:
         """Of ragged pairs, empty ones among them."""
         rng = np.random.default_rng(0)
         batch = related([pair(rng, *counts) for counts in ((20, 33), (300, 9), (0, 5), (7, 207), (140, 150), (0, 0))])
-        model = scrambled(SuperGlueConfig(dim=32, layers=2, neighbours=True)).train()
+        model = scrambled(SuperGlueConfig(dim=32, layers=2, neighbours=True, rotary=True)).train()
         answers = []
         for device, asked in (("cpu", "float32"), ("cuda", precision)):
             total, parts = objective.MatchingObjective(model.to(device), 3.0, 5.0, asked)(batch.to(device), wait=False)

@@ -87,10 +87,10 @@ def assert_same(model, run, pairs: Sequence[Pair], threshold: float, tolerance: 
     return len(index0)
 
 
-VARIANTS = [{"neighbours": True}, {"scale_angle": False, "norm": "batch", "heads": 2}]
+VARIANTS = [{"neighbours": True, "rotary": True}, {"scale_angle": False, "norm": "batch", "heads": 2}]
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=["neighbours", "batch-norm"])
+@pytest.fixture(scope="module", params=VARIANTS, ids=["neighbours-rotary", "batch-norm"])
 def small(request, tmp_path_factory) -> Path:
     """The file of an untrained model."""
     return write_model(tmp_path_factory.mktemp("onnx") / "m.safetensors", **{"layers": 2, **request.param})

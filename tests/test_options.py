@@ -196,7 +196,7 @@ def test_recomputing_layers_keeps_less(tmp_path):
     kept, gradients = {}, {}
     for recompute in (False, True):
         torch.manual_seed(0)
-        objective = MatchingObjective(SuperGlue(SuperGlueConfig(dim=32, layers=3)), 3.0, 5.0)
+        objective = MatchingObjective(SuperGlue(SuperGlueConfig(dim=32, layers=3, rotary=True)), 3.0, 5.0)
         objective.model.recompute = recompute
         kept[recompute] = 0
 

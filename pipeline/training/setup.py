@@ -110,7 +110,7 @@ def _agreed_precision(asked: str, device: torch.device) -> precision.Choice:
 
 def network(train: TrainParams, store: Optional[Store] = None) -> SuperGlue:
     """The network, untrained. store: whose keypoints it is for; None: SIFT's."""
-    names = ("dim", "layers", "heads", "norm", "scale_angle", "neighbours", "sinkhorn_iterations")
+    names = ("dim", "layers", "heads", "norm", "scale_angle", "neighbours", "rotary", "sinkhorn_iterations")
     values: Dict[str, Any] = {name: getattr(train, name) for name in names}
     if store is not None:
         kind, dim = kind_of(store.dtype)
