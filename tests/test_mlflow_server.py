@@ -6,6 +6,7 @@ import http.client
 from pathlib import Path
 
 import pytest
+from made_scenes import write_model
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow
@@ -60,7 +61,7 @@ def test_a_run_and_its_pictures_go_through_the_server(server, tmp_path, monkeypa
     uri = f"http://127.0.0.1:{server}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     (tmp_path / "picture.png").write_bytes(b"png")
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    write_model(tmp_path / "model.safetensors", dim=16, heads=2)
     with tracking.open_run(tmp_path / "reports", {"train": {"lr": 1}}, system_metrics=False) as run:
         run.log({"train/loss": 1.0}, 0)
         run.artifact(tmp_path / "picture.png", "pictures")

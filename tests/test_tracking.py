@@ -14,6 +14,7 @@ import pytest
 from faults.cells import Workbench
 from faults.group import digest
 from faults.telemetry import Silent
+from made_scenes import write_model
 
 from pipeline import tracking, train
 from pipeline.launch import free_port
@@ -133,6 +134,11 @@ def samples(reports):
     return (reports / "log.jsonl").read_text().count("system/cpu")
 
 
+def write_weights(path, name="trained"):
+    """A small model file; `name` decides its bytes."""
+    return write_model(path, {"name": name}, dim=16, heads=2)
+
+
 def log_steps(run, start, stop):
     for step in range(start, stop):
         run.log({"train/loss": 1.0 / (step + 1)}, step)
@@ -141,8 +147,7 @@ def log_steps(run, start, stop):
 def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path):
     picture = tmp_path / "matches.png"
     picture.write_bytes(b"png")
-    model = tmp_path / "best.safetensors"
-    model.write_bytes(b"weights")
+    model = write_weights(tmp_path / "best.safetensors")
     with tracking.open_run(tmp_path / "reports", PARAMS, {"world_size": 2}, name="sample") as run:
         log_steps(run, 0, 50)
         run.log({"val/loss": float("nan")}, 10)
@@ -182,9 +187,8 @@ def test_a_run_with_the_weights_of_an_earlier_one_names_it(store, tmp_path):
     from mlflow.tracking import MlflowClient
 
     ids = []
-    for weights in (b"same", b"other", b"same"):
-        model = tmp_path / "best.safetensors"
-        model.write_bytes(weights)
+    for weights in ("same", "other", "same"):
+        model = write_weights(tmp_path / "best.safetensors", weights)
         with tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False) as run:
             run.model(model, step=50)
         ids.append(run.run_id)
@@ -201,7 +205,8 @@ def test_a_retraining_to_the_same_weights_has_the_evaluation_in_its_own_run(stor
     client, noted = MlflowClient(store), tmp_path / "reports" / "run.json"
     report = tmp_path / "index.html"
 
-    def trained(identity):
+    def trained(identity, weights):
+        write_weights(tmp_path / "best.safetensors", weights)
         with tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False, training=identity) as run:
             run.model(tmp_path / "best.safetensors", step=50)
         return run.run_id
@@ -213,14 +218,11 @@ def test_a_retraining_to_the_same_weights_has_the_evaluation_in_its_own_run(stor
             run.artifact(report, "test")
             run.describe(f"AUC {auc}", f"AUC {auc} of {tracking.RUN_ID}")
 
-    (tmp_path / "best.safetensors").write_bytes(b"same")
-    first = trained("a")
+    first = trained("a", "same")
     evaluated(0.25, "a")
     evaluated(0.5, "a")
-    (tmp_path / "best.safetensors").write_bytes(b"other")
-    other = trained("b")
-    (tmp_path / "best.safetensors").write_bytes(b"same")
-    again = trained("a")
+    other = trained("b", "other")
+    again = trained("a", "same")
     assert again != first
     assert client.get_run(again).data.metrics == {"verdict/auc": 0.5}
     note = client.get_run(again).data.tags["mlflow.note.content"]
@@ -244,14 +246,10 @@ def pairs_csv(path, errors, keypoints=9):
 def test_the_champion_moves_only_to_a_model_that_is_surely_better_on_the_same_pairs(store, tmp_path):
     from mlflow.tracking import MlflowClient
 
-    noted, model, client = (
-        tmp_path / "reports" / "run.json",
-        tmp_path / "best.safetensors",
-        MlflowClient(store, store),
-    )
+    noted, client = tmp_path / "reports" / "run.json", MlflowClient(store, store)
 
     def champion_after(name, errors, keypoints=9):
-        model.write_bytes(name.encode())
+        model = write_weights(tmp_path / "best.safetensors", name)
         with tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False, training=name) as run:
             run.model(model, step=1)
         folder = tmp_path / name
@@ -331,7 +329,7 @@ def test_without_mlflow_one_line_is_said_and_nothing_waited_for(store, tmp_path,
         assert not run._shipper.is_alive()  # whom closing would wait for
         assert run.close() is False
     said = capfd.readouterr().err
-    assert said.count("\n") == 1 and "mlflow" in said and "keeps all" in said
+    assert said.count("tracking: ") == 1 and "mlflow" in said and "keeps all" in said
     assert tracking.open_run(tmp_path, PARAMS, resume_run_id=run.run_id, system_metrics=False).close()
     assert steps(store, "train/loss") == list(range(20))
 
