@@ -543,6 +543,24 @@ def test_a_figure_that_is_no_number_and_a_missing_file_stop_nothing(store, tmp_p
     assert "not a number" in capfd.readouterr().err
 
 
+def test_a_file_that_cannot_be_read_holds_up_nothing_behind_it(store, tmp_path, capfd):
+    (tmp_path / "torn.safetensors").write_bytes(b"weights")
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "gone.png").symlink_to(tmp_path / "nowhere")
+    run = tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False)
+    run.model(tmp_path / "torn.safetensors")
+    run.model(tmp_path)  # a folder
+    run.artifact(tmp_path / "pictures")
+    run.log({"train/loss": 1.0}, 0)
+    run.model(write_weights(tmp_path / "best.safetensors"))
+    assert run.close()
+    client, stored = stored_run(store)
+    assert stored.info.status == "FINISHED" and steps(store, "train/loss") == [0]
+    assert len(client.search_model_versions(f"run_id = '{run.run_id}'")) == 1
+    said = capfd.readouterr().err
+    assert said.count("tracking: ") == 1 and "torn.safetensors" in said
+
+
 def test_a_torn_last_line_is_cut_off(tmp_path):
     log = EventLog(tmp_path / "log.jsonl")
     log.append({"run": "local-1"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
+from pipeline.errors import RequestError
 from pipeline.files import file_sha256
 from pipeline.runtime import repro
 from pipeline.tracking.run import EVALUATION, HEADLINE, RUN_ID, SEPARATOR, is_gone
@@ -137,8 +139,8 @@ class MlflowStore:
             self._points(run_id, [Metric(name, float(v), event["time"], event["step"]) for event, name, v in measured])
             for event in events:
                 self._other(run_id, event)
-        except FileNotFoundError as error:
-            raise Refused(f"no file {error.filename}") from error
+        except RequestError as error:  # a model that does not load, which MLflow 3.1 tries
+            raise Refused(str(error)) from error
         except self._error as error:
             if error.error_code in FINAL_ERRORS:
                 raise Refused(str(error)) from error
@@ -151,6 +153,7 @@ class MlflowStore:
     def _other(self, run_id: str, event: Event) -> None:
         if "artifact" in event:
             path = event["artifact"]
+            _check_readable(path)
             add = self._client.log_artifacts if os.path.isdir(path) else self._client.log_artifact
             add(run_id, path, event.get("folder") or None)
         if "dataset" in event:
@@ -182,6 +185,8 @@ class MlflowStore:
     def _model(self, run_id: str, event: Event) -> None:
         """The weights as a logged model of the run and as a version of the registered one; the first is `champion`."""
         name, tags = event["name"], {"step": str(event["step"])}
+        _check_readable(*event["files"])
+        _check_model(event["files"][0])
         self._same_weights(run_id, event["files"][0])
         done = self._client.search_model_versions(f"run_id = '{run_id}'")
         if any(version.tags.get("step") == tags["step"] for version in done):
@@ -215,6 +220,7 @@ class MlflowStore:
         champion = self._champion(name)
         if champion is None or champion.run_id == run_id:
             return
+        _check_readable(event["pairs"])
         path, holder = f"{EVALUATION}/pairs.csv", str(champion.run_id)
         there = any(one.path == path for one in self._client.list_artifacts(holder, EVALUATION))
         with tempfile.TemporaryDirectory() as folder:
@@ -276,6 +282,26 @@ class MlflowStore:
         self._client.finalize_logged_model(model.model_id, "READY")
         self._client.log_outputs(run_id, [LoggedModelOutput(model.model_id, event["step"])])
         return model.model_id
+
+
+def _check_readable(*paths: str) -> None:
+    """Refused where a file, or one of a folder, cannot be read: trying again would hold up all that follows."""
+    try:
+        inside = (file for path in map(Path, paths) for file in (path, *path.rglob("*")))
+        for file in itertools.filterfalse(Path.is_dir, inside):
+            file.open("rb").close()
+    except OSError as error:
+        raise Refused(str(error)) from error
+
+
+def _check_model(file: str) -> None:
+    """Refused where it is no whole model file: not every version of MLflow would notice."""
+    from superglue_sift.weights import BadCheckpoint, load_model_file
+
+    try:
+        load_model_file(file)
+    except (FileNotFoundError, BadCheckpoint) as error:
+        raise Refused(str(error)) from error
 
 
 def view() -> str:

@@ -20,7 +20,7 @@ EVENTS_AT_ONCE = 500
 
 
 class Refused(Exception):
-    """The server will never take this event; shipping goes on with the next."""
+    """The server will never take this event, or its file cannot be read; shipping goes on with the next."""
 
 
 class Feed:
@@ -93,7 +93,7 @@ class Feed:
                     self._ship(sink, [event])
             elif not self._refused:
                 self._refused = True
-                say(f"the server refused an entry, the log keeps it: {error}")
+                say(f"an entry is left out, the log keeps it: {error}")
 
 
 class Shipper(threading.Thread):
