@@ -61,6 +61,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     usual = f"default: {','.join(estimators.DEFAULT)}; --paper: all that are installed"
     add("--estimators", help=f"of: {', '.join(estimators.ESTIMATORS)}; the first leads ({usual})")
     add("--lightglue", type=Path, metavar="FILE", help="also LightGlue for SIFT, with these weights")
+    add("--bound", action="store_true", help="also a row of the true matches: what no matcher could better")
     add("--robustness", type=int, default=0, help="photographs tried under growing blur, noise, ...; 0: none")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     args = parser.parse_args(argv)
@@ -69,6 +70,8 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
         raise RequestError(f"--{wants[0]} and --{wants[1]} are two evaluations: ask for one at a time")
     if args.robustness and (args.pairs or args.poses):
         raise RequestError("--robustness needs held-out images: leave it out with --pairs and --poses")
+    if args.bound and args.poses:
+        raise RequestError("--bound needs homographies: leave it out with --poses")
     if args.out.exists() and not args.out.is_dir():
         raise RequestError(f"--out {args.out}: is a file; name a folder for the results")
     for name in ("max_keypoints", "batch", "paper"):
@@ -87,7 +90,7 @@ def models_of(args: argparse.Namespace) -> Dict[str, Path]:
         name, _, file = word.partition("=")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) or not file:
             raise RequestError(f"--also {word}: must be NAME=FILE, NAME of letters, digits, - and _")
-        if name in (*matchers.MATCHERS, lightglue.NAME, *found):
+        if name in (*matchers.MATCHERS, matchers.BOUND, lightglue.NAME, *found):
             raise RequestError(f"--also {word}: there is a matcher called {name} already; choose another name")
         found[name] = Path(file)
     return found
@@ -207,7 +210,7 @@ def evaluate(args: argparse.Namespace, context: distributed.Context) -> Tuple[Di
     compared, skipped = chosen_matchers(args, section, device)
     names, missing = chosen_estimators(args)
     extractor = chosen_extractor(args, compared.networks[OURS])
-    settings = Settings(section, names, args.batch, args.resize, args.robustness, extractor)
+    settings = Settings(section, names, args.batch, args.resize, args.robustness, extractor, args.bound)
     training = args.mlflow_run.parent / "train" / "curves" if args.mlflow_run else None
     work = Evaluation(compared, settings, context, (*missing, *skipped), training)
     info = compared.networks[OURS].info

@@ -116,6 +116,16 @@ def test_an_auc_can_be_made_again_by_hand_from_pairs_csv(work):
         assert figures[f"{matcher}.precision"] == pytest.approx(np.mean(precision), abs=2e-6)
 
 
+def test_the_true_matches_are_a_row_and_no_baseline(work, capsys):
+    assert run(work, "--bound") == 0
+    assert "true matches (bound)" in capsys.readouterr().out
+    figures = json.loads((work / "out" / "metrics.json").read_text())
+    assert figures["true_matches.precision"] == figures["true_matches.recall"] == 1.0
+    assert "true_matches" not in {line["baseline"] for line in read_csv(work / "out" / "differences.csv")}
+    assert run(work, "--bound", "--poses", "x") == 2
+    assert "--bound needs homographies" in capsys.readouterr().err
+
+
 def test_other_estimators_lead_where_they_were_asked_for(work, capsys):
     run(work)
     assert run(work, "--estimators", "magsac") == 0

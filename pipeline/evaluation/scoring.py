@@ -12,6 +12,7 @@ import torch
 from pipeline.evaluation import poses
 from pipeline.evaluation.conditions import conditions_of
 from pipeline.evaluation.estimators import DEFAULT, ESTIMATORS
+from pipeline.evaluation.matchers import BOUND
 from pipeline.evaluation.pairs import KnownPair, Pose
 from pipeline.schema import EvaluateParams
 from superglue_sift import extractors, geometry, sift
@@ -31,6 +32,7 @@ class Settings:
     resize: int = 480  # shorter side of pairs that are not rendered, px; 0: as they are
     robustness: int = 0  # photographs tried under growing disturbances
     extractor: Extractor = extractors.DEFAULT
+    bound: bool = False  # a row of the true matches too
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,8 @@ def score_pair(
     if not isinstance(known.truth, Pose):
         truth0 = true_matches(pair, known.truth, px)
         conditions = conditions_of(known.truth, pair.size0, pair.size1)
+        if settings.bound:
+            answers = {**answers, BOUND: PairMatches(truth0, (truth0 > UNMATCHED).astype(np.float32))}
     rows, judged = {}, {}
     for name, answer in answers.items():
         verdict, found = judge(known, answer, truth0, px), answer

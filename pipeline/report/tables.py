@@ -11,6 +11,7 @@ TITLES = {
     "mutual_nn": "mutual nearest neighbour",
     "ratio_test": "ratio test, mutual",
     "lightglue": "LightGlue",
+    "true_matches": "true matches (bound)",
 }
 SHORT = {  # figures that are no AUC, in the order of the columns
     "precision": "P",
