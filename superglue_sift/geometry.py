@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple, Optional, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 import cv2
 import numpy as np
@@ -113,8 +113,8 @@ def refine_homography(H: np.ndarray, points0: np.ndarray, points1: np.ndarray, t
         return _derivatives_by_entries(_with_last_entry(entries), p0)
 
     start = normalized(H).ravel()[:8]
-    settings = {"x_scale": "jac", "loss": "cauchy", "f_scale": SCATTER_PX, "ftol": 1e-4}
-    return _with_last_entry(least_squares(distances, start, derivatives, **settings).x)
+    how: Dict[str, Any] = {"jac": derivatives, "x_scale": "jac", "loss": "cauchy", "f_scale": SCATTER_PX, "ftol": 1e-4}
+    return _with_last_entry(least_squares(distances, start, **how).x)
 
 
 def _with_last_entry(entries: np.ndarray) -> np.ndarray:
