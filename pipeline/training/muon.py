@@ -9,12 +9,13 @@ instance.
 from __future__ import annotations
 
 import math
-from typing import List, Tuple
+from typing import Dict, List, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.runtime import distributed
+from pipeline.stack import lerp_
 from superglue_sift.superglue import SuperGlue
 
 # Newton-Schulz iteration of degree five, coefficients of Jordan's report: singular values end between 0.7 and 1.2.
@@ -39,15 +40,16 @@ def orthogonalized(matrices: Tensor) -> Tensor:
 
 
 def blocks(matrix: Tensor, side: int) -> Tensor:
-    """The squares of a matrix (A, B) whose sides are multiples of `side`, row by row: (K, side, side)."""
-    cut = matrix.unflatten(0, (-1, side)).unflatten(2, (-1, side))  # (rows, side, columns, side)
-    return cut.transpose(1, 2).reshape(-1, side, side)
+    """The squares of matrices (..., A, B) whose sides are multiples of `side`, row by row: (K, side, side)."""
+    cut = matrix.unflatten(-1, (-1, side)).unflatten(-3, (-1, side))  # (..., rows, side, columns, side)
+    return cut.transpose(-3, -2).reshape(-1, side, side)
 
 
 def from_blocks(squares: Tensor, shape: torch.Size) -> Tensor:
-    """The matrix of these `blocks`."""
+    """The matrices, of `shape` (..., A, B), of these `blocks`."""
     side = squares.shape[1]
-    return squares.view(shape[0] // side, shape[1] // side, side, side).transpose(1, 2).reshape(shape)
+    cut = squares.view(*shape[:-2], shape[-2] // side, shape[-1] // side, side, side)
+    return cut.transpose(-3, -2).reshape(shape)
 
 
 class Muon(torch.optim.Optimizer):
@@ -71,38 +73,49 @@ class Muon(torch.optim.Optimizer):
         """One step of all parameters that have a gradient."""
         for group in self.param_groups:
             own = [(p, p.grad) for p in group["params"] if p.grad is not None]
-            for p, _ in own:
-                p.mul_(1 - group["lr"] * group["weight_decay"])
+            if not own:
+                continue
+            if group["weight_decay"]:
+                torch._foreach_mul_([p for p, _ in own], 1 - group["lr"] * group["weight_decay"])
             if group["muon"]:
                 self._muon(own, group["lr"])
             else:
                 self._adam(own, group["lr"])
 
     def _muon(self, own: Gradients, lr: float) -> None:
-        directions = []
+        by_shape: Dict[torch.Size, Gradients] = {}
         for p, gradient in own:
-            state = self.state[p]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(p)
-            buffer = state["momentum_buffer"].lerp_(gradient, 1 - MOMENTUM)
-            directions.append(blocks(gradient.lerp(buffer, MOMENTUM), self.side))  # Nesterov's
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            by_shape.setdefault(p.shape, []).append((p, gradient))
+        lerp_([self.state[p]["momentum_buffer"] for p, _ in own], [gradient for _, gradient in own], 1 - MOMENTUM)
+        directions = []
+        for alike in by_shape.values():  # stacked: a few launches for each shape instead of each parameter
+            buffers = torch.stack([self.state[p]["momentum_buffer"] for p, _ in alike])
+            nesterov = torch.stack([gradient for _, gradient in alike]).lerp_(buffers, MOMENTUM)
+            directions.append(blocks(nesterov, self.side))
         matrices = torch.cat(directions)
         over_ranks = distributed.map_rows_over_ranks
         found = orthogonalized(matrices) if self.alone else over_ranks(orthogonalized, matrices)
-        steps = found.split([len(squares) for squares in directions])
-        for (p, _), squares in zip(own, steps):
-            p.sub_(from_blocks(squares, p.shape), alpha=lr * ADAM_SIZE * math.sqrt(self.side))
+        for alike, squares in zip(by_shape.values(), found.split([len(each) for each in directions])):
+            parameters = [p for p, _ in alike]
+            steps = from_blocks(squares, torch.Size((len(alike), *parameters[0].shape)))
+            torch._foreach_add_(parameters, list(steps.unbind()), alpha=-lr * ADAM_SIZE * math.sqrt(self.side))
 
     def _adam(self, own: Gradients, lr: float) -> None:
-        for p, gradient in own:
-            state = self.state[p]
-            if not state:
-                state["step"] = 0
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-            step = int(state["step"]) + 1  # a plain number again where torch 1.10 restored it
-            state["step"] = torch.tensor(float(step))
-            corrections = [1 - beta**step for beta in BETAS]
-            mean = state["exp_avg"].lerp_(gradient, 1 - BETAS[0])
-            square = state["exp_avg_sq"].mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
-            denominator = (square / corrections[1]).sqrt_().add_(EPS)
-            p.addcdiv_(mean, denominator, value=-lr / corrections[0])
+        for p, _ in own:
+            if not self.state[p]:
+                self.state[p].update(step=0.0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            self.state[p]["step"] = float(self.state[p]["step"]) + 1  # a tensor after `load_state_dict`
+        parameters, gradients = [p for p, _ in own], [gradient for _, gradient in own]
+        states = [self.state[p] for p in parameters]
+        means, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        lerp_(means, gradients, 1 - BETAS[0])
+        torch._foreach_mul_(squares, BETAS[1])
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - BETAS[1])
+        denominators = torch._foreach_div(squares, [1 - BETAS[1] ** state["step"] for state in states])
+        torch._foreach_sqrt_(denominators)
+        torch._foreach_add_(denominators, EPS)
+        torch._foreach_addcdiv_(
+            parameters, means, denominators, [-lr / (1 - BETAS[0] ** state["step"]) for state in states]
+        )
