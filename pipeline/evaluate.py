@@ -31,7 +31,7 @@ from pipeline.files import file_sha256
 from pipeline.images import sources
 from pipeline.report import files, summary
 from pipeline.report.page import Content
-from pipeline.runtime import distributed, made_from, workspace_lock
+from pipeline.runtime import distributed, made_from, repro, workspace_lock
 from pipeline.runtime.code import code_digest
 from pipeline.schema import EvaluateParams
 from superglue_sift import extractors
@@ -39,6 +39,7 @@ from superglue_sift.extractors import Extractor
 from superglue_sift.weights import choose_device, shipped_weights
 
 PAPER_PAIRS = 1024
+PACKAGES = ("poselib", "kornia", "lightglue")  # of others, that --estimators and --lightglue use
 OWN_PARAMS = Path(__file__).resolve().parents[1] / "params.yaml"
 
 
@@ -229,6 +230,7 @@ def made_from_inputs(args: argparse.Namespace) -> Dict[str, Any]:
         "files": [file_sha256(path) for path in read if path.is_file()],
         "section": section_of(args).model_dump(),
         "code": code_digest(("pipeline.evaluate",)),
+        "versions": repro.computing_versions(*PACKAGES),
     }
 
 
@@ -239,7 +241,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     workspace_lock.take()
     inputs = made_from_inputs(args)
     if made_from.restore(args.out, inputs):
-        print(f"{args.out}: evaluated with this model, these images, parameters and code: nothing to do")
+        print(f"{args.out}: evaluated with this model, these images, parameters, code and versions: nothing to do")
         return 0
     with distributed.process_group() as context:
         contents, info = evaluate(args, context)

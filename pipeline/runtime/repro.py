@@ -8,13 +8,16 @@ import socket
 import subprocess
 from importlib import metadata
 from pathlib import Path
-from typing import Dict, Optional
+from typing import Dict, Optional, Sequence
 
 from pipeline.files import file_sha256
 
 PACKAGES = ("torch", "numpy", "scipy", "opencv-python", "safetensors", "dvc", "mlflow", "nvidia-dali-cuda110")
 
 WEIGHTY = ("torch", "numpy", "opencv-python")  # of PACKAGES, those that compute keypoints and weights
+
+# What computes keypoints, weights and figures, under every name that it is installed by.
+COMPUTING = ("torch", "numpy", "scipy", "opencv-python", "opencv-python-headless", "opencv-contrib-python")
 
 
 def repo_root(start: Optional[Path] = None) -> Path:
@@ -58,8 +61,17 @@ def _git(folder: Path, *args: str) -> Optional[str]:
 
 def versions() -> Dict[str, str]:
     """Installed versions of what can change a number, without importing any of it."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    return {"python": platform.python_version(), **_installed(PACKAGES)}
+
+
+def computing_versions(*further: str) -> Dict[str, str]:
+    """Installed versions, by package, that a result depends on: of `COMPUTING`, and of `further` packages it used."""
+    return _installed((*COMPUTING, *further))
+
+
+def _installed(packages: Sequence[str]) -> Dict[str, str]:
+    found = {}
+    for name in packages:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
