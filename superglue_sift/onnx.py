@@ -20,11 +20,13 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import sys
+import time
 import timeit
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -40,6 +42,7 @@ from superglue_sift.inference import fuse_for_inference
 from superglue_sift.matcher import Features, match_pairs, match_threshold
 from superglue_sift.neighbours import padded_features
 from superglue_sift.orientation import choose_pair
+from superglue_sift.progress import clock
 from superglue_sift.sift import KEYPOINT, positions
 from superglue_sift.superglue import SIFT_DIM, SuperGlue, geometry_of
 from superglue_sift.torch_compat import can_export
@@ -189,10 +192,16 @@ def program(model: SuperGlue, threshold: float) -> Any:
         return torch.export.export(PaddedSuperGlue(model, threshold).eval(), example(), dynamic_shapes=(tuple(shapes),))
 
 
-def export(path: Union[str, Path], model: Union[str, Path, None] = None, threshold: Optional[float] = None) -> Path:
+def export(
+    path: Union[str, Path],
+    model: Union[str, Path, None] = None,
+    threshold: Optional[float] = None,
+    report: Callable[[str], None] = lambda step: None,
+) -> Path:
     """Write a trained model (None: the shipped weights) as ONNX, opset 18, in one file that ends in .onnx.
 
-    threshold: least probability of a match; None: the model's own, else 0.2.
+    threshold: least probability of a match; None: the model's own, else 0.2. report: receives a line at the start of
+    each step, since the export takes a minute or more.
     Raises RequestError: no such model, another ending, or packages missing.
     """
     path = Path(path)
@@ -204,10 +213,13 @@ def export(path: Union[str, Path], model: Union[str, Path, None] = None, thresho
     except ImportError:
         raise RequestError("ONNX needs more packages: pip install 'superglue-sift[onnx]'") from None
     network, info = load_model(model or shipped_weights())
+    report("step 1 of 3: torch traces the network")
     found = program(network, match_threshold(info) if threshold is None else threshold)
     names = {"input_names": INPUTS, "output_names": OUTPUTS}
+    report("step 2 of 3: torch translates it to ONNX, the longest step")
     written = torch.onnx.export(found, dynamo=True, **names, opset_version=OPSET, verbose=False)
     assert written is not None
+    report(f"step 3 of 3: writing {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
     onnx.save_model(written.model_proto, str(path))
     return path
@@ -269,7 +281,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto: where --time measures")
     args = parser.parse_args(argv)
     device = choose_device(args.device)
-    path = export(args.out, args.model, args.threshold)
+    started = time.monotonic()
+
+    def report(step: str) -> None:
+        print(f"{clock(time.monotonic() - started)}  {step}", file=sys.stderr, flush=True)
+
+    path = export(args.out, args.model, args.threshold, report)
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, opset {OPSET}; inputs {', '.join(INPUTS)}")
     if args.time:
         for line in latencies(path, args.model, device):
