@@ -18,7 +18,8 @@ from benchmarks import timing
 from benchmarks.made import made_store
 from pipeline.errors import RequestError
 from pipeline.features.store import Store, map_shard, read_index
-from pipeline.pairs.loader import Augmentation, load_batch
+from pipeline.pairs.augmentation import Augmentation
+from pipeline.pairs.loader import load_batch
 from pipeline.pairs.order import PairOrder
 
 KEYPOINTS = 512  # of a view of the store made up when none is given

@@ -56,7 +56,8 @@ class Trainer:
             "compile": False, "init_from": "", "freeze": [], "accumulate": 1, "precision": "float32",
             "loader": "plain", "scale_angle": config.scale_angle, "checkpoint_layers": False, "deterministic": False,
             "ema": 0.0, "optimizer": "adam", "max_keypoints": keypoints, "keypoint_drop": 0.0,
-            "min_keypoints": 0, "turn_deg": 0.0, "window": 1.0, "unrelated": 0.0, "neighbours": config.neighbours,
+            "min_keypoints": 0, "turn_deg": 0.0, "window": 1.0, "unrelated": 0.0, "zoom": 0.0,
+            "neighbours": config.neighbours,
         }  # fmt: skip
         self.train = params.load("train", setting.params).model_copy(update={**same, **changes})
         self.context = context or distributed.Context(0, 1, 0, setting.device)

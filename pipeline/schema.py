@@ -97,6 +97,8 @@ class TrainParams(Section):
     turn_deg: Annotated[float, Field(ge=0.0, le=180.0)]
     window: Annotated[float, Field(gt=0.0, le=1.0)]
     unrelated: Fraction
+    zoom: Fraction
+    zoom_max: Annotated[float, Field(ge=1.5, le=16.0)]
     dim: Annotated[int, Field(ge=8, le=1024)]
     layers: Annotated[int, Field(ge=1, le=64)]
     heads: Annotated[int, Field(ge=1, le=64)]

@@ -25,6 +25,9 @@ KEYPOINT = np.dtype([*((name, "<f4") for name in GEOMETRY), ("descriptor", "u1",
 # What `extract` gives: the same, and the point's second orientation. Where there is none the descriptor is zero.
 ORIENTED = np.dtype([*KEYPOINT.descr, ("second_angle", "<f4"), ("second_descriptor", "u1", (128,))])
 
+# Smallest `scale` there is, in px: sigma 1.6 of the doubled image, the first of three layers, half a layer below it.
+LEAST_SCALE = 1.6 * 2 ** (1 / 6)
+
 _SPARE = 1.5  # asked for per wanted keypoint, so that enough are left when each position is kept once
 
 

@@ -23,7 +23,7 @@ from pipeline.images import decode
 from pipeline.images.sources import ImageSet, folder_entries
 from pipeline.pairs import dali as pairs_dali
 from pipeline.pairs import loader, synthetic
-from pipeline.pairs.loader import Augmentation
+from pipeline.pairs.augmentation import Augmentation
 from pipeline.pairs.order import PairOrder, rank_slice
 from superglue_sift.images import BadImage
 

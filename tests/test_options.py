@@ -79,6 +79,7 @@ def one_batch(folder: Path):
         {"turn_deg": 0.0},
         {"window": 0.5},
         {"unrelated": 0.9},
+        {"zoom": 0.9},
         {"min_keypoints": 4},
         {"sinkhorn_iterations": 20},
         {"keypoint_drop": 0.0},

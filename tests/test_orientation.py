@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.features.store import View
-from pipeline.pairs.loader import Augmentation
+from pipeline.pairs.augmentation import Augmentation
 from superglue_sift import orientation
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.geometry import jacobians, transform

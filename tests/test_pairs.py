@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_views import SIZE, made_records, made_store
 
-from pipeline.features.store import Store
-from pipeline.pairs.loader import Augmentation, load_batch, prefetched, split_evenly
+from pipeline.features.store import Store, View
+from pipeline.pairs.augmentation import Augmentation, mosaic
+from pipeline.pairs.loader import load_batch, prefetched, split_evenly
 from pipeline.pairs.order import PairOrder, Sample, rank_slice, validation_pairs
 from superglue_sift.batch import Pair, from_pairs
-from superglue_sift.geometry import transform
+from superglue_sift.geometry import compose, transform
 from superglue_sift.truth import UNMATCHED, ground_truth
 
 pytestmark = pytest.mark.cu111
@@ -108,7 +109,7 @@ class TestLoader:
         store, order = Store(made_store(tmp_path)), PairOrder(0, 5, 3)
 
         def make(step):
-            return load_batch(store, order.step(step, 4), 64, Augmentation(drop=0.3, turn_deg=180, window=0.5))
+            return load_batch(store, order.step(step, 4), 64, Augmentation(0.3, 180, 0.5, zoom_share=0.5))
 
         for step, batch in enumerate(prefetched(make, range(6))):
             assert torch.equal(batch.records0, make(step).records0)
@@ -209,7 +210,7 @@ class TestAugmentation:
         assert len(set(batch.counts0.tolist())) > 5
 
     def test_the_seed_of_the_sample_decides_and_nothing_else(self, store):
-        augmentation = Augmentation(0.5, 180.0, 0.5, 0.3, 10)
+        augmentation = Augmentation(0.5, 180.0, 0.5, 0.3, 10, 1.0, 4.0)
         one, other = Sample(3, 0, 1, 5), Sample(4, 2, 1, 6)
         alone = load_batch(store, [one], 30, augmentation)
         beside = load_batch(store, [other, one], 30, augmentation)
@@ -218,6 +219,95 @@ class TestAugmentation:
         assert torch.equal(beside.records0[1, :count], alone.records0[0, :count])
         assert torch.equal(beside.H_0to1[1], alone.H_0to1[0])
 
+    def test_a_zoomed_pair_has_one_view_made_smaller(self, store):
+        pairs = [Sample(3, 0, 1, seed) for seed in range(200)]
+        zoom = Augmentation(zoom_share=0.35, zoom_max=7.0)
+        factors = np.array([[zoom.zoom(pair.seed, side) for side in (0, 1)] for pair in pairs])
+        changed = factors > 1.0
+        assert not changed.all(1).any()
+        assert 0.25 < changed.any(1).mean() < 0.45 and 0.3 < changed[:, 0].sum() / changed.sum() < 0.7
+        assert factors[changed].min() >= 1.5 and factors[changed].max() <= 7.0
+        plain, batch = (load_batch(store, pairs, 1000, each) for each in (Augmentation(), zoom))
+        for i, factor in enumerate(factors):
+            own = [not torch.equal(*(getattr(b, f"keypoints{side}")[i, :5] for b in (plain, batch))) for side in (0, 1)]
+            assert own == list(factor > 1.0)
+
+    @settings(max_examples=20, deadline=None)
+    @given(seed=st.integers(0, 2**31 - 1), turn=st.sampled_from([0.0, 180.0]))
+    def test_truth_follows_zoom(self, tmp_path_factory, seed, turn):
+        """What is left of the view keeps its partners: the truth is that of the view before, and nothing else matches.
+
+        Views whose points agree exactly, since of a pair at a distance of 0.5 px truth may choose another partner.
+        """
+        store = Store(made_store(tmp_path_factory.mktemp("store")))
+        view = store.view(3, 0)
+        partner = view._replace(records=view.records.copy())
+        random = np.random.default_rng(seed)
+
+        def others(random):
+            return store.view(int(random.choice([0, 2, 4])), int(random.integers(3)))
+
+        small = mosaic(view, random.uniform(1.5, 7.0), 1.8, others, random)
+        if turn:
+            small = Augmentation(turn_deg=turn).apply(small, seed, 0)
+        H = compose(small.H_image_to_view, np.linalg.inv(view.H_image_to_view))
+        pair = Pair(partner.records, small.records, partner.size, small.size)
+        mapped = transform(np.stack([view.records["x"], view.records["y"]], 1).astype(float), H)
+        own = [bytes(each) for each in view.records["descriptor"]]
+        found = {bytes(each["descriptor"]): (each["x"], each["y"]) for each in small.records}
+        left = [i for i, name in enumerate(own) if name in found]
+        assert np.allclose(mapped[left], [found[own[i]] for i in left], atol=1e-3)
+        truth = ground_truth(from_pairs([pair], H[None])).matches0[0].numpy()
+        names = [bytes(each) for each in small.records["descriptor"]]
+        assert all(truth[i] < 0 or i in left for i in range(len(own)))
+        agree = [names[truth[i]] == own[i] for i in left if truth[i] >= 0]
+        assert len(agree) == len(left) and np.mean(agree or [1]) > 0.8  # others may lie nearer to where a point is
+
+    def test_a_mosaic_by_hand(self):
+        """Two times smaller: positions about the outer edge, scales halved, small keypoints gone, ordered by score."""
+        xy = np.array([[90, 80], [150, 100], [210, 160.0]])  # so near the middle that none can be cut off
+        records = made_records(np.random.default_rng(0), xy, np.zeros((3, 128)))
+        records["scale"], records["angle"], records["score"] = [8, 3.5, 3.7], [10, 20, 30], [0.1, 0.3, 0.2]
+        view = View(records, np.eye(3), SIZE)
+        small = mosaic(view, 2.0, 1.8, lambda random: None, np.random.default_rng(3))
+        assert small.size == SIZE and list(small.records["angle"]) == [30, 10]
+        assert np.allclose(small.records["scale"], [1.85, 4]) and np.allclose(small.records["score"], [0.2, 0.1])
+        step = np.array([small.records[name][0] - small.records[name][1] for name in "xy"])
+        assert np.allclose(step, [60, 40])
+        H, corner = small.H_image_to_view, small.H_image_to_view[:2, 2]
+        assert np.allclose(H[:2, :2], np.eye(2) / 2) and np.allclose(H[2], [0, 0, 1])
+        # the outer edge of the view, (-0.5, -0.5), comes to that of its cell, of which three quarters show at least
+        edge = corner - 0.25
+        assert (edge + 0.5 >= -0.25 * np.array(SIZE) / 2).all() and (edge + 0.5 <= np.array(SIZE) * 0.625).all()
+
+    @settings(max_examples=20, deadline=None)
+    @given(seed=st.integers(0, 2**31 - 1), factor=st.floats(1.5, 8.0))
+    def test_a_mosaic_holds_what_a_photograph_could(self, tmp_path_factory, seed, factor):
+        store = Store(made_store(tmp_path_factory.mktemp("store"), points=400))
+        random = np.random.default_rng(seed)
+        drawn = []
+
+        def others(random):
+            drawn.append(store.view(int(random.choice([0, 2, 4])), int(random.integers(3))))
+            return drawn[-1]
+
+        records, _, size = mosaic(store.view(3, 1), factor, 1.8, others, random)
+        assert len(drawn) <= 8 and (len(drawn) == 8 or factor < 3)
+        assert (records["scale"] >= 1.8 - 1e-6).all() and (np.diff(records["score"]) <= 0).all()
+        assert all((records[n] >= -0.5).all() and (records[n] <= s - 0.5).all() for n, s in zip("xy", size))
+
+    def test_views_around_are_of_neither_image_of_the_pair(self, store, monkeypatch):
+        asked, view = [], store.view
+        monkeypatch.setattr(store, "view", lambda image, number: (asked.append(image), view(image, number))[1])
+        load_batch(store, [Sample(3, 0, 1, seed) for seed in range(40)], 1000, Augmentation(zoom_share=1.0))
+        assert asked.count(3) == 80 and {0, 1, 2, 4} <= set(asked)
+
+    def test_where_the_smallest_scale_is_unknown_the_view_tells_it(self, store):
+        view = store.view(3, 0)
+        small = mosaic(view, 2.0, 0.0, lambda random: None, np.random.default_rng(0))
+        assert small.records["scale"].min() >= view.records["scale"].min() - 1e-6
+
     def test_a_store_without_keypoints_gives_empty_views(self, store):
-        batch = load_batch(store, [Sample(1, 0, 1, 5)], 30, Augmentation(0.5, 180.0, 0.5, 0.3, 10))
-        assert (int(batch.counts0[0]), int(batch.counts1[0])) == (0, 0) or batch.counts1[0] > 0
+        batch = load_batch(store, [Sample(1, 0, 1, 5)], 30, Augmentation(0.5, 180.0, 0.5, 0.3, 10, 1.0))
+        assert 0 in (int(batch.counts0[0]), int(batch.counts1[0])) and not (ground_truth(batch).matches0 >= 0).any()
+        assert torch.isfinite(batch.H_0to1).all()

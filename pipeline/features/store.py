@@ -27,7 +27,7 @@ from pipeline.errors import RequestError
 from pipeline.files import file_sha256, write_atomic
 from superglue_sift import extractors
 from superglue_sift.extractors import Extractor
-from superglue_sift.sift import ORIENTED
+from superglue_sift.sift import LEAST_SCALE, ORIENTED
 
 FORMAT = "superglue-sift-keypoints"
 VERSION = 1
@@ -116,7 +116,8 @@ class Store:
 
     Attributes: `images` names; `views_per_image`; `view_size` (width, height); `digest` SHA-256 over the
     shards' own; `counts` (images, views) int64 keypoints; `sizes` (images, 2) int32 width and height of
-    each image; `extractor` name of what found the keypoints; `dtype` of their records; `scale_angle`, are they known.
+    each image; `extractor` name of what found the keypoints; `dtype` of their records; `scale_angle`, are they known;
+    `least_scale` smallest scale (px) that it can find, 0 where that is unknown.
     """
 
     def __init__(self, path: Union[str, Path], verify: str = "sample") -> None:
@@ -131,6 +132,7 @@ class Store:
         self.digest: str = about["digest"]
         self.extractor: str = about.get("extractor", extractors.DEFAULT.name)
         self.scale_angle: bool = about.get("scale_angle", True)
+        self.least_scale = LEAST_SCALE if self.extractor == extractors.DEFAULT.name else 0.0
         self.dtype = np.dtype([(name, kind, tuple(shape)) for name, kind, shape in about["record"]])
         step = 1 if verify == "all" else max(len(about["shards"]) // SAMPLED_SHARDS, 1)
         for position, shard in enumerate(about["shards"]):

@@ -1,15 +1,8 @@
-"""From the store to batches: views are read, changed as the augmentation says, packed with their truth, made ahead.
-
-The augmentation costs nothing, since it happens to keypoints and not to pixels: SIFT's descriptor does not change when
-a view is turned, and hardly when another part of it is cut out, so that turning and cutting stored keypoints is what
-rendering, and SIFT again, would give. Every draw is a function of the sample's seed.
-"""
+"""From the store to batches: views are read, changed as the augmentation says, packed with their truth, made ahead."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 import os
 import shutil
 import threading
@@ -24,6 +17,7 @@ from numpy.linalg import inv
 from torch.utils.data import DataLoader
 
 from pipeline.features.store import Store, View
+from pipeline.pairs.augmentation import PLAIN, Augmentation
 from pipeline.pairs.order import Sample, rank_slice
 from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.geometry import normalized
@@ -39,92 +33,9 @@ CLOSE_S = 5.0  # that the end of a training waits for a batch that is being made
 # The homography of a pair that shows nothing in common: no point comes near the other view.
 APART = np.array([[1.0, 0.0, 1e6], [0.0, 1.0, 1e6], [0.0, 0.0, 1.0]])
 
-_UNRELATED, _COUNTS, _VIEW = 0, 1, 2  # streams of random numbers
-
-
-@dataclasses.dataclass(frozen=True)
-class Augmentation:
-    """drop: up to this share of a view's keypoints is left out.
-
-    turn_deg: each view is turned by up to so much either way (180: by any angle) on a canvas that just holds it.
-    window: least side of the random window of a view that is kept, as a share of the view's; 1: the whole view.
-    unrelated_share: of the pairs so many show two different images, of which nothing matches.
-    min_keypoints: each view keeps the strongest n, n log-uniform from here to the most; 0: always the most.
-    """
-
-    drop: float = 0.0
-    turn_deg: float = 0.0
-    window: float = 1.0
-    unrelated_share: float = 0.0
-    min_keypoints: int = 0
-
-    def second_image(self, image: int, images: int, seed: int) -> int:
-        """That of the second view, `images` in all: `image` itself, or another one in a pair of two images."""
-        if images < 2 or self.unrelated_share == 0:
-            return image
-        if np.random.default_rng((seed, _UNRELATED)).random() >= self.unrelated_share:
-            return image
-        return (image + int(np.random.default_rng((seed, _UNRELATED, 1)).integers(1, images))) % images
-
-    def counts(self, most: int, seed: int) -> Tuple[int, int]:
-        """How many keypoints the two views keep."""
-        if not 0 < self.min_keypoints < most:
-            return most, most
-        low, high = math.log(self.min_keypoints), math.log(most + 1)
-        n0, n1 = np.exp(np.random.default_rng((seed, _COUNTS)).uniform(low, high, 2)).astype(int)
-        return int(n0), int(n1)
-
-    def apply(self, view: View, seed: int, side: int) -> View:
-        """The changed view."""
-        random = np.random.default_rng((seed, _VIEW, side))
-        if self.window < 1.0:
-            view = _windowed(view, self.window, random)
-        if self.drop > 0:
-            view = view._replace(
-                records=_kept(view.records, random.random(len(view.records)) >= self.drop * random.random())
-            )
-        if self.turn_deg > 0:
-            view = _turned(view, random.uniform(-self.turn_deg, self.turn_deg))
-        return view
-
-
-def _kept(records: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """`records[mask]`, as opaque bytes, which numpy copies eight times as fast as records of fields."""
-    return records.view(f"V{records.itemsize}")[mask].view(records.dtype)
-
-
-def _windowed(view: View, least: float, random: np.random.Generator) -> View:
-    """The keypoints inside a random window, whose sides are at least the share `least` of the view's."""
-    records, size = view.records, np.array(view.size)
-    sides = np.maximum(np.round(size * random.uniform(least, 1.0)), 1.0)
-    corner = np.floor(random.uniform(0.0, 1.0, 2) * (size - sides + 1))
-    x, y = records["x"] - corner[0], records["y"] - corner[1]
-    inside = (x >= -0.5) & (y >= -0.5) & (x <= sides[0] - 0.5) & (y <= sides[1] - 0.5)
-    kept = _kept(records, inside)
-    kept["x"], kept["y"] = x[inside], y[inside]
-    shift = np.array([[1.0, 0.0, -corner[0]], [0.0, 1.0, -corner[1]], [0.0, 0.0, 1.0]])
-    return View(kept, shift @ view.H_image_to_view, (int(sides[0]), int(sides[1])))
-
-
-def _turned(view: View, degrees: float) -> View:
-    """The keypoints of the view turned clockwise (as SIFT counts angles: x right, y down) by `degrees`."""
-    records, size = view.records, view.size
-    c, s = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
-    turn = np.array([[c, -s], [s, c]])
-    canvas = np.ceil(np.abs(turn) @ np.array(size, float) - 1e-9)
-    shift = (canvas - 1) / 2 - turn @ ((np.array(size) - 1) / 2)
-    moved = records.copy()
-    x, y = records["x"].astype(np.float64), records["y"].astype(np.float64)
-    moved["x"], moved["y"] = c * x - s * y + shift[0], s * x + c * y + shift[1]
-    for name in ("angle", "second_angle"):
-        if name in (records.dtype.names or ()):
-            moved[name] = np.mod(records[name] + degrees, 360.0)
-    T = np.array([[c, -s, shift[0]], [s, c, shift[1]], [0.0, 0.0, 1.0]])
-    return View(moved, T @ view.H_image_to_view, (int(canvas[0]), int(canvas[1])))
-
 
 def load_batch(
-    store: Store, samples: Sequence[Sample], max_keypoints: int, augmentation: Augmentation = Augmentation()
+    store: Store, samples: Sequence[Sample], max_keypoints: int, augmentation: Augmentation = PLAIN
 ) -> PairBatch:
     """The PairBatch of these samples, in order; an empty list gives a batch of no pairs with homographies.
 
@@ -135,8 +46,12 @@ def load_batch(
     if not samples:
         return from_pairs([], np.zeros((0, 3, 3)), store.dtype)
     images1 = [augmentation.second_image(sample.image, len(store), sample.seed) for sample in samples]
-    views0 = [augmentation.apply(store.view(s.image, s.view0), s.seed, 0) for s in samples]
-    views1 = [augmentation.apply(store.view(i, s.view1), s.seed, 1) for i, s in zip(images1, samples)]
+    views0, views1 = [], []
+    for sample, image1 in zip(samples, images1):
+        others = functools.partial(_another_view, store, (sample.image, image1))
+        shown = store.view(sample.image, sample.view0), store.view(image1, sample.view1)
+        for side, (views, view) in enumerate(zip((views0, views1), shown)):
+            views.append(augmentation.apply(view, sample.seed, side, others, store.least_scale))
     # inverted together, since 64 small inversions one by one cost a batch 1 ms
     to0, to1 = (np.stack([view.H_image_to_view for view in side]) for side in (views0, views1))
     H_0to1 = normalized(to1 @ inv(to0))
@@ -146,6 +61,12 @@ def load_batch(
         count0, count1 = augmentation.counts(max_keypoints, sample.seed)
         pairs.append(Pair(view0.records[:count0], view1.records[:count1], view0.size, view1.size))
     return from_pairs(pairs, H_0to1)
+
+
+def _another_view(store: Store, shown: Tuple[int, int], random: np.random.Generator) -> Optional[View]:
+    """A random view of a random image; None where that is one of those `shown`."""
+    image, view = int(random.integers(len(store))), int(random.integers(store.views_per_image))
+    return None if image in shown else store.view(image, view)
 
 
 def split_evenly(samples: List[Sample], parts: int) -> List[List[Sample]]:

@@ -15,7 +15,7 @@ from pipeline import stack
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
 from pipeline.features.tuning import return_memory
-from pipeline.pairs.loader import Augmentation
+from pipeline.pairs.augmentation import Augmentation
 from pipeline.runtime import distributed
 from pipeline.schema import TrainParams
 from pipeline.training import precision
@@ -94,11 +94,11 @@ def check_device(train: TrainParams) -> None:
 
 def check_features(train: TrainParams, store: Store) -> None:
     """RequestError when the training needs what the keypoints of `store` do not have."""
-    asked = [name for name in ("scale_angle", "turn_deg") if getattr(train, name)]
+    asked = [name for name in ("scale_angle", "turn_deg", "zoom") if getattr(train, name)]
     if asked and not store.scale_angle:
         raise RequestError(
             f"train.{asked[0]} = {getattr(train, asked[0])}: {store.extractor} gives neither scale nor angle; "
-            "set scale_angle: false, neighbours: false and turn_deg: 0"
+            "set scale_angle: false, neighbours: false, turn_deg: 0 and zoom: 0"
         )
 
 
@@ -181,6 +181,8 @@ def augmentation(train: TrainParams) -> Augmentation:
         window=train.window,
         unrelated_share=train.unrelated,
         min_keypoints=train.min_keypoints,
+        zoom_share=train.zoom,
+        zoom_max=train.zoom_max,
     )
 
 
