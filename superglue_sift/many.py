@@ -79,7 +79,7 @@ class FeatureStore:
             with np.load(path, allow_pickle=False) as file:
                 return Features(file["records"], tuple(file["size"].tolist()))
         except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # not there yet, or damaged
-            found = self.matcher.extract(item.image)
+            found = self.matcher.extract(item.image)._replace(gray=None)
         data = io.BytesIO()
         np.savez(data, records=found.records, size=found.size)
         write_atomic(path, data.getvalue())

@@ -25,7 +25,7 @@ import cv2
 import numpy as np
 import torch
 
-from superglue_sift import geometry, sift
+from superglue_sift import geometry, refine, sift
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.descriptors import kind_of
 from superglue_sift.errors import RequestError
@@ -51,10 +51,12 @@ class Features(NamedTuple):
     """What is matched of one image of `size` (width, height).
 
     records: (n,) of dtype `sift.ORIENTED` or `KEYPOINT`, or what `extractors.records_of` gives; pixels of the image.
+    gray: (H, W) uint8, the image itself, by which matches are aligned; None where it is not at hand.
     """
 
     records: np.ndarray
     size: Tuple[int, int]
+    gray: Optional[np.ndarray] = None
 
     @property
     def keypoints(self) -> np.ndarray:
@@ -107,6 +109,11 @@ class MatchResult(NamedTuple):
     matches: (K, 2) int64, index into keypoints0 and into keypoints1; each index at most once.
     scores: (K,) float32, probability of each match.
     size0, size1: (width, height).
+
+    Of matches that were aligned by the pixels (`refine.align`), else None:
+    aligned0, aligned1: (K, 2) float32 px, positions of each match after alignment; SIFT's where it failed.
+    deviations: (K,) float32, standard deviation in px of image 1 along each axis; NaN where the position stayed SIFT's.
+    correlations: (K,) float32, -1 to 1, of the patches around both; NaN where a patch leaves its image or is flat.
     """
 
     keypoints0: np.ndarray
@@ -115,16 +122,20 @@ class MatchResult(NamedTuple):
     scores: np.ndarray
     size0: Tuple[int, int]
     size1: Tuple[int, int]
+    aligned0: Optional[np.ndarray] = None
+    aligned1: Optional[np.ndarray] = None
+    deviations: Optional[np.ndarray] = None
+    correlations: Optional[np.ndarray] = None
 
     @property
     def points0(self) -> np.ndarray:
-        """(K, 2) float32: the matched keypoints of image 0."""
-        return self.keypoints0[self.matches[:, 0]]
+        """(K, 2) float32: where the matches lie in image 0, aligned where they were, else the keypoints."""
+        return self.keypoints0[self.matches[:, 0]] if self.aligned0 is None else self.aligned0
 
     @property
     def points1(self) -> np.ndarray:
-        """(K, 2) float32: their partners in image 1."""
-        return self.keypoints1[self.matches[:, 1]]
+        """(K, 2) float32: the same in image 1."""
+        return self.keypoints1[self.matches[:, 1]] if self.aligned1 is None else self.aligned1
 
     @classmethod
     def of(cls, features0: Features, features1: Features, matches: np.ndarray, scores: np.ndarray) -> MatchResult:
@@ -144,8 +155,20 @@ class MatchResult(NamedTuple):
 
     def above(self, threshold: float) -> MatchResult:
         """The same without matches whose score is not above `threshold`."""
-        keep = self.scores > threshold
-        return self._replace(matches=self.matches[keep], scores=self.scores[keep])
+        return self.only(self.scores > threshold)
+
+    def only(self, chosen: np.ndarray) -> MatchResult:
+        """The same with the chosen matches alone: (K,) bool, or their numbers."""
+        by_match = ("matches", "scores", "aligned0", "aligned1", "deviations", "correlations")
+        given = {name: getattr(self, name) for name in by_match}
+        return self._replace(**{name: None if values is None else values[chosen] for name, values in given.items()})
+
+    def align(self, features0: Features, features1: Features, device: str = "cpu") -> MatchResult:
+        """The same with positions aligned by the pixels of both images, see `refine.align`; as it is without them."""
+        if features0.gray is None or features1.gray is None:
+            return self
+        records = (side.records[own] for side, own in zip((features0, features1), self.matches.T))
+        return self._replace(**refine.align(features0.gray, features1.gray, *records, device=device)._asdict())
 
     def homography(self, threshold_px: float = INLIER_PX) -> geometry.Fit:
         """The homography 0 -> 1 that most matches fit, see `geometry.homography_with_inliers`."""
@@ -195,6 +218,7 @@ class Matcher:
     resize: int = 1024
     threshold: float = THRESHOLD
     extractor: Optional[Extractor] = DEFAULT
+    refine: bool = True
     _turn: Any = dataclasses.field(default_factory=threading.Lock, init=False)
 
     @classmethod
@@ -208,6 +232,7 @@ class Matcher:
         threshold: Optional[float] = None,
         precision: str = "float32",
         extractor: Optional[str] = None,
+        refine: bool = True,
     ) -> Matcher:
         """A matcher from a model file. Raises RequestError: no such file or device, or not a model of this project.
 
@@ -221,6 +246,7 @@ class Matcher:
             precision: of the layers: float32, bfloat16 (faster on GPUs and on CPUs with AMX) or float16.
             extractor: of a model of other keypoints than SIFT's their `module:function`, which is code that a model
                 file can name and must not run: without it such a model matches `Features` alone.
+            refine: align matches by the pixels, to a fraction of one (`MatchResult.aligned1`), where they are at hand.
         """
         device = choose_device(device)
         model, info = load_model(Path(path) if path else shipped_weights(), device)
@@ -231,7 +257,7 @@ class Matcher:
             raise RequestError(f"extractor {extractor}: the model matches keypoints of {of_model}")
         allowed = extractor or of_model == DEFAULT.name
         found = load_extractor(of_model) if allowed else None
-        return cls(fuse_for_inference(model, precision), device, max_keypoints, resize, threshold, found)
+        return cls(fuse_for_inference(model, precision), device, max_keypoints, resize, threshold, found, refine)
 
     def extract(self, image: Image) -> Features:
         """Keypoints of an image, for `match`. Raises RequestError for one that cannot be read."""
@@ -249,39 +275,53 @@ class Matcher:
             found = pool.map(self.extract, waiting)
             return [image if isinstance(image, Features) else next(found) for image in images]
 
-    def match(self, image0: Union[Image, Features], image1: Union[Image, Features]) -> MatchResult:
+    def match(
+        self, image0: Union[Image, Features], image1: Union[Image, Features], *, refine: Optional[bool] = None
+    ) -> MatchResult:
         """Matches of two images, each a file, its pixels or what `extract` gave of it.
 
         An image without keypoints gives no match. Raises RequestError for one that cannot be read.
+        refine: align them by the pixels of both images? None: as the matcher was loaded. Features without pixels
+        (`Features.of`) stay as they are, and `aligned1` of the result is None.
         """
-        return next(self.match_batch([(image0, image1)]))
+        return next(self.match_batch([(image0, image1)], refine=refine))
 
     def match_many(
-        self, image: Union[Image, Features], others: Iterable[Union[Image, Features]], batch_size: int = 8
+        self,
+        image: Union[Image, Features],
+        others: Iterable[Union[Image, Features]],
+        batch_size: int = 8,
+        *,
+        refine: Optional[bool] = None,
     ) -> Iterator[MatchResult]:
         """`match` of one image with each of the others, in their order; features of `image` are computed once."""
         one = self.extract_all([image])[0]
-        return self.match_batch(((one, other) for other in others), batch_size)
+        return self.match_batch(((one, other) for other in others), batch_size, refine=refine)
 
     def match_batch(
-        self, pairs: Iterable[Tuple[Union[Image, Features], Union[Image, Features]]], batch_size: int = 8
+        self,
+        pairs: Iterable[Tuple[Union[Image, Features], Union[Image, Features]]],
+        batch_size: int = 8,
+        *,
+        refine: Optional[bool] = None,
     ) -> Iterator[MatchResult]:
         """`match` of each pair, in order; `pairs` are read and answered `batch_size` at a time.
 
         In a batch a GPU is faster; scores differ from those of single pairs by rounding, up to 1e-5.
         """
-        waiting = iter(pairs)
+        waiting, aligned = iter(pairs), self.refine if refine is None else refine
         for group in iter(lambda: list(itertools.islice(waiting, batch_size)), []):
             sides = self.extract_all([side for pair in group for side in pair])
-            yield from self._match(list(zip(sides[::2], sides[1::2])))
+            yield from self._match(list(zip(sides[::2], sides[1::2])), aligned)
 
-    def _match(self, sides: Sequence[Tuple[Features, Features]]) -> List[MatchResult]:
+    def _match(self, sides: Sequence[Tuple[Features, Features]], aligned: bool) -> List[MatchResult]:
         for pair in sides:
             check_features(self.model.config, *pair)
         pairs = [Pair(a.records, b.records, a.size, b.size) for a, b in sides]
         with self._turn:
             answers = match_pairs(self.model, pairs, self.device)
-        return [MatchResult.of(*pair, *answer.above(self.threshold)) for pair, answer in zip(sides, answers)]
+        found = [MatchResult.of(*pair, *answer.above(self.threshold)) for pair, answer in zip(sides, answers)]
+        return [one.align(*pair, self.device) if aligned else one for one, pair in zip(found, sides)]
 
 
 def check_features(config: SuperGlueConfig, *sides: Features) -> None:
@@ -301,13 +341,13 @@ def extract(gray: np.ndarray, max_keypoints: int, resize: int = 0, extractor: Ex
     size = (gray.shape[1], gray.shape[0])
     shrink = min(1.0, resize / max(size)) if resize else 1.0
     if shrink == 1.0:
-        return Features(extractor(gray, max_keypoints), size)
+        return Features(extractor(gray, max_keypoints), size, gray)
     small = [max(1, round(side * shrink)) for side in size]
     records = extractor(cv2.resize(gray, small, interpolation=cv2.INTER_AREA), max_keypoints)
     for name, side, before in zip(("x", "y"), small, size):
         records[name] = (records[name] + 0.5) * (before / side) - 0.5
     records["scale"] /= shrink
-    return Features(records, size)
+    return Features(records, size, gray)
 
 
 def _gray(image: Union[np.ndarray, torch.Tensor]) -> np.ndarray:

@@ -274,7 +274,7 @@ def test_homography_and_fundamental_matrix_explain_the_matches(matcher, photo, t
 @pytest.mark.parametrize("count", [0, 3, 7])
 def test_too_few_matches_fit_nothing(matcher, photo, turned, count):
     found = matcher.match(photo, turned)
-    few = found._replace(matches=found.matches[:count], scores=found.scores[:count])
+    few = found.only(np.arange(count))
     assert few.fundamental().model is None and few.fundamental().inliers.shape == (count,)
     assert (few.homography().model is None) == (count < 4)
 

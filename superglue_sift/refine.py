@@ -1,0 +1,364 @@
+"""Matches to a fraction of a pixel: the patch around each match in image 0 is found in image 1 by least squares.
+
+SIFT's positions scatter by some tenths of a pixel, those of large keypoints by several. After matching, the pixels say
+where a point of image 0 lies in image 1: a patch of 21x21 samples, warped by the local affine map between the images,
+is shifted until it agrees best.
+
+- Agreement: both patches have weighted mean 0 and deviation 1, so gain and offset of the light do not count.
+- Steps: Gauss-Newton on the two numbers of the shift, its Hessian computed once on the patch of image 0 (inverse
+  compositional alignment; Baker and Matthews 2004). All matches at once, on any device of torch.
+- Scale: patches are sampled a pixel apart of the coarser image, the finer one from the level of its pyramid with that
+  resolution. Large keypoints, and matches that start far off, are aligned on coarser levels first.
+- Deviation: from the covariance of the shift, sigma^2 (J^T J)^-1 (Gruen 1985). Where one direction has no structure, as
+  along a straight edge, the match moves along the other alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Optional, Tuple, Union
+
+import cv2
+import numpy as np
+import torch
+from torch import Tensor
+
+from superglue_sift import geometry
+
+SMOOTHING_PX = 0.7  # Gaussian blur of images before they are sampled
+NEIGHBOURS = 10  # matches that a local affine map is fitted to
+NEAR_PX = 30.0  # a neighbour this far away has half the weight of one at the place itself
+PRIOR_PX = 5.0  # how firmly a local map holds to the one of all matches: as one neighbour at this distance
+
+GEOMETRY_PX = 3.0  # inlier distance of the geometry that local maps come from
+PLANAR = 0.6  # part of the matches that a homography explains where its derivative is the local map
+LEAST_AGREEING = 6  # matches without which maps come from scale and angle
+MOST = 8.0  # magnification between the images, at most
+COARSE_PX = 6.0  # a keypoint of twice this diameter begins one level up
+COARSER = 3  # levels, at most
+CORRELATED = 6.0  # samples of a smoothed image that are as one
+FLAT = 0.5  # gray levels of deviation below which a patch has no structure
+EDGE = 0.02  # eigenvalue of the Hessian, to the larger one, below which a direction has no structure
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How patches are aligned. Lengths are in samples of a patch, a pixel apart where nothing is magnified.
+
+    radius: of a patch, (2 radius + 1)^2 samples, weighted by a Gaussian of deviation `weight`. iterations: of
+    Gauss-Newton, a step at most `longest`. correlation: least one of an aligned match. farthest: a match that moves
+    more stays where it was. edge: so does one of a deviation above this.
+    """
+
+    radius: int = 10
+    weight: float = 5.0
+    iterations: int = 8
+    longest: float = 1.0
+    correlation: float = 0.6
+    farthest: float = 3.0
+    edge: float = 0.5
+
+
+DEFAULT = Settings()
+
+
+class Aligned(NamedTuple):
+    """K matches after alignment.
+
+    aligned0, aligned1: (K, 2) float32 px. deviations: (K,) float32, standard deviation in px of image 1 along each
+    axis; NaN where the position stayed SIFT's. correlations: (K,) float32, -1 to 1, of the two patches at the positions
+    given; NaN where a patch leaves its image or is flat.
+    """
+
+    aligned0: np.ndarray
+    aligned1: np.ndarray
+    deviations: np.ndarray
+    correlations: np.ndarray
+
+
+def align(
+    gray0: np.ndarray,
+    gray1: np.ndarray,
+    records0: np.ndarray,
+    records1: np.ndarray,
+    settings: Settings = DEFAULT,
+    device: Union[str, torch.device] = "cpu",
+) -> Aligned:
+    """Align K matches of two images. Never raises for images or matches, however small, few or wrong they are.
+
+    gray0, gray1: (H, W) uint8, the images whose pixels the positions count. records0, records1: (K,) keypoint records
+    with x, y, scale and angle (`sift.KEYPOINT`), entry k of one matched with entry k of the other.
+    """
+    points0, points1 = (np.stack([r["x"], r["y"]], 1).astype(np.float64) for r in (records0, records1))
+    if not len(points0):
+        return align_points(gray0, gray1, points0, points1, np.zeros((0, 2, 2)), None, settings, device)
+    maps = local_maps(points0, points1, similarities(records0, records1))
+    return align_points(gray0, gray1, points0, points1, maps, records1["scale"], settings, device)
+
+
+def align_points(
+    gray0: np.ndarray,
+    gray1: np.ndarray,
+    points0: np.ndarray,
+    points1: np.ndarray,
+    maps: np.ndarray,
+    scales: Optional[np.ndarray] = None,
+    settings: Settings = DEFAULT,
+    device: Union[str, torch.device] = "cpu",
+) -> Aligned:
+    """`align` for points of any kind. points0, points1: (K, 2) px. maps: (K, 2, 2) local affine maps 0 -> 1.
+
+    scales: (K,) diameters in px of image 1, by which the coarsest level of a match is chosen; None: the finest alone.
+    """
+    start0, start1 = (np.asarray(points, np.float32).reshape(-1, 2) for points in (points0, points1))
+    if not len(start0):
+        return Aligned(start0, start1, np.zeros(0, np.float32), np.zeros(0, np.float32))
+    coarsest = np.zeros(len(start0)) if scales is None else np.log2(np.maximum(scales, COARSE_PX) / COARSE_PX)
+    with torch.no_grad():
+        work = _Work(gray0, gray1, start0, start1, np.asarray(maps, np.float64), settings, device)
+        work.run(torch.as_tensor(np.clip(coarsest, 0, COARSER), device=device).long())
+        shift, deviations, correlations = (x.cpu().numpy() for x in (work.shift, work.deviation, work.correlation))
+    return Aligned(start0, start1 + shift, deviations, correlations)
+
+
+def similarities(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
+    """(K, 2, 2) maps 0 -> 1 by the keypoints' scales and angles alone; the identity where they have none."""
+    known = (records0["scale"] > 0) & (records1["scale"] > 0)
+    ratio = np.where(known, records1["scale"] / np.where(known, records0["scale"], 1), 1.0).astype(np.float64)
+    turn = np.radians((records1["angle"] - records0["angle"]).astype(np.float64))
+    c, s = ratio * np.cos(turn), ratio * np.sin(turn)
+    return np.stack([np.stack([c, -s], -1), np.stack([s, c], -1)], -2)
+
+
+def local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -> np.ndarray:
+    """(K, 2, 2) local affine maps 0 -> 1 at K matches.
+
+    Of matches that a homography explains its derivative, where it explains most; else the least-squares affine map of
+    the nearest matches that one homography or one epipolar geometry explains; `fallback` (K, 2, 2) without such.
+    """
+    maps = fallback.copy()
+    given = points0.astype(np.float32), points1.astype(np.float32)
+    plane = geometry.homography_with_inliers(*given, GEOMETRY_PX)
+    agreeing = plane.inliers
+    if agreeing.mean() < PLANAR:
+        agreeing = agreeing | geometry.fundamental_with_inliers(*given, GEOMETRY_PX).inliers
+    if agreeing.sum() < LEAST_AGREEING:
+        return maps
+    near = nearest_affine(points0, points1, agreeing)
+    maps = near
+    if plane.model is not None and plane.inliers.mean() >= PLANAR:
+        maps[plane.inliers] = geometry.jacobians(plane.model, points0[plane.inliers])
+    return maps
+
+
+def nearest_affine(points0: np.ndarray, points1: np.ndarray, agreeing: np.ndarray) -> np.ndarray:
+    """(K, 2, 2): at each match the affine map of the nearest `agreeing` ones, held to the map of all of these."""
+    from scipy.spatial import cKDTree
+
+    own, theirs = points0[agreeing], points1[agreeing]
+    count = min(NEIGHBOURS, len(own))
+    distance, index = cKDTree(own).query(points0, count)
+    weight = 1.0 / (NEAR_PX + distance)
+    weight = weight / weight.sum(1, keepdims=True)
+    p, q = own[index], theirs[index]
+    p, q = (x - (weight[..., None] * x).sum(1, keepdims=True) for x in (p, q))
+    centred = own - own.mean(0)
+    whole = np.linalg.lstsq(centred, theirs - theirs.mean(0), rcond=None)[0]
+    normal = np.einsum("kn,kni,knj->kij", weight, p, p) + PRIOR_PX**2 * np.eye(2)
+    right = np.einsum("kn,kni,knj->kij", weight, p, q) + PRIOR_PX**2 * whole
+    return np.linalg.solve(normal, right).swapaxes(1, 2)
+
+
+class _Pyramid:
+    """Levels of an image, each half as large as the one before, one below the other in one picture of float32."""
+
+    def __init__(self, gray: np.ndarray, levels: int, device: Union[str, torch.device]) -> None:
+        pictures = [cv2.GaussianBlur(gray.astype(np.float32), (0, 0), SMOOTHING_PX)]
+        for _ in range(levels):
+            pictures.append(cv2.pyrDown(pictures[-1]))
+        sizes = np.array([picture.shape[::-1] for picture in pictures])
+        tops = np.cumsum(sizes[:, 1]) - sizes[:, 1]
+        whole = np.zeros((sizes[:, 1].sum(), sizes[0, 0]), np.float32)
+        for top, picture in zip(tops, pictures):
+            whole[top : top + picture.shape[0], : picture.shape[1]] = picture
+
+        def tensor(values: np.ndarray) -> Tensor:
+            return torch.as_tensor(values, dtype=torch.float32, device=device)
+
+        self.picture = tensor(whole)[None, None]
+        # of each level: where it begins, its last sample in px of the image, and a px of the image in samples, all in
+        # the units of grid_sample, which counts the picture from -1 to 1
+        scale = 2.0 ** -np.arange(levels + 1)
+        unit = 2.0 / np.maximum(np.array(whole.shape[::-1]) - 1, 1)
+        self.last = tensor((sizes - 1) / scale[:, None])
+        self.unit = tensor(scale[:, None] * unit)
+        self.begin = tensor(np.stack([np.zeros(len(tops)), tops], 1) * unit - 1.0)
+
+    def grid(self, points: Tensor, level: Tensor) -> Tensor:
+        """(K, n, 2) places in the picture of points (K, n, 2), px of the image, on level (K,)."""
+        return points * self.unit[level][:, None] + self.begin[level][:, None]
+
+    def read(self, grid: Tensor) -> Tensor:
+        """(K, n) gray levels at `grid`, between samples linear."""
+        found = torch.nn.functional.grid_sample(self.picture, grid[None], align_corners=True, padding_mode="border")
+        return found[0, 0]
+
+    def holds(self, points: Tensor, level: Tensor) -> Tensor:
+        """(K,) bool: do all points (K, n, 2), px of the image, lie inside on level (K,)?"""
+        return ((points >= 0) & (points <= self.last[level][:, None])).flatten(1).all(1)
+
+
+class _Work:
+    """K matches on their way: shift (K, 2) in px of image 1; deviation and correlation (K,), NaN without one."""
+
+    def __init__(self, gray0, gray1, points0, points1, maps, settings: Settings, device) -> None:
+        self.settings, self.device = settings, device
+        usable = np.isfinite(maps).all((1, 2)) & np.isfinite(points0).all(1) & np.isfinite(points1).all(1)
+        maps = np.where(usable[:, None, None], maps, np.eye(2))
+        scale = np.linalg.norm(maps, ord=2, axis=(1, 2))  # of the direction that is magnified most
+        usable &= (scale < MOST) & (scale * MOST > 1.0) & (np.abs(np.linalg.det(maps)) > scale**2 / MOST)
+        maps = np.where(usable[:, None, None], maps, np.eye(2))
+        scale = np.where(usable, scale, 1.0)
+        step0 = np.maximum(1.0, 1.0 / scale)  # px of image 0 between samples: a px of the coarser image
+        octaves = np.log2(np.stack([step0, step0 * scale]))
+
+        def tensor(values: np.ndarray) -> Tensor:
+            return torch.as_tensor(values, dtype=torch.float32, device=device)
+
+        self.usable = torch.as_tensor(usable, device=device)
+        self.step1, self.octaves = tensor(step0 * scale), tensor(octaves)
+        self.frame0 = tensor(step0[:, None, None] * np.eye(2))  # px of image 0 of a step of the patch
+        self.frame1 = tensor(step0[:, None, None] * maps)
+        self.points0, self.points1 = tensor(points0), tensor(points1)
+        levels = COARSER + int(np.round(octaves.max()))
+        self.pyramid0, self.pyramid1 = (_Pyramid(gray, levels, device) for gray in (gray0, gray1))
+        self.shift = torch.zeros_like(self.points1)
+        self.deviation = torch.full_like(self.step1, float("nan"))
+        self.correlation = torch.full_like(self.step1, float("nan"))
+
+    def run(self, coarsest: Tensor) -> None:
+        """Align each match from its coarsest level (K,) down to the finest; where that fails, from one level up."""
+        for level in range(COARSER, -1, -1):
+            self._align(level, coarsest >= level)
+        again = torch.isnan(self.deviation) & (coarsest == 0)
+        self._align(1, again)
+        self._align(0, again & ~torch.isnan(self.deviation))
+
+    def _align(self, level: int, chosen: Tensor) -> None:
+        """Align the chosen matches (K,) on one level; what is not good there stays as it was."""
+        rows = torch.nonzero(chosen & self.usable).flatten()
+        if not len(rows):
+            return
+        asked, unit = self.settings, float(2**level)
+        found = self._descend(level, rows)
+        good = (found.correlation > asked.correlation) & (found.moved < asked.farthest) & (found.deviation < asked.edge)
+        deviation = found.deviation * self.step1[rows] * unit
+        unset = torch.isnan(self.deviation[rows])
+        self.correlation[rows] = torch.where(good | unset, found.correlation, self.correlation[rows])
+        self.deviation[rows] = torch.where(good, deviation, self.deviation[rows])
+        self.shift[rows] = torch.where(good[:, None], found.shift, self.shift[rows])
+
+    def _descend(self, level: int, rows: Tensor) -> _Found:
+        asked = self.settings
+        level0, level1 = (self.octaves[:, rows] + level).round().long()
+        frame0, frame1 = self.frame0[rows] * 2.0**level, self.frame1[rows] * 2.0**level
+        offsets, weight = _patch(asked, self.device)
+        at0 = self.points0[rows][:, None] + offsets @ frame0.transpose(1, 2)
+        inside = self.pyramid0.holds(_corners(at0), level0)
+        template = _Template(self.pyramid0.read(self.pyramid0.grid(at0, level0)), weight)
+        start = self.points1[rows] + self.shift[rows]
+        at1 = start[:, None] + offsets[template.inner] @ frame1.transpose(1, 2)
+        grid1, unit1 = self.pyramid1.grid(at1, level1), self.pyramid1.unit[level1]
+        moved = torch.zeros_like(start)
+        for _ in range(asked.iterations):
+            shift = (frame1 @ moved[..., None])[..., 0]
+            step = template.step(self.pyramid1.read(grid1 + (shift * unit1)[:, None]))[0]
+            length = step.norm(dim=1, keepdim=True)
+            moved = moved - step * (asked.longest / length.clamp(min=asked.longest))
+        shift = (frame1 @ moved[..., None])[..., 0]
+        _, correlation = template.step(self.pyramid1.read(grid1 + (shift * unit1)[:, None]))
+        inside &= self.pyramid1.holds(_corners(at1) + shift[:, None], level1)
+        correlation = torch.where(inside, correlation, torch.full_like(correlation, float("nan")))
+        return _Found(self.shift[rows] + shift, moved.norm(dim=1), template.deviation(correlation), correlation)
+
+
+class _Found(NamedTuple):
+    """What alignment of some matches on one level gives.
+
+    shift: (n, 2) px of image 1, from SIFT's position. moved: (n,) steps of the patch, on this level. deviation: (n,) of
+    the same unit. correlation: (n,), NaN outside the image or without structure.
+    """
+
+    shift: Tensor
+    moved: Tensor
+    deviation: Tensor
+    correlation: Tensor
+
+
+class _Template:
+    """Patches of image 0, and what Gauss-Newton needs of them.
+
+    Samples are brought to weighted mean 0 and deviation 1; the gradient is freed of what a change of gain and offset
+    does, so that the shift is solved for together with both.
+    """
+
+    def __init__(self, samples: Tensor, weight: Tensor) -> None:
+        """samples: (n, s s) with a margin of one sample; weight: ((s - 2)^2,) of the inner ones, their sum 1."""
+        side = round(samples.shape[1] ** 0.5)
+        square = samples.view(-1, side, side)
+        numbers = torch.arange(side * side, device=samples.device).view(side, side)
+        self.inner, self.weight = numbers[1:-1, 1:-1].reshape(-1), weight
+        x = (square[:, 1:-1, 2:] - square[:, 1:-1, :-2]).flatten(1) / 2
+        y = (square[:, 2:, 1:-1] - square[:, :-2, 1:-1]).flatten(1) / 2
+        self.mean = samples.mean(1, keepdim=True)
+        centred = square[:, 1:-1, 1:-1].flatten(1) - self.mean
+        centred = centred - (centred @ weight)[:, None]
+        self.spread = ((centred**2) @ weight).sqrt()
+        template = centred / self.spread.clamp(min=FLAT)[:, None]
+        gradient = torch.stack([x, y], 1) / self.spread.clamp(min=FLAT)[:, None, None]
+        gradient = gradient - (gradient @ weight)[..., None]
+        gradient = gradient - (gradient @ (template * weight)[..., None]) * template[:, None]
+        weighted = gradient * weight
+        self.inverse = _inverse(weighted @ gradient.transpose(1, 2))
+        self.scatter = self.inverse @ (weighted @ weighted.transpose(1, 2)) @ self.inverse
+        plain = weight.expand_as(template)[:, None]
+        self.rows = torch.cat([weighted, (template * weight)[:, None], plain], 1)  # (n, 4, s s)
+
+    def step(self, samples: Tensor) -> Tuple[Tensor, Tensor]:
+        """Of samples of image 1 (n, s s): the shift (n, 2) to undo, and their correlation (n,) with the template."""
+        samples = samples - self.mean
+        sums = (self.rows @ samples[..., None])[..., 0]
+        spread = ((samples**2) @ self.weight - sums[:, 3] ** 2).clamp(min=0).sqrt()
+        flat = (spread < FLAT) | (self.spread < FLAT)
+        spread = spread.clamp(min=FLAT)
+        correlation = torch.where(flat, torch.full_like(spread, float("nan")), sums[:, 2] / spread)
+        return (self.inverse @ (sums[:, :2] / spread[:, None])[..., None])[..., 0], correlation
+
+    def deviation(self, correlation: Tensor) -> Tensor:
+        """(n,) standard deviation of the shift along each axis, in steps of the patch, from what is left over."""
+        left = (2.0 - 2.0 * correlation).clamp(min=0)  # weighted mean square of the difference
+        trace = self.scatter.diagonal(dim1=1, dim2=2).sum(1)
+        return (CORRELATED * left * trace / 2).sqrt()
+
+
+def _patch(settings: Settings, device) -> Tuple[Tensor, Tensor]:
+    """Offsets ((2 radius + 3)^2, 2) of samples with a margin of one, and weights of the inner ones, their sum 1."""
+    line = torch.arange(-settings.radius - 1, settings.radius + 2, device=device, dtype=torch.float32)
+    columns = line[None].expand(len(line), len(line))
+    inner = torch.exp(-0.5 * (line[1:-1] / settings.weight) ** 2)
+    weight = (inner[:, None] * inner).reshape(-1)
+    return torch.stack([columns.reshape(-1), columns.t().reshape(-1)], 1), weight / weight.sum()
+
+
+def _corners(points: Tensor) -> Tensor:
+    """(n, 4, 2) of the points (n, s s, 2) of a patch."""
+    side = round(points.shape[1] ** 0.5)
+    return points[:, [0, side - 1, side * (side - 1), side * side - 1]]
+
+
+def _inverse(hessian: Tensor) -> Tensor:
+    """(n, 2, 2) inverse of symmetric ones, without a direction in which there is next to no structure."""
+    values, vectors = torch.linalg.eigh(hessian)
+    kept = values > (EDGE * values[:, 1:]).clamp(min=1e-6)
+    inverse = torch.where(kept, 1.0 / values.clamp(min=1e-6), torch.zeros_like(values))
+    return (vectors * inverse[:, None]) @ vectors.transpose(1, 2)
