@@ -16,7 +16,7 @@ from pipeline.errors import RequestError
 from pipeline.evaluation import content as contents
 from pipeline.evaluation import figures, heldout
 from pipeline.evaluation.matchers import MATCHERS
-from pipeline.evaluation.scoring import MatchCounts, Row
+from pipeline.evaluation.scoring import Judged, MatchCounts, PairResult, Row
 from pipeline.images import sources
 from pipeline.report import charts, page, tables
 
@@ -188,13 +188,20 @@ def row(error=1.0, matcher="superglue", **conditions):
 
 
 def test_rows_fall_into_bins_once_per_condition():
-    rows = [row(matcher=m, rotation_deg=d, scale=1.0) for d in (0.0, 15.0, 180.0) for m in MATCHERS]
-    lines = figures.by_condition(rows)
+    judged = Judged(np.array([0.9, 0.8, 0.7]), np.array([1, 1, 0], bool), np.array([1, 1, 0], bool), 4)
+    found = [
+        PairResult((0, 0), {m: row(matcher=m, rotation_deg=d, scale=1.0) for m in MATCHERS}, {"superglue": judged})
+        for d in (0.0, 15.0, 180.0)
+    ]
+    lines = figures.by_condition(found)
     turned = {line["level"]: line["pairs"] for line in lines if line["condition"] == "rotation_deg"}
     assert turned == {"0 .. 15": 1, "15 .. 30": 1, "120 .. 181": 1}
     assert [line["pairs"] for line in lines if line["condition"] == "scale"] == [3]
     assert [line["level"] for line in lines if line["condition"] == "keypoints"] == ["128 .. 256"]
     assert lines[0]["superglue.auc_ransac_5"] == pytest.approx(0.8)
+    # the ratio test has 15 of 20 right and 12 of 30 found; down to 0.8 two of two are right, two of four found
+    assert lines[0]["superglue.recall_at_ratio_precision"] == 0.5
+    assert lines[0]["ratio_test.recall_at_ratio_precision"] == 0.4
 
 
 def test_explanations_name_what_is_hard():

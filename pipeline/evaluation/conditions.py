@@ -12,7 +12,7 @@ from superglue_sift import geometry
 GRID = 32  # samples a side for the overlap
 BINS: Dict[str, Tuple[float, ...]] = {  # condition -> edges; a pair falls into low <= value < high
     "rotation_deg": (0, 15, 30, 60, 120, 181),
-    "scale": (1, 1.25, 1.6, 2.2, 3, math.inf),
+    "scale": (1, 1.25, 1.6, 2.2, 3, 4.5, 6.5, 9, math.inf),
     "tilt": (1, 1.2, 1.5, 2, 3, math.inf),
     "perspective": (1, 1.5, 2.5, 5, 10, math.inf),
     "overlap": (0, 0.25, 0.5, 0.75, 1.01),

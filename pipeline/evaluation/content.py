@@ -47,7 +47,7 @@ def content(
         intervals=compared.intervals,
         differences=compared.differences,
         curves=curves(rows, compared),
-        robustness=[*figures.by_condition(rows), *disturbed],
+        robustness=[*figures.by_condition(results.pairs), *disturbed],
         pairs=[figures.pair_line(row) for row in rows],
         scenes=figures.by_scene(rows),
         bad=[{"file": name, "reason": reason} for name, reason in results.bad],

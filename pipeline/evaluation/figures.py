@@ -265,20 +265,21 @@ def by_scene(rows: Sequence[Row]) -> List[Line]:
     ]
 
 
-def by_condition(rows: Sequence[Row]) -> List[Line]:
+def by_condition(results: Sequence[PairResult]) -> List[Line]:
     """One line per condition and bin that holds a pair."""
     lines = []
     for condition, edges in BINS.items():
         for low, high in zip(edges, edges[1:]):
             level = f"{low:g} ..{'' if math.isinf(high) else f' {high:g}'}"
-            inside = [row for row in rows if low <= row.difficulty.get(condition, math.nan) < high]
+            inside = [one for one in results if low <= one.rows[OURS].difficulty.get(condition, math.nan) < high]
             lines += [condition_line(condition, level, inside)] if inside else []
     return lines
 
 
-def condition_line(condition: str, level: str, rows: Sequence[Row]) -> Line:
+def condition_line(condition: str, level: str, results: Sequence[PairResult]) -> Line:
     """A line of robustness.csv: condition, level, pairs, and figures of ours and of the ratio test."""
     line: Line = {"condition": condition, "level": level}
+    rows = [row for one in results for row in one.rows.values()]
     areas = [f"auc_{name}_5" for name in estimators_of(rows)[:2]]
     shown = [name for name in values_of(rows) if name in areas or not name.startswith("auc_")]
     for matcher in COMPARED:
@@ -287,6 +288,12 @@ def condition_line(condition: str, level: str, rows: Sequence[Row]) -> Line:
         if "recall_pairs" in figures:
             line.setdefault("recall_pairs", figures["recall_pairs"])
         line.update({f"{matcher}.{name}": figures[name] for name in shown})
+    judged = [one.judged[OURS] for one in results if OURS in one.judged]
+    if judged:
+        found, least = sweep(judged), line[f"{RATIO_TEST}.precision"]
+        recall = float(recall_at_precision(found.precision, found.recall, np.array(least)))
+        line[f"{OURS}.recall_at_ratio_precision"] = plain(recall if found.recall_pairs else math.nan)
+        line[f"{RATIO_TEST}.recall_at_ratio_precision"] = line[f"{RATIO_TEST}.recall"]
     return line
 
 

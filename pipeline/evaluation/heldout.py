@@ -78,8 +78,11 @@ class HeldOutPairs(Source):
             H = homography.mild_view(rng, *sizes)
         else:
             H = homography.sample_view(rng, *sizes, self.params.homography, self.params.difficulty)
-        view = render.render(image, H, self.view_size)
-        return render.distort(view, rng, self.params.photometric), H
+        return self._rendered(image, H, rng), H
+
+    def _rendered(self, image: np.ndarray, H_image_to_view: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        view = render.render(image, H_image_to_view, self.view_size)
+        return render.distort(view, rng, self.params.photometric)
 
 
 class UnrelatedPairs(Source):

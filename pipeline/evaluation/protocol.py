@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 from pipeline.errors import RequestError, WorkError
-from pipeline.evaluation import content, estimators, figures, pairs, poses
+from pipeline.evaluation import content, estimators, figures, magnified, pairs, poses
 from pipeline.evaluation.heldout import LEVELS, HeldOutPairs, UnrelatedPairs, disturbed
 from pipeline.evaluation.hpatches import HPatchesPairs
 from pipeline.evaluation.matchers import OURS, Matchers
@@ -95,11 +95,18 @@ class Evaluation:
 
     def disturbed_lines(self, source: HeldOutPairs) -> List[figures.Line]:
         """Lines of robustness.csv: each disturbance at each level, on the first `settings.robustness` photographs."""
+        count = self.settings.robustness
+        if not count:
+            return []
+        tried = [
+            (name, f"{level:g}", disturbed(source, count, how, level))
+            for name, (how, own) in LEVELS.items()
+            for level in own
+        ]
         lines = []
-        levels = [(name, how, level) for name, (how, own) in LEVELS.items() for level in own]
-        for name, how, level in levels if self.settings.robustness else ():
-            rows = self.evaluate(disturbed(source, self.settings.robustness, how, level), f"{name} {level:g}").rows
-            lines += [figures.condition_line(name, f"{level:g}", rows)] if rows else []
+        for name, level, changed in [*tried, *magnified.levels(source, count)]:
+            found = self.evaluate(changed, f"{name} {level}").pairs
+            lines += [figures.condition_line(name, level, found)] if found else []
         return lines
 
     def unrelated_rows(self, source: HeldOutPairs) -> List[Row]:
