@@ -13,9 +13,10 @@
   superglue-match --serve                                  a page for the browser, on this machine alone
 
 In --out-dir each pair leaves A_B_matches.npz: keypoints0 (M, 2), keypoints1 (N, 2), matches (M,) with -1 for none,
-match_confidence (M,). The same command run again goes on where it was stopped. Images that cannot be read are listed in
-bad_images.csv, the rest is done, and the exit code is 1. Keypoints are pixels of the images as stored: x right, y down,
-(0, 0) the centre of the first pixel; EXIF orientation is ignored.
+match_confidence (M,), and made_from: both images by digest, weights, settings, versions. The same command run again
+resumes where it was stopped; a pair that was made from anything else is made again. Images that cannot be read are
+listed in bad_images.csv, the rest is done, and the exit code is 1. DIR is never searched for photographs. Keypoints are
+pixels of the images as stored: x right, y down, (0, 0) the centre of the first pixel; EXIF orientation is ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import functools
 import os
 import time
 from pathlib import Path
-from typing import ContextManager, Optional, Sequence, Tuple
+from typing import ContextManager, Dict, Optional, Sequence, Tuple
 
 import cv2
 
@@ -178,30 +179,57 @@ def match_many(args: argparse.Namespace) -> int:
         raise RequestError(f"--extractor {name}: say it to run that code, which finds the model's keypoints")
     if matcher.extractor is not DEFAULT and args.pairing == "nearest":
         raise RequestError("--pairing nearest looks for photographs by SIFT; take exhaustive or sequential")
-    model = Path(args.model or shipped_weights())
-    asked = {name: getattr(args, name) for name in ("max_keypoints", "resize", "precision")}
-    many.same_settings(args.out_dir, {"model_sha256": file_sha256(model), "threshold": matcher.threshold, **asked})
     store = many.FeatureStore(matcher, args.features or args.out_dir / "features")
     camera = args.camera is not None
-    output = many.Output(args.out_dir, args.json_files, args.pictures, args.homography, again=camera)
+    settings = settings_of(args, matcher)
+    output = many.Output(args.out_dir, args.json_files, args.pictures, args.homography, camera, settings)
     bad = {}
     source = args.inputs[0] if len(args.inputs) == 1 else None
     if camera or (source is not None and not source.is_dir()):
         pairs, total = many.sequential(open_video(args), args.k or NEIGHBOURS["sequential"]), None
     elif source is not None:
-        photos, bad = many.prepare(many.photos_in(source), store)
+        photos, bad = many.prepare(many.photos_in(source, args.out_dir), store)
         pairs, total = many.choose_pairs(photos, store, args.pairing, args.k or NEIGHBOURS.get(args.pairing, 0))
     else:
         pairs, bad = listed(args, store)
         total = len(pairs)
     with database(args, store) as add:
-        done = many.match(pairs, total, store, output, add)
-    print(f"{done} pairs matched{f' of {total}, the others before' if total and done < total else ''}: {args.out_dir}")
+        run = many.Run(store, output, add)
+        run.match(pairs, total)
+    report(run, total)
+    path = args.out_dir / "bad_images.csv"
+    path.unlink(missing_ok=True)
     if bad:
-        path = args.out_dir / "bad_images.csv"
         write_csv(path, [("name", "reason"), *bad.items()])
         raise WorkError(f"{len(bad)} images cannot be read, the rest is done; which and why: {path}")
     return 0
+
+
+def settings_of(args: argparse.Namespace, matcher: Matcher) -> Dict[str, object]:
+    """All but the images that decides the matches of a pair; it stands in each result, see `results.made_from`."""
+    extractor = matcher.extractor or DEFAULT
+    return {
+        "weights": file_sha256(args.model or shipped_weights()),
+        "extractor": f"{extractor.name} {extractor.code}".strip(),
+        "threshold": matcher.threshold,
+        **{name: getattr(args, name) for name in ("max_keypoints", "resize", "precision")},
+    }
+
+
+def report(run: many.Run, total: Optional[int]) -> None:
+    """How many pairs were matched, of how many something was there, and what else the folder holds."""
+    words = [f"{run.matched} pairs matched"]
+    if total and run.matched < total:
+        words[0] += f" of {total}, the others before"
+    if run.again:
+        words.append(f"{run.again} of them again, since what was there did not fit")
+    if run.completed:
+        words.append(f"{run.completed} of those before got the files they lacked")
+    folder = run.output.folder
+    print(f"{'; '.join(words)}: {folder}")
+    others = sum(1 for _ in folder.glob(f"*_{many.MATCHES}")) - run.matched - run.before
+    if others > 0:
+        print(f"{folder} also holds {others} pairs that this command did not ask for; they stay as they are")
 
 
 def database(args: argparse.Namespace, store: many.FeatureStore) -> ContextManager[Optional[many.Adding]]:

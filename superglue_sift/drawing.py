@@ -9,6 +9,8 @@ from typing import List, Optional, Sequence, Tuple
 import cv2
 import numpy as np
 
+from superglue_sift.files import write_atomic
+
 GREEN, RED, BLUE, WHITE = (80, 200, 60), (50, 50, 235), (235, 160, 40), (255, 255, 255)  # BGR
 GAP = 8  # pixels between the two images
 BAR = 26  # height of the heading in pixels
@@ -74,8 +76,7 @@ def reduced(image: np.ndarray, longer_side: int) -> Tuple[np.ndarray, float]:
 
 def write(path: Path, picture: np.ndarray) -> None:
     """Write a BGR picture in the format its name ends in. Raises OSError when it cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(encode(path.suffix.lower(), picture))
+    write_atomic(path, encode(path.suffix.lower(), picture))
 
 
 def encode(ending: str, picture: np.ndarray) -> bytes:

@@ -216,11 +216,21 @@ def read_color(path: Union[str, Path]) -> np.ndarray:
     return _read(path, cv2.IMREAD_COLOR)
 
 
+def gray_of(data: bytes, path: Union[str, Path]) -> np.ndarray:
+    """`read_gray` of a file whose bytes were read before."""
+    return _named(data, path, cv2.IMREAD_GRAYSCALE)
+
+
 def _read(path: Union[str, Path], flag: int) -> np.ndarray:
     try:
-        return _decode(Path(path).read_bytes(), str(path), flag)
+        return _named(Path(path).read_bytes(), path, flag)
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _named(data: bytes, path: Union[str, Path], flag: int) -> np.ndarray:
+    try:
+        return _decode(data, str(path), flag)
     except BadImage as error:
         raise RequestError(f"{path}: {error.reason}") from None
 

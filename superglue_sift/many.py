@@ -1,6 +1,7 @@
 """Many pairs: of a folder, a list or a video. Features are computed once and kept on disk; what is done is not redone.
 
-A pair is done when its `A_B_matches.npz` is there, which is written last and whole. What is held in memory does not
+A pair is done when its `A_B_matches.npz` is there, which is written last and whole, and was made from the same images,
+weights, settings and versions; they stand in it. What is held in memory does not
 grow with the number of images but for their names: features of the 256 used last, and one batch of pairs.
 """
 
@@ -12,25 +13,41 @@ import hashlib
 import io
 import itertools
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, OrderedDict, Sequence, Tuple, Union
-from zipfile import BadZipFile
+from typing import (
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    OrderedDict,
+    Sequence,
+    Set,
+    Tuple,
+    Union,
+)
 
 import cv2
 import numpy as np
 
-from superglue_sift import results, retrieval
+from superglue_sift import __version__, results, retrieval
 from superglue_sift.errors import RequestError
 from superglue_sift.extractors import DEFAULT
 from superglue_sift.files import write_atomic
-from superglue_sift.images import EXTENSIONS, read_color
+from superglue_sift.images import EXTENSIONS, gray_of, read_color
 from superglue_sift.matcher import Features, Matcher, MatchResult
 from superglue_sift.progress import Progress
 
 HELD = 256  # features of so many images stay in memory
 BATCH_ON_GPU = 8
+MATCHES, JSON, PICTURE = "matches.npz", "matches.json", "matches.jpg"  # what the files of a pair end in
+OVERLAY, BLINK = "overlay.jpg", "blink.gif"
 
 
 class Item(NamedTuple):
@@ -56,8 +73,10 @@ class FeatureStore:
         self.matcher, self.folder, self.held = matcher, folder, held
         extractor = matcher.extractor or DEFAULT
         own = "" if extractor is DEFAULT else f"{extractor.name}{extractor.code} "
-        self._settings = f"{matcher.max_keypoints} {matcher.resize} {cv2.__version__} {own}{extractor.dtype.descr}"
+        versions = f"{__version__} {cv2.__version__}"
+        self._settings = f"{matcher.max_keypoints} {matcher.resize} {versions} {own}{extractor.dtype.descr}"
         self._memory: OrderedDict[str, Features] = collections.OrderedDict()
+        self._digests: Dict[str, str] = {}
 
     def __call__(self, item: Item) -> Features:
         """Its features. Raises RequestError for an image that cannot be read."""
@@ -68,72 +87,109 @@ class FeatureStore:
         self._memory.move_to_end(item.name)
         return self._memory[item.name]
 
+    def digest(self, item: Item) -> str:
+        """SHA-256 of its content, of which its features are. Raises RequestError for an image that cannot be read."""
+        if item.name not in self._digests:
+            self._content(item)
+        return self._digests[item.name]
+
     def prepare(self, item: Item) -> Features:
         """Its features from disk, else computed and written there. Threads may call it."""
-        try:
-            source = item.image.read_bytes() if isinstance(item.image, Path) else item.image.tobytes()
-        except OSError as error:
-            raise RequestError(f"{item.name}: cannot be read: {error.strerror}") from None
-        path = self.folder / f"{hashlib.sha256(self._settings.encode() + source).hexdigest()[:32]}.npz"
+        source, digest = self._content(item)
+        path = self.folder / f"{hashlib.sha256(f'{self._settings} {digest}'.encode()).hexdigest()[:32]}.npz"
         try:
             with np.load(path, allow_pickle=False) as file:
                 return Features(file["records"], tuple(file["size"].tolist()))
-        except (OSError, ValueError, KeyError, EOFError, BadZipFile):  # not there yet, or damaged
-            found = self.matcher.extract(item.image)._replace(gray=None)
+        except results.DAMAGED:  # or not there yet
+            pixels = gray_of(source, item.image) if isinstance(source, bytes) else source
+            found = self.matcher.extract(pixels)._replace(gray=None)
         data = io.BytesIO()
         np.savez(data, records=found.records, size=found.size)
         write_atomic(path, data.getvalue())
         return found
 
+    def _content(self, item: Item) -> Tuple[Union[bytes, np.ndarray], str]:
+        """The bytes of its file, or its pixels, and their digest, which is noted."""
+        try:
+            source = item.image.read_bytes() if isinstance(item.image, Path) else item.image
+        except OSError as error:
+            raise RequestError(f"{item.name}: cannot be read: {error.strerror}") from None
+        shape = b"" if isinstance(source, bytes) else str(source.shape).encode()
+        digest = hashlib.sha256(shape + (source if isinstance(source, bytes) else source.tobytes())).hexdigest()
+        self._digests[item.name] = digest
+        while not isinstance(source, bytes) and len(self._digests) > self.held:  # frames may come without an end
+            del self._digests[next(iter(self._digests))]
+        return source, digest
+
 
 @dataclass(frozen=True)
 class Output:
-    """What is written of each pair, in `folder`."""
+    """What is written of each pair, in `folder`. settings: as of `results.made_from`."""
 
     folder: Path
     json: bool = False
     pictures: bool = False
     homography: bool = False
     again: bool = False  # also what is there already: a camera shows something new each time
+    settings: Mapping[str, object] = field(default_factory=dict)
 
     def file(self, item0: Item, item1: Item, ending: str) -> Path:
-        """FOLDER/A_B_matches.ENDING."""
-        return self.folder / f"{item0.name}_{item1.name}_matches.{ending}"
+        """FOLDER/A_B_ENDING."""
+        return self.folder / f"{item0.name}_{item1.name}_{ending}"
 
-    def done(self, item0: Item, item1: Item) -> bool:
-        """Is all there that is asked for?"""
-        asked = ["npz", *["json"] * self.json, *["jpg"] * self.pictures]
-        return not self.again and all(self.file(item0, item1, ending).is_file() for ending in asked)
+    def missing(self, item0: Item, item1: Item) -> Set[str]:
+        """The endings of what is asked for beside the matches and is not there."""
+        asked = {JSON: self.json, PICTURE: self.pictures, OVERLAY: self.homography, BLINK: self.homography}
+        return {ending for ending in asked if asked[ending] and not self.file(item0, item1, ending).is_file()}
 
-    def write(self, item0: Item, item1: Item, found: MatchResult) -> None:
-        """All files of a pair, the one that says it is done last."""
-        fitted = results.fits(found) if self.json or self.pictures or self.homography else {}
+    def complete(self, item0: Item, item1: Item, found: MatchResult, made: str) -> bool:
+        """Write what is asked for beside the matches and is not there; was there anything to write?"""
+        missing = self.missing(item0, item1)
+        fitted = results.fits(found) if missing else {}
         pixels = functools.partial(map, Item.color, (item0, item1))
-        if self.json:
-            about = {"image0": item0.name, "image1": item1.name}
-            results.write_json(self.file(item0, item1, "json"), found, fitted, about)
-        if self.pictures:
-            results.write_picture(self.file(item0, item1, "jpg"), found, fitted, pixels)
-        if self.homography and fitted["homography"].model is not None:
-            results.write_overlay(self.folder / f"{item0.name}_{item1.name}", fitted["homography"].model, pixels)
-        results.write_npz(self.file(item0, item1, "npz"), found)
+        if JSON in missing:
+            about = {"image0": item0.name, "image1": item1.name, "made_from": json.loads(made)}
+            results.write_json(self.file(item0, item1, JSON), found, fitted, about)
+        if PICTURE in missing:
+            results.write_picture(self.file(item0, item1, PICTURE), found, fitted, pixels)
+        H_0to1 = fitted["homography"].model if missing & {OVERLAY, BLINK} else None
+        if H_0to1 is None:
+            missing -= {OVERLAY, BLINK}
+        else:
+            results.write_overlay(self.folder / f"{item0.name}_{item1.name}", H_0to1, pixels)
+        return bool(missing)
+
+    def write(self, item0: Item, item1: Item, found: MatchResult, made: str) -> None:
+        """All files of a pair, the one that says it is done last; those of another result are removed first."""
+        for ending in (MATCHES, JSON, PICTURE, OVERLAY, BLINK):
+            self.file(item0, item1, ending).unlink(missing_ok=True)
+        self.complete(item0, item1, found, made)
+        results.write_npz(self.file(item0, item1, MATCHES), found, made)
 
 
-def same_settings(folder: Path, settings: Dict[str, object]) -> None:
-    """Note how the pairs in `folder` are matched. Raises RequestError where those there were matched otherwise."""
-    path = folder / "settings.json"
-    text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
-    if path.is_file() and path.read_text(encoding="utf-8") != text:
-        raise RequestError(f"{path}: pairs there were matched with other settings; name another --out-dir")
-    write_atomic(path, text)
+def photos_in(folder: Path, out_dir: Path) -> List[Item]:
+    """All image files below a folder, by name, but for results: what is below `out_dir`, and pictures of other runs.
 
-
-def photos_in(folder: Path) -> List[Item]:
-    """All image files below a folder, by name. Raises RequestError when there are fewer than two."""
-    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file())
+    Raises RequestError: there are fewer than two, or `out_dir` is the folder itself.
+    """
+    output = out_dir.resolve()
+    if output == folder.resolve():
+        raise RequestError(
+            f"--out-dir {out_dir}: is the folder of the photographs; name another, such as {out_dir}/found"
+        )
+    files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file() and not _is_result(p))
+    paths = [path for path in files if output not in path.resolve().parents]
+    if len(paths) < len(files):
+        print(f"{out_dir}: {len(files) - len(paths)} images there are left out: it is the output", file=sys.stderr)
     if len(paths) < 2:
         raise RequestError(f"{folder}: {len(paths)} images; matching needs two or more")
     return named(paths, folder)
+
+
+def _is_result(path: Path) -> bool:
+    """Is it a picture of a pair, which lies beside the pair's matches?"""
+    ends = [ending for ending in (PICTURE, OVERLAY, BLINK) if path.name.endswith(f"_{ending}")]
+    return any(path.with_name(path.name[: -len(ending)] + MATCHES).is_file() for ending in ends)
 
 
 def named(paths: Sequence[Path], root: Path) -> List[Item]:
@@ -229,29 +285,69 @@ def choose_pairs(photos: Sequence[Item], store: FeatureStore, pairing: str, k: i
     return [(photos[i], photos[j]) for i, j in chosen], len(chosen)
 
 
-def match(pairs: Pairs, total: Optional[int], store: FeatureStore, output: Output, add: Optional[Adding] = None) -> int:
-    """Match and write each pair that is not done yet; returns how many that were. add: called for every pair."""
-    matcher = store.matcher
-    size = BATCH_ON_GPU if matcher.device.startswith("cuda") else 1
-    shown = Progress(total=total, desc="matching", unit="pairs")
+@dataclass
+class Run:
+    """Matching pairs into `output`: how many were matched, of these again; done before, of these lacking files.
 
-    def missing() -> Iterator[Tuple[Item, Item]]:
+    add: called with every pair, the ones done before among them.
+    """
+
+    store: FeatureStore
+    output: Output
+    add: Optional[Adding] = None
+    matched: int = 0
+    again: int = 0
+    before: int = 0
+    completed: int = 0
+
+    def match(self, pairs: Pairs, total: Optional[int]) -> None:
+        """Match and write each pair whose result is not there; `total`: how many pairs there are, where it is known."""
+        matcher, output = self.store.matcher, self.output
+        size = BATCH_ON_GPU if matcher.device.startswith("cuda") else 1
+        shown = Progress(total=total, desc="matching", unit="pairs")
+        drawn: collections.deque = collections.deque()  # the pairs in work, and what their results are made from
+        with shown:
+            for found in matcher.match_batch(self._waiting(pairs, drawn, shown), size):
+                pair, made = drawn.popleft()
+                output.write(*pair, found, made)
+                if self.add:
+                    self.add(*pair, found)
+                self.matched += 1
+                shown.update(1)
+
+    def _waiting(self, pairs: Pairs, drawn: collections.deque, shown: Progress) -> Iterator[Tuple[Features, Features]]:
+        """Features of the pairs to match, which are noted in `drawn`."""
         for pair in pairs:
-            if output.done(*pair):
-                if add:
-                    sizes = (store(item).size for item in pair)
-                    add(*pair, results.read_npz(output.file(*pair, "npz"), *sizes))
+            if not self.output.again and self._done(pair, shown):
+                self.before += 1
                 shown.initial += 1
                 shown.update(1)
-            else:
-                yield pair
+                continue
+            sides = self.store(pair[0]), self.store(pair[1])
+            drawn.append((pair, self._made_from(pair)))  # after its features were read: they are of this content
+            yield sides
 
-    waiting, ahead = itertools.tee(missing())
-    sides = ((store(item0), store(item1)) for item0, item1 in ahead)
-    with shown:
-        for pair, found in zip(waiting, matcher.match_batch(sides, size)):
-            output.write(*pair, found)
-            if add:
-                add(*pair, found)
-            shown.update(1)
-    return shown.n - shown.initial
+    def _made_from(self, pair: Tuple[Item, Item]) -> str:
+        return results.made_from((self.store.digest(pair[0]), self.store.digest(pair[1])), self.output.settings)
+
+    def _done(self, pair: Tuple[Item, Item], shown: Progress) -> bool:
+        """Is the result of a pair there, made from what it would be made from now? Files that it lacks are written."""
+        path = self.output.file(*pair, MATCHES)
+        before, now = results.read_made_from(path), self._made_from(pair)
+        if before is None:
+            return False
+        why = results.differs(before, now)
+        if not why and (self.add or self.output.missing(*pair)):
+            try:
+                found = results.read_npz(path, *(self.store(item).size for item in pair))
+            except results.DAMAGED:
+                why = "is damaged"
+            else:
+                self.completed += self.output.complete(*pair, found, now)
+                if self.add:
+                    self.add(*pair, found)
+        if why:
+            self.again += 1
+            if self.again == 1:
+                shown.say(f"{path}: {why}; it is made again, as are others that do not fit")
+        return not why

@@ -55,6 +55,10 @@ class Progress:
         """Figures for the end of the next lines."""
         self._figures = "".join(f", {name}={value}" for name, value in figures.items())
 
+    def say(self, line: str) -> None:
+        """A line of its own, which stays; on a terminal the line of the progress is drawn below it again."""
+        self._write(f"\r\033[K{line}\n" if self._terminal else f"{line}\n")
+
     def close(self) -> None:
         """The last line; none when nothing was done."""
         if self.n > self.initial:
@@ -75,8 +79,11 @@ class Progress:
         line += self._figures
         if self._terminal:
             line = "\r\033[K" + line[: shutil.get_terminal_size().columns - 1]
+        self._write(line + ("\n" if last or not self._terminal else ""))
+
+    def _write(self, text: str) -> None:
         try:
-            print(line, end="\n" if last or not self._terminal else "", file=sys.stderr, flush=True)
+            print(text, end="", file=sys.stderr, flush=True)
         except (OSError, ValueError):
             pass
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import zlib
 from pathlib import Path
-from typing import Callable, Dict, Iterable, Mapping, Tuple
+from typing import Callable, Dict, Iterable, Mapping, Optional, Tuple
+from zipfile import BadZipFile
 
 import cv2
 import numpy as np
+import torch
 
-from superglue_sift import drawing
+from superglue_sift import __version__, drawing
 from superglue_sift.errors import RequestError
 from superglue_sift.files import write_atomic
 from superglue_sift.geometry import Fit
@@ -18,6 +21,7 @@ from superglue_sift.matcher import MatchResult
 
 BLINK_SIDE = 800  # longer side of the GIF in pixels
 BLINK_MS = 600
+DAMAGED = (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error)  # what reading a torn `.npz` raises
 Pixels = Callable[[], Iterable[np.ndarray]]  # both images (H, W, 3) BGR, read when they are drawn
 
 
@@ -45,17 +49,61 @@ def write_json(path: Path, found: MatchResult, fitted: Mapping[str, Fit], about:
     write_atomic(path, json.dumps(content) + "\n")
 
 
-def write_npz(path: Path, found: MatchResult) -> None:
-    """keypoints0 (M, 2), keypoints1 (N, 2) float32, matches (M,) int64 or -1, match_confidence (M,) float32."""
+def made_from(images: Tuple[str, str], settings: Mapping[str, object]) -> str:
+    """What the result of a pair is made from, as JSON: equal text, equal result up to rounding.
+
+    Args:
+        images: a digest of the content of each.
+        settings: all else that decides it, by name: the weights by digest, the threshold. Plain JSON values.
+    """
+    versions = {"superglue_sift": __version__, "torch": torch.__version__.split("+")[0], "opencv": cv2.__version__}
+    return json.dumps({"image0": images[0], "image1": images[1], **settings, **versions}, sort_keys=True)
+
+
+def differs(before: str, now: str) -> str:
+    """Why a result made from `before` is not one made from `now`, both of `made_from`: "" where it is."""
+    if before == now:
+        return ""
+    try:
+        old, new = json.loads(before), json.loads(now)
+        names = [
+            name for name in sorted({**old, **new}) if name not in old or name not in new or old[name] != new[name]
+        ]
+    except (ValueError, TypeError):
+        return "does not say what it was made from"
+    return f"was made with another {', '.join(names)}"
+
+
+def write_npz(path: Path, found: MatchResult, made: str) -> None:
+    """keypoints0 (M, 2), keypoints1 (N, 2) float32, matches (M,) int64 or -1, match_confidence (M,) float32.
+
+    Beside them `made_from` (), the text of `made_from`.
+    """
     data, (matches, scores) = io.BytesIO(), found.dense()
     np.savez_compressed(
-        data, keypoints0=found.keypoints0, keypoints1=found.keypoints1, matches=matches, match_confidence=scores
+        data,
+        keypoints0=found.keypoints0,
+        keypoints1=found.keypoints1,
+        matches=matches,
+        match_confidence=scores,
+        made_from=np.array(made),
     )
     write_atomic(path, data.getvalue())
 
 
+def read_made_from(path: Path) -> Optional[str]:
+    """What the result in a file of `write_npz` was made from; "" where it does not say, None where it is not there."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return str(file["made_from"])
+    except FileNotFoundError:
+        return None
+    except DAMAGED:
+        return ""
+
+
 def read_npz(path: Path, size0: Tuple[int, int], size1: Tuple[int, int]) -> MatchResult:
-    """`write_npz` back. size0, size1: (width, height) of the images."""
+    """`write_npz` back. size0, size1: (width, height) of the images. Raises one of DAMAGED."""
     with np.load(path, allow_pickle=False) as file:
         matches, confidence = file["matches"], file["match_confidence"]
         own = np.flatnonzero(matches >= 0)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import gc
+import hashlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ import numpy as np
 import pytest
 from made_scenes import TURN, write_model
 
-from superglue_sift import Features, Matcher, RequestError, cli, errors, many, retrieval
+from superglue_sift import Features, Matcher, RequestError, __version__, cli, errors, many, retrieval
 from superglue_sift.geometry import corner_error
 
 
@@ -50,7 +52,7 @@ def test_all_pairs_of_a_folder_in_the_layout_that_others_read(work, capsys):
     assert npz_names(work / "found") == {f"{a}_{b}_matches.npz" for a, b in itertools.combinations(names, 2)}
     with np.load(work / "found" / "cup0_cup1_matches.npz", allow_pickle=False) as file:
         found = dict(file)
-    assert set(found) == {"keypoints0", "keypoints1", "matches", "match_confidence"}
+    assert set(found) == {"keypoints0", "keypoints1", "matches", "match_confidence", "made_from"}
     matcher = Matcher.load(work / "model.safetensors", "cpu", max_keypoints=300)
     expected = matcher.match(work / "photos" / "cup0.png", work / "photos" / "cup1.png")
     np.testing.assert_array_equal(found["keypoints0"], expected.keypoints0)
@@ -73,7 +75,7 @@ def test_bad_images_are_listed_and_the_rest_is_done(work, capsys):
 def test_features_are_computed_once_and_found_again(work, monkeypatch):
     run(work, work / "photos", "--out-dir", work / "one", "--features", work / "features")
     assert len(list((work / "features").iterdir())) == 4
-    monkeypatch.setattr("superglue_sift.sift.extract", lambda *_: pytest.fail("computed twice"))
+    monkeypatch.setattr("superglue_sift.matcher.extract", lambda *_: pytest.fail("computed twice"))
     assert run(work, work / "photos", "--out-dir", work / "two", "--features", work / "features") == 0
     for name in npz_names(work / "one"):
         assert (work / "one" / name).read_bytes() == (work / "two" / name).read_bytes()
@@ -88,13 +90,120 @@ def test_damaged_features_are_computed_again(work):
         assert (work / "one" / name).read_bytes() == (work / "two" / name).read_bytes()
 
 
-def test_what_is_done_is_not_redone_and_other_settings_are_refused(work, monkeypatch, capsys):
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def all_files(folder: Path) -> dict:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_what_is_done_is_not_redone(work, capsys, monkeypatch):
     assert run(work, work / "photos", "--out-dir", work / "found") == 0
     (work / "found" / "cup0_cup1_matches.npz").unlink()
     assert run(work, work / "photos", "--out-dir", work / "found") == 0
-    assert "1 pairs matched of 6, the others before" in capsys.readouterr().out
-    assert run(work, work / "photos", "--out-dir", work / "found", "--threshold", "0.9") == 2
-    assert "settings.json" in capsys.readouterr().err
+    assert capsys.readouterr().out.splitlines()[-1] == f"1 pairs matched of 6, the others before: {work / 'found'}"
+    monkeypatch.setattr("superglue_sift.matcher.match_pairs", lambda *_: pytest.fail("matched twice"))
+    assert run(work, work / "photos", "--out-dir", work / "found") == 0
+
+
+def test_a_result_says_what_it_was_made_from(work):
+    run(work, work / "photos", "--out-dir", work / "found", "--json-files", "--threshold", "0.3")
+    with np.load(work / "found" / "cats-cat0_cup1_matches.npz", allow_pickle=False) as file:
+        made = json.loads(str(file["made_from"]))
+    assert made["image0"] == digest(work / "photos" / "cats" / "cat0.png")
+    assert made["image1"] == digest(work / "photos" / "cup1.png")
+    assert made["weights"] == digest(work / "model.safetensors")
+    assert (made["threshold"], made["max_keypoints"], made["precision"]) == (0.3, 300, "float32")
+    assert made["superglue_sift"] == __version__ and made["opencv"] == cv2.__version__
+    assert json.loads((work / "found" / "cats-cat0_cup1_matches.json").read_text())["made_from"] == made
+
+
+def test_photographs_replaced_under_their_names_are_matched_again(work, photo, capsys):
+    asked = ("--pictures", "--json-files")
+    assert run(work, work / "photos", "--out-dir", work / "found", *asked) == 0
+    cv2.imwrite(str(work / "photos" / "cup1.png"), np.ascontiguousarray(np.rot90(photo, 2)))
+    capsys.readouterr()
+    assert run(work, work / "photos", "--out-dir", work / "found", *asked) == 0
+    said = capsys.readouterr()
+    assert "was made with another image1; it is made again" in said.err
+    assert "3 pairs matched of 6, the others before; 3 of them again, since what was there did not fit" in said.out
+    assert run(work, work / "photos", "--out-dir", work / "new", *asked) == 0
+    assert all_files(work / "found") == all_files(work / "new")
+
+
+def test_another_folder_of_the_same_names_gets_its_own_matches(work, photo, capsys):
+    assert run(work, work / "photos", "--out-dir", work / "found") == 0
+    shutil.copytree(work / "photos", work / "others")
+    for path in (work / "others").rglob("*.png"):
+        cv2.imwrite(str(path), np.ascontiguousarray(cv2.imread(str(path))[:, ::-1]))
+    assert run(work, work / "others", "--out-dir", work / "found") == 0
+    assert "6 of them again" in capsys.readouterr().out
+    assert run(work, work / "others", "--out-dir", work / "new") == 0
+    assert all_files(work / "found") == all_files(work / "new")
+
+
+@pytest.mark.parametrize("change", ["threshold", "weights"])
+def test_other_settings_or_weights_are_matched_again(work, capsys, change):
+    assert run(work, work / "photos", "--out-dir", work / "found", "--pictures") == 0
+    if change == "weights":
+        write_model(work / "model.safetensors", sinkhorn_iterations=3)
+    words = ("--threshold", "0.9") if change == "threshold" else ()
+    assert run(work, work / "photos", "--out-dir", work / "found", *words) == 0
+    said = capsys.readouterr()
+    assert f"was made with another {change};" in said.err and "6 of them again" in said.out
+    assert run(work, work / "photos", "--out-dir", work / "new", *words) == 0
+    assert all_files(work / "found") == all_files(work / "new")  # no picture of the matches before either
+
+
+def test_a_result_of_before_these_records_or_a_damaged_one_is_made_again(work, capsys):
+    assert run(work, work / "photos", "--out-dir", work / "found") == 0
+    expected = all_files(work / "found")
+    old, torn = (work / "found" / "cup0_cup1_matches.npz", work / "found" / "cats-cat0_cup0_matches.npz")
+    with np.load(old, allow_pickle=False) as file:
+        np.savez(old, **{name: file[name] for name in file.files if name != "made_from"})
+    torn.write_bytes(torn.read_bytes()[:200])
+    assert run(work, work / "photos", "--out-dir", work / "found") == 0
+    said = capsys.readouterr()
+    assert "does not say what it was made from; it is made again" in said.err and "2 of them again" in said.out
+    assert all_files(work / "found") == expected
+
+
+def test_pairs_of_an_earlier_command_are_named(work, capsys):
+    assert run(work, work / "photos", "--out-dir", work / "found") == 0
+    for path in (work / "photos" / "cats").iterdir():
+        path.unlink()
+    assert run(work, work / "photos", "--out-dir", work / "found") == 0
+    assert "also holds 5 pairs that this command did not ask for" in capsys.readouterr().out
+
+
+def test_files_asked_for_later_are_made_of_the_matches_that_are_there(work, monkeypatch, capsys):
+    pytest.importorskip("PIL.Image", reason="needs Pillow")
+    asked = ("--pictures", "--json-files", "--homography")
+    assert run(work, work / "photos", "--out-dir", work / "whole", *asked) == 0
+    assert run(work, work / "photos", "--out-dir", work / "found") == 0
+    monkeypatch.setattr("superglue_sift.matcher.match_pairs", lambda *_: pytest.fail("matched twice"))
+    for count in range(1, 4):
+        assert run(work, work / "photos", "--out-dir", work / "found", *asked[:count]) == 0
+        assert "of those before got the files they lacked" in capsys.readouterr().out
+    assert all_files(work / "found") == all_files(work / "whole")
+    assert {"cup0_cup1_overlay.jpg", "cup0_cup1_blink.gif"} <= set(all_files(work / "found"))
+    assert run(work, work / "photos", "--out-dir", work / "found", *asked) == 0
+    assert "lacked" not in capsys.readouterr().out
+
+
+def test_the_output_is_never_input(work, capsys):
+    for _ in range(2):
+        assert run(work, work / "photos", "--out-dir", work / "photos" / "found", "--pictures") == 0
+        assert len(npz_names(work / "photos" / "found")) == 6
+    assert run(work, work / "photos", "--out-dir", work / "photos" / "second") == 0  # nor that of another command
+    assert len(npz_names(work / "photos" / "second")) == 6
+    cv2.imwrite(str(work / "photos" / "second" / "own.png"), np.zeros((50, 50), np.uint8))
+    capsys.readouterr()
+    assert run(work, work / "photos", "--out-dir", work / "photos" / "second") == 0
+    assert "second: 1 images there are left out: it is the output" in capsys.readouterr().err
+    assert run(work, work / "photos", "--out-dir", work / "photos") == 2
+    assert "is the folder of the photographs" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -162,6 +271,22 @@ def test_a_video_is_matched_frame_by_frame(work, photo):
     assert npz_names(work / "two") == {"frame000000_frame000001_matches.npz"}
 
 
+def test_another_video_of_the_same_frames_numbers_is_matched_again(work, photo, capsys):
+    for name, step in (("walk", 10), ("back", -10)):
+        writer = cv2.VideoWriter(str(work / f"{name}.avi"), cv2.VideoWriter_fourcc(*"MJPG"), 10, photo.shape[::-1])
+        if not writer.isOpened():
+            pytest.skip("this OpenCV writes no video")
+        for number in range(3):
+            writer.write(cv2.cvtColor(np.roll(photo, step * number, axis=1), cv2.COLOR_GRAY2BGR))
+        writer.release()
+    for name, folder in (("walk", "found"), ("walk", "found"), ("back", "found"), ("back", "new")):
+        assert run(work, work / f"{name}.avi", "--out-dir", work / folder, "--json-files") == 0
+    counts = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
+    again = "3 pairs matched; 3 of them again, since what was there did not fit"
+    assert counts == ["3 pairs matched", "0 pairs matched", again, "3 pairs matched"]
+    assert all_files(work / "found") == all_files(work / "new")
+
+
 def test_a_homography_is_shown_as_overlay_and_blinking(work):
     image = pytest.importorskip("PIL.Image", reason="needs Pillow")
     pair = work / "photos" / "cup0.png", work / "photos" / "cup1.png"
@@ -221,7 +346,9 @@ def test_memory_does_not_grow_with_the_number_of_images(work, tmp_path):
                 most = max(most, sum(type(each) is Features for each in gc.get_objects()))
             yield pair
 
-    assert many.match(pairs(), None, store, many.Output(tmp_path / "found")) == 2 * 80 - 3
+    matching = many.Run(store, many.Output(tmp_path / "found"))
+    matching.match(pairs(), None)
+    assert matching.matched == 2 * 80 - 3
     assert 16 <= most <= 16 + 2
 
 
