@@ -105,13 +105,29 @@ def sections() -> dict:
 
 
 def shared_memory() -> Iterator[Finding]:
-    """/dev/shm against what the ranks of a training on GPUs share there."""
+    """/dev/shm against what the ranks of a training on GPUs share there, and the processes that make batches."""
     import torch
 
     if os.path.isdir("/dev/shm"):
         gpus = min(launch.processes_per_node(), torch.cuda.device_count())
         needed = machine.shared_memory_needed(gpus)
-        yield machine.judge_shared_memory(shutil.disk_usage("/dev/shm").free, needed)
+        yield machine.judge_shared_memory(shutil.disk_usage("/dev/shm").free, needed, batches_on_their_way(gpus))
+
+
+def batches_on_their_way(gpus: int) -> int:
+    """Bytes of /dev/shm for the batches that processes make, by params.yaml; 0 where a thread makes them."""
+    from pipeline.pairs import processes
+    from pipeline.training import setup
+    from superglue_sift.sift import ORIENTED
+
+    found = sections()
+    if not {"keypoints", "train"} <= set(found) or found["train"].loader != "plain":
+        return 0
+    train, ranks = found["train"], setup.processes(found["train"], launch.processes_per_node())
+    wanted = processes.wanted(gpus > 0, ranks)
+    most = min(train.max_keypoints, found["keypoints"].max_keypoints)
+    step = setup.step_size(train, setup.global_batch(train, ranks), ranks, most, ORIENTED.itemsize)
+    return ranks * processes.Plan(wanted, processes.AHEAD).shared(step)
 
 
 def training() -> Iterator[Finding]:

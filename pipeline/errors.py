@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import List, Optional
+import sys
+from typing import List, NoReturn, Optional
 
 from superglue_sift.errors import Main, RequestError, WorkError, exit_code
 
-__all__ = ["EXIT_FOLDER", "STOPPED", "RequestError", "WorkError", "in_image", "run", "typed"]
+__all__ = ["EXIT_FOLDER", "STOPPED", "RequestError", "WorkError", "end_as_lost", "in_image", "run", "typed"]
 
 EXIT_FOLDER = "SG_EXIT_FOLDER"  # set by pipeline.launch: where each local rank leaves its exit code
 STOPPED = 143  # stopped by a signal, after a checkpoint
@@ -47,3 +48,14 @@ def run(main: Main, argv: Optional[List[str]] = None) -> int:
             file.write(str(code))
     # torchrun takes any code but 0 for a crash, and reports it as one: the launcher reads the file instead
     return 0 if code == STOPPED else code
+
+
+def end_as_lost(line: str) -> NoReturn:
+    """Say so in one line and end at once, as if this process had been killed: it can compute no further.
+
+    It leaves no exit code in EXIT_FOLDER, so the launcher starts the run again from its newest checkpoint.
+    """
+    print(" ".join(line.split()), file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

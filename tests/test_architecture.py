@@ -43,7 +43,7 @@ ROOMS: Dict[str, Set[str]] = {
     "runtime": set(),
     "tracking": {"runtime", "evaluation.champion"},
     "views": set(),
-    "pairs": {"features"},
+    "pairs": {"features", "runtime.machine", "runtime.signals"},
     "report": {"runtime.repro"},
     "extraction": {"images", "views", "features", "runtime", "params"},
     "training": {"pairs", "features", "runtime", "tracking", "params"},

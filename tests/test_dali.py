@@ -22,7 +22,7 @@ from pipeline.images import dali as images_dali
 from pipeline.images import decode
 from pipeline.images.sources import ImageSet, folder_entries
 from pipeline.pairs import dali as pairs_dali
-from pipeline.pairs import loader, synthetic
+from pipeline.pairs import loader, processes, synthetic
 from pipeline.pairs.augmentation import Augmentation
 from pipeline.pairs.order import PairOrder, rank_slice
 from superglue_sift.images import BadImage
@@ -386,8 +386,8 @@ class TestChoice:
             return copies[-1]
 
         monkeypatch.setattr(loader.PairBatch, "pin_memory", pin_memory)
-        monkeypatch.setattr(loader, "SHARED_BYTES", 1 << 60)  # no room: no processes
-        load, ahead = loader.choose(name, torch.device(device))
+        monkeypatch.setattr(processes, "room_of_rank", lambda *_: 0)  # no room: no processes
+        load, ahead = loader.choose(name, torch.device(device), processes.StepSize(4, 30, 280, 2))
         order = PairOrder(0, len(store), store.views_per_image)
 
         def make(step):

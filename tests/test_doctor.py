@@ -11,6 +11,7 @@ import pytest
 from pipeline import doctor
 from pipeline.errors import RequestError
 from pipeline.images import coco
+from pipeline.pairs.processes import Plan, StepSize
 from pipeline.runtime import machine
 from pipeline.runtime.machine import FAIL, GIB, MIB, NOTE, OK, WARN
 
@@ -74,6 +75,27 @@ def test_shared_memory_names_the_exact_flag():
 def test_one_gpu_or_none_asks_for_no_shared_memory(gpus):
     """Docker's 64 MB serve, whatever the batch."""
     assert machine.judge_shared_memory(64 * MIB, machine.shared_memory_needed(gpus)).level == OK
+
+
+def test_shared_memory_counts_the_batches_of_processes():
+    """4 processes, two steps each, and two in hand: 10 times 512 pairs of two views of 1,024 records of 280 bytes."""
+    step = StepSize(pairs=512, keypoints=1024, record=280)
+    batches = Plan(4, 2).shared(step)
+    assert 10 * 512 * 2 * 1024 * 280 <= batches < 1.001 * 10 * 512 * 2 * 1024 * 280
+    found = machine.judge_shared_memory(2 * GIB, 0, batches)
+    assert found.level == WARN and "--shm-size=3g" in found.text and "fewer processes" in found.text
+    assert machine.judge_shared_memory(3 * GIB, 0, batches).level == OK
+    assert machine.judge_shared_memory(64 * MIB, machine.shared_memory_needed(8), batches).level == FAIL
+
+
+def test_the_doctor_counts_the_processes_of_params_yaml(monkeypatch, tmp_path, root):
+    monkeypatch.chdir(tmp_path)
+    assert doctor.batches_on_their_way(0) == 0  # no params.yaml
+    (tmp_path / "params.yaml").write_text((root / "presets" / "sample.yaml").read_text())
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    assert doctor.batches_on_their_way(0) == 0  # a thread of each rank makes them
+    monkeypatch.setenv("SG_LOADER_PROCESSES", "3")
+    assert doctor.batches_on_their_way(0) == 2 * Plan(3, 2).shared(StepSize(4, 256, 280))
 
 
 def disk_of(source: str, copies: int = 2, limit: int = 0) -> int:

@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from faults.cells import Workbench
 from faults.group import digest
@@ -193,6 +194,28 @@ class TestFaults:
         process.kill()
         process.wait()
         wait_until(lambda: not ranks_of(bench.folder), 10)
+
+    def test_sigterm_to_every_process_of_the_job_gives_a_checkpoint(self, bench):
+        """As SLURM and some container runtimes send it; batches are made by processes, as for a GPU."""
+        keys = (("steps", 200), ("save_every", 1000), ("val_every", 200))
+        process = launcher(whole(bench, "run", keys), SG_LOADER_PROCESSES="1")
+        wait_until((bench.folder / "run-r" / "curves" / "train.csv").is_file, PATIENCE)
+        every = psutil.Process(process.pid).children(recursive=True)
+        assert len(every) >= 5  # torchrun, two ranks, two that make batches
+        for each in (*reversed(every), process):
+            os.kill(each.pid, signal.SIGTERM)
+        out, _ = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 143 and "the same command goes on from there" in out, out
+        saved = [int(file.stem[5:]) for file in (bench.folder / "run").glob("step-*.safetensors")]
+        assert len(saved) == 1 and 0 < saved[0] < 200
+
+    def test_a_killed_process_that_makes_batches_is_a_lost_rank(self, bench, monkeypatch):
+        monkeypatch.setenv("SG_LOADER_PROCESSES", "1")
+        out, struck = survived(bench, "kill:rank=1,step=5,phase=load_batch")
+        assert struck == 1 and "a process that makes batches died" in out and "Traceback" not in out
+        assert "starting again from the newest checkpoint" in out and "resuming at step" in out
+        monkeypatch.delenv("SG_LOADER_PROCESSES")
+        assert digest(bench.folder / "run") == bench.clean(2)
 
     def test_slurm_names_the_ranks(self, bench):
         """As `srun --ntasks=2 python -m pipeline.train` starts them: no launcher, no torchrun."""

@@ -153,6 +153,10 @@ class Store:
         sizes = [tensors["sizes"] for tensors in self._tensors]
         self.sizes = np.concatenate([np.empty((0, 2), np.int32), *sizes])
 
+    def __reduce__(self) -> Tuple[Any, ...]:
+        """Another process maps the files again, which were checked here."""
+        return Store, (self.path, "none")
+
     def __len__(self) -> int:
         """Number of images."""
         return len(self.images)

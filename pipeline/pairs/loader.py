@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import functools
-import os
-import shutil
 import threading
 from collections import deque
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, Callable, Deque, Generator, List, Optional, Sequence, Tuple, TypeVar
+from typing import Callable, Deque, Generator, List, Optional, Sequence, Tuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.linalg import inv
-from torch.utils.data import DataLoader
 
 from pipeline.features.store import Store, View
+from pipeline.pairs import processes
 from pipeline.pairs.augmentation import PLAIN, Augmentation
 from pipeline.pairs.order import Sample, rank_slice
+from pipeline.pairs.processes import StepSize
 from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.geometry import normalized
 
 Made = TypeVar("Made")
-
-# Processes that make batches for a GPU, and the shared memory that those on their way may need: three of 128 pairs of
-# 1,024 keypoints each.
-MOST_WORKERS, SHARED_BYTES = 4, 1 << 30
 
 CLOSE_S = 5.0  # that the end of a training waits for a batch that is being made
 
@@ -117,39 +112,12 @@ def prefetched_page_locked(
     return prefetched(lambda step: [batch.pin_memory() for batch in make(step)], steps)
 
 
-class _Steps(torch.utils.data.Dataset):
-    def __init__(self, make: Callable[[int], Any], steps: Sequence[int]) -> None:
-        self.make, self.steps = make, steps
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __getitem__(self, place: int) -> Any:
-        return self.make(self.steps[place])
-
-
-def prefetched_by_processes(
-    make: Callable[[int], Made], steps: Sequence[int], workers: int
-) -> Generator[Made, None, None]:
-    """As `prefetched`, by `workers` processes, in page-locked memory where there is a GPU.
-
-    For a GPU, which waits for Python to launch its kernels: a thread that makes batches would take turns with that.
-    """
-    pin = torch.cuda.is_available()
-    yield from DataLoader(_Steps(make, steps), batch_size=None, num_workers=workers, pin_memory=pin)
-
-
-def _workers(device: Optional[torch.device]) -> int:
-    """Processes that make batches for `device`; 0: a thread does, also where shared memory has no room."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = len(os.sched_getaffinity(0)) // ranks
-    if device is None or device.type == "cpu" or cores < 2 or shutil.disk_usage("/dev/shm").free < SHARED_BYTES * ranks:
-        return 0
-    return min(MOST_WORKERS, cores - 1)
-
-
-def choose(name: str, device: Optional[torch.device]) -> Tuple[Callable[..., PairBatch], Callable[..., Generator]]:
+def choose(
+    name: str, device: Optional[torch.device], step: Optional[StepSize] = None
+) -> Tuple[Callable[..., PairBatch], Callable[..., Generator]]:
     """(load_batch, prefetched) of `train.loader`: plain, dali or synthetic; all have the plain one's signatures.
+
+    step: what a step of this rank takes; None: a thread makes the batches, never processes.
 
     Raises RequestError: dali is asked for and not installed.
     """
@@ -163,5 +131,5 @@ def choose(name: str, device: Optional[torch.device]) -> Tuple[Callable[..., Pai
 
         dali.require()
         return load_batch, lambda make, steps, ahead=2: dali.carried(prefetched(make, steps, ahead), device, ahead)
-    workers = _workers(device)
-    return load_batch, functools.partial(prefetched_by_processes, workers=workers) if workers else by_thread
+    plan = processes.plan(device, step) if step else processes.BY_THREAD
+    return load_batch, functools.partial(processes.prefetched, plan=plan) if plan.processes else by_thread

@@ -24,6 +24,7 @@ CHANGES_NO_OUTPUT = (
     "pipeline.schema",
     "pipeline.runtime.code",
     "pipeline.runtime.faults",
+    "pipeline.runtime.machine",
     "pipeline.runtime.made_from",
     "superglue_sift.progress",
     "pipeline.runtime.signals",

@@ -4,8 +4,9 @@ SG_FAULT="kill:rank=1,step=7,phase=ckpt_replace;nan:step=3" names faults: what, 
 and phase may be left out). SG_FAULT_ONCE names a folder in which each fault leaves a mark, so that it strikes once and
 not again after the restart.
 
-What: a signal of `SIGNALS` to itself, torchrun (SIGKILL the parent), oom (CUDA's out-of-memory error), full (disk
-full), nan (a loss that is not a number). Phases, in the order of a step: `PHASES`.
+What: a signal of `SIGNALS` to itself, group-term (or another) to its process group, torchrun (SIGKILL the parent), oom
+(CUDA's out-of-memory error), full (disk full), nan (a loss that is not a number). Phases, in the order of a step:
+`PHASES`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import signal
 from typing import Dict, List, NamedTuple, Optional
 
 SIGNALS = {name: getattr(signal, f"SIG{name.upper()}") for name in ("kill", "term", "int", "usr1", "stop")}
-KINDS = (*SIGNALS, "torchrun", "oom", "full", "nan")
+GROUP = "group-"
+KINDS = (*SIGNALS, *(GROUP + name for name in SIGNALS), "torchrun", "oom", "full", "nan")
 PHASES = (
     "load_batch", "forward", "backward", "opt_step", "eval", "ckpt_tmp", "ckpt_fsync", "ckpt_replace", "ckpt_prune",
 )  # fmt: skip
@@ -86,6 +88,8 @@ def _first_time(fault: Fault) -> bool:
 def _strike(kind: str) -> bool:
     if kind in SIGNALS:
         os.kill(os.getpid(), SIGNALS[kind])
+    elif kind.startswith(GROUP):
+        os.killpg(0, SIGNALS[kind[len(GROUP) :]])
     elif kind == "torchrun":
         os.kill(os.getppid(), signal.SIGKILL)
     elif kind == "oom":

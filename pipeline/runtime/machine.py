@@ -77,15 +77,22 @@ def shared_memory_needed(gpus: int) -> int:
     return gpus * NCCL_BYTES_PER_RANK if gpus > 1 else 0
 
 
-def judge_shared_memory(free: int, needed: int) -> Finding:
-    """/dev/shm against what training wants; Docker gives 64 MB unless asked for more."""
-    if not needed:
+def judge_shared_memory(free: int, needed: int, batches: int = 0) -> Finding:
+    """/dev/shm against what training wants; Docker gives 64 MB unless asked for more.
+
+    Args:
+        needed: bytes that it cannot do without; batches: bytes that the processes want that make batches. With less
+            there are fewer of them, or a thread.
+    """
+    if not needed + batches:
         return Finding(OK, "/dev/shm", f"{size(free)} free, none wanted: one process, or no GPU")
-    text = f"{size(free)} free, {size(needed)} wanted"
-    if free >= needed:
+    text = f"{size(free)} free, {size(needed + batches)} wanted"
+    if free >= needed + batches:
         return Finding(OK, "/dev/shm", text)
-    gigabytes = max(1, math.ceil(needed / GIB))
-    return Finding(FAIL, "/dev/shm", f"{text}: docker run --shm-size={gigabytes}g (or --ipc=host)")
+    fix = f"docker run --shm-size={math.ceil((needed + batches) / GIB)}g (or --ipc=host)"
+    if free >= needed:
+        return Finding(WARN, "/dev/shm", f"{text}, {size(batches)} of it for batches: fewer processes make them; {fix}")
+    return Finding(FAIL, "/dev/shm", f"{text}: {fix}")
 
 
 def disk_needed(archives: int, images: int, views: int, keypoints: int, copies: int = 2) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import signal
 import sys
 import threading
@@ -17,6 +18,26 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
     """Ask Linux to send this process the signal when its parent ends, however that ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+@contextlib.contextmanager
+def blocked() -> Iterator[None]:
+    """Within, the signals wait, also in processes started here until they call `serve`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED_BY)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def serve(parent: int) -> None:
+    """In a process that works for process `parent`: leave the signals to it, and end with it, however it ends."""
+    for number in ASKED_BY:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED_BY)
+    end_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)  # it ended before this process could ask to be told
 
 
 class Stop:

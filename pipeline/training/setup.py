@@ -16,6 +16,7 @@ from pipeline.errors import RequestError
 from pipeline.features.store import Store
 from pipeline.features.tuning import return_memory
 from pipeline.pairs.augmentation import Augmentation
+from pipeline.pairs.processes import StepSize
 from pipeline.runtime import distributed
 from pipeline.schema import TrainParams
 from pipeline.training import precision
@@ -73,6 +74,12 @@ def elastic_parts(batch: int) -> int:
     while batch % parts:
         parts //= 2
     return parts
+
+
+def step_size(train: TrainParams, pairs: int, world_size: int, keypoints: int, record: int) -> StepSize:
+    """What the batches of one rank's step take, of `pairs` pairs of `keypoints` records of `record` bytes at most."""
+    parts = elastic_parts(pairs) if train.bitwise_elastic else train.accumulate
+    return StepSize(-(-pairs // world_size), keypoints, record, parts)
 
 
 def read_model(path: Union[str, Path], asked_by: str) -> Tuple[Dict[str, Tensor], dict]:

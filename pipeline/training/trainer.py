@@ -7,10 +7,11 @@ import time
 from typing import Any, Dict, Generator, List, Optional, Sequence
 
 from pipeline import params, tracking
-from pipeline.errors import STOPPED, WorkError
+from pipeline.errors import STOPPED, WorkError, end_as_lost
 from pipeline.features.store import Store
 from pipeline.pairs.loader import choose, split_evenly
 from pipeline.pairs.order import PairOrder, Sample, rank_slice, validation_pairs
+from pipeline.pairs.processes import a_process_died
 from pipeline.runtime import distributed, faults, signals
 from pipeline.runtime.checkpoint import Checkpoints
 from pipeline.schema import TrainParams
@@ -35,7 +36,9 @@ class StepBatches:
         self.train, self.store, self.pairs, self.context = train, store, pairs, context
         self._order = PairOrder(train.seed, len(store), store.views_per_image)
         self._augmentation = setup.augmentation(train)
-        self._load, self._prefetched = choose(train.loader, context.device)
+        most = min(train.max_keypoints, int(store.counts.max(initial=1)))
+        size = setup.step_size(train, pairs, context.world_size, most, store.dtype.itemsize)
+        self._load, self._prefetched = choose(train.loader, context.device, size)
 
     def samples(self, step: int) -> List[List[Sample]]:
         """This rank's share of global step `step`, in micro-batches."""
@@ -53,7 +56,7 @@ class StepBatches:
         return [self._load(self.store, part, train.max_keypoints, self._augmentation) for part in self.samples(step)]
 
     def prefetched(self, steps: Sequence[int]) -> Generator[List[PairBatch], None, None]:
-        """`load` of each of `steps`, made in a thread before it is asked for; closing it ends the thread."""
+        """`load` of each of `steps`, made before it is asked for; closing it ends the thread or processes."""
         return self._prefetched(self.load, steps)
 
 
@@ -89,6 +92,9 @@ class Training:
             try:
                 finished = self._loop(logger)
             except RuntimeError as error:
+                if a_process_died(error):
+                    where = f"rank {self.context.rank} at step {self.state.step}"
+                    end_as_lost(f"{where}: a process that makes batches died (killed, or out of memory): {error}")
                 if not distributed.lost_peer(error):
                     raise
                 raise WorkError(

@@ -35,11 +35,15 @@ SAVING = ("ckpt_tmp", "ckpt_fsync", "ckpt_replace", "ckpt_prune")
 
 
 class Cell(NamedTuple):
-    """One training with one or more faults: the worlds of its starts, SG_FAULT, and changes to its parameters."""
+    """One training with one or more faults: the worlds of its starts, SG_FAULT, and changes to its parameters.
+
+    environment: variables of its ranks.
+    """
 
     worlds: Tuple[int, ...]
     fault: str
     keys: Tuple[Tuple[str, Any], ...] = ()
+    environment: Tuple[Tuple[str, str], ...] = ()
 
 
 def kills() -> List[Cell]:
@@ -85,6 +89,19 @@ def signals() -> List[Cell]:
         for name in ("term", "int", "usr1")
         for step, phase in ((0, "forward"), (3, "backward"), (3, "eval"))
     ]
+
+
+def loaders() -> List[Cell]:
+    """Batches by processes, as for a GPU: signals to them and their rank, and one of them killed."""
+    places = ((1, 0), (2, 1))
+    signalled = (
+        ("term", 0, "forward"), ("term", 3, "backward"), ("term", 5, "eval"), ("int", 3, "forward"),
+        ("usr1", 4, "opt_step"),
+    )  # fmt: skip
+    faults = [f"group-{name}:rank={{}},step={step},phase={phase}" for name, step, phase in signalled]
+    faults += [f"kill:rank={{}},step={step},phase=load_batch" for step in (0, 3, STEPS - 1)]
+    processes = (("SG_LOADER_PROCESSES", "2"),)
+    return [Cell((world,), fault.format(rank), (), processes) for world, rank in places for fault in faults]
 
 
 class Workbench:

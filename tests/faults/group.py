@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import List, NamedTuple, Sequence
+from typing import List, NamedTuple, Sequence, Tuple
 
 import torch
 
@@ -37,6 +37,7 @@ def _child(rank: int, world_size: int, port: int, arguments: Sequence[str], log:
     """Never returns: becomes one rank."""
     code = 1
     try:
+        os.setsid()  # as torchrun's ranks have it
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(out, 1)
         os.dup2(out, 2)
@@ -102,6 +103,7 @@ def until_done(
     fault: str,
     limit: int = 12,
     seconds: float = HANG_SECONDS,
+    environment: Sequence[Tuple[str, str]] = (),
 ) -> Killed:
     """Start a group again and again until the training is done. Start i has world_sizes[i] ranks, then the last.
 
@@ -115,7 +117,7 @@ def until_done(
     while not seen or any(seen[-1].codes):
         assert len(seen) < limit, f"not done after {limit} starts: {seen}\n{(folder / 'log').read_text()[-3000:]}"
         world_size = world_sizes[min(len(seen), len(world_sizes) - 1)]
-        pids = start(world_size, whole, folder / "log", SG_FAULT=fault, SG_FAULT_ONCE=str(marks))
+        pids = start(world_size, whole, folder / "log", SG_FAULT=fault, SG_FAULT_ONCE=str(marks), **dict(environment))
         seen.append(wait(pids, seconds))
     hung = sum(outcome.hung for outcome in seen)
     return Killed(digest(out), len(seen), hung, [outcome.codes for outcome in seen])

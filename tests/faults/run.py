@@ -46,7 +46,8 @@ def of_cells(promise: str, chosen: List[cells.Cell], bench: cells.Workbench) -> 
     failures, kills, hangs = [], 0, 0
     for cell in Progress(chosen, total=len(chosen), desc=promise[:40], unit="run"):
         try:
-            done = until_done(bench.folder / "cell", bench.arguments(cell.keys), cell.worlds, cell.fault)
+            arguments = (bench.arguments(cell.keys), cell.worlds, cell.fault)
+            done = until_done(bench.folder / "cell", *arguments, environment=cell.environment)
             kills += done.starts - 1
             hangs += done.hung
             if done.digest != bench.clean(cell.worlds[-1], cell.keys):
@@ -127,6 +128,10 @@ def rows(bench: cells.Workbench, every: int) -> Dict[str, Callable[[], Result]]:
         ),
         "7 signals": lambda: of_cells(
             "SIGTERM, SIGINT, SIGUSR1 to one rank: a checkpoint, then the same bytes", cells.signals(), bench
+        ),
+        "7 all": lambda: of_cells(
+            "batches made by processes: signals to them and their rank, one killed: a checkpoint, the same bytes",
+            cells.loaders(), bench,
         ),
         "9-12 files": lambda: of_pytest(
             "400 torn and flipped checkpoints, other files, another training: recognised, never run, never used",

@@ -17,7 +17,8 @@ def bench(tmp_path_factory):
 
 
 def ends_the_same(bench, cell, starts):
-    done = until_done(bench.folder / "cell", bench.arguments(cell.keys), cell.worlds, cell.fault)
+    arguments = (bench.arguments(cell.keys), cell.worlds, cell.fault)
+    done = until_done(bench.folder / "cell", *arguments, environment=cell.environment)
     assert done.hung == 0 and done.starts == starts
     assert done.digest == bench.clean(cell.worlds[-1], cell.keys)
 
@@ -63,6 +64,28 @@ def test_a_signal_saves_and_resumes_to_the_same_bytes(bench):
     done = until_done(bench.folder / "cell", bench.arguments(), cell.worlds, cell.fault)
     assert done.codes == [[143, 143], [0, 0]]
     assert done.digest == bench.clean(2)
+
+
+LOADERS = cells.loaders()
+
+
+# SIGTERM to all and a killed process of one rank; `make faults` has the others
+@pytest.mark.parametrize(
+    "cell",
+    [pytest.param(cell, marks=[pytest.mark.slow] * (n not in (1, 6))) for n, cell in enumerate(LOADERS)],
+    ids=lambda c: f"{c.worlds[0]}:{c.fault}",
+)
+def test_processes_that_make_batches(bench, cell):
+    """A signal to all processes gives a checkpoint and 143; a killed one counts as a killed rank."""
+    arguments = (bench.arguments(), cell.worlds, cell.fault)
+    done = until_done(bench.folder / "cell", *arguments, environment=cell.environment)
+    world, log = cell.worlds[0], (bench.folder / "cell" / "log").read_text()
+    if cell.fault.startswith("kill"):
+        assert done.codes == [[1] * world, [0] * world]
+        assert "a process that makes batches died (killed, or out of memory)" in log and "Traceback" not in log
+    else:
+        assert done.codes == [[143] * world, [0] * world]
+    assert done.digest == bench.clean(world)
 
 
 def test_a_loss_that_is_no_number_is_skipped_by_all_ranks_together(bench):
