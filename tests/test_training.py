@@ -387,6 +387,21 @@ class TestRequests:
         said = capsys.readouterr().out
         assert "skipped, another shape: " in said and "missing there: self_attention.2." in said
 
+    @pytest.mark.parametrize("f1, kept", [((0.9, 0.8), True), ((0.8, 0.9), False)])
+    def test_one_line_says_that_the_weights_begun_from_were_kept(
+        self, tmp_path, request_of, capsys, monkeypatch, f1, kept
+    ):
+        figures = dict.fromkeys(("loss", "precision", "recall", "threshold", "pairs"), 0.5)
+        answers = iter(f1)
+        monkeypatch.setattr(trainer, "validate", lambda *_: {**figures, "f1": next(answers)})
+        model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2))
+        save_model_file(tmp_path / "m.safetensors", model.state_dict(), {})
+        asked = {"dim": 16, "layers": 1, "heads": 2, "steps": 1, "val_every": 1}
+        assert train.main(request_of("run", init_from=str(tmp_path / "m.safetensors"), **asked)) == 0
+        said = capsys.readouterr().out.splitlines()
+        about = [line for line in said if line.startswith("validation kept the weights of")]
+        assert len(about) == kept and all("m.safetensors" in line for line in about)
+
     def test_few_photographs_do_not_move_the_threshold_of_the_weights_begun_from(
         self, tmp_path, request_of, monkeypatch
     ):

@@ -131,8 +131,11 @@ class TrainingLogger:
         if self.context.is_main:
             print(f"stopped at step {step}; the same command goes on from there", flush=True)
 
-    def log_finish(self, best_step: int, figures: Dict[str, float]) -> None:
-        """metrics.json, the model, and the figures of its validation in one line."""
+    def log_finish(self, best_step: int, figures: Dict[str, float], init_from: str = "") -> None:
+        """metrics.json, the model, and the figures of its validation in one line.
+
+        init_from: the weights begun from; where they stayed the best, a line says so.
+        """
         self.status = "FINISHED"
         if not self.context.is_main:
             return
@@ -144,6 +147,8 @@ class TrainingLogger:
             f"best validation at step {best_step}: loss {figures['loss']:.3f}, "
             f"precision {figures['precision']:.3f}, recall {figures['recall']:.3f} ({figures['pairs']:.0f} pairs)"
         )
+        if init_from and best_step == 0:
+            print(f"validation kept the weights of {init_from}: training on these images did not raise their F1")
 
     def _restart_clock(self) -> None:
         self.window_began, self.waited, self.timed_steps = time.perf_counter(), 0.0, 0

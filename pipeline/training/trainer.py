@@ -106,7 +106,7 @@ class Training:
                 return STOPPED
             if self.context.is_main:
                 self._save_best(finished=True)
-            logger.log_finish(self.state.best_step, self.state.best_figures)
+            logger.log_finish(self.state.best_step, self.state.best_figures, self.train.init_from)
         return 0
 
     def _already_finished(self) -> int:
