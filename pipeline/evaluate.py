@@ -20,7 +20,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from pipeline import errors, params, tracking
 from pipeline.errors import RequestError
-from pipeline.evaluation import estimators, lightglue, matchers, poses, protocol
+from pipeline.evaluation import estimators, lightglue, matchers, poses, protocol, seen
 from pipeline.evaluation.heldout import HeldOutPairs
 from pipeline.evaluation.hpatches import HPatchesPairs
 from pipeline.evaluation.matchers import OURS, Matchers
@@ -31,7 +31,7 @@ from pipeline.files import file_sha256
 from pipeline.images import sources
 from pipeline.report import files, summary
 from pipeline.report.page import Content
-from pipeline.runtime import distributed, made_from, repro, workspace_lock
+from pipeline.runtime import distributed, made_from, repro, trained_on, workspace_lock
 from pipeline.runtime.code import code_digest
 from pipeline.schema import EvaluateParams
 from superglue_sift import extractors
@@ -64,6 +64,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add("--lightglue", type=Path, metavar="FILE", help="also LightGlue for SIFT, with these weights")
     add("--bound", action="store_true", help="also a row of the true matches: what no matcher could better")
     add("--robustness", type=int, default=0, help="photographs tried under growing blur, noise, ...; 0: none")
+    add("--keep-seen", action="store_true", help="keep photographs that a model was trained on, and mark the table")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     args = parser.parse_args(argv)
     wants = [name for name in ("pairs", "poses", "paper") if getattr(args, name) is not None]
@@ -103,7 +104,22 @@ def section_of(args: argparse.Namespace) -> EvaluateParams:
     return section.model_copy(update={"max_keypoints": args.max_keypoints}) if args.max_keypoints else section
 
 
-def choose_source(args: argparse.Namespace, section: EvaluateParams) -> Named:
+def chosen_photographs(args: argparse.Namespace) -> seen.Choice:
+    """Held-out photographs that no compared model was trained on, and the models; without --pairs and --poses."""
+    if args.pairs is not None or args.poses is not None:
+        return seen.Choice([], args.models, [])
+    images = sources.open_manifest(args.images)
+    entries = images.entries("test")
+    if not entries:
+        entries = images.entries("val")
+        print("no test images: using the validation images, on which the checkpoint was chosen", file=sys.stderr)
+    if not entries:
+        fix = "raise fetch.val_fraction or add images, then run fetch again"
+        raise RequestError(f"{args.images}: no held-out image; {fix}")
+    return seen.choose(entries, args.models, args.keep_seen)
+
+
+def choose_source(args: argparse.Namespace, section: EvaluateParams, chosen: seen.Choice) -> Named:
     """Where the pairs come from, held-out photographs where no other is named, and its name as text."""
     if args.pairs is not None:
         source = HPatchesPairs(args.pairs, args.resize)
@@ -111,20 +127,12 @@ def choose_source(args: argparse.Namespace, section: EvaluateParams) -> Named:
     if args.poses is not None:
         known = poses.PosePairs(args.poses, args.images, args.resize)
         return known, f"{args.poses.name}: known cameras"
-    images = sources.open_manifest(args.images)
-    split = "test"
-    if not images.entries(split):
-        split = "val"
-        print("no test images: using the validation images, on which the checkpoint was chosen", file=sys.stderr)
-    entries = images.entries(split)
-    if not entries:
-        fix = "raise fetch.val_fraction or add images, then run fetch again"
-        raise RequestError(f"{args.images}: no held-out image; {fix}")
-    held_out = HeldOutPairs(images, entries, section, args.paper)
+    entries = chosen.entries
+    held_out = HeldOutPairs(sources.open_manifest(args.images), entries, section, args.paper)
     made = json.loads((args.images / "source.json").read_text(encoding="utf-8"))
     folders = ", ".join(Path(one["path"]).name for one in made["containers"].values())
     name = folders if made.get("source", "folder") == "folder" else made["source"]
-    return held_out, f"{name}: {len(held_out)} held-out images ({split})"
+    return held_out, f"{name}: {len(held_out)} held-out images ({entries[0].split}){chosen.mark}"
 
 
 def chosen_estimators(args: argparse.Namespace) -> Tuple[Tuple[str, ...], List[str]]:
@@ -149,10 +157,12 @@ def chosen_extractor(args: argparse.Namespace, network: matchers.Network) -> Ext
     return extractors.load(name)
 
 
-def chosen_matchers(args: argparse.Namespace, section: EvaluateParams, device: str) -> Tuple[Matchers, List[str]]:
+def chosen_matchers(
+    args: argparse.Namespace, models: Mapping[str, Path], section: EvaluateParams, device: str
+) -> Tuple[Matchers, List[str]]:
     """All that are compared, and a line for each that was asked for and is not here or is of other keypoints."""
     networks, further, skipped = {}, {}, []
-    for name, file in args.models.items():
+    for name, file in models.items():
         network = matchers.load_network(file, device, section)
         ours, own = networks.get(OURS, network).model.config.extractor, network.model.config.extractor
         if own == ours:
@@ -176,7 +186,7 @@ def check(argv: Optional[List[str]] = None, world_size: int = 1) -> None:
     section = section_of(args)
     networks = [matchers.load_network(file, "cpu", section) for file in args.models.values()]
     chosen_extractor(args, networks[0])
-    choose_source(args, section)
+    choose_source(args, section, chosen_photographs(args))
 
 
 def track(args: argparse.Namespace, contents: Mapping[str, Content], info: Mapping[str, Any]) -> None:
@@ -208,23 +218,25 @@ def evaluate(args: argparse.Namespace, context: distributed.Context) -> Tuple[Di
     """What was asked for, by variant, on the first process of a group, nothing on the others; and the model's info."""
     section = section_of(args)
     device = choose_device(args.device) if context.world_size == 1 else str(context.device)
-    compared, skipped = chosen_matchers(args, section, device)
+    chosen = chosen_photographs(args)
+    compared, skipped = chosen_matchers(args, chosen.models, section, device)
     names, missing = chosen_estimators(args)
     extractor = chosen_extractor(args, compared.networks[OURS])
     settings = Settings(section, names, args.batch, args.resize, args.robustness, extractor, args.bound)
     training = args.mlflow_run.parent / "train" / "curves" if args.mlflow_run else None
-    work = Evaluation(compared, settings, context, (*missing, *skipped), training)
+    work = Evaluation(compared, settings, context, (*chosen.lines, *missing, *skipped), training)
     info = compared.networks[OURS].info
     if args.paper:
-        return protocol.run_paper(work, lambda variant: choose_source(args, variant), args.out), info
-    content = work.run(choose_source(args, section), args.out)
+        return protocol.run_paper(work, lambda variant: choose_source(args, variant, chosen), args.out), info
+    content = work.run(choose_source(args, section, chosen), args.out)
     return {"": content} if content else {}, info
 
 
 def made_from_inputs(args: argparse.Namespace) -> Dict[str, Any]:
     """What the results of the stage depend on, as JSON values."""
     own = ("out", "mlflow_run", "params")
-    read = (*args.models.values(), args.images / "manifest.csv")
+    models = args.models.values()
+    read = (*models, *map(trained_on.list_of, models), args.images / "manifest.csv")
     return {
         "arguments": {name: str(value) for name, value in vars(args).items() if name not in own},
         "files": [file_sha256(path) for path in read if path.is_file()],

@@ -2,7 +2,8 @@
 
     python -m pipeline.export --model checkpoints/best.safetensors --out models
 
-Writes models/<name>.safetensors (weights, configuration, provenance) and models/<name>.json (without the weights).
+Writes models/<name>.safetensors (weights, configuration, provenance), models/<name>.json (without the weights) and
+models/<name>.trained_on.txt (which photographs it was trained on).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import List, Optional
 from pipeline import errors, params, tracking
 from pipeline.errors import RequestError
 from pipeline.files import file_sha256, read_json
-from pipeline.runtime import checkpoint, repro, workspace_lock
+from pipeline.runtime import checkpoint, repro, trained_on, workspace_lock
 from superglue_sift import __version__
 from superglue_sift.matcher import match_threshold
 from superglue_sift.weights import load_model
@@ -72,6 +73,7 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
         "validation": info.get("validation", {}),
         "metrics": metrics,
         "training": info.get("training"),
+        **({trained_on.KEY: info[trained_on.KEY]} if trained_on.KEY in info else {}),
         "provenance": {
             "data.digest": info.get("data", ""),
             "initial_weights.digest": info.get("initial_weights", ""),
@@ -99,6 +101,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     weights = model.state_dict()
     if args.half:
         weights = {name: t.half() if t.is_floating_point() else t for name, t in weights.items()}
+    trained_on.write(path, trained_on.read(args.model))
     checkpoint.save_model_file(path, weights, description)
     if args.mlflow_run is not None:
         with tracking.attach(args.mlflow_run, training=info.get("training")) as run:

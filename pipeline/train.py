@@ -18,7 +18,7 @@ from pipeline import errors, params
 from pipeline.features.store import Store
 from pipeline.pairs.loader import choose
 from pipeline.runtime import distributed, signals
-from pipeline.training import resume, setup
+from pipeline.training import resume, seen, setup
 from pipeline.training.resume import TrainPaths
 from pipeline.training.trainer import Training
 
@@ -39,11 +39,14 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     add("--verify", action="store_true", help="check every shard of the keypoints, not a sample")
     add("--validate-only", action="store_true",
         help="print figures of the best model (or train.init_from); no training")  # fmt: skip
+    add("--keep-seen", action="store_true",
+        help="validate also on photographs that the weights it starts from were trained on")  # fmt: skip
     return parser.parse_args(argv)
 
 
 def paths_of(args: argparse.Namespace) -> TrainPaths:
-    return TrainPaths(args.keypoints, args.out, args.reports, args.params, args.resume, tuple(args.accept))
+    places = args.keypoints, args.out, args.reports, args.params
+    return TrainPaths(*places, args.resume, tuple(args.accept), args.keep_seen)
 
 
 def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[Store, Store]:
@@ -59,6 +62,7 @@ def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[St
     choose(train.loader, None)
     if train.init_from:
         setup.read_model(train.init_from, "train.init_from")
+        seen.validation(train, stores[1], Path(train.init_from), args.keep_seen)
     return stores
 
 

@@ -101,7 +101,8 @@ class Folder:
     def close(self, rows: Sequence[Dict[str, Any]], settings: Any) -> None:
         """Write store.json and drop the notes."""
         extractor = extractors.load(settings.extractor)
-        content = store.index(rows, settings.views, (settings.width, settings.height), extractor)
+        named = [{**row, "photographs": _photographs(shard, row)} for shard, row in zip(self.shards, rows)]
+        content = store.index(named, settings.views, (settings.width, settings.height), extractor)
         write_atomic(self.path / store.INDEX, json.dumps(content, indent=1) + "\n")
         for shard in self.shards:
             self._note_path(shard).unlink(missing_ok=True)
@@ -139,3 +140,9 @@ class Folder:
 
     def _note_path(self, shard: Shard) -> Path:
         return (self.path / shard.file).with_suffix(".json")
+
+
+def _photographs(shard: Shard, row: Dict[str, Any]) -> List[str]:
+    """What stands for each image of a row, wherever it is met again (`Entry.photograph`)."""
+    found = {each.name: each.photograph for each in shard.entries}
+    return [found[name] for name in row["images"]]

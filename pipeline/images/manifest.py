@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import os
+import re
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Iterable, List, Union
@@ -18,6 +19,7 @@ from pipeline.files import write_csv
 
 SPLITS = ("train", "val", "test")
 STORED, DEFLATED = 0, 8  # zip's own numbers
+_COCO = re.compile(r"(?:COCO_(?:train|val|test)20\d\d_)?(\d{12})\.\w+")  # file names of 2014, of 2017
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,17 @@ class Entry:
     offset: int = 0  # where its bytes begin in the file that holds them
     packed: int = 0  # how many bytes it takes there
     method: int = STORED
+
+    @property
+    def photograph(self) -> str:
+        """What stands for the photograph wherever it is met again, to tell what a model was trained on; "": unknown.
+
+        COCO's number, which COCO never gives twice: the same in all its years, zips and folders, and of a copy that was
+        made smaller or gray. Of any other the CRC-32 and size of its file, as names such as IMG_0001.jpg say nothing:
+        found again under any name, but not after it was encoded again.
+        """
+        numbered = _COCO.fullmatch(self.name.rpartition("/")[2])
+        return str(int(numbered[1])) if numbered else f"{self.crc32}-{self.size}" if self.crc32 else ""
 
 
 def sort(entries: Iterable[Entry]) -> List[Entry]:

@@ -52,6 +52,9 @@ def main(argv: Optional[List[str]] = None) -> int:
         raise RequestError(f"{path}: holds no matcher's figures; run `python -m pipeline.evaluate` again")
     print(f"Comparison on held-out pairs ({path})\n")
     print("\n".join([tables.comparison(figures), *tables.unrelated(figures)]))
+    if (args.evaluation / page.JSON).is_file():
+        content = page.load(args.evaluation)
+        print("\n".join(["", content.title, *content.notes]))
     made = fresh_page(args.evaluation)
     print("\nWhere to look next")
     print("\n".join(next_steps(args.evaluation, args.model)))

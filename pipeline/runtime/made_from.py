@@ -22,8 +22,8 @@ _LOGS = (".jsonl", ".cursor.json")  # of tracking; no results
 def restore(folder: Path, inputs: Any) -> bool:
     """Put into `folder` what was made from these inputs (JSON values), if that was kept and is as it was written.
 
-    False, with nothing done, when it was not, under `dvc repro -f`, and outside of `dvc repro`: by hand a command always
-    does its work.
+    False, with nothing done, when it was not, under `dvc repro -f`, and outside of `dvc repro`: by hand a command
+    always does its work.
     """
     kept = None if forced() else _kept()
     try:

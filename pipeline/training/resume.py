@@ -37,6 +37,7 @@ class TrainPaths:
     params: Path = Path("params.yaml")
     resume: str = AUTO
     accept: Tuple[str, ...] = ()  # keys of the fingerprint that may differ
+    keep_seen: bool = False  # validate also on photographs that the initial weights were trained on
 
     def command(self, place: Path, accept: Sequence[str]) -> str:
         """The command that takes up again what is set aside in `place`."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
+from pathlib import Path
 from typing import Any, Dict, Generator, List, Optional, Sequence
 
 from pipeline import params, tracking
 from pipeline.errors import STOPPED, WorkError, end_as_lost
 from pipeline.features.store import Store
 from pipeline.pairs.loader import choose, split_evenly
-from pipeline.pairs.order import PairOrder, Sample, rank_slice, validation_pairs
+from pipeline.pairs.order import PairOrder, Sample, rank_slice
 from pipeline.pairs.processes import a_process_died
-from pipeline.runtime import distributed, faults, signals
+from pipeline.runtime import distributed, faults, signals, trained_on
 from pipeline.runtime.checkpoint import Checkpoints
 from pipeline.schema import TrainParams
-from pipeline.training import resume, setup
+from pipeline.training import resume, seen, setup
 from pipeline.training.logger import TrainingLogger, Window, profiled, write_metrics
 from pipeline.training.optimization import learning_rate
 from pipeline.training.state import OF_THE_RUN, fingerprint, fingerprint_of, identity, stated
@@ -71,10 +72,11 @@ class Training:
         self.pairs = setup.global_batch(self.train, context.world_size)
         self.store, self.held_out = store, held_out
         self.batches = StepBatches(self.train, store, self.pairs, context)
-        self.validation = validation_pairs(
-            self.train.seed, len(self.held_out), self.held_out.views_per_image, self.train.val_pairs
-        )
+        begun_from = Path(self.train.init_from) if self.train.init_from else None
+        self.validation = seen.validation(self.train, held_out, begun_from, paths.keep_seen)
+        self.trained_on = seen.trained_with(self.train, store) if context.is_main else None
         parts, self.messages = setup.build(self.train, context, store)
+        self.messages += self.validation.said
         self.objective, self.ddp_model, self.state, self._init_threshold = parts
         self.checkpoints = Checkpoints(paths.out)
         self.fingerprint = fingerprint(self.train, self.store.digest, context.world_size)
@@ -116,6 +118,8 @@ class Training:
             weights, info = load_model_file(path)
             if fingerprint_of(info) != self.fingerprint:  # accepted on request: the next run need not ask
                 self.checkpoints.save_best(weights, {**info, "code": self.fingerprint["code"]})
+            if not trained_on.list_of(path).is_file():
+                trained_on.write(path, self.trained_on)
             write_metrics(reports, info)
             print(f"{path}: trained with these parameters, data and code, to the last step: nothing to do")
             tracking.ship_pending(reports.parent / "run.json", reports, self.identity)
@@ -126,8 +130,10 @@ class Training:
         source = self.train.init_from or self.paths.out / "best.safetensors"
         if not self.train.init_from:
             self.state.model.load_state_dict(setup.read_model(source, "--validate-only")[0])
-        figures = validate(self.objective, self.held_out, self.validation, self.train.max_keypoints, self.context)
+        chosen = seen.validation(self.train, self.held_out, Path(source), self.paths.keep_seen)
+        figures = validate(self.objective, self.held_out, chosen.samples, self.train.max_keypoints, self.context)
         if self.context.is_main:
+            print(*chosen.said, sep="\n", end="\n" if chosen.said else "")
             print(f"{source}: " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
         return 0
 
@@ -227,7 +233,7 @@ class Training:
         faults.at("eval")
         own = {k: v.clone() for k, v in state.model.state_dict().items()} if state.ema.values else None
         state.model.load_state_dict(state.weights())
-        figures = validate(self.objective, self.held_out, self.validation, train.max_keypoints, self.context)
+        figures = validate(self.objective, self.held_out, self.validation.samples, train.max_keypoints, self.context)
         if state.keep_best(figures) and self.context.is_main:
             self._save_best()
         if own:
@@ -247,13 +253,15 @@ class Training:
             "finished": finished,
             "training": self.identity,
             "train": stated(self.train),
+            trained_on.KEY: trained_on.digest(self.trained_on or ()),
             **{key: self.fingerprint[key] for key in OF_THE_RUN if key in self.fingerprint},
         }
+        trained_on.write(self.checkpoints.folder / "best.safetensors", self.trained_on)
         self.checkpoints.save_best(state.best_weights, info)
 
     def _threshold(self) -> float:
         """Of the best model's confidence: that of validation, or of few images that of the weights begun from."""
-        few = len(self.held_out) < ENOUGH_IMAGES
+        few = self.validation.images < ENOUGH_IMAGES
         return (
             self._init_threshold if few and self._init_threshold is not None else self.state.best_figures["threshold"]
         )

@@ -1,0 +1,221 @@
+"""No model is tested on photographs that it was trained on, unless that is asked for and marked."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+from made_scenes import write_image_set, write_model
+from made_views import made_keypoints
+from test_evaluate import PARAMS, run
+
+from pipeline import errors, export, fetch, train
+from pipeline.errors import RequestError
+from pipeline.features import store
+from pipeline.images import manifest, sources
+from pipeline.images.manifest import Entry
+from pipeline.runtime import trained_on
+from superglue_sift.weights import SHIPPED
+
+COCO = ["000000000139.jpg", "000000000285.jpg", "000000000632.jpg"]
+
+
+def entry(name: str, size: int = 100, crc32: str = "0badcafe") -> Entry:
+    return Entry(name, "test", "images", name, size, crc32)
+
+
+@pytest.mark.parametrize(
+    "name", ["000000000139.jpg", "val2017/000000000139.jpg", "COCO_val2014_000000000139.jpg", "x/000000000139.png"]
+)
+def test_a_photograph_of_coco_is_known_by_its_number(name):
+    assert entry(name).photograph == entry(name, 7, "").photograph == "139"
+
+
+@pytest.mark.parametrize("name", ["IMG_0001.jpg", "139.jpg", "a000000000139.jpg", "000000000139", "0000000000139.jpg"])
+def test_any_other_is_known_by_its_bytes(name):
+    assert entry(name).photograph == "0badcafe-100"
+    assert entry(name, crc32="").photograph == ""
+
+
+def test_zip_and_folder_give_a_photograph_one_name(tmp_path, photo, make_params):
+    """The real stage `fetch`, of a folder and of a zip like COCO's, and a renamed copy."""
+    import cv2
+
+    folder = tmp_path / "val2017"
+    folder.mkdir()
+    for name in (*COCO, "mine.png"):
+        cv2.imwrite(str(folder / name), photo)
+    shutil.copy(folder / "mine.png", folder / "renamed.png")
+    with zipfile.ZipFile(tmp_path / "val2017.zip", "w") as archive:
+        for path in folder.iterdir():
+            archive.write(path, f"val2017/{path.name}")
+    found = {}
+    for place in (folder, tmp_path / "val2017.zip"):
+        section = make_params("fetch", source="folder", path=str(place), val_fraction=0.5).model_dump()
+        (tmp_path / "params.yaml").write_text(json.dumps({"fetch": section}))
+        out = tmp_path / f"images-{place.suffix}"
+        words = ["--params", tmp_path / "params.yaml", "--out", out, "--reports", tmp_path / "reports"]
+        assert fetch.main([*map(str, words), "--archives", str(tmp_path / "archives")]) == 0
+        entries = manifest.read(out / "manifest.csv")
+        found[place] = {one.name.rpartition("/")[2]: one.photograph for one in entries}
+    first, second = found.values()
+    assert first == second and first["mine.png"] == first["renamed.png"] and first[COCO[0]] == "139"
+
+
+@pytest.fixture
+def work(tmp_path, photo):
+    """Three held-out photographs of COCO's names, and a model `ours` that was trained on another one."""
+    (tmp_path / "params.yaml").write_text(PARAMS)
+    trained_on.write(write_model(tmp_path / "model.safetensors"), ["42"])
+    pieces = (photo[:300, :400], photo[100:, 150:], photo[50:350, :450])
+    write_image_set(tmp_path / "images", dict(zip(COCO, pieces)), "test")
+    return tmp_path
+
+
+def evaluated(folder: Path, out: str = "out"):
+    """By matcher, the photographs its figures are of."""
+    with (folder / out / "pairs.csv").open() as file:
+        rows = [(row["matcher"], row["scene"]) for row in csv.DictReader(file)]
+    return {matcher: {scene for name, scene in rows if name == matcher} for matcher, _ in rows}
+
+
+def test_nothing_is_left_out_where_nothing_was_seen(work, capsys):
+    assert run(work) == 0
+    assert evaluated(work)["superglue"] == set(COCO)
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_what_ours_was_trained_on_is_left_out(work, capsys):
+    trained_on.write(work / "model.safetensors", ["139", "42"])
+    assert run(work) == 0
+    assert all(scenes == set(COCO[1:]) for scenes in evaluated(work).values())
+    line = "1 of 3 photographs left out: ours was trained on them"
+    assert line in capsys.readouterr().out and line in (work / "out" / "index.html").read_text()
+    assert "2 held-out images" in (work / "out" / "protocol.json").read_text()
+
+
+def test_another_model_is_shown_on_what_it_never_saw(work, capsys):
+    other = write_model(work / "other.safetensors", layers=2)
+    trained_on.write(other, ["285"])
+    assert run(work, "--also", f"shipped={other}") == 0
+    assert "1 of 3 photographs left out: shipped was trained on them" in capsys.readouterr().out
+    assert evaluated(work)["shipped"] == evaluated(work)["superglue"] == {COCO[0], COCO[2]}
+
+
+def test_another_model_that_saw_all_is_not_shown(work, capsys):
+    other = write_model(work / "other.safetensors", layers=2)
+    trained_on.write(other, ["139", "285", "632"])
+    assert run(work, "--also", f"shipped={other}") == 0
+    assert "SKIP shipped: trained on all of the 3 photographs" in capsys.readouterr().out
+    assert "shipped" not in evaluated(work) and evaluated(work)["superglue"] == set(COCO)
+
+
+def test_a_model_that_saw_all_is_refused_in_one_line(work, capsys):
+    trained_on.write(work / "model.safetensors", ["139", "285", "632"])
+    assert run(work) == 2
+    said = capsys.readouterr().err
+    assert "model.safetensors: was trained on all of the 3 held-out photographs" in said and "Traceback" not in said
+
+
+def test_what_is_kept_on_request_is_marked(work, capsys):
+    trained_on.write(work / "model.safetensors", ["139", "285"])
+    assert run(work, "--keep-seen") == 0
+    assert evaluated(work)["superglue"] == set(COCO)
+    marked = "3 held-out images (test), 2 of them from the training of ours"
+    assert marked in capsys.readouterr().out and marked in (work / "out" / "index.html").read_text()
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_model_without_a_list_is_named(work, capsys, known):
+    trained_on.list_of(work / "model.safetensors").unlink()
+    if known:  # a training from such weights
+        trained_on.write(work / "model.safetensors", None)
+    assert run(work) == 0
+    assert "model.safetensors was trained on is not known" in capsys.readouterr().out
+
+
+def test_the_list_of_another_model_is_refused(work, capsys):
+    about = {trained_on.KEY: trained_on.digest(["139"])}
+    write_model(work / "model.safetensors", about)
+    assert run(work) == 2
+    assert "model.trained_on.txt: is not the list of model.safetensors" in capsys.readouterr().err
+    trained_on.write(work / "model.safetensors", ["139"])
+    assert trained_on.read(work / "model.safetensors") == {"139"}
+
+
+@pytest.fixture
+def training(tmp_path, make_params, mlflow_store):
+    """`training(init_from)`: arguments of a training of a step on photographs 0.., validated on 100, 101, 102."""
+    folder = made_keypoints(tmp_path / "keypoints")
+    for split, first in (("train", 0), ("val", 100)):
+        content = store.read_index(folder / split)
+        for shard in content["shards"]:
+            shard["photographs"] = [str(first + number) for number in range(len(shard["images"]))]
+        (folder / split / store.INDEX).write_text(json.dumps(content))
+
+    def make(init_from: Path, *more: str) -> list:
+        small = {"dim": 16, "heads": 2, "layers": 1, "steps": 1, "val_every": 1, "val_pairs": 6, "batch": 2}
+        section = make_params("train", init_from=str(init_from), **small)
+        (tmp_path / "train.yaml").write_text(json.dumps({"train": section.model_dump()}))
+        words = ["--keypoints", folder, "--out", tmp_path / "run", "--reports", tmp_path / "reports/train"]
+        return [*map(str, words), "--params", str(tmp_path / "train.yaml"), *more]
+
+    return make
+
+
+def test_a_training_records_its_photographs_and_those_of_its_initial_weights(training, tmp_path, make_params, capsys):
+    begun_from = write_model(tmp_path / "begun.safetensors", dim=16, heads=2)
+    trained_on.write(begun_from, ["7777", "101"])
+    assert train.main(training(begun_from)) == 0
+    said = capsys.readouterr().out
+    assert f"validation: 1 of 3 photographs left out: {begun_from} was trained on them" in said
+    own = {str(number) for number in range(5)}
+    assert trained_on.read(tmp_path / "run" / "best.safetensors") == {*own, "7777", "101"}
+    figures = json.loads((tmp_path / "run" / "best.json").read_text())
+    assert figures[trained_on.KEY] == trained_on.digest({*own, "7777", "101"})
+
+    (tmp_path / "export.yaml").write_text(json.dumps({"export": {"name": "mine"}}))
+    words = ["--model", tmp_path / "run/best.safetensors", "--out", tmp_path / "models"]
+    assert export.main([*map(str, words), "--params", str(tmp_path / "export.yaml")]) == 0
+    assert trained_on.read(tmp_path / "models" / "mine.safetensors") == {*own, "7777", "101"}
+
+
+def test_a_training_from_weights_of_unknown_origin_does_not_claim_to_know(training, tmp_path, capsys):
+    assert train.main(training(write_model(tmp_path / "begun.safetensors", dim=16, heads=2))) == 0
+    assert "begun.safetensors was trained on is not known" in capsys.readouterr().out
+    assert trained_on.read(tmp_path / "run" / "best.safetensors") is None
+    assert trained_on.list_of(tmp_path / "run" / "best.safetensors").is_file()  # an output of the stage
+
+
+def test_validation_alone_leaves_out_what_was_seen(training, tmp_path, capsys):
+    begun_from = write_model(tmp_path / "begun.safetensors", dim=16, heads=2)
+    trained_on.write(begun_from, ["100", "102"])
+    said = []
+    for more in ([], ["--keep-seen"]):
+        assert train.main(training(begun_from, "--validate-only", *more)) == 0
+        said.append(capsys.readouterr().out)
+    assert f"validation: 2 of 3 photographs left out: {begun_from} was trained on them" in said[0]
+    assert f"validation: 2 of 3 photographs are from the training of {begun_from}" in said[1]
+    assert said[0].splitlines()[-1] != said[1].splitlines()[-1]
+    trained_on.write(begun_from, ["100", "101", "102"])
+    with pytest.raises(RequestError, match="was trained on all of the 3 validation photographs"):
+        train.check(training(begun_from))
+    assert errors.run(train.main, training(begun_from, "--validate-only")) == 2
+
+
+def test_the_shipped_weights_name_the_photographs_they_were_trained_on(root, shared_data):
+    known = trained_on.read(root / SHIPPED)
+    assert known is not None and len(known) == 2998
+    for folder in ("train", "extra_gray", "extra_gray_512"):
+        images = {entry(path.name).photograph for path in (shared_data / "coco" / folder).iterdir()}
+        assert len(images - known) == (folder == "extra_gray_512")  # one is too narrow for a view
+    assert not known & {entry(path.name).photograph for path in (shared_data / "coco" / "val").iterdir()}
+
+
+def test_the_sample_is_not_in_the_training_of_the_shipped_weights(root, tmp_path):
+    known = trained_on.read(root / SHIPPED)
+    assert known is not None and not known & {one.photograph for one in sources.copy_sample(tmp_path)}
