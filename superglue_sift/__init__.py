@@ -11,7 +11,8 @@ for when they are used. `pipeline` trains what it loads. In reading order:
     many, retrieval, results        folders, lists, videos; which photographs are alike; what is written of a pair
     serve, onnx                     a page for the browser; the network for ONNX Runtime
     interop/                        COLMAP, hloc, OpenCV, kornia, LightGlue, transformers
-    images, sift, batch             a file to pixels, pixels to keypoints, pairs to a batch: THE shapes and units
+    scenes, classical               photographs of one place: which pairs are accepted, all keypoints matched
+    images, sift, features, batch   a file to pixels, pixels to keypoints, pairs to a batch: THE shapes and units
     extractors, descriptors         features of your own, and what their descriptors mean; opencv_features: two examples
     superglue                       the network: keypoint encoder, attention, scores, transport
       attention, packing, normalization     its layers, on ragged sets of keypoints

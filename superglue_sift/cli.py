@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import os
 import time
@@ -31,16 +32,17 @@ from typing import ContextManager, Dict, Optional, Sequence, Tuple
 
 import cv2
 
-from superglue_sift import __version__, errors, many, results
+from superglue_sift import __version__, errors, many, results, scenes
 from superglue_sift.errors import RequestError, WorkError
 from superglue_sift.extractors import DEFAULT
 from superglue_sift.files import file_sha256, write_csv
 from superglue_sift.images import read_color
 from superglue_sift.matcher import Matcher
+from superglue_sift.sift import WEAK
 from superglue_sift.weights import shipped_weights
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
-NEIGHBOURS = {"sequential": 5, "nearest": 20}  # of each image, where --k names no other number
+RULES = ("accept", "strict", "network_keypoints")  # of a scene: `scenes.Rules`
 
 
 def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
@@ -66,8 +68,9 @@ def _add_what(group) -> None:
     add("--pairs", type=Path, metavar="FILE", help="text file, `a b` in each line")
     add("--root", type=Path, help="folder of the images that --pairs names (default: that of the file)")
     add("--camera", type=int, metavar="N", help="camera N of this machine, until Ctrl-C or --frames")
-    pairing = "of a folder: all pairs; each image with the K before it by name; each with the K most alike"
-    add("--pairing", default="exhaustive", choices=("exhaustive", *NEIGHBOURS), help=pairing)
+    pairing = "of a folder: all pairs; each image with the K before it by name; each with the K most alike; or auto "
+    pairing += f"(default): all pairs of at most {many.FEW} images, of more each with the K most alike"
+    add("--pairing", default="auto", choices=("auto", "exhaustive", *many.NEIGHBOURS), help=pairing)
     add("--k", type=int, help="for sequential and video (default 5) and nearest (default 20)")
     add("--every", type=int, default=1, metavar="N", help="of a video or camera each N-th frame (default 1)")
     add("--frames", type=int, metavar="N", help="of a video or camera at most N frames")
@@ -90,9 +93,19 @@ def _add_output(group) -> None:
 def _add_how(group) -> None:
     add = group.add_argument
     add("--model", type=Path, help="model file (default: the weights that ship with the library)")
-    add("--max-keypoints", type=int, default=1024, help="strongest keypoints of each image (default 1024)")
+    add("--max-keypoints", type=int, help="strongest keypoints of each image (default 1024, with --scene 8192)")
     add("--threshold", type=float, help="least probability of a match (default: the model's own, else 0.2)")
-    add("--resize", type=int, default=1024, help="longer side is reduced to this (default 1024; 0: never)")
+    add("--resize", type=int, help="longer side is reduced to this (default 1024, with --scene 1600; 0: never)")
+    place = "photographs of one place: accept a pair, then fill it (default with --colmap, else --no-scene)"
+    add("--scene", action=argparse.BooleanOptionalAction, help=place)
+    sure = "with --scene a pair needs this many strict matches of one geometry (default: the model's own, else "
+    add("--accept", type=int, metavar="N", help=f"{sure}{scenes.ACCEPT})")
+    strict = (
+        f"with --scene the confidence above which a match is strict (default: the model's own, else {scenes.STRICT})"
+    )
+    add("--strict", type=float, metavar="P", help=strict)
+    few = f"with --scene the network sees the strongest so many (default {scenes.NETWORK_KEYPOINTS})"
+    add("--network-keypoints", type=int, metavar="N", help=few)
     add("--extractor", metavar="MODULE:FUNCTION", help="what finds keypoints, of a model not of SIFT's")
     add("--device", default="auto", help="auto (a GPU where there is one), cpu, cuda or cuda:N")
     faster = "of the network's layers; bfloat16 is faster on GPUs and on CPUs with AMX"
@@ -102,9 +115,15 @@ def _add_how(group) -> None:
 def _check(args: argparse.Namespace) -> None:
     if args.threshold is not None and not 0.0 <= args.threshold <= 1.0:
         raise RequestError(f"--threshold {args.threshold}: must be between 0 and 1")
-    if args.resize < 0:
+    if args.strict is not None and not 0.0 <= args.strict <= 1.0:
+        raise RequestError(f"--strict {args.strict}: must be between 0 and 1")
+    args.scene = args.colmap is not None if args.scene is None else args.scene
+    for name in RULES:
+        if getattr(args, name) is not None and not args.scene:
+            raise RequestError(f"--{name.replace('_', '-')} goes with --scene")
+    if args.resize is not None and args.resize < 0:
         raise RequestError(f"--resize {args.resize}: must be 0 (never) or a side in pixels")
-    for name in ("max_keypoints", "k", "every", "frames"):
+    for name in ("max_keypoints", "k", "every", "frames", "accept", "network_keypoints"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise RequestError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
@@ -137,8 +156,10 @@ def _check_files(args: argparse.Namespace) -> None:
 
 def load(args: argparse.Namespace) -> Matcher:
     """The matcher as asked for."""
-    names = ("max_keypoints", "resize", "threshold", "precision", "extractor")
-    return Matcher.load(args.model, args.device, **{name: getattr(args, name) for name in names})
+    names = ("max_keypoints", "resize", "threshold", "precision", "extractor", "scene")
+    asked = {name: getattr(args, name) for name in names}
+    rules = {name: getattr(args, name) for name in RULES if getattr(args, name) is not None}
+    return Matcher.load(args.model, args.device, **asked, **rules)
 
 
 def match_two(args: argparse.Namespace) -> int:
@@ -177,7 +198,7 @@ def match_many(args: argparse.Namespace) -> int:
     if matcher.extractor is None:
         name = matcher.model.config.extractor
         raise RequestError(f"--extractor {name}: say it to run that code, which finds the model's keypoints")
-    if matcher.extractor is not DEFAULT and args.pairing == "nearest":
+    if matcher.extractor.name != DEFAULT.name and args.pairing == "nearest":
         raise RequestError("--pairing nearest looks for photographs by SIFT; take exhaustive or sequential")
     store = many.FeatureStore(matcher, args.features or args.out_dir / "features")
     camera = args.camera is not None
@@ -186,15 +207,15 @@ def match_many(args: argparse.Namespace) -> int:
     bad = {}
     source = args.inputs[0] if len(args.inputs) == 1 else None
     if camera or (source is not None and not source.is_dir()):
-        pairs, total = many.sequential(open_video(args), args.k or NEIGHBOURS["sequential"]), None
+        pairs, total = many.sequential(open_video(args), args.k or many.NEIGHBOURS["sequential"]), None
     elif source is not None:
         photos, bad = many.prepare(many.photos_in(source, args.out_dir), store)
-        pairs, total = many.choose_pairs(photos, store, args.pairing, args.k or NEIGHBOURS.get(args.pairing, 0))
+        pairs, total = many.choose_pairs(photos, store, args.pairing, args.k)
     else:
         pairs, bad = listed(args, store)
         total = len(pairs)
-    with database(args, store) as add:
-        run = many.Run(store, output, add)
+    with database(args, store) as add, many.pair_list(args.out_dir, matcher) as note:
+        run = many.Run(store, output, [each for each in (add, note) if each])
         run.match(pairs, total)
     report(run, total)
     path = args.out_dir / "bad_images.csv"
@@ -212,7 +233,9 @@ def settings_of(args: argparse.Namespace, matcher: Matcher) -> Dict[str, object]
         "weights": file_sha256(args.model or shipped_weights()),
         "extractor": f"{extractor.name} {extractor.code}".strip(),
         "threshold": matcher.threshold,
-        **{name: getattr(args, name) for name in ("max_keypoints", "resize", "precision")},
+        "precision": args.precision,
+        **{name: getattr(matcher, name) for name in ("max_keypoints", "resize")},
+        **({"scene": dataclasses.asdict(matcher.rules), "contrast": WEAK} if matcher.rules else {}),
     }
 
 

@@ -55,6 +55,8 @@ class Extractor:
 
 
 DEFAULT = Extractor("sift", sift.ORIENTED, True, sift.extract)
+# the same keypoints, and weaker ones where fewer are found than asked for
+DENSE = Extractor("sift", sift.ORIENTED, True, functools.partial(sift.extract, contrast=sift.WEAK))
 
 
 @functools.lru_cache(maxsize=4)

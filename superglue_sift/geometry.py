@@ -14,6 +14,8 @@ import numpy as np
 
 _TINY = np.finfo(np.float64).tiny
 MIN_POINTS = 4  # a homography has eight degrees of freedom, two per point
+LEAST_ESSENTIAL = 5  # matches that an essential matrix needs
+FAR = 1e9  # depth, in lengths of the baseline, beyond which a point counts for no motion
 LEAST_FUNDAMENTAL = 8  # matches that a fundamental matrix needs
 CONFIDENCE = 0.995  # that no better sample is left when RANSAC stops early; findHomography's default
 SCATTER_PX = 0.5  # of the positions of true matches: the best of 0.25 to 2 on validation pairs, for every matcher
@@ -164,6 +166,38 @@ def fundamental_with_inliers(points0: np.ndarray, points1: np.ndarray, threshold
     if F is None or mask is None:
         return Fit(None, np.zeros(len(points0), bool))
     return Fit(F, mask.ravel().astype(bool))
+
+
+class Pose(NamedTuple):
+    """Camera 1 from camera 0: x1 = R x0 + s t, s unknown. R (3, 3), t (3,) of length 1, or None; inliers: (K,) bool."""
+
+    R: Optional[np.ndarray]
+    t: Optional[np.ndarray]
+    inliers: np.ndarray
+
+
+def relative_pose(
+    points0: np.ndarray, points1: np.ndarray, K0: np.ndarray, K1: np.ndarray, threshold_px: float = 1.0
+) -> Pose:
+    """The motion between two cameras whose intrinsics K0, K1 (3, 3) are known, of (K, 2) matched pixels each.
+
+    OpenCV's MAGSAC++ over essential matrices (Nister 2004), always the same samples; then the one of four motions that
+    has the matches in front of both cameras. threshold_px: inlier distance, in pixels of the mean focal length.
+    None from fewer than five matches. Raises ValueError for intrinsics that are not (3, 3).
+    """
+    K0, K1 = np.asarray(K0, np.float64), np.asarray(K1, np.float64)
+    if K0.shape != (3, 3) or K1.shape != (3, 3):
+        raise ValueError(f"intrinsics {K0.shape} and {K1.shape}: must be (3, 3)")
+    none = Pose(None, None, np.zeros(len(points0), bool))
+    if len(points0) < LEAST_ESSENTIAL:
+        return none
+    flat0, flat1 = (transform(np.asarray(p, np.float64), np.linalg.inv(K)) for p, K in ((points0, K0), (points1, K1)))
+    focal = float(np.mean([K0[0, 0], K0[1, 1], K1[0, 0], K1[1, 1]]))
+    stacked, mask = cv2.findEssentialMat(flat0, flat1, np.eye(3), cv2.USAC_MAGSAC, 0.9999, threshold_px / focal)
+    if stacked is None or stacked.shape != (3, 3):
+        return none
+    count, R, t, inside, *_ = cv2.recoverPose(stacked, flat0, flat1, np.eye(3), FAR, mask=mask.copy())
+    return Pose(R, t.ravel(), inside.ravel() > 0) if count else none
 
 
 def _conditioner(points: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -8,11 +8,14 @@ grow with the number of images but for their names: features of the 256 used las
 from __future__ import annotations
 
 import collections
+import contextlib
+import csv
 import functools
 import hashlib
 import io
 import itertools
 import json
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -36,9 +39,9 @@ from typing import (
 import cv2
 import numpy as np
 
-from superglue_sift import __version__, results, retrieval
+from superglue_sift import __version__, results, retrieval, sift
 from superglue_sift.errors import RequestError
-from superglue_sift.extractors import DEFAULT
+from superglue_sift.extractors import DEFAULT, DENSE
 from superglue_sift.files import write_atomic
 from superglue_sift.images import EXTENSIONS, gray_of, read_color
 from superglue_sift.matcher import Features, Matcher, MatchResult
@@ -46,6 +49,9 @@ from superglue_sift.progress import Progress
 
 HELD = 256  # features of so many images stay in memory
 BATCH_ON_GPU = 8
+FEW = 200  # images of which all pairs are matched, 19,900, where nobody chose
+NEIGHBOURS = {"sequential": 5, "nearest": 20}  # of each image, where nobody named a number
+PAIR_LIST = "pairs.csv"
 MATCHES, JSON, PICTURE = "matches.npz", "matches.json", "matches.jpg"  # what the files of a pair end in
 OVERLAY, BLINK = "overlay.jpg", "blink.gif"
 
@@ -72,7 +78,9 @@ class FeatureStore:
         """folder: for the files, made when the first is written. held: of how many images in memory."""
         self.matcher, self.folder, self.held = matcher, folder, held
         extractor = matcher.extractor or DEFAULT
-        own = "" if extractor is DEFAULT else f"{extractor.name}{extractor.code} "
+        self.is_sift = extractor.name == DEFAULT.name
+        own = "" if self.is_sift else f"{extractor.name}{extractor.code} "
+        own += f"{sift.WEAK} " if extractor is DENSE else ""
         versions = f"{__version__} {cv2.__version__}"
         self._settings = f"{matcher.max_keypoints} {matcher.resize} {versions} {own}{extractor.dtype.descr}"
         self._memory: OrderedDict[str, Features] = collections.OrderedDict()
@@ -273,11 +281,20 @@ def prepare(photos: Sequence[Item], store: FeatureStore) -> Tuple[List[Item], Di
     return [photo for photo in photos if photo.name not in bad], bad
 
 
-def choose_pairs(photos: Sequence[Item], store: FeatureStore, pairing: str, k: int) -> Tuple[Pairs, int]:
-    """The pairs of a set of photos and how many. pairing: exhaustive, or sequential and nearest with k others each."""
+def choose_pairs(
+    photos: Sequence[Item], store: FeatureStore, pairing: str, k: Optional[int] = None
+) -> Tuple[Pairs, int]:
+    """The pairs of a set of photos and how many.
+
+    pairing: exhaustive; sequential or nearest with `k` others each (None: NEIGHBOURS); auto: exhaustive of at most FEW
+    photos, nearest of more. nearest looks at SIFT.
+    """
     count = len(photos)
+    if pairing == "auto":
+        pairing = "nearest" if count > FEW and store.is_sift else "exhaustive"
     if pairing == "exhaustive":
         return itertools.combinations(photos, 2), count * (count - 1) // 2
+    k = k or NEIGHBOURS[pairing]
     if pairing == "sequential":
         k = min(k, max(count - 1, 0))
         return sequential(photos, k), k * count - k * (k + 1) // 2
@@ -285,16 +302,35 @@ def choose_pairs(photos: Sequence[Item], store: FeatureStore, pairing: str, k: i
     return [(photos[i], photos[j]) for i, j in chosen], len(chosen)
 
 
+@contextlib.contextmanager
+def pair_list(folder: Path, matcher: Matcher) -> Iterator[Optional[Adding]]:
+    """What to give to a `Run` of a scene: it writes FOLDER/pairs.csv, all pairs with their scores; None of no scene."""
+    if matcher.rules is None:
+        yield None
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{PAIR_LIST}.partial"
+    with partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["image0", "image1", "matches", "pair_score", "accepted"])
+
+        def add(item0: Item, item1: Item, found: MatchResult) -> None:
+            rows.writerow([item0.name, item1.name, len(found.matches), found.pair_score, int(found.accepted)])
+
+        yield add
+    os.replace(partial, folder / PAIR_LIST)
+
+
 @dataclass
 class Run:
     """Matching pairs into `output`: how many were matched, of these again; done before, of these lacking files.
 
-    add: called with every pair, the ones done before among them.
+    adding: each is called with every pair, the ones done before among them.
     """
 
     store: FeatureStore
     output: Output
-    add: Optional[Adding] = None
+    adding: Sequence[Adding] = ()
     matched: int = 0
     again: int = 0
     before: int = 0
@@ -310,8 +346,7 @@ class Run:
             for found in matcher.match_batch(self._waiting(pairs, drawn, shown), size):
                 pair, made = drawn.popleft()
                 output.write(*pair, found, made)
-                if self.add:
-                    self.add(*pair, found)
+                self._tell(pair, found)
                 self.matched += 1
                 shown.update(1)
 
@@ -327,6 +362,10 @@ class Run:
             drawn.append((pair, self._made_from(pair)))  # after its features were read: they are of this content
             yield sides
 
+    def _tell(self, pair: Tuple[Item, Item], found: MatchResult) -> None:
+        for add in self.adding:
+            add(*pair, found)
+
     def _made_from(self, pair: Tuple[Item, Item]) -> str:
         return results.made_from((self.store.digest(pair[0]), self.store.digest(pair[1])), self.output.settings)
 
@@ -337,15 +376,14 @@ class Run:
         if before is None:
             return False
         why = results.differs(before, now)
-        if not why and (self.add or self.output.missing(*pair)):
+        if not why and (self.adding or self.output.missing(*pair)):
             try:
                 found = results.read_npz(path, *(self.store(item).size for item in pair))
             except results.DAMAGED:
                 why = "is damaged"
             else:
                 self.completed += self.output.complete(*pair, found, now)
-                if self.add:
-                    self.add(*pair, found)
+                self._tell(pair, found)
         if why:
             self.again += 1
             if self.again == 1:

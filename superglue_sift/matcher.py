@@ -19,27 +19,26 @@ import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
-import cv2
 import numpy as np
 import torch
 
-from superglue_sift import geometry, refine, sift
+from superglue_sift import geometry, refine, scenes
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.descriptors import kind_of
 from superglue_sift.errors import RequestError
-from superglue_sift.extractors import DEFAULT, Extractor
+from superglue_sift.extractors import DEFAULT, DENSE, Extractor
 from superglue_sift.extractors import load as load_extractor
+from superglue_sift.features import Features, Image, extract, gray_of
 from superglue_sift.images import read_gray
 from superglue_sift.inference import fuse_for_inference
-from superglue_sift.sift import KEYPOINT
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.weights import choose_device, load_model, shipped_weights
 
+MAX_KEYPOINTS = 1024
+RESIZE = 1024  # px, longer side
 THRESHOLD = 0.2  # probability of a match, of a model that does not bring its own (SuperGlue, section 5)
-DESCRIPTOR = KEYPOINT["descriptor"].shape[0]
-Extract = Callable[[np.ndarray, int], np.ndarray]  # (gray, max_keypoints) -> records, as `sift.extract`
 
 
 def match_threshold(info: Mapping[str, Any]) -> float:
@@ -47,59 +46,8 @@ def match_threshold(info: Mapping[str, Any]) -> float:
     return float(info.get("match_threshold", THRESHOLD))
 
 
-class Features(NamedTuple):
-    """What is matched of one image of `size` (width, height).
-
-    records: (n,) of dtype `sift.ORIENTED` or `KEYPOINT`, or what `extractors.records_of` gives; pixels of the image.
-    gray: (H, W) uint8, the image itself, by which matches are aligned; None where it is not at hand.
-    """
-
-    records: np.ndarray
-    size: Tuple[int, int]
-    gray: Optional[np.ndarray] = None
-
-    @property
-    def keypoints(self) -> np.ndarray:
-        """(n, 2) float32, pixels: x right, y down, centre of the first pixel at (0, 0)."""
-        return sift.positions(self.records)
-
-    @classmethod
-    def of(
-        cls,
-        keypoints: np.ndarray,
-        scales: np.ndarray,
-        angles: np.ndarray,
-        scores: np.ndarray,
-        descriptors: np.ndarray,
-        size: Tuple[int, int],
-    ) -> Features:
-        """Features of your own SIFT. Raises RequestError for another shape or range.
-
-        Args:
-            keypoints: (n, 2) pixels, one at each position.
-            scales, angles, scores: (n,) diameter in pixels, degrees, response: OpenCV's `size`, `angle`, `response`.
-            descriptors: (n, 128) SIFT with entries from 0 to 255, as OpenCV gives them.
-            size: (width, height) of the image.
-        """
-        keypoints, descriptors = np.asarray(keypoints), np.asarray(descriptors)
-        count = len(keypoints)
-        if keypoints.shape != (count, 2):
-            raise RequestError(f"keypoints of shape {keypoints.shape}: must be (n, 2)")
-        if descriptors.shape != (count, DESCRIPTOR):
-            raise RequestError(f"descriptors of shape {descriptors.shape}: must be SIFT's, ({count}, {DESCRIPTOR})")
-        if count and (descriptors.min() < 0 or descriptors.max() > 255 or descriptors.max() <= 1):
-            raise RequestError("descriptors must be whole numbers from 0 to 255, not normalised")
-        records = np.zeros(count, KEYPOINT)
-        records["x"], records["y"] = keypoints.T
-        records["scale"], records["angle"], records["score"] = scales, angles, scores
-        records["descriptor"] = descriptors
-        return cls(records, size)
-
-
-# A file; or its pixels, as OpenCV has them: uint8 (H, W) gray or (H, W, 3) BGR; or as torch has them: a tensor on any
-# device, (H, W), (1, H, W) gray or (3, H, W) RGB, uint8 or float from 0 to 1.
-Image = Union[str, Path, np.ndarray, torch.Tensor]
 INLIER_PX = 3.0  # distance up to which a match fits a homography or an epipolar line
+POSE_PX = 1.0  # the same, of an essential matrix
 
 
 class MatchResult(NamedTuple):
@@ -114,6 +62,8 @@ class MatchResult(NamedTuple):
     aligned0, aligned1: (K, 2) float32 px, positions of each match after alignment; SIFT's where it failed.
     deviations: (K,) float32, standard deviation in px of image 1 along each axis; NaN where the position stayed SIFT's.
     correlations: (K,) float32, -1 to 1, of the patches around both; NaN where a patch leaves its image or is flat.
+    pair_score: of photographs of a place (`Matcher.load(scene=True)`), how many strict matches agree that both show
+        the same; None where that was not asked.
     """
 
     keypoints0: np.ndarray
@@ -126,6 +76,7 @@ class MatchResult(NamedTuple):
     aligned1: Optional[np.ndarray] = None
     deviations: Optional[np.ndarray] = None
     correlations: Optional[np.ndarray] = None
+    pair_score: Optional[int] = None
 
     @property
     def points0(self) -> np.ndarray:
@@ -170,6 +121,11 @@ class MatchResult(NamedTuple):
         records = (side.records[own] for side, own in zip((features0, features1), self.matches.T))
         return self._replace(**refine.align(features0.gray, features1.gray, *records, device=device)._asdict())
 
+    @property
+    def accepted(self) -> bool:
+        """Do both show the same place? False where a pair was looked at and has no match."""
+        return self.pair_score is None or len(self.matches) > 0
+
     def homography(self, threshold_px: float = INLIER_PX) -> geometry.Fit:
         """The homography 0 -> 1 that most matches fit, see `geometry.homography_with_inliers`."""
         return geometry.homography_with_inliers(self.points0, self.points1, threshold_px)
@@ -177,6 +133,10 @@ class MatchResult(NamedTuple):
     def fundamental(self, threshold_px: float = INLIER_PX) -> geometry.Fit:
         """The fundamental matrix that most matches fit, see `geometry.fundamental_with_inliers`."""
         return geometry.fundamental_with_inliers(self.points0, self.points1, threshold_px)
+
+    def relative_pose(self, K0: np.ndarray, K1: np.ndarray, threshold_px: float = POSE_PX) -> geometry.Pose:
+        """Rotation and direction of camera 1 seen from camera 0, intrinsics known, see `geometry.relative_pose`."""
+        return geometry.relative_pose(self.points0, self.points1, K0, K1, threshold_px)
 
 
 class PairMatches(NamedTuple):
@@ -219,6 +179,7 @@ class Matcher:
     threshold: float = THRESHOLD
     extractor: Optional[Extractor] = DEFAULT
     refine: bool = True
+    rules: Optional[scenes.Rules] = None  # of photographs of a place
     _turn: Any = dataclasses.field(default_factory=threading.Lock, init=False)
 
     @classmethod
@@ -227,26 +188,32 @@ class Matcher:
         path: Union[str, Path, None] = None,
         device: str = "auto",
         *,
-        max_keypoints: int = 1024,
-        resize: int = 1024,
+        max_keypoints: Optional[int] = None,
+        resize: Optional[int] = None,
         threshold: Optional[float] = None,
         precision: str = "float32",
         extractor: Optional[str] = None,
         refine: bool = True,
+        scene: bool = False,
+        **rules: Any,
     ) -> Matcher:
         """A matcher from a model file. Raises RequestError: no such file or device, or not a model of this project.
 
         Args:
             path: models/superglue.safetensors of a training, or any checkpoint; None: the weights that ship.
             device: "auto" (a GPU where there is one), "cpu", "cuda", "cuda:1".
-            max_keypoints: the strongest so many of each image.
+            max_keypoints: the strongest so many of each image; None: 1,024, of a scene 8,192.
             resize: SIFT runs on the image reduced to this longer side in pixels; 0: never. Keypoints are always in
-                pixels of the image as given.
+                pixels of the image as given. None: 1,024, of a scene 1,600.
             threshold: least probability of a match; None: the model's own, else 0.2.
             precision: of the layers: float32, bfloat16 (faster on GPUs and on CPUs with AMX) or float16.
             extractor: of a model of other keypoints than SIFT's their `module:function`, which is code that a model
                 file can name and must not run: without it such a model matches `Features` alone.
-            refine: align matches by the pixels, to a fraction of one (`MatchResult.aligned1`), where they are at hand.
+            refine: align matches by the pixels, to a fraction of one (`MatchResult.aligned1`), where they are at hand;
+                not the thousands of a scene.
+            scene: the images are photographs of one place, of which not every two show the same: a pair is accepted
+                first, then filled with matches of all keypoints (see `scenes`).
+            rules: of `scenes.Rules` what differs from the model's own, such as `accept=15`.
         """
         device = choose_device(device)
         model, info = load_model(Path(path) if path else shipped_weights(), device)
@@ -257,7 +224,15 @@ class Matcher:
             raise RequestError(f"extractor {extractor}: the model matches keypoints of {of_model}")
         allowed = extractor or of_model == DEFAULT.name
         found = load_extractor(of_model) if allowed else None
-        return cls(fuse_for_inference(model, precision), device, max_keypoints, resize, threshold, found, refine)
+        if scene and found is DEFAULT:
+            found = DENSE
+        elif rules and not scene:
+            raise RequestError(f"{', '.join(rules)}: of scenes; say scene=True")
+        most = max_keypoints or (scenes.MAX_KEYPOINTS if scene else MAX_KEYPOINTS)
+        side = resize if resize is not None else (scenes.RESIZE if scene else RESIZE)
+        own = dataclasses.replace(scenes.Rules.of_model(info), **rules) if scene else None
+        refine = refine and not scene
+        return cls(fuse_for_inference(model, precision), device, most, side, threshold, found, refine, own)
 
     def extract(self, image: Image) -> Features:
         """Keypoints of an image, for `match`. Raises RequestError for one that cannot be read."""
@@ -265,7 +240,7 @@ class Matcher:
             name = self.model.config.extractor
             asking = f"extractor='{name}' (--extractor {name})"
             raise RequestError(f"the model matches keypoints of {name}, code that is run only when asked for: {asking}")
-        gray = read_gray(image) if isinstance(image, (str, Path)) else _gray(image)
+        gray = read_gray(image) if isinstance(image, (str, Path)) else gray_of(image)
         return extract(gray, self.max_keypoints, self.resize, self.extractor)
 
     def extract_all(self, images: Sequence[Union[Image, Features]]) -> List[Features]:
@@ -293,10 +268,15 @@ class Matcher:
         batch_size: int = 8,
         *,
         refine: Optional[bool] = None,
+        accepted_only: bool = False,
     ) -> Iterator[MatchResult]:
-        """`match` of one image with each of the others, in their order; features of `image` are computed once."""
+        """`match` of one image with each of the others, in their order; features of `image` are computed once.
+
+        accepted_only: of a scene, pairs that were not accepted are left out.
+        """
         one = self.extract_all([image])[0]
-        return self.match_batch(((one, other) for other in others), batch_size, refine=refine)
+        found = self.match_batch(((one, other) for other in others), batch_size, refine=refine)
+        return (each for each in found if each.accepted or not accepted_only)
 
     def match_batch(
         self,
@@ -317,11 +297,21 @@ class Matcher:
     def _match(self, sides: Sequence[Tuple[Features, Features]], aligned: bool) -> List[MatchResult]:
         for pair in sides:
             check_features(self.model.config, *pair)
-        pairs = [Pair(a.records, b.records, a.size, b.size) for a, b in sides]
+        most = self.rules.network_keypoints if self.rules else None
+        pairs = [Pair(a.records[:most], b.records[:most], a.size, b.size) for a, b in sides]
         with self._turn:
             answers = match_pairs(self.model, pairs, self.device)
-        found = [MatchResult.of(*pair, *answer.above(self.threshold)) for pair, answer in zip(sides, answers)]
+        found = [self._result(*pair, answer) for pair, answer in zip(sides, answers)]
         return [one.align(*pair, self.device) if aligned else one for one, pair in zip(found, sides)]
+
+    def _result(self, side0: Features, side1: Features, answer: PairMatches) -> MatchResult:
+        """The matches of a pair; of one of a scene the network answered for the strongest keypoints alone."""
+        if self.rules is None:
+            return MatchResult.of(side0, side1, *answer.above(self.threshold))
+        found = MatchResult.of(side0, side1, *answer.above(0.0))
+        sides = tuple(scenes.side_of(side.records, side.size, self.resize) for side in (side0, side1))
+        matches, scores, score = scenes.filled(found.matches, found.scores, self.threshold, sides, self.rules)
+        return found._replace(matches=matches, scores=scores, pair_score=score)
 
 
 def check_features(config: SuperGlueConfig, *sides: Features) -> None:
@@ -334,40 +324,3 @@ def check_features(config: SuperGlueConfig, *sides: Features) -> None:
             raise RequestError(f"{given}: the model matches those of {matched}")
         if config.scale_angle and not side.records["scale"].all():
             raise RequestError("keypoints without scale and angle: the model looks at both (train.scale_angle)")
-
-
-def extract(gray: np.ndarray, max_keypoints: int, resize: int = 0, extractor: Extract = sift.extract) -> Features:
-    """Keypoints of a gray image (H, W) uint8, found on it reduced to a longer side of `resize` pixels (0: as it is)."""
-    size = (gray.shape[1], gray.shape[0])
-    shrink = min(1.0, resize / max(size)) if resize else 1.0
-    if shrink == 1.0:
-        return Features(extractor(gray, max_keypoints), size, gray)
-    small = [max(1, round(side * shrink)) for side in size]
-    records = extractor(cv2.resize(gray, small, interpolation=cv2.INTER_AREA), max_keypoints)
-    for name, side, before in zip(("x", "y"), small, size):
-        records[name] = (records[name] + 0.5) * (before / side) - 0.5
-    records["scale"] /= shrink
-    return Features(records, size, gray)
-
-
-def _gray(image: Union[np.ndarray, torch.Tensor]) -> np.ndarray:
-    """(H, W) uint8 of the pixels that `Image` allows, else RequestError."""
-    pixels = _array(image) if isinstance(image, torch.Tensor) else np.asarray(image)
-    gray, color = pixels.ndim == 2, pixels.ndim == 3 and pixels.shape[-1] == 3
-    if pixels.dtype != np.uint8 or not (gray or color) or 0 in pixels.shape:
-        raise RequestError(f"an image of {pixels.dtype} {pixels.shape}: must be uint8, (H, W) gray or (H, W, 3) BGR")
-    return pixels if gray else cv2.cvtColor(pixels, cv2.COLOR_BGR2GRAY)
-
-
-def _array(image: torch.Tensor) -> np.ndarray:
-    """A tensor of `Image` as OpenCV has it."""
-    image = image.detach().cpu()
-    if image.is_floating_point():
-        if not bool(((image >= 0) & (image <= 1)).all()):
-            raise RequestError(f"an image of {image.dtype} {tuple(image.shape)}: floats must be from 0 to 1")
-        image = (image * 255).round().to(torch.uint8)
-    if image.dim() == 3 and image.shape[0] in (1, 3):
-        image = image.permute(1, 2, 0).flip(-1).squeeze(-1)
-    elif image.dim() != 2:
-        raise RequestError(f"a tensor of shape {tuple(image.shape)}: must be (H, W), (1, H, W) or (3, H, W)")
-    return np.ascontiguousarray(image.numpy())

@@ -43,6 +43,8 @@ def write_json(path: Path, found: MatchResult, fitted: Mapping[str, Fit], about:
         "matches0": matches0.tolist(),
         "matching_scores0": scores0.astype(float).round(6).tolist(),
         "matches": [[int(i), int(j), round(float(s), 6)] for (i, j), s in zip(found.matches, found.scores)],
+        "pair_score": found.pair_score,
+        "accepted": found.accepted,
         "inliers": {name: int(fit.inliers.sum()) for name, fit in fitted.items()},
         "H_0to1": None if H_0to1 is None else H_0to1.tolist(),
     }
@@ -77,17 +79,14 @@ def differs(before: str, now: str) -> str:
 def write_npz(path: Path, found: MatchResult, made: str) -> None:
     """keypoints0 (M, 2), keypoints1 (N, 2) float32, matches (M,) int64 or -1, match_confidence (M,) float32.
 
-    Beside them `made_from` (), the text of `made_from`.
+    Beside them `made_from` (), the text of `made_from`; of photographs of a place also pair_score, int64.
     """
     data, (matches, scores) = io.BytesIO(), found.dense()
-    np.savez_compressed(
-        data,
-        keypoints0=found.keypoints0,
-        keypoints1=found.keypoints1,
-        matches=matches,
-        match_confidence=scores,
-        made_from=np.array(made),
-    )
+    arrays = {"keypoints0": found.keypoints0, "keypoints1": found.keypoints1, "matches": matches}
+    arrays.update(match_confidence=scores, made_from=np.array(made))
+    if found.pair_score is not None:
+        arrays["pair_score"] = np.array(found.pair_score)
+    np.savez_compressed(data, **arrays)
     write_atomic(path, data.getvalue())
 
 
@@ -108,7 +107,10 @@ def read_npz(path: Path, size0: Tuple[int, int], size1: Tuple[int, int]) -> Matc
         matches, confidence = file["matches"], file["match_confidence"]
         own = np.flatnonzero(matches >= 0)
         pairs = np.stack([own, matches[own]], axis=1)
-        return MatchResult(file["keypoints0"], file["keypoints1"], pairs, confidence[own], size0, size1)
+        score = int(file["pair_score"]) if "pair_score" in file else None
+        return MatchResult(
+            file["keypoints0"], file["keypoints1"], pairs, confidence[own], size0, size1, pair_score=score
+        )
 
 
 def write_picture(path: Path, found: MatchResult, fitted: Mapping[str, Fit], pixels: Pixels) -> None:

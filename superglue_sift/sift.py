@@ -28,18 +28,22 @@ ORIENTED = np.dtype([*KEYPOINT.descr, ("second_angle", "<f4"), ("second_descript
 # Smallest `scale` there is, in px: sigma 1.6 of the doubled image, the first of three layers, half a layer below it.
 LEAST_SCALE = 1.6 * 2 ** (1 / 6)
 
+CONTRAST = 0.04  # least contrast of a keypoint, OpenCV's default
+WEAK = 0.02  # of photographs of a place: 1,024 px wide they give some 6,000 keypoints, 2,600 above CONTRAST
 _SPARE = 1.5  # asked for per wanted keypoint, so that enough are left when each position is kept once
 
 
-def extract(gray: np.ndarray, max_keypoints: int) -> np.ndarray:
+def extract(gray: np.ndarray, max_keypoints: int, contrast: float = CONTRAST) -> np.ndarray:
     """The strongest `max_keypoints` (1 or more) keypoints of a view (H, W) uint8. Equal input gives equal bytes.
+
+    contrast: OpenCV's `contrastThreshold`; a lower one adds weaker keypoints, where there are fewer than asked for.
 
     Returns (n,) records of dtype ORIENTED, n <= max_keypoints, positions all distinct, ordered by falling score; the
     first orientation is the one of smaller angle. (0,) for a view without structure.
     """
     asked = with_spare(max_keypoints)
     while True:
-        points, descriptors = detector(asked).detectAndCompute(gray, None)  # pyright: ignore
+        points, descriptors = detector(asked, contrast).detectAndCompute(gray, None)  # pyright: ignore
         records = _oriented(_records(points, descriptors))[:max_keypoints]
         # only a view with very many double orientations needs a second look
         if len(records) >= max_keypoints or len(points) < asked:
@@ -80,9 +84,9 @@ def with_spare(max_keypoints: int) -> int:
 
 
 @functools.lru_cache(maxsize=8)
-def detector(count: int) -> cv2.SIFT:
+def detector(count: int, contrast: float = CONTRAST) -> cv2.SIFT:
     """OpenCV's detector of the `count` strongest keypoints, orientations counted apart, as set above."""
-    return cv2.SIFT.create(nfeatures=count, enable_precise_upscale=True)
+    return cv2.SIFT.create(nfeatures=count, contrastThreshold=contrast, enable_precise_upscale=True)
 
 
 def _records(points, descriptors) -> np.ndarray:

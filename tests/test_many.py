@@ -379,3 +379,17 @@ def test_wrong_requests_are_one_line(work, monkeypatch, capfd, words, message):
     assert run(work, *words) == 2
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and message in lines[0]
+
+
+@pytest.mark.parametrize(("count", "chosen"), [(200, 19900), (201, 201 * 20)])
+def test_auto_pairs_all_of_few_photographs_and_the_nearest_of_more(count, chosen, monkeypatch):
+    class Store:
+        is_sift = True
+
+        def __call__(self, _photo):
+            pytest.fail("features are asked for by retrieval alone")
+
+    monkeypatch.setattr(retrieval, "nearest_pairs", lambda photos, _of, k: [(0, 1)] * (len(photos) * k))
+    photos = [many.Item(str(number), Path(f"{number}.jpg")) for number in range(count)]
+    pairs, total = many.choose_pairs(photos, Store(), "auto")
+    assert total == len(list(pairs)) == chosen

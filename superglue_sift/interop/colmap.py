@@ -57,9 +57,12 @@ class ColmapDatabase:
     def add(self, name0: str, name1: str, features0: Features, features1: Features, found: MatchResult) -> int:
         """Write the matches of two images and what one camera motion explains of them; returns how many it does.
 
-        names: of files below the folder of the photographs. Images that are not there yet are written, too.
+        names: of files below the folder of the photographs. Images that are not there yet are written, too. Of a pair
+        that was not accepted (`MatchResult.accepted`) nothing else is.
         """
         (id0, camera0), (id1, camera1) = self._image(name0, features0), self._image(name1, features1)
+        if not found.accepted:
+            return 0
         matches = found.matches.astype(np.uint32)
         self._database.write_matches(id0, id1, matches)
         points0, points1 = (_points(each).astype(np.float64) for each in (features0, features1))

@@ -1,0 +1,112 @@
+"""A model of a scene against its true cameras: errors of camera centres and rotations, and pairs that are wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Tuple
+
+import numpy as np
+
+from pipeline.errors import RequestError
+
+NUMBERS = 4 + 9 + 3  # on a line, after the name
+BAND_PX = 4.0  # distance from the true epipolar line up to which a verified match counts as right
+
+
+class Camera(NamedTuple):
+    """fx, fy, cx, cy in pixels of the photograph as stored; R (3, 3) world to camera; C (3,) centre in the world."""
+
+    intrinsics: np.ndarray
+    R: np.ndarray
+    C: np.ndarray
+
+    def K(self, scale: float) -> np.ndarray:
+        """(3, 3) of the photograph resized by `scale`; the centre of the first pixel at (0, 0)."""
+        fx, fy, cx, cy = self.intrinsics
+        moved = (scale - 1) / 2
+        return np.array([[fx * scale, 0, cx * scale + moved], [0, fy * scale, cy * scale + moved], [0, 0, 1.0]])
+
+
+def read_cameras(path: Path) -> Dict[str, Camera]:
+    """By name, the cameras of a text file: `name fx fy cx cy R(9) C(3)` in each line. Raises RequestError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise RequestError(f"--cameras {path}: cannot be read: {error}") from None
+    found = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        try:
+            values = np.array([float(word) for word in words[1:]])
+        except ValueError as error:
+            raise RequestError(f"--cameras {path} line {number}: {error}") from None
+        if values.size != NUMBERS or not np.isfinite(values).all():
+            raise RequestError(f"--cameras {path} line {number}: needs a name, fx fy cx cy, nine of R, three of C")
+        found[words[0]] = Camera(values[:4], values[4:13].reshape(3, 3), values[13:])
+    if not found:
+        raise RequestError(f"--cameras {path}: holds no camera")
+    return found
+
+
+def scenes_of(names: List[str]) -> Dict[str, List[str]]:
+    """Photographs by scene, which is what stands before the last number of a name: `castle_0007.jpg` is of castle."""
+    found: Dict[str, List[str]] = {}
+    for name in sorted(names):
+        match = re.match(r"(.*?)[-_]?\d+\.\w+$", name)
+        found.setdefault(match.group(1) if match and match.group(1) else "scene", []).append(name)
+    return found
+
+
+def similarity(points: np.ndarray, target: np.ndarray) -> Tuple[float, np.ndarray, np.ndarray]:
+    """(s, R, t) with target ~ s R points + t, least squares over (N, 3) points (Umeyama 1991)."""
+    mean, other = points.mean(0), target.mean(0)
+    U, values, Vt = np.linalg.svd((target - other).T @ (points - mean))
+    sign = np.array([1.0, 1.0, np.sign(np.linalg.det(U @ Vt))])
+    R = U @ np.diag(sign) @ Vt
+    s = float((values * sign).sum() / max(((points - mean) ** 2).sum(), 1e-12))
+    return s, R, other - s * R @ mean
+
+
+def model_errors(model: Any, cameras: Dict[str, Camera]) -> Dict[str, float]:
+    """Of a pycolmap.Reconstruction: camera centres and rotations after the similarity that fits its centres best.
+
+    centre, centre_max: mean and largest distance, in the units of `cameras`; centre_percent: the mean in percent of
+    the largest distance between two true cameras of the scene. rotation: mean angle in degrees.
+    """
+    names = [image.name for image in model.images.values() if image.has_pose]
+    poses = {image.name: image.cam_from_world() for image in model.images.values() if image.has_pose}
+    true = np.array([cameras[name].C for name in names])
+    centres = np.array([poses[name].inverse().translation for name in names])
+    s, R, t = similarity(centres, true)
+    distances = np.linalg.norm(s * centres @ R.T + t - true, axis=1)
+    turns = []
+    for name in names:
+        turn = poses[name].rotation.matrix() @ R.T @ cameras[name].R.T
+        turns.append(np.degrees(np.arccos(np.clip((np.trace(turn) - 1) / 2, -1, 1))))
+    every = np.array([camera.C for camera in cameras.values()])
+    extent = float(np.linalg.norm(every[:, None] - every[None], axis=-1).max())
+    return {
+        "centre": float(distances.mean()),
+        "centre_max": float(distances.max()),
+        "centre_percent": 100 * float(distances.mean()) / max(extent, 1e-12),
+        "rotation": float(np.mean(turns)),
+    }
+
+
+def true_fundamental(camera0: Camera, camera1: Camera, scale: float) -> np.ndarray:
+    """(3, 3) F with x1^T F x0 = 0 for pixels of both photographs resized by `scale`."""
+    R = camera1.R @ camera0.R.T
+    x, y, z = camera1.R @ (camera0.C - camera1.C)
+    cross = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
+    return np.linalg.inv(camera1.K(scale)).T @ cross @ R @ np.linalg.inv(camera0.K(scale))
+
+
+def right_fraction(points0: np.ndarray, points1: np.ndarray, F: np.ndarray) -> float:
+    """Of matched pixels (N, 2) those that lie within BAND_PX of the true epipolar line in image 1."""
+    ones = np.ones((len(points0), 1))
+    lines = np.hstack([points0, ones]) @ F.T
+    distances = np.abs((np.hstack([points1, ones]) * lines).sum(1)) / np.maximum(np.hypot(*lines.T[:2]), 1e-12)
+    return float((distances <= BAND_PX).mean())

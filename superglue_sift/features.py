@@ -1,0 +1,108 @@
+"""What is matched of an image: its keypoints, found on its pixels or brought along."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Callable, NamedTuple, Optional, Tuple, Union
+
+import cv2
+import numpy as np
+import torch
+
+from superglue_sift import sift
+from superglue_sift.errors import RequestError
+from superglue_sift.sift import KEYPOINT
+
+DESCRIPTOR = KEYPOINT["descriptor"].shape[0]
+Extract = Callable[[np.ndarray, int], np.ndarray]  # (gray, max_keypoints) -> records, as `sift.extract`
+
+
+class Features(NamedTuple):
+    """What is matched of one image of `size` (width, height).
+
+    records: (n,) of dtype `sift.ORIENTED` or `KEYPOINT`, or what `extractors.records_of` gives; pixels of the image.
+    gray: (H, W) uint8, the image itself, by which matches are aligned; None where it is not at hand.
+    """
+
+    records: np.ndarray
+    size: Tuple[int, int]
+    gray: Optional[np.ndarray] = None
+
+    @property
+    def keypoints(self) -> np.ndarray:
+        """(n, 2) float32, pixels: x right, y down, centre of the first pixel at (0, 0)."""
+        return sift.positions(self.records)
+
+    @classmethod
+    def of(
+        cls,
+        keypoints: np.ndarray,
+        scales: np.ndarray,
+        angles: np.ndarray,
+        scores: np.ndarray,
+        descriptors: np.ndarray,
+        size: Tuple[int, int],
+    ) -> Features:
+        """Features of your own SIFT. Raises RequestError for another shape or range.
+
+        Args:
+            keypoints: (n, 2) pixels, one at each position.
+            scales, angles, scores: (n,) diameter in pixels, degrees, response: OpenCV's `size`, `angle`, `response`.
+            descriptors: (n, 128) SIFT with entries from 0 to 255, as OpenCV gives them.
+            size: (width, height) of the image.
+        """
+        keypoints, descriptors = np.asarray(keypoints), np.asarray(descriptors)
+        count = len(keypoints)
+        if keypoints.shape != (count, 2):
+            raise RequestError(f"keypoints of shape {keypoints.shape}: must be (n, 2)")
+        if descriptors.shape != (count, DESCRIPTOR):
+            raise RequestError(f"descriptors of shape {descriptors.shape}: must be SIFT's, ({count}, {DESCRIPTOR})")
+        if count and (descriptors.min() < 0 or descriptors.max() > 255 or descriptors.max() <= 1):
+            raise RequestError("descriptors must be whole numbers from 0 to 255, not normalised")
+        records = np.zeros(count, KEYPOINT)
+        records["x"], records["y"] = keypoints.T
+        records["scale"], records["angle"], records["score"] = scales, angles, scores
+        records["descriptor"] = descriptors
+        return cls(records, size)
+
+
+# A file; or its pixels, as OpenCV has them: uint8 (H, W) gray or (H, W, 3) BGR; or as torch has them: a tensor on any
+# device, (H, W), (1, H, W) gray or (3, H, W) RGB, uint8 or float from 0 to 1.
+Image = Union[str, Path, np.ndarray, torch.Tensor]
+
+
+def extract(gray: np.ndarray, max_keypoints: int, resize: int = 0, extractor: Extract = sift.extract) -> Features:
+    """Keypoints of a gray image (H, W) uint8, found on it reduced to a longer side of `resize` pixels (0: as it is)."""
+    size = (gray.shape[1], gray.shape[0])
+    shrink = min(1.0, resize / max(size)) if resize else 1.0
+    if shrink == 1.0:
+        return Features(extractor(gray, max_keypoints), size, gray)
+    small = [max(1, round(side * shrink)) for side in size]
+    records = extractor(cv2.resize(gray, small, interpolation=cv2.INTER_AREA), max_keypoints)
+    for name, side, before in zip(("x", "y"), small, size):
+        records[name] = (records[name] + 0.5) * (before / side) - 0.5
+    records["scale"] /= shrink
+    return Features(records, size, gray)
+
+
+def gray_of(image: Union[np.ndarray, torch.Tensor]) -> np.ndarray:
+    """(H, W) uint8 of the pixels that `Image` allows, else RequestError."""
+    pixels = _array(image) if isinstance(image, torch.Tensor) else np.asarray(image)
+    gray, color = pixels.ndim == 2, pixels.ndim == 3 and pixels.shape[-1] == 3
+    if pixels.dtype != np.uint8 or not (gray or color) or 0 in pixels.shape:
+        raise RequestError(f"an image of {pixels.dtype} {pixels.shape}: must be uint8, (H, W) gray or (H, W, 3) BGR")
+    return pixels if gray else cv2.cvtColor(pixels, cv2.COLOR_BGR2GRAY)
+
+
+def _array(image: torch.Tensor) -> np.ndarray:
+    """A tensor of `Image` as OpenCV has it."""
+    image = image.detach().cpu()
+    if image.is_floating_point():
+        if not bool(((image >= 0) & (image <= 1)).all()):
+            raise RequestError(f"an image of {image.dtype} {tuple(image.shape)}: floats must be from 0 to 1")
+        image = (image * 255).round().to(torch.uint8)
+    if image.dim() == 3 and image.shape[0] in (1, 3):
+        image = image.permute(1, 2, 0).flip(-1).squeeze(-1)
+    elif image.dim() != 2:
+        raise RequestError(f"a tensor of shape {tuple(image.shape)}: must be (H, W), (1, H, W) or (3, H, W)")
+    return np.ascontiguousarray(image.numpy())

@@ -1,0 +1,276 @@
+"""Photographs of a place: which pairs are accepted, with which matches they are filled, and what cameras they give."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+
+import cv2
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import scene_errors
+from benchmarks import scenes as bench
+from superglue_sift import Matcher, RequestError, classical, cli, errors, geometry, scenes, sift
+from superglue_sift.descriptors import root_sift_of
+
+IDENTITY = np.eye(3)
+SIDEWAYS = np.array([[0, 0, 0], [0, 0, -1.0], [0, 1, 0]])  # F of a camera that moved along x: lines of equal y
+
+
+def records_of(descriptors: np.ndarray, second: np.ndarray = None) -> np.ndarray:
+    """SIFT records with these descriptors (n, 128), at places of their own."""
+    records = np.zeros(len(descriptors), sift.ORIENTED)
+    records["x"] = records["y"] = np.arange(len(descriptors))
+    records["descriptor"] = descriptors
+    if second is not None:
+        records["second_descriptor"] = second
+    return records
+
+
+def plain_matches(rows0: np.ndarray, rows1: np.ndarray) -> set:
+    """Mutual nearest neighbours that pass the ratio test both ways, in the plainest way."""
+    distance = np.linalg.norm(rows0[:, None] - rows1[None], axis=-1)
+    found = set()
+    for i, row in enumerate(distance):
+        j = int(row.argmin())
+        column = distance[:, j]
+        (d, d2), (c, c2) = np.sort(row)[:2], np.sort(column)[:2]
+        if column.argmin() == i and d < 0.8 * d2 and c < 0.8 * c2 and d < classical.MAX_DISTANCE:
+            found.add((i, j))
+    return found
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(2, 600), st.integers(2, 40))
+def test_classical_matches_are_those_of_the_definition(seed, count0, count1):
+    rng = np.random.default_rng(seed)
+    one = rng.gamma(0.6, 40, (count0, 128)).clip(0, 255).astype(np.uint8)
+    copied = one[rng.integers(0, count0, count1)].astype(float)
+    other = (copied + rng.normal(0, rng.uniform(0, 40), copied.shape)).clip(0, 255).astype(np.uint8)
+    sides = [classical.described(records_of(each)) for each in (one, other)]
+    found, scores = classical.ratio_matches(*sides)
+    expected = plain_matches(root_sift_of(one).astype(float), root_sift_of(other).astype(float))
+    # a ratio within rounding of the limit may fall on either side
+    assert len(set(map(tuple, found.tolist())) ^ expected) <= len(expected) // 100
+    assert ((scores > 0.2 - 1e-3) & (scores <= 1)).all()
+    assert len(np.unique(found[:, 0])) == len(np.unique(found[:, 1])) == len(found)
+
+
+def test_the_second_orientation_matches_too():
+    rng = np.random.default_rng(0)
+    one, other = rng.gamma(0.6, 40, (2, 50, 128)).clip(0, 255).astype(np.uint8)
+    second = np.zeros_like(other)
+    second[7] = one[3]
+    sides = classical.described(records_of(one)), classical.described(records_of(other, second))
+    found, _ = classical.ratio_matches(*sides)
+    assert found.tolist() == [[3, 7]]
+
+
+def test_keypoints_too_few_for_a_ratio_give_no_match():
+    side = classical.described(records_of(np.full((1, 128), 9, np.uint8)))
+    found, scores = classical.ratio_matches(side, side)
+    assert found.shape == (0, 2) and scores.shape == (0,)
+
+
+def test_distances_of_a_camera_that_moved_sideways_are_those_of_rows():
+    points0, points1 = np.array([[10, 20.0], [30, 40]]), np.array([[55, 20.0], [7, 43]])
+    np.testing.assert_allclose(scenes.epipolar_distances(SIDEWAYS, points0, points1), [0, 3])
+
+
+def made_pair(right: int, wrong: int, seed: int = 0):
+    """Two sides whose first `right` keypoints are the same points in depth, and matches of these and `wrong` others."""
+    rng = np.random.default_rng(seed)
+    count = right + wrong
+    points = rng.uniform([-2, -2, 4], [2, 2, 9], (count, 3))
+    views = [
+        500 * (points - [shift, 0, 0])[:, :2] / (points - [0, 0, depth])[:, 2:] for shift, depth in ((0, 0), (1, 0.5))
+    ]
+    views[1][right:] = rng.uniform(-250, 250, (wrong, 2))
+    descriptors = rng.gamma(0.6, 40, (count, 128)).clip(0, 255).astype(np.uint8)
+    other = descriptors.copy()
+    other[right:] = rng.gamma(0.6, 40, (wrong, 128)).clip(0, 255)
+    sides = tuple(scenes.Side(v, classical.described(records_of(d))) for v, d in zip(views, (descriptors, other)))
+    return sides, np.stack([np.arange(count)] * 2, axis=1)
+
+
+def test_few_strict_matches_open_a_pair_and_all_that_agree_fill_it():
+    sides, matches = made_pair(right=200, wrong=100)
+    network = np.concatenate([matches[:40], matches[200:]])  # the other 160 are left to the classical matcher
+    scores = np.concatenate([np.full(20, 0.95), np.full(20, 0.6), np.full(100, 0.7)]).astype(np.float32)
+    found = scenes.filled(network, scores, 0.5, sides, scenes.Rules())
+    assert found.score == 20
+    right = found.matches[:, 0] < 200
+    assert right.sum() == 200 and (~right).sum() < 5  # of 100 at random places few lie on their lines
+    assert (found.matches[:, 0] == found.matches[:, 1]).all()
+    alone = scenes.filled(network, scores, 0.5, sides, scenes.Rules(guided=False))
+    assert (alone.matches[:, 0] < 200).sum() == 40
+
+
+def test_a_pair_without_strict_matches_gives_nothing():
+    sides, matches = made_pair(right=200, wrong=0)
+    found = scenes.filled(matches, np.full(200, 0.79, np.float32), 0.5, sides, scenes.Rules(strict=0.8))
+    assert found.score == 0 and found.matches.shape == (0, 2) and found.scores.shape == (0,)
+    nine = np.where(np.arange(200) < 9, 0.9, 0.6).astype(np.float32)
+    assert len(scenes.filled(matches, nine, 0.5, sides, scenes.Rules(accept=10)).matches) == 0
+    assert len(scenes.filled(matches, nine, 0.5, sides, scenes.Rules(accept=9)).matches) == 200
+
+
+def test_a_model_states_its_own_limits():
+    assert scenes.Rules.of_model({"strict_threshold": 0.7, "accept_pairs": 15}) == scenes.Rules(0.7, 15)
+    assert scenes.Rules.of_model({}) == scenes.Rules(scenes.STRICT, scenes.ACCEPT)
+
+
+def test_relative_pose_is_that_of_the_cameras():
+    rng = np.random.default_rng(1)
+    points = rng.uniform([-2, -2, 4], [2, 2, 9], (60, 3))
+    angle = np.radians(7)
+    R = np.array([[np.cos(angle), 0, np.sin(angle)], [0, 1, 0], [-np.sin(angle), 0, np.cos(angle)]])
+    t = np.array([0.8, 0.1, -0.2])
+    K0, K1 = np.diag([500, 510, 1.0]), np.diag([640, 630, 1.0])
+    K0[:2, 2], K1[:2, 2] = (320, 240), (400, 300)
+    views = [points @ K0.T, (points @ R.T + t) @ K1.T]
+    flat = [view[:, :2] / view[:, 2:] for view in views]
+    flat[1][:10] += 40
+    found = geometry.relative_pose(*flat, K0, K1)
+    np.testing.assert_allclose(found.R, R, atol=1e-3)
+    np.testing.assert_allclose(found.t, t / np.linalg.norm(t), atol=5e-3)
+    assert not found.inliers[:10].any() and found.inliers[10:].all()
+    assert geometry.relative_pose(flat[0][:4], flat[1][:4], K0, K1).R is None
+    with pytest.raises(ValueError, match="3, 3"):
+        geometry.relative_pose(*flat, K0[:2], K1)
+
+
+# Real photographs
+
+
+@pytest.fixture(scope="module")
+def strecha(shared_data):
+    folder = shared_data / "poses" / "strecha"
+    return folder, scene_errors.read_cameras(folder / "cameras_gt.txt")
+
+
+@pytest.fixture(scope="module")
+def place():
+    return Matcher.load(device="cpu", max_keypoints=3000, resize=768, scene=True)
+
+
+def test_two_photographs_of_a_place_are_accepted_and_two_of_different_places_are_not(strecha, place):
+    folder, cameras = strecha
+    names = ["Herz-Jesus-P25_0005.jpg", "Herz-Jesus-P25_0007.jpg", "entry-P10_0003.jpg"]
+    one, near, other = (place.extract(folder / name) for name in names)
+    found = place.match(one, near)
+    network = Matcher.load(device="cpu", resize=768).match(folder / names[0], folder / names[1])
+    assert found.accepted and found.pair_score > 50 and len(found.matches) > 2 * len(network.matches)
+    F = scene_errors.true_fundamental(cameras[names[0]], cameras[names[1]], 1.0)
+    assert scene_errors.right_fraction(found.points0, found.points1, F) > 0.95
+    pose = found.relative_pose(*(cameras[name].K(1.0) for name in names[:2]))
+    true = cameras[names[1]].R @ cameras[names[0]].R.T
+    assert np.degrees(np.arccos((np.trace(pose.R @ true.T) - 1) / 2)) < 1
+    nothing = place.match(one, other)
+    assert not nothing.accepted and nothing.pair_score < scenes.ACCEPT and len(nothing.matches) == 0
+    both = list(place.match_many(one, [near, other], accepted_only=True))
+    assert [len(each.matches) for each in both] == [len(found.matches)]
+
+
+def test_a_folder_lists_its_pairs_and_the_database_holds_the_accepted_alone(strecha, tmp_path, capsys):
+    pycolmap = pytest.importorskip("pycolmap")
+    folder, _ = strecha
+    (tmp_path / "photos").mkdir()
+    for name in ("Herz-Jesus-P25_0005.jpg", "Herz-Jesus-P25_0006.jpg", "entry-P10_0003.jpg"):
+        image = cv2.imread(str(folder / name), cv2.IMREAD_GRAYSCALE)
+        cv2.imwrite(str(tmp_path / "photos" / name), cv2.resize(image, (768, 512), interpolation=cv2.INTER_AREA))
+    words = [tmp_path / "photos", "--out-dir", tmp_path / "found", "--json-files", "--max-keypoints", 2000]
+    words += ["--device", "cpu", "--colmap"]
+    assert errors.exit_code(cli.main, [*map(str, words), str(tmp_path / "first.db")]) == 0
+    with (tmp_path / "found" / "pairs.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["accepted"] for row in rows] == ["1", "0", "0"]
+    assert int(rows[0]["pair_score"]) > 50 > scenes.ACCEPT > max(int(row["pair_score"]) for row in rows[1:])
+    about = [json.loads(path.read_text()) for path in sorted((tmp_path / "found").glob("*.json")) if "_" in path.stem]
+    assert [each["accepted"] for each in about] == [True, False, False]
+    assert about[0]["pair_score"] == int(rows[0]["pair_score"])
+    # again, from what is done
+    assert errors.exit_code(cli.main, [*map(str, words), str(tmp_path / "again.db")]) == 0
+    with (tmp_path / "found" / "pairs.csv").open(newline="") as file:
+        assert list(csv.DictReader(file)) == rows
+    for name in ("first.db", "again.db"):
+        with pycolmap.Database.open(str(tmp_path / name)) as database:
+            assert len(database.read_all_images()) == 3
+            assert database.num_matches() == int(rows[0]["matches"]) and database.num_verified_image_pairs() == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["a.png", "b.png", "--accept", "9"], "--accept goes with --scene"),
+        (["photos", "--out-dir", "x", "--scene", "--strict", "2"], "--strict 2.0: must be between 0 and 1"),
+        (["photos", "--out-dir", "x", "--scene", "--accept", "0"], "--accept 0: must be 1 or more"),
+    ],
+)
+def test_wrong_requests_are_one_line(words, line, capsys):
+    assert errors.exit_code(cli.main, words) == 2
+    assert line in capsys.readouterr().err
+
+
+def test_rules_without_a_scene_are_refused():
+    with pytest.raises(RequestError, match="accept: of scenes"):
+        Matcher.load(device="cpu", accept=3)
+
+
+# benchmarks.scenes
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_a_similarity_is_found_again(seed):
+    rng = np.random.default_rng(seed)
+    points, s, t = rng.normal(size=(5, 3)), rng.uniform(0.1, 10), rng.normal(size=3)
+    Q, _ = np.linalg.qr(rng.normal(size=(3, 3)))
+    R = Q * np.sign(np.linalg.det(Q))
+    found = scene_errors.similarity(points, s * points @ R.T + t)
+    np.testing.assert_allclose(found[0], s, rtol=1e-6)
+    np.testing.assert_allclose(found[1], R, atol=1e-6)
+    np.testing.assert_allclose(found[2], t, atol=1e-6)
+
+
+def test_true_epipolar_lines_are_those_of_published_pairs(strecha):
+    folder, cameras = strecha
+    words = (folder / "pairs_with_gt.txt").read_text().splitlines()[0].split()
+    numbers = np.array(words[4:], float)
+    K0, K1, T = numbers[:9].reshape(3, 3), numbers[9:18].reshape(3, 3), numbers[18:].reshape(4, 4)
+    x, y, z = T[:3, 3]
+    E = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ T[:3, :3]
+    published = np.linalg.inv(K1).T @ E @ np.linalg.inv(K0)
+    F = scene_errors.true_fundamental(cameras[words[0]], cameras[words[1]], 1.0)
+    np.testing.assert_allclose(F / np.linalg.norm(F), published / np.linalg.norm(published), atol=1e-5)
+
+
+def test_photographs_are_of_one_scene_up_to_their_number():
+    names = ["castle_0001.jpg", "castle_0000.jpg", "entry-P10_0003.jpg", "7.png"]
+    found = scene_errors.scenes_of(names)
+    assert found == {"scene": ["7.png"], "castle": ["castle_0000.jpg", "castle_0001.jpg"], "entry-P10": [names[2]]}
+
+
+@pytest.mark.slow
+def test_scenes_are_measured_by_one_command(strecha, tmp_path, capsys):
+    pytest.importorskip("pycolmap")
+    folder, _ = strecha
+    for number in (4, 5, 6, 7):
+        shutil.copy(folder / f"Herz-Jesus-P25_000{number}.jpg", tmp_path)
+    words = [str(tmp_path), "--cameras", str(folder / "cameras_gt.txt"), "--width", "768", "--ways", "ours", "held"]
+    assert errors.exit_code(bench.main, [*words, "--work", str(tmp_path / "work")]) == 0
+    rows = json.loads((tmp_path / "work" / "rows.json").read_text())
+    assert [row["way"] for row in rows] == ["ours", "held"]
+    for row in rows:
+        assert row["registered"] == row["of"] == 4 and row["false"] == 0 and row["pairs"] == 6
+        assert row["centre_percent"] < 1 and row["rotation"] < 1 and row["px"] < 1
+    assert rows[0]["points"] > rows[1]["points"]
+    assert "Herz-Jesus-P25  ours" in capsys.readouterr().out
+
+
+def test_a_camera_file_that_is_wrong_is_named(tmp_path, capsys):
+    (tmp_path / "cameras.txt").write_text("a.jpg 1 2 3\n")
+    assert errors.exit_code(bench.main, [str(tmp_path), "--cameras", str(tmp_path / "cameras.txt")]) == 2
+    assert "cameras.txt line 1" in capsys.readouterr().err
