@@ -69,9 +69,10 @@ def draw(image0: np.ndarray, image1: np.ndarray, panels: Sequence[Panel]) -> np.
 
 
 def reduced(image: np.ndarray, longer_side: int) -> Tuple[np.ndarray, float]:
-    """An image of at most this longer side in pixels, and its size over that before."""
+    """An image of at most this longer side in pixels, no side below one, and its size over that before."""
     scale = min(1.0, longer_side / max(image.shape[:2]))
-    return cv2.resize(image, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA), scale
+    height, width = (max(1, round(side * scale)) for side in image.shape[:2])
+    return cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA), scale
 
 
 def write(path: Path, picture: np.ndarray) -> None:

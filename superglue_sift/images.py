@@ -2,9 +2,9 @@
 
 A decoder that gives pixels proves little: OpenCV fills the missing part of a cut file, and every decoder accepts a hole
 of zeros. So the container is checked first, at a fraction of the cost of decoding. JPEG: an end-of-image marker after
-the first scan, no hole of zeros larger than the picture could explain. PNG: the CRC-32 of every chunk up to IEND. WebP:
-the length its header promises. These and BMP, PNM and TIFF: a sane size by the header; of what else OpenCV reads, after
-decoding.
+the first scan, no hole of zeros larger than the picture could explain. PNG: one header, at the start, and the CRC-32
+of every chunk up to IEND. WebP: the length its header promises. These and BMP, PNM and TIFF: a sane size by the header,
+and none without; of what else OpenCV reads, after decoding.
 
 Policy, the same everywhere in the project: the content decides what a file is, its extension does not; gray, colour,
 CMYK, 16-bit and transparent files are all read as 8-bit; **EXIF orientation is ignored**, pixels are taken as stored,
@@ -35,8 +35,10 @@ _JPEG_BARE = (0x01, *range(0xD0, 0xD9))  # markers without a length: TEM, RST0-7
 _JPEG_SIZE = (0xC0, 0xC1, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
 _GAP = rb"(?:\s|#[^\n]*\n)+"
 _PNM = re.compile(rb"P[1-6]" + _GAP + rb"(\d{1,18})" + _GAP + rb"(\d{1,18})")
-_PAM = re.compile(rb"P7\s(?s:.*?)WIDTH\s+(\d{1,18})(?s:.*?)HEIGHT\s+(\d{1,18})")
+_PNM_HEADER = 65_536  # bytes, comments among them
+_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _WIDTH, _HEIGHT = 256, 257  # TIFF tags
+_SIZED = (_JPEG, _PNG, b"BM", *_TIFF, *(b"P%d" % kind for kind in range(1, 8)))  # what begins so states its size
 
 
 class BadImage(Exception):
@@ -60,7 +62,7 @@ def check(data: bytes, name: str) -> bytes:
     if data[:3] == _JPEG:
         _check_jpeg(data, name)
     elif data[:8] == _PNG:
-        return _check_png(data, name)
+        data = _check_png(data, name)
     elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         promised = struct.unpack_from("<I", data, 4)[0] + 8
         if len(data) < promised:
@@ -69,6 +71,8 @@ def check(data: bytes, name: str) -> bytes:
         raise BadImage(name, "begins with nothing but zeros")
     elif data[:512].lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
         raise BadImage(name, "a web page, not an image")
+    if size is None and (data.startswith(_SIZED) or data[8:12] == b"WEBP"):
+        raise BadImage(name, "damaged: its header states no size")
     return data
 
 
@@ -127,6 +131,8 @@ def _check_png(data: bytes, name: str) -> bytes:
     while at + 12 <= len(data):
         length, kind = struct.unpack_from(">I4s", data, at)
         end = at + 12 + length
+        if (kind == b"IHDR") != (at == len(_PNG)):  # a decoder would read another size than `declared_size`
+            raise BadImage(name, "damaged PNG: its header is not the first chunk, or not the only one")
         if end > len(data):
             break
         if zlib.crc32(data[at + 4 : end - 4]) != struct.unpack_from(">I", data, end - 4)[0]:
@@ -150,9 +156,11 @@ def declared_size(data: bytes, name: str = "image") -> Optional[Tuple[int, int]]
             return _webp(data)
         if data[:2] == b"BM":
             return _bmp(data)
-        if data[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
+        if data[:4] in _TIFF:
             return _tiff(data)
-        found = _PNM.match(data[:1024]) or _PAM.match(data[:1024])
+        if data[:2] == b"P7":
+            return _pam(data)
+        found = _PNM.match(data[:_PNM_HEADER])
         return (int(found[1]), int(found[2])) if found else None
     except struct.error:  # it ends inside its header
         return None
@@ -172,6 +180,14 @@ def _webp(data: bytes) -> Optional[Tuple[int, int]]:
     return None
 
 
+def _pam(data: bytes) -> Optional[Tuple[int, int]]:
+    """The largest that any of its lines states."""
+    lines = [line.split(b"#")[0].split() for line in data[:_PNM_HEADER].partition(b"ENDHDR")[0].split(b"\n")]
+    stated = [(line[0], int(line[1])) for line in lines if len(line) > 1 and line[1].isdigit() and len(line[1]) < 19]
+    widths, heights = ([value for key, value in stated if key == name] for name in (b"WIDTH", b"HEIGHT"))
+    return (max(widths), max(heights)) if widths and heights else None
+
+
 def _bmp(data: bytes) -> Tuple[int, int]:
     if struct.unpack_from("<I", data, 14)[0] == 12:
         return struct.unpack_from("<HH", data, 18)  # type: ignore[return-value]
@@ -187,9 +203,9 @@ def _tiff(data: bytes) -> Optional[Tuple[int, int]]:
     count = struct.unpack_from(order + ("Q" if big else "H"), data, begin)[0]
     first, length, at_value = begin + (8 if big else 2), 20 if big else 12, 12 if big else 8
     found = {}
-    for at in range(first, first + length * min(count, 4096), length):
+    for at in range(first, first + length * min(count, 65536), length):
         tag, kind = struct.unpack_from(order + "HH", data, at)
-        if tag in (_WIDTH, _HEIGHT):
+        if tag in (_WIDTH, _HEIGHT) and tag not in found:  # of several libtiff takes the first
             form = {3: "H", 4: "I", 16: "Q"}.get(kind, "I")
             found[tag] = struct.unpack_from(order + form, data, at + at_value)[0]
     return (found[_WIDTH], found[_HEIGHT]) if len(found) == 2 else None

@@ -113,6 +113,46 @@ def test_huge_pictures_are_refused_before_they_take_memory():
     assert "too large: 30000x30000" in reason(bomb)
 
 
+def png_of(*chunks: tuple) -> bytes:
+    body = (struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in chunks)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(body)
+
+
+def header_of(width: int, height: int) -> tuple:
+    return b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [(b"tEXt", b"a\0b"), header_of(30_000, 30_000)],
+        [header_of(8, 8), header_of(30_000, 30_000)],
+        [(b"tEXt", b"IHDR\0\0\0\x08\0\0\0\x08"), header_of(30_000, 30_000)],
+    ],
+)
+def test_a_png_whose_header_is_not_its_first_chunk_is_not_decoded(chunks, monkeypatch):
+    monkeypatch.setattr(image_files.cv2, "imdecode", lambda *_: pytest.fail("decoded"))
+    data = png_of(*chunks, (b"IDAT", zlib.compress(bytes(100))), (b"IEND", b""))
+    assert reason(data) == "damaged PNG: its header is not the first chunk, or not the only one"
+
+
+@pytest.mark.parametrize(
+    "data, said",
+    [
+        (b"P5\n#" + b"c" * 2000 + b"\n30000 30000\n255\n", "too large: 30000x30000"),
+        (b"P5\n#" + b"c" * 70_000 + b"\n30000 30000\n255\n", "its header states no size"),
+        (b"P530000 30000 255\n", "its header states no size"),
+        (b"P7\n# WIDTH 5 HEIGHT 5\nWIDTH 30000\nHEIGHT 30000\nDEPTH 1\nMAXVAL 255\nENDHDR\n", "too large: 30000x30000"),
+        (b"P7\nWIDTH 5\nHEIGHT 5\nWIDTH 30000\nHEIGHT 30000\nDEPTH 1\nMAXVAL 255\nENDHDR\n", "too large: 30000x30000"),
+        (b"RIFF\x16\0\0\0WEBPABCD" + bytes(14), "its header states no size"),
+        (b"II*\0\x08\0\0\0\0\0" + bytes(8), "its header states no size"),
+    ],
+)
+def test_a_size_that_is_hidden_from_the_check_is_not_decoded(data, said, monkeypatch):
+    monkeypatch.setattr(image_files.cv2, "imdecode", lambda *_: pytest.fail("decoded"))
+    assert said in reason(data)
+
+
 @given(st.binary(max_size=400), st.sampled_from([b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF1234WEBP"]))
 def test_any_bytes_give_pixels_or_bad_image(data, start):
     try:

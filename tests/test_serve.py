@@ -108,6 +108,17 @@ def test_what_is_no_sane_image_is_refused_in_one_line(client, views, bad, messag
         assert re.search(message, found) and "\n" not in found
 
 
+@pytest.mark.parametrize("width, height", [(40_000, 1), (1, 40_000), (1, 1), (100_000, 3)])
+def test_an_image_of_few_lines_is_answered(client, views, width, height):
+    strip = png(width, height)
+    for files in (((strip, "a.png"), (views[0], "b.png")), ((strip, "a.png"), (strip, "b.png"))):
+        reply = post(client, *files)
+        assert reply.status_code == 200
+        data = base64.b64decode(reply.get_json()["pictures"][0].partition(",")[2])
+        shown = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)
+        assert max(shown.shape[:2]) == min(max(width, height), serve.SHOWN_SIDE) and min(shown.shape[:2]) == 1
+
+
 def test_too_many_bytes_are_refused_before_they_are_read(client):
     reply = post(client, (bytes(serve.MAX_BYTES), "a.png"), (b"", "b.png"))
     assert reply.status_code == 413 and "32 MB" in reply.get_json()["error"]
