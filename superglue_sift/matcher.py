@@ -42,8 +42,14 @@ THRESHOLD = 0.2  # probability of a match, of a model that does not bring its ow
 
 
 def match_threshold(info: Mapping[str, Any]) -> float:
-    """The probability above which matches of a model count: what its description states, else THRESHOLD."""
-    return float(info.get("match_threshold", THRESHOLD))
+    """The probability above which matches of a model count: what its description states, else THRESHOLD.
+
+    Raises RequestError for what is no probability.
+    """
+    value = info.get("match_threshold", THRESHOLD)
+    if type(value) not in (int, float) or not 0.0 <= value <= 1.0:
+        raise RequestError(f"the model's match_threshold is {value!r}: must be between 0 and 1; name another model")
+    return float(value)
 
 
 INLIER_PX = 3.0  # distance up to which a match fits a homography or an epipolar line

@@ -44,10 +44,14 @@ SHARPNESS, DOUBTFUL_COSINE = 40.0, 0.78
 # The same of ORB, where half of the bits agree by chance: loss 2.2 on views of photographs, with the above 10.2.
 BINARY_SHARPNESS, BINARY_DOUBTFUL_COSINE = 12.0, 0.2
 
+# Largest values of a configuration: a model file may come from anyone.
+LIMITS = {"dim": 4096, "layers": 256, "heads": 1024, "sinkhorn_iterations": 1000, "descriptor_dim": 65536}
+NORMS, KINDS = ("layer", "batch"), ("sift", "float", "binary")
+
 
 @dataclasses.dataclass(frozen=True)
 class SuperGlueConfig:
-    """Everything that decides the shape and the meaning of the weights."""
+    """Everything that decides the shape and the meaning of the weights. Raises ValueError for a value out of range."""
 
     dim: int = 128  # D, width of a keypoint's state; the paper: 128 for SIFT, 256 for SuperPoint
     layers: int = 9  # pairs of one self- and one cross-attention layer
@@ -60,6 +64,16 @@ class SuperGlueConfig:
     extractor: str = "sift"  # whose keypoints it matches (extractors.py)
     descriptor: str = "sift"  # their kind: sift | float | binary (descriptors.py)
     descriptor_dim: int = 128  # entries of a descriptor; of a binary one, bits
+
+    def __post_init__(self) -> None:
+        for name, most in LIMITS.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise ValueError(f"{name} = {value!r}: must be a whole number from 1 to {most}")
+        if self.dim % self.heads:
+            raise ValueError(f"heads = {self.heads}: must divide dim ({self.dim})")
+        if self.norm not in NORMS or self.descriptor not in KINDS:
+            raise ValueError(f"norm {self.norm!r}, descriptor {self.descriptor!r}: must be of {NORMS} and of {KINDS}")
 
     def to_dict(self) -> dict:
         """Plain values for JSON; `SuperGlueConfig(**values)` reads them back."""

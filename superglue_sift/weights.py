@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any, Dict, Mapping, Optional, Tuple, Union
@@ -89,8 +90,10 @@ def load_model(
     try:
         tensors, info = load_model_file(path)
         config = SuperGlueConfig(**info["model"])
+        weights = weights_of(tensors)
+        _check_shapes(config, weights)
         model = SuperGlue(config)
-        model.load_state_dict(weights_of(tensors))
+        model.load_state_dict(weights)
     except FileNotFoundError:
         other = "train one first, or name another with --model FILE.safetensors"
         raise RequestError(f"{path}: no such model; {other}") from None
@@ -102,6 +105,17 @@ def load_model(
     if sinkhorn_iterations:
         model.config = dataclasses.replace(config, sinkhorn_iterations=sinkhorn_iterations)
     return model.to(device).eval(), info
+
+
+def _check_shapes(config: SuperGlueConfig, weights: Tensors) -> None:
+    """ValueError where a network of this configuration would be larger than the file, before any of it is made."""
+    expected = {"descriptor_projection.weight": (config.dim, config.descriptor_dim)}
+    for layer, kind in itertools.product(range(config.layers), ("self", "cross")):
+        expected[f"{kind}_attention.{layer}.query_key_value.weight"] = (3 * config.dim, config.dim)
+    for name, shape in expected.items():
+        found = tuple(weights[name].shape) if name in weights else "nothing"
+        if found != shape:
+            raise ValueError(f"{name}: has {found}, its configuration says {shape}")
 
 
 def weights_of(tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:

@@ -332,6 +332,46 @@ def test_a_wrong_request_is_one_line(matcher, tmp_path, ask, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"layers": 10**7}, r"layers = 10000000: must be a whole number from 1 to 256"),
+        ({"layers": 200}, r"self_attention\.1\.query_key_value\.weight: has nothing"),
+        ({"layers": True}, "layers = True"),
+        ({"heads": 0}, "heads = 0"),
+        ({"heads": -4}, "heads = -4"),
+        ({"heads": 3}, r"heads = 3: must divide dim \(128\)"),
+        ({"dim": 0}, "dim = 0"),
+        ({"dim": 4096}, r"descriptor_projection\.weight: has \(128, 128\)"),
+        ({"dim": 1e9}, "dim = 1000000000.0"),
+        ({"dim": "128"}, "dim = '128'"),
+        ({"descriptor_dim": 2**62}, "descriptor_dim = 4611686018427387904"),
+        ({"sinkhorn_iterations": 10**9}, "sinkhorn_iterations = 1000000000"),
+        ({"norm": "none"}, "norm 'none'"),
+        ({"norm": []}, r"norm \[\]"),
+        ({"descriptor": {}}, r"descriptor \{\}"),
+        ({"hidden": 1}, "hidden"),
+    ],
+)
+def test_a_hostile_model_file_is_refused_before_anything_is_made_of_it(tmp_path, monkeypatch, changed, message):
+    path = tmp_path / "m.safetensors"
+    tensors, info = weights.load_model_file(write_model(path))
+    save_model_file(path, tensors, {**info, "model": {**info["model"], **changed}})
+    monkeypatch.setattr(weights, "SuperGlue", lambda *_: pytest.fail("made"))
+    with pytest.raises(RequestError, match=message) as error:
+        Matcher.load(path, "cpu")
+    assert "m.safetensors: not a SuperGlue model" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", ["much", None, [], -1, 2.0, float("nan"), True])
+def test_a_hostile_threshold_is_refused(tmp_path, value):
+    path = tmp_path / "m.safetensors"
+    tensors, info = weights.load_model_file(write_model(path))
+    save_model_file(path, tensors, {**info, "match_threshold": value})
+    with pytest.raises(RequestError, match="match_threshold"):
+        Matcher.load(path, "cpu")
+
+
 def test_without_a_name_the_shipped_weights_are_taken(monkeypatch, tmp_path, photo):
     package = tmp_path / "superglue_sift"
     monkeypatch.setattr(weights, "__file__", str(package / "weights.py"))
