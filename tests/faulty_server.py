@@ -1,8 +1,9 @@
-"""A local HTTP server of one file that misbehaves as it is told, for the tests of downloads."""
+"""Local HTTP servers that misbehave as they are told: one of a file, for downloads, and one before another server."""
 
 from __future__ import annotations
 
 import hashlib
+import http.client
 import re
 import threading
 import time
@@ -159,3 +160,77 @@ class FaultyServer:
         total = f"bytes {start}-{end - 1}/{len(self.data)}"
         self._headers(request, code, end - start, Content_Range=total)
         self._send(request, self.data[start:end], lambda: time.sleep(0.05), step=10)
+
+
+class SlowProxy:
+    """Hands requests on to a server on this machine, as a slow or strict network would.
+
+    The bodies of requests of more than `large` bytes are read at `pace` bytes a second; `faults` of the next ones:
+    "cut" ends the connection in the middle, a number is the status to answer with. `sent` names the paths of PUTs that
+    arrived whole.
+    """
+
+    def __init__(self, port: int, pace: float = float("inf"), large: int = 100_000) -> None:
+        self.port, self.pace, self.large = port, pace, large
+        self.faults: List[Any] = []
+        self.always: Optional[int] = None  # status for every large body
+        self.sent: List[str] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def _hand_on(self) -> None:
+                outer._hand_on(self)
+
+            do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _hand_on
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._http = _Quiet(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+    def _hand_on(self, request: Any) -> None:
+        chunked = "chunked" in request.headers.get("Transfer-Encoding", "")
+        length = int(request.headers.get("Content-Length") or 0)
+        assert not chunked
+        is_large = length > self.large
+        fault = (self.faults.pop(0) if self.faults else self.always) if is_large else None
+        body = self._read(request, length // 2 if fault == "cut" else length, self.pace if is_large else None)
+        if fault == "cut":
+            request.connection.close()
+            request.close_connection = True
+            return
+        status, headers, answer = (fault, {}, b"no") if fault else self._ask(request, body)
+        request.send_response(status)
+        for name, value in headers.items():
+            if name.lower() not in ("content-length", "transfer-encoding", "connection", "date", "server"):
+                request.send_header(name, value)
+        request.send_header("Content-Length", str(len(answer)))
+        request.end_headers()
+        request.wfile.write(answer)
+        if request.command == "PUT" and status == 200:
+            self.sent.append(request.path)
+
+    def _read(self, request: Any, length: int, pace: Optional[float]) -> bytes:
+        body = b""
+        while len(body) < length:
+            body += request.rfile.read(min(16_384, length - len(body)))
+            if pace:
+                time.sleep(16_384 / pace)
+        return body
+
+    def _ask(self, request: Any, body: bytes) -> Any:
+        headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request(request.command, request.path, body, {**headers, "Host": f"127.0.0.1:{self.port}"})
+        reply = connection.getresponse()
+        found = reply.status, dict(reply.getheaders()), reply.read()
+        connection.close()
+        return found

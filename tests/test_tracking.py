@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -612,3 +613,64 @@ def wait_for(condition, seconds=PATIENCE):
     while not condition():
         assert time.monotonic() < until, "waited in vain"
         time.sleep(0.02)
+
+
+def test_a_file_has_time_by_its_size(monkeypatch):
+    """A second for each 50 kB beside the five of any request, twice as long in the next try."""
+    from pipeline.tracking import uploads
+
+    monkeypatch.setenv(uploads.TIMEOUT, "5")
+    monkeypatch.delenv(uploads.RETRIES, raising=False)
+    for tries, seconds in ((0, "25"), (1, "45"), (2, "85")):
+        with uploads.patience(1_000_000, tries):
+            assert os.environ[uploads.TIMEOUT] == seconds and os.environ[uploads.RETRIES] == "0"
+    assert os.environ[uploads.TIMEOUT] == "5" and uploads.RETRIES not in os.environ
+
+
+class Store:
+    """A store that takes figures, and uploads only when `open`."""
+
+    def __init__(self):
+        self.taken, self.open_for_files = [], False
+
+    def open(self, header, run_id):
+        return run_id or "abc", not run_id
+
+    def ship(self, run_id, events):
+        if any("artifact" in event for event in events) and not self.open_for_files:
+            raise ConnectionError("the network is down for files")
+        self.taken += [event.get("step", event.get("artifact")) for event in events]
+
+
+def test_figures_and_files_have_a_cursor_each(tmp_path):
+    from pipeline.tracking.run_log import EventLog
+    from pipeline.tracking.shipper import Feed, Shipper
+
+    log, store = EventLog(tmp_path / "log.jsonl"), Store()
+    log.append({"run": "local-1"})
+    for event in ({"metrics": {"a": 1}, "step": 1}, {"artifact": "x"}, {"metrics": {"a": 2}, "step": 2}):
+        log.append(event)
+    shipper = Shipper([Feed(log, "uri")], lambda: store, "place")
+    assert not shipper._round() and store.taken[1:] == [1, 2]
+    assert shipper.feeds[0].unshipped() == [{"artifact": "x"}]
+    log.append({"metrics": {"a": 3}, "step": 3})
+    again = Shipper([Feed(log, "uri")], lambda: store, "place")  # another process
+    assert not again._round() and store.taken[1:] == [1, 2, 3]
+    store.open_for_files = True
+    assert again._round() and store.taken[1:] == [1, 2, 3, "x"] and not again.feeds[0].pending()
+    assert not Feed(log, "uri").pending() and Feed(log, "another").pending()
+
+
+def test_a_cursor_of_one_lane_is_that_of_both(tmp_path):
+    """As written before there were two."""
+    from pipeline.tracking.run_log import EventLog
+    from pipeline.tracking.shipper import Feed
+
+    log = EventLog(tmp_path / "log.jsonl")
+    log.append({"run": "local-1"})
+    (tmp_path / "log.cursor.json").write_text(
+        json.dumps({"tracking_uri": "uri", "run_id": "abc", "offset": log.size()})
+    )
+    assert not Feed(log, "uri").pending()
+    log.append({"artifact": "x"})
+    assert Feed(log, "uri").unshipped() == [{"artifact": "x"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
@@ -17,6 +18,7 @@ from pipeline.runtime import repro
 from pipeline.tracking.run import EVALUATION, HEADLINE, RUN_ID, SEPARATOR, is_gone
 from pipeline.tracking.run_log import Event
 from pipeline.tracking.shipper import Refused, say
+from pipeline.tracking.uploads import RETRIES, TIMEOUT, Uploads, files_below
 
 USAGE = """Two images in, matches out. `champion` is the best so far:
 
@@ -38,8 +40,8 @@ PARAMS_AT_ONCE = 100
 DIGEST_LENGTH = 36
 FINAL_ERRORS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "INVALID_STATE")
 ENVIRONMENT = {
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # the shipper tries again by itself
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
+    RETRIES: "1",  # the shipper tries again by itself
+    TIMEOUT: "5",  # of small requests; `uploads` gives files more
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
@@ -65,6 +67,7 @@ class MlflowStore:
         mlflow.set_tracking_uri(uri)
         mlflow.set_registry_uri(uri)
         self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        self._uploads = Uploads(lambda: self._client.search_experiments(max_results=1))
 
     def open(self, header: Event, run_id: Optional[str]) -> Tuple[str, bool]:
         """Find the run or make it; True when it is new to this store. Raises whatever the client raises."""
@@ -152,10 +155,7 @@ class MlflowStore:
 
     def _other(self, run_id: str, event: Event) -> None:
         if "artifact" in event:
-            path = event["artifact"]
-            _check_readable(path)
-            add = self._client.log_artifacts if os.path.isdir(path) else self._client.log_artifact
-            add(run_id, path, event.get("folder") or None)
+            self._artifact(run_id, Path(event["artifact"]), event.get("folder") or "")
         if "dataset" in event:
             self._dataset(run_id, event["dataset"])
         if "model" in event:
@@ -172,6 +172,13 @@ class MlflowStore:
 
         own = [RunTag(key, value.replace(RUN_ID, run_id)) for key, value in tags.items()]
         self._client.log_batch(run_id, tags=own[:PARAMS_AT_ONCE])
+
+    def _artifact(self, run_id: str, path: Path, folder: str) -> None:
+        _check_readable(str(path))
+        for file, inside in files_below(path):
+            place = "/".join(filter(None, (folder, inside)))
+            send = functools.partial(self._client.log_artifact, run_id, str(file), place or None)
+            self._uploads.file(file, f"{run_id}/{place}", send)
 
     def _dataset(self, run_id: str, event: Event) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
@@ -236,7 +243,7 @@ class MlflowStore:
         """Tag the run with the digest of its weights; take over the evaluation of earlier runs that have the same.
 
         DVC does not evaluate weights again that it has evaluated: without this their figures would stand in
-        another run. An evaluation that does run adds its own later and replaces them.
+        another run. An evaluation that does run adds its own later and replaces them, or has before.
         """
         tags = {WEIGHTS_TAG: file_sha256(file)}
         alike = f"tags.`{WEIGHTS_TAG}` = '{tags[WEIGHTS_TAG]}' AND attributes.run_id != '{run_id}'"
@@ -245,7 +252,7 @@ class MlflowStore:
         if runs:
             tags["weights.same_as"] = runs[0].info.run_id
         evaluated = [run for run in runs if _evaluation(run)]
-        if evaluated:
+        if evaluated and not _evaluation(self._client.get_run(run_id)):
             latest = max(evaluated, key=lambda run: self._last_point(run, _evaluation(run)[0]).timestamp)
             tags.update(self._take_over(run_id, latest))
             tags["evaluation.taken_from"] = latest.info.run_id
@@ -268,20 +275,47 @@ class MlflowStore:
         return {**tags, NOTE_TAG: note.replace(other.info.run_id, run_id)} if note else tags
 
     def _logged_model(self, run_id: str, event: Event) -> str:
+        """The id of the run's model of this step: one that is there, whole or begun by an earlier try, or a new one."""
         from mlflow.entities import LoggedModelOutput
 
         experiment = self._client.get_run(run_id).info.experiment_id
-        tags = {"step": str(event["step"])}
-        for known in self._client.search_logged_models([experiment], f"source_run_id = '{run_id}'"):
-            if known.tags.get("step") == tags["step"] and known.status == "READY":
-                return known.model_id
-        model = self._client.create_logged_model(experiment, event["name"], run_id, tags, model_type="matcher")
+        tags = {"step": str(event["step"]), WEIGHTS_TAG: file_sha256(event["files"][0])}
+        known = self._client.search_logged_models([experiment], f"source_run_id = '{run_id}'")
+        for model in known:
+            if model.tags.get("step") == tags["step"] and model.status == "READY":
+                return model.model_id
+        begun = [one for one in known if one.status == "PENDING" and tags.items() <= one.tags.items()]
+        create = self._client.create_logged_model
+        model = begun[0] if begun else create(experiment, event["name"], run_id, tags, model_type="matcher")
+        there = self._files_there(model.model_id) if begun else {}
         with tempfile.TemporaryDirectory() as folder:
             save_model(Path(folder) / "model", run_id, model.model_id, event["files"])
-            self._client.log_model_artifacts(model.model_id, f"{folder}/model")
+            self._model_files(model.model_id, Path(folder) / "model", there)
         self._client.finalize_logged_model(model.model_id, "READY")
         self._client.log_outputs(run_id, [LoggedModelOutput(model.model_id, event["step"])])
         return model.model_id
+
+    def _files_there(self, model_id: str, below: Optional[str] = None) -> Dict[str, int]:
+        """Path and bytes of each file that the store has of a logged model."""
+        found: Dict[str, int] = {}
+        for entry in self._client.list_logged_model_artifacts(model_id, below):
+            found.update(self._files_there(model_id, entry.path) if entry.is_dir else {entry.path: entry.file_size})
+        return found
+
+    def _model_files(self, model_id: str, folder: Path, there: Dict[str, int]) -> None:
+        """Send what is not `there`, the largest file last, so that a try that ends early leaves less to the next."""
+        missing = []
+        for file, _ in files_below(folder):
+            size = file.stat().st_size
+            if there.get(file.relative_to(folder).as_posix()) != size:
+                missing.append((size, file))
+        for size, file in sorted(missing):
+            with tempfile.TemporaryDirectory() as alone:  # MLflow 3.1 takes folders alone
+                place = Path(alone) / file.relative_to(folder)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                os.link(file, place)
+                send = functools.partial(self._client.log_model_artifacts, model_id, alone)
+                self._uploads.attempt(f"models/{model_id}/{file.name}", size, send)
 
 
 def _check_readable(*paths: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, List, Optional
 from pipeline.tracking.run_log import Event, now_ms, storable
 from pipeline.tracking.shipper import Feed, Shipper, say, wait_limit
 from pipeline.tracking.system_metrics import Sampler
+from pipeline.tracking.uploads import seconds_for, size_of
 
 MODEL = "superglue-sift"  # in the model registry
 SEPARATOR = " · "  # between a run's name and its result
@@ -64,7 +65,8 @@ class NullRun:
         """End the run as FINISHED, FAILED or KILLED; True when everything has reached the server.
 
         Waits a bounded time (20 s for a server, 60 s for a local store, else `wait` seconds; not where MLflow cannot be
-        imported) and says what has not arrived. The log keeps it, and the next run in the same place ships it.
+        imported; after FINISHED a second more for each 50 kB of files that are on their way to a server that answers)
+        and says what has not arrived. The log keeps it, and the next run in the same place ships it.
         """
         return True
 
@@ -125,15 +127,26 @@ class Run(NullRun):
             self._sampler.stop()
         if not self._log.header().get("attached"):
             self._append({"end": status, "time": now_ms()})
-        arrived = self._shipper.stop(wait_limit(self._uri) if wait is None else wait)
+        more = self._upload_seconds if wait is None and status == "FINISHED" else lambda: 0.0
+        arrived = self._shipper.stop(wait_limit(self._uri) if wait is None else wait, more)
         self._log.close()
         if not arrived and not self._shipper.missing:
             reason = f" ({self._shipper.error})" if self._shipper.error else ""
             say(
-                f"{self._feed.unshipped()} entries have not reached {redacted(self._uri)}{reason}; "
+                f"{len(self._feed.unshipped())} entries have not reached {redacted(self._uri)}{reason}; "
                 f"{self._log.path} keeps them, and the next run there ships them"
             )
         return arrived
+
+    def _upload_seconds(self) -> float:
+        """How long the files that are on their way may take; says so."""
+        if not self._uri.startswith(("http://", "https://")):
+            return 0.0
+        events = [event for feed in self._shipper.feeds for event in feed.unshipped()]
+        size = sum(size_of(file) for event in events for file in files_of(event))
+        if size:
+            say(f"{size / 1e6:.1f} MB are on their way to {redacted(self._uri)}, for at most {seconds_for(size):.0f} s")
+        return seconds_for(size)
 
     def _append(self, event: Event) -> None:
         try:
@@ -145,6 +158,12 @@ class Run(NullRun):
         if not self._warned:
             say(text)
         self._warned = True
+
+
+def files_of(event: Event) -> List[Path]:
+    """The files and folders that an event carries."""
+    named = [event["artifact"]] if "artifact" in event else event.get("model", {}).get("files", [])
+    return [Path(name) for name in named]
 
 
 def ending(kind: Any) -> str:

@@ -100,12 +100,12 @@ class EventLog:
         return last
 
     def cursor(self) -> Event:
-        """{"tracking_uri", "run_id", "offset"} as last stored, {} where nothing has been shipped."""
+        """{"tracking_uri", "run_id", "offset", "uploads"} as last stored, {} where nothing has been shipped."""
         return _read_json(self._cursor_path)
 
-    def store_cursor(self, tracking_uri: str, run_id: Optional[str], offset: int) -> None:
+    def store_cursor(self, tracking_uri: str, run_id: Optional[str], offset: int, uploads: int) -> None:
         """Replace the cursor in one step, so that a kill leaves the old or the new one."""
-        cursor = {"tracking_uri": tracking_uri, "run_id": run_id, "offset": offset}
+        cursor = {"tracking_uri": tracking_uri, "run_id": run_id, "offset": offset, "uploads": uploads}
         write_atomic(self._cursor_path, json.dumps(cursor, indent=2) + "\n")
 
     def move(self, target: Path) -> None:

@@ -1,8 +1,9 @@
 """A background thread that carries run logs to the tracking server, and never lets training feel it.
 
-A feed is one log on its way. It ships in order and moves its cursor after the server said yes. When a reply
-is lost the same lines are sent again: the store keeps a metric by (run, name, time, step, value), so that a
-line sent twice arrives once.
+A feed is one log on its way, in two lanes, so that points never wait for files: figures, tags and the end of a run;
+and uploads, one at a time when no figure waits. Each lane is in order and moves its cursor after the server said yes.
+When a reply is lost the same lines are sent again: the store keeps a metric by (run, name, time, step, value), so that
+a line sent twice arrives once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import sys
 import textwrap
 import threading
+import time
 from typing import Any, Callable, Dict, List, Optional
 
 from pipeline.tracking.run_log import Event, EventLog
@@ -17,6 +19,7 @@ from pipeline.tracking.run_log import Event, EventLog
 POLL_SECONDS = 2.0
 LONGEST_PAUSE_SECONDS = 30.0
 EVENTS_AT_ONCE = 500
+UPLOADS = ("artifact", "model", "challenge")  # keys of events that carry files, or rest on files carried before
 
 
 class Refused(Exception):
@@ -24,7 +27,7 @@ class Refused(Exception):
 
 
 class Feed:
-    """One log and how far it has got; `opened` is called with MLflow's id of its run once that is known.
+    """One log and how far each lane of it has got; `opened` is called with MLflow's id of its run once that is known.
 
     `sink` has `open(header, run_id) -> (run_id, fresh)`, `last_steps(run_id) -> {name: step}` and
     `ship(run_id, events)`; each raises Refused for good, anything else for now.
@@ -43,39 +46,55 @@ class Feed:
             cursor = {}
         self.run_id: Optional[str] = cursor.get("run_id")
         self.offset = int(cursor.get("offset") or 0)
+        self.uploads = int(cursor.get("uploads", self.offset) or 0)
         self._opened = opened
         self._open = self._refused = False
         self._known: Dict[str, int] = {}
 
     def pending(self) -> bool:
-        return self.log.size() > self.offset
+        return self.log.size() > min(self.offset, self.uploads)
 
-    def unshipped(self) -> int:
-        """Number of events that have not arrived."""
-        return sum(1 for _ in self.log.read(self.offset))
+    def figures_pending(self) -> bool:
+        return not self._open or self.log.size() > self.offset
+
+    def unshipped(self) -> List[Event]:
+        """The events that have not arrived."""
+        waiting = self.log.read(min(self.offset, self.uploads))
+        return [event for event, end in waiting if end > (self.uploads if _is_upload(event) else self.offset)]
 
     def advance(self, sink: Any) -> None:
-        """Ship the next batch and move the cursor."""
+        """Ship the next batch of figures and move its cursor."""
         if not self._open:
             self._connect(sink)
         batch = list(self.log.read(self.offset, EVENTS_AT_ONCE))
         if batch:
-            self._ship(sink, [self._new(event) for event, _ in batch])
-            self._move_to(batch[-1][1])
+            self._ship(sink, [self._new(event) for event, _ in batch if not _is_upload(event)])
+            self._move_to(batch[-1][1], self.uploads)
+
+    def upload(self, sink: Any) -> None:
+        """Ship the next event with a file, of those before the figures' cursor, and move the cursor of uploads."""
+        for event, end in self.log.read(self.uploads):
+            if end > self.offset:
+                return
+            if _is_upload(event):
+                self._ship(sink, [event])
+                self._move_to(self.offset, end)
+                return
+        self._move_to(self.offset, self.offset)
 
     def _connect(self, sink: Any) -> None:
         header = self.log.header()
         self.run_id, fresh = sink.open(header, self.run_id or header.get("run_id"))
         if not fresh and header.get("continues"):
             self._known = sink.last_steps(self.run_id)
-        self._move_to(0 if fresh else self.offset)  # a store that does not know the run gets all of it
+        self._move_to(*(0, 0) if fresh else (self.offset, self.uploads))  # a store that is new to the run gets all
         self._open = True
         if self._opened is not None:
             self._opened(self.run_id)
 
-    def _move_to(self, offset: int) -> None:
-        self.offset = offset
-        self.log.store_cursor(self.tracking_uri, self.run_id, offset)
+    def _move_to(self, offset: int, uploads: int) -> None:
+        self.offset, self.uploads = offset, uploads
+        self.log.store_cursor(self.tracking_uri, self.run_id, offset, uploads)
 
     def _new(self, event: Event) -> Event:
         """The event without the points the server had before this log began (a run resumed elsewhere)."""
@@ -85,6 +104,8 @@ class Feed:
         return dict(event, metrics=kept)
 
     def _ship(self, sink: Any, events: List[Event]) -> None:
+        if not events:
+            return
         try:
             sink.ship(self.run_id, events)
         except Refused as error:
@@ -94,6 +115,10 @@ class Feed:
             elif not self._refused:
                 self._refused = True
                 say(f"an entry is left out, the log keeps it: {error}")
+
+
+def _is_upload(event: Event) -> bool:
+    return any(key in event for key in UPLOADS)
 
 
 class Shipper(threading.Thread):
@@ -125,11 +150,17 @@ class Shipper(threading.Thread):
             self._wake.wait(0.5 if self._stopping.is_set() else pause)
             self._wake.clear()
 
-    def stop(self, seconds: float) -> bool:
-        """Ask for the rest, wait at most `seconds`; True when everything has arrived."""
+    def stop(self, seconds: float, more: Callable[[], float] = lambda: 0.0) -> bool:
+        """Ask for the rest, wait at most `seconds`, and `more` while the server answers; True: everything has arrived.
+
+        more: seconds that what is left may take.
+        """
         self._stopping.set()
         self._wake.set()
         self.join(seconds)
+        until = time.monotonic() + more() if self.is_alive() and self.error is None else 0.0
+        while self.is_alive() and self.error is None and time.monotonic() < until:
+            self.join(0.5)
         self._given_up.set()
         return not self.is_alive() and not any(feed.pending() for feed in self.feeds)
 
@@ -137,6 +168,8 @@ class Shipper(threading.Thread):
         try:
             if self._sink is None:
                 self._sink = self._make_sink()
+            for feed in list(self.feeds):
+                self._ship_figures(feed)
             for feed in list(self.feeds):
                 self._drain(feed)
         except ImportError as error:  # stays so while this process lives
@@ -154,9 +187,15 @@ class Shipper(threading.Thread):
             self.error = None
         return True
 
+    def _ship_figures(self, feed: Feed) -> None:
+        while feed.pending() and feed.figures_pending() and not self._given_up.is_set():
+            feed.advance(self._sink)
+
     def _drain(self, feed: Feed) -> None:
         while feed.pending() and not self._given_up.is_set():
-            feed.advance(self._sink)
+            feed.upload(self._sink)
+            for each in self.feeds:  # figures of the training that goes on
+                self._ship_figures(each)
         if feed.leftover and not feed.pending():
             feed.log.delete()
             self.feeds.remove(feed)
