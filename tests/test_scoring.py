@@ -69,6 +69,20 @@ def test_a_match_near_its_partner_is_correct_and_not_found(settings):
     assert row.counts == scoring.MatchCounts(matches=3, correct=2, truth=4, found=1)
 
 
+def test_a_few_sure_matches_do_not_decide_alone():
+    """Four matches at p = 1 beside sixty at 0.5, all right to 0.7 px: near to what no weights give."""
+    generator = np.random.default_rng(0)
+    errors = []
+    for _ in range(50):
+        points0 = generator.uniform(0, (640, 480), (64, 2))
+        points1 = transform(points0, TURN) + generator.normal(0, 0.7, (64, 2))
+        scores = np.where(np.arange(64) < 4, 1.0, 0.5)
+        fits = estimators.dlt(points0, points1, scores, 3.0, 0, 0), fit_dlt(points0, points1)
+        errors.append([corner_error(H, TURN, (640, 480)) for H in fits])
+    weighted, alike = np.median(errors, axis=0)
+    assert alike < 0.6 and weighted < 1.1 * alike
+
+
 def test_confidence_weighs_the_least_squares_fit(exact, settings):
     known, partner = exact
     wrong = partner.copy()

@@ -17,6 +17,7 @@ from superglue_sift import geometry
 
 DEFAULT = ("ransac", "dlt")  # the paper's two
 LEAST_DOUBT = 1e-4  # that a match is wrong, by which odds stay finite
+DECIDING = 16  # matches of a pair that share the largest odds, at most half of all
 
 
 def ransac(points0, points1, weights, px, iterations, seed):
@@ -35,9 +36,12 @@ def dlt(points0, points1, weights, px, iterations, seed):
     """Weighted least squares over all matches, without rejection: the paper's DLT.
 
     Equations are scaled by the odds p / (1 - p) of each match rather than by p, since a wrong match is off by hundreds
-    of times what a right one is.
+    of times what a right one is. They are bounded by those of the DECIDING-th surest match: a few sure ones alone would
+    bring in their noise, which the others average out.
     """
-    return geometry.fit_dlt(points0, points1, weights / (1.0 - weights + LEAST_DOUBT))
+    odds = weights / (1.0 - weights + LEAST_DOUBT)
+    most = min(DECIDING, max(geometry.MIN_POINTS, len(odds) // 2))
+    return geometry.fit_dlt(points0, points1, np.minimum(odds, np.sort(odds)[-most]))
 
 
 def magsac(points0, points1, weights, px, iterations, seed):
