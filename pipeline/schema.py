@@ -165,6 +165,7 @@ class EvaluateParams(Section):
     ratio: Annotated[float, Field(gt=0.0, le=1.0)]
     threshold: Fraction
     sinkhorn_iterations: Annotated[int, Field(ge=1, le=1000)]
+    refine: bool = True
     pictures: CountOrZero
     seed: Seed
 

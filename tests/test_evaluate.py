@@ -63,6 +63,11 @@ def run(folder, *extra, out="out"):
     return errors.run(evaluate.main, [str(word) for word in words])
 
 
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
 def read_csv(path):
     with path.open() as file:
         return list(csv.DictReader(file))
@@ -80,7 +85,7 @@ def test_held_out_images_from_end_to_end(work, capsys):
     assert "2 held-out images (test), 6 pairs" in printed.out and "SuperGlue (ours)" in printed.out
     assert len(list((out / "pictures").glob("*.png"))) == 4
     assert {path.name for path in (out / "curves").iterdir()} == {
-        "error_ransac.csv", "error_dlt.csv", *CONFIDENCE
+        "error_ransac.csv", "error_dlt.csv", "error_ransac_aligned.csv", "error_dlt_aligned.csv", *CONFIDENCE
     }  # fmt: skip
     assert json.loads((out / "protocol.json").read_text())["model"]["step"] == 7
     assert read_csv(out / "bad_images.csv") == []
@@ -107,13 +112,34 @@ def test_an_auc_can_be_made_again_by_hand_from_pairs_csv(work):
     figures = json.loads((work / "out" / "metrics.json").read_text())
     for matcher in MATCHERS:
         lines = [line for line in read_csv(work / "out" / "pairs.csv") if line["matcher"] == matcher]
-        for name in ("ransac", "dlt"):
+        for name in ("ransac", "dlt", "ransac_aligned", "dlt_aligned"):
             found = [float(line[f"error_{name}"]) for line in lines]
             for pixels in (1, 3, 5, 10):
                 by_hand = sum(max(0.0, 1 - error / pixels) for error in found) / len(found)
                 assert figures[f"{matcher}.auc_{name}_{pixels}"] == pytest.approx(by_hand, abs=2e-6)
         precision = [int(line["correct"]) / max(1, int(line["matches"])) for line in lines]
         assert figures[f"{matcher}.precision"] == pytest.approx(np.mean(precision), abs=2e-6)
+
+
+def test_alignment_is_of_every_matcher_and_has_figures_of_its_own(work, capsys):
+    """It moves what is estimated from the matches of each, and nothing else; `refine: false` leaves it out."""
+    assert run(work, "--bound") == 0
+    printed = capsys.readouterr().out
+    assert run(work, "--params", write(work / "plain.yaml", PARAMS + "  refine: false\n"), "--bound", out="plain") == 0
+    both, plain = (json.loads((work / name / "metrics.json").read_text()) for name in ("out", "plain"))
+    assert {name: value for name, value in both.items() if "aligned" not in name} == plain
+    for matcher in (*MATCHERS, "true_matches"):
+        assert {f"{matcher}.auc_{name}_aligned_{px}" for name in ("ransac", "dlt") for px in (1, 3, 5, 10)} < set(both)
+        assert both[f"{matcher}.estimated_ransac_aligned"] == both[f"{matcher}.estimated_ransac"]
+    for matcher in ("mutual_nn", "ratio_test", "true_matches"):  # views of a photograph: pixels know better than SIFT
+        assert both[f"{matcher}.auc_ransac_aligned_1"] > both[f"{matcher}.auc_ransac_1"] + 0.05
+    for name in ("intervals.csv", "differences.csv"):
+        assert "auc_ransac_aligned_3" in {line["figure"] for line in read_csv(work / "out" / name)}
+    detected, aligned = printed.split("\naligned ")[0], printed.split("\naligned ")[1]
+    assert "as detected" in detected and "true matches (bound)" in detected and "true matches (bound)" in aligned
+    assert "AUC@3 RANSAC aligned" in printed and "aligned" not in capsys.readouterr().out
+    assert "aligned" in json.loads((work / "out" / "protocol.json").read_text())
+    assert "aligned" not in (work / "plain" / "index.html").read_text()
 
 
 def test_the_true_matches_are_a_row_and_no_baseline(work, capsys):
@@ -136,7 +162,7 @@ def test_other_estimators_lead_where_they_were_asked_for(work, capsys):
     assert "superglue.auc_magsac_5" in read_csv(work / "out" / "robustness.csv")[0]
     # nothing of the evaluation before is left to be taken for this one's
     left = {path.name for path in (work / "out" / "curves").iterdir()}
-    assert left == {"error_magsac.csv", *CONFIDENCE}
+    assert left == {"error_magsac.csv", "error_magsac_aligned.csv", *CONFIDENCE}
 
 
 def test_another_place_gives_the_same_bytes_of_every_file(work, tmp_path, capsys):
@@ -224,9 +250,11 @@ def test_the_papers_protocol_and_its_variants(work, monkeypatch, capsys):
             "b.png#1",
         ]
     printed = capsys.readouterr().out
-    assert printed.count("SuperGlue (ours)") == 2 * 3  # in two tables of its own, and in that of all
+    # as detected, aligned and of photographs with nothing in common; in the table of all as detected and aligned
+    assert printed.count("SuperGlue (ours)") == 2 * (3 + 2)
     last = printed.split("side by side")[1]
-    assert [line.split()[0] for line in last.splitlines() if "SuperGlue (ours)" in line] == ["160x120-50", "120x96-80"]
+    named = [line.split()[0] for line in last.splitlines() if "SuperGlue (ours)" in line]
+    assert named == ["160x120-50", "120x96-80"] * 2
     assert "AUC RANSAC" in last and "AUC MAGSAC" in last and "AUC DLT" in last
     both = json.loads((work / "out" / "metrics.json").read_text())
     one = json.loads((work / "out" / "120x96-80" / "metrics.json").read_text())
@@ -424,7 +452,9 @@ def test_results_reach_the_run_of_the_training(work, monkeypatch):
     assert run(work, "--mlflow-run", "run.json") == 0
     figures, step = events[0]
     area, baseline = figures["verdict/auc_ransac_5"], figures["verdict/auc_ransac_5_best_baseline"]
-    assert step == 7 and len(figures) == 8 and None not in figures.values()
+    assert step == 7 and len(figures) == 11 and None not in figures.values()
+    moved = json.loads((work / "out" / "metrics.json").read_text())["superglue.auc_ransac_aligned_5"]
+    assert figures["verdict/auc_ransac_aligned_5"] == moved
     assert figures["verdict/auc_ransac_5_difference"] == pytest.approx(area - baseline)
     (note,) = (event[1] for event in events if event[0] == f"AUC@5 {100 * area:.1f}")
     assert "run_uuid={run_id}" in note and "| SuperGlue (ours) | 6 |" in note
@@ -471,7 +501,7 @@ def test_any_number_of_processes_gives_the_same_bytes(work, photo, root, process
     command = [sys.executable, *torchrun, "-m", "pipeline.evaluate", *words, "--out", "many"]
     done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("SuperGlue (ours)") == 2  # the comparison, and pairs with nothing in common
+    assert done.stdout.count("SuperGlue (ours)") == 3  # as detected, aligned, and pairs with nothing in common
     for name in ("metrics.json", "pairs.csv", "scenes.csv", "bad_images.csv", "curves/calibration.csv"):
         assert (work / "out" / name).read_bytes() == (work / "many" / name).read_bytes(), name
 

@@ -89,6 +89,36 @@ def results_of(ours, baseline, judged=None, matchers=MATCHERS):
     return results
 
 
+def test_areas_of_aligned_matches_are_their_own():
+    counts = MatchCounts(10, 5, 8, 4)
+    rows = [Row("p", "s", OURS, 10, 10, counts, {"ransac": 2.0, "ransac_aligned": 0.5}, {}) for _ in range(2)]
+    found = figures.figures_of(rows)
+    assert (found["auc_ransac_5"], found["auc_ransac_aligned_5"]) == (0.6, 0.9)
+    assert (found["median_error_ransac"], found["median_error_ransac_aligned"]) == (2.0, 0.5)
+    areas = [name for name in found if name.startswith("auc_")]
+    assert areas == [f"auc_{name}_{px}" for name in ("ransac", "ransac_aligned") for px in (1, 3, 5, 10)]
+
+
+def test_of_poses_the_matching_score_is_found_at_the_ratio_tests_precision():
+    """Four matches of ours by falling confidence: right, right, wrong, right, of eight keypoints; two pairs alike."""
+    right = np.array([True, True, False, True])
+    judged = Judged(np.array([0.9, 0.8, 0.7, 0.6]), right, right, 8)
+    results = []
+    for index in range(2):
+        counts = {OURS: MatchCounts(4, 3, 8, 3), "ratio_test": MatchCounts(3, 2, 8, 2)}
+        rows = {
+            name: Row(str(index), f"scene {index}", name, 8, 9, counts.get(name, counts[OURS]), {"pose": 1.0}, {})
+            for name in MATCHERS
+        }
+        results.append(PairResult((index, 0), rows, {OURS: judged}))
+    found = figures.compare(results, {OURS: 0.2}).figures
+    assert found["ratio_test.precision"] == pytest.approx(2 / 3, abs=1e-6) and found["ratio_test.matching_score"] == 0.25
+    # all four have precision 3/4, above 2/3; the two surest have the ratio test's matching score and no wrong one
+    assert found["superglue.matching_score_at_ratio_precision"] == pytest.approx(3 / 8)
+    assert found["superglue.precision_at_ratio_matching_score"] == 1.0
+    assert not any("recall" in name for name in found)
+
+
 def by_figure(lines):
     return {line["figure"]: line for line in lines}
 

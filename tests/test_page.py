@@ -90,6 +90,20 @@ def test_page_is_whole_and_needs_nothing_beside_it():
     assert "viewport" in text and "AUC@3 RANSAC" in text
 
 
+def test_aligned_areas_have_a_table_of_their_own():
+    moved = [{**line, "figure": "auc_ransac_aligned_3"} for line in content().intervals[1::2]]
+    figures = {**content().figures, "superglue.auc_ransac_aligned_5": 0.75}
+    curves = {"error_ransac_aligned": [{"error_px": 0.0, "superglue": 0.0}, {"error_px": 10.0, "superglue": 1.0}]}
+    page_of = content(intervals=[*content().intervals, *moved], figures=figures, curves=curves)
+    text = page.render(page_of, {}, MADE)
+    Balanced(text)
+    detected, aligned = text.split("aligned by the pixels</h3>")
+    assert "<th>AUC@3 RANSAC</th></tr>" in detected and "<th>AUC@3 RANSAC aligned</th></tr>" in aligned
+    assert "Homography from RANSAC aligned: share of pairs" in aligned
+    assert "with matches aligned by the pixels 75.0 %" in text
+    assert "aligned" not in page.render(content(), {}, MADE)
+
+
 def test_title_and_verdict_say_data_model_commit_date_and_how_good():
     text = page.render(content(), {}, MADE)
     title = re.search("<title>(.*)</title>", text).group(1)

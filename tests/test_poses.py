@@ -129,15 +129,26 @@ def test_means_keep_failures():
 
 
 def test_pairs_of_one_folder_are_one_scene(tmp_path):
-    """Without folders pairs that begin with one photograph are: pairs of one scene are alike."""
+    """Pairs of one scene are alike."""
     names = [("x/a.png", "x/b.png"), ("x/b.png", "x/c.png"), ("y/a.png", "y/b.png")]
     (tmp_path / "pairs.txt").write_text("\n".join(line(*pair) for pair in names))
     source = poses.PosePairs(tmp_path / "pairs.txt", tmp_path)
     assert [source.scene_name(index) for index in range(3)] == ["x", "x", "y"]
-    flat = [line("a.png", "b.png"), line("a.png", "c.png"), line("b.png", "c.png")]
-    (tmp_path / "pairs.txt").write_text("\n".join(flat))
-    source = poses.PosePairs(tmp_path / "pairs.txt", tmp_path)
-    assert [source.scene_name(index) for index in range(3)] == ["a.png", "a.png", "b.png"]
+
+
+def test_without_folders_pairs_that_share_photographs_are_one_scene():
+    pairs = [("b", "c"), ("e", "f"), ("a", "b"), ("g", "f"), ("h", "i")]
+    assert poses.scene_names(pairs) == ["b", "e", "b", "e", "h"]
+    assert poses.scene_names([*pairs, ("c", "g")]) == ["b", "b", "b", "b", "h", "b"]
+    joined = [("x/a", "y/b"), ("y/c", "y/d"), ("z/a", "z/b")]  # a pair across two folders makes them one scene
+    assert poses.scene_names(joined) == ["x", "x", "z"]
+    assert poses.scene_names([]) == []
+
+
+def test_the_scenes_of_strecha_are_two(shared_data):
+    source = poses.PosePairs(shared_data / "poses" / "strecha" / "pairs_with_gt.txt", shared_data)
+    names = [source.scene_name(index) for index in range(len(source))]
+    assert {name: names.count(name) for name in names} == {"Herz-Jesus-P25_0000.jpg": 84, "entry-P10_0000.jpg": 26}
 
 
 @pytest.fixture
@@ -161,8 +172,14 @@ def test_a_textured_plane_from_end_to_end(plane, tmp_path, capsys):
     figures = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert figures["superglue.pairs"] == 3 and figures["ratio_test.precision"] > 0.8
     assert "matching_score" in (tmp_path / "out" / "pairs.csv").read_text()
+    for name, share in (("precision", "matching_score"), ("matching_score", "precision")):
+        # where the ratio test stands, and what ours reaches at any threshold there
+        assert figures[f"ratio_test.{name}_at_ratio_{share}"] == figures[f"ratio_test.{name}"]
+        assert 0 <= figures[f"superglue.{name}_at_ratio_{share}"] <= 1
+    assert figures["superglue.auc_pose_aligned_20"] > 0 and "superglue.recall" not in figures
     printed = capsys.readouterr().out
-    assert "AUC POSE" in printed and "ours minus the best baseline" in printed
+    assert "AUC POSE" in printed and "ours minus the best baseline" in printed and "AUC@20 POSE aligned" in printed
+    assert "MS@P: matching score at the ratio test's precision" in printed and "R@P" not in printed
     page = (tmp_path / "out" / "index.html").read_text()
     assert "pose error in degrees" in page and "Relative pose from the essential matrix" in page
     assert page.count("data:image/jpeg") == len(list((tmp_path / "out" / "pictures").iterdir())) == 3

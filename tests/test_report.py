@@ -36,6 +36,18 @@ def test_table_shows_pairs_percentages_and_gaps():
     assert [above.index("AUC RANSAC"), above.index("AUC DLT")] == starts
 
 
+def test_aligned_areas_stand_below_in_the_columns_of_the_others():
+    moved = {"superglue.auc_ransac_aligned_1": 0.625, "superglue.auc_ransac_aligned_3": 0.875}
+    text = tables.comparison({**FIGURES, **moved})
+    heads, ours, _, gap, below, again, ratio = text.splitlines()[1:8]
+    assert heads.startswith("as detected") and gap == "" and below.startswith("aligned")
+    assert below.split()[1:] == ["@1", "@3", "@1", "@3"] and again.split()[2:] == ["62.5", "87.5", "-", "-"]
+    assert again.index("87.5") == ours.index("53.7") and ratio.startswith("ratio test")
+    assert len(tables.comparison(FIGURES).splitlines()) == len(text.splitlines()) - 5  # 3 lines, a gap and a note
+    assert tables.figure_title("auc_ransac_aligned_3") == "AUC@3 RANSAC aligned"
+    assert tables.foremost([name.partition(".")[2] for name in (*FIGURES, *moved)])[-1] == "auc_ransac_aligned_3"
+
+
 def test_table_says_how_many_pairs_the_recall_is_of():
     said = "recall is over 3 of 4 pairs"
     assert said not in tables.comparison(FIGURES)
@@ -60,6 +72,9 @@ def test_table_by_scene_marks_those_of_few_pairs():
     _, graf, wall, *note = tables.by_scene(lines).splitlines()
     assert "25.0 | 100.0" in graf and graf.split()[1] == "5*" and wall.split()[1] == "20" and len(note) == 1
     assert len(tables.by_scene(lines[2:]).splitlines()) == 2
+    lines = [{**line, "auc_ransac_aligned_3": 0.5} for line in lines[2:]]
+    head, wall = tables.by_scene(lines).splitlines()
+    assert head.startswith("AUC@3 RANSAC | aligned | precision") and "25.0 | 50.0 | 100.0" in wall
 
 
 def test_error_curve_has_the_auc_below_it():

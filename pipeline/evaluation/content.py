@@ -60,7 +60,7 @@ def content(
 def curves(rows: Sequence[Row], compared: Comparison) -> Dict[str, List[Line]]:
     """Lines of the files in curves/, by name."""
     found = {f"error_{name}": error_curve(rows, name) for name in scoring.estimators_of(rows)}
-    if OURS in compared.sweeps:
+    if f"{OURS}.recall" in compared.figures and OURS in compared.sweeps:
         found["precision_recall"] = [
             figures.rounded(line) for line in confidence.threshold_curve(compared.sweeps[OURS])
         ]
@@ -75,7 +75,7 @@ def curves(rows: Sequence[Row], compared: Comparison) -> Dict[str, List[Line]]:
 
 def error_curve(rows: Sequence[Row], estimator: str) -> List[Line]:
     """Share of pairs with an error of at most each limit (`error_px`, `error_deg`), by matcher; its area is the AUC."""
-    limits, unit = (LIMITS_DEG, "error_deg") if estimator == poses.NAME else (LIMITS_PX, "error_px")
+    limits, unit = (LIMITS_DEG, "error_deg") if poses.is_pose(estimator) else (LIMITS_PX, "error_px")
     shares = {
         matcher: figures.recall_curve([row.errors[estimator] for row in rows if row.matcher == matcher], limits)
         for matcher in scoring.matchers_of(rows)

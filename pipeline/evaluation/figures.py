@@ -17,7 +17,7 @@ from pipeline.evaluation import poses
 from pipeline.evaluation.conditions import BINS
 from pipeline.evaluation.confidence import Sweep, calibration, calibration_error, recall_at_precision, steps, sweep
 from pipeline.evaluation.matchers import BOUND, OURS
-from pipeline.evaluation.scoring import Judged, PairResult, Row, estimators_of, matchers_of
+from pipeline.evaluation.scoring import Judged, PairResult, Row, aligned_name, estimators_of, matchers_of
 
 AUC_PX = (1, 3, 5, 10)
 AUC_DEGREES = (5, 10, 20)  # of a pose
@@ -127,17 +127,22 @@ class Clusters:
 
 def values_of(rows: Sequence[Row]) -> Dict[str, np.ndarray]:
     """One value per pair of each figure, (P,) float64; NaN where a pair has no say in it (recall without truth)."""
-    names = estimators_of(rows)
     values = {"precision": np.array([row.counts.precision for row in rows], np.float64)}
-    if poses.NAME in names:
+    if found_share(rows) == "matching_score":
         values["matching_score"] = np.array([row.matching_score for row in rows], np.float64)
     else:
         values["recall"] = np.array([row.counts.recall for row in rows], np.float64)
-    for name in names:
+    for name in estimators_of(rows):
         errors = [row.errors[name] for row in rows]
-        for limit in AUC_DEGREES if name == poses.NAME else AUC_PX:
+        for limit in AUC_DEGREES if poses.is_pose(name) else AUC_PX:
             values[f"auc_{name}_{limit}"] = auc_by_pair(errors, limit)
     return values
+
+
+def found_share(rows: Sequence[Row]) -> str:
+    """Name of the figure that says how much is found: the recall, or the matching score where true partners are not
+    known."""
+    return "matching_score" if poses.NAME in estimators_of(rows) else "recall"
 
 
 def figures_of(rows: Sequence[Row], means: Optional[Mapping[str, Estimate]] = None) -> Figures:
@@ -155,8 +160,8 @@ def figures_of(rows: Sequence[Row], means: Optional[Mapping[str, Estimate]] = No
         if name == "recall":
             figures["recall_pairs"] = mean.pairs
     for estimator in estimators_of(rows):
-        starts = f"auc_{estimator}_"
-        figures.update({name: mean.value for name, mean in means.items() if name.startswith(starts)})
+        areas = (name for name in means if name.rpartition("_")[0] == f"auc_{estimator}")
+        figures.update({name: means[name].value for name in areas})
         errors = [row.errors[estimator] for row in rows]
         figures[f"mean_error_{estimator}"], figures[f"estimated_{estimator}"] = mean_finite(errors)
         figures[f"median_error_{estimator}"] = float(np.median(errors)) if errors else math.nan
@@ -181,10 +186,10 @@ def compare(results: Sequence[PairResult], thresholds: Mapping[str, float]) -> C
     judged = {name: [one.judged[name] for one in results] for name in results[0].judged}
     clusters = Clusters([row.scene for row in rows[OURS]])
     found = {name: {f: clusters.mean(v) for f, v in values_of(own).items()} for name, own in rows.items()}
-    sweeps = {name: sweep(own) for name, own in judged.items()}
+    sweeps, share = {name: sweep(own) for name, own in judged.items()}, found_share(rows[OURS])
     for name in (*sweeps, *([RATIO_TEST] if sweeps else [])):
-        points = operating_points(found[RATIO_TEST], sweeps.get(name), judged.get(name, ()), clusters)
-        first = {figure: found[name][figure] for figure in ("precision", "recall")}
+        points = operating_points(found[RATIO_TEST], share, sweeps.get(name), judged.get(name, ()), clusters)
+        first = {figure: found[name][figure] for figure in ("precision", share)}
         found[name] = {**first, **points, **found[name]}
     figures: Figures = {}
     for name, own in rows.items():
@@ -204,14 +209,19 @@ def compare(results: Sequence[PairResult], thresholds: Mapping[str, float]) -> C
 
 
 def operating_points(
-    ratio_test: Mapping[str, Estimate], found: Optional[Sweep], judged: Sequence[Judged], clusters: Clusters
+    ratio_test: Mapping[str, Estimate],
+    share: str,
+    found: Optional[Sweep],
+    judged: Sequence[Judged],
+    clusters: Clusters,
 ) -> Dict[str, Estimate]:
     """Recall at the ratio test's precision and the reverse: swept over all confidences, exact but for the resamples.
 
-    found, judged: of a network; None: of the ratio test itself, which has one operating point.
+    share: what `found_share` calls the recall. found, judged: of a network; None: of the ratio test itself, which has
+    one operating point.
     """
-    names = ("recall_at_ratio_precision", "precision_at_ratio_recall")
-    precision, recall = ratio_test["precision"], ratio_test["recall"]
+    names = (f"{share}_at_ratio_precision", f"precision_at_ratio_{share}")
+    precision, recall = ratio_test["precision"], ratio_test[share]
     if found is None:
         return dict(zip(names, (recall, precision)))
     exact, resampled = (found.precision, found.recall), clusters.curves(judged)
@@ -280,7 +290,8 @@ def condition_line(condition: str, level: str, results: Sequence[PairResult]) ->
     """A line of robustness.csv: condition, level, pairs, and figures of ours and of the ratio test."""
     line: Line = {"condition": condition, "level": level}
     rows = [row for one in results for row in one.rows.values()]
-    areas = [f"auc_{name}_5" for name in estimators_of(rows)[:2]]
+    names = estimators_of(rows)
+    areas = [f"auc_{name}_5" for name in (*names[:2], *map(aligned_name, names[:1]))]
     shown = [name for name in values_of(rows) if name in areas or not name.startswith("auc_")]
     for matcher in COMPARED:
         figures = figures_of([row for row in rows if row.matcher == matcher])
@@ -290,10 +301,10 @@ def condition_line(condition: str, level: str, results: Sequence[PairResult]) ->
         line.update({f"{matcher}.{name}": figures[name] for name in shown})
     judged = [one.judged[OURS] for one in results if OURS in one.judged]
     if judged:
-        found, least = sweep(judged), line[f"{RATIO_TEST}.precision"]
+        found, least, share = sweep(judged), line[f"{RATIO_TEST}.precision"], found_share(rows)
         recall = float(recall_at_precision(found.precision, found.recall, np.array(least)))
-        line[f"{OURS}.recall_at_ratio_precision"] = plain(recall if found.recall_pairs else math.nan)
-        line[f"{RATIO_TEST}.recall_at_ratio_precision"] = line[f"{RATIO_TEST}.recall"]
+        line[f"{OURS}.{share}_at_ratio_precision"] = plain(recall if found.recall_pairs else math.nan)
+        line[f"{RATIO_TEST}.{share}_at_ratio_precision"] = line[f"{RATIO_TEST}.{share}"]
     return line
 
 

@@ -51,13 +51,17 @@ class Scene:
 
 @dataclass(frozen=True)
 class KnownPair:
-    """What every matcher gets, and the truth beside it. place: number of the scene, and of the pair in it."""
+    """What every matcher gets, and the truth beside it. place: number of the scene, and of the pair in it.
+
+    images: both, (H, W) uint8 gray, by whose pixels matches are aligned; None where they are not at hand.
+    """
 
     name: str
     scene: str
     place: Tuple[int, int]
     pair: Pair
     truth: Truth
+    images: Optional[Tuple[np.ndarray, np.ndarray]] = None
 
 
 class Source:
@@ -95,9 +99,9 @@ def pairs_of_scene(
             continue
         for image in {view.first, view.second} - set(keypoints):
             keypoints[image] = extractor(scene.images[image], max_keypoints)
-        sizes = image_size(scene.images[view.first]), image_size(scene.images[view.second])
-        pair = choose_pair(Pair(keypoints[view.first], keypoints[view.second], *sizes))
-        found.append(KnownPair(view.name, scene.name, (index, position), pair, view.truth))
+        images = scene.images[view.first], scene.images[view.second]
+        pair = choose_pair(Pair(keypoints[view.first], keypoints[view.second], *map(image_size, images)))
+        found.append(KnownPair(view.name, scene.name, (index, position), pair, view.truth, images))
     return found
 
 

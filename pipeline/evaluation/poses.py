@@ -9,7 +9,7 @@ infinite error. Source: arXiv 1911.11763, sections 5.2 and 5.3.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import List, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import cv2
 import numpy as np
@@ -33,16 +33,21 @@ RULES = {  # for protocol.json
 LEAST = 5  # matches an essential matrix needs
 
 
+def is_pose(estimator: str) -> bool:
+    """Are errors of this name those of a pose, aligned or not, in degrees?"""
+    return estimator.partition("_")[0] == NAME
+
+
 class PosePairs(Source):
-    """Pairs of a `pairs_with_gt.txt`, one in each scene, whose name is the folder of its first image, or that image
-    where all are in one folder. short_side: as of `HPatchesPairs`."""
+    """Pairs of a `pairs_with_gt.txt`, one at a time, by the name of their scene (`scene_names`).
+
+    short_side: as of `HPatchesPairs`.
+    """
 
     def __init__(self, file: Path, folder: Path, short_side: int = 480):
         self.pairs = read_pairs(file)
         self.folder, self.short_side = folder, short_side
-        folders = [str(Path(name0).parent) for name0, _, _ in self.pairs]
-        names = folders if len(set(folders)) > 1 else [name0 for name0, _, _ in self.pairs]
-        self.scenes = [(name, 1) for name in names]
+        self.scenes = [(name, 1) for name in scene_names([(name0, name1) for name0, name1, _ in self.pairs])]
 
     def load(self, index: int) -> Scene:
         """Read one pair. Raises RequestError for an unreadable image: no pair is left out in silence."""
@@ -54,6 +59,26 @@ class PosePairs(Source):
             intrinsics.append(resizing(image_size(original), image_size(images[-1])) @ K)
         known = ViewPair(f"{name0} {name1}", 0, 1, Pose(intrinsics[0], intrinsics[1], pose.T_0to1))
         return Scene(self.scene_name(index), images, [known])
+
+
+def scene_names(pairs: Sequence[Tuple[str, str]]) -> List[str]:
+    """The scene of each pair of images: all that pairs join, directly or by others, and all of one folder where there
+    are several folders. Its name: that folder, or the first of its images."""
+    several = len({Path(name).parent for pair in pairs for name in pair}) > 1
+    found: Dict[str, str] = {}  # of each image or folder another of its scene, or itself
+
+    def root(name: str) -> str:
+        while found.setdefault(name, name) != name:
+            name = found[name]
+        return name
+
+    for first, second in pairs:
+        for name in (first, second):
+            found[root(name)] = root(str(Path(name).parent) if several else first)
+    starts: Dict[str, str] = {}
+    for first, _ in pairs:
+        starts.setdefault(root(first), str(Path(first).parent) if several else first)
+    return [starts[root(first)] for first, _ in pairs]
 
 
 def read_pairs(path: Path) -> List[Line]:

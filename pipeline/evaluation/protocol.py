@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 from pipeline.errors import RequestError, WorkError
-from pipeline.evaluation import content, estimators, figures, magnified, pairs, poses
+from pipeline.evaluation import content, estimators, figures, magnified, pairs, poses, scoring
 from pipeline.evaluation.heldout import LEVELS, HeldOutPairs, UnrelatedPairs, disturbed
 from pipeline.evaluation.hpatches import HPatchesPairs
 from pipeline.evaluation.matchers import OURS, Matchers
@@ -148,6 +148,7 @@ class Evaluation:
             "views": f"{params.width}x{params.height}" if isinstance(source, HeldOutPairs) else resized,
             "keypoints": f"{found_by}, at most {params.max_keypoints} in each view",
             **(poses.RULES if isinstance(source, poses.PosePairs) else judged),
+            **({"aligned": scoring.ALIGNMENT} if params.refine else {}),
             "params": params.model_dump(),
             "model": ours,
             **({"models beside it": models} if models else {}),

@@ -14,12 +14,15 @@ from pipeline.evaluation.conditions import conditions_of
 from pipeline.evaluation.estimators import DEFAULT, ESTIMATORS
 from pipeline.evaluation.matchers import BOUND
 from pipeline.evaluation.pairs import KnownPair, Pose
+from pipeline.report.tables import ALIGNED
 from pipeline.schema import EvaluateParams
-from superglue_sift import extractors, geometry, sift
+from superglue_sift import extractors, geometry, refine, sift
 from superglue_sift.batch import Pair
 from superglue_sift.extractors import Extractor
 from superglue_sift.matcher import PairMatches
 from superglue_sift.truth import UNMATCHED, pair_truth
+
+ALIGNMENT = "positions in image 1 moved by superglue_sift.refine, of every matcher alike; truth at the positions detected"
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,11 @@ class MatchCounts:
 
 @dataclass(frozen=True)
 class Row:
-    """Figures of one matcher on one pair. errors: by estimator, in px (of a pose degrees), inf without an estimate."""
+    """Figures of one matcher on one pair.
+
+    errors: by estimator, in px (of a pose degrees), inf without an estimate; of the keypoints' positions first, then
+    under `aligned_name` of the aligned ones.
+    """
 
     pair: str
     scene: str
@@ -90,7 +97,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Judged:
-    """All K matches of a network on one pair, whatever their scores. correct, found: (K,) bool; truth: a count."""
+    """All K matches of a network on one pair, whatever their scores. correct, found: (K,) bool; truth: a count.
+
+    Of two cameras the true partners are not known: found is correct, and truth the number of keypoints of view 0, so
+    that the recall is the matching score.
+    """
 
     scores: np.ndarray
     correct: np.ndarray
@@ -111,7 +122,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class PairResult:
-    """One pair: rows of all matchers, and of each network all its matches judged (none where poses are judged)."""
+    """One pair: rows of all matchers, and of each network all its matches judged."""
 
     place: Tuple[int, int]
     rows: Dict[str, Row]
@@ -170,9 +181,34 @@ def correct_matches(known: KnownPair, found: PairMatches, correct_px: float) -> 
     return reprojection_errors(points0, points1, known.truth) < correct_px
 
 
+def aligned_name(estimator: str) -> str:
+    """What the errors of an estimator are called whose matches were aligned."""
+    return f"{estimator}{ALIGNED}"
+
+
+def align(known: KnownPair, found: PairMatches) -> Tuple[np.ndarray, np.ndarray]:
+    """`matched_points` aligned by the pixels of both images as `superglue-match` does, (K, 2) float64 each."""
+    assert known.images is not None
+    index0 = np.flatnonzero(found.matches0 > UNMATCHED)
+    records = known.pair.records0[index0], known.pair.records1[found.matches0[index0]]
+    moved = refine.align(*known.images, *records)
+    return moved.aligned0.astype(np.float64), moved.aligned1.astype(np.float64)
+
+
 def estimate_errors(known: KnownPair, found: PairMatches, settings: Settings) -> Dict[str, float]:
-    """Error of each estimate made from the matches, by estimator. The seed depends on the pair alone."""
+    """Error of each estimate made from the matches, by estimator, then of each made from the aligned ones."""
     points0, points1, weights = matched_points(known.pair, found)
+    errors = errors_of_points(known, points0, points1, weights, settings)
+    if settings.params.refine and known.images is not None:
+        aligned = errors_of_points(known, *align(known, found), weights, settings)
+        errors.update({aligned_name(name): error for name, error in aligned.items()})
+    return errors
+
+
+def errors_of_points(
+    known: KnownPair, points0: np.ndarray, points1: np.ndarray, weights: np.ndarray, settings: Settings
+) -> Dict[str, float]:
+    """Error of each estimate made from matched points, by estimator. The seed depends on the pair alone."""
     seed = zlib.crc32(known.name.encode()) & 0x7FFFFFFF
     if isinstance(known.truth, Pose):
         return {poses.NAME: poses.pose_error(poses.estimate(points0, points1, known.truth, seed), known.truth)}
@@ -183,14 +219,12 @@ def estimate_errors(known: KnownPair, found: PairMatches, settings: Settings) ->
 
 
 def judge(known: KnownPair, found: PairMatches, truth0: np.ndarray, correct_px: float) -> Judged:
-    """Right or wrong for each match; truth0 (M,) from `true_matches`, all negative where it is not known."""
+    """Right or wrong for each match, by the keypoints' positions; truth0 (M,) from `true_matches`, of a homography."""
     index0 = np.flatnonzero(found.matches0 > UNMATCHED)
-    return Judged(
-        scores=found.scores0[index0].astype(np.float64),
-        correct=correct_matches(known, found, correct_px),
-        found=truth0[index0] == found.matches0[index0],
-        truth=int((truth0 > UNMATCHED).sum()),
-    )
+    scores, correct = found.scores0[index0].astype(np.float64), correct_matches(known, found, correct_px)
+    if isinstance(known.truth, Pose):
+        return Judged(scores, correct, correct, max(len(known.pair.records0), 1))
+    return Judged(scores, correct, truth0[index0] == found.matches0[index0], int((truth0 > UNMATCHED).sum()))
 
 
 def score_pair(
@@ -213,7 +247,7 @@ def score_pair(
         errors = estimate_errors(known, found, settings)
         sizes = len(pair.records0), len(pair.records1)
         rows[name] = Row(known.name, known.scene, name, *sizes, verdict.counts, errors, conditions)
-    return PairResult(known.place, rows, judged if conditions else {})
+    return PairResult(known.place, rows, judged)
 
 
 def matchers_of(rows: Sequence[Row]) -> Tuple[str, ...]:

@@ -114,6 +114,7 @@ def template() -> jinja2.Template:
     environment.filters.update({each.__name__: each for each in words}, title_of=tables.title)
     environment.filters.update(
         by_cell=lambda lines: {(line["matcher"], line["figure"]): line for line in lines},
+        select_aligned=lambda names: [name for name in names if tables.ALIGNED in name],
         select_ours=lambda line: [name.partition(".")[2] for name in line if name.startswith("superglue.")],
     )
     environment.globals.update(least_pairs=tables.LEAST_PAIRS, few=tables.FEW, ours=summary.OURS)
@@ -164,7 +165,9 @@ def error_charts(curves: Mapping[str, Sequence[Line]]) -> List[Chart]:
         series = {tables.title(matcher): charts.column(lines, axis, matcher) for matcher in matchers}
         label, title = AXES[axis]
         chart = charts.line_chart(series, label, "share of pairs", (0, float(lines[-1][axis])))
-        caption = f"{title.format(name[len('error_') :].upper())}: share of pairs within an error"
+        estimator = tables.estimator_title(name[len("error_") :])
+        moved = f", matches {tables.MOVED}" if tables.MOVED in estimator and "{}" not in title else ""
+        caption = f"{title.format(estimator)}{moved}: share of pairs within an error"
         found.append((chart, caption))
     return found
 

@@ -25,9 +25,12 @@ def best_baseline(content: Content, figure: str) -> Optional[Mapping[str, Any]]:
 
 
 def headline(content: Content) -> Dict[str, float]:
-    """At most eight figures: the leading area and recall at equal precision beside the best baseline; P and R."""
+    """At most eleven figures: the leading area, the same of aligned matches and recall at equal precision, each beside
+    the best baseline; P and R."""
     found: Dict[str, Optional[float]] = {}
-    for name in (leading_area(content), "recall_at_ratio_precision"):
+    area = leading_area(content)
+    shares = "recall_at_ratio_precision", "matching_score_at_ratio_precision"
+    for name in (area, tables.aligned_counterpart(area), *shares):
         line, ours = best_baseline(content, name), content.figures.get(f"{OURS}.{name}")
         found[name] = ours
         if line is not None and ours is not None and line["value"] is not None:
@@ -52,6 +55,8 @@ def verdict(content: Content) -> List[str]:
         span = f"95 % interval {low} .. {high}: " if line["low"] is not None else ""
         value += f", {tables.points(line['value'])} points beside the best baseline, {tables.title(line['baseline'])}"
         value += f" ({span}{VERDICTS[line['verdict']]})"
+    aligned = figures.get(f"{OURS}.{tables.aligned_counterpart(area)}")
+    value += f"; with matches aligned by the pixels {tables.percent(aligned)} %" if aligned is not None else ""
     second = f"{tables.percent(figures.get(f'{OURS}.precision'))} % of its matches are right"
     if f"{OURS}.recall" in figures:
         second += f" and {tables.percent(figures[f'{OURS}.recall'])} % of the true ones are found"

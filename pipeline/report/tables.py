@@ -19,11 +19,17 @@ SHORT = {  # figures that are no AUC, in the order of the columns
     "matching_score": "MS",
     "recall_at_ratio_precision": "R@P",
     "precision_at_ratio_recall": "P@R",
+    "matching_score_at_ratio_precision": "MS@P",
+    "precision_at_ratio_matching_score": "P@MS",
 }
 LONG = {
     "recall_at_ratio_precision": "recall at the ratio test's precision",
     "precision_at_ratio_recall": "precision at the ratio test's recall",
+    "matching_score_at_ratio_precision": "matching score at the ratio test's precision",
+    "precision_at_ratio_matching_score": "precision at the ratio test's matching score",
 }
+ALIGNED = "_aligned"  # behind the estimator's name in figures of aligned matches
+DETECTED, MOVED = "as detected", "aligned"  # what stands above the two parts of a table
 LEAST_PAIRS = 20  # of fewer a figure says too little to be judged
 FEW = f"* fewer than {LEAST_PAIRS} pairs: too few to judge by"
 
@@ -49,10 +55,22 @@ def points(value: Optional[float]) -> str:
 
 
 def figure_title(name: str) -> str:
-    """auc_ransac_3 -> 'AUC@3 RANSAC'; other names as words."""
+    """auc_ransac_3 -> 'AUC@3 RANSAC', auc_ransac_aligned_3 -> 'AUC@3 RANSAC aligned'; other names as words."""
     kind, _, rest = name.partition("_")
     estimator, _, pixels = rest.rpartition("_")
-    return f"AUC@{pixels} {estimator.upper()}" if kind == "auc" else LONG.get(name, name.replace("_", " "))
+    return f"AUC@{pixels} {estimator_title(estimator)}" if kind == "auc" else LONG.get(name, name.replace("_", " "))
+
+
+def estimator_title(estimator: str) -> str:
+    """ransac -> 'RANSAC', ransac_aligned -> 'RANSAC aligned'."""
+    plain, moved, _ = estimator.partition(ALIGNED)
+    return f"{plain.upper()} {MOVED}" if moved else plain.upper()
+
+
+def aligned_counterpart(name: str) -> str:
+    """auc_ransac_3 -> 'auc_ransac_aligned_3'; '' for what is no area or is aligned already."""
+    start, _, limit = name.rpartition("_")
+    return f"{start}{ALIGNED}_{limit}" if name.startswith("auc_") and not start.endswith(ALIGNED) else ""
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> List[str]:
@@ -71,27 +89,40 @@ def lines_by_matcher(figures: Mapping[str, Optional[float]]) -> List[Dict[str, o
 
 
 def columns_of(figures: Iterable[str]) -> Dict[str, List[str]]:
-    """Names of the figures a table shows, under what stands above them: nothing, then each estimator's areas."""
+    """Names of the figures a table shows, under what stands above them: nothing, then each estimator's areas.
+
+    Areas of aligned matches are not among them: see `aligned_counterpart`.
+    """
     known = dict.fromkeys(name.rpartition(".")[2] for name in figures)
     groups: Dict[str, List[str]] = {"": [name for name in SHORT if name in known]}
     for name in known:
-        if name.startswith("auc_"):
+        if aligned_counterpart(name):
             groups.setdefault(f"AUC {name[len('auc_') :].rpartition('_')[0].upper()}", []).append(name)
     return groups
 
 
 def comparison(figures: Mapping[str, Optional[float]]) -> str:
-    """The table every evaluation ends with: one line per matcher, percentages beside the number of pairs."""
-    groups = columns_of(figures)
+    """The table every evaluation ends with: one line per matcher, percentages beside the number of pairs.
+
+    Where matches were aligned, the areas of these stand below in the same columns.
+    """
+    groups, matchers = columns_of(figures), matchers_in(figures)
     names = [name for own in groups.values() for name in own]
+    moved = [aligned_counterpart(name) for name in names]
+    both = any(f"{matcher}.{name}" in figures for matcher in matchers for name in moved)
     heads = [SHORT.get(name) or f"@{name.rpartition('_')[2]}" for name in names]
-    rows = [["", "pairs", "matches", *heads]]
-    for matcher in matchers_in(figures):
+    rows = [[DETECTED if both else "", "pairs", "matches", *heads]]
+    for matcher in matchers:
         matches = figures.get(f"{matcher}.matches")
         counts = [str(figures[f"{matcher}.pairs"]), "-" if matches is None else f"{matches:.0f}"]
         rows.append([title(matcher), *counts, *(percent(figures.get(f"{matcher}.{name}")) for name in names)])
-    lines = aligned(rows)
-    starts = [found.start() for found in re.finditer(r"\S+", lines[0])][2:]  # after pairs and matches
+    below = [[MOVED, "", "", *(head if name else "" for head, name in zip(heads, moved))]]
+    for matcher in matchers:
+        cells = (percent(figures.get(f"{matcher}.{name}")) if name else "" for name in moved)
+        below.append([title(matcher), "", "", *cells])
+    lines = aligned(rows + below) if both else aligned(rows)
+    lines[len(rows) : len(rows)] = [""] if both else []
+    starts = [found.start() for found in re.finditer(r"\S+", lines[0])][-len(names) :]  # after pairs and matches
     above = ""
     for head, own in groups.items():
         above = above.ljust(starts[names.index(own[0])]) + f"{head} " if head else above
@@ -100,23 +131,25 @@ def comparison(figures: Mapping[str, Optional[float]]) -> str:
 
 def notes(figures: Mapping[str, Optional[float]]) -> List[str]:
     """What stands below the table: what its columns are, and which matches they count."""
-    groups = columns_of(figures)
+    groups, matchers = columns_of(figures), matchers_in(figures)
     said = [f"{SHORT[name]}: {figure_title(name)}" for name in groups[""] if name not in LONG]
     for head, own in list(groups.items())[1:]:
         limits = ", ".join(name.rpartition("_")[2] for name in own)
         of = f"pose error up to {limits} degrees" if head == "AUC POSE" else f"mean corner error up to {limits} px"
         said.append(f"AUC of the {of}")
     lines = ["in %; " + "; ".join(dict.fromkeys(said))]
-    stated = {title(name): figures.get(f"{name}.threshold") for name in matchers_in(figures)}
+    if any(ALIGNED in name for name in figures):
+        lines.append(f"{MOVED}: all matchers' matches moved by the pixels around them; the rest is {DETECTED}")
+    stated = {title(name): figures.get(f"{name}.threshold") for name in matchers}
     stated = {name: f"{value:g}" for name, value in stated.items() if value is not None}
     if stated:
         one = len(set(stated.values())) == 1
         above = next(iter(stated.values())) if one else ", ".join(" ".join(own) for own in stated.items())
         lines.append(f"a network's matches have a confidence above {above}")
     if any(name in LONG for name in groups[""]):
-        said = ", ".join(f"{SHORT[name]}: {LONG[name]}" for name in LONG)
+        said = ", ".join(f"{SHORT[name]}: {LONG[name]}" for name in LONG if name in groups[""])
         lines.append(f"{said}, where every threshold is tried")
-    counts = [(figures.get(f"{name}.recall_pairs"), figures[f"{name}.pairs"]) for name in matchers_in(figures)]
+    counts = [(figures.get(f"{name}.recall_pairs"), figures[f"{name}.pairs"]) for name in matchers]
     for asked, pairs in dict.fromkeys(counts):
         if asked not in (None, pairs):
             lines.append(f"recall is over {asked} of {pairs} pairs: the others have no true match")
@@ -146,14 +179,19 @@ def side_by_side(variants: Dict[str, Dict[str, Optional[float]]]) -> str:
 
 
 def by_scene(lines: Sequence[Mapping[str, Any]]) -> str:
-    """One line per sequence: AUC@3 by the first estimator and precision of each matcher. lines: as in scenes.csv."""
+    """One line per sequence: AUC@3 by the first estimator, the same aligned, and precision of each matcher.
+
+    lines: as in scenes.csv.
+    """
     area = next(name for name in lines[0] if name.startswith("auc_") and name.endswith("_3"))
+    names = [name for name in (area, aligned_counterpart(area), "precision") if name in lines[0]]
     scenes, matchers = (list(dict.fromkeys(str(line[key]) for line in lines)) for key in ("scene", "matcher"))
     found = {(str(line["scene"]), str(line["matcher"])): line for line in lines}
-    rows = [[f"{figure_title(area)} | precision", "pairs"] + [title(matcher) for matcher in matchers]]
+    heads = [figure_title(area), *([MOVED] if len(names) > 2 else []), "precision"]
+    rows = [[" | ".join(heads), "pairs"] + [title(matcher) for matcher in matchers]]
     for scene in scenes:
         cells = [found[scene, matcher] for matcher in matchers]
-        shares = [f"{percent(cell[area])} | {percent(cell['precision'])}" for cell in cells]
+        shares = [" | ".join(percent(cell[name]) for name in names) for cell in cells]
         rows.append([scene, marked(int(cells[0]["pairs"])), *shares])
     few = any(int(line["pairs"]) < LEAST_PAIRS for line in lines)
     return "\n".join([*aligned(rows), *([FEW] if few else [])])
@@ -165,9 +203,10 @@ def marked(pairs: int) -> str:
 
 
 def foremost(names: Sequence[str]) -> List[str]:
-    """Of these figures those to show first: all but areas, of the first two estimators AUC@3 and AUC@10 (20)."""
-    areas = list(columns_of(names).values())[1:3]
-    shown = set(SHORT).union(*([own[1], own[-1]] for own in areas))
+    """Of these figures those to show first: all but areas, of the first two estimators AUC@3 and AUC@10 (20), of the
+    first the same aligned."""
+    areas = [[own[1], own[-1]] for own in list(columns_of(names).values())[1:3]]
+    shown = set(SHORT).union(*areas, *([map(aligned_counterpart, areas[0])] if areas else []))
     return [name for name in names if name in shown]
 
 
