@@ -19,6 +19,7 @@ FAR = 1e9  # depth, in lengths of the baseline, beyond which a point counts for 
 LEAST_FUNDAMENTAL = 8  # matches that a fundamental matrix needs
 CONFIDENCE = 0.995  # that no better sample is left when RANSAC stops early; findHomography's default
 SCATTER_PX = 0.5  # of the positions of true matches: the best of 0.25 to 2 on validation pairs, for every matcher
+LEAST_DEVIATION_PX = 0.1  # no aligned match is trusted further: the local map is an approximation
 
 
 def transform(points, H):
@@ -72,7 +73,12 @@ def corner_error(H_estimated: Optional[np.ndarray], H_true: np.ndarray, size: Tu
 
 
 def fit_ransac(
-    points0: np.ndarray, points1: np.ndarray, threshold_px: float = 3.0, iterations: int = 3000, seed: int = 0
+    points0: np.ndarray,
+    points1: np.ndarray,
+    threshold_px: float = 3.0,
+    iterations: int = 3000,
+    seed: int = 0,
+    deviations: Optional[np.ndarray] = None,
 ) -> Optional[np.ndarray]:
     """Robust homography 0 -> 1: RANSAC, then `refine_homography` (Hartley and Zisserman, algorithm 4.6).
 
@@ -81,8 +87,9 @@ def fit_ransac(
     and Chum 2005). docs/evaluation.md compares it with others.
 
     points0, points1: (N, 2) matched pixels, float32 to OpenCV. threshold_px: inlier distance in image 1. iterations: at
-    most so many samples, of `seed`; fewer once a better model has become unlikely. Returns (3, 3) float64, or None from
-    fewer than four matches or none that OpenCV accepts.
+    most so many samples, of `seed`; fewer once a better model has become unlikely. deviations: (N,) px of aligned
+    matches, see `refine_homography`. Returns (3, 3) float64, or None from fewer than four matches or none that OpenCV
+    accepts.
     """
     if len(points0) < MIN_POINTS:
         return None
@@ -92,14 +99,21 @@ def fit_ransac(
     asked.threshold, asked.confidence = threshold_px, CONFIDENCE
     asked.maxIterations, asked.randomGeneratorState = iterations, seed
     H = cv2.findHomography(points0, points1, asked)[0]
-    return None if H is None else refine_homography(H, points0, points1, threshold_px)
+    return None if H is None else refine_homography(H, points0, points1, threshold_px, deviations)
 
 
-def refine_homography(H: np.ndarray, points0: np.ndarray, points1: np.ndarray, threshold_px: float) -> np.ndarray:
+def refine_homography(
+    H: np.ndarray,
+    points0: np.ndarray,
+    points1: np.ndarray,
+    threshold_px: float,
+    deviations: Optional[np.ndarray] = None,
+) -> np.ndarray:
     """H (3, 3) moved to the least Cauchy loss of the distances, in image 1, of the matches within `threshold_px` of it.
 
     points0, points1: (N, 2). A robust loss, since the positions of true matches scatter by a few tenths of a pixel, and
-    some, of large keypoints, by several pixels.
+    some, of large keypoints, by several pixels. deviations: (N,) px along each axis, as `refine.align` gives them, by
+    which distances are divided; SCATTER_PX where they are NaN, and of all matches where there are none.
     """
     from scipy.optimize import least_squares  # takes 0.3 s to import, for which only a fit should wait
 
@@ -107,12 +121,16 @@ def refine_homography(H: np.ndarray, points0: np.ndarray, points1: np.ndarray, t
     if inliers.sum() < MIN_POINTS:
         return H
     p0, p1 = (np.asarray(points, np.float64)[inliers] for points in (points0, points1))
+    weights = np.ones(len(p0))  # to SCATTER_PX
+    if deviations is not None:
+        weights = np.nan_to_num(SCATTER_PX / np.maximum(deviations[inliers], LEAST_DEVIATION_PX), nan=1.0)
+    weights = np.repeat(weights, 2)
 
     def distances(entries: np.ndarray) -> np.ndarray:
-        return (transform(p0, _with_last_entry(entries)) - p1).ravel()
+        return (transform(p0, _with_last_entry(entries)) - p1).ravel() * weights
 
     def derivatives(entries: np.ndarray) -> np.ndarray:
-        return _derivatives_by_entries(_with_last_entry(entries), p0)
+        return _derivatives_by_entries(_with_last_entry(entries), p0) * weights[:, None]
 
     start = normalized(H).ravel()[:8]
     how: Dict[str, Any] = {"jac": derivatives, "x_scale": "jac", "loss": "cauchy", "f_scale": SCATTER_PX, "ftol": 1e-4}
@@ -147,9 +165,11 @@ class Fit(NamedTuple):
     inliers: np.ndarray
 
 
-def homography_with_inliers(points0: np.ndarray, points1: np.ndarray, threshold_px: float = 3.0) -> Fit:
+def homography_with_inliers(
+    points0: np.ndarray, points1: np.ndarray, threshold_px: float = 3.0, deviations: Optional[np.ndarray] = None
+) -> Fit:
     """`fit_ransac` of (K, 2) matched pixels each, and the matches it maps to within `threshold_px` in image 1."""
-    H = fit_ransac(points0, points1, threshold_px)
+    H = fit_ransac(points0, points1, threshold_px, deviations=deviations)
     if H is None:
         return Fit(None, np.zeros(len(points0), bool))
     return Fit(H, _within(H, points0, points1, threshold_px))

@@ -134,7 +134,7 @@ class MatchResult(NamedTuple):
 
     def homography(self, threshold_px: float = INLIER_PX) -> geometry.Fit:
         """The homography 0 -> 1 that most matches fit, see `geometry.homography_with_inliers`."""
-        return geometry.homography_with_inliers(self.points0, self.points1, threshold_px)
+        return geometry.homography_with_inliers(self.points0, self.points1, threshold_px, self.deviations)
 
     def fundamental(self, threshold_px: float = INLIER_PX) -> geometry.Fit:
         """The fundamental matrix that most matches fit, see `geometry.fundamental_with_inliers`."""

@@ -112,7 +112,8 @@ def test_of_poses_the_matching_score_is_found_at_the_ratio_tests_precision():
         }
         results.append(PairResult((index, 0), rows, {OURS: judged}))
     found = figures.compare(results, {OURS: 0.2}).figures
-    assert found["ratio_test.precision"] == pytest.approx(2 / 3, abs=1e-6) and found["ratio_test.matching_score"] == 0.25
+    assert found["ratio_test.precision"] == pytest.approx(2 / 3, abs=1e-6)
+    assert found["ratio_test.matching_score"] == 0.25
     # all four have precision 3/4, above 2/3; the two surest have the ratio test's matching score and no wrong one
     assert found["superglue.matching_score_at_ratio_precision"] == pytest.approx(3 / 8)
     assert found["superglue.precision_at_ratio_matching_score"] == 1.0

@@ -799,6 +799,19 @@ class TestHomography:
         refined, alone = np.mean(errors, axis=0)
         assert refined < 0.15 and refined < 0.5 * alone
 
+    def test_exact_matches_decide_where_deviations_are_known(self):
+        errors = []
+        for seed in range(10):
+            rng = np.random.default_rng(seed)
+            p = rng.uniform(0, 300, (120, 2))
+            deviations = np.where(np.arange(120) < 40, 0.1, 0.5).astype(np.float32)  # a third was aligned
+            q = geometry.transform(p, self.H) + deviations[:, None] * rng.normal(size=p.shape)
+            deviations[deviations == 0.5] = np.nan
+            fits = geometry.fit_ransac(p, q, deviations=deviations), geometry.fit_ransac(p, q)
+            errors.append([geometry.corner_error(H, self.H, (320, 240)) for H in fits])
+        weighed, alike = np.mean(errors, axis=0)
+        assert weighed < 0.1 and weighed < 0.7 * alike
+
     def test_dlt_heeds_weights(self):
         p = np.random.default_rng(0).uniform(0, 300, (40, 2))
         q = geometry.transform(p, self.H)

@@ -1,7 +1,8 @@
 """From matches to a homography, in the ways that published tables use. Name the one behind a figure: they differ.
 
 Each takes points0, points1 (K, 2) pixels, K at least `geometry.MIN_POINTS`, weights (K,), the inlier limit px, the most
-iterations and a seed, and gives (3, 3) float64, or None without an estimate.
+iterations, a seed and, of aligned matches, deviations (K,) px, else None. It gives (3, 3) float64, or None without an
+estimate.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ LEAST_DOUBT = 1e-4  # that a match is wrong, by which odds stay finite
 DECIDING = 16  # matches of a pair that share the largest odds, at most half of all
 
 
-def ransac(points0, points1, weights, px, iterations, seed):
+def ransac(points0, points1, weights, px, iterations, seed, deviations=None):
     """RANSAC, the paper's: see `geometry.fit_ransac`."""
-    return geometry.fit_ransac(points0, points1, px, iterations, seed)
+    return geometry.fit_ransac(points0, points1, px, iterations, seed, deviations)
 
 
-def opencv(points0, points1, weights, px, iterations, seed):
+def opencv(points0, points1, weights, px, iterations, seed, deviations=None):
     """cv2.findHomography with its first RANSAC: the "OpenCV" of published tables (LightGlue, glue-factory)."""
     cv2.setRNGSeed(seed)
     H, _ = cv2.findHomography(points0, points1, cv2.RANSAC, px, maxIters=iterations, confidence=geometry.CONFIDENCE)
     return H
 
 
-def dlt(points0, points1, weights, px, iterations, seed):
+def dlt(points0, points1, weights, px, iterations, seed, deviations=None):
     """Weighted least squares over all matches, without rejection: the paper's DLT.
 
     Equations are scaled by the odds p / (1 - p) of each match rather than by p, since a wrong match is off by hundreds
@@ -44,13 +45,13 @@ def dlt(points0, points1, weights, px, iterations, seed):
     return geometry.fit_dlt(points0, points1, np.minimum(odds, np.sort(odds)[-most]))
 
 
-def magsac(points0, points1, weights, px, iterations, seed):
+def magsac(points0, points1, weights, px, iterations, seed, deviations=None):
     """OpenCV's MAGSAC++ (Barath et al. 2020). Its generator starts from the same state at every call."""
     H, _ = cv2.findHomography(points0, points1, cv2.USAC_MAGSAC, px, maxIters=iterations)
     return H
 
 
-def poselib(points0, points1, weights, px, iterations, seed):
+def poselib(points0, points1, weights, px, iterations, seed, deviations=None):
     """PoseLib's LO-RANSAC, glue-factory's default; an optional package."""
     import poselib as library
 

@@ -209,11 +209,7 @@ def compare(results: Sequence[PairResult], thresholds: Mapping[str, float]) -> C
 
 
 def operating_points(
-    ratio_test: Mapping[str, Estimate],
-    share: str,
-    found: Optional[Sweep],
-    judged: Sequence[Judged],
-    clusters: Clusters,
+    ratio_test: Mapping[str, Estimate], share: str, found: Optional[Sweep], judged: Sequence[Judged], clusters: Clusters
 ) -> Dict[str, Estimate]:
     """Recall at the ratio test's precision and the reverse: swept over all confidences, exact but for the resamples.
 

@@ -73,8 +73,9 @@ def scene_names(pairs: Sequence[Tuple[str, str]]) -> List[str]:
         return name
 
     for first, second in pairs:
-        for name in (first, second):
-            found[root(name)] = root(str(Path(name).parent) if several else first)
+        found[root(second)] = root(first)
+        for name in (first, second) if several else ():
+            found[root(name)] = root(str(Path(name).parent))
     starts: Dict[str, str] = {}
     for first, _ in pairs:
         starts.setdefault(root(first), str(Path(first).parent) if several else first)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field
-from typing import Dict, List, Mapping, Sequence, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from superglue_sift.extractors import Extractor
 from superglue_sift.matcher import PairMatches
 from superglue_sift.truth import UNMATCHED, pair_truth
 
-ALIGNMENT = "positions in image 1 moved by superglue_sift.refine, of every matcher alike; truth at the positions detected"
+ALIGNMENT = "positions in image 1 moved by superglue_sift.refine, of every matcher alike; truth as detected"
 
 
 @dataclass(frozen=True)
@@ -186,13 +186,12 @@ def aligned_name(estimator: str) -> str:
     return f"{estimator}{ALIGNED}"
 
 
-def align(known: KnownPair, found: PairMatches) -> Tuple[np.ndarray, np.ndarray]:
-    """`matched_points` aligned by the pixels of both images as `superglue-match` does, (K, 2) float64 each."""
+def align(known: KnownPair, found: PairMatches) -> refine.Aligned:
+    """The matches aligned by the pixels of both images, as `Matcher.match` does."""
     assert known.images is not None
     index0 = np.flatnonzero(found.matches0 > UNMATCHED)
     records = known.pair.records0[index0], known.pair.records1[found.matches0[index0]]
-    moved = refine.align(*known.images, *records)
-    return moved.aligned0.astype(np.float64), moved.aligned1.astype(np.float64)
+    return refine.align(*known.images, *records)
 
 
 def estimate_errors(known: KnownPair, found: PairMatches, settings: Settings) -> Dict[str, float]:
@@ -200,19 +199,26 @@ def estimate_errors(known: KnownPair, found: PairMatches, settings: Settings) ->
     points0, points1, weights = matched_points(known.pair, found)
     errors = errors_of_points(known, points0, points1, weights, settings)
     if settings.params.refine and known.images is not None:
-        aligned = errors_of_points(known, *align(known, found), weights, settings)
+        moved = align(known, found)
+        points0, points1 = moved.aligned0.astype(np.float64), moved.aligned1.astype(np.float64)
+        aligned = errors_of_points(known, points0, points1, weights, settings, moved.deviations)
         errors.update({aligned_name(name): error for name, error in aligned.items()})
     return errors
 
 
 def errors_of_points(
-    known: KnownPair, points0: np.ndarray, points1: np.ndarray, weights: np.ndarray, settings: Settings
+    known: KnownPair,
+    points0: np.ndarray,
+    points1: np.ndarray,
+    weights: np.ndarray,
+    settings: Settings,
+    deviations: Optional[np.ndarray] = None,
 ) -> Dict[str, float]:
     """Error of each estimate made from matched points, by estimator. The seed depends on the pair alone."""
     seed = zlib.crc32(known.name.encode()) & 0x7FFFFFFF
     if isinstance(known.truth, Pose):
         return {poses.NAME: poses.pose_error(poses.estimate(points0, points1, known.truth, seed), known.truth)}
-    given = (points0, points1, weights, settings.params.ransac_px, settings.params.ransac_iterations, seed)
+    given = (points0, points1, weights, settings.params.ransac_px, settings.params.ransac_iterations, seed, deviations)
     enough = len(points0) >= geometry.MIN_POINTS
     estimates = {name: ESTIMATORS[name](*given) if enough else None for name in settings.estimators}
     return {name: geometry.corner_error(H, known.truth, known.pair.size0) for name, H in estimates.items()}
