@@ -299,7 +299,10 @@ class MlflowStore:
         """Path and bytes of each file that the store has of a logged model."""
         found: Dict[str, int] = {}
         for entry in self._client.list_logged_model_artifacts(model_id, below):
-            found.update(self._files_there(model_id, entry.path) if entry.is_dir else {entry.path: entry.file_size})
+            if entry.is_dir:
+                found.update(self._files_there(model_id, entry.path))
+            else:
+                found[entry.path] = int(entry.file_size or 0)
         return found
 
     def _model_files(self, model_id: str, folder: Path, there: Dict[str, int]) -> None:
