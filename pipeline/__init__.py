@@ -4,6 +4,7 @@ The network itself is the library `superglue_sift`, which knows nothing of this 
 
     fetch, keypoints, train, evaluate, export   one file a stage, one `main` each, `python -m pipeline.<stage>`
     match, benchmark, doctor, presets, report   tools for the person at the keyboard
+    prune         trainings that were set aside: lists them, and asks which to delete
     plan          memory and hours of a training, before it begins
     launch        starts a stage on all processes of this machine
     images/       where photographs come from, how they are decoded, what is wrong with them

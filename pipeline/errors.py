@@ -43,6 +43,9 @@ def run(main: Main, argv: Optional[List[str]] = None) -> int:
     code = 1  # of an unforeseen exception, which goes on its way
     try:
         code = exit_code(main, argv)
+    except SystemExit as end:  # another rank says why
+        code = end.code if isinstance(end.code, int) else 1
+        raise
     finally:
         with open(left, "w") as file:
             file.write(str(code))

@@ -132,6 +132,7 @@ class TrainParams(Section):
     val_pairs: Count
     val_every: Count
     save_every: Count
+    superseded_gb: Annotated[float, Field(ge=0.0)]
     seed: Seed
 
     @model_validator(mode="after")

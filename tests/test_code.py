@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.extraction import shards
 from pipeline.runtime import code
-from pipeline.training import state
+from pipeline.training import identity
 
 pytestmark = pytest.mark.cu111
 
@@ -122,14 +122,19 @@ def test_a_command_names_the_modules_it_runs() -> None:
 
 
 def test_everything_left_out_by_name_is_there() -> None:
-    for name in (*code.CHANGES_NO_OUTPUT, *state.OUTSIDE, *shards.OUTSIDE):
+    for name in (*code.CHANGES_NO_OUTPUT, *identity.OUTSIDE, *shards.OUTSIDE):
         assert code.module_file(name), name
 
 
 @pytest.mark.parametrize(
     "modules, outside, in_it, not_in_it",
     [
-        (state.CODE, state.OUTSIDE, ["objective", "step", "order", "distributed"], ["progress", "tracking", "launch"]),
+        (
+            identity.CODE,
+            identity.OUTSIDE,
+            ["objective", "step", "order", "distributed"],
+            ["progress", "tracking", "launch"],
+        ),
         (shards.CODE, shards.OUTSIDE, ["sift", "render", "homography", "decode"], ["progress", "shards", "launch"]),
     ],
     ids=["training", "shards"],
@@ -142,7 +147,7 @@ def test_the_digest_covers_what_can_change_a_weight_or_a_record_alone(modules, o
 
 @pytest.mark.parametrize(
     "modules, outside, module",
-    [(state.CODE, state.OUTSIDE, "objective"), (shards.CODE, shards.OUTSIDE, "render")],
+    [(identity.CODE, identity.OUTSIDE, "objective"), (shards.CODE, shards.OUTSIDE, "render")],
     ids=["training", "shards"],
 )
 def test_a_comment_changes_neither_digest_and_a_constant_does(tmp_path, modules, outside, module):

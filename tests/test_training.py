@@ -301,7 +301,7 @@ class TestResume:
         with monkeypatch.context() as patch:
             stop_after(patch, 3)
             assert train.main(request_of("run")) == 143
-        monkeypatch.setattr("pipeline.training.state.code_digest", lambda *_: "changed")
+        monkeypatch.setattr("pipeline.training.identity.code_digest", lambda *_: "changed")
         with pytest.raises(RequestError, match="code: "):
             train.main([*request_of("run"), "--resume", "must"])
         assert train.main([*request_of("run"), "--resume", "must", "--accept", "code"]) == 0

@@ -11,7 +11,9 @@ import dataclasses
 import datetime
 import os
 import re
+import uuid
 import warnings
+from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Mapping
 
 import torch
@@ -230,13 +232,54 @@ def map_rows_over_ranks(work: Callable[[Tensor], Tensor], rows: Tensor) -> Tenso
     return all_gather_tensor(done).flatten(0, 1)[: len(rows)]
 
 
-def broadcast(item: Any) -> Any:
-    """Rank 0's item, on every rank."""
+def broadcast(item: Any, source: int = 0) -> Any:
+    """The item of rank `source`, on every rank."""
     if not _grouped():
         return item
     box = [item]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=source)
     return box[0]
+
+
+def broadcast_tensors(tensors: Mapping[str, Tensor], source: int) -> Dict[str, Tensor]:
+    """The tensors of rank `source` by name, on every rank and on the host."""
+    if not _grouped():
+        return dict(tensors)
+    shapes = broadcast({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, source)
+    own, device, received = dist.get_rank() == source, _collective_device(), {}
+    for name, (dtype, shape) in shapes.items():
+        there = tensors[name].to(device) if own else torch.empty(shape, dtype=dtype, device=device)
+        dist.broadcast(there.contiguous(), src=source)
+        received[name] = there.cpu()
+    return received
+
+
+def all_equal(numbers: Tensor) -> bool:
+    """(K,) int64: are they the same on every rank? One collective."""
+    if not _grouped():
+        return True
+    both = torch.cat([numbers, ~numbers]).to(_collective_device())  # ~x falls as x grows: its maximum is the minimum
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    return bool((both[: len(numbers)] == ~both[len(numbers) :]).all())
+
+
+def writes(folder: Path, context: Context) -> bool:
+    """Is this rank the first of those that see `folder`, and so the one that writes there?
+
+    Rank 0 is, and the first rank of each node that has a folder of its own under this name. All ranks call it. Raises
+    OSError: rank 0 cannot write there.
+    """
+    name = broadcast(uuid.uuid4().hex)  # a name that no file system has cached as missing
+    marks = [folder / f".{name}-{rank}.tmp" for rank in range(context.world_size)]
+    with contextlib.suppress(*(() if context.is_main else (OSError,))):
+        folder.mkdir(parents=True, exist_ok=True)
+        marks[context.rank].touch()
+    barrier()
+    first = next((rank for rank, mark in enumerate(marks) if mark.exists()), None)
+    barrier()
+    with contextlib.suppress(OSError):
+        marks[context.rank].unlink()
+    return first == context.rank
 
 
 def barrier() -> None:

@@ -1,7 +1,8 @@
 """What a training reports: MLflow and the local log, curves for DVC, metrics.json, a profile, lines to read.
 
-Only rank 0 reports; sums over ranks are exchanged every `train.log_every` steps. Curves and metrics.json, outputs of
-the stage, hold what every run gives again; what this machine did just now goes to timing.csv and to MLflow.
+Rank 0 reports, and in each folder of reports one rank writes the curves; sums over ranks are exchanged every
+`train.log_every` steps. Curves and metrics.json, outputs of the stage, hold what every run gives again; what this
+machine did just now goes to timing.csv and to MLflow.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class TrainingLogger:
     """The record of one run; a context manager that closes the run as FINISHED, FAILED or KILLED.
 
     Args:
-        identity: of the training (`state.identity`).
+        curves: does this rank write curves? One does in each folder of reports.
+        identity: of the training (`identity.identity`).
         precision: of the network's layers.
         pairs: of a step, over all ranks.
         step: steps done before; 0: a training from scratch, which gets a new run.
@@ -44,6 +46,7 @@ class TrainingLogger:
         self,
         paths: TrainPaths,
         context: distributed.Context,
+        curves: bool,
         identity: str,
         precision: str,
         pairs: int,
@@ -69,7 +72,8 @@ class TrainingLogger:
             noted_in=run_file,
             name=" ".join(dict.fromkeys(name for name in names if name)),
         )
-        self.curves = {kind: CurveFile(paths.reports / name, step) for kind, name in CURVES.items()}
+        files = {kind: CurveFile(paths.reports / name, step) for kind, name in CURVES.items()}
+        self.curves = files if curves else {}
 
     def __enter__(self) -> TrainingLogger:
         return self
@@ -119,9 +123,8 @@ class TrainingLogger:
 
         With it the point after a resume is that of an uninterrupted run. Points so far are on the disk after this.
         """
-        if self.context.is_main:
-            for curve in self.curves.values():
-                curve.sync()
+        for curve in self.curves.values():
+            curve.sync()
         window = distributed.all_gather(self.sums)
         return window if any(window) else []
 
@@ -156,6 +159,7 @@ class TrainingLogger:
     def _point(self, kind: str, step: int, point: Dict[str, float], tracked_as: str = "") -> None:
         if self.context.is_main:
             self.run.log({f"{tracked_as or kind}/{name}": value for name, value in point.items()}, step)
+        if kind in self.curves:
             self.curves[kind].append(step, point)
 
 

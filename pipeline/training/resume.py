@@ -1,9 +1,8 @@
 """What a training goes on from: its newest checkpoint, one that was set aside, or nothing.
 
-Nothing here can change a weight: it moves files, compares fingerprints and says what it did. Rank 0 decides for all.
-Checkpoints whose place another training takes are set aside, thinned, brought back. None is deleted:
-
-checkpoints/superseded/<date>-<reason>/    step-*, best.* and the curves, as they lay; older ones keep best.* alone
+Nothing here can change a weight: it moves files, compares fingerprints and says what it did. In each folder of
+checkpoints one rank does so, and all go on from the one of most steps. Checkpoints whose place another training takes
+are set aside (`superseded`) and brought back when they fit again.
 """
 
 from __future__ import annotations
@@ -19,12 +18,13 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tu
 from pipeline.errors import RequestError
 from pipeline.runtime import distributed
 from pipeline.runtime.checkpoint import Checkpoints
-from pipeline.training.state import Fingerprint, changed_keys, fingerprint_of
-from superglue_sift.weights import BadCheckpoint, load_model_file
+from pipeline.training import replicas, superseded
+from pipeline.training.identity import Fingerprint, fingerprint_of, misfits, steps_done
+from pipeline.training.replicas import Saved, Writes
+from pipeline.training.superseded import SUPERSEDED, read
 
 AUTO, MUST, NEVER = "auto", "must", "never"
 CURVES = ("train.csv", "validation.csv")
-SUPERSEDED = "superseded"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,8 @@ class TrainPaths:
 def check(paths: TrainPaths) -> None:
     """Before any process starts. RequestError when --resume names no folder."""
     place = Path(paths.resume)
-    named = paths.resume not in (AUTO, MUST, NEVER)
+    several = os.environ.get("NNODES", "1") != "1"  # the folder may be on another node: `prepare` asks all
+    named = paths.resume not in (AUTO, MUST, NEVER) and not several
     if named and not _holds_a_training(place) and not _was_taken_up(paths, place):
         raise RequestError(
             f"--resume {paths.resume}: no checkpoints there; give {AUTO}, {MUST}, {NEVER}, or a folder in "
@@ -62,21 +63,57 @@ def check(paths: TrainPaths) -> None:
         )
 
 
-def prepare(paths: TrainPaths, ours: Fingerprint, is_main: bool) -> bool:
-    """Leave in `paths.out` what this training goes on from, or nothing; True when it is finished.
+class Start(NamedTuple):
+    """What a training begins with. saved: the checkpoint to go on from, on every rank; None: it begins."""
 
-    Raises RequestError: on rank 0, --resume asks for a checkpoint that does not fit. The other ranks end in silence.
+    finished: bool
+    saved: Optional[Saved] = None
+
+
+def agree(ours: Fingerprint, is_main: bool) -> None:
+    """RequestError on rank 0 where another rank has other parameters, data or code; the others end in silence."""
+    disagreement = replicas.disagreement(ours)
+    _refuse(
+        f"{disagreement}; give every node the same parameters, keypoints and code" if disagreement and is_main else ""
+    )
+
+
+def prepare(paths: TrainPaths, ours: Fingerprint, writes: Writes, is_main: bool) -> Start:
+    """Leave in `paths.out` what this training goes on from, or nothing; of several folders all ranks take the furthest.
+
+    Raises RequestError, on one rank: --resume asks for a checkpoint that does not fit. The others end in silence.
     """
-    finished, refusal = False, ""
-    if is_main:
+    work = _Resume(paths, ours, writes.curves, is_main, restarted=distributed.any_rank(_restarted)())
+    finished, saved, refusal = False, None, ""
+    if writes.checkpoints:
         try:
-            finished = _Resume(paths, ours).prepare()
+            finished = work.prepare()
+            saved = Checkpoints(paths.out).load_newest()[0]
         except RequestError as error:
             refusal = str(error)
-    finished, refusal = distributed.broadcast((finished, refusal))
+    _refuse(refusal)
+    if is_main and superseded.places(paths.out):
+        print(superseded.summary(paths.out))
+    if distributed.broadcast(finished):
+        return Start(True)
+    source = replicas.furthest(saved[1]["step"] if saved else -1)
+    if source is None:
+        asked = paths.resume not in (AUTO, NEVER)
+        _refuse(f"{paths.out}: cannot resume: no checkpoint" if asked and is_main else "")
+        return Start(False)
+    newest = replicas.shared(saved, source)
+    if writes.checkpoints and not (saved and saved[1]["step"] == newest[1]["step"]):
+        Checkpoints(paths.out).save(newest[1]["step"], *newest)  # a node that has a folder of its own, and lacks it
+    return Start(False, newest)
+
+
+def _refuse(refusal: str) -> None:
+    """End all ranks when one has a reason: there RequestError says it."""
+    refusals = distributed.all_gather(refusal)
     if refusal:
-        raise RequestError(refusal) if is_main else SystemExit(2)
-    return finished
+        raise RequestError(refusal)
+    if any(refusals):
+        raise SystemExit(2)
 
 
 class _Found(NamedTuple):
@@ -91,15 +128,20 @@ NOTHING = _Found(["nothing"], ["no checkpoint"])
 
 
 class _Resume:
-    """The decision, on one rank."""
+    """The decision about one folder, on the rank that writes there.
 
-    def __init__(self, paths: TrainPaths, ours: Fingerprint) -> None:
-        self.paths, self.ours = paths, ours
-        self.out, self.curves = paths.out, paths.reports / "curves"  # curves go with their checkpoints
+    curves: does it write the curves too? They go with their checkpoints.
+    """
+
+    def __init__(self, paths: TrainPaths, ours: Fingerprint, curves: bool, is_main: bool, restarted: bool) -> None:
+        self.paths, self.ours, self.out = paths, ours, paths.out
+        self.curves, self.moves_curves = paths.reports / "curves", curves
+        self.is_main, self.restarted = is_main, restarted
 
     def prepare(self) -> bool:
+        """Is the training that is left there finished?"""
         how = self.paths.resume
-        if how == NEVER and not _restarted():
+        if how == NEVER and not self.restarted:
             self._make_room(_Found([f"resume-{NEVER}"], ["--resume never"]))
             return False
         place = Path(how)
@@ -109,7 +151,7 @@ class _Resume:
             found = self._look(self.out)
             if found.keys:
                 found = self._from_those_set_aside(found)
-        best = _read(self.out / "best.safetensors")
+        best = read(self.out / "best.safetensors")
         if not found.finished and not found.keys and best and self._misfits(best):
             # `dvc checkout` may have put another training's best model beside our checkpoints
             self._set_aside("best-of-another", best_alone=True)
@@ -125,25 +167,32 @@ class _Resume:
         return found
 
     def _from_those_set_aside(self, misfit: _Found) -> _Found:
-        """Bring back what was set aside and fits; else make room for a training from scratch."""
-        for place in self._places():
-            found = self._look(place)
-            if not found.keys:
-                self._make_room(misfit, spare=place)
-                self._bring_back(place)
-                print(f"{place} fits: its training is taken up again")
-                return found
-        if self.paths.resume not in (AUTO, NEVER):
+        """Bring back what was set aside and fits, of several the one of most steps; else make room to begin."""
+        fitting = [
+            (place, found)
+            for place in sorted(superseded.places(self.out), key=lambda place: -place.steps)
+            for found in [self._look(place.path)]
+            if not found.keys
+        ]
+        if fitting:
+            place, found = fitting[0]
+            self._make_room(misfit, spare=place.path)
+            self._bring_back(place.path)
+            print(f"{place.path} fits: its training is taken up again")
+            return found
+        strict = self.paths.resume == MUST or (self.paths.resume not in (AUTO, NEVER) and self.is_main)
+        if strict and misfit != NOTHING:
             raise RequestError(f"{self.out}: cannot resume: {'; '.join(misfit.reasons)}{_fix(misfit.keys)}")
         self._make_room(misfit)
         return misfit
 
     def _look(self, folder: Path) -> _Found:
         """What lies there, and does it fit?"""
-        best = _read(folder / "best.safetensors")
+        best = read(folder / "best.safetensors")
         curves = self.curves if folder == self.out else folder / "curves"
         whole = all((curves / name).is_file() for name in CURVES)
-        if best and best.get("finished") and whole and not self._misfits(best):
+        as_long = best and best.get("finished") and best["train"]["steps"] == self.ours["train.steps"]
+        if best and as_long and whole and not self._misfits(best):
             return _Found([], [], finished=True)
         newest, complaints = Checkpoints(folder).load_newest()
         for complaint in complaints:
@@ -157,21 +206,19 @@ class _Resume:
         return _Found(keys, [f"{key}: {saved.get(key)} in the checkpoint, {self.ours.get(key)} now" for key in keys])
 
     def _misfits(self, info: Dict[str, Any]) -> List[str]:
-        return [key for key in changed_keys(fingerprint_of(info), self.ours) if key not in self.paths.accept]
+        found = misfits(fingerprint_of(info), self.ours, steps_done(info))
+        return [key for key in found if key not in self.paths.accept]
 
     def _make_room(self, why: _Found, spare: Optional[Path] = None) -> None:
         """Set aside what is there, and say in one line what lies where and which command takes it up again."""
-        best, newest = _read(self.out / "best.safetensors"), Checkpoints(self.out).load_newest()[0]
-        if best and newest and changed_keys(fingerprint_of(best), fingerprint_of(newest[1])):
+        best, newest = read(self.out / "best.safetensors"), Checkpoints(self.out).load_newest()[0]
+        if best and newest and misfits(fingerprint_of(best), fingerprint_of(newest[1]), steps_done(best)):
             self._set_aside("best-of-another", best_alone=True)
         keys = why.keys if len(why.keys) < 3 else [why.keys[0], f"and-{len(why.keys) - 1}-more"]
-        place = self._set_aside("-".join(keys), spare=spare)
+        place = self._set_aside("-".join(keys))
         if place is None:
             return
-        held = [_size(each) / 1e6 for each in self._places()]
-        others = f"; {len(held)} of them take {sum(held):.1f} MB" if len(held) > 1 else ""
-        line = f"{self.out} held another training ({'; '.join(why.reasons)}). It is set aside in {place}, "
-        line += f"{_size(place) / 1e6:.1f} MB{others}. "
+        line = f"{self.out} held another training ({'; '.join(why.reasons)}). It is set aside in {place}. "
         saved = newest[1] if newest else best if best and best.get("finished") else None
         if saved:
             accept = ["code"] if "code" in why.keys else []
@@ -180,16 +227,13 @@ class _Resume:
         else:
             line += "It has no checkpoint to go on from."
         print(line)
+        superseded.apply_limit(self.out, self.ours["train.superseded_gb"], (place, spare))
 
-    def _places(self) -> List[Path]:
-        """What has been set aside, newest first."""
-        return sorted((self.out / SUPERSEDED).glob("*/"), reverse=True)
-
-    def _set_aside(self, reason: str, best_alone: bool = False, spare: Optional[Path] = None) -> Optional[Path]:
+    def _set_aside(self, reason: str, best_alone: bool = False) -> Optional[Path]:
         """Move the checkpoints, the best model and the curves away; the new place, None where there is nothing.
 
-        reason: a few words for its name. best_alone: the checkpoints stay, they are another training's. spare: a place
-        not to be thinned. Whoever is killed in between has moved some files and lost none.
+        reason: a few words for its name. best_alone: the checkpoints stay, they are another training's. Whoever is
+        killed in between has moved some files and lost none.
         """
         steps = [] if best_alone else list(self.out.glob("step-*"))
         best = list(self.out.glob("best.*"))
@@ -200,16 +244,15 @@ class _Resume:
         while place.exists():
             number += 1
             place = place.with_name(f"{name}-{number}")
-        _move(self.curves.glob("*.csv"), place / "curves")
+        if self.moves_curves:
+            _move(self.curves.glob("*.csv"), place / "curves")
         _move((*best, *steps), place)
-        for older in self._places() if steps else []:
-            if older.resolve() not in (place.resolve(), spare.resolve() if spare else None):
-                _thin(older)
         return place
 
     def _bring_back(self, place: Path) -> None:
         """Move the files of `place` to where the training works, which must be empty; newest checkpoint last."""
-        _move((place / "curves").glob("*.csv"), self.curves)
+        if self.moves_curves:
+            _move((place / "curves").glob("*.csv"), self.curves)
         _move((*place.glob("best.*"), *place.glob("step-*")), self.out)
         for folder in (place / "curves", place):
             if folder.is_dir() and not any(folder.iterdir()):
@@ -221,26 +264,6 @@ def _move(files: Iterable[Path], folder: Path) -> None:
     for file in sorted(files):
         folder.mkdir(parents=True, exist_ok=True)
         shutil.move(str(file), str(folder / file.name))
-
-
-def _thin(place: Path) -> None:
-    """Leave the best model alone, or the newest checkpoint where its file is not there."""
-    steps = sorted(place.glob("step-*.safetensors"), reverse=True)
-    for step in steps if (place / "best.safetensors").is_file() else steps[1:]:
-        step.with_suffix(".json").unlink(missing_ok=True)
-        step.unlink()
-
-
-def _size(place: Path) -> int:
-    """Bytes of all files below `place`."""
-    return sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
-
-
-def _read(path: Path) -> Optional[Dict[str, Any]]:
-    try:
-        return load_model_file(path)[1]
-    except (FileNotFoundError, BadCheckpoint):
-        return None
 
 
 def _first(keys: List[str], saved: Fingerprint) -> str:

@@ -1,78 +1,22 @@
-"""All that a training must remember, as one set of tensors and one JSON, and what it may be resumed with."""
+"""All that a training must remember, as one set of tensors and one JSON."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor
 
-from pipeline.files import file_sha256, json_digest
-from pipeline.runtime.code import code_digest
-from pipeline.schema import TrainParams
 from pipeline.training.optimization import MovingAverage, optimizer_tensors, restore_optimizer
 from superglue_sift.superglue import SuperGlue
 
-Fingerprint = Dict[str, Any]
-
 BEST_PREFIX = "best."  # of the best model's tensors inside a checkpoint
-CODE = ("pipeline.training.trainer",)  # with what it imports: everything that can change a weight
-# but for what writes files, whose bytes are verified, and what reports
-OUTSIDE = (
-    "pipeline.runtime.checkpoint",
-    "pipeline.training.logger",
-    "pipeline.training.resume",
-    "superglue_sift.weights",
-)
-
-
-# What a fingerprint has beside the parameters; each stands in a best model's JSON under the same name.
-OF_THE_RUN = ("world_size", "initial_weights", "data", "code")
-
-
-def stated(train: TrainParams) -> Dict[str, Any]:
-    """The section as JSON values; of `init_from` the file's name, as `initial_weights` says which one that is."""
-    return {**train.model_dump(), "init_from": Path(train.init_from).name}
-
-
-def fingerprint(train: TrainParams, data_digest: str, world_size: int) -> Fingerprint:
-    """What must be equal for a resumed run to be the interrupted one: parameters, data and code.
-
-    The number of processes is no part of it, unless it decides the batch or the learning rate.
-    """
-    values: Fingerprint = {f"train.{k}": v for k, v in stated(train).items()}
-    if train.batch_per_rank or train.lr_scaling != "none":
-        values["world_size"] = world_size
-    if train.init_from:
-        values["initial_weights"] = file_sha256(train.init_from)[:16]
-    values["data"] = data_digest
-    values["code"] = code_digest(CODE, OUTSIDE)
-    return values
-
-
-def fingerprint_of(info: Dict[str, Any]) -> Fingerprint:
-    """The fingerprint of a checkpoint's or a best model's JSON."""
-    if "fingerprint" in info:
-        return info["fingerprint"]
-    values = {f"train.{k}": v for k, v in info.get("train", {}).items()}
-    return {**values, **{k: info[k] for k in OF_THE_RUN if k in info}}
-
-
-def identity(values: Fingerprint) -> str:
-    """A name for the training of this fingerprint, equal wherever it is run, whatever the code has become since."""
-    return json_digest({key: value for key, value in values.items() if key != "code"})
-
-
-def changed_keys(saved: Fingerprint, ours: Fingerprint) -> List[str]:
-    """The keys that differ."""
-    return [key for key in sorted(set(saved) | set(ours)) if saved.get(key) != ours.get(key)]
 
 
 class TrainState:
     """Model, optimiser, scaler, moving average, position and best score of one training."""
 
-    PLAIN = ("step", "best", "best_step", "best_figures", "skipped")
+    PLAIN = ("step", "best", "best_step", "best_figures", "skipped", "validated")
 
     def __init__(self, model: SuperGlue, optimizer, scaler, ema: MovingAverage) -> None:
         self.model, self.optimizer, self.scaler, self.ema = model, optimizer, scaler, ema
@@ -81,6 +25,7 @@ class TrainState:
         self.best_step = 0
         self.best_figures: Dict[str, float] = {}  # all of that validation
         self.best_weights: Dict[str, Tensor] = {}  # on the host
+        self.validated = -1  # step of the last validation
         self.skipped = 0  # steps not applied because the gradient was not finite
 
     def tensors(self) -> Dict[str, Tensor]:
@@ -109,14 +54,14 @@ class TrainState:
             self.scaler.load_state_dict(info["scaler"])
         self.best_weights = _part(tensors, BEST_PREFIX)
         for name in self.PLAIN:
-            setattr(self, name, info[name])
+            setattr(self, name, info.get(name, getattr(self, name)))
 
     def keep_best(self, figures: Dict[str, float]) -> bool:
         """Remember the model as it is when no validation was better; tells whether it does."""
         if self.best is not None and figures["f1"] <= self.best:
             return False
         self.best, self.best_step, self.best_figures = figures["f1"], self.step, figures
-        self.best_weights = {k: v.detach().cpu().clone() for k, v in self.model.state_dict().items()}
+        self.best_weights = {k: v.detach().cpu().clone() for k, v in self.weights().items()}
         return True
 
     def weights(self) -> Dict[str, Tensor]:

@@ -7,19 +7,22 @@ import time
 from pathlib import Path
 from typing import Any, Dict, Generator, List, Optional, Sequence
 
+from torch import Tensor
+
 from pipeline import params, tracking
 from pipeline.errors import STOPPED, WorkError, end_as_lost
 from pipeline.features.store import Store
+from pipeline.files import json_digest
 from pipeline.pairs.loader import choose, split_evenly
 from pipeline.pairs.order import PairOrder, Sample, rank_slice
 from pipeline.pairs.processes import a_process_died
 from pipeline.runtime import distributed, faults, signals, trained_on
 from pipeline.runtime.checkpoint import Checkpoints
 from pipeline.schema import TrainParams
-from pipeline.training import resume, seen, setup
+from pipeline.training import identity, replicas, resume, seen, setup
 from pipeline.training.logger import TrainingLogger, Window, profiled, write_metrics
 from pipeline.training.optimization import learning_rate
-from pipeline.training.state import OF_THE_RUN, fingerprint, fingerprint_of, identity, stated
+from pipeline.training.replicas import Saved, Writes
 from pipeline.training.step import StepResult, elastic_step, train_step
 from pipeline.training.validation import ENOUGH_IMAGES, validate
 from superglue_sift.batch import PairBatch
@@ -74,21 +77,28 @@ class Training:
         self.batches = StepBatches(self.train, store, self.pairs, context)
         begun_from = Path(self.train.init_from) if self.train.init_from else None
         self.validation = seen.validation(self.train, held_out, begun_from, paths.keep_seen)
-        self.trained_on = seen.trained_with(self.train, store) if context.is_main else None
+        self.trained_on = seen.trained_with(self.train, store)
         parts, self.messages = setup.build(self.train, context, store)
         self.messages += self.validation.said
         self.objective, self.ddp_model, self.state, self._init_threshold = parts
         self.checkpoints = Checkpoints(paths.out)
-        self.fingerprint = fingerprint(self.train, self.store.digest, context.world_size)
-        self.identity = identity(self.fingerprint)
+        self.fingerprint = identity.fingerprint(self.train, self.store.digest, context.world_size)
+        self.identity = identity.identity(self.fingerprint)  # a training that goes on keeps the one it began with
+        self.versions = [{"step": 0, **identity.versions()}]  # that computed, from each step on
 
     def run(self) -> int:
         """Train to the last step, or until asked to stop; 0 or 143."""
-        if resume.prepare(self.paths, self.fingerprint, self.context.is_main):
+        self.writes = Writes(*(distributed.writes(each, self.context) for each in (self.paths.out, self.paths.reports)))
+        resume.agree(
+            {**self.fingerprint, "validation pairs": json_digest(self.validation.samples)}, self.context.is_main
+        )
+        start = resume.prepare(self.paths, self.fingerprint, self.writes, self.context.is_main)
+        if start.finished:
             return self._already_finished()
-        window = self._resume()
+        window = self._resume(start.saved) if start.saved else None
+        replicas.check(self.state, self.context.is_main)
         about = (self.identity, self.objective.precision, self.pairs, self.state.step, window)
-        with TrainingLogger(self.paths, self.context, *about) as logger:
+        with TrainingLogger(self.paths, self.context, self.writes.curves, *about) as logger:
             weights = sum(p.numel() for p in self.state.model.parameters())
             logger.log_start(weights, self.store, self.messages)
             try:
@@ -106,8 +116,7 @@ class Training:
             if not finished:
                 logger.log_stop(self.state.step)
                 return STOPPED
-            if self.context.is_main:
-                self._save_best(finished=True)
+            self._save_best(finished=True)
             logger.log_finish(self.state.best_step, self.state.best_figures, self.train.init_from)
         return 0
 
@@ -116,22 +125,29 @@ class Training:
         if self.context.is_main:
             path, reports = self.paths.out / "best.safetensors", self.paths.reports
             weights, info = load_model_file(path)
-            if fingerprint_of(info) != self.fingerprint:  # accepted on request: the next run need not ask
+            if info["code"] != self.fingerprint["code"]:  # accepted on request: the next run need not ask
                 self.checkpoints.save_best(weights, {**info, "code": self.fingerprint["code"]})
             if not trained_on.list_of(path).is_file():
                 trained_on.write(path, self.trained_on)
             write_metrics(reports, info)
             print(f"{path}: trained with these parameters, data and code, to the last step: nothing to do")
-            tracking.ship_pending(reports.parent / "run.json", reports, self.identity)
+            other = identity.other_versions(info)
+            if other:
+                print(f"it was trained under {other}; --resume never trains it again")
+            tracking.ship_pending(reports.parent / "run.json", reports, info["training"])
         return 0
 
     def validate_only(self) -> int:
         """Print the figures of the best model so far, or of `train.init_from`; 0."""
         source = self.train.init_from or self.paths.out / "best.safetensors"
         if not self.train.init_from:
-            self.state.model.load_state_dict(setup.read_model(source, "--validate-only")[0])
-        chosen = seen.validation(self.train, self.held_out, Path(source), self.paths.keep_seen)
-        figures = validate(self.objective, self.held_out, chosen.samples, self.train.max_keypoints, self.context)
+            weights = setup.read_model(source, "--validate-only")[0] if self.context.is_main else {}
+            self.state.model.load_state_dict(distributed.broadcast_tensors(weights, 0))
+        chosen = self.validation
+        if self.context.is_main:
+            chosen = seen.validation(self.train, self.held_out, Path(source), self.paths.keep_seen)
+        samples = distributed.broadcast(chosen.samples)
+        figures = validate(self.objective, self.held_out, samples, self.train.max_keypoints, self.context)
         if self.context.is_main:
             print(*chosen.said, sep="\n", end="\n" if chosen.said else "")
             print(f"{source}: " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
@@ -147,7 +163,8 @@ class Training:
             contextlib.closing(self.batches.prefetched(steps)) as loader,
             profiled(profile_steps, self.paths.reports / "profile") as step_profiled,
         ):
-            if state.step == 0 and train.init_from:  # the weights as given may stay the best
+            given = state.step == 0 and train.init_from  # the weights as given may stay the best
+            if given or (state.step == train.steps != state.validated):  # it ends where it was stopped
                 bar.set_postfix(logger.log_validation(state.step, self._validate()))
             waiting = time.perf_counter()
             for micro_batches in loader:
@@ -160,6 +177,7 @@ class Training:
                     bar.set_postfix(logger.log_validation(state.step, self._validate()))
                 stop = stopping()
                 if state.step % train.save_every == 0 or state.step == train.steps or stop:
+                    replicas.check(state, self.context.is_main)
                     self._save(logger)
                 if stop and state.step < train.steps:
                     return False
@@ -229,19 +247,30 @@ class Training:
 
     def _validate(self) -> Dict[str, float]:
         """Figures of the weights that would be shipped; keeps them as `best` when they are."""
-        state, train = self.state, self.train
+        state = self.state
         faults.at("eval")
-        own = {k: v.clone() for k, v in state.model.state_dict().items()} if state.ema.values else None
-        state.model.load_state_dict(state.weights())
-        figures = validate(self.objective, self.held_out, self.validation.samples, train.max_keypoints, self.context)
-        if state.keep_best(figures) and self.context.is_main:
+        replicas.check(state, self.context.is_main)
+        state.validated = state.step
+        figures = self._figures_of(state.weights())
+        if state.keep_best(figures):
             self._save_best()
-        if own:
-            state.model.load_state_dict(own)
+        return figures
+
+    def _figures_of(self, weights: Dict[str, Tensor]) -> Dict[str, float]:
+        """Validation of `weights`; the model keeps its own."""
+        model = self.state.model
+        own = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(weights)
+        figures = validate(
+            self.objective, self.held_out, self.validation.samples, self.train.max_keypoints, self.context
+        )
+        model.load_state_dict(own)
         return figures
 
     def _save_best(self, finished: bool = False) -> None:
         """Write the best model so far, with all that a finished training leaves to say."""
+        if not self.writes.checkpoints:
+            return
         state = self.state
         info = {
             "model": state.model.config.to_dict(),
@@ -252,9 +281,10 @@ class Training:
             "skipped_steps": state.skipped,
             "finished": finished,
             "training": self.identity,
-            "train": stated(self.train),
+            "versions": self.versions,
+            "train": identity.stated(self.train),
             trained_on.KEY: trained_on.digest(self.trained_on or ()),
-            **{key: self.fingerprint[key] for key in OF_THE_RUN if key in self.fingerprint},
+            **{key: self.fingerprint[key] for key in identity.OF_THE_RUN if key in self.fingerprint},
         }
         trained_on.write(self.checkpoints.folder / "best.safetensors", self.trained_on)
         self.checkpoints.save_best(state.best_weights, info)
@@ -268,23 +298,34 @@ class Training:
 
     def _save(self, logger: TrainingLogger) -> None:
         window = logger.window()
-        if self.context.is_main:
+        if self.writes.checkpoints:
             info = {**self.state.info(), "fingerprint": self.fingerprint, "log_window": window}
-            info["precision"] = self.objective.precision
+            info.update(precision=self.objective.precision, training=self.identity, versions=self.versions)
             self.checkpoints.save(self.state.step, self.state.tensors(), info)
         distributed.barrier()
 
-    def _resume(self) -> Optional[Window]:
-        """Take up the checkpoint that `resume.prepare` left; its `TrainingLogger.window`."""
-        found, _ = self.checkpoints.load_newest()
-        if found is None:
-            return None
-        self.state.restore(*found)
+    def _resume(self, saved: Saved) -> Optional[Window]:
+        """Take up the checkpoint that `resume.prepare` found; its `TrainingLogger.window`."""
+        tensors, info = saved
+        self.state.restore(tensors, info)
+        before, other = info["fingerprint"], identity.other_versions(info)
+        self.identity = info.get("training") or identity.identity(before)
+        self.versions = info.get("versions", self.versions)
+        if other:
+            self.versions = [*self.versions, {"step": self.state.step, **identity.versions()}]
         if self.context.is_main:
             print(f"resuming at step {self.state.step} of {self.train.steps}")
-            before, now = found[1].get("precision"), self.objective.precision
-            if before not in (None, now):
-                print(f"its steps so far were in {before}, those to come are in {now}: what auto is on this device")
-            if self.state.best_weights:  # the file may be that of another training, or gone
-                self._save_best()
-        return found[1].get("log_window")
+            for line in identity.changes_said(before, self.fingerprint):
+                print(line)
+            precisions = info.get("precision", self.objective.precision), self.objective.precision
+            if precisions[0] != precisions[1]:
+                so_far, now = precisions
+                print(f"its steps so far were in {so_far}, those to come are in {now}: what auto is on this device")
+            if other:
+                print(f"its steps so far were computed by {other}: the weights may differ in their last bits")
+        if self.state.best_weights:
+            if before.get("train.val_pairs") != self.train.val_pairs:
+                figures = self._figures_of(self.state.best_weights)
+                self.state.best, self.state.best_figures = figures["f1"], figures
+            self._save_best()  # the file may be that of another training, or gone
+        return info.get("log_window")

@@ -50,6 +50,8 @@ def _child(rank: int, world_size: int, port: int, arguments: Sequence[str], log:
         torch.set_num_threads(1)
         tracking.open_run = lambda *_, **__: NullRun()  # here in the child: MLflow has tests of its own
         code = errors.run(train.main, list(arguments))
+    except SystemExit as end:  # what a rank ends with when another one says why
+        code = int(end.code or 0)
     except BaseException:
         traceback.print_exc()
     finally:
