@@ -20,6 +20,7 @@ LEAST_FUNDAMENTAL = 8  # matches that a fundamental matrix needs
 CONFIDENCE = 0.995  # that no better sample is left when RANSAC stops early; findHomography's default
 SCATTER_PX = 0.5  # of the positions of true matches: the best of 0.25 to 2 on validation pairs, for every matcher
 LEAST_DEVIATION_PX = 0.1  # no aligned match is trusted further: the local map is an approximation
+SAMPSON_PX = 3.0  # matches that far from their epipolar lines have a say in a pose
 
 
 def transform(points, H):
@@ -121,10 +122,7 @@ def refine_homography(
     if inliers.sum() < MIN_POINTS:
         return H
     p0, p1 = (np.asarray(points, np.float64)[inliers] for points in (points0, points1))
-    weights = np.ones(len(p0))  # to SCATTER_PX
-    if deviations is not None:
-        weights = np.nan_to_num(SCATTER_PX / np.maximum(deviations[inliers], LEAST_DEVIATION_PX), nan=1.0)
-    weights = np.repeat(weights, 2)
+    weights = np.repeat(np.ones(len(p0)) if deviations is None else _weights(deviations[inliers]), 2)
 
     def distances(entries: np.ndarray) -> np.ndarray:
         return (transform(p0, _with_last_entry(entries)) - p1).ravel() * weights
@@ -135,6 +133,11 @@ def refine_homography(
     start = normalized(H).ravel()[:8]
     how: Dict[str, Any] = {"jac": derivatives, "x_scale": "jac", "loss": "cauchy", "f_scale": SCATTER_PX, "ftol": 1e-4}
     return _with_last_entry(least_squares(distances, start, **how).x)
+
+
+def _weights(deviations: np.ndarray) -> np.ndarray:
+    """(N,) factors of distances: 1 where the deviation, px, is SCATTER_PX or NaN, more where it is smaller."""
+    return np.nan_to_num(SCATTER_PX / np.maximum(np.asarray(deviations, np.float64), LEAST_DEVIATION_PX), nan=1.0)
 
 
 def _with_last_entry(entries: np.ndarray) -> np.ndarray:
@@ -197,13 +200,19 @@ class Pose(NamedTuple):
 
 
 def relative_pose(
-    points0: np.ndarray, points1: np.ndarray, K0: np.ndarray, K1: np.ndarray, threshold_px: float = 1.0
+    points0: np.ndarray,
+    points1: np.ndarray,
+    K0: np.ndarray,
+    K1: np.ndarray,
+    threshold_px: float = 1.0,
+    deviations: Optional[np.ndarray] = None,
 ) -> Pose:
     """The motion between two cameras whose intrinsics K0, K1 (3, 3) are known, of (K, 2) matched pixels each.
 
-    OpenCV's MAGSAC++ over essential matrices (Nister 2004), always the same samples; then the one of four motions that
-    has the matches in front of both cameras. threshold_px: inlier distance, in pixels of the mean focal length.
-    None from fewer than five matches. Raises ValueError for intrinsics that are not (3, 3).
+    OpenCV's GC-RANSAC (Barath and Matas 2018) over essential matrices, always the same samples; the one of four motions
+    that has the matches in front of both cameras; then `refine_pose`, for all matches are far more exact than five of
+    them. threshold_px: inlier distance, in pixels of the mean focal length. deviations: (K,) px of aligned matches, as
+    of `refine_homography`. None from fewer than five matches. Raises ValueError for intrinsics that are not (3, 3).
     """
     K0, K1 = np.asarray(K0, np.float64), np.asarray(K1, np.float64)
     if K0.shape != (3, 3) or K1.shape != (3, 3):
@@ -213,11 +222,55 @@ def relative_pose(
         return none
     flat0, flat1 = (transform(np.asarray(p, np.float64), np.linalg.inv(K)) for p, K in ((points0, K0), (points1, K1)))
     focal = float(np.mean([K0[0, 0], K0[1, 1], K1[0, 0], K1[1, 1]]))
-    stacked, mask = cv2.findEssentialMat(flat0, flat1, np.eye(3), cv2.USAC_MAGSAC, 0.9999, threshold_px / focal)
+    stacked, mask = cv2.findEssentialMat(flat0, flat1, np.eye(3), cv2.USAC_ACCURATE, 0.9999, threshold_px / focal)
     if stacked is None or stacked.shape != (3, 3):
         return none
     count, R, t, inside, *_ = cv2.recoverPose(stacked, flat0, flat1, np.eye(3), FAR, mask=mask.copy())
-    return Pose(R, t.ravel(), inside.ravel() > 0) if count else none
+    if not count:
+        return none
+    R, t = refine_pose(R, t.ravel(), flat0, flat1, focal, deviations)
+    return Pose(R, t, inside.ravel() > 0)
+
+
+def refine_pose(
+    R: np.ndarray,
+    t: np.ndarray,
+    flat0: np.ndarray,
+    flat1: np.ndarray,
+    focal: float,
+    deviations: Optional[np.ndarray] = None,
+) -> Tuple[np.ndarray, np.ndarray]:
+    """R (3, 3), t (3,) moved to the least Cauchy loss of the Sampson distances of the matches within `SAMPSON_PX`.
+
+    The five numbers of a motion up to its length (Hartley and Zisserman, section 11.4.3). flat0, flat1: (K, 2) on the
+    plane at depth one. focal: px, which makes pixels of distances. deviations: (K,) px, as of `refine_homography`.
+    """
+    from scipy.optimize import least_squares
+
+    p0, p1 = (np.column_stack([flat, np.ones(len(flat))]) for flat in (flat0, flat1))
+    near = np.abs(_sampson(R, t, p0, p1)) * focal < SAMPSON_PX
+    if near.sum() < LEAST_FUNDAMENTAL:
+        return R, t
+    p0, p1 = p0[near], p1[near]
+    weights = focal * _weights(deviations[near]) if deviations is not None else focal
+    across = np.linalg.svd(t[None])[2][1:]  # two directions that move t on the sphere
+
+    def moved(change: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
+        turned = t + change[3:] @ across
+        return cv2.Rodrigues(change[:3])[0] @ R, turned / np.linalg.norm(turned)
+
+    how: Dict[str, Any] = {"x_scale": "jac", "loss": "cauchy", "f_scale": SCATTER_PX, "ftol": 1e-5, "max_nfev": 30}
+    found = least_squares(lambda change: _sampson(*moved(change), p0, p1) * weights, np.zeros(5), **how)
+    return moved(found.x)
+
+
+def _sampson(R: np.ndarray, t: np.ndarray, p0: np.ndarray, p1: np.ndarray) -> np.ndarray:
+    """(K,) signed Sampson distances of homogeneous points (K, 3) on the planes at depth one; 0 on both epipoles."""
+    x, y, z = t
+    E = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ R
+    lines1, lines0 = p0 @ E.T, p1 @ E
+    steepness = np.sqrt((lines1[:, :2] ** 2).sum(1) + (lines0[:, :2] ** 2).sum(1))
+    return (p1 * lines1).sum(1) / np.maximum(steepness, _TINY)
 
 
 def _conditioner(points: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -142,7 +142,7 @@ class MatchResult(NamedTuple):
 
     def relative_pose(self, K0: np.ndarray, K1: np.ndarray, threshold_px: float = POSE_PX) -> geometry.Pose:
         """Rotation and direction of camera 1 seen from camera 0, intrinsics known, see `geometry.relative_pose`."""
-        return geometry.relative_pose(self.points0, self.points1, K0, K1, threshold_px)
+        return geometry.relative_pose(self.points0, self.points1, K0, K1, threshold_px, self.deviations)
 
 
 class PairMatches(NamedTuple):

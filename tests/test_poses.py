@@ -63,6 +63,32 @@ def test_too_few_matches_are_an_infinite_error(count):
     assert math.isinf(error_of([side[:count] for side in scene()]))
 
 
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_least_squares_over_all_matches_are_closer_than_the_best_sample(share):
+    """Scatter as SIFT's; with a third of the matches exact, and deviations that say so, closer still."""
+    errors = []
+    for seed in range(8):
+        points = scene(200, noise=0.5, seed=seed)
+        points[1][:20] = np.random.default_rng(seed).uniform([0, 0], [640, 480], (20, 2))
+        exact = scene(200, seed=seed)
+        rows = np.arange(200) >= 200 * (1 - share)
+        points = [np.where(rows[:, None], good, rough) for good, rough in zip(exact, points)]
+        deviations = np.where(rows, 0.05, np.nan)
+        known = Pose(K, K, T)
+        found = poses.estimate(*points, known, seed), poses.estimate_refined(*points, known, deviations)
+        errors.append([poses.pose_error(pose, known) for pose in found])
+    sampled, refined = np.mean(errors, axis=0)
+    assert refined < (0.7 if share else 1.5) and refined < 0.6 * sampled
+
+
+def test_a_pose_of_few_or_equal_matches_is_none_or_finite():
+    known = Pose(K, K, T)
+    assert poses.estimate_refined(np.zeros((4, 2)), np.zeros((4, 2)), known) is None
+    same = np.full((30, 2), 100.0)
+    found = poses.estimate_refined(same, same, known)
+    assert found is None or (np.isfinite(found[0]).all() and np.isfinite(found[1]).all())
+
+
 def test_epipolar_error_is_zero_on_the_truth_and_symmetric():
     flat = [poses.normalized(side, K) for side in scene()]
     assert poses.epipolar_errors(*flat, T).max() < 1e-20
@@ -178,7 +204,12 @@ def test_a_textured_plane_from_end_to_end(plane, tmp_path, capsys):
         assert 0 <= figures[f"superglue.{name}_at_ratio_{share}"] <= 1
     assert figures["superglue.estimated_pose_aligned"] == 3 and "superglue.recall" not in figures
     printed = capsys.readouterr().out
-    assert "AUC POSE" in printed and "ours minus the best baseline" in printed and "AUC@20 POSE aligned" in printed
+    assert (
+        "AUC POSE" in printed
+        and "AUC REFINED" in printed
+        and "ours minus the best baseline" in printed
+        and "AUC@20 POSE aligned" in printed
+    )
     assert "MS@P: matching score at the ratio test's precision" in printed and "R@P" not in printed
     page = (tmp_path / "out" / "index.html").read_text()
     assert "pose error in degrees" in page and "Relative pose from the essential matrix" in page

@@ -17,11 +17,13 @@ import numpy as np
 from pipeline.errors import RequestError
 from pipeline.evaluation import hpatches
 from pipeline.evaluation.pairs import Pose, Scene, Source, ViewPair, image_size
+from superglue_sift import geometry
 from superglue_sift.geometry import resizing
 
 NUMBERS = 2 + 9 + 9 + 16  # on a line, after the two names
 Line = Tuple[str, str, Pose]  # two images and their cameras, intrinsics in pixels of the images as they are stored
-NAME = "pose"  # of its errors, where homographies have the name of an estimator
+NAME = "pose"  # of the errors of `estimate`, where homographies have the name of an estimator
+REFINED = "refined"  # of those of `estimate_refined`
 # A match is right below this symmetric epipolar distance, squared, in normalized coordinates.
 EPIPOLAR_LIMIT = 5e-4
 RANSAC_PX = 1.0  # inlier threshold in pixels, divided by the mean focal length
@@ -29,13 +31,14 @@ CONFIDENCE = 0.99999
 RULES = {  # for protocol.json
     "truth": f"symmetric epipolar distance, squared, below {EPIPOLAR_LIMIT} in normalized coordinates",
     "estimator": f"cv2.findEssentialMat, RANSAC at {RANSAC_PX:g} px over the focal length, probability {CONFIDENCE}",
+    "refined": "cv2.findEssentialMat, USAC_ACCURATE; then scipy's least_squares of Sampson distances, Cauchy loss",
 }
 LEAST = 5  # matches an essential matrix needs
 
 
 def is_pose(estimator: str) -> bool:
     """Are errors of this name those of a pose, aligned or not, in degrees?"""
-    return estimator.partition("_")[0] == NAME
+    return estimator.partition("_")[0] in (NAME, REFINED)
 
 
 class PosePairs(Source):
@@ -153,6 +156,14 @@ def estimate(
         if inliers > most:
             best, most = (R, t.ravel()), inliers
     return best
+
+
+def estimate_refined(
+    points0: np.ndarray, points1: np.ndarray, cameras: Pose, deviations: Optional[np.ndarray] = None
+) -> Optional[Tuple[np.ndarray, np.ndarray]]:
+    """(R, t) as `MatchResult.relative_pose` finds it, or None. deviations: (K,) px of aligned matches."""
+    found = geometry.relative_pose(points0, points1, cameras.K0, cameras.K1, RANSAC_PX, deviations)
+    return None if found.R is None or found.t is None else (found.R, found.t)
 
 
 def pose_error(found: Optional[Tuple[np.ndarray, np.ndarray]], truth: Pose) -> float:

@@ -217,7 +217,11 @@ def errors_of_points(
     """Error of each estimate made from matched points, by estimator. The seed depends on the pair alone."""
     seed = zlib.crc32(known.name.encode()) & 0x7FFFFFFF
     if isinstance(known.truth, Pose):
-        return {poses.NAME: poses.pose_error(poses.estimate(points0, points1, known.truth, seed), known.truth)}
+        found = {
+            poses.NAME: poses.estimate(points0, points1, known.truth, seed),
+            poses.REFINED: poses.estimate_refined(points0, points1, known.truth, deviations),
+        }
+        return {name: poses.pose_error(pose, known.truth) for name, pose in found.items()}
     given = (points0, points1, weights, settings.params.ransac_px, settings.params.ransac_iterations, seed, deviations)
     enough = len(points0) >= geometry.MIN_POINTS
     estimates = {name: ESTIMATORS[name](*given) if enough else None for name in settings.estimators}

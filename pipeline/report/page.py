@@ -138,7 +138,7 @@ def as_text(differences: Sequence[Line]) -> List[str]:
 Chart = Tuple[Markup, str]  # and its caption
 AXES = {  # first column of a curve -> its axis, and what was estimated
     "error_px": ("corner error in pixels", "Homography from {}"),
-    "error_deg": ("pose error in degrees", "Relative pose from the essential matrix"),
+    "error_deg": ("pose error in degrees", "Relative pose from the essential matrix, {}"),
 }
 
 
@@ -166,8 +166,7 @@ def error_charts(curves: Mapping[str, Sequence[Line]]) -> List[Chart]:
         label, title = AXES[axis]
         chart = charts.line_chart(series, label, "share of pairs", (0, float(lines[-1][axis])))
         estimator = tables.estimator_title(name[len("error_") :])
-        moved = f", matches {tables.MOVED}" if tables.MOVED in estimator and "{}" not in title else ""
-        caption = f"{title.format(estimator)}{moved}: share of pairs within an error"
+        caption = f"{title.format(estimator)}: share of pairs within an error"
         found.append((chart, caption))
     return found
 

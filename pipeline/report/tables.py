@@ -30,6 +30,7 @@ LONG = {
 }
 ALIGNED = "_aligned"  # behind the estimator's name in figures of aligned matches
 DETECTED, MOVED = "as detected", "aligned"  # what stands above the two parts of a table
+POSES = ("AUC POSE", "AUC REFINED")
 LEAST_PAIRS = 20  # of fewer a figure says too little to be judged
 FEW = f"* fewer than {LEAST_PAIRS} pairs: too few to judge by"
 
@@ -135,7 +136,7 @@ def notes(figures: Mapping[str, Optional[float]]) -> List[str]:
     said = [f"{SHORT[name]}: {figure_title(name)}" for name in groups[""] if name not in LONG]
     for head, own in list(groups.items())[1:]:
         limits = ", ".join(name.rpartition("_")[2] for name in own)
-        of = f"pose error up to {limits} degrees" if head == "AUC POSE" else f"mean corner error up to {limits} px"
+        of = f"pose error up to {limits} degrees" if head in POSES else f"mean corner error up to {limits} px"
         said.append(f"AUC of the {of}")
     lines = ["in %; " + "; ".join(dict.fromkeys(said))]
     if any(ALIGNED in name for name in figures):
