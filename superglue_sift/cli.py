@@ -13,10 +13,12 @@
   superglue-match --serve                                  a page for the browser, on this machine alone
 
 In --out-dir each pair leaves A_B_matches.npz: keypoints0 (M, 2), keypoints1 (N, 2), matches (M,) with -1 for none,
-match_confidence (M,), and made_from: both images by digest, weights, settings, versions. The same command run again
-resumes where it was stopped; a pair that was made from anything else is made again. Images that cannot be read are
-listed in bad_images.csv, the rest is done, and the exit code is 1. DIR is never searched for photographs. Keypoints are
-pixels of the images as stored: x right, y down, (0, 0) the centre of the first pixel; EXIF orientation is ignored.
+match_confidence (M,); aligned0, aligned1 (M, 2), where matches lie by the pixels around them, deviations (M,) in px,
+NaN where a position stayed the keypoint's, and correlations (M,); made_from: both images by digest, weights, settings,
+versions. The same command run again resumes where it was stopped; a pair that was made from anything else is made
+again. Images that cannot be read are listed in bad_images.csv, the rest is done, and the exit code is 1. DIR is never
+searched for photographs. Keypoints are pixels of the images as stored: x right, y down, (0, 0) the centre of the first
+pixel; EXIF orientation is ignored.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import ContextManager, Dict, Optional, Sequence, Tuple
 
 import cv2
+import numpy as np
 
 from superglue_sift import __version__, errors, many, results, scenes
 from superglue_sift.errors import RequestError, WorkError
@@ -108,6 +111,7 @@ def _add_how(group) -> None:
     add("--network-keypoints", type=int, metavar="N", help=few)
     add("--extractor", metavar="MODULE:FUNCTION", help="what finds keypoints, of a model not of SIFT's")
     add("--device", default="auto", help="auto (a GPU where there is one), cpu, cuda or cuda:N")
+    add("--no-refine", dest="refine", action="store_false", help="leave matches at the keypoints' positions")
     faster = "of the network's layers; bfloat16 is faster on GPUs and on CPUs with AMX"
     add("--precision", default="float32", choices=("float32", "bfloat16"), help=faster)
 
@@ -156,7 +160,7 @@ def _check_files(args: argparse.Namespace) -> None:
 
 def load(args: argparse.Namespace) -> Matcher:
     """The matcher as asked for."""
-    names = ("max_keypoints", "resize", "threshold", "precision", "extractor", "scene")
+    names = ("max_keypoints", "resize", "threshold", "precision", "extractor", "scene", "refine")
     asked = {name: getattr(args, name) for name in names}
     rules = {name: getattr(args, name) for name in RULES if getattr(args, name) is not None}
     return Matcher.load(args.model, args.device, **asked, **rules)
@@ -173,6 +177,10 @@ def match_two(args: argparse.Namespace) -> int:
     fitted = results.fits(found)
     print(f"keypoints {len(found.keypoints0)} and {len(found.keypoints1)}, matches {len(found.matches)}")
     print(", ".join(f"{name} inliers {int(fit.inliers.sum())}" for name, fit in fitted.items()))
+    if found.deviations is not None:
+        known = found.deviations[np.isfinite(found.deviations)]
+        size = f", by their deviations to {np.median(known):.2f} px at the median" if len(known) else ""
+        print(f"aligned {len(known)} of {len(found.matches)} matches{size}")
     print(f"keypoints {extracted - started:.2f} s, matching {matched - extracted:.2f} s")
     pixels = functools.partial(map, read_color, args.inputs)
     written = []
@@ -234,7 +242,7 @@ def settings_of(args: argparse.Namespace, matcher: Matcher) -> Dict[str, object]
         "extractor": f"{extractor.name} {extractor.code}".strip(),
         "threshold": matcher.threshold,
         "precision": args.precision,
-        **{name: getattr(matcher, name) for name in ("max_keypoints", "resize")},
+        **{name: getattr(matcher, name) for name in ("max_keypoints", "resize", "refine")},
         **({"scene": dataclasses.asdict(matcher.rules), "contrast": WEAK} if matcher.rules else {}),
     }
 

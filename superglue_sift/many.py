@@ -1,8 +1,8 @@
 """Many pairs: of a folder, a list or a video. Features are computed once and kept on disk; what is done is not redone.
 
 A pair is done when its `A_B_matches.npz` is there, which is written last and whole, and was made from the same images,
-weights, settings and versions; they stand in it. What is held in memory does not
-grow with the number of images but for their names: features of the 256 used last, and one batch of pairs.
+weights, settings and versions; they stand in it. What is held in memory does not grow with the number of images but for
+their names: features of the 256 used last, pixels of 16, and one batch of pairs.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ from superglue_sift import __version__, results, retrieval, sift
 from superglue_sift.errors import RequestError
 from superglue_sift.extractors import DEFAULT, DENSE
 from superglue_sift.files import write_atomic
-from superglue_sift.images import EXTENSIONS, gray_of, read_color
+from superglue_sift.images import EXTENSIONS, gray_of, read_color, read_gray
 from superglue_sift.matcher import Features, Matcher, MatchResult
 from superglue_sift.progress import Progress
 
 HELD = 256  # features of so many images stay in memory
+HELD_PIXELS = 16  # and the pixels of so many
 BATCH_ON_GPU = 8
 FEW = 200  # images of which all pairs are matched, 19,900, where nobody chose
 NEIGHBOURS = {"sequential": 5, "nearest": 20}  # of each image, where nobody named a number
@@ -84,6 +85,7 @@ class FeatureStore:
         versions = f"{__version__} {cv2.__version__}"
         self._settings = f"{matcher.max_keypoints} {matcher.resize} {versions} {own}{extractor.dtype.descr}"
         self._memory: OrderedDict[str, Features] = collections.OrderedDict()
+        self._read = functools.lru_cache(HELD_PIXELS)(read_gray)
         self._digests: Dict[str, str] = {}
 
     def __call__(self, item: Item) -> Features:
@@ -94,6 +96,15 @@ class FeatureStore:
                 self._memory.popitem(last=False)
         self._memory.move_to_end(item.name)
         return self._memory[item.name]
+
+    def with_pixels(self, item: Item) -> Features:
+        """The same with its pixels, where matches are aligned by them. Raises RequestError."""
+        found = self(item)
+        if self.matcher.refine:
+            image = item.image
+            gray = self._read(image) if isinstance(image, Path) else cv2.cvtColor(image, cv2.COLOR_BGR2GRAY)
+            found = found._replace(gray=gray)
+        return found
 
     def digest(self, item: Item) -> str:
         """SHA-256 of its content, of which its features are. Raises RequestError for an image that cannot be read."""
@@ -358,7 +369,7 @@ class Run:
                 shown.initial += 1
                 shown.update(1)
                 continue
-            sides = self.store(pair[0]), self.store(pair[1])
+            sides = self.store.with_pixels(pair[0]), self.store.with_pixels(pair[1])
             drawn.append((pair, self._made_from(pair)))  # after its features were read: they are of this content
             yield sides
 

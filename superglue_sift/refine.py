@@ -319,7 +319,7 @@ class _Template:
         gradient = gradient - (gradient @ weight)[..., None]
         gradient = gradient - (gradient @ (template * weight)[..., None]) * template[:, None]
         weighted = gradient * weight
-        self.inverse = _inverse(weighted @ gradient.transpose(1, 2))
+        self.inverse, self.unknown = _inverse(weighted @ gradient.transpose(1, 2))
         self.scatter = self.inverse @ (weighted @ weighted.transpose(1, 2)) @ self.inverse
         plain = weight.expand_as(template)[:, None]
         self.rows = torch.cat([weighted, (template * weight)[:, None], plain], 1)  # (n, 4, s s)
@@ -338,7 +338,8 @@ class _Template:
         """(n,) standard deviation of the shift along each axis, in steps of the patch, from what is left over."""
         left = (2.0 - 2.0 * correlation).clamp(min=0)  # weighted mean square of the difference
         trace = self.scatter.diagonal(dim1=1, dim2=2).sum(1)
-        return (CORRELATED * left * trace / 2).sqrt()
+        # along an edge nothing is known but SIFT's position
+        return ((CORRELATED * left * trace + geometry.SCATTER_PX**2 * self.unknown) / 2).sqrt()
 
 
 def _patch(settings: Settings, device) -> Tuple[Tensor, Tensor]:
@@ -356,9 +357,9 @@ def _corners(points: Tensor) -> Tensor:
     return points[:, [0, side - 1, side * (side - 1), side * side - 1]]
 
 
-def _inverse(hessian: Tensor) -> Tensor:
-    """(n, 2, 2) inverse of symmetric ones, without a direction in which there is next to no structure."""
+def _inverse(hessian: Tensor) -> Tuple[Tensor, Tensor]:
+    """(n, 2, 2) inverse of symmetric ones but for directions with next to no structure, and how many these are (n,)."""
     values, vectors = torch.linalg.eigh(hessian)
     kept = values > (EDGE * values[:, 1:]).clamp(min=1e-6)
     inverse = torch.where(kept, 1.0 / values.clamp(min=1e-6), torch.zeros_like(values))
-    return (vectors * inverse[:, None]) @ vectors.transpose(1, 2)
+    return (vectors * inverse[:, None]) @ vectors.transpose(1, 2), (~kept).sum(1)

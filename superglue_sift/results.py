@@ -6,7 +6,7 @@ import io
 import json
 import zlib
 from pathlib import Path
-from typing import Callable, Dict, Iterable, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Tuple
 from zipfile import BadZipFile
 
 import cv2
@@ -21,6 +21,7 @@ from superglue_sift.matcher import MatchResult
 
 BLINK_SIDE = 800  # longer side of the GIF in pixels
 BLINK_MS = 600
+ALIGNED = ("aligned0", "aligned1", "deviations", "correlations")  # of `MatchResult`, what alignment gives
 DAMAGED = (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error)  # what reading a torn `.npz` raises
 Pixels = Callable[[], Iterable[np.ndarray]]  # both images (H, W, 3) BGR, read when they are drawn
 
@@ -47,8 +48,23 @@ def write_json(path: Path, found: MatchResult, fitted: Mapping[str, Fit], about:
         "accepted": found.accepted,
         "inliers": {name: int(fit.inliers.sum()) for name, fit in fitted.items()},
         "H_0to1": None if H_0to1 is None else H_0to1.tolist(),
+        **aligned_lists(found),
     }
     write_atomic(path, json.dumps(content) + "\n")
+
+
+def aligned_lists(found: MatchResult) -> Dict[str, Any]:
+    """As plain lists, in the order of the matches; None for all where nothing was aligned, and for what is not known.
+
+    aligned0, aligned1: [x, y] px of each match. deviations: px, None where the position stayed SIFT's. correlations: -1
+    to 1.
+    """
+    lists: Dict[str, Any] = dict.fromkeys(ALIGNED)
+    if found.aligned1 is not None:
+        for name in ALIGNED:
+            values = np.asarray(getattr(found, name), np.float64).round(4)
+            lists[name] = np.where(np.isfinite(values), values, None).tolist()
+    return lists
 
 
 def made_from(images: Tuple[str, str], settings: Mapping[str, object]) -> str:
@@ -79,13 +95,19 @@ def differs(before: str, now: str) -> str:
 def write_npz(path: Path, found: MatchResult, made: str) -> None:
     """keypoints0 (M, 2), keypoints1 (N, 2) float32, matches (M,) int64 or -1, match_confidence (M,) float32.
 
-    Beside them `made_from` (), the text of `made_from`; of photographs of a place also pair_score, int64.
+    Of matches that were aligned by the pixels also aligned0, aligned1 (M, 2) px, deviations (M,) px and correlations
+    (M,) float32, NaN where there is no match; see `MatchResult`. Beside them `made_from` (), the text of `made_from`;
+    of photographs of a place also pair_score, int64.
     """
     data, (matches, scores) = io.BytesIO(), found.dense()
     arrays = {"keypoints0": found.keypoints0, "keypoints1": found.keypoints1, "matches": matches}
     arrays.update(match_confidence=scores, made_from=np.array(made))
     if found.pair_score is not None:
         arrays["pair_score"] = np.array(found.pair_score)
+    for name in ALIGNED if found.aligned1 is not None else ():
+        values = getattr(found, name)
+        arrays[name] = np.full((len(matches), *values.shape[1:]), np.nan, np.float32)
+        arrays[name][found.matches[:, 0]] = values
     np.savez_compressed(data, **arrays)
     write_atomic(path, data.getvalue())
 
@@ -108,9 +130,9 @@ def read_npz(path: Path, size0: Tuple[int, int], size1: Tuple[int, int]) -> Matc
         own = np.flatnonzero(matches >= 0)
         pairs = np.stack([own, matches[own]], axis=1)
         score = int(file["pair_score"]) if "pair_score" in file else None
-        return MatchResult(
-            file["keypoints0"], file["keypoints1"], pairs, confidence[own], size0, size1, pair_score=score
-        )
+        aligned = {name: file[name][own] for name in ALIGNED if name in file}
+        keypoints = file["keypoints0"], file["keypoints1"]
+        return MatchResult(*keypoints, pairs, confidence[own], size0, size1, pair_score=score, **aligned)
 
 
 def write_picture(path: Path, found: MatchResult, fitted: Mapping[str, Fit], pixels: Pixels) -> None:

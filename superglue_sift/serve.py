@@ -112,7 +112,10 @@ def image_of(data: bytes, name: str) -> np.ndarray:
 
 
 def answer(matcher: Matcher, image0: np.ndarray, image1: np.ndarray) -> Dict[str, Any]:
-    """What the page draws: both pictures as data URLs, and all matches [x0, y0, x1, y1, score] in their pixels."""
+    """What the page draws: both pictures as data URLs, and all matches [x0, y0, x1, y1, score] in their pixels.
+
+    deviations: px of the second image as it was given, of each match; None where the position stayed SIFT's.
+    """
     found = dataclasses.replace(matcher, threshold=0.0).match(image0, image1)
     shown = [drawing.reduced(image, SHOWN_SIDE) for image in (image0, image1)]
     files = [base64.b64encode(drawing.encode(".jpg", picture)).decode() for picture, _ in shown]
@@ -124,5 +127,6 @@ def answer(matcher: Matcher, image0: np.ndarray, image1: np.ndarray) -> Dict[str
         "matches": np.round(rows.astype(float), 3).tolist(),
         "keypoints": [len(found.keypoints0), len(found.keypoints1)],
         "threshold": matcher.threshold,
+        "deviations": results.aligned_lists(found)["deviations"],
         "homography_inliers": int(inliers.sum()),
     }

@@ -52,13 +52,17 @@ def test_all_pairs_of_a_folder_in_the_layout_that_others_read(work, capsys):
     assert npz_names(work / "found") == {f"{a}_{b}_matches.npz" for a, b in itertools.combinations(names, 2)}
     with np.load(work / "found" / "cup0_cup1_matches.npz", allow_pickle=False) as file:
         found = dict(file)
-    assert set(found) == {"keypoints0", "keypoints1", "matches", "match_confidence", "made_from"}
+    given = {"keypoints0", "keypoints1", "matches", "match_confidence", "made_from"}
+    assert set(found) == {*given, "aligned0", "aligned1", "deviations", "correlations"}
     matcher = Matcher.load(work / "model.safetensors", "cpu", max_keypoints=300)
     expected = matcher.match(work / "photos" / "cup0.png", work / "photos" / "cup1.png")
     np.testing.assert_array_equal(found["keypoints0"], expected.keypoints0)
     index = np.flatnonzero(found["matches"] >= 0)
     np.testing.assert_array_equal(np.stack([index, found["matches"][index]], 1), expected.matches)
     np.testing.assert_array_equal(found["match_confidence"][index], expected.scores)
+    np.testing.assert_allclose(found["aligned1"][index], expected.aligned1, atol=1e-3)
+    np.testing.assert_array_equal(np.isnan(found["deviations"][index]), np.isnan(expected.deviations))
+    assert np.isnan(np.delete(found["aligned1"], index, 0)).all()
     assert "6 pairs matched" in capsys.readouterr().out
 
 

@@ -24,20 +24,23 @@ from mlflow.types.schema import AnyType, Array
 
 from superglue_sift import Matcher, RequestError
 from superglue_sift.images import BadImage, decode_gray
+from superglue_sift.results import aligned_lists
 
 WEIGHTS = "weights"  # name of the artifact
 MAX_KEYPOINTS = 4096  # of an image, however many are asked for
 MAX_PIXELS = 50_000_000  # of an image given as pixels
-PARAMS = {"threshold": 0.0, "max_keypoints": 1024}  # threshold 0: the model's own
+PARAMS = {"threshold": 0.0, "max_keypoints": 1024, "refine": True}  # threshold 0: the model's own
 
 
 def signature() -> ModelSignature:
-    """Columns image0 and image1 in; keypoints, matches (indices into them) and scores out."""
+    """Columns image0 and image1 in; keypoints, matches (indices into them), scores and aligned positions out."""
     points, numbers = Array(Array(DataType.double)), Array(DataType.double)
     inputs: List[Any] = [ColSpec(AnyType(), name) for name in ("image0", "image1")]
     outputs: List[Any] = [ColSpec(points, name) for name in ("keypoints0", "keypoints1")]
     outputs += [ColSpec(Array(Array(DataType.long)), "matches"), ColSpec(numbers, "scores")]
-    kinds = {"threshold": DataType.double, "max_keypoints": DataType.long}
+    outputs += [ColSpec(points, name, required=False) for name in ("aligned0", "aligned1")]
+    outputs += [ColSpec(numbers, name, required=False) for name in ("deviations", "correlations")]
+    kinds = {"threshold": DataType.double, "max_keypoints": DataType.long, "refine": DataType.boolean}
     params = ParamSchema([ParamSpec(name, kinds[name], default) for name, default in PARAMS.items()])
     return ModelSignature(inputs=Schema(inputs), outputs=Schema(outputs), params=params)
 
@@ -75,25 +78,28 @@ class MatcherModel(PythonModel):
         self.matcher = Matcher.load(Path(context.artifacts[WEIGHTS]))
 
     def predict(self, context, model_input, params=None):  # without types: MLflow reads them as a signature
-        """For each row keypoints0, keypoints1 (N, 2), matches (K, 2), scores (K,), as lists.
+        """For each row keypoints0, keypoints1 (N, 2), matches (K, 2), scores (K,), as lists; aligned0, aligned1 (K, 2),
+        deviations (K,) px, None where a position stayed SIFT's, correlations (K,); with refine=False None for these.
 
         Raises MlflowException (HTTP 400) that ends in one line for an image or a parameter that is none.
         """
         asked = {**PARAMS, **(params or {})}
         rows = model_input.to_dict("records") if hasattr(model_input, "to_dict") else model_input
         try:
-            return [self._match(row, float(asked["threshold"]), int(asked["max_keypoints"])) for row in rows]
+            return [self._match(row, asked) for row in rows]
         except (RequestError, BadImage) as error:
             raise MlflowException.invalid_parameter_value(str(error)) from None
 
-    def _match(self, row: Mapping[str, Any], threshold: float, max_keypoints: int) -> Dict[str, List[Any]]:
+    def _match(self, row: Mapping[str, Any], asked: Mapping[str, Any]) -> Dict[str, Any]:
+        threshold, max_keypoints = float(asked["threshold"]), int(asked["max_keypoints"])
         if not 0 <= threshold < 1 or not 1 <= max_keypoints <= MAX_KEYPOINTS:
             raise RequestError(f"threshold must be 0 to 1, max_keypoints 1 to {MAX_KEYPOINTS}")
         threshold = threshold or self.matcher.threshold
         matcher = dataclasses.replace(self.matcher, max_keypoints=max_keypoints, threshold=threshold)
+        matcher = dataclasses.replace(matcher, refine=bool(asked["refine"]))
         found = matcher.match(*(pixels(row[name], name) for name in ("image0", "image1")))
         names = ("keypoints0", "keypoints1", "matches", "scores")
-        return {name: np.asarray(getattr(found, name)).tolist() for name in names}
+        return {**{name: np.asarray(getattr(found, name)).tolist() for name in names}, **aligned_lists(found)}
 
 
 if __name__ != "pipeline.tracking.matcher_model":  # read by MLflow from a file of the model
