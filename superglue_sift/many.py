@@ -48,7 +48,6 @@ from superglue_sift.matcher import Features, Matcher, MatchResult
 from superglue_sift.progress import Progress
 
 HELD = 256  # features of so many images stay in memory
-HELD_PIXELS = 16  # and the pixels of so many
 BATCH_ON_GPU = 8
 FEW = 200  # images of which all pairs are matched, 19,900, where nobody chose
 NEIGHBOURS = {"sequential": 5, "nearest": 20}  # of each image, where nobody named a number
@@ -85,7 +84,7 @@ class FeatureStore:
         versions = f"{__version__} {cv2.__version__}"
         self._settings = f"{matcher.max_keypoints} {matcher.resize} {versions} {own}{extractor.dtype.descr}"
         self._memory: OrderedDict[str, Features] = collections.OrderedDict()
-        self._read = functools.lru_cache(HELD_PIXELS)(read_gray)
+        self._read = functools.lru_cache(16)(read_gray)  # as many images
         self._digests: Dict[str, str] = {}
 
     def __call__(self, item: Item) -> Features:
@@ -99,12 +98,10 @@ class FeatureStore:
 
     def with_pixels(self, item: Item) -> Features:
         """The same with its pixels, where matches are aligned by them. Raises RequestError."""
-        found = self(item)
-        if self.matcher.refine:
-            image = item.image
-            gray = self._read(image) if isinstance(image, Path) else cv2.cvtColor(image, cv2.COLOR_BGR2GRAY)
-            found = found._replace(gray=gray)
-        return found
+        if not self.matcher.refine:
+            return self(item)
+        gray = self._read(item.image) if isinstance(item.image, Path) else cv2.cvtColor(item.image, cv2.COLOR_BGR2GRAY)
+        return self(item)._replace(gray=gray)
 
     def digest(self, item: Item) -> str:
         """SHA-256 of its content, of which its features are. Raises RequestError for an image that cannot be read."""
