@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 from faults.cells import Workbench
 from faults.group import digest
-from faults.telemetry import Silent
+from faults.telemetry import Gate, Silent
 from made_scenes import write_model
 
 from pipeline import tracking, train
-from pipeline.launch import free_port
 from pipeline.runtime.repro import main_root, provenance
 from pipeline.tracking import run as run_module
 from pipeline.tracking.mlflow_store import MlflowStore
@@ -46,65 +45,6 @@ def quick(monkeypatch):
 @pytest.fixture
 def store(mlflow_store) -> str:
     return mlflow_store
-
-
-class Gate:
-    """MLflow's own REST handlers over the test's store, behind a gate that can misbehave.
-
-    mode: "up"; "error" answers 500; "hang" answers nothing; "deaf" does the work and loses the reply.
-    """
-
-    def __init__(self, uri: str) -> None:
-        os.environ["_MLFLOW_SERVER_FILE_STORE"] = uri
-        os.environ["_MLFLOW_SERVER_ARTIFACT_ROOT"] = str(Path(uri[len("sqlite:///") :]).parent / "served")
-        from mlflow.server import app, handlers
-
-        handlers._tracking_store = handlers._model_registry_store = None
-        self.app = app.wsgi_app if hasattr(app, "wsgi_app") else app
-        self.mode = "up"
-        self.posts = self.requests = 0
-        self.port = free_port()
-        self.uri = f"http://127.0.0.1:{self.port}"
-        self.server = None
-
-    def __call__(self, environ, start_response):
-        self.requests += 1
-        self.posts += environ["REQUEST_METHOD"] == "POST"
-        mode = self.mode
-        while self.mode == "hang":
-            time.sleep(0.05)
-        if mode in ("error", "hang"):
-            return self._fail(start_response)
-        if mode == "deaf":
-            list(self.app(environ, lambda *_args: None))
-            return self._fail(start_response)
-        return self.app(environ, start_response)
-
-    @staticmethod
-    def _fail(start_response):
-        start_response("500 Broken", [("Content-Type", "text/plain")])
-        return [b"broken on purpose"]
-
-    def start(self) -> None:
-        import logging
-
-        from werkzeug.serving import WSGIRequestHandler, make_server
-
-        self.mode = "up"
-
-        class Once(WSGIRequestHandler):
-            protocol_version = "HTTP/1.0"  # a connection that is kept would outlive `stop`
-
-        logging.getLogger("werkzeug").setLevel(logging.ERROR)
-        self.server = make_server("127.0.0.1", self.port, self, threaded=True, request_handler=Once)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def stop(self) -> None:
-        self.mode = "error"  # nothing hangs any longer
-        if self.server is not None:
-            self.server.shutdown()
-            self.server.server_close()
-            self.server = None
 
 
 @pytest.fixture

@@ -14,12 +14,13 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import List, NamedTuple, Sequence, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
 from pipeline import errors, tracking, train
 from pipeline.launch import free_port
+from pipeline.runtime.signals import ASKED_BY
 from pipeline.tracking.run import NullRun
 from superglue_sift.weights import load_model_file
 
@@ -33,8 +34,23 @@ class Outcome(NamedTuple):
     hung: bool
 
 
-def _child(rank: int, world_size: int, port: int, arguments: Sequence[str], log: Path, environment: dict) -> None:
-    """Never returns: becomes one rank."""
+def fork(
+    main: Callable[..., int],
+    arguments: Sequence[str],
+    log: Path,
+    folder: Optional[Path] = None,
+    environment: Sequence[Tuple[str, str]] = (),
+    tracked: bool = False,
+) -> int:
+    """Fork a process that becomes a command: `main(arguments)` in `folder`, printing into `log`; its id.
+
+    tracked: with MLflow, which has tests of its own.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED_BY)  # a signal finds the command, not what becomes it
+    pid = os.fork()
+    if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return pid
     code = 1
     try:
         os.setsid()  # as torchrun's ranks have it
@@ -43,13 +59,13 @@ def _child(rank: int, world_size: int, port: int, arguments: Sequence[str], log:
         os.dup2(out, 2)
         # pytest has put its own in their place
         sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port), SG_TIMEOUT="20", **environment,
-        )  # fmt: skip
+        os.chdir(folder or ".")
+        os.environ.update(environment)
         torch.set_num_threads(1)
-        tracking.open_run = lambda *_, **__: NullRun()  # here in the child: MLflow has tests of its own
-        code = errors.run(train.main, list(arguments))
+        if not tracked:
+            tracking.open_run = lambda *_, **__: NullRun()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        code = errors.run(main, list(arguments))
     except SystemExit as end:  # what a rank ends with when another one says why
         code = int(end.code or 0)
     except BaseException:
@@ -60,15 +76,17 @@ def _child(rank: int, world_size: int, port: int, arguments: Sequence[str], log:
 
 
 def start(world_size: int, arguments: Sequence[str], log: Path, **environment: str) -> List[int]:
-    """Fork the ranks of a group; their process ids."""
-    port = free_port()
-    pids = []
-    for rank in range(world_size):
-        pid = os.fork()
-        if pid == 0:
-            _child(rank, world_size, port, arguments, log, environment)
-        pids.append(pid)
-    return pids
+    """Fork the ranks of a training; their process ids."""
+    group = {"WORLD_SIZE": str(world_size), **rendezvous(), **environment}
+    return [
+        fork(train.main, arguments, log, None, list({"RANK": str(i), "LOCAL_RANK": str(i), **group}.items()))
+        for i in range(world_size)
+    ]
+
+
+def rendezvous() -> Dict[str, str]:
+    """Where the ranks of a group meet: a free port of this machine."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SG_TIMEOUT": "20"}
 
 
 def wait(pids: List[int], limit: float = HANG_SECONDS) -> Outcome:

@@ -1,8 +1,11 @@
 """`make faults`: the whole matrix of faults, and docs/faults.md, which says what came of it.
 
     python tests/faults/run.py [--report docs/faults.md] [--only ROW] [--every N]
+    python tests/faults/run.py --random 1000 [--seed 0] [--results FILE] [--render]
 
---every N takes each N-th cell of the long rows, for a quick look; the report then says so.
+--every N takes each N-th cell of the long rows, for a quick look; the report then says so. --random: that many random
+faults over all stages, in their own section of the report; each is appended to FILE as it is done, and the same command
+continues where it was stopped. --render: only write the section, of what is in FILE so far.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import Callable, Dict, List, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from faults import cells  # noqa: E402 (the path must be set first)
+from faults import campaign, cells  # noqa: E402 (the path must be set first)
 from faults.group import until_done  # noqa: E402
 from superglue_sift.progress import Progress, clock  # noqa: E402
 
@@ -155,6 +158,7 @@ def rows(bench: cells.Workbench, every: int) -> Dict[str, Callable[[], Result]]:
     }  # fmt: skip
 
 
+RANDOM = campaign.TABLE.partition("\n")[0]  # its section stays when the matrix is run, and the other way round
 HEAD = """# Faults
 
 Made by `make faults` on {date}: {machine}, Python {python}, {cores} cores, torch {torch}. {note}
@@ -190,12 +194,29 @@ def report(results: Dict[str, Result], every: int) -> str:
     return text
 
 
+def random_faults(options: argparse.Namespace) -> int:
+    """The random faults that are still to do, then their section of the report; 1 where a promise is broken."""
+    if not options.render:
+        campaign.run(options.random, options.seed, options.results, tuple(options.only))
+    text = campaign.table(options.random, options.seed, options.results)
+    before = options.report.read_text() if options.report.is_file() else ""
+    options.report.write_text(before.partition(RANDOM)[0].rstrip() + "\n\n" + text)
+    print(text[text.index("| promise") :])
+    return 1 if any(each["problems"] for each in campaign.read(options.results, options.seed)) else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--report", type=Path, default=ROOT / "docs" / "faults.md")
     parser.add_argument("--only", action="append", default=[], help="a row by its name; may be given again")
     parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--random", type=int, metavar="N", help="N random faults instead of the matrix")
+    parser.add_argument("--seed", type=int, default=0, help="of the random faults")
+    parser.add_argument("--results", type=Path, default=ROOT / "faults.jsonl", help="file of the random faults so far")
+    parser.add_argument("--render", action="store_true", help="write their section from the file, and run nothing")
     options = parser.parse_args()
+    if options.random:
+        return random_faults(options)
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         matrix = rows(cells.Workbench(Path(folder)), options.every)
         unknown = set(options.only) - set(matrix)
@@ -203,7 +224,8 @@ def main() -> int:
             parser.error(f"--only: no row {', '.join(sorted(unknown))}; rows: {', '.join(matrix)}")
         results = {name: run() for name, run in matrix.items() if not options.only or name in options.only}
     text = report(results, options.every)
-    options.report.write_text(text)
+    before = options.report.read_text() if options.report.is_file() else ""
+    options.report.write_text(text + "".join(("\n" * (RANDOM in before), *before.partition(RANDOM)[1:])))
     print(text[text.index("| row") :])
     return 1 if any(r.failures or r.hangs for r in results.values()) else 0
 
