@@ -30,10 +30,10 @@ LOCKED := python docker/workspace.py
 SETUP := $(VENV)/.set-up
 SETUP_DEV := $(VENV)/.set-up-dev
 
-.PHONY: help setup repro test test-all faults test-cu111 images lint format ui report lock clean
+.PHONY: help setup repro test test-all faults random-faults test-cu111 images lint format ui report lock clean
 
 help:  ## this list
-	@grep -hE '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*  ## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*  ## /\1\t/' | expand -t 16
 	@echo
 	@echo "make repro PRESET=sample|coco2017-val|coco2017|coco2014    choose the scale"
 	@echo "make repro IMAGES=~/photos [VAL_IMAGES=~/held-out]          train on your own images"
@@ -75,6 +75,9 @@ images:  ## build and try both images without a container engine (root, buildah,
 
 faults: $(SETUP_DEV)  ## kill trainings in every way of the matrix; writes docs/faults.md (an hour)
 	@python tests/faults/run.py
+
+random-faults: $(SETUP_DEV)  ## disturb every stage 1,000 times at random (hours; continues where it stopped); its section of docs/faults.md
+	@python tests/faults/run.py --random 1000
 
 lint: $(SETUP_DEV)  ## style, dvc.yaml against the imports of its stages, types
 	@ruff check .

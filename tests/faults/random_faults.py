@@ -381,6 +381,7 @@ def run(base: Base, clock: Clock, stage: Stage, fault: Callable[[Cell, Clock], T
     cell: Optional[Cell] = None
     try:
         cell = Cell(base, stage, random.Random(seed))
+        clock.seconds.setdefault(stage.name, base.seconds[stage.name])
         return cell.found(*fault(cell, clock), began)
     except (AssertionError, OSError) as error:
         problem = f"{type(error).__name__}: {str(error)[:300]}"

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
 
@@ -158,6 +159,7 @@ class Base:
         """work: where cells are; logs: where processes print, on another disk."""
         self.work, self.logs, self.folder = work, logs, work / "base"
         self.known = stages()
+        self.seconds: Dict[str, float] = {}  # of the last undisturbed run of a stage
         self._expected: Dict[str, Dict[str, str]] = {}
 
     def make(self) -> None:
@@ -172,7 +174,9 @@ class Base:
         """The stage undisturbed. AssertionError when it fails."""
         from faults.random_faults import start
 
+        began = time.monotonic()
         outcome = wait(start(stage, folder, self.logs / "base"), 600)
+        self.seconds[stage.name] = time.monotonic() - began
         assert not any(outcome.codes), f"{stage.name}: {outcome}\n{(self.logs / 'base').read_text()[-2000:]}"
 
     def _done(self, pid: int) -> None:

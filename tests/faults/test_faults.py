@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import signal
 
 import pytest
 
-from faults import cells
+from faults import campaign, cells, random_faults, stages
 from faults.group import start, until_done, wait
+from pipeline import fetch
 from pipeline.runtime import faults
 
 
@@ -120,6 +122,51 @@ def test_the_injector_refuses_what_it_does_not_know():
         with pytest.raises(ValueError, match="SG_FAULT"):
             faults.parse(wrong)
     assert faults.SIGNALS["kill"] == signal.SIGKILL
+
+
+class TestRandomFaults:
+    """The campaign itself: what it draws, that it sees what is broken, and that it continues."""
+
+    def test_a_cell_is_a_function_of_its_number_and_every_stage_is_drawn(self):
+        every = [campaign.drawn(0, number) for number in range(1000)]
+        assert every == [campaign.drawn(0, number) for number in range(1000)]
+        wanted = {(kind, stage) for kind, about in campaign.KINDS.items() for stage in about.weights}
+        assert set(every) == wanted and {stage for _, stage in wanted} == set(stages.stages())
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_damage_always_changes_a_file(self, tmp_path, seed):
+        file = tmp_path / "file"
+        file.write_bytes(bytes(1000))
+        how = random_faults.damage(file, random.Random(seed))
+        content = file.read_bytes()
+        assert content != bytes(1000) and (len(content) < 1000) == (how == "torn")
+
+    def test_a_killed_campaign_continues_and_counts(self, tmp_path):
+        results = tmp_path / "faults.jsonl"
+        found = random_faults.Found("fetch", "SIGKILL", True, [])
+        broken = found._replace(stage="match", problems=["other bytes: a"], silent=True, lost=7)
+        for number, (kind, each) in enumerate([("kill", found), ("damage", broken)]):
+            line = {"seed": 0, "number": number, "kind": kind, "commit": "c", **each._asdict()}
+            campaign.keep(results, line, tmp_path)
+        with results.open("a") as file:
+            file.write('{"seed": 0, "numb')  # killed while it wrote
+        assert list(campaign.cells_left(4, 0, results)) == [2, 3] and list(campaign.cells_left(2, 1, results)) == [0, 1]
+        text = campaign.table(4, 0, results)
+        assert "| fetch | 1 | 1 | 0 | 0 | 0 |" in text and "| match | 1 | 0 | 0 | 1 | 7 |" in text
+        assert "cell 1, match, SIGKILL: other bytes: a" in text
+
+    @pytest.mark.slow
+    def test_it_sees_a_stage_that_leaves_other_bytes(self, tmp_path, monkeypatch):
+        base = stages.Base(tmp_path / "work", tmp_path)
+        base.work.mkdir()
+        base.make()
+        stage, clock = base.known["fetch"], random_faults.Clock()
+        good = random_faults.run(base, clock, stage, random_faults.torn, "3")
+        assert good.struck and not good.problems
+        # takes whatever is there for its own
+        monkeypatch.setattr(fetch, "_fitting", lambda out, _: [] if (out / "manifest.csv").is_file() else None)
+        seen = [random_faults.run(base, clock, stage, random_faults.torn, str(seed)) for seed in range(8)]
+        assert any(each.silent for each in seen)
 
 
 # Options of several ranks. They stand here, and tests/faults runs first, because torch 1.10 cannot fork a training from
