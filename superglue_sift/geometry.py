@@ -52,7 +52,7 @@ def jacobians(H: np.ndarray, points: np.ndarray) -> np.ndarray:
     return (H[None, :2, :2] - mapped[:, :, None] * H[None, None, 2, :2]) / depth[:, None, None]
 
 
-def resizing(before: Tuple[int, int], after: Tuple[int, int]) -> np.ndarray:
+def resizing(before: Tuple[float, float], after: Tuple[float, float]) -> np.ndarray:
     """(3, 3) map of pixels when `cv2.resize` takes an image from one (width, height) to another: outer edges stay."""
     sx, sy = after[0] / before[0], after[1] / before[1]
     return np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1.0]])

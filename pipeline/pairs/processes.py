@@ -147,7 +147,7 @@ def prefetched(
         generator=torch.Generator(),  # a draw from the global one would be in the checkpoint, one more each start
     )
     with signals.blocked():
-        batches = iter(loader)
+        batches: Any = iter(loader)  # `_shutdown_workers` is that of its subclass
     started = set(multiprocessing.active_children()) - before
     try:
         yield from batches

@@ -9,7 +9,7 @@ instance.
 from __future__ import annotations
 
 import math
-from typing import Dict, List, Tuple
+from typing import Any, Dict, List, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 ADAM_SIZE = 0.2  # root mean square of a typical step of Adam, over its learning rate
 MOMENTUM, BETAS, EPS = 0.95, (0.9, 0.999), 1e-8
+
+FOREACH: Any = torch  # its operators over lists of tensors are not in its stubs
 
 Gradients = List[Tuple[nn.Parameter, Tensor]]
 
@@ -76,7 +78,7 @@ class Muon(torch.optim.Optimizer):
             if not own:
                 continue
             if group["weight_decay"]:
-                torch._foreach_mul_([p for p, _ in own], 1 - group["lr"] * group["weight_decay"])
+                FOREACH._foreach_mul_([p for p, _ in own], 1 - group["lr"] * group["weight_decay"])
             if group["muon"]:
                 self._muon(own, group["lr"])
             else:
@@ -100,7 +102,7 @@ class Muon(torch.optim.Optimizer):
         for alike, squares in zip(by_shape.values(), found.split([len(each) for each in directions])):
             parameters = [p for p, _ in alike]
             steps = from_blocks(squares, torch.Size((len(alike), *parameters[0].shape)))
-            torch._foreach_add_(parameters, list(steps.unbind()), alpha=-lr * ADAM_SIZE * math.sqrt(self.side))
+            FOREACH._foreach_add_(parameters, list(steps.unbind()), alpha=-lr * ADAM_SIZE * math.sqrt(self.side))
 
     def _adam(self, own: Gradients, lr: float) -> None:
         for p, _ in own:
@@ -111,11 +113,11 @@ class Muon(torch.optim.Optimizer):
         states = [self.state[p] for p in parameters]
         means, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
         lerp_(means, gradients, 1 - BETAS[0])
-        torch._foreach_mul_(squares, BETAS[1])
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - BETAS[1])
-        denominators = torch._foreach_div(squares, [1 - BETAS[1] ** state["step"] for state in states])
-        torch._foreach_sqrt_(denominators)
-        torch._foreach_add_(denominators, EPS)
-        torch._foreach_addcdiv_(
+        FOREACH._foreach_mul_(squares, BETAS[1])
+        FOREACH._foreach_addcmul_(squares, gradients, gradients, 1 - BETAS[1])
+        denominators = FOREACH._foreach_div(squares, [1 - BETAS[1] ** state["step"] for state in states])
+        FOREACH._foreach_sqrt_(denominators)
+        FOREACH._foreach_add_(denominators, EPS)
+        FOREACH._foreach_addcdiv_(
             parameters, means, denominators, [-lr / (1 - BETAS[0] ** state["step"]) for state in states]
         )
