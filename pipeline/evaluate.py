@@ -10,6 +10,11 @@ more into --out. What every file and figure means: docs/evaluation.md.
 
 from __future__ import annotations
 
+from superglue_sift import threads
+
+if __name__ == "__main__":
+    threads.wait_passively()  # before torch is loaded
+
 import argparse
 import json
 import re

@@ -5,6 +5,11 @@
 
 from __future__ import annotations
 
+from superglue_sift import threads
+
+if __name__ == "__main__":
+    threads.wait_passively()  # before torch is loaded
+
 from pipeline import errors
 from superglue_sift.cli import main
 

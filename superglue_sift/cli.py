@@ -23,6 +23,11 @@ pixel; EXIF orientation is ignored.
 
 from __future__ import annotations
 
+from superglue_sift import threads
+
+if __name__ == "__main__":
+    threads.wait_passively()  # before torch is loaded
+
 import argparse
 import contextlib
 import dataclasses
@@ -90,6 +95,8 @@ def _add_output(group) -> None:
     add("--homography", action="store_true", help=warped + "(pip install 'superglue-sift[gif]')")
     database = "of a folder or --pairs: also a COLMAP database, ready to map "
     add("--colmap", type=Path, metavar="FILE", help=database + "(pip install 'superglue-sift[colmap]')")
+    exact = "with --colmap: keypoints where the pixels of all pairs agree that they are (default)"
+    add("--refine", action=argparse.BooleanOptionalAction, default=True, help=exact)
     add("--features", type=Path, metavar="DIR", help="where features are kept (default: OUT-DIR/features)")
 
 
@@ -270,7 +277,7 @@ def database(args: argparse.Namespace, store: many.FeatureStore) -> ContextManag
     from superglue_sift.interop import colmap
 
     root = args.inputs[0] if args.inputs else args.root or args.pairs.parent
-    return colmap.database_of(args.colmap, root, store)
+    return colmap.database_of(args.colmap, root, store, args.refine)
 
 
 def listed(args: argparse.Namespace, store: many.FeatureStore) -> Tuple:

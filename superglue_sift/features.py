@@ -33,6 +33,12 @@ class Features(NamedTuple):
         """(n, 2) float32, pixels: x right, y down, centre of the first pixel at (0, 0)."""
         return sift.positions(self.records)
 
+    def moved(self, keypoints: np.ndarray) -> Features:
+        """The same with keypoints (n, 2) at other places."""
+        records = self.records.copy()
+        records["x"], records["y"] = keypoints.T
+        return self._replace(records=records)
+
     @classmethod
     def of(
         cls,

@@ -49,6 +49,7 @@ from superglue_sift.progress import Progress
 
 HELD = 256  # features of so many images stay in memory
 BATCH_ON_GPU = 8
+PAIRS_OF_A_WORKER = 4  # in a batch on a CPU: the last one that is still at work keeps the others waiting
 FEW = 200  # images of which all pairs are matched, 19,900, where nobody chose
 NEIGHBOURS = {"sequential": 5, "nearest": 20}  # of each image, where nobody named a number
 PAIR_LIST = "pairs.csv"
@@ -347,7 +348,8 @@ class Run:
     def match(self, pairs: Pairs, total: Optional[int]) -> None:
         """Match and write each pair whose result is not there; `total`: how many pairs there are, where it is known."""
         matcher, output = self.store.matcher, self.output
-        size = BATCH_ON_GPU if matcher.device.startswith("cuda") else 1
+        matcher.side_by_side()
+        size = BATCH_ON_GPU if matcher.device.startswith("cuda") else PAIRS_OF_A_WORKER * matcher.workers
         shown = Progress(total=total, desc="matching", unit="pairs")
         drawn: collections.deque = collections.deque()  # the pairs in work, and what their results are made from
         with shown:

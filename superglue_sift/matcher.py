@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -186,6 +187,7 @@ class Matcher:
     extractor: Optional[Extractor] = DEFAULT
     refine: bool = True
     rules: Optional[scenes.Rules] = None  # of photographs of a place
+    workers: int = dataclasses.field(default=1, init=False)
     _turn: Any = dataclasses.field(default_factory=threading.Lock, init=False)
 
     @classmethod
@@ -298,7 +300,24 @@ class Matcher:
         waiting, aligned = iter(pairs), self.refine if refine is None else refine
         for group in iter(lambda: list(itertools.islice(waiting, batch_size)), []):
             sides = self.extract_all([side for pair in group for side in pair])
-            yield from self._match(list(zip(sides[::2], sides[1::2])), aligned)
+            together = list(zip(sides[::2], sides[1::2]))
+            if self.workers == 1:
+                yield from self._match(together, aligned)
+                continue
+            with ThreadPoolExecutor(self.workers) as pool:
+                for found in pool.map(lambda pair: self._match([pair], aligned), together):
+                    yield from found
+
+    def side_by_side(self) -> None:
+        """On a CPU, answer as many pairs of a batch at once as there are cores, each with one thread.
+
+        A pair's steps are too short to share: the threads of several wait for each other, and compute while they wait.
+        torch's number of threads is set for the whole process. On a GPU nothing changes.
+        """
+        if self.device == "cpu":
+            torch.set_num_threads(1)
+            self.workers = usable_cores()
+            self._turn = threading.BoundedSemaphore(self.workers)
 
     def _match(self, sides: Sequence[Tuple[Features, Features]], aligned: bool) -> List[MatchResult]:
         for pair in sides:
@@ -318,6 +337,11 @@ class Matcher:
         sides = tuple(scenes.side_of(side.records, side.size, self.resize) for side in (side0, side1))
         matches, scores, score = scenes.filled(found.matches, found.scores, self.threshold, sides, self.rules)
         return found._replace(matches=matches, scores=scores, pair_score=score)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_features(config: SuperGlueConfig, *sides: Features) -> None:

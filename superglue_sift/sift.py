@@ -29,7 +29,7 @@ ORIENTED = np.dtype([*KEYPOINT.descr, ("second_angle", "<f4"), ("second_descript
 LEAST_SCALE = 1.6 * 2 ** (1 / 6)
 
 CONTRAST = 0.04  # least contrast of a keypoint, OpenCV's default
-WEAK = 0.02  # of photographs of a place: 1,024 px wide they give some 6,000 keypoints, 2,600 above CONTRAST
+WEAK = 0.0133  # of photographs of a place: 1,024 px wide they give 7,000 keypoints, 2,600 above CONTRAST
 _SPARE = 1.5  # asked for per wanted keypoint, so that enough are left when each position is kept once
 
 

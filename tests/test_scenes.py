@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_scenes import IDENTITY, SHIFT, TURN
 
 from benchmarks import scene_errors
 from benchmarks import scenes as bench
 from superglue_sift import Matcher, RequestError, classical, cli, errors, geometry, scenes, sift
 from superglue_sift.descriptors import root_sift_of
 
-IDENTITY = np.eye(3)
 SIDEWAYS = np.array([[0, 0, 0], [0, 0, -1.0], [0, 1, 0]])  # F of a camera that moved along x: lines of equal y
 
 
@@ -274,3 +274,40 @@ def test_a_camera_file_that_is_wrong_is_named(tmp_path, capsys):
     (tmp_path / "cameras.txt").write_text("a.jpg 1 2 3\n")
     assert errors.exit_code(bench.main, [str(tmp_path), "--cameras", str(tmp_path / "cameras.txt")]) == 2
     assert "cameras.txt line 1" in capsys.readouterr().err
+
+
+def test_pairs_side_by_side_are_as_one_after_the_other(strecha):
+    folder, _ = strecha
+    features = Matcher.load(device="cpu", max_keypoints=300, resize=512)
+    sides = [features.extract(folder / f"Herz-Jesus-P25_000{number}.jpg") for number in range(3)]
+    pairs = [(sides[0], sides[1]), (sides[1], sides[2]), (sides[0], sides[2])]
+    one = list(features.match_batch(pairs, 1))
+    features.side_by_side()
+    features.workers = 3
+    for alone, together in zip(one, features.match_batch(pairs, 3)):
+        np.testing.assert_array_equal(alone.matches, together.matches)
+        np.testing.assert_allclose(alone.scores, together.scores, atol=1e-5)
+
+
+def test_keypoints_of_a_database_are_where_the_pixels_agree(photo, tmp_path, monkeypatch):
+    """Three views of one photograph: matched keypoints fit the true homography better than SIFT's places do."""
+    pycolmap = pytest.importorskip("pycolmap")
+    views = {"0.png": IDENTITY, "1.png": TURN, "2.png": SHIFT}
+    (tmp_path / "photos").mkdir()
+    for name, H in views.items():
+        moved = cv2.warpPerspective(photo, H, photo.shape[::-1], flags=cv2.INTER_CUBIC)
+        cv2.imwrite(str(tmp_path / "photos" / name), moved)
+    monkeypatch.chdir(tmp_path)
+    words = ["photos", "--out-dir", "found", "--no-scene", "--max-keypoints", "300", "--device", "cpu", "--colmap"]
+    scatter = {}
+    for name, more in (("exact.db", []), ("sift.db", ["--no-refine"])):
+        assert errors.exit_code(cli.main, [*words, name, *more]) == 0
+        with pycolmap.Database.open(name) as database:
+            points = {
+                i.name: (database.read_keypoints(i.image_id)[:, :2], i.image_id) for i in database.read_all_images()
+            }
+            (first, key0), (second, key1) = points["0.png"], points["1.png"]
+            matches = database.read_matches(key0, key1)
+        mapped = geometry.transform(first[matches[:, 0]] - 0.5, TURN)
+        scatter[name] = float(np.median(np.linalg.norm(mapped - second[matches[:, 1]] + 0.5, axis=1)))
+    assert scatter["exact.db"] < 0.6 * scatter["sift.db"]

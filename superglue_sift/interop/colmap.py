@@ -11,20 +11,25 @@ COLMAP's pixels begin at the corner of the first one, so 0.5 is added to every c
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from pathlib import Path
-from typing import Any, Dict, Iterator, Tuple, Union
+from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple, Union
 
 import numpy as np
 
+from superglue_sift import tracks
 from superglue_sift.descriptors import kind_of, root_sift_of
 from superglue_sift.errors import RequestError
+from superglue_sift.images import read_gray
 from superglue_sift.many import Adding, FeatureStore
 from superglue_sift.matcher import Features, MatchResult
+from superglue_sift.progress import Progress
 from superglue_sift.sift import positions
 
 CENTRE = 0.5  # of the first pixel, as COLMAP counts
 FOCAL = 1.2  # times the longer side: COLMAP's guess for a photograph that does not tell
+GRAYS = 32  # photographs held while pairs are aligned
 LEAST_INLIERS = 15  # of a pair that is kept as verified, as COLMAP's own matcher does
 
 
@@ -106,19 +111,49 @@ class ColmapDatabase:
 
 
 @contextlib.contextmanager
-def database_of(path: Path, root: Path, store: FeatureStore) -> Iterator[Adding]:
-    """What to give to `many.match` for its photographs below `root`: a database at `path`, there when all are in it."""
+def database_of(path: Path, root: Path, store: FeatureStore, refine: bool = True) -> Iterator[Adding]:
+    """What to give to `many.Run` for its photographs below `root`: a database at `path`, there when all are in it.
+
+    refine: keypoints are written where the pixels of all pairs agree on (`tracks.refine_tracks`).
+    """
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
+    keypoints: Dict[Any, np.ndarray] = {}
+    pairs: List[Tuple[Any, Any, MatchResult]] = []
+
+    def add(photo0: Any, photo1: Any, found: MatchResult) -> None:
+        # a photograph's keypoints are held once, not with each of its pairs
+        own = [keypoints.setdefault(p, k) for p, k in ((photo0, found.keypoints0), (photo1, found.keypoints1))]
+        pairs.append((photo0, photo1, found._replace(keypoints0=own[0], keypoints1=own[1])))
+
     with ColmapDatabase(partial, root) as database:
-
-        def add(photo0: Any, photo1: Any, found: MatchResult) -> None:
-            name0, name1 = (os.path.relpath(photo.image, root) for photo in (photo0, photo1))
-            database.add(name0, name1, store(photo0), store(photo1), found)
-
         yield add
+        moved = exact_keypoints(keypoints, pairs, store) if refine else keypoints
+        for photo0, photo1, found in pairs:
+            sides = [store(photo).moved(moved[photo]) for photo in (photo0, photo1)]
+            name0, name1 = (os.path.relpath(photo.image, root) for photo in (photo0, photo1))
+            database.add(name0, name1, *sides, found)
     os.replace(partial, path)
+
+
+def exact_keypoints(
+    keypoints: Mapping[Any, np.ndarray], pairs: Sequence[Tuple[Any, Any, MatchResult]], store: FeatureStore
+) -> Dict[Any, np.ndarray]:
+    """Of each photograph its keypoints (N, 2), moved to where its accepted pairs, aligned by the pixels, agree."""
+    number = {photo: at for at, photo in enumerate(keypoints)}
+    accepted = [pair for pair in pairs if len(pair[2].matches)]
+
+    @functools.lru_cache(maxsize=GRAYS)
+    def pixels(photo: Any) -> np.ndarray:
+        return read_gray(photo.image)
+
+    def aligned() -> Iterator[Tuple[int, int, MatchResult]]:
+        for photo0, photo1, found in Progress(accepted, total=len(accepted), desc="aligning", unit="pairs"):
+            sides = [store(photo)._replace(gray=pixels(photo)) for photo in (photo0, photo1)]
+            yield number[photo0], number[photo1], found.align(*sides, store.matcher.device)
+
+    return dict(zip(number, tracks.refine_tracks(list(keypoints.values()), aligned())))
 
 
 def _points(features: Features) -> np.ndarray:
