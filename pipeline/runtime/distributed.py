@@ -138,13 +138,14 @@ def lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
-def _grouped() -> bool:
+def several() -> bool:
+    """Is there another rank?"""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def all_reduce_sum(tensor: Tensor) -> Tensor:
     """Sum over ranks, in place and returned; not differentiable."""
-    if _grouped():
+    if several():
         dist.all_reduce(tensor)
     return tensor
 
@@ -166,7 +167,7 @@ class _DifferentiableSum(torch.autograd.Function):
 
 def differentiable_sum(tensor: Tensor) -> Tensor:
     """Sum over ranks through which gradients flow (for synchronised batch statistics)."""
-    return _DifferentiableSum.apply(tensor) if _grouped() else tensor
+    return _DifferentiableSum.apply(tensor) if several() else tensor
 
 
 def weighted_means(sums: Mapping[str, float], weight: float) -> Dict[str, float]:
@@ -187,7 +188,7 @@ def any_rank(flag: Callable[[], bool]) -> Callable[[], bool]:
     On GPUs the flag is read and sent off now, so that the exchange runs beside the work until the answer is asked for.
     On CPUs, and alone, it is read only then.
     """
-    if not _grouped():
+    if not several():
         return flag
 
     def exchanged() -> Callable[[], bool]:
@@ -205,7 +206,7 @@ def any_rank(flag: Callable[[], bool]) -> Callable[[], bool]:
 
 def all_gather(item: Any) -> List[Any]:
     """The item of every rank, in rank order; any object the standard library can serialise between processes."""
-    if not _grouped():
+    if not several():
         return [item]
     items: List[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(items, item)
@@ -214,7 +215,7 @@ def all_gather(item: Any) -> List[Any]:
 
 def all_gather_tensor(tensor: Tensor) -> Tensor:
     """(W, ...) the tensors of all ranks, of one shape, in rank order."""
-    if not _grouped():
+    if not several():
         return tensor.unsqueeze(0)
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor.contiguous())
@@ -223,7 +224,7 @@ def all_gather_tensor(tensor: Tensor) -> Tensor:
 
 def map_rows_over_ranks(work: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """`work(rows)`, which does each row (K, ...) by itself and keeps its shape: every rank does a part, and has all."""
-    if not _grouped():
+    if not several():
         return work(rows)
     each = -(-len(rows) // dist.get_world_size())
     own = rows[dist.get_rank() * each :][:each]
@@ -234,7 +235,7 @@ def map_rows_over_ranks(work: Callable[[Tensor], Tensor], rows: Tensor) -> Tenso
 
 def broadcast(item: Any, source: int = 0) -> Any:
     """The item of rank `source`, on every rank."""
-    if not _grouped():
+    if not several():
         return item
     box = [item]
     dist.broadcast_object_list(box, src=source)
@@ -243,7 +244,7 @@ def broadcast(item: Any, source: int = 0) -> Any:
 
 def broadcast_tensors(tensors: Mapping[str, Tensor], source: int) -> Dict[str, Tensor]:
     """The tensors of rank `source` by name, on every rank and on the host."""
-    if not _grouped():
+    if not several():
         return dict(tensors)
     shapes = broadcast({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, source)
     own, device, received = dist.get_rank() == source, _collective_device(), {}
@@ -254,13 +255,14 @@ def broadcast_tensors(tensors: Mapping[str, Tensor], source: int) -> Dict[str, T
     return received
 
 
-def all_equal(numbers: Tensor) -> bool:
-    """(K,) int64: are they the same on every rank? One collective."""
-    if not _grouped():
+def all_equal(number: int) -> bool:
+    """Is it the same on every rank? One collective."""
+    if not several():
         return True
-    both = torch.cat([numbers, ~numbers]).to(_collective_device())  # ~x falls as x grows: its maximum is the minimum
+    both = torch.tensor([number, -number], device=_collective_device())  # the maximum of -x is the minimum of x
     dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    return bool((both[: len(numbers)] == ~both[len(numbers) :]).all())
+    most, least = both.tolist()
+    return most == -least
 
 
 def writes(folder: Path, context: Context) -> bool:
@@ -284,7 +286,7 @@ def writes(folder: Path, context: Context) -> bool:
 
 def barrier() -> None:
     """Wait for all ranks; a rank that does not come within the time-out is an error and not a hang."""
-    if _grouped():
+    if several():
         dist.barrier()
 
 
@@ -301,7 +303,7 @@ def wrap(module: nn.Module) -> nn.Module:
     resumed run starts from the first layout again, and from three ranks on the ring adds in another order: the resumed
     weights differ in their last bits.
     """
-    if not _grouped():
+    if not several():
         return module
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
     return nn.parallel.DistributedDataParallel(

@@ -82,6 +82,7 @@ class Training:
         self.messages += self.validation.said
         self.objective, self.ddp_model, self.state, self._init_threshold = parts
         self.checkpoints = Checkpoints(paths.out)
+        self._compared = -1  # step at which the replicas were last compared
         self.fingerprint = identity.fingerprint(self.train, self.store.digest, context.world_size)
         self.identity = identity.identity(self.fingerprint)  # a training that goes on keeps the one it began with
         self.versions = [{"step": 0, **identity.versions()}]  # that computed, from each step on
@@ -96,7 +97,7 @@ class Training:
         if start.finished:
             return self._already_finished()
         window = self._resume(start.saved) if start.saved else None
-        replicas.check(self.state, self.context.is_main)
+        self._compare_replicas()
         about = (self.identity, self.objective.precision, self.pairs, self.state.step, window)
         with TrainingLogger(self.paths, self.context, self.writes.curves, *about) as logger:
             weights = sum(p.numel() for p in self.state.model.parameters())
@@ -177,7 +178,7 @@ class Training:
                     bar.set_postfix(logger.log_validation(state.step, self._validate()))
                 stop = stopping()
                 if state.step % train.save_every == 0 or state.step == train.steps or stop:
-                    replicas.check(state, self.context.is_main)
+                    self._compare_replicas()
                     self._save(logger)
                 if stop and state.step < train.steps:
                     return False
@@ -249,7 +250,7 @@ class Training:
         """Figures of the weights that would be shipped; keeps them as `best` when they are."""
         state = self.state
         faults.at("eval")
-        replicas.check(state, self.context.is_main)
+        self._compare_replicas()
         state.validated = state.step
         figures = self._figures_of(state.weights())
         if state.keep_best(figures):
@@ -266,6 +267,12 @@ class Training:
         )
         model.load_state_dict(own)
         return figures
+
+    def _compare_replicas(self) -> None:
+        """Once a step: ends the run where the ranks hold different weights."""
+        if self._compared != self.state.step:
+            replicas.check(self.state, self.context.is_main)
+            self._compared = self.state.step
 
     def _save_best(self, finished: bool = False) -> None:
         """Write the best model so far, with all that a finished training leaves to say."""

@@ -61,7 +61,7 @@ def test_a_training_that_was_killed_goes_on_from_one_step_on_every_node(bench, n
     assert [digest(folder / "checkpoints") for folder in nodes] == [bench.clean(2)] * 2
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_node_that_returns_with_an_empty_disk_gets_the_state_of_the_other(bench, nodes, lost):
     killed(nodes, bench.arguments(), 5)
     shutil.rmtree(nodes[lost])
@@ -70,6 +70,7 @@ def test_a_node_that_returns_with_an_empty_disk_gets_the_state_of_the_other(benc
     assert [digest(folder / "checkpoints") for folder in nodes] == [bench.clean(2)] * 2
 
 
+@pytest.mark.slow
 def test_an_elastic_restart_goes_on_from_the_node_that_went_furthest(bench, nodes):
     """The second node goes on alone, then the first returns, as rank 0 again, with its old checkpoint."""
     arguments = bench.arguments((("bitwise_elastic", True),))
@@ -82,6 +83,7 @@ def test_an_elastic_restart_goes_on_from_the_node_that_went_furthest(bench, node
     assert curves[1].count(b"\n") == 5  # a point every other step
 
 
+@pytest.mark.slow
 def test_another_training_on_one_of_the_disks_is_set_aside_there(bench, nodes):
     other = bench.arguments((("lr", 0.001),))
     killed(nodes, other, 5)
@@ -93,6 +95,7 @@ def test_another_training_on_one_of_the_disks_is_set_aside_there(bench, nodes):
     assert (place / "step-00000004.safetensors").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_must_refuses_only_where_no_node_has_a_checkpoint(bench, nodes):
     must = [*bench.arguments(), "--resume", "must"]
     assert run(nodes, must).codes == [2, 2] and "cannot resume" in text(nodes[0])
