@@ -9,13 +9,12 @@ import statistics
 from typing import Any, Callable, Dict, Iterator, List, Sequence
 
 import numpy as np
-import torch
 
 from benchmarks import plain, timing
 from benchmarks.made import made_batch
 from benchmarks.model_rows import forward_call
 from benchmarks.row import Row, Setting
-from benchmarks.stage_rows import one_opencv_thread
+from benchmarks.stage_rows import one_opencv_thread, one_thread
 from pipeline import params
 from pipeline.errors import RequestError
 from pipeline.evaluation import matchers, pairs, protocol, scoring
@@ -98,7 +97,7 @@ class _Evaluation:
             "ours": lambda: scored([matchers.OURS]),
             "all": lambda: scored(matchers.MATCHERS),
         }
-        with _one_thread():
+        with one_thread():  # `evaluate` keeps all cores busy: what counts is what each part costs one of them
             taken = self.setting.timed(ways)
         # of each round
         each = {way: np.asarray(spent.wall) / len(self.pairs) for way, spent in taken.items()}
@@ -138,18 +137,6 @@ class _Evaluation:
 
     def _extract(self, scenes: List[int]) -> List[pairs.KnownPair]:
         return pairs.extract(self.source, scenes, self.asked.max_keypoints)[0]
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Of OpenCV and of torch: `evaluate` keeps all cores busy, so what counts is what each part costs one of them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with one_opencv_thread():
-            yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def batched(setting: Setting) -> Iterator[Row]:

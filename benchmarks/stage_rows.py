@@ -1,13 +1,16 @@
-"""Rows of whole stages: keypoints beside bare OpenCV, and two JPEG files to their matches."""
+"""Rows of whole stages: keypoints beside bare OpenCV, two JPEG files to their matches, and aligning these."""
 
 from __future__ import annotations
 
 import contextlib
+import statistics
 import tempfile
 from pathlib import Path
 from typing import Any, Dict, Iterator, List
 
 import cv2
+import numpy as np
+import torch
 
 from benchmarks import timing
 from benchmarks.keypoint_rows import OF_FLOOR, OF_PLAIN, keypoint_rows
@@ -16,9 +19,12 @@ from benchmarks.row import Row, Setting
 from pipeline import params
 from pipeline.errors import RequestError
 from pipeline.images.sources import open_manifest
+from superglue_sift.features import Features
 from superglue_sift.inference import fuse_for_inference
-from superglue_sift.matcher import Matcher
+from superglue_sift.matcher import Matcher, MatchResult
 
+ALIGNED = 250  # matches
+TURN = (320, 240), 10, 1.0  # centre, degrees and scale of what the second view of a pair is turned by
 PAPER = (640, 480)  # views of the paper's training; each SIFT call there gives 72 MB back unless it is kept
 
 
@@ -72,6 +78,18 @@ def one_opencv_thread() -> Iterator[None]:
         cv2.setNumThreads(before)
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Of OpenCV and of torch."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with one_opencv_thread():
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def files(setting: Setting) -> Iterator[Row]:
     """Two JPEG files to matches at 512 keypoints, SIFT of both views in two threads."""
     matcher = Matcher(fuse_for_inference(setting.model()), setting.device, max_keypoints=512, resize=0)
@@ -83,9 +101,35 @@ def files(setting: Setting) -> Iterator[Row]:
     yield Row("latency", what, spread.value, "s", spread=spread, at_most=0.25, note="target of 2 cores")
 
 
+def aligned(setting: Setting) -> Iterator[Row]:
+    """Aligning 250 matches by the pixels, as part of two JPEG files to matches at 1,024 keypoints, one thread each."""
+    matcher = Matcher(fuse_for_inference(setting.model()), setting.device, refine=False)
+    with tempfile.TemporaryDirectory() as folder, one_thread():
+        paths = _jpegs(Path(folder), photographs(setting.images, 1))
+        sides = matcher.extract_all(paths)
+        found = _true_matches(*sides).only(np.arange(ALIGNED))
+        ways = {"files": lambda: matcher.match(*paths), "align": lambda: found.align(*sides, str(setting.device))}
+        taken = setting.timed(ways)
+    spread = timing.interval(np.asarray(taken["align"].cpu) / np.asarray(taken["files"].cpu))
+    each = 1e3 * statistics.median(taken["align"].cpu)
+    what = f"aligning {len(found.matches)} matches, to two JPEGs to matches, 1,024 keypoints, one thread"
+    note = f"{each:.0f} ms of processor time"
+    yield Row("latency", what, spread.value, "of the time", spread=spread, at_most=0.10, note=note)
+
+
+def _true_matches(side0: Features, side1: Features) -> MatchResult:
+    """Keypoints that the turn of `_jpegs` brings onto one another, within 1.5 px."""
+    seen = cv2.transform(side0.keypoints[None], cv2.getRotationMatrix2D(*TURN))[0]
+    distances = np.linalg.norm(seen[:, None] - side1.keypoints, axis=-1)
+    nearest = distances.argmin(1)
+    mutual = (distances.argmin(0)[nearest] == np.arange(len(seen))) & (distances.min(1) < 1.5)
+    matches = np.where(mutual, nearest, -1)
+    return MatchResult.of(side0, side1, matches, mutual.astype(np.float32))
+
+
 def _jpegs(folder: Path, images: List) -> List[Path]:
     image = images[0]
-    turned = cv2.warpAffine(image, cv2.getRotationMatrix2D((320, 240), 10, 1.0), (640, 480))
+    turned = cv2.warpAffine(image, cv2.getRotationMatrix2D(*TURN), (640, 480))
     paths = [folder / "a.jpg", folder / "b.jpg"]
     for path, view in zip(paths, (image, turned)):
         cv2.imwrite(str(path), view)

@@ -46,6 +46,7 @@ def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
         "latency": model_rows.latency,
         "precision": model_rows.precisions,
         "files": stage_rows.files,
+        "aligned": stage_rows.aligned,
         "peer": peer_rows.peer,
         "modes": mode_rows.training,
         "decoders": mode_rows.decoders,

@@ -471,6 +471,10 @@ class TestStages:
         assert [each.unit for each in rows] == ["us"] * 4
         assert [each.at_most for each in rows] == [None, 20.0, 2500.0, None]
 
+    def test_aligning_is_a_small_part_of_matching(self):
+        (found,) = stage_rows.aligned(setting(seconds=1.0))
+        assert found.unit == "of the time" and 0 < found.value < 1 and "250 matches" in found.what
+
     def test_batches_are_matched_beside_the_plain_network(self):
         (found,) = evaluation_rows.batched(setting(seconds=0.5))
         assert found.unit == "pairs/s" and found.value > 0 and found.ratio.low > 0
