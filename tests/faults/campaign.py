@@ -160,15 +160,14 @@ def warm() -> None:
     import mlflow.server.handlers  # noqa: F401
     import torch._dynamo  # noqa: F401
 
-    from pipeline import evaluate, fetch
+    from pipeline import fetch
     from pipeline.extraction import shards
     from pipeline.runtime.code import code_digest
-    from pipeline.training import state
+    from pipeline.training import identity
 
-    for home in (fetch, shards, state):
+    for home in (fetch, shards, identity):
         code_digest(home.CODE, home.OUTSIDE)
     code_digest(("pipeline.evaluate",))
-    assert evaluate
 
 
 def archive(base: stages.Base) -> Tuple[FaultyServer, bytes]:
@@ -290,9 +289,10 @@ def table(count: int, seed: int, results: Path) -> str:
     head = {"count": count, "seed": seed, "done": len(every), "minutes": minutes, "missed": len(every) - len(struck)}
     text = TABLE.format(**head, commits=commits)
     for kind, about in KINDS.items():
-        for number, name in enumerate(about.weights):
+        promise = about.promise
+        for name in about.weights:
             cells = [each for each in struck if (each["kind"], each["stage"]) == (kind, name)]
-            text += _row(about.promise if number == 0 else "", name, cells) if cells else ""
+            text, promise = (text + _row(promise, name, cells), "") if cells else (text, promise)
     text += _row("**all**", "", struck)
     broken = [each for each in struck if each["problems"]]
     skipped = sorted({each["fault"] for each in every if not each["struck"] and each["seconds"] == 0})
