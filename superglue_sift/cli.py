@@ -95,8 +95,6 @@ def _add_output(group) -> None:
     add("--homography", action="store_true", help=warped + "(pip install 'superglue-sift[gif]')")
     database = "of a folder or --pairs: also a COLMAP database, ready to map "
     add("--colmap", type=Path, metavar="FILE", help=database + "(pip install 'superglue-sift[colmap]')")
-    exact = "with --colmap: keypoints where the pixels of all pairs agree that they are (default)"
-    add("--refine", action=argparse.BooleanOptionalAction, default=True, help=exact)
     add("--features", type=Path, metavar="DIR", help="where features are kept (default: OUT-DIR/features)")
 
 
@@ -118,7 +116,8 @@ def _add_how(group) -> None:
     add("--network-keypoints", type=int, metavar="N", help=few)
     add("--extractor", metavar="MODULE:FUNCTION", help="what finds keypoints, of a model not of SIFT's")
     add("--device", default="auto", help="auto (a GPU where there is one), cpu, cuda or cuda:N")
-    add("--no-refine", dest="refine", action="store_false", help="leave matches at the keypoints' positions")
+    exact = "matches, and keypoints of --colmap, where the pixels of the images agree that they are (default)"
+    add("--refine", action=argparse.BooleanOptionalAction, default=True, help=exact)
     faster = "of the network's layers; bfloat16 is faster on GPUs and on CPUs with AMX"
     add("--precision", default="float32", choices=("float32", "bfloat16"), help=faster)
 
