@@ -31,7 +31,7 @@ NEAR_PX = 30.0  # a neighbour this far away has half the weight of one at the pl
 PRIOR_PX = 5.0  # how firmly a local map holds to the one of all matches: as one neighbour at this distance
 
 GEOMETRY_PX = 3.0  # inlier distance of the geometry that local maps come from
-PLANAR = 0.6  # part of the matches that a homography explains where its derivative is the local map
+PLANAR = 0.6  # part of the agreeing matches that a homography explains where its derivative is the local map
 LEAST_AGREEING = 6  # matches without which maps come from scale and angle
 MOST = 8.0  # magnification between the images, at most
 COARSE_PX = 6.0  # a keypoint of twice this diameter begins one level up
@@ -146,7 +146,7 @@ def local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -
         return maps
     near = nearest_affine(points0, points1, agreeing)
     maps = near
-    if plane.model is not None and plane.inliers.mean() >= PLANAR:
+    if plane.model is not None and plane.inliers.sum() >= PLANAR * agreeing.sum():
         maps[plane.inliers] = geometry.jacobians(plane.model, points0[plane.inliers])
     return maps
 

@@ -274,3 +274,14 @@ def test_a_result_stays_consistent():
     few = aligned.above(0.5)
     assert len(few.aligned0) == len(few.aligned1) == len(few.deviations) == len(few.correlations) == len(few.matches)
     np.testing.assert_array_equal(few.points1, aligned.aligned1[found.scores > 0.5])
+
+
+def test_local_maps_are_a_homographys_though_most_matches_are_wrong():
+    """Of raw nearest neighbours two thirds are wrong; those that agree still lie on one plane."""
+    rng = np.random.default_rng(0)
+    H = np.array([[1.2, 0.1, 5.0], [-0.05, 0.9, -3.0], [1e-4, 2e-4, 1.0]])
+    points0 = rng.uniform(0, 300, (180, 2))
+    points1 = geometry.transform(points0, H)
+    points1[60:] = rng.uniform(0, 300, (120, 2))
+    maps = refine.local_maps(points0, points1, np.zeros((180, 2, 2)))
+    np.testing.assert_allclose(maps[:60], geometry.jacobians(H, points0[:60]), atol=1e-3)
