@@ -228,7 +228,8 @@ def match_many(args: argparse.Namespace) -> int:
     else:
         pairs, bad = listed(args, store)
         total = len(pairs)
-    with database(args, store) as add, many.pair_list(args.out_dir, matcher) as note:
+    noting = results.pair_list(args.out_dir) if matcher.rules else contextlib.nullcontext()
+    with database(args, store) as add, noting as note:
         run = many.Run(store, output, [each for each in (add, note) if each])
         run.match(pairs, total)
     report(run, total)

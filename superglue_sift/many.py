@@ -8,14 +8,11 @@ their names: features of the 256 used last, pixels of 16, and one batch of pairs
 from __future__ import annotations
 
 import collections
-import contextlib
-import csv
 import functools
 import hashlib
 import io
 import itertools
 import json
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -49,10 +46,9 @@ from superglue_sift.progress import Progress
 
 HELD = 256  # features of so many images stay in memory
 BATCH_ON_GPU = 8
-PAIRS_OF_A_WORKER = 4  # in a batch on a CPU: the last one that is still at work keeps the others waiting
+PAIRS_OF_A_WORKER = 2  # in a batch on a CPU: the last one that is still at work keeps the others waiting
 FEW = 200  # images of which all pairs are matched, 19,900, where nobody chose
 NEIGHBOURS = {"sequential": 5, "nearest": 20}  # of each image, where nobody named a number
-PAIR_LIST = "pairs.csv"
 MATCHES, JSON, PICTURE = "matches.npz", "matches.json", "matches.jpg"  # what the files of a pair end in
 OVERLAY, BLINK = "overlay.jpg", "blink.gif"
 
@@ -309,25 +305,6 @@ def choose_pairs(
         return sequential(photos, k), k * count - k * (k + 1) // 2
     chosen = retrieval.nearest_pairs(photos, lambda photo: store(photo).records["descriptor"], k)
     return [(photos[i], photos[j]) for i, j in chosen], len(chosen)
-
-
-@contextlib.contextmanager
-def pair_list(folder: Path, matcher: Matcher) -> Iterator[Optional[Adding]]:
-    """What to give to a `Run` of a scene: it writes FOLDER/pairs.csv, all pairs with their scores; None of no scene."""
-    if matcher.rules is None:
-        yield None
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{PAIR_LIST}.partial"
-    with partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(["image0", "image1", "matches", "pair_score", "accepted"])
-
-        def add(item0: Item, item1: Item, found: MatchResult) -> None:
-            rows.writerow([item0.name, item1.name, len(found.matches), found.pair_score, int(found.accepted)])
-
-        yield add
-    os.replace(partial, folder / PAIR_LIST)
 
 
 @dataclass

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import io
 import json
+import os
 import zlib
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, Mapping, Optional, Tuple
 from zipfile import BadZipFile
 
 import cv2
@@ -21,6 +24,7 @@ from superglue_sift.matcher import MatchResult
 
 BLINK_SIDE = 800  # longer side of the GIF in pixels
 BLINK_MS = 600
+PAIR_LIST = "pairs.csv"
 ALIGNED = ("aligned0", "aligned1", "deviations", "correlations")  # of `MatchResult`, what alignment gives
 DAMAGED = (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error)  # what reading a torn `.npz` raises
 Pixels = Callable[[], Iterable[np.ndarray]]  # both images (H, W, 3) BGR, read when they are drawn
@@ -133,6 +137,22 @@ def read_npz(path: Path, size0: Tuple[int, int], size1: Tuple[int, int]) -> Matc
         aligned = {name: file[name][own] for name in ALIGNED if name in file}
         keypoints = file["keypoints0"], file["keypoints1"]
         return MatchResult(*keypoints, pairs, confidence[own], size0, size1, pair_score=score, **aligned)
+
+
+@contextlib.contextmanager
+def pair_list(folder: Path) -> Iterator[Callable[[Any, Any, MatchResult], None]]:
+    """What to give to a `many.Run` of a scene: it writes FOLDER/pairs.csv, all pairs with their scores."""
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{PAIR_LIST}.partial"
+    with partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["image0", "image1", "matches", "pair_score", "accepted"])
+
+        def add(item0: Any, item1: Any, found: MatchResult) -> None:
+            rows.writerow([item0.name, item1.name, len(found.matches), found.pair_score, int(found.accepted)])
+
+        yield add
+    os.replace(partial, folder / PAIR_LIST)
 
 
 def write_picture(path: Path, found: MatchResult, fitted: Mapping[str, Fit], pixels: Pixels) -> None:

@@ -150,8 +150,10 @@ def exact_keypoints(
 
     def aligned() -> Iterator[Tuple[int, int, MatchResult]]:
         for photo0, photo1, found in Progress(accepted, total=len(accepted), desc="aligning", unit="pairs"):
-            sides = [store(photo)._replace(gray=pixels(photo)) for photo in (photo0, photo1)]
-            yield number[photo0], number[photo1], found.align(*sides, store.matcher.device)
+            if found.deviations is None:
+                sides = [store(photo)._replace(gray=pixels(photo)) for photo in (photo0, photo1)]
+                found = found.align(*sides, store.matcher.device)
+            yield number[photo0], number[photo1], found
 
     return dict(zip(number, tracks.refine_tracks(list(keypoints.values()), aligned())))
 
