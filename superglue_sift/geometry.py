@@ -19,7 +19,7 @@ FAR = 1e9  # depth, in lengths of the baseline, beyond which a point counts for 
 LEAST_FUNDAMENTAL = 8  # matches that a fundamental matrix needs
 CONFIDENCE = 0.995  # that no better sample is left when RANSAC stops early; findHomography's default
 SCATTER_PX = 0.5  # of the positions of true matches: the best of 0.25 to 2 on validation pairs, for every matcher
-LEAST_DEVIATION_PX = 0.1  # no aligned match is trusted further: the local map is an approximation
+LEAST_DEVIATION_PX = 0.25  # added to that of an aligned match: real planes and lenses are off a homography by as much
 SAMPSON_PX = 3.0  # matches that far from their epipolar lines have a say in a pose
 
 
@@ -136,8 +136,8 @@ def refine_homography(
 
 
 def _weights(deviations: np.ndarray) -> np.ndarray:
-    """(N,) factors of distances: 1 where the deviation, px, is SCATTER_PX or NaN, more where it is smaller."""
-    return np.nan_to_num(SCATTER_PX / np.maximum(np.asarray(deviations, np.float64), LEAST_DEVIATION_PX), nan=1.0)
+    """(N,) factors of distances by deviations (N,) px: 1 where they are NaN, up to 2 where they are small."""
+    return np.nan_to_num(SCATTER_PX / np.hypot(np.asarray(deviations, np.float64), LEAST_DEVIATION_PX), nan=1.0)
 
 
 def _with_last_entry(entries: np.ndarray) -> np.ndarray:
