@@ -7,6 +7,7 @@
   superglue-match photos/ --out-dir found --pairing nearest --k 10      each with the 10 that look most alike
   superglue-match photos/ --out-dir found --pairing sequential --k 5    each with the 5 before it by name
   superglue-match photos/ --out-dir found --colmap database.db           also a COLMAP database, ready to map
+  superglue-match photos/ --out-dir found --scene          photographs of one place: pairs.csv says which pairs are real
   superglue-match --pairs pairs.txt --root photos --out-dir found       a pair `a.jpg b.jpg` in each line
   superglue-match walk.mp4 --out-dir found --every 10 --pictures        frames 0, 10, 20, ...
   superglue-match --camera 0 --out-dir found --frames 100

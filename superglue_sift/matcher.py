@@ -322,20 +322,30 @@ class Matcher:
     def _match(self, sides: Sequence[Tuple[Features, Features]], aligned: bool) -> List[MatchResult]:
         for pair in sides:
             check_features(self.model.config, *pair)
-        most = self.rules.network_keypoints if self.rules else None
-        pairs = [Pair(a.records[:most], b.records[:most], a.size, b.size) for a, b in sides]
+        pairs = [
+            Pair(*(side.records[self._seen(side)] for side in pair), *(side.size for side in pair)) for pair in sides
+        ]
         with self._turn:
             answers = match_pairs(self.model, pairs, self.device)
         found = [self._result(*pair, answer) for pair, answer in zip(sides, answers)]
         return [one.align(*pair, self.device) if aligned else one for one, pair in zip(found, sides)]
+
+    def _seen(self, side: Features) -> Union[slice, np.ndarray]:
+        """Which keypoints the network sees: all, of a scene the strongest."""
+        if self.rules is None:
+            return slice(None)
+        return np.argsort(-side.records["score"], kind="stable")[: self.rules.network_keypoints]
 
     def _result(self, side0: Features, side1: Features, answer: PairMatches) -> MatchResult:
         """The matches of a pair; of one of a scene the network answered for the strongest keypoints alone."""
         if self.rules is None:
             return MatchResult.of(side0, side1, *answer.above(self.threshold))
         found = MatchResult.of(side0, side1, *answer.above(0.0))
+        seen = [
+            np.arange(len(side.records))[self._seen(side)][own] for side, own in zip((side0, side1), found.matches.T)
+        ]
         sides = tuple(scenes.side_of(side.records, side.size, self.resize) for side in (side0, side1))
-        matches, scores, score = scenes.filled(found.matches, found.scores, self.threshold, sides, self.rules)
+        matches, scores, score = scenes.filled(np.stack(seen, axis=1), found.scores, self.threshold, sides, self.rules)
         return found._replace(matches=matches, scores=scores, pair_score=score)
 
 

@@ -171,6 +171,10 @@ def test_two_photographs_of_a_place_are_accepted_and_two_of_different_places_are
     assert np.degrees(np.arccos((np.trace(pose.R @ true.T) - 1) / 2)) < 1
     nothing = place.match(one, other)
     assert not nothing.accepted and nothing.pair_score < scenes.ACCEPT and len(nothing.matches) == 0
+    mixed = np.random.default_rng(0).permutation(len(one.records))  # features of others come in any order
+    again = place.match(one._replace(records=one.records[mixed]), near)
+    same = set(map(tuple, np.stack([mixed[again.matches[:, 0]], again.matches[:, 1]], axis=1).tolist()))
+    assert len(same & set(map(tuple, found.matches.tolist()))) > 0.97 * len(found.matches)
     both = list(place.match_many(one, [near, other], accepted_only=True))
     assert [len(each.matches) for each in both] == [len(found.matches)]
 
@@ -200,6 +204,15 @@ def test_a_folder_lists_its_pairs_and_the_database_holds_the_accepted_alone(stre
         with pycolmap.Database.open(str(tmp_path / name)) as database:
             assert len(database.read_all_images()) == 3
             assert database.num_matches() == int(rows[0]["matches"]) and database.num_verified_image_pairs() == 1
+
+
+def test_hloc_asks_for_a_scene(monkeypatch):
+    from superglue_sift.interop.hloc import MatcherForHloc
+
+    asked = {}
+    monkeypatch.setattr(Matcher, "load", lambda *_args, **more: asked.update(more))
+    MatcherForHloc()._init({**MatcherForHloc.default_conf, "scene": True})
+    assert asked["scene"] is True
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@
 In a program that uses hloc, `register()` adds the matcher `superglue_sift` to `hloc.match_features`:
 
     match_features.main({"output": "matches-superglue-sift", "model": {"name": "superglue_sift"}}, pairs, ...)
+
+With `"scene": True` in the model's settings pairs are accepted first, then filled, as by `superglue-match --colmap`.
 """
 
 from __future__ import annotations
@@ -86,13 +88,13 @@ def _read(path: FileName, group: str) -> Dict[str, np.ndarray]:
 class MatcherForHloc:
     """What hloc asks of a matcher, beside its BaseModel (see `register`)."""
 
-    default_conf: ClassVar[Dict[str, Any]] = {"model": None, "threshold": None, "device": "auto"}
+    default_conf: ClassVar[Dict[str, Any]] = {"model": None, "threshold": None, "device": "auto", "scene": False}
     required_inputs: ClassVar[List[str]] = [
         f"{name}{side}" for side in "01" for name in ("image", "keypoints", "scores", "descriptors", "scales", "oris")
     ]
 
     def _init(self, conf: Mapping[str, Any]) -> None:
-        self.matcher = Matcher.load(conf["model"], conf["device"], threshold=conf["threshold"])
+        self.matcher = Matcher.load(conf["model"], conf["device"], threshold=conf["threshold"], scene=conf["scene"])
 
     def _forward(self, data: Mapping[str, Tensor]) -> Dict[str, Tensor]:
         """hloc's features of two images, a batch of one, to matches0 (1, M) and matching_scores0 (1, M)."""
