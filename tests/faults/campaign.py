@@ -28,6 +28,7 @@ from faults.group import fork
 from faults.random_faults import Cell, Clock, Found
 from faults.telemetry import Gate, Silent
 from pipeline.launch import free_port
+from pipeline.runtime.signals import end_with_parent
 from superglue_sift.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +73,7 @@ def tracking_server(cell: Cell, clock: Clock) -> Tuple[str, bool]:
 
 def serve(arguments: List[str]) -> int:
     """A tracking server at a port, over a store, until it is killed; in a process of its own."""
+    end_with_parent()
     how, port, store, delay = arguments[0], int(arguments[1]), arguments[2], float(arguments[3])
     if how == "hangs":
         Silent(port)
@@ -192,6 +194,7 @@ def prepare(work: Path, logs: Path) -> Tuple[stages.Base, int]:
     told = logs / "address"
 
     def serving(_: List[str]) -> int:
+        end_with_parent()
         server, data = archive(base)
         about = [hashlib.md5(data).hexdigest(), stages.PHOTOGRAPHS, len(data)]
         (base.folder / "remote-archive.json").write_text(json.dumps(about))
