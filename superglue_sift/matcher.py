@@ -322,9 +322,7 @@ class Matcher:
     def _match(self, sides: Sequence[Tuple[Features, Features]], aligned: bool) -> List[MatchResult]:
         for pair in sides:
             check_features(self.model.config, *pair)
-        pairs = [
-            Pair(*(side.records[self._seen(side)] for side in pair), *(side.size for side in pair)) for pair in sides
-        ]
+        pairs = [Pair(a.records[self._seen(a)], b.records[self._seen(b)], a.size, b.size) for a, b in sides]
         with self._turn:
             answers = match_pairs(self.model, pairs, self.device)
         found = [self._result(*pair, answer) for pair, answer in zip(sides, answers)]
@@ -344,8 +342,9 @@ class Matcher:
         seen = [
             np.arange(len(side.records))[self._seen(side)][own] for side, own in zip((side0, side1), found.matches.T)
         ]
-        sides = tuple(scenes.side_of(side.records, side.size, self.resize) for side in (side0, side1))
-        matches, scores, score = scenes.filled(np.stack(seen, axis=1), found.scores, self.threshold, sides, self.rules)
+        both = [scenes.side_of(side.records, side.size, self.resize) for side in (side0, side1)]
+        filled = scenes.filled(np.stack(seen, axis=1), found.scores, self.threshold, (both[0], both[1]), self.rules)
+        matches, scores, score = filled
         return found._replace(matches=matches, scores=scores, pair_score=score)
 
 

@@ -131,9 +131,9 @@ def database_of(path: Path, root: Path, store: FeatureStore, refine: bool = True
         yield add
         moved = exact_keypoints(keypoints, pairs, store) if refine else keypoints
         for photo0, photo1, found in pairs:
-            sides = [store(photo).moved(moved[photo]) for photo in (photo0, photo1)]
+            side0, side1 = (store(photo).moved(moved[photo]) for photo in (photo0, photo1))
             name0, name1 = (os.path.relpath(photo.image, root) for photo in (photo0, photo1))
-            database.add(name0, name1, *sides, found)
+            database.add(name0, name1, side0, side1, found)
     os.replace(partial, path)
 
 
