@@ -8,9 +8,20 @@ from typing import List, NoReturn, Optional
 
 from superglue_sift.errors import Main, RequestError, WorkError, exit_code
 
-__all__ = ["EXIT_FOLDER", "STOPPED", "RequestError", "WorkError", "end_as_lost", "in_image", "run", "typed"]
+__all__ = [
+    "AGENT_PID",
+    "EXIT_FOLDER",
+    "STOPPED",
+    "RequestError",
+    "WorkError",
+    "end_as_lost",
+    "in_image",
+    "run",
+    "typed",
+]
 
 EXIT_FOLDER = "SG_EXIT_FOLDER"  # set by pipeline.launch: where each local rank leaves its exit code
+AGENT_PID = "SG_AGENT_PID"  # set by pipeline.launch: the process that its ranks end with
 STOPPED = 143  # stopped by a signal, after a checkpoint
 
 

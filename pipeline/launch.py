@@ -29,7 +29,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import psutil
 
 from pipeline import errors
-from pipeline.errors import EXIT_FOLDER, STOPPED, RequestError
+from pipeline.errors import AGENT_PID, EXIT_FOLDER, STOPPED, RequestError
 from pipeline.runtime import signals, workspace_lock
 
 DEFAULT_CPU_PROCESSES = 2
@@ -124,6 +124,7 @@ def _agent(arguments: Sequence[str]) -> int:
     from pipeline.stack import own_address
 
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    os.environ[AGENT_PID] = str(os.getpid())
     try:
         run.main([*own_address(os.environ.get("LOCAL_ADDR", ""), LaunchConfig, api), *arguments])
     except (ChildFailedError, SignalException):  # some schedulers signal every process, and the ranks have saved

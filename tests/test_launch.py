@@ -20,7 +20,7 @@ from faults.cells import Workbench
 from faults.group import digest
 
 from pipeline import launch
-from pipeline.errors import RequestError
+from pipeline.errors import AGENT_PID, RequestError
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 900  # seconds: a guard against a test that never ends; starts alone take minutes on a busy machine
@@ -194,6 +194,15 @@ class TestFaults:
         process.kill()
         process.wait()
         wait_until(lambda: not ranks_of(bench.folder), 10)
+
+    def test_a_rank_whose_torchrun_was_killed_before_it_began_ends_at_once(self, bench):
+        """It was still importing torch: Linux tells of a parent's end only those that have asked before."""
+        arguments = [sys.executable, "-m", "pipeline.train", *whole(bench, "run")]
+        gone = subprocess.Popen(["true"])
+        gone.wait()
+        own = {**os.environ, "TORCHELASTIC_RUN_ID": "none", AGENT_PID: str(gone.pid)}
+        assert subprocess.run(arguments, cwd=ROOT, env=own, timeout=PATIENCE, check=False).returncode == 1
+        assert not (bench.folder / "run").exists()
 
     def test_sigterm_to_every_process_of_the_job_gives_a_checkpoint(self, bench):
         """As SLURM and some container runtimes send it; batches are made by processes, as for a GPU."""

@@ -121,7 +121,5 @@ class Pool:
 def _start(parent: int) -> None:
     """In a new worker: die with the parent, leave Ctrl-C to it, and tune the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()
-    if os.getppid() != parent:
-        os._exit(1)  # it died before we could ask to be told
+    end_with_parent(parent=parent)
     tune_process()

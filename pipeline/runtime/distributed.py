@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline import stack
-from pipeline.errors import EXIT_FOLDER, RequestError
+from pipeline.errors import AGENT_PID, EXIT_FOLDER, RequestError
 from pipeline.runtime import signals
 from superglue_sift.torch_compat import exact_float32
 
@@ -83,7 +83,8 @@ def start() -> Context:
         RequestError: an environment variable is not a number.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        signals.end_with_parent()  # torchrun: left alone this rank would hold its GPU for ever
+        # torchrun: left alone this rank would hold its GPU for ever, and write beside the next run
+        signals.end_with_parent(parent=_integer(AGENT_PID, os.getppid()))
     _adopt_slurm()
     rank, world_size = _integer("RANK", 0), _integer("WORLD_SIZE", 1)
     local_rank = _integer("LOCAL_RANK", 0)

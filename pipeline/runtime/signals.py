@@ -8,16 +8,21 @@ import os
 import signal
 import sys
 import threading
-from typing import Iterator
+from typing import Iterator, Optional
 
 ASKED_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the container, Ctrl-C, SLURM before preemption
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
-def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Ask Linux to send this process the signal when its parent ends, however that ends."""
+def end_with_parent(number: int = signal.SIGKILL, parent: Optional[int] = None) -> None:
+    """Ask Linux to send this process the signal when its parent ends, however that ends.
+
+    parent: its id, where that is known; a parent that has ended already takes this process with it at once.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)  # it ended before this process could ask to be told
 
 
 @contextlib.contextmanager
@@ -35,9 +40,7 @@ def serve(parent: int) -> None:
     for number in ASKED_BY:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED_BY)
-    end_with_parent()
-    if os.getppid() != parent:
-        os._exit(1)  # it ended before this process could ask to be told
+    end_with_parent(parent=parent)
 
 
 class Stop:

@@ -212,6 +212,12 @@ def files(folder: Path, patterns: Sequence[str]) -> List[Path]:
     return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
 
 
+def finished(path: Path) -> bool:
+    """A shard of keypoints is when its note was written behind it, or store.json, which takes the notes' place."""
+    notes = (path.with_suffix(".json"), path.parent / "store.json")
+    return not path.name.startswith("shard-") or any(note.is_file() for note in notes)
+
+
 def same_content(path: Path, good: bytes) -> bool:
     """Does a damaged result hold what it held when its bytes were `good`? ValueError: its reader refuses it.
 
