@@ -114,7 +114,7 @@ class FeatureStore:
             with np.load(path, allow_pickle=False) as file:
                 return Features(file["records"], tuple(file["size"].tolist()))
         except results.DAMAGED:  # or not there yet
-            pixels = gray_of(source, item.image) if isinstance(source, bytes) else source
+            pixels = gray_of(source, str(item.image)) if isinstance(source, bytes) else source
             found = self.matcher.extract(pixels)._replace(gray=None)
         data = io.BytesIO()
         np.savez(data, records=found.records, size=found.size)
@@ -331,9 +331,9 @@ class Run:
         drawn: collections.deque = collections.deque()  # the pairs in work, and what their results are made from
         with shown:
             for found in matcher.match_batch(self._waiting(pairs, drawn, shown), size):
-                pair, made = drawn.popleft()
-                output.write(*pair, found, made)
-                self._tell(pair, found)
+                (item0, item1), made = drawn.popleft()
+                output.write(item0, item1, found, made)
+                self._tell((item0, item1), found)
                 self.matched += 1
                 shown.update(1)
 

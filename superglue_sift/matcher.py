@@ -125,8 +125,9 @@ class MatchResult(NamedTuple):
         """The same with positions aligned by the pixels of both images, see `refine.align`; as it is without them."""
         if features0.gray is None or features1.gray is None:
             return self
-        records = (side.records[own] for side, own in zip((features0, features1), self.matches.T))
-        return self._replace(**refine.align(features0.gray, features1.gray, *records, device=device)._asdict())
+        records0, records1 = features0.records[self.matches[:, 0]], features1.records[self.matches[:, 1]]
+        aligned = refine.align(features0.gray, features1.gray, records0, records1, device=device)
+        return self._replace(**aligned._asdict())
 
     @property
     def accepted(self) -> bool:

@@ -153,11 +153,11 @@ def local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -
 
 def nearest_affine(points0: np.ndarray, points1: np.ndarray, agreeing: np.ndarray) -> np.ndarray:
     """(K, 2, 2): at each match the affine map of the nearest `agreeing` ones, held to the map of all of these."""
-    from scipy.spatial import cKDTree
+    from scipy.spatial import KDTree
 
     own, theirs = points0[agreeing], points1[agreeing]
     count = min(NEIGHBOURS, len(own))
-    distance, index = cKDTree(own).query(points0, count)
+    distance, index = KDTree(own).query(points0, count)
     weight = 1.0 / (NEAR_PX + distance)
     weight = weight / weight.sum(1, keepdims=True)
     p, q = own[index], theirs[index]

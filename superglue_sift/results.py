@@ -67,7 +67,9 @@ def aligned_lists(found: MatchResult) -> Dict[str, Any]:
     if found.aligned1 is not None:
         for name in ALIGNED:
             values = np.asarray(getattr(found, name), np.float64).round(4)
-            lists[name] = np.where(np.isfinite(values), values, None).tolist()
+            known = values.astype(object)
+            known[~np.isfinite(values)] = None
+            lists[name] = known.tolist()
     return lists
 
 
@@ -104,7 +106,7 @@ def write_npz(path: Path, found: MatchResult, made: str) -> None:
     of photographs of a place also pair_score, int64.
     """
     data, (matches, scores) = io.BytesIO(), found.dense()
-    arrays = {"keypoints0": found.keypoints0, "keypoints1": found.keypoints1, "matches": matches}
+    arrays: Dict[str, Any] = {"keypoints0": found.keypoints0, "keypoints1": found.keypoints1, "matches": matches}
     arrays.update(match_confidence=scores, made_from=np.array(made))
     if found.pair_score is not None:
         arrays["pair_score"] = np.array(found.pair_score)

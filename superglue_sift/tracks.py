@@ -42,14 +42,15 @@ def refine_tracks(keypoints: Sequence[np.ndarray], pairs: Iterable[Tuple[int, in
 
 def _equations(start0: int, start1: int, found: MatchResult) -> Tuple[np.ndarray, ...]:
     """Of the aligned matches: numbers of both keypoints (n,), map (n, 2, 2), shift (n, 2) px, deviation (n,) px."""
-    aligned = np.isfinite(found.deviations)
+    deviations = np.asarray(found.deviations)
+    aligned = np.isfinite(deviations)
     if aligned.sum() < LEAST_AGREEING:
         aligned[:] = False
     own, theirs = found.matches[aligned].T
     p, q = found.points0[aligned].astype(np.float64), found.points1[aligned].astype(np.float64)
     maps = nearest_affine(p, q, np.ones(len(p), bool)) if len(p) else np.zeros((0, 2, 2))
     shift = q - found.keypoints1[theirs] - np.einsum("nij,nj->ni", maps, p - found.keypoints0[own])
-    return start0 + own, start1 + theirs, maps, shift, np.maximum(found.deviations[aligned], LEAST_PX)
+    return start0 + own, start1 + theirs, maps, shift, np.maximum(deviations[aligned], LEAST_PX)
 
 
 def _solve(

@@ -52,7 +52,7 @@ def digest(state: TrainState) -> int:
     named: Dict[str, Tensor] = {**dict(state.model.named_parameters()), **optimizer_tensors(state.optimizer)}
     found = 0
     for _, tensor in sorted(named.items()):
-        found = zlib.crc32(tensor.detach().cpu().contiguous().numpy(), found)
+        found = zlib.crc32(tensor.detach().cpu().contiguous().numpy().data, found)
     return found
 
 
