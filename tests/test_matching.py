@@ -793,7 +793,7 @@ class TestHomography:
             q[::10] = rng.uniform(0, 300, (20, 2))
             cv2.setRNGSeed(seed)
             plain = cv2.findHomography(p, q, cv2.RANSAC, 3.0)[0]
-            names = {"cv2": cv2, "geometry": geometry, "found": SimpleNamespace(points0=p, points1=q)}
+            names = {"cv2": cv2, "geometry": geometry, "found": SimpleNamespace(points0=p, points1=q, deviations=None)}
             exec(lines, names)
             errors.append([geometry.corner_error(H, self.H, (320, 240)) for H in (names["H"], plain)])
         refined, alone = np.mean(errors, axis=0)
