@@ -19,7 +19,11 @@ FAR = 1e9  # depth, in lengths of the baseline, beyond which a point counts for 
 LEAST_FUNDAMENTAL = 8  # matches that a fundamental matrix needs
 CONFIDENCE = 0.995  # that no better sample is left when RANSAC stops early; findHomography's default
 SCATTER_PX = 0.5  # of the positions of true matches: the best of 0.25 to 2 on validation pairs, for every matcher
-LEAST_DEVIATION_PX = 0.25  # added to that of an aligned match: real planes and lenses are off a homography by as much
+# Added to the deviation of an aligned match: how far real planes and lenses are off a homography or a pose. Of
+# homographies it is then measured: MODEL_SCATTER times the scatter of the distances, within these limits.
+LEAST_DEVIATION_PX = 0.25
+MODEL_SCATTER, MODEL_LIMITS_PX = 1.5, (0.05, 0.5)
+MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 SAMPSON_PX = 3.0  # matches that far from their epipolar lines have a say in a pose
 
 
@@ -114,7 +118,8 @@ def refine_homography(
 
     points0, points1: (N, 2). A robust loss, since the positions of true matches scatter by a few tenths of a pixel, and
     some, of large keypoints, by several pixels. deviations: (N,) px along each axis, as `refine.align` gives them, by
-    which distances are divided; SCATTER_PX where they are NaN, and of all matches where there are none.
+    which distances are divided; SCATTER_PX where they are NaN, and of all matches where there are none. What the scene
+    is off a plane is added to them in quadrature: a first fit measures it, by the median distance of aligned matches.
     """
     from scipy.optimize import least_squares  # takes 0.3 s to import, for which only a fit should wait
 
@@ -122,22 +127,32 @@ def refine_homography(
     if inliers.sum() < MIN_POINTS:
         return H
     p0, p1 = (np.asarray(points, np.float64)[inliers] for points in (points0, points1))
-    weights = np.repeat(np.ones(len(p0)) if deviations is None else _weights(deviations[inliers]), 2)
 
-    def distances(entries: np.ndarray) -> np.ndarray:
-        return (transform(p0, _with_last_entry(entries)) - p1).ravel() * weights
+    def fitted(start: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        both = np.repeat(weights, 2)
 
-    def derivatives(entries: np.ndarray) -> np.ndarray:
-        return _derivatives_by_entries(_with_last_entry(entries), p0) * weights[:, None]
+        def distances(entries: np.ndarray) -> np.ndarray:
+            return (transform(p0, _with_last_entry(entries)) - p1).ravel() * both
 
-    start = normalized(H).ravel()[:8]
-    how: Dict[str, Any] = {"jac": derivatives, "x_scale": "jac", "loss": "cauchy", "f_scale": SCATTER_PX, "ftol": 1e-4}
-    return _with_last_entry(least_squares(distances, start, **how).x)
+        def derivatives(entries: np.ndarray) -> np.ndarray:
+            return _derivatives_by_entries(_with_last_entry(entries), p0) * both[:, None]
+
+        how: Dict[str, Any] = {"jac": derivatives, "x_scale": "jac", "loss": "cauchy", "f_scale": SCATTER_PX}
+        return _with_last_entry(least_squares(distances, normalized(start).ravel()[:8], ftol=1e-4, **how).x)
+
+    if deviations is None:
+        return fitted(H, np.ones(len(p0)))
+    own = np.asarray(deviations, np.float64)[inliers]
+    H, aligned = fitted(H, _weights(own)), np.isfinite(own)
+    if aligned.sum() < MIN_POINTS:
+        return H
+    scatter = MAD_TO_DEVIATION * float(np.median(np.abs(transform(p0, H) - p1)[aligned]))
+    return fitted(H, _weights(own, float(np.clip(MODEL_SCATTER * scatter, *MODEL_LIMITS_PX))))
 
 
-def _weights(deviations: np.ndarray) -> np.ndarray:
-    """(N,) factors of distances by deviations (N,) px: 1 where they are NaN, up to 2 where they are small."""
-    return np.nan_to_num(SCATTER_PX / np.hypot(np.asarray(deviations, np.float64), LEAST_DEVIATION_PX), nan=1.0)
+def _weights(deviations: np.ndarray, least_px: float = LEAST_DEVIATION_PX) -> np.ndarray:
+    """(N,) factors of distances by deviations (N,) px and `least_px` in quadrature; 1 where they are NaN."""
+    return np.nan_to_num(SCATTER_PX / np.hypot(np.asarray(deviations, np.float64), least_px), nan=1.0)
 
 
 def _with_last_entry(entries: np.ndarray) -> np.ndarray:
