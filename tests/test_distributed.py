@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -61,6 +63,27 @@ def test_collectives(answers):
         assert answer["tensor"] == [world_size, sum(ranks)]
         assert answer["rows"] == [[[r, 1]] for r in ranks]
         assert answer["main"] is (rank == 0)
+
+
+def threads() -> int:
+    """Of gloo."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum("gloo" in name for name in names)
+
+
+def left(context) -> tuple:
+    """(threads in the group, threads after leaving it)."""
+    distributed.barrier()
+    inside = threads()
+    distributed.finish()
+    gc.collect()
+    return inside, threads()
+
+
+def test_the_end_of_a_training_joins_no_thread():
+    """gloo's, which may be waiting for Python's lock: the process that joins it holds that, and both wait for ever."""
+    for inside, after in in_group(2, left):
+        assert after == inside > 0
 
 
 def absent(context) -> str:

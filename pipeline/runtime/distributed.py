@@ -102,7 +102,20 @@ def start() -> Context:
 def finish() -> None:
     """Leave the group, if there is one."""
     if dist.is_available() and dist.is_initialized():
+        _kept_group()
         dist.destroy_process_group()
+
+
+def _kept_group() -> Any:
+    """The default group, whose destructor will never run.
+
+    It joins gloo's threads. After a failure these may wait for other ranks; and DistributedDataParallel, where it holds
+    the last reference, runs it with Python's lock held, which a thread may need to let go of the last barrier's
+    tensors: the end of a finished training then hangs, once in some hundred times.
+    """
+    group = dist.distributed_c10d._get_default_group()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    return group
 
 
 def abandon() -> None:
@@ -112,9 +125,7 @@ def abandon() -> None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
-    group = dist.distributed_c10d._get_default_group()
-    # its destructor, at the end of the process, would wait too: it never comes to it
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    group = _kept_group()
     if torch.cuda.is_available() and hasattr(group, "_get_backend"):
         nccl = group._get_backend(torch.device("cuda"))
         if hasattr(nccl, "abort"):
