@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import List, Sequence
@@ -11,7 +10,7 @@ import pytest
 
 from faults import cells, group
 from faults.group import Outcome, digest, wait
-from pipeline.launch import free_port
+from pipeline import train
 from superglue_sift.weights import load_model_file
 
 
@@ -31,15 +30,13 @@ def nodes(bench) -> List[Path]:
 
 def run(folders: Sequence[Path], arguments: Sequence[str], fault: str = "", more: Sequence[Sequence[str]] = ()):
     """A rank on each node, with its own folders; more: arguments of each."""
-    port, pids = free_port(), []
+    where, pids = {"WORLD_SIZE": str(len(folders)), "SG_FAULT": fault, **group.rendezvous()}, []
     for rank, folder in enumerate(folders):
         own = [*arguments, "--out", str(folder / "checkpoints"), "--reports", str(folder / "reports")]
         own += more[rank] if more else []
         folder.mkdir(parents=True, exist_ok=True)
-        pid = os.fork()
-        if pid == 0:
-            group._child(rank, len(folders), port, own, folder / "log", {"SG_FAULT": fault})
-        pids.append(pid)
+        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), **where}
+        pids.append(group.fork(train.main, own, folder / "log", environment=list(environment.items())))
     return wait(pids)
 
 
