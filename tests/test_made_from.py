@@ -129,5 +129,5 @@ def test_the_stage_evaluate_does_not_evaluate_again(results, tmp_path, monkeypat
     assert evaluate.main(arguments) == 0 and "nothing to do" in capsys.readouterr().out
     assert files(tmp_path / "out") == {"metrics.json"}
     (tmp_path / "model").write_text("another")
-    with pytest.raises(evaluate.RequestError, match="source.json"):  # it goes on, to find that there are no images
+    with pytest.raises(evaluate.RequestError, match=r"source\.json"):  # it goes on, to find that there are no images
         evaluate.main(arguments)
