@@ -174,6 +174,8 @@ def chosen_matchers(
             networks[name] = network
         else:
             skipped.append(f"SKIP {name}: of keypoints of {own}")
+    networks, copies = matchers.without_copies(networks)
+    skipped += copies
     if args.lightglue is not None and ours != extractors.DEFAULT.name:
         skipped.append("SKIP LightGlue: its weights are of SIFT's keypoints")
     elif args.lightglue is not None:

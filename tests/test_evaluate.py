@@ -137,7 +137,7 @@ def test_alignment_is_of_every_matcher_and_has_figures_of_its_own(work, capsys):
         assert "auc_ransac_aligned_3" in {line["figure"] for line in read_csv(work / "out" / name)}
     detected, aligned = printed.split("\naligned ")[0], printed.split("\naligned ")[1]
     assert "as detected" in detected and "true matches (bound)" in detected and "true matches (bound)" in aligned
-    assert "AUC@3 RANSAC aligned" in printed and "aligned" not in capsys.readouterr().out
+    assert "AUC@5 RANSAC aligned" in printed and "aligned" not in capsys.readouterr().out
     assert "aligned" in json.loads((work / "out" / "protocol.json").read_text())
     assert "aligned" not in (work / "plain" / "index.html").read_text()
 
@@ -158,7 +158,7 @@ def test_other_estimators_lead_where_they_were_asked_for(work, capsys):
     figures = json.loads((work / "out" / "metrics.json").read_text())
     assert "superglue.auc_magsac_3" in figures and not any("ransac" in name for name in figures)
     printed = capsys.readouterr().out
-    assert "AUC MAGSAC" in printed and "AUC@3 MAGSAC" in printed
+    assert "AUC MAGSAC" in printed and "AUC@5 MAGSAC" in printed
     assert "superglue.auc_magsac_5" in read_csv(work / "out" / "robustness.csv")[0]
     # nothing of the evaluation before is left to be taken for this one's
     left = {path.name for path in (work / "out" / "curves").iterdir()}
@@ -300,24 +300,38 @@ def test_a_further_baseline_stands_in_every_table(work, monkeypatch, capsys):
 
 
 def test_a_further_model_stands_in_every_table(work, capsys):
-    write_model(work / "other.safetensors", layers=2)
-    assert (
-        run(work, "--also", f"shipped={work / 'other.safetensors'}", "--also", f"same={work / 'model.safetensors'}")
-        == 0
-    )
+    for name, layers in (("other", 2), ("third", 3)):
+        write_model(work / f"{name}.safetensors", layers=layers)
+    named = (f"shipped={work / 'other.safetensors'}", f"further={work / 'third.safetensors'}")
+    assert run(work, "--also", named[0], "--also", named[1]) == 0
     found = json.loads((work / "out" / "metrics.json").read_text())
-    ours, same = (
-        {name[len(start) :]: value for name, value in found.items() if name.startswith(start)}
-        for start in ("superglue.", "same.")
-    )
-    ours.pop("calibration_error")
-    assert same == ours and found["shipped.pairs"] == 6
+    assert found["shipped.pairs"] == found["further.pairs"] == 6
     lines = [line for line in read_csv(work / "out" / "differences.csv") if line["figure"] == "precision"]
-    assert [line["baseline"] for line in lines][1:] == ["shipped", "same"] and float(lines[-1]["value"]) == 0
+    assert [line["baseline"] for line in lines][1:] == ["shipped", "further"]
+    assert float(lines[-1]["value"]) == pytest.approx(found["superglue.precision"] - found["further.precision"])
     models = json.loads((work / "out" / "protocol.json").read_text())["models beside it"]
-    assert models["shipped"]["file"].endswith("other.safetensors") and list(models) == ["shipped", "same"]
+    assert models["shipped"]["file"].endswith("other.safetensors") and list(models) == ["shipped", "further"]
     order = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "  6  " in line]
-    assert order[:3] == ["SuperGlue", "shipped", "same"]
+    assert order[:3] == ["SuperGlue", "shipped", "further"]
+
+
+def test_where_training_kept_its_weights_that_is_said_once_and_nothing_is_compared_with_itself(work, capsys):
+    write_model(work / "model.safetensors", about={"step": 0})
+    write_model(work / "begun_from.safetensors", about={"step": 2400})
+    assert run(work, "--also", f"shipped={work / 'begun_from.safetensors'}") == 0
+    said = "Training kept the weights it began with: shipped is the same model as ours, so it has no rows of its own"
+    assert capsys.readouterr().out.count(said) == 1
+    assert (work / "out" / "index.html").read_text().count(said) == 1
+    assert not any(name.startswith("shipped.") for name in json.loads((work / "out" / "metrics.json").read_text()))
+    baselines = {line["baseline"] for line in read_csv(work / "out" / "differences.csv")}
+    assert baselines <= set(MATCHERS)
+    # another threshold gives other matches, so these rows stay
+    write_model(work / "begun_from.safetensors", about={"match_threshold": 0.05})
+    (work / "params.yaml").write_text(PARAMS.replace("threshold: 0.1", "threshold: 0.0"))
+    assert run(work, "--also", f"shipped={work / 'begun_from.safetensors'}") == 0
+    printed = capsys.readouterr().out
+    assert printed.count("Training kept the weights it began with: shipped has the weights of ours and another") == 1
+    assert "shipped.precision" in json.loads((work / "out" / "metrics.json").read_text())
 
 
 def test_a_model_brings_its_own_threshold(work):

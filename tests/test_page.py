@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
@@ -18,7 +19,8 @@ from pipeline.evaluation import figures, heldout
 from pipeline.evaluation.matchers import MATCHERS
 from pipeline.evaluation.scoring import Judged, MatchCounts, PairResult, Row
 from pipeline.images import sources
-from pipeline.report import charts, page, tables
+from pipeline.report import __main__ as report
+from pipeline.report import charts, page, summary, tables
 
 VOID = {"meta", "link", "br", "line", "circle", "polyline", "input"}
 
@@ -60,11 +62,12 @@ def content(**changes):
         for f in ("precision", "auc_ransac_3")
     ]
     difference = {"figure": "precision", "baseline": "nn", "value": 0.1, "low": 0.05, "high": 0.2, "pairs": 40}
+    difference["clusters"] = 40
     values = {
         "title": "Evaluation <b>",
         "figures": {**{f"{m}.pairs": 3 for m in MATCHERS}, **OURS},
         "intervals": lines,
-        "differences": [{**difference, "verdict": "better"}, {**difference, "low": None, "verdict": "undecided"}],
+        "differences": [{**difference, "verdict": "better"}, {**difference, "low": None, "verdict": "too few"}],
         "curves": {
             "error_ransac": [{"error_px": 0.0, "superglue": 0.0}, {"error_px": 10.0, "superglue": 1.0}],
             "precision_recall": [{"threshold": 0.0, "precision": 0.5, "recall": None}],
@@ -109,8 +112,35 @@ def test_title_and_verdict_say_data_model_commit_date_and_how_good():
     title = re.search("<title>(.*)</title>", text).group(1)
     assert all(word in title for word in ("Evaluation", "01234567", "abcdef01", "2026-01-31"))
     verdict = re.search('<p class="verdict">(.*)</p>', text).group(1)
-    assert "AUC@5 RANSAC is 50.0 %" in verdict and "80.0 % of its matches are right" in verdict
+    assert "AUC@5 RANSAC 50.0 %" in verdict and "80.0 % of its matches are right" in verdict
     assert "give 1.2 matches (95th percentile 4), by the ratio test 7.0 (20)" in verdict
+
+
+PLAIN = {
+    "better": "Better than the best baseline (ratio test, mutual): AUC@5 RANSAC 50.0 %, "
+    "+1.6 points (95 % interval +0.7 .. +2.4, 52 photographs).",
+    "worse": "Worse than the best baseline (ratio test, mutual): AUC@5 RANSAC 50.0 %, "
+    "+1.6 points (95 % interval +0.7 .. +2.4, 52 photographs).",
+    "equal": "Equal, within the 95 % interval, to the best baseline (ratio test, mutual): AUC@5 RANSAC 50.0 %, "
+    "+1.6 points (95 % interval +0.7 .. +2.4, 52 photographs).",
+    "too few": "Too few photographs to tell (3 of 6): AUC@5 RANSAC 50.0 %, "
+    "+1.6 points from the best baseline (ratio test, mutual).",
+}
+
+
+@pytest.mark.parametrize("said", PLAIN)
+def test_the_verdict_says_one_thing_and_opens_page_note_and_command(said, tmp_path, capsys):
+    """Where the photographs are too few there is no interval that could contradict it."""
+    line = {"figure": "auc_ransac_5", "baseline": "ratio_test", "value": 0.016, "low": 0.007, "high": 0.024}
+    lines = [{**line, "pairs": 99, "clusters": 3 if said == "too few" else 52, "verdict": said}]
+    given = content(differences=lines, unit="photographs")
+    assert summary.verdict(given)[0] == PLAIN[said]
+    assert page.render(given, {}, MADE).split("</h1>")[1].lstrip().startswith(f'<p class="verdict">{PLAIN[said]}')
+    assert summary.note(given, "test", "{run_id}").startswith(PLAIN[said])
+    page.save(tmp_path, given)
+    (tmp_path / "metrics.json").write_text(json.dumps(given.figures))
+    assert report.main(["--evaluation", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(PLAIN[said])
 
 
 def test_pictures_show_matches_above_the_threshold_and_hold_all():

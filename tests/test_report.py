@@ -45,7 +45,13 @@ def test_aligned_areas_stand_below_in_the_columns_of_the_others():
     assert again.index("87.5") == ours.index("53.7") and ratio.startswith("ratio test")
     assert len(tables.comparison(FIGURES).splitlines()) == len(text.splitlines()) - 5  # 3 lines, a gap and a note
     assert tables.figure_title("auc_ransac_aligned_3") == "AUC@3 RANSAC aligned"
-    assert tables.foremost([name.partition(".")[2] for name in (*FIGURES, *moved)])[-1] == "auc_ransac_aligned_3"
+
+
+def test_the_headline_is_among_the_figures_shown_first():
+    names = [f"auc_{name}_{limit}" for name in ("dlt", "ransac", "dlt_aligned") for limit in (1, 3, 5, 10)]
+    shown = ["precision", *(f"auc_{name}_{limit}" for name in ("dlt", "ransac", "dlt_aligned") for limit in (5, 10))]
+    assert tables.foremost(["precision", *names, "mean_error_dlt"]) == shown
+    assert tables.foremost(["auc_pose_5", "auc_pose_10", "auc_pose_20"]) == ["auc_pose_5", "auc_pose_20"]
 
 
 def test_table_says_how_many_pairs_the_recall_is_of():

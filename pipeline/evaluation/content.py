@@ -29,17 +29,19 @@ def content(
     disturbed: Sequence[Line],
     drawn: Sequence[page.Picture],
     protocol: Dict[str, object],
+    unit: str = Source.unit,
 ) -> page.Content:
-    """Everything the report shows and writes. disturbed: further lines of the table by how hard the pairs are."""
+    """Everything the report shows and writes. disturbed: further lines of the table by how hard the pairs are; unit:
+    what the scenes are called."""
     rows = results.rows
     scenes, matchers = compared.clusters, len(results.pairs[0].rows)
-    notes = [f"{len(results.pairs)} pairs of {scenes} scenes, {matchers} matchers on the same keypoints."]
+    notes = [f"{len(results.pairs)} pairs of {scenes} {unit}, {matchers} matchers on the same keypoints."]
     if results.bad:
         notes.append(f"{len(results.bad)} images could not be read and were left out: see bad_images.csv.")
-    if scenes < figures.LEAST_CLUSTERS:
+    if scenes < tables.LEAST_CLUSTERS:
         notes.append(
-            f"Pairs of one scene are alike, so intervals resample scenes: {scenes} of them decide nothing, "
-            f"{figures.LEAST_CLUSTERS} would."
+            f"Intervals resample {unit}, with all their pairs: {scenes} decide nothing, "
+            f"{tables.LEAST_CLUSTERS} are needed."
         )
     return page.Content(
         title=title,
@@ -54,6 +56,7 @@ def content(
         pictures=drawn,
         protocol=protocol,
         notes=notes,
+        unit=unit,
     )
 
 

@@ -18,6 +18,7 @@ from pipeline.evaluation.conditions import BINS
 from pipeline.evaluation.confidence import Sweep, calibration, calibration_error, recall_at_precision, steps, sweep
 from pipeline.evaluation.matchers import BOUND, OURS
 from pipeline.evaluation.scoring import Judged, PairResult, Row, aligned_name, estimators_of, matchers_of
+from pipeline.report.tables import LEAST_CLUSTERS
 
 AUC_PX = (1, 3, 5, 10)
 AUC_DEGREES = (5, 10, 20)  # of a pose
@@ -25,7 +26,6 @@ RATIO_TEST = "ratio_test"  # whose precision and recall are asked of the network
 COMPARED = (OURS, RATIO_TEST)  # in tables by how hard the pairs are
 DIGITS = 6  # figures are written with so many decimals: beyond them lies the noise of float32 sums
 RESAMPLES, SEED, LEVEL = 2000, 0, 0.95
-LEAST_CLUSTERS = 6  # of fewer, all agree by chance more often than once in twenty times: 2 ** (1 - 5) = 0.06
 CURVE_POINTS = 512  # of a resampled curve
 
 Line = Dict[str, Any]
@@ -233,7 +233,7 @@ def differences(found: Mapping[str, Mapping[str, Estimate]], networks: Sequence[
     """Ours minus the best baseline, then minus each further network, for each figure.
 
     The best baseline has the highest mean on these pairs: a choice in its favour. verdict: better or worse where the
-    interval does not hold 0 and there are LEAST_CLUSTERS to resample, else undecided.
+    interval does not hold 0, equal where it does, too few where there are not LEAST_CLUSTERS to resample.
     """
     baselines = [name for name in found if name not in (*networks, BOUND)]
     lines = []
@@ -242,10 +242,10 @@ def differences(found: Mapping[str, Mapping[str, Estimate]], networks: Sequence[
             known = {name: found[name][figure] for name in others if figure in found[name]}
             best = max(known, key=lambda name: np.nan_to_num(known[name].value, nan=-1.0))
             line = Estimate(ours.value - known[best].value, ours.pairs, ours.samples - known[best].samples).line()
-            verdict = "undecided"
+            verdict = "too few"
             if clusters >= LEAST_CLUSTERS and line["low"] is not None:
-                verdict = "better" if line["low"] > 0 else "worse" if line["high"] < 0 else "undecided"
-            lines.append({"figure": figure, "baseline": best, **line, "verdict": verdict})
+                verdict = "better" if line["low"] > 0 else "worse" if line["high"] < 0 else "equal"
+            lines.append({"figure": figure, "baseline": best, **line, "clusters": clusters, "verdict": verdict})
     return lines
 
 

@@ -31,6 +31,8 @@ class HeldOutPairs(Source):
     disturb: done to every second view.
     """
 
+    unit = "photographs"
+
     def __init__(
         self,
         images: ImageSet,

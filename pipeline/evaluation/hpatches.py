@@ -39,6 +39,8 @@ class HPatchesPairs(Source):
     the protocol of LightGlue and glue-factory); 0 leaves them as they are.
     """
 
+    unit = "sequences"
+
     def __init__(self, folder: Path, short_side: int = 480):
         if short_side < 0:
             raise RequestError(f"--resize {short_side}: must be 0 (leave as they are) or a side in pixels")

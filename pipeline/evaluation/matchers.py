@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -37,6 +37,33 @@ def load_network(file: Path, device: str, params: EvaluateParams) -> Network:
     """A model file as it is judged; `params.threshold` 0 is the model's own. Raises RequestError."""
     model, info = load_model(file, device, params.sinkhorn_iterations)
     return Network(fuse_for_inference(model), params.threshold or match_threshold(info), file, info)
+
+
+def without_copies(networks: Mapping[str, Network]) -> Tuple[Dict[str, Network], List[str]]:
+    """The networks without those that are ours once more, and a line for each; one says it of a training that kept
+    the weights it began with.
+
+    A network with our weights and another threshold stays: its matches are others.
+    """
+    ours, left, said = networks[OURS], dict(networks), []
+    kept = "Training kept the weights it began with: " if ours.info.get("step") == 0 else ""
+    for name, network in networks.items():
+        if name == OURS or not same_weights(ours.model, network.model):
+            continue
+        if network.threshold == ours.threshold:
+            del left[name]
+            said.append(f"{kept}{name} is the same model as ours, so it has no rows of its own")
+        else:
+            said.append(f"{kept}{name} has the weights of ours and another threshold, {network.threshold:g}")
+    if kept and not said:
+        said.append(f"{kept}no later step was better in validation")
+    return left, said
+
+
+def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    """Do both hold the same tensors, bit by bit?"""
+    own, theirs = one.state_dict(), other.state_dict()
+    return own.keys() == theirs.keys() and all(torch.equal(own[name], theirs[name]) for name in own)
 
 
 @dataclass(frozen=True)

@@ -66,9 +66,10 @@ class KnownPair:
 
 class Source:
     """Where scenes come from: the name of each and how many pairs it has. `load` raises BadImage where one may be left
-    out and counted."""
+    out and counted. unit: what its scenes are called."""
 
     scenes: Sequence[Tuple[str, int]]
+    unit = "scenes"
 
     def __len__(self) -> int:
         return len(self.scenes)

@@ -23,7 +23,7 @@ from pipeline.evaluation.matchers import OURS, Matchers
 from pipeline.evaluation.pairs import KnownPair, Source
 from pipeline.evaluation.scoring import MatchCounts, PairResult, Results, Row, Settings, score_pair
 from pipeline.files import file_sha256
-from pipeline.report import files, page, tables
+from pipeline.report import files, page, summary, tables
 from pipeline.runtime import distributed
 from pipeline.schema import EvaluateParams
 from superglue_sift import drawing, extractors
@@ -69,13 +69,15 @@ class Evaluation:
         compared.figures.update(figures.unrelated(unrelated))
         drawn = content.draw_pictures(source, self.matchers, results, self.settings)
         shown = [small for small, _ in drawn]
-        found = content.content(where, results, compared, disturbed, shown, self.describe(source, where))
+        about = self.describe(source, where)
+        found = content.content(where, results, compared, disturbed, shown, about, source.unit)
         found.notes.extend(self.skipped)
         files.write(out, found, self.training)
         for small, picture in drawn:
             drawing.write(out / "pictures" / f"{small.name}.png", picture)
         scenes = tables.by_scene(found.scenes) + "\n\n" if isinstance(source, HPatchesPairs) else ""
-        print(f"\n{where}, {len(results.pairs)} pairs\n\n{scenes}{tables.comparison(found.figures)}\n")
+        print("\n".join(["", f"{where}, {len(results.pairs)} pairs", "", *summary.verdict(found), ""]))
+        print(f"{scenes}{tables.comparison(found.figures)}\n")
         print(tables.differences(found.differences))
         print("\n".join(tables.unrelated(found.figures)))
         bad = f"; {len(results.bad)} unreadable images left out, see bad_images.csv" if results.bad else ""

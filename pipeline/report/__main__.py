@@ -12,7 +12,7 @@ from typing import List, Optional
 from pipeline import errors
 from pipeline.errors import RequestError, in_image, typed
 from pipeline.files import read_json
-from pipeline.report import page, tables
+from pipeline.report import page, summary, tables
 
 
 def fresh_page(folder: Path) -> Optional[Path]:
@@ -50,10 +50,12 @@ def main(argv: Optional[List[str]] = None) -> int:
     figures = read_json(path, run)
     if not tables.matchers_in(figures):
         raise RequestError(f"{path}: holds no matcher's figures; run `python -m pipeline.evaluate` again")
+    content = page.load(args.evaluation) if (args.evaluation / page.JSON).is_file() else None
+    if content is not None and content.differences:
+        print("\n".join([*summary.verdict(content), ""]))
     print(f"Comparison on held-out pairs ({path})\n")
     print("\n".join([tables.comparison(figures), *tables.unrelated(figures)]))
-    if (args.evaluation / page.JSON).is_file():
-        content = page.load(args.evaluation)
+    if content is not None:
         print("\n".join(["", content.title, *content.notes]))
     made = fresh_page(args.evaluation)
     print("\nWhere to look next")

@@ -46,7 +46,10 @@ class Picture:
 
 @dataclass(frozen=True)
 class Content:
-    """All that an evaluation has to say: the lines of each file it writes, and what the page shows of them."""
+    """All that an evaluation has to say: the lines of each file it writes, and what the page shows of them.
+
+    unit: what the intervals resample, such as photographs.
+    """
 
     title: str  # where the pairs come from
     figures: Dict[str, Optional[float]]
@@ -60,6 +63,7 @@ class Content:
     scenes: Sequence[Line] = ()
     bad: Sequence[Line] = ()
     notes: List[str] = field(default_factory=list)
+    unit: str = "scenes"
 
 
 def save(folder: Path, content: Content) -> None:
@@ -122,17 +126,21 @@ def template() -> jinja2.Template:
 
 
 def as_text(differences: Sequence[Line]) -> List[str]:
-    """What is better, what is worse, what these pairs cannot tell; beside the baselines, and each further model."""
+    """What is better, worse and equal: compared with the best baseline, then with each further model.
+
+    Nothing where the photographs are too few, which the verdict and the table say.
+    """
     seen: Dict[str, str] = {}  # figure -> whom its first line is about
     groups: Dict[Tuple[str, str], List[str]] = {}
     for line in differences:
         figure, baseline = str(line["figure"]), str(line["baseline"])
-        beside = "the best baseline" if figure not in seen else tables.title(baseline)
+        other = "the best baseline" if figure not in seen else tables.title(baseline)
         seen.setdefault(figure, baseline)
-        groups.setdefault((beside, str(line["verdict"])), []).append(tables.figure_title(figure))
-    words = {"better": "Better than", "worse": "Worse than", "undecided": "These pairs cannot tell beside"}
-    ranked = sorted(groups, key=lambda key: (key[0] != "the best baseline", key[0], list(words).index(key[1])))
-    return [f"{words[verdict]} {beside} in: {', '.join(groups[beside, verdict])}." for beside, verdict in ranked]
+        groups.setdefault((other, str(line["verdict"])), []).append(tables.figure_title(figure))
+    words = {"better": "Better than", "worse": "Worse than", "equal": "Equal within the interval to"}
+    known = [key for key in groups if key[1] in words]
+    ranked = sorted(known, key=lambda key: (key[0] != "the best baseline", key[0], list(words).index(key[1])))
+    return [f"{words[verdict]} {other} in: {', '.join(groups[other, verdict])}." for other, verdict in ranked]
 
 
 Chart = Tuple[Markup, str]  # and its caption

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pipeline.report.page import Content
 
 OURS, RATIO_TEST = "superglue", "ratio_test"
-VERDICTS = {"better": "better", "worse": "worse", "undecided": "these pairs cannot tell"}
+VERDICTS = {"better": "Better than", "worse": "Worse than", "equal": "Equal, within the 95 % interval, to"}
 
 
 def leading_area(content: Content) -> str:
@@ -46,15 +46,11 @@ def result(content: Content) -> str:
 
 
 def verdict(content: Content) -> List[str]:
-    """Two sentences: how good, and how sure of it; how clean the matches are."""
+    """Two sentences: better, worse, equal or too few photographs to tell, and by how much; how clean the matches."""
     figures, area = content.figures, leading_area(content)
-    value = f"{tables.figure_title(area)} is {tables.percent(figures[f'{OURS}.{area}'])} %"
+    value = f"{tables.figure_title(area)} {tables.percent(figures[f'{OURS}.{area}'])} %"
     line = best_baseline(content, area)
-    if line is not None:
-        low, high = tables.points(line["low"]), tables.points(line["high"])
-        span = f"95 % interval {low} .. {high}: " if line["low"] is not None else ""
-        value += f", {tables.points(line['value'])} points beside the best baseline, {tables.title(line['baseline'])}"
-        value += f" ({span}{VERDICTS[line['verdict']]})"
+    value = f"{compared(content, line)}: {value}, {margin(content, line)}" if line is not None else value
     aligned = figures.get(f"{OURS}.{tables.aligned_counterpart(area)}")
     value += f"; with matches aligned by the pixels {tables.percent(aligned)} %" if aligned is not None else ""
     second = f"{tables.percent(figures.get(f'{OURS}.precision'))} % of its matches are right"
@@ -67,6 +63,22 @@ def verdict(content: Content) -> List[str]:
             f"by the ratio test {others[0]:.1f} ({others[1]:.0f})"
         )
     return [f"{value}.", f"{second}."]
+
+
+def compared(content: Content, line: Mapping[str, Any]) -> str:
+    """`Better than the best baseline (ratio test, mutual)`, or why that cannot be said."""
+    if line["verdict"] not in VERDICTS:
+        return f"Too few {content.unit} to tell ({line.get('clusters', 0)} of {tables.LEAST_CLUSTERS})"
+    return f"{VERDICTS[line['verdict']]} the best baseline ({tables.title(line['baseline'])})"
+
+
+def margin(content: Content, line: Mapping[str, Any]) -> str:
+    """The difference in points, with its interval where that is of enough photographs."""
+    value = f"{tables.points(line['value'])} points"
+    if line["verdict"] not in VERDICTS:
+        return f"{value} from the best baseline ({tables.title(line['baseline'])})"
+    low, high = tables.points(line["low"]), tables.points(line["high"])
+    return f"{value} (95 % interval {low} .. {high}, {line.get('clusters', 0)} {content.unit})"
 
 
 def unrelated(figures: Mapping[str, Optional[float]], matcher: str) -> Optional[Tuple[float, float]]:

@@ -32,6 +32,7 @@ ALIGNED = "_aligned"  # behind the estimator's name in figures of aligned matche
 DETECTED, MOVED = "as detected", "aligned"  # what stands above the two parts of a table
 POSES = ("AUC POSE", "AUC REFINED")
 LEAST_PAIRS = 20  # of fewer a figure says too little to be judged
+LEAST_CLUSTERS = 6  # photographs (scenes): fewer agree by chance more than once in twenty times, 2 ** (1 - 5) = 0.06
 FEW = f"* fewer than {LEAST_PAIRS} pairs: too few to judge by"
 
 
@@ -204,16 +205,17 @@ def marked(pairs: int) -> str:
 
 
 def foremost(names: Sequence[str]) -> List[str]:
-    """Of these figures those to show first: all but areas, of the first two estimators AUC@3 and AUC@10 (20), of the
+    """Of these figures those to show first: all but areas, of the first two estimators AUC@5 and AUC@10 (20), of the
     first the same aligned."""
-    areas = [[own[1], own[-1]] for own in list(columns_of(names).values())[1:3]]
+    estimators = list(columns_of(names).values())[1:3]
+    areas = [[name for name in own if name.endswith("_5") or name == own[-1]] for own in estimators]
     shown = set(SHORT).union(*areas, *([map(aligned_counterpart, areas[0])] if areas else []))
     return [name for name in names if name in shown]
 
 
 def differences(lines: Sequence[Mapping[str, Any]]) -> str:
     """Ours minus the best baseline with its 95 % interval, in percentage points. lines: of differences.csv."""
-    rows = [["ours minus the best baseline", "points", "95 % interval", "", "best baseline"]]
+    rows = [["ours minus the best baseline", "points", "95 % interval", "verdict", "best baseline"]]
     first = foremost([line["figure"] for line in lines])
     for line in lines:
         span = "-" if line["low"] is None else f"{points(line['low'])} .. {points(line['high'])}"
