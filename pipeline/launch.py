@@ -31,6 +31,7 @@ import psutil
 from pipeline import errors
 from pipeline.errors import AGENT_PID, EXIT_FOLDER, STOPPED, RequestError
 from pipeline.runtime import signals, workspace_lock
+from superglue_sift import threads
 
 DEFAULT_CPU_PROCESSES = 2
 AGENT = "--agent"  # first argument of the process in which torchrun runs
@@ -154,7 +155,7 @@ def environment(processes: int, exit_folder: Path) -> Dict[str, str]:
     values = dict(os.environ)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     values.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
-    values.setdefault("OMP_WAIT_POLICY", "passive")  # see superglue_sift.threads
+    threads.wait_passively(values)
     # a restarted rank must not read a dead peer's address from a shared store: it would hang (pytorch#135712)
     values.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     values.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "90")  # seconds a rank has to save after SIGTERM

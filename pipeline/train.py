@@ -10,6 +10,11 @@ step, so a run killed anywhere goes on from its newest checkpoint as if nothing 
 
 from __future__ import annotations
 
+from superglue_sift import threads
+
+if __name__ == "__main__":
+    threads.wait_passively()  # before torch is loaded
+
 import argparse
 from pathlib import Path
 from typing import Optional, Sequence, Tuple

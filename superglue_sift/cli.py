@@ -319,10 +319,5 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         raise RequestError(f"{error.filename}: cannot be written: {error.strerror}") from error
 
 
-def command() -> int:
-    """The entry point `superglue-match`."""
-    return errors.exit_code(main)
-
-
 if __name__ == "__main__":
-    raise SystemExit(command())
+    raise SystemExit(errors.exit_code(main))

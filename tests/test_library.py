@@ -108,7 +108,7 @@ def test_the_wheel_holds_library_and_pipeline_and_weights_and_nothing_else(tmp_p
     with zipfile.ZipFile(build_wheel(root, tmp_path, with_weights=False)) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
         entry_points = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-        assert "superglue-match = superglue_sift.cli:command" in wheel.read(entry_points).decode()
+        assert "superglue-match = superglue_sift.__main__:command" in wheel.read(entry_points).decode()
     files = {
         path.relative_to(root).as_posix()
         for package in ("superglue_sift", "pipeline")

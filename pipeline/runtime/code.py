@@ -27,6 +27,7 @@ CHANGES_NO_OUTPUT = (
     "pipeline.runtime.machine",
     "pipeline.runtime.made_from",
     "superglue_sift.progress",
+    "superglue_sift.threads",
     "pipeline.runtime.signals",
     "pipeline.tracking",
     "pipeline.runtime.workspace_lock",

@@ -1,0 +1,17 @@
+"""The command `superglue-match`, also `python -m superglue_sift`: says how threads wait, then loads the rest."""
+
+from __future__ import annotations
+
+from superglue_sift import errors, threads
+
+
+def command() -> int:
+    """The entry point; returns the exit code."""
+    threads.wait_passively()  # before torch is loaded
+    from superglue_sift import cli
+
+    return errors.exit_code(cli.main)
+
+
+if __name__ == "__main__":
+    raise SystemExit(command())

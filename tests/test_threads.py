@@ -1,0 +1,51 @@
+"""Threads that wait sleep, in every command that computes: said before OpenMP is loaded, unless the user said more."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from superglue_sift import threads
+
+SCRIPT = "import sys; from {} import {}; sys.exit({}())"  # what pip writes for an entry point
+
+
+def spins_of(words, **said) -> str:
+    """GOMP_SPINCOUNT as GNU's OpenMP, which torch loads, took it up in a process of its own."""
+    kept = {name: value for name, value in os.environ.items() if name not in threads.SAID}
+    environment = {**kept, **said, "OMP_DISPLAY_ENV": "VERBOSE"}
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
+    if not found:
+        pytest.skip("this torch is not built with GNU's OpenMP")
+    return found.group(1)
+
+
+def entry_point(root) -> str:
+    """The script of `superglue-match`."""
+    words = re.search(r'^superglue-match = "([\w.]+):(\w+)"', (root / "pyproject.toml").read_text(), re.MULTILINE)
+    return SCRIPT.format(*words.groups(), words.group(2))
+
+
+@pytest.mark.parametrize("module", ["superglue_sift", "superglue_sift.cli", "pipeline.evaluate", "pipeline.train"])
+def test_threads_of_a_command_sleep_while_they_wait(module):
+    assert spins_of(["-m", module, "--help"]) == "0"
+
+
+def test_threads_of_the_installed_command_sleep_and_what_the_user_says_wins(root):
+    words = ["-c", entry_point(root), "--version"]
+    assert spins_of(words) == "0"
+    assert spins_of(words, GOMP_SPINCOUNT="5") == "5"
+    assert int(spins_of(words, OMP_WAIT_POLICY="active")) > 1000
+
+
+@pytest.mark.parametrize("name", threads.SAID)
+def test_what_is_said_already_stays(name):
+    said = {name: "x"}
+    threads.wait_passively(said)
+    assert said == {name: "x"}
