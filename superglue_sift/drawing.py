@@ -1,7 +1,13 @@
-"""Pictures of matches: two images side by side, right matches green and wrong ones red."""
+"""Pictures of matches: two images side by side, joined by half transparent lines, coloured by confidence.
+
+The colours are those of viridis, which is uniform to the eye and in gray: dark violet 0, yellow 1. Of many matches the
+strongest `LINES` are lines and the others points, so that the images stay visible. Wrong matches, where the truth is
+known, are red and end in crosses.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import List, Optional, Sequence, Tuple
@@ -11,19 +17,46 @@ import numpy as np
 
 from superglue_sift.files import write_atomic
 
-GREEN, RED, BLUE, WHITE = (80, 200, 60), (50, 50, 235), (235, 160, 40), (255, 255, 255)  # BGR
+RED, WHITE, DARK = (40, 40, 240), (255, 255, 255), (40, 40, 40)  # BGR
+LINES = 150  # of a pair: the strongest matches, which are drawn as lines
+OPACITY = 0.55  # of a line; its ends are opaque
+SIDE = 1280  # longer side of each image in the picture, pixels, at most
 GAP = 8  # pixels between the two images
-BAR = 26  # height of the heading in pixels
+BAR = 26  # height of a heading and of the legend in pixels
+FONT, FONT_SIZE = cv2.FONT_HERSHEY_SIMPLEX, 0.5
 
 
 @dataclass(frozen=True)
 class Panel:
-    """The matches of one matcher. points0, points1: (K, 2) pixels; correct: (K,) bool, None where it is not known."""
+    """The matches of one matcher.
+
+    points0, points1: (K, 2) pixels. scores: (K,) confidence, 0 to 1. wrong: (K,) bool, None where it is not known.
+    wrong_means: the legend's words for the wrong ones.
+    """
 
     heading: str
     points0: np.ndarray
     points1: np.ndarray
-    correct: Optional[np.ndarray] = None
+    scores: np.ndarray
+    wrong: Optional[np.ndarray] = None
+    wrong_means: str = "wrong"
+
+
+@functools.lru_cache(maxsize=1)
+def colour_table() -> Tuple[Tuple[int, int, int], ...]:
+    """The 256 colours of confidences from 0 to 1, BGR."""
+    rows = cv2.applyColorMap(np.arange(256, dtype=np.uint8).reshape(-1, 1), cv2.COLORMAP_VIRIDIS)[:, 0]
+    return tuple((int(b), int(g), int(r)) for b, g, r in rows)
+
+
+def css_colours() -> List[str]:
+    """`colour_table` as a page names them: 256 times #rrggbb."""
+    return [f"#{r:02x}{g:02x}{b:02x}" for b, g, r in colour_table()]
+
+
+def colour_of(score: float) -> Tuple[int, int, int]:
+    """BGR of a confidence from 0 to 1."""
+    return colour_table()[round(255 * min(max(float(score), 0.0), 1.0))]
 
 
 def side_by_side(image0: np.ndarray, image1: np.ndarray) -> np.ndarray:
@@ -35,37 +68,98 @@ def side_by_side(image0: np.ndarray, image1: np.ndarray) -> np.ndarray:
     return canvas
 
 
+def drawing_order(panel: Panel) -> np.ndarray:
+    """(K,) int64: the right matches from weak to strong, then the wrong ones, so that none hides behind right ones."""
+    wrong = np.zeros(len(panel.scores), bool) if panel.wrong is None else np.asarray(panel.wrong, bool)
+    return np.lexsort((panel.scores, wrong))
+
+
+def strongest(scores: np.ndarray) -> np.ndarray:
+    """(K,) bool: is the match drawn as a line?"""
+    chosen = np.zeros(len(scores), bool)
+    chosen[np.argsort(-np.asarray(scores), kind="stable")[:LINES]] = True
+    return chosen
+
+
 def draw_lines(canvas: np.ndarray, panel: Panel, shift: int) -> None:
-    """Draw the matches of a panel; wrong ones last, so that none hides behind the right ones."""
-    correct = panel.correct
-    colours = [BLUE] * len(panel.points0) if correct is None else [GREEN if good else RED for good in correct]
-    order = range(len(colours)) if correct is None else np.argsort(~np.asarray(correct, bool), kind="stable")
+    """Draw the matches of a panel; points1 lie `shift` pixels further right than they say."""
+    order, lines = drawing_order(panel), strongest(panel.scores)
+    wrong = np.zeros(len(lines), bool) if panel.wrong is None else np.asarray(panel.wrong, bool)
+    thickness = 1 + canvas.shape[1] // 1600
+    # cv2 takes fixed-point coordinates: four bits after the point
+    ends = np.rint(16 * np.stack([panel.points0, panel.points1 + np.array([shift, 0])], axis=1)).astype(int)
+    colours = [RED if bad else colour_of(score) for bad, score in zip(wrong, panel.scores)]
+    below = canvas.copy()
+    for index in order[lines[order]]:
+        start, end = (tuple(point.tolist()) for point in ends[index])
+        cv2.line(canvas, start, end, colours[index], thickness, cv2.LINE_AA, 4)
+    cv2.addWeighted(canvas, OPACITY, below, 1 - OPACITY, 0, dst=canvas)
     for index in order:
-        # cv2 takes fixed-point coordinates: four bits after the point
-        ends = panel.points0[index], panel.points1[index] + (shift, 0)
-        start, end = (tuple(round(16 * float(value)) for value in point) for point in ends)
-        cv2.line(canvas, start, end, colours[index], 1, cv2.LINE_AA, 4)
-        for point in (start, end):
-            cv2.circle(canvas, point, 32, colours[index], 1, cv2.LINE_AA, 4)
+        for point in ends[index]:
+            _draw_end(canvas, point, colours[index], bool(wrong[index]), thickness)
+
+
+def _draw_end(canvas: np.ndarray, point: np.ndarray, colour: Tuple[int, int, int], wrong: bool, size: int) -> None:
+    """A dot, or a cross of a wrong match, at `point`, in sixteenths of a pixel."""
+    if not wrong:
+        cv2.circle(canvas, tuple(point.tolist()), 16 * (2 + size), colour, -1, cv2.LINE_AA, 4)
+        return
+    for dx, dy in ((1, 1), (1, -1)):
+        arm = 16 * (3 + size) * np.array([dx, dy])
+        cv2.line(canvas, tuple((point - arm).tolist()), tuple((point + arm).tolist()), colour, size, cv2.LINE_AA, 4)
 
 
 def heading_bar(width: int, text: str) -> np.ndarray:
     """A dark bar (BAR, width, 3) with text, made smaller where it would not fit."""
-    bar = np.full((BAR, width, 3), 40, np.uint8)
-    (text_width, _), _ = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, 0.5, 1)
-    scale = min(0.5, 0.5 * (width - 12) / max(text_width, 1))
-    cv2.putText(bar, text, (6, BAR - 9), cv2.FONT_HERSHEY_SIMPLEX, scale, WHITE, 1, cv2.LINE_AA)
+    bar = np.full((BAR, width, 3), DARK, np.uint8)
+    (text_width, _), _ = cv2.getTextSize(text, FONT, FONT_SIZE, 1)
+    scale = min(FONT_SIZE, FONT_SIZE * (width - 12) / max(text_width, 1))
+    cv2.putText(bar, text, (6, BAR - 9), FONT, scale, WHITE, 1, cv2.LINE_AA)
     return bar
 
 
+def legend_bar(width: int, panels: Sequence[Panel]) -> np.ndarray:
+    """A dark bar (BAR, width, 3) that says what the colours mean; as wide as it must be, then reduced to `width`."""
+    items: List[np.ndarray] = [_word("confidence 0"), _swatches(colour_table()[::2]), _word("1")]
+    for means in dict.fromkeys(panel.wrong_means for panel in panels if panel.wrong is not None):
+        items += [_swatches([RED] * 24), _word(means)]
+    if any(len(panel.scores) > LINES for panel in panels):
+        items.append(_word(f"lines: the {LINES} strongest; dots: the others"))
+    row = np.concatenate(items, axis=1)
+    if row.shape[1] > width:
+        row = cv2.resize(row, (width, max(1, BAR * width // row.shape[1])), interpolation=cv2.INTER_AREA)
+    bar = np.full((BAR, width, 3), DARK, np.uint8)
+    top = (BAR - len(row)) // 2
+    bar[top : top + len(row), : row.shape[1]] = row
+    return bar
+
+
+def _word(text: str) -> np.ndarray:
+    (text_width, _), _ = cv2.getTextSize(text, FONT, FONT_SIZE, 1)
+    return heading_bar(text_width + 14, text)
+
+
+def _swatches(colours: Sequence[Tuple[int, int, int]]) -> np.ndarray:
+    """A strip of colours, one pixel wide each."""
+    strip = np.full((BAR, len(colours), 3), DARK, np.uint8)
+    strip[7:-7] = np.array(colours, np.uint8)
+    return strip
+
+
 def draw(image0: np.ndarray, image1: np.ndarray, panels: Sequence[Panel]) -> np.ndarray:
-    """One picture, (H, W, 3) uint8 BGR: the panels below each other, each under its heading."""
+    """One picture, (H, W, 3) uint8 BGR: the panels below each other, each under its heading, then the legend.
+
+    Images are reduced to a longer side of `SIDE`.
+    """
+    (small0, scale0), (small1, scale1) = (reduced(image, SIDE) for image in (image0, image1))
     rows: List[np.ndarray] = []
     for panel in panels:
-        canvas = side_by_side(image0, image1)
-        draw_lines(canvas, panel, image0.shape[1] + GAP)
+        canvas = side_by_side(small0, small1)
+        points0, points1 = (panel.points0 + 0.5) * scale0 - 0.5, (panel.points1 + 0.5) * scale1 - 0.5
+        shown = Panel(panel.heading, points0, points1, panel.scores, panel.wrong, panel.wrong_means)
+        draw_lines(canvas, shown, small0.shape[1] + GAP)
         rows += [heading_bar(canvas.shape[1], panel.heading), canvas]
-    return np.concatenate(rows, axis=0)
+    return np.concatenate([*rows, legend_bar(rows[0].shape[1], panels)], axis=0)
 
 
 def reduced(image: np.ndarray, longer_side: int) -> Tuple[np.ndarray, float]:

@@ -27,6 +27,7 @@ BLINK_MS = 600
 PAIR_LIST = "pairs.csv"
 ALIGNED = ("aligned0", "aligned1", "deviations", "correlations")  # of `MatchResult`, what alignment gives
 DAMAGED = (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error)  # what reading a torn `.npz` raises
+NAMES = {"homography": "homography", "fundamental": "fundamental matrix"}  # of `fits`, as people say
 Pixels = Callable[[], Iterable[np.ndarray]]  # both images (H, W, 3) BGR, read when they are drawn
 
 
@@ -158,13 +159,19 @@ def pair_list(folder: Path) -> Iterator[Callable[[Any, Any, MatchResult], None]]
 
 
 def write_picture(path: Path, found: MatchResult, fitted: Mapping[str, Fit], pixels: Pixels) -> None:
-    """Both images side by side: green the matches that the better of the fits explains, red the others."""
-    name = max(fitted, key=lambda key: int(fitted[key].inliers.sum()))
-    inliers = fitted[name].inliers
-    heading = f"{len(found.matches)} matches; green: {int(inliers.sum())} that fit one {name}"
-    panel = drawing.Panel(heading, found.points0, found.points1, inliers)
+    """Both images side by side, matches coloured by confidence; red: those that the better of the fits leaves out."""
     image0, image1 = pixels()
-    drawing.write(path, drawing.draw(image0, image1, [panel]))
+    drawing.write(path, drawing.draw(image0, image1, [panel(found, fitted)]))
+
+
+def panel(found: MatchResult, fitted: Mapping[str, Fit]) -> drawing.Panel:
+    """What `drawing.draw` draws of matches and `fits` of them."""
+    counts = {name: int(fit.inliers.sum()) for name, fit in fitted.items()}
+    name = max(counts, key=lambda key: counts[key])
+    fit = ", ".join(f"{count} fit one {NAMES[key]}" for key, count in counts.items())
+    wrong = None if fitted[name].model is None else ~fitted[name].inliers
+    heading = f"{len(found.matches)} matches: {fit}"
+    return drawing.Panel(heading, found.points0, found.points1, found.scores, wrong, f"off the {NAMES[name]}")
 
 
 def write_overlay(stem: Path, H_0to1: np.ndarray, pixels: Pixels) -> Tuple[Path, Path]:

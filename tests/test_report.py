@@ -17,7 +17,6 @@ from pipeline.evaluation.figures import auc_by_pair
 from pipeline.evaluation.scoring import MatchCounts, Row
 from pipeline.report import __main__ as report
 from pipeline.report import files, page, tables
-from superglue_sift import drawing
 
 FIGURES = {
     "superglue.pairs": 4, "superglue.matches": 51.7, "superglue.precision": 0.8, "superglue.recall": None,
@@ -100,27 +99,6 @@ def test_csv_keeps_columns_that_only_later_lines_have(tmp_path):
         assert list(csv.DictReader(file)) == [{"a": "1", "b": ""}, {"a": "2", "b": "inf"}]
     files.write_lines(tmp_path / "empty.csv", [], ("file", "reason"))
     assert (tmp_path / "empty.csv").read_text() == "file,reason\n"
-
-
-def test_picture_is_green_where_right_and_red_where_wrong(tmp_path):
-    image0, image1 = np.zeros((60, 80), np.uint8), np.zeros((50, 70, 3), np.uint8)
-    points = np.array([[10.0, 10.0], [10.0, 40.0]])
-    panel = drawing.Panel("x" * 200, points, points, np.array([True, False]))
-    picture = drawing.draw(image0, image1, [panel, panel])
-    assert picture.shape == (2 * (60 + drawing.BAR), 80 + drawing.GAP + 70, 3)
-    middle = 80 + drawing.GAP // 2
-    assert picture[drawing.BAR + 10, middle] == pytest.approx(np.array(drawing.GREEN), abs=40)
-    assert picture[drawing.BAR + 40, middle] == pytest.approx(np.array(drawing.RED), abs=40)
-    drawing.write(tmp_path / "new" / "a.png", picture)
-    np.testing.assert_array_equal(cv2.imread(str(tmp_path / "new" / "a.png")), picture)
-
-
-def test_picture_of_no_matches_and_of_unknown_truth():
-    image = np.zeros((40, 40), np.uint8)
-    none = np.zeros((0, 2))
-    assert drawing.draw(image, image, [drawing.Panel("nothing", none, none, np.zeros(0, bool))]).any()
-    some = drawing.draw(image, image, [drawing.Panel("", np.array([[5.0, 5]]), np.array([[5.0, 5]]))])
-    assert some[drawing.BAR + 5, 20] == pytest.approx(np.array(drawing.BLUE), abs=40)
 
 
 def test_report_command(tmp_path, capsys):

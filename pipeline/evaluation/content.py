@@ -124,9 +124,9 @@ def draw_pictures(
         for matcher in PICTURED:
             said = f"{tables.title(matcher)}: {counted(found.rows[matcher])}"
             captions.append(f"{said}.")
-            points0, points1, _ = matched_points(known.pair, shown[matcher])
+            points = matched_points(known.pair, shown[matcher])
             correct = correct_matches(known, shown[matcher], settings.params.correct_px)
-            panels.append(drawing.Panel(f"{said}   ({known.name})", points0, points1, correct))
+            panels.append(drawing.Panel(f"{said}   ({known.name})", *points, ~correct))
             # all that the page shows where its threshold is moved, in pixels of the two images side by side
             points0, points1, scores = matched_points(known.pair, answers[matcher])
             correct = correct_matches(known, answers[matcher], settings.params.correct_px)
