@@ -54,8 +54,8 @@ def test_wrong_matches_are_red_crosses_and_over_the_right_ones():
     picture = draw(BLACK, BLACK, [panel([40, 40, 100], [0.9, 0.1, 0.9], [False, True, False])])
     np.testing.assert_allclose(crossing(picture, 40), RED, atol=26)
     np.testing.assert_allclose(crossing(picture, 100), drawing.colour_of(0.9), atol=26)
-    above = picture[BAR + 40 - 4]  # an arm of the cross reaches where a dot does not
-    assert (above[147:153] == RED).all(axis=1).any()
+    above = picture[BAR + 40 - 3, 145:149].astype(int)  # an arm of the cross reaches where a dot does not
+    assert (np.abs(above - RED).max(axis=1) < 100).any()
 
 
 def test_of_many_matches_the_strongest_are_lines_and_the_others_points():
