@@ -50,6 +50,17 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, partner_st
     return varlen(q, k, v, starts, partner_starts, longest, longest)
 
 
+def has_byte_products() -> bool:
+    """Does the CPU multiply int8 matrices faster than float32 ones, and torch let it (2.4; AVX-512 with VNNI)?"""
+    supported = getattr(getattr(torch, "cpu", None), "_is_vnni_supported", None)
+    return hasattr(torch, "_int_mm") and supported is not None and bool(supported())
+
+
+def byte_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """a (n, d) int8 times b (d, m) int8 into `out` (n, m) int32, where `has_byte_products`."""
+    return torch._int_mm(a, b, out=out)
+
+
 def softmax_(logits: Tensor) -> None:
     """Softmax over the last axis, in place; torch 1.10 has no `out=`."""
     if has_fused_attention():

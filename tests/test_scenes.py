@@ -15,7 +15,7 @@ from made_scenes import IDENTITY, SHIFT, TURN
 
 from benchmarks import scene_errors
 from benchmarks import scenes as bench
-from superglue_sift import Matcher, RequestError, classical, cli, errors, geometry, scenes, sift
+from superglue_sift import Matcher, RequestError, classical, cli, errors, geometry, scenes, sift, torch_compat
 from superglue_sift.descriptors import root_sift_of
 
 SIDEWAYS = np.array([[0, 0, 0], [0, 0, -1.0], [0, 1, 0]])  # F of a camera that moved along x: lines of equal y
@@ -31,30 +31,35 @@ def records_of(descriptors: np.ndarray, second: np.ndarray = None) -> np.ndarray
     return records
 
 
-def plain_matches(rows0: np.ndarray, rows1: np.ndarray) -> set:
+def plain_matches(rows0: np.ndarray, rows1: np.ndarray, ratio: float = 0.8, farthest: float = 0.8) -> set:
     """Mutual nearest neighbours that pass the ratio test both ways, in the plainest way."""
-    distance = np.linalg.norm(rows0[:, None] - rows1[None], axis=-1)
+    distance = np.sqrt(np.maximum(2 - 2 * rows0 @ rows1.T, 0))
     found = set()
     for i, row in enumerate(distance):
         j = int(row.argmin())
         column = distance[:, j]
         (d, d2), (c, c2) = np.sort(row)[:2], np.sort(column)[:2]
-        if column.argmin() == i and d < 0.8 * d2 and c < 0.8 * c2 and d < classical.MAX_DISTANCE:
+        if column.argmin() == i and d < ratio * d2 and c < ratio * c2 and d < farthest:
             found.add((i, j))
     return found
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @given(st.integers(0, 2**32 - 1), st.integers(2, 600), st.integers(2, 40))
-def test_classical_matches_are_those_of_the_definition(seed, count0, count1):
+def test_classical_matches_are_those_of_the_definition(whole, seed, count0, count1):
+    if whole and not torch_compat.has_byte_products():
+        pytest.skip("no fast product of bytes here")
     rng = np.random.default_rng(seed)
     one = rng.gamma(0.6, 40, (count0, 128)).clip(0, 255).astype(np.uint8)
     copied = one[rng.integers(0, count0, count1)].astype(float)
     other = (copied + rng.normal(0, rng.uniform(0, 40), copied.shape)).clip(0, 255).astype(np.uint8)
-    sides = [classical.described(records_of(each)) for each in (one, other)]
-    found, scores = classical.ratio_matches(*sides)
-    expected = plain_matches(root_sift_of(one).astype(float), root_sift_of(other).astype(float))
-    # a ratio within rounding of the limit may fall on either side
-    assert len(set(map(tuple, found.tolist())) ^ expected) <= len(expected) // 100
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(classical, "has_byte_products", lambda: whole)
+        found, scores = classical.ratio_matches(*(classical.described(records_of(each)) for each in (one, other)))
+    rows = root_sift_of(one).astype(float), root_sift_of(other).astype(float)
+    slack = 0.02 if whole else 1e-4  # a ratio within rounding of the limit may fall on either side
+    matches = set(map(tuple, found.tolist()))
+    assert plain_matches(*rows, 0.8 - slack, 0.8 - slack) <= matches <= plain_matches(*rows, 0.8 + slack, 0.8 + slack)
     assert ((scores > 0.2 - 1e-3) & (scores <= 1)).all()
     assert len(np.unique(found[:, 0])) == len(np.unique(found[:, 1])) == len(found)
 
@@ -155,6 +160,17 @@ def strecha(shared_data):
 @pytest.fixture(scope="module")
 def place():
     return Matcher.load(device="cpu", max_keypoints=3000, resize=768, scene=True)
+
+
+def test_products_of_bytes_and_of_floats_give_the_same_matches(strecha, place, monkeypatch):
+    if not torch_compat.has_byte_products():
+        pytest.skip("no fast product of bytes here")
+    names = ("Herz-Jesus-P25_0005.jpg", "Herz-Jesus-P25_0006.jpg")
+    sides = [classical.described(place.extract(strecha[0] / name).records) for name in names]
+    fast = set(map(tuple, classical.ratio_matches(*sides)[0].tolist()))
+    monkeypatch.setattr(classical, "has_byte_products", lambda: False)
+    exact = set(map(tuple, classical.ratio_matches(*sides)[0].tolist()))
+    assert len(exact) > 300 and len(fast ^ exact) < 0.01 * len(exact)
 
 
 def test_two_photographs_of_a_place_are_accepted_and_two_of_different_places_are_not(strecha, place):
