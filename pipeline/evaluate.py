@@ -209,8 +209,10 @@ def track(args: argparse.Namespace, contents: Mapping[str, Content], info: Mappi
     with tracking.attach(args.mlflow_run, training=info.get("training")) as run:
         for variant, content in contents.items():
             named = "/".join(one for one in (tracking.HEADLINE, "" if own else prefix, variant) if one)
-            headline = {f"{named}/{name}": value for name, value in summary.headline(content).items()}
-            run.log(headline, int(info.get("step") or 0))
+            leading = tracking.LEADING if own else ()
+            headline = summary.headline(content).items()
+            figures = {name if name in leading else f"{named}/{name}": value for name, value in headline}
+            run.log(figures, int(info.get("step") or 0))
         for name in (*files.FILES, *files.FOLDERS):
             if (args.out / name).exists():
                 run.artifact(args.out / name, f"{prefix}/{name}" if name in files.FOLDERS else prefix)

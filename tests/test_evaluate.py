@@ -83,7 +83,8 @@ def test_held_out_images_from_end_to_end(work, capsys):
     assert [line["pair"] for line in lines[:: len(MATCHERS)]] == [f"{n}.png#{k}" for n in "ab" for k in range(3)]
     printed = capsys.readouterr()
     assert "2 held-out images (test), 6 pairs" in printed.out and "SuperGlue (ours)" in printed.out
-    assert len(list((out / "pictures").glob("*.png"))) == 4
+    pictures = ["best-1", "gain-median", "gain-most", "median-1", "worst-1", "worst-2"]
+    assert sorted(path.stem for path in (out / "pictures").glob("*.png")) == pictures
     assert {path.name for path in (out / "curves").iterdir()} == {
         "error_ransac.csv", "error_dlt.csv", "error_ransac_aligned.csv", "error_dlt_aligned.csv", *CONFIDENCE
     }  # fmt: skip
@@ -465,13 +466,20 @@ def test_results_reach_the_run_of_the_training(work, monkeypatch):
     monkeypatch.setattr(evaluate.tracking, "attach", lambda path, training: Run())
     assert run(work, "--mlflow-run", "run.json") == 0
     figures, step = events[0]
-    area, baseline = figures["verdict/auc_ransac_5"], figures["verdict/auc_ransac_5_best_baseline"]
-    assert step == 7 and len(figures) == 11 and None not in figures.values()
-    moved = json.loads((work / "out" / "metrics.json").read_text())["superglue.auc_ransac_aligned_5"]
-    assert figures["verdict/auc_ransac_aligned_5"] == moved
-    assert figures["verdict/auc_ransac_5_difference"] == pytest.approx(area - baseline)
+    assert step == 7 and list(figures)[:3] == ["auc_5", "auc_5_gain", "auc_5_aligned"]
+    assert sum(name.startswith("verdict/") for name in figures) == len(figures) - 3 and None not in figures.values()
+    area, full = figures["auc_5"], json.loads((work / "out" / "metrics.json").read_text())
+    assert figures["auc_5_aligned"] == full["superglue.auc_ransac_aligned_5"]
+    best = max(full[f"{name}.auc_ransac_5"] for name in MATCHERS[1:])
+    assert figures["auc_5_gain"] == pytest.approx(area - best, abs=2e-6)
+    short = json.loads((work / "out" / "summary.json").read_text())
+    assert {name.rpartition("/")[2]: value for name, value in figures.items()} == short and len(short) <= 10
     (note,) = (event[1] for event in events if event[0] == f"AUC@5 {100 * area:.1f}")
-    assert "run_uuid={run_id}" in note and "| SuperGlue (ours) | 6 |" in note
+    cells = ["SuperGlue (ours)", *(f"{100 * figures[name]:.1f}" for name in ("auc_5", "auc_5_aligned"))]
+    assert f"| {' | '.join(cells)} |" in note.replace("&nbsp;&nbsp;&nbsp;", "").replace("&nbsp;", " ")
+    for name in ("gain-median", "gain-most"):
+        assert f"get-artifact?path=test/pictures/{name}.png&run_uuid={{run_id}}" in note
+        assert (work / "out" / "pictures" / f"{name}.png").is_file()
     assert ("pairs.csv", "test") in events and ("pictures", "test/pictures") in events
     assert events[-2:] == ["pairs.csv", "closed"]
 

@@ -248,6 +248,19 @@ def test_rows_fall_into_bins_once_per_condition():
     assert lines[0]["ratio_test.recall_at_ratio_precision"] == 0.4
 
 
+def test_two_pictures_show_what_ours_gains():
+    """Errors from 10 px on are one failure: beyond them nothing is gained; the right matches decide between equals."""
+
+    def pair(ours, other, correct=15):
+        counts = MatchCounts(20, correct, 30, 12)
+        own = Row("p", "s", "superglue", 9, 9, counts, {"ransac": ours}, {})
+        return {"superglue": own, "ratio_test": row(other, "ratio_test")}
+
+    rows = [pair(1.0, 1.5), pair(9.5, math.inf), pair(3.0, 2.0), pair(0.5, 12.0), pair(0.5, 10.0, 16)]
+    assert contents.gain_choice(rows) == [("gain-median", 0), ("gain-most", 4)]
+    assert contents.gain_choice(rows[:1]) == [("gain-median", 0), ("gain-most", 0)]
+
+
 def test_explanations_name_what_is_hard():
     assert contents.explanation(row(error=2.9)) == ""
     said = contents.explanation(row(error=math.inf, scale=3.2, overlap=0.2))

@@ -13,7 +13,7 @@ from pipeline.evaluation.figures import Comparison, Line
 from pipeline.evaluation.matchers import OURS, Matchers
 from pipeline.evaluation.pairs import Scene, Source, pairs_of_scene
 from pipeline.evaluation.scoring import Results, Row, Settings, correct_matches, matched_points
-from pipeline.report import page, tables
+from pipeline.report import page, summary, tables
 from superglue_sift import drawing
 
 PICTURED = (OURS, figures.RATIO_TEST)  # one above the other
@@ -107,10 +107,12 @@ def precision_at_recall(sweeps: Mapping[str, confidence.Sweep]) -> List[Line]:
 def draw_pictures(
     source: Source, matchers: Matchers, results: Results, settings: Settings
 ) -> List[Tuple[page.Picture, np.ndarray]]:
-    """best-1, ..., median-1, ..., worst-1, ...: for the page, and (H, W, 3) BGR."""
+    """gain-median, gain-most, best-1, ..., median-1, ..., worst-1, ...: for the page, and (H, W, 3) BGR."""
     drawn = []
     scenes: Dict[int, Scene] = {}  # made again, not remembered
-    for name, index in picture_choice([one.rows[OURS] for one in results.pairs], settings.params.pictures):
+    count, rows = settings.params.pictures, [one.rows for one in results.pairs]
+    chosen = [*(gain_choice(rows) if count else []), *picture_choice([own[OURS] for own in rows], count)]
+    for name, index in chosen:
         found = results.pairs[index]
         number, position = found.place
         if number not in scenes:
@@ -145,6 +147,23 @@ def counted(row: Row) -> str:
     """A row's counts and error as text."""
     error = "pose error {:.2f} degrees" if poses.NAME in row.errors else "corner error {:.2f} px"
     return f"{row.counts.correct} of {row.counts.matches} matches right, {error.format(row.error)}"
+
+
+def gain_choice(rows: Sequence[Mapping[str, Row]]) -> List[Tuple[str, int]]:
+    """Two pairs by what ours gains on the ratio test: at the median of that, and the one where it gains most.
+
+    The gain is the difference of the errors, of which all above the widest AUC's limit are one failure; then that of
+    the right matches.
+    """
+
+    def gain(index: int) -> Tuple[float, int, int]:
+        ours, other = (rows[index][name] for name in PICTURED)
+        limit = LIMITS_DEG[-1] if poses.NAME in ours.errors else LIMITS_PX[-1]
+        right = ours.counts.correct - other.counts.correct
+        return min(other.error, limit) - min(ours.error, limit), right, -index
+
+    ranked = sorted(range(len(rows)), key=gain)
+    return [(summary.GAIN_MEDIAN, ranked[len(ranked) // 2]), (summary.GAIN_MOST, ranked[-1])]
 
 
 def picture_choice(ours: Sequence[Row], count: int) -> List[Tuple[str, int]]:

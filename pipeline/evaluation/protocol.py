@@ -140,6 +140,7 @@ class Evaluation:
                 "sha256": file_sha256(network.file),
                 "network": network.info["model"],
                 "step": network.info.get("step"),
+                "validation_f1": network.info.get("validation", {}).get("f1"),
                 "threshold": network.threshold,
             }
             for name, network in self.matchers.networks.items()

@@ -27,7 +27,7 @@ def next_steps(folder: Path, model: Path) -> List[str]:
     """Where to look next, naming only what exists."""
     steps = (
         ("pairs", folder / "pairs.csv", "every pair and matcher, one line each"),
-        ("pictures", folder / "pictures", "best, median and worst; right matches green, wrong red"),
+        ("pictures", folder / "pictures", "best, median and worst, and where ours gains most; wrong matches red"),
         ("report", folder / "index.html", "all of it on one page, for a browser"),
     )
     lines = [f"  {name:<9} {path}  ({what})" for name, path, what in steps if path.exists()]

@@ -11,10 +11,10 @@ import cv2
 import numpy as np
 
 from pipeline.files import write_atomic, write_csv
-from pipeline.report import page, tables
+from pipeline.report import page, summary, tables
 
 TABLES = ("pairs", "scenes", "intervals", "differences", "robustness")  # parts of a `Content` with a CSV each
-FILES = ("metrics.json", "protocol.json", "matchers.csv", "bad_images.csv", page.PAGE, page.JSON,
+FILES = ("metrics.json", "summary.json", "protocol.json", "matchers.csv", "bad_images.csv", page.PAGE, page.JSON,
          *(f"{name}.csv" for name in TABLES))  # fmt: skip
 FOLDERS = ("curves", "pictures")
 COLUMNS, GAP = 2, 8  # of the grid of pictures; pixels between them
@@ -23,6 +23,7 @@ COLUMNS, GAP = 2, 8  # of the grid of pictures; pixels between them
 def write(out: Path, content: page.Content, training: Optional[Path] = None) -> None:
     """All of them but the pictures, in place of an earlier evaluation's. training: folder of its curves."""
     write_json(out / "metrics.json", content.figures)
+    write_json(out / "summary.json", summary.headline(content))
     write_json(out / "protocol.json", content.protocol)
     for name in TABLES:
         write_lines(out / f"{name}.csv", getattr(content, name))

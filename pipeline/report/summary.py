@@ -10,6 +10,11 @@ if TYPE_CHECKING:
     from pipeline.report.page import Content
 
 OURS, RATIO_TEST = "superglue", "ratio_test"
+GAIN_MEDIAN, GAIN_MOST = "gain-median", "gain-most"  # names of two pictures
+PICTURES = {
+    GAIN_MEDIAN: "A typical pair: the median of what ours gains on the ratio test",
+    GAIN_MOST: "The pair where ours gains most on the ratio test",
+}
 VERDICTS = {"better": "Better than", "worse": "Worse than", "equal": "Equal, within the 95 % interval, to"}
 
 
@@ -25,18 +30,29 @@ def best_baseline(content: Content, figure: str) -> Optional[Mapping[str, Any]]:
 
 
 def headline(content: Content) -> Dict[str, float]:
-    """At most eleven figures: the leading area, the same of aligned matches and recall at equal precision, each beside
-    the best baseline; P and R."""
-    found: Dict[str, Optional[float]] = {}
+    """At most ten figures of short names, for DVC (summary.json) and MLflow.
+
+    Of ours and as what it gains on the best baseline: the leading area, the same of aligned matches, recall (of poses
+    the matching score) at the ratio test's precision. Of ours: precision, recall, matches on pairs with nothing in
+    common, and the F1 by which training chose it.
+    """
     area = leading_area(content)
-    shares = "recall_at_ratio_precision", "matching_score_at_ratio_precision"
-    for name in (area, tables.aligned_counterpart(area), *shares):
-        line, ours = best_baseline(content, name), content.figures.get(f"{OURS}.{name}")
-        found[name] = ours
-        if line is not None and ours is not None and line["value"] is not None:
-            found.update({f"{name}_best_baseline": ours - line["value"], f"{name}_difference": line["value"]})
-    for name in ("precision", "recall", "matching_score"):
-        found[name] = content.figures.get(f"{OURS}.{name}")
+    share = "recall" if f"{OURS}.recall" in content.figures else "matching_score"
+    names = {
+        "auc_5": area,
+        "auc_5_aligned": tables.aligned_counterpart(area),
+        f"{share}_at_p": f"{share}_at_ratio_precision",
+        "precision": "precision",
+        share: share,
+        "unrelated": "unrelated_matches",
+    }
+    found: Dict[str, Optional[float]] = {}
+    for short, name in names.items():
+        line = best_baseline(content, name)
+        found[short] = content.figures.get(f"{OURS}.{name}")
+        if line is not None and short != name:
+            found[f"{short}_gain"] = line["value"]
+    found["val_f1"] = content.protocol["model"].get("validation_f1")
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -88,24 +104,31 @@ def unrelated(figures: Mapping[str, Optional[float]], matcher: str) -> Optional[
 
 
 def note(content: Content, folder: str, run_id: str) -> str:
-    """What an MLflow run says of itself, in Markdown: verdict, a picture from its artifacts in `folder`, table."""
-    lines = [" ".join(verdict(content)), f"{content.title}; {' '.join(content.notes)}"]
-    if content.pictures:
-        name = content.pictures[len(content.pictures) // 2].name
-        place = f"get-artifact?path={folder}/pictures/{name}.png&run_uuid={run_id}"
-        lines.append(f"![{name}: ours above, the ratio test below; right green, wrong red]({place})")
-    names = [name for own in tables.columns_of(content.figures).values() for name in own]
-    shown = tables.foremost(names)
-    heads = ["", "pairs", *(tables.SHORT.get(name) or tables.figure_title(name) for name in shown), "unrelated"]
-    rows = [heads, ["---"] * len(heads)]
+    """What an MLflow run says of itself, in Markdown: verdict, table, two pictures from its artifacts in `folder`."""
+    lines = [" ".join(verdict(content)), note_table(content)]
+    lines.append(
+        f"{content.title}; {' '.join(content.notes)} Figures {tables.notes(content.figures)[0]}; "
+        "unrelated: matches for photographs with nothing in common. "
+        f"All figures: `{folder}/matchers.csv`; pictures and curves: `{folder}/index.html`."
+    )
+    for picture in content.pictures:
+        if picture.name in PICTURES:
+            place = f"get-artifact?path={folder}/pictures/{picture.name}.png&run_uuid={run_id}"
+            lines.append(f"**{PICTURES[picture.name]}.** {picture.caption}\n\n![{picture.name}]({place})")
+    return "\n\n".join(lines)
+
+
+def note_table(content: Content) -> str:
+    """A line per matcher in Markdown. MLflow gives cells no margin, so they bring spaces that do not break."""
+    area = leading_area(content)
+    estimator = tables.columns_of(content.figures)[f"AUC {area[len('auc_') : -len('_5')].upper()}"]
+    names = dict.fromkeys((area, tables.aligned_counterpart(area), estimator[-1], *tables.SHORT))
+    shown = [name for name in names if f"{OURS}.{name}" in content.figures]
+    heads = {name: tables.SHORT.get(name) or tables.figure_title(name) for name in shown}
+    rows = [["", *heads.values(), "unrelated"]]
     for matcher in tables.matchers_in(content.figures):
         wrong = unrelated(content.figures, matcher)
         cells = [tables.percent(content.figures.get(f"{matcher}.{name}")) for name in shown]
-        cells += [f"{wrong[0]:.1f}" if wrong else "-"]
-        rows.append([tables.title(matcher), str(content.figures[f"{matcher}.pairs"]), *cells])
-    lines.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
-    lines.append(
-        f"Figures {tables.notes(content.figures)[0]}; unrelated: matches for photographs with nothing in common. "
-        f"All figures: `{folder}/matchers.csv`; pictures and curves: `{folder}/index.html`."
-    )
-    return "\n\n".join(lines)
+        rows.append([tables.title(matcher), *cells, f"{wrong[0]:.1f}" if wrong else "-"])
+    head, *body = [f"| {' | '.join(f'{cell}   '.replace(' ', '&nbsp;') for cell in row)} |" for row in rows]
+    return "\n".join([head, "|---" * len(rows[0]) + "|", *body])

@@ -15,16 +15,29 @@ from typing import Any, Dict, List, Optional
 
 from pipeline.runtime import repro
 from pipeline.tracking.mlflow_store import MlflowStore
-from pipeline.tracking.run import EVALUATION, HEADLINE, RUN_ID, NullRun, Run, ending, flatten, process_tags, redacted
+from pipeline.tracking.run import (
+    EVALUATION,
+    HEADLINE,
+    HIDDEN,
+    LEADING,
+    RUN_ID,
+    NullRun,
+    Run,
+    ending,
+    flatten,
+    process_tags,
+    redacted,
+)  # fmt: skip
 from pipeline.tracking.run_log import RUN_FILE, Event, EventLog, now_ms, recall_run, remember_run
 from pipeline.tracking.shipper import Feed
 
 __all__ = [
-    "EVALUATION", "HEADLINE", "RUN_ID", "NullRun", "Run", "attach", "ending", "known_run", "open_run", "ship_pending",
-    "tracking_uri",
+    "EVALUATION", "HEADLINE", "HIDDEN", "LEADING", "RUN_ID", "NullRun", "Run", "attach", "ending", "known_run",
+    "open_run", "ship_pending", "tracking_uri",
 ]  # fmt: skip
 
 EXPERIMENT = "superglue-sift"
+MACHINE = ("version.", "image.", "host", "platform", "gpus")  # of the provenance, what is a parameter of the run
 LOCAL = "local-"  # begins the key of a run that no server knows yet
 
 
@@ -63,7 +76,7 @@ def open_run(
         header = _header(uri, params, tags or {}, resume_run_id, name)
         log.append(header)
     else:
-        log.append({"tags": _tags(tags or {}), "resumed": True, "time": now_ms()})
+        log.append({"tags": _tags(tags or {}, repro.provenance()), "resumed": True, "time": now_ms()})
 
     def note(run_id: Optional[str]) -> None:
         """In the file that names the run; the store's address without a password."""
@@ -120,6 +133,7 @@ def ship_pending(noted_in: Any, reports_dir: Any, training: str) -> None:
 def _header(uri: str, params: Dict[str, Any], tags: Dict[str, Any], run_id: Optional[str], name: str) -> Event:
     local = run_id is not None and run_id.startswith(LOCAL)
     given = os.environ.get("MLFLOW_RUN_NAME") or os.environ.get("DVC_EXP_NAME")
+    provenance = repro.provenance()
     return {
         "run": run_id if local else LOCAL + uuid.uuid4().hex,
         "run_id": None if local else run_id,
@@ -127,23 +141,28 @@ def _header(uri: str, params: Dict[str, Any], tags: Dict[str, Any], run_id: Opti
         "tracking_uri": uri,
         "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT,
         "name": given or name or time.strftime("%Y-%m-%d %H.%M"),
-        "params": flatten(params),
-        "tags": _tags(tags),
+        "params": {**flatten(params), **{key: one for key, one in provenance.items() if key.startswith(MACHINE)}},
+        "tags": _tags(tags, provenance),
         "time": now_ms(),
     }
 
 
-def _tags(tags: Dict[str, Any]) -> Dict[str, str]:
+def _tags(tags: Dict[str, Any], provenance: Dict[str, str]) -> Dict[str, str]:
+    """Those given, and out of sight all that would push a run's description down the page."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's --user without an entry in passwd
         user = str(os.getuid())
-    own = {**repro.provenance(), **{str(key): str(value) for key, value in tags.items()}, **process_tags()}
+    dirty = {"git.dirty": "true"} if provenance["git.dirty"] == "true" else {}
+    unseen = {f"{HIDDEN}{key}": value for key, value in provenance.items() if not key.startswith(MACHINE)}
     return {
-        **own,
-        "mlflow.source.name": f"pipeline.{own.get('dvc.stage', 'train')}",
+        **{str(key): str(value) for key, value in tags.items()},
+        **dirty,
+        **unseen,
+        **process_tags(),
+        "mlflow.source.name": f"pipeline.{provenance.get('dvc.stage', 'train')}",
         "mlflow.source.type": "LOCAL",
-        "mlflow.source.git.commit": own["git.commit"],
+        "mlflow.source.git.commit": provenance["git.commit"],
         "mlflow.user": user,
     }
 

@@ -71,8 +71,10 @@ def pixels(image: Any, name: str) -> np.ndarray:
     return found.astype(np.uint8)
 
 
-class MatcherModel(PythonModel):
-    """`Matcher` behind MLflow's interface. One answer for each row of the input."""
+class Answers:
+    """What MatcherModel inherits, since MLflow warns of a `predict` without type hints in a subclass of its own."""
+
+    matcher: Matcher
 
     def load_context(self, context: Any) -> None:
         self.matcher = Matcher.load(Path(context.artifacts[WEIGHTS]))
@@ -100,6 +102,10 @@ class MatcherModel(PythonModel):
         found = matcher.match(*(pixels(row[name], name) for name in ("image0", "image1")))
         names = ("keypoints0", "keypoints1", "matches", "scores")
         return {**{name: np.asarray(getattr(found, name)).tolist() for name in names}, **aligned_lists(found)}
+
+
+class MatcherModel(Answers, PythonModel):
+    """`Matcher` behind MLflow's interface. One answer for each row of the input."""
 
 
 if __name__ != "pipeline.tracking.matcher_model":  # read by MLflow from a file of the model

@@ -8,14 +8,13 @@ import json
 import logging
 import os
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 
 from pipeline.errors import RequestError
 from pipeline.files import file_sha256
 from pipeline.runtime import repro
-from pipeline.tracking.run import EVALUATION, HEADLINE, RUN_ID, SEPARATOR, is_gone
+from pipeline.tracking.run import EVALUATION, HEADLINE, HIDDEN, LEADING, RUN_ID, SEPARATOR, is_gone
 from pipeline.tracking.run_log import Event
 from pipeline.tracking.shipper import Refused, say
 from pipeline.tracking.uploads import RETRIES, TIMEOUT, Uploads, files_below
@@ -29,12 +28,12 @@ USAGE = """Two images in, matches out. `champion` is the best so far:
 or `mlflow models serve -m models:/NAME@champion --env-manager local` and `POST /invocations`
 with `{"dataframe_records": [{"image0": ..., "image1": ...}]}`.
 """
-COLUMNS = ("auc_ransac_5", "auc_ransac_5_difference", "precision", "recall")
+COLUMNS = (*LEADING, "val/f1")
 VIEW_TAG = "mlflow.sharedViewState.results"
 NOTE_TAG = "mlflow.note.content"
-KEY_TAG = "mlflow.superglue.run_key"  # tags named mlflow.* are out of sight
+KEY_TAG = f"{HIDDEN}run_key"
 CHAMPION = "champion"
-WEIGHTS_TAG = "weights.sha256"
+WEIGHTS_TAG = f"{HIDDEN}weights.sha256"
 METRICS_AT_ONCE = 1000  # MLflow's limits for one request
 PARAMS_AT_ONCE = 100
 DIGEST_LENGTH = 36
@@ -101,7 +100,7 @@ class MlflowStore:
                 known = self._client.get_experiment_by_name(name)  # another process was faster
                 if known is None:
                     raise
-        if VIEW_TAG not in known.tags:
+        if known.tags.get(VIEW_TAG) != view():
             self._client.set_experiment_tag(known.experiment_id, VIEW_TAG, view())
         return known.experiment_id
 
@@ -221,11 +220,12 @@ class MlflowStore:
         if not own:
             return
         version = max(own, key=lambda one: int(one.version)).version
-        note = self._client.get_run(run_id).data.tags.get(NOTE_TAG)
+        note = self._client.get_run(run_id).data.tags.get(NOTE_TAG, "")
         if note:
             self._client.update_model_version(name, version, note)
         champion = self._champion(name)
         if champion is None or champion.run_id == run_id:
+            self._describe(name, version, note)
             return
         _check_readable(event["pairs"])
         path, holder = f"{EVALUATION}/pairs.csv", str(champion.run_id)
@@ -235,9 +235,15 @@ class MlflowStore:
             better, found = better_than(Path(event["pairs"]), theirs)
         if better:
             self._client.set_registered_model_alias(name, CHAMPION, version)
+            self._describe(name, version, note)
         found = f"against version {champion.version}: {found}"
         self._client.set_model_version_tag(name, version, CHAMPION, found)
         say(f"{name} version {version if better else champion.version} is {CHAMPION}; version {version} {found}")
+
+    def _describe(self, name: str, version: Any, note: str) -> None:
+        """Open the registered model's page with the verdict on its champion, the first paragraph of that one's note."""
+        found = f"Version {version} is `{CHAMPION}`. {note.partition(chr(10))[0]}\n\n" if note else ""
+        self._client.update_registered_model(name, found + USAGE.replace("NAME", name))
 
     def _same_weights(self, run_id: str, file: str) -> None:
         """Tag the run with the digest of its weights; take over the evaluation of earlier runs that have the same.
@@ -343,7 +349,7 @@ def _check_model(file: str) -> None:
 
 def view() -> str:
     """Columns of the experiment's table for whoever opens the address that `make ui` names."""
-    found = ["attributes.`Created`", *(f"metrics.`{HEADLINE}/{name}`" for name in COLUMNS)]
+    found = ["attributes.`Created`", *(f"metrics.`{name}`" for name in COLUMNS)]
     found += [f"params.`{name}`" for name in ("fetch.source", "train.steps", "train.lr")]
     # MLflow 3.1 shows nothing but an error where one of these is missing
     return json.dumps({
@@ -356,7 +362,7 @@ def view() -> str:
 
 def _evaluation(run) -> List[str]:
     """Names of the figures of the stage `evaluate` in a run."""
-    return sorted(name for name in run.data.metrics if name.rpartition("/")[0] == HEADLINE)
+    return sorted(name for name in run.data.metrics if name in LEADING or name.rpartition("/")[0] == HEADLINE)
 
 
 def save_model(folder: Path, run_id: str, model_id: str, files: List[str]) -> None:
@@ -365,8 +371,6 @@ def save_model(folder: Path, run_id: str, model_id: str, files: List[str]) -> No
     from mlflow.models import Model
 
     import superglue_sift
-
-    warnings.filterwarnings("ignore", "(?s).*type hint", UserWarning)  # the signature says more
     from pipeline.tracking import matcher_model
 
     pins, names = repro.versions(), ("mlflow", "numpy", "opencv-python", "safetensors", "torch")

@@ -19,8 +19,11 @@ SEPARATOR = " · "  # between a run's name and its result
 EVALUATION = "test"  # folder of the files of the stage `evaluate` in a run
 # Before the names of its figures: behind train and val in the alphabet, which orders the charts in MLflow.
 HEADLINE = "verdict"
+# But these: without a folder they come first, so that MLflow compares runs by them, and their columns show whole names.
+LEADING = ("auc_5", "auc_5_aligned", "auc_5_gain")
 RUN_ID = "{run_id}"  # in a tag: replaced when the run has its id
-PROCESS = "mlflow.superglue.process."  # tags named mlflow.* are out of sight
+HIDDEN = "mlflow.superglue."  # before a tag's name: those named mlflow.* are out of sight
+PROCESS = f"{HIDDEN}process."
 
 
 class NullRun:

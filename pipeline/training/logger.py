@@ -65,7 +65,7 @@ class TrainingLogger:
         self.run = tracking.open_run(
             paths.reports,
             {**{name: section.model_dump() for name, section in sections.items()}, "world_size": size},
-            tags={"world_size": size, "device": device, "precision": precision, "training": identity},
+            tags={"device": device, "precision": precision, f"{tracking.HIDDEN}training": identity},
             resume_run_id=tracking.known_run(run_file, identity) if step else None,
             enabled=context.is_main,
             training=identity,
