@@ -105,7 +105,7 @@ def test_the_run_of_the_training_names_the_exported_file(work, monkeypatch):
     assert run(work, "--mlflow-run", work / "run.json") == 0
     digest = hashlib.sha256((work / "models" / "superglue.safetensors").read_bytes()).hexdigest()
     assert asked == [(work / "run.json", "0123abcd")]
-    assert told == [{"export.sha256": digest}, "superglue.json"]
+    assert told == [{"mlflow.superglue.export.sha256": digest}, "superglue.json"]
 
 
 def test_the_exported_model_matches_as_the_checkpoint_does(work, photo):

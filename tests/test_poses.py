@@ -213,7 +213,7 @@ def test_a_textured_plane_from_end_to_end(plane, tmp_path, capsys):
     assert "MS@P: matching score at the ratio test's precision" in printed and "R@P" not in printed
     page = (tmp_path / "out" / "index.html").read_text()
     assert "pose error in degrees" in page and "Relative pose from the essential matrix" in page
-    assert page.count("data:image/jpeg") == len(list((tmp_path / "out" / "pictures").iterdir())) == 3
+    assert page.count("data:image/jpeg") == len(list((tmp_path / "out" / "pictures").iterdir())) == 5
     assert "auc_pose_20" in (tmp_path / "out" / "intervals.csv").read_text()
     protocol = json.loads((tmp_path / "out" / "protocol.json").read_text())
     assert "epipolar" in protocol["truth"] and protocol["views"] == "shorter side 480 px"
