@@ -82,13 +82,14 @@ def ratio_matches(side0: Described, side1: Described) -> Tuple[np.ndarray, np.nd
     if min(len(rows), len(others)) < 2:
         return np.empty((0, 2), np.int64), np.empty(0, np.float32)
     found = ranked(rows, others)
-    cosine, second = (np.einsum("nd,nd->n", rows, others[index]) for index in (found.first, found.second))
+    one, two = (np.einsum("nd,nd->n", rows, others[index]) for index in (found.first, found.second))
+    cosine, second = np.maximum(one, two), np.minimum(one, two)
+    nearest = np.where(one >= two, found.first, found.second)
     kept = np.flatnonzero(_distinct(cosine, second))
-    partner = found.first[kept]
     # no rival from this side is as near, which makes them mutual
-    kept = kept[_distinct(cosine[kept], _rivals(rows, others, kept, partner, found.peaks))]
+    kept = kept[_distinct(cosine[kept], _rivals(rows, others, kept, nearest[kept], found.peaks))]
     scores = 1.0 - np.sqrt((1.0 - cosine[kept]).clip(0) / np.maximum(1.0 - second[kept], 1e-6))
-    return one_each(np.stack([side0.owner[kept], side1.owner[found.first[kept]]], axis=1), scores)
+    return one_each(np.stack([side0.owner[kept], side1.owner[nearest[kept]]], axis=1), scores)
 
 
 def _distinct(cosine: np.ndarray, second: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -305,9 +305,22 @@ class Matcher:
             if self.workers == 1:
                 yield from self._match(together, aligned)
                 continue
-            with ThreadPoolExecutor(self.workers) as pool:
-                for found in pool.map(lambda pair: self._match([pair], aligned), together):
-                    yield from found
+            for found in self._each(lambda pair: self._match([pair], aligned), together):
+                yield from found
+
+    def align_batch(self, found: Iterable[Tuple[MatchResult, Features, Features]]) -> Iterator[MatchResult]:
+        """`MatchResult.align` of each that is not aligned yet, with the features of its images, in order."""
+
+        def align(one: Tuple[MatchResult, Features, Features]) -> MatchResult:
+            return one[0] if one[0].deviations is not None else one[0].align(*one[1:], self.device)
+
+        waiting = iter(found)
+        for group in iter(lambda: list(itertools.islice(waiting, 2 * self.workers)), []):
+            yield from self._each(align, group)
+
+    def _each(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+        with ThreadPoolExecutor(self.workers) as pool:
+            yield from pool.map(function, items)
 
     def side_by_side(self) -> None:
         """On a CPU, answer as many pairs of a batch at once as there are cores, each with one thread.

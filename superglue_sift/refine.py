@@ -15,6 +15,7 @@ is shifted until it agrees best.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import NamedTuple, Optional, Tuple, Union
 
@@ -38,6 +39,7 @@ COARSE_PX = 6.0  # a keypoint of twice this diameter begins one level up
 COARSER = 3  # levels, at most
 CORRELATED = 6.0  # samples of a smoothed image that are as one
 FLAT = 0.5  # gray levels of deviation below which a patch has no structure
+SETTLED = 0.003  # samples: a match whose last step was shorter has arrived
 EDGE = 0.02  # eigenvalue of the Hessian, to the larger one, below which a direction has no structure
 
 
@@ -270,11 +272,18 @@ class _Work:
         at1 = start[:, None] + offsets[template.inner] @ frame1.transpose(1, 2)
         grid1, unit1 = self.pyramid1.grid(at1, level1), self.pyramid1.unit[level1]
         moved = torch.zeros_like(start)
+        left = torch.arange(len(rows), device=self.device)  # those that still move
+        part, frame, grid, unit = template, frame1, grid1, unit1
         for _ in range(asked.iterations):
-            shift = (frame1 @ moved[..., None])[..., 0]
-            step = template.step(self.pyramid1.read(grid1 + (shift * unit1)[:, None]))[0]
+            shift = (frame @ moved[left][..., None])[..., 0]
+            step = part.step(self.pyramid1.read(grid + (shift * unit)[:, None]))[0]
             length = step.norm(dim=1, keepdim=True)
-            moved = moved - step * (asked.longest / length.clamp(min=asked.longest))
+            moved[left] -= step * (asked.longest / length.clamp(min=asked.longest))
+            on = length[:, 0] > SETTLED
+            if 2 * int(on.sum()) < len(left):  # leaving out fewer costs more than moving them
+                left, part, frame, grid, unit = left[on], part.only(on), frame[on], grid[on], unit[on]
+            if not len(left):
+                break
         shift = (frame1 @ moved[..., None])[..., 0]
         _, correlation = template.step(self.pyramid1.read(grid1 + (shift * unit1)[:, None]))
         inside &= self.pyramid1.holds(_corners(at1) + shift[:, None], level1)
@@ -323,6 +332,14 @@ class _Template:
         self.scatter = self.inverse @ (weighted @ weighted.transpose(1, 2)) @ self.inverse
         plain = weight.expand_as(template)[:, None]
         self.rows = torch.cat([weighted, (template * weight)[:, None], plain], 1)  # (n, 4, s s)
+
+    def only(self, chosen: Tensor) -> _Template:
+        """The same of the chosen patches alone, (n,) bool; for `step`."""
+        part = copy.copy(self)
+        part.mean, part.spread, part.inverse, part.rows = (
+            values[chosen] for values in (self.mean, self.spread, self.inverse, self.rows)
+        )
+        return part
 
     def step(self, samples: Tensor) -> Tuple[Tensor, Tensor]:
         """Of samples of image 1 (n, s s): the shift (n, 2) to undo, and their correlation (n,) with the template."""

@@ -46,6 +46,12 @@ def test_threads_of_the_installed_command_sleep_and_what_the_user_says_wins(root
 
 @pytest.mark.parametrize("name", threads.SAID)
 def test_what_is_said_already_stays(name):
-    said = {name: "x"}
+    said = {name: "x", "OPENBLAS_NUM_THREADS": "3"}
     threads.wait_passively(said)
-    assert said == {name: "x"}
+    assert said == {name: "x", "OPENBLAS_NUM_THREADS": "3"}
+
+
+def test_a_process_to_be_started_is_told_how_to_wait():
+    variables = {"OMP_NUM_THREADS": "4"}
+    threads.wait_passively(variables)
+    assert variables == {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1"}

@@ -148,12 +148,16 @@ def exact_keypoints(
     def pixels(photo: Any) -> np.ndarray:
         return read_gray(photo.image)
 
+    def sides(pair: Tuple[Any, Any, MatchResult]) -> List[Features]:
+        return [store(photo)._replace(gray=pixels(photo)) for photo in pair[:2]]
+
     def aligned() -> Iterator[Tuple[int, int, MatchResult]]:
-        for photo0, photo1, found in Progress(accepted, total=len(accepted), desc="aligning", unit="pairs"):
-            if found.deviations is None:
-                sides = [store(photo)._replace(gray=pixels(photo)) for photo in (photo0, photo1)]
-                found = found.align(*sides, store.matcher.device)
-            yield number[photo0], number[photo1], found
+        waiting = ((pair[2], *sides(pair)) for pair in accepted)
+        found = store.matcher.align_batch(waiting)
+        for (photo0, photo1, _), one in zip(
+            accepted, Progress(found, total=len(accepted), desc="aligning", unit="pairs")
+        ):
+            yield number[photo0], number[photo1], one
 
     return dict(zip(number, tracks.refine_tracks(list(keypoints.values()), aligned())))
 
