@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
@@ -11,6 +12,8 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from made_scenes import write_image_set
 
 from pipeline.errors import RequestError
@@ -21,6 +24,7 @@ from pipeline.evaluation.scoring import Judged, MatchCounts, PairResult, Row
 from pipeline.images import sources
 from pipeline.report import __main__ as report
 from pipeline.report import charts, page, summary, tables
+from superglue_sift import drawing
 
 VOID = {"meta", "link", "br", "line", "circle", "polyline", "input"}
 
@@ -90,7 +94,7 @@ def test_page_is_whole_and_needs_nothing_beside_it():
     assert "src=" not in text and "http" not in re.sub("&[a-z]+;", "", text)
     assert "Evaluation &lt;b&gt;" in text and "a &amp; b" in text and "&lt;blur&gt;" in text
     assert "Better than the best baseline in: precision." in text and "50.0<br><small>40.0&ndash;60.0" in text
-    assert "viewport" in text and "AUC@3 RANSAC" in text
+    assert "viewport" in text and "<caption>AUC RANSAC</caption>" in text
 
 
 def test_aligned_areas_have_a_table_of_their_own():
@@ -100,9 +104,13 @@ def test_aligned_areas_have_a_table_of_their_own():
     page_of = content(intervals=[*content().intervals, *moved], figures=figures, curves=curves)
     text = page.render(page_of, {}, MADE)
     Balanced(text)
-    detected, aligned = text.split("aligned by the pixels</h3>")
-    assert "<th>AUC@3 RANSAC</th></tr>" in detected and "<th>AUC@3 RANSAC aligned</th></tr>" in aligned
-    assert "Homography from RANSAC aligned: share of pairs" in aligned
+    tables_of = re.findall("<caption>(.*?)</caption><tr><th></th>(.*?)</tr>", text)
+    assert tables_of == [
+        ("Matches", "<th>precision</th>"),
+        ("AUC RANSAC", "<th>@3</th>"),
+        ("AUC RANSAC, matches aligned by the pixels", "<th>@3</th>"),
+    ]
+    assert "Homography from RANSAC aligned: share of pairs" in text
     assert "with matches aligned by the pixels 75.0 %" in text
     assert "aligned" not in page.render(content(), {}, MADE)
 
@@ -145,8 +153,19 @@ def test_the_verdict_says_one_thing_and_opens_page_note_and_command(said, tmp_pa
 
 def test_pictures_show_matches_above_the_threshold_and_hold_all():
     text = page.render(content(), {}, MADE)
-    shown = re.findall(r'<path d="([^"]*)" class="(\w+)" data-score="([^"]*)"( hidden)?', text)
-    assert shown == [("M1.0 2.0L101.0 2.0", "right", "0.9", ""), ("M3.0 4.0L150.0 9.0", "wrong", "0.3", " hidden")]
+    shown = re.findall(r'<path d="([^"]*)" class="(\w+)"(?: stroke="([^"]*)")? data-score="([^"]*)"( hidden)?', text)
+    colour = drawing.css_colours()[round(255 * 0.9)]
+    assert shown == [("M1 2L101 2", "right", colour, "0.9", ""), ("M3 4L150 9", "wrong", "", "0.3", " hidden")]
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=400), st.floats(0, 1))
+def test_of_many_matches_the_strongest_are_lines_at_any_threshold(matches, threshold):
+    """What a threshold leaves are the strongest: as many lines as there may be, the others dots, wrong ones on top."""
+    marks = page.marks([[1.0, 2.0, 103.0, 4.0, score, float(right)] for score, right in matches])
+    left = [mark for mark in marks if mark.score > threshold]
+    assert sum(mark.line for mark in left) == min(len(left), drawing.LINES)
+    assert {mark.path for mark in marks} <= {"M1 2L103 4", "M1 2h0M103 4h0"}
+    assert [mark.right for mark in marks] == sorted((mark.right for mark in marks), reverse=True)
 
 
 def test_the_curves_of_the_training_are_drawn_where_they_are(tmp_path):
@@ -181,6 +200,49 @@ def test_a_browser_opens_it_without_complaint(tmp_path):
     assert (tmp_path / "page.png").stat().st_size > 5000
 
 
+def wide_content():
+    """As many columns as an evaluation has: four estimators' tables of four areas, six figures by condition."""
+    names = ["precision", "recall", "recall_at_ratio_precision", "precision_at_ratio_recall"]
+    areas = [f"auc_{name}_{px}" for name in ("ransac", "dlt", "ransac_aligned", "dlt_aligned") for px in (1, 3, 5, 10)]
+    line = {"value": 0.973, "low": 0.901, "high": 0.998, "pairs": 120}
+    intervals = [{**line, "matcher": m, "figure": name} for m in MATCHERS for name in (*names, *areas)]
+    verdict = {"baseline": "mutual_nn", "clusters": 40, "verdict": "better"}
+    shown = ["precision", "recall", "auc_ransac_5", "auc_dlt_5", "auc_ransac_aligned_5", "recall_at_ratio_precision"]
+    hard = {f"{m}.{name}": 0.973 for m in ("superglue", "ratio_test") for name in shown}
+    return content(
+        intervals=intervals,
+        differences=[{**line, **verdict, "figure": name} for name in (*names, *areas)],
+        robustness=[{"condition": "rotation_deg", "level": "120 .. 181", "pairs": 40, **hard}],
+    )
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_table_is_cut_off_on_a_screen_or_on_a_phone(tmp_path, width):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("needs Chromium")
+    measure = (
+        f"<body style=margin:0><iframe id=f style='width:{width}px;height:900px;border:0'></iframe><script>"
+        "f.srcdoc = atob(PAGE); f.onload = () => { const d = f.contentDocument; document.title = "
+        "[f.contentWindow.innerWidth, d.documentElement.scrollWidth, ...Array.from(d.querySelectorAll('.wide'))"
+        ".map(e => e.scrollWidth - e.clientWidth)].join(' '); }</script>"
+    )
+    page_of = base64.b64encode(page.render(wide_content(), {}, MADE).encode()).decode()
+    (tmp_path / "frame.html").write_text(measure.replace("PAGE", f"'{page_of}'"), encoding="utf-8")
+    words = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--window-size=1400,1000",
+        "--dump-dom",
+    ]
+    command = [browser, *words, f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "frame.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = [int(word) for word in re.search("<title>(.*?)</title>", done.stdout).group(1).split()]
+    assert found[:2] == [width, width] and len(found) == 2 + 8 and not any(found[2:])
+
+
 def test_page_with_robustness_and_without_numbers():
     line = {"condition": "blur (px)", "level": "2", "pairs": 40, "superglue.precision": 0.9}
     found = {"recall_pairs": 21, "superglue.recall": 1.0, "ratio_test.recall": 0.0}
@@ -190,7 +252,7 @@ def test_page_with_robustness_and_without_numbers():
     ]
     text = page.render(content(robustness=lines), {}, MADE)
     Balanced(text)
-    assert '<span class="better">90.0 | 80.0</span>' in text and "- | 80.0" in text
+    assert '<span class="duel better">90.0 <span>| 80.0</span></span>' in text and "- <span>| 80.0" in text
     assert text.count("21 with true matches") == 2
     empty = content(figures={}, intervals=[], differences=[], curves={"error_ransac": []}, pictures=[])
     Balanced(page.render(empty, {}, MADE))
@@ -199,12 +261,13 @@ def test_page_with_robustness_and_without_numbers():
 def test_a_few_pairs_are_marked_and_not_judged():
     line = {"condition": "blur (px)", "level": "2", "superglue.precision": 0.9, "ratio_test.precision": 0.8}
     text = page.render(content(robustness=[{**line, "pairs": 19}, {**line, "pairs": 20}]), {}, MADE)
-    assert text.count('<span class="better">90.0 | 80.0</span>') == 1 and text.count("<td>90.0 | 80.0</td>") == 1
-    assert "<td>19*</td>" in text and "<td>20</td>" in text
+    assert text.count('<span class="duel better">90.0 <span>| 80.0') == 1
+    assert text.count('<span class="duel ">90.0 <span>| 80.0') == 1
+    assert "<small>19* pairs</small>" in text and "<small>20 pairs</small>" in text
     many = {"pairs": 30, "superglue.recall": 0.9, "ratio_test.recall": 0.8}
     lines = [{"condition": "blur (px)", "level": "2", **many, "recall_pairs": 5}]
     text = page.render(content(robustness=lines), {}, MADE)
-    assert "<td>90.0 | 80.0<br><small>5* with true matches" in text
+    assert '<td><span class="duel ">90.0 <span>| 80.0</span></span><br><small>5* with true matches' in text
 
 
 def test_a_further_model_has_its_own_sentence_in_the_summary():

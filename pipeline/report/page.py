@@ -12,15 +12,17 @@ import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import jinja2
+import numpy as np
 from markupsafe import Markup
 
 from pipeline.errors import RequestError
 from pipeline.files import read_json
 from pipeline.report import charts, summary, tables
 from pipeline.runtime import repro
+from superglue_sift import drawing
 
 Line = Mapping[str, Any]
 JSON, PAGE = "report.json", "index.html"
@@ -114,15 +116,42 @@ def template() -> jinja2.Template:
     """`page.html`, with the words of the tables as filters."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     words = (as_text, tables.figure_title, tables.foremost, tables.marked, tables.matchers_in, tables.notes)
-    words += (tables.percent, tables.points, summary.unrelated, summary.verdict)
+    words += (tables.percent, tables.points, tables.column_groups, summary.unrelated, summary.verdict, marks)
     environment.filters.update({each.__name__: each for each in words}, title_of=tables.title)
     environment.filters.update(
         by_cell=lambda lines: {(line["matcher"], line["figure"]): line for line in lines},
-        select_aligned=lambda names: [name for name in names if tables.ALIGNED in name],
+        picture_title=lambda name: summary.PICTURES.get(name, name),
         select_ours=lambda line: [name.partition(".")[2] for name in line if name.startswith("superglue.")],
     )
-    environment.globals.update(least_pairs=tables.LEAST_PAIRS, few=tables.FEW, ours=summary.OURS)
+    environment.globals.update(least_pairs=tables.LEAST_PAIRS, few=tables.FEW, ours=summary.OURS, short=tables.SHORT)
+    colours = ",".join(drawing.css_colours()[::15])
+    environment.globals.update(scale=colours, opacity=drawing.OPACITY, most_lines=drawing.LINES)
     return environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+
+
+class Mark(NamedTuple):
+    """A match as the page draws it: path of an SVG, a line or two dots; colour: of its confidence."""
+
+    path: str
+    line: bool
+    colour: str
+    score: float
+    right: bool
+
+
+def marks(matches: Sequence[Sequence[float]]) -> List[Mark]:
+    """The matches of a `Picture` in the order and colours of `drawing`. The strongest lines stay such whatever the
+    threshold, since it takes the weakest matches first."""
+    rows = np.array(matches, np.float64).reshape(-1, 6)
+    scores, wrong = rows[:, 4], rows[:, 5] == 0
+    lines, colours = drawing.strongest(scores), drawing.css_colours()
+    found = []
+    for index in drawing.drawing_order(drawing.Panel("", rows[:, :2], rows[:, 2:4], scores, wrong)):
+        x0, y0, x1, y1, score, _ = rows[index].tolist()
+        path = f"M{x0:g} {y0:g}L{x1:g} {y1:g}" if lines[index] else f"M{x0:g} {y0:g}h0M{x1:g} {y1:g}h0"
+        colour = colours[round(255 * min(max(score, 0.0), 1.0))]
+        found.append(Mark(path, bool(lines[index]), colour, score, not wrong[index]))
+    return found
 
 
 def as_text(differences: Sequence[Line]) -> List[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 TITLES = {
     "superglue": "SuperGlue (ours)",
@@ -100,6 +100,23 @@ def columns_of(figures: Iterable[str]) -> Dict[str, List[str]]:
     for name in known:
         if aligned_counterpart(name):
             groups.setdefault(f"AUC {name[len('auc_') :].rpartition('_')[0].upper()}", []).append(name)
+    return groups
+
+
+def column_groups(names: Sequence[str]) -> List[Tuple[str, List[Tuple[str, str]]]]:
+    """Tables narrow enough for a page: a heading, then each figure with what stands above its column.
+
+    What is found first, then each estimator's areas, as detected and aligned.
+    """
+    groups = []
+    for head, own in columns_of(names).items():
+        if not head:
+            groups.append(("Matches", [(name, figure_title(name)) for name in own]))
+            continue
+        moved = [aligned_counterpart(name) for name in own]
+        for title_of, shown in ((head, own), (f"{head}, matches {MOVED} by the pixels", moved)):
+            areas = [(name, f"@{name.rpartition('_')[2]}") for name in shown if name in names]
+            groups += [(title_of, areas)] if areas else []
     return groups
 
 
