@@ -51,7 +51,7 @@ from superglue_sift.sift import WEAK
 from superglue_sift.weights import shipped_weights
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
-RULES = ("accept", "strict", "network_keypoints")  # of a scene: `scenes.Rules`
+RULES = ("accept", "strict", "likely", "network_keypoints")  # of a scene: `scenes.Rules`
 
 
 def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
@@ -113,6 +113,8 @@ def _add_how(group) -> None:
         f"with --scene the confidence above which a match is strict (default: the model's own, else {scenes.STRICT})"
     )
     add("--strict", type=float, metavar="P", help=strict)
+    skip = f"with --scene skip pairs of fewer classical matches of one geometry (default {scenes.LIKELY}; 0: none)"
+    add("--likely", type=int, metavar="N", help=skip)
     few = f"with --scene the network sees the strongest so many (default {scenes.NETWORK_KEYPOINTS})"
     add("--network-keypoints", type=int, metavar="N", help=few)
     add("--extractor", metavar="MODULE:FUNCTION", help="what finds keypoints, of a model not of SIFT's")
@@ -134,6 +136,8 @@ def _check(args: argparse.Namespace) -> None:
             raise RequestError(f"--{name.replace('_', '-')} goes with --scene")
     if args.resize is not None and args.resize < 0:
         raise RequestError(f"--resize {args.resize}: must be 0 (never) or a side in pixels")
+    if args.likely is not None and args.likely < 0:
+        raise RequestError(f"--likely {args.likely}: must be 0 (skip no pair) or a number of matches")
     for name in ("max_keypoints", "k", "every", "frames", "accept", "network_keypoints"):
         value = getattr(args, name)
         if value is not None and value < 1:

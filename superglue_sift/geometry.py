@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from typing import Any, Dict, NamedTuple, Optional, Tuple
@@ -196,11 +197,13 @@ def homography_with_inliers(
 def fundamental_with_inliers(points0: np.ndarray, points1: np.ndarray, threshold_px: float = 3.0) -> Fit:
     """Fundamental matrix F, x1^T F x0 = 0, of (K, 2) matched pixels each by OpenCV's MAGSAC++, always the same samples.
 
-    None from fewer than eight matches.
+    None from fewer than eight matches, and of some few that fit no geometry, at which OpenCV fails.
     """
     F, mask = None, None
     if len(points0) >= LEAST_FUNDAMENTAL:
-        F, mask = cv2.findFundamentalMat(points0, points1, cv2.USAC_MAGSAC, threshold_px, 0.999, 3000)
+        # "!model.empty()" in setModelParameters, where no sample gives a model
+        with contextlib.suppress(cv2.error):
+            F, mask = cv2.findFundamentalMat(points0, points1, cv2.USAC_MAGSAC, threshold_px, 0.999, 3000)
     if F is None or mask is None:
         return Fit(None, np.zeros(len(points0), bool))
     return Fit(F, mask.ravel().astype(bool))

@@ -337,19 +337,33 @@ class Matcher:
         for pair in sides:
             check_features(self.model.config, *pair)
         pairs = [Pair(a.records[self._seen(a)], b.records[self._seen(b)], a.size, b.size) for a, b in sides]
+        likely = [self._likely(*pair) for pair in sides]
+        asked = [pair for pair, shown in zip(pairs, likely) if shown]
         with self._turn:
-            answers = match_pairs(self.model, pairs, self.device)
-        found = [self._result(*pair, answer) for pair, answer in zip(sides, answers)]
+            answers = iter(match_pairs(self.model, asked, self.device) if asked else [])
+        found = [self._result(*pair, next(answers) if shown else None) for pair, shown in zip(sides, likely)]
         return [one.align(*pair, self.device) if aligned else one for one, pair in zip(found, sides)]
 
     def _seen(self, side: Features) -> Union[slice, np.ndarray]:
         """Which keypoints the network sees: all, of a scene the strongest."""
         if self.rules is None:
             return slice(None)
-        return np.argsort(-side.records["score"], kind="stable")[: self.rules.network_keypoints]
+        return scenes.strongest(side.records, self.rules.network_keypoints)
 
-    def _result(self, side0: Features, side1: Features, answer: PairMatches) -> MatchResult:
-        """The matches of a pair; of one of a scene the network answered for the strongest keypoints alone."""
+    def _likely(self, side0: Features, side1: Features) -> bool:
+        """Is the network asked? Of a scene only where the classical matcher finds something in common."""
+        if self.rules is None or not self.rules.likely:
+            return True
+        few = [side.records[scenes.strongest(side.records, scenes.LIKELY_KEYPOINTS)] for side in (side0, side1)]
+        one, other = (scenes.side_of(records, side.size, self.resize) for records, side in zip(few, (side0, side1)))
+        return scenes.agreeing((one, other)) >= self.rules.likely
+
+    def _result(self, side0: Features, side1: Features, answer: Optional[PairMatches]) -> MatchResult:
+        """The matches of a pair; of one of a scene the network answered for the strongest keypoints alone, or not."""
+        if answer is None:
+            return MatchResult.of(side0, side1, np.empty((0, 2), np.int64), np.empty(0, np.float32))._replace(
+                pair_score=0
+            )
         if self.rules is None:
             return MatchResult.of(side0, side1, *answer.above(self.threshold))
         found = MatchResult.of(side0, side1, *answer.above(0.0))

@@ -1,7 +1,9 @@
 """Pairs of photographs of a place: first whether two show the same, then all matches that agree with the geometry.
 
+0. The classical matcher matches the strongest keypoints, in a thirtieth of the network's time. A pair where next to no
+   matches agree with one fundamental matrix (MAGSAC++) shows nothing in common and is skipped.
 1. The network matches the strongest keypoints. Its strict matches, those above a high confidence, decide: a pair where
-   too few of them agree with one fundamental matrix (MAGSAC++) shows nothing in common.
+   too few of them agree with one fundamental matrix shows nothing in common.
 2. The classical matcher matches all keypoints, several times as many (`classical.ratio_matches`). The geometry is
    fitted again over its matches and the strict ones. How many strict ones agree is the pair's score, which decides
    again.
@@ -22,6 +24,8 @@ from superglue_sift.sift import positions
 
 STRICT = 0.8  # confidence of a strict match, of a model that does not bring its own limit
 ACCEPT = 10  # strict matches of one geometry that make a pair, likewise
+LIKELY = 9  # classical matches of one geometry without which the network is not asked; any eight may agree by chance
+LIKELY_KEYPOINTS = 2048  # of the strongest so many
 STRICT_PX = 1.5  # of the robust fits
 BAND_PX = 1.2  # distance to the epipolar line up to which a match is kept, in both images
 NETWORK_KEYPOINTS = 1024
@@ -34,11 +38,13 @@ class Rules:
     """How pairs of a scene are matched.
 
     strict: confidence above which a match is strict. accept: how many strict matches of one geometry make a pair.
+    likely: a pair with fewer classical matches of one geometry among the strongest keypoints is skipped.
     network_keypoints: the strongest so many are matched by the network. guided: do the others count at all?
     """
 
     strict: float = STRICT
     accept: int = ACCEPT
+    likely: int = LIKELY
     network_keypoints: int = NETWORK_KEYPOINTS
     guided: bool = True
 
@@ -59,6 +65,18 @@ def side_of(records: np.ndarray, size: Tuple[int, int], resize: int) -> Side:
     """A photograph of `size` (width, height) with records (n,) found on it reduced to a longer side of `resize`."""
     unit = max(1.0, max(size) / resize) if resize else 1.0
     return Side(positions(records).astype(np.float64) / unit, classical.described(records))
+
+
+def strongest(records: np.ndarray, count: int) -> np.ndarray:
+    """(m,) the numbers of the `count` keypoints of highest score, strongest first; records (n,)."""
+    return np.argsort(-records["score"], kind="stable")[:count]
+
+
+def agreeing(sides: Tuple[Side, Side]) -> int:
+    """How many classical matches of two photographs agree with one fundamental matrix."""
+    matches = classical.ratio_matches(sides[0].described, sides[1].described)[0]
+    points0, points1 = (side.points[matches[:, number]] for number, side in enumerate(sides))
+    return int(geometry.fundamental_with_inliers(points0, points1, STRICT_PX).inliers.sum())
 
 
 class Filled(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import shutil
 
@@ -15,7 +16,7 @@ from made_scenes import IDENTITY, SHIFT, TURN
 
 from benchmarks import scene_errors
 from benchmarks import scenes as bench
-from superglue_sift import Matcher, RequestError, classical, cli, errors, geometry, scenes, sift, torch_compat
+from superglue_sift import Matcher, RequestError, classical, cli, errors, geometry, matcher, scenes, sift, torch_compat
 from superglue_sift.descriptors import root_sift_of
 
 SIDEWAYS = np.array([[0, 0, 0], [0, 0, -1.0], [0, 1, 0]])  # F of a camera that moved along x: lines of equal y
@@ -151,6 +152,16 @@ def test_relative_pose_is_that_of_the_cameras():
         geometry.relative_pose(*flat, K0[:2], K1)
 
 
+def test_wrong_matches_at_which_opencv_fails_have_no_geometry():
+    """Nine classical matches of two sides of the door of Herz-Jesus."""
+    points0 = [(154.1, 453.7), (565.3, 418.0), (562.3, 605.9), (553.7, 606.7), (817.8, 493.8), (288.1, 470.1)]
+    points1 = [(68.2, 522.9), (67.0, 531.7), (131.2, 609.4), (126.7, 609.8), (333.2, 555.6), (115.2, 538.9)]
+    points0 += [(557.6, 602.0), (327.2, 476.6), (780.8, 307.8)]
+    points1 += [(129.2, 607.3), (128.9, 542.2), (319.8, 419.8)]
+    found = geometry.fundamental_with_inliers(np.array(points0), np.array(points1), 1.5)
+    assert found.model is None and found.inliers.shape == (9,) and not found.inliers.any()
+
+
 # Real photographs
 
 
@@ -188,14 +199,30 @@ def test_two_photographs_of_a_place_are_accepted_and_two_of_different_places_are
     pose = found.relative_pose(*(cameras[name].K(1.0) for name in names[:2]))
     true = cameras[names[1]].R @ cameras[names[0]].R.T
     assert np.degrees(np.arccos((np.trace(pose.R @ true.T) - 1) / 2)) < 1
-    nothing = place.match(one, other)
-    assert not nothing.accepted and nothing.pair_score < scenes.ACCEPT and len(nothing.matches) == 0
+    whole = dataclasses.replace(place, rules=dataclasses.replace(place.rules, likely=0))
+    for nothing in (place.match(one, other), whole.match(one, other)):
+        assert not nothing.accepted and nothing.pair_score < scenes.ACCEPT and len(nothing.matches) == 0
     mixed = np.random.default_rng(0).permutation(len(one.records))  # features of others come in any order
     again = place.match(one._replace(records=one.records[mixed]), near)
     same = set(map(tuple, np.stack([mixed[again.matches[:, 0]], again.matches[:, 1]], axis=1).tolist()))
     assert len(same & set(map(tuple, found.matches.tolist()))) > 0.97 * len(found.matches)
     both = list(place.match_many(one, [near, other], accepted_only=True))
     assert [len(each.matches) for each in both] == [len(found.matches)]
+
+
+def test_the_network_is_not_asked_about_pairs_that_descriptors_tell_apart(strecha, place, monkeypatch):
+    names = ["Herz-Jesus-P25_0005.jpg", "entry-P10_0003.jpg", "Herz-Jesus-P25_0006.jpg"]
+    one, other, near = (place.extract(strecha[0] / name) for name in names)
+    asked, of_network = [], matcher.match_pairs
+    monkeypatch.setattr(
+        matcher, "match_pairs", lambda model, pairs, *more: asked.append(pairs) or of_network(model, pairs, *more)
+    )
+    alone, *both = place.match(one, near), *place.match_batch([(one, other), (one, near)])
+    assert [len(pairs) for pairs in asked] == [1, 1]
+    assert [found.accepted for found in both] == [False, True] and both[0].pair_score == 0
+    np.testing.assert_array_equal(both[1].matches, alone.matches)
+    list(dataclasses.replace(place, rules=dataclasses.replace(place.rules, likely=0)).match_batch([(one, other)]))
+    assert len(asked) == 3
 
 
 def test_a_folder_lists_its_pairs_and_the_database_holds_the_accepted_alone(strecha, tmp_path, capsys):
@@ -240,6 +267,7 @@ def test_hloc_asks_for_a_scene(monkeypatch):
         (["a.png", "b.png", "--accept", "9"], "--accept goes with --scene"),
         (["photos", "--out-dir", "x", "--scene", "--strict", "2"], "--strict 2.0: must be between 0 and 1"),
         (["photos", "--out-dir", "x", "--scene", "--accept", "0"], "--accept 0: must be 1 or more"),
+        (["photos", "--out-dir", "x", "--scene", "--likely", "-1"], "--likely -1: must be 0 (skip no pair)"),
     ],
 )
 def test_wrong_requests_are_one_line(words, line, capsys):
