@@ -230,11 +230,13 @@ def test_the_slurm_job_saves_requeues_and_appends():
     assert found["signal"] == "B:USR1@120" and "requeue" in found
     assert found["open-mode"] == "append"
     assert found["ntasks-per-node"] == "1"  # torchrun makes the ranks
+    assert "cpus-per-gpu" in found and not [name for name in found if name.startswith(("gpus", "gres", "cpus-per-t"))]
 
 
 SLURM = """#!/bin/sh
 # stands for srun, scontrol and scancel: notes what it is asked for, and answers as SLURM 22.05 did
 echo "$(basename "$0") $*" >>"$TRY/asked"
+echo "$(basename "$0")-environment cpus-per-gpu=$SLURM_CPUS_PER_GPU" >>"$TRY/asked"
 case "$(basename "$0") $1" in
     "scontrol show") [ "$2" = hostnames ] && echo node1 || echo "JobId=7 JobState=$STATE" ;;
     "scancel "*) kill -TERM "$(cat "$TRY/step")" ;;
@@ -258,7 +260,9 @@ def submitted(tmp_path, **environment):
     for name in ("srun", "scontrol", "scancel"):
         (folder / name).write_text(SLURM)
         (folder / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "TRY": str(tmp_path), "SIGNAL": "", **environment}
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_GPUS_ON_NODE": "3", "SLURM_CPUS_PER_GPU": "4"}
+    job = {**job, "TRY": str(tmp_path), "SIGNAL": "", **environment}
+    (tmp_path / "asked").touch()
     done = subprocess.run(
         ["bash", str(ROOT / "deploy" / "slurm" / "train.sbatch")], cwd=tmp_path, text=True, timeout=60,
         env={"PATH": f"{folder}:{os.environ['PATH']}", **job}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -292,6 +296,22 @@ def test_the_slurm_job_goes_back_into_the_queue_unless_a_person_cancelled_it(tmp
     done, asked = submitted(tmp_path, SIGNAL=signal, STATE=state)
     assert done.returncode == 143, done.stdout
     assert ("scontrol requeue 7" in asked) == queued
+
+
+def test_the_slurm_job_without_a_gpu_says_how_to_ask_for_some(tmp_path):
+    if Path("/dev/nvidia0").exists():
+        pytest.skip("a GPU that SLURM does not count is one")
+    done, asked = submitted(tmp_path, SLURM_GPUS_ON_NODE="")
+    assert done.returncode == 2 and not asked
+    assert done.stdout.startswith("error: this job has no GPU: sbatch --gpus-per-node=N ")
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_the_slurm_job_may_train_without_a_gpu(tmp_path):
+    """`--cpus-per-gpu`, which the job has, makes every srun of a job without GPUs fail (SLURM 22.05)."""
+    done, asked = submitted(tmp_path, SLURM_GPUS_ON_NODE="", GPUS="none")
+    assert done.returncode == 0 and any(line.endswith("entrypoint.py repro") for line in asked), done.stdout
+    assert "srun-environment cpus-per-gpu=" in asked and "srun-environment cpus-per-gpu=4" not in asked
 
 
 def test_the_slurm_job_that_fails_is_not_tried_again(tmp_path):
