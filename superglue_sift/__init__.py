@@ -18,7 +18,7 @@ for when they are used. `pipeline` trains what it loads. In reading order:
       attention, packing, normalization     its layers, on ragged sets of keypoints
       sinkhorn, sinkhorn_kernel, assignment its optimal transport, and what comes out
     inference, cuda_graphs          the trained network made fast
-    refine, tracks                  matches to a fraction of a pixel; one position of a keypoint in many pairs
+    refine, local_maps, tracks      matches to a fraction of a pixel; one position of a keypoint in many pairs
     geometry, truth                 homographies; which keypoints correspond
     weights, drawing                model files, pictures of matches
     errors, files, progress         what is said when a request is wrong; a file whole or not at all; how far, how long

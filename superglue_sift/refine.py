@@ -9,6 +9,8 @@ is shifted until it agrees best.
   compositional alignment; Baker and Matthews 2004). All matches at once, on any device of torch.
 - Scale: patches are sampled a pixel apart of the coarser image, the finer one from the level of its pyramid with that
   resolution. Large keypoints, and matches that start far off, are aligned on coarser levels first.
+- Blur: where one image is blurred more (focus, motion), the other is blurred as much, and all is done again. Patches of
+  unequal sharpness have no common minimum: by 2 px of blur errors fall to a fifth.
 - Deviation: from the covariance of the shift, sigma^2 (J^T J)^-1 (Gruen 1985). Where one direction has no structure, as
   along a straight edge, the match moves along the other alone.
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import NamedTuple, Optional, Tuple, Union
+from typing import List, NamedTuple, Optional, Tuple, Union
 
 import cv2
 import numpy as np
@@ -25,21 +27,18 @@ import torch
 from torch import Tensor
 
 from superglue_sift import geometry
+from superglue_sift.local_maps import local_maps, similarities
 
 SMOOTHING_PX = 0.7  # Gaussian blur of images before they are sampled
-NEIGHBOURS = 10  # matches that a local affine map is fitted to
-NEAR_PX = 30.0  # a neighbour this far away has half the weight of one at the place itself
-PRIOR_PX = 5.0  # how firmly a local map holds to the one of all matches: as one neighbour at this distance
-
-GEOMETRY_PX = 3.0  # inlier distance of the geometry that local maps come from
-PLANAR = 0.6  # part of the agreeing matches that a homography explains where its derivative is the local map
-LEAST_AGREEING = 6  # matches without which maps come from scale and angle
 MOST = 8.0  # magnification between the images, at most
 COARSE_PX = 6.0  # a keypoint of twice this diameter begins one level up
 COARSER = 3  # levels, at most
 CORRELATED = 6.0  # samples of a smoothed image that are as one
 FLAT = 0.5  # gray levels of deviation below which a patch has no structure
 SETTLED = 0.003  # samples: a match whose last step was shorter has arrived
+BLURRED = 0.35  # log of the ratio of gradient energies from which one image counts as blurred more
+SHARPER = 0.85  # of the deviations before, those that make the images' equal sharpness worth keeping
+WIDEST = 8.0  # samples: largest deviation of the blur that makes them equal
 EDGE = 0.02  # eigenvalue of the Hessian, to the larger one, below which a direction has no structure
 
 
@@ -116,59 +115,35 @@ def align_points(
     if not len(start0):
         return Aligned(start0, start1, np.zeros(0, np.float32), np.zeros(0, np.float32))
     coarsest = np.zeros(len(start0)) if scales is None else np.log2(np.maximum(scales, COARSE_PX) / COARSE_PX)
+    levels = torch.as_tensor(np.clip(coarsest, 0, COARSER), device=device).long()
+    arguments = start0, start1, np.asarray(maps, np.float64), settings, device
     with torch.no_grad():
-        work = _Work(gray0, gray1, start0, start1, np.asarray(maps, np.float64), settings, device)
-        work.run(torch.as_tensor(np.clip(coarsest, 0, COARSER), device=device).long())
+        work = _Work(gray0, gray1, *arguments)
+        work.run(levels)
+        if abs(work.sharpness()) > BLURRED:
+            again = _Work(*_equally_sharp(gray0, gray1, work, arguments), *arguments)
+            again.run(levels)
+            if torch.isnan(work.deviation).all() or torch.nanmedian(again.deviation / work.deviation) < SHARPER:
+                work = again
         shift, deviations, correlations = (x.cpu().numpy() for x in (work.shift, work.deviation, work.correlation))
     return Aligned(start0, start1 + shift, deviations, correlations)
 
 
-def similarities(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
-    """(K, 2, 2) maps 0 -> 1 by the keypoints' scales and angles alone; the identity where they have none."""
-    known = (records0["scale"] > 0) & (records1["scale"] > 0)
-    ratio = np.where(known, records1["scale"] / np.where(known, records0["scale"], 1), 1.0).astype(np.float64)
-    turn = np.radians((records1["angle"] - records0["angle"]).astype(np.float64))
-    c, s = ratio * np.cos(turn), ratio * np.sin(turn)
-    return np.stack([np.stack([c, -s], -1), np.stack([s, c], -1)], -2)
+def _equally_sharp(gray0: np.ndarray, gray1: np.ndarray, work: _Work, arguments: tuple) -> List[np.ndarray]:
+    """Both images, the sharper one of them blurred so far that patches of both have the same gradient energy."""
+    first = work.sharpness() > 0
+    pixel = float((work.frame0[:, 0, 0] if first else work.step1).median())  # of a sample, in the image to be blurred
 
+    def blurred(deviation: float) -> List[np.ndarray]:
+        soft = cv2.GaussianBlur((gray0 if first else gray1).astype(np.float32), (0, 0), deviation * pixel)
+        return [soft, gray1] if first else [gray0, soft]
 
-def local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -> np.ndarray:
-    """(K, 2, 2) local affine maps 0 -> 1 at K matches.
-
-    Of matches that a homography explains its derivative, where it explains most; else the least-squares affine map of
-    the nearest matches that one homography or one epipolar geometry explains; `fallback` (K, 2, 2) without such.
-    """
-    maps = fallback.copy()
-    given = points0.astype(np.float32), points1.astype(np.float32)
-    plane = geometry.homography_with_inliers(*given, GEOMETRY_PX)
-    agreeing = plane.inliers
-    if agreeing.mean() < PLANAR:
-        agreeing = agreeing | geometry.fundamental_with_inliers(*given, GEOMETRY_PX).inliers
-    if agreeing.sum() < LEAST_AGREEING:
-        return maps
-    near = nearest_affine(points0, points1, agreeing)
-    maps = near
-    if plane.model is not None and plane.inliers.sum() >= PLANAR * agreeing.sum():
-        maps[plane.inliers] = geometry.jacobians(plane.model, points0[plane.inliers])
-    return maps
-
-
-def nearest_affine(points0: np.ndarray, points1: np.ndarray, agreeing: np.ndarray) -> np.ndarray:
-    """(K, 2, 2): at each match the affine map of the nearest `agreeing` ones, held to the map of all of these."""
-    from scipy.spatial import KDTree
-
-    own, theirs = points0[agreeing], points1[agreeing]
-    count = min(NEIGHBOURS, len(own))
-    distance, index = KDTree(own).query(points0, count)
-    weight = 1.0 / (NEAR_PX + distance)
-    weight = weight / weight.sum(1, keepdims=True)
-    p, q = own[index], theirs[index]
-    p, q = (x - (weight[..., None] * x).sum(1, keepdims=True) for x in (p, q))
-    centred = own - own.mean(0)
-    whole = np.linalg.lstsq(centred, theirs - theirs.mean(0), rcond=None)[0]
-    normal = np.einsum("kn,kni,knj->kij", weight, p, p) + PRIOR_PX**2 * np.eye(2)
-    right = np.einsum("kn,kni,knj->kij", weight, p, q) + PRIOR_PX**2 * whole
-    return np.linalg.solve(normal, right).swapaxes(1, 2)
+    least, most = 0.0, WIDEST
+    while most - least > 0.15:
+        middle = (least + most) / 2
+        still = _Work(*blurred(middle), *arguments).sharpness()
+        least, most = (middle, most) if (still > 0) == first else (least, middle)
+    return blurred((least + most) / 2)
 
 
 class _Pyramid:
@@ -245,6 +220,21 @@ class _Work:
         again = torch.isnan(self.deviation) & (coarsest == 0)
         self._align(1, again)
         self._align(0, again & ~torch.isnan(self.deviation))
+
+    def sharpness(self) -> float:
+        """Median log of the ratio of the gradient energies of both patches, per variance; above 0: image 0 is sharper.
+
+        At SIFT's positions, which are good enough for it. 0 without patches inside both images.
+        """
+        level0, level1 = self.octaves.round().long()
+        offsets, weight = _patch(self.settings, self.device)
+        at0 = self.points0[:, None] + offsets @ self.frame0.transpose(1, 2)
+        at1 = self.points1[:, None] + offsets @ self.frame1.transpose(1, 2)
+        inside = self.pyramid0.holds(_corners(at0), level0) & self.pyramid1.holds(_corners(at1), level1) & self.usable
+        energy0 = _energy(self.pyramid0.read(self.pyramid0.grid(at0, level0)), weight)
+        energy1 = _energy(self.pyramid1.read(self.pyramid1.grid(at1, level1)), weight)
+        ratios = torch.log(energy0 / energy1)[inside & (energy0 > 0) & (energy1 > 0)]
+        return float(ratios.median()) if len(ratios) else 0.0
 
     def _align(self, level: int, chosen: Tensor) -> None:
         """Align the chosen matches (K,) on one level; what is not good there stays as it was."""
@@ -366,6 +356,18 @@ def _patch(settings: Settings, device) -> Tuple[Tensor, Tensor]:
     inner = torch.exp(-0.5 * (line[1:-1] / settings.weight) ** 2)
     weight = (inner[:, None] * inner).reshape(-1)
     return torch.stack([columns.reshape(-1), columns.t().reshape(-1)], 1), weight / weight.sum()
+
+
+def _energy(samples: Tensor, weight: Tensor) -> Tensor:
+    """(n,) gradient energy over variance of patches (n, s s) with a margin of one sample; 0 where a patch is flat."""
+    side = round(samples.shape[1] ** 0.5)
+    square = samples.view(-1, side, side)
+    x = (square[:, 1:-1, 2:] - square[:, 1:-1, :-2]).flatten(1) / 2
+    y = (square[:, 2:, 1:-1] - square[:, :-2, 1:-1]).flatten(1) / 2
+    inner = square[:, 1:-1, 1:-1].flatten(1)
+    variance = (inner**2) @ weight - (inner @ weight) ** 2
+    flat = variance < FLAT**2
+    return torch.where(flat, torch.zeros_like(variance), ((x**2 + y**2) @ weight) / variance.clamp(min=FLAT**2))
 
 
 def _corners(points: Tensor) -> Tensor:

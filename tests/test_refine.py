@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from superglue_sift import geometry, refine
+from superglue_sift import geometry, local_maps, refine
 from superglue_sift.matcher import Features, MatchResult
 from superglue_sift.sift import KEYPOINT
 from superglue_sift.tracks import refine_tracks
@@ -95,6 +95,22 @@ def test_light_blur_and_noise_leave_it_right(change):
     found = refine.align(texture(np.eye(3)), change(texture(TURN)), *records)
     aligned = np.isfinite(found.deviations)
     assert aligned.mean() > 0.85 and errors(found, TURN)[aligned].mean() < 0.1
+
+
+@pytest.mark.parametrize("deviation, limit_px", [(2.0, 0.05), (4.0, 0.2)])
+@pytest.mark.parametrize("which", [0, 1], ids=["image 0", "image 1"])
+def test_where_one_image_is_blurred_the_other_is_blurred_alike(which, deviation, limit_px, monkeypatch):
+    """Without that errors are several times as large, as the last line shows."""
+    _, _, records = scattered(TURN, 150)
+    images = [texture(np.eye(3)), texture(TURN)]
+    images[which] = cv2.GaussianBlur(images[which], (0, 0), deviation)
+    found = refine.align(*images, *records)
+    aligned = np.isfinite(found.deviations)
+    assert aligned.mean() > 0.85
+    error = np.median(errors(found, TURN)[aligned])
+    assert error < limit_px
+    monkeypatch.setattr(refine, "BLURRED", 100.0)
+    assert np.median(errors(refine.align(*images, *records), TURN)[aligned]) > 2 * error
 
 
 def test_the_deviation_is_the_size_of_the_error():
@@ -283,5 +299,5 @@ def test_local_maps_are_a_homographys_though_most_matches_are_wrong():
     points0 = rng.uniform(0, 300, (180, 2))
     points1 = geometry.transform(points0, H)
     points1[60:] = rng.uniform(0, 300, (120, 2))
-    maps = refine.local_maps(points0, points1, np.zeros((180, 2, 2)))
+    maps = local_maps.local_maps(points0, points1, np.zeros((180, 2, 2)))
     np.testing.assert_allclose(maps[:60], geometry.jacobians(H, points0[:60]), atol=1e-3)
