@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from typing import Any, Iterable, Iterator, Mapping, Optional
+from typing import Any, Iterable, Iterator, Optional
 
 EVERY_SECONDS = (15.0, 0.2)  # between two lines in a log, on a terminal
 
@@ -14,7 +14,7 @@ class Progress:
     """Iterate over it, which counts what comes, or `update(n)` and `close()`. A closed pipe does not stop the work.
 
     total: how many there will be, where that is known. initial: how many were done before; they say nothing of the
-    pace. disable: show nothing (every rank but the first).
+    pace. disable: show nothing (every rank but the first). terminal: is there one, so that a line can be drawn over?
     """
 
     def __init__(
@@ -29,8 +29,8 @@ class Progress:
     ) -> None:
         self.total, self.n, self.initial = total, initial, initial
         self._iterable, self._desc, self._unit, self._disable = iterable, desc, unit, disable
+        self.terminal = sys.stderr.isatty()
         self._figures = ""
-        self._terminal = sys.stderr.isatty()
         self._started = self._printed = time.monotonic()
 
     def __iter__(self) -> Iterator[Any]:
@@ -48,16 +48,16 @@ class Progress:
     def update(self, n: int) -> None:
         """n more are done."""
         self.n += n
-        if time.monotonic() - self._printed >= EVERY_SECONDS[self._terminal]:
+        if time.monotonic() - self._printed >= EVERY_SECONDS[self.terminal]:
             self._print()
 
-    def set_postfix(self, figures: Mapping[str, object]) -> None:
-        """Figures for the end of the next lines."""
-        self._figures = "".join(f", {name}={value}" for name, value in figures.items())
+    def show(self, figures: str) -> None:
+        """Figures for the next lines, between the time that is left and the pace."""
+        self._figures = f", {figures}" if figures else ""
 
     def say(self, line: str) -> None:
         """A line of its own, which stays; on a terminal the line of the progress is drawn below it again."""
-        self._write(f"\r\033[K{line}\n" if self._terminal else f"{line}\n")
+        self._write(f"\r\033[K{line}\n" if self.terminal else f"{line}\n")
 
     def close(self) -> None:
         """The last line; none when nothing was done."""
@@ -71,15 +71,15 @@ class Progress:
         seconds = max(self._printed - self._started, 1e-9)
         rate, unit = (self.n - self.initial) / seconds, self._unit
         line = f"{self.n}/{self.total} {unit}, {self.n / self.total:.0%}" if self.total else f"{self.n} {unit}"
-        line = f"{self._desc}: {line}, {rate:.3g} {unit}/s"
+        line = f"{self._desc}: {line}"
         if last:
             line += f", took {clock(seconds)}"
         elif self.total and rate:
             line += f", ETA {clock((self.total - self.n) / rate)}"
-        line += self._figures
-        if self._terminal:
+        line += f"{self._figures}, {rate:.3g} {unit}/s"  # the pace last: a narrow terminal cuts the end off
+        if self.terminal:
             line = "\r\033[K" + line[: shutil.get_terminal_size().columns - 1]
-        self._write(line + ("\n" if last or not self._terminal else ""))
+        self._write(line + ("\n" if last or not self.terminal else ""))
 
     def _write(self, text: str) -> None:
         try:

@@ -22,7 +22,6 @@ from pipeline.runtime.repro import main_root, provenance
 from pipeline.tracking import run as run_module
 from pipeline.tracking.mlflow_store import MlflowStore
 from pipeline.tracking.run_log import EventLog, recall_run, remember_run
-from superglue_sift.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[1]
 PARAMS = {"train": {"lr": 1e-4, "layers": 5}}
@@ -561,22 +560,6 @@ def test_provenance_names_commit_and_versions(monkeypatch):
     assert tags["image.digest"] == "sha256:1234"
     assert {"git.commit", "git.dirty", "host", "version.torch"} <= set(tags)
     assert all(isinstance(value, str) for value in tags.values())
-
-
-def test_progress_prints_lines_with_an_eta_where_there_is_no_terminal(capsys, monkeypatch):
-    monkeypatch.setattr("superglue_sift.progress.EVERY_SECONDS", (0.0, 0.0))
-    bar = Progress(total=100, desc="train", unit="step", initial=40)
-    bar.set_postfix({"loss": 0.25})
-    time.sleep(0.01)
-    bar.update(30)
-    shown = capsys.readouterr().err
-    assert "train: 70/100 step, 70%" in shown and "ETA 0:00" in shown and "loss=0.25" in shown
-    monkeypatch.setattr("superglue_sift.progress.EVERY_SECONDS", (1e9, 1e9))
-    assert list(Progress([1, 2], desc="two", unit="thing")) == [1, 2]
-    shown = capsys.readouterr().err
-    assert shown.count("\n") == 1 and "two: 2 thing" in shown and "took" in shown
-    list(Progress([1, 2], desc="two", unit="thing", disable=True))
-    assert capsys.readouterr().err == ""
 
 
 def wait_for(condition, seconds=PATIENCE):

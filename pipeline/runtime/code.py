@@ -30,6 +30,7 @@ CHANGES_NO_OUTPUT = (
     "superglue_sift.threads",
     "pipeline.runtime.signals",
     "pipeline.tracking",
+    "pipeline.training.live_line",
     "pipeline.runtime.workspace_lock",
     "superglue_sift.errors",
     "superglue_sift.files",

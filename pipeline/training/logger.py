@@ -55,6 +55,7 @@ class TrainingLogger:
     ) -> None:
         self.paths, self.context, self.pairs = paths, context, pairs
         self.sums = _own_share(window or [], context)
+        self.last_sums: Dict[str, float] = {}  # of the last step
         self._restart_clock()
         self.status = "FAILED"
         sections = params.load_all(paths.params)
@@ -97,6 +98,7 @@ class TrainingLogger:
     def add_step(self, result: StepResult, waited: float) -> None:
         """Count a step, which waited so many seconds for its batch; `log_point` reports them together."""
         _add(self.sums, result.sums)
+        self.last_sums = result.sums
         self.waited += waited
         self.timed_steps += 1
 
@@ -112,11 +114,10 @@ class TrainingLogger:
         self._restart_clock()
         self.sums = {}
 
-    def log_validation(self, step: int, figures: Dict[str, float]) -> Dict[str, str]:
-        """A point of the validation curves; what the progress bar shows of it."""
+    def log_validation(self, step: int, figures: Dict[str, float]) -> None:
+        """A point of the validation curves."""
         self._point("val", step, figures)
         self._restart_clock()  # validation is no training time
-        return {name: f"{figures[name]:.3f}" for name in ("loss", "precision", "recall")}
 
     def window(self) -> Window:
         """What every rank has summed up since the last point, for the checkpoint; all ranks call it.
@@ -147,7 +148,7 @@ class TrainingLogger:
         self.run.artifact(self.paths.reports / "metrics.json")
         self.run.model(best.with_suffix(".safetensors"), best, step=best_step)
         print(
-            f"best validation at step {best_step}: loss {figures['loss']:.3f}, "
+            f"best validation at step {best_step}: F1 {figures['f1']:.3f}, loss {figures['loss']:.3f}, "
             f"precision {figures['precision']:.3f}, recall {figures['recall']:.3f} ({figures['pairs']:.0f} pairs)"
         )
         if init_from and best_step == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import Any, Dict, Generator, List, Optional, Sequence
+from typing import Dict, Generator, List, Optional, Sequence
 
 from torch import Tensor
 
@@ -20,13 +20,13 @@ from pipeline.runtime import distributed, faults, signals, trained_on
 from pipeline.runtime.checkpoint import Checkpoints
 from pipeline.schema import TrainParams
 from pipeline.training import identity, replicas, resume, seen, setup
+from pipeline.training.live_line import LiveLine
 from pipeline.training.logger import TrainingLogger, Window, profiled, write_metrics
 from pipeline.training.optimization import learning_rate
 from pipeline.training.replicas import Saved, Writes
 from pipeline.training.step import StepResult, elastic_step, train_step
-from pipeline.training.validation import ENOUGH_IMAGES, validate
+from pipeline.training.validation import ENOUGH_IMAGES, ratio_test_f1, validate
 from superglue_sift.batch import PairBatch
-from superglue_sift.progress import Progress
 from superglue_sift.weights import load_model_file
 
 
@@ -160,22 +160,22 @@ class Training:
         steps = range(state.step, train.steps)
         profile_steps = train.profile_steps if self.context.is_main else 0
         with (
-            contextlib.closing(self._progress_bar()) as bar,
+            contextlib.closing(self._live_line()) as line,
             contextlib.closing(self.batches.prefetched(steps)) as loader,
             profiled(profile_steps, self.paths.reports / "profile") as step_profiled,
         ):
             given = state.step == 0 and train.init_from  # the weights as given may stay the best
             if given or (state.step == train.steps != state.validated):  # it ends where it was stopped
-                bar.set_postfix(logger.log_validation(state.step, self._validate()))
+                self._report_validation(logger, line)
             waiting = time.perf_counter()
             for micro_batches in loader:
                 waited = time.perf_counter() - waiting
                 stopping = distributed.any_rank(lambda: self.stop.requested)
                 self._step(micro_batches, logger, waited)
+                line.step(logger.last_sums)
                 step_profiled()
-                bar.update(1)
                 if state.step % train.val_every == 0 or state.step == train.steps:
-                    bar.set_postfix(logger.log_validation(state.step, self._validate()))
+                    self._report_validation(logger, line)
                 stop = stopping()
                 if state.step % train.save_every == 0 or state.step == train.steps or stop:
                     self._compare_replicas()
@@ -204,10 +204,11 @@ class Training:
             figures = {"lr": lr, "grad_norm": result.grad_norm, "dustbin": dustbin}
             logger.log_point(state.step, {**figures, "skipped_steps": float(state.skipped)})
 
-    def _progress_bar(self) -> Any:
-        """Over all steps, on rank 0."""
-        state, steps, disable = self.state, self.train.steps, not self.context.is_main
-        return Progress(total=steps, initial=state.step, desc="train", unit="step", disable=disable)
+    def _live_line(self) -> LiveLine:
+        """Of all steps, on rank 0."""
+        on = self.held_out, self.validation.samples, self.train.max_keypoints, self.context
+        mark = ratio_test_f1(self.objective, *on)
+        return LiveLine(self.train.steps, self.state.step, mark, self.state.best, self.context.is_main)
 
     def _gradient_step(self, batches: List[PairBatch]) -> StepResult:
         common = (self.ddp_model, self.state.optimizer, self.state.scaler, batches, self.pairs)
@@ -245,6 +246,12 @@ class Training:
 
     def _name(self, sample: Sample) -> str:
         return f"{self.store.images[sample.image]} views {sample.view0} and {sample.view1}"
+
+    def _report_validation(self, logger: TrainingLogger, line: LiveLine) -> None:
+        """Validate, log it and show it."""
+        figures = self._validate()
+        logger.log_validation(self.state.step, figures)
+        line.validated(self.state.step, figures)
 
     def _validate(self) -> Dict[str, float]:
         """Figures of the weights that would be shipped; keeps them as `best` when they are."""

@@ -1,0 +1,143 @@
+"""What a person sees of long work: the line of a training, and the mark it has to beat."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+
+import made_views
+import numpy as np
+import pytest
+from processes import in_group
+
+from pipeline.evaluation.matchers import descriptor_distances, match_neighbours
+from pipeline.features.store import Store
+from pipeline.pairs.loader import load_batch
+from pipeline.pairs.order import validation_pairs
+from pipeline.runtime import distributed
+from pipeline.training.live_line import LiveLine
+from pipeline.training.objective import MatchingObjective
+from pipeline.training.validation import CONFIDENCE_BINS, ratio_test_f1
+from superglue_sift.orientation import choose_orientations
+from superglue_sift.progress import Progress
+from superglue_sift.sift import KEYPOINT
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.truth import IGNORED, ground_truth
+
+FIGURES = {"loss": 0.951, "precision": 0.845, "recall": 0.637, "f1": 0.7266}
+
+
+def objective() -> MatchingObjective:
+    return MatchingObjective(SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2)), 3.0, 5.0)
+
+
+def mark_of(context, folder: str) -> float:
+    store = Store(folder)
+    samples = validation_pairs(0, len(store), store.views_per_image, 12)
+    return ratio_test_f1(objective(), store, samples, 48, context)
+
+
+def by_hand(folder: str) -> float:
+    """The best F1 over the ratios of the bins, pair by pair with the matcher of the evaluation."""
+    store = Store(folder)
+    batch = choose_orientations(load_batch(store, validation_pairs(0, len(store), store.views_per_image, 12), 48))
+    truth = ground_truth(batch, 3.0, 5.0).matches0.numpy()
+    records = [
+        [each[i, : counts[i]].numpy().reshape(-1).view(KEYPOINT) for i in range(len(batch))]
+        for each, counts in ((batch.records0, batch.counts0.tolist()), (batch.records1, batch.counts1.tolist()))
+    ]
+    best = 0.0
+    for ratio in 1.0 - np.arange(CONFIDENCE_BINS) / CONFIDENCE_BINS:
+        right = found = 0
+        for own, other, partners in zip(*records, truth):
+            matches = match_neighbours(descriptor_distances(own, other), True, min(ratio, 1.0 - 1e-9)).matches0
+            asked = partners[: len(matches)]
+            judged = (matches >= 0) & (asked != IGNORED)
+            found, right = found + judged.sum(), right + (judged & (matches == asked)).sum()
+        best = max(best, 2 * right / (found + (truth >= 0).sum()))
+    return best
+
+
+def test_the_mark_is_the_best_f1_of_the_ratio_test_whatever_the_ratio(tmp_path, monkeypatch):
+    """2 TP / (found + true) is the harmonic mean of precision and recall."""
+    easy = made_views.made_records
+    harder = lambda rng, xy, rows: easy(rng, xy, rows + rng.normal(0, 70, rows.shape))  # noqa: E731
+    monkeypatch.setattr(made_views, "made_records", harder)
+    folder = str(made_views.made_store(tmp_path))
+    mark = mark_of(distributed.start(), folder)
+    assert 0.2 < mark < 1.0 and mark == pytest.approx(by_hand(folder), abs=0.01)
+    assert in_group(2, mark_of, folder) == [mark, mark]
+
+
+class Terminal:
+    """Standard error as a terminal of 80 columns."""
+
+    def __init__(self, monkeypatch):
+        self.written = []
+        monkeypatch.setattr(sys, "stderr", self)
+        monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((80, 24)))
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.written.append(text)
+
+    def flush(self):
+        pass
+
+
+def test_on_a_terminal_a_training_is_one_line(monkeypatch):
+    monkeypatch.setattr("superglue_sift.progress.EVERY_SECONDS", (0.0, 0.0))
+    terminal = Terminal(monkeypatch)
+    line = LiveLine(2400, 400, 0.6512, 0.7224, True)
+    time.sleep(0.01)
+    line.step({"loss": 2.0, "pairs": 4.0})
+    line.validated(401, FIGURES)
+    line.step({"loss": float("nan"), "pairs": 4.0})
+    line.validated(402, {**FIGURES, "f1": 0.7216})
+    line.step({"loss": 6.0, "pairs": 4.0})
+    line.close()
+    drawn = [one for one in terminal.written if one]
+    assert all(one.startswith("\r\033[K") and len(one) - 4 <= 80 for one in drawn)
+    assert [one.count("\n") for one in drawn] == [0, 0, 0, 1]  # drawn over, but for the last
+    assert "train: 401/2400 step, 17%, ETA 0:" in drawn[0] and ", ratio test 65.1, loss 0.50, " in drawn[0]
+    assert ", F1 72.7 (+0.4), ratio test 65.1, loss 0.50" in drawn[1]
+    assert ", F1 72.2 (-0.5), ratio test 65.1, loss 0.60" in drawn[2]  # 0.9 of the loss before, 0.1 of 1.5
+
+
+def test_in_a_log_a_training_is_plain_lines(monkeypatch, capsys):
+    monkeypatch.setattr("superglue_sift.progress.EVERY_SECONDS", (0.0, 0.0))
+    line = LiveLine(100, 0, 0.6512, None, True)
+    time.sleep(0.01)
+    line.validated(0, {**FIGURES, "f1": 0.7224})
+    line.step({"loss": 2.0, "pairs": 4.0})
+    line.validated(1, FIGURES)
+    first, step, second = capsys.readouterr().err.splitlines()
+    told = "ratio test 65.1 %; loss 0.951, precision 84.5 %, recall 63.7 %"
+    assert first == f"validation at step 0: F1 72.2 %; {told}"
+    assert step.startswith("train: 1/100 step, 1%, ETA 0:") and "F1 72.2, ratio test 65.1, loss 0.50" in step
+    assert second == f"validation at step 1: F1 72.7 %, +0.4 on the best before; {told}" and "\033" not in second
+    other = LiveLine(100, 0, 0.65, None, False)  # of another rank
+    other.step({"loss": 2.0, "pairs": 4.0})
+    other.validated(1, FIGURES)
+    other.close()
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_prints_lines_with_an_eta_where_there_is_no_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("superglue_sift.progress.EVERY_SECONDS", (0.0, 0.0))
+    bar = Progress(total=100, desc="train", unit="step", initial=40)
+    bar.show("loss 0.25")
+    time.sleep(0.01)
+    bar.update(30)
+    shown = capsys.readouterr().err
+    assert "train: 70/100 step, 70%" in shown and "ETA 0:00" in shown and "loss 0.25" in shown
+    monkeypatch.setattr("superglue_sift.progress.EVERY_SECONDS", (1e9, 1e9))
+    assert list(Progress([1, 2], desc="two", unit="thing")) == [1, 2]
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and "two: 2 thing" in shown and "took" in shown
+    list(Progress([1, 2], desc="two", unit="thing", disable=True))
+    assert capsys.readouterr().err == ""
