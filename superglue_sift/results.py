@@ -26,6 +26,7 @@ BLINK_SIDE = 800  # longer side of the GIF in pixels
 BLINK_MS = 600
 PAIR_LIST = "pairs.csv"
 ALIGNED = ("aligned0", "aligned1", "deviations", "correlations")  # of `MatchResult`, what alignment gives
+ARRAYS = {"keypoints0", "keypoints1", "matches", "match_confidence", "made_from"}  # of a `.npz`, always
 DAMAGED = (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error)  # what reading a torn `.npz` raises
 NAMES = {"homography": "homography", "fundamental": "fundamental matrix"}  # of `fits`, as people say
 Pixels = Callable[[], Iterable[np.ndarray]]  # both images (H, W, 3) BGR, read when they are drawn
@@ -120,14 +121,19 @@ def write_npz(path: Path, found: MatchResult, made: str) -> None:
 
 
 def read_made_from(path: Path) -> Optional[str]:
-    """What the result in a file of `write_npz` was made from; "" where it does not say, None where it is not there."""
+    """What the result in a file of `write_npz` was made from; "" where it does not say or is damaged.
+
+    None where it is not there. Reads all of it, for each array has a checksum that is compared when it is read.
+    """
     try:
         with np.load(path, allow_pickle=False) as file:
-            return str(file["made_from"])
+            arrays = {name: file[name] for name in file.files}
     except FileNotFoundError:
         return None
     except DAMAGED:
         return ""
+    whole = ARRAYS <= set(arrays) <= ARRAYS | {"pair_score", *ALIGNED}
+    return str(arrays["made_from"]) if whole else ""
 
 
 def read_npz(path: Path, size0: Tuple[int, int], size1: Tuple[int, int]) -> MatchResult:

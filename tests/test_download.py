@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from faulty_server import FaultyServer
 
-from pipeline.errors import WorkError
+from pipeline.errors import RequestError, WorkError
 from pipeline.images import download as downloads
 from pipeline.images.download import download, verified
 
@@ -185,3 +186,16 @@ def test_a_file_that_is_here_is_hashed_once(tmp_path, monkeypatch):
     assert known["sha256"] == hashlib.sha256(DATA).hexdigest()
     monkeypatch.setattr("pipeline.images.download.digests", lambda _: pytest.fail("hashed again"))
     assert verified(target, MD5) == known
+
+
+def test_a_file_that_changed_since_is_hashed_again(tmp_path):
+    target = tmp_path / "file.zip"
+    target.write_bytes(DATA)
+    known = verified(target, MD5)
+    os.utime(target)
+    assert verified(target, MD5) == known  # the same bytes at another time
+    content = bytearray(DATA)
+    content[len(content) // 2] ^= 1
+    target.write_bytes(content)
+    with pytest.raises(RequestError, match=r"file\.zip: wrong MD5"):
+        verified(target, MD5)

@@ -18,10 +18,13 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from made_scenes import TURN, write_model
 
-from superglue_sift import Features, Matcher, RequestError, __version__, cli, errors, many, retrieval
+from superglue_sift import Features, Matcher, RequestError, __version__, cli, errors, many, results, retrieval
 from superglue_sift.geometry import corner_error
+from superglue_sift.matcher import MatchResult
 
 
 @pytest.fixture
@@ -397,3 +400,20 @@ def test_auto_pairs_all_of_few_photographs_and_the_nearest_of_more(count, chosen
     photos = [many.Item(str(number), Path(f"{number}.jpg")) for number in range(count)]
     pairs, total = many.choose_pairs(photos, Store(), "auto")
     assert total == len(list(pairs)) == chosen
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_flipped_bit_in_a_result_is_seen_or_changes_nothing(tmp_path_factory, data):
+    found = MatchResult(
+        np.float32([[1, 2], [3, 4]]), np.float32([[5, 6]]), np.int64([[1, 0]]), np.float32([0.5]), (9, 9), (9, 9)
+    )
+    path = tmp_path_factory.mktemp("flip") / "a_matches.npz"
+    results.write_npz(path, found, "{}")
+    content = bytearray(path.read_bytes())
+    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(content)
+    if results.read_made_from(path) == "{}":
+        back = results.read_npz(path, (9, 9), (9, 9))
+        for name in ("keypoints0", "keypoints1", "matches", "scores"):
+            np.testing.assert_array_equal(getattr(back, name), getattr(found, name))

@@ -182,7 +182,8 @@ def check_shard(folder: Path, shard: Dict[str, Any], hashed: bool = True) -> Non
             raise RequestError(f"{path}: {size} bytes, {shard['bytes']} when it was written; {fix}")
         found = file_sha256(path) if hashed else shard["sha256"]
     except OSError as error:
-        raise RequestError(f"{path}: cannot be read: {error.strerror}; {fix}") from None
+        named = f"{path}, which {folder / INDEX} names"
+        raise RequestError(f"{named}: cannot be read: {error.strerror}; {fix}") from None
     if found != shard["sha256"]:
         raise RequestError(f"{path}: SHA-256 {found}, {shard['sha256']} when it was written; {fix}")
 

@@ -7,6 +7,7 @@ protection: an address may be plain HTTP, may have changed the file between two 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -201,28 +202,47 @@ def verified(target: Path, md5: str, notes: Optional[Path] = None) -> Optional[D
     if not target.is_file():
         return None
     noted = (notes or target.parent) / target.name
-    known = read_note(noted)
-    if known.get("md5") == md5 and known.get("size") == target.stat().st_size:
+    known = read_note(target, noted)
+    if known.get("md5") == md5:
         return known
     found = digests(target)
     if found["md5"] != md5:
         raise RequestError(f"{target}: wrong MD5 {found['md5']}, expected {md5}; delete it to download it from scratch")
-    write_note(noted, found)
+    write_note(target, found, noted)
     return found
 
 
-def read_note(target: Path) -> Dict[str, Any]:
-    """What `NAME.json` says about the file `NAME`; {} when it is missing or damaged."""
+def read_note(target: Path, noted: Optional[Path] = None) -> Dict[str, Any]:
+    """What `NOTED.json` says about the file `target`; {} when it is missing, damaged, or of other bytes.
+
+    A file of the noted size and of the note's own time is the same file; of another time, if its SHA-256 is the same.
+    """
+    note = _note(noted or target)
     try:
-        value = json.loads(target.with_name(target.name + ".json").read_text(encoding="utf-8"))
+        known = json.loads(note.read_text(encoding="utf-8"))
+        stat, time_ns = target.stat(), note.stat().st_mtime_ns
     except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
+    if not isinstance(known, dict) or known.get("size") != stat.st_size:
+        return {}
+    if time_ns != stat.st_mtime_ns:
+        if known.get("sha256") != digests(target)["sha256"]:
+            return {}
+        with contextlib.suppress(OSError):  # of somebody else's folder: it is hashed each time
+            os.utime(note, ns=(stat.st_mtime_ns, stat.st_mtime_ns))
+    return known
 
 
-def write_note(target: Path, facts: Mapping[str, Any]) -> None:
-    """Put the facts into `NAME.json` beside the file `NAME`."""
-    write_atomic(target.with_name(target.name + ".json"), json.dumps(facts, indent=1) + "\n")
+def write_note(target: Path, facts: Mapping[str, Any], noted: Optional[Path] = None) -> None:
+    """Put the facts into `NOTED.json` (beside the file `target`), with the time of the file."""
+    note = _note(noted or target)
+    write_atomic(note, json.dumps(facts, indent=1) + "\n")
+    time_ns = target.stat().st_mtime_ns
+    os.utime(note, ns=(time_ns, time_ns))
+
+
+def _note(target: Path) -> Path:
+    return target.with_name(target.name + ".json")
 
 
 def digests(path: Path) -> Dict[str, Any]:

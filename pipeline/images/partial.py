@@ -122,7 +122,7 @@ def fetch_zip(
     rows = [[member.filename, member.file_size, member.CRC] for member in members]
     wanted = hashlib.sha256(json.dumps(rows).encode("utf-8", "surrogateescape")).hexdigest()
     known = read_note(target)
-    if known.get("members") == wanted and target.exists() and target.stat().st_size == known.get("size"):
+    if known.get("members") == wanted:
         return known
     temporary = target.with_name(target.name + ".part")
     with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as out:

@@ -74,7 +74,10 @@ def open_manifest(folder: Union[str, Path]) -> ImageSet:
         raise RequestError(f"{folder}/source.json: missing or damaged; run `dvc repro -f fetch`") from None
     for entry in entries:
         if entry.container not in roots:
-            raise RequestError(f"{folder}/source.json: does not name the container '{entry.container}'")
+            raise RequestError(
+                f"{folder}/manifest.csv names '{entry.container}', which {folder}/source.json does not have; "
+                "run `dvc repro -f fetch`"
+            )
     for key in sorted({entry.container for entry in entries}):
         if not os.path.exists(roots[key]):
             place = os.path.normpath(roots[key])

@@ -253,7 +253,7 @@ def run(count: int, seed: int, results: Path, only: Tuple[str, ...] = ()) -> Non
         finally:
             os.kill(server, signal.SIGKILL)
             if not no_disk:
-                subprocess.run(["umount", str(work)], check=False)
+                subprocess.run(["umount", "--lazy", str(work)], check=False)  # a killed process may still hold it
 
 
 def keep(results: Path, line: Dict[str, Any], logs: Path) -> None:

@@ -58,7 +58,7 @@ def fork(
         os.dup2(out, 1)
         os.dup2(out, 2)
         # pytest has put its own in their place
-        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
+        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, errors="backslashreplace")  # as stderr is
         os.chdir(folder or ".")
         os.environ.update(environment)
         torch.set_num_threads(1)
