@@ -128,6 +128,13 @@ def test_plots_and_artifacts_are_files_of_the_stages() -> None:
         assert any(path == out or path.startswith(out + "/") for out in left), path
 
 
+def test_the_pictures_are_shown_once_after_the_curves() -> None:
+    """What a stage calls a plot, `dvc plots show` adds to the list of the file, in front of it."""
+    assert not any("plots" in stage for stage in TREE["stages"].values())
+    assert [plot for plot in TREE["plots"] if isinstance(plot, str)] == [TREE["plots"][-1]]
+    assert TREE["plots"][-1] == "reports/evaluate/pictures"
+
+
 def test_dvc_reads_the_file_and_reports_nothing_to_anybody() -> None:
     def dvc(*arguments: str) -> str:
         done = subprocess.run(
