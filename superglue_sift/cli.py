@@ -41,7 +41,7 @@ from typing import ContextManager, Dict, Optional, Sequence, Tuple
 import cv2
 import numpy as np
 
-from superglue_sift import __version__, errors, many, results, scenes
+from superglue_sift import __version__, errors, many, results, retrieval, scenes
 from superglue_sift.errors import RequestError, WorkError
 from superglue_sift.extractors import DEFAULT
 from superglue_sift.files import file_sha256, write_csv
@@ -223,20 +223,23 @@ def match_many(args: argparse.Namespace) -> int:
     camera = args.camera is not None
     settings = settings_of(args, matcher)
     output = many.Output(args.out_dir, args.json_files, args.pictures, args.homography, camera, settings)
-    bad = {}
+    bad, expansion = {}, None
     source = args.inputs[0] if len(args.inputs) == 1 else None
     if camera or (source is not None and not source.is_dir()):
         pairs, total = many.sequential(open_video(args), args.k or many.NEIGHBOURS["sequential"]), None
     elif source is not None:
         photos, bad = many.prepare(many.photos_in(source, args.out_dir), store)
         pairs, total = many.choose_pairs(photos, store, args.pairing, args.k)
+        if matcher.rules and args.pairing == "auto" and many.resolved(photos, store, "auto") == "nearest":
+            expansion = retrieval.Expansion(photos)
     else:
         pairs, bad = listed(args, store)
         total = len(pairs)
     noting = results.pair_list(args.out_dir) if matcher.rules else contextlib.nullcontext()
     with database(args, store) as add, noting as note:
-        run = many.Run(store, output, [each for each in (add, note) if each])
+        run = many.Run(store, output, [each for each in (add, note, expansion) if each])
         run.match(pairs, total)
+        total = (total or 0) + expand(run, expansion) if expansion else total
     report(run, total)
     path = args.out_dir / "bad_images.csv"
     path.unlink(missing_ok=True)
@@ -244,6 +247,16 @@ def match_many(args: argparse.Namespace) -> int:
         write_csv(path, [("name", "reason"), *bad.items()])
         raise WorkError(f"{len(bad)} images cannot be read, the rest is done; which and why: {path}")
     return 0
+
+
+def expand(run: many.Run, expansion: retrieval.Expansion) -> int:
+    """Match the pairs that those accepted so far propose; how many there were."""
+    count = 0
+    for _ in range(retrieval.ROUNDS):
+        more = expansion.proposed()
+        run.match(more, len(more))
+        count += len(more)
+    return count
 
 
 def settings_of(args: argparse.Namespace, matcher: Matcher) -> Dict[str, object]:

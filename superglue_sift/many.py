@@ -286,6 +286,13 @@ def prepare(photos: Sequence[Item], store: FeatureStore) -> Tuple[List[Item], Di
     return [photo for photo in photos if photo.name not in bad], bad
 
 
+def resolved(photos: Sequence[Item], store: FeatureStore, pairing: str) -> str:
+    """The way that auto means for these photos; any other as it is."""
+    if pairing != "auto":
+        return pairing
+    return "nearest" if len(photos) > FEW and store.is_sift else "exhaustive"
+
+
 def choose_pairs(
     photos: Sequence[Item], store: FeatureStore, pairing: str, k: Optional[int] = None
 ) -> Tuple[Pairs, int]:
@@ -294,9 +301,7 @@ def choose_pairs(
     pairing: exhaustive; sequential or nearest with `k` others each (None: NEIGHBOURS); auto: exhaustive of at most FEW
     photos, nearest of more. nearest looks at SIFT.
     """
-    count = len(photos)
-    if pairing == "auto":
-        pairing = "nearest" if count > FEW and store.is_sift else "exhaustive"
+    count, pairing = len(photos), resolved(photos, store, pairing)
     if pairing == "exhaustive":
         return itertools.combinations(photos, 2), count * (count - 1) // 2
     k = k or NEIGHBOURS[pairing]

@@ -1,12 +1,15 @@
 """Which photographs of many show the same: the nearest by VLAD of their SIFT (Jegou et al. 2010).
 
 A vocabulary of OpenCV's k-means over RootSIFT of all images; of each image the sum of its descriptors' distances to
-their words, normalised by word and as a whole (Arandjelovic and Zisserman 2013); then the largest cosine.
+their words, normalised by word and as a whole (Arandjelovic and Zisserman 2013); then the largest cosine. What the
+accepted pairs propose, `Expansion`, is right far more often than what looks alike next.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Sequence, Tuple
+import collections
+import itertools
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import cv2
 import numpy as np
@@ -14,6 +17,8 @@ import numpy as np
 from superglue_sift.descriptors import root_sift_of
 
 WORDS = 64
+PROPOSED = 10  # pairs of each image in a round of `Expansion`
+ROUNDS = 2
 SAMPLE = 20_000  # descriptors that the vocabulary is made of, as many of each image
 
 
@@ -33,6 +38,44 @@ def nearest_pairs(images: Sequence[Any], descriptors: Callable[[Any], np.ndarray
         for j in np.argsort(-similarity, kind="stable")[: min(k, len(images) - 1)]:
             found.add((min(i, int(j)), max(i, int(j))))
     return sorted(found)
+
+
+class Expansion:
+    """Query expansion (Chum et al. 2007): pairs of images that are both accepted with a third.
+
+    It is called with every pair that was matched: two of `images` and the `MatchResult` of a scene.
+    """
+
+    def __init__(self, images: Sequence[Any]) -> None:
+        self._images, self._number = list(images), {image: number for number, image in enumerate(images)}
+        self._scores: Dict[Tuple[int, int], int] = {}  # 0 of a pair that was not accepted
+
+    def __call__(self, image0: Any, image1: Any, found: Any) -> None:
+        i, j = sorted((self._number[image0], self._number[image1]))
+        self._scores[i, j] = found.pair_score if found.accepted else 0
+
+    def proposed(self, k: int = PROPOSED) -> List[Tuple[Any, Any]]:
+        """Pairs not matched yet, of each image those k with the largest scores, in the order of the images.
+
+        A pair's score: the weaker one of both with a third image, of the third where it is largest.
+        """
+        near: Dict[int, Dict[int, int]] = collections.defaultdict(dict)
+        for (i, j), score in self._scores.items():
+            if score:
+                near[i][j] = near[j][i] = score
+        best: Dict[Tuple[int, int], int] = {}
+        for known in near.values():
+            for i, j in itertools.combinations(sorted(known), 2):
+                if (i, j) not in self._scores:
+                    best[i, j] = max(best.get((i, j), 0), min(known[i], known[j]))
+        counts: Dict[int, int] = collections.Counter()
+        chosen = []
+        for i, j in sorted(best, key=lambda pair: (-best[pair], pair)):
+            if min(counts[i], counts[j]) < k:
+                chosen.append((i, j))
+                counts[i] += 1
+                counts[j] += 1
+        return [(self._images[i], self._images[j]) for i, j in sorted(chosen)]
 
 
 def _sample(descriptors: np.ndarray, count: int) -> np.ndarray:

@@ -58,7 +58,7 @@ def has_byte_products() -> bool:
 
 def byte_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """a (n, d) int8 times b (d, m) int8 into `out` (n, m) int32, where `has_byte_products`."""
-    return torch._int_mm(a, b, out=out)
+    return torch._int_mm(a, b, out=out)  # pyright: ignore
 
 
 def softmax_(logits: Tensor) -> None:

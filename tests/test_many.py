@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -386,6 +387,45 @@ def test_wrong_requests_are_one_line(work, monkeypatch, capfd, words, message):
     assert run(work, *words) == 2
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and message in lines[0]
+
+
+def found(score: int):
+    """What is known of a pair, accepted with `score` or not."""
+    return SimpleNamespace(pair_score=score, accepted=score >= 10)
+
+
+def test_pairs_that_are_accepted_with_a_third_are_proposed_best_first():
+    known = retrieval.Expansion("abcde")
+    for one, other, score in [("b", "a", 50), ("b", "c", 30), ("c", "d", 40), ("d", "e", 9), ("a", "d", 0)]:
+        known(one, other, found(score))
+    # a and c through b, 30; b and d through c, 30; a and d were tried; nothing through d and e, who do not go together
+    assert known.proposed() == [("a", "c"), ("b", "d")]
+    known("a", "c", found(60))
+    assert known.proposed() == [("b", "d")]
+    known("b", "e", found(70))
+    # a and e through b, 50; c and e, 30; b and d, 30: with one for each image a-e, then b-d, and c-e for c
+    assert known.proposed(1) == [("a", "e"), ("b", "d"), ("c", "e")]
+    assert retrieval.Expansion("ab").proposed() == []
+
+
+def test_auto_goes_on_to_the_neighbours_of_neighbours(shared_data, tmp_path, monkeypatch, capsys):
+    folder = shared_data / "poses" / "strecha"
+    (tmp_path / "photos").mkdir()
+    for number in (3, 4, 5, 6, 7, 8):
+        image = cv2.imread(str(folder / f"Herz-Jesus-P25_000{number}.jpg"), cv2.IMREAD_GRAYSCALE)
+        cv2.imwrite(str(tmp_path / "photos" / f"{number}.png"), cv2.resize(image, (576, 384)))
+    monkeypatch.setattr(many, "FEW", 5)
+    monkeypatch.setitem(many.NEIGHBOURS, "nearest", 2)
+    words = [tmp_path / "photos", "--out-dir", tmp_path / "found", "--scene", "--device", "cpu"]
+    monkeypatch.setattr(retrieval, "ROUNDS", 0)
+    assert errors.exit_code(cli.main, [*map(str, words)]) == 0
+    first = len(list((tmp_path / "found").glob("*_matches.npz")))
+    monkeypatch.setattr(retrieval, "ROUNDS", 2)
+    assert errors.exit_code(cli.main, [*map(str, words)]) == 0
+    with (tmp_path / "found" / "pairs.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert 6 <= first < len(rows) <= 15 and len(list((tmp_path / "found").glob("*_matches.npz"))) == len(rows)
+    assert all(row["accepted"] == "1" for row in rows[:first])
 
 
 @pytest.mark.parametrize(("count", "chosen"), [(200, 19900), (201, 201 * 20)])

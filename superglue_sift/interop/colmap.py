@@ -148,16 +148,15 @@ def exact_keypoints(
     def pixels(photo: Any) -> np.ndarray:
         return read_gray(photo.image)
 
-    def sides(pair: Tuple[Any, Any, MatchResult]) -> List[Features]:
-        return [store(photo)._replace(gray=pixels(photo)) for photo in pair[:2]]
+    def with_pixels(photo: Any) -> Features:
+        return store(photo)._replace(gray=pixels(photo))
 
     def aligned() -> Iterator[Tuple[int, int, MatchResult]]:
-        waiting = ((pair[2], *sides(pair)) for pair in accepted)
-        found = store.matcher.align_batch(waiting)
-        for (photo0, photo1, _), one in zip(
-            accepted, Progress(found, total=len(accepted), desc="aligning", unit="pairs")
-        ):
-            yield number[photo0], number[photo1], one
+        waiting = ((found, with_pixels(photo0), with_pixels(photo1)) for photo0, photo1, found in accepted)
+        done = store.matcher.align_batch(waiting)
+        shown = Progress(done, total=len(accepted), desc="aligning", unit="pairs")
+        for (photo0, photo1, _), found in zip(accepted, shown):
+            yield number[photo0], number[photo1], found
 
     return dict(zip(number, tracks.refine_tracks(list(keypoints.values()), aligned())))
 
