@@ -17,7 +17,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 from pipeline import errors, params
 from pipeline.errors import RequestError
 from pipeline.files import file_sha256, json_digest, write_atomic
-from pipeline.images import coco, manifest, sources, splits
+from pipeline.images import coco, download, manifest, sources, splits
 from pipeline.images.containers import Container, digest
 from pipeline.images.manifest import Entry
 from pipeline.runtime import workspace_lock
@@ -48,7 +48,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             raise RequestError(f"--limit {options.limit}: must be 0 (all) or more")
         settings = settings.model_copy(update={"limit": options.limit})
     made_from = _made_from(settings)
-    entries = None if settings.source == "sample" else _fitting(options.out, made_from)  # it takes no time
+    entries = None if settings.source == "sample" else _fitting(options, made_from)  # it takes no time
     if entries is None:
         entries = _fetch(options, settings, made_from)
     counts = {f"{split}_images": sum(entry.split == split for entry in entries) for split in manifest.SPLITS}
@@ -92,14 +92,15 @@ def _made_from(settings: FetchParams) -> str:
     return json_digest([settings.model_dump(), digest(*folders) if folders else "", code_digest(CODE, OUTSIDE)])
 
 
-def _fitting(out: Path, made_from: str) -> Optional[List[Entry]]:
+def _fitting(options: argparse.Namespace, made_from: str) -> Optional[List[Entry]]:
     """The entries of a manifest that was made from the same and is whole, as are the archives it names; else None."""
     try:
-        source = json.loads((out / "source.json").read_text(encoding="utf-8"))
-        if source["made_from"] != made_from or source["manifest"] != file_sha256(out / "manifest.csv"):
+        source = json.loads((options.out / "source.json").read_text(encoding="utf-8"))
+        if source["made_from"] != made_from or source["manifest"] != file_sha256(options.out / "manifest.csv"):
             return None
-        entries = manifest.read(out / "manifest.csv")
-        roots = {key: out / value["path"] for key, value in source["containers"].items()}
+        entries = manifest.read(options.out / "manifest.csv")
+        roots = {key: options.out / value["path"] for key, value in source["containers"].items()}
+        sums = {roots[key]: value.get("sha256") for key, value in source["containers"].items()}
     except (OSError, ValueError, KeyError, TypeError, RequestError):
         return None
     ends: Dict[Path, int] = {}  # how long each archive has to be
@@ -107,8 +108,16 @@ def _fitting(out: Path, made_from: str) -> Optional[List[Entry]]:
         root = roots[entry.container]
         if entry.offset:
             ends[root] = max(ends.get(root, 0), entry.offset + entry.packed)
-    whole = all(path.is_file() and path.stat().st_size >= end for path, end in ends.items())
+    whole = all(
+        path.is_file() and path.stat().st_size >= end and _same_archive(path, sums[path], options.archives)
+        for path, end in ends.items()
+    )
     return entries if whole else None
+
+
+def _same_archive(path: Path, sha256: Optional[str], notes: Path) -> bool:
+    """Is the archive of this SHA-256 still the one that was checked? True for a zip of a person's own."""
+    return sha256 is None or download.read_note(path, notes / path.name).get("sha256") == sha256
 
 
 def _entries(

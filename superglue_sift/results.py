@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import os
+import struct
 import zlib
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, Mapping, Optional, Tuple
@@ -26,7 +27,7 @@ BLINK_SIDE = 800  # longer side of the GIF in pixels
 BLINK_MS = 600
 PAIR_LIST = "pairs.csv"
 ALIGNED = ("aligned0", "aligned1", "deviations", "correlations")  # of `MatchResult`, what alignment gives
-ARRAYS = {"keypoints0", "keypoints1", "matches", "match_confidence", "made_from"}  # of a `.npz`, always
+SEAL = 8  # bytes at the end of a `.npz`: the CRC-32 of the rest
 DAMAGED = (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error)  # what reading a torn `.npz` raises
 NAMES = {"homography": "homography", "fundamental": "fundamental matrix"}  # of `fits`, as people say
 Pixels = Callable[[], Iterable[np.ndarray]]  # both images (H, W, 3) BGR, read when they are drawn
@@ -117,28 +118,40 @@ def write_npz(path: Path, found: MatchResult, made: str) -> None:
         arrays[name] = np.full((len(matches), *values.shape[1:]), np.nan, np.float32)
         arrays[name][found.matches[:, 0]] = values
     np.savez_compressed(data, **arrays)
-    write_atomic(path, data.getvalue())
+    write_atomic(path, _sealed(data.getvalue()))
 
 
 def read_made_from(path: Path) -> Optional[str]:
     """What the result in a file of `write_npz` was made from; "" where it does not say or is damaged.
 
-    None where it is not there. Reads all of it, for each array has a checksum that is compared when it is read.
+    None where it is not there.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+        with np.load(io.BytesIO(_unsealed(path)), allow_pickle=False) as file:
+            return str(file["made_from"])
     except FileNotFoundError:
         return None
     except DAMAGED:
         return ""
-    whole = ARRAYS <= set(arrays) <= ARRAYS | {"pair_score", *ALIGNED}
-    return str(arrays["made_from"]) if whole else ""
+
+
+def _sealed(archive: bytes) -> bytes:
+    """A zip without a comment, given its own CRC-32 as its comment: eight hexadecimal digits, which end the file."""
+    body = archive[:-2] + struct.pack("<H", SEAL)
+    return body + b"%08x" % zlib.crc32(body)
+
+
+def _unsealed(path: Path) -> bytes:
+    """The content of a file of `_sealed`. Raises ValueError where any byte of it changed, or it is no such file."""
+    content = path.read_bytes()
+    if content[-SEAL:] != b"%08x" % zlib.crc32(content[:-SEAL]):
+        raise ValueError(f"{path}: damaged")
+    return content
 
 
 def read_npz(path: Path, size0: Tuple[int, int], size1: Tuple[int, int]) -> MatchResult:
     """`write_npz` back. size0, size1: (width, height) of the images. Raises one of DAMAGED."""
-    with np.load(path, allow_pickle=False) as file:
+    with np.load(io.BytesIO(_unsealed(path)), allow_pickle=False) as file:
         matches, confidence = file["matches"], file["match_confidence"]
         own = np.flatnonzero(matches >= 0)
         pairs = np.stack([own, matches[own]], axis=1)

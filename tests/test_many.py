@@ -19,8 +19,6 @@ from types import SimpleNamespace
 import cv2
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from made_scenes import TURN, write_model
 
 from superglue_sift import Features, Matcher, RequestError, __version__, cli, errors, many, results, retrieval
@@ -442,18 +440,18 @@ def test_auto_pairs_all_of_few_photographs_and_the_nearest_of_more(count, chosen
     assert total == len(list(pairs)) == chosen
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_a_flipped_bit_in_a_result_is_seen_or_changes_nothing(tmp_path_factory, data):
+def test_any_flipped_bit_of_a_result_is_seen(tmp_path):
     found = MatchResult(
         np.float32([[1, 2], [3, 4]]), np.float32([[5, 6]]), np.int64([[1, 0]]), np.float32([0.5]), (9, 9), (9, 9)
     )
-    path = tmp_path_factory.mktemp("flip") / "a_matches.npz"
+    path = tmp_path / "a_matches.npz"
     results.write_npz(path, found, "{}")
-    content = bytearray(path.read_bytes())
-    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    path.write_bytes(content)
-    if results.read_made_from(path) == "{}":
-        back = results.read_npz(path, (9, 9), (9, 9))
-        for name in ("keypoints0", "keypoints1", "matches", "scores"):
-            np.testing.assert_array_equal(getattr(back, name), getattr(found, name))
+    content = path.read_bytes()
+    assert results.read_made_from(path) == "{}"
+    for place in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[place // 8] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        assert results.read_made_from(path) == ""
+        with pytest.raises(results.DAMAGED):
+            results.read_npz(path, (9, 9), (9, 9))
