@@ -82,7 +82,7 @@ def _fetch(options: argparse.Namespace, settings: FetchParams, made_from: str) -
         "made_from": made_from,
         "manifest": file_sha256(options.out / "manifest.csv"),
     }
-    write_atomic(options.out / "source.json", json.dumps(content, indent=1, sort_keys=True) + "\n")
+    write_atomic(options.out / "source.json", _text({**content, "digest": json_digest(content)}))
     return entries
 
 
@@ -95,7 +95,10 @@ def _made_from(settings: FetchParams) -> str:
 def _fitting(options: argparse.Namespace, made_from: str) -> Optional[List[Entry]]:
     """The entries of a manifest that was made from the same and is whole, as are the archives it names; else None."""
     try:
-        source = json.loads((options.out / "source.json").read_text(encoding="utf-8"))
+        text = (options.out / "source.json").read_text(encoding="utf-8")
+        source = json.loads(text)
+        if text != _text(source) or source.pop("digest") != json_digest(source):
+            return None
         if source["made_from"] != made_from or source["manifest"] != file_sha256(options.out / "manifest.csv"):
             return None
         entries = manifest.read(options.out / "manifest.csv")
@@ -113,6 +116,10 @@ def _fitting(options: argparse.Namespace, made_from: str) -> Optional[List[Entry
         for path, end in ends.items()
     )
     return entries if whole else None
+
+
+def _text(source: Dict[str, Any]) -> str:
+    return json.dumps(source, indent=1, sort_keys=True) + "\n"
 
 
 def _same_archive(path: Path, sha256: Optional[str], notes: Path) -> bool:

@@ -392,3 +392,26 @@ def test_real_annotations(run, shared_data, tmp_path):
     images = open_manifest(people)
     entries = [entry for split in ("train", "val", "test") for entry in images.entries(split)]
     assert len(entries) > 40 and all(images.read(entry) for entry in entries)
+
+
+def test_any_changed_byte_of_source_json_is_seen(run, image_folder):
+    """Its counts and names stand in reports, and nothing else would notice."""
+    options = {"source": "folder", "path": str(image_folder)}
+    path = run(**options) / "source.json"
+    good = path.read_bytes()
+    for place in random.Random(0).sample(range(len(good)), 40):
+        changed = bytearray(good)
+        changed[place] ^= 1 << place % 7
+        path.write_bytes(changed)
+        run(**options)
+        assert path.read_bytes() == good
+
+
+def test_an_archive_that_changed_after_it_was_checked_is_named(run, archive_server):
+    folder = run(source="coco2017-val", mirror=archive_server.url)
+    archive = next(folder.parent.rglob("val2017.zip"))
+    content = bytearray(archive.read_bytes())
+    content[len(content) // 2] ^= 1
+    archive.write_bytes(content)
+    with pytest.raises(RequestError, match=r"val2017\.zip: wrong MD5"):
+        run(source="coco2017-val", mirror=archive_server.url)
