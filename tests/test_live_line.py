@@ -119,7 +119,7 @@ def test_in_a_log_a_training_is_plain_lines(monkeypatch, capsys):
     told = "ratio test 65.1 %; loss 0.951, precision 84.5 %, recall 63.7 %"
     assert first == f"validation at step 0: F1 72.2 %; {told}"
     assert step.startswith("train: 1/100 step, 1%, ETA 0:") and "F1 72.2, ratio test 65.1, loss 0.50" in step
-    assert second == f"validation at step 1: F1 72.7 %, +0.4 on the best before; {told}" and "\033" not in second
+    assert second == f"validation at step 1: F1 72.7 %, +0.4 from the best before; {told}" and "\033" not in second
     other = LiveLine(100, 0, 0.65, None, False)  # of another rank
     other.step({"loss": 2.0, "pairs": 4.0})
     other.validated(1, FIGURES)

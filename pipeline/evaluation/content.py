@@ -150,7 +150,7 @@ def counted(row: Row) -> str:
 
 
 def gain_choice(rows: Sequence[Mapping[str, Row]]) -> List[Tuple[str, int]]:
-    """Two pairs by what ours gains on the ratio test: at the median of that, and the one where it gains most.
+    """Two pairs by what ours gains over the ratio test: at the median of that, and the one where it gains most.
 
     The gain is the difference of the errors, of which all above the widest AUC's limit are one failure; then that of
     the right matches.

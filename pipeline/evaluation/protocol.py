@@ -7,6 +7,7 @@ hear the results of all, so the figures have the same bits for any number of pro
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -140,7 +141,7 @@ class Evaluation:
                 "sha256": file_sha256(network.file),
                 "network": network.info["model"],
                 "step": network.info.get("step"),
-                "validation_f1": network.info.get("validation", {}).get("f1"),
+                "validation_f1": figures.plain(network.info.get("validation", {}).get("f1", math.nan)),
                 "threshold": network.threshold,
             }
             for name, network in self.matchers.networks.items()

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 OURS, RATIO_TEST = "superglue", "ratio_test"
 GAIN_MEDIAN, GAIN_MOST = "gain-median", "gain-most"  # names of two pictures
 PICTURES = {
-    GAIN_MEDIAN: "A typical pair: the median of what ours gains on the ratio test",
-    GAIN_MOST: "The pair where ours gains most on the ratio test",
+    GAIN_MEDIAN: "A typical pair: the median of what ours gains over the ratio test",
+    GAIN_MOST: "The pair where ours gains most over the ratio test",
 }
 VERDICTS = {"better": "Better than", "worse": "Worse than", "equal": "Equal, within the 95 % interval, to"}
 
@@ -32,7 +32,7 @@ def best_baseline(content: Content, figure: str) -> Optional[Mapping[str, Any]]:
 def headline(content: Content) -> Dict[str, float]:
     """At most ten figures of short names, for DVC (summary.json) and MLflow.
 
-    Of ours and as what it gains on the best baseline: the leading area, the same of aligned matches, recall (of poses
+    Of ours and as what it gains over the best baseline: the leading area, the same of aligned matches, recall (of poses
     the matching score) at the ratio test's precision. Of ours: precision, recall, matches on pairs with nothing in
     common, and the F1 by which training chose it.
     """

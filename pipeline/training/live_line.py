@@ -41,7 +41,7 @@ class LiveLine:
         self._validation = f"F1 {100 * f1:.1f}{gain}"
         self._show()
         if self.shown and not self.bar.terminal:
-            brought = "" if self.best is None else f", {100 * (f1 - self.best):+.1f} on the best before"
+            brought = "" if self.best is None else f", {100 * (f1 - self.best):+.1f} from the best before"
             self.bar.say(
                 f"validation at step {step}: F1 {100 * f1:.1f} %{brought}; ratio test {100 * self.mark:.1f} %; "
                 f"loss {figures['loss']:.3f}, precision {100 * figures['precision']:.1f} %, "
