@@ -130,7 +130,7 @@ def _attention(setting: Setting) -> Iterator[Row]:
         forms["packed"] = attention._packed
 
     def call(form) -> Callable[[], None]:
-        return lambda: form(*qkv.unbind(1), edges).float().sum().backward()
+        return lambda: form(qkv, edges).float().sum().backward()
 
     taken = setting.timed({name: call(form) for name, form in forms.items()})
     base = taken["padded and masked"].wall

@@ -16,6 +16,7 @@ from pipeline import stack
 from pipeline.training.objective import MatchingObjective
 from superglue_sift import sinkhorn
 from superglue_sift.inference import fuse_for_inference
+from superglue_sift.marginals import Marginals
 from superglue_sift.superglue import Matches, SuperGlue, mutual_matches
 from superglue_sift.truth import ground_truth
 
@@ -243,7 +244,7 @@ def sinkhorn_call(device: torch.device, way: str, keypoints: int, pairs: int, it
     generator = torch.Generator().manual_seed(0)
     scores = (torch.randn(pairs, keypoints, keypoints, generator=generator) * 5).to(device).requires_grad_()
     dustbin = torch.tensor(1.0, device=device, requires_grad=True)
-    counts = torch.full((pairs,), keypoints, device=device)
+    marginals = Marginals([keypoints] * pairs, [keypoints] * pairs, device)
 
     def call() -> None:
         scores.grad = None
@@ -253,7 +254,7 @@ def sinkhorn_call(device: torch.device, way: str, keypoints: int, pairs: int, it
             found = sinkhorn.log_optimal_transport(list(scores), dustbin, iterations)
             total = sum(P[::7, ::7].sum() for P in found)
         else:
-            found, _ = sinkhorn.padded_optimal_transport(scores, counts, counts, dustbin, iterations)
+            found, _ = sinkhorn.padded_optimal_transport(scores, marginals, dustbin, iterations)
             total = found[:, : keypoints + 1 : 7, : keypoints + 1 : 7].sum()
         total.backward()
 

@@ -6,13 +6,14 @@ stands in `superglue_sift.torch_compat`; nothing else in the project asks for a 
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from pathlib import Path
 from typing import Any, Dict, FrozenSet, List
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.errors import RequestError
 from superglue_sift.torch_compat import can_compile
@@ -38,6 +39,19 @@ def lerp_(values: List[Tensor], targets: List[Tensor], weight: float) -> None:
         return
     for value, target in zip(values, targets):
         value.lerp_(target, weight)
+
+
+def clip_grad_norm_(parameters: List[nn.Parameter], most: float) -> Tensor:
+    """torch's function of this name, whose bits these are, by a few launches on a GPU; 1.10's takes some for each."""
+    norms_of = getattr(torch, "_foreach_norm", None)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if norms_of is None or not gradients:
+        return nn.utils.clip_grad_norm_(parameters, most)
+    norm = torch.stack(norms_of(gradients)).norm()
+    if most < math.inf:
+        scale: Any = (most / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, scale)
+    return norm
 
 
 def backend(device_type: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Optional, Sequence
+from typing import Iterable, List, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -71,20 +71,17 @@ def ragged_attention(heads: Tensor, edges: Edges, rotation: Optional[Tensor] = N
 
 def _fused(heads: Tensor, edges: Edges) -> Tensor:
     """`ragged_attention` by torch's kernels and their gradient, in the form that suits the sequences and the device."""
-    q, k, v = heads.unbind(1)
     on_cpu = heads.device.type == "cpu"
     if edges.packing.full and (torch_compat.has_fused_attention() or not on_cpu):
-        return _padded(q, k, v, edges)
+        return _padded(heads, edges)
     if on_cpu:
-        return _one_by_one(q, k, v, edges)
-    if torch_compat.has_packed_attention(q):
-        return _packed(q, k, v, edges)
-    return _padded(q, k, v, edges)
+        return _one_by_one(heads, edges)
+    return _packed(heads, edges) if torch_compat.has_packed_attention(heads) else _padded(heads, edges)
 
 
-def _one_by_one(q: Tensor, k: Tensor, v: Tensor, edges: Edges) -> Tensor:
+def _one_by_one(heads: Tensor, edges: Edges) -> Tensor:
     """One unpadded call a sequence: no mask, no wasted work; launches cost nothing on a CPU."""
-    queries, keys, values = (t.split(edges.packing.counts) for t in (q, k, v))
+    queries, keys, values = (t.split(edges.packing.counts) for t in heads.unbind(1))
     messages = []
     for i, j in enumerate(edges.partner):
         if len(queries[i]) == 0 or len(keys[j]) == 0:
@@ -154,22 +151,54 @@ def _write_gradient(inputs: Sequence[Tensor], outputs: Sequence[Tensor], number:
         there.copy_(t.view(there.shape))
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, edges: Edges) -> Tensor:
+def _packed(heads: Tensor, edges: Edges) -> Tensor:
     """One call on the packed tokens, for a GPU whose fused kernel takes sequences of any lengths."""
-    if edges.partners is not None:
-        k, v = (t.index_select(0, edges.partner_rows) for t in (k, v))
+    q, k, v = heads.unbind(1)
+    if edges.turn:
+        k, v = (_Turned.apply(t, edges.first_token) for t in (k, v))
     theirs = edges.partner_packing
     return torch_compat.packed_attention(q, k, v, edges.packing.starts, theirs.starts, edges.packing.width)
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, edges: Edges) -> Tensor:
+def _padded(heads: Tensor, edges: Edges) -> Tensor:
     """One padded call for the batch, masked where there is padding: few launches on a GPU."""
     packing = edges.packing
-    queries, keys, values = (packing.pad(t).transpose(1, 2) for t in (q, k, v))  # (B, H, N, d)
-    if edges.partners is not None:
-        keys, values = (t.index_select(0, edges.partners) for t in (keys, values))
+    queries, keys, values = (t.transpose(1, 2) for t in packing.pad(heads).unbind(2))  # (B, H, N, d)
+    if edges.turn:
+        keys, values = (_Turned.apply(t, edges.turn) for t in (keys, values))
     mask = None if packing.full else edges.visible
     return packing.pack(scaled_dot_product_attention(queries, keys, values, mask).transpose(1, 2))
+
+
+class _Turned(torch.autograd.Function):
+    """The rows from `first` on, then those before: one launch each way, where `torch.roll` copies what is strided."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, first: int) -> Tensor:
+        ctx.first = first
+        return torch.cat([rows[first:], rows[:first]])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        first = len(grad) - ctx.first
+        return torch.cat([grad[first:], grad[:first]]), None
+
+
+class Maps(NamedTuple):
+    """The linear maps of a layer, as its tokens go through them (see `AttentionalLayer`), H heads of d = D / H.
+
+    heads_weight (3 D, D), heads_bias: query, key and value; own (2 D, D) and message (D, 2 D): what the MLP's first map
+    does to the state and, with the merge of the heads, to the message; bias (2 D,): of both; last_weight (D, 2 D),
+    last_bias.
+    """
+
+    heads_weight: Tensor
+    heads_bias: Tensor
+    own: Tensor
+    message: Tensor
+    bias: Tensor
+    last_weight: Tensor
+    last_bias: Tensor
 
 
 class _Update(nn.Sequential):
@@ -179,16 +208,12 @@ class _Update(nn.Sequential):
     rather than of the tokens; and what the two halves of the input give is added, not their concatenation made.
     """
 
-    def forward(self, x: Tensor, message: Tensor, merge: nn.Linear) -> Tensor:
+    def forward(self, x: Tensor, message: Tensor, maps: Maps) -> Tensor:
         """x, message (S, D) -> (S, D)."""
-        first = self[0]
-        assert isinstance(first, nn.Linear)
-        own, others = first.weight.split(x.shape[1], dim=1)
-        bias = torch.addmv(first.bias, others, merge.bias)
-        hidden = nn.functional.linear(x, own, bias).addmm_(message, (others @ merge.weight).t())
-        for module in list(self)[1:]:
+        hidden = nn.functional.linear(x, maps.own, maps.bias).addmm_(message, maps.message)
+        for module in list(self)[1:-1]:
             hidden = module(hidden)
-        return hidden
+        return nn.functional.linear(hidden, maps.last_weight, maps.last_bias)
 
 
 class AttentionalLayer(nn.Module):
@@ -203,14 +228,60 @@ class AttentionalLayer(nn.Module):
         self.merge = nn.Linear(dim, dim)
         self.mlp = _Update(nn.Linear(2 * dim, 2 * dim), norm, nn.ReLU(inplace=True), nn.Linear(2 * dim, dim))
         # each layer starts as the identity: the untrained network is then a soft nearest-neighbour matcher
+        nn.init.zeros_(self.last.weight)
+        nn.init.zeros_(self.last.bias)
+
+    @property
+    def first(self) -> nn.Linear:
+        """The MLP's first map."""
+        first = self.mlp[0]
+        assert isinstance(first, nn.Linear)
+        return first
+
+    @property
+    def last(self) -> nn.Linear:
+        """The MLP's last map."""
         last = self.mlp[-1]
         assert isinstance(last, nn.Linear)
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
+        return last
 
-    def forward(self, x: Tensor, edges: Edges, rotation: Optional[Tensor] = None) -> Tensor:
-        """x (S, D) packed -> (S, D), in float32 also under autocast: the sum over all layers loses no digit."""
+    def maps(self) -> Maps:
+        """Of its weights as they are."""
+        own, others = self.first.weight.split(self.merge.out_features, dim=1)
+        bias = torch.addmv(self.first.bias, others, self.merge.bias)
+        heads, last = self.query_key_value, self.last
+        return Maps(heads.weight, heads.bias, own, (others @ self.merge.weight).t(), bias, last.weight, last.bias)
+
+    def forward(
+        self, x: Tensor, edges: Edges, rotation: Optional[Tensor] = None, maps: Optional[Maps] = None
+    ) -> Tensor:
+        """x (S, D) packed -> (S, D), in float32 also under autocast: the sum over all layers loses no digit.
+
+        maps: `self.maps()`, or of `maps_of`, if at hand.
+        """
+        maps = maps or self.maps()
         state = torch_compat.cast_as_autocast(x)
-        heads = self.query_key_value(state).view(x.shape[0], 3, self.heads, x.shape[1] // self.heads)
-        message = ragged_attention(heads, edges, rotation)
-        return x + self.mlp(state, message.reshape(x.shape), self.merge)
+        heads = nn.functional.linear(state, maps.heads_weight, maps.heads_bias)
+        message = ragged_attention(heads.view(len(x), 3, self.heads, x.shape[1] // self.heads), edges, rotation)
+        return x + self.mlp(state, message.reshape(x.shape), maps)
+
+
+def maps_of(layers: Sequence[AttentionalLayer]) -> List[Maps]:
+    """`maps()` of layers of one width, for a GPU: a few launches and casts for all instead of some for each."""
+
+    def stacked(tensors: Iterable[Tensor]) -> Tensor:
+        return torch_compat.cast_as_autocast(torch.stack(list(tensors)))
+
+    first = stacked(layer.first.weight for layer in layers)
+    own, others = first.split(layers[0].merge.out_features, dim=2)
+    merge_weight = stacked(layer.merge.weight for layer in layers)
+    merge_bias = stacked(layer.merge.bias for layer in layers).unsqueeze(2)
+    bias = torch.baddbmm(stacked(layer.first.bias for layer in layers).unsqueeze(2), others, merge_bias).squeeze(2)
+    message = torch.bmm(others, merge_weight).transpose(1, 2)
+    heads_weight, heads_bias, last_weight, last_bias = (
+        stacked(getattr(getattr(layer, map_), kind) for layer in layers)
+        for map_ in ("query_key_value", "last")
+        for kind in ("weight", "bias")
+    )
+    every = (heads_weight, heads_bias, own, message, bias, last_weight, last_bias)
+    return [Maps(*each) for each in zip(*(t.unbind() for t in every))]

@@ -12,7 +12,7 @@ from typing import List, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from superglue_sift.packing import Layout
+from superglue_sift.packing import Layout, to_device_async
 
 FEATURES = 8  # numbers for each keypoint, see `Neighbours`
 
@@ -34,41 +34,45 @@ def nearest(similarity: Tensor) -> Tuple[Neighbours, Neighbours]:
     second = [_second(similarity, best0, -1), _second(similarity, best1, -2)]
     found = []
     for own, other, runner_up in ((best0, best1, second[0]), (best1, best0, second[1])):
-        itself = torch.arange(own.indices.shape[-1], device=similarity.device)
-        mutual = (other.indices.gather(-1, own.indices) == itself).float()
-        cosines = own.values, runner_up
-        distance, next_distance = ((2.0 - 2.0 * c.clamp(-1.0, 1.0)).clamp(min=1e-6).sqrt() for c in cosines)
-        ratio = distance / next_distance.clamp(min=1e-6)
-        found.append(Neighbours(own.indices, torch.stack([distance, ratio.clamp(max=1.0), mutual], -1)))
+        cosines = torch.stack([own.values, runner_up])
+        found.append(Neighbours(own.indices, _described(cosines, own.indices, other.indices)))
     return found[0], found[1]
 
 
 def _second(similarity: Tensor, best, axis: int) -> Tensor:
-    """The largest cosine but one along `axis`; the largest itself where there is no other."""
-    second = similarity.scatter(axis, best.indices.unsqueeze(axis), -torch.inf).amax(axis)
-    return torch.where(second == -torch.inf, best.values, second)
+    """The largest cosine but one along `axis`; -inf where there is no other."""
+    return similarity.scatter(axis, best.indices.unsqueeze(axis), -torch.inf).amax(axis)
 
 
-def neighbour_features(descriptors: List[Tensor], geometry: List[Tensor], layout: Layout) -> List[Tensor]:
+def _described(cosines: Tensor, index: Tensor, back: Tensor) -> Tensor:
+    """(..., M, 3), see `Neighbours`, from the two largest cosines (2, ..., M), `index` and that of the other image."""
+    best, second = cosines.unbind(0)
+    cosines = torch.stack([best, torch.where(second == -torch.inf, best, second)])
+    distance, next_distance = (2.0 - 2.0 * cosines.clamp(-1.0, 1.0)).clamp(min=1e-6).sqrt().unbind(0)
+    ratio = distance / next_distance.clamp(min=1e-6)
+    itself = torch.arange(index.shape[-1], device=index.device)
+    mutual = back.gather(-1, index) == itself
+    return torch.stack([distance, ratio.clamp(max=1.0), mutual.to(best.dtype)], -1)
+
+
+def neighbour_features(descriptors: Tensor, geometry: Tensor, layout: Layout) -> Tensor:
     """What the keypoint encoder is told of the nearest neighbours of a batch.
 
     Args:
-        descriptors: packed unit descriptors of images 0 and of images 1, (S0, 128) and (S1, 128).
-        geometry: packed, (S0, 6) and (S1, 6): position, log score, log scale, cos and sin of the angle.
+        descriptors: packed unit descriptors of all images, images 0 first, (S, 128).
+        geometry: packed, (S, 6): position, log score, log scale, cos and sin of the angle.
 
     Returns:
-        (S0, FEATURES), (S1, FEATURES): of `Neighbours` 3, position of the neighbour 2, log ratio of the scales 1, cos
-        and sin of the angle between the orientations 2. Zeros where the other image is empty.
+        (S, FEATURES): of `Neighbours` 3, position of the neighbour 2, log ratio of the scales 1, cos and sin of the
+        angle between the orientations 2. Zeros where the other image is empty.
     """
     if layout.device.type != "cpu":
-        return _padded(descriptors, geometry, layout)
-    sides = [[t.split(side.counts) for side, t in zip(layout.sides, each)] for each in (descriptors, geometry)]
-    found: Tuple[List[Tensor], List[Tensor]] = ([], [])
-    for pair in zip(*sides[0], *sides[1]):
-        for side, features in enumerate(_of_pair(*pair)):
-            found[side].append(features)
+        return _by_parts(descriptors, geometry, layout)
+    d, g = (t.split(layout.both.counts) for t in (descriptors, geometry))
+    pairs = len(layout.sizes)
+    found = [_of_pair(*each) for each in zip(d, d[pairs:], g, g[pairs:])]
     # a rank may have no pair at all
-    return [torch.cat(each) if each else g.new_zeros((0, FEATURES)) for each, g in zip(found, geometry)]
+    return torch.cat([own for side in zip(*found) for own in side]) if found else geometry.new_zeros((0, FEATURES))
 
 
 def _of_pair(d0: Tensor, d1: Tensor, g0: Tensor, g1: Tensor, cosines: Optional[Tensor] = None):
@@ -87,18 +91,33 @@ def _relative(own: Tensor, other: Tensor, neighbours: Neighbours) -> Tensor:
     return torch.cat([neighbours.features, theirs[..., :2], theirs[..., 3:4] - own[..., 3:4], turn], -1)
 
 
-def _padded(descriptors: List[Tensor], geometry: List[Tensor], layout: Layout) -> List[Tensor]:
-    """The pairs of each part of the layout at once, for a GPU."""
-    found: Tuple[List[Tensor], List[Tensor]] = ([], [])
+def _by_parts(descriptors: Tensor, geometry: Tensor, layout: Layout) -> Tensor:
+    """On a GPU: cosines of the pairs of each part of the layout at once, all else of the whole batch."""
+    shape = (2, len(layout.sizes), layout.both.width)
+    cosines = descriptors.new_zeros((2, *shape))  # the largest and the second
+    index = torch.zeros(shape, dtype=torch.int64, device=layout.device)
+    valid, halves = layout.both.valid.view(shape), layout.halves(descriptors)
     for part in layout.parts:
-        d, g = (
-            [side.pad(t[rows]) for side, t, rows in zip(part.sides, each, part.rows)]
-            for each in (descriptors, geometry)
-        )
-        features = padded_features(d, g, [side.valid for side in part.sides])
-        for own, side, each in zip(found, part.sides, features):
-            own.append(side.pack(each))
-    return [torch.cat(each) for each in found]
+        sides = [side.pad(t[rows]) for side, t, rows in zip(part.sides, halves, part.rows)]
+        similarity = torch.bmm(sides[0], sides[1].transpose(1, 2))
+        if not all(side.full for side in part.sides):
+            shown = [valid[i, part.pairs, : side.width] for i, side in enumerate(part.sides)]
+            similarity.masked_fill_(~(shown[0].unsqueeze(2) & shown[1].unsqueeze(1)), -torch.inf)
+        for i, side in enumerate(part.sides):
+            axis, there = (-1, -2)[i], (i, part.pairs, slice(side.width))
+            torch.max(similarity, axis, out=(cosines[0][there], index[there]))
+            without = similarity.scatter(axis, index[there].unsqueeze(axis), -torch.inf)
+            torch.amax(without, axis, out=cosines[1][there])
+    found = Neighbours(index, _described(cosines, index, index.flip(0)))
+    seen = layout.both.pad(geometry).view(*shape, geometry.shape[1])
+    features = layout.both.pack(_relative(seen, seen.flip(0), found).flatten(0, 1))
+    counts = layout.both.counts
+    partners = [counts[i] for i in layout.between.partner]
+    if 0 in counts:
+        alone = torch.tensor([min(pair) == 0 for pair in zip(counts, partners)])
+        alone = to_device_async(alone, layout.device).index_select(0, layout.images)
+        features = features.masked_fill(alone.unsqueeze(1), 0.0)
+    return features
 
 
 def padded_features(descriptors: List[Tensor], geometry: List[Tensor], valid: List[Tensor]) -> List[Tensor]:

@@ -135,7 +135,7 @@ def _update(layer: Any, x: Tensor, own: Sequence[Tensor], others: Sequence[Tenso
     some = mask.any(1)[:, None, None, None]
     message = (torch.matmul(logits.softmax(-1), v) * some).transpose(1, 2).flatten(2)
     flat = x.flatten(0, 1)
-    return x + layer.mlp(flat, message.flatten(0, 1), layer.merge).view_as(x)
+    return x + layer.mlp(flat, message.flatten(0, 1), layer.maps()).view_as(x)
 
 
 def _matches(P: Tensor, threshold: float) -> Tuple[Tensor, ...]:

@@ -70,28 +70,25 @@ def _one_by_one(records0: Tensor, records1: Tensor, counts0: List[int], counts1:
 
 
 def _by_parts(records0: Tensor, records1: Tensor, layout: Layout) -> List[Tensor]:
-    """On a GPU: the pairs of each part of the layout at once, without device-to-host synchronisation."""
-    found = [r.new_zeros((*r.shape[:2], _ONE)) for r in (records0, records1)]
-    for part in layout.parts:
-        sides = [r[part.pairs, : side.width] for r, side in zip((records0, records1), part.sides)]
-        pairs = max(1, PADDED_BYTES // (16 * sides[0].shape[1] * sides[1].shape[1]))
-        for start in range(0, len(sides[0]), pairs):
-            chosen = _chosen(*(r[start : start + pairs] for r in sides))
-            for side, each in zip(found, chosen):
-                side[part.pairs][start : start + pairs, : each.shape[1]] = each
-    return found
-
-
-def _chosen(*sides: Tensor) -> List[Tensor]:
-    """(B, M, 148) and (B, N, 148) of (B, M, 280) and (B, N, 280)."""
+    """On a GPU: cosines of the pairs of each part of the layout at once, all else of both sides at once."""
+    tokens = layout.pack_sides(records0, records1)
     # of padding and of second descriptors that do not exist all entries and so all cosines are 0, the least there is
-    stacked = [torch.cat([_first(r), _second(r)], 1) for r in sides]
-    cosines = torch.bmm(stacked[0], stacked[1].transpose(1, 2))
-    chosen = []
-    for r, best in zip(sides, (cosines.amax(2), cosines.amax(1))):
-        first, second = best.chunk(2, dim=1)
-        chosen.append(torch.where((second > first).unsqueeze(-1), _with_second(r), r[..., :_ONE]))
-    return chosen
+    unit = root_sift(torch.stack([tokens[:, DESCRIPTOR_AT:_ONE], tokens[:, _SECOND_ANGLE.stop :]], 1))
+    halves = layout.halves(unit)
+    best: Tuple[List[Tensor], List[Tensor]] = ([], [])
+    for part in layout.parts:
+        sides = [side.pad(t[rows]).flatten(1, 2) for side, t, rows in zip(part.sides, halves, part.rows)]
+        found = [unit.new_empty(side.shape[:2]) for side in sides]
+        pairs = max(1, PADDED_BYTES // (4 * sides[0].shape[1] * sides[1].shape[1]))
+        for chunk in (slice(start, start + pairs) for start in range(0, len(sides[0]), pairs)):
+            cosines = torch.bmm(sides[0][chunk], sides[1][chunk].transpose(1, 2))
+            for axis, own in zip((2, 1), found):
+                torch.amax(cosines, axis, out=own[chunk])
+        for own, side, cosines in zip(best, part.sides, found):
+            own.append(side.pack(cosines.unflatten(1, (-1, 2))))
+    first, second = torch.cat([*best[0], *best[1]]).unbind(1)
+    chosen = torch.where((second > first).unsqueeze(1), _with_second(tokens), tokens[:, :_ONE])
+    return [side.pad(half) for side, half in zip(layout.sides, layout.halves(chosen))]
 
 
 def _first(records: Tensor) -> Tensor:

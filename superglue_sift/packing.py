@@ -61,11 +61,6 @@ class Packing:
         """(S,) int64: row of each token in the padded form, its first two axes taken as one."""
         return self._on_device(np.flatnonzero(np.arange(self.width) < np.asarray(self.counts)[:, None]))
 
-    def rows_of(self, order: List[int]) -> Tensor:
-        """(S',) int64: packed rows of the sequences in another order."""
-        starts = np.cumsum([0, *self.counts])
-        return self._on_device(np.concatenate([np.arange(starts[i], starts[i + 1]) for i in order]))
-
     def pad(self, packed: Tensor) -> Tensor:
         """(S, ...) -> (B, width, ...), zeros where there is no token; a view where there is no padding."""
         shape = (len(self.counts), self.width, *packed.shape[1:])
@@ -100,9 +95,12 @@ class Edges:
     """Which image the keypoints of each image attend to (SuperGlue, section 3.1: self and cross edges)."""
 
     def __init__(self, packing: Packing, partner: List[int]) -> None:
-        """partner: for each sequence the index of the one it attends to, and no other does."""
+        """partner: for each sequence the index of the one it attends to: all as many places further, cyclically."""
         self.packing, self.partner = packing, partner
         self.counts = [packing.counts[j] for j in partner]  # of the partners
+        self.turn = partner[0] if partner else 0
+        if partner != [(i + self.turn) % len(partner) for i in range(len(partner))]:
+            raise ValueError("partners must all be as many places apart")
 
     def groups(self, most: int) -> Iterator[Group]:
         """All sequences, in groups of at most `most` weights or one sequence."""
@@ -121,21 +119,14 @@ class Edges:
             i += number
 
     @functools.cached_property
-    def partners(self) -> Optional[Tensor]:
-        """(B,) int64: `partner`; None when each is its own."""
-        if self.partner == list(range(len(self.partner))):
-            return None
-        return to_device_async(torch.tensor(self.partner), self.packing.device)
-
-    @functools.cached_property
     def partner_packing(self) -> Packing:
         """The partners' tokens, packed in the order of those that attend to them."""
         return Packing(self.counts, self.packing.device, self.packing.width)
 
-    @functools.cached_property
-    def partner_rows(self) -> Tensor:
-        """(S',) int64: packed rows of `partner_packing`."""
-        return self.packing.rows_of(self.partner)
+    @property
+    def first_token(self) -> int:
+        """Packed row at which the partner of the first sequence begins: those of the others follow, cyclically."""
+        return sum(self.packing.counts[: self.turn])
 
     @functools.cached_property
     def visible(self) -> Tensor:
@@ -166,6 +157,12 @@ class Layout:
         itself = list(range(len(both.counts)))
         self.within = Edges(both, itself)
         self.between = Edges(both, itself[len(counts[0]) :] + itself[: len(counts[0])])
+        self.marginals: Optional[list] = None  # of each of `parts`, once `SuperGlue.transport` was called
+
+    @property
+    def both(self) -> Packing:
+        """All 2B images, images 0 first."""
+        return self.within.packing
 
     @property
     def sizes(self) -> List[Tuple[int, int]]:
@@ -182,9 +179,9 @@ class Layout:
         bounds = [0]
         if largest == sorted(largest, reverse=True):
             bounds += [i for i in range(1, len(largest)) if size_class(largest[i]) < size_class(largest[i - 1])]
-        if len(bounds) == 1:
-            return [Part(slice(0, len(largest)), (slice(None), slice(None)), (self.sides[0], self.sides[1]))]
         starts = [np.cumsum([0, *side.counts]).tolist() for side in self.sides]
+        if len(bounds) == 1 and all(side.width == max([*side.counts, 1]) for side in self.sides):
+            return [Part(slice(0, len(largest)), (slice(None), slice(None)), (self.sides[0], self.sides[1]))]
         return [
             Part(
                 slice(a, b),
@@ -194,17 +191,31 @@ class Layout:
             for a, b in zip(bounds, [*bounds[1:], len(largest)])
         ]
 
+    @functools.cached_property
+    def _places(self) -> Tensor:
+        """(S,) int64: row of each token among those of both padded sides, one after the other."""
+        first, second = (np.flatnonzero(np.arange(s.width) < np.asarray(s.counts)[:, None]) for s in self.sides)
+        return self._on_device(np.concatenate([first, second + len(self.sides[0].counts) * self.sides[0].width]))
+
+    @functools.cached_property
+    def images(self) -> Tensor:
+        """(S,) int64: the image of each token, of 2B."""
+        return to_device_async(
+            torch.from_numpy(np.repeat(np.arange(len(self.both.counts)), self.both.counts)), self.device
+        )
+
+    def _on_device(self, values: np.ndarray) -> Tensor:
+        return to_device_async(torch.from_numpy(values), self.device)
+
+    def pack_sides(self, padded0: Tensor, padded1: Tensor) -> Tensor:
+        """(B, N0, ...) and (B, N1, ...), padded as the batch is -> (S, ...), images 0 first."""
+        rows = torch.cat([t.reshape(-1, *t.shape[2:]) for t in (padded0, padded1)])
+        return rows if all(side.full for side in self.sides) else rows.index_select(0, self._places)
+
     def halves(self, packed: Tensor) -> Tuple[Tensor, Tensor]:
         """(S, ...) of all images: that of images 0, and that of images 1."""
         first = sum(self.sides[0].counts)
         return packed[:first], packed[first:]
-
-
-class Dustbins(NamedTuple):
-    """(B, 1) int64 each: row and column of a pair's dustbins, which are its numbers of keypoints."""
-
-    row: Tensor
-    column: Tensor
 
 
 class Assignments(collections.abc.Sequence):
@@ -268,18 +279,18 @@ class Assignments(collections.abc.Sequence):
         (m, n), (offset, stride) = self.sizes[index], self._places[index]
         return self.flat[offset : offset + (m + 1) * stride].view(m + 1, stride)[:, : n + 1]
 
-    @functools.cached_property
-    def dustbins(self) -> Dustbins:
-        """Where the dustbins lie, on the device."""
-        return Dustbins(*self._on_device(self.sizes).unbind(1))
+    def at(self, partners0: Tensor, partners1: Tensor) -> Tensor:
+        """Entries of each keypoint's row and column: (B, M + N), differentiable.
 
-    def entries(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Entries at (B, K) int64 rows and columns, each inside its pair's matrix: (B, K), differentiable."""
-        offset, stride = self._on_device(self._places).unbind(1)
-        index = offset + rows * stride + columns
+        Args:
+            partners0: (B, M) int64, the column that is read in the row of each keypoint of image 0; below 0 the
+                dustbin's. Where padded the dustbins' own entry is read.
+            partners1: (B, N); of each keypoint of image 1 the dustbin's row is read, whoever its partner is.
+        """
+        table = np.concatenate([np.asarray(self.sizes).reshape(-1, 2), np.asarray(self._places).reshape(-1, 2)], 1)
+        table = to_device_async(torch.from_numpy(table.astype(np.int64)), self.flat.device)
+        m, n, offset, stride = table.unsqueeze(2).unbind(1)  # (B, 1) each
+        i, j = (torch.arange(t.shape[1], device=t.device) for t in (partners0, partners1))
+        columns = torch.where(partners0 >= 0, partners0, n)
+        index = torch.cat([torch.minimum(i, m) * stride + columns, m * stride + torch.minimum(j, n)], 1) + offset
         return self.flat.index_select(0, index.reshape(-1)).view(index.shape)
-
-    def _on_device(self, values: List[Tuple[int, int]]) -> Tensor:
-        """(B, 2, 1) int64."""
-        table = torch.tensor(values, dtype=torch.int64).reshape(-1, 2, 1)
-        return to_device_async(table, self.flat.device)

@@ -21,6 +21,7 @@ products of a chunk are captured as a CUDA graph, for few shapes; where nothing 
 
 from __future__ import annotations
 
+import functools
 import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, List, Optional, Sequence, Tuple
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from superglue_sift import sinkhorn_kernel
+from superglue_sift.marginals import Marginals, OnDevice
 from superglue_sift.packing import size_class
 from superglue_sift.torch_compat import no_autocast
 
@@ -49,31 +51,31 @@ GRADIENT_HEADROOM = 1e12
 class _Sinkhorn(torch.autograd.Function):
     """log P (..., M, N) of each problem, then for each (...) bool: is it finite, and its gradient where one is asked?
 
-    A problem is three arguments: Z (..., M, N) and marginals mu (..., M), nu (..., N). Where a marginal is 0 there is
-    no keypoint.
+    pairs: of a problem's so many at a time go through a loop; 0: all. A problem is three arguments: Z (..., M, N) and
+    marginals mu (..., M), nu (..., N). Where a marginal is 0 there is no keypoint.
     """
 
     @staticmethod
-    def forward(ctx, iterations: int, *problems: Tensor):
+    def forward(ctx, iterations: int, pairs: int, *problems: Tensor):
         learning = any(ctx.needs_input_grad)
 
         def solve(Z: Tensor, mu: Tensor, nu: Tensor):
-            a, b, r = sinkhorn_kernel.iterate(Z, mu, nu, iterations, recurs=learning)
+            a, b, r = sinkhorn_kernel.iterate(Z, mu, nu, iterations, learning, pairs)
             u, v = a[-1].log() - r, b[-1].log()
             finite = _finite(u, v, mu, nu)
             if learning:
                 reach = sinkhorn_kernel.largest(a) * sinkhorn_kernel.largest(b) * GRADIENT_HEADROOM
-                finite = finite & torch.isfinite(reach)
-                for iterates in (
-                    a,
-                    b,
-                ):  # of a pair that is not finite: with no gradient from above, there is none below
-                    iterates.masked_fill_(~finite.unsqueeze(-1), 1.0)
+                finite = finite & (reach < math.inf)
+                # of a pair that is not finite: with no gradient from above, there is none below
+                beyond = ~finite.unsqueeze(-1)
+                for iterates in (a, b):
+                    iterates.masked_fill_(beyond, 1.0)
             return (Z + u.unsqueeze(-1)).add_(v.unsqueeze(-2)), finite, a, b
 
         apart = list(zip(problems[::3], problems[1::3], problems[2::3]))
         log_P, finite, a, b = zip(*_each(solve, apart))
         ctx.save_for_backward(*problems, *a, *b)
+        ctx.pairs = pairs
         ctx.mark_non_differentiable(*finite)
         ctx.set_materialize_grads(False)  # one that was not used may hold anything
         return (*log_P, *finite)
@@ -86,9 +88,9 @@ class _Sinkhorn(torch.autograd.Function):
         parts = zip(*(saved[start : 3 * count : 3] for start in range(3)), saved[3 * count : 4 * count],
                     saved[4 * count :], grads)  # fmt: skip
         used = [part for part in parts if part[-1] is not None]
-        found = iter(_each(sinkhorn_kernel.gradient, used))
+        found = iter(_each(functools.partial(sinkhorn_kernel.gradient, pairs=ctx.pairs), used))
         each_Z = [None if grad is None else next(found) for grad in grads[:count]]
-        return (None, *(value for grad in each_Z for value in (grad, None, None)))
+        return (None, None, *(value for grad in each_Z for value in (grad, None, None)))
 
 
 def _each(work: Callable, problems: Sequence[Tuple[Tensor, ...]]) -> List:
@@ -135,8 +137,9 @@ def _log_domain(Z: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> Tensor:
 
 def _finite(u: Tensor, v: Tensor, mu: Tensor, nu: Tensor) -> Tensor:
     """(...) bool: are all potentials that matter finite? A score that is not finite makes its row's potential so."""
-    rows, columns = torch.isfinite(u) | (mu == 0), torch.isfinite(v) | (nu == 0)
-    return rows.all(-1) & columns.all(-1)
+    without = torch.cat([mu, nu], -1) == 0
+    largest = torch.cat([u, v], -1).masked_fill_(without, 0.0).abs_().amax(-1)  # nan where there is one
+    return largest < math.inf
 
 
 def _augment(scores: Tensor, dustbin: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
@@ -176,7 +179,7 @@ def log_optimal_transport(scores: List[Tensor], dustbin: Tensor, iterations: int
     with no_autocast(dustbin.device.type):
         wider = [to_float32(pair) for pair in scores]
         full = [_augment(pair, dustbin.to(pair.dtype)) for pair in wider if pair.numel()]
-        solved = _Sinkhorn.apply(iterations, *(t for problem in full for t in problem)) if full else ()
+        solved = _Sinkhorn.apply(iterations, 0, *(t for problem in full for t in problem)) if full else ()
         found = iter(zip(full, solved, solved[len(full) :]))
         return [
             _checked(*next(found), iterations) + math.log(sum(pair.shape))
@@ -191,19 +194,19 @@ def _checked(problem: Tuple[Tensor, Tensor, Tensor], log_P: Tensor, finite: Tens
 
 
 def padded_optimal_transport(
-    scores: Tensor, counts0: Tensor, counts1: Tensor, dustbin: Tensor, iterations: int, varying: bool = False
+    scores: Tensor, marginals: Marginals, dustbin: Tensor, iterations: int, varying: bool = False
 ) -> Tuple[Tensor, Tensor]:
     """`log_optimal_transport` of a padded batch: few launches on a GPU, no device-to-host synchronisation.
 
     Args:
-        scores: (B, M, N), pair i in its first counts0[i] rows and counts1[i] columns; the rest does not matter.
-        counts0, counts1: (B,) int64 on the same device.
+        scores: (B, M, N), pair i in its first m_i rows and n_i columns; the rest does not matter.
+        marginals: of m_i and n_i keypoints.
         varying: B differs from step to step, so that what is captured is of other numbers of pairs.
 
     Returns:
-        log P (B, M', N'), pair i in its first counts0[i] + 1 rows and counts1[i] + 1 columns; and (B,) bool, whether it
-        is finite, and its gradient if that can be asked. If not, only `log_optimal_transport` gives the answer. The
-        corner of a pair without any keypoint is 0.
+        log P (B, M', N'), pair i in its first m_i + 1 rows and n_i + 1 columns; and (B,) bool, whether it is finite,
+        and its gradient if that can be asked. If not, only `log_optimal_transport` gives the answer. The corner of a
+        pair without any keypoint is 0.
     """
     with no_autocast(dustbin.device.type):
         learning = torch.is_grad_enabled() and (scores.requires_grad or dustbin.requires_grad)
@@ -214,15 +217,13 @@ def padded_optimal_transport(
             most = max(1, CHUNK_BYTES // (4 * size * size))
             pairs = min(most, MOST_VARYING) if varying else _at_a_time(len(scores), most)
         missing = -len(scores) % pairs if varying and captured else 0  # pairs without keypoints fill the last chunk
-        given = [scores, counts0, counts1]
-        if missing:
-            given = [torch.cat([t, t.new_zeros((missing, *t.shape[1:]))]) for t in given]
-        Z, mu, nu = _augment_padded(to_float32(given[0]), given[1], given[2], dustbin, size)
-        parts = [_Sinkhorn.apply(iterations, *chunk) for chunk in zip(*(t.split(pairs) for t in (Z, mu, nu)))]
-        log_P = torch.cat([part for part, _ in parts]) if len(parts) > 1 else parts[0][0]
-        finite = torch.cat([finite for _, finite in parts])[: len(scores)]
-        mass = (counts0 + counts1).clamp(min=1).to(log_P.dtype).log()
-        return log_P[: len(scores)] + mass[:, None, None], finite
+        # dustbins, and multiples of 16
+        rows, columns = (size or -(-(keypoints + 1) // 16) * 16 for keypoints in scores.shape[1:])
+        given = marginals.padded(len(scores) + missing, rows, columns, to_float32(scores).dtype)
+        Z = _augment_padded(to_float32(scores), given, dustbin)
+        log_P, finite = _Sinkhorn.apply(iterations, pairs, Z, given.mu, given.nu)
+        kept = slice(len(scores))
+        return log_P[kept] + given.log_mass[kept], finite[kept]
 
 
 def _at_a_time(pairs: int, most: int) -> int:
@@ -249,23 +250,13 @@ def _captured_size(shape: Sequence[int], varying: bool) -> int:
     return (size_class(keypoints) if varying else -(-keypoints // unit) * unit) + 16
 
 
-def _augment_padded(
-    scores: Tensor, counts0: Tensor, counts1: Tensor, dustbin: Tensor, size: int = 0
-) -> Tuple[Tensor, Tensor, Tensor]:
-    """`_augment` of a batch, padded to multiples of 16, or to a square of `size`.
+def _augment_padded(scores: Tensor, marginals: OnDevice, dustbin: Tensor) -> Tensor:
+    """Z of a batch, of the size of its marginals.
 
     Beyond a pair's dustbins lie more of their score, without mass: a row or column of them has a product above 0, so
     that its quotient is 0 and not 0/0. For the same reason a pair without any keypoint has mass in its corner.
     """
-    _, M, N = scores.shape
-    rows, columns = (size or -(-(keypoints + 1) // 16) * 16 for keypoints in (M, N))
-    m, n = counts0[:, None], counts1[:, None]
-    i, j = (torch.arange(size, device=scores.device) for size in (rows, columns))
-    core = (i < m).unsqueeze(2) & (j < n).unsqueeze(1)
-    Z = torch.where(core, torch.nn.functional.pad(scores, (0, columns - N, 0, rows - M)), dustbin.to(scores.dtype))
-    marginals = []
-    for place, own, other in ((i, m, n), (j, n, m)):
-        lone = torch.where(m + n > 0, other, torch.ones_like(other))
-        mass = (place < own).to(Z.dtype) + (place == own) * lone
-        marginals.append((mass / (m + n).clamp(min=1)).to(Z.dtype))
-    return (Z, *marginals)
+    missing = (both - own for own, both in zip(scores.shape, marginals.core.shape))
+    further = [side for axis in reversed(list(missing)) for side in (0, axis)]
+    padded = torch.nn.functional.pad(scores, further)
+    return torch.where(marginals.core, padded, dustbin.to(scores.dtype))

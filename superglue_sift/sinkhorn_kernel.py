@@ -152,22 +152,41 @@ def _copy(sources: List[Tensor], targets: List[Tensor]) -> None:
         target.copy_(source)
 
 
-def iterate(Z: Tensor, mu: Tensor, nu: Tensor, iterations: int, recurs: bool) -> Tuple[Tensor, Tensor, Tensor]:
-    """All iterates a (T, ..., M), b (T + 1, ..., N) and the row maxima r (..., M); recurs: see `_run`."""
+def _run_each(loop: Callable[..., None], inputs: List[Tensor], outputs: List[Tensor], recurs: bool, pairs: int) -> None:
+    """`_run` of so many pairs at a time; 0: of all.
+
+    inputs: the kernel (B, M, N) first, then as the outputs (..., B, M) or (..., B, N).
+    """
+    count = len(inputs[0])
+    if not 0 < pairs < count or inputs[0].dim() == 2:
+        _run(loop, inputs, outputs, recurs)
+        return
+    parts = [inputs[0].split(pairs), *(t.split(pairs, -2) for t in (*inputs[1:], *outputs))]
+    for chunk in zip(*parts):
+        _run(loop, list(chunk[: len(inputs)]), list(chunk[len(inputs) :]), recurs)
+
+
+def iterate(
+    Z: Tensor, mu: Tensor, nu: Tensor, iterations: int, recurs: bool, pairs: int = 0
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """All iterates a (T, ..., M), b (T + 1, ..., N) and the row maxima r (..., M).
+
+    recurs, pairs: see `_run_each`.
+    """
     K, r = _kernel(Z)
     a = Z.new_empty((iterations, *mu.shape))
     b = Z.new_empty((iterations + 1, *nu.shape))
-    _run(_forward_loop, [K, mu, nu], [a, b], recurs)
+    _run_each(_forward_loop, [K, mu, nu], [a, b], recurs, pairs)
     return a, b, r
 
 
 def largest(iterates: Tensor) -> Tensor:
     """(...) the largest number of each pair in all of its iterates (T, ..., M)."""
-    return iterates.amax(-1).amax(0)
+    return iterates.amax((0, -1))
 
 
-def gradient(Z: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor, grad: Tensor) -> Tensor:
-    """Gradient with respect to Z of <grad, log P>, exact for the unrolled iterations.
+def gradient(Z: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor, grad: Tensor, pairs: int = 0) -> Tensor:
+    """Gradient with respect to Z of <grad, log P>, exact for the unrolled iterations. pairs: see `_run_each`.
 
     With w_v = (gradient of v_t) b_t / nu and w_u = (gradient of u_t) a_t / mu, each found from the one after it,
     the gradient is grad - K o sum_t (a_t w_v^T + w_u b_{t-1}^T). The same holds for s a and b / s: with both equally
@@ -176,13 +195,12 @@ def gradient(Z: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor, grad: Tens
     K, _ = _kernel(Z)
     s = torch.sqrt(largest(b) / largest(a)).unsqueeze(-1)
     a, b = a * s, b / s
-    inverse_mu = torch.where(mu > 0, 1 / mu, torch.zeros_like(mu))
-    inverse_nu = torch.where(nu > 0, 1 / nu, torch.zeros_like(nu))
+    inverse_mu, inverse_nu = ((1 / mass).masked_fill_(mass == 0, 0.0) for mass in (mu, nu))
     down, back = a.square() * -inverse_mu, b.square() * -inverse_nu
     from_u, from_v = torch.empty_like(a), torch.empty_like(b[1:])
     start = grad.sum(-2) * b[-1] * inverse_nu
     direct = grad.sum(-1) * a[-1] * inverse_mu
-    _run(_backward_loop, [K, down, back, start, direct], [from_u, from_v], recurs=True)
+    _run_each(_backward_loop, [K, down, back, start, direct], [from_u, from_v], True, pairs)
     # (..., M, 2T) times (..., 2T, N)
     left, right = torch.cat([a, from_u]).movedim(0, -1), torch.cat([from_v, b[:-1]]).movedim(0, -2)
     return grad - K * (left @ right)

@@ -17,14 +17,17 @@ Written from the paper. What differs from it, and why:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from superglue_sift.attention import AttentionalLayer, RotaryPositions
+from superglue_sift.attention import AttentionalLayer, RotaryPositions, maps_of
+from superglue_sift.batch import PairBatch
 from superglue_sift.descriptors import unit_vectors
+from superglue_sift.marginals import Marginals
 from superglue_sift.neighbours import FEATURES, neighbour_features
 from superglue_sift.normalization import token_norm
 from superglue_sift.orientation import choose_orientations
@@ -146,14 +149,26 @@ class SuperGlue(nn.Module):
             if self.config.descriptor == "sift":
                 batch = choose_orientations(batch, layout)
             x, rotation = self._encode(batch, layout)
-        for self_layer, cross_layer in zip(self.self_attention, self.cross_attention):
-            for layer, *where in ((self_layer, layout.within, rotation), (cross_layer, layout.between)):
-                if self.recompute and self.training:
-                    x = recomputed(layer, x, *where)
-                else:
-                    x = layer(x, *where)
+        for layer, maps, place in zip(self._layers, self._maps(kind), itertools.count()):
+            where = (layout.between, None) if place % 2 else (layout.within, rotation)
+            if self.recompute and self.training:
+                x = recomputed(layer, x, *where, *maps)
+            else:
+                x = layer(x, *where, *maps)
         with no_autocast(kind):
             return self.final_projection(x)
+
+    @property
+    def _layers(self) -> List[nn.Module]:
+        """In the order in which they work: self, cross, self, ..."""
+        return [layer for both in zip(self.self_attention, self.cross_attention) for layer in both]
+
+    def _maps(self, kind: str) -> List[tuple]:
+        """Of each layer what it may be handed: on a GPU its maps, where it makes them of its weights at each call."""
+        layers = [layer for layer in self._layers if isinstance(layer, AttentionalLayer)]
+        if kind == "cpu" or len(layers) < len(self._layers):
+            return [()] * len(self._layers)
+        return [(maps,) for maps in maps_of(layers)]
 
     def assign(self, descriptors: Tensor, layout: Layout) -> Assignments:
         """Log assignments from `matching_descriptors` (equations 7 to 9)."""
@@ -176,14 +191,16 @@ class SuperGlue(nn.Module):
             log assignments; and (B,) bool, whether each is finite: if not, only the log domain gives the answer.
         """
         T, found = self.config.sinkhorn_iterations, []
-        halves = [to_float32(t) for t in layout.halves(descriptors)]
-        for part in layout.parts:
-            x0, x1 = (side.pad(t[rows]) for side, t, rows in zip(part.sides, halves, part.rows))
+        if layout.marginals is None:
+            layout.marginals = [Marginals(*(s.counts for s in part.sides), descriptors.device) for part in layout.parts]
+        x0, x1 = (to_float32(t) for t in layout.halves(descriptors))
+        halves = x0 * self._scale, x1
+        varying = len(layout.parts) > 1
+        for part, marginals in zip(layout.parts, layout.marginals):
+            sides = [side.pad(t[rows]) for side, t, rows in zip(part.sides, halves, part.rows)]
             with no_autocast(descriptors.device.type):
-                scores = torch.bmm(x0 * self._scale, x1.transpose(1, 2))
-            counts0, counts1 = (side.lengths for side in part.sides)
-            varying = len(layout.parts) > 1
-            log_P, finite = padded_optimal_transport(scores, counts0, counts1, self.dustbin, T, varying)
+                scores = torch.bmm(sides[0], sides[1].transpose(1, 2))
+            log_P, finite = padded_optimal_transport(scores, marginals, self.dustbin, T, varying)
             found.append((Assignments.padded(log_P, layout.sizes[part.pairs]), finite))
         return Assignments.joined([each for each, _ in found]), torch.cat([finite for _, finite in found])
 
@@ -193,21 +210,16 @@ class SuperGlue(nn.Module):
 
     def _encode(self, batch, layout: Layout) -> Tuple[Tensor, Optional[Tensor]]:
         """Of all tokens packed, images 0 first: initial state (S, D) (equation 2), and rotation (2, S, d / 2)."""
-        geometry, descriptors = [], []
-        for side, packing in zip("01", layout.sides):
-            geometry.append(packing.pack(geometry_of(batch, side, self.config.scale_angle)))
-            raw = packing.pack(getattr(batch, "descriptors" + side))
-            descriptors.append(unit_vectors(raw, self.config.descriptor, self.config.descriptor_dim))
-        seen = geometry
+        tokens = _apart(batch, layout)
+        geometry = geometry_of(tokens, "0", self.config.scale_angle)[:, 0]
+        descriptors = unit_vectors(tokens.descriptors0[:, 0], self.config.descriptor, self.config.descriptor_dim)
+        inputs = geometry
         if self.config.neighbours:
             with torch.no_grad():
-                found = neighbour_features(descriptors, geometry, layout)
-            seen = [torch.cat(both, -1) for both in zip(geometry, found)]
+                inputs = torch.cat([geometry, neighbour_features(descriptors, geometry, layout)], -1)
         dtype = self.dustbin.dtype
-        state = self.descriptor_projection(torch.cat(descriptors).to(dtype)) + self.keypoint_encoder(
-            torch.cat(seen).to(dtype)
-        )
-        return state, self.rotary(torch.cat(geometry)[:, :2].to(dtype)) if self.rotary else None
+        state = self.descriptor_projection(descriptors.to(dtype)) + self.keypoint_encoder(inputs.to(dtype))
+        return state, self.rotary(geometry[:, :2].to(dtype)) if self.rotary else None
 
 
 def _layer(config: SuperGlueConfig) -> AttentionalLayer:
@@ -229,6 +241,13 @@ def _keypoint_encoder(inputs: int, dim: int, norm: str) -> nn.Sequential:
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
     return nn.Sequential(*layers, last)
+
+
+def _apart(batch, layout: Layout) -> PairBatch:
+    """Each of the S keypoints as the only one of a view, images 0 first: all operations are on both sides at once."""
+    records = layout.pack_sides(batch.records0, batch.records1).unsqueeze(1)
+    sizes = torch.cat([batch.image_size0, batch.image_size1]).index_select(0, layout.images)
+    return PairBatch(records, records, layout.images, layout.images, sizes, sizes)
 
 
 def geometry_of(batch, side: str, scale_angle: bool) -> Tensor:

@@ -25,10 +25,12 @@ from superglue_sift import (
     sinkhorn_kernel,
     superglue,
     torch_compat,
+    truth,
 )
 from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.descriptors import root_sift
 from superglue_sift.inference import CUDAGraphModel, fuse_for_inference
+from superglue_sift.marginals import Marginals
 from superglue_sift.packing import Assignments, Edges
 from superglue_sift.sift import KEYPOINT
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
@@ -69,12 +71,16 @@ def scrambled(config: SuperGlueConfig, seed: int = 0) -> SuperGlue:
     return model.eval()
 
 
+def of_counts(counts0, counts1) -> Marginals:
+    return Marginals(counts0, counts1, torch.device("cpu"))
+
+
 def padded(scores, dustbin, iterations):
     """`log_optimal_transport` by way of one padded batch; what is padded is nonsense."""
-    sides = [torch.tensor([s.shape[axis] for s in scores]) for axis in (0, 1)]
-    M, N = (int(side.max()) for side in sides)
+    sides = [[s.shape[axis] for s in scores] for axis in (0, 1)]
+    M, N = map(max, sides)
     batch = torch.stack([torch.nn.functional.pad(s, (0, N - s.shape[1], 0, M - s.shape[0]), value=1e3) for s in scores])
-    log_P, finite = sinkhorn.padded_optimal_transport(batch, *sides, dustbin, iterations)
+    log_P, finite = sinkhorn.padded_optimal_transport(batch, of_counts(*sides), dustbin, iterations)
     assert finite.all()
     return [P[: s.shape[0] + 1, : s.shape[1] + 1] for P, s in zip(log_P, scores)]
 
@@ -168,11 +174,11 @@ class TestSinkhorn:
         (log_P,) = sinkhorn.log_optimal_transport([leaf], torch.tensor(1.0), 100)
         log_P.diagonal().sum().backward()
         assert calls and torch.isfinite(log_P).all() and torch.isfinite(leaf.grad).all()
-        counts = torch.tensor([30]), torch.tensor([30])
+        marginals = of_counts([30], [30])
         asked = scores[None].clone().requires_grad_()
-        assert not sinkhorn.padded_optimal_transport(asked, *counts, torch.tensor(1.0), 100)[1]
+        assert not sinkhorn.padded_optimal_transport(asked, marginals, torch.tensor(1.0), 100)[1]
         with torch.no_grad():  # log P alone float32 does hold
-            assert sinkhorn.padded_optimal_transport(asked, *counts, torch.tensor(1.0), 100)[1]
+            assert sinkhorn.padded_optimal_transport(asked, marginals, torch.tensor(1.0), 100)[1]
 
     def test_there_is_no_second_derivative(self):
         score = torch.zeros(3, 3, requires_grad=True)
@@ -240,11 +246,10 @@ class TestSinkhorn:
     def test_a_padded_batch_tells_when_it_is_not_finite(self, bad):
         scores = torch.zeros(2, 4, 3)
         scores[1, 2, 1] = bad
-        counts = torch.tensor([4, 4]), torch.tensor([3, 3])
-        found = sinkhorn.padded_optimal_transport(scores, *counts, torch.tensor(1.0), 5)[1]
+        found = sinkhorn.padded_optimal_transport(scores, of_counts([4, 4], [3, 3]), torch.tensor(1.0), 5)[1]
         assert found.tolist() == [True, False]
         scores[1, 2, 1], scores[1, 3, 2] = 0.0, bad  # of padding it does not matter
-        found = sinkhorn.padded_optimal_transport(scores, counts[0] - 1, counts[1], torch.tensor(1.0), 5)[1]
+        found = sinkhorn.padded_optimal_transport(scores, of_counts([3, 3], [3, 3]), torch.tensor(1.0), 5)[1]
         assert found.all()
 
     def test_loops_done_again_on_the_same_memory_give_the_same(self, monkeypatch):
@@ -274,13 +279,19 @@ class TestSinkhorn:
         monkeypatch.setattr(sinkhorn_kernel, "can_capture", lambda device: True)
         monkeypatch.setattr(sinkhorn, "CHUNK_BYTES", 2 * 80 * 80 * 4)
         seen = []
-        iterate = sinkhorn_kernel.iterate
+        run = sinkhorn_kernel._run
         monkeypatch.setattr(
-            sinkhorn_kernel, "iterate", lambda Z, *rest, **keys: seen.append(len(Z)) or iterate(Z, *rest, **keys)
+            sinkhorn_kernel, "_run", lambda loop, given, *rest: seen.append(len(given[0])) or run(loop, given, *rest)
         )
-        parts = padded(scores, torch.tensor(1.0, requires_grad=True), 30)
+        dustbin = torch.tensor(1.0, requires_grad=True)
+        parts = padded(scores, dustbin, 30)
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(whole, parts))
         assert seen == [2, 2, 1]
+        sum(P[:-1].sum() for P in parts).backward()
+        assert seen == [2, 2, 1] * 2
+        alone = torch.tensor(1.0, requires_grad=True)
+        sum(P[:-1].sum() for P in sinkhorn.log_optimal_transport(scores, alone, 30)).backward()
+        assert torch.allclose(dustbin.grad, alone.grad, rtol=1e-5)
         sinkhorn_kernel._captured.clear()
 
     def test_chunks_are_of_one_size_where_that_costs_little(self):
@@ -326,8 +337,8 @@ class TestAttention:
         torch.manual_seed(0)
         edges = packing.Edges(packing.Packing([3, 0, 5, 2], torch.device("cpu")), [2, 3, 0, 1])
         q, k, v = (torch.randn(10, 4, 8) for _ in range(3))
-        one = attention._one_by_one(q, k, v, edges)
-        assert torch.allclose(one, attention._padded(q, k, v, edges), atol=1e-6)
+        one = attention._one_by_one(torch.stack([q, k, v], 1), edges)
+        assert torch.allclose(one, attention._padded(torch.stack([q, k, v], 1), edges), atol=1e-6)
         first, third = slice(0, 3), slice(3, 8)
         logits = torch.einsum("ihd,jhd->hij", q[first], k[third]) / math.sqrt(8)
         assert torch.allclose(one[first], torch.einsum("hij,jhd->ihd", logits.softmax(-1), v[third]), atol=1e-6)
@@ -340,8 +351,8 @@ class TestAttention:
         torch.manual_seed(0)
         edges = packing.Edges(packing.Packing(counts, torch.device("cpu")), partner)
         q, k, v = (torch.randn(sum(counts), 2, 8) for _ in range(3))
-        expected = attention._one_by_one(q, k, v, edges)
-        assert torch.allclose(attention._padded(q, k, v, edges), expected, atol=1e-6)
+        expected = attention._one_by_one(torch.stack([q, k, v], 1), edges)
+        assert torch.allclose(attention._padded(torch.stack([q, k, v], 1), edges), expected, atol=1e-6)
 
         def fused(q, k, v, starts, others, longest):
             assert longest >= max(counts) and starts.dtype == others.dtype == torch.int32
@@ -352,7 +363,7 @@ class TestAttention:
             return out
 
         monkeypatch.setattr(torch_compat, "packed_attention", fused)
-        assert torch.allclose(attention._packed(q, k, v, edges), expected, atol=1e-6)
+        assert torch.allclose(attention._packed(torch.stack([q, k, v], 1), edges), expected, atol=1e-6)
 
     @pytest.mark.parametrize("counts", [[30, 0, 50, 20], [1, 9, 1, 9], [16, 16, 16, 16]])
     @pytest.mark.parametrize("partner", [[2, 3, 0, 1], [0, 1, 2, 3]])
@@ -626,17 +637,26 @@ class TestTruth:
             shared = min(len(one.records0), len(one.records1)) // 2
             one.records1["x"][:shared] = one.records0["x"][:shared] + 4
             one.records1["y"][:shared] = one.records0["y"][:shared] + 2
-        batch = related(pairs, H)
-        found = ground_truth(batch)
-        assert int((found.matches0 >= 0).sum()) >= 20
-        valid = [side.valid for side in packing.Layout(batch).sides]
-        together = pair_truth(
-            batch.keypoints0, batch.keypoints1, batch.H_0to1, batch.image_size0, batch.image_size1,
-            valid=valid[0][:, :, None] & valid[1][:, None, :],
-        )  # fmt: skip
-        for expected, own, shown in zip(found, together, valid):
-            assert torch.equal(expected[shown], own[shown])
-            assert bool((expected[~shown] == IGNORED).all())
+        for order in (pairs, sorted(pairs, key=lambda one: -max(len(one.records0), len(one.records1)))):
+            batch = related(order, H)
+            found, layout = ground_truth(batch), packing.Layout(batch)
+            assert int((found.matches0 >= 0).sum()) >= 20
+            together = truth._by_parts(batch, (3.0, 5.0), layout)
+            for expected, own, side in zip(found, together, layout.sides):
+                assert torch.equal(expected, own)
+                assert bool((own[~side.valid] == IGNORED).all())
+
+    def test_points_of_the_horizon_in_a_padded_batch(self):
+        """They are inf or nan in the other view, and match nothing, not even padding."""
+        rng = np.random.default_rng(0)
+        pairs = [pair(rng, *counts) for counts in ((9, 5), (3, 8))]
+        for one in pairs:
+            one.records0["x"][:3] = one.records1["x"][:3] = 50.0
+        horizon = np.array([[1, 0, 0], [0, 1, 0], [-0.02, 0, 1.0]])  # x = 50
+        batch = related(pairs, horizon)
+        found = truth._by_parts(batch, (3.0, 5.0), packing.Layout(batch))
+        assert all(torch.equal(*each) for each in zip(ground_truth(batch), found))
+        assert (found.matches0[:, :3] == UNMATCHED).all()
 
 
 class TestLoss:
@@ -666,8 +686,8 @@ class TestLoss:
         monkeypatch.setattr(
             objective, "_largest_first", lambda batch: (-torch.maximum(batch.counts0, batch.counts1)).argsort().tolist()
         )
-        monkeypatch.setattr(neighbours, "neighbour_features", neighbours._padded)
-        monkeypatch.setattr(superglue, "neighbour_features", neighbours._padded)
+        monkeypatch.setattr(neighbours, "neighbour_features", neighbours._by_parts)
+        monkeypatch.setattr(superglue, "neighbour_features", neighbours._by_parts)
         monkeypatch.setattr(sinkhorn_kernel, "can_capture", lambda device: True)
         monkeypatch.setattr(sinkhorn_kernel, "capture_cuda_graph", lambda work, device: (work(), work)[1])
         monkeypatch.setattr(sinkhorn_kernel, "_captured", collections.OrderedDict())

@@ -50,13 +50,12 @@ def test_one_descriptor_alone_has_no_distinctive_neighbour():
 def test_padded_features_are_those_of_each_pair_alone(batch):
     batch = choose_orientations(batch)
     layout = Layout(batch)
-    geometry = [side.pack(geometry_of(batch, s, True)) for s, side in zip("01", layout.sides)]
-    descriptors = [side.pack(root_sift(getattr(batch, f"descriptors{s}"))) for s, side in zip("01", layout.sides)]
+    geometry = layout.pack_sides(*(geometry_of(batch, side, True) for side in "01"))
+    descriptors = layout.pack_sides(root_sift(batch.descriptors0), root_sift(batch.descriptors1))
     ragged = neighbours.neighbour_features(descriptors, geometry, layout)
-    padded = neighbours._padded(descriptors, geometry, layout)
-    for one, other in zip(ragged, padded):
-        assert one.shape[1] == neighbours.FEATURES and torch.isfinite(one).all()
-        assert torch.allclose(one, other, atol=1e-5)
+    padded = neighbours._by_parts(descriptors, geometry, layout)
+    assert ragged.shape == (sum(layout.both.counts), neighbours.FEATURES) and torch.isfinite(ragged).all()
+    assert torch.allclose(ragged, padded, atol=1e-5)
 
 
 def test_the_untrained_network_is_still_the_nearest_neighbour_matcher(batch):
@@ -72,13 +71,12 @@ def test_the_untrained_network_is_still_the_nearest_neighbour_matcher(batch):
 def test_a_turn_of_both_images_leaves_what_relates_the_neighbours(batch):
     batch = choose_orientations(batch)
     layout = Layout(batch)
-    geometry = [side.pack(geometry_of(batch, s, True)) for s, side in zip("01", layout.sides)]
-    descriptors = [side.pack(root_sift(getattr(batch, f"descriptors{s}"))) for s, side in zip("01", layout.sides)]
+    geometry = layout.pack_sides(*(geometry_of(batch, side, True) for side in "01"))
+    descriptors = layout.pack_sides(root_sift(batch.descriptors0), root_sift(batch.descriptors1))
     c, s = math.cos(1.0), math.sin(1.0)
     turn = torch.tensor([[c, s], [-s, c]])
-    turned = [torch.cat([g[:, :2] @ turn, g[:, 2:4], g[:, 4:6] @ turn], 1) for g in geometry]
+    turned = torch.cat([geometry[:, :2] @ turn, geometry[:, 2:4], geometry[:, 4:6] @ turn], 1)
     before, after = (neighbours.neighbour_features(descriptors, g, layout) for g in (geometry, turned))
-    for one, other in zip(before, after):
-        kept = [0, 1, 2, 5, 6, 7]
-        assert torch.allclose(one[:, kept], other[:, kept], atol=1e-5)
-        assert torch.allclose(one[:, 3:5] @ turn, other[:, 3:5], atol=1e-5)
+    kept = [0, 1, 2, 5, 6, 7]
+    assert torch.allclose(before[:, kept], after[:, kept], atol=1e-5)
+    assert torch.allclose(before[:, 3:5] @ turn, after[:, 3:5], atol=1e-5)

@@ -28,7 +28,7 @@ from pipeline.training.objective import MatchingObjective
 from pipeline.training.state import TrainState
 from pipeline.training.step import train_step
 from superglue_sift import normalization
-from superglue_sift.neighbours import _padded as _neighbours_padded
+from superglue_sift.neighbours import _by_parts as _neighbours_by_parts
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,7 +104,7 @@ class TestGradients:
     def test_a_share_without_pairs_has_a_gradient_of_zero(self, tmp_path, monkeypatch, wait, neighbours):
         """More processes than pairs: such a rank takes part in every exchange."""
         if not wait:  # as on a GPU
-            monkeypatch.setattr("superglue_sift.superglue.neighbour_features", _neighbours_padded)
+            monkeypatch.setattr("superglue_sift.superglue.neighbour_features", _neighbours_by_parts)
         model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2, neighbours=neighbours))
         batch = load_batch(Store(made_store(tmp_path)), [], 32)
         total, parts = MatchingObjective(model, 3.0, 5.0)(batch, wait)

@@ -45,25 +45,19 @@ def assignment_loss(log_assignments: Assignments, truth: Truth) -> PairLoss:
     Returns:
         PairLoss; a pair without any keypoint has loss 0.
     """
-    dustbin = log_assignments.dustbins
-    rows, columns = (torch.arange(t.shape[1], device=t.device) for t in truth)
-    # where padded the dustbins' own entry is read, and does not count
-    matched = truth.matches0 >= 0
-    partners = torch.where(matched, truth.matches0, dustbin.column)
-    found0 = log_assignments.entries(torch.minimum(rows, dustbin.row), partners)
-    found1 = log_assignments.entries(dustbin.row.expand(truth.matches1.shape), torch.minimum(columns, dustbin.column))
-    positive = _mean(found0, matched)
-    unmatched0, unmatched1 = (
-        _mean(found, own == UNMATCHED) for found, own in ((found0, truth.matches0), (found1, truth.matches1))
-    )
+    found = -log_assignments.at(truth.matches0, truth.matches1)  # (B, M + N)
+    M = truth.matches0.shape[1]
+    matches = torch.cat([truth.matches0, truth.matches1], 1)
+    matched, unmatched = matches[:, :M] >= 0, matches == UNMATCHED
+    none = found.new_zeros(())
+    right = torch.where(matched, found[:, :M], none)
+    lost = torch.where(unmatched, found, none).split([M, found.shape[1] - M], 1)
+    sums = torch.stack([each.sum(1) for each in (right, *lost)])
+    numbers = torch.stack([matched.sum(1), unmatched[:, :M].sum(1), unmatched[:, M:].sum(1)])
+    means = sums / numbers.clamp(min=1)
+    positive, unmatched0, unmatched1 = means.unbind()
     total = 0.5 * positive + 0.25 * unmatched0 + 0.25 * unmatched1
-    return PairLoss(total, positive.detach(), unmatched0.detach(), unmatched1.detach())
-
-
-def _mean(log_P: Tensor, counted: Tensor) -> Tensor:
-    """Mean of -log P over each row's `counted` entries: (B,)."""
-    values = torch.where(counted, -log_P, torch.zeros_like(log_P))
-    return values.sum(1) / counted.sum(1).clamp(min=1)
+    return PairLoss(total, *means.detach())
 
 
 class MatchingObjective(nn.Module):
@@ -94,6 +88,8 @@ class MatchingObjective(nn.Module):
         order = _largest_first(batch)
         batch = batch.select(order) if order else batch
         layout = Layout(batch)
+        # before the network, whose activations its errors of all pairs of keypoints need not lie beside
+        truth = ground_truth(batch, self.positive_px, self.negative_px, layout)
         with autocast(layout.device.type, self.precision):
             descriptors = self.model.matching_descriptors(batch, layout)
             finite = None
@@ -101,13 +97,15 @@ class MatchingObjective(nn.Module):
                 log_assignments = self.model.assign(descriptors, layout)
             else:
                 log_assignments, finite = self.model.transport(descriptors, layout)
-        losses = assignment_loss(log_assignments, ground_truth(batch, self.positive_px, self.negative_px))
+        losses = assignment_loss(log_assignments, truth)
         if finite is not None:
             sure = losses.total.new_ones(()).masked_fill(~finite, math.nan)
             losses = losses._replace(total=losses.total * sure)
         # every parameter joins the graph on every rank, also where no pair has a match to learn from:
         # a gradient that one rank does not compute would leave the others waiting for it
-        total = losses.total.sum() + 0.0 * (descriptors.float().sum() + self.model.dustbin)
+        total = losses.total.sum()
+        if wait or not layout.sizes:  # elsewhere all pairs are in `transport`, whose gradient reaches every one
+            total = total + 0.0 * (descriptors.float().sum() + self.model.dustbin)
         values = {
             "loss": losses.total.detach(),
             "loss_positive": losses.positive,

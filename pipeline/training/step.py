@@ -9,6 +9,7 @@ from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
+from pipeline import stack
 from pipeline.runtime import distributed, faults
 from superglue_sift.batch import PairBatch
 
@@ -174,6 +175,6 @@ def _enqueued(
 ) -> Tuple[Dict[str, Tensor], Tensor]:
     """Clips the gradient; the values by name, and its norm before with their sums, (1 + names,) float64."""
     scaler.unscale_(optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(_parameters(optimizer), clip_norm if clip_norm > 0 else math.inf)
-    joined = {name: torch.cat(parts) for name, parts in values.items()}
-    return joined, torch.stack([t.double() for t in (norm, *(v.sum() for v in joined.values()))])
+    norm = stack.clip_grad_norm_(_parameters(optimizer), clip_norm if clip_norm > 0 else math.inf)
+    joined = torch.cat([part for parts in values.values() for part in parts]).view(len(values), -1)
+    return dict(zip(values, joined)), torch.cat([norm.reshape(1), joined.sum(1)]).double()
