@@ -203,4 +203,5 @@ def gradient(Z: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor, grad: Tens
     _run_each(_backward_loop, [K, down, back, start, direct], [from_u, from_v], True, pairs)
     # (..., M, 2T) times (..., 2T, N)
     left, right = torch.cat([a, from_u]).movedim(0, -1), torch.cat([from_v, b[:-1]]).movedim(0, -2)
-    return grad - K * (left @ right)
+    found = (left @ right).mul_(K)
+    return torch.sub(grad, found, out=found)

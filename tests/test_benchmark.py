@@ -265,3 +265,21 @@ def test_a_package_without_its_bench_says_so_in_one_line(tmp_path):
     assert done.returncode == 2 and done.stderr.splitlines() == [
         f"error: {folder}: not there; the benchmark comes with a clone, not with the wheel"
     ]
+
+
+def test_scaling_on_paper_is_what_a_person_reckons(capsys):
+    from benchmarks import scaling
+
+    model = scaling.Model(ms_a_pair=0.5, host_ms=10.0, bytes=4 << 20, adapters=8)
+    assert model.exchange_ms(1) == 0.0
+    # 3/2 of 4 MiB at 370 GB/s, and one bucket's latency
+    assert model.exchange_ms(4) == pytest.approx(1.5 * (4 << 20) / 370e6 + 0.02)
+    assert model.step_ms(1, 8) == 10.0  # the host
+    assert model.step_ms(1, 40) == 20.0 and model.rate(1, 40) == 2000.0  # the kernels
+    assert model.step_ms(4, 40) == pytest.approx(20.0 + model.exchange_ms(4) / 2)
+    assert model.least_pairs(1) == 18  # 9 of the 10 ms
+    assert model.efficiency(64, model.least_pairs(64)) >= 0.9 > model.efficiency(64, model.least_pairs(64) - 1)
+    assert scaling.main([]) == 0
+    assert "| 64 |" in capsys.readouterr().out
+    with pytest.raises(RequestError, match="--batch"):
+        scaling.main(["--batch", "0"])

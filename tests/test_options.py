@@ -185,7 +185,7 @@ def test_mixed_precision_reaches_the_layers_and_spares_the_transport(tmp_path):
     objective = MatchingObjective(SuperGlue(SuperGlueConfig(dim=32, layers=1)), 3.0, 5.0, "bfloat16")
     kinds = {}
     layer = objective.model.cross_attention[0]
-    layer.query_key_value.register_forward_hook(lambda _, __, out: kinds.update(layer=out.dtype))
+    layer.mlp.register_forward_hook(lambda _, __, out: kinds.update(layer=out.dtype))
     total, _ = objective(batch)
     assert kinds["layer"] == torch.bfloat16 and total.dtype == torch.float32
     total.sum().backward()
