@@ -8,7 +8,7 @@ The network itself is the library `superglue_sift`, which knows nothing of this 
     plan          memory and hours of a training, before it begins
     launch        starts a stage on all processes of this machine
     images/       where photographs come from, how they are decoded, what is wrong with them
-    views/        random homographies without borders, rendering, photometric distortion
+    views/        random homographies without borders, rendering, photometric distortion; buildings before true cameras
     features/     the store of keypoints that training maps into memory
     extraction/   all views of all images, in parallel, shard by shard
     pairs/        which two views when, read from the store

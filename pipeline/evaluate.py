@@ -69,18 +69,24 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add("--lightglue", type=Path, metavar="FILE", help="also LightGlue for SIFT, with these weights")
     add("--bound", action="store_true", help="also a row of the true matches: what no matcher could better")
     add("--robustness", type=int, default=0, help="photographs tried under growing blur, noise, ...; 0: none")
+    add("--scenes", type=int, default=0, help="scenes rendered to choose the limits for pairs of a place; 0: none")
     add("--keep-seen", action="store_true", help="keep photographs that a model was trained on, and mark the table")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     args = parser.parse_args(argv)
     wants = [name for name in ("pairs", "poses", "paper") if getattr(args, name) is not None]
     if len(wants) > 1:
         raise RequestError(f"--{wants[0]} and --{wants[1]} are two evaluations: ask for one at a time")
-    if args.robustness and (args.pairs or args.poses):
-        raise RequestError("--robustness needs held-out images: leave it out with --pairs and --poses")
+    for name in ("robustness", "scenes"):
+        if getattr(args, name) and (args.pairs or args.poses):
+            raise RequestError(f"--{name} needs held-out images: leave it out with --pairs and --poses")
+    if args.scenes and args.paper:
+        raise RequestError("--scenes: of the plain evaluation; leave it out with --paper")
     if args.bound and args.poses:
         raise RequestError("--bound needs homographies: leave it out with --poses")
     if args.out.exists() and not args.out.is_dir():
         raise RequestError(f"--out {args.out}: is a file; name a folder for the results")
+    if args.scenes < 0:
+        raise RequestError(f"--scenes {args.scenes}: must be 0 or more")
     for name in ("max_keypoints", "batch", "paper"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -97,7 +103,7 @@ def models_of(args: argparse.Namespace) -> Dict[str, Path]:
         name, _, file = word.partition("=")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) or not file:
             raise RequestError(f"--also {word}: must be NAME=FILE, NAME of letters, digits, - and _")
-        if name in (*matchers.MATCHERS, matchers.BOUND, lightglue.NAME, *found):
+        if name in (*matchers.MATCHERS, *matchers.UNRANKED, lightglue.NAME, *found):
             raise RequestError(f"--also {word}: there is a matcher called {name} already; choose another name")
         found[name] = Path(file)
     return found
@@ -184,7 +190,7 @@ def chosen_matchers(
             skipped.append(f"SKIP LightGlue: {said}")
         else:
             further[lightglue.NAME] = match
-    return Matchers(networks, device, section.ratio, further), skipped
+    return Matchers(networks, device, section.ratio, further, args.poses is not None), skipped
 
 
 def check(argv: Optional[List[str]] = None, world_size: int = 1) -> None:
@@ -231,7 +237,7 @@ def evaluate(args: argparse.Namespace, context: distributed.Context) -> Tuple[Di
     compared, skipped = chosen_matchers(args, chosen.models, section, device)
     names, missing = chosen_estimators(args)
     extractor = chosen_extractor(args, compared.networks[OURS])
-    settings = Settings(section, names, args.batch, args.resize, args.robustness, extractor, args.bound)
+    settings = Settings(section, names, args.batch, args.resize, args.robustness, extractor, args.bound, args.scenes)
     training = args.mlflow_run.parent / "train" / "curves" if args.mlflow_run else None
     work = Evaluation(compared, settings, context, (*chosen.lines, *missing, *skipped), training)
     info = compared.networks[OURS].info

@@ -18,6 +18,7 @@ from pipeline.files import file_sha256, read_json
 from pipeline.runtime import checkpoint, repro, trained_on, workspace_lock
 from superglue_sift import __version__
 from superglue_sift.matcher import match_threshold
+from superglue_sift.scenes import LIMITS
 from superglue_sift.weights import load_model
 
 INTERFACE = {
@@ -50,6 +51,8 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     return args
 
 
+OURS = "superglue"  # what an evaluation calls the judged model
+
 # Where files lay on the machine that trained; digests say what they held.
 PLACES = ("fetch.path", "fetch.val_path", "fetch.root", "fetch.mirror", "train.init_from")
 
@@ -68,6 +71,7 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
     return {
         "model": model,
         "match_threshold": match_threshold(info),
+        **scene_limits(info, metrics),
         "interface": interface,
         "step": info.get("step"),
         "validation": info.get("validation", {}),
@@ -85,6 +89,12 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
         "params": {key: value for key, value in asked.items() if key not in PLACES},
         "trained_with": {k: v for k, v in info.get("train", {}).items() if f"train.{k}" not in PLACES},
     }
+
+
+def scene_limits(info: dict, metrics: dict) -> dict:
+    """Those that the evaluation chose on rendered scenes; without one those of the model, if it states any."""
+    chosen = {name: metrics.get(f"{OURS}.{name}", info.get(name)) for name in LIMITS}
+    return {name: value for name, value in chosen.items() if value is not None}
 
 
 def main(argv: Optional[List[str]] = None) -> int:

@@ -43,6 +43,7 @@ from superglue_sift.matcher import Features, match_pairs, match_threshold
 from superglue_sift.neighbours import padded_features
 from superglue_sift.orientation import choose_pair
 from superglue_sift.progress import clock
+from superglue_sift.scenes import LIMITS, Rules
 from superglue_sift.sift import KEYPOINT, positions
 from superglue_sift.superglue import SIFT_DIM, SuperGlue, geometry_of
 from superglue_sift.torch_compat import can_export
@@ -200,7 +201,8 @@ def export(
 ) -> Path:
     """Write a trained model (None: the shipped weights) as ONNX, opset 18, in one file that ends in .onnx.
 
-    threshold: least probability of a match; None: the model's own, else 0.2. report: receives a line at the start of
+    threshold: least probability of a match; None: the model's own, else 0.2. The file's metadata state it, and the
+    model's limits of scenes. report: receives a line at the start of
     each step, since the export takes a minute or more.
     Raises RequestError: no such model, another ending, or packages missing.
     """
@@ -214,12 +216,15 @@ def export(
         raise RequestError("ONNX needs more packages: pip install 'superglue-sift[onnx]'") from None
     network, info = load_model(model or shipped_weights())
     report("step 1 of 3: torch traces the network")
-    found = program(network, match_threshold(info) if threshold is None else threshold)
+    least, rules = match_threshold(info) if threshold is None else threshold, Rules.of_model(info)
+    stated = {"match_threshold": least, **dict(zip(LIMITS, (rules.strict, rules.accept)))}
+    found = program(network, least)
     names = {"input_names": INPUTS, "output_names": OUTPUTS}
     report("step 2 of 3: torch translates it to ONNX, the longest step")
     written = torch.onnx.export(found, dynamo=True, **names, opset_version=OPSET, verbose=False)
     assert written is not None
     report(f"step 3 of 3: writing {path}")
+    onnx.helper.set_model_props(written.model_proto, {name: repr(value) for name, value in stated.items()})
     path.parent.mkdir(parents=True, exist_ok=True)
     onnx.save_model(written.model_proto, str(path))
     return path

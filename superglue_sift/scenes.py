@@ -20,12 +20,14 @@ from typing import Any, Mapping, NamedTuple, Optional, Tuple
 import numpy as np
 
 from superglue_sift import classical, geometry
+from superglue_sift.errors import RequestError
 from superglue_sift.sift import positions
 
 STRICT = 0.8  # confidence of a strict match, of a model that does not bring its own limit
 ACCEPT = 10  # strict matches of one geometry that make a pair, likewise
 LIKELY = 9  # classical matches of one geometry without which the network is not asked; any eight may agree by chance
 LIKELY_KEYPOINTS = 2048  # of the strongest so many
+LIMITS = ("strict_threshold", "accept_pairs")  # what these two are called in the description of a model
 STRICT_PX = 1.5  # of the robust fits
 BAND_PX = 1.2  # distance to the epipolar line up to which a match is kept, in both images
 NETWORK_KEYPOINTS = 1024
@@ -50,8 +52,16 @@ class Rules:
 
     @classmethod
     def of_model(cls, info: Mapping[str, Any]) -> Rules:
-        """With the limits that the description of a model states, which validation on scenes chose."""
-        return cls(float(info.get("strict_threshold", STRICT)), int(info.get("accept_pairs", ACCEPT)))
+        """With the limits that the description of a model states, which validation on rendered scenes chose.
+
+        Raises RequestError for a threshold that is no probability, or a limit that is no positive number.
+        """
+        strict, accept = (info.get(name, own) for name, own in zip(LIMITS, (STRICT, ACCEPT)))
+        if type(strict) not in (int, float) or not 0.0 <= strict <= 1.0 or type(accept) is not int or accept < 1:
+            stated = ", ".join(f"{name} {value!r}" for name, value in zip(LIMITS, (strict, accept)))
+            need = "must be between 0 and 1, and 1 or more"
+            raise RequestError(f"the model states {stated}: {need}; name another model")
+        return cls(float(strict), accept)
 
 
 class Side(NamedTuple):

@@ -93,7 +93,8 @@ VARIANTS = [{"neighbours": True, "rotary": True}, {"scale_angle": False, "norm":
 @pytest.fixture(scope="module", params=VARIANTS, ids=["neighbours-rotary", "batch-norm"])
 def small(request, tmp_path_factory) -> Path:
     """The file of an untrained model."""
-    return write_model(tmp_path_factory.mktemp("onnx") / "m.safetensors", **{"layers": 2, **request.param})
+    changes = {"layers": 2, **request.param, "about": {"strict_threshold": 0.75, "accept_pairs": 14}}
+    return write_model(tmp_path_factory.mktemp("onnx") / "m.safetensors", **changes)
 
 
 SHAPES = [
@@ -173,6 +174,9 @@ def test_onnx_matches_pairs_of_any_shape(small, tmp_path):
     assert {each.domain: each.version for each in graph.opset_import}[""] >= 17
     assert [each.name for each in graph.graph.input] == list(onnx.INPUTS)
     assert [each.name for each in graph.graph.output] == list(onnx.OUTPUTS)
+    stated = {each.key: float(each.value) for each in graph.metadata_props}
+    limits = {"match_threshold": 0.1, "strict_threshold": 0.75, "accept_pairs": 14}
+    assert {name: stated[name] for name in limits} == limits
     assert_same_on_all_shapes(load_model(small)[0], session(written), IN_ONNX_RUNTIME)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from pipeline.evaluation import poses
 from pipeline.evaluation.conditions import BINS
 from pipeline.evaluation.confidence import Sweep, calibration, calibration_error, recall_at_precision, steps, sweep
-from pipeline.evaluation.matchers import BOUND, OURS
+from pipeline.evaluation.matchers import OURS, UNRANKED
 from pipeline.evaluation.scoring import Judged, PairResult, Row, aligned_name, estimators_of, matchers_of
 from pipeline.report.tables import LEAST_CLUSTERS
 
@@ -235,7 +235,7 @@ def differences(found: Mapping[str, Mapping[str, Estimate]], networks: Sequence[
     The best baseline has the highest mean on these pairs: a choice in its favour. verdict: better or worse where the
     interval does not hold 0, equal where it does, too few where there are not LEAST_CLUSTERS to resample.
     """
-    baselines = [name for name in found if name not in (*networks, BOUND)]
+    baselines = [name for name in found if name not in (*networks, *UNRANKED)]
     lines = []
     for others in (baselines, *([name] for name in networks if name != OURS)):
         for figure, ours in found[OURS].items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
@@ -10,10 +10,13 @@ import numpy as np
 import torch
 
 from pipeline.schema import EvaluateParams
+from superglue_sift import scenes
 from superglue_sift.batch import Pair
+from superglue_sift.classical import Described
 from superglue_sift.descriptors import descriptors_of, kind_of, root_sift_of
 from superglue_sift.inference import fuse_for_inference
 from superglue_sift.matcher import PairMatches, match_pairs, match_threshold
+from superglue_sift.sift import positions
 from superglue_sift.superglue import SuperGlue
 from superglue_sift.weights import load_model
 
@@ -21,6 +24,8 @@ OURS = "superglue"
 BASELINES = ("nn", "mutual_nn", "ratio_test")
 MATCHERS = (OURS, *BASELINES)  # always there, in the order of every table
 BOUND = "true_matches"  # no matcher: the truth in place of an answer, as far as the keypoints' positions go
+SCENE = "superglue_scene"  # ours, of pairs that the limits of scenes accept; nothing of the others
+UNRANKED = (BOUND, SCENE)  # rows that are no baselines
 
 
 @dataclass(frozen=True)
@@ -68,12 +73,16 @@ def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Matchers:
-    """All that are compared. networks: ours first; ratio: of the ratio test; further: baselines by name."""
+    """All that are compared. networks: ours first; ratio: of the ratio test; further: baselines by name.
+
+    scene: is there a row SCENE too?
+    """
 
     networks: Mapping[str, Network]
     device: str
     ratio: float
     further: Mapping[str, Callable[[Pair], PairMatches]] = field(default_factory=dict)
+    scene: bool = False
 
     @property
     def thresholds(self) -> Dict[str, float]:
@@ -87,6 +96,9 @@ class Matchers:
             for own, answer in zip(found, match_batches(network.model, pairs, batch, self.device)):
                 own[name] = answer
         for own, pair in zip(found, pairs):
+            if self.scene:
+                ours = self.networks[OURS]
+                own[SCENE] = scene_answer(pair, own[OURS], ours.threshold, scenes.Rules.of_model(ours.info))
             own.update(match_baselines(pair, self.ratio))
             own.update({name: match(pair) for name, match in self.further.items()})
         return found
@@ -95,6 +107,24 @@ class Matchers:
         """The answers without those matches of a network that are not above its threshold."""
         least = self.thresholds
         return {name: found.above(least[name]) if name in least else found for name, found in answers.items()}
+
+
+def filled(pair: Pair, answer: PairMatches, threshold: float, rules: scenes.Rules) -> scenes.Filled:
+    """`scenes.filled` of a network's answer, with the network's own matches alone."""
+    nothing = Described(np.empty((0, 128), np.float32), np.empty(0, np.int64))
+    side0, side1 = (scenes.Side(positions(own).astype(np.float64), nothing) for own in (pair.records0, pair.records1))
+    index0 = np.flatnonzero(answer.matches0 >= 0)
+    matches = np.stack([index0, answer.matches0[index0]], axis=1)
+    alone = replace(rules, guided=False)
+    return scenes.filled(matches, answer.scores0[index0], threshold, (side0, side1), alone)
+
+
+def scene_answer(pair: Pair, answer: PairMatches, threshold: float, rules: scenes.Rules) -> PairMatches:
+    """A network's matches as those of a scene: of an accepted pair what agrees with its geometry, else nothing."""
+    found = filled(pair, answer, threshold, rules)
+    matches0, scores0 = np.full_like(answer.matches0, -1), np.zeros_like(answer.scores0)
+    matches0[found.matches[:, 0]], scores0[found.matches[:, 0]] = found.matches[:, 1], found.scores
+    return PairMatches(matches0, scores0)
 
 
 def descriptor_distances(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 from pipeline.errors import RequestError, WorkError
-from pipeline.evaluation import content, estimators, figures, magnified, pairs, poses, scoring
+from pipeline.evaluation import acceptance, content, estimators, figures, magnified, pairs, poses, scoring
 from pipeline.evaluation.heldout import LEVELS, HeldOutPairs, UnrelatedPairs, disturbed
 from pipeline.evaluation.hpatches import HPatchesPairs
-from pipeline.evaluation.matchers import OURS, Matchers
+from pipeline.evaluation.matchers import OURS, Matchers, match_batches
 from pipeline.evaluation.pairs import KnownPair, Source
+from pipeline.evaluation.rendered import RenderedScenes
 from pipeline.evaluation.scoring import MatchCounts, PairResult, Results, Row, Settings, score_pair
 from pipeline.files import file_sha256
 from pipeline.report import files, page, summary, tables
@@ -30,6 +31,7 @@ from pipeline.schema import EvaluateParams
 from superglue_sift import drawing, extractors
 from superglue_sift.matcher import PairMatches
 from superglue_sift.progress import Progress
+from superglue_sift.scenes import NETWORK_KEYPOINTS
 
 # The paper's (section 5.1), 640x480, for which most photographs of COCO must be magnified, and beside it 512x384, for
 # which they need not: width, height, keypoints.
@@ -61,18 +63,22 @@ class Evaluation:
         if not results.pairs:
             first = ": ".join(results.bad[0])
             raise WorkError(f"none of the {len(source)} images could be read; the first: {first}")
-        disturbed, unrelated = [], []
+        disturbed, unrelated, scored = [], [], []
         if isinstance(source, HeldOutPairs):
             disturbed, unrelated = self.disturbed_lines(source), self.unrelated_rows(source)
+            scored = self.scene_scores(source)
         if not self.context.is_main:
             return None
         compared = figures.compare(results.pairs, self.matchers.thresholds)
         compared.figures.update(figures.unrelated(unrelated))
+        compared.figures.update(acceptance.figures(scored))
         drawn = content.draw_pictures(source, self.matchers, results, self.settings)
         shown = [small for small, _ in drawn]
         about = self.describe(source, where)
         found = content.content(where, results, compared, disturbed, shown, about, source.unit)
-        found.notes.extend(self.skipped)
+        found.notes.extend([*self.skipped, *tables.acceptance(found.figures)])
+        if scored:
+            found = replace(found, curves={**found.curves, "acceptance": acceptance.curve(scored)})
         files.write(out, found, self.training)
         for small, picture in drawn:
             drawing.write(out / "pictures" / f"{small.name}.png", picture)
@@ -80,7 +86,7 @@ class Evaluation:
         print("\n".join(["", f"{where}, {len(results.pairs)} pairs", "", *summary.verdict(found), ""]))
         print(f"{scenes}{tables.comparison(found.figures)}\n")
         print(tables.differences(found.differences))
-        print("\n".join(tables.unrelated(found.figures)))
+        print("\n".join([*tables.unrelated(found.figures), "", *tables.acceptance(found.figures)]))
         bad = f"; {len(results.bad)} unreadable images left out, see bad_images.csv" if results.bad else ""
         print("\n".join([*self.skipped, "", f"written to {out}{bad}"]), flush=True)
         return found
@@ -124,6 +130,37 @@ class Evaluation:
             return PairResult(known.place, rows, {})
 
         return self.evaluate(UnrelatedPairs(source), "unrelated", judge).rows
+
+    def scene_scores(self, source: HeldOutPairs) -> List[acceptance.Scores]:
+        """Those of ours on pairs of rendered scenes, as many scenes as are asked for.
+
+        Textures are cut from validation photographs, where there are some: limits are no figure of the test.
+        """
+        count, batch, params = self.settings.scenes, self.settings.batch, self.settings.params
+        if not count:
+            return []
+        entries = source.images.entries("val") or source.entries
+        rendered = RenderedScenes(source.images, entries, count, params.photometric, params.seed)
+        network, dense = self.matchers.networks[OURS].model, self.settings.extractor is extractors.DEFAULT
+        extractor = extractors.DENSE if dense else self.settings.extractor
+
+        def extract(unit: Sequence[int]) -> List[KnownPair]:
+            return pairs.extract(rendered, unit, NETWORK_KEYPOINTS, extractor)[0]
+
+        def match(known: List[KnownPair]) -> List[Tuple[KnownPair, PairMatches]]:
+            device = self.matchers.device
+            return list(zip(known, match_batches(network, [one.pair for one in known], batch, device)))
+
+        def score(matched: List[Tuple[KnownPair, PairMatches]]) -> List[acceptance.Scores]:
+            return [acceptance.scores_of(*one) for one in matched]
+
+        scored: List[acceptance.Scores] = []
+        units = units_of(rendered, batch)
+        with Progress(total=count, desc="scenes", unit="scene", disable=not self.context.is_main) as bar:
+            for part in map_over_ranks(units, [], extract, match, score, self.context):
+                scored += part
+                bar.update(1 if part else 0)
+        return scored
 
     def describe(self, source: Source, where: str) -> Dict[str, object]:
         """Everything a figure must be quoted with: protocol.json."""

@@ -36,6 +36,7 @@ class Settings:
     robustness: int = 0  # photographs tried under growing disturbances
     extractor: Extractor = extractors.DEFAULT
     bound: bool = False  # a row of the true matches too
+    scenes: int = 0  # rendered ones, on which the limits of scenes are chosen
 
 
 @dataclass(frozen=True)

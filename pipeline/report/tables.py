@@ -7,6 +7,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 TITLES = {
     "superglue": "SuperGlue (ours)",
+    "superglue_scene": "SuperGlue, scenes",
     "nn": "nearest neighbour",
     "mutual_nn": "mutual nearest neighbour",
     "ratio_test": "ratio test, mutual",
@@ -185,6 +186,20 @@ def unrelated(figures: Mapping[str, Optional[float]]) -> List[str]:
     rows = [[f"matches on {pairs} pairs with nothing in common", "mean", "95th percentile"]]
     rows += [[title(name), *(f"{figures[f'{name}.{kind}']:.1f}" for kind in names)] for name in matchers]
     return ["", *aligned(rows)]
+
+
+def acceptance(figures: Mapping[str, Optional[float]]) -> List[str]:
+    """What validation on rendered scenes chose, as a line; nothing where it was not asked."""
+    of = {name: figures.get(f"superglue.{name}") for name in ("strict_threshold", "accept_pairs")}
+    if None in of.values():
+        return []
+    near, apart, accepted, false = (
+        figures[f"superglue.scene_{name}"] for name in ("pairs", "pairs_apart", "accepted", "false")
+    )
+    return [
+        f"pairs of a scene are accepted by {of['accept_pairs']} matches above {of['strict_threshold']:g}: of "
+        f"rendered ones {percent(accepted)} % of {near} that overlap, {percent(false)} % of {apart} of opposite sides"
+    ]
 
 
 def side_by_side(variants: Dict[str, Dict[str, Optional[float]]]) -> str:
