@@ -197,6 +197,8 @@ def test_a_textured_plane_from_end_to_end(plane, tmp_path, capsys):
     assert errors.run(evaluate.main, [*plane, str(tmp_path / "out")]) == 0
     figures = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert figures["superglue.pairs"] == 3 and figures["ratio_test.precision"] > 0.8
+    assert figures["superglue_scene.pairs"] == 3 and 0 <= figures["superglue_scene.precision"] <= 1
+    assert figures["superglue_scene.matches"] <= figures["superglue.matches"]
     assert "matching_score" in (tmp_path / "out" / "pairs.csv").read_text()
     for name, share in (("precision", "matching_score"), ("matching_score", "precision")):
         # where the ratio test stands, and what ours reaches at any threshold there
