@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections import Counter
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple
 
@@ -273,7 +274,7 @@ def keep(results: Path, line: Dict[str, Any], logs: Path) -> None:
 TABLE = """## Random faults
 
 Made by `python tests/faults/run.py --random {count} --seed {seed}`: {done} of {count} cells, {minutes:.0f} minutes of
-one process, at commit {commits}. A cell is one command on small inputs, disturbed at a random moment, and given
+one process, {commits}. A cell is one command on small inputs, disturbed at a random moment, and given
 again until it is done. Tried: the fault struck before the command was done ({missed} more came too late, or could
 not be tried). Silent: the command said that it was done and left other bytes than the undisturbed run. Lost: bytes
 that were missing or other at the end, or were whole and made again.
@@ -287,7 +288,8 @@ def table(count: int, seed: int, results: Path) -> str:
     """The section of docs/faults.md about these results."""
     every = read(results, seed)
     struck = [each for each in every if each["struck"]]
-    commits = ", ".join(sorted({each["commit"] for each in every}))
+    counts = Counter(each["commit"] for each in every)
+    commits = ", ".join(f"{number} at commit {commit}" for commit, number in counts.most_common())
     minutes = sum(each["seconds"] for each in every) / 60
     head = {"count": count, "seed": seed, "done": len(every), "minutes": minutes, "missed": len(every) - len(struck)}
     text = TABLE.format(**head, commits=commits)
