@@ -30,6 +30,7 @@ LIKELY_KEYPOINTS = 2048  # of the strongest so many
 LIMITS = ("strict_threshold", "accept_pairs")  # what these two are called in the description of a model
 STRICT_PX = 1.5  # of the robust fits
 BAND_PX = 1.2  # distance to the epipolar line up to which a match is kept, in both images
+EXACT_PX = 0.8  # the same, of keypoints that stand where the pixels of all pairs agree
 NETWORK_KEYPOINTS = 1024
 MAX_KEYPOINTS = 8192
 RESIZE = 1600  # px, longer side from which photographs are reduced
@@ -87,6 +88,12 @@ def agreeing(sides: Tuple[Side, Side]) -> int:
     matches = classical.ratio_matches(sides[0].described, sides[1].described)[0]
     points0, points1 = (side.points[matches[:, number]] for number, side in enumerate(sides))
     return int(geometry.fundamental_with_inliers(points0, points1, STRICT_PX).inliers.sum())
+
+
+def consistent(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
+    """(K,) bool: which matches (K, 2), of keypoints at exact places, lie near their epipolar lines; all without any."""
+    F = geometry.fundamental_with_inliers(points0, points1, EXACT_PX).model
+    return np.ones(len(points0), bool) if F is None else epipolar_distances(F, points0, points1) <= EXACT_PX
 
 
 class Filled(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple, Union
 
 import numpy as np
 
-from superglue_sift import tracks
+from superglue_sift import scenes, tracks
 from superglue_sift.descriptors import kind_of, root_sift_of
 from superglue_sift.errors import RequestError
 from superglue_sift.images import read_gray
@@ -114,7 +114,8 @@ class ColmapDatabase:
 def database_of(path: Path, root: Path, store: FeatureStore, refine: bool = True) -> Iterator[Adding]:
     """What to give to `many.Run` for its photographs below `root`: a database at `path`, there when all are in it.
 
-    refine: keypoints are written where the pixels of all pairs agree on (`tracks.refine_tracks`).
+    refine: keypoints are written where the pixels of all pairs agree on (`tracks.refine_tracks`); of a scene matches
+    that do not fit there are left out (`scenes.consistent`): four cameras of unknown focal length move by decimetres.
     """
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
@@ -132,6 +133,9 @@ def database_of(path: Path, root: Path, store: FeatureStore, refine: bool = True
         moved = exact_keypoints(keypoints, pairs, store) if refine else keypoints
         for photo0, photo1, found in pairs:
             side0, side1 = (store(photo).moved(moved[photo]) for photo in (photo0, photo1))
+            if refine and found.pair_score is not None:
+                own, theirs = found.matches.T
+                found = found.only(scenes.consistent(moved[photo0][own], moved[photo1][theirs]))
             name0, name1 = (os.path.relpath(photo.image, root) for photo in (photo0, photo1))
             database.add(name0, name1, side0, side1, found)
     os.replace(partial, path)
