@@ -21,7 +21,8 @@ from pipeline.errors import RequestError
 from pipeline.images.sources import open_manifest
 from superglue_sift.features import Features
 from superglue_sift.inference import fuse_for_inference
-from superglue_sift.matcher import Matcher, MatchResult
+from superglue_sift.match_result import MatchResult
+from superglue_sift.matcher import Matcher
 
 ALIGNED = 250  # matches
 TURN = (320, 240), 10, 1.0  # centre, degrees and scale of what the second view of a pair is turned by

@@ -33,7 +33,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from superglue_sift.batch import Pair, PairBatch, from_pairs
     from superglue_sift.errors import RequestError
-    from superglue_sift.matcher import Features, Matcher, MatchResult
+    from superglue_sift.features import Features
+    from superglue_sift.match_result import MatchResult
+    from superglue_sift.matcher import Matcher
     from superglue_sift.sift import extract as extract_sift
     from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
     from superglue_sift.weights import load_model
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Matcher": "matcher", "MatchResult": "matcher", "Features": "matcher", "RequestError": "errors",
+    "Matcher": "matcher", "MatchResult": "match_result", "Features": "features", "RequestError": "errors",
     "SuperGlue": "superglue", "SuperGlueConfig": "superglue", "mutual_matches": "superglue", "load_model": "weights",
     "extract_sift": "sift", "Pair": "batch", "PairBatch": "batch", "from_pairs": "batch",
 }  # fmt: skip

@@ -18,8 +18,8 @@ match_confidence (M,); aligned0, aligned1 (M, 2), where matches lie by the pixel
 NaN where a position stayed the keypoint's, and correlations (M,); made_from: both images by digest, weights, settings,
 versions. The same command run again resumes where it was stopped; a pair that was made from anything else is made
 again. Images that cannot be read are listed in bad_images.csv, the rest is done, and the exit code is 1. DIR is never
-searched for photographs. Keypoints are pixels of the images as stored: x right, y down, (0, 0) the centre of the first
-pixel; EXIF orientation is ignored.
+searched for photographs. Keypoints are pixels of the images, turned upright as their EXIF data say or, with --frame
+stored, as they are in the file: x right, y down, (0, 0) the centre of the first pixel. Each result states its frame.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ if __name__ == "__main__":
 import argparse
 import contextlib
 import dataclasses
-import functools
 import os
 import time
 from pathlib import Path
@@ -45,9 +44,10 @@ from superglue_sift import __version__, errors, many, results, retrieval, scenes
 from superglue_sift.errors import RequestError, WorkError
 from superglue_sift.extractors import DEFAULT
 from superglue_sift.files import file_sha256, write_csv
-from superglue_sift.images import read_color
+from superglue_sift.images import EXTENSIONS
 from superglue_sift.matcher import Matcher
 from superglue_sift.sift import WEAK
+from superglue_sift.upright import FRAMES, STORED, UPRIGHT
 from superglue_sift.weights import shipped_weights
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
@@ -119,6 +119,11 @@ def _add_how(group) -> None:
     add("--network-keypoints", type=int, metavar="N", help=few)
     add("--extractor", metavar="MODULE:FUNCTION", help="what finds keypoints, of a model not of SIFT's")
     add("--device", default="auto", help="auto (a GPU where there is one), cpu, cuda or cuda:N")
+    turned = (
+        "pixels that coordinates count: upright (default), turned as EXIF data say, like cv2.imread; or stored, as "
+    )
+    turned += "in the file. Pictures are always upright, a COLMAP database is always of stored pixels"
+    add("--frame", default=UPRIGHT, choices=FRAMES, help=turned)
     exact = "matches, and keypoints of --colmap, where the pixels of the images agree that they are (default)"
     add("--refine", action=argparse.BooleanOptionalAction, default=True, help=exact)
     faster = "of the network's layers; bfloat16 is faster on GPUs and on CPUs with AMX"
@@ -144,11 +149,22 @@ def _check(args: argparse.Namespace) -> None:
             raise RequestError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
     if args.out and args.out.suffix.lower() not in PICTURES:
         raise RequestError(f"--out {args.out}: must end in .png, .jpg or .webp")
+    _check_inputs(args)
+    _check_files(args)
+
+
+def _check_inputs(args: argparse.Namespace) -> None:
     asked = [len(args.inputs) > 0, args.pairs is not None, args.camera is not None, args.serve]
-    if sum(asked) != 1 or len(args.inputs) > 2:
+    one = args.inputs[0] if len(args.inputs) == 1 else None
+    if one is not None and one.suffix.lower() in EXTENSIONS and not one.is_dir():
+        raise RequestError(f"{one}: one image; matching needs two: superglue-match {one} OTHER{one.suffix}")
+    if len(args.inputs) > 2:
+        raise RequestError(f"{len(args.inputs)} images: two are matched; of more name their folder, or --pairs FILE")
+    if sum(asked) != 1:
         sources = "two images, a folder, a video, --pairs FILE, --camera N or --serve"
         raise RequestError(f"name {sources}; see --help for examples")
-    _check_files(args)
+    if args.frame == STORED and (args.serve or args.camera is not None or (one is not None and not one.is_dir())):
+        raise RequestError("--frame stored goes with photographs: a video and the page are shown upright")
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -161,17 +177,30 @@ def _check_files(args: argparse.Namespace) -> None:
         raise RequestError("--out and --json are for two images; take --out-dir --pictures --json-files")
     if args.homography and not (args.out or args.out_dir):
         raise RequestError("--homography writes beside --out or into --out-dir: name one")
-    if args.homography:
-        results.gif_library()
     if args.colmap and not (args.pairs or (len(args.inputs) == 1 and args.inputs[0].is_dir())):
         raise RequestError("--colmap needs a folder or --pairs")
     if args.colmap and args.colmap.exists():
         raise RequestError(f"--colmap {args.colmap}: is there already; delete it or name another database")
+    _check_packages(args)
+
+
+def _check_packages(args: argparse.Namespace) -> None:
+    """Ask for the packages of what is asked for, before any work. Raises RequestError for one that is missing."""
+    if args.homography:
+        results.gif_library()
+    if args.colmap:
+        from superglue_sift.interop import colmap
+
+        colmap.library()
+    if args.serve:
+        from superglue_sift import serve
+
+        serve.library()
 
 
 def load(args: argparse.Namespace) -> Matcher:
     """The matcher as asked for."""
-    names = ("max_keypoints", "resize", "threshold", "precision", "extractor", "scene", "refine")
+    names = ("max_keypoints", "resize", "threshold", "precision", "extractor", "scene", "refine", "frame")
     asked = {name: getattr(args, name) for name in names}
     rules = {name: getattr(args, name) for name in RULES if getattr(args, name) is not None}
     return Matcher.load(args.model, args.device, **asked, **rules)
@@ -185,7 +214,7 @@ def match_two(args: argparse.Namespace) -> int:
     extracted = time.perf_counter()
     found = matcher.match(*sides)
     matched = time.perf_counter()
-    fitted = results.fits(found)
+    fitted = found.fits()
     print(f"keypoints {len(found.keypoints0)} and {len(found.keypoints1)}, matches {len(found.matches)}")
     print(", ".join(f"{name} inliers {int(fit.inliers.sum())}" for name, fit in fitted.items()))
     if found.deviations is not None:
@@ -193,7 +222,6 @@ def match_two(args: argparse.Namespace) -> int:
         size = f", by their deviations to {np.median(known):.2f} px at the median" if len(known) else ""
         print(f"aligned {len(known)} of {len(found.matches)} matches{size}")
     print(f"keypoints {extracted - started:.2f} s, matching {matched - extracted:.2f} s")
-    pixels = functools.partial(map, read_color, args.inputs)
     written = []
     if args.json:
         about = {f"image{side}": str(path) for side, path in enumerate(args.inputs)}
@@ -201,11 +229,11 @@ def match_two(args: argparse.Namespace) -> int:
         results.write_json(args.json, found, fitted, about)
         written.append(args.json)
     if args.out:
-        results.write_picture(args.out, found, fitted, pixels)
+        results.write_picture(args.out, found, fitted)
         written.append(args.out)
     H_0to1 = fitted["homography"].model
     if args.out and args.homography and H_0to1 is not None:
-        written += results.write_overlay(args.out.with_suffix(""), H_0to1, pixels)
+        written += results.write_overlay(args.out.with_suffix(""), found, H_0to1)
     for path in written:
         print(f"written {path}")
     return 0
@@ -241,10 +269,12 @@ def match_many(args: argparse.Namespace) -> int:
         run.match(pairs, total)
         total = (total or 0) + expand(run, expansion) if expansion else total
     report(run, total)
+    if args.colmap:
+        print(f"{args.colmap}: of pixels as stored in the files, as COLMAP reads them")
     path = args.out_dir / "bad_images.csv"
     path.unlink(missing_ok=True)
     if bad:
-        write_csv(path, [("name", "reason"), *bad.items()])
+        write_csv(path, [("image", "reason"), *bad.items()])
         raise WorkError(f"{len(bad)} images cannot be read, the rest is done; which and why: {path}")
     return 0
 
@@ -267,7 +297,7 @@ def settings_of(args: argparse.Namespace, matcher: Matcher) -> Dict[str, object]
         "extractor": f"{extractor.name} {extractor.code}".strip(),
         "threshold": matcher.threshold,
         "precision": args.precision,
-        **{name: getattr(matcher, name) for name in ("max_keypoints", "resize", "refine")},
+        **{name: getattr(matcher, name) for name in ("max_keypoints", "resize", "refine", "frame")},
         **({"scene": dataclasses.asdict(matcher.rules), "contrast": WEAK} if matcher.rules else {}),
     }
 
@@ -304,7 +334,8 @@ def listed(args: argparse.Namespace, store: many.FeatureStore) -> Tuple:
         pairs = many.listed_pairs(args.pairs, args.root or args.pairs.parent)
     else:
         paths = [Path(os.path.abspath(path)) for path in args.inputs]
-        pairs = [tuple(many.named(paths, Path(os.path.commonpath([path.parent for path in paths]))))]
+        items = many.named(paths, Path(os.path.commonpath([path.parent for path in paths])))
+        pairs = [tuple(item._replace(image=path) for item, path in zip(items, args.inputs))]
     photos, bad = many.prepare(list(dict.fromkeys(photo for pair in pairs for photo in pair)), store)
     readable = set(photos)
     return [pair for pair in pairs if readable.issuperset(pair)], bad

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import List, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple, Union
 
 import cv2
 import numpy as np
@@ -40,6 +40,23 @@ class Panel:
     scores: np.ndarray
     wrong: Optional[np.ndarray] = None
     wrong_means: str = "wrong"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture that a notebook shows. pixels: (H, W, 3) uint8 BGR."""
+
+    pixels: np.ndarray
+
+    def __repr__(self) -> str:
+        return f"Picture({self.pixels.shape[1]}x{self.pixels.shape[0]} px; .save(path) writes it)"
+
+    def _repr_jpeg_(self) -> bytes:
+        return encode(".jpg", self.pixels)
+
+    def save(self, path: Union[str, Path]) -> None:
+        """Write it, see `write`."""
+        write(Path(path), self.pixels)
 
 
 @functools.lru_cache(maxsize=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Callable, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, NamedTuple, Optional, Tuple, Union
 
 import cv2
 import numpy as np
@@ -11,7 +11,9 @@ import torch
 
 from superglue_sift import sift
 from superglue_sift.errors import RequestError
+from superglue_sift.images import Photo, read_photo
 from superglue_sift.sift import KEYPOINT
+from superglue_sift.upright import UPRIGHT
 
 DESCRIPTOR = KEYPOINT["descriptor"].shape[0]
 Extract = Callable[[np.ndarray, int], np.ndarray]  # (gray, max_keypoints) -> records, as `sift.extract`
@@ -22,11 +24,19 @@ class Features(NamedTuple):
 
     records: (n,) of dtype `sift.ORIENTED` or `KEYPOINT`, or what `extractors.records_of` gives; pixels of the image.
     gray: (H, W) uint8, the image itself, by which matches are aligned; None where it is not at hand.
+    image: what the features were found on, for pictures; None where it is not known.
+    frame, turned: are pixels upright or as stored, and by which EXIF orientation were they turned (`upright`).
     """
 
     records: np.ndarray
     size: Tuple[int, int]
     gray: Optional[np.ndarray] = None
+    image: Any = None  # Optional[Image]
+    frame: str = UPRIGHT
+    turned: int = 1
+
+    def __repr__(self) -> str:
+        return f"Features({len(self.records)} keypoints; {self.size[0]}x{self.size[1]} px)"
 
     @property
     def keypoints(self) -> np.ndarray:
@@ -98,6 +108,13 @@ def gray_of(image: Union[np.ndarray, torch.Tensor]) -> np.ndarray:
     if pixels.dtype != np.uint8 or not (gray or color) or 0 in pixels.shape:
         raise RequestError(f"an image of {pixels.dtype} {pixels.shape}: must be uint8, (H, W) gray or (H, W, 3) BGR")
     return pixels if gray else cv2.cvtColor(pixels, cv2.COLOR_BGR2GRAY)
+
+
+def photo_of(image: Image, frame: str) -> Photo:
+    """An image as it is drawn, for coordinates of `frame`; arrays and tensors are taken to be upright."""
+    if isinstance(image, (str, Path)):
+        return read_photo(image, frame)
+    return Photo(_array(image) if isinstance(image, torch.Tensor) else np.asarray(image), np.eye(3))
 
 
 def _array(image: torch.Tensor) -> np.ndarray:

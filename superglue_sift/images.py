@@ -7,8 +7,8 @@ of every chunk up to IEND. WebP: the length its header promises. These and BMP, 
 and none without; of what else OpenCV reads, after decoding.
 
 Policy, the same everywhere in the project: the content decides what a file is, its extension does not; gray, colour,
-CMYK, 16-bit and transparent files are all read as 8-bit; **EXIF orientation is ignored**, pixels are taken as stored,
-so that keypoints and homographies live in the frame of the stored pixels (as in COLMAP).
+CMYK, 16-bit and transparent files are all read as 8-bit. Training and evaluation take pixels as stored; a matcher takes
+them as its `frame` says, by default upright (`upright`). Pictures are always upright.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import re
 import struct
 import zlib
 from pathlib import Path
-from typing import Optional, Tuple, Union
+from typing import NamedTuple, Optional, Tuple, Union
 
 import cv2
 import numpy as np
 
 from superglue_sift.errors import RequestError
+from superglue_sift.upright import AXES, STORED, TIFF, UPRIGHT, inverse, orientation, tiff_tags, to_upright, turned
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")  # looked for in folders
 MAX_PIXELS = 200_000_000  # gray; a larger one would take a worker's memory (and is more likely a bomb)
@@ -36,9 +37,8 @@ _JPEG_SIZE = (0xC0, 0xC1, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 
 _GAP = rb"(?:\s|#[^\n]*\n)+"
 _PNM = re.compile(rb"P[1-6]" + _GAP + rb"(\d{1,18})" + _GAP + rb"(\d{1,18})")
 _PNM_HEADER = 65_536  # bytes, comments among them
-_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _WIDTH, _HEIGHT = 256, 257  # TIFF tags
-_SIZED = (_JPEG, _PNG, b"BM", *_TIFF, *(b"P%d" % kind for kind in range(1, 8)))  # what begins so states its size
+_SIZED = (_JPEG, _PNG, b"BM", *TIFF, *(b"P%d" % kind for kind in range(1, 8)))  # what begins so states its size
 
 
 class BadImage(Exception):
@@ -156,7 +156,7 @@ def declared_size(data: bytes, name: str = "image") -> Optional[Tuple[int, int]]
             return _webp(data)
         if data[:2] == b"BM":
             return _bmp(data)
-        if data[:4] in _TIFF:
+        if data[:4] in TIFF:
             return _tiff(data)
         if data[:2] == b"P7":
             return _pam(data)
@@ -196,62 +196,65 @@ def _bmp(data: bytes) -> Tuple[int, int]:
 
 
 def _tiff(data: bytes) -> Optional[Tuple[int, int]]:
-    """From the first directory; a BigTIFF ("+") has entries of 20 bytes, others of 12."""
-    order = "<" if data[:1] == b"I" else ">"
-    big = b"+" in data[:4]
-    begin = struct.unpack_from(order + ("Q" if big else "I"), data, 8 if big else 4)[0]
-    count = struct.unpack_from(order + ("Q" if big else "H"), data, begin)[0]
-    first, length, at_value = begin + (8 if big else 2), 20 if big else 12, 12 if big else 8
-    found = {}
-    for at in range(first, first + length * min(count, 65536), length):
-        tag, kind = struct.unpack_from(order + "HH", data, at)
-        if tag in (_WIDTH, _HEIGHT) and tag not in found:  # of several libtiff takes the first
-            form = {3: "H", 4: "I", 16: "Q"}.get(kind, "I")
-            found[tag] = struct.unpack_from(order + form, data, at + at_value)[0]
+    found = tiff_tags(data, (_WIDTH, _HEIGHT))
     return (found[_WIDTH], found[_HEIGHT]) if len(found) == 2 else None
 
 
-def decode_gray(data: bytes, name: str = "image") -> np.ndarray:
+class Photo(NamedTuple):
+    """An image as it is shown. pixels: (H, W) or (H, W, 3) uint8 BGR, upright; to_shown: (3, 3), coordinates of a
+    result to coordinates of these pixels."""
+
+    pixels: np.ndarray
+    to_shown: np.ndarray
+
+
+def decode_gray(data: bytes, name: str = "image", frame: str = STORED) -> np.ndarray:
     """(H, W) uint8 from the bytes of a file; BadImage with the reason when they are not a whole image."""
     # JPEG to gray at once: by way of BGR it would cost half as much again and differ by up to two gray levels
-    return _decode(data, name, cv2.IMREAD_GRAYSCALE)
+    return _decode(data, name, cv2.IMREAD_GRAYSCALE, frame)
 
 
-def decode_color(data: bytes, name: str = "image") -> np.ndarray:
+def decode_color(data: bytes, name: str = "image", frame: str = STORED) -> np.ndarray:
     """(H, W, 3) uint8 BGR, for pictures; the same checks and errors as `decode_gray`."""
-    return _decode(data, name, cv2.IMREAD_COLOR)
+    return _decode(data, name, cv2.IMREAD_COLOR, frame)
 
 
-def read_gray(path: Union[str, Path]) -> np.ndarray:
+def read_gray(path: Union[str, Path], frame: str = STORED) -> np.ndarray:
     """(H, W) uint8 of a file a person named; RequestError when it is missing or damaged."""
-    return _read(path, cv2.IMREAD_GRAYSCALE)
+    return gray_of(read(path), path, frame)
 
 
-def read_color(path: Union[str, Path]) -> np.ndarray:
-    """(H, W, 3) uint8 BGR of a file a person named, for pictures; RequestError when it is missing or damaged."""
-    return _read(path, cv2.IMREAD_COLOR)
-
-
-def gray_of(data: bytes, path: Union[str, Path]) -> np.ndarray:
+def gray_of(data: bytes, path: Union[str, Path], frame: str = STORED) -> np.ndarray:
     """`read_gray` of a file whose bytes were read before."""
-    return _named(data, path, cv2.IMREAD_GRAYSCALE)
+    return _named(data, path, cv2.IMREAD_GRAYSCALE, frame)
 
 
-def _read(path: Union[str, Path], flag: int) -> np.ndarray:
+def read_photo(path: Union[str, Path], frame: str) -> Photo:
+    """A file a person named, in colour and upright, for coordinates of `frame`; RequestError as of `read_gray`."""
+    data = read(path)
+    shown = _named(data, path, cv2.IMREAD_COLOR, UPRIGHT)
+    turn = orientation(data)
+    size = shown.shape[1::-1] if AXES[turn][0][0] else shown.shape[:2]
+    return Photo(shown, to_upright(turn, size) if frame == STORED else np.eye(3))
+
+
+def read(path: Union[str, Path]) -> bytes:
+    """The bytes of a file a person named; RequestError when it cannot be read."""
     try:
-        return _named(Path(path).read_bytes(), path, flag)
+        return Path(path).read_bytes()
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _named(data: bytes, path: Union[str, Path], flag: int) -> np.ndarray:
+def _named(data: bytes, path: Union[str, Path], flag: int, frame: str) -> np.ndarray:
     try:
-        return _decode(data, str(path), flag)
+        return _decode(data, str(path), flag, frame)
     except BadImage as error:
         raise RequestError(f"{path}: {error.reason}") from None
 
 
-def _decode(data: bytes, name: str, flag: int) -> np.ndarray:
+def _decode(data: bytes, name: str, flag: int, frame: str) -> np.ndarray:
+    turn, is_tiff = orientation(data), data[:4] in TIFF
     data = check(data, name)
     try:
         pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flag | cv2.IMREAD_IGNORE_ORIENTATION)
@@ -260,4 +263,6 @@ def _decode(data: bytes, name: str, flag: int) -> np.ndarray:
     if pixels is None:
         raise BadImage(name, "OpenCV cannot decode it (damaged, or an unknown format)")
     check_size(pixels.shape[1], pixels.shape[0], name)
-    return pixels
+    if is_tiff:  # OpenCV turns it upright, whatever it is told
+        return turned(pixels, inverse(turn)) if frame == STORED else pixels
+    return turned(pixels, turn) if frame == UPRIGHT else pixels

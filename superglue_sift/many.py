@@ -39,9 +39,11 @@ import numpy as np
 from superglue_sift import __version__, results, retrieval, sift
 from superglue_sift.errors import RequestError
 from superglue_sift.extractors import DEFAULT, DENSE
+from superglue_sift.features import Features
 from superglue_sift.files import write_atomic
-from superglue_sift.images import EXTENSIONS, gray_of, read_color, read_gray
-from superglue_sift.matcher import Features, Matcher, MatchResult
+from superglue_sift.images import EXTENSIONS, read_gray
+from superglue_sift.match_result import MatchResult
+from superglue_sift.matcher import Matcher
 from superglue_sift.progress import Progress
 
 HELD = 256  # features of so many images stay in memory
@@ -59,10 +61,6 @@ class Item(NamedTuple):
     name: str
     image: Union[Path, np.ndarray]
 
-    def color(self) -> np.ndarray:
-        """(H, W, 3) uint8 BGR."""
-        return read_color(self.image) if isinstance(self.image, Path) else self.image
-
 
 Pairs = Iterable[Tuple[Item, Item]]
 Adding = Callable[[Item, Item, MatchResult], None]
@@ -79,9 +77,10 @@ class FeatureStore:
         own = "" if self.is_sift else f"{extractor.name}{extractor.code} "
         own += f"{sift.WEAK} " if extractor is DENSE else ""
         versions = f"{__version__} {cv2.__version__}"
-        self._settings = f"{matcher.max_keypoints} {matcher.resize} {versions} {own}{extractor.dtype.descr}"
+        asked = f"{matcher.max_keypoints} {matcher.resize} {matcher.frame}"
+        self._settings = f"{asked} {versions} {own}{extractor.dtype.descr}"
         self._memory: OrderedDict[str, Features] = collections.OrderedDict()
-        self._read = functools.lru_cache(16)(read_gray)  # as many images
+        self._read = functools.lru_cache(16)(functools.partial(read_gray, frame=matcher.frame))  # as many images
         self._digests: Dict[str, str] = {}
 
     def __call__(self, item: Item) -> Features:
@@ -112,21 +111,22 @@ class FeatureStore:
         path = self.folder / f"{hashlib.sha256(f'{self._settings} {digest}'.encode()).hexdigest()[:32]}.npz"
         try:
             with np.load(path, allow_pickle=False) as file:
-                return Features(file["records"], tuple(file["size"].tolist()))
+                size, turned = tuple(file["size"].tolist()), int(file["turned"])
+                return Features(file["records"], size, frame=self.matcher.frame, turned=turned)
         except results.DAMAGED:  # or not there yet
-            pixels = gray_of(source, str(item.image)) if isinstance(source, bytes) else source
-            found = self.matcher.extract(pixels)._replace(gray=None)
+            is_file = isinstance(source, bytes)
+            found = self.matcher.extract_file(source, str(item.image)) if is_file else self.matcher.extract(source)
         data = io.BytesIO()
-        np.savez(data, records=found.records, size=found.size)
+        np.savez(data, records=found.records, size=found.size, turned=found.turned)
         write_atomic(path, data.getvalue())
-        return found
+        return found._replace(gray=None, image=None)
 
     def _content(self, item: Item) -> Tuple[Union[bytes, np.ndarray], str]:
         """The bytes of its file, or its pixels, and their digest, which is noted."""
         try:
             source = item.image.read_bytes() if isinstance(item.image, Path) else item.image
         except OSError as error:
-            raise RequestError(f"{item.name}: cannot be read: {error.strerror}") from None
+            raise RequestError(f"{item.image}: cannot be read: {error.strerror}") from None
         shape = b"" if isinstance(source, bytes) else str(source.shape).encode()
         digest = hashlib.sha256(shape + (source if isinstance(source, bytes) else source.tobytes())).hexdigest()
         self._digests[item.name] = digest
@@ -157,19 +157,18 @@ class Output:
 
     def complete(self, item0: Item, item1: Item, found: MatchResult, made: str) -> bool:
         """Write what is asked for beside the matches and is not there; was there anything to write?"""
-        missing = self.missing(item0, item1)
-        fitted = results.fits(found) if missing else {}
-        pixels = functools.partial(map, Item.color, (item0, item1))
+        missing, found = self.missing(item0, item1), found._replace(images=(item0.image, item1.image))
+        fitted = found.fits() if missing else {}
         if JSON in missing:
             about = {"image0": item0.name, "image1": item1.name, "made_from": json.loads(made)}
             results.write_json(self.file(item0, item1, JSON), found, fitted, about)
         if PICTURE in missing:
-            results.write_picture(self.file(item0, item1, PICTURE), found, fitted, pixels)
+            results.write_picture(self.file(item0, item1, PICTURE), found, fitted)
         H_0to1 = fitted["homography"].model if missing & {OVERLAY, BLINK} else None
         if H_0to1 is None:
             missing -= {OVERLAY, BLINK}
         else:
-            results.write_overlay(self.folder / f"{item0.name}_{item1.name}", H_0to1, pixels)
+            results.write_overlay(self.folder / f"{item0.name}_{item1.name}", found, H_0to1)
         return bool(missing)
 
     def write(self, item0: Item, item1: Item, found: MatchResult, made: str) -> None:
@@ -268,22 +267,24 @@ def sequential(items: Iterable[Item], window: int) -> Iterator[Tuple[Item, Item]
 
 
 def prepare(photos: Sequence[Item], store: FeatureStore) -> Tuple[List[Item], Dict[str, str]]:
-    """Compute what features are missing: the readable photos, and of the others the reason by name."""
+    """Compute what features are missing: the readable photos, and of the others the reason by path, as it was given."""
 
     def reason(photo: Item) -> str:
         try:
             store.prepare(photo)
         except RequestError as error:
-            return str(error)
+            return str(error).replace(f"{photo.image}: ", "", 1)
         return ""
 
-    bad = {}
+    readable, bad = [], {}
     with ThreadPoolExecutor(2) as pool:
         shown = Progress(pool.map(reason, photos), total=len(photos), desc="features", unit="images")
         for why, photo in zip(shown, photos):
             if why:
-                bad[photo.name] = why
-    return [photo for photo in photos if photo.name not in bad], bad
+                bad[str(photo.image)] = why
+            else:
+                readable.append(photo)
+    return readable, bad
 
 
 def resolved(photos: Sequence[Item], store: FeatureStore, pairing: str) -> str:

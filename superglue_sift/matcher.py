@@ -6,6 +6,7 @@
     found = matcher.match("A.jpg", "B.jpg")
     found.points0, found.points1, found.scores        # (K, 2), (K, 2) pixels, (K,) probabilities
 
+    found.show()                                      # a picture, in a notebook; .save("matches.png")
     found.homography().model, found.fundamental().inliers    # (3, 3) or None, (K,) bool
 
 Features of an image that is matched several times are computed once: `a = matcher.extract("A.jpg")`, then
@@ -25,16 +26,19 @@ from typing import Any, Callable, Iterable, Iterator, List, Mapping, NamedTuple,
 import numpy as np
 import torch
 
-from superglue_sift import geometry, refine, scenes
+from superglue_sift import scenes
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.descriptors import kind_of
 from superglue_sift.errors import RequestError
 from superglue_sift.extractors import DEFAULT, DENSE, Extractor
 from superglue_sift.extractors import load as load_extractor
 from superglue_sift.features import Features, Image, extract, gray_of
-from superglue_sift.images import read_gray
+from superglue_sift.images import gray_of as decoded
+from superglue_sift.images import read
 from superglue_sift.inference import fuse_for_inference
+from superglue_sift.match_result import MatchResult
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
+from superglue_sift.upright import FRAMES, UPRIGHT, orientation
 from superglue_sift.weights import choose_device, load_model, shipped_weights
 
 MAX_KEYPOINTS = 1024
@@ -51,100 +55,6 @@ def match_threshold(info: Mapping[str, Any]) -> float:
     if type(value) not in (int, float) or not 0.0 <= value <= 1.0:
         raise RequestError(f"the model's match_threshold is {value!r}: must be between 0 and 1; name another model")
     return float(value)
-
-
-INLIER_PX = 3.0  # distance up to which a match fits a homography or an epipolar line
-POSE_PX = 1.0  # the same, of an essential matrix
-
-
-class MatchResult(NamedTuple):
-    """Matches of two images, in the order of image 0's keypoints.
-
-    keypoints0 (M, 2), keypoints1 (N, 2): float32 pixels of the images as they were given.
-    matches: (K, 2) int64, index into keypoints0 and into keypoints1; each index at most once.
-    scores: (K,) float32, probability of each match.
-    size0, size1: (width, height).
-
-    Of matches that were aligned by the pixels (`refine.align`), else None:
-    aligned0, aligned1: (K, 2) float32 px, positions of each match after alignment; SIFT's where it failed.
-    deviations: (K,) float32, standard deviation in px of image 1 along each axis; NaN where the position stayed SIFT's.
-    correlations: (K,) float32, -1 to 1, of the patches around both; NaN where a patch leaves its image or is flat.
-    pair_score: of photographs of a place (`Matcher.load(scene=True)`), how many strict matches agree that both show
-        the same; None where that was not asked.
-    """
-
-    keypoints0: np.ndarray
-    keypoints1: np.ndarray
-    matches: np.ndarray
-    scores: np.ndarray
-    size0: Tuple[int, int]
-    size1: Tuple[int, int]
-    aligned0: Optional[np.ndarray] = None
-    aligned1: Optional[np.ndarray] = None
-    deviations: Optional[np.ndarray] = None
-    correlations: Optional[np.ndarray] = None
-    pair_score: Optional[int] = None
-
-    @property
-    def points0(self) -> np.ndarray:
-        """(K, 2) float32: where the matches lie in image 0, aligned where they were, else the keypoints."""
-        return self.keypoints0[self.matches[:, 0]] if self.aligned0 is None else self.aligned0
-
-    @property
-    def points1(self) -> np.ndarray:
-        """(K, 2) float32: the same in image 1."""
-        return self.keypoints1[self.matches[:, 1]] if self.aligned1 is None else self.aligned1
-
-    @classmethod
-    def of(cls, features0: Features, features1: Features, matches: np.ndarray, scores: np.ndarray) -> MatchResult:
-        """Of two images, with `matches` (K, 2) and `scores` (K,); or (M,) as `dense` gives them."""
-        if matches.ndim == 1:
-            index0 = np.flatnonzero(matches >= 0)
-            matches, scores = np.stack([index0, matches[index0]], axis=1), scores[index0]
-        return cls(features0.keypoints, features1.keypoints, matches, scores, features0.size, features1.size)
-
-    def dense(self, side: int = 0) -> Tuple[np.ndarray, np.ndarray]:
-        """For each keypoint of image `side` its partner in the other or -1, int64, and its score or 0, float32."""
-        count = len(self.keypoints1 if side else self.keypoints0)
-        partners, scores = np.full(count, -1, np.int64), np.zeros(count, np.float32)
-        own = self.matches[:, side]
-        partners[own], scores[own] = self.matches[:, 1 - side], self.scores
-        return partners, scores
-
-    def above(self, threshold: float) -> MatchResult:
-        """The same without matches whose score is not above `threshold`."""
-        return self.only(self.scores > threshold)
-
-    def only(self, chosen: np.ndarray) -> MatchResult:
-        """The same with the chosen matches alone: (K,) bool, or their numbers."""
-        by_match = ("matches", "scores", "aligned0", "aligned1", "deviations", "correlations")
-        given = {name: getattr(self, name) for name in by_match}
-        return self._replace(**{name: None if values is None else values[chosen] for name, values in given.items()})
-
-    def align(self, features0: Features, features1: Features, device: str = "cpu") -> MatchResult:
-        """The same with positions aligned by the pixels of both images, see `refine.align`; as it is without them."""
-        if features0.gray is None or features1.gray is None:
-            return self
-        records0, records1 = features0.records[self.matches[:, 0]], features1.records[self.matches[:, 1]]
-        aligned = refine.align(features0.gray, features1.gray, records0, records1, device=device)
-        return self._replace(**aligned._asdict())
-
-    @property
-    def accepted(self) -> bool:
-        """Do both show the same place? False where a pair was looked at and has no match."""
-        return self.pair_score is None or len(self.matches) > 0
-
-    def homography(self, threshold_px: float = INLIER_PX) -> geometry.Fit:
-        """The homography 0 -> 1 that most matches fit, see `geometry.homography_with_inliers`."""
-        return geometry.homography_with_inliers(self.points0, self.points1, threshold_px, self.deviations)
-
-    def fundamental(self, threshold_px: float = INLIER_PX) -> geometry.Fit:
-        """The fundamental matrix that most matches fit, see `geometry.fundamental_with_inliers`."""
-        return geometry.fundamental_with_inliers(self.points0, self.points1, threshold_px)
-
-    def relative_pose(self, K0: np.ndarray, K1: np.ndarray, threshold_px: float = POSE_PX) -> geometry.Pose:
-        """Rotation and direction of camera 1 seen from camera 0, intrinsics known, see `geometry.relative_pose`."""
-        return geometry.relative_pose(self.points0, self.points1, K0, K1, threshold_px, self.deviations)
 
 
 class PairMatches(NamedTuple):
@@ -188,6 +98,7 @@ class Matcher:
     extractor: Optional[Extractor] = DEFAULT
     refine: bool = True
     rules: Optional[scenes.Rules] = None  # of photographs of a place
+    frame: str = UPRIGHT
     workers: int = dataclasses.field(default=1, init=False)
     _turn: Any = dataclasses.field(default_factory=threading.Lock, init=False)
 
@@ -204,6 +115,7 @@ class Matcher:
         extractor: Optional[str] = None,
         refine: bool = True,
         scene: bool = False,
+        frame: str = UPRIGHT,
         **rules: Any,
     ) -> Matcher:
         """A matcher from a model file. Raises RequestError: no such file or device, or not a model of this project.
@@ -222,35 +134,43 @@ class Matcher:
                 not the thousands of a scene.
             scene: the images are photographs of one place, of which not every two show the same: a pair is accepted
                 first, then filled with matches of all keypoints (see `scenes`).
+            frame: pixels that coordinates count, of files: "upright", turned as their EXIF data say, like
+                `cv2.imread` and browsers; or "stored", like COLMAP (see `upright`).
             rules: of `scenes.Rules` what differs from the model's own, such as `accept=15`.
         """
+        if frame not in FRAMES:
+            raise RequestError(f"frame {frame!r}: must be 'upright' or 'stored'")
         device = choose_device(device)
         model, info = load_model(Path(path) if path else shipped_weights(), device)
         if threshold is None:
             threshold = match_threshold(info)
-        of_model = model.config.extractor
-        if extractor not in (None, of_model):
-            raise RequestError(f"extractor {extractor}: the model matches keypoints of {of_model}")
-        allowed = extractor or of_model == DEFAULT.name
-        found = load_extractor(of_model) if allowed else None
-        if scene and found is DEFAULT:
-            found = DENSE
-        elif rules and not scene:
+        found = _extractor_of(model.config.extractor, extractor, scene)
+        if rules and not scene:
             raise RequestError(f"{', '.join(rules)}: of scenes; say scene=True")
         most = max_keypoints or (scenes.MAX_KEYPOINTS if scene else MAX_KEYPOINTS)
         side = resize if resize is not None else (scenes.RESIZE if scene else RESIZE)
         own = dataclasses.replace(scenes.Rules.of_model(info), **rules) if scene else None
         refine = refine and not scene
-        return cls(fuse_for_inference(model, precision), device, most, side, threshold, found, refine, own)
+        return cls(fuse_for_inference(model, precision), device, most, side, threshold, found, refine, own, frame)
 
     def extract(self, image: Image) -> Features:
         """Keypoints of an image, for `match`. Raises RequestError for one that cannot be read."""
+        if not isinstance(image, (str, Path)):
+            return self.extract_gray(gray_of(image))._replace(image=image)
+        return self.extract_file(read(image), image)
+
+    def extract_file(self, data: bytes, path: Union[str, Path]) -> Features:
+        """`extract` of a file whose bytes were read before."""
+        turned = orientation(data) if self.frame == UPRIGHT else 1
+        return self.extract_gray(decoded(data, path, self.frame))._replace(image=path, turned=turned)
+
+    def extract_gray(self, gray: np.ndarray) -> Features:
+        """Keypoints of gray pixels (H, W) uint8. Raises RequestError where the model's extractor may not be run."""
         if self.extractor is None:
             name = self.model.config.extractor
             asking = f"extractor='{name}' (--extractor {name})"
             raise RequestError(f"the model matches keypoints of {name}, code that is run only when asked for: {asking}")
-        gray = read_gray(image) if isinstance(image, (str, Path)) else gray_of(image)
-        return extract(gray, self.max_keypoints, self.resize, self.extractor)
+        return extract(gray, self.max_keypoints, self.resize, self.extractor)._replace(frame=self.frame)
 
     def extract_all(self, images: Sequence[Union[Image, Features]]) -> List[Features]:
         """`extract` of several images, two at a time; of what is extracted already nothing is done."""
@@ -365,7 +285,7 @@ class Matcher:
                 pair_score=0
             )
         if self.rules is None:
-            return MatchResult.of(side0, side1, *answer.above(self.threshold))
+            return MatchResult.of(side0, side1, *answer.above(self.threshold))._replace(threshold=self.threshold)
         found = MatchResult.of(side0, side1, *answer.above(0.0))
         seen = [
             np.arange(len(side.records))[self._seen(side)][own] for side, own in zip((side0, side1), found.matches.T)
@@ -374,6 +294,14 @@ class Matcher:
         filled = scenes.filled(np.stack(seen, axis=1), found.scores, self.threshold, (both[0], both[1]), self.rules)
         matches, scores, score = filled
         return found._replace(matches=matches, scores=scores, pair_score=score)
+
+
+def _extractor_of(of_model: str, asked: Optional[str], scene: bool) -> Optional[Extractor]:
+    """What finds the keypoints of a model's extractor: SIFT, or code that was asked for by name; else None."""
+    if asked not in (None, of_model):
+        raise RequestError(f"extractor {asked}: the model matches keypoints of {of_model}")
+    found = load_extractor(of_model) if asked or of_model == DEFAULT.name else None
+    return DENSE if scene and found is DEFAULT else found
 
 
 def usable_cores() -> int:

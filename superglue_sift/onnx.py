@@ -38,8 +38,9 @@ from superglue_sift.attention import turned
 from superglue_sift.batch import Pair
 from superglue_sift.descriptors import root_sift
 from superglue_sift.errors import RequestError
+from superglue_sift.features import Features
 from superglue_sift.inference import fuse_for_inference
-from superglue_sift.matcher import Features, match_pairs, match_threshold
+from superglue_sift.matcher import match_pairs, match_threshold
 from superglue_sift.neighbours import padded_features
 from superglue_sift.orientation import choose_pair
 from superglue_sift.progress import clock
@@ -246,12 +247,18 @@ def latencies(path: Path, model: Union[str, Path, None], device: str = "cpu") ->
         yield f"{count} keypoints each: torch {in_torch:.0f} ms, ONNX Runtime {in_onnx:.0f} ms"
 
 
-def _session(path: Path, device: torch.device) -> Any:
-    """`onnxruntime.InferenceSession` on this device; it would go on on the CPU where it cannot use CUDA."""
+def _runtime() -> Any:
+    """The package onnxruntime. Raises RequestError where it is not installed."""
     try:
         import onnxruntime
     except ImportError:
         raise RequestError("--time needs one more package: pip install onnxruntime") from None
+    return onnxruntime
+
+
+def _session(path: Path, device: torch.device) -> Any:
+    """`onnxruntime.InferenceSession` on this device; it would go on on the CPU where it cannot use CUDA."""
+    onnxruntime = _runtime()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     provider: Any = "CPUExecutionProvider"
@@ -286,6 +293,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto: where --time measures")
     args = parser.parse_args(argv)
     device = choose_device(args.device)
+    if args.time:
+        _runtime()  # before the minutes of the export
     started = time.monotonic()
 
     def report(step: str) -> None:

@@ -10,18 +10,18 @@ import os
 import struct
 import zlib
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple
 from zipfile import BadZipFile
 
 import cv2
 import numpy as np
 import torch
 
-from superglue_sift import __version__, drawing
+from superglue_sift import __version__, drawing, geometry
 from superglue_sift.errors import RequestError
 from superglue_sift.files import write_atomic
 from superglue_sift.geometry import Fit
-from superglue_sift.matcher import MatchResult
+from superglue_sift.match_result import MatchResult
 
 BLINK_SIDE = 800  # longer side of the GIF in pixels
 BLINK_MS = 600
@@ -29,21 +29,27 @@ PAIR_LIST = "pairs.csv"
 ALIGNED = ("aligned0", "aligned1", "deviations", "correlations")  # of `MatchResult`, what alignment gives
 SEAL = 8  # bytes at the end of a `.npz`: the CRC-32 of the rest
 DAMAGED = (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error)  # what reading a torn `.npz` raises
-NAMES = {"homography": "homography", "fundamental": "fundamental matrix"}  # of `fits`, as people say
-Pixels = Callable[[], Iterable[np.ndarray]]  # both images (H, W, 3) BGR, read when they are drawn
 
 
-def fits(found: MatchResult) -> Dict[str, Fit]:
-    """By name, the homography and the fundamental matrix that most matches agree on."""
-    return {"homography": found.homography(), "fundamental": found.fundamental()}
+def write_json(path: Path, found: MatchResult, fitted: Mapping[str, Fit], about: Mapping[str, Any]) -> None:
+    """`record_of` as a file."""
+    write_atomic(path, json.dumps(record_of(found, fitted, about)) + "\n")
 
 
-def write_json(path: Path, found: MatchResult, fitted: Mapping[str, Fit], about: Mapping[str, str]) -> None:
-    """Names as SuperGlue's users know them, `matches` of [index0, index1, score], and `about`, such as file names."""
+def record_of(found: MatchResult, fitted: Mapping[str, Fit], about: Mapping[str, Any]) -> Dict[str, Any]:
+    """Names as SuperGlue's users know them, `matches` of [index0, index1, score], and `about`, such as file names.
+
+    frame, turned0, turned1: of which pixels the coordinates are, see `MatchResult`. inliers, H_0to1, F_0to1: of what
+    was `fitted`.
+    """
     matches0, scores0 = found.dense()
-    H_0to1 = fitted["homography"].model
-    content = {
+    models = {name: fit.model for name, fit in fitted.items()}
+    H_0to1, F_0to1 = (models.get(name) for name in ("homography", "fundamental"))
+    return {
         **about,
+        "frame": found.frame,
+        "turned0": found.turned[0],
+        "turned1": found.turned[1],
         "image_size0": list(found.size0),
         "image_size1": list(found.size1),
         "keypoints0": found.keypoints0.astype(float).round(3).tolist(),
@@ -55,9 +61,30 @@ def write_json(path: Path, found: MatchResult, fitted: Mapping[str, Fit], about:
         "accepted": found.accepted,
         "inliers": {name: int(fit.inliers.sum()) for name, fit in fitted.items()},
         "H_0to1": None if H_0to1 is None else H_0to1.tolist(),
+        "F_0to1": None if F_0to1 is None else F_0to1.tolist(),
         **aligned_lists(found),
     }
-    write_atomic(path, json.dumps(content) + "\n")
+
+
+def of_record(record: Mapping[str, Any]) -> MatchResult:
+    """`record_of` back, of a JSON file. Raises RequestError for one that is damaged."""
+    try:
+        keypoints0, keypoints1 = (np.array(record[name], np.float32) for name in ("keypoints0", "keypoints1"))
+        rows = np.array(record["matches"], np.float64).reshape(-1, 3)
+        sizes = [(int(width), int(height)) for width, height in (record["image_size0"], record["image_size1"])]
+        is_aligned = record["aligned1"] is not None
+        aligned = {name: np.array(record[name], np.float32) for name in ALIGNED} if is_aligned else {}
+        more = {"pair_score": record["pair_score"], "frame": str(record["frame"])}
+        turned = int(record["turned0"]), int(record["turned1"])
+        pairs, scores = rows[:, :2].astype(np.int64), rows[:, 2].astype(np.float32)
+        sides = keypoints0.reshape(-1, 2), keypoints1.reshape(-1, 2)
+        found = MatchResult(*sides, pairs, scores, sizes[0], sizes[1], turned=turned, **aligned, **more)
+        fits = all(len(values) == len(pairs) for values in aligned.values()) and (pairs >= 0).all()
+        if not (fits and np.isfinite(found.points0).all() and np.isfinite(found.points1).all()):
+            raise ValueError("matches and their positions")
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        raise RequestError(f"no matches as JSON, or damaged: {error}") from None
+    return found
 
 
 def aligned_lists(found: MatchResult) -> Dict[str, Any]:
@@ -102,15 +129,22 @@ def differs(before: str, now: str) -> str:
 
 
 def write_npz(path: Path, found: MatchResult, made: str) -> None:
+    """`npz_of` as a file."""
+    write_atomic(path, npz_of(found, made))
+
+
+def npz_of(found: MatchResult, made: str) -> bytes:
     """keypoints0 (M, 2), keypoints1 (N, 2) float32, matches (M,) int64 or -1, match_confidence (M,) float32.
 
     Of matches that were aligned by the pixels also aligned0, aligned1 (M, 2) px, deviations (M,) px and correlations
-    (M,) float32, NaN where there is no match; see `MatchResult`. Beside them `made_from` (), the text of `made_from`;
-    of photographs of a place also pair_score, int64.
+    (M,) float32, NaN where there is no match; see `MatchResult`. Beside them `frame` () and `turned` (2,), of which
+    pixels the coordinates are (`MatchResult`), and `made_from` (), the text of `made_from`; of photographs of a place
+    also pair_score, int64.
     """
     data, (matches, scores) = io.BytesIO(), found.dense()
     arrays: Dict[str, Any] = {"keypoints0": found.keypoints0, "keypoints1": found.keypoints1, "matches": matches}
-    arrays.update(match_confidence=scores, made_from=np.array(made))
+    arrays.update(match_confidence=scores, frame=np.array(found.frame), turned=np.array(found.turned))
+    arrays.update(made_from=np.array(made))
     if found.pair_score is not None:
         arrays["pair_score"] = np.array(found.pair_score)
     for name in ALIGNED if found.aligned1 is not None else ():
@@ -118,7 +152,7 @@ def write_npz(path: Path, found: MatchResult, made: str) -> None:
         arrays[name] = np.full((len(matches), *values.shape[1:]), np.nan, np.float32)
         arrays[name][found.matches[:, 0]] = values
     np.savez_compressed(data, **arrays)
-    write_atomic(path, _sealed(data.getvalue()))
+    return _sealed(data.getvalue())
 
 
 def read_made_from(path: Path) -> Optional[str]:
@@ -158,7 +192,9 @@ def read_npz(path: Path, size0: Tuple[int, int], size1: Tuple[int, int]) -> Matc
         score = int(file["pair_score"]) if "pair_score" in file else None
         aligned = {name: file[name][own] for name in ALIGNED if name in file}
         keypoints = file["keypoints0"], file["keypoints1"]
-        return MatchResult(*keypoints, pairs, confidence[own], size0, size1, pair_score=score, **aligned)
+        found = MatchResult(*keypoints, pairs, confidence[own], size0, size1, pair_score=score, **aligned)
+        turned0, turned1 = file["turned"].tolist()
+        return found._replace(frame=str(file["frame"]), turned=(turned0, turned1))
 
 
 @contextlib.contextmanager
@@ -177,26 +213,17 @@ def pair_list(folder: Path) -> Iterator[Callable[[Any, Any, MatchResult], None]]
     os.replace(partial, folder / PAIR_LIST)
 
 
-def write_picture(path: Path, found: MatchResult, fitted: Mapping[str, Fit], pixels: Pixels) -> None:
-    """Both images side by side, matches coloured by confidence; red: those that the better of the fits leaves out."""
-    image0, image1 = pixels()
-    drawing.write(path, drawing.draw(image0, image1, [panel(found, fitted)]))
+def write_picture(path: Path, found: MatchResult, fitted: Mapping[str, Fit]) -> None:
+    """Both images side by side with their matches, as `MatchResult.show` draws them."""
+    found.drawn(fitted, found.photos()).save(path)
 
 
-def panel(found: MatchResult, fitted: Mapping[str, Fit]) -> drawing.Panel:
-    """What `drawing.draw` draws of matches and `fits` of them."""
-    counts = {name: int(fit.inliers.sum()) for name, fit in fitted.items()}
-    name = max(counts, key=lambda key: counts[key])
-    fit = ", ".join(f"{count} fit one {NAMES[key]}" for key, count in counts.items())
-    wrong = None if fitted[name].model is None else ~fitted[name].inliers
-    heading = f"{len(found.matches)} matches: {fit}"
-    return drawing.Panel(heading, found.points0, found.points1, found.scores, wrong, f"off the {NAMES[name]}")
-
-
-def write_overlay(stem: Path, H_0to1: np.ndarray, pixels: Pixels) -> Tuple[Path, Path]:
+def write_overlay(stem: Path, found: MatchResult, H_0to1: np.ndarray) -> Tuple[Path, Path]:
     """Image 0 warped onto image 1: STEM_overlay.jpg, both half transparent, and STEM_blink.gif, one after the other."""
-    image0, image1 = pixels()
-    warped = cv2.warpPerspective(image0, H_0to1, (image1.shape[1], image1.shape[0]))
+    photo0, photo1 = found.photos()
+    H_shown = geometry.compose(photo1.to_shown, H_0to1, np.linalg.inv(photo0.to_shown))
+    image1 = photo1.pixels
+    warped = cv2.warpPerspective(photo0.pixels, H_shown, (image1.shape[1], image1.shape[0]))
     overlay, blink = (stem.with_name(stem.name + end) for end in ("_overlay.jpg", "_blink.gif"))
     drawing.write(overlay, cv2.addWeighted(warped, 0.5, image1, 0.5, 0))
     reduced = (drawing.reduced(picture, BLINK_SIDE)[0] for picture in (warped, image1))

@@ -21,6 +21,7 @@ from superglue_sift import drawing, results
 from superglue_sift.errors import RequestError
 from superglue_sift.images import BadImage, check, declared_size, decode_color
 from superglue_sift.matcher import Matcher
+from superglue_sift.upright import UPRIGHT
 
 HOST = "127.0.0.1"
 MAX_BYTES = 32 << 20  # of a request: both images
@@ -42,12 +43,18 @@ def run(matcher: Matcher, port: int) -> int:
     return 0
 
 
-def make_app(matcher: Matcher, port: int) -> Any:
-    """The Flask application. Raises RequestError where Flask is not installed."""
+def library() -> Any:
+    """The package Flask. Raises RequestError where it is not installed."""
     try:
         import flask
     except ImportError:
         raise RequestError("--serve needs one more package: pip install 'superglue-sift[serve]'") from None
+    return flask
+
+
+def make_app(matcher: Matcher, port: int) -> Any:
+    """The Flask application. Raises RequestError where Flask is not installed."""
+    flask = library()
     app = flask.Flask(__name__)
     app.config["MAX_CONTENT_LENGTH"] = MAX_BYTES
     _guard(app, flask, port)
@@ -106,7 +113,7 @@ def image_of(data: bytes, name: str) -> np.ndarray:
         size = declared_size(check(data, name), name)
         if size is None or size[0] * size[1] > MAX_PIXELS:
             raise RequestError(f"{name}: too large: at most {MAX_PIXELS // 1_000_000} megapixels")
-        return decode_color(data, name)
+        return decode_color(data, name, UPRIGHT)
     except BadImage as error:
         raise RequestError(f"{name}: {error.reason}") from None
 
@@ -121,7 +128,7 @@ def answer(matcher: Matcher, image0: np.ndarray, image1: np.ndarray) -> Dict[str
     files = [base64.b64encode(drawing.encode(".jpg", picture)).decode() for picture, _ in shown]
     points = [(p + 0.5) * scale - 0.5 for p, (_, scale) in zip((found.points0, found.points1), shown)]
     rows = np.concatenate([*points, found.scores[:, None]], 1)
-    inliers = results.fits(found.above(matcher.threshold))["homography"].inliers
+    inliers = found.above(matcher.threshold).homography().inliers
     return {
         "pictures": [f"data:image/jpeg;base64,{file}" for file in files],
         "matches": np.round(rows.astype(float), 3).tolist(),

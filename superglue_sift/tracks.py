@@ -14,7 +14,7 @@ import numpy as np
 
 from superglue_sift.geometry import SCATTER_PX
 from superglue_sift.local_maps import LEAST_AGREEING, nearest_affine
-from superglue_sift.matcher import MatchResult
+from superglue_sift.match_result import MatchResult
 
 DIRECT = 500_000  # keypoints, up to which the equations are solved by elimination
 ROUNDS = 4  # of weights: an equation that others contradict loses its say

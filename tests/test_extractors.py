@@ -19,8 +19,9 @@ from pipeline.training import setup
 from superglue_sift import cli, extractors, sift
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.descriptors import descriptors_of, kind_of, unit_vectors
+from superglue_sift.features import Features
 from superglue_sift.interop.arrays import to_lightglue
-from superglue_sift.matcher import Features, Matcher
+from superglue_sift.matcher import Matcher
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.weights import model_file
 

@@ -14,9 +14,11 @@ import torch
 
 from superglue_sift import cli
 from superglue_sift.errors import RequestError
+from superglue_sift.features import Features
 from superglue_sift.interop import arrays, hloc
 from superglue_sift.interop.colmap import CENTRE, ColmapDatabase
-from superglue_sift.matcher import Features, Matcher, MatchResult
+from superglue_sift.match_result import MatchResult
+from superglue_sift.matcher import Matcher
 
 SIZE = (640, 480)
 FOCAL = 600.0

@@ -73,10 +73,10 @@ def test_it_imports_and_matches_where_only_what_it_needs_is(bare, tmp_path, phot
         "for name in superglue_sift.__all__:\n"
         "    getattr(superglue_sift, name)\n"
         "assert not {'pipeline', 'yaml', 'pydantic', 'mlflow', 'dvc', 'scipy'} & set(sys.modules)\n"
-        "from superglue_sift import cli\n"
+        "from superglue_sift import __main__ as entry\n"
         "sys.argv = ['superglue-match', 'a.png', 'b.png', '--model', 'model.safetensors', '--device', 'cpu',\n"
         "            '--out', 'm.png', '--json', 'm.json']\n"
-        "sys.exit(cli.command())\n"
+        "sys.exit(entry.command())\n"
     )
     done = subprocess.run([sys.executable, "-I", "-S", "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -182,9 +182,45 @@ def test_files_pixels_and_features_give_the_same_matches(matcher, photo, turned,
     features = [matcher.extract(tmp_path / "a.png"), matcher.extract(cv2.cvtColor(turned, cv2.COLOR_GRAY2BGR))]
     monkeypatch.setattr("superglue_sift.sift.extract", lambda *_: pytest.fail("computed twice"))
     found = matcher.match(*features)
-    for one, other in zip(expected, found):
-        np.testing.assert_array_equal(one, other)
+    assert_same(expected, found)
     np.testing.assert_array_equal(features[0].keypoints, expected.keypoints0)
+
+
+def test_a_result_is_one_short_line(matcher, photo, turned):
+    found = matcher.match(photo, turned)
+    said = repr(found)
+    assert (
+        said
+        == f"MatchResult({len(found.matches)} matches above 0.20; "
+        + ", ".join(f"600x400 px with {len(keypoints)} keypoints" for keypoints in (found.keypoints0, found.keypoints1))
+        + ")"
+    )
+    assert "above 0.90" in repr(found.above(0.9)) and "above 0.90" in repr(found.above(0.9).above(0.5))
+    assert repr(matcher.extract(photo)) == f"Features({len(found.keypoints0)} keypoints; 600x400 px)"
+    assert "above" not in repr(found._replace(threshold=None))
+
+
+def test_a_result_shows_its_picture_in_colour(matcher, color_photo, tmp_path):
+    bgr = np.ascontiguousarray(color_photo[..., ::-1])
+    path = tmp_path / "a.png"
+    cv2.imwrite(str(path), bgr)
+    picture = matcher.match(path, torch.from_numpy(color_photo.copy()).permute(2, 0, 1)).show()
+    assert repr(picture) == f"Picture({2 * 451 + 8}x{300 + 2 * 26} px; .save(path) writes it)"
+    shown = cv2.imdecode(np.frombuffer(picture._repr_jpeg_(), np.uint8), cv2.IMREAD_COLOR)
+    assert shown.shape == picture.pixels.shape
+    for left in (0, 451 + 8):  # between the lines both halves are the photograph
+        own = picture.pixels[26:-26, left : left + 451]
+        assert (own == bgr).all(axis=2).mean() > 0.3
+    picture.save(tmp_path / "new" / "m.png")
+    np.testing.assert_array_equal(cv2.imread(str(tmp_path / "new" / "m.png")), picture.pixels)
+
+
+def test_features_without_their_image_are_shown_with_one_that_is_named(matcher, photo):
+    own = matcher.extract(photo)._replace(image=None)
+    found = matcher.match(own, photo)
+    with pytest.raises(RequestError, match=r"found\.show\(image0, image1\)"):
+        found.show()
+    assert found.show(photo).pixels.any()
 
 
 def test_features_of_ones_own_sift_are_those_of_the_library(matcher, photo):
@@ -204,8 +240,8 @@ def test_features_of_ones_own_sift_are_those_of_the_library(matcher, photo):
 
 
 def assert_same(one, other) -> None:
-    for left, right in zip(one, other):
-        np.testing.assert_array_equal(left, right)
+    for name in set(one._fields) - {"images"}:
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 
 def test_tensors_give_the_matches_of_the_same_pixels(matcher, color_photo):

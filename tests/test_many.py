@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -54,7 +55,7 @@ def test_all_pairs_of_a_folder_in_the_layout_that_others_read(work, capsys):
     assert npz_names(work / "found") == {f"{a}_{b}_matches.npz" for a, b in itertools.combinations(names, 2)}
     with np.load(work / "found" / "cup0_cup1_matches.npz", allow_pickle=False) as file:
         found = dict(file)
-    given = {"keypoints0", "keypoints1", "matches", "match_confidence", "made_from"}
+    given = {"keypoints0", "keypoints1", "matches", "match_confidence", "made_from", "frame", "turned"}
     assert set(found) == {*given, "aligned0", "aligned1", "deviations", "correlations"}
     matcher = Matcher.load(work / "model.safetensors", "cpu", max_keypoints=300)
     expected = matcher.match(work / "photos" / "cup0.png", work / "photos" / "cup1.png")
@@ -75,7 +76,22 @@ def test_bad_images_are_listed_and_the_rest_is_done(work, capsys):
     assert len(npz_names(work / "found")) == 6
     with (work / "found" / "bad_images.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["name"] for row in rows] == ["torn"] and "torn.jpg" in rows[0]["reason"]
+    assert [row["image"] for row in rows] == [str(work / "photos" / "torn.jpg")]
+    assert re.match("damaged JPEG|truncated JPEG", rows[0]["reason"])
+
+
+def test_bad_images_have_their_paths_as_they_were_given(work, monkeypatch):
+    monkeypatch.chdir(work)
+    Path("photos/nested").mkdir()
+    Path("photos/nested/torn.jpg").write_bytes(b"")
+    Path("pairs.txt").write_text("cup0.png nested/torn.jpg\ncup0.png gone.png\n")
+    asked = (["photos"], ["photos/cup0.png", "photos/nested/torn.jpg"], ["--pairs", "pairs.txt", "--root", "photos"])
+    found = []
+    for number, words in enumerate(asked):
+        assert run(work, *words, "--out-dir", str(number)) == 1
+        found.append(Path(str(number), "bad_images.csv").read_text().splitlines())
+    assert found[0] == found[1] == ["image,reason", "photos/nested/torn.jpg,empty file"]
+    assert found[2][1:] == [found[0][1], "photos/gone.png,cannot be read: No such file or directory"]
 
 
 def test_features_are_computed_once_and_found_again(work, monkeypatch):
@@ -362,7 +378,9 @@ def test_memory_does_not_grow_with_the_number_of_images(work, tmp_path):
     "words, message",
     [
         ([], "name two images"),
-        (["a.png", "b.png", "c.png"], "name two images"),
+        (["a.png", "b.png", "c.png"], "3 images: two are matched"),
+        (["a.png"], "a.png: one image; matching needs two: superglue-match a.png OTHER.png"),
+        (["nowhere.JPG", "--out-dir", "x"], "nowhere.JPG: one image; matching needs two"),
         (["photos", "--camera", "0"], "name two images"),
         (["photos"], "--out-dir DIR"),
         (["photos", "--out-dir", "x", "--out", "m.png"], "are for two images"),
@@ -375,6 +393,8 @@ def test_memory_does_not_grow_with_the_number_of_images(work, tmp_path):
         (["a.png", "b.png", "--features", "kept"], "--features goes with --out-dir"),
         (["a.png", "b.png", "--out-dir", "x", "--colmap", "x.db"], "--colmap needs a folder"),
         (["a.png", "b.png", "--homography"], "--homography writes beside"),
+        (["--serve", "--frame", "stored"], "--frame stored goes with photographs"),
+        (["walk.mp4", "--frame", "stored", "--out-dir", "x"], "--frame stored goes with photographs"),
     ],
 )
 def test_wrong_requests_are_one_line(work, monkeypatch, capfd, words, message):
@@ -424,6 +444,23 @@ def test_auto_goes_on_to_the_neighbours_of_neighbours(shared_data, tmp_path, mon
         rows = list(csv.DictReader(file))
     assert 6 <= first < len(rows) <= 15 and len(list((tmp_path / "found").glob("*_matches.npz"))) == len(rows)
     assert all(row["accepted"] == "1" for row in rows[:first])
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "extra"),
+    [
+        ("pycolmap", ["photos", "--out-dir", "x", "--colmap", "x.db"], "colmap"),
+        ("flask", ["--serve"], "serve"),
+        ("PIL", ["cup0.png", "cup1.png", "--out", "m.png", "--homography"], "gif"),
+    ],
+)
+def test_a_missing_package_is_told_before_any_work(work, monkeypatch, capsys, module, words, extra):
+    monkeypatch.chdir(work)
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(Matcher, "load", lambda *_, **__: pytest.fail("the model was loaded first"))
+    assert run(work, *words) == 2
+    assert f"pip install 'superglue-sift[{extra}]'" in capsys.readouterr().err
+    assert not (work / "x").exists()
 
 
 @pytest.mark.parametrize(("count", "chosen"), [(200, 19900), (201, 201 * 20)])

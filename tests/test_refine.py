@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from superglue_sift import geometry, local_maps, refine
-from superglue_sift.matcher import Features, MatchResult
+from superglue_sift.features import Features
+from superglue_sift.match_result import MatchResult
 from superglue_sift.sift import KEYPOINT
 from superglue_sift.tracks import refine_tracks
 

@@ -19,8 +19,9 @@ from safetensors.numpy import load_file
 
 from pipeline.errors import RequestError
 from superglue_sift.batch import Pair
+from superglue_sift.features import Features
 from superglue_sift.interop.arrays import to_lightglue
-from superglue_sift.matcher import Features, PairMatches
+from superglue_sift.matcher import PairMatches
 
 NAME = "lightglue"
 PACKAGES = ("kornia.feature", "lightglue")  # whose `LightGlue` it is, in the order they are tried

@@ -3,7 +3,8 @@
     model = mlflow.pyfunc.load_model("models:/superglue-sift@champion")
     model.predict([{"image0": image0, "image1": image1}], params={"threshold": 0.5})
 
-An image is the base64 text of a JPEG, PNG, WebP, ... file, or pixels: (H, W) gray or (H, W, 3) BGR, 0 to 255.
+An image is the base64 text of a JPEG, PNG, WebP, ... file, turned upright as its EXIF data say, or pixels: (H, W) gray
+or (H, W, 3) BGR, 0 to 255.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from mlflow.types.schema import AnyType, Array
 from superglue_sift import Matcher, RequestError
 from superglue_sift.images import BadImage, decode_gray
 from superglue_sift.results import aligned_lists
+from superglue_sift.upright import UPRIGHT
 
 WEIGHTS = "weights"  # name of the artifact
 MAX_KEYPOINTS = 4096  # of an image, however many are asked for
@@ -58,7 +60,7 @@ def pixels(image: Any, name: str) -> np.ndarray:
     """What a caller gave, as (H, W) or (H, W, 3) uint8. Raises RequestError or BadImage, naming the column."""
     if isinstance(image, str):
         try:
-            return decode_gray(base64.b64decode(image, validate=True), name)
+            return decode_gray(base64.b64decode(image, validate=True), name, UPRIGHT)
         except binascii.Error:
             raise RequestError(f"{name}: neither base64 nor pixels") from None
     try:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from superglue_sift.descriptors import kind_of, root_sift_of
 from superglue_sift.errors import RequestError
-from superglue_sift.matcher import Features, MatchResult
+from superglue_sift.features import Features
+from superglue_sift.match_result import MatchResult
 from superglue_sift.sift import GEOMETRY
 
 

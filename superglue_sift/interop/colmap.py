@@ -5,7 +5,8 @@
 
     pycolmap.incremental_mapping("database.db", "photos", "model")
 
-COLMAP's pixels begin at the corner of the first one, so 0.5 is added to every coordinate.
+COLMAP's pixels begin at the corner of the first one, so 0.5 is added to every coordinate. It reads pixels as they are
+stored in the file and ignores how EXIF data would turn them, so keypoints of turned photographs are turned back.
 """
 
 from __future__ import annotations
@@ -18,19 +19,30 @@ from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple, Union
 
 import numpy as np
 
-from superglue_sift import scenes, tracks
+from superglue_sift import geometry, scenes, tracks
 from superglue_sift.descriptors import kind_of, root_sift_of
 from superglue_sift.errors import RequestError
+from superglue_sift.features import Features
 from superglue_sift.images import read_gray
 from superglue_sift.many import Adding, FeatureStore
-from superglue_sift.matcher import Features, MatchResult
+from superglue_sift.match_result import MatchResult
 from superglue_sift.progress import Progress
 from superglue_sift.sift import positions
+from superglue_sift.upright import AXES, inverse, to_upright
 
 CENTRE = 0.5  # of the first pixel, as COLMAP counts
 FOCAL = 1.2  # times the longer side: COLMAP's guess for a photograph that does not tell
 GRAYS = 32  # photographs held while pairs are aligned
 LEAST_INLIERS = 15  # of a pair that is kept as verified, as COLMAP's own matcher does
+
+
+def library() -> Any:
+    """The package pycolmap. Raises RequestError where it is not installed."""
+    try:
+        import pycolmap
+    except ImportError:
+        raise RequestError("COLMAP needs one more package: pip install 'superglue-sift[colmap]'") from None
+    return pycolmap
 
 
 class ColmapDatabase:
@@ -42,10 +54,7 @@ class ColmapDatabase:
         camera: a pycolmap.Camera that took all of them; None: one for each, COLMAP's SIMPLE_RADIAL.
         Raises RequestError: pycolmap is not installed, or the file is there.
         """
-        try:
-            import pycolmap
-        except ImportError:
-            raise RequestError("COLMAP needs one more package: pip install 'superglue-sift[colmap]'") from None
+        pycolmap = library()
         if Path(path).exists():
             raise RequestError(f"{path}: is there already; delete it or name another database")
         self._pycolmap, self._images = pycolmap, Path(images) if images else None
@@ -80,7 +89,7 @@ class ColmapDatabase:
     def _image(self, name: str, features: Features) -> Tuple[int, Any]:
         """Id and camera of an image, written with its keypoints when it is first seen."""
         if name not in self._known:
-            camera = self._shared or self._write_camera(self._guessed_camera(name, features.size))
+            camera = self._shared or self._write_camera(self._guessed_camera(name, _stored_size(features)))
             image = self._pycolmap.Image(name=name, camera_id=camera.camera_id)
             image.image_id = self._database.write_image(image)
             frame = self._pycolmap.Frame()
@@ -150,7 +159,7 @@ def exact_keypoints(
 
     @functools.lru_cache(maxsize=GRAYS)
     def pixels(photo: Any) -> np.ndarray:
-        return read_gray(photo.image)
+        return read_gray(photo.image, store.matcher.frame)
 
     def with_pixels(photo: Any) -> Features:
         return store(photo)._replace(gray=pixels(photo))
@@ -167,4 +176,12 @@ def exact_keypoints(
 
 def _points(features: Features) -> np.ndarray:
     """(n, 2) float32, as COLMAP counts pixels."""
-    return positions(features.records) + np.float32(CENTRE)
+    back = to_upright(inverse(features.turned), features.size)
+    points = geometry.transform(positions(features.records).astype(np.float64), back)
+    return points.astype(np.float32) + np.float32(CENTRE)
+
+
+def _stored_size(features: Features) -> Tuple[int, int]:
+    """(width, height) of the file, whatever the features' frame."""
+    width, height = features.size
+    return (width, height) if AXES[features.turned][0][0] else (height, width)

@@ -7,6 +7,7 @@ In a program that uses hloc, `register()` adds the matcher `superglue_sift` to `
 
     match_features.main({"output": "matches-superglue-sift", "model": {"name": "superglue_sift"}}, pairs, ...)
 
+hloc reads pixels as COLMAP does, as stored: of photographs with EXIF data take `Matcher.load(frame="stored")`.
 With `"scene": True` in the model's settings pairs are accepted first, then filled, as by `superglue-match --colmap`.
 """
 
@@ -22,8 +23,10 @@ import torch
 from torch import Tensor
 
 from superglue_sift.errors import RequestError
+from superglue_sift.features import Features
 from superglue_sift.interop import arrays
-from superglue_sift.matcher import Features, Matcher, MatchResult
+from superglue_sift.match_result import MatchResult
+from superglue_sift.matcher import Matcher
 
 NAME = "superglue_sift"
 FileName = Union[str, Path]

@@ -1,0 +1,213 @@
+"""Photographs that a camera stored lying: all eight orientations of EXIF, in every format that carries them."""
+
+from __future__ import annotations
+
+import json
+
+import cv2
+import numpy as np
+import pytest
+from made_scenes import TURN, write_model
+
+from pipeline import errors
+from superglue_sift import Matcher, RequestError, cli, images, upright
+from superglue_sift.geometry import corner_error, transform
+from superglue_sift.images import decode_color, decode_gray, read_photo
+from superglue_sift.upright import STORED, UPRIGHT
+
+ALL = range(1, 9)
+# where the corner at the top left of the stored pixels lies upright (Exif 2.32, 4.6.4)
+CORNERS = {1: "top left", 2: "top right", 3: "bottom right", 4: "bottom left",
+           5: "top left", 6: "top right", 7: "bottom right", 8: "bottom left"}  # fmt: skip
+SIZE = (60, 40)
+
+
+def marked() -> np.ndarray:
+    """(40, 60, 3): black, white at the top left."""
+    image = np.zeros((*SIZE[::-1], 3), np.uint8)
+    image[:10, :15] = 255
+    return image
+
+
+def save(path, pixels: np.ndarray, orientation: int) -> None:
+    """Write BGR or gray pixels as they are, with this orientation in their EXIF data."""
+    from PIL import Image
+
+    exif = Image.Exif()
+    exif[upright.ORIENTATION] = orientation
+    kind = {".tif": "TIFF", ".jpg": "JPEG", ".png": "PNG", ".webp": "WEBP"}[path.suffix]
+    options = {"tiffinfo": {upright.ORIENTATION: orientation}} if kind == "TIFF" else {"exif": exif}
+    options.update({"WEBP": {"lossless": True}, "JPEG": {"quality": 97}}.get(kind, {}))
+    Image.fromarray(pixels if pixels.ndim == 2 else pixels[..., ::-1]).save(path, kind, **options)
+
+
+def white_corner(image: np.ndarray) -> str:
+    rows, columns = np.nonzero((image if image.ndim == 2 else image[..., 0]) > 128)
+    height, width = image.shape[:2]
+    return f"{'bottom' if rows.mean() > height / 2 else 'top'} {'right' if columns.mean() > width / 2 else 'left'}"
+
+
+@pytest.mark.parametrize("ending", [".jpg", ".png", ".webp", ".tif"])
+@pytest.mark.parametrize("orientation", ALL)
+def test_pixels_upright_and_stored(tmp_path, ending, orientation):
+    path = tmp_path / f"a{ending}"
+    save(path, marked(), orientation)
+    data = path.read_bytes()
+    assert upright.orientation(data) == orientation
+    for decode in (decode_gray, decode_color):
+        stored, turned = decode(data, frame=STORED), decode(data, frame=UPRIGHT)
+        assert stored.shape[:2] == (40, 60) and white_corner(stored) == "top left"
+        assert turned.shape[:2] == ((40, 60) if orientation < 5 else (60, 40))
+        assert white_corner(turned) == CORNERS[orientation]
+        np.testing.assert_array_equal(decode(data), stored)
+    if ending != ".webp":  # which OpenCV 4 does not turn
+        as_opencv = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)
+        np.testing.assert_array_equal(decode_color(data, frame=UPRIGHT), as_opencv)
+
+
+@pytest.mark.parametrize("orientation", ALL)
+def test_positions_move_as_pixels_do(orientation):
+    stored = np.arange(40 * 60, dtype=np.int64).reshape(40, 60)  # each pixel has its own number
+    shown = upright.turned(stored, orientation)
+    y, x = (each.ravel() for each in np.mgrid[:40, :60])
+    moved = transform(np.stack([x, y], axis=1).astype(float), upright.to_upright(orientation, SIZE))
+    np.testing.assert_array_equal(shown[tuple(moved.astype(int).T[::-1])], stored.ravel())
+    np.testing.assert_array_equal(upright.turned(shown, upright.inverse(orientation)), stored)
+
+
+@pytest.mark.parametrize("value", [0, 9, 65535])
+def test_an_orientation_that_is_none_turns_nothing(tmp_path, value):
+    save(tmp_path / "a.jpg", marked(), value)
+    assert upright.orientation((tmp_path / "a.jpg").read_bytes()) == 1
+
+
+def test_data_cut_anywhere_turn_nothing_and_raise_nothing(tmp_path):
+    for ending in (".jpg", ".png", ".webp", ".tif"):
+        save(tmp_path / f"a{ending}", marked(), 6)
+        data = (tmp_path / f"a{ending}").read_bytes()
+        assert {upright.orientation(data[:length]) for length in range(min(len(data), 400))} <= {1, 6}
+    assert upright.orientation(b"") == 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model") / "m.safetensors", layers=2)
+
+
+@pytest.fixture(scope="module")
+def matchers(model):
+    return {frame: Matcher.load(model, "cpu", frame=frame) for frame in upright.FRAMES}
+
+
+@pytest.fixture(scope="module")
+def views(photo):
+    return photo, cv2.warpPerspective(photo, TURN, photo.shape[::-1])
+
+
+@pytest.fixture
+def turned_files(tmp_path, views):
+    """Both views as files that are stored lying: the first by orientation 6, the second by 3."""
+    for name, view, orientation in (("a.png", views[0], 6), ("b.png", views[1], 3)):
+        save(tmp_path / name, upright.turned(view, upright.inverse(orientation)), orientation)
+    return tmp_path / "a.png", tmp_path / "b.png"
+
+
+def test_a_matcher_finds_upright_what_it_finds_in_the_upright_pixels(matchers, views, turned_files):
+    found, expected = matchers[UPRIGHT].match(*turned_files), matchers[UPRIGHT].match(*views)
+    np.testing.assert_array_equal(found.points1, expected.points1)
+    assert found.size0 == (600, 400) and found.frame == UPRIGHT and found.turned == (6, 3) and len(found.matches) > 30
+    assert expected.turned == (1, 1)
+
+
+def test_of_stored_pixels_coordinates_are_stored_and_pictures_upright(matchers, views, turned_files):
+    found = matchers[STORED].match(*turned_files)
+    assert found.size0 == (400, 600) and found.frame == STORED and found.turned == (1, 1)
+    photos = found.photos()
+    for photo, view in zip(photos, views):
+        np.testing.assert_array_equal(photo.pixels[..., 0], view)
+    panel = found.panel(found.fits(), photos)
+    error = np.linalg.norm(transform(panel.points0, TURN) - panel.points1, axis=1)
+    assert len(error) > 30 and np.median(error) < 1.0
+
+
+@pytest.mark.parametrize("orientation", ALL)
+def test_a_stored_frame_is_drawn_where_the_upright_one_is(tmp_path, orientation):
+    save(tmp_path / "a.png", marked(), orientation)
+    photo = read_photo(tmp_path / "a.png", STORED)
+    x, y = transform(np.array([[5.0, 5.0]]), photo.to_shown)[0].astype(int)
+    assert photo.pixels[y, x].tolist() == [255] * 3
+    np.testing.assert_array_equal(read_photo(tmp_path / "a.png", UPRIGHT).to_shown, np.eye(3))
+
+
+def run(*words) -> int:
+    return errors.run(cli.main, [str(word) for word in words])
+
+
+@pytest.mark.parametrize("frame", upright.FRAMES)
+def test_json_npz_and_overlay_of_the_command(model, turned_files, tmp_path, frame, capsys):
+    common = ["--model", model, "--device", "cpu", "--frame", frame]
+    words = ["--json", tmp_path / "m.json", "--out", tmp_path / "m.png", "--homography"]
+    assert run(*turned_files, *words, *common) == 0
+    found = json.loads((tmp_path / "m.json").read_text())
+    assert found["frame"] == frame
+    assert [found["turned0"], found["turned1"]] == ([6, 3] if frame == UPRIGHT else [1, 1])
+    assert found["image_size0"] == ([600, 400] if frame == UPRIGHT else [400, 600])
+    # the overlay is upright in both frames: the warped first photograph covers the second
+    overlay = cv2.imread(str(tmp_path / "m_overlay.jpg"), cv2.IMREAD_GRAYSCALE)
+    second = read_photo(turned_files[1], frame).pixels[..., 0]
+    assert overlay.shape == second.shape
+    assert np.abs(overlay.astype(int) - second)[150:250, 250:350].mean() < 12
+    assert run(*turned_files, "--out-dir", tmp_path / "found", "--pictures", *common) == 0
+    with np.load(tmp_path / "found" / "a_b_matches.npz") as file:
+        assert str(file["frame"]) == frame and file["turned"].tolist() == [found["turned0"], found["turned1"]]
+        np.testing.assert_allclose(file["keypoints0"], found["keypoints0"], atol=1e-3)
+        made = json.loads(str(file["made_from"]))
+        assert made["frame"] == frame
+    picture = cv2.imread(str(tmp_path / "found" / "a_b_matches.jpg"))
+    assert picture.shape[1] == 600 + 8 + 600  # upright
+
+
+def test_results_of_one_frame_are_not_taken_for_those_of_the_other(model, turned_files, tmp_path, capsys):
+    for frame in upright.FRAMES:
+        words = ["--out-dir", tmp_path / "f", "--model", model, "--device", "cpu", "--frame", frame]
+        assert run(*turned_files, *words) == 0
+    said = capsys.readouterr()
+    assert "1 of them again" in said.out and "another frame" in said.err
+    with np.load(tmp_path / "f" / "a_b_matches.npz") as file:
+        assert str(file["frame"]) == STORED
+
+
+@pytest.mark.parametrize("frame", upright.FRAMES)
+def test_a_colmap_database_is_of_stored_pixels_in_any_case(model, turned_files, tmp_path, frame, capsys):
+    pycolmap = pytest.importorskip("pycolmap")
+    folder = turned_files[0].parent
+    words = ["--out-dir", tmp_path / "found", "--colmap", tmp_path / "d.db", "--no-scene", "--no-refine"]
+    assert run(folder, *words, "--model", model, "--device", "cpu", "--frame", frame) == 0
+    assert "pixels as stored" in capsys.readouterr().out
+    database = pycolmap.Database.open(str(tmp_path / "d.db"))
+    cameras = {camera.camera_id: camera for camera in database.read_all_cameras()}
+    stored = Matcher.load(model, "cpu", frame=STORED)
+    for image in database.read_all_images():
+        keypoints = database.read_keypoints(image.image_id)[:, :2]
+        camera, path = cameras[image.camera_id], folder / image.name
+        own = pycolmap.Bitmap.read(str(path), False)
+        assert (camera.width, camera.height) == (own.width, own.height), "as COLMAP itself reads the file"
+        # SIFT of the lying pixels finds most of the places that SIFT of the upright ones does
+        expected = stored.extract(path).keypoints + 0.5
+        nearest = np.linalg.norm(keypoints[:, None] - expected[None], axis=2).min(axis=1)
+        assert np.median(nearest) < 0.1
+    assert len(database.read_matches(1, 2)) > 30
+    database.close()
+
+
+def test_a_frame_that_is_none_is_one_line(model):
+    with pytest.raises(RequestError, match="frame 'lying'"):
+        Matcher.load(model, "cpu", frame="lying")
+
+
+def test_a_homography_lives_in_the_frame_of_the_result(matchers, turned_files):
+    H = matchers[UPRIGHT].match(*turned_files).homography().model
+    assert corner_error(H, TURN, (600, 400)) < 3
+    lying = matchers[STORED].match(*turned_files).homography().model
+    turn0, turn1 = (images.read_photo(path, STORED).to_shown for path in turned_files)
+    assert corner_error(turn1 @ lying @ np.linalg.inv(turn0), TURN, (600, 400)) < 3
