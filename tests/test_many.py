@@ -24,7 +24,7 @@ from made_scenes import TURN, write_model
 
 from superglue_sift import Features, Matcher, RequestError, __version__, cli, errors, many, results, retrieval
 from superglue_sift.geometry import corner_error
-from superglue_sift.matcher import MatchResult
+from superglue_sift.match_result import MatchResult
 
 
 @pytest.fixture
