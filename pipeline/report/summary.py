@@ -106,8 +106,9 @@ def unrelated(figures: Mapping[str, Optional[float]], matcher: str) -> Optional[
 def note(content: Content, folder: str, run_id: str) -> str:
     """What an MLflow run says of itself, in Markdown: verdict, table, two pictures from its artifacts in `folder`."""
     lines = [" ".join(verdict(content)), note_table(content)]
+    notes = " ".join(f"{one.rstrip('.')}." for one in content.notes)
     lines.append(
-        f"{content.title}; {' '.join(content.notes)} Figures {tables.notes(content.figures)[0]}; "
+        f"{content.title}; {notes} Figures {tables.notes(content.figures)[0]}; "
         "unrelated: matches for photographs with nothing in common. "
         f"All figures: `{folder}/matchers.csv`; pictures and curves: `{folder}/index.html`."
     )

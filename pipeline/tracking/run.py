@@ -19,7 +19,7 @@ SEPARATOR = " · "  # between a run's name and its result
 EVALUATION = "test"  # folder of the files of the stage `evaluate` in a run
 # Before the names of its figures: behind train and val in the alphabet, which orders the charts in MLflow.
 HEADLINE = "verdict"
-# But these: without a folder they come first, so that MLflow compares runs by them, and their columns show whole names.
+# But these: without a folder, the columns of MLflow's table of runs show their whole names.
 LEADING = ("auc_5", "auc_5_aligned", "auc_5_gain")
 RUN_ID = "{run_id}"  # in a tag: replaced when the run has its id
 HIDDEN = "mlflow.superglue."  # before a tag's name: those named mlflow.* are out of sight
@@ -95,6 +95,7 @@ class Run(NullRun):
         self._feed, self._log, self._uri = feed, feed.log, feed.tracking_uri
         self._sampler: Optional[Sampler] = None
         self._known = self._log.last_steps()
+        self._has_figures = bool(self._known)
         self.name = self._log.header().get("name", "")
         self._warned = self._closed = False
         self._shipper = Shipper(feeds, make_sink, redacted(self._uri))
@@ -114,12 +115,20 @@ class Run(NullRun):
             return
         if kept:
             self._append({"metrics": kept, "step": int(step), "time": now_ms()})
+            self._has_figures = True
 
     def sample_system(self) -> None:
-        """Start logging CPU, memory, disk, network and GPUs."""
+        """Start logging CPU, memory, disk, network and GPUs, from the first other figure on.
+
+        MLflow shows figures in the order in which a run got them, and compares runs by the first.
+        """
         steps = [step for name, step in self._known.items() if name.startswith("system/")]
-        self._sampler = Sampler(self.log, max(steps) + 1 if steps else 0)
+        self._sampler = Sampler(self._log_sample, max(steps) + 1 if steps else 0)
         self._sampler.start()
+
+    def _log_sample(self, figures: Dict[str, float], step: int) -> None:
+        if self._has_figures:
+            self.log(figures, step)
 
     def close(self, status: str = "FINISHED", wait: Optional[float] = None) -> bool:
         if self._closed:
