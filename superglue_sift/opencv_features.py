@@ -10,6 +10,8 @@ from typing import Dict
 import cv2
 import numpy as np
 
+from superglue_sift.errors import RequestError
+
 
 def orb(gray: np.ndarray, max_keypoints: int) -> Dict[str, np.ndarray]:
     """ORB (Rublee et al. 2011): binary descriptors of 256 bits."""
@@ -17,7 +19,9 @@ def orb(gray: np.ndarray, max_keypoints: int) -> Dict[str, np.ndarray]:
 
 
 def kaze(gray: np.ndarray, max_keypoints: int) -> Dict[str, np.ndarray]:
-    """KAZE (Alcantarilla et al. 2012): float descriptors of 64 entries."""
+    """KAZE (Alcantarilla et al. 2012): float descriptors of 64 entries. RequestError where OpenCV has none."""
+    if not hasattr(cv2, "KAZE"):
+        raise RequestError(f"OpenCV {cv2.__version__} has no KAZE, which 5.0 took out: pip install 'opencv-python<5'")
     return _found(cv2.KAZE.create(), gray)
 
 

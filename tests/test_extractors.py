@@ -104,6 +104,14 @@ def test_an_extractor_that_cannot_be_run_is_refused_in_one_line(name):
     assert "\n" not in str(caught.value)
 
 
+def test_kaze_where_opencv_has_none_is_refused_in_one_line(monkeypatch, photo):
+    """OpenCV 5.0 took it out of its main modules."""
+    monkeypatch.delattr(cv2, "KAZE", raising=False)
+    with pytest.raises(RequestError, match="has no KAZE, which") as caught:
+        extractors.load.__wrapped__(KAZE)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("name", "norm"), [(ORB, cv2.NORM_HAMMING), (KAZE, cv2.NORM_L2)], ids=["orb", "kaze"])
 def test_nearest_neighbours_are_those_of_opencv(name, norm, photo):
     extract = extractors.load(name)

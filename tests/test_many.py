@@ -261,6 +261,17 @@ def test_nearest_finds_the_other_view_of_each_scene(work):
     assert npz_names(work / "found") == {"cats-cat0_cats-cat1_matches.npz", "cup0_cup1_matches.npz"}
 
 
+def test_words_need_nothing_that_opencv_5_took_out(monkeypatch):
+    """Two groups around two directions, far apart: each word is of one group, and each group has some."""
+    monkeypatch.delattr(cv2, "BOWKMeansTrainer", raising=False)
+    rng = np.random.default_rng(0)
+    groups = [np.float32(np.eye(128)[axis] + 0.01 * rng.standard_normal((200, 128))) for axis in (3, 90)]
+    words = retrieval.vocabulary(groups)
+    assert words.shape == (64, 128) and words.dtype == np.float32
+    assert set(np.argmax(words, axis=1)) == {3, 90}
+    assert np.array_equal(words, retrieval.vocabulary(groups))
+
+
 def test_nearest_of_images_without_keypoints_is_no_error():
     nothing = np.zeros((0, 128), np.uint8)
     assert retrieval.nearest_pairs(["a", "b"], lambda _: nothing, 5) == [(0, 1)]
