@@ -1,0 +1,91 @@
+"""What a release is made of says the same: version, citation, changelog, licence of the weights, workflow, bounds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Dict
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+from ruamel.yaml import YAML
+
+import superglue_sift
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def yaml_of(name: str) -> Dict[str, Any]:
+    return YAML(typ="safe").load((ROOT / name).read_text(encoding="utf-8"))
+
+
+def requirements_of(section: str) -> Dict[str, Requirement]:
+    """The requirements in one list of pyproject.toml, by name."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    entries = re.search(rf"^{section} = \[(.*?)\]", text, re.MULTILINE | re.DOTALL).group(1)
+    found = [Requirement(entry) for entry in re.findall(r'"([^"]+)"', entries)]
+    return {requirement.name: requirement for requirement in found}
+
+
+def test_version_and_date_are_those_of_citation_and_changelog():
+    citation = yaml_of("CITATION.cff")
+    heading = re.search(r"^## (\S+), (\S+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    version, date = heading.groups()
+    assert version == citation["version"] == superglue_sift.__version__
+    assert date == str(citation.get("date-released", "unreleased"))
+    for text in ((ROOT / "Dockerfile").read_text(), (ROOT / "docker" / "mlflow" / "Dockerfile").read_text()):
+        assert set(re.findall(r"^ARG VERSION=(\S+)", text, re.MULTILINE)) <= {version}
+
+
+def test_the_licence_is_one_everywhere():
+    assert (ROOT / "LICENSE").read_text().startswith("MIT License")
+    assert yaml_of("CITATION.cff")["license"] == "MIT"
+    assert 'license = { text = "MIT" }' in (ROOT / "pyproject.toml").read_text()
+    card = (ROOT / "pretrained" / "README.md").read_text(encoding="utf-8")
+    header = YAML(typ="safe").load(card.split("---\n")[1])
+    assert header["license"] == "mit" and header["library_name"] == "superglue-sift"
+    assert "## Licence" in card and "COCO" in card.split("## Licence")[1]
+
+
+def test_the_card_of_the_weights_tells_their_size_and_data():
+    card = (ROOT / "pretrained" / "README.md").read_text(encoding="utf-8")
+    weights = ROOT / "pretrained" / "superglue-sift.safetensors"
+    assert f"{weights.stat().st_size / 1e6:.1f} MB" in card
+    names = (ROOT / "pretrained" / "superglue-sift.trained_on.txt").read_text().split("\n")
+    count = len([line for line in names if re.fullmatch(r"\d+", line.strip())])
+    assert f"{count:,} COCO photographs" in card
+
+
+@pytest.mark.parametrize("name", ["torch", "numpy", "opencv-python", "safetensors", "scipy"])
+def test_a_dependency_has_bounds_that_hold_the_pins_of_both_stacks(name):
+    bounds = requirements_of("dependencies")[name].specifier
+    assert {one.operator for one in bounds} == {">=", "<"}
+    assert all(re.fullmatch(r"\d+", one.version) for one in bounds if one.operator == "<"), "below a major version"
+    pins = re.findall(rf"^{name}==([0-9.]+)", (ROOT / "requirements" / "same.in").read_text(), re.MULTILINE)
+    assert pins and all(Version(pin) in bounds for pin in pins)
+
+
+def test_the_bounds_are_tried_by_the_workflow_and_name_the_pythons_of_pyproject():
+    jobs = yaml_of(".github/workflows/ci.yml")["jobs"]
+    tried = {one["bound"]: one["python"] for one in jobs["bounds"]["strategy"]["matrix"]["include"]}
+    python = re.search(r'requires-python = ">=3\.(\d+)[0-9.]*,<3\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert tried == {"lowest": f"3.{python.group(1)}", "newest": f"3.{int(python.group(2)) - 1}"}
+    script = (ROOT / "requirements" / "test-bounds.sh").read_text()
+    assert all(f"python{version}" in script for version in tried.values())
+
+
+def test_the_workflow_runs_ci_builds_the_wheel_and_every_image():
+    jobs = yaml_of(".github/workflows/ci.yml")["jobs"]
+    steps = {name: "\n".join(step.get("run", "") for step in job["steps"]) for name, job in jobs.items()}
+    assert "bash .ci/run" in steps["test"] and "pip wheel" in steps["wheel"] and "docker build" in steps["images"]
+    options = " ".join(one["options"] for one in jobs["images"]["strategy"]["matrix"]["include"])
+    stages = re.findall(r"^FROM .* AS (\w+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert stages and all(f"--target {stage} ." in options for stage in stages)
+    assert "docker/mlflow/Dockerfile" in options
+    assert set(jobs["release"]["needs"]) == set(jobs) - {"release"}
+
+
+def test_readme_names_the_index_of_the_cpu_build_as_pytorch_does():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "pip install torch --index-url https://download.pytorch.org/whl/cpu" in readme
