@@ -1,23 +1,77 @@
 # syntax=docker/dockerfile:1
-# Two images from one file. Default target: CUDA 11.1, for cards from Kepler to Ampere (and Ada) with drivers from
-# 450.80.02 on. `--target modern`: CUDA 13, for Turing to Blackwell with drivers from 580 on. docs/containers.md.
+# Three images from one file. Default target: CUDA 11.1, for cards from Kepler to Ampere (and Ada) with drivers from
+# 450.80.02 on. `--target modern`: CUDA 13, for Turing to Blackwell with drivers from 580 on. `--target match`: matching
+# alone, on the CPU. docs/containers.md.
 #
 #   docker build -t superglue-sift:cu111 .
 #   docker build -t superglue-sift:modern --target modern .
+#   docker build -t superglue-match --target match .
 #
-# The torch wheels carry their own CUDA libraries, so that `--build-arg BASE_IMAGE=ubuntu:20.04` works as well, should
-# the tag below be gone from the registry. Pin what you deploy: --build-arg BASE_IMAGE=NAME@sha256:DIGEST.
-ARG BASE_IMAGE=nvidia/cuda:11.1.1-cudnn8-runtime-ubuntu20.04
-ARG MODERN_BASE_IMAGE=debian:bookworm-slim
+# Base images stand here by digest; `docker/pin.sh` looks for newer ones. The torch wheels carry their own CUDA
+# libraries; `--build-arg BASE_IMAGE=nvidia/cuda:11.1.1-cudnn8-runtime-ubuntu20.04` takes a base that has them as well.
+ARG BASE_IMAGE=ubuntu:20.04@sha256:8feb4d8ca5354def3d8fce243717141ce31e2c428701f6682bd2fafe15388214
+ARG MODERN_BASE_IMAGE=debian:bookworm-slim@sha256:3783cc01769c7b2b1b83a5c5ad96c815348e28ed7da68e2e3687004faa906251
+
+# ----------------------------------------------------------------------------------------------------- match
+FROM ${MODERN_BASE_IMAGE} AS match
+ARG MODERN_BASE_IMAGE
+ARG SOURCE_DATE_EPOCH=1767225600
+ENV DEBIAN_FRONTEND=noninteractive \
+    PATH=/opt/venv/bin:$PATH
+
+RUN case "$MODERN_BASE_IMAGE" in *@sha256:?*) ;; *) echo "note: base image $MODERN_BASE_IMAGE without a digest" ;; esac \
+    && apt-get update \
+    && apt-get install -y --no-install-recommends python3.11 python3.11-venv tini \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log
+
+WORKDIR /opt/superglue
+ARG TORCH_LOCK=docker/locks/torch-match.lock
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+COPY docker/locks docker/locks
+# torch's headers, tests and the tools of its compiler, 190 MB, serve nothing here; `import torch` asks for the other one.
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python3.11 -m venv /opt/venv \
+    && pip install --disable-pip-version-check --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -r "$TORCH_LOCK" \
+    && pip install --disable-pip-version-check --require-hashes --no-deps -r docker/locks/match.lock \
+    && pip check \
+    && torch=/opt/venv/lib/python3.11/site-packages/torch \
+    && rm -rf "$torch/include" "$torch/test" \
+    && find "$torch/bin" -type f ! -name torch_shm_manager -delete
+
+RUN useradd --uid 1000 --create-home --shell /bin/bash matcher \
+    && install -d -m 0777 /photos
+COPY LICENSE ./
+COPY pretrained pretrained
+COPY superglue_sift superglue_sift
+ARG VERSION=0.1.0
+ARG VCS_REF=unknown
+LABEL org.opencontainers.image.title="superglue-match" \
+      org.opencontainers.image.description="Match photographs with SuperGlue on SIFT keypoints, on the CPU" \
+      org.opencontainers.image.licenses="MIT" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${VCS_REF}" \
+      org.opencontainers.image.base.name="${MODERN_BASE_IMAGE}" \
+      superglue.stack="match"
+# USER and HOME let any `--user` run without an entry in passwd.
+ENV USER=matcher \
+    HOME=/tmp \
+    PYTHONPATH=/opt/superglue \
+    PYTHONUNBUFFERED=1
+USER 1000
+WORKDIR /photos
+ENTRYPOINT ["tini", "--", "python", "-m", "superglue_sift"]
+CMD ["--help"]
 
 # ---------------------------------------------------------------------------------------------------- modern
 FROM ${MODERN_BASE_IMAGE} AS modern
+ARG MODERN_BASE_IMAGE
 ARG SOURCE_DATE_EPOCH=1767225600
 ARG TORCH_LOCK=docker/locks/torch-modern.lock
 ENV DEBIAN_FRONTEND=noninteractive \
     PATH=/opt/venv/bin:$PATH
 
-RUN apt-get update \
+RUN case "$MODERN_BASE_IMAGE" in *@sha256:?*) ;; *) echo "note: base image $MODERN_BASE_IMAGE without a digest" ;; esac \
+    && apt-get update \
     && apt-get install -y --no-install-recommends \
         ca-certificates git libgl1 libglib2.0-0 python3.11 python3.11-venv tini \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log \
@@ -44,6 +98,7 @@ LABEL org.opencontainers.image.title="superglue-sift" \
       org.opencontainers.image.licenses="MIT" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${VCS_REF}" \
+      org.opencontainers.image.base.name="${MODERN_BASE_IMAGE}" \
       superglue.stack="modern"
 # USER and HOME let any `--user` run git and dvc without an entry in passwd.
 ENV USER=pipeline \
@@ -66,15 +121,17 @@ CMD ["repro"]
 
 # ----------------------------------------------------------------------------------------------------- cu111
 FROM ${BASE_IMAGE} AS cu111
+ARG BASE_IMAGE
 ARG SOURCE_DATE_EPOCH=1767225600
 ARG TORCH_LOCK=docker/locks/torch-cu111.lock
 ARG TORCH_LINKS=https://download.pytorch.org/whl/cu111/torch_stable.html
 ENV DEBIAN_FRONTEND=noninteractive \
     PATH=/opt/venv/bin:$PATH
 
-# NVIDIA changed the key of its apt repository in 2022, which breaks `apt-get update` on older copies of the base
-# image. Nothing is installed from there.
-RUN rm -f /etc/apt/sources.list.d/cuda*.list /etc/apt/sources.list.d/nvidia-ml*.list \
+# NVIDIA changed the key of its apt repository in 2022, which breaks `apt-get update` on older copies of its images.
+# Nothing is installed from there.
+RUN case "$BASE_IMAGE" in *@sha256:?*) ;; *) echo "note: base image $BASE_IMAGE without a digest" ;; esac \
+    && rm -f /etc/apt/sources.list.d/cuda*.list /etc/apt/sources.list.d/nvidia-ml*.list \
     && apt-get update \
     && apt-get install -y --no-install-recommends \
         ca-certificates git libgl1 libglib2.0-0 python3-distutils python3.9 python3.9-venv tini \
@@ -84,11 +141,12 @@ RUN rm -f /etc/apt/sources.list.d/cuda*.list /etc/apt/sources.list.d/nvidia-ml*.
 WORKDIR /opt/superglue
 COPY requirements/cu111.lock requirements/
 COPY docker/locks docker/locks
-# pip 20.0 of Ubuntu 20.04 is too old for today's wheels.
+COPY docker/wheels.py docker/
+# pip 20.0 of Ubuntu 20.04 is too old for today's wheels. wheels.py leaves wheels.txt: file, size and SHA-256 of torch.
 RUN --mount=type=cache,target=/root/.cache/pip \
     python3.9 -m venv /opt/venv \
     && pip install --disable-pip-version-check --require-hashes --no-deps -r docker/locks/pip.lock \
-    && pip install --disable-pip-version-check --no-deps -f "$TORCH_LINKS" -r "$TORCH_LOCK" \
+    && python docker/wheels.py "$TORCH_LOCK" "$TORCH_LINKS" wheels.txt \
     && pip install --disable-pip-version-check --require-hashes --no-deps -r requirements/cu111.lock \
     && pip install --disable-pip-version-check --require-hashes --no-deps -r docker/locks/dali-cu111.lock \
     && pip check
@@ -104,6 +162,7 @@ LABEL org.opencontainers.image.title="superglue-sift" \
       org.opencontainers.image.licenses="MIT" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${VCS_REF}" \
+      org.opencontainers.image.base.name="${BASE_IMAGE}" \
       superglue.stack="cu111"
 # A store of its own: mlflow 3.1 cannot open a file that mlflow 3.17 has migrated.
 ENV USER=pipeline \

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
 # Run the steps of the Dockerfile where there is no container engine and no GPU, and try the image:
-#   docker/build-in-chroot.sh cu111|modern|mlflow build
+#   docker/build-in-chroot.sh STACK build        STACK: cu111, modern, match or mlflow
 #   docker/build-in-chroot.sh cu111|modern run WORKSPACE [COMMAND ...]     the entrypoint, as `docker run` would
+#   docker/build-in-chroot.sh match run PHOTOS [ARGUMENTS]                 the same, of `superglue-match`
 #   docker/build-in-chroot.sh cu111|modern test CLONE [PYTEST ARGUMENTS]   the tests of a clone, inside the image
-#   docker/build-in-chroot.sh cu111|modern|mlflow check     says why nothing can be built here; nothing, if it can
-#   docker/build-in-chroot.sh cu111|modern|mlflow built     exits with 0 when the image is there
-#   docker/build-in-chroot.sh cu111|modern|mlflow prune     removes what newer builds have replaced
+#   docker/build-in-chroot.sh STACK check        says why nothing can be built here; nothing, if it can
+#   docker/build-in-chroot.sh STACK built        exits with 0 when the image is there
+#   docker/build-in-chroot.sh STACK size         of the image above its base system, in MB
+#   docker/build-in-chroot.sh STACK prune        removes what newer builds have replaced
 # buildah with chroot isolation on a Debian of the same C library generation and the same Python packages stands in
 # for the base image (Ubuntu 20.04 = Debian 11, glibc 2.31); torch comes from the package index (a build that runs on
-# the CPU) in place of the CUDA one. Needs root, and: apt-get install buildah debootstrap crun.
-# It cannot show --gpus, --shm-size and ports. ROOTS and STORE name folders for the base systems and the images.
+# the CPU) in place of the CUDA one, or by its hash from the folder PIP_FIND_LINKS. Needs root, and: apt-get install
+# buildah debootstrap crun. It cannot show --gpus, --shm-size and ports. ROOTS and STORE name folders for the base systems and the images.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,11 +25,11 @@ export BUILDAH_ISOLATION=chroot STORAGE_DRIVER=overlay
 
 case $stack in
     cu111) suite=bullseye base_arg=BASE_IMAGE ;;
-    modern) suite=bookworm base_arg=MODERN_BASE_IMAGE ;;
+    modern | match) suite=bookworm base_arg=MODERN_BASE_IMAGE ;;
     mlflow) suite=bookworm base_arg=BASE_IMAGE ;;
-    *) echo "error: no stack $stack: cu111, modern or mlflow" >&2 && exit 2 ;;
+    *) echo "error: no stack $stack: cu111, modern, match or mlflow" >&2 && exit 2 ;;
 esac
-standin=localhost/standin:$stack # modern and mlflow share a suite, not the folder of wheels
+standin=localhost/standin:$stack # three share a suite, not the folder of wheels
 
 bud() { buildah --root "$STORE/root" --runroot "$STORE/run" "$@"; }
 
@@ -62,7 +64,7 @@ make_standin() {
     }
     mkdir -p "$ROOTS/$suite/ci/wheels"
     cp "$certificates" "$ROOTS/$suite/ci/ca.crt"
-    [ "$stack" != modern ] || ! own_wheel || cp "$PIP_FIND_LINKS"/torch-*.whl "$ROOTS/$suite/ci/wheels/"
+    case $stack in modern | match) ! own_wheel || cp "$PIP_FIND_LINKS"/torch-*.whl "$ROOTS/$suite/ci/wheels/" ;; esac
     work=$(bud from scratch)
     bud add -q "$work" "$ROOTS/$suite" / >/dev/null
     bud config --env PIP_CERT=/ci/ca.crt --env PIP_FIND_LINKS=/ci/wheels --env PIP_DEFAULT_TIMEOUT=180 "$work"
@@ -75,9 +77,11 @@ build() {
     local lock=docker/locks/torch-$stack.txt options
     # The index's torch 2 wants the CUDA packages of the full lock, unless this machine has a build for the CPU.
     [ "$stack" != modern ] || own_wheel || lock=docker/locks/torch-modern.lock
+    [ "$stack" != match ] || lock=docker/locks/torch-match.lock
     options=(--target "$stack" --build-arg "TORCH_LOCK=$lock"
         --build-arg "VCS_REF=$(git rev-parse HEAD 2>/dev/null || echo unknown)")
     [ "$stack" != mlflow ] || options=(-f docker/mlflow/Dockerfile)
+    [ "$stack" != match ] || ! own_wheel || options+=(--build-arg TORCH_INDEX=)
     bud bud --pull-never --layers --quiet=false -t "$image" --build-arg "$base_arg=$standin" "${options[@]}" .
 }
 
@@ -88,13 +92,20 @@ container() {
 }
 
 run() {
-    local workspace status=0
-    workspace=$(realpath "$1")
+    local folder status=0 place=/workspace command=(python /opt/superglue/docker/entrypoint.py)
+    [ "$stack" != match ] || place=/photos command=(python -m superglue_sift)
+    folder=$(realpath "$1")
     shift
     container
-    bud run --user "${RUN_USER:-1000:1000}" --volume "$workspace:/workspace" "$work" -- \
-        tini -s -- python /opt/superglue/docker/entrypoint.py "$@" || status=$?
+    bud run --user "${RUN_USER:-1000:1000}" --volume "$folder:$place" "$work" -- tini -s -- "${command[@]}" "$@" || status=$?
     return "$status"
+}
+
+size() {
+    local name
+    for name in "$image" "$standin"; do
+        bud images --format '{{.Size}}' "$name"
+    done | awk '{size[NR] = $1 * ($2 == "GB" ? 1000 : 1)} END {print int(size[1] - size[2] + 0.5)}'
 }
 
 test_clone() {
@@ -120,5 +131,6 @@ case $what in
     build) build ;;
     run) run "$@" ;;
     test) test_clone "$@" ;;
-    *) echo "error: $what: build, run, test, check, built or prune" >&2 && exit 2 ;;
+    size) size ;;
+    *) echo "error: $what: build, run, test, check, built, size or prune" >&2 && exit 2 ;;
 esac

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # What CI does for the images. Without a change to them since the parent commit the text tests of tests/test_docker.py
-# are enough; with one (or with --always) both targets are built and tried, step by step as the Dockerfile says:
+# are enough; with one (or with --always) all targets are built and tried, step by step as the Dockerfile says:
 #   build, `repro --preset ci` inside, a stop in the middle of training and the run that goes on from there, an empty mount;
-#   before that hadolint, compose.yaml against its schema, a bill of materials (CycloneDX) of both locks and pip-audit.
+#   for the image that matches alone a pair, a folder and its size;
+#   before that hadolint, the compose files against their schema, a bill of materials (CycloneDX) of the locks and pip-audit.
 # Reports go to .cache/images.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -35,7 +36,7 @@ install_tools() {
         check-jsonschema==0.39.0
 }
 
-# Three images and two base systems: about 12 GB, 20 while they are made. What is kept from the last time counts.
+# Four images and two base systems: about 13 GB, 20 while they are made. What is kept from the last time counts.
 room() {
     local need=20 free
     ! docker/build-in-chroot.sh cu111 built || ! docker/build-in-chroot.sh modern built || need=10
@@ -48,6 +49,29 @@ workspace() {
     rm -rf "$1"
     git clone -q . "$1"
     chown -R 1000:1000 "$1"
+}
+
+# Two photographs and what the command leaves of them, with no more rights and no other user than a person gives it.
+try_matching() {
+    local place size code=0
+    place=$(mktemp -d)
+    .venv/bin/python - "$place" <<'END' || return 1
+import sys, cv2, numpy
+from skimage import data
+photo = data.coffee()[:, :, ::-1]
+turned = cv2.warpPerspective(photo, numpy.array([[0.8, -0.15, 60], [0.12, 0.85, 10], [1e-4, 0, 1]]), (600, 400))
+for name, image in (("a", photo), ("b", turned), ("c", data.rocket()[:, :, ::-1])):
+    assert cv2.imwrite(f"{sys.argv[1]}/{name}.jpg", image)
+END
+    chown -R 4321:4321 "$place"
+    say "match: a pair, a folder"
+    RUN_USER=4321:4321 docker/build-in-chroot.sh match run "$place" a.jpg b.jpg --out m.png --json m.json &&
+        RUN_USER=4321:4321 docker/build-in-chroot.sh match run "$place" . --out-dir found --colmap database.db || code=$?
+    [ "$code" != 0 ] || [ "$(stat -c %u "$place"/{m.png,m.json,database.db,found/a_b_matches.npz} | sort -u)" = 4321 ] || code=1
+    rm -rf "$place"
+    size=$(docker/build-in-chroot.sh match size)
+    echo "superglue-match has $size MB above its base system, which has 80 as debian:bookworm-slim"
+    [ "$size" -lt 1400 ] && return "$code"
 }
 
 try_image() { # stack
@@ -74,12 +98,16 @@ empty_mount() { # stack, folder
     ! docker/build-in-chroot.sh "$1" run "$2" repro
 }
 
+lock_of() { # stack
+    [ "$1" = match ] && echo docker/locks/match.lock || echo "requirements/$1.lock"
+}
+
 audit() { # stack
     local ignore=()
     while read -r id _; do
         [[ "$id" == \#* || -z "$id" ]] || ignore+=(--ignore-vuln "$id")
     done <"docker/audit-$1.txt"
-    if "$tools/bin/pip-audit" --strict --disable-pip --require-hashes -r "requirements/$1.lock" \
+    if "$tools/bin/pip-audit" --strict --disable-pip --require-hashes -r "$(lock_of "$1")" \
         ${ignore[@]+"${ignore[@]}"} >"$out/audit-$1.txt" 2>&1; then
         echo "$1: no known vulnerability but those of docker/audit-$1.txt"
     elif grep -qE 'ConnectionError|Max retries|not found on|HTTPError|ServiceError|Skipp?ed|could not be (found|audited)|not.*audited|404' \
@@ -95,11 +123,11 @@ packages
 install_tools
 say "hadolint"
 "$tools/bin/hadolint" --ignore DL3008 Dockerfile docker/mlflow/Dockerfile
-say "compose.yaml against the schema of the Compose specification"
-"$tools/bin/check-jsonschema" --builtin-schema vendor.compose-spec docker/compose.yaml
-for stack in cu111 modern; do
+say "compose files against the schema of the Compose specification"
+"$tools/bin/check-jsonschema" --builtin-schema vendor.compose-spec docker/compose.yaml docker/compose.shared.yaml
+for stack in cu111 modern match; do
     say "$stack: bill of materials, known vulnerabilities"
-    "$tools/bin/cyclonedx-py" requirements "requirements/$stack.lock" --output-file "$out/sbom-$stack.json"
+    "$tools/bin/cyclonedx-py" requirements "$(lock_of "$stack")" --output-file "$out/sbom-$stack.json"
     audit "$stack"
 done
 say "is there a way to build?"
@@ -119,6 +147,8 @@ build() { # stack
 }
 
 build mlflow
+build match
+try_matching
 for stack in cu111 modern; do
     build "$stack"
     try_image "$stack"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,7 @@ def test_the_modern_image_and_the_server_have_a_current_mlflow():
     "lock",
     ["docker/locks/dali-cu111.lock", "docker/locks/dali-modern.lock", "docker/locks/torch-modern.lock",
      "docker/locks/torch-cu111.lock", "docker/locks/mlflow.lock", "docker/locks/pip.lock",
+     "docker/locks/match.lock", "docker/locks/torch-match.lock",
      "requirements/cu111.lock", "requirements/modern.lock"],
 )  # fmt: skip
 def test_every_pin_of_a_lock_has_a_hash(lock):
@@ -119,9 +122,35 @@ def test_dependencies_come_before_the_source(stack):
 
 def test_the_default_target_is_cuda_11_1():
     assert re.findall(r"^FROM .* AS (\w+)", DOCKERFILE, re.MULTILINE)[-1] == "cu111"
-    assert "ARG BASE_IMAGE=nvidia/cuda:11.1.1-cudnn8-runtime-ubuntu20.04" in DOCKERFILE
+    assert 'superglue.stack="cu111"' in stage("cu111") and "torch-cu111.lock" in stage("cu111")
     for stack in STACKS:
         assert "NVIDIA_VISIBLE_DEVICES=all" in stage(stack) and "safe.directory" in stage(stack)
+
+
+@pytest.mark.parametrize("text", [DOCKERFILE, MLFLOW_DOCKERFILE], ids=["trainer", "mlflow"])
+def test_base_images_stand_by_digest_and_a_build_by_tag_says_so(text, tmp_path):
+    bases = dict(re.findall(r"^ARG (\w*BASE_IMAGE)=(\S+)$", text, re.MULTILINE))
+    assert bases and all(re.fullmatch(r"[a-z/]+:[a-z0-9.-]+@sha256:[0-9a-f]{64}", base) for base in bases.values())
+    stages = re.split(r"^FROM ", text, flags=re.MULTILINE)[1:]
+    assert stages and all(re.match(r"\$\{(\w*BASE_IMAGE)\}.*\nARG \1\n", one) for one in stages)
+    for one in stages:
+        variable, line = re.search(r"^RUN (?=case \"\$(\w+)\")(.*?esac)", one, re.MULTILINE).groups()
+        for base, said in ((bases[variable], ""), ("debian:12", "note: base image debian:12 without a digest\n")):
+            environment = {"PATH": os.environ["PATH"], variable: base}
+            done = subprocess.run(["sh", "-c", line], env=environment, capture_output=True, text=True, check=True)
+            assert done.stdout == said
+
+
+def test_the_image_for_matching_holds_the_library_and_nothing_to_train_with():
+    lock, modern = pins("docker/locks/match.lock"), locks()["modern"]
+    assert not {"dvc", "mlflow", "opencv-python", "torch", "torchvision"} & set(lock)
+    assert lock.pop("opencv-python-headless") == modern["opencv-python"]
+    assert {name: modern.get(name, version) for name, version in lock.items()} == lock
+    assert pins("docker/locks/torch-match.lock")["torch"] == pins("docker/locks/torch-modern.lock")["torch"] + "+cpu"
+    text = stage("match")
+    assert text.index("match.lock") < text.index("pip install") < text.index("COPY superglue_sift")
+    assert "COPY pretrained" in text and "COPY . ." not in text and "pipeline" not in text
+    assert 'ENTRYPOINT ["tini", "--", "python", "-m", "superglue_sift"]' in text and "WORKDIR /photos" in text
 
 
 def test_each_image_has_a_store_of_its_own():
@@ -159,9 +188,22 @@ def test_compose_keeps_the_server_private_and_gives_the_trainer_its_gpus():
     host = trainer["environment"]["MLFLOW_TRACKING_URI"].split("://")[1]
     assert host in server["environment"]["MLFLOW_ALLOWED_HOSTS"].split(",")
     assert server["read_only"] is True
-    assert all(compose["services"][name]["profiles"] == ["shared"] for name in ("postgres", "s3"))
-    for service in compose["services"].values():
-        assert ":latest" not in service["image"]
+    assert ":latest" not in trainer["image"] + server["image"]
+
+
+def test_compose_mounts_secrets_only_where_they_are_used():
+    """A secret that is not needed is not there, in place of an empty file."""
+    alone = YAML(typ="safe").load((DOCKER / "compose.yaml").read_text())
+    shared = YAML(typ="safe").load((DOCKER / "compose.shared.yaml").read_text())
+    assert "secrets" not in alone and not [one for one in alone["services"].values() if "secrets" in one]
+    assert not [name for name in alone["services"] if "image" not in alone["services"][name]]
+    mounted = {name for service in shared["services"].values() for name in service.get("secrets", [])}
+    assert mounted == set(shared["secrets"])
+    given = dict(line.split("=") for line in (DOCKER / "shared.env").read_text().splitlines() if line[:1] != "#")
+    for secret in shared["secrets"].values():
+        variable, message = re.fullmatch(r"\$\{(\w+):\?(.*)\}", secret["file"]).groups()
+        assert variable in given and "--env-file docker/shared.env" in message
+    assert set(shared["services"]["mlflow"]) == {"environment", "secrets", "depends_on"}, "the rest is compose.yaml's"
 
 
 @pytest.fixture
@@ -173,6 +215,98 @@ def part(monkeypatch):
         return importlib.import_module(name)
 
     return load
+
+
+def packed(folder: Path, version: str) -> Path:
+    """A wheel that holds nothing, as an index of files would have it."""
+    folder.mkdir(exist_ok=True)
+    wheel, info = folder / f"nothing_at_all-{version}-py3-none-any.whl", f"nothing_at_all-{version}.dist-info"
+    with zipfile.ZipFile(wheel, "w") as file:
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: nothing-at-all\nVersion: {version}\n")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+    return wheel
+
+
+def test_the_wheels_of_a_list_are_compared_and_recorded(part, tmp_path, monkeypatch, capfd):
+    """pip and its downloads are real, but for the installation."""
+    wheels, wheel = part("wheels"), packed(tmp_path / "files", "1.0+cu111")
+    installed, run = [], subprocess.run
+
+    def recorded(words, **options):
+        if "install" not in words:
+            return run([*words, "--no-index"], **options)
+        installed.append(words)
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(wheels.subprocess, "run", recorded)
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    right, other = f" \\\n    --hash=sha256:{digest}", " \\\n    --hash=sha256:" + 64 * "0"
+    for size, hashes, code, said in (
+        ("0.0", right, 0, ": as in the lock"),
+        ("0.0", "", 0, ": not compared, the lock has no hash"),
+        ("0.0", other, 2, f": the lock has {64 * '0'}"),
+        ("2137.7", right, 2, ": the lock has 2137.7 MB"),
+    ):
+        lock, record = tmp_path / "a.lock", tmp_path / "wheels.txt"
+        record.write_text("")
+        lock.write_text(f"# why\n# {size} MB\nnothing_at_all==1.0+cu111{hashes}\n")
+        assert wheels.main([str(lock), str(wheel.parent), str(record)]) == code
+        line = f"{wheel.name}: 0.0 MB, sha256 {digest}{said}\n"
+        output = capfd.readouterr()
+        assert line in (output.err if code else output.out)
+        assert record.read_text() == ("" if code else line)
+        assert len(installed) == (0 if code else 1)
+        installed.clear()
+
+
+def test_the_sizes_and_hashes_of_torch_are_read_from_its_lock(part):
+    found = part("wheels").wanted((DOCKER / "locks" / "torch-cu111.lock").read_text())
+    assert [(one.line, one.size, len(one.hashes)) for one in found.values()] == [
+        ("torch==1.10.2+cu111", "2137.7 MB", 1),
+        ("torchvision==0.11.3+cu111", "24.5 MB", 1),
+    ]
+    standin = part("wheels").wanted((DOCKER / "locks" / "torch-cu111.txt").read_text())
+    assert [one.hashes for one in standin.values()] == [set(), set()]
+
+
+SKOPEO = """#!/bin/sh
+[ "$1 $2" = "inspect --raw" ] || exit 1
+case $3 in
+    docker://docker.io/library/debian:*) echo new ;;
+    docker://docker.io/*) [ -z "$SILENT" ] && echo old ;;
+esac
+"""
+
+
+def test_newer_base_images_are_found_and_written(tmp_path):
+    bins, tree = tmp_path / "bin", tmp_path / "tree"
+    bins.mkdir()
+    for name, text in (("docker", "#!/bin/sh\nexit 1\n"), ("skopeo", SKOPEO)):
+        (bins / name).write_text(text)
+        (bins / name).chmod(0o755)
+    shutil.copytree(DOCKER, tree / "docker")
+    old, new = (hashlib.sha256(text).hexdigest() for text in (b"old\n", b"new\n"))
+    (tree / "Dockerfile").write_text(re.sub("sha256:[0-9a-f]{64}", f"sha256:{old}", DOCKERFILE))
+    for file in ("mlflow/Dockerfile", "compose.shared.yaml"):
+        path = tree / "docker" / file
+        path.write_text(re.sub("sha256:[0-9a-f]{64}", f"sha256:{old}", path.read_text()))
+
+    def pin(*words, **more):
+        environment = {"PATH": f"{bins}:{os.environ['PATH']}", **more}
+        command = ["bash", str(tree / "docker" / "pin.sh"), *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+    found = pin()
+    assert found.returncode == 1 and len(found.stdout.splitlines()) == 4
+    assert f"debian:bookworm-slim: sha256:{old}; its tag is now sha256:{new}\n" in found.stdout
+    assert f"ubuntu:20.04: sha256:{old}, as its tag\n" in found.stdout
+    silent = pin("--write", SILENT="1")
+    assert silent.returncode == 2 and silent.stderr.startswith("error: no digest of ")
+    assert pin("--write").returncode == 0
+    written = (tree / "Dockerfile").read_text()
+    assert f"debian:bookworm-slim@sha256:{new}\n" in written and f"ubuntu:20.04@sha256:{old}\n" in written
+    assert f"debian:bookworm-slim@sha256:{new}\n" in (tree / "docker" / "mlflow" / "Dockerfile").read_text()
 
 
 def test_the_server_wants_its_password(monkeypatch, tmp_path, capsys):
