@@ -5,8 +5,10 @@
 
 Each part is a command of its own with a limit of time; what it printed and how it ended is written as soon as it is
 known (`NN-name.log`, and a line of `summary.md`), and the next one follows whatever became of it. Nothing is
-downloaded: photographs come from --images or from those that ship inside scikit-image. Weights that are
-trained here are saved as they come in OUT/real, and a second run goes on from them.
+downloaded: photographs come from --images or from those that ship inside scikit-image. All but the training of real
+weights fits --budget, 28 minutes. Where a machine is lent for less at a time, the same command with a smaller --budget
+goes on where it stopped: a part that has ended well is not done again (`done.json`), one that ran out of the budget is.
+Weights that are trained here are saved as they come in OUT/real, and a second run goes on from them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from ruamel.yaml import YAML
 
@@ -29,6 +31,7 @@ from pipeline.files import write_atomic
 
 PYTHON = [sys.executable, "-m"]
 GRACE = 60  # seconds to save after SIGTERM
+LEAST = 5.0  # seconds that are left of the budget, for a part to be begun
 
 
 class Part(NamedTuple):
@@ -54,20 +57,42 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--images", default="", help="folder of photographs; default: those inside scikit-image")
     parser.add_argument("--out", type=Path, default=Path("reports/first-gpu"))
     parser.add_argument("--minutes", type=float, help="of training real weights; default: 10, on a CPU 0.5")
-    parser.add_argument("--only", default="", help="parts by name, separated by commas")
+    parser.add_argument(
+        "--budget", type=float, default=28.0, help="minutes of this call; what is left comes in the next"
+    )
+    parser.add_argument("--only", default="", help="parts by name, separated by commas, done again if they were done")
     args = parser.parse_args(argv)
+    if args.budget <= 0 or (args.minutes or 1) <= 0:
+        parser.error("--budget and --minutes must be above 0")
     args.out.mkdir(parents=True, exist_ok=True)
-    sizes = _sizes(args)
+    chosen = parts(args.out, args.device, _sizes(args))
     wanted = [name for name in args.only.split(",") if name]
-    rows: List[str] = []
-    for number, part in enumerate(parts(args.out, args.device, sizes)):
-        if wanted and part.name not in wanted:
-            continue
-        rows.append(run(part, args, number))
-        head = "| part | s | outcome |\n|---|---|---|\n"
-        write_atomic(args.out / "summary.md", head + "".join(f"{row}\n" for row in rows))
-        print(rows[-1], flush=True)
+    unknown = [name for name in wanted if name not in {part.name for part in chosen}]
+    if unknown:
+        parser.error(f"--only {unknown[0]}: no such part; there are {', '.join(part.name for part in chosen)}")
+    _all(chosen, wanted, args)
     return 0
+
+
+def _all(chosen: List[Part], wanted: List[str], args: argparse.Namespace) -> None:
+    """The parts one after another, within the budget; summary.md has those of earlier calls too."""
+    file, end = args.out / "done.json", time.monotonic() + 60 * args.budget
+    kept: Dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    done = kept.get(args.device, {})
+    for number, part in enumerate(chosen):
+        if part.name not in wanted if wanted else done.get(part.name, {}).get("well"):
+            continue
+        left = end - time.monotonic()
+        if left < LEAST:
+            row, well = f"| {part.name} | 0 | left for the next call: {60 * args.budget:.0f} s are over |", False
+        else:
+            row, well = run(part._replace(seconds=min(part.seconds, left)), args, number)
+            well = well and (part.seconds <= left or "time is over" not in row)
+        done[part.name] = {"row": row, "well": well}
+        write_atomic(file, json.dumps({**kept, args.device: done}, indent=1) + "\n")
+        rows = [done[each.name]["row"] for each in chosen if each.name in done]
+        write_atomic(args.out / "summary.md", "\n".join(["| part | s | outcome |", "|---|---|---|", *rows, ""]))
+        print(row, flush=True)
 
 
 def _sizes(args: argparse.Namespace) -> Dict[str, Any]:
@@ -101,20 +126,22 @@ def parts(out: Path, device: str, sizes: Dict[str, Any]) -> List[Part]:
     images, kept = ["--images", str(out / "images")], ["--keypoints", str(out / "keypoints")]
     on_cpu = {"CUDA_VISIBLE_DEVICES": ""}
     return [
-        Part("doctor", 120, [*PYTHON, "pipeline.doctor"], expected=(0, 2)),
-        Part("tests", 300, [*PYTHON, "pytest", "-q", "-m", "gpu", *(["tests/test_dali.py"] if small else [])]),
-        Part("parity", 300, [*table, "--only", "parity", "--out", str(out / "parity")]),
-        Part("fetch", 120, [*PYTHON, "pipeline.fetch", *stage, "--out", str(out / "images"),
+        Part("doctor", 60, [*PYTHON, "pipeline.doctor"], expected=(0, 2)),
+        Part("launches", 60, [*PYTHON, "benchmarks.launches", "--precision", "bfloat16", "--captured",
+                              *(["--pairs", "4", "--keypoints", "128", "--iterations", "2"] if small else [])]),
+        Part("tests", 180, [*PYTHON, "pytest", "-q", "-m", "gpu", *(["tests/test_dali.py"] if small else [])]),
+        Part("parity", 150, [*table, "--only", "parity", "--out", str(out / "parity")]),
+        Part("fetch", 60, [*PYTHON, "pipeline.fetch", *stage, "--out", str(out / "images"),
                             "--archives", str(out / "archives"), "--reports", str(out / "fetch")]),
-        Part("keypoints", 300, [*PYTHON, "pipeline.keypoints", *stage, *images, "--out", str(out / "keypoints"),
+        Part("keypoints", 120, [*PYTHON, "pipeline.keypoints", *stage, *images, "--out", str(out / "keypoints"),
                                 "--reports", str(out / "keypoints-report")]),
-        Part("train-cpu", 300, _train(out, "curve", "cpu", kept), expected=(0, 143), environment=on_cpu),
-        Part("train-killed", 300, _train(out, "curve", "curve", kept), "curve/checkpoints/step-*.json", (0, 143)),
-        Part("train-resumed", 300, _train(out, "curve", "curve", kept)),
+        Part("train-cpu", 150, _train(out, "curve", "cpu", kept), expected=(0, 143), environment=on_cpu),
+        Part("train-killed", 90, _train(out, "curve", "curve", kept), "curve/checkpoints/step-*.json", (0, 143)),
+        Part("train-resumed", 90, _train(out, "curve", "curve", kept)),
         Part("curves", 10, lambda: compared(out)),
-        Part("modes", 600, [*table, "--only", "modes,decoders", "--out", str(out / "modes")]),
-        Part("gpu", 600, [*table, "--only", "gpu,loader,memory", "--out", str(out / "gpu")]),
-        Part("onnx", 600, [*PYTHON, "superglue_sift.onnx", str(out / "superglue.onnx"), "--time", "--device", device],
+        Part("modes", 300, [*table, "--only", "modes,decoders", "--out", str(out / "modes")]),
+        Part("gpu", 240, [*table, "--only", "gpu,loader,batches,memory", "--out", str(out / "gpu")]),
+        Part("onnx", 120, [*PYTHON, "superglue_sift.onnx", str(out / "superglue.onnx"), "--time", "--device", device],
              skipped=(2,)),
         Part("real", 60 * sizes["minutes"], _train(out, "real", "real", kept), expected=(0, 143)),
         Part("figures", 300, [*PYTHON, "pipeline.train", "--validate-only", "--params", str(out / "real.yaml"), *kept,
@@ -127,8 +154,8 @@ def _train(out: Path, file: str, name: str, kept: List[str]) -> List[str]:
     return [*PYTHON, "pipeline.launch", "pipeline.train", "--params", str(out / f"{file}.yaml"), *kept, *folders]
 
 
-def run(part: Part, args: argparse.Namespace, number: int) -> str:
-    """Its line of the summary: name, seconds, how it ended and its last words."""
+def run(part: Part, args: argparse.Namespace, number: int) -> Tuple[str, bool]:
+    """Its line of the summary: name, seconds, how it ended and its last words; and whether it ended well."""
     log = args.out / f"{number:02d}-{part.name}.log"
     begun = time.monotonic()
     try:
@@ -141,7 +168,8 @@ def run(part: Part, args: argparse.Namespace, number: int) -> str:
         outcome = f"failed: {type(error).__name__}: {error}"
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.is_file() else []
     last = lines[-1].strip()[-160:].replace("|", "/") if lines else ""
-    return f"| {part.name} | {time.monotonic() - begun:.0f} | {outcome}: {last} |"
+    row = f"| {part.name} | {time.monotonic() - begun:.0f} | {outcome}: {last} |"
+    return row, outcome.startswith(("ok", "SKIP"))
 
 
 def _command(part: Part, args: argparse.Namespace, log: Path) -> str:

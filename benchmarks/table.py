@@ -20,7 +20,7 @@ from pipeline.errors import RequestError
 from pipeline.files import write_atomic
 
 WITHOUT_NETWORK = (
-    "sinkhorn/", "keypoints/", "store/", "memory/Sinkhorn", "decoders/",
+    "sinkhorn/", "keypoints/", "store/", "batches/", "memory/Sinkhorn", "decoders/",
     "loader/plain loader alone", "loader/synthetic loader alone", "loader/DALI loader alone",
 )  # fmt: skip
 
@@ -31,6 +31,7 @@ def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
         evaluation_rows,
         gpu_rows,
         group_rows,
+        loader_rows,
         memory_rows,
         mode_rows,
         model_rows,
@@ -52,6 +53,7 @@ def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
         "decoders": mode_rows.decoders,
         "processes": group_rows.groups,
         "loader": training_rows.loader,
+        "batches": loader_rows.batches,
         "memory": memory_rows.peaks,
         "parity": parity_rows.parity,
         "batched": evaluation_rows.batched,

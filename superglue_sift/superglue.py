@@ -192,7 +192,8 @@ class SuperGlue(nn.Module):
         """
         T, found = self.config.sinkhorn_iterations, []
         if layout.marginals is None:
-            layout.marginals = [Marginals(*(s.counts for s in part.sides), descriptors.device) for part in layout.parts]
+            counts = [(part.sides[0].counts, part.sides[1].counts) for part in layout.parts]
+            layout.marginals = [Marginals(m, n, descriptors.device) for m, n in counts]
         x0, x1 = (to_float32(t) for t in layout.halves(descriptors))
         halves = x0 * self._scale, x1
         varying = len(layout.parts) > 1

@@ -46,7 +46,34 @@ def test_the_same_parts_in_the_same_order_on_both(tmp_path, device):
     found = first_gpu.parts(tmp_path, device, first_gpu._sizes(args))
     names = [part.name for part in found]
     assert names.index("tests") < names.index("train-killed") < names.index("train-resumed") < names.index("real")
-    assert sum(part.seconds for part in found) > 0 and len(set(names)) == len(names) == 14
+    assert len(set(names)) == len(names) == 15 and names[-2:] == ["real", "figures"]
+    assert sum(part.seconds for part in found[:-2]) <= 28 * 60  # all but the training of real weights
+
+
+def test_a_smaller_budget_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+    """What has ended well is not done again; what failed, ran out of the budget or was not begun is."""
+    monkeypatch.setattr(first_gpu, "LEAST", 0.5)
+    count = tmp_path / "count"
+    add = f"open({str(count)!r}, 'a').write('x')"
+    monkeypatch.setattr(first_gpu, "parts", lambda *_: [
+        Part("quick", 60, python(f"{add}; print('done')")),
+        Part("slow", 60, python("import os, time; time.sleep(0 if os.environ.get('FAST') else 60)"), expected=(0, -15)),
+        Part("last", 60, python("print('the end')")),
+    ])  # fmt: skip
+    command = ["--device", "cpu", "--out", str(tmp_path / "out"), "--budget"]
+    assert first_gpu.main([*command, "0.05"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split("|")[1].strip() for line in said] == ["quick", "slow", "last"]
+    assert "time is over" in said[1] and "left for the next call" in said[2]
+    monkeypatch.setenv("FAST", "1")
+    assert first_gpu.main([*command, "1"]) == 0
+    assert [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()] == ["slow", "last"]
+    rows = (tmp_path / "out" / "summary.md").read_text().splitlines()[2:]
+    assert len(rows) == 3 and all("| ok (ended" in row for row in rows) and count.read_text() == "x"
+    assert first_gpu.main([*command, "1", "--only", "quick"]) == 0
+    assert count.read_text() == "xx"
+    with pytest.raises(SystemExit, match="2"):
+        first_gpu.main([*command, "1", "--only", "nothing"])
 
 
 def test_losses_of_both_devices_stand_side_by_side(tmp_path):

@@ -8,6 +8,7 @@ SIFT runs at other sampled scales there: docs/training.md says how near it comes
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Callable, Optional, Tuple
@@ -65,21 +66,28 @@ class Augmentation:
 
     def zoom(self, seed: int, side: int) -> float:
         """By how many times the view of this side (0 or 1) is made smaller; 1: it stays as large as it is."""
-        if self.zoom_share == 0:
-            return 1.0
-        random = np.random.default_rng((seed, _ZOOM))
-        if random.random() >= self.zoom_share or random.integers(2) != side:
-            return 1.0
-        return math.exp(random.uniform(math.log(LEAST_ZOOM), math.log(self.zoom_max)))
+        zoomed, factor = _zoom(self.zoom_share, self.zoom_max, seed) if self.zoom_share else (0, 1.0)
+        return factor if side == zoomed else 1.0
 
-    def apply(self, view: View, seed: int, side: int, others: Others = lambda random: None, least: float = 0.0) -> View:
+    def apply(
+        self,
+        view: View,
+        seed: int,
+        side: int,
+        others: Others = lambda random: None,
+        least: float = 0.0,
+        most: Optional[int] = None,
+    ) -> View:
         """The changed view of this side (0 or 1) of the pair.
 
         Args:
             others: gives the views that surround one that is made smaller.
             least: the smallest scale (px) at which keypoints are found; 0: the smallest of the view.
+            most: the first so many of the changed view's keypoints are kept; None: all.
         """
-        random = np.random.default_rng((seed, _VIEW, side))
+        given = view.records
+        if self.window < 1.0 or self.drop > 0 or self.turn_deg > 0:  # a generator takes longer than many a change
+            random = np.random.default_rng((seed, _VIEW, side))
         if self.window < 1.0:
             view = _windowed(view, self.window, random)
         if self.drop > 0:
@@ -90,9 +98,20 @@ class Augmentation:
         if factor > 1.0:
             # of a stream of its own: the turn is the same with and without
             view = mosaic(view, factor, least, others, np.random.default_rng((seed, _ZOOM, side)))
+        own = view.records is not given
+        view = view._replace(records=view.records[:most])  # before the turn, which leaves their order
         if self.turn_deg > 0:
-            view = _turned(view, random.uniform(-self.turn_deg, self.turn_deg))
+            view = _turned(view, random.uniform(-self.turn_deg, self.turn_deg), own)
         return view
+
+
+@functools.lru_cache(maxsize=1024)  # asked for both sides of a pair
+def _zoom(share: float, most: float, seed: int) -> Tuple[int, float]:
+    """The side that is made smaller, and by how many times; 1: none is."""
+    random = np.random.default_rng((seed, _ZOOM))
+    if random.random() >= share:
+        return 0, 1.0
+    return int(random.integers(2)), math.exp(random.uniform(math.log(LEAST_ZOOM), math.log(most)))
 
 
 PLAIN = Augmentation()  # changes nothing
@@ -116,14 +135,17 @@ def _windowed(view: View, least: float, random: np.random.Generator) -> View:
     return View(kept, shift @ view.H_image_to_view, (int(sides[0]), int(sides[1])))
 
 
-def _turned(view: View, degrees: float) -> View:
-    """The keypoints of the view turned clockwise (as SIFT counts angles: x right, y down) by `degrees`."""
+def _turned(view: View, degrees: float, own: bool) -> View:
+    """The keypoints of the view turned clockwise (as SIFT counts angles: x right, y down) by `degrees`.
+
+    own: nobody else holds the records, which may be overwritten.
+    """
     records, size = view.records, view.size
     c, s = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     turn = np.array([[c, -s], [s, c]])
     canvas = np.ceil(np.abs(turn) @ np.array(size, float) - 1e-9)
     shift = (canvas - 1) / 2 - turn @ ((np.array(size) - 1) / 2)
-    moved = records.copy()
+    moved = records if own else records.view(f"V{records.itemsize}").copy().view(records.dtype)
     x, y = records["x"].astype(np.float64), records["y"].astype(np.float64)
     moved["x"], moved["y"] = c * x - s * y + shift[0], s * x + c * y + shift[1]
     for name in ("angle", "second_angle"):

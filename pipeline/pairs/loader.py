@@ -45,16 +45,14 @@ def load_batch(
     for sample, image1 in zip(samples, images1):
         others = functools.partial(_another_view, store, (sample.image, image1))
         shown = store.view(sample.image, sample.view0), store.view(image1, sample.view1)
+        most = augmentation.counts(max_keypoints, sample.seed)
         for side, (views, view) in enumerate(zip((views0, views1), shown)):
-            views.append(augmentation.apply(view, sample.seed, side, others, store.least_scale))
+            views.append(augmentation.apply(view, sample.seed, side, others, store.least_scale, most[side]))
     # inverted together, since 64 small inversions one by one cost a batch 1 ms
     to0, to1 = (np.stack([view.H_image_to_view for view in side]) for side in (views0, views1))
     H_0to1 = normalized(to1 @ inv(to0))
     H_0to1[[image1 != sample.image for image1, sample in zip(images1, samples)]] = APART
-    pairs = []
-    for sample, view0, view1 in zip(samples, views0, views1):
-        count0, count1 = augmentation.counts(max_keypoints, sample.seed)
-        pairs.append(Pair(view0.records[:count0], view1.records[:count1], view0.size, view1.size))
+    pairs = [Pair(one.records, other.records, one.size, other.size) for one, other in zip(views0, views1)]
     return from_pairs(pairs, H_0to1)
 
 

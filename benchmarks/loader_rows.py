@@ -1,0 +1,83 @@
+"""How many pairs a second batches are made of, out of the store, by one core and by processes as a GPU has them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List
+
+import torch
+
+from benchmarks import timing
+from benchmarks.made import made_store
+from benchmarks.row import Row, Setting
+from pipeline.features.store import Store
+from pipeline.pairs import processes
+from pipeline.pairs.augmentation import PLAIN, Augmentation
+from pipeline.pairs.loader import load_batch
+from pipeline.pairs.order import PairOrder
+from superglue_sift.batch import PairBatch
+
+KEYPOINTS, BATCH = 512, 64
+WANTED, WORKERS = 2500, 8  # pairs/s, and the processes that shall make them
+AHEAD = 2
+# as the preset of the shipped weights changes pairs, and as sample.yaml does
+WAYS: Dict[str, Augmentation] = {
+    "as stored": PLAIN,
+    "thinned and turned": Augmentation(drop=0.3, turn_deg=180.0),
+    "thinned, turned, cut to 128 or more, zoomed": Augmentation(
+        drop=0.3, turn_deg=180.0, min_keypoints=128, unrelated_share=0.1, zoom_share=0.35, zoom_max=8.0
+    ),
+}
+
+
+def batches(setting: Setting) -> Iterator[Row]:
+    """Of each way one core; of the dearest way as many processes as `WORKERS`, if there are so many cores."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(made_store(Path(folder), KEYPOINTS))
+        order = PairOrder(0, len(store), store.views_per_image)
+        calls = {name: functools.partial(_made, store, order, way) for name, way in WAYS.items()}
+        yield from _one_core(setting, calls)
+        cores = len(os.sched_getaffinity(0))
+        dearest = list(calls)[-1]
+        for number in (min(cores, WORKERS),) if cores < WORKERS else (4, WORKERS):
+            yield _by_processes(setting, f"{number} processes: {dearest}", calls[dearest], number)
+        if cores < WORKERS:
+            yield Row("batches", f"{WORKERS} processes: {dearest}", skipped=f"{cores} cores")
+
+
+def _made(store: Store, order: PairOrder, way: Augmentation, step: int) -> List[PairBatch]:
+    return [load_batch(store, order.step(step, BATCH), KEYPOINTS, way)]
+
+
+def _one_core(setting: Setting, calls: Dict[str, Callable[[int], Any]]) -> Iterator[Row]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        taken = setting.timed({name: functools.partial(call, 0) for name, call in calls.items()})
+    finally:
+        torch.set_num_threads(before)
+    first = next(iter(calls))
+    for name, own in taken.items():
+        each = timing.interval([BATCH / seconds for seconds in own.cpu])
+        ratio, cpu = timing.speed_up(taken[first].wall, own.wall), timing.speed_up(taken[first].cpu, own.cpu)
+        what = f"one core: {name}, N = {KEYPOINTS}"
+        yield Row("batches", what, each.value, "pairs/s", ratio, cpu, first, spread=each, note="by its processor time")
+
+
+def _by_processes(setting: Setting, name: str, call: Callable[[int], Any], number: int) -> Row:
+    """Their rate once they are at work, for the budget of a row."""
+    with contextlib.closing(processes.prefetched(call, range(10**6), processes.Plan(number, AHEAD))) as made:
+        for _ in range(number * AHEAD):  # those made while the processes began
+            next(made)
+        begun, steps = time.perf_counter(), 0
+        while time.perf_counter() - begun < min(setting.seconds, 5.0):
+            next(made)
+            steps += 1
+        rate = steps * BATCH / (time.perf_counter() - begun)
+    note = f"wanted: {WANTED} by {WORKERS}" if number == WORKERS else ""
+    return Row("batches", f"{name}, N = {KEYPOINTS}", rate, "pairs/s", note=note)
