@@ -43,14 +43,14 @@ def lerp_(values: List[Tensor], targets: List[Tensor], weight: float) -> None:
 
 def clip_grad_norm_(parameters: List[nn.Parameter], most: float) -> Tensor:
     """torch's function of this name, whose bits these are, by a few launches on a GPU; 1.10's takes some for each."""
-    norms_of = getattr(torch, "_foreach_norm", None)
+    norms_of, multiply = (getattr(torch, name, None) for name in ("_foreach_norm", "_foreach_mul_"))
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if norms_of is None or not gradients:
+    if norms_of is None or multiply is None or not gradients:
         return nn.utils.clip_grad_norm_(parameters, most)
     norm = torch.stack(norms_of(gradients)).norm()
     if most < math.inf:
         scale: Any = (most / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(gradients, scale)
+        multiply(gradients, scale)
     return norm
 
 

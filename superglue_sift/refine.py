@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import List, NamedTuple, Optional, Tuple, Union
+from typing import Callable, List, NamedTuple, Optional, Tuple, Union
 
 import cv2
 import numpy as np
@@ -116,12 +116,15 @@ def align_points(
         return Aligned(start0, start1, np.zeros(0, np.float32), np.zeros(0, np.float32))
     coarsest = np.zeros(len(start0)) if scales is None else np.log2(np.maximum(scales, COARSE_PX) / COARSE_PX)
     levels = torch.as_tensor(np.clip(coarsest, 0, COARSER), device=device).long()
-    arguments = start0, start1, np.asarray(maps, np.float64), settings, device
+
+    def begun(image0: np.ndarray, image1: np.ndarray) -> _Work:
+        return _Work(image0, image1, start0, start1, np.asarray(maps, np.float64), settings, device)
+
     with torch.no_grad():
-        work = _Work(gray0, gray1, *arguments)
+        work = begun(gray0, gray1)
         work.run(levels)
         if abs(work.sharpness()) > BLURRED:
-            again = _Work(*_equally_sharp(gray0, gray1, work, arguments), *arguments)
+            again = begun(*_equally_sharp(gray0, gray1, work, begun))
             again.run(levels)
             if torch.isnan(work.deviation).all() or torch.nanmedian(again.deviation / work.deviation) < SHARPER:
                 work = again
@@ -129,7 +132,9 @@ def align_points(
     return Aligned(start0, start1 + shift, deviations, correlations)
 
 
-def _equally_sharp(gray0: np.ndarray, gray1: np.ndarray, work: _Work, arguments: tuple) -> List[np.ndarray]:
+def _equally_sharp(
+    gray0: np.ndarray, gray1: np.ndarray, work: _Work, begun: Callable[[np.ndarray, np.ndarray], _Work]
+) -> List[np.ndarray]:
     """Both images, the sharper one of them blurred so far that patches of both have the same gradient energy."""
     first = work.sharpness() > 0
     pixel = float((work.frame0[:, 0, 0] if first else work.step1).median())  # of a sample, in the image to be blurred
@@ -141,7 +146,7 @@ def _equally_sharp(gray0: np.ndarray, gray1: np.ndarray, work: _Work, arguments:
     least, most = 0.0, WIDEST
     while most - least > 0.15:
         middle = (least + most) / 2
-        still = _Work(*blurred(middle), *arguments).sharpness()
+        still = begun(*blurred(middle)).sharpness()
         least, most = (middle, most) if (still > 0) == first else (least, middle)
     return blurred((least + most) / 2)
 

@@ -91,7 +91,8 @@ def vocabulary(samples: Sequence[np.ndarray]) -> np.ndarray:
         return together
     cv2.setRNGSeed(0)
     criteria = (cv2.TERM_CRITERIA_EPS + cv2.TERM_CRITERIA_MAX_ITER, 30, 1e-4)
-    return cv2.kmeans(together, WORDS, None, criteria, 1, cv2.KMEANS_PP_CENTERS)[2]
+    no_labels: Any = None
+    return cv2.kmeans(together, WORDS, no_labels, criteria, 1, cv2.KMEANS_PP_CENTERS)[2]
 
 
 def vlad(descriptors: np.ndarray, words: np.ndarray) -> np.ndarray:
