@@ -7,12 +7,13 @@
 A library of its own: it needs torch, numpy, scipy, OpenCV and safetensors; `onnx`, `serve` and GIFs need more, asked
 for when they are used. `pipeline` trains what it loads. In reading order:
 
-    matcher, cli                    images in, matches out; the same from the command line
+    matcher, match_result, cli      images in, matches out, and what they can tell; the same from the command line
     many, retrieval, results        folders, lists, videos; which photographs are alike; what is written of a pair
     serve, onnx                     a page for the browser; the network for ONNX Runtime
     interop/                        COLMAP, hloc, OpenCV, kornia, LightGlue, transformers
     scenes, classical               photographs of one place: which pairs are accepted, all keypoints matched
-    images, sift, features, batch   a file to pixels, pixels to keypoints, pairs to a batch: THE shapes and units
+    images, upright                 a file to pixels, turned upright or as stored
+    sift, features, batch           pixels to keypoints, pairs to a batch: THE shapes and units
     extractors, descriptors         features of your own, and what their descriptors mean; opencv_features: two examples
     superglue                       the network: keypoint encoder, attention, scores, transport
       attention, packing, normalization     its layers, on ragged sets of keypoints
