@@ -8,9 +8,11 @@ import dataclasses
 import io
 import json
 import math
+import re
 import sys
 import time
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -487,3 +489,17 @@ class TestStages:
         assert all(f"{part} " in parts.note for part in ("SIFT", "matcher", "baselines", "truth", "ours", "all"))
         assert 0 < alone.value < compared.value < 1
         assert whole.unit == "pairs/s" and whole.value > 0 and whole.ratio.low > 0
+
+
+@pytest.mark.slow
+def test_the_first_picture_of_the_readme_is_what_its_command_draws(root, tmp_path, capsys):
+    from benchmarks import first_picture
+
+    assert first_picture.main([str(tmp_path / "m.jpg")]) == 0
+    ours, baseline = (tuple(map(int, pair)) for pair in re.findall(r"(\d+) of (\d+)", capsys.readouterr().out))
+    assert ours[0] > 2 * baseline[0] and ours[0] / ours[1] > baseline[0] / baseline[1] + 0.2
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    assert f"{ours[0]} of {ours[1]} matches right; below the ratio test, {baseline[0]} of {baseline[1]}" in readme
+    drawn, shipped = (cv2.imread(str(path)) for path in (tmp_path / "m.jpg", root / "docs" / "matches.jpg"))
+    assert drawn.shape == shipped.shape and np.abs(drawn.astype(int) - shipped).mean() < 2
+    assert (root / "docs" / "matches.jpg").stat().st_size < 300_000
