@@ -12,14 +12,15 @@ from typing import NamedTuple, Tuple
 import numpy as np
 import torch
 
-from superglue_sift.descriptors import root_sift_of
+from superglue_sift.descriptors import descriptors_of, kind_of, root_sift_of
 from superglue_sift.sift import ORIENTED
 from superglue_sift.torch_compat import byte_product, has_byte_products
 
 RATIO = 0.8  # of distances
 MAX_DISTANCE = 0.8  # between descriptors of unit length
 BLOCK = 256  # rows of a product: 8 MiB of it at 8,192 keypoints, which stays in the cache
-STEPS = 360.0  # of a descriptor's entries in whole numbers: up to 127 / 360, above which those of SIFT seldom are
+STEPS = 360.0  # of a descriptor's entries in whole numbers, where none is above 127 / 360, as those of SIFT seldom are
+LEAST = -(2**30)  # less than any product
 
 
 class Ranked(NamedTuple):
@@ -34,15 +35,23 @@ class Ranked(NamedTuple):
 
 
 class Described(NamedTuple):
-    """Descriptors of one image, RootSIFT (m, 128) float32, and whose they are: (m,) int64 into its keypoints."""
+    """Descriptors of one image, (m, D) float32 of unit length, and whose they are: (m,) int64 into its keypoints."""
 
     rows: np.ndarray
     owner: np.ndarray
 
 
 def described(records: np.ndarray) -> Described:
-    """Of SIFT records (n,), a row for each orientation of each keypoint."""
-    rows, owner = root_sift_of(records["descriptor"]), np.arange(len(records))
+    """Of records (n,): of SIFT RootSIFT, a row for each orientation of each keypoint; of others a row for each.
+
+    A binary one has every bit -1 or +1, so that its distances are roots of the Hamming ones.
+    """
+    owner, kind = np.arange(len(records)), kind_of(records.dtype)[0]
+    if kind != "sift":
+        given = descriptors_of(records)
+        rows = np.unpackbits(given, axis=1).astype(np.float32) * 2 - 1 if kind == "binary" else given
+        return Described(rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12), owner)
+    rows = root_sift_of(records["descriptor"])
     if records.dtype == ORIENTED:
         two = np.flatnonzero(records["second_descriptor"].any(axis=1))
         rows = np.concatenate([rows, root_sift_of(records["second_descriptor"][two])])
@@ -51,12 +60,12 @@ def described(records: np.ndarray) -> Described:
 
 
 def ranked(rows: np.ndarray, others: np.ndarray) -> Ranked:
-    """Of RootSIFT rows (n, 128) and others (m, 128), m at least 2: one product of all with all, read once.
+    """Of descriptors (n, D) and (m, D) of unit length, m at least 2: one product of all with all, read once.
 
     Where torch multiplies whole numbers fast, entries are rounded to 1 / STEPS: a third of the time. That may swap two
     whose cosines are within 0.003 of each other.
     """
-    count, whole = len(rows), has_byte_products()
+    count, whole = len(rows), has_byte_products() and max(np.abs(rows).max(), np.abs(others).max()) * STEPS < 128
     first, second = np.empty(count, np.int64), np.empty(count, np.int64)
     peaks, out = [], torch.empty((BLOCK, len(others)), dtype=torch.int32 if whole else torch.float32)
     left, right = _factor(rows, whole), _factor(others, whole).T
@@ -66,14 +75,14 @@ def ranked(rows: np.ndarray, others: np.ndarray) -> Ranked:
         here, at = slice(start, start + len(part)), np.arange(len(part))
         peaks.append(product.max(axis=0))
         first[here] = best = product.argmax(axis=1)
-        product[at, best] = -1
+        product[at, best] = LEAST
         second[here] = product.argmax(axis=1)
     return Ranked(first, second, np.stack(peaks))
 
 
 def _factor(rows: np.ndarray, whole: bool) -> torch.Tensor:
-    """(n, 128) for a product, int8 or float32."""
-    return torch.from_numpy(np.rint(rows * STEPS).clip(0, 127).astype(np.int8) if whole else rows)
+    """(n, D) for a product, int8 or float32."""
+    return torch.from_numpy(np.rint(rows * STEPS).astype(np.int8) if whole else rows)
 
 
 def ratio_matches(side0: Described, side1: Described) -> Tuple[np.ndarray, np.ndarray]:
@@ -105,7 +114,7 @@ def _rivals(
     It is looked for in two blocks alone: that of `own`, and of the others the one with the largest product.
     """
     block, rest = own // BLOCK, peaks[:, partner]
-    rest[block, np.arange(len(own))] = -1
+    rest[block, np.arange(len(own))] = LEAST
     other, nearest = rest.argmax(axis=0), np.full(len(own), -1.0, np.float32)
     for number, start in enumerate(range(0, len(rows), BLOCK)):
         here = np.flatnonzero((block == number) | (other == number))

@@ -17,7 +17,7 @@ from made_scenes import IDENTITY, SHIFT, TURN
 from benchmarks import scene_errors
 from benchmarks import scenes as bench
 from superglue_sift import Matcher, RequestError, classical, cli, errors, geometry, matcher, scenes, sift, torch_compat
-from superglue_sift.descriptors import root_sift_of
+from superglue_sift.descriptors import record_dtype, root_sift_of
 
 SIDEWAYS = np.array([[0, 0, 0], [0, 0, -1.0], [0, 1, 0]])  # F of a camera that moved along x: lines of equal y
 
@@ -66,6 +66,21 @@ def test_classical_matches_are_those_of_the_definition(whole, seed, count0, coun
     assert plain_matches(*rows, 0.8 - slack, 0.8 - slack) <= matches <= plain_matches(*rows, 0.8 + slack, 0.8 + slack)
     assert ((scores > 0.2 - 1e-3) & (scores <= 1)).all()
     assert len(np.unique(found[:, 0])) == len(np.unique(found[:, 1])) == len(found)
+
+
+@pytest.mark.parametrize("kind", ["binary", "float"])
+def test_descriptors_of_other_kinds_match_too(kind):
+    rng = np.random.default_rng(0)
+    records = np.zeros((2, 40), record_dtype(kind, 256))
+    if kind == "binary":
+        records["bits"] = rng.integers(0, 256, (40, 32))
+        records["bits"][1, :, 0] ^= 255  # eight bits of 256 differ
+    else:
+        records["descriptor"] = rng.normal(size=(40, 256))
+    found, scores = classical.ratio_matches(*(classical.described(side) for side in records))
+    assert found.tolist() == [[n, n] for n in range(40)] and (scores > 0.7).all()
+    nothing = classical.ratio_matches(classical.described(records[0]), classical.described(records[1, ::-1][:0]))[0]
+    assert len(nothing) == 0
 
 
 def test_the_second_orientation_matches_too():
