@@ -28,15 +28,17 @@ WORKDIR /opt/superglue
 ARG TORCH_LOCK=docker/locks/torch-match.lock
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 COPY docker/locks docker/locks
-# torch's headers, tests and the tools of its compiler, 190 MB, serve nothing here; `import torch` asks for the other one.
+# Headers, tests and tools of a compiler, 290 MB, serve nothing here; `import torch` looks for torch_shm_manager.
 RUN --mount=type=cache,target=/root/.cache/pip \
     python3.11 -m venv /opt/venv \
     && pip install --disable-pip-version-check --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -r "$TORCH_LOCK" \
     && pip install --disable-pip-version-check --require-hashes --no-deps -r docker/locks/match.lock \
     && pip check \
-    && torch=/opt/venv/lib/python3.11/site-packages/torch \
-    && rm -rf "$torch/include" "$torch/test" \
-    && find "$torch/bin" -type f ! -name torch_shm_manager -delete
+    && packages=/opt/venv/lib/python3.11/site-packages \
+    && rm -rf "$packages/torch/include" "$packages/torch/test" \
+    && find "$packages/torch/bin" -type f ! -name torch_shm_manager -delete \
+    && find "$packages/numpy" "$packages/scipy" "$packages/sympy" "$packages/networkx" \
+        -type d -name tests -prune -exec rm -rf {} +
 
 RUN useradd --uid 1000 --create-home --shell /bin/bash matcher \
     && install -d -m 0777 /photos

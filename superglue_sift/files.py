@@ -6,6 +6,7 @@ import csv
 import hashlib
 import io
 import os
+import threading
 from pathlib import Path
 from typing import Any, Callable, Iterable, Union
 
@@ -23,7 +24,8 @@ def write_atomic(path: Union[str, Path], content: Union[str, bytes], at: Callabl
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # of this thread: two may write what has one content, such as the features of a photograph and of its copy
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with temporary.open("wb") as stream:
             at("tmp")

@@ -13,7 +13,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +25,7 @@ import pytest
 from made_scenes import TURN, write_model
 
 from superglue_sift import Features, Matcher, RequestError, __version__, cli, errors, many, results, retrieval
+from superglue_sift.files import write_atomic
 from superglue_sift.geometry import corner_error
 from superglue_sift.match_result import MatchResult
 
@@ -259,6 +262,18 @@ def test_nearest_finds_the_other_view_of_each_scene(work):
     words = ("--pairing", "nearest", "--k", "1")
     assert run(work, work / "photos", "--out-dir", work / "found", *words) == 0
     assert npz_names(work / "found") == {"cats-cat0_cats-cat1_matches.npz", "cup0_cup1_matches.npz"}
+
+
+def test_threads_that_write_one_file_at_once_do_not_meet(tmp_path):
+    """A folder with two copies of a photograph: both threads write the same features."""
+    path, both = tmp_path / "features.npz", threading.Barrier(2, timeout=30)
+
+    def write(_):
+        write_atomic(path, b"the same", at=lambda moment: both.wait() if moment == "replace" else None)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(write, range(2)))
+    assert path.read_bytes() == b"the same" and list(tmp_path.iterdir()) == [path]
 
 
 def test_words_need_nothing_that_opencv_5_took_out(monkeypatch):
