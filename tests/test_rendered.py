@@ -23,6 +23,7 @@ from pipeline.views import places
 from superglue_sift import classical, scenes, sift
 from superglue_sift.batch import Pair
 from superglue_sift.matcher import PairMatches
+from superglue_sift.weights import load_model_file, shipped_weights
 
 K = np.array([[500.0, 0, 159.5], [0, 500, 119.5], [0, 0, 1]])
 SIZE = (320, 240)
@@ -265,3 +266,9 @@ def test_textures_need_a_photograph_that_can_be_read(tmp_path):
     images = sources.open_manifest(tmp_path)
     with pytest.raises(errors.RequestError, match="no photograph could be read"):
         rendered.RenderedScenes(images, images.entries("val"), 1, CLEAR, 0)
+
+
+def test_the_shipped_weights_state_limits_that_rendered_scenes_chose():
+    info = load_model_file(shipped_weights())[1]
+    assert info["strict_threshold"] in STRICT and info["accept_pairs"] in acceptance.ACCEPT
+    assert scenes.Rules.of_model(info).accept == info["accept_pairs"]
