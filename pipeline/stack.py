@@ -45,7 +45,8 @@ def clip_grad_norm_(parameters: List[nn.Parameter], most: float) -> Tensor:
     """torch's function of this name, whose bits these are, by a few launches on a GPU; 1.10's takes some for each."""
     norms_of, multiply = (getattr(torch, name, None) for name in ("_foreach_norm", "_foreach_mul_"))
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if norms_of is None or multiply is None or not gradients:
+    # the versions between have both, and none that multiplies by a tensor
+    if norms_of is None or multiply is None or not (can_compile() and gradients):
         return nn.utils.clip_grad_norm_(parameters, most)
     norm = torch.stack(norms_of(gradients)).norm()
     if most < math.inf:

@@ -12,7 +12,7 @@ from typing import List, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from superglue_sift.packing import Layout, to_device_async
+from superglue_sift.packing import Layout
 
 FEATURES = 8  # numbers for each keypoint, see `Neighbours`
 
@@ -111,13 +111,7 @@ def _by_parts(descriptors: Tensor, geometry: Tensor, layout: Layout) -> Tensor:
     found = Neighbours(index, _described(cosines, index, index.flip(0)))
     seen = layout.both.pad(geometry).view(*shape, geometry.shape[1])
     features = layout.both.pack(_relative(seen, seen.flip(0), found).flatten(0, 1))
-    counts = layout.both.counts
-    partners = [counts[i] for i in layout.between.partner]
-    if 0 in counts:
-        alone = torch.tensor([min(pair) == 0 for pair in zip(counts, partners)])
-        alone = to_device_async(alone, layout.device).index_select(0, layout.images)
-        features = features.masked_fill(alone.unsqueeze(1), 0.0)
-    return features
+    return features if layout.alone is None else features.masked_fill(layout.alone.unsqueeze(1), 0.0)
 
 
 def padded_features(descriptors: List[Tensor], geometry: List[Tensor], valid: List[Tensor]) -> List[Tensor]:

@@ -204,6 +204,13 @@ class Layout:
             torch.from_numpy(np.repeat(np.arange(len(self.both.counts)), self.both.counts)), self.device
         )
 
+    @functools.cached_property
+    def alone(self) -> Optional[Tensor]:
+        """(S,) bool: tokens whose partner image has none; None where every image has some."""
+        counts = np.asarray(self.both.counts)
+        partners = np.asarray(self.between.counts)
+        return self._on_device(np.repeat(partners == 0, counts)) if 0 in partners else None
+
     def _on_device(self, values: np.ndarray) -> Tensor:
         return to_device_async(torch.from_numpy(values), self.device)
 

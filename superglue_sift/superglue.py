@@ -33,7 +33,7 @@ from superglue_sift.normalization import token_norm
 from superglue_sift.orientation import choose_orientations
 from superglue_sift.packing import Assignments, Layout
 from superglue_sift.sinkhorn import log_optimal_transport, padded_optimal_transport, to_float32
-from superglue_sift.torch_compat import no_autocast, recomputed
+from superglue_sift.torch_compat import can_compile, no_autocast, recomputed
 
 SIFT_DIM = 128
 ENCODER_WIDTHS = (32, 64, 128, 256)  # hidden layers of the keypoint encoder (appendix, "keypoint encoder")
@@ -166,7 +166,9 @@ class SuperGlue(nn.Module):
     def _maps(self, kind: str) -> List[tuple]:
         """Of each layer what it may be handed: on a GPU its maps, where it makes them of its weights at each call."""
         layers = [layer for layer in self._layers if isinstance(layer, AttentionalLayer)]
-        if kind == "cpu" or len(layers) < len(self._layers):
+        # torch 1.10's checkpoints take gradients of their arguments, and not of a tuple's entries
+        apart = self.recompute and not can_compile()
+        if kind == "cpu" or apart or len(layers) < len(self._layers):
             return [()] * len(self._layers)
         return [(maps,) for maps in maps_of(layers)]
 

@@ -20,6 +20,7 @@ from superglue_sift import (
     geometry,
     neighbours,
     normalization,
+    orientation,
     packing,
     sinkhorn,
     sinkhorn_kernel,
@@ -380,6 +381,18 @@ class TestAttention:
             assert float((a - b).norm()) <= 0.01 * float(exact.grad.norm())
         assert torch.equal(cast.detach(), before)
 
+    def test_maps_of_all_layers_at_once_are_those_of_each(self):
+        layers = scrambled(SuperGlueConfig(dim=32, layers=2))._layers
+        together, each = attention.maps_of(layers), [layer.maps() for layer in layers]
+        weights = [[torch.randn(m.shape) for m in maps] for maps in each]
+        gradients = []
+        for found in (together, each):
+            total = sum((m * w).sum() for maps, own in zip(found, weights) for m, w in zip(maps, own))
+            parameters = [p for layer in layers for name, p in layer.named_parameters() if ".1." not in name]
+            gradients.append(torch.autograd.grad(total, parameters))
+        for a, b in (*zip(*gradients), *(both for maps in zip(together, each) for both in zip(*maps))):
+            assert torch.allclose(a, b, atol=1e-5)
+
     def test_neighbours_of_one_length_are_done_together(self, monkeypatch):
         """Images 0 attend to images 1 and back; a group ends where lengths change, partners jump, or it is full."""
         edges = packing.Edges(packing.Packing([3, 3, 3, 2] * 2, torch.device("cpu")), [4, 5, 6, 7, 0, 1, 2, 3])
@@ -646,6 +659,13 @@ class TestTruth:
                 assert torch.equal(expected, own)
                 assert bool((own[~side.valid] == IGNORED).all())
 
+    def test_a_batch_of_no_pairs_in_the_form_of_a_gpu(self):
+        """A rank may have none."""
+        batch = from_pairs([], np.zeros((0, 3, 3)))
+        layout = packing.Layout(batch)
+        assert [m.shape for m in truth._by_parts(batch, (3.0, 5.0), layout)] == [(0, 1), (0, 1)]
+        assert [len(r) for r in orientation._by_parts(batch.records0, batch.records1, layout)] == [0, 0]
+
     def test_points_of_the_horizon_in_a_padded_batch(self):
         """They are inf or nan in the other view, and match nothing, not even padding."""
         rng = np.random.default_rng(0)
@@ -688,6 +708,11 @@ class TestLoss:
         )
         monkeypatch.setattr(neighbours, "neighbour_features", neighbours._by_parts)
         monkeypatch.setattr(superglue, "neighbour_features", neighbours._by_parts)
+        monkeypatch.setattr(
+            objective, "ground_truth", lambda batch, *limits: truth._by_parts(batch, limits[:2], limits[2])
+        )
+        maps = SuperGlue._maps
+        monkeypatch.setattr(SuperGlue, "_maps", lambda self, kind: maps(self, "cuda"))
         monkeypatch.setattr(sinkhorn_kernel, "can_capture", lambda device: True)
         monkeypatch.setattr(sinkhorn_kernel, "capture_cuda_graph", lambda work, device: (work(), work)[1])
         monkeypatch.setattr(sinkhorn_kernel, "_captured", collections.OrderedDict())
