@@ -7,9 +7,10 @@
 #   docker build -t superglue-sift:modern --target modern .
 #   docker build -t superglue-match --target match .
 #
-# Base images stand here by digest; `docker/pin.sh` looks for newer ones. The torch wheels carry their own CUDA
-# libraries; `--build-arg BASE_IMAGE=nvidia/cuda:11.1.1-cudnn8-runtime-ubuntu20.04` takes a base that has them as well.
-ARG BASE_IMAGE=ubuntu:20.04@sha256:8feb4d8ca5354def3d8fce243717141ce31e2c428701f6682bd2fafe15388214
+# Base images stand here by digest, but for NVIDIA's, whose digest nobody publishes: `docker/pin.sh --write` asks the
+# registry and pins it. The torch wheels carry their own CUDA libraries, so that `--build-arg BASE_IMAGE=ubuntu:20.04`
+# works as well, should NVIDIA's tag be gone.
+ARG BASE_IMAGE=nvidia/cuda:11.1.1-cudnn8-runtime-ubuntu20.04
 ARG MODERN_BASE_IMAGE=debian:bookworm-slim@sha256:3783cc01769c7b2b1b83a5c5ad96c815348e28ed7da68e2e3687004faa906251
 
 # ----------------------------------------------------------------------------------------------------- match

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The digests of the base images, in Dockerfile, docker/mlflow/Dockerfile and docker/compose.shared.yaml, against those
 # that the registries give for the same tags now.
-#   docker/pin.sh            one line for each image; exit code 1 when there is a newer one
+#   docker/pin.sh            one line for each image; exit code 1 when there is a newer one, or one without a digest
 #   docker/pin.sh --write    the newer ones go into the files; build and try the images before they are committed
 # Asks docker buildx, else skopeo, else crane; exit code 2 when none is here or a registry does not answer.
 set -euo pipefail
@@ -34,7 +34,7 @@ full() {
 }
 
 newer=0
-mapfile -t images < <(grep -ohE "$PINNED" "${FILES[@]}" | sort -u)
+mapfile -t images < <({ grep -ohE "$PINNED" "${FILES[@]}"; sed -nE 's/^ARG [A-Z_]*BASE_IMAGE=([^@]+)$/\1@none/p' "${FILES[@]}"; } | sort -u)
 for image in "${images[@]}"; do
     tag=${image%@*} old=${image#*@}
     now=$(digest "$tag") || now=
@@ -45,6 +45,6 @@ for image in "${images[@]}"; do
     fi
     newer=1
     echo "$tag: $old; its tag is now $now"
-    [ "${1:-}" != --write ] || sed -i "s|$tag@$old|$tag@$now|" "${FILES[@]}"
+    [ "${1:-}" != --write ] || sed -i "s|$tag@$old|$tag@$now|; s|=$tag$|=$tag@$now|" "${FILES[@]}"
 done
 [ "${1:-}" = --write ] || exit "$newer"
