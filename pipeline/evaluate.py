@@ -25,7 +25,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from pipeline import errors, params, tracking
 from pipeline.errors import RequestError
-from pipeline.evaluation import estimators, lightglue, matchers, poses, protocol, seen
+from pipeline.evaluation import estimators, lightglue, matchers, poses, protocol, rendered, seen
 from pipeline.evaluation.heldout import HeldOutPairs
 from pipeline.evaluation.hpatches import HPatchesPairs
 from pipeline.evaluation.matchers import OURS, Matchers
@@ -146,6 +146,17 @@ def choose_source(args: argparse.Namespace, section: EvaluateParams, chosen: see
     return held_out, f"{name}: {len(held_out)} held-out images ({entries[0].split}){chosen.mark}"
 
 
+def chosen_scenes(args: argparse.Namespace, chosen: seen.Choice) -> Tuple[int, List[str]]:
+    """How many scenes are rendered, and a line where the photographs are too few to choose limits on."""
+    if not args.scenes:
+        return 0, []
+    count = len(sources.open_manifest(args.images).entries("val")) or len(chosen.entries)
+    if count >= rendered.ENOUGH_IMAGES:
+        return args.scenes, []
+    few = f"--scenes: {count} photographs are too few to choose limits on, {rendered.ENOUGH_IMAGES} are needed"
+    return 0, [f"{few}; the model keeps its own"]
+
+
 def chosen_estimators(args: argparse.Namespace) -> Tuple[Tuple[str, ...], List[str]]:
     """Those asked for, and a line for each that `--paper` does without. Raises RequestError for one not there."""
     if args.estimators is not None:
@@ -237,9 +248,10 @@ def evaluate(args: argparse.Namespace, context: distributed.Context) -> Tuple[Di
     compared, skipped = chosen_matchers(args, chosen.models, section, device)
     names, missing = chosen_estimators(args)
     extractor = chosen_extractor(args, compared.networks[OURS])
-    settings = Settings(section, names, args.batch, args.resize, args.robustness, extractor, args.bound, args.scenes)
+    scenes, few = chosen_scenes(args, chosen)
+    settings = Settings(section, names, args.batch, args.resize, args.robustness, extractor, args.bound, scenes)
     training = args.mlflow_run.parent / "train" / "curves" if args.mlflow_run else None
-    work = Evaluation(compared, settings, context, (*chosen.lines, *missing, *skipped), training)
+    work = Evaluation(compared, settings, context, (*chosen.lines, *missing, *skipped, *few), training)
     info = compared.networks[OURS].info
     if args.paper:
         return protocol.run_paper(work, lambda variant: choose_source(args, variant, chosen), args.out), info

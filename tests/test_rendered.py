@@ -234,7 +234,11 @@ def run(folder, *extra) -> int:
 
 
 @pytest.mark.slow
-def test_evaluate_chooses_limits_on_rendered_scenes(work, capsys):
+def test_evaluate_chooses_limits_on_rendered_scenes(work, capsys, monkeypatch):
+    assert run(work, "--scenes", "1") == 0
+    assert "photographs are too few to choose limits on, 16 are needed" in capsys.readouterr().out
+    assert "superglue.accept_pairs" not in json.loads((work / "out" / "metrics.json").read_text())
+    monkeypatch.setattr(rendered, "ENOUGH_IMAGES", 1)
     assert run(work, "--scenes", "1") == 0
     figures = json.loads((work / "out" / "metrics.json").read_text())
     assert figures["superglue.strict_threshold"] in STRICT and figures["superglue.accept_pairs"] >= 11

@@ -23,6 +23,7 @@ PICTURES = 4  # of each of two opposite sides
 PAIRS = 6  # of a scene that overlap, and as many that share nothing
 OVERLAP = 0.1  # least fraction of either picture that the other shows too
 MOST_PHOTOGRAPHS = 48  # that textures are cut from
+ENOUGH_IMAGES = 16  # of fewer photographs all buildings look alike, and limits chosen on them say little
 
 
 class RenderedScenes(Source):
