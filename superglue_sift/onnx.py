@@ -225,9 +225,10 @@ def export(
     written = torch.onnx.export(found, dynamo=True, **names, opset_version=OPSET, verbose=False)
     assert written is not None
     report(f"step 3 of 3: writing {path}")
-    onnx.helper.set_model_props(written.model_proto, {name: repr(value) for name, value in stated.items()})
+    file = written.model_proto  # another object each time
+    onnx.helper.set_model_props(file, {name: repr(value) for name, value in stated.items()})
     path.parent.mkdir(parents=True, exist_ok=True)
-    onnx.save_model(written.model_proto, str(path))
+    onnx.save_model(file, str(path))
     return path
 
 
