@@ -36,8 +36,8 @@ def newest(folder: Path) -> Path:
 
 
 def aside(out: Path) -> List[Path]:
-    """What was set aside, oldest first."""
-    return sorted((out / "superseded").glob("*/"))
+    """What was set aside, oldest first; names count seconds, and two may fall into one."""
+    return sorted((out / "superseded").glob("*/"), key=lambda path: (path.name[:17], path.stat().st_mtime_ns))
 
 
 def interrupted(arguments: List[str], monkeypatch, step: int = 4) -> Dict[str, bytes]:
