@@ -7,8 +7,7 @@ the test loses its meaning, wrong matches slide along the line, and cameras come
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, Sequence, Tuple
+from typing import NamedTuple, Tuple
 
 import numpy as np
 import torch
@@ -67,26 +66,18 @@ def ranked(rows: np.ndarray, others: np.ndarray) -> Ranked:
     whose cosines are within 0.003 of each other.
     """
     count, whole = len(rows), has_byte_products() and max(np.abs(rows).max(), np.abs(others).max()) * STEPS < 128
-    left, right = _factor(rows, whole), _factor(others, whole).T
-    starts = range(0, count, BLOCK)
     first, second = np.empty(count, np.int64), np.empty(count, np.int64)
-    peaks = np.empty((len(starts), len(others)), np.int32 if whole else np.float32)
-
-    def rank(blocks: Sequence[int]) -> None:
-        out = torch.empty((BLOCK, len(others)), dtype=torch.int32 if whole else torch.float32)
-        for block in blocks:
-            part = left[block * BLOCK : (block + 1) * BLOCK]
-            product = (byte_product if whole else torch.mm)(part, right, out=out[: len(part)]).numpy()
-            here, at = slice(block * BLOCK, block * BLOCK + len(part)), np.arange(len(part))
-            peaks[block] = product.max(axis=0)
-            first[here] = best = product.argmax(axis=1)
-            product[at, best] = LEAST
-            second[here] = product.argmax(axis=1)
-
-    workers = min(torch.get_num_threads(), len(starts))
-    with ThreadPoolExecutor(workers) as pool:  # a block's answer is the same, whoever computes it
-        list(pool.map(rank, np.array_split(np.arange(len(starts)), workers)))
-    return Ranked(first, second, peaks)
+    peaks, out = [], torch.empty((BLOCK, len(others)), dtype=torch.int32 if whole else torch.float32)
+    left, right = _factor(rows, whole), _factor(others, whole).T
+    for start in range(0, count, BLOCK):
+        part = left[start : start + BLOCK]
+        product = (byte_product if whole else torch.mm)(part, right, out=out[: len(part)]).numpy()
+        here, at = slice(start, start + len(part)), np.arange(len(part))
+        peaks.append(product.max(axis=0))
+        first[here] = best = product.argmax(axis=1)
+        product[at, best] = LEAST
+        second[here] = product.argmax(axis=1)
+    return Ranked(first, second, np.stack(peaks))
 
 
 def _factor(rows: np.ndarray, whole: bool) -> torch.Tensor:

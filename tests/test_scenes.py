@@ -10,7 +10,6 @@ import shutil
 import cv2
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from made_scenes import IDENTITY, SHIFT, TURN
@@ -412,19 +411,3 @@ def test_keypoints_of_a_database_are_where_the_pixels_agree(photo, tmp_path, mon
         mapped = geometry.transform(first[matches[:, 0]] - 0.5, TURN)
         scatter[name] = float(np.median(np.linalg.norm(mapped - second[matches[:, 1]] + 0.5, axis=1)))
     assert scatter["exact.db"] < 0.6 * scatter["sift.db"]
-
-
-def test_threads_do_not_change_the_classical_match():
-    """Blocks of rows are shared among threads; each block's answer is its own."""
-    rng = np.random.default_rng(0)
-    rows = [root_sift_of(rng.integers(0, 200, (700, 128)).astype(np.uint8)) for _ in range(2)]
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = classical.ranked(*rows)
-        torch.set_num_threads(3)
-        shared = classical.ranked(*rows)
-    finally:
-        torch.set_num_threads(before)
-    for one, other in zip(alone, shared):
-        np.testing.assert_array_equal(one, other)
