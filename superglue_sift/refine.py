@@ -123,8 +123,9 @@ def align_points(
     with torch.no_grad():
         work = begun(gray0, gray1)
         work.run(levels)
-        if abs(work.sharpness()) > BLURRED:
-            again = begun(*_equally_sharp(gray0, gray1, work, begun))
+        sharpness = work.sharpness()
+        if abs(sharpness) > BLURRED:
+            again = begun(*_equally_sharp(gray0, gray1, work, sharpness > 0, begun))
             again.run(levels)
             if torch.isnan(work.deviation).all() or torch.nanmedian(again.deviation / work.deviation) < SHARPER:
                 work = again
@@ -133,10 +134,12 @@ def align_points(
 
 
 def _equally_sharp(
-    gray0: np.ndarray, gray1: np.ndarray, work: _Work, begun: Callable[[np.ndarray, np.ndarray], _Work]
+    gray0: np.ndarray, gray1: np.ndarray, work: _Work, first: bool, begun: Callable[[np.ndarray, np.ndarray], _Work]
 ) -> List[np.ndarray]:
-    """Both images, the sharper one of them blurred so far that patches of both have the same gradient energy."""
-    first = work.sharpness() > 0
+    """Both images, the sharper one of them blurred so far that patches of both have the same gradient energy.
+
+    first: is image 0 the sharper one?
+    """
     pixel = float((work.frame0[:, 0, 0] if first else work.step1).median())  # of a sample, in the image to be blurred
 
     def blurred(deviation: float) -> List[np.ndarray]:
@@ -309,13 +312,11 @@ class _Template:
     def __init__(self, samples: Tensor, weight: Tensor) -> None:
         """samples: (n, s s) with a margin of one sample; weight: ((s - 2)^2,) of the inner ones, their sum 1."""
         side = round(samples.shape[1] ** 0.5)
-        square = samples.view(-1, side, side)
         numbers = torch.arange(side * side, device=samples.device).view(side, side)
         self.inner, self.weight = numbers[1:-1, 1:-1].reshape(-1), weight
-        x = (square[:, 1:-1, 2:] - square[:, 1:-1, :-2]).flatten(1) / 2
-        y = (square[:, 2:, 1:-1] - square[:, :-2, 1:-1]).flatten(1) / 2
+        inner, x, y = _inner_and_gradient(samples)
         self.mean = samples.mean(1, keepdim=True)
-        centred = square[:, 1:-1, 1:-1].flatten(1) - self.mean
+        centred = inner - self.mean
         centred = centred - (centred @ weight)[:, None]
         self.spread = ((centred**2) @ weight).sqrt()
         template = centred / self.spread.clamp(min=FLAT)[:, None]
@@ -363,13 +364,18 @@ def _patch(settings: Settings, device) -> Tuple[Tensor, Tensor]:
     return torch.stack([columns.reshape(-1), columns.t().reshape(-1)], 1), weight / weight.sum()
 
 
-def _energy(samples: Tensor, weight: Tensor) -> Tensor:
-    """(n,) gradient energy over variance of patches (n, s s) with a margin of one sample; 0 where a patch is flat."""
+def _inner_and_gradient(samples: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    """Of patches (n, s s) with a margin of one sample: inner samples (n, (s - 2)^2), their differences in x and y."""
     side = round(samples.shape[1] ** 0.5)
     square = samples.view(-1, side, side)
     x = (square[:, 1:-1, 2:] - square[:, 1:-1, :-2]).flatten(1) / 2
     y = (square[:, 2:, 1:-1] - square[:, :-2, 1:-1]).flatten(1) / 2
-    inner = square[:, 1:-1, 1:-1].flatten(1)
+    return square[:, 1:-1, 1:-1].flatten(1), x, y
+
+
+def _energy(samples: Tensor, weight: Tensor) -> Tensor:
+    """(n,) gradient energy over variance of patches (n, s s) with a margin of one sample; 0 where a patch is flat."""
+    inner, x, y = _inner_and_gradient(samples)
     variance = (inner**2) @ weight - (inner @ weight) ** 2
     flat = variance < FLAT**2
     return torch.where(flat, torch.zeros_like(variance), ((x**2 + y**2) @ weight) / variance.clamp(min=FLAT**2))
