@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from superglue_sift.features import Features
     from superglue_sift.match_result import MatchResult
     from superglue_sift.matcher import Matcher
+    from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
     from superglue_sift.sift import extract as extract_sift
-    from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
     from superglue_sift.weights import load_model
 
 __version__ = "0.1.0"

@@ -12,7 +12,7 @@ from typing import Dict, Iterator, List, Set, Tuple
 
 import pytest
 
-from pipeline.runtime.code import imports
+from pipeline.provenance.code import imports
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted(
@@ -54,15 +54,15 @@ ROOMS: Dict[str, Set[str]] = {
 HOMES = {
     "SIFT": "superglue_sift/sift.py",
     "SIFT_create": "superglue_sift/sift.py",
-    "torch.distributed": "pipeline/runtime/distributed.py",
-    "DistributedDataParallel": "pipeline/runtime/distributed.py",
-    "DataParallel": "pipeline/training/objective.py",
+    "torch.distributed": "pipeline/processes/distributed.py",
+    "DistributedDataParallel": "pipeline/processes/distributed.py",
+    "DataParallel": "pipeline/train/objective.py",
     "torchrun": "pipeline/launch.py",
 }
 # The store, the model that is served, and MLflow's monitors of the machine.
 MLFLOW_HOMES = tuple(f"pipeline/tracking/{name}.py" for name in ("mlflow_store", "matcher_model", "system_metrics"))
 # NVIDIA's DALI has three: it decodes images for the keypoint stage, carries batches for training, and is compared.
-DALI_HOMES = ("pipeline/images/dali.py", "pipeline/pairs/dali.py", "benchmarks/dali_views.py")
+DALI_HOMES = ("pipeline/image_sets/dali_decoder.py", "pipeline/train/pairs/dali_loader.py", "benchmarks/dali_views.py")
 
 
 def module_of(name: str) -> str:

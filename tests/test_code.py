@@ -8,9 +8,9 @@ from typing import Callable
 import import_closure
 import pytest
 
-from pipeline.extraction import shards
-from pipeline.runtime import code
-from pipeline.training import identity
+from pipeline.keypoints import shards
+from pipeline.provenance import code
+from pipeline.train import identity
 
 pytestmark = pytest.mark.cu111
 

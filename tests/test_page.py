@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from made_scenes import write_image_set
 
 from pipeline.errors import RequestError
-from pipeline.evaluation import content as contents
-from pipeline.evaluation import figures, heldout
-from pipeline.evaluation.matchers import MATCHERS
-from pipeline.evaluation.scoring import Judged, MatchCounts, PairResult, Row
-from pipeline.images import sources
+from pipeline.evaluate import content as contents
+from pipeline.evaluate import heldout, metrics
+from pipeline.evaluate.matchers import MATCHERS
+from pipeline.evaluate.scoring import Judged, MatchCounts, PairResult, Row
+from pipeline.image_sets import sources
 from pipeline.report import __main__ as report
 from pipeline.report import charts, page, summary, tables
 from superglue_sift import drawing
@@ -300,7 +300,7 @@ def test_rows_fall_into_bins_once_per_condition():
         PairResult((0, 0), {m: row(matcher=m, rotation_deg=d, scale=1.0) for m in MATCHERS}, {"superglue": judged})
         for d in (0.0, 15.0, 180.0)
     ]
-    lines = figures.by_condition(found)
+    lines = metrics.by_condition(found)
     turned = {line["level"]: line["pairs"] for line in lines if line["condition"] == "rotation_deg"}
     assert turned == {"0 .. 15": 1, "15 .. 30": 1, "120 .. 181": 1}
     assert [line["pairs"] for line in lines if line["condition"] == "scale"] == [3]

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from pipeline import errors
-from pipeline.evaluation.content import error_curve
-from pipeline.evaluation.figures import auc_by_pair
-from pipeline.evaluation.scoring import MatchCounts, Row
+from pipeline.evaluate.content import error_curve
+from pipeline.evaluate.metrics import auc_by_pair
+from pipeline.evaluate.scoring import MatchCounts, Row
 from pipeline.report import __main__ as report
 from pipeline.report import files, page, tables
 

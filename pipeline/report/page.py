@@ -20,8 +20,8 @@ from markupsafe import Markup
 
 from pipeline.errors import RequestError
 from pipeline.files import read_json
+from pipeline.provenance import repro
 from pipeline.report import charts, summary, tables
-from pipeline.runtime import repro
 from superglue_sift import drawing
 
 Line = Mapping[str, Any]

@@ -13,7 +13,7 @@ import uuid
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
-from pipeline.runtime import repro
+from pipeline.provenance import repro
 from pipeline.tracking.mlflow_store import MlflowStore
 from pipeline.tracking.run import (
     EVALUATION,
