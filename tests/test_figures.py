@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from pipeline import bootstrap
 from pipeline.evaluate import metrics
 from pipeline.evaluate.matchers import MATCHERS, OURS
 from pipeline.evaluate.scoring import Judged, MatchCounts, PairResult, Row
@@ -16,7 +17,7 @@ def mean(values, clusters=None):
     """The line of a mean; every pair its own cluster where none are named."""
     values = np.asarray(values, np.float64)
     names = [str(n) for n in (range(len(values)) if clusters is None else clusters)]
-    return metrics.Clusters(names).mean(values).line()
+    return bootstrap.Clusters(names).mean(values).line()
 
 
 def test_interval_of_a_mean_agrees_with_the_normal_one():
@@ -49,7 +50,7 @@ def test_pairs_of_one_photograph_count_as_one():
 
 def test_clusters_of_unequal_size_weigh_by_their_pairs():
     values, clusters = np.array([1.0, 0.0, 0.0, 0.0]), [0, 1, 1, 1]
-    found = metrics.Clusters([str(n) for n in clusters]).mean(values)
+    found = bootstrap.Clusters([str(n) for n in clusters]).mean(values)
     assert found.value == 0.25 and set(np.round(found.samples, 6)) == {0.0, 0.25, 1.0}
 
 
@@ -136,7 +137,7 @@ def test_paired_differences_see_what_separate_intervals_cannot():
     separate = {(line["matcher"], line["figure"]): line for line in compared.intervals}
     ours, theirs = (separate[name, "auc_ransac_10"] for name in (OURS, "ratio_test"))
     assert ours["low"] < theirs["high"]  # their intervals overlap
-    assert ours["value"] == pytest.approx(metrics.auc_by_pair(hard, 10).mean(), abs=1e-6)
+    assert ours["value"] == pytest.approx(bootstrap.auc_by_pair(hard, 10).mean(), abs=1e-6)
 
 
 @pytest.mark.parametrize("photographs, verdict", [(5, "too few"), (6, "better")])

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline import bootstrap
 from pipeline.evaluate import metrics
 from pipeline.evaluate.scoring import MatchCounts, reprojection_errors
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.cu111
 
 def auc(errors, threshold):
     """The area itself."""
-    return metrics.mean_finite(metrics.auc_by_pair(errors, threshold))[0]
+    return bootstrap.mean_finite(bootstrap.auc_by_pair(errors, threshold))[0]
 
 
 errors_of_pairs = st.lists(st.one_of(st.floats(0, 50, allow_nan=False), st.just(float("inf"))), min_size=1, max_size=40)
@@ -118,6 +119,6 @@ def test_recall_curve_counts_equality():
 
 
 def test_mean_finite():
-    assert metrics.mean_finite([1.0, np.nan, 3.0, np.inf]) == (2.0, 2)
-    mean, count = metrics.mean_finite([])
+    assert bootstrap.mean_finite([1.0, np.nan, 3.0, np.inf]) == (2.0, 2)
+    mean, count = bootstrap.mean_finite([])
     assert np.isnan(mean) and count == 0

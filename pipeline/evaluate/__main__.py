@@ -39,8 +39,8 @@ from pipeline.processes import distributed
 from pipeline.processes.memory import tune_process
 from pipeline.provenance import made_from, repro, trained_on, workspace_lock
 from pipeline.provenance.code import code_digest
-from pipeline.report import files, summary
-from pipeline.report.page import Content
+from pipeline.report import outputs, summary
+from pipeline.report.document import Content
 from superglue_sift import extractors
 from superglue_sift.extractors import Extractor
 from superglue_sift.weights import choose_device, shipped_weights
@@ -232,10 +232,10 @@ def track(args: argparse.Namespace, contents: Mapping[str, Content], info: Mappi
             headline = summary.headline(content).items()
             figures = {name if name in leading else f"{named}/{name}": value for name, value in headline}
             run.log(figures, int(info.get("step") or 0))
-        for name in (*files.FILES, *files.FOLDERS):
+        for name in (*outputs.FILES, *outputs.FOLDERS):
             if (args.out / name).exists():
-                run.artifact(args.out / name, f"{prefix}/{name}" if name in files.FOLDERS else prefix)
-        if files.write_grid(args.out / "pictures", args.out / "matches.png"):
+                run.artifact(args.out / name, f"{prefix}/{name}" if name in outputs.FOLDERS else prefix)
+        if outputs.write_grid(args.out / "pictures", args.out / "matches.png"):
             run.artifact(args.out / "matches.png", prefix)
         if own:
             run.describe(summary.result(contents[""]), summary.note(contents[""], prefix, tracking.RUN_ID))

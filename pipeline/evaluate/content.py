@@ -8,12 +8,14 @@ from typing import Dict, List, Mapping, Sequence, Tuple
 import cv2
 import numpy as np
 
+from pipeline import bootstrap
+from pipeline.bootstrap import LEAST_CLUSTERS
 from pipeline.evaluate import confidence, metrics, poses, scoring
 from pipeline.evaluate.inputs import Scene, Source, pairs_of_scene
 from pipeline.evaluate.matchers import OURS, Matchers
 from pipeline.evaluate.metrics import Comparison, Line
 from pipeline.evaluate.scoring import Results, Row, Settings, correct_matches, matched_points
-from pipeline.report import page, summary, tables
+from pipeline.report import document, summary, tables
 from superglue_sift import drawing
 
 PICTURED = (OURS, metrics.RATIO_TEST)  # one above the other
@@ -27,10 +29,10 @@ def content(
     results: Results,
     compared: Comparison,
     disturbed: Sequence[Line],
-    drawn: Sequence[page.Picture],
+    drawn: Sequence[document.Picture],
     protocol: Dict[str, object],
     unit: str = Source.unit,
-) -> page.Content:
+) -> document.Content:
     """Everything the report shows and writes. disturbed: further lines of the table by how hard the pairs are; unit:
     what the scenes are called."""
     rows = results.rows
@@ -38,12 +40,11 @@ def content(
     notes = [f"{len(results.pairs)} pairs of {scenes} {unit}, {matchers} matchers on the same keypoints."]
     if results.bad:
         notes.append(f"{len(results.bad)} images could not be read and were left out: see bad_images.csv.")
-    if scenes < tables.LEAST_CLUSTERS:
+    if scenes < LEAST_CLUSTERS:
         notes.append(
-            f"Intervals resample {unit}, with all their pairs: {scenes} decide nothing, "
-            f"{tables.LEAST_CLUSTERS} are needed."
+            f"Intervals resample {unit}, with all their pairs: {scenes} decide nothing, {LEAST_CLUSTERS} are needed."
         )
-    return page.Content(
+    return document.Content(
         title=title,
         figures=compared.figures,
         intervals=compared.intervals,
@@ -65,7 +66,7 @@ def curves(rows: Sequence[Row], compared: Comparison) -> Dict[str, List[Line]]:
     found = {f"error_{name}": error_curve(rows, name) for name in scoring.estimators_of(rows)}
     if f"{OURS}.recall" in compared.figures and OURS in compared.sweeps:
         found["precision_recall"] = [
-            metrics.rounded(line) for line in confidence.threshold_curve(compared.sweeps[OURS])
+            bootstrap.rounded(line) for line in confidence.threshold_curve(compared.sweeps[OURS])
         ]
         found["precision_at_recall"] = precision_at_recall(compared.sweeps)
         found["operating_points"] = [
@@ -84,7 +85,7 @@ def error_curve(rows: Sequence[Row], estimator: str) -> List[Line]:
         for matcher in scoring.matchers_of(rows)
     }
     return [
-        {unit: limit, **{matcher: metrics.plain(share[index]) for matcher, share in shares.items()}}
+        {unit: limit, **{matcher: bootstrap.plain(share[index]) for matcher, share in shares.items()}}
         for index, limit in enumerate(limits)
     ]
 
@@ -99,14 +100,14 @@ def precision_at_recall(sweeps: Mapping[str, confidence.Sweep]) -> List[Line]:
         columns[name] = best_beyond[place] if found.recall_pairs else np.zeros(len(recalls))
     reached = np.flatnonzero(columns[OURS] > 0)
     return [
-        {"recall": confidence.RECALLS[row], **{name: metrics.plain(own[row]) for name, own in columns.items()}}
+        {"recall": confidence.RECALLS[row], **{name: bootstrap.plain(own[row]) for name, own in columns.items()}}
         for row in reached
     ]
 
 
 def draw_pictures(
     source: Source, matchers: Matchers, results: Results, settings: Settings
-) -> List[Tuple[page.Picture, np.ndarray]]:
+) -> List[Tuple[document.Picture, np.ndarray]]:
     """gain-median, gain-most, best-1, ..., median-1, ..., worst-1, ...: for the page, and (H, W, 3) BGR."""
     drawn = []
     scenes: Dict[int, Scene] = {}  # made again, not remembered
@@ -138,7 +139,7 @@ def draw_pictures(
         _, data = cv2.imencode(".jpg", canvas, [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
         jpeg, (height, width) = base64.b64encode(data.tobytes()).decode("ascii"), canvas.shape[:2]
         explained = explanation(found.rows[OURS])
-        small = page.Picture(name, " ".join(captions), explained, jpeg, width, height, lines)
+        small = document.Picture(name, " ".join(captions), explained, jpeg, width, height, lines)
         drawn.append((small, drawing.draw(image0, image1, panels)))
     return drawn
 

@@ -9,47 +9,34 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
+from pipeline.bootstrap import (
+    DIGITS,
+    LEAST_CLUSTERS,
+    Clusters,
+    Estimate,
+    Line,
+    auc_by_pair,
+    mean_finite,
+    plain,
+    rounded,
+)
 from pipeline.evaluate import poses
 from pipeline.evaluate.conditions import BINS
 from pipeline.evaluate.confidence import Sweep, calibration, calibration_error, recall_at_precision, steps, sweep
 from pipeline.evaluate.matchers import OURS, UNRANKED
 from pipeline.evaluate.scoring import Judged, PairResult, Row, aligned_name, estimators_of, matchers_of
-from pipeline.report.tables import LEAST_CLUSTERS
 
 AUC_PX = (1, 3, 5, 10)
 AUC_DEGREES = (5, 10, 20)  # of a pose
 RATIO_TEST = "ratio_test"  # whose precision and recall are asked of the networks too
 COMPARED = (OURS, RATIO_TEST)  # in tables by how hard the pairs are
-DIGITS = 6  # figures are written with so many decimals: beyond them lies the noise of float32 sums
-RESAMPLES, SEED, LEVEL = 2000, 0, 0.95
 CURVE_POINTS = 512  # of a resampled curve
 
-Line = Dict[str, Any]
 Figures = Dict[str, Optional[float]]
-
-
-def plain(value: float) -> Optional[float]:
-    """A number JSON can hold: rounded; None where there is none (no pair, or an infinite median)."""
-    if isinstance(value, (int, np.integer)):
-        return int(value)
-    return round(float(value), DIGITS) if math.isfinite(value) else None
-
-
-def auc_by_pair(errors: Sequence[float], threshold: float) -> np.ndarray:
-    """What each pair adds to the area under the recall curve up to `threshold`; the AUC is exactly their mean, 0 to 1.
-
-    errors: one per pair, inf (or NaN) for a pair without an estimate, which is a failure and stays in the mean.
-    """
-    values = np.asarray(errors, dtype=np.float64)
-    if threshold <= 0:
-        raise ValueError(f"threshold must be positive, not {threshold}")
-    if np.any(values < 0):
-        raise ValueError("errors must not be negative")
-    return np.fmax(0.0, 1.0 - values / threshold)  # 0 for NaN, too
 
 
 def recall_curve(errors: Sequence[float], limits: Sequence[float]) -> np.ndarray:
@@ -58,71 +45,19 @@ def recall_curve(errors: Sequence[float], limits: Sequence[float]) -> np.ndarray
     return np.searchsorted(values, limits, side="right") / (values.size or np.nan)
 
 
-def mean_finite(values: Union[Sequence[float], np.ndarray]) -> Tuple[float, int]:
-    """Mean of the finite values and how many they are; (NaN, 0) when there is none."""
-    given = np.asarray(values, dtype=np.float64)
-    finite = given[np.isfinite(given)]
-    return (float(finite.mean()), int(finite.size)) if finite.size else (float("nan"), 0)
-
-
-def rounded(line: Mapping[str, float]) -> Line:
-    """Each of its numbers `plain`."""
-    return {name: plain(value) for name, value in line.items()}
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A figure. pairs: that have a say in it; samples: its value on each resample, none where there is one cluster."""
-
-    value: float
-    pairs: int
-    samples: np.ndarray
-
-    def line(self) -> Line:
-        """value, low, high (percentile bootstrap, Efron and Tibshirani 1993, chapter 13) and pairs."""
-        ends = 100 * np.array([(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-        known = self.samples[np.isfinite(self.samples)]
-        low, high = np.percentile(known, ends) if known.size else (math.nan, math.nan)
-        return rounded({"value": self.value, "low": low, "high": high, "pairs": self.pairs})
-
-
-class Clusters:
-    """Photographs or sequences, resampled with replacement. names: that of each pair."""
-
-    def __init__(self, names: Sequence[str]):
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        self.count = len(numbers)
-        self.of_pair = np.array([numbers[name] for name in names], np.int64)
-        resamples = RESAMPLES if self.count > 1 else 0
-        drawn = np.random.default_rng(SEED).integers(max(self.count, 1), size=(resamples, self.count))
-        counts = [np.bincount(one, minlength=self.count) for one in drawn]
-        self.weights = np.array(counts, np.float64).reshape(resamples, self.count)
-
-    def per_cluster(self, pairs: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """(C,) sums of `values` over the pairs with these numbers."""
-        return np.bincount(self.of_pair[pairs], values, minlength=self.count)
-
-    def mean(self, values: np.ndarray) -> Estimate:
-        """The mean of the values (P,) that are numbers."""
-        known = np.flatnonzero(np.isfinite(values))
-        sums, counts = self.per_cluster(known, values[known]), self.per_cluster(known, np.ones(len(known)))
+def resampled_curves(clusters: Clusters, judged: Sequence[Judged]) -> Tuple[np.ndarray, np.ndarray]:
+    """Precision and recall on each resample while confidence falls, (R, CURVE_POINTS) each."""
+    confidence, pair, *shares = steps(judged)
+    column = np.arange(len(confidence)) * CURVE_POINTS // max(len(confidence), 1)
+    asked = (np.ones(len(judged)), np.array([one.truth > 0 for one in judged], np.float64))
+    curves = []
+    for share, has_a_say in zip(shares, asked):
+        sums = np.zeros((clusters.count, CURVE_POINTS))
+        np.add.at(sums, (clusters.of_pair[pair], column), share)
+        pairs = clusters.weights @ clusters.per_cluster(np.arange(len(judged)), has_a_say)
         with np.errstate(invalid="ignore"):
-            samples = (self.weights @ sums) / (self.weights @ counts)
-        return Estimate(*mean_finite(values), samples)
-
-    def curves(self, judged: Sequence[Judged]) -> Tuple[np.ndarray, np.ndarray]:
-        """Precision and recall on each resample while confidence falls, (R, CURVE_POINTS) each."""
-        confidence, pair, *shares = steps(judged)
-        column = np.arange(len(confidence)) * CURVE_POINTS // max(len(confidence), 1)
-        asked = (np.ones(len(judged)), np.array([one.truth > 0 for one in judged], np.float64))
-        curves = []
-        for share, has_a_say in zip(shares, asked):
-            sums = np.zeros((self.count, CURVE_POINTS))
-            np.add.at(sums, (self.of_pair[pair], column), share)
-            pairs = self.weights @ self.per_cluster(np.arange(len(judged)), has_a_say)
-            with np.errstate(invalid="ignore"):
-                curves.append(self.weights @ sums.cumsum(axis=1) / pairs[:, None])
-        return curves[0], curves[1]
+            curves.append(clusters.weights @ sums.cumsum(axis=1) / pairs[:, None])
+    return curves[0], curves[1]
 
 
 def values_of(rows: Sequence[Row]) -> Dict[str, np.ndarray]:
@@ -220,7 +155,7 @@ def operating_points(
     precision, recall = ratio_test["precision"], ratio_test[share]
     if found is None:
         return dict(zip(names, (recall, precision)))
-    exact, resampled = (found.precision, found.recall), clusters.curves(judged)
+    exact, resampled = (found.precision, found.recall), resampled_curves(clusters, judged)
     points = {}
     for name, least, own, pairs in ((names[0], precision, 0, found.recall_pairs), (names[1], recall, 1, found.pairs)):
         value = float(recall_at_precision(exact[own], exact[1 - own], np.array(least.value)))

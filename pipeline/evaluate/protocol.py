@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
+from pipeline import bootstrap
 from pipeline.errors import RequestError, WorkError
 from pipeline.evaluate import acceptance, content, estimators, inputs, magnified, metrics, poses, scoring
 from pipeline.evaluate.heldout import LEVELS, HeldOutPairs, UnrelatedPairs, disturbed
@@ -27,7 +28,7 @@ from pipeline.evaluate.scoring import MatchCounts, PairResult, Results, Row, Set
 from pipeline.files import file_sha256
 from pipeline.parameters.schema import EvaluateParams
 from pipeline.processes import distributed
-from pipeline.report import files, page, summary, tables
+from pipeline.report import document, outputs, page, summary, tables
 from superglue_sift import drawing, extractors
 from superglue_sift.matcher import PairMatches
 from superglue_sift.progress import Progress
@@ -56,7 +57,7 @@ class Evaluation:
     skipped: Tuple[str, ...] = ()
     training: Optional[Path] = None
 
-    def run(self, named: Named, out: Path) -> Optional[page.Content]:
+    def run(self, named: Named, out: Path) -> Optional[document.Content]:
         """Evaluate a source; the first process writes all into `out` and returns the content. Raises WorkError."""
         source, where = named
         results = self.evaluate(source)
@@ -79,7 +80,7 @@ class Evaluation:
         found.notes.extend([*self.skipped, *tables.acceptance(found.figures)])
         if scored:
             found = replace(found, curves={**found.curves, "acceptance": acceptance.curve(scored)})
-        files.write(out, found, self.training)
+        outputs.write(out, found, self.training)
         for small, picture in drawn:
             drawing.write(out / "pictures" / f"{small.name}.png", picture)
         scenes = tables.by_scene(found.scenes) + "\n\n" if isinstance(source, HPatchesPairs) else ""
@@ -178,7 +179,7 @@ class Evaluation:
                 "sha256": file_sha256(network.file),
                 "network": network.info["model"],
                 "step": network.info.get("step"),
-                "validation_f1": metrics.plain(network.info.get("validation", {}).get("f1", math.nan)),
+                "validation_f1": bootstrap.plain(network.info.get("validation", {}).get("f1", math.nan)),
                 "threshold": network.threshold,
             }
             for name, network in self.matchers.networks.items()
@@ -196,13 +197,13 @@ class Evaluation:
         }
 
 
-def run_paper(work: Evaluation, source_of: Callable[[EvaluateParams], Named], out: Path) -> Dict[str, page.Content]:
+def run_paper(work: Evaluation, source_of: Callable[[EvaluateParams], Named], out: Path) -> Dict[str, document.Content]:
     """Each variant in a folder of its own; one table, metrics.json (`<variant>.<matcher>.<figure>`), protocols.csv and
     page of all.
 
     Returns the report of each on the first process, nothing on the others.
     """
-    contents: Dict[str, page.Content] = {}
+    contents: Dict[str, document.Content] = {}
     for width, height, keypoints in VARIANTS:
         asked = {"width": width, "height": height, "max_keypoints": keypoints}
         variant = work.settings.params.model_copy(update=asked)
@@ -217,9 +218,9 @@ def run_paper(work: Evaluation, source_of: Callable[[EvaluateParams], Named], ou
         return {}
     by_variant = {name: found.figures for name, found in contents.items()}
     flat = {f"{name}.{figure}": value for name, own in by_variant.items() for figure, value in own.items()}
-    files.write_json(out / "metrics.json", flat)
+    outputs.write_json(out / "metrics.json", flat)
     lines = [{"protocol": name, **line} for name, own in by_variant.items() for line in tables.lines_by_matcher(own)]
-    files.write_lines(out / "protocols.csv", lines)
+    outputs.write_lines(out / "protocols.csv", lines)
     overview = page.template().render(title="Evaluation: the paper's protocol and its variants", parts=contents)
     (out / "index.html").write_text(overview, encoding="utf-8")
     print(f"\nAll variants side by side\n\n{tables.side_by_side(by_variant)}\n\nwritten to {out}", flush=True)

@@ -11,7 +11,7 @@ from typing import Any, List, Sequence
 from pipeline.errors import RequestError
 from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet
-from pipeline.keypoints.pool import Extractor
+from pipeline.keypoints.pool import ImageExtractor
 from pipeline.processes.memory import tune_process
 from superglue_sift.images import BadImage
 
@@ -32,7 +32,7 @@ class Forecast:
 def forecast(images: ImageSet, entries: Sequence[Entry], settings: Any) -> Forecast:
     """Do a few images in this process and reckon up. RequestError when none of them can be used."""
     tune_process()
-    extract = Extractor(images, settings)
+    extract = ImageExtractor(images, settings)
     chosen = list(entries[:: max(len(entries) // SAMPLED, 1)][:SAMPLED])
     extract(chosen[0])  # the first one also pays for loading and for the memory
     begun, sizes = time.process_time(), []

@@ -46,7 +46,7 @@ def decoder(name: str) -> Decoder:
     return decode.decoded
 
 
-class Extractor:
+class ImageExtractor:
     """What a worker holds: where the bytes are and how views are made."""
 
     def __init__(self, images: ImageSet, settings: Any) -> None:
@@ -77,7 +77,7 @@ class Pool:
     """A context with `map(entries)`; with one worker everything happens in this process."""
 
     def __init__(self, images: ImageSet, settings: Any, workers: int) -> None:
-        self._extract, self._workers = Extractor(images, settings), workers
+        self._extract, self._workers = ImageExtractor(images, settings), workers
         self._executor: Optional[ProcessPoolExecutor] = None
         self._stack = contextlib.ExitStack()
 

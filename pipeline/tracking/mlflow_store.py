@@ -213,7 +213,7 @@ class MlflowStore:
 
     def _challenge(self, run_id: str, event: Event) -> None:
         """Give the alias to the run's model where it beats its holder on the same pairs; say what was found."""
-        from pipeline.evaluate.champion import better_than  # numpy and more, for this alone
+        from pipeline.tracking.champion import better_than  # numpy and more, for this alone
 
         name = event["name"]
         own = self._client.search_model_versions(f"run_id = '{run_id}'")

@@ -11,16 +11,16 @@ import cv2
 import numpy as np
 
 from pipeline.files import write_atomic, write_csv
-from pipeline.report import page, summary, tables
+from pipeline.report import document, page, summary, tables
 
 TABLES = ("pairs", "scenes", "intervals", "differences", "robustness")  # parts of a `Content` with a CSV each
-FILES = ("metrics.json", "summary.json", "protocol.json", "matchers.csv", "bad_images.csv", page.PAGE, page.JSON,
+FILES = ("metrics.json", "summary.json", "protocol.json", "matchers.csv", "bad_images.csv", page.PAGE, document.JSON,
          *(f"{name}.csv" for name in TABLES))  # fmt: skip
 FOLDERS = ("curves", "pictures")
 COLUMNS, GAP = 2, 8  # of the grid of pictures; pixels between them
 
 
-def write(out: Path, content: page.Content, training: Optional[Path] = None) -> None:
+def write(out: Path, content: document.Content, training: Optional[Path] = None) -> None:
     """All of them but the pictures, in place of an earlier evaluation's. training: folder of its curves."""
     write_json(out / "metrics.json", content.figures)
     write_json(out / "summary.json", summary.headline(content))
@@ -35,7 +35,7 @@ def write(out: Path, content: page.Content, training: Optional[Path] = None) -> 
     for name, lines in content.curves.items():
         columns = ("confidence", "precision", "matches") if name == "calibration" else ()
         write_lines(out / "curves" / f"{name}.csv", lines, columns)
-    page.save(out, content)
+    document.save(out, content)
     page.write(out, training)
 
 
