@@ -1,7 +1,7 @@
 """Tracking, from rank 0, without ever blocking or ending the work.
 
 A stage opens a run here and writes to its local log (`run`, `run_log`). A thread (`shipper`, `uploads`) sends the log
-to MLflow (`mlflow_store`), where `matcher_model` is the registered model, `champion` compares it with the best so far and
+to MLflow (`mlflow_store`): `matcher_model` is the registered model, `champion` compares it with the best so far,
 `system_metrics` shows the machine.
 """
 
