@@ -12,10 +12,11 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
-from pipeline import errors, params
+from pipeline import errors
 from pipeline.errors import RequestError
 from pipeline.files import write_atomic
-from pipeline.images.sources import open_manifest
+from pipeline.image_sets.sources import open_manifest
+from pipeline.parameters import params
 
 OUT = Path("reports/benchmark")
 
@@ -65,8 +66,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def _whole_table(options: argparse.Namespace) -> int:
     from benchmarks import row, table
-    from pipeline.features.tuning import keep_memory
-    from superglue_sift.superglue import SuperGlueConfig
+    from pipeline.processes.memory import keep_memory
+    from superglue_sift.network.superglue import SuperGlueConfig
     from superglue_sift.weights import choose_device
 
     if options.seconds <= 0 or options.rounds < 2:
@@ -110,7 +111,7 @@ def _whole_table(options: argparse.Namespace) -> int:
 
 def _keypoints(options: argparse.Namespace) -> List[Dict[str, Any]]:
     from benchmarks.keypoint_rows import keypoint_rows
-    from pipeline.extraction.pool import cores
+    from pipeline.keypoints.pool import cores
 
     if options.count < 1 or options.rounds < 1 or options.workers < 0:
         raise RequestError("--count and --rounds must be 1 or more, --workers 0 or more")

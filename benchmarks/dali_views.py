@@ -13,7 +13,7 @@ from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 import cv2
 import numpy as np
 
-from pipeline import stack
+from pipeline import compat
 from pipeline.errors import RequestError
 
 Batch = Tuple[Any, Any, np.ndarray]  # views 0 and 1 (B, 1, H, W) uint8, and H_0to1 (B, 3, 3) float64
@@ -73,7 +73,7 @@ def dali_views(
     try:
         from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
     except ImportError:
-        raise RequestError(f"NVIDIA DALI is not installed; `pip install {stack.dali_package()}`") from None
+        raise RequestError(f"NVIDIA DALI is not installed; `pip install {compat.dali_package()}`") from None
 
     names = ["view0", "view1", "shape"]
     pipeline = _pipeline(_Source(files, view, batch, seed), view, batch, device)

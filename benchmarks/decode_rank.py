@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Iterator, List, Optional, Sequence
 
 from benchmarks import dali_views
-from pipeline.extraction.pool import decoder
-from pipeline.features.tuning import tune_process
-from pipeline.images.decode import gpu
-from pipeline.images.manifest import Entry
-from pipeline.images.sources import ImageSet, folder_entries, list_images
+from pipeline.image_sets.decode import gpu
+from pipeline.image_sets.manifest import Entry
+from pipeline.image_sets.sources import ImageSet, folder_entries, list_images
+from pipeline.keypoints.pool import decoder
+from pipeline.processes.memory import tune_process
 from superglue_sift.images import BadImage
 
 VIEW = (320, 240)

@@ -11,18 +11,18 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence
 import numpy as np
 
 from benchmarks import plain, timing
-from benchmarks.made import made_batch
 from benchmarks.model_rows import forward_call
 from benchmarks.row import Row, Setting
 from benchmarks.stage_rows import one_opencv_thread, one_thread
-from pipeline import params
+from benchmarks.synthetic import made_batch
 from pipeline.errors import RequestError
-from pipeline.evaluation import matchers, pairs, protocol, scoring
-from pipeline.evaluation.heldout import HeldOutPairs
-from pipeline.images.sources import open_manifest
+from pipeline.evaluate import inputs, matchers, protocol, scoring
+from pipeline.evaluate.heldout import HeldOutPairs
+from pipeline.image_sets.sources import open_manifest
+from pipeline.parameters import params
 from superglue_sift.images import BadImage
-from superglue_sift.inference import fuse_for_inference
 from superglue_sift.matcher import THRESHOLD
+from superglue_sift.network.inference import fuse_for_inference
 from superglue_sift.weights import load_model
 
 EVALUATED = 32  # pairs
@@ -65,18 +65,18 @@ class _Evaluation:
         mean = sum(len(known.pair.records0) for known in self.pairs) / len(self.pairs)
         self.name = f"{self.asked.width}x{self.asked.height}, mean {mean:.0f} keypoints, {kind}"
 
-    def _loaded(self) -> Iterator[pairs.Scene]:
+    def _loaded(self) -> Iterator[inputs.Scene]:
         """Views of all photographs that can be read."""
         for index in range(len(self.source)):
             with contextlib.suppress(BadImage):
                 yield self.source.load(index)
 
-    def _found(self) -> List[pairs.KnownPair]:
+    def _found(self) -> List[inputs.KnownPair]:
         """Their pairs, by SIFT."""
         limit = self.asked.max_keypoints
-        return [pair for number, scene in enumerate(self.scenes) for pair in pairs.pairs_of_scene(scene, number, limit)]
+        return [pair for index, scene in enumerate(self.scenes) for pair in inputs.pairs_of_scene(scene, index, limit)]
 
-    def _matches(self, found: List[pairs.KnownPair]) -> List[Any]:
+    def _matches(self, found: List[inputs.KnownPair]) -> List[Any]:
         given = [known.pair for known in found]
         return list(matchers.match_batches(self.model, given, self.settings.batch, self.device))
 
@@ -135,8 +135,8 @@ class _Evaluation:
         what = f"evaluate, all threads, {self.name}"
         yield Row("evaluation", what, rate, "pairs/s", ratio, None, "views, SIFT and our matcher alone")
 
-    def _extract(self, scenes: List[int]) -> List[pairs.KnownPair]:
-        return pairs.extract(self.source, scenes, self.asked.max_keypoints)[0]
+    def _extract(self, scenes: List[int]) -> List[inputs.KnownPair]:
+        return inputs.extract(self.source, scenes, self.asked.max_keypoints)[0]
 
 
 def batched(setting: Setting) -> Iterator[Row]:

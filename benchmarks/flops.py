@@ -12,7 +12,7 @@ from typing import Dict, Optional, Tuple
 
 import torch
 
-from superglue_sift.superglue import ENCODER_WIDTHS, SIFT_DIM, SuperGlueConfig
+from superglue_sift.network.superglue import ENCODER_WIDTHS, SIFT_DIM, SuperGlueConfig
 
 # Dense peak by a word in the device's name, FLOP/s: vendors' data sheets, without sparsity.
 PEAKS: Dict[str, Dict[str, float]] = {

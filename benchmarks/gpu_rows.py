@@ -10,14 +10,15 @@ from typing import Callable, Dict, Iterator
 import torch
 
 from benchmarks import flops, plain, timing
-from benchmarks.made import made_batch, made_pairs
 from benchmarks.model_rows import forward_call, sinkhorn_call, training_call
 from benchmarks.row import Row, Setting, contained
-from pipeline import stack
-from superglue_sift import attention, torch_compat
+from benchmarks.synthetic import made_batch, made_pairs
+from pipeline import compat
+from superglue_sift import torch_compat
 from superglue_sift.batch import from_pairs
-from superglue_sift.inference import CUDAGraphModel, fuse_for_inference
-from superglue_sift.packing import Edges, Packing
+from superglue_sift.network import attention
+from superglue_sift.network.inference import CUDAGraphModel, fuse_for_inference
+from superglue_sift.network.packing import Edges, Packing
 
 GOALS: Dict[int, float] = {512: 1300.0, 1024: 450.0, 2048: 140.0}  # pairs/s of one H200, D = 256, T = 100, bfloat16
 BATCH = 64
@@ -52,7 +53,7 @@ def rows(setting: Setting) -> Iterator[Row]:
 
 def _step(setting: Setting, batch):
     model = setting.model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, **stack.fused_adam())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, **compat.fused_adam())
     return training_call(model, batch.to(setting.device), "bfloat16", optimizer)
 
 

@@ -25,13 +25,13 @@ import numpy as np
 import psutil
 
 from benchmarks import timing
-from pipeline.extraction.image import gray_views
-from pipeline.extraction.pool import Pool
 from pipeline.features.store import write_shard
-from pipeline.features.tuning import tune_process
 from pipeline.files import file_sha256
-from pipeline.images.manifest import Entry
-from pipeline.images.sources import ImageSet
+from pipeline.image_sets.manifest import Entry
+from pipeline.image_sets.sources import ImageSet
+from pipeline.keypoints.image import gray_views
+from pipeline.keypoints.pool import Pool
+from pipeline.processes.memory import tune_process
 from pipeline.views import homography, render
 from superglue_sift import sift
 from superglue_sift.images import BadImage, decode_gray

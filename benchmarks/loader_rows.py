@@ -13,13 +13,13 @@ from typing import Any, Callable, Dict, Iterator, List
 import torch
 
 from benchmarks import timing
-from benchmarks.made import made_store
 from benchmarks.row import Row, Setting
+from benchmarks.synthetic import made_store
 from pipeline.features.store import Store
-from pipeline.pairs import processes
-from pipeline.pairs.augmentation import PLAIN, Augmentation
-from pipeline.pairs.loader import load_batch
-from pipeline.pairs.order import PairOrder
+from pipeline.train.pairs import workers
+from pipeline.train.pairs.augmentation import PLAIN, Augmentation
+from pipeline.train.pairs.loader import load_batch
+from pipeline.train.pairs.order import PairOrder
 from superglue_sift.batch import PairBatch
 
 KEYPOINTS, BATCH = 512, 64
@@ -71,7 +71,7 @@ def _one_core(setting: Setting, calls: Dict[str, Callable[[int], Any]]) -> Itera
 
 def _by_processes(setting: Setting, name: str, call: Callable[[int], Any], number: int) -> Row:
     """Their rate once they are at work, for the budget of a row."""
-    with contextlib.closing(processes.prefetched(call, range(10**6), processes.Plan(number, AHEAD))) as made:
+    with contextlib.closing(workers.prefetched(call, range(10**6), workers.Plan(number, AHEAD))) as made:
         for _ in range(number * AHEAD):  # those made while the processes began
             next(made)
         begun, steps = time.perf_counter(), 0

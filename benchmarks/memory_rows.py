@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from benchmarks import memory, plain, timing
-from benchmarks.made import made_batch
 from benchmarks.model_rows import Call, plain_training_call, sinkhorn_call, training_call
 from benchmarks.row import Row, Setting, activation_bytes
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from benchmarks.synthetic import made_batch
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
 
 def peaks(setting: Setting) -> Iterator[Row]:

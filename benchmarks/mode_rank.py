@@ -19,8 +19,8 @@ import torch
 from benchmarks.row import Setting
 from benchmarks.training_rows import Ahead, Trainer
 from pipeline.features.store import Store
-from pipeline.runtime import distributed
-from superglue_sift.superglue import SuperGlueConfig
+from pipeline.processes import distributed
+from superglue_sift.network.superglue import SuperGlueConfig
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -20,11 +20,11 @@ import cv2
 import numpy as np
 
 from benchmarks import timing
+from benchmarks.dev.photographs import photographs
 from benchmarks.group_rows import Group, places, training_group
-from benchmarks.made import made_store
-from benchmarks.photographs import photographs
 from benchmarks.row import Row, Setting, contained
-from pipeline import stack
+from benchmarks.synthetic import made_store
+from pipeline import compat
 from superglue_sift import sift
 
 KEYPOINTS = 512
@@ -112,7 +112,7 @@ def _reason(setting: Setting, mode: Mode) -> str:
         return "needs a GPU: its gradients are scaled there"
     if mode.processes > most:
         return f"needs {mode.processes} {'GPUs' if cuda else 'cores'}, there {'is 1' if most == 1 else f'are {most}'}"
-    return stack.no_compiler(setting.device.type) if mode.changes.get("compile") else ""
+    return compat.no_compiler(setting.device.type) if mode.changes.get("compile") else ""
 
 
 def _row(

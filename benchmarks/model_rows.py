@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from benchmarks import flops, plain, timing, transformers_module
-from benchmarks.made import made_batch, ragged_batch
 from benchmarks.parity_rows import largest, perturbed
 from benchmarks.row import Row, Setting, activation_bytes
-from pipeline import stack
-from pipeline.training.objective import MatchingObjective
-from superglue_sift import sinkhorn
-from superglue_sift.inference import fuse_for_inference
-from superglue_sift.marginals import Marginals
-from superglue_sift.superglue import Matches, SuperGlue, mutual_matches
+from benchmarks.synthetic import made_batch, ragged_batch
+from pipeline import compat
+from pipeline.train.objective import MatchingObjective
+from superglue_sift.network import sinkhorn
+from superglue_sift.network.inference import fuse_for_inference
+from superglue_sift.network.marginals import Marginals
+from superglue_sift.network.superglue import Matches, SuperGlue, mutual_matches
 from superglue_sift.truth import ground_truth
 
 Call = Callable[[], object]
@@ -169,7 +169,7 @@ def _beside_float32(setting: Setting, name: str, ways: Dict[str, Call], pairs: i
 
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
     """As a reader would write it for the plain network; as the trainer has it for ours."""
-    own = stack.fused_adam() if isinstance(model, SuperGlue) else {}
+    own = compat.fused_adam() if isinstance(model, SuperGlue) else {}
     return torch.optim.Adam(model.parameters(), lr=1e-4, **own)
 
 

@@ -12,11 +12,11 @@ from typing import Iterator, NamedTuple, Optional, Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.made import made_batch
 from benchmarks.row import Row, Setting
-from pipeline.training.objective import MatchingObjective
-from superglue_sift.inference import fuse_for_inference
-from superglue_sift.superglue import SuperGlue, mutual_matches
+from benchmarks.synthetic import made_batch
+from pipeline.train.objective import MatchingObjective
+from superglue_sift.network.inference import fuse_for_inference
+from superglue_sift.network.superglue import SuperGlue, mutual_matches
 from superglue_sift.torch_compat import autocast
 
 NOISE = 0.3  # standard deviation of what is added to a weight, times the root of its number of inputs

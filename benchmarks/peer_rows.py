@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks import group_rows, timing
 from benchmarks import peer as other
-from benchmarks.photographs import photographs
+from benchmarks.dev.photographs import photographs
 from benchmarks.row import Row, Setting
 from benchmarks.training_rows import Trainer
 from pipeline.features import store

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from superglue_sift.descriptors import root_sift
-from superglue_sift.orientation import choose_orientations
-from superglue_sift.superglue import ENCODER_WIDTHS, SIFT_DIM, SuperGlue, SuperGlueConfig, geometry_of
+from superglue_sift.network.orientation import choose_orientations
+from superglue_sift.network.superglue import ENCODER_WIDTHS, SIFT_DIM, SuperGlue, SuperGlueConfig, geometry_of
 from superglue_sift.truth import UNMATCHED, Truth
 
 
@@ -108,7 +108,7 @@ class PlainSuperGlue(nn.Module):
 
 
 def dense_loss(log_P: Tensor, truth: Truth) -> Tensor:
-    """The loss of `pipeline.training.objective`, (B,), through a target as large as the assignment."""
+    """The loss of `pipeline.train.objective`, (B,), through a target as large as the assignment."""
     losses = []
     for P, matches0, matches1 in zip(log_P, *truth):
         target = torch.zeros_like(P)

@@ -17,10 +17,10 @@ from typing import List, Optional, Sequence
 
 import torch
 
-from benchmarks.made import made_batch
-from pipeline.runtime import distributed
-from pipeline.training.objective import MatchingObjective
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from benchmarks.synthetic import made_batch
+from pipeline.processes import distributed
+from pipeline.train.objective import MatchingObjective
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -14,7 +14,7 @@ import torch
 from benchmarks import flops, timing
 from benchmarks.timing import Ratio
 from pipeline.errors import RequestError
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
 EFFICIENCY = 0.25  # of a plain matrix product's speed, to foretell what a row takes; pessimistic on purpose
 GPU_RATE = 20e12  # FLOP/s, the same for a GPU

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 
 from benchmarks import timing
+from benchmarks.dev.photographs import photographs
 from benchmarks.keypoint_rows import OF_FLOOR, OF_PLAIN, keypoint_rows
-from benchmarks.photographs import photographs
 from benchmarks.row import Row, Setting
-from pipeline import params
 from pipeline.errors import RequestError
-from pipeline.images.sources import open_manifest
+from pipeline.image_sets.sources import open_manifest
+from pipeline.parameters import params
 from superglue_sift.features import Features
-from superglue_sift.inference import fuse_for_inference
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
+from superglue_sift.network.inference import fuse_for_inference
 
 ALIGNED = 250  # matches
 TURN = (320, 240), 10, 1.0  # centre, degrees and scale of what the second view of a pair is turned by
@@ -31,7 +31,7 @@ PAPER = (640, 480)  # views of the paper's training; each SIFT call there gives 
 
 def keypoints(setting: Setting) -> Iterator[Row]:
     """The stage's own pool beside bare OpenCV and a plain pool, on views as set and of the paper's size."""
-    from pipeline.extraction.pool import cores
+    from pipeline.keypoints.pool import cores
 
     try:
         images = open_manifest(setting.images)

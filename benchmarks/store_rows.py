@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from benchmarks import timing
-from benchmarks.made import made_store
+from benchmarks.synthetic import made_store
 from pipeline.errors import RequestError
 from pipeline.features.store import Store, map_shard, read_index
-from pipeline.pairs.augmentation import Augmentation
-from pipeline.pairs.loader import load_batch
-from pipeline.pairs.order import PairOrder
+from pipeline.train.pairs.augmentation import Augmentation
+from pipeline.train.pairs.loader import load_batch
+from pipeline.train.pairs.order import PairOrder
 
 KEYPOINTS = 512  # of a view of the store made up when none is given
 OF_BARE, VIEW_US, BATCH_MS = 1.5, 20.0, 2.5  # what the store is to reach, at 512 keypoints a view

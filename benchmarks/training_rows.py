@@ -12,18 +12,18 @@ from typing import Any, Dict, Iterator, List, Optional
 import torch
 
 from benchmarks import timing
-from benchmarks.made import made_batch, made_store
 from benchmarks.row import Row, Setting
-from pipeline import params
+from benchmarks.synthetic import made_batch, made_store
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
-from pipeline.pairs.loader import choose, load_batch
-from pipeline.pairs.order import PairOrder
-from pipeline.runtime import distributed
-from pipeline.training import setup
-from pipeline.training.objective import assignment_loss
-from pipeline.training.step import train_step
-from pipeline.training.trainer import StepBatches
+from pipeline.parameters import params
+from pipeline.processes import distributed
+from pipeline.train import setup
+from pipeline.train.objective import assignment_loss
+from pipeline.train.pairs.loader import choose, load_batch
+from pipeline.train.pairs.order import PairOrder
+from pipeline.train.step import train_step
+from pipeline.train.trainer import StepBatches
 from superglue_sift.batch import PairBatch
 from superglue_sift.truth import ground_truth
 

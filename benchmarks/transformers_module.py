@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from superglue_sift.descriptors import root_sift
-from superglue_sift.orientation import choose_orientations
-from superglue_sift.superglue import SuperGlue, geometry_of
+from superglue_sift.network.orientation import choose_orientations
+from superglue_sift.network.superglue import SuperGlue, geometry_of
 
 SIDE, REACH = (64, 0.7)  # of the image in place of ours, in px; theirs divides distances to its middle by REACH * SIDE
 

@@ -1,24 +1,24 @@
 """Train SuperGlue on SIFT keypoints, and use it.
 
-The network itself is the library `superglue_sift`, which knows nothing of this package. The package in reading order:
+The network itself is the library `superglue_sift`, which knows nothing of this package. What can be typed stands at the
+top, `python -m pipeline.<name>`; a stage is a folder, a section of params.yaml and a stage of dvc.yaml:
 
-    fetch, keypoints, train, evaluate, export   one file a stage, one `main` each, `python -m pipeline.<stage>`
-    match, benchmark, doctor, presets, report   tools for the person at the keyboard
-    prune         trainings that were set aside: lists them, and asks which to delete
-    plan          memory and hours of a training, before it begins
+    fetch/ keypoints/ train/ evaluate/ export    the five stages
     launch        starts a stage on all processes of this machine
-    images/       where photographs come from, how they are decoded, what is wrong with them
-    views/        random homographies without borders, rendering, photometric distortion; buildings before true cameras
-    features/     the store of keypoints that training maps into memory
-    extraction/   all views of all images, in parallel, shard by shard
-    pairs/        which two views when, read from the store
-    training/     objective, step, validation, what is saved and gone on from, what is reported
-    evaluation/   protocols, baselines, metrics, scores, intervals
-    report/       tables, curves, the page
-    tracking/     the local log of a run, and what MLflow shows of it
-    runtime/      processes, checkpoints, faults on purpose
-    params, schema, errors      parameters, and what is said when they are wrong
-    files, stack  writing a file whole, the two torch stacks
+    presets, doctor/, report/, prune             write params.yaml; check the machine; show results; delete trainings
+    match, benchmark                             match two images; measure speed
+
+What stages share:
+
+    image_sets/   which photographs there are, how they are read
+    views/        random homographies without borders, rendering, photometric distortion; buildings with true cameras
+    features/     the store of keypoints, which training maps into memory
+    parameters/   params.yaml: its keys, limits and messages
+    processes/    ranks, signals, memory, faults for tests
+    provenance/   what a result was made from
+    tracking/     the local log of a run, and MLflow
+    bootstrap     means over pairs and their confidence intervals
+    errors, files, compat    errors that a person reads; atomic writes; the two torch stacks
 """
 
 from __future__ import annotations

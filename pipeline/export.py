@@ -12,14 +12,15 @@ import argparse
 from pathlib import Path
 from typing import List, Optional
 
-from pipeline import errors, params, tracking
+from pipeline import errors, tracking
 from pipeline.errors import RequestError
 from pipeline.files import file_sha256, read_json
-from pipeline.runtime import checkpoint, repro, trained_on, workspace_lock
+from pipeline.parameters import params
+from pipeline.provenance import repro, trained_on, workspace_lock
 from superglue_sift import __version__
 from superglue_sift.matcher import match_threshold
 from superglue_sift.scenes import LIMITS
-from superglue_sift.weights import load_model
+from superglue_sift.weights import load_model, save_model_file
 
 INTERFACE = {
     "keypoints0, keypoints1": "(B, N, 2) float32, pixels, centre of the first pixel at (0, 0)",
@@ -112,7 +113,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     if args.half:
         weights = {name: t.half() if t.is_floating_point() else t for name, t in weights.items()}
     trained_on.write(path, trained_on.read(args.model))
-    checkpoint.save_model_file(path, weights, description)
+    save_model_file(path, weights, description)
     if args.mlflow_run is not None:
         with tracking.attach(args.mlflow_run, training=info.get("training")) as run:
             run.tags({f"{tracking.HIDDEN}export.sha256": file_sha256(path)})

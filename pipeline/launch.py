@@ -30,7 +30,8 @@ import psutil
 
 from pipeline import errors
 from pipeline.errors import AGENT_PID, EXIT_FOLDER, STOPPED, RequestError
-from pipeline.runtime import signals, workspace_lock
+from pipeline.processes import signals
+from pipeline.provenance import workspace_lock
 from superglue_sift import threads
 
 DEFAULT_CPU_PROCESSES = 2
@@ -122,7 +123,7 @@ def _agent(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig
 
-    from pipeline.stack import own_address
+    from pipeline.compat import own_address
 
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     os.environ[AGENT_PID] = str(os.getpid())

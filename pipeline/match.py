@@ -11,7 +11,7 @@ if __name__ == "__main__":
     threads.wait_passively()  # before torch is loaded
 
 from pipeline import errors
-from superglue_sift.cli import main
+from superglue_sift.apps.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(errors.run(main))

@@ -16,10 +16,11 @@ from typing import Any, Dict, List, Optional, Tuple, cast
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from pipeline import errors, params
+from pipeline import errors
 from pipeline.errors import RequestError, typed
 from pipeline.files import write_atomic
-from pipeline.schema import FetchParams
+from pipeline.parameters import params
+from pipeline.parameters.schema import FetchParams
 
 FOLDER = Path(__file__).resolve().parents[1] / "presets"
 BASE = "sample"
@@ -88,7 +89,7 @@ def _flat(text: str) -> List[str]:
 def _whole(header: str, tree: Any, own: Tuple[str, ...], origin: str) -> str:
     """The text of a params.yaml. own: the folders of a person's own images, which are looked at: RequestError."""
     if own:
-        from pipeline.images import containers, splits
+        from pipeline.fetch import containers, splits
         from pipeline.views.homography import smallest_images
 
         tree["fetch"].update(path=own[0], val_path=own[1], content=containers.digest(*own))
@@ -102,7 +103,7 @@ def _whole(header: str, tree: Any, own: Tuple[str, ...], origin: str) -> str:
 
 def _folder(path: str) -> str:
     """The absolute path of a folder, zip, list or annotation file that holds at least one image."""
-    from pipeline.images.containers import open_container
+    from pipeline.fetch.containers import open_container
 
     folder = Path(path).expanduser().resolve()
     open_container(folder)

@@ -13,8 +13,8 @@ from typing import List, Optional, Sequence
 
 from pipeline import errors
 from pipeline.errors import RequestError
-from pipeline.training import superseded
-from pipeline.training.resume import TrainPaths
+from pipeline.train import superseded
+from pipeline.train.resume import TrainPaths
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -8,7 +8,7 @@ from superglue_sift import errors, threads
 def command() -> int:
     """The entry point; returns the exit code."""
     threads.wait_passively()  # before torch is loaded
-    from superglue_sift import cli
+    from superglue_sift.apps import cli
 
     return errors.exit_code(cli.main)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from superglue_sift.packing import to_device_async
+from superglue_sift.network.packing import to_device_async
 from superglue_sift.sift import KEYPOINT, ORIENTED
 from superglue_sift.torch_compat import floats_of_bytes
 

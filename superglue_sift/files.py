@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Callable, Iterable, Union
 
 
-def _nothing(moment: str) -> None:
+def nothing(moment: str) -> None:
     """What is done at each moment of a write, unless a test of faults asks for more."""
 
 
-def write_atomic(path: Union[str, Path], content: Union[str, bytes], at: Callable[[str], object] = _nothing) -> None:
+def write_atomic(path: Union[str, Path], content: Union[str, bytes], at: Callable[[str], object] = nothing) -> None:
     """Put `content` at `path`, making its folder, so that a kill leaves the old file or the new one, never a half.
 
     Text is stored as UTF-8; file names that are none keep their bytes (surrogateescape). `at` is

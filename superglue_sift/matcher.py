@@ -35,9 +35,9 @@ from superglue_sift.extractors import load as load_extractor
 from superglue_sift.features import Features, Image, extract, gray_of
 from superglue_sift.images import gray_of as decoded
 from superglue_sift.images import read
-from superglue_sift.inference import fuse_for_inference
 from superglue_sift.match_result import MatchResult
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
+from superglue_sift.network.inference import fuse_for_inference
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.upright import FRAMES, UPRIGHT, orientation
 from superglue_sift.weights import choose_device, load_model, shipped_weights
 

@@ -34,19 +34,19 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from superglue_sift import errors
-from superglue_sift.attention import turned
 from superglue_sift.batch import Pair
 from superglue_sift.descriptors import root_sift
 from superglue_sift.errors import RequestError
 from superglue_sift.features import Features
-from superglue_sift.inference import fuse_for_inference
 from superglue_sift.matcher import match_pairs, match_threshold
-from superglue_sift.neighbours import padded_features
-from superglue_sift.orientation import choose_pair
+from superglue_sift.network.attention import turned
+from superglue_sift.network.inference import fuse_for_inference
+from superglue_sift.network.neighbours import padded_features
+from superglue_sift.network.orientation import choose_pair
+from superglue_sift.network.superglue import SIFT_DIM, SuperGlue, geometry_of
 from superglue_sift.progress import clock
 from superglue_sift.scenes import LIMITS, Rules
 from superglue_sift.sift import KEYPOINT, positions
-from superglue_sift.superglue import SIFT_DIM, SuperGlue, geometry_of
 from superglue_sift.torch_compat import can_export
 from superglue_sift.weights import choose_device, load_model, shipped_weights
 

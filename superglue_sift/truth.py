@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from superglue_sift.geometry import transform
-from superglue_sift.packing import Layout, Packing
+from superglue_sift.network.packing import Layout, Packing
 
 UNMATCHED = -1  # has no counterpart: belongs in the dustbin
 IGNORED = -2  # neither right nor wrong: too near to be unmatched, not near enough to be a match

@@ -2,7 +2,7 @@
 
 Tensors, and in the header the JSON that says what they are and a SHA-256 over both. A file that is torn, flipped or
 not ours is recognised before anything of it is used, and nothing in it can run code. The `.json` beside it repeats the
-JSON for people; no one reads it back.
+JSON for people and tools.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple, Union
 
 import numpy as np
 import torch
@@ -21,7 +21,8 @@ from safetensors.numpy import save
 from torch import Tensor
 
 from superglue_sift.errors import RequestError
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.files import nothing, write_atomic
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.torch_compat import exact_float32
 
 FORMAT = "superglue-sift/1"  # the one key of the header: several would come in no fixed order
@@ -48,6 +49,21 @@ def model_file(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> bytes:
     text = json.dumps(info, sort_keys=True)
     header = {FORMAT: json.dumps({"info": text, "sha256": _digest(arrays, text)})}
     return save({k: np.asarray(a, order="C") for k, a in arrays.items()}, metadata=header)
+
+
+def save_model_file(
+    path: Union[str, Path],
+    tensors: Mapping[str, Tensor],
+    info: Mapping[str, Any],
+    at: Callable[[str], object] = nothing,
+) -> None:
+    """Write a `model_file` to `path` (.safetensors), atomically, and `info` beside it as .json.
+
+    at: see `write_atomic`.
+    """
+    path, text = Path(path), json.dumps(info, indent=2, sort_keys=True) + "\n"
+    for file, content in ((path, model_file(tensors, info)), (path.with_suffix(".json"), text)):
+        write_atomic(file, content, at)
 
 
 def load_model_file(path: Union[str, Path]) -> Tuple[Tensors, Dict[str, Any]]:

@@ -95,7 +95,7 @@ def make_params() -> Callable[..., Any]:
     A training starts from no weights, and is in float32 on every machine. A nested section is changed key by key:
     `make_params("keypoints", homography={"scale_min": 0.8})`.
     """
-    from pipeline import params
+    from pipeline.parameters import params
 
     sections = params.load_all(ROOT / "presets" / "sample.yaml")
 

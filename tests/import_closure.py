@@ -1,7 +1,7 @@
 """dvc.yaml against the imports of its stages: `python tests/import_closure.py` names what differs (exit 1).
 
 A stage depends on rooms (folders) or single files that together hold every module its command imports, but for
-`CHANGES_NO_OUTPUT` of `pipeline.runtime.code`.
+`CHANGES_NO_OUTPUT` of `pipeline.provenance.code`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from ruamel.yaml import YAML
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where it is started by hand
 
-from pipeline.runtime.code import CHANGES_NO_OUTPUT, PACKAGES, closure
+from pipeline.provenance.code import CHANGES_NO_OUTPUT, PACKAGES, closure
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def modules_in(command: str) -> List[str]:
     """The modules of the project that a command runs: `python -m pipeline.launch pipeline.train` runs two."""
-    return re.findall(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})\.[a-z_.]+", command)
+    found = re.findall(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})\.[a-z_.]+", command)
+    return [f"{name}.__main__" if (ROOT / name.replace(".", "/")).is_dir() else name for name in found]
 
 
 def code_of(cmd: str, root: Path = ROOT) -> List[str]:

@@ -19,7 +19,7 @@ def _work(rank: int, world_size: int, port: int, function: Callable, arguments: 
     )
     import torch
 
-    from pipeline.runtime import distributed
+    from pipeline.processes import distributed
 
     torch.set_num_threads(1)
     try:

@@ -12,7 +12,7 @@ from typing import Dict, Iterator, List, Set, Tuple
 
 import pytest
 
-from pipeline.runtime.code import imports
+from pipeline.provenance.code import imports
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted(
@@ -23,46 +23,45 @@ FILES = sorted(
 TREES = {name: ast.parse((ROOT / name).read_text(encoding="utf-8"), feature_version=(3, 9)) for name in FILES}
 
 STAGES = {"fetch", "keypoints", "train", "evaluate", "export"}
-# Whatever a room does, it may raise the project's errors, write a file, name the type of its parameters and ask for a
-# difference between the stacks.
-GROUND = {"errors", "files", "schema", "stack"}
+# What every package may import: errors, writing files, types of parameters, differences between the stacks.
+GROUND = {"errors", "files", "parameters.schema", "compat"}
 # What the library may import: nothing of the project but itself, and of others these alone.
 LIBRARY = {"cv2", "numpy", "safetensors", "scipy", "superglue_sift", "torch", *getattr(sys, "stdlib_module_names", ())}
 # ... and of its extras inside functions, so that it works without them (tests/test_library.py imports it so).
 EXTRAS = {"PIL", "flask", "h5py", "hloc", "onnx", "onnxruntime", "onnxscript", "pycolmap", "werkzeug"}
-# Rooms of `pipeline`, and what each may import besides itself and the library. A name with a dot is that module alone.
-# Files that are not listed are stages and tools, which may import every room.
-ROOMS: Dict[str, Set[str]] = {
+# Packages and modules of `pipeline`, and what each may import besides itself, GROUND and the library. A name with a dot
+# is that module alone. Files at the top that are not listed are commands, which may import every package.
+MAY_IMPORT: Dict[str, Set[str]] = {
     "errors": set(),
     "files": set(),
-    "stack": set(),
-    "schema": set(),
-    "params": set(),
-    "images": set(),
-    "features": set(),
-    "runtime": set(),
-    "tracking": {"runtime", "evaluation.champion"},
+    "compat": set(),
+    "bootstrap": set(),
+    "parameters": set(),
+    "provenance": set(),
+    "processes": set(),
+    "image_sets": set(),
     "views": set(),
-    "pairs": {"features", "runtime.machine", "runtime.signals"},
-    "report": {"runtime.repro"},
-    "extraction": {"images", "views", "features", "runtime", "params"},
-    "training": {"pairs", "features", "runtime", "tracking", "params"},
-    "evaluation": {"images", "views", "features", "pairs", "runtime", "report", "params"},
-}  # fmt: skip
-
+    "features": set(),
+    "report": {"bootstrap", "provenance.repro"},
+    "tracking": {"bootstrap", "provenance"},
+    "fetch": {"image_sets", "views", "parameters", "provenance"},
+    "keypoints": {"image_sets", "views", "features", "processes", "parameters", "provenance"},
+    "train": {"features", "processes", "tracking", "parameters", "provenance"},
+    "evaluate": {"image_sets", "views", "processes", "report", "tracking", "parameters", "provenance", "bootstrap"},
+}
 # A thing and the one file it lives in.
 HOMES = {
     "SIFT": "superglue_sift/sift.py",
     "SIFT_create": "superglue_sift/sift.py",
-    "torch.distributed": "pipeline/runtime/distributed.py",
-    "DistributedDataParallel": "pipeline/runtime/distributed.py",
-    "DataParallel": "pipeline/training/objective.py",
+    "torch.distributed": "pipeline/processes/distributed.py",
+    "DistributedDataParallel": "pipeline/processes/distributed.py",
+    "DataParallel": "pipeline/train/objective.py",
     "torchrun": "pipeline/launch.py",
 }
 # The store, the model that is served, and MLflow's monitors of the machine.
 MLFLOW_HOMES = tuple(f"pipeline/tracking/{name}.py" for name in ("mlflow_store", "matcher_model", "system_metrics"))
 # NVIDIA's DALI has three: it decodes images for the keypoint stage, carries batches for training, and is compared.
-DALI_HOMES = ("pipeline/images/dali.py", "pipeline/pairs/dali.py", "benchmarks/dali_views.py")
+DALI_HOMES = ("pipeline/image_sets/dali_decoder.py", "pipeline/train/pairs/dali_loader.py", "benchmarks/dali_views.py")
 
 
 def module_of(name: str) -> str:
@@ -70,7 +69,7 @@ def module_of(name: str) -> str:
     return name[: -len(".py")].replace("/", ".").replace(".__init__", "")
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     """`pipeline.views.render` -> `views`, `pipeline.train` -> `train`, `pipeline` -> ``."""
     return [*module.split("."), ""][1]
 
@@ -81,7 +80,7 @@ def crossings(name: str) -> List[str]:
     found = []
     for other in imports(ROOT / name, module):
         is_file = any((ROOT / (other.replace(".", "/") + end)).exists() for end in (".py", "/__init__.py"))
-        if is_file and other.startswith("pipeline.") and room_of(other) != room_of(module):
+        if is_file and other.startswith("pipeline.") and package_of(other) != package_of(module):
             found.append(other)
     return found
 
@@ -89,11 +88,12 @@ def crossings(name: str) -> List[str]:
 def allowed(room: str, other: str) -> bool:
     """May a file of `room` import the module `other`?"""
     target = other.split(".", 1)[1]
-    if room_of(other) in GROUND:
+    if any(target == name or name.startswith(target + ".") for name in GROUND):
         return True
-    if room not in ROOMS:  # a stage or a tool
-        return room_of(other) in ROOMS or (room not in STAGES and room_of(other) not in STAGES)
-    return any(target == name or target.startswith(name + ".") or name.startswith(target + ".") for name in ROOMS[room])
+    if room not in MAY_IMPORT:  # a command; of the stages, `export` alone is one
+        return room not in STAGES or package_of(other) not in STAGES
+    allowed = MAY_IMPORT[room]
+    return any(target == name or target.startswith(name + ".") or name.startswith(target + ".") for name in allowed)
 
 
 def imported(name: str) -> Set[str]:
@@ -117,15 +117,21 @@ def test_the_library_stands_alone() -> None:
     assert wrong == []
 
 
-def test_a_room_imports_only_what_it_may() -> None:
+def test_a_package_imports_only_what_it_may() -> None:
     wrong = [
         f"{name} imports {other}"
         for name in FILES
         if name.startswith("pipeline/")
         for other in crossings(name)
-        if not allowed(room_of(module_of(name)), other)
+        if not allowed(package_of(module_of(name)), other)
     ]
     assert wrong == []
+
+
+def test_the_network_stands_below_the_rest_of_the_library() -> None:
+    above = {"superglue_sift/matcher.py", *(name for name in FILES if re.match("superglue_sift/(apps|interop)/", name))}
+    wrong = [(name, imported(name) & above) for name in FILES if name.startswith("superglue_sift/network/")]
+    assert [one for one in wrong if one[1]] == []
 
 
 def test_no_package_imports_the_bench() -> None:
@@ -147,11 +153,35 @@ def test_imports_run_in_no_circle() -> None:
         pytest.fail(" <- ".join(error.args[1]))
 
 
-def test_every_room_is_known() -> None:
+def test_every_package_is_known() -> None:
     folders = {path.name for path in (ROOT / "pipeline").iterdir() if (path / "__init__.py").exists()}
-    assert folders - set(ROOMS) == set(), "say in ROOMS what the new room may import"
+    assert folders - set(MAY_IMPORT) == {"doctor"}, "say in MAY_IMPORT what the new package may import"
     missing = {path.name for path in (ROOT / "pipeline").iterdir() if any(path.glob("*.py"))} - folders
-    assert missing == set(), "a room without an __init__.py"
+    assert missing == set(), "a package without an __init__.py"
+
+
+def definitions(path: Path) -> List[str]:
+    return re.findall(r"^(?:def|class) (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def words_in(text: str) -> Set[str]:
+    return set(re.findall(r"\w+", text))
+
+
+@pytest.mark.parametrize("package", ["superglue_sift", "pipeline"])
+def test_the_maps_name_what_exists(package: str) -> None:
+    """The docstring of each package names its modules and folders, and none that is gone; CONTRIBUTING the folders."""
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for init in sorted((ROOT / package).rglob("__init__.py")):
+        docstring = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
+        modules = {path.stem for path in init.parent.glob("*.py") if not path.stem.startswith("__")}
+        folders = {path.parent.name for path in init.parent.glob("*/__init__.py")}
+        assert (modules | folders) - words_in(docstring) == set(), f"{init} leaves modules out"
+        named = set(re.findall(r"`(\w+)`", docstring)) if init.parent.name != package else set()
+        existing = {path.stem for path in (ROOT / package).rglob("*.py")} | folders
+        existing |= {name for file in init.parent.glob("*.py") for name in definitions(file)}
+        assert named - existing == set(), f"{init} names what does not exist"
+        assert folders - words_in(contributing) == set(), f"CONTRIBUTING.md leaves out folders of {init}"
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[Tuple[str, ast.AST]]:
@@ -174,7 +204,7 @@ def depth(node: ast.AST) -> int:
     return deepest
 
 
-def test_rooms_stay_small() -> None:
+def test_files_and_functions_stay_small() -> None:
     wrong = []
     for name in FILES:
         lines = len((ROOT / name).read_text(encoding="utf-8").splitlines())

@@ -21,8 +21,8 @@ from benchmarks.keypoint_rows import keypoint_rows
 from benchmarks.row import Row, Setting
 from benchmarks.timing import Ratio
 from pipeline.errors import RequestError
-from pipeline.images.sources import ImageSet, folder_entries
-from superglue_sift.superglue import SuperGlueConfig
+from pipeline.image_sets.sources import ImageSet, folder_entries
+from superglue_sift.network.superglue import SuperGlueConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTING = Setting(torch.device("cpu"), SuperGlueConfig(dim=16))
@@ -268,7 +268,7 @@ def test_a_package_without_its_bench_says_so_in_one_line(tmp_path):
 
 
 def test_scaling_on_paper_is_what_a_person_reckons(capsys):
-    from benchmarks import scaling
+    from benchmarks.dev import scaling
 
     model = scaling.Model(ms_a_pair=0.5, host_ms=10.0, bytes=4 << 20, adapters=8)
     assert model.exchange_ms(1) == 0.0

@@ -25,7 +25,6 @@ from benchmarks import (
     flops,
     gpu_rows,
     group_rows,
-    made,
     memory,
     mode_rank,
     mode_rows,
@@ -42,11 +41,12 @@ from benchmarks import (
     transformers_module,
 )
 from benchmarks.row import Row, Setting
+from benchmarks.synthetic import made_batch, made_store
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
-from pipeline.runtime import distributed
-from pipeline.training.objective import assignment_loss
-from superglue_sift.superglue import SuperGlueConfig, mutual_matches
+from pipeline.processes import distributed
+from pipeline.train.objective import assignment_loss
+from superglue_sift.network.superglue import SuperGlueConfig, mutual_matches
 from superglue_sift.truth import ground_truth
 
 SMALL = SuperGlueConfig(dim=16, layers=2, heads=2, sinkhorn_iterations=20)
@@ -64,7 +64,7 @@ class TestPlain:
     def test_assignment_loss_and_gradient_equal_ours(self, norm):
         model = scrambled(SuperGlueConfig(dim=32, layers=3, heads=4, norm=norm, sinkhorn_iterations=50)).double()
         twin = plain.plain_from(model).double()
-        batch = made.made_batch(40, 3)
+        batch = made_batch(40, 3)
         truths = ground_truth(batch)
         ours, theirs = model(batch), twin(batch)
         assert max(float((a - b).detach().abs().max()) for a, b in zip(ours, theirs)) < 1e-9
@@ -84,7 +84,7 @@ class TestPlain:
 
     def test_the_loss_in_float32_stays_within_1e_5(self):
         model = scrambled(SuperGlueConfig(dim=32, layers=3, heads=4))
-        batch = made.made_batch(60, 2)
+        batch = made_batch(60, 2)
         truths = ground_truth(batch)
         with torch.no_grad():
             ours = assignment_loss(model(batch), truths).total
@@ -110,7 +110,7 @@ class TestPlain:
 
     def test_the_module_of_transformers_gives_the_same_matches(self):
         config = SuperGlueConfig(dim=64, layers=3, heads=4, norm="batch", scale_angle=False, sinkhorn_iterations=50)
-        model, batch = scrambled(config).eval(), made.made_batch(80, 1)
+        model, batch = scrambled(config).eval(), made_batch(80, 1)
         try:
             matches, scores = transformers_module.matching_call(model, batch)()
         except ImportError as error:
@@ -214,7 +214,7 @@ class TestRows:
 
     @pytest.mark.slow
     def test_a_group_of_ranks_steps_beside_the_peer(self, tmp_path):
-        kept = made.made_store(tmp_path / "store", 20, images=16)
+        kept = made_store(tmp_path / "store", 20, images=16)
         changes = {"dim": 32, "sinkhorn_iterations": 5, "precision": "float32"}
         group = group_rows.training_group(setting(), kept, 20, 4, changes, processes=2)
         try:
@@ -224,7 +224,7 @@ class TestRows:
         assert group.items == 4 and [rank.returncode for rank in group.ranks.all] == [0, 0]
 
     def test_training_rows_heed_the_limit_of_keypoints(self, tmp_path):
-        store = Store(made.made_store(tmp_path / "store", 40, images=8))
+        store = Store(made_store(tmp_path / "store", 40, images=8))
         for limit in (40, 25):
             (batch,) = training_rows.Trainer(setting(), store, 2, keypoints=limit).loaded()
             assert batch.counts0.tolist() == [limit] * 2
@@ -247,7 +247,7 @@ class TestRows:
 
     def test_the_perturbed_network_uses_every_weight(self):
         model = parity_rows.perturbed(setting().model())
-        answer = parity_rows.answer(model, made.made_batch(30, 2), "float32")
+        answer = parity_rows.answer(model, made_batch(30, 2), "float32")
         moving = [bool(p.grad.abs().sum() > 0) for name, p in model.named_parameters() if "bias" not in name]
         assert all(moving) and not torch.equal(model.dustbin, setting().model().dustbin)
         assert answer.gradient.dtype == torch.float64 and answer.loss > 0
@@ -256,7 +256,7 @@ class TestRows:
         seen = []
         inner = plain.plain_from
         monkeypatch.setattr(model_rows.plain, "plain_from", lambda model: seen.append(model) or inner(model))
-        difference = model_rows._difference(setting(), made.made_batch(30, 1), 30)
+        difference = model_rows._difference(setting(), made_batch(30, 1), 30)
         assert 0 < difference.value < 1e-3
         assert all(bool((layer.mlp[-1].weight != 0).any()) for layer in seen[0].self_attention)
 
@@ -348,7 +348,7 @@ class TestRanks:
         steps = []
         monkeypatch.setattr(mode_rank, "Trainer", lambda *_, **__: lambda: steps.append(1))
         monkeypatch.setattr("sys.stdin", io.StringIO("step\n" * 3))
-        kept = made.made_store(tmp_path / "store", 20, images=2)
+        kept = made_store(tmp_path / "store", 20, images=2)
         given = {"store": kept, "params": "p", "config": "{}", "keypoints": 20, "pairs": 2, "changes": "{}"}
         arguments = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         assert mode_rank.main(arguments) == 0 and len(steps) == 3 and capsys.readouterr().out == ""
@@ -435,7 +435,7 @@ class TestModes:
 class TestStages:
     def test_loaders_that_work_ahead_train_like_the_one_that_does_not(self, tmp_path):
         """Two steps from the same weights; the synthetic one has other pairs."""
-        store = Store(made.made_store(tmp_path / "store", 30, images=8))
+        store = Store(made_store(tmp_path / "store", 30, images=8))
         with contextlib.ExitStack() as stack:
             ways = training_rows._ahead(setting(), store, 4, stack)
             torch.manual_seed(0)
@@ -462,7 +462,7 @@ class TestStages:
         odd["neighbours"] = False
         section = make_params("train", **odd, optimizer="sgd", loader="synthetic", compile=True)
         monkeypatch.setattr(training_rows.params, "load", lambda *_: section)
-        store = Store(made.made_store(tmp_path / "store", 20, images=4))
+        store = Store(made_store(tmp_path / "store", 20, images=4))
         train = training_rows.Trainer(setting(), store, 2).train
         assert (train.checkpoint_layers, train.ema, train.deterministic, train.scale_angle) == (False, 0, False, True)
         assert (train.optimizer, train.loader, train.compile) == ("adam", "plain", False)
@@ -493,7 +493,7 @@ class TestStages:
 
 @pytest.mark.slow
 def test_the_first_picture_of_the_readme_is_what_its_command_draws(root, tmp_path, capsys):
-    from benchmarks import first_picture
+    from benchmarks.dev import first_picture
 
     assert first_picture.main([str(tmp_path / "m.jpg")]) == 0
     ours, baseline = (tuple(map(int, pair)) for pair in re.findall(r"(\d+) of (\d+)", capsys.readouterr().out))

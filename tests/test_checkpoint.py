@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.runtime.checkpoint import Checkpoints, save_model_file
-from superglue_sift.weights import BadCheckpoint, load_model_file
+from pipeline.train.checkpoint import Checkpoints
+from superglue_sift.weights import BadCheckpoint, load_model_file, save_model_file
 
 pytestmark = pytest.mark.cu111
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from superglue_sift import chunked_attention
+from superglue_sift.network import chunked_attention
 
 pytestmark = pytest.mark.cu111
 

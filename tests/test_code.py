@@ -8,9 +8,9 @@ from typing import Callable
 import import_closure
 import pytest
 
-from pipeline.extraction import shards
-from pipeline.runtime import code
-from pipeline.training import identity
+from pipeline.keypoints import shards
+from pipeline.provenance import code
+from pipeline.train import identity
 
 pytestmark = pytest.mark.cu111
 
@@ -118,7 +118,7 @@ def test_the_closure_follows_every_kind_of_import(tmp_path: Path) -> None:
 
 def test_a_command_names_the_modules_it_runs() -> None:
     command = "python -m pipeline.launch pipeline.train --keypoints data/pipeline.keypoints"
-    assert import_closure.modules_in(command) == ["pipeline.launch", "pipeline.train"]
+    assert import_closure.modules_in(command) == ["pipeline.launch", "pipeline.train.__main__"]
 
 
 def test_everything_left_out_by_name_is_there() -> None:

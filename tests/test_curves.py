@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.training.logger import CurveFile
+from pipeline.train.logger import CurveFile
 
 COLUMNS = ("loss", "lr")
 

@@ -15,16 +15,17 @@ from made_views import made_store
 
 from benchmarks import dali_views
 from pipeline.errors import RequestError
-from pipeline.extraction.pool import Pool, decoder
-from pipeline.extraction.shards import Folder, plan
 from pipeline.features.store import Store
-from pipeline.images import dali as images_dali
-from pipeline.images import decode
-from pipeline.images.sources import ImageSet, folder_entries
-from pipeline.pairs import dali as pairs_dali
-from pipeline.pairs import loader, processes, synthetic
-from pipeline.pairs.augmentation import Augmentation
-from pipeline.pairs.order import PairOrder, rank_slice
+from pipeline.image_sets import dali_decoder as images_dali
+from pipeline.image_sets import decode
+from pipeline.image_sets.sources import ImageSet, folder_entries
+from pipeline.keypoints.pool import Pool, decoder
+from pipeline.keypoints.shards import Folder, plan
+from pipeline.train.pairs import dali_loader as pairs_dali
+from pipeline.train.pairs import loader, synthetic
+from pipeline.train.pairs import workers as worker_processes
+from pipeline.train.pairs.augmentation import Augmentation
+from pipeline.train.pairs.order import PairOrder, rank_slice
 from superglue_sift.images import BadImage
 
 try:
@@ -386,8 +387,8 @@ class TestChoice:
             return copies[-1]
 
         monkeypatch.setattr(loader.PairBatch, "pin_memory", pin_memory)
-        monkeypatch.setattr(processes, "room_of_rank", lambda *_: 0)  # no room: no processes
-        load, ahead = loader.choose(name, torch.device(device), processes.StepSize(4, 30, 280, 2))
+        monkeypatch.setattr(worker_processes, "room_of_rank", lambda *_: 0)  # no room: no processes
+        load, ahead = loader.choose(name, torch.device(device), worker_processes.StepSize(4, 30, 280, 2))
         order = PairOrder(0, len(store), store.views_per_image)
 
         def make(step):

@@ -10,15 +10,16 @@ import pytest
 import torch
 from test_matching import pair, related, scrambled
 
+from pipeline.compat import grad_scaler
 from pipeline.features.store import View
-from pipeline.pairs.order import PairOrder, rank_slice
-from pipeline.stack import grad_scaler
-from pipeline.training import setup, step
-from pipeline.training.objective import MatchingObjective
-from superglue_sift import sinkhorn, sinkhorn_kernel, torch_compat
-from superglue_sift.marginals import Marginals
+from pipeline.train import setup, step
+from pipeline.train.objective import MatchingObjective
+from pipeline.train.pairs.order import PairOrder, rank_slice
+from superglue_sift import torch_compat
+from superglue_sift.network import sinkhorn, sinkhorn_kernel
+from superglue_sift.network.marginals import Marginals
+from superglue_sift.network.superglue import SuperGlueConfig
 from superglue_sift.sift import extract
-from superglue_sift.superglue import SuperGlueConfig
 
 META = torch.device("meta")
 VIEWS, KEYPOINTS = 4, 1024
@@ -102,7 +103,7 @@ def test_nothing_is_captured_where_nothing_is_learnt(monkeypatch):
 
 
 # Launches of a step of 64 pairs of 1,024 keypoints, T = 30, before its parts were each done at once (by
-# `python -m benchmarks.launches` there).
+# `python -m benchmarks.dev.launches` there).
 BEFORE = {"float32": 3653, "bfloat16": 4143}
 
 
@@ -110,7 +111,7 @@ BEFORE = {"float32": 3653, "bfloat16": 4143}
 def launches():
     if not torch_compat.can_compile():
         pytest.skip("torch 1.10 has no dispatch modes")
-    from benchmarks import launches
+    from benchmarks.dev import launches
 
     return launches
 

@@ -17,8 +17,8 @@ from processes import in_group
 
 from pipeline.errors import RequestError
 from pipeline.launch import free_port
-from pipeline.runtime import distributed
-from superglue_sift.normalization import TokenBatchNorm, synchronize
+from pipeline.processes import distributed
+from superglue_sift.network.normalization import TokenBatchNorm, synchronize
 
 SHARES = {1: [7], 2: [5, 2], 3: [4, 0, 3]}  # tokens of each rank; a rank may have none
 

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from pipeline import doctor
+from pipeline.doctor import __main__ as doctor
 from pipeline.errors import RequestError
-from pipeline.images import coco
-from pipeline.pairs.processes import Plan, StepSize
-from pipeline.runtime import machine
-from pipeline.runtime.machine import FAIL, GIB, MIB, NOTE, OK, WARN
+from pipeline.fetch import coco
+from pipeline.processes import machine
+from pipeline.processes.machine import FAIL, GIB, MIB, NOTE, OK, WARN
+from pipeline.train.pairs.workers import Plan, StepSize
 
 CU111 = ["sm_37", "sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "compute_37"]
 CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
@@ -159,7 +159,7 @@ def test_quick_prints_one_line_and_exits_2(root, tmp_path):
 def test_quick_tells_disk_memory_and_hours_when_nothing_is_wrong(root, tmp_path, monkeypatch, capsys):
     (tmp_path / "params.yaml").write_text((root / "params.yaml").read_text())
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pipeline.plan.measured", lambda *_: {"pair": 0.5, "image": 2.0})
+    monkeypatch.setattr("pipeline.doctor.plan.measured", lambda *_: {"pair": 0.5, "image": 2.0})
     assert doctor.main(["--quick"]) == 0
     subjects = [line.split(":")[0].split(None, 1)[1] for line in capsys.readouterr().out.splitlines()]
     assert subjects == ["disk", "memory of a process", "training", "keypoints"]
@@ -170,8 +170,8 @@ def test_a_card_that_holds_no_pair_is_refused_in_one_line_before_anything_is_mea
 ):
     (tmp_path / "params.yaml").write_text((root / "params.yaml").read_text())
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pipeline.plan.training_bytes", lambda train, *_: 1 << 60)
-    monkeypatch.setattr("pipeline.plan.measured", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("pipeline.doctor.plan.training_bytes", lambda train, *_: 1 << 60)
+    monkeypatch.setattr("pipeline.doctor.plan.measured", lambda *_: pytest.fail("measured"))
     assert doctor.main(["--quick"]) == 2
     printed = capsys.readouterr()
     assert "for one pair of 256 keypoints" in printed.err and len(printed.err.splitlines()) == 1
@@ -185,7 +185,7 @@ def test_a_precision_the_card_lacks_stops_the_work_before_it_begins(root, tmp_pa
     def refused(*_):
         raise RequestError("train.precision: bfloat16 needs Ampere")
 
-    monkeypatch.setattr("pipeline.plan.findings", refused)
+    monkeypatch.setattr("pipeline.doctor.plan.findings", refused)
     assert doctor.main(["--quick"]) == 2
     printed = capsys.readouterr()
     assert "bfloat16 needs Ampere" in printed.err and len(printed.err.splitlines()) == 1 and not printed.out

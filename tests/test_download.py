@@ -15,8 +15,8 @@ import pytest
 from faulty_server import FaultyServer
 
 from pipeline.errors import RequestError, WorkError
-from pipeline.images import download as downloads
-from pipeline.images.download import download, verified
+from pipeline.fetch import download as downloads
+from pipeline.fetch.download import download, verified
 
 DATA = random.Random(0).randbytes(3_000_000)
 MD5, SIZE = hashlib.md5(DATA).hexdigest(), len(DATA)
@@ -184,7 +184,7 @@ def test_a_file_that_is_here_is_hashed_once(tmp_path, monkeypatch):
     target.write_bytes(DATA)
     known = verified(target, MD5)
     assert known["sha256"] == hashlib.sha256(DATA).hexdigest()
-    monkeypatch.setattr("pipeline.images.download.digests", lambda _: pytest.fail("hashed again"))
+    monkeypatch.setattr("pipeline.fetch.download.digests", lambda _: pytest.fail("hashed again"))
     assert verified(target, MD5) == known
 
 

@@ -12,8 +12,8 @@ import import_closure
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline.runtime import code
-from pipeline.schema import SECTIONS
+from pipeline.parameters.schema import SECTIONS
+from pipeline.provenance import code
 
 ROOT = Path(__file__).resolve().parents[1]
 TREE: Dict[str, Any] = YAML(typ="safe", pure=True).load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))
@@ -71,7 +71,7 @@ def test_what_a_stage_really_loads_is_among_its_dependencies(name: str) -> None:
 def test_a_missing_and_a_useless_dependency_are_named() -> None:
     stages = {"train": {**TREE["stages"]["train"], "deps": ["data/keypoints", "pipeline/presets.py"]}}
     lines = import_closure.differences({"stages": stages})
-    assert "train: deps lack pipeline/training/step.py" in lines
+    assert "train: deps lack pipeline/train/step.py" in lines
     assert "train: deps hold pipeline/presets.py, of which nothing can change the output" in lines
     assert not [line for line in lines if "progress" in line or "tracking" in line]
 

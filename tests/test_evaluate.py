@@ -18,11 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_scenes import SHIFT, TURN, write_image_set, write_model, write_sequence
 
-from pipeline import errors, evaluate
-from pipeline.evaluation import heldout, lightglue, pairs, protocol
-from pipeline.evaluation.matchers import MATCHERS
-from pipeline.evaluation.protocol import map_over_ranks, prefetch_map, units_of
-from pipeline.images import sources
+from pipeline import errors
+from pipeline.evaluate import __main__ as evaluate
+from pipeline.evaluate import heldout, inputs, lightglue, protocol
+from pipeline.evaluate.matchers import MATCHERS
+from pipeline.evaluate.protocol import map_over_ranks, prefetch_map, units_of
+from pipeline.image_sets import sources
 from pipeline.launch import free_port
 from superglue_sift.matcher import PairMatches
 
@@ -184,11 +185,11 @@ def test_workers_and_other_images_do_not_matter(work, make_params, photo):
     entries = images.entries("test")
     source = heldout.HeldOutPairs(images, entries * 4, section)
     threaded = [
-        ready() for ready in prefetch_map(lambda unit: pairs.extract(source, unit, 60), [[n] for n in range(8)], 4)
+        ready() for ready in prefetch_map(lambda unit: inputs.extract(source, unit, 60), [[n] for n in range(8)], 4)
     ]
     both = [pair for found, _ in threaded[:2] for pair in found]
     assert all(found[0].pair.records1.tobytes() == both[0].pair.records1.tobytes() for found, _ in threaded[::2])
-    only, _ = pairs.extract(heldout.HeldOutPairs(images, entries[1:], section), [0], 60)
+    only, _ = inputs.extract(heldout.HeldOutPairs(images, entries[1:], section), [0], 60)
     assert [pair.name for pair in both[2:]] == [pair.name for pair in only]
     for first, second in zip(both[2:], only):
         assert first.pair.records0.tobytes() == second.pair.records0.tobytes()
@@ -276,7 +277,7 @@ def test_the_papers_protocol_takes_one_pair_of_a_photograph_where_that_is_enough
 def test_what_is_not_installed_is_said_and_left_out(work, monkeypatch, capsys):
     monkeypatch.setattr(protocol, "VARIANTS", ((160, 120, 50),))
     monkeypatch.setattr(lightglue, "PACKAGES", ("no_such_package",))
-    monkeypatch.setattr("pipeline.evaluation.estimators.installed", lambda: ("ransac", "dlt"))
+    monkeypatch.setattr("pipeline.evaluate.estimators.installed", lambda: ("ransac", "dlt"))
     assert run(work, "--paper", "2", "--lightglue", "x") == 0
     printed = capsys.readouterr().out
     assert "SKIP poselib: not installed" in printed
@@ -349,7 +350,7 @@ def test_a_model_brings_its_own_threshold(work):
 
 
 def test_growing_disturbances(work, monkeypatch):
-    monkeypatch.setattr("pipeline.evaluation.protocol.LEVELS", {"blur (px)": (heldout.blur, (0.0, 3.0))})
+    monkeypatch.setattr("pipeline.evaluate.protocol.LEVELS", {"blur (px)": (heldout.blur, (0.0, 3.0))})
     assert run(work, "--robustness", "2") == 0
     lines = [line for line in read_csv(work / "out" / "robustness.csv") if line["condition"] == "blur (px)"]
     assert [(line["level"], line["pairs"]) for line in lines] == [("0", "2"), ("3", "2")]
@@ -461,7 +462,7 @@ def test_results_reach_the_run_of_the_training(work, monkeypatch):
             events.append((result, note))
 
         def challenge(self, pairs):
-            events.append(pairs.name)
+            events.append(inputs.name)
 
     monkeypatch.setattr(evaluate.tracking, "attach", lambda path, training: Run())
     assert run(work, "--mlflow-run", "run.json") == 0

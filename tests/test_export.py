@@ -11,12 +11,12 @@ import pytest
 import torch
 from made_scenes import write_model
 
-from pipeline import errors, export, params, tracking
-from pipeline.runtime.checkpoint import save_model_file
+from pipeline import errors, export, tracking
+from pipeline.parameters import params
 from superglue_sift import Matcher, scenes, sift
 from superglue_sift.batch import Pair
 from superglue_sift.matcher import match_pairs
-from superglue_sift.weights import load_model, load_model_file, weights_of
+from superglue_sift.weights import load_model, load_model_file, save_model_file, weights_of
 
 
 @pytest.fixture

@@ -10,19 +10,25 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import errors, evaluate, export, fetch, keypoints, params, tracking, train
+from pipeline import errors, export, tracking
 from pipeline.errors import RequestError
-from pipeline.evaluation.matchers import descriptor_distances, match_neighbours
+from pipeline.evaluate import __main__ as evaluate
+from pipeline.evaluate.matchers import descriptor_distances, match_neighbours
 from pipeline.features.store import Store
+from pipeline.fetch import __main__ as fetch
+from pipeline.keypoints import __main__ as keypoints
+from pipeline.parameters import params
 from pipeline.tracking.run import NullRun
-from pipeline.training import setup
-from superglue_sift import cli, extractors, sift
+from pipeline.train import __main__ as train
+from pipeline.train import setup
+from superglue_sift import extractors, sift
+from superglue_sift.apps import cli
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.descriptors import descriptors_of, kind_of, unit_vectors
 from superglue_sift.features import Features
 from superglue_sift.interop.arrays import to_lightglue
 from superglue_sift.matcher import Matcher
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.weights import model_file
 
 ORB, KAZE = "superglue_sift.opencv_features:orb", "superglue_sift.opencv_features:kaze"

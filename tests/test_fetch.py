@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from faulty_server import FaultyServer
 
-from pipeline import fetch
 from pipeline.errors import RequestError, WorkError
-from pipeline.images import coco, download, sources, splits
-from pipeline.images.sources import open_manifest
+from pipeline.fetch import __main__ as fetch
+from pipeline.fetch import coco, download, splits
+from pipeline.image_sets import sources
+from pipeline.image_sets.sources import open_manifest
 
 
 @pytest.fixture

@@ -7,16 +7,17 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.evaluation import figures
-from pipeline.evaluation.matchers import MATCHERS, OURS
-from pipeline.evaluation.scoring import Judged, MatchCounts, PairResult, Row
+from pipeline import bootstrap
+from pipeline.evaluate import metrics
+from pipeline.evaluate.matchers import MATCHERS, OURS
+from pipeline.evaluate.scoring import Judged, MatchCounts, PairResult, Row
 
 
 def mean(values, clusters=None):
     """The line of a mean; every pair its own cluster where none are named."""
     values = np.asarray(values, np.float64)
     names = [str(n) for n in (range(len(values)) if clusters is None else clusters)]
-    return figures.Clusters(names).mean(values).line()
+    return bootstrap.Clusters(names).mean(values).line()
 
 
 def test_interval_of_a_mean_agrees_with_the_normal_one():
@@ -49,7 +50,7 @@ def test_pairs_of_one_photograph_count_as_one():
 
 def test_clusters_of_unequal_size_weigh_by_their_pairs():
     values, clusters = np.array([1.0, 0.0, 0.0, 0.0]), [0, 1, 1, 1]
-    found = figures.Clusters([str(n) for n in clusters]).mean(values)
+    found = bootstrap.Clusters([str(n) for n in clusters]).mean(values)
     assert found.value == 0.25 and set(np.round(found.samples, 6)) == {0.0, 0.25, 1.0}
 
 
@@ -92,7 +93,7 @@ def results_of(ours, baseline, judged=None, matchers=MATCHERS):
 def test_areas_of_aligned_matches_are_their_own():
     counts = MatchCounts(10, 5, 8, 4)
     rows = [Row("p", "s", OURS, 10, 10, counts, {"ransac": 2.0, "ransac_aligned": 0.5}, {}) for _ in range(2)]
-    found = figures.figures_of(rows)
+    found = metrics.figures_of(rows)
     assert (found["auc_ransac_5"], found["auc_ransac_aligned_5"]) == (0.6, 0.9)
     assert (found["median_error_ransac"], found["median_error_ransac_aligned"]) == (2.0, 0.5)
     areas = [name for name in found if name.startswith("auc_")]
@@ -111,7 +112,7 @@ def test_of_poses_the_matching_score_is_found_at_the_ratio_tests_precision():
             for name in MATCHERS
         }
         results.append(PairResult((index, 0), rows, {OURS: judged}))
-    found = figures.compare(results, {OURS: 0.2}).figures
+    found = metrics.compare(results, {OURS: 0.2}).figures
     assert found["ratio_test.precision"] == pytest.approx(2 / 3, abs=1e-6)
     assert found["ratio_test.matching_score"] == 0.25
     # all four have precision 3/4, above 2/3; the two surest have the ratio test's matching score and no wrong one
@@ -127,7 +128,7 @@ def by_figure(lines):
 def test_paired_differences_see_what_separate_intervals_cannot():
     rng = np.random.default_rng(3)
     hard = rng.uniform(0, 9, 40)  # pairs differ much, matchers by a constant 0.3 px
-    compared = figures.compare(results_of(hard, hard + 0.3), {OURS: 0.2})
+    compared = metrics.compare(results_of(hard, hard + 0.3), {OURS: 0.2})
     lines = by_figure(compared.differences)
     found = lines["auc_ransac_10"]
     assert found["baseline"] in ("mutual_nn", "ratio_test") and found["verdict"] == "better"
@@ -136,21 +137,21 @@ def test_paired_differences_see_what_separate_intervals_cannot():
     separate = {(line["matcher"], line["figure"]): line for line in compared.intervals}
     ours, theirs = (separate[name, "auc_ransac_10"] for name in (OURS, "ratio_test"))
     assert ours["low"] < theirs["high"]  # their intervals overlap
-    assert ours["value"] == pytest.approx(figures.auc_by_pair(hard, 10).mean(), abs=1e-6)
+    assert ours["value"] == pytest.approx(bootstrap.auc_by_pair(hard, 10).mean(), abs=1e-6)
 
 
 @pytest.mark.parametrize("photographs, verdict", [(5, "too few"), (6, "better")])
 def test_a_few_photographs_decide_nothing(photographs, verdict):
     """Ours is better on every pair; with five photographs that happens by chance once in sixteen times."""
     errors = np.linspace(1, 2, photographs)
-    compared = figures.compare(results_of(errors, errors + 1), {OURS: 0.2})
+    compared = metrics.compare(results_of(errors, errors + 1), {OURS: 0.2})
     line = by_figure(compared.differences)["auc_ransac_10"]
     assert (line["verdict"], line["clusters"]) == (verdict, photographs)
     assert compared.clusters == photographs
 
 
 def test_failures_count_in_intervals():
-    compared = figures.compare(results_of([math.inf, 0.0], [0.5, 0.5]), {OURS: 0.2})
+    compared = metrics.compare(results_of([math.inf, 0.0], [0.5, 0.5]), {OURS: 0.2})
     lines = {(line["matcher"], line["figure"]): line for line in compared.intervals}
     assert lines[OURS, "auc_dlt_1"]["value"] == 0.5 and lines[OURS, "auc_dlt_1"]["pairs"] == 2
 
@@ -165,7 +166,7 @@ def judged_of(rng, pairs):
 def test_ours_at_the_operating_point_of_the_ratio_test():
     """The ratio test of the made results has precision 0.5 and recall 0.5."""
     judged = judged_of(np.random.default_rng(6), 30)
-    compared = figures.compare(results_of([1.0] * 30, [1.0] * 30, judged), {OURS: 0.2})
+    compared = metrics.compare(results_of([1.0] * 30, [1.0] * 30, judged), {OURS: 0.2})
     found = compared.figures
     assert found["ratio_test.recall_at_ratio_precision"] == found["ratio_test.recall"] == 0.5
     assert found["ratio_test.precision_at_ratio_recall"] == found["ratio_test.precision"] == 0.5
@@ -186,7 +187,7 @@ def test_ours_at_the_operating_point_of_the_ratio_test():
 
 def test_a_further_network_is_compared_and_is_no_baseline():
     names = (OURS, "shipped", *MATCHERS[1:])
-    compared = figures.compare(results_of([2.0] * 8, [1.0] * 8, matchers=names), {OURS: 0.2, "shipped": 0.3})
+    compared = metrics.compare(results_of([2.0] * 8, [1.0] * 8, matchers=names), {OURS: 0.2, "shipped": 0.3})
     lines = [line for line in compared.differences if line["figure"] == "auc_ransac_10"]
     assert [line["baseline"] for line in lines] == ["mutual_nn", "shipped"]
     assert compared.figures["shipped.threshold"] == 0.3

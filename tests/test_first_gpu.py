@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from benchmarks import first_gpu
-from benchmarks.first_gpu import Part
+from benchmarks.dev import first_gpu
+from benchmarks.dev.first_gpu import Part
 
 
 def python(code: str) -> list:

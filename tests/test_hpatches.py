@@ -10,8 +10,8 @@ import pytest
 from made_scenes import IDENTITY, SHIFT, TURN, write_sequence
 
 from pipeline.errors import RequestError
-from pipeline.evaluation import hpatches
-from pipeline.evaluation.hpatches import HPatchesPairs
+from pipeline.evaluate import hpatches
+from pipeline.evaluate.hpatches import HPatchesPairs
 from superglue_sift.geometry import resizing, transform
 
 

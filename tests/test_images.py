@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import RequestError
-from pipeline.images import containers, manifest, sources
-from pipeline.images.manifest import Entry
+from pipeline.fetch import containers
+from pipeline.image_sets import manifest, sources
+from pipeline.image_sets.manifest import Entry
 from superglue_sift import images as image_files
 from superglue_sift.images import BadImage, decode_gray
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from superglue_sift import cli
+from superglue_sift.apps import cli
 from superglue_sift.errors import RequestError
 from superglue_sift.features import Features
 from superglue_sift.interop import arrays, hloc

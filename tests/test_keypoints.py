@@ -16,12 +16,13 @@ import cv2
 import numpy as np
 import pytest
 
-from pipeline import fetch, keypoints
 from pipeline.errors import RequestError, WorkError
-from pipeline.extraction import forecast, shards
-from pipeline.extraction.image import gray_views
 from pipeline.features import inspect
 from pipeline.features.store import Store
+from pipeline.fetch import __main__ as fetch
+from pipeline.keypoints import __main__ as keypoints
+from pipeline.keypoints import forecast, shards
+from pipeline.keypoints.image import gray_views
 from superglue_sift.images import BadImage, read_gray
 
 SMALL = {"views": 3, "width": 128, "height": 96, "max_keypoints": 50, "shard_images": 3}
@@ -338,9 +339,9 @@ def test_two_ranks_give_the_same_bytes(stage, pictures, tmp_path, root):
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_images(make_params):
     """The pool keeps a bounded number of images under way, whatever their number."""
-    from pipeline.extraction import pool as pools
-    from pipeline.images.manifest import Entry
-    from pipeline.images.sources import ImageSet
+    from pipeline.image_sets.manifest import Entry
+    from pipeline.image_sets.sources import ImageSet
+    from pipeline.keypoints import pool as pools
 
     settings = make_params("keypoints", **SMALL)
     made = []

@@ -20,8 +20,8 @@ from typing import Callable, Dict, List
 import cv2
 import pytest
 
-from pipeline import fetch
 from pipeline.features.store import Store
+from pipeline.fetch import __main__ as fetch
 
 # few and small views: that the bytes are the same does not hang on their number and size
 VIEWS = {"views": 2, "width": 128, "height": 96, "max_keypoints": 256, "shard_images": 32}

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from made_views import made_store
 
-from benchmarks import learning
-from pipeline import params
+from benchmarks.dev import learning
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
-from pipeline.pairs.order import validation_pairs
+from pipeline.parameters import params
+from pipeline.train.pairs.order import validation_pairs
 
 
 def made_run(folder, batch, speed, f1s):

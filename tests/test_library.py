@@ -18,10 +18,10 @@ import torch
 from made_scenes import TURN, write_model
 from packaging.requirements import Requirement
 
-from pipeline.runtime.checkpoint import save_model_file
 from superglue_sift import Features, Matcher, RequestError, weights
 from superglue_sift.geometry import corner_error, transform
 from superglue_sift.sift import KEYPOINT
+from superglue_sift.weights import save_model_file
 
 NEEDS = ("torch", "numpy", "opencv-python", "safetensors", "scipy")
 if sys.version_info < (3, 10):

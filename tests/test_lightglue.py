@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import save_file
 
 from pipeline.errors import RequestError
-from pipeline.evaluation import lightglue
+from pipeline.evaluate import lightglue
 from superglue_sift import sift
 from superglue_sift.batch import Pair
 from superglue_sift.descriptors import root_sift_of

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from processes import in_group
 
-from pipeline.evaluation.matchers import descriptor_distances, match_neighbours
+from pipeline.evaluate.matchers import descriptor_distances, match_neighbours
 from pipeline.features.store import Store
-from pipeline.pairs.loader import load_batch
-from pipeline.pairs.order import validation_pairs
-from pipeline.runtime import distributed
-from pipeline.training.live_line import LiveLine
-from pipeline.training.objective import MatchingObjective
-from pipeline.training.validation import CONFIDENCE_BINS, ratio_test_f1
-from superglue_sift.orientation import choose_orientations
+from pipeline.processes import distributed
+from pipeline.train.live_line import LiveLine
+from pipeline.train.objective import MatchingObjective
+from pipeline.train.pairs.loader import load_batch
+from pipeline.train.pairs.order import validation_pairs
+from pipeline.train.validation import CONFIDENCE_BINS, ratio_test_f1
+from superglue_sift.network.orientation import choose_orientations
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.progress import Progress
 from superglue_sift.sift import KEYPOINT
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.truth import IGNORED, ground_truth
 
 FIGURES = {"loss": 0.951, "precision": 0.845, "recall": 0.637, "f1": 0.7266}

@@ -18,10 +18,10 @@ from made_views import made_store
 
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
-from pipeline.pairs import loader, processes
-from pipeline.pairs.order import PairOrder
-from pipeline.pairs.processes import BY_THREAD, Plan, StepSize
-from pipeline.runtime import signals
+from pipeline.processes import signals
+from pipeline.train.pairs import loader, workers
+from pipeline.train.pairs.order import PairOrder
+from pipeline.train.pairs.workers import BY_THREAD, Plan, StepSize
 
 pytestmark = pytest.mark.cu111
 
@@ -45,7 +45,7 @@ def sleeping(step: int) -> int:
 def test_processes_make_what_a_thread_makes(tmp_path, start_method):
     make = partial(made_by, Store(made_store(tmp_path / "store")))
     by_thread = list(loader.prefetched(make, range(5)))
-    by_processes = list(processes.prefetched(make, range(5), Plan(2, 1), start_method))
+    by_processes = list(workers.prefetched(make, range(5), Plan(2, 1), start_method))
     for one, other in zip(by_thread, by_processes):
         assert all(torch.equal(value, getattr(other, name)) for name, value in vars(one).items())
     assert len(by_processes) == 5 and not multiprocessing.active_children()
@@ -54,7 +54,7 @@ def test_processes_make_what_a_thread_makes(tmp_path, start_method):
 def test_the_start_method_is_named_whatever_the_default_of_python(monkeypatch):
     """Python 3.14's default is forkserver."""
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda *_: "forkserver")
-    source = processes.prefetched(reported, range(4), Plan(2, 2))
+    source = workers.prefetched(reported, range(4), Plan(2, 2))
     pid, ignores = next(source)
     assert psutil.Process(pid).ppid() == os.getpid() and ignores
     source.close()
@@ -62,7 +62,7 @@ def test_the_start_method_is_named_whatever_the_default_of_python(monkeypatch):
 
 @pytest.mark.parametrize("number", signals.ASKED_BY)
 def test_they_leave_signals_to_the_training(number):
-    source = processes.prefetched(reported, range(20), Plan(2, 1))
+    source = workers.prefetched(reported, range(20), Plan(2, 1))
     first, _ = next(source)
     for process in multiprocessing.active_children():
         os.kill(process.pid, number)
@@ -70,15 +70,15 @@ def test_they_leave_signals_to_the_training(number):
 
 
 def test_a_killed_one_is_recognised_and_an_error_of_its_own_is_not():
-    source = processes.prefetched(reported, range(1000), Plan(2, 1))
+    source = workers.prefetched(reported, range(1000), Plan(2, 1))
     pid, _ = next(source)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(RuntimeError) as error:
         list(source)
-    assert processes.a_process_died(error.value)
+    assert workers.a_process_died(error.value)
     with pytest.raises(RuntimeError) as error:
-        list(processes.prefetched(raising, range(3), Plan(1, 1)))
-    assert not processes.a_process_died(error.value) and "not the loader" in str(error.value)
+        list(workers.prefetched(raising, range(3), Plan(1, 1)))
+    assert not workers.a_process_died(error.value) and "not the loader" in str(error.value)
     assert not multiprocessing.active_children()
 
 
@@ -89,7 +89,7 @@ def raising(step: int) -> None:
 @pytest.mark.slow
 def test_one_that_hangs_does_not_hold_up_the_end():
     """Deaf to SIGTERM, by which Python would end it, and then wait."""
-    source = processes.prefetched(sleeping, range(9), Plan(1, 2))
+    source = workers.prefetched(sleeping, range(9), Plan(1, 2))
     pid, began = next(source), time.monotonic()
     source.close()
     for process in multiprocessing.active_children():
@@ -119,18 +119,18 @@ class TestRoom:
     STEP = StepSize(pairs=512, keypoints=1024, record=280)
 
     def test_fewer_processes_where_shared_memory_is_short(self):
-        fitting = partial(processes.fitting, 4, self.STEP, files=1024)
+        fitting = partial(workers.fitting, 4, self.STEP, files=1024)
         assert self.STEP.bytes == pytest.approx(512 * 2 * 1024 * 280, rel=1e-3)  # 294 MB
         assert fitting(4 << 30) == Plan(4, 2)  # 10 steps: 2.9 GB
         assert fitting(2 << 30) == Plan(4, 1)  # 6 steps: 1.76 GB
         assert fitting(1 << 30) == Plan(1, 1)  # 3 steps: 0.88 GB
         assert fitting(64 << 20) == BY_THREAD  # Docker's
-        assert processes.fitting(0, self.STEP, 4 << 30, 1024) == BY_THREAD
+        assert workers.fitting(0, self.STEP, 4 << 30, 1024) == BY_THREAD
 
     def test_fewer_where_open_files_are_short(self):
         step = self.STEP._replace(parts=16)  # 7 tensors of each of 16 micro-batches
-        assert processes.fitting(4, step, 1 << 40, files=1024) == Plan(4, 1)
-        assert processes.fitting(4, step, 1 << 40, files=256) == BY_THREAD
+        assert workers.fitting(4, step, 1 << 40, files=1024) == Plan(4, 1)
+        assert workers.fitting(4, step, 1 << 40, files=256) == BY_THREAD
 
     @settings(max_examples=100, deadline=None)
     @given(
@@ -138,7 +138,7 @@ class TestRoom:
     )
     def test_a_plan_never_takes_more_than_there_is(self, most, pairs, keypoints, room, files):
         step = StepSize(pairs, keypoints, 280)
-        found = processes.fitting(most, step, room, files)
+        found = workers.fitting(most, step, room, files)
         assert found.processes <= most and found.shared(step) <= room and found.files(step) <= files
 
     def test_the_bytes_are_those_of_a_real_batch(self, tmp_path):
@@ -151,13 +151,13 @@ class TestRoom:
 
     def test_the_environment_asks(self, monkeypatch, capsys):
         cpu, step = torch.device("cpu"), StepSize(4, 30, 280)
-        assert processes.plan(cpu, step) == BY_THREAD
+        assert workers.plan(cpu, step) == BY_THREAD
         monkeypatch.setenv("SG_LOADER_PROCESSES", "3")
-        monkeypatch.setattr(processes, "room_of_rank", lambda *_: 1 << 30)
-        assert processes.plan(cpu, step) == Plan(3, 2) and not capsys.readouterr().out
-        monkeypatch.setattr(processes, "room_of_rank", lambda *_: 4 * step.bytes)
-        assert processes.plan(cpu, step) == Plan(2, 1)
+        monkeypatch.setattr(workers, "room_of_rank", lambda *_: 1 << 30)
+        assert workers.plan(cpu, step) == Plan(3, 2) and not capsys.readouterr().out
+        monkeypatch.setattr(workers, "room_of_rank", lambda *_: 4 * step.bytes)
+        assert workers.plan(cpu, step) == Plan(2, 1)
         assert "2 process(es) instead of 3" in capsys.readouterr().out
         monkeypatch.setenv("SG_LOADER_PROCESSES", "many")
         with pytest.raises(RequestError, match="SG_LOADER_PROCESSES='many'"):
-            processes.plan(cpu, step)
+            workers.plan(cpu, step)

@@ -10,8 +10,8 @@ from importlib import metadata
 
 import pytest
 
-from pipeline import evaluate
-from pipeline.runtime import made_from
+from pipeline.evaluate import __main__ as evaluate
+from pipeline.provenance import made_from
 
 INPUTS = {"code": "abc", "section": {"seed": 1}}
 

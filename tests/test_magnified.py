@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import params
-from pipeline.evaluation import magnified
-from pipeline.evaluation.conditions import conditions_of
-from pipeline.evaluation.heldout import HeldOutPairs
-from pipeline.images.containers import open_container
-from pipeline.images.sources import ImageSet
+from pipeline.evaluate import magnified
+from pipeline.evaluate.conditions import conditions_of
+from pipeline.evaluate.heldout import HeldOutPairs
+from pipeline.fetch.containers import open_container
+from pipeline.image_sets.sources import ImageSet
+from pipeline.parameters import params
 from pipeline.presets import FOLDER
 from superglue_sift.geometry import corners, transform
 from superglue_sift.images import BadImage

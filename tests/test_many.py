@@ -24,7 +24,8 @@ import numpy as np
 import pytest
 from made_scenes import TURN, write_model
 
-from superglue_sift import Features, Matcher, RequestError, __version__, cli, errors, many, results, retrieval
+from superglue_sift import Features, Matcher, RequestError, __version__, errors
+from superglue_sift.apps import cli, many, results, retrieval
 from superglue_sift.files import write_atomic
 from superglue_sift.geometry import corner_error
 from superglue_sift.match_result import MatchResult
@@ -235,7 +236,7 @@ def test_the_output_is_never_input(work, capsys):
 def test_a_killed_run_goes_on_to_the_same_bytes(work):
     def command(folder: str) -> list:
         words = [work / "photos", "--out-dir", work / folder, "--model", work / "model.safetensors"]
-        return [sys.executable, "-m", "superglue_sift.cli", *map(str, words), "--device", "cpu"]
+        return [sys.executable, "-m", "superglue_sift.apps.cli", *map(str, words), "--device", "cpu"]
 
     started = subprocess.Popen(command("killed"), stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from pipeline.evaluation import matchers
+from pipeline.evaluate import matchers
 from superglue_sift import sift
 from superglue_sift.batch import Pair
 from superglue_sift.descriptors import root_sift_of
 from superglue_sift.matcher import PairMatches
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
 distance_matrices = arrays.arrays(
     np.float32, st.tuples(st.integers(0, 8), st.integers(0, 8)), elements=st.floats(0, 2, width=32)

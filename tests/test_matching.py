@@ -13,11 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.training import objective
-from pipeline.training.objective import assignment_loss
-from superglue_sift import (
+from pipeline.train import objective
+from pipeline.train.objective import assignment_loss
+from superglue_sift import geometry, torch_compat, truth
+from superglue_sift.batch import Pair, PairBatch, from_pairs
+from superglue_sift.descriptors import root_sift
+from superglue_sift.network import (
     attention,
-    geometry,
     neighbours,
     normalization,
     orientation,
@@ -25,16 +27,12 @@ from superglue_sift import (
     sinkhorn,
     sinkhorn_kernel,
     superglue,
-    torch_compat,
-    truth,
 )
-from superglue_sift.batch import Pair, PairBatch, from_pairs
-from superglue_sift.descriptors import root_sift
-from superglue_sift.inference import CUDAGraphModel, fuse_for_inference
-from superglue_sift.marginals import Marginals
-from superglue_sift.packing import Assignments, Edges
+from superglue_sift.network.inference import CUDAGraphModel, fuse_for_inference
+from superglue_sift.network.marginals import Marginals
+from superglue_sift.network.packing import Assignments, Edges
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.sift import KEYPOINT
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.truth import IGNORED, UNMATCHED, Truth, ground_truth, pair_truth
 
 pytestmark = pytest.mark.cu111

@@ -8,15 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.evaluation import figures
-from pipeline.evaluation.scoring import MatchCounts, reprojection_errors
+from pipeline import bootstrap
+from pipeline.evaluate import metrics
+from pipeline.evaluate.scoring import MatchCounts, reprojection_errors
 
 pytestmark = pytest.mark.cu111
 
 
 def auc(errors, threshold):
     """The area itself."""
-    return figures.mean_finite(figures.auc_by_pair(errors, threshold))[0]
+    return bootstrap.mean_finite(bootstrap.auc_by_pair(errors, threshold))[0]
 
 
 errors_of_pairs = st.lists(st.one_of(st.floats(0, 50, allow_nan=False), st.just(float("inf"))), min_size=1, max_size=40)
@@ -58,7 +59,7 @@ def test_auc_closed_form_of_exponential_errors():
 @given(errors_of_pairs, limits)
 def test_auc_is_the_area_under_the_recall_curve(errors, threshold):
     grid = np.linspace(0, threshold, 20_001)
-    recall = figures.recall_curve(errors, (grid[1:] + grid[:-1]) / 2)
+    recall = metrics.recall_curve(errors, (grid[1:] + grid[:-1]) / 2)
     assert auc(errors, threshold) == pytest.approx(recall.mean(), abs=2e-3)
 
 
@@ -74,7 +75,7 @@ def test_auc_properties(errors, threshold):
 
 def test_auc_without_pairs_is_no_number_and_bad_input_is_refused():
     assert np.isnan(auc([], 3))
-    assert np.isnan(figures.recall_curve([], [1.0])).all()
+    assert np.isnan(metrics.recall_curve([], [1.0])).all()
     with pytest.raises(ValueError):
         auc([1.0], 0)
     with pytest.raises(ValueError):
@@ -114,10 +115,10 @@ def test_reprojection_error_on_the_horizon_and_of_nothing():
 
 
 def test_recall_curve_counts_equality():
-    assert figures.recall_curve([1.0, 2.0, np.inf, np.nan], [0.5, 1.0, 2.0, 1e9]).tolist() == [0, 0.25, 0.5, 0.5]
+    assert metrics.recall_curve([1.0, 2.0, np.inf, np.nan], [0.5, 1.0, 2.0, 1e9]).tolist() == [0, 0.25, 0.5, 0.5]
 
 
 def test_mean_finite():
-    assert figures.mean_finite([1.0, np.nan, 3.0, np.inf]) == (2.0, 2)
-    mean, count = figures.mean_finite([])
+    assert bootstrap.mean_finite([1.0, np.nan, 3.0, np.inf]) == (2.0, 2)
+    mean, count = bootstrap.mean_finite([])
     assert np.isnan(mean) and count == 0

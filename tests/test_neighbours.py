@@ -9,12 +9,12 @@ import torch
 from made_views import SIZE, made_store
 
 from pipeline.features.store import Store
-from superglue_sift import neighbours
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.descriptors import root_sift
-from superglue_sift.orientation import choose_orientations
-from superglue_sift.packing import Layout
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig, geometry_of, mutual_matches
+from superglue_sift.network import neighbours
+from superglue_sift.network.orientation import choose_orientations
+from superglue_sift.network.packing import Layout
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, geometry_of, mutual_matches
 
 pytestmark = pytest.mark.cu111
 

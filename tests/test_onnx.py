@@ -24,7 +24,7 @@ from superglue_sift import (
     torch_compat,
 )
 from superglue_sift.matcher import extract
-from superglue_sift.orientation import choose_orientations
+from superglue_sift.network.orientation import choose_orientations
 from superglue_sift.sift import KEYPOINT
 from superglue_sift.weights import shipped_weights
 

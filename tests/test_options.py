@@ -13,18 +13,19 @@ import torch
 from faults.cells import TRAIN, Workbench
 from made_views import made_store
 
-from pipeline import tracking, train
+from pipeline import tracking
+from pipeline.compat import grad_scaler
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
-from pipeline.pairs.loader import load_batch, split_evenly
-from pipeline.pairs.order import PairOrder
-from pipeline.runtime import distributed
-from pipeline.stack import grad_scaler
+from pipeline.processes import distributed
 from pipeline.tracking.run import NullRun
-from pipeline.training import setup
-from pipeline.training.objective import DataParallelObjective, MatchingObjective
-from pipeline.training.step import train_step
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from pipeline.train import __main__ as train
+from pipeline.train import setup
+from pipeline.train.objective import DataParallelObjective, MatchingObjective
+from pipeline.train.pairs.loader import load_batch, split_evenly
+from pipeline.train.pairs.order import PairOrder
+from pipeline.train.step import train_step
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.torch_compat import can_compile
 from superglue_sift.weights import load_model_file
 
@@ -175,7 +176,7 @@ def test_float16_scales_the_loss(bench):
 
 
 def load(bench, **keys):
-    from pipeline import params
+    from pipeline.parameters import params
 
     return params.load("train", bench.arguments(tuple(keys.items()))[-1])
 

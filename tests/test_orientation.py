@@ -1,4 +1,4 @@
-"""superglue_sift/orientation.py: by which of its two orientations a keypoint is matched."""
+"""superglue_sift/network/orientation.py: by which of its two orientations a keypoint is matched."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.features.store import View
-from pipeline.pairs.augmentation import Augmentation
-from superglue_sift import orientation
+from pipeline.train.pairs.augmentation import Augmentation
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.geometry import jacobians, transform
-from superglue_sift.orientation import choose_orientations, choose_pair
-from superglue_sift.packing import Layout
+from superglue_sift.network import orientation
+from superglue_sift.network.orientation import choose_orientations, choose_pair
+from superglue_sift.network.packing import Layout
 from superglue_sift.sift import KEYPOINT, ORIENTED, extract
 
 SIZE = (320, 240)

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from made_scenes import write_image_set
 
 from pipeline.errors import RequestError
-from pipeline.evaluation import content as contents
-from pipeline.evaluation import figures, heldout
-from pipeline.evaluation.matchers import MATCHERS
-from pipeline.evaluation.scoring import Judged, MatchCounts, PairResult, Row
-from pipeline.images import sources
+from pipeline.evaluate import content as contents
+from pipeline.evaluate import heldout, metrics
+from pipeline.evaluate.matchers import MATCHERS
+from pipeline.evaluate.scoring import Judged, MatchCounts, PairResult, Row
+from pipeline.image_sets import sources
 from pipeline.report import __main__ as report
-from pipeline.report import charts, page, summary, tables
+from pipeline.report import charts, document, page, summary, tables
 from superglue_sift import drawing
 
 VOID = {"meta", "link", "br", "line", "circle", "polyline", "input"}
@@ -80,11 +80,11 @@ def content(**changes):
             "calibration": [],
         },
         "robustness": [],
-        "pictures": [page.Picture("worst-1", "a & b", "Why it failed: <blur>", "/9g=", 200, 100, MATCHES)],
+        "pictures": [document.Picture("worst-1", "a & b", "Why it failed: <blur>", "/9g=", 200, 100, MATCHES)],
         "protocol": {"views": "640x480", "model": {"file": "m.safetensors", "sha256": "0123456789", "step": 7}},
         "notes": ["3 pairs"],
     }
-    return page.Content(**{**values, **changes})
+    return document.Content(**{**values, **changes})
 
 
 def test_page_is_whole_and_needs_nothing_beside_it():
@@ -145,7 +145,7 @@ def test_the_verdict_says_one_thing_and_opens_page_note_and_command(said, tmp_pa
     assert summary.verdict(given)[0] == PLAIN[said]
     assert page.render(given, {}, MADE).split("</h1>")[1].lstrip().startswith(f'<p class="verdict">{PLAIN[said]}')
     assert summary.note(given, "test", "{run_id}").startswith(PLAIN[said])
-    page.save(tmp_path, given)
+    document.save(tmp_path, given)
     (tmp_path / "metrics.json").write_text(json.dumps(given.figures))
     assert report.main(["--evaluation", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith(PLAIN[said])
@@ -179,11 +179,11 @@ def test_the_curves_of_the_training_are_drawn_where_they_are(tmp_path):
 
 
 def test_a_page_is_made_again_from_its_json(tmp_path):
-    page.save(tmp_path, content())
-    assert page.load(tmp_path) == content()
-    (tmp_path / page.JSON).write_text("{}")
+    document.save(tmp_path, content())
+    assert document.load(tmp_path) == content()
+    (tmp_path / document.JSON).write_text("{}")
     with pytest.raises(RequestError, match=r"report\.json: cannot be read"):
-        page.load(tmp_path)
+        document.load(tmp_path)
 
 
 def test_a_browser_opens_it_without_complaint(tmp_path):
@@ -300,7 +300,7 @@ def test_rows_fall_into_bins_once_per_condition():
         PairResult((0, 0), {m: row(matcher=m, rotation_deg=d, scale=1.0) for m in MATCHERS}, {"superglue": judged})
         for d in (0.0, 15.0, 180.0)
     ]
-    lines = figures.by_condition(found)
+    lines = metrics.by_condition(found)
     turned = {line["level"]: line["pairs"] for line in lines if line["condition"] == "rotation_deg"}
     assert turned == {"0 .. 15": 1, "15 .. 30": 1, "120 .. 181": 1}
     assert [line["pairs"] for line in lines if line["condition"] == "scale"] == [3]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from made_views import SIZE, made_records, made_store
 
 from pipeline.features.store import Store, View
-from pipeline.pairs.augmentation import Augmentation, mosaic
-from pipeline.pairs.loader import load_batch, prefetched, split_evenly
-from pipeline.pairs.order import PairOrder, Sample, rank_slice, validation_pairs
+from pipeline.train.pairs.augmentation import Augmentation, mosaic
+from pipeline.train.pairs.loader import load_batch, prefetched, split_evenly
+from pipeline.train.pairs.order import PairOrder, Sample, rank_slice, validation_pairs
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.geometry import compose, transform
 from superglue_sift.truth import UNMATCHED, ground_truth
@@ -133,7 +133,7 @@ class TestLoader:
         assert threading.active_count() == before
 
     def test_a_read_that_hangs_does_not_hold_up_the_end(self, monkeypatch):
-        monkeypatch.setattr("pipeline.pairs.loader.CLOSE_S", 0.01)
+        monkeypatch.setattr("pipeline.train.pairs.loader.CLOSE_S", 0.01)
         released = threading.Event()
         source = prefetched(lambda step: step == 0 or released.wait(30), range(9), ahead=1)
         assert next(source)

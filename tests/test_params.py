@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 
-from pipeline import params
 from pipeline.errors import RequestError
-from pipeline.schema import SECTIONS, TrainParams
+from pipeline.parameters import params
+from pipeline.parameters.schema import SECTIONS, TrainParams
 
 ROOT = Path(__file__).resolve().parents[1]
 

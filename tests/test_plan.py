@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from benchmarks import memory
-from pipeline import plan
-from pipeline.pairs.synthetic import made_batch
-from pipeline.runtime import machine
-from pipeline.runtime.distributed import Context
-from pipeline.runtime.machine import FAIL, GIB, MIB, OK, WARN
-from pipeline.training import setup
-from pipeline.training.step import train_step
+from pipeline.doctor import plan
+from pipeline.processes import machine
+from pipeline.processes.distributed import Context
+from pipeline.processes.machine import FAIL, GIB, MIB, OK, WARN
+from pipeline.train import setup
+from pipeline.train.pairs.synthetic import made_batch
+from pipeline.train.step import train_step
 
 PAPER = {"init_from": "", "optimizer": "adam", "layers": 9, "neighbours": False, "sinkhorn_iterations": 100}
 

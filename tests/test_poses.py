@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from made_scenes import write_model
 
-from pipeline import errors, evaluate
+from pipeline import errors
 from pipeline.errors import RequestError
-from pipeline.evaluation import figures, poses
-from pipeline.evaluation.pairs import Pose
-from pipeline.evaluation.scoring import MatchCounts, Row
+from pipeline.evaluate import __main__ as evaluate
+from pipeline.evaluate import metrics, poses
+from pipeline.evaluate.inputs import Pose
+from pipeline.evaluate.scoring import MatchCounts, Row
 
 K = np.array([[500.0, 0, 320], [0, 500, 240], [0, 0, 1]])
 
@@ -149,7 +150,7 @@ def test_wrong_files_are_named(tmp_path, text, words):
 def test_means_keep_failures():
     counts = MatchCounts(8, 4, 0, 0), MatchCounts(0, 0, 0, 0)
     rows = [Row("a", "s", "x", 10, 9, own, {"pose": error}, {}) for own, error in zip(counts, (2.5, math.inf))]
-    found = figures.figures_of(rows)
+    found = metrics.figures_of(rows)
     assert found["pairs"] == 2 and found["auc_pose_5"] == 0.25 and found["auc_pose_10"] == 0.375
     assert found["precision"] == 0.25 and found["matching_score"] == 0.2 and "recall" not in found
 

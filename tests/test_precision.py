@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 
-from pipeline import stack
+from pipeline import compat
 from pipeline.errors import RequestError
-from pipeline.runtime import distributed
-from pipeline.training import optimization, precision, setup
-from pipeline.training.state import TrainState
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from pipeline.processes import distributed
+from pipeline.train import optimization, precision, setup
+from pipeline.train.state import TrainState
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
 pytestmark = pytest.mark.cu111
 
@@ -59,7 +59,7 @@ def test_ranks_on_different_devices_agree_on_what_all_can_do(make_params, monkey
     cards = [(9, 0), (7, 5), (8, 6)]
     gathered = [tuple(precision.resolve("auto", card, NO_AMX)) for card in cards]
     monkeypatch.setattr(distributed, "all_gather", lambda own: [own, *gathered])
-    monkeypatch.setattr(stack, "cpu_flags", lambda: frozenset(AMX))
+    monkeypatch.setattr(compat, "cpu_flags", lambda: frozenset(AMX))
     parts, messages = setup.build(make_params("train", precision="auto", dim=16, heads=2), distributed.start())
     assert parts.objective.precision == "float16" and any("7.5" in line for line in messages)
 
@@ -107,14 +107,14 @@ def test_compile_without_a_compiler_is_refused_in_one_line(make_params, monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(RequestError, match=r"train\.compile: .*; install it, or set train\.compile: false") as error:
         setup.check_device(make_params("train", compile=True))
-    assert names in str(error.value) or not stack.can_compile()
+    assert names in str(error.value) or not compat.can_compile()
     setup.check_device(make_params("train"))
 
 
 def test_bitwise_elastic_asks_for_deterministic_kernels(make_params, monkeypatch):
     """Those of a GPU add in any order otherwise: the same run twice would differ."""
     asked = []
-    monkeypatch.setattr("pipeline.training.setup.set_deterministic", lambda: asked.append(True))
+    monkeypatch.setattr("pipeline.train.setup.set_deterministic", lambda: asked.append(True))
     for keys in ({}, {"bitwise_elastic": True}):
         setup.build(make_params("train", dim=16, heads=2, layers=1, **keys), distributed.start())
         assert bool(asked) == bool(keys)

@@ -13,9 +13,10 @@ import pytest
 from pydantic import BaseModel
 from ruamel.yaml import YAML
 
-from pipeline import errors, params, presets
-from pipeline.images import containers
-from pipeline.schema import SECTIONS
+from pipeline import errors, presets
+from pipeline.fetch import containers
+from pipeline.parameters import params
+from pipeline.parameters.schema import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 OFFERED = ["sample", "ci", "coco2014", "coco2017", "coco2017-val", "folder", "pretrained"]

@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_scenes import write_image_set, write_model
 
-from pipeline import errors, evaluate
-from pipeline.evaluation import acceptance, poses, rendered
-from pipeline.evaluation.acceptance import STRICT, Scores
-from pipeline.evaluation.matchers import scene_answer
-from pipeline.evaluation.pairs import Pose
-from pipeline.images import sources
-from pipeline.schema import Photometric
+from pipeline import errors
+from pipeline.evaluate import __main__ as evaluate
+from pipeline.evaluate import acceptance, poses, rendered
+from pipeline.evaluate.acceptance import STRICT, Scores
+from pipeline.evaluate.inputs import Pose
+from pipeline.evaluate.matchers import scene_answer
+from pipeline.image_sets import sources
+from pipeline.parameters.schema import Photometric
 from pipeline.views import places
 from superglue_sift import classical, scenes, sift
 from superglue_sift.batch import Pair

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from pipeline import errors
-from pipeline.evaluation.content import error_curve
-from pipeline.evaluation.figures import auc_by_pair
-from pipeline.evaluation.scoring import MatchCounts, Row
+from pipeline.evaluate.content import error_curve
+from pipeline.evaluate.metrics import auc_by_pair
+from pipeline.evaluate.scoring import MatchCounts, Row
 from pipeline.report import __main__ as report
-from pipeline.report import files, page, tables
+from pipeline.report import document, outputs, tables
 
 FIGURES = {
     "superglue.pairs": 4, "superglue.matches": 51.7, "superglue.precision": 0.8, "superglue.recall": None,
@@ -94,10 +94,10 @@ def test_error_curve_has_the_auc_below_it():
 
 
 def test_csv_keeps_columns_that_only_later_lines_have(tmp_path):
-    files.write_lines(tmp_path / "deep" / "a.csv", [{"a": 1}, {"a": 2, "b": math.inf}])
+    outputs.write_lines(tmp_path / "deep" / "a.csv", [{"a": 1}, {"a": 2, "b": math.inf}])
     with (tmp_path / "deep" / "a.csv").open() as file:
         assert list(csv.DictReader(file)) == [{"a": "1", "b": ""}, {"a": "2", "b": "inf"}]
-    files.write_lines(tmp_path / "empty.csv", [], ("file", "reason"))
+    outputs.write_lines(tmp_path / "empty.csv", [], ("file", "reason"))
     assert (tmp_path / "empty.csv").read_text() == "file,reason\n"
 
 
@@ -126,7 +126,7 @@ def test_the_page_is_made_where_only_its_json_is_there_and_opened_where_there_is
 ):
     (tmp_path / "metrics.json").write_text(json.dumps(FIGURES))
     model = {"file": "m", "sha256": "0123456789", "step": 1}
-    page.save(tmp_path, page.Content("here", FIGURES, [], [], {}, [], [], {"model": model}))
+    document.save(tmp_path, document.Content("here", FIGURES, [], [], {}, [], [], {"model": model}))
     monkeypatch.delenv("DISPLAY", raising=False)
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
     assert report.main(["--evaluation", str(tmp_path), "--open"]) == 0
@@ -154,9 +154,9 @@ def test_pictures_become_one_grid_in_the_order_of_their_names(tmp_path):
         size = (30, 50, 3) if name != "b" else (20, 40, 3)
         cv2.imwrite(str(tmp_path / f"{name}.png"), np.full(size, colour, np.uint8))
     (tmp_path / "sheet").mkdir()
-    assert files.write_grid(tmp_path, tmp_path / "sheet" / "grid.png")
+    assert outputs.write_grid(tmp_path, tmp_path / "sheet" / "grid.png")
     grid = cv2.imread(str(tmp_path / "sheet" / "grid.png"))
     assert grid.shape == (2 * (30 + 8) + 8, 2 * (50 + 8) + 8, 3)
     corners = [grid[8 + 38 * row, 8 + 58 * column].tolist() for row, column in ((0, 0), (0, 1), (1, 0), (1, 1))]
     assert [tuple(corner) for corner in corners] == [*colours.values(), (255, 255, 255)]
-    assert not files.write_grid(tmp_path / "nothing", tmp_path / "grid.png")
+    assert not outputs.write_grid(tmp_path / "nothing", tmp_path / "grid.png")

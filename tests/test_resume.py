@@ -12,13 +12,13 @@ import pytest
 from made_views import made_keypoints
 from test_training import request_of, stop_after  # noqa: F401 (a fixture)
 
-from pipeline import prune, tracking, train
+from pipeline import prune, tracking
 from pipeline.errors import RequestError
-from pipeline.runtime.checkpoint import save_model_file
 from pipeline.tracking.run import NullRun
-from pipeline.training import identity
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
-from superglue_sift.weights import load_model_file
+from pipeline.train import __main__ as train
+from pipeline.train import identity
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.weights import load_model_file, save_model_file
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ class TestCauses:
     def test_changed_code(self, tmp_path, request_of, monkeypatch, capsys, whole):  # noqa: F811
         saved = interrupted(request_of("run"), monkeypatch)
         capsys.readouterr()
-        monkeypatch.setattr("pipeline.training.identity.code_digest", lambda *_: "changed")
+        monkeypatch.setattr("pipeline.train.identity.code_digest", lambda *_: "changed")
         assert train.main(request_of("run")) == 0
         printed = capsys.readouterr().out
         (place,) = aside(tmp_path / "run")

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from benchmarks import plain
-from pipeline.extraction.image import gray_views
+from pipeline.compat import grad_scaler
 from pipeline.features import store
-from pipeline.pairs.loader import load_batch
-from pipeline.pairs.order import PairOrder
-from pipeline.stack import grad_scaler
-from pipeline.training import optimization
-from pipeline.training.objective import MatchingObjective
-from pipeline.training.step import train_step
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from pipeline.keypoints.image import gray_views
+from pipeline.train import optimization
+from pipeline.train.objective import MatchingObjective
+from pipeline.train.pairs.loader import load_batch
+from pipeline.train.pairs.order import PairOrder
+from pipeline.train.step import train_step
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.truth import Truth, pair_truth
 
 

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_scenes import IDENTITY, SHIFT, TURN
 
-from benchmarks import scene_errors
-from benchmarks import scenes as bench
-from superglue_sift import Matcher, RequestError, classical, cli, errors, geometry, matcher, scenes, sift, torch_compat
+from benchmarks.dev import scene_errors
+from benchmarks.dev import scenes as bench
+from superglue_sift import Matcher, RequestError, classical, errors, geometry, matcher, scenes, sift, torch_compat
+from superglue_sift.apps import cli
 from superglue_sift.descriptors import record_dtype, root_sift_of
 
 SIDEWAYS = np.array([[0, 0, 0], [0, 0, -1.0], [0, 1, 0]])  # F of a camera that moved along x: lines of equal y
@@ -317,7 +318,7 @@ def test_rules_without_a_scene_are_refused():
         Matcher.load(device="cpu", accept=3)
 
 
-# benchmarks.scenes
+# benchmarks.dev.scenes
 
 
 @given(st.integers(0, 2**32 - 1))

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_scenes import SHIFT, TURN
 
+from pipeline import bootstrap
 from pipeline.errors import RequestError
-from pipeline.evaluation import confidence, content, estimators, figures, matchers, scoring
-from pipeline.evaluation.conditions import conditions_of
-from pipeline.evaluation.matchers import OURS
-from pipeline.evaluation.pairs import KnownPair
+from pipeline.evaluate import confidence, content, estimators, matchers, metrics, scoring
+from pipeline.evaluate.conditions import conditions_of
+from pipeline.evaluate.inputs import KnownPair
+from pipeline.evaluate.matchers import OURS
 from superglue_sift.batch import Pair
 from superglue_sift.geometry import corner_error, fit_dlt, transform
 from superglue_sift.matcher import PairMatches
@@ -119,7 +120,7 @@ def row(error, matches=10, correct=5, truth=8, found=4, matcher=OURS, pair="p", 
 
 def test_no_pair_is_dropped_from_a_mean():
     rows = [row(0.5), row(math.inf, matches=0, correct=0, found=0), row(2.0, truth=0, found=0)]
-    found = figures.figures_of(rows)
+    found = metrics.figures_of(rows)
     assert found["pairs"] == 3 and found["recall_pairs"] == 2 and found["estimated_ransac"] == 2
     assert found["precision"] == pytest.approx((0.5 + 0 + 0.5) / 3, abs=1e-6)
     assert found["recall"] == pytest.approx((0.5 + 0) / 2, abs=1e-6)
@@ -129,14 +130,14 @@ def test_no_pair_is_dropped_from_a_mean():
 
 
 def test_what_has_no_value_is_null_not_infinity():
-    found = figures.figures_of([row(math.inf), row(math.inf)])
+    found = metrics.figures_of([row(math.inf), row(math.inf)])
     assert found["median_error_ransac"] is None and found["mean_error_dlt"] is None
-    assert figures.figures_of([])["auc_dlt_3"] is None
+    assert metrics.figures_of([])["auc_dlt_3"] is None
 
 
 def test_figures_by_scene_keep_their_order():
     rows = [row(1.0, scene=scene, matcher=matcher) for scene in "ba" for matcher in (OURS, "nn")]
-    lines = figures.by_scene(rows)
+    lines = metrics.by_scene(rows)
     assert [(line["scene"], line["matcher"]) for line in lines] == [("b", OURS), ("b", "nn"), ("a", OURS), ("a", "nn")]
 
 
@@ -195,7 +196,7 @@ def test_operating_points_are_those_of_trying_every_threshold(cases, least):
     for threshold in (-0.1, 0.0, 0.1, 0.2, 0.3, 0.4):
         counts = [one.above(threshold).counts for one in judged]
         precision = np.mean([count.precision for count in counts])
-        recall, asked = figures.mean_finite([count.recall for count in counts])
+        recall, asked = bootstrap.mean_finite([count.recall for count in counts])
         tried.append((precision, recall))
     found = confidence.sweep(judged)
     if not asked:

@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 from made_scenes import TURN, write_model
 
-from superglue_sift import Matcher, RequestError, drawing, results, serve, sift, upright
+from superglue_sift import Matcher, RequestError, drawing, sift, upright
+from superglue_sift.apps import results, serve
 from superglue_sift.geometry import corner_error
 
 pytest.importorskip("flask", reason="needs Flask")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from pipeline.features.tuning import tune_process
+from pipeline.processes.memory import tune_process
 from pipeline.views.homography import generator, sample_view
 from pipeline.views.render import render
 from superglue_sift.geometry import transform

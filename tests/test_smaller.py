@@ -6,7 +6,7 @@ import cv2
 import numpy as np
 import pytest
 
-from benchmarks import smaller
+from benchmarks.dev import smaller
 from superglue_sift import sift
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import stack
+from pipeline import compat
 from superglue_sift import torch_compat
 
 pytestmark = pytest.mark.cu111
@@ -35,9 +35,9 @@ def test_an_agent_without_the_option_is_told_its_address():
         local_addr = None
 
     agent = Old()
-    assert stack.own_address("", Old, agent) == [] and not vars(agent)
-    assert stack.own_address("10.0.0.2", New, agent) == ["--local_addr=10.0.0.2"] and not vars(agent)
-    assert stack.own_address("10.0.0.2", Old, agent) == [] and agent._get_fq_hostname() == "10.0.0.2"
+    assert compat.own_address("", Old, agent) == [] and not vars(agent)
+    assert compat.own_address("10.0.0.2", New, agent) == ["--local_addr=10.0.0.2"] and not vars(agent)
+    assert compat.own_address("10.0.0.2", Old, agent) == [] and agent._get_fq_hostname() == "10.0.0.2"
 
 
 def test_layer_norm_bears_mixed_precision():
@@ -55,5 +55,5 @@ def test_clipping_has_the_bits_of_torchs_own(most):
     for a, b in zip(own[1:], theirs[1:]):  # the first has no gradient
         a.grad = torch.randn_like(a)
         b.grad = a.grad.clone()
-    assert torch.equal(stack.clip_grad_norm_(own, most), torch.nn.utils.clip_grad_norm_(theirs, most))
+    assert torch.equal(compat.clip_grad_norm_(own, most), torch.nn.utils.clip_grad_norm_(theirs, most))
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(own[1:], theirs[1:]))

@@ -32,7 +32,7 @@ def entry_point(root) -> str:
     return SCRIPT.format(*words.groups(), words.group(2))
 
 
-@pytest.mark.parametrize("module", ["superglue_sift", "superglue_sift.cli", "pipeline.evaluate", "pipeline.train"])
+@pytest.mark.parametrize("module", ["superglue_sift", "superglue_sift.apps.cli", "pipeline.evaluate", "pipeline.train"])
 def test_threads_of_a_command_sleep_while_they_wait(module):
     assert spins_of(["-m", module, "--help"]) == "0"
 

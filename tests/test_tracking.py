@@ -17,11 +17,12 @@ from faults.group import digest
 from faults.telemetry import Gate, Silent
 from made_scenes import write_model
 
-from pipeline import tracking, train
-from pipeline.runtime.repro import main_root, provenance
+from pipeline import tracking
+from pipeline.provenance.repro import main_root, provenance
 from pipeline.tracking import run as run_module
 from pipeline.tracking.mlflow_store import MlflowStore
 from pipeline.tracking.run_log import EventLog, recall_run, remember_run
+from pipeline.train import __main__ as train
 
 ROOT = Path(__file__).resolve().parents[1]
 PARAMS = {"train": {"lr": 1e-4, "layers": 5}}

@@ -13,12 +13,14 @@ from made_scenes import write_image_set, write_model
 from made_views import made_keypoints
 from test_evaluate import PARAMS, run
 
-from pipeline import errors, export, fetch, train
+from pipeline import errors, export
 from pipeline.errors import RequestError
 from pipeline.features import store
-from pipeline.images import manifest, sources
-from pipeline.images.manifest import Entry
-from pipeline.runtime import trained_on
+from pipeline.fetch import __main__ as fetch
+from pipeline.image_sets import manifest, sources
+from pipeline.image_sets.manifest import Entry
+from pipeline.provenance import trained_on
+from pipeline.train import __main__ as train
 from superglue_sift.weights import SHIPPED
 
 COCO = ["000000000139.jpg", "000000000285.jpg", "000000000632.jpg"]

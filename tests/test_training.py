@@ -15,21 +15,23 @@ import torch
 from made_views import made_keypoints, made_store
 from processes import in_group
 
-from pipeline import errors, params, train
+from pipeline import errors
+from pipeline.compat import grad_scaler
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
-from pipeline.pairs.loader import load_batch, split_evenly
-from pipeline.pairs.order import PairOrder
-from pipeline.runtime import distributed
-from pipeline.runtime.checkpoint import save_model_file
-from pipeline.stack import grad_scaler
-from pipeline.training import optimization, precision, setup, trainer
-from pipeline.training.objective import MatchingObjective
-from pipeline.training.state import TrainState
-from pipeline.training.step import train_step
-from superglue_sift import normalization
-from superglue_sift.neighbours import _by_parts as _neighbours_by_parts
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from pipeline.parameters import params
+from pipeline.processes import distributed
+from pipeline.train import __main__ as train
+from pipeline.train import optimization, precision, setup, trainer
+from pipeline.train.objective import MatchingObjective
+from pipeline.train.pairs.loader import load_batch, split_evenly
+from pipeline.train.pairs.order import PairOrder
+from pipeline.train.state import TrainState
+from pipeline.train.step import train_step
+from superglue_sift.network import normalization
+from superglue_sift.network.neighbours import _by_parts as _neighbours_by_parts
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.weights import save_model_file
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = {
@@ -104,7 +106,7 @@ class TestGradients:
     def test_a_share_without_pairs_has_a_gradient_of_zero(self, tmp_path, monkeypatch, wait, neighbours):
         """More processes than pairs: such a rank takes part in every exchange."""
         if not wait:  # as on a GPU
-            monkeypatch.setattr("superglue_sift.superglue.neighbour_features", _neighbours_by_parts)
+            monkeypatch.setattr("superglue_sift.network.superglue.neighbour_features", _neighbours_by_parts)
         model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2, neighbours=neighbours))
         batch = load_batch(Store(made_store(tmp_path)), [], 32)
         total, parts = MatchingObjective(model, 3.0, 5.0)(batch, wait)
@@ -301,7 +303,7 @@ class TestResume:
         with monkeypatch.context() as patch:
             stop_after(patch, 3)
             assert train.main(request_of("run")) == 143
-        monkeypatch.setattr("pipeline.training.identity.code_digest", lambda *_: "changed")
+        monkeypatch.setattr("pipeline.train.identity.code_digest", lambda *_: "changed")
         with pytest.raises(RequestError, match="code: "):
             train.main([*request_of("run"), "--resume", "must"])
         assert train.main([*request_of("run"), "--resume", "must", "--accept", "code"]) == 0

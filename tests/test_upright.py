@@ -10,7 +10,8 @@ import pytest
 from made_scenes import TURN, write_model
 
 from pipeline import errors
-from superglue_sift import Matcher, RequestError, cli, images, upright
+from superglue_sift import Matcher, RequestError, images, upright
+from superglue_sift.apps import cli
 from superglue_sift.geometry import corner_error, transform
 from superglue_sift.images import decode_color, decode_gray, read_photo
 from superglue_sift.upright import STORED, UPRIGHT

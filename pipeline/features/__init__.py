@@ -1,1 +1,1 @@
-"""SIFT keypoints of a view, and the store that training maps into memory."""
+"""The keypoints of all views: `store`, which training maps into memory, and `inspect`, which prints what it holds."""

@@ -1,4 +1,5 @@
-"""What a person reads afterwards: tables, the verdict, curves for DVC's plots, pictures of matches, the page.
+"""What a person reads afterwards; `python -m pipeline.report` prints the comparison.
 
-Nothing here computes a figure; it shows those it is given. `python -m pipeline.report` prints the comparison.
+`document` (all that an evaluation says), `outputs` (its files), `tables`, `summary` (the verdict), `charts` and
+`page` (HTML). Nothing here computes a metric.
 """

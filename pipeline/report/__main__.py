@@ -12,12 +12,12 @@ from typing import List, Optional
 from pipeline import errors
 from pipeline.errors import RequestError, in_image, typed
 from pipeline.files import read_json
-from pipeline.report import page, summary, tables
+from pipeline.report import document, page, summary, tables
 
 
 def fresh_page(folder: Path) -> Optional[Path]:
     """The page of an evaluation, made again where DVC brought back its report.json alone; None without either."""
-    made, content = folder / page.PAGE, folder / page.JSON
+    made, content = folder / page.PAGE, folder / document.JSON
     if content.is_file() and not (made.is_file() and made.stat().st_mtime >= content.stat().st_mtime):
         return page.write(folder, folder.parent / "train" / "curves")
     return made if made.is_file() else None
@@ -50,7 +50,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     figures = read_json(path, run)
     if not tables.matchers_in(figures):
         raise RequestError(f"{path}: holds no matcher's figures; run `python -m pipeline.evaluate` again")
-    content = page.load(args.evaluation) if (args.evaluation / page.JSON).is_file() else None
+    content = document.load(args.evaluation) if (args.evaluation / document.JSON).is_file() else None
     if content is not None and content.differences:
         print("\n".join([*summary.verdict(content), ""]))
     print(f"Comparison on held-out pairs ({path})\n")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Tuple
 
+from pipeline.bootstrap import LEAST_CLUSTERS
 from pipeline.report import tables
 
 if TYPE_CHECKING:
-    from pipeline.report.page import Content
+    from pipeline.report.document import Content
 
 OURS, RATIO_TEST = "superglue", "ratio_test"
 GAIN_MEDIAN, GAIN_MOST = "gain-median", "gain-most"  # names of two pictures
@@ -84,7 +85,7 @@ def verdict(content: Content) -> List[str]:
 def compared(content: Content, line: Mapping[str, Any]) -> str:
     """`Better than the best baseline (ratio test, mutual)`, or why that cannot be said."""
     if line["verdict"] not in VERDICTS:
-        return f"Too few {content.unit} to tell ({line.get('clusters', 0)} of {tables.LEAST_CLUSTERS})"
+        return f"Too few {content.unit} to tell ({line.get('clusters', 0)} of {LEAST_CLUSTERS})"
     return f"{VERDICTS[line['verdict']]} the best baseline ({tables.title(line['baseline'])})"
 
 

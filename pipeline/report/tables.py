@@ -33,7 +33,6 @@ ALIGNED = "_aligned"  # behind the estimator's name in figures of aligned matche
 DETECTED, MOVED = "as detected", "aligned"  # what stands above the two parts of a table
 POSES = ("AUC POSE", "AUC REFINED")
 LEAST_PAIRS = 20  # of fewer a figure says too little to be judged
-LEAST_CLUSTERS = 6  # photographs (scenes): fewer agree by chance more than once in twenty times, 2 ** (1 - 5) = 0.06
 FEW = f"* fewer than {LEAST_PAIRS} pairs: too few to judge by"
 
 

@@ -1,7 +1,8 @@
 """Tracking, from rank 0, without ever blocking or ending the work.
 
-A stage opens a run here and writes to its local log (`run`, `run_log`); a thread carries the log on
-(`shipper`) and `mlflow_store` puts it into MLflow.
+A stage opens a run here and writes to its local log (`run`, `run_log`). A thread (`shipper`, `uploads`) sends the log
+to MLflow (`mlflow_store`): `matcher_model` is the registered model, `champion` compares it with the best so far,
+`system_metrics` shows the machine.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
-from pipeline.runtime import repro
+from pipeline.provenance import repro
 from pipeline.tracking.mlflow_store import MlflowStore
 from pipeline.tracking.run import (
     EVALUATION,

@@ -24,8 +24,8 @@ from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.types.schema import AnyType, Array
 
 from superglue_sift import Matcher, RequestError
+from superglue_sift.apps.results import aligned_lists
 from superglue_sift.images import BadImage, decode_gray
-from superglue_sift.results import aligned_lists
 from superglue_sift.upright import UPRIGHT
 
 WEIGHTS = "weights"  # name of the artifact

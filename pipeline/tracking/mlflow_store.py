@@ -13,7 +13,7 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from pipeline.errors import RequestError
 from pipeline.files import file_sha256
-from pipeline.runtime import repro
+from pipeline.provenance import repro
 from pipeline.tracking.run import EVALUATION, HEADLINE, HIDDEN, LEADING, RUN_ID, SEPARATOR, is_gone
 from pipeline.tracking.run_log import Event
 from pipeline.tracking.shipper import Refused, say
@@ -213,7 +213,7 @@ class MlflowStore:
 
     def _challenge(self, run_id: str, event: Event) -> None:
         """Give the alias to the run's model where it beats its holder on the same pairs; say what was found."""
-        from pipeline.evaluation.champion import better_than  # numpy and more, for this alone
+        from pipeline.tracking.champion import better_than  # numpy and more, for this alone
 
         name = event["name"]
         own = self._client.search_model_versions(f"run_id = '{run_id}'")

@@ -1,1 +1,4 @@
-"""Views of one photograph: sampling homographies, rendering, changes of light and camera. Pictures of buildings too."""
+"""Views of one photograph: `homography` (sampling), `render` (pixels, light, camera).
+
+`places` and `buildings`: synthetic buildings seen by true cameras.
+"""

@@ -15,7 +15,7 @@ from typing import Any, Dict, Mapping, Optional, Tuple
 
 import numpy as np
 
-from pipeline.schema import Homography
+from pipeline.parameters.schema import Homography
 from superglue_sift.geometry import corners, jacobians, transform
 
 Size = Tuple[int, int]  # (width, height)

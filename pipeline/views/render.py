@@ -12,7 +12,7 @@ from typing import Tuple
 import cv2
 import numpy as np
 
-from pipeline.schema import Photometric
+from pipeline.parameters.schema import Photometric
 from superglue_sift.geometry import compose, corners, resizing, transform
 
 # View pixels per image pixel; above it bilinear sampling skips no image pixel worth naming.

@@ -20,11 +20,11 @@ from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple, Union
 import numpy as np
 
 from superglue_sift import geometry, scenes, tracks
+from superglue_sift.apps.many import Adding, FeatureStore
 from superglue_sift.descriptors import kind_of, root_sift_of
 from superglue_sift.errors import RequestError
 from superglue_sift.features import Features
 from superglue_sift.images import read_gray
-from superglue_sift.many import Adding, FeatureStore
 from superglue_sift.match_result import MatchResult
 from superglue_sift.progress import Progress
 from superglue_sift.sift import positions

@@ -29,7 +29,7 @@ from faults.group import fork
 from faults.random_faults import Cell, Clock, Found
 from faults.telemetry import Gate, Silent
 from pipeline.launch import free_port
-from pipeline.runtime.signals import end_with_parent
+from pipeline.processes.signals import end_with_parent
 from superglue_sift.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,14 +163,14 @@ def warm() -> None:
     import mlflow.server.handlers  # noqa: F401
     import torch._dynamo  # noqa: F401
 
-    from pipeline import fetch
-    from pipeline.extraction import shards
-    from pipeline.runtime.code import code_digest
-    from pipeline.training import identity
+    from pipeline.fetch import __main__ as fetch
+    from pipeline.keypoints import shards
+    from pipeline.provenance.code import code_digest
+    from pipeline.train import identity
 
     for home in (fetch, shards, identity):
         code_digest(home.CODE, home.OUTSIDE)
-    code_digest(("pipeline.evaluate",))
+    code_digest(("pipeline.evaluate.__main__",))
 
 
 def archive(base: stages.Base) -> Tuple[FaultyServer, bytes]:

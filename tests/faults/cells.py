@@ -9,7 +9,7 @@ from typing import Any, Dict, List, NamedTuple, Tuple
 
 from made_views import made_keypoints
 
-from pipeline import params
+from pipeline.parameters import params
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8

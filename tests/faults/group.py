@@ -18,10 +18,11 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
-from pipeline import errors, tracking, train
+from pipeline import errors, tracking
 from pipeline.launch import free_port
-from pipeline.runtime.signals import ASKED_BY
+from pipeline.processes.signals import ASKED_BY
 from pipeline.tracking.run import NullRun
+from pipeline.train import __main__ as train
 from superglue_sift.weights import load_model_file
 
 HANG_SECONDS = 60

@@ -17,7 +17,7 @@ import psutil
 
 from faults.group import Outcome, fork, rendezvous, wait
 from faults.stages import Base, Stage, differing, digests, files, finished, same_content
-from pipeline.runtime.signals import ASKED_BY
+from pipeline.processes.signals import ASKED_BY
 from superglue_sift.weights import BadCheckpoint
 
 LONGEST = 120  # seconds: a start that takes longer hangs

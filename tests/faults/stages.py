@@ -16,10 +16,14 @@ import numpy as np
 
 from faults.cells import TRAIN
 from faults.group import fork, wait
-from pipeline import evaluate, fetch, keypoints, params, train
-from pipeline.images import coco, download
+from pipeline.evaluate import __main__ as evaluate
+from pipeline.fetch import __main__ as fetch
+from pipeline.fetch import coco, download
+from pipeline.keypoints import __main__ as keypoints
+from pipeline.parameters import params
 from pipeline.tracking import run, shipper
-from superglue_sift import cli
+from pipeline.train import __main__ as train
+from superglue_sift.apps import cli
 from superglue_sift.weights import load_model_file
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,8 +9,8 @@ import pytest
 
 from faults import campaign, cells, random_faults, stages
 from faults.group import start, until_done, wait
-from pipeline import fetch
-from pipeline.runtime import faults
+from pipeline.fetch import __main__ as fetch
+from pipeline.processes import faults
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 
 from faults import cells, group
 from faults.group import Outcome, digest, wait
-from pipeline import train
+from pipeline.train import __main__ as train
 from superglue_sift.weights import load_model_file
 
 
@@ -109,7 +109,7 @@ def test_nodes_with_other_parameters_are_refused_in_one_line(bench, nodes):
 
 
 def test_replicas_that_differ_end_the_run_before_anything_of_them_is_saved(bench, nodes, monkeypatch):
-    from pipeline.training.trainer import Training
+    from pipeline.train.trainer import Training
 
     inner = Training._step
 

@@ -1,0 +1,1 @@
+"""One-off studies behind statements in docs/; `python -m benchmarks.dev.<name> --help`."""

@@ -1,0 +1,75 @@
+"""The first picture of the README: one hard pair, ours above the ratio test, by the weights that ship.
+
+    python -m benchmarks.dev.first_picture docs/matches.jpg
+
+The photograph is NASA's portrait of Eileen Collins, in the public domain, which comes inside scikit-image; the weights
+never saw it. The second view is made of it: turned by 130 degrees, seen from the side, blurred, darker, with noise. It
+was chosen because many fail there; what is to be expected on average stands in docs/results.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Optional, Sequence, Tuple
+
+import cv2
+import numpy as np
+
+from pipeline.evaluate.matchers import match_baselines
+from pipeline.evaluate.scoring import reprojection_errors
+from superglue_sift import Matcher, drawing
+from superglue_sift.batch import Pair
+from superglue_sift.match_result import MatchResult
+from superglue_sift.network.orientation import choose_pair
+
+CORRECT_PX = 3.0
+RATIO = 0.8
+QUALITY = 85  # of the JPEG
+ROWS = 400  # of the photograph, from its top
+
+
+def views() -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The photograph (H, W, 3) uint8 BGR, the view of it, and the homography from one to the other."""
+    from skimage import data
+
+    photo = np.ascontiguousarray(data.astronaut()[:ROWS, :, ::-1])
+    height, width = photo.shape[:2]
+    middle, angle = np.array([(width - 1) / 2, (height - 1) / 2]), np.radians(130.0)
+    turn = np.array([[np.cos(angle), -np.sin(angle), 0], [np.sin(angle), np.cos(angle), 0], [0, 0, 1]])
+    side = np.array([[1 / 2.5, 0, 0], [0, 1, 0], [0.001, 0, 1]])
+    to_middle, back = np.eye(3), np.eye(3)
+    to_middle[:2, 2], back[:2, 2] = -middle, middle
+    H = back @ np.diag([1.0, 1.0, 1.0 / 0.9]) @ side @ turn @ to_middle
+    seen = cv2.GaussianBlur(cv2.warpPerspective(photo, H, (width, height), flags=cv2.INTER_AREA), (0, 0), 1.0)
+    dark = 0.8 * 255 * (seen / 255.0) ** 1.5 + np.random.default_rng(0).normal(0, 4, seen.shape)
+    return photo, np.clip(np.rint(dark), 0, 255).astype(np.uint8), H
+
+
+def panel(name: str, found: MatchResult, H_0to1: np.ndarray) -> drawing.Panel:
+    """A matcher's matches; wrong are those further than CORRECT_PX from where they belong."""
+    wrong = reprojection_errors(found.points0, found.points1, H_0to1) >= CORRECT_PX
+    heading = f"{name}: {int((~wrong).sum())} of {len(wrong)} matches right"
+    return drawing.Panel(heading, found.points0, found.points1, found.scores, wrong)
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Draw it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dev.first_picture", description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="the picture to write (.jpg)")
+    args = parser.parse_args(argv)
+    matcher, (image0, image1, H) = Matcher.load(device="cpu"), views()
+    sides = matcher.extract(image0), matcher.extract(image1)
+    pair = choose_pair(Pair(sides[0].records, sides[1].records, sides[0].size, sides[1].size))
+    baseline = MatchResult.of(*sides, *match_baselines(pair, RATIO)["ratio_test"]).align(*sides)
+    panels = [panel("SuperGlue", matcher.match(*sides), H), panel("ratio test, which knows no confidence", baseline, H)]
+    picture = drawing.draw(image0, image1, panels)
+    ok, encoded = cv2.imencode(".jpg", picture, [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
+    assert ok
+    args.out.write_bytes(encoded.tobytes())
+    print(f"{args.out}: {'; '.join(each.heading for each in panels)}; {len(encoded) / 1000:.0f} kB")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

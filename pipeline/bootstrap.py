@@ -1,0 +1,88 @@
+"""Means over pairs and how sure they are: a bootstrap over the photographs or sequences that the pairs come from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union
+
+import numpy as np
+
+DIGITS = 6  # decimals of written metrics: beyond them lies the noise of float32 sums
+RESAMPLES, SEED, LEVEL = 2000, 0, 0.95
+LEAST_CLUSTERS = 6  # photographs (scenes): fewer agree by chance more than once in twenty times, 2 ** (1 - 5) = 0.06
+
+Line = Dict[str, Any]
+
+
+def plain(value: float) -> Optional[float]:
+    """A number JSON can hold: rounded; None where there is none (no pair, or an infinite median)."""
+    if isinstance(value, (int, np.integer)):
+        return int(value)
+    return round(float(value), DIGITS) if math.isfinite(value) else None
+
+
+def rounded(line: Mapping[str, float]) -> Line:
+    """Each of its numbers `plain`."""
+    return {name: plain(value) for name, value in line.items()}
+
+
+def auc_by_pair(errors: Sequence[float], threshold: float) -> np.ndarray:
+    """What each pair adds to the area under the recall curve up to `threshold`; the AUC is exactly their mean, 0 to 1.
+
+    errors: one per pair, inf (or NaN) for a pair without an estimate, which is a failure and stays in the mean.
+    """
+    values = np.asarray(errors, dtype=np.float64)
+    if threshold <= 0:
+        raise ValueError(f"threshold must be positive, not {threshold}")
+    if np.any(values < 0):
+        raise ValueError("errors must not be negative")
+    return np.fmax(0.0, 1.0 - values / threshold)  # 0 for NaN, too
+
+
+def mean_finite(values: Union[Sequence[float], np.ndarray]) -> Tuple[float, int]:
+    """Mean of the finite values and how many they are; (NaN, 0) when there is none."""
+    given = np.asarray(values, dtype=np.float64)
+    finite = given[np.isfinite(given)]
+    return (float(finite.mean()), int(finite.size)) if finite.size else (float("nan"), 0)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure. pairs: that have a say in it; samples: its value on each resample, none where there is one cluster."""
+
+    value: float
+    pairs: int
+    samples: np.ndarray
+
+    def line(self) -> Line:
+        """value, low, high (percentile bootstrap, Efron and Tibshirani 1993, chapter 13) and pairs."""
+        ends = 100 * np.array([(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        known = self.samples[np.isfinite(self.samples)]
+        low, high = np.percentile(known, ends) if known.size else (math.nan, math.nan)
+        return rounded({"value": self.value, "low": low, "high": high, "pairs": self.pairs})
+
+
+class Clusters:
+    """Photographs or sequences, resampled with replacement. names: that of each pair."""
+
+    def __init__(self, names: Sequence[str]):
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        self.count = len(numbers)
+        self.of_pair = np.array([numbers[name] for name in names], np.int64)
+        resamples = RESAMPLES if self.count > 1 else 0
+        drawn = np.random.default_rng(SEED).integers(max(self.count, 1), size=(resamples, self.count))
+        counts = [np.bincount(one, minlength=self.count) for one in drawn]
+        self.weights = np.array(counts, np.float64).reshape(resamples, self.count)
+
+    def per_cluster(self, pairs: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """(C,) sums of `values` over the pairs with these numbers."""
+        return np.bincount(self.of_pair[pairs], values, minlength=self.count)
+
+    def mean(self, values: np.ndarray) -> Estimate:
+        """The mean of the values (P,) that are numbers."""
+        known = np.flatnonzero(np.isfinite(values))
+        sums, counts = self.per_cluster(known, values[known]), self.per_cluster(known, np.ones(len(known)))
+        with np.errstate(invalid="ignore"):
+            samples = (self.weights @ sums) / (self.weights @ counts)
+        return Estimate(*mean_finite(values), samples)

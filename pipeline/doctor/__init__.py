@@ -1,0 +1,1 @@
+"""Checks the machine and the parameters before work begins: `plan` (memory and hours of a training)."""

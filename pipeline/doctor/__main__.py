@@ -1,0 +1,226 @@
+"""Check this machine before the work: `python -m pipeline.doctor` (all), `--quick` (what `repro` runs first).
+
+Exit code 0 when nothing stands in the way, 2 when something does; `--quick` prints that alone, and where there is
+nothing disk, memory and hours of the training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Callable, Iterator, List, Optional, Sequence, Tuple
+
+from pipeline import errors, launch, tracking
+from pipeline.processes import machine
+from pipeline.processes.machine import FAIL, NOTE, OK, WARN, Finding
+
+SECONDS = 3.0
+QUICK = ("gpus", "shared_memory", "user", "open_files", "disk", "training")
+PLAN = ("disk", "training")  # printed by --quick whatever they find: what the work takes
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Print the findings; 0 or 2."""
+    parser = argparse.ArgumentParser(prog="python -m pipeline.doctor", description=str(__doc__).splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="only what would stop the work, without the network")
+    options = parser.parse_args(argv)
+    found: List[Tuple[str, Finding]] = []
+    every = (software, gpus, shared_memory, user, open_files, git, ports, mlflow, disk, training)
+    for check in [check for check in every if not options.quick or check.__name__ in QUICK]:
+        if check is not training or machine.worst([finding for _, finding in found]) != FAIL:
+            found += [(check.__name__, finding) for finding in guarded(check)]
+    failed = machine.worst([finding for _, finding in found]) == FAIL
+    for name, finding in found:
+        wrong = options.quick and finding.level == FAIL
+        if wrong or not options.quick or (name in PLAN and not failed):
+            line = f"{finding.level:5} {finding.subject}: {finding.text}"
+            print(line, file=sys.stderr if wrong else sys.stdout)
+    return 2 if failed else 0
+
+
+def guarded(check: Callable[[], Iterator[Finding]]) -> List[Finding]:
+    """A check that breaks is a warning: the doctor must not fall ill."""
+    try:
+        return list(check())
+    except errors.RequestError as error:
+        return [Finding(FAIL, check.__name__.replace("_", " "), str(error))]
+    except Exception as error:  # whatever a strange machine does
+        return [Finding(WARN, check.__name__.replace("_", " "), f"not checked: {type(error).__name__}: {error}")]
+
+
+def software() -> Iterator[Finding]:
+    """Python, torch, OpenCV, image."""
+    import torch
+
+    image, cuda = os.environ.get("IMAGE_STACK", "none"), torch.version.cuda or "none"
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {cuda}, image {image}"
+    yield Finding(OK, "software", versions)
+
+
+def gpus() -> Iterator[Finding]:
+    """Cards against the torch build, the driver, and the number of processes asked for."""
+    import torch
+
+    driver, known = nvidia_driver()
+    cuda = torch.version.cuda
+    if driver and cuda:
+        yield machine.judge_driver(driver, cuda)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    processes = os.environ.get("NPROC_PER_NODE", "auto")
+    yield machine.judge_gpu_count(count, processes, known, cuda)
+    for index in range(count):
+        name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        yield machine.judge_capability(name, capability, torch.cuda.get_arch_list(), cuda or "none")
+
+
+def nvidia_driver() -> tuple[str, int]:
+    """Driver version and number of GPUs, ("", 0) without a driver."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        version = pynvml.nvmlSystemGetDriverVersion()
+        return version.decode() if isinstance(version, bytes) else version, pynvml.nvmlDeviceGetCount()
+    except Exception:  # NVML's own error types, one of them for "no driver"
+        return "", 0
+
+
+def sections() -> dict:
+    """The sections of params.yaml, {} where there is none that can be read (the stages say what is wrong)."""
+    from pipeline.parameters import params
+
+    try:
+        return params.load_all(Path("params.yaml"))
+    except errors.RequestError:
+        return {}
+
+
+def shared_memory() -> Iterator[Finding]:
+    """/dev/shm against what the ranks of a training on GPUs share there, and the processes that make batches."""
+    import torch
+
+    if os.path.isdir("/dev/shm"):
+        gpus = min(launch.processes_per_node(), torch.cuda.device_count())
+        needed = machine.shared_memory_needed(gpus)
+        yield machine.judge_shared_memory(shutil.disk_usage("/dev/shm").free, needed, batches_on_their_way(gpus))
+
+
+def batches_on_their_way(gpus: int) -> int:
+    """Bytes of /dev/shm for the batches that processes make, by params.yaml; 0 where a thread makes them."""
+    from pipeline.train import setup
+    from pipeline.train.pairs import workers
+    from superglue_sift.sift import ORIENTED
+
+    found = sections()
+    if not {"keypoints", "train"} <= set(found) or found["train"].loader != "plain":
+        return 0
+    train, ranks = found["train"], setup.processes(found["train"], launch.processes_per_node())
+    wanted = workers.wanted(gpus > 0, ranks)
+    most = min(train.max_keypoints, found["keypoints"].max_keypoints)
+    step = setup.step_size(train, setup.global_batch(train, ranks), ranks, most, ORIENTED.itemsize)
+    return ranks * workers.Plan(wanted, workers.AHEAD).shared(step)
+
+
+def training() -> Iterator[Finding]:
+    """Memory of a process and hours of the training, by params.yaml; nothing without one."""
+    import torch
+
+    from pipeline.doctor import plan
+    from pipeline.train import setup
+
+    found = sections()
+    if {"fetch", "keypoints", "train"} <= set(found):
+        processes = setup.processes(found["train"], launch.processes_per_node())
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        yield from plan.findings(found, processes, device)
+
+
+def disk() -> Iterator[Finding]:
+    """Free space against the preset; nothing is wanted for what is already there."""
+    from pipeline.fetch import coco
+
+    found = sections()
+    if "fetch" not in found or "keypoints" not in found:
+        return
+    keypoints, fetch = found["keypoints"], found["fetch"]
+    known = coco.expected(fetch.source, fetch.limit)
+    needed, linked = (machine.disk_needed(*known, keypoints.views, keypoints.max_keypoints, n) for n in (2, 1))
+    present = sum(path.stat().st_size for path in Path("data").rglob("*") if path.is_file())
+    needed, linked = max(needed - present, 0), max(linked - present, 0)
+    yield machine.judge_disk(shutil.disk_usage(".").free, needed, os.getcwd(), linked)
+
+
+def user() -> Iterator[Finding]:
+    """Who we are, and whether this place can be written to."""
+    uid = os.getuid()
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):
+        yield Finding(FAIL, "user", f"uid {uid} has no name, which DVC needs: set USER to any name")
+        return
+    if not os.access(".", os.W_OK):
+        yield Finding(FAIL, "user", f"{os.getcwd()} cannot be written by {name}: docker run --user $(id -u):$(id -g)")
+    elif uid == 0 and os.environ.get("IMAGE_STACK") and os.stat(".").st_uid != 0:
+        yield Finding(WARN, "user", "root writes files that their owner cannot change: --user $(id -u):$(id -g)")
+    else:
+        yield Finding(OK, "user", f"{name} (uid {uid}) can write here")
+
+
+def open_files() -> Iterator[Finding]:
+    """The limit on open files."""
+    import resource
+
+    yield machine.judge_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def git() -> Iterator[Finding]:
+    """Whether git answers: without it a run does not know its commit."""
+    if shutil.which("git") is None:
+        yield Finding(WARN, "git", "not installed: runs will not name their commit")
+        return
+    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=20)
+    if done.returncode == 0:
+        yield Finding(OK, "git", f"at commit {done.stdout.strip()[:12]}")
+    elif "dubious ownership" in done.stderr:
+        yield Finding(WARN, "git", f"git config --global --add safe.directory {os.getcwd()}")
+    else:
+        yield Finding(NOTE, "git", "no repository here: runs will not name their commit")
+
+
+def ports() -> Iterator[Finding]:
+    """Whether the port of `ui` is free."""
+    with socket.socket() as probe:
+        probe.settimeout(SECONDS)
+        busy = probe.connect_ex(("127.0.0.1", 5000)) == 0
+    yield Finding(NOTE if busy else OK, "port 5000", "in use" if busy else "free for `ui`")
+
+
+def mlflow() -> Iterator[Finding]:
+    """Whether the tracking store can be reached."""
+    uri = tracking.tracking_uri()
+    if not uri.startswith(("http://", "https://")):
+        folder = Path(uri.partition("///")[2]).resolve().parent
+        fine = os.access(str(folder), os.W_OK)
+        yield Finding(OK if fine else WARN, "MLflow", f"{uri}{'' if fine else ': the folder cannot be written'}")
+        return
+    address = f"{uri}/api/2.0/mlflow/experiments/get?experiment_id=0"
+    try:
+        with urllib.request.urlopen(address, timeout=SECONDS) as answer:
+            yield machine.judge_tracking(uri, answer.status, "")
+    except urllib.error.HTTPError as error:
+        yield machine.judge_tracking(uri, error.code, "")
+    except OSError as error:
+        yield machine.judge_tracking(uri, None, str(getattr(error, "reason", error)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(errors.run(main))

@@ -1,0 +1,297 @@
+"""Stage `evaluate`: the trained matcher beside the baselines, on held-out images or a folder of pairs.
+
+    python -m pipeline.evaluate --model checkpoints/best.safetensors --out reports/evaluate
+    python -m pipeline.evaluate --pairs DIR --out DIR                                      (the weights that ship)
+    python -m pipeline.evaluate --model models/superglue.safetensors --pairs DIR --out DIR
+
+Writes index.html (all of it on one page), metrics.json (flat names), pairs.csv (one line per pair and matcher) and
+more into --out. What every file and figure means: docs/evaluation.md.
+"""
+
+from __future__ import annotations
+
+from superglue_sift import threads
+
+if __name__ == "__main__":
+    threads.wait_passively()  # before torch is loaded
+
+import argparse
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Tuple
+
+from pipeline import errors, tracking
+from pipeline.errors import RequestError
+from pipeline.evaluate import estimators, lightglue, matchers, poses, protocol, rendered, unseen
+from pipeline.evaluate.heldout import HeldOutPairs
+from pipeline.evaluate.hpatches import HPatchesPairs
+from pipeline.evaluate.matchers import OURS, Matchers
+from pipeline.evaluate.protocol import Evaluation, Named
+from pipeline.evaluate.scoring import Settings
+from pipeline.files import file_sha256
+from pipeline.image_sets import sources
+from pipeline.parameters import params
+from pipeline.parameters.schema import EvaluateParams
+from pipeline.processes import distributed
+from pipeline.processes.memory import tune_process
+from pipeline.provenance import made_from, repro, trained_on, workspace_lock
+from pipeline.provenance.code import code_digest
+from pipeline.report import outputs, summary
+from pipeline.report.document import Content
+from superglue_sift import extractors
+from superglue_sift.extractors import Extractor
+from superglue_sift.weights import choose_device, shipped_weights
+
+PAPER_PAIRS = 1024
+PACKAGES = ("poselib", "kornia", "lightglue")  # of others, that --estimators and --lightglue use
+OWN_PARAMS = Path(__file__).resolve().parents[1] / "params.yaml"
+
+
+def parse(argv: Optional[List[str]]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m pipeline.evaluate", description=str(__doc__).splitlines()[0])
+    add = parser.add_argument
+    add("--model", type=Path, help="model to judge (default: the weights that ship with the project)")
+    add("--also", action="append", default=[], metavar="NAME=FILE", help="another model; again for more")
+    add("--images", type=Path, default=Path("data/images"), help="folder that `fetch` wrote")
+    add("--pairs", type=Path, help="instead of held-out images: a folder in HPatches layout")
+    add("--poses", type=Path, help="instead: a pairs_with_gt.txt of pairs with cameras, images in --images")
+    add("--out", type=Path, default=Path("reports/evaluate"), help="folder for the results")
+    add("--params", type=Path, help="parameters (default: params.yaml here, else the project's)")
+    add("--mlflow-run", type=Path, help="reports/run.json, to add the results to the run of the training")
+    add("--max-keypoints", type=int, help="instead of evaluate.max_keypoints")
+    add("--resize", type=int, default=480, help="--pairs, --poses: shorter side in pixels; 0: as they are")
+    add("--batch", type=int, default=8, help="pairs in one pass of the network")
+    papers = "the paper's protocol: 1,024 pairs (or so many), 640x480 and 512x384, 512 and 1,024 keypoints"
+    add("--paper", type=int, nargs="?", const=PAPER_PAIRS, metavar="PAIRS", help=papers)
+    usual = f"default: {','.join(estimators.DEFAULT)}; --paper: all that are installed"
+    add("--estimators", help=f"of: {', '.join(estimators.ESTIMATORS)}; the first leads ({usual})")
+    add("--lightglue", type=Path, metavar="FILE", help="also LightGlue for SIFT, with these weights")
+    add("--bound", action="store_true", help="also a row of the true matches: what no matcher could better")
+    add("--robustness", type=int, default=0, help="photographs tried under growing blur, noise, ...; 0: none")
+    add("--scenes", type=int, default=0, help="scenes rendered to choose the limits for pairs of a place; 0: none")
+    add("--keep-seen", action="store_true", help="keep photographs that a model was trained on, and mark the table")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    args = parser.parse_args(argv)
+    wants = [name for name in ("pairs", "poses", "paper") if getattr(args, name) is not None]
+    if len(wants) > 1:
+        raise RequestError(f"--{wants[0]} and --{wants[1]} are two evaluations: ask for one at a time")
+    for name in ("robustness", "scenes"):
+        if getattr(args, name) and (args.pairs or args.poses):
+            raise RequestError(f"--{name} needs held-out images: leave it out with --pairs and --poses")
+    if args.scenes and args.paper:
+        raise RequestError("--scenes: of the plain evaluation; leave it out with --paper")
+    if args.bound and args.poses:
+        raise RequestError("--bound needs homographies: leave it out with --poses")
+    if args.out.exists() and not args.out.is_dir():
+        raise RequestError(f"--out {args.out}: is a file; name a folder for the results")
+    if args.scenes < 0:
+        raise RequestError(f"--scenes {args.scenes}: must be 0 or more")
+    for name in ("max_keypoints", "batch", "paper"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise RequestError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
+    args.models = models_of(args)
+    args.params = args.params or (Path("params.yaml") if Path("params.yaml").is_file() else OWN_PARAMS)
+    return args
+
+
+def models_of(args: argparse.Namespace) -> Dict[str, Path]:
+    """All model files by name, ours first. Raises RequestError for a name that a table cannot hold."""
+    found = {OURS: args.model or shipped_weights()}
+    for word in args.also:
+        name, _, file = word.partition("=")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) or not file:
+            raise RequestError(f"--also {word}: must be NAME=FILE, NAME of letters, digits, - and _")
+        if name in (*matchers.MATCHERS, *matchers.UNRANKED, lightglue.NAME, *found):
+            raise RequestError(f"--also {word}: there is a matcher called {name} already; choose another name")
+        found[name] = Path(file)
+    return found
+
+
+def section_of(args: argparse.Namespace) -> EvaluateParams:
+    """Section `evaluate` of params.yaml, from here or from the project, with what the command line says instead."""
+    section = params.load("evaluate", args.params)
+    return section.model_copy(update={"max_keypoints": args.max_keypoints}) if args.max_keypoints else section
+
+
+def chosen_photographs(args: argparse.Namespace) -> unseen.Choice:
+    """Held-out photographs that no compared model was trained on, and the models; without --pairs and --poses."""
+    if args.pairs is not None or args.poses is not None:
+        return unseen.Choice([], args.models, [])
+    images = sources.open_manifest(args.images)
+    entries = images.entries("test")
+    if not entries:
+        entries = images.entries("val")
+        print("no test images: using the validation images, on which the checkpoint was chosen", file=sys.stderr)
+    if not entries:
+        fix = "raise fetch.val_fraction or add images, then run fetch again"
+        raise RequestError(f"{args.images}: no held-out image; {fix}")
+    return unseen.choose(entries, args.models, args.keep_seen)
+
+
+def choose_source(args: argparse.Namespace, section: EvaluateParams, chosen: unseen.Choice) -> Named:
+    """Where the pairs come from, held-out photographs where no other is named, and its name as text."""
+    if args.pairs is not None:
+        source = HPatchesPairs(args.pairs, args.resize)
+        return source, f"{args.pairs.resolve().name}: {len(source)} sequences"
+    if args.poses is not None:
+        known = poses.PosePairs(args.poses, args.images, args.resize)
+        return known, f"{args.poses.name}: known cameras"
+    entries = chosen.entries
+    held_out = HeldOutPairs(sources.open_manifest(args.images), entries, section, args.paper)
+    made = json.loads((args.images / "source.json").read_text(encoding="utf-8"))
+    folders = ", ".join(Path(one["path"]).name for one in made["containers"].values())
+    name = folders if made.get("source", "folder") == "folder" else made["source"]
+    return held_out, f"{name}: {len(held_out)} held-out images ({entries[0].split}){chosen.mark}"
+
+
+def chosen_scenes(args: argparse.Namespace, chosen: unseen.Choice) -> Tuple[int, List[str]]:
+    """How many scenes are rendered, and a line where the photographs are too few to choose limits on."""
+    if not args.scenes:
+        return 0, []
+    count = len(sources.open_manifest(args.images).entries("val")) or len(chosen.entries)
+    if count >= rendered.ENOUGH_IMAGES:
+        return args.scenes, []
+    few = f"--scenes: {count} photographs are too few to choose limits on, {rendered.ENOUGH_IMAGES} are needed"
+    return 0, [f"{few}; the model keeps its own"]
+
+
+def chosen_estimators(args: argparse.Namespace) -> Tuple[Tuple[str, ...], List[str]]:
+    """Those asked for, and a line for each that `--paper` does without. Raises RequestError for one not there."""
+    if args.estimators is not None:
+        return estimators.choose(args.estimators.split(",")), []
+    if not args.paper:
+        return estimators.DEFAULT, []
+    installed = estimators.installed()
+    missing = [name for name in estimators.ESTIMATORS if name not in installed]
+    return installed, [f"SKIP {name}: not installed" for name in missing]
+
+
+def chosen_extractor(args: argparse.Namespace, network: matchers.Network) -> Extractor:
+    """What finds the keypoints of the judged model. Raises RequestError for code that params.yaml does not name."""
+    name = network.model.config.extractor
+    if name != extractors.DEFAULT.name and params.load("keypoints", args.params).extractor != name:
+        raise RequestError(
+            f"{network.file}: matches keypoints of {name}, code that is run only when asked for: set "
+            f"keypoints.extractor: {name} in {args.params}"
+        )
+    return extractors.load(name)
+
+
+def chosen_matchers(
+    args: argparse.Namespace, models: Mapping[str, Path], section: EvaluateParams, device: str
+) -> Tuple[Matchers, List[str]]:
+    """All that are compared, and a line for each that was asked for and is not here or is of other keypoints."""
+    networks, further, skipped = {}, {}, []
+    for name, file in models.items():
+        network = matchers.load_network(file, device, section)
+        ours, own = networks.get(OURS, network).model.config.extractor, network.model.config.extractor
+        if own == ours:
+            networks[name] = network
+        else:
+            skipped.append(f"SKIP {name}: of keypoints of {own}")
+    networks, copies = matchers.without_copies(networks)
+    skipped += copies
+    if args.lightglue is not None and ours != extractors.DEFAULT.name:
+        skipped.append("SKIP LightGlue: its weights are of SIFT's keypoints")
+    elif args.lightglue is not None:
+        match, said = lightglue.load(args.lightglue, device)
+        if match is None:
+            skipped.append(f"SKIP LightGlue: {said}")
+        else:
+            further[lightglue.NAME] = match
+    return Matchers(networks, device, section.ratio, further, args.poses is not None), skipped
+
+
+def check(argv: Optional[List[str]] = None, world_size: int = 1) -> None:
+    """What can be checked before processes start, so that it is said once and in one line. Raises RequestError."""
+    args = parse(argv)
+    section = section_of(args)
+    networks = [matchers.load_network(file, "cpu", section) for file in args.models.values()]
+    chosen_extractor(args, networks[0])
+    choose_source(args, section, chosen_photographs(args))
+
+
+def track(args: argparse.Namespace, contents: Mapping[str, Content], info: Mapping[str, Any]) -> None:
+    """Add headline, files and description to the MLflow run of the training that the model's `info` names, if any.
+
+    contents: of each variant by its folder below `--out`, "" for the one there is.
+    """
+    if args.mlflow_run is None:
+        return
+    folder = args.pairs or args.poses
+    prefix = f"pairs/{folder.resolve().stem}" if folder else "paper" if args.paper else tracking.EVALUATION
+    own = prefix == tracking.EVALUATION  # of the data it was trained on
+    with tracking.attach(args.mlflow_run, training=info.get("training")) as run:
+        for variant, content in contents.items():
+            named = "/".join(one for one in (tracking.HEADLINE, "" if own else prefix, variant) if one)
+            leading = tracking.LEADING if own else ()
+            headline = summary.headline(content).items()
+            figures = {name if name in leading else f"{named}/{name}": value for name, value in headline}
+            run.log(figures, int(info.get("step") or 0))
+        for name in (*outputs.FILES, *outputs.FOLDERS):
+            if (args.out / name).exists():
+                run.artifact(args.out / name, f"{prefix}/{name}" if name in outputs.FOLDERS else prefix)
+        if outputs.write_grid(args.out / "pictures", args.out / "matches.png"):
+            run.artifact(args.out / "matches.png", prefix)
+        if own:
+            run.describe(summary.result(contents[""]), summary.note(contents[""], prefix, tracking.RUN_ID))
+            run.challenge(args.out / "pairs.csv")
+
+
+def evaluate(args: argparse.Namespace, context: distributed.Context) -> Tuple[Dict[str, Content], Mapping[str, Any]]:
+    """What was asked for, by variant, on the first process of a group, nothing on the others; and the model's info."""
+    section = section_of(args)
+    device = choose_device(args.device) if context.world_size == 1 else str(context.device)
+    chosen = chosen_photographs(args)
+    compared, skipped = chosen_matchers(args, chosen.models, section, device)
+    names, missing = chosen_estimators(args)
+    extractor = chosen_extractor(args, compared.networks[OURS])
+    scenes, few = chosen_scenes(args, chosen)
+    settings = Settings(section, names, args.batch, args.resize, args.robustness, extractor, args.bound, scenes)
+    training = args.mlflow_run.parent / "train" / "curves" if args.mlflow_run else None
+    work = Evaluation(compared, settings, context, (*chosen.lines, *missing, *skipped, *few), training)
+    info = compared.networks[OURS].info
+    if args.paper:
+        return protocol.run_paper(work, lambda variant: choose_source(args, variant, chosen), args.out), info
+    content = work.run(choose_source(args, section, chosen), args.out)
+    return {"": content} if content else {}, info
+
+
+def made_from_inputs(args: argparse.Namespace) -> Dict[str, Any]:
+    """What the results of the stage depend on, as JSON values."""
+    own = ("out", "mlflow_run", "params")
+    models = args.models.values()
+    read = (*models, *map(trained_on.list_of, models), args.images / "manifest.csv")
+    return {
+        "arguments": {name: str(value) for name, value in vars(args).items() if name not in own},
+        "files": [file_sha256(path) for path in read if path.is_file()],
+        "section": section_of(args).model_dump(),
+        "code": code_digest(("pipeline.evaluate.__main__",)),
+        "versions": repro.computing_versions(*PACKAGES),
+    }
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    started = time.monotonic()
+    args = parse(argv)
+    tune_process()
+    workspace_lock.take()
+    inputs = made_from_inputs(args)
+    if made_from.restore(args.out, inputs):
+        print(f"{args.out}: evaluated with this model, these images, parameters, code and versions: nothing to do")
+        return 0
+    with distributed.process_group() as context:
+        contents, info = evaluate(args, context)
+        if contents:
+            track(args, contents, info)
+            made_from.keep(args.out, inputs)
+            print(f"took {time.monotonic() - started:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(errors.run(main))

@@ -1,0 +1,137 @@
+"""Pairs made from held-out photographs, by homographies that the seed of the evaluation alone decides.
+
+The protocol of the SuperGlue paper (section 5.1): two views of one photograph, the first nearly the whole of it, the
+second through a random homography without borders, photometric distortion on both. Nothing here depends on parameters
+of training, on the number of workers, or on which other photographs there are. `LEVELS` disturbs the second views by
+exactly the amount in the table, the homographies the same at every level.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Dict, Optional, Sequence, Tuple
+
+import cv2
+import numpy as np
+
+from pipeline.evaluate.inputs import Scene, Source, ViewPair, image_size
+from pipeline.image_sets.manifest import Entry
+from pipeline.image_sets.sources import ImageSet
+from pipeline.parameters.schema import EvaluateParams
+from pipeline.views import homography, render
+from superglue_sift.geometry import compose
+from superglue_sift.images import BadImage, decode_gray
+
+UNRELATED_PAIRS = 100
+
+
+class HeldOutPairs(Source):
+    """`params.pairs_per_image` pairs of each entry, or `total` over all; a source for `evaluation.pairs`.
+
+    Photographs smaller than a view are scaled up, as in the paper; `docs/evaluation.md` says what that does.
+    disturb: done to every second view.
+    """
+
+    unit = "photographs"
+
+    def __init__(
+        self,
+        images: ImageSet,
+        entries: Sequence[Entry],
+        params: EvaluateParams,
+        total: Optional[int] = None,
+        disturb: Optional[Callable[[np.ndarray], np.ndarray]] = None,
+    ):
+        self.images, self.entries = images, list(entries)[:total]
+        self.params, self.disturb, self.view_size = params, disturb, (params.width, params.height)
+        share, rest = params.pairs_per_image, 0
+        if total is not None:
+            share, rest = divmod(total, len(self.entries) or 1)
+        self.scenes = [(entry.name, share + (index < rest)) for index, entry in enumerate(self.entries)]
+
+    def load(self, index: int) -> Scene:
+        """Render the pairs of one photograph. Raises BadImage when it cannot be read or is too small."""
+        name, image = self.entries[index].name, self._image(index)
+        views, pairs = [], []
+        for number in range(self.pairs_in(index)):
+            first, second = 2 * number, 2 * number + 1
+            (view0, H_image_to_0), (view1, H_image_to_1) = (self._view(image, name, n) for n in (first, second))
+            views += [view0, self.disturb(view1) if self.disturb else view1]
+            H_0to1 = compose(H_image_to_1, np.linalg.inv(H_image_to_0))
+            pairs.append(ViewPair(f"{name}#{number}", first, second, H_0to1))
+        return Scene(name, views, pairs)
+
+    def view(self, index: int, number: int) -> np.ndarray:
+        """View `number` of photograph `index`, (H, W) uint8. Raises BadImage."""
+        return self._view(self._image(index), self.entries[index].name, number)[0]
+
+    def _image(self, index: int) -> np.ndarray:
+        entry = self.entries[index]
+        image = decode_gray(self.images.read(entry), entry.name)
+        if not homography.fits(image_size(image), self.view_size):
+            least = "x".join(str(side) for side in homography.smallest_image(self.view_size))
+            raise BadImage(entry.name, f"{image.shape[1]}x{image.shape[0]} pixels, smaller than {least}")
+        return image
+
+    def _view(self, image: np.ndarray, name: str, number: int) -> Tuple[np.ndarray, np.ndarray]:
+        """View `number` of a photograph, (H, W) uint8, and H_image_to_view; even numbers are mild."""
+        rng = homography.generator(self.params.seed, f"evaluate {name}", number)
+        sizes = image_size(image), self.view_size
+        if number % 2 == 0:
+            H = homography.mild_view(rng, *sizes)
+        else:
+            H = homography.sample_view(rng, *sizes, self.params.homography, self.params.difficulty)
+        return self._rendered(image, H, rng), H
+
+    def _rendered(self, image: np.ndarray, H_image_to_view: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        view = render.render(image, H_image_to_view, self.view_size)
+        return render.distort(view, rng, self.params.photometric)
+
+
+class UnrelatedPairs(Source):
+    """Pairs of views of two different photographs of a source: photograph n modulo their number beside a later one."""
+
+    def __init__(self, source: HeldOutPairs):
+        self.source, count = source, len(source)
+        possible = count * (count - 1) * source.params.pairs_per_image
+        turns = [divmod(pair, count) for pair in range(min(UNRELATED_PAIRS, possible))]
+        # the two photographs, and which views of theirs
+        self.pairs = [(first, (first + 1 + turn % (count - 1)) % count, turn) for turn, first in turns]
+        self.scenes = [(f"{source.scene_name(one)} and {source.scene_name(other)}", 1) for one, other, _ in self.pairs]
+
+    def load(self, index: int) -> Scene:
+        """Render the two views. Raises BadImage as the source does."""
+        (first, second, turn), name = self.pairs[index], self.scene_name(index)
+        views = [self.source.view(first, 2 * turn), self.source.view(second, 2 * turn + 1)]
+        return Scene(name, views, [ViewPair(f"{name}#{turn}", 0, 1, np.full((3, 3), np.nan))])
+
+
+def brightness(image: np.ndarray, factor: float) -> np.ndarray:
+    """Light times `factor`: darker below 1, saturating above."""
+    return cv2.convertScaleAbs(image, alpha=factor)
+
+
+def blur(image: np.ndarray, deviation: float) -> np.ndarray:
+    """Gaussian blur with a standard deviation in pixels; 0 is none."""
+    return cv2.GaussianBlur(image, (0, 0), deviation) if deviation > 0 else image
+
+
+def noise(image: np.ndarray, deviation: float) -> np.ndarray:
+    """Gaussian noise with a standard deviation in gray levels, the same for every image of a size."""
+    drawn = np.random.default_rng(0).normal(0.0, 1.0, image.shape) * deviation
+    return np.clip(np.rint(image + drawn), 0, 255).astype(np.uint8)
+
+
+LEVELS: Dict[str, Tuple[Callable, Tuple[float, ...]]] = {
+    "illumination (factor)": (brightness, (1.0, 0.5, 0.25, 0.12, 2.0)),
+    "blur (px)": (blur, (0.0, 1.0, 2.0, 4.0)),
+    "noise (gray levels)": (noise, (0.0, 5.0, 10.0, 20.0)),
+    "JPEG (quality)": (render.compress, (90, 40, 15, 5)),
+}
+
+
+def disturbed(source: HeldOutPairs, count: int, disturb: Callable, level: float) -> HeldOutPairs:
+    """The first `count` photographs of a source, one pair each: as drawn but for the light, second views disturbed."""
+    params = source.params
+    clear = type(params.photometric)(**dict.fromkeys(params.photometric.model_dump(), 0.0))
+    params = params.model_copy(update={"photometric": clear, "pairs_per_image": 1})
+    return HeldOutPairs(source.images, source.entries[:count], params, disturb=lambda x: disturb(x, level))

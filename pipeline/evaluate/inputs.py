@@ -1,0 +1,119 @@
+"""What is matched, what is known of it, and where pairs come from.
+
+`heldout`, `hpatches` and `poses` hold a `Source` each. Loading a scene twice gives the same bytes, so that pictures
+can be drawn afterwards without keeping the images of all pairs in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
+
+import numpy as np
+
+from superglue_sift import sift
+from superglue_sift.batch import Pair
+from superglue_sift.images import BadImage
+from superglue_sift.network.orientation import choose_pair
+
+
+@dataclass(frozen=True)
+class Pose:
+    """Two cameras. K0, K1: (3, 3) in pixels of the images as matched; T_0to1: (4, 4), points of camera 0 to 1."""
+
+    K0: np.ndarray
+    K1: np.ndarray
+    T_0to1: np.ndarray
+
+
+Extract = Callable[[np.ndarray, int], np.ndarray]  # as `sift.extract`
+Truth = Union[np.ndarray, Pose]  # a homography is (3, 3) float64, pixels of view 0 to view 1
+
+
+@dataclass(frozen=True)
+class ViewPair:
+    """Two views of a scene, by the indices of its images, and what is known of them."""
+
+    name: str
+    first: int
+    second: int
+    truth: Truth
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Images that show one thing, (H, W) uint8 gray, and the pairs among them."""
+
+    name: str
+    images: List[np.ndarray]
+    pairs: List[ViewPair]
+
+
+@dataclass(frozen=True)
+class KnownPair:
+    """What every matcher gets, and the truth beside it. place: number of the scene, and of the pair in it.
+
+    images: both, (H, W) uint8 gray, by whose pixels matches are aligned; None where they are not at hand.
+    """
+
+    name: str
+    scene: str
+    place: Tuple[int, int]
+    pair: Pair
+    truth: Truth
+    images: Optional[Tuple[np.ndarray, np.ndarray]] = None
+
+
+class Source:
+    """Where scenes come from: the name of each and how many pairs it has. `load` raises BadImage where one may be left
+    out and counted. unit: what its scenes are called."""
+
+    scenes: Sequence[Tuple[str, int]]
+    unit = "scenes"
+
+    def __len__(self) -> int:
+        return len(self.scenes)
+
+    def scene_name(self, index: int) -> str:
+        return self.scenes[index][0]
+
+    def pairs_in(self, index: int) -> int:
+        return self.scenes[index][1]
+
+    def load(self, index: int) -> Scene:
+        raise NotImplementedError
+
+
+def image_size(image: np.ndarray) -> Tuple[int, int]:
+    """(width, height) of an (H, W) image."""
+    return int(image.shape[1]), int(image.shape[0])
+
+
+def pairs_of_scene(
+    scene: Scene, index: int, max_keypoints: int, extractor: Extract = sift.extract, only: Optional[int] = None
+) -> List[KnownPair]:
+    """The pairs of scene number `index`, or the one numbered `only`; the extractor run once on each image."""
+    keypoints: Dict[int, np.ndarray] = {}
+    found = []
+    for position, view in enumerate(scene.pairs):
+        if only not in (None, position):
+            continue
+        for image in {view.first, view.second} - set(keypoints):
+            keypoints[image] = extractor(scene.images[image], max_keypoints)
+        images = scene.images[view.first], scene.images[view.second]
+        pair = choose_pair(Pair(keypoints[view.first], keypoints[view.second], *map(image_size, images)))
+        found.append(KnownPair(view.name, scene.name, (index, position), pair, view.truth, images))
+    return found
+
+
+def extract(
+    source: Source, scenes: Sequence[int], max_keypoints: int, extractor: Extract = sift.extract
+) -> Tuple[List[KnownPair], List[Tuple[str, str]]]:
+    """Keypoints of all pairs of these scenes, in order, and (scene name, reason) of those left out."""
+    pairs, bad = [], []
+    for index in scenes:
+        try:
+            pairs += pairs_of_scene(source.load(index), index, max_keypoints, extractor)
+        except BadImage as error:
+            bad.append((source.scene_name(index), error.reason))
+    return pairs, bad

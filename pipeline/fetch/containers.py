@@ -1,0 +1,215 @@
+"""What holds images: a folder, a zip, a list file, or a COCO annotation file; the images stay where they are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Union
+
+from pipeline.errors import RequestError
+from pipeline.image_sets.manifest import DEFLATED, STORED, Entry
+from pipeline.image_sets.sources import Tick, folder_entries, list_images
+from superglue_sift.images import EXTENSIONS
+
+_LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+HEADER = _LOCAL_HEADER.size  # bytes before a member's name
+MAX_RATIO = 100  # uncompressed to compressed size of one image; JPEG in a zip stays near 1
+MAX_IMAGE_BYTES = 512 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Container:
+    """path: the folder or zip that holds the bytes; names: of the images in it, sorted, relative to it."""
+
+    path: Path
+    kind: str  # folder or zip
+    names: List[str]
+    facts: Dict[str, Any] = field(default_factory=dict)  # for source.json, such as the SHA-256 of an archive
+
+    def entries(self, names: Sequence[str], split: str, key: str, tick: Tick = iter) -> List[Entry]:
+        """Manifest entries of some of its images; `key` names this container in source.json."""
+        if self.kind == "folder":
+            return folder_entries(self.path, names, split, key, tick)
+        wanted = set(names)
+        members = [each for each in image_members(self.path) if each.filename in wanted]
+        return zip_entries(self.path, members, split, key)
+
+
+def open_container(
+    path: Union[str, Path], root: str = "", categories: Sequence[str] = (), min_side: int = 0
+) -> Container:
+    """Open a folder, a .zip, a .txt list of images or a .json in COCO's annotation format.
+
+    Args:
+        root: folder (or zip) the names in a list or annotation file count from; "": the file's own folder.
+        categories: of the images in an annotation file take those that show any of these; none: all.
+        min_side: of them take those whose smaller side has so many px.
+
+    Raises RequestError when there is nothing there, nothing in it, or a name leads outside.
+    """
+    path = Path(path)
+    kind = path.suffix.lower()
+    if not path.exists():
+        raise RequestError(f"{path}: no such folder, zip, list or annotation file")
+    if path.is_dir():
+        container = _folder(path)
+    elif kind == ".zip":
+        container = zip_container(path)
+    elif kind in (".txt", ".json"):
+        names = _listed(path) if kind == ".txt" else _annotated(path, categories, min_side)
+        container = _chosen(path, Path(root) if root else path.parent, names)
+    else:
+        raise RequestError(f"{path}: must be a folder, a .zip, a .txt list or a .json of COCO annotations")
+    if not container.names:
+        raise RequestError(f"{path}: holds no images ({', '.join(EXTENSIONS)}, nested folders included)")
+    return container
+
+
+def digest(*paths: str) -> str:
+    """Digest of the names and sizes of the images in these folders or zips, and of lists' text, in 16 hex digits."""
+    state = hashlib.sha256()
+    for path in map(Path, filter(None, paths)):
+        if path.is_file() and path.suffix.lower() == ".zip":
+            rows = [[each.filename, each.file_size, each.CRC] for each in image_members(path)]
+            state.update(json.dumps(rows).encode())
+        elif path.is_file():  # a list or an annotation file
+            state.update(path.read_bytes())
+        else:
+            for file in list_images(path):
+                size = file.stat().st_size if file.exists() else -1
+                name = file.relative_to(path).as_posix()
+                state.update(f"{name}\0{size}\n".encode("utf-8", "surrogateescape"))
+            state.update(b"\0")
+    return state.hexdigest()[:16]
+
+
+def _folder(path: Path) -> Container:
+    return Container(path, "folder", [each.relative_to(path).as_posix() for each in list_images(path)])
+
+
+def zip_container(path: Path, **facts: Any) -> Container:
+    """All images of an archive, read in place."""
+    return Container(path, "zip", [member.filename for member in image_members(path)], facts)
+
+
+def _chosen(path: Path, root: Path, names: List[str]) -> Container:
+    """The container `root` with the names a file lists; a listed file that is missing is reported later.
+
+    COCO's annotations name files without the folder they are in.
+    """
+    for name in names:
+        if name.startswith("/") or ".." in name.split("/"):
+            raise RequestError(f"{path}: '{name}' leads outside {root}; set fetch.root to a folder above both")
+    if not root.exists():
+        raise RequestError(f"{root}: no such folder; fetch.root must hold the images that {path} lists")
+    whole = zip_container(root) if root.suffix.lower() == ".zip" else _folder(root)
+    there, by_file = set(whole.names), {name.rpartition("/")[2]: name for name in reversed(whole.names)}
+    found = {name if name in there else by_file.get(name, name) for name in names}
+    missing = [name for name in names if name not in there and name not in by_file]
+    if missing and (whole.kind == "zip" or len(missing) == len(names)):
+        more = f" (and {len(missing) - 1} more)"
+        raise RequestError(f"{path}: '{missing[0]}' is not in {root}{more}; set fetch.root")
+    return Container(root, whole.kind, sorted(found))
+
+
+def _listed(path: Path) -> List[str]:
+    """One relative path per line; empty lines and lines that begin with # do not count."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
+    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def _annotated(path: Path, categories: Sequence[str], min_side: int) -> List[str]:
+    """`file_name` of the images in a COCO annotation file that show one of the categories and are large enough."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        images = {image["id"]: image for image in content["images"]}
+        known = {each["name"]: each["id"] for each in content.get("categories", [])}
+        seen = {(each["image_id"], each["category_id"]) for each in content.get("annotations", [])}
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise RequestError(f"{path}: is not a COCO annotation file (images, annotations, categories)") from None
+    for name in categories:
+        if name not in known:
+            raise RequestError(f"fetch.categories: '{name}' is not in {path}; known are {', '.join(known)}")
+    if categories:
+        wanted = {known[name] for name in categories}
+        showing = {image for image, category in seen if category in wanted}
+        images = {key: image for key, image in images.items() if key in showing}
+    chosen = [
+        image["file_name"]
+        for image in images.values()
+        if min(image.get("width", min_side), image.get("height", min_side)) >= min_side
+    ]
+    if not chosen:
+        raise RequestError(f"{path}: no image fits fetch.categories and fetch.min_side; ask for less")
+    return chosen
+
+
+# --- zip archives
+
+
+def image_members(path: Path) -> List[zipfile.ZipInfo]:
+    """The images listed in the archive's directory; RequestError names what makes an archive unfit."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise RequestError(f"{path}: not a whole zip archive ({error}); delete it and run again") from None
+    return checked(members, path)
+
+
+def checked(members: Sequence[zipfile.ZipInfo], path: object) -> List[zipfile.ZipInfo]:
+    """The images among the members, sorted by name; RequestError names one that is not to be trusted."""
+    images = [member for member in members if member.filename.lower().endswith(EXTENSIONS)]
+    seen = set()
+    for member in images:
+        problem = _unsafe(member) or ("is in it twice" if member.filename in seen else None)
+        if problem:
+            raise RequestError(f"{path}: refused, its member '{member.filename}' {problem}")
+        seen.add(member.filename)
+    if not images:
+        raise RequestError(f"{path}: holds no images ({len(members)} other members)")
+    return sorted(images, key=lambda member: member.filename)
+
+
+def _unsafe(member: zipfile.ZipInfo) -> Optional[str]:
+    """Why a member may not be used, or None. Nothing is unpacked, yet a hostile name must not spread."""
+    name = member.filename
+    if name.startswith(("/", "\\")) or ":" in name.split("/")[0] or ".." in name.split("/"):
+        return "points outside the archive"
+    if (member.external_attr >> 16) & 0o170000 == 0o120000:
+        return "is a symbolic link"
+    if member.compress_type not in (STORED, DEFLATED) or member.flag_bits & 1:
+        return "is encrypted or packed in a way we do not read (stored and deflate are read)"
+    if member.file_size > MAX_IMAGE_BYTES or member.file_size > MAX_RATIO * max(member.compress_size, 1024):
+        return f"would grow from {member.compress_size} to {member.file_size} bytes"
+    return None
+
+
+def zip_entries(path: Path, members: Sequence[zipfile.ZipInfo], split: str, container: str) -> List[Entry]:
+    """Entries of these members of the archive; reads each one's local header for its true offset."""
+    entries = []
+    with path.open("rb") as stream:
+        for member in members:
+            stream.seek(member.header_offset)
+            offset = member.header_offset + header_length(stream.read(HEADER), member, path)
+            name, crc = member.filename, f"{member.CRC:08x}"
+            place = (offset, member.compress_size, member.compress_type)
+            entries.append(Entry(name, split, container, name, member.file_size, crc, *place))
+    return entries
+
+
+def header_length(header: bytes, member: zipfile.ZipInfo, path: object) -> int:
+    """Bytes from where a member begins to its data, by its own header; RequestError where there is none."""
+    if len(header) < HEADER or header[:4] != b"PK\x03\x04":
+        raise RequestError(f"{path}: refused, no data where its directory puts '{member.filename}'")
+    *_, name_length, extra_length = _LOCAL_HEADER.unpack_from(header)
+    return HEADER + name_length + extra_length

@@ -1,0 +1,134 @@
+"""Some images of a remote zip, without downloading the whole: its directory and single members by Range requests.
+
+They arrive as a small zip of their own, each checked against the CRC-32 of the directory, since the published MD5 is
+that of the whole archive.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import zipfile
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Callable, Iterable, Iterator, List, Sequence
+
+from pipeline.errors import WorkError
+from pipeline.fetch import containers
+from pipeline.fetch.download import Interrupted, Remote, digests, read_note, write_note
+from pipeline.files import write_atomic
+from pipeline.image_sets.manifest import DEFLATED
+
+CONNECTIONS = 8  # many small requests, each of which waits for its answer
+_FIELDS = ("filename", "header_offset", "compress_size", "file_size", "CRC", "compress_type")
+_SLACK = 128  # bytes: a member's own header may be longer than the directory says
+
+
+class RemoteZip(io.RawIOBase):
+    """A zip of `size` bytes behind the first of some addresses that serves its parts; a file that `zipfile` reads.
+
+    Its methods raise WorkError when none of the addresses serves.
+    """
+
+    def __init__(self, urls: Sequence[str], size: int) -> None:
+        super().__init__()
+        self._addresses, self._url = [Remote(url, size) for url in urls], urls[0]
+        self._size, self._at = size, 0
+
+    def close(self) -> None:
+        for address in self._addresses:
+            address.close()
+        super().close()
+
+    def directory(self, note: Path) -> List[zipfile.ZipInfo]:
+        """The images in the archive, checked as those of a local one; kept in `note`, since COCO's is ten megabytes."""
+        try:
+            rows = json.loads(note.read_text(encoding="utf-8"))
+            return containers.checked([_member(row) for row in rows], note)
+        except (OSError, ValueError, TypeError, AttributeError):
+            pass  # not there, or damaged
+        try:
+            members = containers.checked(zipfile.ZipFile(self).infolist(), self._url)
+        except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+            raise WorkError(f"{self._url}: its directory cannot be read: {error}") from None
+        write_atomic(note, json.dumps([[getattr(member, name) for name in _FIELDS] for member in members]))
+        return members
+
+    def fetch(self, members: Sequence[zipfile.ZipInfo]) -> Iterator[bytes]:
+        """The bytes of these images, in their order, over several connections."""
+        with ThreadPoolExecutor(CONNECTIONS) as pool:
+            yield from pool.map(self._image, members)
+
+    def _image(self, member: zipfile.ZipInfo) -> bytes:
+        start = member.header_offset
+        guess = containers.HEADER + len(member.filename.encode()) + len(member.extra) + member.compress_size
+        data = self._range(start, start + guess + _SLACK)
+        begin = containers.header_length(data, member, self._url)
+        packed = data[begin : begin + member.compress_size]
+        if len(packed) < member.compress_size:  # a longer header than the slack
+            packed += self._range(start + len(data), start + begin + member.compress_size)
+        image = zlib.decompress(packed, -15) if member.compress_type == DEFLATED else packed
+        if len(image) != member.file_size or zlib.crc32(image) != member.CRC:
+            raise WorkError(f"{self._url}: '{member.filename}' arrived with a wrong CRC-32; run again")
+        return image
+
+    def _range(self, start: int, end: int) -> bytes:
+        """The bytes [start, end), as far as the file goes; an address that does not serve is asked no more."""
+        problems = []
+        for address in self._addresses:
+            try:
+                return b"".join(address.read(start, min(end, self._size)))
+            except Interrupted as error:
+                problems.append(f"{address.url}: {error}")
+                self._addresses = [each for each in self._addresses if each is not address] or [address]
+        raise WorkError(
+            f"no part of the archive can be had ({'; '.join(problems)}); run again, set fetch.mirror, or fetch.limit "
+            "to 0"
+        )
+
+    # --- what `zipfile` asks of a file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(offset + (0, self._at, self._size)[whence], 0)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._range(self._at, self._at + len(buffer)) if self._at < self._size else b""
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def _member(row: Sequence[Any]) -> zipfile.ZipInfo:
+    member = zipfile.ZipInfo()
+    for name, value in zip(_FIELDS, row):
+        setattr(member, name, value)
+    return member
+
+
+def fetch_zip(
+    remote: RemoteZip, members: Sequence[zipfile.ZipInfo], target: Path, tick: Callable[[Iterable], Iterable] = iter
+) -> Any:
+    """Write a zip of these members to `target`, or find it there from before; returns its facts."""
+    rows = [[member.filename, member.file_size, member.CRC] for member in members]
+    wanted = hashlib.sha256(json.dumps(rows).encode("utf-8", "surrogateescape")).hexdigest()
+    known = read_note(target)
+    if known.get("members") == wanted:
+        return known
+    temporary = target.with_name(target.name + ".part")
+    with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as out:
+        for member, data in zip(members, tick(remote.fetch(members))):
+            out.writestr(zipfile.ZipInfo(member.filename), data)
+    os.replace(temporary, target)
+    facts = {**digests(target), "partial": "CRC-32 of each image checked, MD5 of the whole not", "members": wanted}
+    write_note(target, facts)
+    return facts

@@ -1,0 +1,103 @@
+"""Which images train, validate and test; and do a person's own suffice, said before anything is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Dict, Iterator, List, Mapping, Sequence, Tuple
+
+from pipeline.errors import RequestError
+from pipeline.fetch.containers import Container, open_container
+from pipeline.image_sets import manifest, sources
+from pipeline.image_sets.sources import ImageSet
+from pipeline.parameters.schema import FetchParams
+from superglue_sift.images import BadImage, decode_gray
+
+Splits = Dict[str, List[str]]  # names by split
+Size = Tuple[int, int]  # width, height
+FIRST_LOOKED_AT = 16  # images of a split; then twice as many, and so on, until one will do
+
+
+def own(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
+    """The splits of a person's own images and where they are: one set with a part held out, or two sets.
+
+    Raises RequestError when a path is wrong, or no image is left to train or to validate.
+    """
+    choice = (settings.root, tuple(filter(None, settings.categories.split(","))), settings.min_side)
+    held = {"train": open_container(settings.path, *choice)}
+    if settings.val_path:
+        held["val"] = open_container(settings.val_path, *choice)
+        if Path(settings.path).resolve() == Path(settings.val_path).resolve():
+            raise RequestError("fetch.val_path: is the same as fetch.path; leave it empty instead")
+        splits = share(held["train"].names, held["val"].names, settings)
+    else:
+        splits = hold_out(held["train"].names, settings)
+    _require_some(splits, held)
+    return splits, held
+
+
+def hold_out(names: Sequence[str], settings: FetchParams) -> Splits:
+    """Hold out a part of one set of images by the hash of their names."""
+    return share(*sources.hold_out(names, settings.val_fraction, settings.seed, sources.HELD_OUT_MIN), settings)
+
+
+def share(train: Sequence[str], held_out: Sequence[str], settings: FetchParams) -> Splits:
+    """Limit both sets, and share the held-out images among val and test."""
+    train, held_out = _limit(train, settings), _limit(held_out, settings)
+    # another seed than that of the hold-out: the same hash would put every small value into test
+    val, test = sources.hold_out(held_out, settings.test_fraction, settings.seed + 1)
+    return {"train": train, "val": val, "test": test}
+
+
+def container_of(split: str, held: Mapping[str, Container]) -> str:
+    """val and test come from the container "val" where there is one."""
+    return "val" if split != "train" and "val" in held else next(iter(held))
+
+
+def require_usable(splits: Splits, held: Mapping[str, Container], smallest: Mapping[str, Size]) -> None:
+    """RequestError when no image of a split can be read and is as large as `smallest[split]` (pixels)."""
+    for split, size in smallest.items():
+        names, key = splits[split], container_of(split, held)
+        sizes = _sizes(names, held[key], split, key)
+        if names and not any(width >= size[0] and height >= size[1] for width, height in sizes):
+            section = "evaluate" if split == "test" else "keypoints"
+            raise RequestError(
+                f"{held[key].path}: none of its {len(names)} {split} images can be read and has the "
+                f"{size[0]}x{size[1]} pixels that a view needs; give larger images, or lower {section}.width and "
+                f"{section}.height"
+            )
+
+
+def _require_some(splits: Splits, held: Mapping[str, Container]) -> None:
+    """Without test images the evaluation takes those of val."""
+    empty = [split for split in ("train", "val") if not splits[split]]
+    if not empty:
+        return
+    container = held[container_of(empty[0], held)]
+    count = len(container.names)
+    raise RequestError(
+        f"{container.path}: {count} image{'s' * (count > 1)}, and none for {' and '.join(empty)}; at least two are "
+        "needed, one to train and one to validate: give more images, or change fetch.val_fraction and "
+        "fetch.test_fraction"
+    )
+
+
+def _sizes(names: Sequence[str], container: Container, split: str, key: str) -> Iterator[Size]:
+    """Of the images that can be read, a growing number at a time: a zip is searched for each."""
+    start, count = 0, FIRST_LOOKED_AT
+    while start < len(names):
+        entries = container.entries(names[start : start + count], split, key)
+        images = ImageSet(entries, {key: str(container.path)})
+        for entry in entries:
+            try:
+                height, width = decode_gray(images.read(entry)).shape
+            except BadImage:
+                continue
+            yield width, height
+        start, count = start + count, 2 * count
+
+
+def _limit(names: Sequence[str], settings: FetchParams) -> List[str]:
+    """At most `fetch.limit` names, those with the smallest hashes: a larger limit keeps the smaller's choice."""
+    if not settings.limit or len(names) <= settings.limit:
+        return sorted(names)
+    return sorted(sorted(names, key=lambda n: manifest.hash_share(settings.seed + 2, n))[: settings.limit])

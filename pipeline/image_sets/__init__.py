@@ -1,0 +1,1 @@
+"""Photographs that stages share: `manifest` (which), `sources` (where they are read), `decode`, `dali_decoder`."""

@@ -1,1 +1,0 @@
-"""Where photographs come from: folders, archives read in place, downloads; their manifest; decoding."""

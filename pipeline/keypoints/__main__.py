@@ -1,0 +1,165 @@
+"""Stage 2: views of every image and their SIFT keypoints (`python -m pipeline.keypoints`).
+
+Fills --out/train and --out/val with keypoint stores (`pipeline.features.store`); test images are left to `evaluate`.
+May be killed at any time: finished shards stay. Started by torchrun it shares the shards among the ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import numpy as np
+
+from pipeline import errors
+from pipeline.errors import RequestError, WorkError
+from pipeline.features.store import INDEX, Store
+from pipeline.files import write_atomic, write_csv
+from pipeline.image_sets.manifest import writable
+from pipeline.image_sets.sources import ImageSet, open_manifest
+from pipeline.keypoints import forecast
+from pipeline.keypoints.pool import Pool, cores, decoder
+from pipeline.keypoints.shards import Folder, Shard, plan
+from pipeline.parameters import params
+from pipeline.provenance import workspace_lock
+from superglue_sift.progress import Progress
+
+SPLITS = ("train", "val")
+Work = List[Tuple[Folder, Shard]]
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    options = _arguments(argv)
+    workspace_lock.take()
+    settings = params.load("keypoints", options.params)
+    decoder(settings.decoder)  # refuses what is not there
+    images = open_manifest(options.images)
+    folders = {split: Folder(options.out / split, plan(images.entries(split), settings)) for split in SPLITS}
+    for split, folder in folders.items():
+        if not folder.shards:
+            raise RequestError(
+                f"{options.images}/manifest.csv: no {split} images; give more images, "
+                "or change fetch.val_fraction and fetch.test_fraction"
+            )
+    if options.plan:
+        entries = [entry for folder in folders.values() for shard in folder.shards for entry in shard.entries]
+        expected = forecast.forecast(images, entries, settings)
+        print("\n".join(forecast.report(expected, settings, options.out, options.workers or cores())))
+        return 0
+    writable(options.out, options.reports)
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    started = time.monotonic()
+    made = _extract(folders, images, settings, options.workers or cores(), rank, ranks)
+    if rank:
+        return 0
+    rows = {split: _wait_for_all(folder) for split, folder in folders.items()}
+    seconds = time.monotonic() - started
+    bad = [tuple(each) for split in SPLITS for row in rows[split] for each in row["bad"]]
+    total = sum(len(shard.entries) for folder in folders.values() for shard in folder.shards)
+    write_csv(options.reports / "bad_images.csv", [("file", "reason"), *bad])
+    _judge(bad, total, rows, settings, options.reports)
+    for split, folder in folders.items():
+        folder.close(rows[split], settings)
+    metrics = _metrics(options.out, bad)
+    write_atomic(options.reports / "metrics.json", json.dumps(metrics, indent=1) + "\n")
+    rate = f"{made / seconds:.3g} images/s" if made else "nothing was missing"
+    train, val = metrics["train"], metrics["val"]
+    print(
+        f"keypoints: {train['images']} training and {val['images']} validation images, "
+        f"{train['views'] + val['views']} views, {train['keypoints_mean']:.0f} keypoints each on average, "
+        f"{len(bad)} bad images left out; {rate}; in {options.out}"
+    )
+    return 0
+
+
+def _arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m pipeline.keypoints", description=str(__doc__).split("\n")[0])
+    parser.add_argument("--params", default="params.yaml", help="file with the section `keypoints`")
+    parser.add_argument("--images", type=Path, default=Path("data/images"), help="folder `fetch` wrote")
+    parser.add_argument("--out", type=Path, default=Path("data/keypoints"), help="folder of the stores")
+    parser.add_argument("--reports", type=Path, default=Path("reports/keypoints"), help="folder of the lists")
+    parser.add_argument("--workers", type=int, default=0, help="processes; 0: one per core")
+    parser.add_argument("--plan", action="store_true", help="only tell how long and how much disk it takes")
+    options = parser.parse_args(argv)
+    if options.workers < 0:
+        raise RequestError(f"--workers {options.workers}: must be 0 (one per core) or more")
+    return options
+
+
+def _extract(folders: Dict[str, Folder], images: ImageSet, settings: Any, workers: int, rank: int, ranks: int) -> int:
+    """Make this rank's missing shards; returns how many images went through."""
+    todo: Work = []
+    for folder in folders.values():
+        if rank == 0:
+            folder.discard_strangers()
+        todo += [(folder, shard) for shard in folder.open(folder.shards[rank::ranks])]
+    if rank == 0 and todo:
+        for folder in folders.values():
+            (folder.path / INDEX).unlink(missing_ok=True)  # what it says is no longer so
+    entries = [entry for _, shard in todo for entry in shard.entries]
+    total = sum(len(shard.entries) for folder in folders.values() for shard in folder.shards[rank::ranks])
+    bar = Progress(total=total, initial=total - len(entries), desc="keypoints", unit="image", disable=rank > 0)
+    with Pool(images, settings, max(min(workers, len(entries)), 1)) as pool, bar:
+        results = pool.map(entries)
+        for folder, shard in todo:
+            try:
+                folder.write(shard, _counted(islice(results, len(shard.entries)), bar))
+            except OSError as error:
+                raise WorkError(
+                    f"{folder.path / shard.file}: cannot be written: {error.strerror}; finished shards are kept; "
+                    "`python -m pipeline.keypoints --plan` tells how much room it takes"
+                ) from None
+    return len(entries)
+
+
+def _counted(results: Any, bar: Any) -> Any:
+    for result in results:
+        bar.update(1)
+        yield result
+
+
+def _wait_for_all(folder: Folder) -> List[Dict[str, Any]]:
+    """Rows of all shards; other ranks may still be at work on theirs (torchrun ends us if one of them fails)."""
+    while True:
+        rows = folder.rows()
+        if all(row is not None for row in rows):
+            return rows  # type: ignore[return-value]
+        time.sleep(0.5)
+
+
+def _judge(bad: Sequence[Any], total: int, rows: Dict[str, Any], settings: Any, reports: Path) -> None:
+    """Stop before training when too many images are bad, or a split has none left."""
+    listed = f"see {reports / 'bad_images.csv'}"
+    if len(bad) > settings.max_bad_fraction * total:
+        raise WorkError(
+            f"{len(bad)} of {total} images are bad, more than keypoints.max_bad_fraction = "
+            f"{settings.max_bad_fraction} allows; {listed}"
+        )
+    for split in SPLITS:
+        if not any(row["images"] for row in rows[split]):
+            raise WorkError(f"no {split} image is left after leaving out the bad ones; {listed}")
+
+
+def _metrics(out: Path, bad: Sequence[Any]) -> Dict[str, Any]:
+    """Figures of the stores, the same on every run: how fast they were made is said, not kept."""
+    metrics: Dict[str, Any] = {}
+    for split in SPLITS:
+        store = Store(out / split, verify="none")
+        metrics[split] = {
+            "images": len(store),
+            "views": int(store.counts.size),
+            "keypoints_mean": round(float(store.counts.mean()), 2),
+            "keypoints_median": float(np.median(store.counts)),
+            "views_without_keypoints": int((store.counts == 0).sum()),
+        }
+    metrics["bad_images"] = len(bad)
+    return metrics
+
+
+if __name__ == "__main__":
+    raise SystemExit(errors.run(main))

@@ -1,0 +1,125 @@
+"""Images through worker processes, one a core with one OpenCV thread each, results in the order asked for.
+
+A bounded number of images is under way, so memory does not grow with their number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, Callable, Iterable, Iterator, Optional, Union
+
+from pipeline.errors import WorkError
+from pipeline.features.store import ImageViews
+from pipeline.image_sets import dali_decoder, decode
+from pipeline.image_sets.manifest import Entry
+from pipeline.image_sets.sources import ImageSet
+from pipeline.keypoints.image import gray_views
+from pipeline.processes.memory import huge_pages, tune_process
+from pipeline.processes.signals import end_with_parent
+from superglue_sift.images import BadImage
+
+Result = Union[ImageViews, BadImage]
+# an entry that a worker reads and decodes, or one already decoded
+Work = Union[Entry, decode.Outcome]
+Decoder = Callable[[ImageSet, Iterable[Entry]], Iterator[decode.Outcome]]
+
+_IN_FLIGHT = 4  # images per worker
+
+
+def decoder(name: str) -> Decoder:
+    """What `keypoints.decoder` names: opencv, torchvision or dali; all with the signature of `decode.decoded`.
+
+    Raises RequestError: its package is missing, or cannot decode here.
+    """
+    if name == "torchvision":
+        decode.torchvision_io()
+        return decode.torchvision_decoded
+    if name == "dali":
+        dali_decoder.require()
+        return dali_decoder.decoded
+    return decode.decoded
+
+
+class ImageExtractor:
+    """What a worker holds: where the bytes are and how views are made."""
+
+    def __init__(self, images: ImageSet, settings: Any) -> None:
+        self.images, self.settings = images.without_entries(), settings
+        self.decoded = decoder(settings.decoder)
+
+    def __call__(self, work: Work) -> Result:
+        """The views of an image, or why it cannot serve. Never raises for the image's sake."""
+        entry, gray = next(self.decoded(self.images, [work])) if isinstance(work, Entry) else work
+        try:
+            return gray if isinstance(gray, BadImage) else gray_views(gray, entry.name, self.settings)
+        except BadImage as bad:
+            return bad
+
+    def source(self, entries: Iterable[Entry]) -> Iterable[Work]:
+        """What the workers are given: entries, unless something decodes them for all: a GPU, or DALI's threads."""
+        if self.settings.decoder == "dali" or (self.settings.decoder == "torchvision" and decode.gpu() is not None):
+            return self.decoded(self.images, entries)
+        return entries
+
+
+def cores() -> int:
+    """Cores this process may use, shared among the ranks of this machine when there are several."""
+    return max(len(os.sched_getaffinity(0)) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 1)
+
+
+class Pool:
+    """A context with `map(entries)`; with one worker everything happens in this process."""
+
+    def __init__(self, images: ImageSet, settings: Any, workers: int) -> None:
+        self._extract, self._workers = ImageExtractor(images, settings), workers
+        self._executor: Optional[ProcessPoolExecutor] = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Pool:
+        if self._workers == 1:
+            tune_process()
+            return self
+        self._stack.enter_context(huge_pages())  # until the end: workers start when they are first needed
+        self._executor = ProcessPoolExecutor(
+            self._workers,
+            mp_context=multiprocessing.get_context("spawn"),  # a fork would copy locks of running threads
+            initializer=_start,
+            initargs=(os.getpid(),),
+        )
+        self._stack.callback(self._executor.shutdown, cancel_futures=True)
+        return self
+
+    def __exit__(self, *_error: Any) -> None:
+        self._stack.close()
+
+    def map(self, entries: Iterable[Entry]) -> Iterator[Result]:
+        """One result per entry, in their order. WorkError when a worker process dies."""
+        if self._executor is None:
+            yield from map(self._extract, self._extract.source(entries))
+            return
+        waiting: deque = deque()
+        try:
+            for work in self._extract.source(entries):
+                waiting.append(self._executor.submit(self._extract, work))
+                if len(waiting) >= _IN_FLIGHT * self._workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise WorkError(
+                "a worker process died (out of memory, or killed); finished shards are kept: "
+                "run again, with fewer --workers if memory is short"
+            ) from None
+
+
+def _start(parent: int) -> None:
+    """In a new worker: die with the parent, leave Ctrl-C to it, and tune the process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end_with_parent(parent=parent)
+    tune_process()

@@ -1,0 +1,1 @@
+"""params.yaml: `schema` (the keys and their limits), `params` (reading and checking the file)."""

@@ -1,0 +1,1 @@
+"""Where results come from: `code` (digests), `made_from`, `trained_on`, `repro` (versions), `workspace_lock`."""

@@ -1,0 +1,70 @@
+"""report.json: all that an evaluation puts on its page, the same in every clone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence
+
+from pipeline.errors import RequestError
+from pipeline.files import read_json
+
+Line = Mapping[str, Any]
+JSON = "report.json"
+ELSEWHERE = ("pairs", "scenes", "bad")  # long, and in files of their own
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A pair and its matches. explanation: why it is hard, or nothing.
+
+    jpeg: both images side by side, base64, of width x height pixels; matches: by matcher, for each x0, y0, x1, y1 in
+    these pixels, the score and whether it is right (1 or 0).
+    """
+
+    name: str
+    caption: str
+    explanation: str
+    jpeg: str
+    width: int
+    height: int
+    matches: Mapping[str, Sequence[Sequence[float]]]
+
+
+@dataclass(frozen=True)
+class Content:
+    """All that an evaluation has to say: the lines of each file it writes, and what the page shows of them.
+
+    unit: what the intervals resample, such as photographs.
+    """
+
+    title: str  # where the pairs come from
+    figures: Dict[str, Optional[float]]
+    intervals: Sequence[Line]
+    differences: Sequence[Line]
+    curves: Mapping[str, Sequence[Line]]  # by the name of the file
+    robustness: Sequence[Line]
+    pictures: Sequence[Picture]
+    protocol: Mapping[str, Any]
+    pairs: Sequence[Line] = ()
+    scenes: Sequence[Line] = ()
+    bad: Sequence[Line] = ()
+    notes: List[str] = field(default_factory=list)
+    unit: str = "scenes"
+
+
+def save(folder: Path, content: Content) -> None:
+    """Write report.json."""
+    values = {name: value for name, value in dataclasses.asdict(content).items() if name not in ELSEWHERE}
+    (folder / JSON).write_text(json.dumps(values) + "\n", encoding="utf-8")
+
+
+def load(folder: Path) -> Content:
+    """Read report.json. Raises RequestError for one that is missing or damaged."""
+    values = read_json(folder / JSON, "no such file; `make repro` makes it")
+    try:
+        return Content(**{**values, "pictures": [Picture(**one) for one in values["pictures"]]})
+    except (TypeError, KeyError) as error:
+        raise RequestError(f"{folder / JSON}: cannot be read: {error}") from None

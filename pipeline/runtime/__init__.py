@@ -1,1 +1,0 @@
-"""What surrounds the numbers: processes, checkpoints, signals, provenance, the machine."""

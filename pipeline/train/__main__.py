@@ -1,0 +1,88 @@
+"""Stage 3: train SuperGlue on the stored views, with one process or many.
+
+    python -m pipeline.launch pipeline.train --keypoints data/keypoints --out checkpoints   (all local processes)
+    torchrun --nproc_per_node=2 -m pipeline.train ...                                        (the same by hand)
+    python -m pipeline.train ...                                                             (one process)
+
+Every rank runs this file. The order of the pairs, the learning rate and the augmentation are functions of the
+step, so a run killed anywhere goes on from its newest checkpoint as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from superglue_sift import threads
+
+if __name__ == "__main__":
+    threads.wait_passively()  # before torch is loaded
+
+import argparse
+from pathlib import Path
+from typing import Optional, Sequence, Tuple
+
+from pipeline import errors
+from pipeline.features.store import Store
+from pipeline.parameters import params
+from pipeline.processes import distributed, signals
+from pipeline.train import resume, setup, unseen
+from pipeline.train.pairs.loader import choose
+from pipeline.train.resume import TrainPaths
+from pipeline.train.trainer import Training
+
+
+def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m pipeline.train", description=str(__doc__).splitlines()[0])
+    add, usual = parser.add_argument, TrainPaths
+    add("--keypoints", type=Path, default=usual.keypoints, help="folder of the stage keypoints")
+    add("--out", type=Path, default=usual.out, help="folder of the checkpoints")
+    add("--reports", type=Path, default=usual.reports, help="folder of metrics and curves")
+    add("--params", type=Path, default=usual.params)
+    add("--resume", default=usual.resume, metavar="{auto,must,never,FOLDER}",
+        help="auto: go on from a checkpoint that fits, else set aside what is there and start from scratch; "
+        "must: refuse to start from scratch; never: start from scratch; FOLDER: take up again what was set aside "
+        "there")  # fmt: skip
+    add("--accept", choices=("code",), action="append", default=[],
+        help="go on from a checkpoint although the training code has changed since")  # fmt: skip
+    add("--verify", action="store_true", help="check every shard of the keypoints, not a sample")
+    add("--validate-only", action="store_true",
+        help="print figures of the best model (or train.init_from); no training")  # fmt: skip
+    add("--keep-seen", action="store_true",
+        help="validate also on photographs that the weights it starts from were trained on")  # fmt: skip
+    return parser.parse_args(argv)
+
+
+def paths_of(args: argparse.Namespace) -> TrainPaths:
+    places = args.keypoints, args.out, args.reports, args.params
+    return TrainPaths(*places, args.resume, tuple(args.accept), args.keep_seen)
+
+
+def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[Store, Store]:
+    """Refuses a wrong request by a RequestError before any process starts. Returns the opened train and val stores."""
+    args = parse(argv)
+    train = params.load("train", args.params)
+    resume.check(paths_of(args))
+    how = "all" if args.verify else "sample"
+    stores = Store(args.keypoints / "train", how), Store(args.keypoints / "val", how)
+    setup.global_batch(train, world_size)
+    setup.check_device(train)
+    setup.check_features(train, stores[0])
+    choose(train.loader, None)
+    if train.init_from:
+        setup.read_model(train.init_from, "train.init_from")
+        unseen.validation(train, stores[1], Path(train.init_from), args.keep_seen)
+    return stores
+
+
+def processes(argv: Optional[Sequence[str]], proposed: int) -> int:
+    """How many local processes the launcher starts, where `proposed` could be had."""
+    return setup.processes(params.load("train", parse(argv).params), proposed)
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    args = parse(argv)
+    with signals.deferred() as stop, distributed.process_group() as context:
+        training = Training(paths_of(args), context, stop, *check(argv, context.world_size))
+        return training.validate_only() if args.validate_only else training.run()
+
+
+if __name__ == "__main__":
+    raise SystemExit(errors.run(main))

@@ -1,0 +1,51 @@
+"""The checkpoints of a training: files of `superglue_sift.weights`, written atomically, the newest whole one found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Dict, Mapping, Optional, Tuple, Union
+
+from torch import Tensor
+
+from pipeline.processes import faults
+from superglue_sift.weights import BadCheckpoint, Tensors, load_model_file, save_model_file
+
+
+def _at(moment: str) -> None:
+    faults.at(f"ckpt_{moment}")
+
+
+class Checkpoints:
+    """The checkpoints of one training: `step-00000100.safetensors`, the newest `keep` of them, and `best`."""
+
+    def __init__(self, folder: Union[str, Path], keep: int = 2) -> None:
+        self.folder, self.keep = Path(folder), keep
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> Path:
+        """Write the checkpoint of `step`, then drop the oldest beyond `keep`. One process at a time writes here."""
+        for half in self.folder.glob(".*.tmp"):  # of killed writers: kill by kill they would fill the disk
+            half.unlink(missing_ok=True)
+        path = self.folder / f"step-{step:08d}.safetensors"
+        save_model_file(path, tensors, info, _at)
+        faults.at("ckpt_prune")
+        for old in self._newest_first()[self.keep :]:
+            old.with_suffix(".json").unlink(missing_ok=True)
+            old.unlink(missing_ok=True)
+        return path
+
+    def save_best(self, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
+        """Replace the best model."""
+        save_model_file(self.folder / "best.safetensors", tensors, info, _at)
+
+    def load_newest(self) -> Tuple[Optional[Tuple[Tensors, Dict[str, Any]]], list]:
+        """The newest checkpoint that is whole, or None, and one line for each newer one that is not."""
+        complaints = []
+        for path in self._newest_first():
+            try:
+                return load_model_file(path), complaints
+            except BadCheckpoint as error:
+                complaints.append(str(error))
+        return None, complaints
+
+    def _newest_first(self) -> list:
+        return sorted(self.folder.glob("step-*.safetensors"), reverse=True)

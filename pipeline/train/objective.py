@@ -1,0 +1,152 @@
+"""From a batch to its loss, inside one module, so that DistributedDataParallel sees the whole forward pass.
+
+The loss is the negative log-likelihood of the true assignment (SuperGlue, equation 10), balanced:
+
+loss of a pair = 1/2 mean over matches of -log P_ij
+               + 1/4 mean over unmatched of image 0 of -log P_i,dustbin
+               + 1/4 mean over unmatched of image 1 of -log P_dustbin,j
+
+A mean over nothing is 0. The equation's plain sum would let the unmatched, which are many, outweigh the
+matches. Ignored keypoints do not count. Only these entries are gathered: no dense target is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Dict, List, NamedTuple, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from superglue_sift.batch import ON_HOST, PairBatch
+from superglue_sift.network.packing import Assignments, Layout, to_device_async
+from superglue_sift.network.superglue import SuperGlue
+from superglue_sift.torch_compat import autocast
+from superglue_sift.truth import UNMATCHED, Truth, ground_truth
+
+
+class PairLoss(NamedTuple):
+    """Per pair, (B,) float32 each. `total` is differentiable; the parts are its means, detached."""
+
+    total: Tensor
+    positive: Tensor
+    unmatched0: Tensor
+    unmatched1: Tensor
+
+
+def assignment_loss(log_assignments: Assignments, truth: Truth) -> PairLoss:
+    """Loss of each pair.
+
+    Args:
+        log_assignments: of B pairs, the output of `SuperGlue`.
+        truth: of the batch, (B, M) and (B, N).
+
+    Returns:
+        PairLoss; a pair without any keypoint has loss 0.
+    """
+    found = -log_assignments.at(truth.matches0, truth.matches1)  # (B, M + N)
+    M = truth.matches0.shape[1]
+    matches = torch.cat([truth.matches0, truth.matches1], 1)
+    matched, unmatched = matches[:, :M] >= 0, matches == UNMATCHED
+    none = found.new_zeros(())
+    right = torch.where(matched, found[:, :M], none)
+    lost = torch.where(unmatched, found, none).split([M, found.shape[1] - M], 1)
+    sums = torch.stack([each.sum(1) for each in (right, *lost)])
+    numbers = torch.stack([matched.sum(1), unmatched[:, :M].sum(1), unmatched[:, M:].sum(1)])
+    means = sums / numbers.clamp(min=1)
+    positive, unmatched0, unmatched1 = means.unbind()
+    total = 0.5 * positive + 0.25 * unmatched0 + 0.25 * unmatched1
+    return PairLoss(total, *means.detach())
+
+
+class MatchingObjective(nn.Module):
+    """SuperGlue with its ground truth and loss."""
+
+    def __init__(self, model: SuperGlue, positive_px: float, negative_px: float, precision: str = "float32") -> None:
+        super().__init__()
+        # DistributedDataParallel lays its buckets out in the order of the modules: that in which they work
+        rotary = [model.rotary] if model.rotary else []
+        layers = (layer for pair in zip(model.self_attention, model.cross_attention) for layer in pair)
+        self.in_order = nn.ModuleList(
+            [model.descriptor_projection, model.keypoint_encoder, *rotary, *layers, model.final_projection]
+        )
+        self.model = model
+        self.positive_px, self.negative_px, self.precision = positive_px, negative_px, precision
+
+    def forward(self, batch: PairBatch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
+        """Loss of a batch with homographies, any number of pairs, none included.
+
+        Args:
+            wait: for a GPU to say which pairs float32 cannot hold, and do these in the log domain; else their loss and
+                the gradient are nan.
+
+        Returns:
+            The sum (not the mean) of the pairs' losses, (1,) float32: the caller divides by the number of
+            pairs of the whole step, which this rank does not know. And by name the values of each pair, (B,).
+        """
+        order = _largest_first(batch)
+        batch = batch.select(order) if order else batch
+        layout = Layout(batch)
+        # before the network, whose activations its errors of all pairs of keypoints need not lie beside
+        truth = ground_truth(batch, self.positive_px, self.negative_px, layout)
+        with autocast(layout.device.type, self.precision):
+            descriptors = self.model.matching_descriptors(batch, layout)
+            finite = None
+            if wait:
+                log_assignments = self.model.assign(descriptors, layout)
+            else:
+                log_assignments, finite = self.model.transport(descriptors, layout)
+        losses = assignment_loss(log_assignments, truth)
+        if finite is not None:
+            sure = losses.total.new_ones(()).masked_fill(~finite, math.nan)
+            losses = losses._replace(total=losses.total * sure)
+        # every parameter joins the graph on every rank, also where no pair has a match to learn from:
+        # a gradient that one rank does not compute would leave the others waiting for it
+        total = losses.total.sum()
+        if wait or not layout.sizes:  # elsewhere all pairs are in `transport`, whose gradient reaches every one
+            total = total + 0.0 * (descriptors.float().sum() + self.model.dustbin)
+        values = {
+            "loss": losses.total.detach(),
+            "loss_positive": losses.positive,
+            "loss_unmatched": (losses.unmatched0 + losses.unmatched1) / 2,
+        }
+        if order:
+            back = to_device_async(torch.tensor(order).argsort(), batch.device)
+            values = {name: value.index_select(0, back) for name, value in values.items()}
+        return total.reshape(1), values
+
+
+def _largest_first(batch: PairBatch) -> List[int]:
+    """For a GPU, whose work is padded: the pairs with more keypoints first (`Layout.parts`); empty: as they are."""
+    if batch.device.type == "cpu":
+        return []
+    return torch.maximum(batch.counts0, batch.counts1).argsort(descending=True, stable=True).tolist()
+
+
+class DataParallelObjective(nn.Module):
+    """The objective over all GPUs of one process (torch's DataParallel), for comparison with one process each.
+
+    DataParallel scatters tensors and nothing else, so a batch travels as its tensors. Without several GPUs it
+    is the objective itself.
+    """
+
+    def __init__(self, objective: MatchingObjective) -> None:
+        super().__init__()
+        self.parallel = nn.DataParallel(_FromTensors(objective))
+
+    def forward(self, batch: PairBatch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
+        """As `MatchingObjective.forward`."""
+        total, parts = self.parallel(*vars(batch).values(), wait=wait)
+        return total.sum().reshape(1), parts
+
+
+class _FromTensors(nn.Module):
+    def __init__(self, objective: MatchingObjective) -> None:
+        super().__init__()
+        self.objective = objective
+
+    def forward(self, *tensors: Tensor, wait: bool) -> Tuple[Tensor, Dict[str, Tensor]]:
+        batch = PairBatch(*tensors)
+        counts = {name: getattr(batch, name).cpu() for name in ON_HOST}
+        return self.objective(dataclasses.replace(batch, **counts), wait)

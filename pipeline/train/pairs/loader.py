@@ -1,0 +1,135 @@
+"""From the store to batches: views are read, changed as the augmentation says, packed with their truth, made ahead."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Callable, Deque, Generator, List, Optional, Sequence, Tuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.linalg import inv
+
+from pipeline.features.store import Store, View
+from pipeline.train.pairs import workers
+from pipeline.train.pairs.augmentation import PLAIN, Augmentation
+from pipeline.train.pairs.order import Sample, rank_slice
+from pipeline.train.pairs.workers import StepSize
+from superglue_sift.batch import Pair, PairBatch, from_pairs
+from superglue_sift.geometry import normalized
+
+Made = TypeVar("Made")
+
+CLOSE_S = 5.0  # that the end of a training waits for a batch that is being made
+
+# The homography of a pair that shows nothing in common: no point comes near the other view.
+APART = np.array([[1.0, 0.0, 1e6], [0.0, 1.0, 1e6], [0.0, 0.0, 1.0]])
+
+
+def load_batch(
+    store: Store, samples: Sequence[Sample], max_keypoints: int, augmentation: Augmentation = PLAIN
+) -> PairBatch:
+    """The PairBatch of these samples, in order; an empty list gives a batch of no pairs with homographies.
+
+    Args:
+        max_keypoints: the strongest so many of each view are kept.
+        augmentation: what changes about each pair, by its `sample.seed`.
+    """
+    if not samples:
+        return from_pairs([], np.zeros((0, 3, 3)), store.dtype)
+    images1 = [augmentation.second_image(sample.image, len(store), sample.seed) for sample in samples]
+    views0, views1 = [], []
+    for sample, image1 in zip(samples, images1):
+        others = functools.partial(_another_view, store, (sample.image, image1))
+        shown = store.view(sample.image, sample.view0), store.view(image1, sample.view1)
+        most = augmentation.counts(max_keypoints, sample.seed)
+        for side, (views, view) in enumerate(zip((views0, views1), shown)):
+            views.append(augmentation.apply(view, sample.seed, side, others, store.least_scale, most[side]))
+    # inverted together, since 64 small inversions one by one cost a batch 1 ms
+    to0, to1 = (np.stack([view.H_image_to_view for view in side]) for side in (views0, views1))
+    H_0to1 = normalized(to1 @ inv(to0))
+    H_0to1[[image1 != sample.image for image1, sample in zip(images1, samples)]] = APART
+    pairs = [Pair(one.records, other.records, one.size, other.size) for one, other in zip(views0, views1)]
+    return from_pairs(pairs, H_0to1)
+
+
+def _another_view(store: Store, shown: Tuple[int, int], random: np.random.Generator) -> Optional[View]:
+    """A random view of a random image; None where that is one of those `shown`."""
+    image, view = int(random.integers(len(store))), int(random.integers(store.views_per_image))
+    return None if image in shown else store.view(image, view)
+
+
+def split_evenly(samples: List[Sample], parts: int) -> List[List[Sample]]:
+    """`samples` in `parts` contiguous groups whose sizes differ by at most one (micro-batches)."""
+    return [samples[rank_slice(len(samples), part, parts)] for part in range(parts)]
+
+
+def prefetched(make: Callable[[int], Made], steps: Sequence[int], ahead: int = 2) -> Generator[Made, None, None]:
+    """`make(step)` for each of `steps`, computed up to `ahead` steps before it is asked for.
+
+    In one thread: on a CPU the step itself takes the cores, and handing a batch between processes would cost more than
+    making it. An exception in `make` is raised here, at its step. Closing the iterator ends the thread, and
+    waits no longer than CLOSE_S for a read that hangs.
+    """
+    asked: SimpleQueue[Optional[Tuple[int, Future[Made]]]] = SimpleQueue()
+    waiting: Deque[Future[Made]] = deque()
+    # no executor: its threads are waited for when the process ends, however long
+    thread = threading.Thread(target=_make_each, args=(make, asked), name="pair-prefetch", daemon=True)
+    thread.start()
+    try:
+        for step in steps:
+            waiting.append(Future())
+            asked.put((step, waiting[-1]))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
+        asked.put(None)
+        thread.join(CLOSE_S)
+
+
+def _make_each(make: Callable[[int], Made], asked: SimpleQueue[Optional[Tuple[int, Future[Made]]]]) -> None:
+    for step, future in iter(asked.get, None):
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(make(step))
+            except BaseException as error:  # raised again by whoever asks for the result
+                future.set_exception(error)
+
+
+def prefetched_page_locked(
+    make: Callable[[int], List[PairBatch]], steps: Sequence[int]
+) -> Generator[List[PairBatch], None, None]:
+    """As `prefetched`, in page-locked memory, which the thread fills: the step does not wait for a copy to the GPU."""
+    return prefetched(lambda step: [batch.pin_memory() for batch in make(step)], steps)
+
+
+def choose(
+    name: str, device: Optional[torch.device], step: Optional[StepSize] = None
+) -> Tuple[Callable[..., PairBatch], Callable[..., Generator]]:
+    """(load_batch, prefetched) of `train.loader`: plain, dali or synthetic; all have the plain one's signatures.
+
+    step: what a step of this rank takes; None: a thread makes the batches, never processes.
+
+    Raises RequestError: dali is asked for and not installed.
+    """
+    by_thread = prefetched_page_locked if device is not None and device.type == "cuda" else prefetched
+    if name == "synthetic":
+        from pipeline.train.pairs import synthetic
+
+        return synthetic.load_batch, by_thread
+    if name == "dali":
+        from pipeline.train.pairs import dali_loader
+
+        dali_loader.require()
+        return load_batch, lambda make, steps, ahead=2: dali_loader.carried(
+            prefetched(make, steps, ahead), device, ahead
+        )
+    plan = workers.plan(device, step) if step else workers.BY_THREAD
+    return load_batch, functools.partial(workers.prefetched, plan=plan) if plan.processes else by_thread

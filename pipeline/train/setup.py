@@ -1,0 +1,216 @@
+"""From parameters to the things a training works with: batch sizes, model, optimiser, parallel wrapper."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from pipeline import compat
+from pipeline.errors import RequestError
+from pipeline.features.store import Store
+from pipeline.parameters.schema import TrainParams
+from pipeline.processes import distributed
+from pipeline.processes.memory import return_memory
+from pipeline.train import precision
+from pipeline.train.objective import DataParallelObjective, MatchingObjective
+from pipeline.train.optimization import MovingAverage, freeze, make_optimizer
+from pipeline.train.pairs.augmentation import Augmentation
+from pipeline.train.pairs.workers import StepSize
+from pipeline.train.state import TrainState, initialize_from
+from superglue_sift.descriptors import kind_of
+from superglue_sift.network import normalization
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.weights import BadCheckpoint, load_model_file
+
+# Micro-batches of a step with bitwise_elastic, so that worlds of 1, 2, 4 and 8 give the same bytes.
+ELASTIC_PARTS = 8
+
+
+class Parts(NamedTuple):
+    """The objective, what a step calls for it (in a group its DistributedDataParallel), and the state to save.
+
+    init_threshold: the `match_threshold` of `train.init_from`; None where there is none.
+    """
+
+    objective: MatchingObjective
+    ddp_model: nn.Module
+    state: TrainState
+    init_threshold: Optional[float]
+
+
+def processes(train: TrainParams, proposed: int) -> int:
+    """How many local processes to start: one for DataParallel and for `single`, else as many as proposed."""
+    return proposed if train.parallel == "ddp" else 1
+
+
+def global_batch(train: TrainParams, world_size: int) -> int:
+    """Pairs of one step over all ranks.
+
+    Raises:
+        RequestError: `bitwise_elastic` needs another number of ranks, or `parallel` a single one.
+    """
+    if world_size > 1 and train.parallel != "ddp":
+        raise RequestError(f"train.parallel = {train.parallel} runs in one process: set NPROC_PER_NODE=1")
+    batch = train.batch_per_rank * world_size if train.batch_per_rank else train.batch
+    units = elastic_parts(batch)
+    if train.bitwise_elastic and units % world_size:
+        legal = [n for n in range(1, units + 1) if units % n == 0]
+        raise RequestError(
+            f"train.bitwise_elastic: {units} micro-batches cannot be shared evenly by {world_size} processes: "
+            f"set NPROC_PER_NODE to one of {legal}, or bitwise_elastic: false"
+        )
+    return batch
+
+
+def elastic_parts(batch: int) -> int:
+    """Micro-batches of a step with `bitwise_elastic`: the largest power of two up to 8 that divides the batch."""
+    parts = ELASTIC_PARTS
+    while batch % parts:
+        parts //= 2
+    return parts
+
+
+def step_size(train: TrainParams, pairs: int, world_size: int, keypoints: int, record: int) -> StepSize:
+    """What the batches of one rank's step take, of `pairs` pairs of `keypoints` records of `record` bytes at most."""
+    parts = elastic_parts(pairs) if train.bitwise_elastic else train.accumulate
+    return StepSize(-(-pairs // world_size), keypoints, record, parts)
+
+
+def read_model(path: Union[str, Path], asked_by: str) -> Tuple[Dict[str, Tensor], dict]:
+    """Tensors and description of a model file; RequestError, beginning with `asked_by`, when it cannot be read."""
+    try:
+        return load_model_file(path)
+    except (FileNotFoundError, BadCheckpoint) as error:
+        raise RequestError(f"{asked_by}: {error}") from None
+
+
+def check_device(train: TrainParams) -> None:
+    """RequestError when this machine cannot do what `train` asks of it."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    precision.on(train.precision, torch.device(kind))
+    missing = compat.no_compiler(kind) if train.compile else ""
+    if missing:
+        raise RequestError(f"train.compile: {missing}; install it, or set train.compile: false")
+
+
+def check_features(train: TrainParams, store: Store) -> None:
+    """RequestError when the training needs what the keypoints of `store` do not have."""
+    asked = [name for name in ("scale_angle", "turn_deg", "zoom") if getattr(train, name)]
+    if asked and not store.scale_angle:
+        raise RequestError(
+            f"train.{asked[0]} = {getattr(train, asked[0])}: {store.extractor} gives neither scale nor angle; "
+            "set scale_angle: false, neighbours: false, turn_deg: 0 and zoom: 0"
+        )
+
+
+def _agreed_precision(asked: str, device: torch.device) -> precision.Choice:
+    """One for all ranks, whose devices may differ."""
+    chosen = distributed.all_gather(tuple(precision.on(asked, device)))
+    return precision.Choice(*min(chosen, key=lambda each: precision.LEAST_FIRST.index(each[0])))
+
+
+def network(train: TrainParams, store: Optional[Store] = None) -> SuperGlue:
+    """The network, untrained. store: whose keypoints it is for; None: SIFT's."""
+    names = ("dim", "layers", "heads", "norm", "scale_angle", "neighbours", "rotary", "sinkhorn_iterations")
+    values: Dict[str, Any] = {name: getattr(train, name) for name in names}
+    if store is not None:
+        kind, dim = kind_of(store.dtype)
+        values.update(extractor=store.extractor, descriptor=kind, descriptor_dim=dim)
+    return SuperGlue(SuperGlueConfig(**values))
+
+
+def build(train: TrainParams, context: distributed.Context, store: Optional[Store] = None) -> Tuple[Parts, List[str]]:
+    """Everything to train with, equal on every rank since all have the same seed, and messages of what was chosen.
+
+    store: whose keypoints they are; None: SIFT's.
+    """
+    seed_everything(train.seed, train.deterministic or train.bitwise_elastic)
+    if train.bitwise_elastic:
+        torch.set_num_threads(1)  # a product split over other threads is rounded otherwise
+    model = network(train, store)
+    chosen = _agreed_precision(train.precision, context.device)
+    messages = [str(chosen)]
+    if train.parallel == "dp" and torch.cuda.device_count() < 2:
+        messages.append("train.parallel: dp does nothing here: there are no GPUs to share a batch; set ddp")
+    taken_over, init_threshold = _take_over(model, train.init_from) if train.init_from else ([], None)
+    messages += taken_over
+    frozen = freeze(model, train.freeze)
+    messages += [f"frozen: {', '.join(frozen)}"] if frozen else []
+    model.to(context.device)
+    model.recompute = train.checkpoint_layers
+    if train.checkpoint_layers:
+        return_memory()
+    if train.sync_batchnorm and not train.bitwise_elastic:
+        normalization.synchronize(model, distributed.differentiable_sum)
+    if train.compile:
+        _compile(model)
+    objective = MatchingObjective(model, train.positive_px, train.negative_px, chosen.precision)
+    state = TrainState(
+        model,
+        make_optimizer(train, model),
+        compat.grad_scaler(chosen.precision == "float16"),
+        MovingAverage(model, train.ema),
+    )
+    return Parts(objective, _wrap(train, objective), state, init_threshold), messages
+
+
+def seed_everything(seed: int, deterministic: bool = False) -> None:
+    """Seed Python, NumPy and torch (every device). `deterministic` also asks torch for reproducible kernels.
+
+    Training draws from generators of its own (seed, epoch, index); this is for what others draw behind it.
+    """
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        set_deterministic()
+
+
+def set_deterministic() -> None:
+    """Ask torch and cuBLAS for kernels that give the same bits twice; slower on a GPU, free on a CPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts, so set it early
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def augmentation(train: TrainParams) -> Augmentation:
+    """What changes about each pair of the training."""
+    return Augmentation(
+        drop=train.keypoint_drop,
+        turn_deg=train.turn_deg,
+        window=train.window,
+        unrelated_share=train.unrelated,
+        min_keypoints=train.min_keypoints,
+        zoom_share=train.zoom,
+        zoom_max=train.zoom_max,
+    )
+
+
+def _wrap(train: TrainParams, objective: MatchingObjective) -> nn.Module:
+    if train.parallel == "dp":
+        return DataParallelObjective(objective)
+    return objective if train.bitwise_elastic else distributed.wrap(objective)
+
+
+def _compile(model: SuperGlue) -> None:
+    """Compile what is dense in a layer; attention between ragged sets stays as it is."""
+    for layer in (*model.self_attention, *model.cross_attention):
+        layer.get_submodule("mlp").compile(dynamic=True)
+
+
+def _take_over(model: SuperGlue, path: str) -> Tuple[List[str], Optional[float]]:
+    """What was taken, in words, and the threshold that comes with it."""
+    tensors, info = read_model(path, "train.init_from")
+    taken, skipped, missing = initialize_from(model, tensors)
+    messages = [f"initial weights from {path}: {len(taken)} tensors taken"]
+    for title, names in (("skipped, another shape", skipped), ("missing there", missing)):
+        if names:
+            messages.append(f"  {title}: {', '.join(names)}")
+    return messages, info.get("match_threshold")

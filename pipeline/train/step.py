@@ -1,0 +1,180 @@
+"""One optimiser step: the gradient of the mean loss over all pairs of all ranks, and what is done with it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeline import compat
+from pipeline.processes import distributed, faults
+from superglue_sift.batch import PairBatch
+
+Values = Dict[str, List[Tensor]]  # by name, of each micro-batch's pairs
+
+
+class StepResult(NamedTuple):
+    """What a step did.
+
+    sums: this rank's sums by name (see MatchingObjective) and its number of `pairs`; grad_norm: before clipping;
+    applied: False when the gradient was not finite; bad_pairs: places, in this rank's share, of pairs whose loss
+    was not finite.
+    """
+
+    sums: Dict[str, float]
+    grad_norm: float
+    applied: bool
+    bad_pairs: List[int]
+
+
+def train_step(
+    objective: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler,
+    micro_batches: Sequence[PairBatch],
+    pairs: int,
+    world_size: int,
+    clip_norm: float,
+) -> StepResult:
+    """One step over this rank's micro-batches.
+
+    Each rank weighs its gradient by its own number of pairs: the sum of its losses times world size over the
+    pairs of all ranks, of which DistributedDataParallel then takes the mean. That is the gradient of one
+    process with the whole batch, also when the ranks' shares are uneven or empty.
+
+    Args:
+        objective: MatchingObjective, in DistributedDataParallel where there are several processes.
+        scaler: torch's GradScaler, enabled for float16 only.
+        micro_batches: one or more PairBatches, on the device; gradients are exchanged with the last.
+        pairs: pairs in this step over all ranks and micro-batches.
+        clip_norm: largest norm of the gradient; 0 does not clip.
+    """
+    last = len(micro_batches) - 1
+
+    def gradient(wait: bool) -> Values:
+        optimizer.zero_grad()
+        values: Values = {}
+        no_sync = getattr(objective, "no_sync", contextlib.nullcontext)
+        for i, batch in enumerate(micro_batches):
+            with no_sync() if i < last else contextlib.nullcontext():
+                _backward(objective, batch, wait, scaler, world_size / pairs, values)
+        return values
+
+    return _stepped(gradient, objective, optimizer, scaler, clip_norm, micro_batches[0].device)
+
+
+def elastic_step(
+    objective: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler,
+    micro_batches: Sequence[PairBatch],
+    pairs: int,
+    clip_norm: float,
+) -> StepResult:
+    """The same step with the same bytes at any world size: gradients are added in one order.
+
+    The batch is cut into a fixed number of micro-batches; ranks take contiguous runs of them, exchange the
+    gradient of each, and every rank adds all of them in the order of the batch. Batch normalisation uses each
+    micro-batch's own statistics, and its running statistics move by their mean. Costs one copy of the gradient
+    a micro-batch, in memory and on the wire.
+
+    Args: as `train_step`; `objective` is not in DistributedDataParallel, and every rank has equally many micro-batches.
+    """
+    parameters, buffers = _parameters(optimizer), _statistics(objective)
+    before = [b.clone() for b in buffers]
+
+    def gradient(wait: bool) -> Values:
+        values: Values = {}
+        rows = []
+        for batch in micro_batches:
+            optimizer.zero_grad()
+            _copy(before, buffers)
+            _backward(objective, batch, wait, scaler, 1.0 / pairs, values)
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            rows.append(torch.cat([t.detach().flatten() for t in (*gradients, *buffers)]))
+        gathered = distributed.all_gather_tensor(torch.stack(rows)).flatten(0, 1)
+        total = torch.zeros_like(gathered[0])
+        for row in gathered:  # one after another: the order of a library's sum is not promised
+            total += row
+        pieces = total.split([t.numel() for t in (*parameters, *buffers)])
+        for parameter, piece in zip(parameters, pieces):
+            parameter.grad = piece.view_as(parameter).clone()
+        for buffer, piece in zip(buffers, pieces[len(parameters) :]):
+            buffer.copy_(piece.view_as(buffer) / len(gathered))
+        return values
+
+    return _stepped(gradient, objective, optimizer, scaler, clip_norm, micro_batches[0].device)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> List[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _statistics(objective: nn.Module) -> List[Tensor]:
+    return [b for b in objective.buffers() if b.is_floating_point()]
+
+
+def _copy(sources: List[Tensor], targets: List[Tensor]) -> None:
+    for source, target in zip(sources, targets):
+        target.copy_(source)
+
+
+def _backward(objective: nn.Module, batch: PairBatch, wait: bool, scaler, weight: float, values: Values) -> None:
+    poisoned = faults.at("forward")
+    total, parts = objective(batch, wait)
+    faults.at("backward")
+    if poisoned:
+        total, parts["loss"] = total * math.nan, parts["loss"] * math.nan
+    scaler.scale(total.sum() * weight).backward()
+    for name, value in parts.items():
+        values.setdefault(name, []).append(value)
+
+
+def _attempts(device: torch.device) -> Tuple[bool, ...]:
+    """`wait` of each attempt: on a GPU none until a gradient that is not finite calls for it."""
+    return (True,) if device.type == "cpu" else (False, True)
+
+
+def _stepped(
+    gradient: Callable[[bool], Values],
+    objective: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler,
+    clip_norm: float,
+    device: torch.device,
+) -> StepResult:
+    """Clip and step, unless the gradient is not finite.
+
+    Its norm is taken after the exchange, so every rank sees the same norm and all do the same without asking each
+    other. What is not finite leaves no trace in the running statistics.
+    """
+    statistics = _statistics(objective)
+    before = [b.clone() for b in statistics]
+    for wait in _attempts(device):
+        joined, figures = _enqueued(gradient(wait), optimizer, scaler, clip_norm)
+        grad_norm, *sums = figures.tolist()  # in one piece: the only device-to-host synchronisation of a step
+        applied = math.isfinite(grad_norm)
+        if applied:
+            break
+        _copy(before, statistics)
+        scaler.update()
+    faults.at("opt_step")
+    if applied:
+        scaler.step(optimizer)
+        scaler.update()
+    losses = joined["loss"]
+    bad = [] if applied else torch.nonzero(~torch.isfinite(losses))[:, 0].tolist()
+    return StepResult({**dict(zip(joined, sums)), "pairs": float(losses.numel())}, grad_norm, applied, bad)
+
+
+def _enqueued(
+    values: Values, optimizer: torch.optim.Optimizer, scaler, clip_norm: float
+) -> Tuple[Dict[str, Tensor], Tensor]:
+    """Clips the gradient; the values by name, and its norm before with their sums, (1 + names,) float64."""
+    scaler.unscale_(optimizer)
+    norm = compat.clip_grad_norm_(_parameters(optimizer), clip_norm if clip_norm > 0 else math.inf)
+    joined = torch.cat([part for parts in values.values() for part in parts]).view(len(values), -1)
+    return dict(zip(values, joined)), torch.cat([norm.reshape(1), joined.sum(1)]).double()

@@ -1,0 +1,87 @@
+"""Trainings that were set aside: which there are, what they take, and which of them go.
+
+checkpoints/superseded/<date>-<reason>/    step-*, best.* and the curves, as they lay
+
+None goes but by `python -m pipeline.prune`, which asks, or where `train.superseded_gb` sets a limit.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional
+
+from pipeline.train.identity import steps_done
+from superglue_sift.weights import BadCheckpoint, load_model_file
+
+SUPERSEDED = "superseded"
+PRUNE = "python -m pipeline.prune"
+
+
+class Place(NamedTuple):
+    """One training that was set aside. size: in bytes; steps: of its newest checkpoint, or its finished best model."""
+
+    path: Path
+    size: int
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.path.name}: {self.steps} steps, {_mb(self.size)}"
+
+
+def places(out: Path) -> List[Place]:
+    """What was set aside of the checkpoints in `out`, newest first."""
+    return [_described(path) for path in sorted((out / SUPERSEDED).glob("*/"), reverse=True)]
+
+
+def summary(out: Path) -> str:
+    """One line: how many there are, what they take and how to be rid of them; "" where there is none."""
+    held = places(out)
+    if not held:
+        return ""
+    number = "1 training" if len(held) == 1 else f"{len(held)} trainings"
+    where = "" if out == Path("checkpoints") else f" --out {out}"
+    total = _mb(sum(place.size for place in held))
+    return f"{out / SUPERSEDED}: {number} set aside, {total}; {PRUNE}{where} lists and deletes them"
+
+
+def apply_limit(out: Path, gigabytes: float, spare: Iterable[Optional[Path]]) -> None:
+    """Delete the oldest until all take `gigabytes` (0: no limit) at most, never the one with the most steps.
+
+    spare: others that stay. A line says what was deleted.
+    """
+    held = places(out) if gigabytes else []
+    spared = {path.resolve() for path in spare if path}
+    spared |= {place.path.resolve() for place in sorted(held, key=lambda place: place.steps)[-1:]}
+    total = sum(place.size for place in held)
+    for place in reversed(held):
+        if total > gigabytes * 1e9 and place.path.resolve() not in spared:
+            delete(place)
+            total -= place.size
+            print(f"train.superseded_gb: {gigabytes:g}: deleted {place.path} of {place.steps} steps, {_mb(place.size)}")
+
+
+def delete(place: Place) -> None:
+    """Remove all files of `place`. Raises OSError."""
+    shutil.rmtree(place.path)
+
+
+def read(path: Path) -> Optional[Dict[str, Any]]:
+    """What a model file says of itself; None where it is missing or damaged."""
+    try:
+        return load_model_file(path)[1]
+    except (FileNotFoundError, BadCheckpoint):
+        return None
+
+
+def _described(path: Path) -> Place:
+    names = [re.fullmatch(r"step-(\d+)", file.stem) for file in path.glob("step-*.safetensors")]
+    best = read(path / "best.safetensors")
+    steps = [int(name.group(1)) for name in names if name] + ([steps_done(best)] if best else [])
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return Place(path, size, max(steps, default=0))
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"

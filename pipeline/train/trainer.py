@@ -1,0 +1,347 @@
+"""The training loop of one rank: read a step's batches, step, now and then validate, save, and stop when asked to."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Dict, Generator, List, Optional, Sequence
+
+from torch import Tensor
+
+from pipeline import tracking
+from pipeline.errors import STOPPED, WorkError, end_as_lost
+from pipeline.features.store import Store
+from pipeline.files import json_digest
+from pipeline.parameters import params
+from pipeline.parameters.schema import TrainParams
+from pipeline.processes import distributed, faults, signals
+from pipeline.provenance import trained_on
+from pipeline.train import identity, replicas, resume, setup, unseen
+from pipeline.train.checkpoint import Checkpoints
+from pipeline.train.live_line import LiveLine
+from pipeline.train.logger import TrainingLogger, Window, profiled, write_metrics
+from pipeline.train.optimization import learning_rate
+from pipeline.train.pairs.loader import choose, split_evenly
+from pipeline.train.pairs.order import PairOrder, Sample, rank_slice
+from pipeline.train.pairs.workers import a_process_died
+from pipeline.train.replicas import Saved, Writes
+from pipeline.train.step import StepResult, elastic_step, train_step
+from pipeline.train.validation import ENOUGH_IMAGES, ratio_test_f1, validate
+from superglue_sift.batch import PairBatch
+from superglue_sift.weights import load_model_file
+
+
+class StepBatches:
+    """The micro-batches of every step, a function of the step alone.
+
+    pairs: of a step over all ranks (`setup.global_batch`).
+    """
+
+    def __init__(self, train: TrainParams, store: Store, pairs: int, context: distributed.Context) -> None:
+        self.train, self.store, self.pairs, self.context = train, store, pairs, context
+        self._order = PairOrder(train.seed, len(store), store.views_per_image)
+        self._augmentation = setup.augmentation(train)
+        most = min(train.max_keypoints, int(store.counts.max(initial=1)))
+        size = setup.step_size(train, pairs, context.world_size, most, store.dtype.itemsize)
+        self._load, self._prefetched = choose(train.loader, context.device, size)
+
+    def samples(self, step: int) -> List[List[Sample]]:
+        """This rank's share of global step `step`, in micro-batches."""
+        samples, context = self._order.step(step, self.pairs), self.context
+        if self.train.bitwise_elastic:
+            parts = split_evenly(samples, setup.elastic_parts(self.pairs))
+            return parts[rank_slice(len(parts), context.rank, context.world_size)]
+        own = samples[rank_slice(self.pairs, context.rank, context.world_size)]
+        return split_evenly(own, self.train.accumulate)
+
+    def load(self, step: int) -> List[PairBatch]:
+        """The PairBatches of `samples`, on the host."""
+        faults.at("load_batch", step)
+        train = self.train
+        return [self._load(self.store, part, train.max_keypoints, self._augmentation) for part in self.samples(step)]
+
+    def prefetched(self, steps: Sequence[int]) -> Generator[List[PairBatch], None, None]:
+        """`load` of each of `steps`, made before it is asked for; closing it ends the thread or processes."""
+        return self._prefetched(self.load, steps)
+
+
+class Training:
+    """One rank of one training run on the views of `store`, validated on those of `held_out`."""
+
+    def __init__(
+        self, paths: resume.TrainPaths, context: distributed.Context, stop: signals.Stop, store: Store, held_out: Store
+    ) -> None:
+        self.paths, self.context, self.stop = paths, context, stop
+        self.train: TrainParams = params.load("train", paths.params)
+        self.pairs = setup.global_batch(self.train, context.world_size)
+        self.store, self.held_out = store, held_out
+        self.batches = StepBatches(self.train, store, self.pairs, context)
+        begun_from = Path(self.train.init_from) if self.train.init_from else None
+        self.validation = unseen.validation(self.train, held_out, begun_from, paths.keep_seen)
+        self.trained_on = unseen.trained_with(self.train, store)
+        parts, self.messages = setup.build(self.train, context, store)
+        self.messages += self.validation.said
+        self.objective, self.ddp_model, self.state, self._init_threshold = parts
+        self.checkpoints = Checkpoints(paths.out)
+        self._compared = -1  # step at which the replicas were last compared
+        self.fingerprint = identity.fingerprint(self.train, self.store.digest, context.world_size)
+        self.identity = identity.identity(self.fingerprint)  # a training that goes on keeps the one it began with
+        self.versions = [{"step": 0, **identity.versions()}]  # that computed, from each step on
+
+    def run(self) -> int:
+        """Train to the last step, or until asked to stop; 0 or 143."""
+        self.writes = Writes(*(distributed.writes(each, self.context) for each in (self.paths.out, self.paths.reports)))
+        resume.agree(
+            {**self.fingerprint, "validation pairs": json_digest(self.validation.samples)}, self.context.is_main
+        )
+        start = resume.prepare(self.paths, self.fingerprint, self.writes, self.context.is_main)
+        if start.finished:
+            return self._already_finished()
+        window = self._resume(start.saved) if start.saved else None
+        self._compare_replicas()
+        about = (self.identity, self.objective.precision, self.pairs, self.state.step, window)
+        with TrainingLogger(self.paths, self.context, self.writes.curves, *about) as logger:
+            weights = sum(p.numel() for p in self.state.model.parameters())
+            logger.log_start(weights, self.store, self.messages)
+            try:
+                finished = self._loop(logger)
+            except RuntimeError as error:
+                if a_process_died(error):
+                    where = f"rank {self.context.rank} at step {self.state.step}"
+                    end_as_lost(f"{where}: a process that makes batches died (killed, or out of memory): {error}")
+                if not distributed.lost_peer(error):
+                    raise
+                raise WorkError(
+                    f"rank {self.context.rank} at step {self.state.step}: another rank died or hangs "
+                    f"({str(error).splitlines()[0]})"
+                ) from error
+            if not finished:
+                logger.log_stop(self.state.step)
+                return STOPPED
+            self._save_best(finished=True)
+            logger.log_finish(self.state.best_step, self.state.best_figures, self.train.init_from)
+        return 0
+
+    def _already_finished(self) -> int:
+        """The best model is that of this very training, finished: nothing to do but to say so."""
+        if self.context.is_main:
+            path, reports = self.paths.out / "best.safetensors", self.paths.reports
+            weights, info = load_model_file(path)
+            if info["code"] != self.fingerprint["code"]:  # accepted on request: the next run need not ask
+                self.checkpoints.save_best(weights, {**info, "code": self.fingerprint["code"]})
+            if not trained_on.list_of(path).is_file():
+                trained_on.write(path, self.trained_on)
+            write_metrics(reports, info)
+            print(f"{path}: trained with these parameters, data and code, to the last step: nothing to do")
+            other = identity.other_versions(info)
+            if other:
+                print(f"it was trained under {other}; --resume never trains it again")
+            tracking.ship_pending(reports.parent / "run.json", reports, info["training"])
+        return 0
+
+    def validate_only(self) -> int:
+        """Print the figures of the best model so far, or of `train.init_from`; 0."""
+        source = self.train.init_from or self.paths.out / "best.safetensors"
+        if not self.train.init_from:
+            weights = setup.read_model(source, "--validate-only")[0] if self.context.is_main else {}
+            self.state.model.load_state_dict(distributed.broadcast_tensors(weights, 0))
+        chosen = self.validation
+        if self.context.is_main:
+            chosen = unseen.validation(self.train, self.held_out, Path(source), self.paths.keep_seen)
+        samples = distributed.broadcast(chosen.samples)
+        figures = validate(self.objective, self.held_out, samples, self.train.max_keypoints, self.context)
+        if self.context.is_main:
+            print(*chosen.said, sep="\n", end="\n" if chosen.said else "")
+            print(f"{source}: " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
+        return 0
+
+    def _loop(self, logger: TrainingLogger) -> bool:
+        """True when the last step is done, False when a signal came first (a checkpoint is then saved)."""
+        state, train = self.state, self.train
+        steps = range(state.step, train.steps)
+        profile_steps = train.profile_steps if self.context.is_main else 0
+        with (
+            contextlib.closing(self._live_line()) as line,
+            contextlib.closing(self.batches.prefetched(steps)) as loader,
+            profiled(profile_steps, self.paths.reports / "profile") as step_profiled,
+        ):
+            given = state.step == 0 and train.init_from  # the weights as given may stay the best
+            if given or (state.step == train.steps != state.validated):  # it ends where it was stopped
+                self._report_validation(logger, line)
+            waiting = time.perf_counter()
+            for micro_batches in loader:
+                waited = time.perf_counter() - waiting
+                stopping = distributed.any_rank(lambda: self.stop.requested)
+                self._step(micro_batches, logger, waited)
+                line.step(logger.last_sums)
+                step_profiled()
+                if state.step % train.val_every == 0 or state.step == train.steps:
+                    self._report_validation(logger, line)
+                stop = stopping()
+                if state.step % train.save_every == 0 or state.step == train.steps or stop:
+                    self._compare_replicas()
+                    self._save(logger)
+                if stop and state.step < train.steps:
+                    return False
+                waiting = time.perf_counter()
+        return True
+
+    def _step(self, micro_batches: List[PairBatch], logger: TrainingLogger, waited: float) -> None:
+        state, train = self.state, self.train
+        faults.at_step(state.step)
+        distributed.write_heartbeat(state.step)
+        lr = learning_rate(train, state.step, self.context.world_size)
+        for group in state.optimizer.param_groups:
+            group["lr"] = lr
+        result = self._gradient_step([batch.to(self.context.device) for batch in micro_batches])
+        if result.applied:
+            state.ema.update(state.model, state.step)
+        else:
+            self._skipped(result)
+        state.step += 1
+        logger.add_step(result, waited)
+        if state.step % train.log_every == 0 or state.step == train.steps:
+            dustbin = float(state.model.dustbin.detach())
+            figures = {"lr": lr, "grad_norm": result.grad_norm, "dustbin": dustbin}
+            logger.log_point(state.step, {**figures, "skipped_steps": float(state.skipped)})
+
+    def _live_line(self) -> LiveLine:
+        """Of all steps, on rank 0."""
+        on = self.held_out, self.validation.samples, self.train.max_keypoints, self.context
+        mark = ratio_test_f1(self.objective, *on)
+        return LiveLine(self.train.steps, self.state.step, mark, self.state.best, self.context.is_main)
+
+    def _gradient_step(self, batches: List[PairBatch]) -> StepResult:
+        common = (self.ddp_model, self.state.optimizer, self.state.scaler, batches, self.pairs)
+        try:
+            if self.train.bitwise_elastic:
+                return elastic_step(*common, self.train.clip_norm)
+            return train_step(*common, self.context.world_size, self.train.clip_norm)
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise
+            train, world_size = self.train, self.context.world_size
+            here = -(-self.pairs // world_size // train.accumulate)
+            raise WorkError(
+                f"out of memory at step {self.state.step} with {here} pairs at a time: set "
+                f"train.accumulate: {train.accumulate * 2} (the same steps, {max(here // 2, 1)} pairs at a time), or "
+                f"train.batch: {max(self.pairs // 2, world_size)}"
+            ) from error
+
+    def _skipped(self, result: StepResult) -> None:
+        """A gradient was not finite: every rank is here. Say which pairs, and give up after too many."""
+        state, train = self.state, self.train
+        own = [sample for part in self.batches.samples(state.step) for sample in part]
+        named = [self._name(own[place]) for place in result.bad_pairs]
+        bad = [name for names in distributed.all_gather(named) for name in names]
+        if self.context.is_main:
+            print(f"step {state.step}: the gradient is not finite, skipped; pairs: {', '.join(bad) or 'none alone'}")
+        if state.scaler.is_enabled() and not bad:
+            return  # the scaler feels its way to the largest scale that does not overflow
+        state.skipped += 1
+        if state.skipped > train.max_skipped:
+            raise WorkError(
+                f"step {state.step}: {state.skipped} steps had a gradient that was not finite, more than "
+                f"train.max_skipped = {train.max_skipped}; lower train.lr, or look at the pairs named above"
+            )
+
+    def _name(self, sample: Sample) -> str:
+        return f"{self.store.images[sample.image]} views {sample.view0} and {sample.view1}"
+
+    def _report_validation(self, logger: TrainingLogger, line: LiveLine) -> None:
+        """Validate, log it and show it."""
+        figures = self._validate()
+        logger.log_validation(self.state.step, figures)
+        line.validated(self.state.step, figures)
+
+    def _validate(self) -> Dict[str, float]:
+        """Figures of the weights that would be shipped; keeps them as `best` when they are."""
+        state = self.state
+        faults.at("eval")
+        self._compare_replicas()
+        state.validated = state.step
+        figures = self._figures_of(state.weights())
+        if state.keep_best(figures):
+            self._save_best()
+        return figures
+
+    def _figures_of(self, weights: Dict[str, Tensor]) -> Dict[str, float]:
+        """Validation of `weights`; the model keeps its own."""
+        model = self.state.model
+        own = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(weights)
+        figures = validate(
+            self.objective, self.held_out, self.validation.samples, self.train.max_keypoints, self.context
+        )
+        model.load_state_dict(own)
+        return figures
+
+    def _compare_replicas(self) -> None:
+        """Once a step: ends the run where the ranks hold different weights."""
+        if self._compared != self.state.step:
+            replicas.check(self.state, self.context.is_main)
+            self._compared = self.state.step
+
+    def _save_best(self, finished: bool = False) -> None:
+        """Write the best model so far, with all that a finished training leaves to say."""
+        if not self.writes.checkpoints:
+            return
+        state = self.state
+        info = {
+            "model": state.model.config.to_dict(),
+            "step": state.best_step,
+            "precision": self.objective.precision,
+            "validation": state.best_figures,
+            "match_threshold": self._threshold(),
+            "skipped_steps": state.skipped,
+            "finished": finished,
+            "training": self.identity,
+            "versions": self.versions,
+            "train": identity.stated(self.train),
+            trained_on.KEY: trained_on.digest(self.trained_on or ()),
+            **{key: self.fingerprint[key] for key in identity.OF_THE_RUN if key in self.fingerprint},
+        }
+        trained_on.write(self.checkpoints.folder / "best.safetensors", self.trained_on)
+        self.checkpoints.save_best(state.best_weights, info)
+
+    def _threshold(self) -> float:
+        """Of the best model's confidence: that of validation, or of few images that of the weights begun from."""
+        few = self.validation.images < ENOUGH_IMAGES
+        return (
+            self._init_threshold if few and self._init_threshold is not None else self.state.best_figures["threshold"]
+        )
+
+    def _save(self, logger: TrainingLogger) -> None:
+        window = logger.window()
+        if self.writes.checkpoints:
+            info = {**self.state.info(), "fingerprint": self.fingerprint, "log_window": window}
+            info.update(precision=self.objective.precision, training=self.identity, versions=self.versions)
+            self.checkpoints.save(self.state.step, self.state.tensors(), info)
+        distributed.barrier()
+
+    def _resume(self, saved: Saved) -> Optional[Window]:
+        """Take up the checkpoint that `resume.prepare` found; its `TrainingLogger.window`."""
+        tensors, info = saved
+        self.state.restore(tensors, info)
+        before, other = info["fingerprint"], identity.other_versions(info)
+        self.identity = info.get("training") or identity.identity(before)
+        self.versions = info.get("versions", self.versions)
+        if other:
+            self.versions = [*self.versions, {"step": self.state.step, **identity.versions()}]
+        if self.context.is_main:
+            print(f"resuming at step {self.state.step} of {self.train.steps}")
+            for line in identity.changes_said(before, self.fingerprint):
+                print(line)
+            precisions = info.get("precision", self.objective.precision), self.objective.precision
+            if precisions[0] != precisions[1]:
+                so_far, now = precisions
+                print(f"its steps so far were in {so_far}, those to come are in {now}: what auto is on this device")
+            if other:
+                print(f"its steps so far were computed by {other}: the weights may differ in their last bits")
+        if self.state.best_weights:
+            if before.get("train.val_pairs") != self.train.val_pairs:
+                figures = self._figures_of(self.state.best_weights)
+                self.state.best, self.state.best_figures = figures["f1"], figures
+            self._save_best()  # the file may be that of another training, or gone
+        return info.get("log_window")

@@ -1,0 +1,149 @@
+"""Validation on held-out pairs, sharded over the ranks: sums and counts first, one exchange, then division."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Callable, Dict, List
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.features.store import Store
+from pipeline.processes import distributed
+from pipeline.train.objective import MatchingObjective, assignment_loss
+from pipeline.train.pairs.loader import load_batch
+from pipeline.train.pairs.order import Sample, rank_slice
+from superglue_sift.batch import PairBatch
+from superglue_sift.descriptors import unit_vectors
+from superglue_sift.network.orientation import choose_orientations
+from superglue_sift.network.superglue import mutual_matches
+from superglue_sift.truth import IGNORED, Truth, ground_truth
+
+CONFIDENCE_BINS = 500  # of the histograms from which a threshold is chosen: steps of 0.002
+CHUNK = 8  # pairs computed together, fixed so that the figures do not depend on the number of processes
+
+# Photographs from which a threshold can be chosen; of fewer it is noise, and that of the weights begun from stays.
+ENOUGH_IMAGES = 16
+
+
+def validate(
+    objective: MatchingObjective, store: Store, samples: List[Sample], max_keypoints: int, context: distributed.Context
+) -> Dict[str, float]:
+    """Loss and its parts, and how well matches are separated, over all `samples`, on every rank.
+
+    `f1` is the largest harmonic mean of precision and recall over all thresholds of the confidence: a fixed one would
+    rather measure where the confidences lie, which moves all through a training. `threshold`, `precision` and `recall`
+    are those there. The same figures for any number of processes. `pairs` is the number behind the means.
+    """
+    model = objective.model
+    was_training = model.training
+    model.eval()
+    sums = _over_ranks(partial(_sums, objective), store, samples, max_keypoints, context)
+    model.train(was_training)
+    pairs = max(float(sums["pairs"]), 1.0)
+    losses = {name: float(sums[name]) / pairs for name in ("loss", "loss_positive", "loss_unmatched")}
+    return {**losses, **_separation(sums), "pairs": float(sums["pairs"])}
+
+
+def ratio_test_f1(
+    objective: MatchingObjective, store: Store, samples: List[Sample], max_keypoints: int, context: distributed.Context
+) -> float:
+    """The `f1` of the ratio test on the same pairs, over all ratios: the mark that a training has to beat.
+
+    Mutual nearest neighbours; the confidence is 1 - nearest / second nearest distance (Lowe 2004).
+    """
+    return _separation(_over_ranks(partial(_ratio_sums, objective), store, samples, max_keypoints, context))["f1"]
+
+
+def _over_ranks(
+    sums_of: Callable[[PairBatch], Dict[str, np.ndarray]],
+    store: Store,
+    samples: List[Sample],
+    max_keypoints: int,
+    context: distributed.Context,
+) -> Dict[str, np.ndarray]:
+    """`sums_of` of all samples, on every rank, each of which computes a part."""
+    chunks = [samples[start : start + CHUNK] for start in range(0, len(samples), CHUNK)]
+    mine = chunks[rank_slice(len(chunks), context.rank, context.world_size)]
+    own = [sums_of(load_batch(store, chunk, max_keypoints).to(context.device)) for chunk in mine]
+    sums: Dict[str, np.ndarray] = {}
+    # every rank adds the same chunks in the same order: not a bit depends on the number of processes
+    for part in [part for parts in distributed.all_gather(own) for part in parts]:
+        for name, value in part.items():
+            sums[name] = sums.get(name, np.float64(0.0)) + value
+    return sums
+
+
+@torch.no_grad()
+def _sums(objective: MatchingObjective, batch: PairBatch) -> Dict[str, np.ndarray]:
+    """Sums of a batch from which the loss, and precision and recall at any threshold, of any set of batches follow.
+
+    Returns:
+        () float64 each: `pairs`, `true` matches in the truth, and the sums of `MatchingObjective.forward`; and
+        (CONFIDENCE_BINS,) float64, by confidence: `predicted`, mutual best matches whose keypoint in image 0 is not
+        ignored by the truth, and `correct`, those of them equal to the truth.
+    """
+    log_assignments = objective.model(batch)
+    truth = ground_truth(batch, objective.positive_px, objective.negative_px)
+    losses = assignment_loss(log_assignments, truth)
+    size = (batch.records0.shape[1], batch.records1.shape[1])
+    answers = mutual_matches(log_assignments, size, threshold=0.0)
+    return {
+        "pairs": np.asarray(float(len(batch))),
+        **_counts(answers.matches0, answers.matching_scores0, truth),
+        "loss": losses.total.sum().double().cpu().numpy(),
+        "loss_positive": losses.positive.sum().double().cpu().numpy(),
+        "loss_unmatched": ((losses.unmatched0.sum() + losses.unmatched1.sum()) / 2).double().cpu().numpy(),
+    }
+
+
+@torch.no_grad()
+def _ratio_sums(objective: MatchingObjective, batch: PairBatch) -> Dict[str, np.ndarray]:
+    """`_counts` of the ratio test, on the descriptors that the network sees."""
+    batch, config = choose_orientations(batch), objective.model.config
+    sides = (batch.descriptors0, batch.descriptors1)
+    units = [unit_vectors(side, config.descriptor, config.descriptor_dim) for side in sides]
+    truth = ground_truth(batch, objective.positive_px, objective.negative_px)
+    matches = torch.full_like(truth.matches0, -1)
+    scores = torch.zeros(matches.shape, device=batch.device)
+    for i, (m, n) in enumerate(zip(batch.counts0.tolist(), batch.counts1.tolist())):
+        if m == 0 or n < 2:
+            continue
+        distances = (2.0 - 2.0 * units[0][i, :m] @ units[1][i, :n].T).clamp(min=0.0).sqrt()
+        nearest, index = distances.topk(2, largest=False)
+        mutual = distances.argmin(0)[index[:, 0]] == torch.arange(m, device=batch.device)
+        matches[i, :m] = index[:, 0].masked_fill(~mutual, -1)
+        scores[i, :m] = 1.0 - (nearest[:, 0] + 1e-6) / (nearest[:, 1] + 1e-6)
+    return _counts(matches, scores, truth)
+
+
+def _counts(matches0: Tensor, scores: Tensor, truth: Truth) -> Dict[str, np.ndarray]:
+    """`true`, `predicted` and `correct` of mutual matches (B, M) with scores (B, M)."""
+    judged = (matches0 >= 0) & (truth.matches0 != IGNORED)
+    correct = judged & (matches0 == truth.matches0)
+    return {
+        "true": (truth.matches0 >= 0).sum().cpu().numpy().astype(np.float64),
+        "predicted": _histogram(scores[judged]),
+        "correct": _histogram(scores[correct]),
+    }
+
+
+def _histogram(confidences: Tensor) -> np.ndarray:
+    return np.histogram(confidences.float().cpu().numpy(), CONFIDENCE_BINS, (0.0, 1.0))[0].astype(np.float64)
+
+
+def _separation(sums: Dict[str, np.ndarray]) -> Dict[str, float]:
+    """The largest F1 over all thresholds; precision, recall and the threshold there."""
+    # at the lower edge of each bin of confidence
+    correct, predicted = (np.cumsum(sums[name][::-1])[::-1] for name in ("correct", "predicted"))
+    precision = correct / np.maximum(predicted, 1.0)
+    recall = correct / max(float(sums["true"]), 1.0)
+    f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-12)
+    best = int(f1.argmax())
+    return {
+        "precision": float(precision[best]),
+        "recall": float(recall[best]),
+        "f1": float(f1[best]),
+        "threshold": best / len(precision),
+    }

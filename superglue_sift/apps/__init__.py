@@ -1,0 +1,4 @@
+"""Programs around the matcher.
+
+`cli` (superglue-match), `many` (folders, lists, videos), `retrieval`, `results` (files of a pair), `serve` (the page).
+"""

@@ -1,0 +1,372 @@
+"""Match photographs with a trained model: two of them, a folder, a list of pairs, a video or a camera.
+
+  superglue-match A.jpg B.jpg --out matches.png            two images; prints how many matches, and how many fit
+  superglue-match A.jpg B.jpg --json matches.json          keypoints, matches, scores, homography
+  superglue-match A.jpg B.jpg --out m.png --homography     also m_overlay.jpg and m_blink.gif: A warped onto B
+  superglue-match photos/ --out-dir found                  all pairs of a folder (5 photos: 10 pairs)
+  superglue-match photos/ --out-dir found --pairing nearest --k 10      each with the 10 that look most alike
+  superglue-match photos/ --out-dir found --pairing sequential --k 5    each with the 5 before it by name
+  superglue-match photos/ --out-dir found --colmap database.db           also a COLMAP database, ready to map
+  superglue-match photos/ --out-dir found --scene          photographs of one place: pairs.csv says which pairs are real
+  superglue-match --pairs pairs.txt --root photos --out-dir found       a pair `a.jpg b.jpg` in each line
+  superglue-match walk.mp4 --out-dir found --every 10 --pictures        frames 0, 10, 20, ...
+  superglue-match --camera 0 --out-dir found --frames 100
+  superglue-match --serve                                  a page for the browser, on this machine alone
+
+In --out-dir each pair leaves A_B_matches.npz: keypoints0 (M, 2), keypoints1 (N, 2), matches (M,) with -1 for none,
+match_confidence (M,); aligned0, aligned1 (M, 2), where matches lie by the pixels around them, deviations (M,) in px,
+NaN where a position stayed the keypoint's, and correlations (M,); made_from: both images by digest, weights, settings,
+versions. The same command run again resumes where it was stopped; a pair that was made from anything else is made
+again. Images that cannot be read are listed in bad_images.csv, the rest is done, and the exit code is 1. DIR is never
+searched for photographs. Keypoints are pixels of the images, turned upright as their EXIF data say or, with --frame
+stored, as they are in the file: x right, y down, (0, 0) the centre of the first pixel. Each result states its frame.
+"""
+
+from __future__ import annotations
+
+from superglue_sift import threads
+
+if __name__ == "__main__":
+    threads.wait_passively()  # before torch is loaded
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import time
+from pathlib import Path
+from typing import ContextManager, Dict, Optional, Sequence, Tuple
+
+import cv2
+import numpy as np
+
+from superglue_sift import __version__, errors, scenes
+from superglue_sift.apps import many, results, retrieval
+from superglue_sift.errors import RequestError, WorkError
+from superglue_sift.extractors import DEFAULT
+from superglue_sift.files import file_sha256, write_csv
+from superglue_sift.images import EXTENSIONS
+from superglue_sift.matcher import Matcher
+from superglue_sift.sift import WEAK
+from superglue_sift.upright import FRAMES, STORED, UPRIGHT
+from superglue_sift.weights import shipped_weights
+
+PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+RULES = ("accept", "strict", "likely", "network_keypoints")  # of a scene: `scenes.Rules`
+
+
+def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
+    """The command line. Raises RequestError for one that cannot be meant."""
+    title, _, examples = str(__doc__).partition("\n\n")
+    parser = argparse.ArgumentParser("superglue-match", description=title, epilog="examples:\n" + examples)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("inputs", nargs="*", type=Path, help="two images, or a folder, or a video")
+    parser.add_argument("--version", action="version", version=f"superglue-sift {__version__}")
+    _add_what(parser.add_argument_group("what to match"))
+    _add_output(parser.add_argument_group("what to write"))
+    _add_how(parser.add_argument_group("how to match"))
+    page = parser.add_argument_group("a page for the browser (pip install 'superglue-sift[serve]')")
+    page.add_argument("--serve", action="store_true", help="drop two images and move the threshold")
+    page.add_argument("--port", type=int, default=8010, help="of 127.0.0.1 (default 8010)")
+    args = parser.parse_args(argv)
+    _check(args)
+    return args
+
+
+def _add_what(group) -> None:
+    add = group.add_argument
+    add("--pairs", type=Path, metavar="FILE", help="text file, `a b` in each line")
+    add("--root", type=Path, help="folder of the images that --pairs names (default: that of the file)")
+    add("--camera", type=int, metavar="N", help="camera N of this machine, until Ctrl-C or --frames")
+    pairing = "of a folder: all pairs; each image with the K before it by name; each with the K most alike; or auto "
+    pairing += f"(default): all pairs of at most {many.FEW} images, of more each with the K most alike"
+    add("--pairing", default="auto", choices=("auto", "exhaustive", *many.NEIGHBOURS), help=pairing)
+    add("--k", type=int, help="for sequential and video (default 5) and nearest (default 20)")
+    add("--every", type=int, default=1, metavar="N", help="of a video or camera each N-th frame (default 1)")
+    add("--frames", type=int, metavar="N", help="of a video or camera at most N frames")
+
+
+def _add_output(group) -> None:
+    add = group.add_argument
+    add("--out", type=Path, help="of two images: picture of the matches (png, jpg or webp)")
+    add("--json", type=Path, help="of two images: keypoints and matches")
+    add("--out-dir", type=Path, metavar="DIR", help="of any number: A_B_matches.npz for each pair")
+    add("--pictures", action="store_true", help="with --out-dir: also A_B_matches.jpg")
+    add("--json-files", action="store_true", help="with --out-dir: also A_B_matches.json")
+    warped = "also the first image warped onto the second, A_B_overlay.jpg, and both blinking, A_B_blink.gif "
+    add("--homography", action="store_true", help=warped + "(pip install 'superglue-sift[gif]')")
+    database = "of a folder or --pairs: also a COLMAP database, ready to map "
+    add("--colmap", type=Path, metavar="FILE", help=database + "(pip install 'superglue-sift[colmap]')")
+    add("--features", type=Path, metavar="DIR", help="where features are kept (default: OUT-DIR/features)")
+
+
+def _add_how(group) -> None:
+    add = group.add_argument
+    add("--model", type=Path, help="model file (default: the weights that ship with the library)")
+    add("--max-keypoints", type=int, help="strongest keypoints of each image (default 1024, with --scene 8192)")
+    add("--threshold", type=float, help="least probability of a match (default: the model's own, else 0.2)")
+    add("--resize", type=int, help="longer side is reduced to this (default 1024, with --scene 1600; 0: never)")
+    place = "photographs of one place: accept a pair, then fill it (default with --colmap, else --no-scene)"
+    add("--scene", action=argparse.BooleanOptionalAction, help=place)
+    sure = "with --scene a pair needs this many strict matches of one geometry (default: the model's own, else "
+    add("--accept", type=int, metavar="N", help=f"{sure}{scenes.ACCEPT})")
+    strict = (
+        f"with --scene the confidence above which a match is strict (default: the model's own, else {scenes.STRICT})"
+    )
+    add("--strict", type=float, metavar="P", help=strict)
+    skip = f"with --scene skip pairs of fewer classical matches of one geometry (default {scenes.LIKELY}; 0: none)"
+    add("--likely", type=int, metavar="N", help=skip)
+    few = f"with --scene the network sees the strongest so many (default {scenes.NETWORK_KEYPOINTS})"
+    add("--network-keypoints", type=int, metavar="N", help=few)
+    add("--extractor", metavar="MODULE:FUNCTION", help="what finds keypoints, of a model not of SIFT's")
+    add("--device", default="auto", help="auto (a GPU where there is one), cpu, cuda or cuda:N")
+    turned = (
+        "pixels that coordinates count: upright (default), turned as EXIF data say, like cv2.imread; or stored, as "
+    )
+    turned += "in the file. Pictures are always upright, a COLMAP database is always of stored pixels"
+    add("--frame", default=UPRIGHT, choices=FRAMES, help=turned)
+    exact = "matches, and keypoints of --colmap, where the pixels of the images agree that they are (default)"
+    add("--refine", action=argparse.BooleanOptionalAction, default=True, help=exact)
+    faster = "of the network's layers; bfloat16 is faster on GPUs and on CPUs with AMX"
+    add("--precision", default="float32", choices=("float32", "bfloat16"), help=faster)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.threshold is not None and not 0.0 <= args.threshold <= 1.0:
+        raise RequestError(f"--threshold {args.threshold}: must be between 0 and 1")
+    if args.strict is not None and not 0.0 <= args.strict <= 1.0:
+        raise RequestError(f"--strict {args.strict}: must be between 0 and 1")
+    args.scene = args.colmap is not None if args.scene is None else args.scene
+    for name in RULES:
+        if getattr(args, name) is not None and not args.scene:
+            raise RequestError(f"--{name.replace('_', '-')} goes with --scene")
+    if args.resize is not None and args.resize < 0:
+        raise RequestError(f"--resize {args.resize}: must be 0 (never) or a side in pixels")
+    if args.likely is not None and args.likely < 0:
+        raise RequestError(f"--likely {args.likely}: must be 0 (skip no pair) or a number of matches")
+    for name in ("max_keypoints", "k", "every", "frames", "accept", "network_keypoints"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise RequestError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
+    if args.out and args.out.suffix.lower() not in PICTURES:
+        raise RequestError(f"--out {args.out}: must end in .png, .jpg or .webp")
+    _check_inputs(args)
+    _check_files(args)
+
+
+def _check_inputs(args: argparse.Namespace) -> None:
+    asked = [len(args.inputs) > 0, args.pairs is not None, args.camera is not None, args.serve]
+    one = args.inputs[0] if len(args.inputs) == 1 else None
+    if one is not None and one.suffix.lower() in EXTENSIONS and not one.is_dir():
+        raise RequestError(f"{one}: one image; matching needs two: superglue-match {one} OTHER{one.suffix}")
+    if len(args.inputs) > 2:
+        raise RequestError(f"{len(args.inputs)} images: two are matched; of more name their folder, or --pairs FILE")
+    if sum(asked) != 1:
+        sources = "two images, a folder, a video, --pairs FILE, --camera N or --serve"
+        raise RequestError(f"name {sources}; see --help for examples")
+    if args.frame == STORED and (args.serve or args.camera is not None or (one is not None and not one.is_dir())):
+        raise RequestError("--frame stored goes with photographs: a video and the page are shown upright")
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    if not args.out_dir and not args.serve and len(args.inputs) < 2:
+        raise RequestError("--out-dir DIR: say where the pairs' files go")
+    for name in ("features", "pictures", "json_files", "colmap"):
+        if getattr(args, name) and not args.out_dir:
+            raise RequestError(f"--{name.replace('_', '-')} goes with --out-dir DIR")
+    if len(args.inputs) != 2 and (args.out or args.json):
+        raise RequestError("--out and --json are for two images; take --out-dir --pictures --json-files")
+    if args.homography and not (args.out or args.out_dir):
+        raise RequestError("--homography writes beside --out or into --out-dir: name one")
+    if args.colmap and not (args.pairs or (len(args.inputs) == 1 and args.inputs[0].is_dir())):
+        raise RequestError("--colmap needs a folder or --pairs")
+    if args.colmap and args.colmap.exists():
+        raise RequestError(f"--colmap {args.colmap}: is there already; delete it or name another database")
+    _check_packages(args)
+
+
+def _check_packages(args: argparse.Namespace) -> None:
+    """Ask for the packages of what is asked for, before any work. Raises RequestError for one that is missing."""
+    if args.homography:
+        results.gif_library()
+    if args.colmap:
+        from superglue_sift.interop import colmap
+
+        colmap.library()
+    if args.serve:
+        from superglue_sift.apps import serve
+
+        serve.library()
+
+
+def load(args: argparse.Namespace) -> Matcher:
+    """The matcher as asked for."""
+    names = ("max_keypoints", "resize", "threshold", "precision", "extractor", "scene", "refine", "frame")
+    asked = {name: getattr(args, name) for name in names}
+    rules = {name: getattr(args, name) for name in RULES if getattr(args, name) is not None}
+    return Matcher.load(args.model, args.device, **asked, **rules)
+
+
+def match_two(args: argparse.Namespace) -> int:
+    """Two images: what was found is printed, and written where asked."""
+    matcher = load(args)
+    started = time.perf_counter()
+    sides = matcher.extract_all(args.inputs)
+    extracted = time.perf_counter()
+    found = matcher.match(*sides)
+    matched = time.perf_counter()
+    fitted = found.fits()
+    print(f"keypoints {len(found.keypoints0)} and {len(found.keypoints1)}, matches {len(found.matches)}")
+    print(", ".join(f"{name} inliers {int(fit.inliers.sum())}" for name, fit in fitted.items()))
+    if found.deviations is not None:
+        known = found.deviations[np.isfinite(found.deviations)]
+        size = f", by their deviations to {np.median(known):.2f} px at the median" if len(known) else ""
+        print(f"aligned {len(known)} of {len(found.matches)} matches{size}")
+    print(f"keypoints {extracted - started:.2f} s, matching {matched - extracted:.2f} s")
+    written = []
+    if args.json:
+        about = {f"image{side}": str(path) for side, path in enumerate(args.inputs)}
+        about["model"] = str(args.model or shipped_weights())
+        results.write_json(args.json, found, fitted, about)
+        written.append(args.json)
+    if args.out:
+        results.write_picture(args.out, found, fitted)
+        written.append(args.out)
+    H_0to1 = fitted["homography"].model
+    if args.out and args.homography and H_0to1 is not None:
+        written += results.write_overlay(args.out.with_suffix(""), found, H_0to1)
+    for path in written:
+        print(f"written {path}")
+    return 0
+
+
+def match_many(args: argparse.Namespace) -> int:
+    """All that goes to --out-dir."""
+    matcher = load(args)
+    if matcher.extractor is None:
+        name = matcher.model.config.extractor
+        raise RequestError(f"--extractor {name}: say it to run that code, which finds the model's keypoints")
+    if matcher.extractor.name != DEFAULT.name and args.pairing == "nearest":
+        raise RequestError("--pairing nearest looks for photographs by SIFT; take exhaustive or sequential")
+    store = many.FeatureStore(matcher, args.features or args.out_dir / "features")
+    camera = args.camera is not None
+    settings = settings_of(args, matcher)
+    output = many.Output(args.out_dir, args.json_files, args.pictures, args.homography, camera, settings)
+    bad, expansion = {}, None
+    source = args.inputs[0] if len(args.inputs) == 1 else None
+    if camera or (source is not None and not source.is_dir()):
+        pairs, total = many.sequential(open_video(args), args.k or many.NEIGHBOURS["sequential"]), None
+    elif source is not None:
+        photos, bad = many.prepare(many.photos_in(source, args.out_dir), store)
+        pairs, total = many.choose_pairs(photos, store, args.pairing, args.k)
+        if matcher.rules and args.pairing == "auto" and many.resolved(photos, store, "auto") == "nearest":
+            expansion = retrieval.Expansion(photos)
+    else:
+        pairs, bad = listed(args, store)
+        total = len(pairs)
+    noting = results.pair_list(args.out_dir) if matcher.rules else contextlib.nullcontext()
+    with database(args, store) as add, noting as note:
+        run = many.Run(store, output, [each for each in (add, note, expansion) if each])
+        run.match(pairs, total)
+        total = (total or 0) + expand(run, expansion) if expansion else total
+    report(run, total)
+    if args.colmap:
+        print(f"{args.colmap}: of pixels as stored in the files, as COLMAP reads them")
+    path = args.out_dir / "bad_images.csv"
+    path.unlink(missing_ok=True)
+    if bad:
+        write_csv(path, [("image", "reason"), *bad.items()])
+        raise WorkError(f"{len(bad)} images cannot be read, the rest is done; which and why: {path}")
+    return 0
+
+
+def expand(run: many.Run, expansion: retrieval.Expansion) -> int:
+    """Match the pairs that those accepted so far propose; how many there were."""
+    count = 0
+    for _ in range(retrieval.ROUNDS):
+        more = expansion.proposed()
+        run.match(more, len(more))
+        count += len(more)
+    return count
+
+
+def settings_of(args: argparse.Namespace, matcher: Matcher) -> Dict[str, object]:
+    """All but the images that decides the matches of a pair; it stands in each result, see `results.made_from`."""
+    extractor = matcher.extractor or DEFAULT
+    return {
+        "weights": file_sha256(args.model or shipped_weights()),
+        "extractor": f"{extractor.name} {extractor.code}".strip(),
+        "threshold": matcher.threshold,
+        "precision": args.precision,
+        **{name: getattr(matcher, name) for name in ("max_keypoints", "resize", "refine", "frame")},
+        **({"scene": dataclasses.asdict(matcher.rules), "contrast": WEAK} if matcher.rules else {}),
+    }
+
+
+def report(run: many.Run, total: Optional[int]) -> None:
+    """How many pairs were matched, of how many something was there, and what else the folder holds."""
+    words = [f"{run.matched} pairs matched"]
+    if total and run.matched < total:
+        words[0] += f" of {total}, the others before"
+    if run.again:
+        words.append(f"{run.again} of them again, since what was there did not fit")
+    if run.completed:
+        words.append(f"{run.completed} of those before got the files they lacked")
+    folder = run.output.folder
+    print(f"{'; '.join(words)}: {folder}")
+    others = sum(1 for _ in folder.glob(f"*_{many.MATCHES}")) - run.matched - run.before
+    if others > 0:
+        print(f"{folder} also holds {others} pairs that this command did not ask for; they stay as they are")
+
+
+def database(args: argparse.Namespace, store: many.FeatureStore) -> ContextManager[Optional[many.Adding]]:
+    """Where pairs go beside --out-dir: into --colmap, or nowhere."""
+    if args.colmap is None:
+        return contextlib.nullcontext()
+    from superglue_sift.interop import colmap
+
+    root = args.inputs[0] if args.inputs else args.root or args.pairs.parent
+    return colmap.database_of(args.colmap, root, store, args.refine)
+
+
+def listed(args: argparse.Namespace, store: many.FeatureStore) -> Tuple:
+    """The pairs that --pairs or two images name without those of unreadable images, and these with the reasons."""
+    if args.pairs:
+        pairs = many.listed_pairs(args.pairs, args.root or args.pairs.parent)
+    else:
+        paths = [Path(os.path.abspath(path)) for path in args.inputs]
+        items = many.named(paths, Path(os.path.commonpath([path.parent for path in paths])))
+        pairs = [tuple(item._replace(image=path) for item, path in zip(items, args.inputs))]
+    photos, bad = many.prepare(list(dict.fromkeys(photo for pair in pairs for photo in pair)), store)
+    readable = set(photos)
+    return [pair for pair in pairs if readable.issuperset(pair)], bad
+
+
+def open_video(args: argparse.Namespace):
+    """The frames of the video or camera. Raises RequestError where it cannot be opened."""
+    if args.camera is None and not args.inputs[0].is_file():
+        raise RequestError(f"{args.inputs[0]}: no such folder or video")
+    capture = cv2.VideoCapture(args.camera if args.camera is not None else str(args.inputs[0]))
+    if not capture.isOpened():
+        name = args.inputs[0] if args.camera is None else f"--camera {args.camera}"
+        raise RequestError(f"{name}: OpenCV cannot open it as a video")
+    return many.frames(capture, args.every, args.frames)
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Entry of the command line."""
+    args = parse(argv)
+    if args.serve:
+        from superglue_sift.apps import serve
+
+        return serve.run(load(args), args.port)
+    try:
+        return match_many(args) if args.out_dir else match_two(args)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise RequestError(f"{error.filename}: cannot be written: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    raise SystemExit(errors.exit_code(main))

@@ -1,0 +1,385 @@
+"""Many pairs: of a folder, a list or a video. Features are computed once and kept on disk; what is done is not redone.
+
+A pair is done when its `A_B_matches.npz` is there, which is written last and whole, and was made from the same images,
+weights, settings and versions; they stand in it. What is held in memory does not grow with the number of images but for
+their names: features of the 256 used last, pixels of 16, and one batch of pairs.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import hashlib
+import io
+import itertools
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import (
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    OrderedDict,
+    Sequence,
+    Set,
+    Tuple,
+    Union,
+)
+
+import cv2
+import numpy as np
+
+from superglue_sift import __version__, sift
+from superglue_sift.apps import results, retrieval
+from superglue_sift.errors import RequestError
+from superglue_sift.extractors import DEFAULT, DENSE
+from superglue_sift.features import Features
+from superglue_sift.files import write_atomic
+from superglue_sift.images import EXTENSIONS, read_gray
+from superglue_sift.match_result import MatchResult
+from superglue_sift.matcher import Matcher
+from superglue_sift.progress import Progress
+
+HELD = 256  # features of so many images stay in memory
+BATCH_ON_GPU = 8
+PAIRS_OF_A_WORKER = 2  # in a batch on a CPU: the last one that is still at work keeps the others waiting
+FEW = 200  # images of which all pairs are matched, 19,900, where nobody chose
+NEIGHBOURS = {"sequential": 5, "nearest": 20}  # of each image, where nobody named a number
+MATCHES, JSON, PICTURE = "matches.npz", "matches.json", "matches.jpg"  # what the files of a pair end in
+OVERLAY, BLINK = "overlay.jpg", "blink.gif"
+
+
+class Item(NamedTuple):
+    """An image to match. name: what its results are called after; image: a file, or (H, W, 3) uint8 BGR of a video."""
+
+    name: str
+    image: Union[Path, np.ndarray]
+
+
+Pairs = Iterable[Tuple[Item, Item]]
+Adding = Callable[[Item, Item, MatchResult], None]
+
+
+class FeatureStore:
+    """Features of images, computed once: in memory those used last, on disk all, by content and settings."""
+
+    def __init__(self, matcher: Matcher, folder: Path, held: int = HELD) -> None:
+        """folder: for the files, made when the first is written. held: of how many images in memory."""
+        self.matcher, self.folder, self.held = matcher, folder, held
+        extractor = matcher.extractor or DEFAULT
+        self.is_sift = extractor.name == DEFAULT.name
+        own = "" if self.is_sift else f"{extractor.name}{extractor.code} "
+        own += f"{sift.WEAK} " if extractor is DENSE else ""
+        versions = f"{__version__} {cv2.__version__}"
+        asked = f"{matcher.max_keypoints} {matcher.resize} {matcher.frame}"
+        self._settings = f"{asked} {versions} {own}{extractor.dtype.descr}"
+        self._memory: OrderedDict[str, Features] = collections.OrderedDict()
+        self._read = functools.lru_cache(16)(functools.partial(read_gray, frame=matcher.frame))  # as many images
+        self._digests: Dict[str, str] = {}
+
+    def __call__(self, item: Item) -> Features:
+        """Its features. Raises RequestError for an image that cannot be read."""
+        if item.name not in self._memory:
+            self._memory[item.name] = self.prepare(item)
+            while len(self._memory) > self.held:
+                self._memory.popitem(last=False)
+        self._memory.move_to_end(item.name)
+        return self._memory[item.name]
+
+    def with_pixels(self, item: Item) -> Features:
+        """The same with its pixels, where matches are aligned by them. Raises RequestError."""
+        if not self.matcher.refine:
+            return self(item)
+        gray = self._read(item.image) if isinstance(item.image, Path) else cv2.cvtColor(item.image, cv2.COLOR_BGR2GRAY)
+        return self(item)._replace(gray=gray)
+
+    def digest(self, item: Item) -> str:
+        """SHA-256 of its content, of which its features are. Raises RequestError for an image that cannot be read."""
+        if item.name not in self._digests:
+            self._content(item)
+        return self._digests[item.name]
+
+    def prepare(self, item: Item) -> Features:
+        """Its features from disk, else computed and written there. Threads may call it."""
+        source, digest = self._content(item)
+        path = self.folder / f"{hashlib.sha256(f'{self._settings} {digest}'.encode()).hexdigest()[:32]}.npz"
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                size, turned = tuple(file["size"].tolist()), int(file["turned"])
+                return Features(file["records"], size, frame=self.matcher.frame, turned=turned)
+        except results.DAMAGED:  # or not there yet
+            is_file = isinstance(source, bytes)
+            found = self.matcher.extract_file(source, str(item.image)) if is_file else self.matcher.extract(source)
+        data = io.BytesIO()
+        np.savez(data, records=found.records, size=found.size, turned=found.turned)
+        write_atomic(path, data.getvalue())
+        return found._replace(gray=None, image=None)
+
+    def _content(self, item: Item) -> Tuple[Union[bytes, np.ndarray], str]:
+        """The bytes of its file, or its pixels, and their digest, which is noted."""
+        try:
+            source = item.image.read_bytes() if isinstance(item.image, Path) else item.image
+        except OSError as error:
+            raise RequestError(f"{item.image}: cannot be read: {error.strerror}") from None
+        shape = b"" if isinstance(source, bytes) else str(source.shape).encode()
+        digest = hashlib.sha256(shape + (source if isinstance(source, bytes) else source.tobytes())).hexdigest()
+        self._digests[item.name] = digest
+        while not isinstance(source, bytes) and len(self._digests) > self.held:  # frames may come without an end
+            del self._digests[next(iter(self._digests))]
+        return source, digest
+
+
+@dataclass(frozen=True)
+class Output:
+    """What is written of each pair, in `folder`. settings: as of `results.made_from`."""
+
+    folder: Path
+    json: bool = False
+    pictures: bool = False
+    homography: bool = False
+    again: bool = False  # also what is there already: a camera shows something new each time
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+    def file(self, item0: Item, item1: Item, ending: str) -> Path:
+        """FOLDER/A_B_ENDING."""
+        return self.folder / f"{item0.name}_{item1.name}_{ending}"
+
+    def missing(self, item0: Item, item1: Item) -> Set[str]:
+        """The endings of what is asked for beside the matches and is not there."""
+        asked = {JSON: self.json, PICTURE: self.pictures, OVERLAY: self.homography, BLINK: self.homography}
+        return {ending for ending in asked if asked[ending] and not self.file(item0, item1, ending).is_file()}
+
+    def complete(self, item0: Item, item1: Item, found: MatchResult, made: str) -> bool:
+        """Write what is asked for beside the matches and is not there; was there anything to write?"""
+        missing, found = self.missing(item0, item1), found._replace(images=(item0.image, item1.image))
+        fitted = found.fits() if missing else {}
+        if JSON in missing:
+            about = {"image0": item0.name, "image1": item1.name, "made_from": json.loads(made)}
+            results.write_json(self.file(item0, item1, JSON), found, fitted, about)
+        if PICTURE in missing:
+            results.write_picture(self.file(item0, item1, PICTURE), found, fitted)
+        H_0to1 = fitted["homography"].model if missing & {OVERLAY, BLINK} else None
+        if H_0to1 is None:
+            missing -= {OVERLAY, BLINK}
+        else:
+            results.write_overlay(self.folder / f"{item0.name}_{item1.name}", found, H_0to1)
+        return bool(missing)
+
+    def write(self, item0: Item, item1: Item, found: MatchResult, made: str) -> None:
+        """All files of a pair, the one that says it is done last; those of another result are removed first."""
+        for ending in (MATCHES, JSON, PICTURE, OVERLAY, BLINK):
+            self.file(item0, item1, ending).unlink(missing_ok=True)
+        self.complete(item0, item1, found, made)
+        results.write_npz(self.file(item0, item1, MATCHES), found, made)
+
+
+def photos_in(folder: Path, out_dir: Path) -> List[Item]:
+    """All image files below a folder, by name, but for results: what is below `out_dir`, and pictures of other runs.
+
+    Raises RequestError: there are fewer than two, or `out_dir` is the folder itself.
+    """
+    output = out_dir.resolve()
+    if output == folder.resolve():
+        raise RequestError(
+            f"--out-dir {out_dir}: is the folder of the photographs; name another, such as {out_dir}/found"
+        )
+    files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file() and not _is_result(p))
+    paths = [path for path in files if output not in path.resolve().parents]
+    if len(paths) < len(files):
+        print(f"{out_dir}: {len(files) - len(paths)} images there are left out: it is the output", file=sys.stderr)
+    if len(paths) < 2:
+        raise RequestError(f"{folder}: {len(paths)} images; matching needs two or more")
+    return named(paths, folder)
+
+
+def _is_result(path: Path) -> bool:
+    """Is it a picture of a pair, which lies beside the pair's matches?"""
+    ends = [ending for ending in (PICTURE, OVERLAY, BLINK) if path.name.endswith(f"_{ending}")]
+    return any(path.with_name(path.name[: -len(ending)] + MATCHES).is_file() for ending in ends)
+
+
+def named(paths: Sequence[Path], root: Path) -> List[Item]:
+    """Photos called after their place below `root`, without ending where each A_B still means one pair."""
+    inside = [path.relative_to(root) if root in path.parents else path for path in paths]
+    whole = ["-".join(part for part in path.parts if part not in ("/", "..")) for path in inside]
+    plain = [name.rpartition(".")[0] or name for name in whole]
+    # with a and a_b there, a_b_c could be a with b_c, or a_b with c
+    taken = set(plain)
+    clear = len(taken) == len(plain) and not any(
+        name[:at] in taken for name in plain for at, letter in enumerate(name) if letter == "_"
+    )
+    names = plain if clear else whole
+    for name, count in collections.Counter(names).items():
+        if count > 1:
+            raise RequestError(f"{name}: two images would have their results under this name; rename one")
+    return [Item(name, path) for name, path in zip(names, paths)]
+
+
+def listed_pairs(file: Path, root: Path) -> List[Tuple[Item, Item]]:
+    """Pairs of a text file, `a b` in each line, below `root`; what follows in a line is ignored, as are lines of `#`.
+
+    Raises RequestError for a file that cannot be read or a line of one name.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{file}: cannot be read: {error}") from None
+    pairs: Dict[Tuple[Path, Path], None] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) < 2:
+            raise RequestError(f"{file}:{number}: needs two names, has {line.strip()!r}")
+        pairs[root / words[0], root / words[1]] = None
+    if not pairs:
+        raise RequestError(f"{file}: no pair in it; a line is `a.jpg b.jpg`")
+    paths = list(dict.fromkeys(path for pair in pairs for path in pair))
+    photo = dict(zip(paths, named(paths, root)))
+    return [(photo[a], photo[b]) for a, b in pairs]
+
+
+def frames(capture: cv2.VideoCapture, every: int, most: Optional[int]) -> Iterator[Item]:
+    """Each `every`-th frame of a video or camera, at most `most`."""
+    for number in itertools.count():
+        if (most is not None and number >= most * every) or not capture.grab():
+            return
+        if number % every:
+            continue
+        ok, image = capture.retrieve()
+        if ok:
+            yield Item(f"frame{number:06d}", image)
+
+
+def sequential(items: Iterable[Item], window: int) -> Iterator[Tuple[Item, Item]]:
+    """Each item with the `window` before it."""
+    before: collections.deque = collections.deque(maxlen=window)
+    for item in items:
+        for earlier in before:
+            yield earlier, item
+        before.append(item)
+
+
+def prepare(photos: Sequence[Item], store: FeatureStore) -> Tuple[List[Item], Dict[str, str]]:
+    """Compute what features are missing: the readable photos, and of the others the reason by path, as it was given."""
+
+    def reason(photo: Item) -> str:
+        try:
+            store.prepare(photo)
+        except RequestError as error:
+            return str(error).replace(f"{photo.image}: ", "", 1)
+        return ""
+
+    readable, bad = [], {}
+    with ThreadPoolExecutor(2) as pool:
+        shown = Progress(pool.map(reason, photos), total=len(photos), desc="features", unit="images")
+        for why, photo in zip(shown, photos):
+            if why:
+                bad[str(photo.image)] = why
+            else:
+                readable.append(photo)
+    return readable, bad
+
+
+def resolved(photos: Sequence[Item], store: FeatureStore, pairing: str) -> str:
+    """The way that auto means for these photos; any other as it is."""
+    if pairing != "auto":
+        return pairing
+    return "nearest" if len(photos) > FEW and store.is_sift else "exhaustive"
+
+
+def choose_pairs(
+    photos: Sequence[Item], store: FeatureStore, pairing: str, k: Optional[int] = None
+) -> Tuple[Pairs, int]:
+    """The pairs of a set of photos and how many.
+
+    pairing: exhaustive; sequential or nearest with `k` others each (None: NEIGHBOURS); auto: exhaustive of at most FEW
+    photos, nearest of more. nearest looks at SIFT.
+    """
+    count, pairing = len(photos), resolved(photos, store, pairing)
+    if pairing == "exhaustive":
+        return itertools.combinations(photos, 2), count * (count - 1) // 2
+    k = k or NEIGHBOURS[pairing]
+    if pairing == "sequential":
+        k = min(k, max(count - 1, 0))
+        return sequential(photos, k), k * count - k * (k + 1) // 2
+    chosen = retrieval.nearest_pairs(photos, lambda photo: store(photo).records["descriptor"], k)
+    return [(photos[i], photos[j]) for i, j in chosen], len(chosen)
+
+
+@dataclass
+class Run:
+    """Matching pairs into `output`: how many were matched, of these again; done before, of these lacking files.
+
+    adding: each is called with every pair, the ones done before among them.
+    """
+
+    store: FeatureStore
+    output: Output
+    adding: Sequence[Adding] = ()
+    matched: int = 0
+    again: int = 0
+    before: int = 0
+    completed: int = 0
+
+    def match(self, pairs: Pairs, total: Optional[int]) -> None:
+        """Match and write each pair whose result is not there; `total`: how many pairs there are, where it is known."""
+        matcher, output = self.store.matcher, self.output
+        matcher.side_by_side()
+        size = BATCH_ON_GPU if matcher.device.startswith("cuda") else PAIRS_OF_A_WORKER * matcher.workers
+        shown = Progress(total=total, desc="matching", unit="pairs")
+        drawn: collections.deque = collections.deque()  # the pairs in work, and what their results are made from
+        with shown:
+            for found in matcher.match_batch(self._waiting(pairs, drawn, shown), size):
+                (item0, item1), made = drawn.popleft()
+                output.write(item0, item1, found, made)
+                self._tell((item0, item1), found)
+                self.matched += 1
+                shown.update(1)
+
+    def _waiting(self, pairs: Pairs, drawn: collections.deque, shown: Progress) -> Iterator[Tuple[Features, Features]]:
+        """Features of the pairs to match, which are noted in `drawn`."""
+        for pair in pairs:
+            if not self.output.again and self._done(pair, shown):
+                self.before += 1
+                shown.initial += 1
+                shown.update(1)
+                continue
+            sides = self.store.with_pixels(pair[0]), self.store.with_pixels(pair[1])
+            drawn.append((pair, self._made_from(pair)))  # after its features were read: they are of this content
+            yield sides
+
+    def _tell(self, pair: Tuple[Item, Item], found: MatchResult) -> None:
+        for add in self.adding:
+            add(*pair, found)
+
+    def _made_from(self, pair: Tuple[Item, Item]) -> str:
+        return results.made_from((self.store.digest(pair[0]), self.store.digest(pair[1])), self.output.settings)
+
+    def _done(self, pair: Tuple[Item, Item], shown: Progress) -> bool:
+        """Is the result of a pair there, made from what it would be made from now? Files that it lacks are written."""
+        path = self.output.file(*pair, MATCHES)
+        before, now = results.read_made_from(path), self._made_from(pair)
+        if before is None:
+            return False
+        why = results.differs(before, now)
+        if not why and (self.adding or self.output.missing(*pair)):
+            try:
+                found = results.read_npz(path, *(self.store(item).size for item in pair))
+            except results.DAMAGED:
+                why = "is damaged"
+            else:
+                self.completed += self.output.complete(*pair, found, now)
+                self._tell(pair, found)
+        if why:
+            self.again += 1
+            if self.again == 1:
+                shown.say(f"{path}: {why}; it is made again, as are others that do not fit")
+        return not why

@@ -1,0 +1,287 @@
+"""Multi-head attention between ragged sets of keypoints (SuperGlue, section 3.1, equations 3 to 5)."""
+
+from __future__ import annotations
+
+import math
+from typing import Iterable, List, NamedTuple, Optional, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from superglue_sift import torch_compat
+from superglue_sift.network.chunked_attention import scaled_dot_product_attention
+from superglue_sift.network.packing import Edges
+from superglue_sift.torch_compat import no_autocast
+
+# Most attention weights that the gradient on a CPU holds at a time: those of several short sequences.
+MAX_SCRATCH = 1 << 22
+
+SPREAD = 2.0  # standard deviation of the first frequencies of rotary positions, radians over half an image
+
+
+def turned(vectors: Tensor, rotation: Tensor) -> Tensor:
+    """vectors (..., d), entries i and i + d / 2 turned as a point of the plane; of the same dtype.
+
+    rotation: cos and sin of the angles, (2, ..., d / 2), broadcast.
+    """
+    a, b = vectors.chunk(2, -1)
+    cos, sin = rotation.to(vectors.dtype).unbind(0)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+class RotaryPositions(nn.Module):
+    """Rotary embedding of positions in the plane, of learned frequencies (Su et al. 2021; LightGlue, section 3.1).
+
+    Queries and keys so turned have inner products that depend on where keypoints lie relative to each other.
+    """
+
+    def __init__(self, channels: int) -> None:
+        """channels: d of each head, even."""
+        super().__init__()
+        if channels % 2:
+            raise ValueError(f"rotary positions need an even width of a head, not {channels}")
+        self.frequencies = nn.Parameter(SPREAD * torch.randn(2, channels // 2))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """positions (..., 2) of order one -> cos and sin (2, ..., d / 2), for `turned`."""
+        angles = positions @ self.frequencies
+        return torch.stack([angles.cos(), angles.sin()])
+
+
+def ragged_attention(heads: Tensor, edges: Edges, rotation: Optional[Tensor] = None) -> Tensor:
+    """Attention of each sequence to its partner sequence, exact: no token of another image has any weight.
+
+    Args:
+        heads: (S, 3, H, d) query, key and value of packed tokens for each of H heads.
+        edges: whose tokens they are, and who attends to whom.
+        rotation: of queries and keys, (2, S, d / 2), see `turned`.
+
+    Returns:
+        (S, H, d). A sequence whose partner is empty receives zeros.
+    """
+    if not edges.partner:
+        return heads[:, 0]
+    if rotation is not None:
+        heads = torch.cat([turned(heads[:, :2], rotation[:, :, None, None]), heads[:, 2:]], 1)
+    learns = torch.is_grad_enabled() and heads.requires_grad
+    if learns and heads.device.type == "cpu" and heads.dtype == torch.bfloat16:
+        return _WithOwnGradient.apply(heads, edges)
+    return _fused(heads, edges)
+
+
+def _fused(heads: Tensor, edges: Edges) -> Tensor:
+    """`ragged_attention` by torch's kernels and their gradient, in the form that suits the sequences and the device."""
+    on_cpu = heads.device.type == "cpu"
+    if edges.packing.full and (torch_compat.has_fused_attention() or not on_cpu):
+        return _padded(heads, edges)
+    if on_cpu:
+        return _one_by_one(heads, edges)
+    return _packed(heads, edges) if torch_compat.has_packed_attention(heads) else _padded(heads, edges)
+
+
+def _one_by_one(heads: Tensor, edges: Edges) -> Tensor:
+    """One unpadded call a sequence: no mask, no wasted work; launches cost nothing on a CPU."""
+    queries, keys, values = (t.split(edges.packing.counts) for t in heads.unbind(1))
+    messages = []
+    for i, j in enumerate(edges.partner):
+        if len(queries[i]) == 0 or len(keys[j]) == 0:
+            messages.append(torch.zeros_like(queries[i]))
+            continue
+        # (1, H, n, d) without a copy; what comes back lies as (n, H, d) in memory
+        own = (t.transpose(0, 1).unsqueeze(0) for t in (queries[i], keys[j], values[j]))
+        messages.append(scaled_dot_product_attention(*own).squeeze(0).transpose(0, 1))
+    return torch.cat(messages)
+
+
+class _WithOwnGradient(torch.autograd.Function):
+    """`_fused`, whose backward pass is plain products; their weights are recomputed, not kept.
+
+    On a CPU the fused kernel's own backward pass is slower in bfloat16 than in float32, while plain products use the
+    matrix units (docs/performance.md has the figures).
+    """
+
+    @staticmethod
+    def forward(ctx, heads: Tensor, edges: Edges) -> Tensor:
+        ctx.save_for_backward(heads)
+        ctx.edges = edges
+        return _fused(heads, edges)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (heads,), edges = ctx.saved_tensors, ctx.edges
+        found = torch.empty_like(heads)
+        groups = list(edges.groups(MAX_SCRATCH // heads.shape[2]))
+        # one buffer for all groups, so that it stays in the cache
+        scratch = heads.new_empty((2, heads.shape[2] * max(group.weights for group in groups)))
+        with no_autocast("cpu"):
+            for own, others, number in groups:
+                inputs = heads[own, 0], heads[others, 1], heads[others, 2], grad[own]
+                outputs = found[own, 0], found[others, 1], found[others, 2]
+                _write_gradient(inputs, outputs, number, scratch)
+        return found, None
+
+
+def _write_gradient(inputs: Sequence[Tensor], outputs: Sequence[Tensor], number: int, scratch: Tensor) -> None:
+    """The gradient of attention of some sequences, all of n keypoints, to as many others, all of m.
+
+    Args:
+        inputs: q (number n, H, d), k, v (number m, H, d) and the gradient of the message, as q.
+        outputs: where to write those of q, k and v.
+        scratch: (2, at least number H n m), overwritten.
+    """
+    # (number, H, n, d), and in contiguous copies
+    outputs, parts = (
+        [t.unflatten(0, (number, len(t) // number)).transpose(1, 2) for t in each] for each in (outputs, inputs)
+    )
+    q, k, v, grad = (t.clone(memory_format=torch.contiguous_format).flatten(0, 1) for t in parts)
+    shape = (len(q), q.shape[1], k.shape[1])
+    if 0 in shape:
+        for t in outputs:
+            t.zero_()
+        return
+    weights, d_logits = (part[: math.prod(shape)].view(shape) for part in scratch)
+    scale = 1 / math.sqrt(q.shape[-1])
+    k.mul_(scale)
+    torch_compat.softmax_(torch.bmm(q, k.transpose(1, 2), out=weights))
+    d_v = torch.bmm(weights.transpose(1, 2), grad)
+    torch_compat.softmax_gradient_(torch.bmm(grad, v.transpose(1, 2), out=d_logits), weights)
+    d_k = torch.bmm(d_logits.transpose(1, 2), q).mul_(scale)
+    d_q = torch.bmm(d_logits, k)
+    for there, t in zip(outputs, (d_q, d_k, d_v)):
+        there.copy_(t.view(there.shape))
+
+
+def _packed(heads: Tensor, edges: Edges) -> Tensor:
+    """One call on the packed tokens, for a GPU whose fused kernel takes sequences of any lengths."""
+    q, k, v = heads.unbind(1)
+    if edges.turn:
+        k, v = (_Turned.apply(t, edges.first_token) for t in (k, v))
+    theirs = edges.partner_packing
+    return torch_compat.packed_attention(q, k, v, edges.packing.starts, theirs.starts, edges.packing.width)
+
+
+def _padded(heads: Tensor, edges: Edges) -> Tensor:
+    """One padded call for the batch, masked where there is padding: few launches on a GPU."""
+    packing = edges.packing
+    queries, keys, values = (t.transpose(1, 2) for t in packing.pad(heads).unbind(2))  # (B, H, N, d)
+    if edges.turn:
+        keys, values = (_Turned.apply(t, edges.turn) for t in (keys, values))
+    mask = None if packing.full else edges.visible
+    return packing.pack(scaled_dot_product_attention(queries, keys, values, mask).transpose(1, 2))
+
+
+class _Turned(torch.autograd.Function):
+    """The rows from `first` on, then those before: one launch each way, where `torch.roll` copies what is strided."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, first: int) -> Tensor:
+        ctx.first = first
+        return torch.cat([rows[first:], rows[:first]])
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        first = len(grad) - ctx.first
+        return torch.cat([grad[first:], grad[:first]]), None
+
+
+class Maps(NamedTuple):
+    """The linear maps of a layer, as its tokens go through them (see `AttentionalLayer`), H heads of d = D / H.
+
+    heads_weight (3 D, D), heads_bias: query, key and value; own (2 D, D) and message (D, 2 D): what the MLP's first map
+    does to the state and, with the merge of the heads, to the message; bias (2 D,): of both; last_weight (D, 2 D),
+    last_bias.
+    """
+
+    heads_weight: Tensor
+    heads_bias: Tensor
+    own: Tensor
+    message: Tensor
+    bias: Tensor
+    last_weight: Tensor
+    last_bias: Tensor
+
+
+class _Update(nn.Sequential):
+    """MLP([x, merge(message)]): Linear, norm, ReLU, Linear.
+
+    The merge and the first Linear are one map of the message, so their product is taken of the weights, which are few,
+    rather than of the tokens; and what the two halves of the input give is added, not their concatenation made.
+    """
+
+    def forward(self, x: Tensor, message: Tensor, maps: Maps) -> Tensor:
+        """x, message (S, D) -> (S, D)."""
+        hidden = nn.functional.linear(x, maps.own, maps.bias).addmm_(message, maps.message)
+        for module in list(self)[1:-1]:
+            hidden = module(hidden)
+        return nn.functional.linear(hidden, maps.last_weight, maps.last_bias)
+
+
+class AttentionalLayer(nn.Module):
+    """One residual update of every keypoint: x <- x + MLP([x, message]) (equation 3)."""
+
+    def __init__(self, dim: int, heads: int, norm: nn.Module) -> None:
+        super().__init__()
+        if dim % heads:
+            raise ValueError(f"dim {dim} is not divisible by heads {heads}")
+        self.heads = heads
+        self.query_key_value = nn.Linear(dim, 3 * dim)
+        self.merge = nn.Linear(dim, dim)
+        self.mlp = _Update(nn.Linear(2 * dim, 2 * dim), norm, nn.ReLU(inplace=True), nn.Linear(2 * dim, dim))
+        # each layer starts as the identity: the untrained network is then a soft nearest-neighbour matcher
+        nn.init.zeros_(self.last.weight)
+        nn.init.zeros_(self.last.bias)
+
+    @property
+    def first(self) -> nn.Linear:
+        """The MLP's first map."""
+        first = self.mlp[0]
+        assert isinstance(first, nn.Linear)
+        return first
+
+    @property
+    def last(self) -> nn.Linear:
+        """The MLP's last map."""
+        last = self.mlp[-1]
+        assert isinstance(last, nn.Linear)
+        return last
+
+    def maps(self) -> Maps:
+        """Of its weights as they are."""
+        own, others = self.first.weight.split(self.merge.out_features, dim=1)
+        bias = torch.addmv(self.first.bias, others, self.merge.bias)
+        heads, last = self.query_key_value, self.last
+        return Maps(heads.weight, heads.bias, own, (others @ self.merge.weight).t(), bias, last.weight, last.bias)
+
+    def forward(
+        self, x: Tensor, edges: Edges, rotation: Optional[Tensor] = None, maps: Optional[Maps] = None
+    ) -> Tensor:
+        """x (S, D) packed -> (S, D), in float32 also under autocast: the sum over all layers loses no digit.
+
+        maps: `self.maps()`, or of `maps_of`, if at hand.
+        """
+        maps = maps or self.maps()
+        state = torch_compat.cast_as_autocast(x)
+        heads = nn.functional.linear(state, maps.heads_weight, maps.heads_bias)
+        message = ragged_attention(heads.view(len(x), 3, self.heads, x.shape[1] // self.heads), edges, rotation)
+        return x + self.mlp(state, message.reshape(x.shape), maps)
+
+
+def maps_of(layers: Sequence[AttentionalLayer]) -> List[Maps]:
+    """`maps()` of layers of one width, for a GPU: a few launches and casts for all instead of some for each."""
+
+    def stacked(tensors: Iterable[Tensor]) -> Tensor:
+        return torch_compat.cast_as_autocast(torch.stack(list(tensors)))
+
+    first = stacked(layer.first.weight for layer in layers)
+    own, others = first.split(layers[0].merge.out_features, dim=2)
+    merge_weight = stacked(layer.merge.weight for layer in layers)
+    merge_bias = stacked(layer.merge.bias for layer in layers).unsqueeze(2)
+    bias = torch.baddbmm(stacked(layer.first.bias for layer in layers).unsqueeze(2), others, merge_bias).squeeze(2)
+    message = torch.bmm(others, merge_weight).transpose(1, 2)
+    heads_weight, heads_bias, last_weight, last_bias = (
+        stacked(getattr(getattr(layer, map_), kind) for layer in layers)
+        for map_ in ("query_key_value", "last")
+        for kind in ("weight", "bias")
+    )
+    every = (heads_weight, heads_bias, own, message, bias, last_weight, last_bias)
+    return [Maps(*each) for each in zip(*(t.unbind() for t in every))]

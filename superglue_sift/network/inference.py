@@ -1,0 +1,135 @@
+"""The trained network made ready for matching: what depends on weights alone is computed once.
+
+Per layer the merge of the heads goes into the first map of the MLP, and a BatchNorm into the map before it. In
+bfloat16 the weights are stored so, instead of cast at each call; the residual stream, the keypoint encoder, the scores
+and the transport stay float32.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+from typing import Optional, OrderedDict, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from superglue_sift.network.attention import AttentionalLayer, ragged_attention
+from superglue_sift.network.cuda_graphs import capture_cuda_graph
+from superglue_sift.network.normalization import TokenBatchNorm
+from superglue_sift.network.packing import Assignments, Edges, Layout
+from superglue_sift.network.superglue import SuperGlue
+
+
+def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlue:
+    """A faster copy of `model`, equal to rounding in float32; the layers in float32, bfloat16 or float16."""
+    ready = copy.deepcopy(model).eval().requires_grad_(False)
+    dtype = getattr(torch, precision)
+    ready.keypoint_encoder = _fuse_encoder(ready.keypoint_encoder)
+    for layers in (ready.self_attention, ready.cross_attention):
+        for number, layer in enumerate(layers):
+            assert isinstance(layer, AttentionalLayer)
+            layers[number] = FusedLayer(layer, dtype)
+    return ready
+
+
+class CUDAGraphModel:
+    """A network whose call on a GPU is captured as a CUDA graph, one for each batch shape, and replayed.
+
+    Up to a thousand keypoints a GPU waits longer for the launches of a pair than it works (published timings are alike
+    from 256 to 1,024). A capture costs several calls, so this pays where shapes recur: in a video, or where each view
+    has as many keypoints as are allowed. On a CPU nothing is captured, and nothing gained.
+    """
+
+    def __init__(self, model: SuperGlue, most: int = 8) -> None:
+        """model: for inference, such as `fuse_for_inference` gives. most: graphs kept, those used last."""
+        self.model, self.most = model, most
+        self._kept: OrderedDict[tuple, _CapturedModel] = collections.OrderedDict()
+
+    @torch.no_grad()
+    def __call__(self, batch) -> Assignments:
+        """As the network itself, of a PairBatch; the answer is the caller's own."""
+        sizes = batch.counts0.tolist(), batch.counts1.tolist()
+        key = (batch.device, *map(tuple, sizes), batch.records0.shape[1], batch.records1.shape[1])
+        if key in self._kept:
+            found = self._kept[key]
+            found.batch.copy_(batch)
+            found.replay()
+        else:
+            while len(self._kept) >= self.most:
+                self._kept.popitem(last=False)
+            found = self._kept[key] = _CapturedModel(self.model, batch)
+        self._kept.move_to_end(key)
+        answer, finite = found.answer
+        return answer.clone() if bool(finite.all()) else self.model(batch)
+
+
+class _CapturedModel:
+    """The network on memory of its own: `replay()` writes its `answer` to what lies in `batch`."""
+
+    def __init__(self, model: SuperGlue, batch) -> None:
+        with torch.inference_mode(False):  # the memory is overwritten outside of it
+            self.batch, self.layout = batch.clone(), Layout(batch)
+        self.answer: Tuple[Assignments, Tensor]
+
+        def work() -> None:
+            self.answer = model.transport(model.matching_descriptors(self.batch, self.layout), self.layout)
+
+        self.replay = capture_cuda_graph(work, batch.device)
+
+
+class FusedLayer(nn.Module):
+    """`AttentionalLayer` with its linear maps multiplied out."""
+
+    own: Tensor
+    message: Tensor
+    bias: Tensor
+    heads_weight: Tensor
+    heads_bias: Tensor
+    last_weight: Tensor
+    last_bias: Tensor
+
+    def __init__(self, layer: AttentionalLayer, dtype: torch.dtype) -> None:
+        super().__init__()
+        first, norm, _, last = layer.mlp
+        assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
+        own, others = first.weight.double().chunk(2, dim=1)
+        bias = first.bias.double() + others @ layer.merge.bias.double()
+        message = others @ layer.merge.weight.double()
+        if isinstance(norm, TokenBatchNorm):
+            scale, shift = _scale_and_shift(norm)
+            own, message, bias = scale[:, None] * own, scale[:, None] * message, scale * bias + shift
+            norm = nn.Identity()
+        self.heads = layer.heads
+        self.norm = norm.to(dtype)
+        named = {"own": own, "message": message.t().contiguous(), "bias": bias}
+        named.update(last_weight=last.weight, last_bias=last.bias)
+        named.update(heads_weight=layer.query_key_value.weight, heads_bias=layer.query_key_value.bias)
+        for name, value in named.items():
+            self.register_buffer(name, value.detach().to(dtype))
+
+    def forward(self, x: Tensor, edges: Edges, rotation: Optional[Tensor] = None) -> Tensor:
+        """x (S, D) packed float32 -> (S, D) float32."""
+        linear = nn.functional.linear
+        state = x.to(self.own.dtype)
+        heads = linear(state, self.heads_weight, self.heads_bias)
+        heads = heads.view(len(x), 3, self.heads, x.shape[1] // self.heads)
+        message = ragged_attention(heads, edges, rotation).reshape(x.shape)
+        hidden = linear(state, self.own, self.bias).addmm_(message, self.message)
+        return x + linear(self.norm(hidden).relu_(), self.last_weight, self.last_bias)
+
+
+def _scale_and_shift(norm: TokenBatchNorm) -> Tuple[Tensor, Tensor]:
+    """What a BatchNorm does to a channel in evaluation: times `scale`, plus `shift`; float64."""
+    scale = norm.weight.double() * torch.rsqrt(norm.running_var.double() + norm.eps)
+    return scale, norm.bias.double() - norm.running_mean.double() * scale
+
+
+def _fuse_encoder(encoder: nn.Sequential) -> nn.Sequential:
+    for before, norm in zip(list(encoder), list(encoder)[1:]):
+        if isinstance(norm, TokenBatchNorm):
+            assert isinstance(before, nn.Linear)
+            scale, shift = _scale_and_shift(norm)
+            before.weight.data.copy_(scale[:, None] * before.weight.double())
+            before.bias.data.copy_(scale * before.bias.double() + shift)
+    return nn.Sequential(*(module for module in encoder if not isinstance(module, TokenBatchNorm)))

@@ -1,0 +1,293 @@
+"""SuperGlue for SIFT: a graph neural network that matches two sets of local features (arXiv 1911.11763).
+
+keypoints + descriptors -> keypoint encoder -> L x (self-, cross-attention) -> scores -> optimal transport.
+
+Written from the paper. What differs from it, and why:
+- Descriptors are SIFT's, cast from uint8 and taken to RootSIFT inside the network (Arandjelovic 2012), or any others,
+  as unit vectors (`descriptors.unit_vectors`); of a keypoint's orientations the one that suits the pair
+  (`orientation`).
+- The keypoint encoder also sees SIFT's scale and angle (`scale_angle`), which SuperPoint does not have.
+- Self-attention may weigh by relative positions, by rotary embedding (`rotary`), which was published after it.
+- Each residual branch starts at zero and the projections as the identity, so that the untrained network is
+  the softmax nearest-neighbour matcher of its descriptors and training can only improve on it.
+- The hidden norm is LayerNorm by default (`norm: layer`); the paper's BatchNorm is `norm: batch`. LayerNorm
+  makes a pair's result independent of its batch mates, needs no collective, and has no train/eval mismatch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Iterable, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from superglue_sift.batch import PairBatch
+from superglue_sift.descriptors import unit_vectors
+from superglue_sift.network.attention import AttentionalLayer, RotaryPositions, maps_of
+from superglue_sift.network.marginals import Marginals
+from superglue_sift.network.neighbours import FEATURES, neighbour_features
+from superglue_sift.network.normalization import token_norm
+from superglue_sift.network.orientation import choose_orientations
+from superglue_sift.network.packing import Assignments, Layout
+from superglue_sift.network.sinkhorn import log_optimal_transport, padded_optimal_transport, to_float32
+from superglue_sift.torch_compat import can_compile, no_autocast, recomputed
+
+SIFT_DIM = 128
+ENCODER_WIDTHS = (32, 64, 128, 256)  # hidden layers of the keypoint encoder (appendix, "keypoint encoder")
+
+# Typical SIFT values at 512x384, so that the encoder's inputs are of order one.
+TYPICAL_SCORE, TYPICAL_SCALE = 0.03, 4.0
+
+# Start of the score: SHARPNESS * cosine of RootSIFT, and the dustbin at the cosine of a doubtful match. Chosen as
+# the least loss of the untrained network on COCO views (1.51, precision 0.91, recall 0.70).
+SHARPNESS, DOUBTFUL_COSINE = 40.0, 0.78
+# The same of ORB, where half of the bits agree by chance: loss 2.2 on views of photographs, with the above 10.2.
+BINARY_SHARPNESS, BINARY_DOUBTFUL_COSINE = 12.0, 0.2
+
+# Largest values of a configuration: a model file may come from anyone.
+LIMITS = {"dim": 4096, "layers": 256, "heads": 1024, "sinkhorn_iterations": 1000, "descriptor_dim": 65536}
+NORMS, KINDS = ("layer", "batch"), ("sift", "float", "binary")
+
+
+@dataclasses.dataclass(frozen=True)
+class SuperGlueConfig:
+    """Everything that decides the shape and the meaning of the weights. Raises ValueError for a value out of range."""
+
+    dim: int = 128  # D, width of a keypoint's state; the paper: 128 for SIFT, 256 for SuperPoint
+    layers: int = 9  # pairs of one self- and one cross-attention layer
+    heads: int = 4
+    norm: str = "layer"  # layer | batch
+    scale_angle: bool = True  # encode SIFT's scale and angle beside position and score
+    neighbours: bool = False  # encode each keypoint's nearest neighbour in the other image too (neighbours.py)
+    rotary: bool = False  # self-attention by relative positions too (attention.py)
+    sinkhorn_iterations: int = 100  # T, in training; inference may use another
+    extractor: str = "sift"  # whose keypoints it matches (extractors.py)
+    descriptor: str = "sift"  # their kind: sift | float | binary (descriptors.py)
+    descriptor_dim: int = 128  # entries of a descriptor; of a binary one, bits
+
+    def __post_init__(self) -> None:
+        for name, most in LIMITS.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise ValueError(f"{name} = {value!r}: must be a whole number from 1 to {most}")
+        if self.dim % self.heads:
+            raise ValueError(f"heads = {self.heads}: must divide dim ({self.dim})")
+        if self.norm not in NORMS or self.descriptor not in KINDS:
+            raise ValueError(f"norm {self.norm!r}, descriptor {self.descriptor!r}: must be of {NORMS} and of {KINDS}")
+
+    def to_dict(self) -> dict:
+        """Plain values for JSON; `SuperGlueConfig(**values)` reads them back."""
+        return dataclasses.asdict(self)
+
+
+class Matches(NamedTuple):
+    """Mutual matches: -1 is none. matches0 (B, M) int64 index into image 1, scores0 (B, M) float32; and back."""
+
+    matches0: Tensor
+    matching_scores0: Tensor
+    matches1: Tensor
+    matching_scores1: Tensor
+
+
+class SuperGlue(nn.Module):
+    """The network. Input: a `superglue_sift.batch.PairBatch` (or any object with its fields)."""
+
+    def __init__(self, config: SuperGlueConfig = SuperGlueConfig()) -> None:
+        super().__init__()
+        self.config = config
+        self.recompute = False  # trade time for memory in training: keep no activations inside layers
+        dim = config.dim
+        self.descriptor_projection = nn.Linear(config.descriptor_dim, dim)
+        self.keypoint_encoder = _keypoint_encoder(_encoder_inputs(config), dim, config.norm)
+        self.rotary = RotaryPositions(dim // config.heads) if config.rotary else None
+        self.self_attention = nn.ModuleList(_layer(config) for _ in range(config.layers))
+        self.cross_attention = nn.ModuleList(_layer(config) for _ in range(config.layers))
+        self.final_projection = nn.Linear(dim, dim)
+        binary = config.descriptor == "binary"
+        sharpness = BINARY_SHARPNESS if binary else SHARPNESS
+        doubtful = BINARY_DOUBTFUL_COSINE if binary else DOUBTFUL_COSINE
+        self.dustbin = nn.Parameter(torch.tensor(sharpness * doubtful))
+        self._start_as_identity(sharpness)
+
+    def _start_as_identity(self, sharpness: float) -> None:
+        dim = self.config.dim
+        with torch.no_grad():
+            for linear in (self.descriptor_projection, self.final_projection):
+                nn.init.zeros_(linear.bias)
+            if dim == self.config.descriptor_dim:
+                nn.init.eye_(self.descriptor_projection.weight)
+            else:  # keeps inner products when dim is the larger, nearly so below
+                nn.init.orthogonal_(self.descriptor_projection.weight)
+            nn.init.eye_(self.final_projection.weight)
+            # unit descriptors scaled to entries of order one, then <f0, f1> / sqrt(D) = sharpness * cosine
+            self.descriptor_projection.weight.mul_(math.sqrt(dim))
+            self.final_projection.weight.mul_(math.sqrt(sharpness / math.sqrt(dim)))
+
+    def forward(self, batch) -> Assignments:
+        """Log assignment of each pair.
+
+        Args:
+            batch: PairBatch of B pairs; keypoints (B, M, 2) px, descriptors as bytes, counts (B,).
+
+        Returns:
+            A sequence of B float32 matrices (m_i + 1, n_i + 1), without padding, dustbins last; exp() of an
+            entry is the probability of that match.
+        """
+        layout = Layout(batch)
+        return self.assign(self.matching_descriptors(batch, layout), layout)
+
+    def matching_descriptors(self, batch, layout: Layout) -> Tensor:
+        """Matching descriptors of all keypoints (equation 6), packed: images 0 of all pairs, then images 1: (S, D).
+
+        Under autocast the layers' products are cast, and nothing else: as in `inference`.
+        """
+        kind = layout.device.type
+        with no_autocast(kind):
+            if self.config.descriptor == "sift":
+                batch = choose_orientations(batch, layout)
+            x, rotation = self._encode(batch, layout)
+        for layer, maps, place in zip(self._layers, self._maps(kind), itertools.count()):
+            where = (layout.between, None) if place % 2 else (layout.within, rotation)
+            if self.recompute and self.training:
+                x = recomputed(layer, x, *where, *maps)
+            else:
+                x = layer(x, *where, *maps)
+        with no_autocast(kind):
+            return self.final_projection(x)
+
+    @property
+    def _layers(self) -> List[nn.Module]:
+        """In the order in which they work: self, cross, self, ..."""
+        return [layer for both in zip(self.self_attention, self.cross_attention) for layer in both]
+
+    def _maps(self, kind: str) -> List[tuple]:
+        """Of each layer what it may be handed: on a GPU its maps, where it makes them of its weights at each call."""
+        layers = [layer for layer in self._layers if isinstance(layer, AttentionalLayer)]
+        # torch 1.10's checkpoints take gradients of their arguments, and not of a tuple's entries
+        apart = self.recompute and not can_compile()
+        if kind == "cpu" or apart or len(layers) < len(self._layers):
+            return [()] * len(self._layers)
+        return [(maps,) for maps in maps_of(layers)]
+
+    def assign(self, descriptors: Tensor, layout: Layout) -> Assignments:
+        """Log assignments from `matching_descriptors` (equations 7 to 9)."""
+        if layout.device.type == "cpu":
+            return Assignments.of(self._assign_one_by_one(descriptors, layout, range(len(layout.sizes))))
+        found, finite = self.transport(descriptors, layout)
+        beyond = [pair for pair, held in enumerate(finite.tolist()) if not held]
+        return found.replaced(beyond, self._assign_one_by_one(descriptors, layout, beyond)) if beyond else found
+
+    def _assign_one_by_one(self, descriptors: Tensor, layout: Layout, pairs: Iterable[int]) -> List[Tensor]:
+        sides0, sides1 = (to_float32(t).split(s.counts) for t, s in zip(layout.halves(descriptors), layout.sides))
+        with no_autocast(descriptors.device.type):  # scores reach 40, where bfloat16 resolves 0.25
+            scores = [(sides0[i] * self._scale) @ sides1[i].T for i in pairs]
+        return log_optimal_transport(scores, self.dustbin, self.config.sinkhorn_iterations)
+
+    def transport(self, descriptors: Tensor, layout: Layout) -> Tuple[Assignments, Tensor]:
+        """`assign` of the whole batch, part by part, without device-to-host synchronisation.
+
+        Returns:
+            log assignments; and (B,) bool, whether each is finite: if not, only the log domain gives the answer.
+        """
+        T, found = self.config.sinkhorn_iterations, []
+        if layout.marginals is None:
+            counts = [(part.sides[0].counts, part.sides[1].counts) for part in layout.parts]
+            layout.marginals = [Marginals(m, n, descriptors.device) for m, n in counts]
+        x0, x1 = (to_float32(t) for t in layout.halves(descriptors))
+        halves = x0 * self._scale, x1
+        varying = len(layout.parts) > 1
+        for part, marginals in zip(layout.parts, layout.marginals):
+            sides = [side.pad(t[rows]) for side, t, rows in zip(part.sides, halves, part.rows)]
+            with no_autocast(descriptors.device.type):
+                scores = torch.bmm(sides[0], sides[1].transpose(1, 2))
+            log_P, finite = padded_optimal_transport(scores, marginals, self.dustbin, T, varying)
+            found.append((Assignments.padded(log_P, layout.sizes[part.pairs]), finite))
+        return Assignments.joined([each for each, _ in found]), torch.cat([finite for _, finite in found])
+
+    @property
+    def _scale(self) -> float:
+        return 1 / math.sqrt(self.config.dim)
+
+    def _encode(self, batch, layout: Layout) -> Tuple[Tensor, Optional[Tensor]]:
+        """Of all tokens packed, images 0 first: initial state (S, D) (equation 2), and rotation (2, S, d / 2)."""
+        tokens = _apart(batch, layout)
+        geometry = geometry_of(tokens, "0", self.config.scale_angle)[:, 0]
+        descriptors = unit_vectors(tokens.descriptors0[:, 0], self.config.descriptor, self.config.descriptor_dim)
+        inputs = geometry
+        if self.config.neighbours:
+            with torch.no_grad():
+                inputs = torch.cat([geometry, neighbour_features(descriptors, geometry, layout)], -1)
+        dtype = self.dustbin.dtype
+        state = self.descriptor_projection(descriptors.to(dtype)) + self.keypoint_encoder(inputs.to(dtype))
+        return state, self.rotary(geometry[:, :2].to(dtype)) if self.rotary else None
+
+
+def _layer(config: SuperGlueConfig) -> AttentionalLayer:
+    return AttentionalLayer(config.dim, config.heads, token_norm(config.norm, 2 * config.dim))
+
+
+def _encoder_inputs(config: SuperGlueConfig) -> int:
+    if config.neighbours and not config.scale_angle:
+        raise ValueError("neighbours needs scale_angle")
+    return (6 if config.scale_angle else 3) + (FEATURES if config.neighbours else 0)
+
+
+def _keypoint_encoder(inputs: int, dim: int, norm: str) -> nn.Sequential:
+    layers: List[nn.Module] = []
+    for width in ENCODER_WIDTHS:
+        layers += [nn.Linear(inputs, width), token_norm(norm, width), nn.ReLU()]
+        inputs = width
+    last = nn.Linear(inputs, dim)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(*layers, last)
+
+
+def _apart(batch, layout: Layout) -> PairBatch:
+    """Each of the S keypoints as the only one of a view, images 0 first: all operations are on both sides at once."""
+    records = layout.pack_sides(batch.records0, batch.records1).unsqueeze(1)
+    sizes = torch.cat([batch.image_size0, batch.image_size1]).index_select(0, layout.images)
+    return PairBatch(records, records, layout.images, layout.images, sizes, sizes)
+
+
+def geometry_of(batch, side: str, scale_angle: bool) -> Tensor:
+    """What the keypoint encoder sees, (B, N, 3 or 6), of order one: position, score, log scale, direction."""
+    keypoints = getattr(batch, "keypoints" + side)
+    size = getattr(batch, "image_size" + side)[:, None, :]
+    position = (keypoints - (size - 1) / 2) / (size.amax(-1, keepdim=True) / 2)
+    score = (getattr(batch, "scores" + side).clamp(min=1e-6) / TYPICAL_SCORE).log().unsqueeze(-1)
+    if not scale_angle:
+        return torch.cat([position, score], -1)
+    scale = (getattr(batch, "scales" + side).clamp(min=1e-3) / TYPICAL_SCALE).log().unsqueeze(-1)
+    angle = torch.deg2rad(getattr(batch, "angles" + side)).unsqueeze(-1)
+    return torch.cat([position, score, scale, angle.cos(), angle.sin()], -1)
+
+
+def mutual_matches(log_assignments: Sequence[Tensor], size: Tuple[int, int], threshold: float = 0.2) -> Matches:
+    """Matches that are each other's best and more probable than `threshold` (section 5, 0.2 in the paper).
+
+    Args:
+        log_assignments: output of `SuperGlue`, B matrices (m_i + 1, n_i + 1).
+        size: (M, N) of the padded answer, at least the largest (m_i, n_i).
+        threshold: least probability of a match.
+    """
+    B, (M, N) = len(log_assignments), size
+    device = log_assignments[0].device if B else torch.device("cpu")
+    matches0 = torch.full((B, M), -1, dtype=torch.int64, device=device)
+    matches1 = torch.full((B, N), -1, dtype=torch.int64, device=device)
+    scores0, scores1 = torch.zeros((B, M), device=device), torch.zeros((B, N), device=device)
+    for i, log_assignment in enumerate(log_assignments):
+        P = log_assignment[:-1, :-1].detach().float().exp()
+        if min(P.shape) == 0:
+            continue
+        best0, best1 = P.max(1), P.max(0)
+        for matches, scores, best, back in ((matches0, scores0, best0, best1), (matches1, scores1, best1, best0)):
+            count = len(best.indices)
+            mutual = back.indices[best.indices] == torch.arange(count, device=device)
+            good = mutual & (best.values > threshold)
+            matches[i, :count] = best.indices.masked_fill(~good, -1)
+            scores[i, :count] = best.values.masked_fill(~good, 0.0)
+    return Matches(matches0, scores0, matches1, scores1)
