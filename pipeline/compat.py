@@ -120,5 +120,5 @@ def dali_package() -> str:
 
 def without_dali(asked: str, instead: str) -> RequestError:
     """The error of a request for DALI where it is not installed."""
-    fix = f"`pip install {dali_package()}`, or set {asked.split(' ')[0]}: {instead}"
+    fix = f"`pip install {dali_package()}`, or {instead}"
     return RequestError(f"{asked}: NVIDIA DALI is not installed; {fix}")

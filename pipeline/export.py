@@ -2,8 +2,8 @@
 
     python -m pipeline.export --model checkpoints/best.safetensors --out models
 
-Writes models/<name>.safetensors (weights, configuration, provenance), models/<name>.json (without the weights) and
-models/<name>.trained_on.txt (which photographs it was trained on).
+Writes models/superglue.safetensors (weights, configuration, provenance), models/superglue.json (without the weights)
+and models/superglue.trained_on.txt (which photographs it was trained on).
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     return args
 
 
-OURS = "superglue"  # what an evaluation calls the judged model
+OURS = "superglue"  # name of the model, in its file and in the evaluation
 
 # Where files lay on the machine that trained; digests say what they held.
-PLACES = ("fetch.path", "fetch.val_path", "fetch.root", "fetch.mirror", "train.init_from")
+PLACES = ("fetch.path", "fetch.val_path", "fetch.root", "train.init_from")
 
 
 def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
@@ -102,13 +102,12 @@ def main(argv: Optional[List[str]] = None) -> int:
     args = parse(argv)
     workspace_lock.take()
     sections = params.load_all(args.params)
-    name = params.load("export", args.params).name
     model, info = load_model(args.model)
     if args.match_threshold is not None:
         info = {**info, "match_threshold": args.match_threshold}
     metrics = read_json(args.metrics, "no such file; run `python -m pipeline.evaluate` first") if args.metrics else {}
     description = describe(info, sections, metrics, args.model)
-    path = args.out / f"{name}.safetensors"
+    path = args.out / f"{OURS}.safetensors"
     weights = model.state_dict()
     if args.half:
         weights = {name: t.half() if t.is_floating_point() else t for name, t in weights.items()}

@@ -95,7 +95,7 @@ def _whole(header: str, tree: Any, own: Tuple[str, ...], origin: str) -> str:
         tree["fetch"].update(path=own[0], val_path=own[1], content=containers.digest(*own))
     stream = io.StringIO()
     _yaml().dump(tree, stream)
-    sections = params.parse(YAML(typ="safe", pure=True).load(stream.getvalue()), origin)
+    sections = params.parse_file(YAML(typ="safe", pure=True).load(stream.getvalue()), origin)
     if own:
         splits.require_usable(*splits.own(cast(FetchParams, sections["fetch"])), smallest_images(sections))
     return (f"{header}\n\n" if header else "") + stream.getvalue()

@@ -153,7 +153,9 @@ def disk() -> Iterator[Finding]:
         return
     keypoints, fetch = found["keypoints"], found["fetch"]
     known = coco.expected(fetch.source, fetch.limit)
-    needed, linked = (machine.disk_needed(*known, keypoints.views, keypoints.max_keypoints, n) for n in (2, 1))
+    needed, linked = (
+        machine.disk_needed(*known, keypoints.views_per_image, keypoints.max_keypoints, n) for n in (2, 1)
+    )
     present = sum(path.stat().st_size for path in Path("data").rglob("*") if path.is_file())
     needed, linked = max(needed - present, 0), max(linked - present, 0)
     yield machine.judge_disk(shutil.disk_usage(".").free, needed, os.getcwd(), linked)

@@ -30,6 +30,7 @@ from pipeline.processes.memory import tune_process
 from pipeline.train import precision, setup
 from pipeline.train.pairs.synthetic import made_batch
 from pipeline.train.step import train_step
+from pipeline.train.trainer import CLIP_NORM
 from pipeline.views.homography import smallest_image
 from superglue_sift.images import read_gray
 from superglue_sift.network.superglue import ENCODER_WIDTHS, SIFT_DIM
@@ -68,7 +69,7 @@ def training_bytes(train: Any, pairs: int, parameters: int, precision: str = "fl
     layer = D * (40 if not half else 32 if device == "cuda" else 20)
     encoder = 4 * (2 * sum(ENCODER_WIDTHS) + 2 * SIFT_DIM)
     matrix = 4 * (N + 1) ** 2
-    potentials = 4 * 2 * 2 * N * train.sinkhorn_iterations
+    potentials = 4 * 2 * 2 * N * setup.SINKHORN_ITERATIONS
     transport = pairs * (MATRICES * matrix + potentials) + MATRICES_OF_ONE * matrix
     copies, weights = 2 + MOMENTS[train.optimizer] + (train.ema > 0), 4 * parameters
     whole = tokens * encoder + copies * weights
@@ -157,7 +158,7 @@ def seconds_a_pair(train: Any, threads: int, pairs: int, device: torch.device) -
         for _ in range(1 + MEASURED_STEPS):
             begun = time.perf_counter()
             # it ends with the figures on the host: what the device does is done
-            train_step(parts.ddp_model, state.optimizer, state.scaler, [batch], pairs, 1, train.clip_norm)
+            train_step(parts.ddp_model, state.optimizer, state.scaler, [batch], pairs, 1, CLIP_NORM)
             taken.append(time.perf_counter() - begun)
     finally:
         torch.set_num_threads(before)

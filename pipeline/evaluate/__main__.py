@@ -62,6 +62,9 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add("--params", type=Path, help="parameters (default: params.yaml here, else the project's)")
     add("--mlflow-run", type=Path, help="reports/run.json, to add the results to the run of the training")
     add("--max-keypoints", type=int, help="instead of evaluate.max_keypoints")
+    add("--threshold", type=float, default=0.0, help="smallest confidence of a match; 0: the model's own")
+    add("--no-refine", dest="refine", action="store_false", help="do not report aligned matches too: less time")
+    add("--pictures", type=int, default=8, help="pictures of matches: of the best, median and worst pairs; 0: none")
     add("--resize", type=int, default=480, help="--pairs, --poses: shorter side in pixels; 0: as they are")
     add("--batch", type=int, default=8, help="pairs in one pass of the network")
     papers = "the paper's protocol: 1,024 pairs (or so many), 640x480 and 512x384, 512 and 1,024 keypoints"
@@ -87,8 +90,11 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
         raise RequestError("--bound needs homographies: leave it out with --poses")
     if args.out.exists() and not args.out.is_dir():
         raise RequestError(f"--out {args.out}: is a file; name a folder for the results")
-    if args.scenes < 0:
-        raise RequestError(f"--scenes {args.scenes}: must be 0 or more")
+    for name in ("scenes", "pictures"):
+        if getattr(args, name) < 0:
+            raise RequestError(f"--{name} {getattr(args, name)}: must be 0 or more")
+    if not 0.0 <= args.threshold < 1.0:
+        raise RequestError(f"--threshold {args.threshold}: must be at least 0 and below 1")
     for name in ("max_keypoints", "batch", "paper"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -181,13 +187,11 @@ def chosen_extractor(args: argparse.Namespace, network: matchers.Network) -> Ext
     return extractors.load(name)
 
 
-def chosen_matchers(
-    args: argparse.Namespace, models: Mapping[str, Path], section: EvaluateParams, device: str
-) -> Tuple[Matchers, List[str]]:
+def chosen_matchers(args: argparse.Namespace, models: Mapping[str, Path], device: str) -> Tuple[Matchers, List[str]]:
     """All that are compared, and a line for each that was asked for and is not here or is of other keypoints."""
     networks, further, skipped = {}, {}, []
     for name, file in models.items():
-        network = matchers.load_network(file, device, section)
+        network = matchers.load_network(file, device, args.threshold)
         ours, own = networks.get(OURS, network).model.config.extractor, network.model.config.extractor
         if own == ours:
             networks[name] = network
@@ -203,16 +207,15 @@ def chosen_matchers(
             skipped.append(f"SKIP LightGlue: {said}")
         else:
             further[lightglue.NAME] = match
-    return Matchers(networks, device, section.ratio, further, args.poses is not None), skipped
+    return Matchers(networks, device, further, args.poses is not None), skipped
 
 
 def check(argv: Optional[List[str]] = None, world_size: int = 1) -> None:
     """What can be checked before processes start, so that it is said once and in one line. Raises RequestError."""
     args = parse(argv)
-    section = section_of(args)
-    networks = [matchers.load_network(file, "cpu", section) for file in args.models.values()]
+    networks = [matchers.load_network(file, "cpu", args.threshold) for file in args.models.values()]
     chosen_extractor(args, networks[0])
-    choose_source(args, section, chosen_photographs(args))
+    choose_source(args, section_of(args), chosen_photographs(args))
 
 
 def track(args: argparse.Namespace, contents: Mapping[str, Content], info: Mapping[str, Any]) -> None:
@@ -247,11 +250,12 @@ def evaluate(args: argparse.Namespace, context: distributed.Context) -> Tuple[Di
     section = section_of(args)
     device = choose_device(args.device) if context.world_size == 1 else str(context.device)
     chosen = chosen_photographs(args)
-    compared, skipped = chosen_matchers(args, chosen.models, section, device)
+    compared, skipped = chosen_matchers(args, chosen.models, device)
     names, missing = chosen_estimators(args)
     extractor = chosen_extractor(args, compared.networks[OURS])
     scenes, few = chosen_scenes(args, chosen)
-    settings = Settings(section, names, args.batch, args.resize, args.robustness, extractor, args.bound, scenes)
+    asked = {"refine": args.refine, "pictures": args.pictures, "bound": args.bound, "scenes": scenes}
+    settings = Settings(section, names, args.batch, args.resize, args.robustness, extractor, **asked)
     training = args.mlflow_run.parent / "train" / "curves" if args.mlflow_run else None
     work = Evaluation(compared, settings, context, (*chosen.lines, *missing, *skipped, *few), training)
     info = compared.networks[OURS].info

@@ -111,7 +111,7 @@ def draw_pictures(
     """gain-median, gain-most, best-1, ..., median-1, ..., worst-1, ...: for the page, and (H, W, 3) BGR."""
     drawn = []
     scenes: Dict[int, Scene] = {}  # made again, not remembered
-    count, rows = settings.params.pictures, [one.rows for one in results.pairs]
+    count, rows = settings.pictures, [one.rows for one in results.pairs]
     chosen = [*(gain_choice(rows) if count else []), *picture_choice([own[OURS] for own in rows], count)]
     for name, index in chosen:
         found = results.pairs[index]
@@ -128,11 +128,11 @@ def draw_pictures(
             said = f"{tables.title(matcher)}: {counted(found.rows[matcher])}"
             captions.append(f"{said}.")
             points = matched_points(known.pair, shown[matcher])
-            correct = correct_matches(known, shown[matcher], settings.params.correct_px)
+            correct = correct_matches(known, shown[matcher], scoring.CORRECT_PX)
             panels.append(drawing.Panel(f"{said}   ({known.name})", *points, ~correct))
             # all that the page shows where its threshold is moved, in pixels of the two images side by side
             points0, points1, scores = matched_points(known.pair, answers[matcher])
-            correct = correct_matches(known, answers[matcher], settings.params.correct_px)
+            correct = correct_matches(known, answers[matcher], scoring.CORRECT_PX)
             points1 = points1.round(1) + np.array([known.pair.size0[0] + drawing.GAP, 0])
             lines[matcher] = np.column_stack([points0.round(1), points1, scores.round(3), correct]).tolist()
         canvas = drawing.side_by_side(image0, image1)

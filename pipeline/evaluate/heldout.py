@@ -16,12 +16,13 @@ import numpy as np
 from pipeline.evaluate.inputs import Scene, Source, ViewPair, image_size
 from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet
-from pipeline.parameters.schema import EvaluateParams
+from pipeline.parameters.schema import EvaluateParams, Photometric
 from pipeline.views import homography, render
 from superglue_sift.geometry import compose
 from superglue_sift.images import BadImage, decode_gray
 
 UNRELATED_PAIRS = 100
+SEED = 0  # of the pairs: figures of two models are compared on the same
 
 
 class HeldOutPairs(Source):
@@ -74,17 +75,17 @@ class HeldOutPairs(Source):
 
     def _view(self, image: np.ndarray, name: str, number: int) -> Tuple[np.ndarray, np.ndarray]:
         """View `number` of a photograph, (H, W) uint8, and H_image_to_view; even numbers are mild."""
-        rng = homography.generator(self.params.seed, f"evaluate {name}", number)
+        rng = homography.generator(SEED, f"evaluate {name}", number)
         sizes = image_size(image), self.view_size
         if number % 2 == 0:
             H = homography.mild_view(rng, *sizes)
         else:
-            H = homography.sample_view(rng, *sizes, self.params.homography, self.params.difficulty)
+            H = homography.sample_view(rng, *sizes, self.params.views.homography)
         return self._rendered(image, H, rng), H
 
     def _rendered(self, image: np.ndarray, H_image_to_view: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         view = render.render(image, H_image_to_view, self.view_size)
-        return render.distort(view, rng, self.params.photometric)
+        return render.distort(view, rng, self.params.views.photometric)
 
 
 class UnrelatedPairs(Source):
@@ -132,6 +133,7 @@ LEVELS: Dict[str, Tuple[Callable, Tuple[float, ...]]] = {
 def disturbed(source: HeldOutPairs, count: int, disturb: Callable, level: float) -> HeldOutPairs:
     """The first `count` photographs of a source, one pair each: as drawn but for the light, second views disturbed."""
     params = source.params
-    clear = type(params.photometric)(**dict.fromkeys(params.photometric.model_dump(), 0.0))
-    params = params.model_copy(update={"photometric": clear, "pairs_per_image": 1})
+    clear = Photometric(**dict.fromkeys(Photometric.model_fields, 0.0))
+    views = params.views.model_copy(update={"photometric": clear})
+    params = params.model_copy(update={"views": views, "pairs_per_image": 1})
     return HeldOutPairs(source.images, source.entries[:count], params, disturb=lambda x: disturb(x, level))

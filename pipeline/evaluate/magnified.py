@@ -1,8 +1,8 @@
 """A whole photograph beside a part of it, magnified and turned by exactly the amount in the table.
 
 As when a landmark is seen from far away and from near: the more the part is magnified, the fewer keypoints of the
-whole have a partner at all. Photographs that would have to be magnified more than `homography.max_upscale` times beyond
-their own pixels are left out, so that large ones alone reach the last levels.
+whole have a partner at all. Photographs that would have to be magnified more than `views.homography.max_upscale` times
+beyond their own pixels are left out, so that large ones alone reach the last levels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Iterator, Tuple
 
 import numpy as np
 
-from pipeline.evaluate.heldout import HeldOutPairs
+from pipeline.evaluate.heldout import SEED, HeldOutPairs
 from pipeline.evaluate.inputs import Scene, ViewPair, image_size
 from pipeline.views import homography
 from superglue_sift.geometry import compose
@@ -37,12 +37,12 @@ class MagnifiedPairs(HeldOutPairs):
     def load(self, index: int) -> Scene:
         """Render the pair of one photograph. Raises BadImage when it cannot be read or is too small."""
         name, image = self.entries[index].name, self._image(index)
-        rng = homography.generator(self.params.seed, f"magnified {name}", 0)  # the same places at every level
+        rng = homography.generator(SEED, f"magnified {name}", 0)  # the same places at every level
         H_image_to_0 = homography.mild_view(rng, image_size(image), self.view_size)
         H_0to1 = part(rng, self.view_size, self.magnification, self.turn_deg)
         H_image_to_1 = compose(H_0to1, H_image_to_0)
         upscale = homography.magnification(H_image_to_1, self.view_size).max()
-        if upscale > self.params.homography.max_upscale:
+        if upscale > self.params.views.homography.max_upscale:
             raise BadImage(name, f"a part magnified {self.magnification:g} times has no pixels of its own")
         views = [self._rendered(image, H, rng) for H in (H_image_to_0, H_image_to_1)]
         return Scene(name, views, [ViewPair(f"{name} x{self.magnification:g}", 0, 1, H_0to1)])

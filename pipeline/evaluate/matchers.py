@@ -9,10 +9,9 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 import numpy as np
 import torch
 
-from pipeline.parameters.schema import EvaluateParams
 from superglue_sift import scenes
 from superglue_sift.batch import Pair
-from superglue_sift.classical import Described
+from superglue_sift.classical import RATIO, Described
 from superglue_sift.descriptors import descriptors_of, kind_of, root_sift_of
 from superglue_sift.matcher import PairMatches, match_pairs, match_threshold
 from superglue_sift.network.inference import fuse_for_inference
@@ -21,6 +20,7 @@ from superglue_sift.sift import positions
 from superglue_sift.weights import load_model
 
 OURS = "superglue"
+SINKHORN_ITERATIONS = 100  # the paper's, at inference
 BASELINES = ("nn", "mutual_nn", "ratio_test")
 MATCHERS = (OURS, *BASELINES)  # always there, in the order of every table
 BOUND = "true_matches"  # no matcher: the truth in place of an answer, as far as the keypoints' positions go
@@ -38,10 +38,10 @@ class Network:
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
-def load_network(file: Path, device: str, params: EvaluateParams) -> Network:
-    """A model file as it is judged; `params.threshold` 0 is the model's own. Raises RequestError."""
-    model, info = load_model(file, device, params.sinkhorn_iterations)
-    return Network(fuse_for_inference(model), params.threshold or match_threshold(info), file, info)
+def load_network(file: Path, device: str, threshold: float = 0.0) -> Network:
+    """A model file as it is judged; threshold 0 is the model's own. Raises RequestError."""
+    model, info = load_model(file, device, SINKHORN_ITERATIONS)
+    return Network(fuse_for_inference(model), threshold or match_threshold(info), file, info)
 
 
 def without_copies(networks: Mapping[str, Network]) -> Tuple[Dict[str, Network], List[str]]:
@@ -73,14 +73,13 @@ def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Matchers:
-    """All that are compared. networks: ours first; ratio: of the ratio test; further: baselines by name.
+    """All that are compared. networks: ours first; further: baselines by name.
 
     scene: is there a row SCENE too?
     """
 
     networks: Mapping[str, Network]
     device: str
-    ratio: float
     further: Mapping[str, Callable[[Pair], PairMatches]] = field(default_factory=dict)
     scene: bool = False
 
@@ -99,7 +98,7 @@ class Matchers:
             if self.scene:
                 ours = self.networks[OURS]
                 own[SCENE] = scene_answer(pair, own[OURS], ours.threshold, scenes.Rules.of_model(ours.info))
-            own.update(match_baselines(pair, self.ratio))
+            own.update(match_baselines(pair))
             own.update({name: match(pair) for name, match in self.further.items()})
         return found
 
@@ -160,7 +159,7 @@ def match_neighbours(distance: np.ndarray, mutual: bool, ratio: float = 1.0) -> 
     return PairMatches(np.where(keep, nearest, -1).astype(np.int64), keep.astype(np.float32))
 
 
-def match_baselines(pair: Pair, ratio: float) -> Dict[str, PairMatches]:
+def match_baselines(pair: Pair, ratio: float = RATIO) -> Dict[str, PairMatches]:
     """All nearest-neighbour matchers on one pair, by name."""
     distance = descriptor_distances(pair.records0, pair.records1)
     return {

@@ -19,7 +19,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optio
 from pipeline import bootstrap
 from pipeline.errors import RequestError, WorkError
 from pipeline.evaluate import acceptance, content, estimators, inputs, magnified, metrics, poses, scoring
-from pipeline.evaluate.heldout import LEVELS, HeldOutPairs, UnrelatedPairs, disturbed
+from pipeline.evaluate.heldout import LEVELS, SEED, HeldOutPairs, UnrelatedPairs, disturbed
 from pipeline.evaluate.hpatches import HPatchesPairs
 from pipeline.evaluate.inputs import KnownPair, Source
 from pipeline.evaluate.matchers import OURS, Matchers, match_batches
@@ -141,7 +141,7 @@ class Evaluation:
         if not count:
             return []
         entries = source.images.entries("val") or source.entries
-        rendered = RenderedScenes(source.images, entries, count, params.photometric, params.seed)
+        rendered = RenderedScenes(source.images, entries, count, params.views.photometric, SEED)
         network, dense = self.matchers.networks[OURS].model, self.settings.extractor is extractors.DEFAULT
         extractor = extractors.DENSE if dense else self.settings.extractor
 
@@ -167,8 +167,8 @@ class Evaluation:
         """Everything a figure must be quoted with: protocol.json."""
         params, resize, extractor = self.settings.params, self.settings.resize, self.settings.extractor
         judged = {
-            "truth": f"mutual nearest reprojections under {params.correct_px} px, the larger of both directions",
-            "robust": f"inliers within {params.ransac_px} px, {params.ransac_iterations} iterations",
+            "truth": f"mutual nearest reprojections under {scoring.CORRECT_PX} px, the larger of both directions",
+            "robust": f"inliers within {scoring.RANSAC_PX} px, {scoring.RANSAC_ITERATIONS} iterations",
             "estimators": {name: estimators.WORDS[name] for name in self.settings.estimators},
         }
         resized = f"shorter side {resize} px" if resize else "as they are"
@@ -190,7 +190,7 @@ class Evaluation:
             "views": f"{params.width}x{params.height}" if isinstance(source, HeldOutPairs) else resized,
             "keypoints": f"{found_by}, at most {params.max_keypoints} in each view",
             **(poses.RULES if isinstance(source, poses.PosePairs) else judged),
-            **({"aligned": scoring.ALIGNMENT} if params.refine else {}),
+            **({"aligned": scoring.ALIGNMENT} if self.settings.refine else {}),
             "params": params.model_dump(),
             "model": ours,
             **({"models beside it": models} if models else {}),

@@ -24,6 +24,9 @@ from superglue_sift.truth import UNMATCHED, pair_truth
 
 ALIGNMENT = "positions in image 1 moved by superglue_sift.refine, of every matcher alike; truth as detected"
 
+# As in the SuperGlue paper and in HPatches' protocols: a match is correct within CORRECT_PX.
+CORRECT_PX, RANSAC_PX, RANSAC_ITERATIONS = 3.0, 3.0, 3000
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -36,6 +39,8 @@ class Settings:
     robustness: int = 0  # photographs tried under growing disturbances
     extractor: Extractor = extractors.DEFAULT
     bound: bool = False  # a row of the true matches too
+    refine: bool = True  # align the matches by the pixels too, and report both
+    pictures: int = 8  # drawn of best, median and worst pairs; two more show what ours gains
     scenes: int = 0  # rendered ones, on which the limits of scenes are chosen
 
 
@@ -199,7 +204,7 @@ def estimate_errors(known: KnownPair, found: PairMatches, settings: Settings) ->
     """Error of each estimate made from the matches, by estimator, then of each made from the aligned ones."""
     points0, points1, weights = matched_points(known.pair, found)
     errors = errors_of_points(known, points0, points1, weights, settings)
-    if settings.params.refine and known.images is not None:
+    if settings.refine and known.images is not None:
         moved = align(known, found)
         points0, points1 = moved.aligned0.astype(np.float64), moved.aligned1.astype(np.float64)
         aligned = errors_of_points(known, points0, points1, weights, settings, moved.deviations)
@@ -223,7 +228,7 @@ def errors_of_points(
             poses.REFINED: poses.estimate_refined(points0, points1, known.truth, deviations),
         }
         return {name: poses.pose_error(pose, known.truth) for name, pose in found.items()}
-    given = (points0, points1, weights, settings.params.ransac_px, settings.params.ransac_iterations, seed, deviations)
+    given = (points0, points1, weights, RANSAC_PX, RANSAC_ITERATIONS, seed, deviations)
     enough = len(points0) >= geometry.MIN_POINTS
     estimates = {name: ESTIMATORS[name](*given) if enough else None for name in settings.estimators}
     return {name: geometry.corner_error(H, known.truth, known.pair.size0) for name, H in estimates.items()}
@@ -242,7 +247,7 @@ def score_pair(
     known: KnownPair, answers: Mapping[str, PairMatches], thresholds: Mapping[str, float], settings: Settings
 ) -> PairResult:
     """Everything about one pair. answers: of all matchers; thresholds: of the networks, whose answers hold all."""
-    pair, px = known.pair, settings.params.correct_px
+    pair, px = known.pair, CORRECT_PX
     truth0, conditions = np.full(len(pair.records0), -1), {}
     if not isinstance(known.truth, Pose):
         truth0 = true_matches(pair, known.truth, px)

@@ -18,6 +18,7 @@ from pipeline import errors
 from pipeline.errors import RequestError
 from pipeline.fetch import coco, download, splits
 from pipeline.fetch.containers import Container, digest
+from pipeline.fetch.download import MIRROR
 from pipeline.files import file_sha256, json_digest, write_atomic
 from pipeline.image_sets import manifest, sources
 from pipeline.image_sets.manifest import Entry
@@ -151,7 +152,7 @@ def _coco(settings: FetchParams, archives: Path) -> Tuple[splits.Splits, Dict[st
     source = coco.SOURCES[settings.source]
     wanted = {"train": source.train, **({"val": source.held_out} if source.held_out else {})}
     holdings = {
-        key: coco.Holding(each, archives, settings.path, settings.mirror, settings.limit > 0)
+        key: coco.Holding(each, archives, settings.path, os.environ.get(MIRROR, ""), settings.limit > 0)
         for key, each in wanted.items()
     }
     for holding in holdings.values():
@@ -159,7 +160,7 @@ def _coco(settings: FetchParams, archives: Path) -> Tuple[splits.Splits, Dict[st
     if "val" in holdings:
         names = holdings["val"].names
         fraction = min(1.0, coco.HELD_OUT / len(names))
-        chosen = splits.share(holdings["train"].names, sources.hold_out(names, fraction, settings.seed)[1], settings)
+        chosen = splits.share(holdings["train"].names, sources.hold_out(names, fraction, splits.SEED)[1], settings)
     else:
         chosen = splits.hold_out(holdings["train"].names, settings)
     held_out = chosen["val"] + chosen["test"]

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Dict, Iterator, List, Mapping, Optional
 from pipeline.errors import RequestError, WorkError
 from pipeline.files import write_atomic
 
+MIRROR = "COCO_MIRROR"  # environment variable: base address to use instead of the official one
 READ = 1 << 17  # bytes taken from a connection at once, at most
 TIMEOUT = (10.0, 30.0)  # seconds to connect, seconds without a byte
 SLOWEST = 2048  # bytes per second below which a connection is given up
@@ -156,7 +157,7 @@ def download(urls: List[str], target: Path, md5: str, size: int) -> Iterator[int
         os.replace(part, bad)
         raise WorkError(
             f"{target.name}: wrong MD5 {found['md5']}, expected {md5}; moved to {bad}; "
-            "`dvc repro fetch` downloads it from scratch, fetch.mirror chooses another address"
+            f"`dvc repro fetch` downloads it from scratch, {MIRROR} chooses another address"
         )
     os.replace(part, target)
     write_note(target, found)
@@ -190,7 +191,7 @@ def _filled(file: BinaryIO, urls: List[str], size: int, name: str) -> Iterator[i
             remote.close()
     raise WorkError(
         f"{name}: download failed ({'; '.join(problems)}); {have} bytes are kept, "
-        "run again to go on, or set fetch.mirror to another address"
+        f"run again to go on, or set {MIRROR} to another address"
     )
 
 

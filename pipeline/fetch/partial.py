@@ -18,7 +18,7 @@ from typing import Any, Callable, Iterable, Iterator, List, Sequence
 
 from pipeline.errors import WorkError
 from pipeline.fetch import containers
-from pipeline.fetch.download import Interrupted, Remote, digests, read_note, write_note
+from pipeline.fetch.download import MIRROR, Interrupted, Remote, digests, read_note, write_note
 from pipeline.files import write_atomic
 from pipeline.image_sets.manifest import DEFLATED
 
@@ -85,8 +85,7 @@ class RemoteZip(io.RawIOBase):
                 problems.append(f"{address.url}: {error}")
                 self._addresses = [each for each in self._addresses if each is not address] or [address]
         raise WorkError(
-            f"no part of the archive can be had ({'; '.join(problems)}); run again, set fetch.mirror, or fetch.limit "
-            "to 0"
+            f"no part of the archive can be had ({'; '.join(problems)}); run again, set {MIRROR}, or fetch.limit to 0"
         )
 
     # --- what `zipfile` asks of a file

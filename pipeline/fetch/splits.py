@@ -12,6 +12,7 @@ from pipeline.image_sets.sources import ImageSet
 from pipeline.parameters.schema import FetchParams
 from superglue_sift.images import BadImage, decode_gray
 
+SEED = 0  # of the hash of names: a set of images has one split
 Splits = Dict[str, List[str]]  # names by split
 Size = Tuple[int, int]  # width, height
 FIRST_LOOKED_AT = 16  # images of a split; then twice as many, and so on, until one will do
@@ -37,14 +38,14 @@ def own(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
 
 def hold_out(names: Sequence[str], settings: FetchParams) -> Splits:
     """Hold out a part of one set of images by the hash of their names."""
-    return share(*sources.hold_out(names, settings.val_fraction, settings.seed, sources.HELD_OUT_MIN), settings)
+    return share(*sources.hold_out(names, settings.val_fraction, SEED, sources.HELD_OUT_MIN), settings)
 
 
 def share(train: Sequence[str], held_out: Sequence[str], settings: FetchParams) -> Splits:
     """Limit both sets, and share the held-out images among val and test."""
     train, held_out = _limit(train, settings), _limit(held_out, settings)
     # another seed than that of the hold-out: the same hash would put every small value into test
-    val, test = sources.hold_out(held_out, settings.test_fraction, settings.seed + 1)
+    val, test = sources.hold_out(held_out, settings.test_fraction, SEED + 1)
     return {"train": train, "val": val, "test": test}
 
 
@@ -100,4 +101,4 @@ def _limit(names: Sequence[str], settings: FetchParams) -> List[str]:
     """At most `fetch.limit` names, those with the smallest hashes: a larger limit keeps the smaller's choice."""
     if not settings.limit or len(names) <= settings.limit:
         return sorted(names)
-    return sorted(sorted(names, key=lambda n: manifest.hash_share(settings.seed + 2, n))[: settings.limit])
+    return sorted(sorted(names, key=lambda n: manifest.hash_share(SEED + 2, n))[: settings.limit])

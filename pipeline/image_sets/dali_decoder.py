@@ -29,7 +29,7 @@ def require() -> None:
     try:
         import nvidia.dali  # noqa: F401
     except ImportError:
-        raise compat.without_dali("keypoints.decoder = dali", "opencv") from None
+        raise compat.without_dali("keypoints.decoder = dali", "set keypoints.decoder: opencv") from None
 
 
 def decoded(images: ImageSet, entries: Iterable[Entry], batch: int = BATCH) -> Iterator[Outcome]:

@@ -30,6 +30,8 @@ from pipeline.provenance import workspace_lock
 from superglue_sift.progress import Progress
 
 SPLITS = ("train", "val")
+# More bad images than this mean a wrong folder or a broken download, not a few broken files.
+MAX_BAD_FRACTION = 0.1
 Work = List[Tuple[Folder, Shard]]
 
 
@@ -62,7 +64,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     bad = [tuple(each) for split in SPLITS for row in rows[split] for each in row["bad"]]
     total = sum(len(shard.entries) for folder in folders.values() for shard in folder.shards)
     write_csv(options.reports / "bad_images.csv", [("file", "reason"), *bad])
-    _judge(bad, total, rows, settings, options.reports)
+    _judge(bad, total, rows, options.reports)
     for split, folder in folders.items():
         folder.close(rows[split], settings)
     metrics = _metrics(options.out, bad)
@@ -79,7 +81,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def _arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m pipeline.keypoints", description=str(__doc__).split("\n")[0])
-    parser.add_argument("--params", default="params.yaml", help="file with the section `keypoints`")
+    parser.add_argument("--params", default="params.yaml", help="file with the sections `views` and `keypoints`")
     parser.add_argument("--images", type=Path, default=Path("data/images"), help="folder `fetch` wrote")
     parser.add_argument("--out", type=Path, default=Path("data/keypoints"), help="folder of the stores")
     parser.add_argument("--reports", type=Path, default=Path("reports/keypoints"), help="folder of the lists")
@@ -132,13 +134,13 @@ def _wait_for_all(folder: Folder) -> List[Dict[str, Any]]:
         time.sleep(0.5)
 
 
-def _judge(bad: Sequence[Any], total: int, rows: Dict[str, Any], settings: Any, reports: Path) -> None:
+def _judge(bad: Sequence[Any], total: int, rows: Dict[str, Any], reports: Path) -> None:
     """Stop before training when too many images are bad, or a split has none left."""
     listed = f"see {reports / 'bad_images.csv'}"
-    if len(bad) > settings.max_bad_fraction * total:
+    if len(bad) > MAX_BAD_FRACTION * total:
         raise WorkError(
-            f"{len(bad)} of {total} images are bad, more than keypoints.max_bad_fraction = "
-            f"{settings.max_bad_fraction} allows; {listed}"
+            f"{len(bad)} of {total} images are bad, more than a fraction of {MAX_BAD_FRACTION}; fix or remove them, "
+            f"{listed}"
         )
     for split in SPLITS:
         if not any(row["images"] for row in rows[split]):

@@ -43,7 +43,7 @@ def forecast(images: ImageSet, entries: Sequence[Entry], settings: Any) -> Forec
     if not sizes:
         raise RequestError(f"none of {len(chosen)} images tried can be used; look at them before the long run")
     seconds = (time.process_time() - begun) / len(chosen)
-    return Forecast(len(entries), seconds, sum(sizes) / len(sizes) + settings.views * _PER_VIEW)
+    return Forecast(len(entries), seconds, sum(sizes) / len(sizes) + settings.views_per_image * _PER_VIEW)
 
 
 def report(plan: Forecast, settings: Any, out: Path, cores: int) -> List[str]:
@@ -51,8 +51,8 @@ def report(plan: Forecast, settings: Any, out: Path, cores: int) -> List[str]:
     here = next(folder for folder in (out, *out.resolve().parents) if folder.exists())
     free, needed = shutil.disk_usage(here).free, plan.images * plan.size
     lines = [
-        f"{plan.images} images, {settings.views} views each: {1000 * plan.seconds:.0f} ms of one core per image "
-        f"(measured on some of them), {plan.size / 1e3:.0f} kB per image in the store"
+        f"{plan.images} images, {settings.views_per_image} views each: {1000 * plan.seconds:.0f} ms of one core per "
+        f"image (measured on some of them), {plan.size / 1e3:.0f} kB per image in the store"
     ]
     for count in sorted({cores, *CORES}):
         mine = " (this machine)" if count == cores else ""
@@ -60,7 +60,7 @@ def report(plan: Forecast, settings: Any, out: Path, cores: int) -> List[str]:
     lines.append(f"  disk: {needed / 1e9:.1f} GB of {free / 1e9:.1f} GB free at {here}, and as much again")
     lines[-1] += " in DVC's cache unless cache.type is a link"
     if needed > free:
-        views, images = int(settings.views * free / needed), int(plan.images * free / needed)
+        views, images = int(settings.views_per_image * free / needed), int(plan.images * free / needed)
         choices = [f"keypoints.views = {views}"] if views >= 2 else []
         choices.append(f"fetch.limit = {images}")
         lines.append(f"  too small: choose {' or '.join(choices)}, a smaller keypoints.max_keypoints, or --out")

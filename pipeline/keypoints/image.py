@@ -11,12 +11,14 @@ from pipeline.views import homography, render
 from superglue_sift import extractors
 from superglue_sift.images import BadImage
 
+SEED = 0  # one is enough: views differ by the image's name and their index
+
 
 def gray_views(gray: np.ndarray, name: str, settings: Any) -> ImageViews:
     """The views of an image (`gray`: (H, W) uint8) with their keypoints, by the section `keypoints`.
 
     View 0 is a mild crop with the light as it was; the others are random homographies with photometric distortion.
-    Views with few or no keypoints stay: training must meet them. `name` and `settings.seed` fix every draw.
+    Views with few or no keypoints stay: training must meet them. `name` and the parameters fix every draw.
 
     Raises BadImage with the reason when the image cannot serve.
     """
@@ -26,20 +28,20 @@ def gray_views(gray: np.ndarray, name: str, settings: Any) -> ImageViews:
         raise BadImage(name, f"too small: {size[0]}x{size[1]}, a view needs {needed} pixels")
     extract = extractors.load(settings.extractor)
     homographies, records = [], []
-    for index in range(settings.views):
-        rng = homography.generator(settings.seed, name, index)
+    for index in range(settings.views_per_image):
+        rng = homography.generator(SEED, name, index)
         if index == 0:
             H = homography.mild_view(rng, size, view_size)
             view = render.render(gray, H, view_size)
         else:
-            H = homography.sample_view(rng, size, view_size, settings.homography, _strength(settings, index))
-            view = render.distort(render.render(gray, H, view_size), rng, settings.photometric)
+            H = homography.sample_view(rng, size, view_size, settings.views.homography, _strength(settings, index))
+            view = render.distort(render.render(gray, H, view_size), rng, settings.views.photometric)
         homographies.append(H)
         records.append(extract(view, settings.max_keypoints))
     return ImageViews(name, size, np.array(homographies), records)
 
 
 def _strength(settings: Any, index: int) -> float:
-    """Of view `index` >= 1: from `difficulty_first` at view 1 evenly to `difficulty` at the last."""
-    share = (index - 1) / max(settings.views - 2, 1)
-    return settings.difficulty_first + share * (settings.difficulty - settings.difficulty_first)
+    """Of view `index` >= 1: from `difficulty_first` at view 1 evenly to 1 at the last."""
+    share = (index - 1) / max(settings.views_per_image - 2, 1)
+    return settings.difficulty_first + share * (1.0 - settings.difficulty_first)

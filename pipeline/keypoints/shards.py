@@ -33,6 +33,9 @@ CODE = (
 # the manifest names the CRC-32 of the very bytes an image is made of, wherever they are read from
 OUTSIDE = ("pipeline.image_sets.manifest", "pipeline.image_sets.sources")
 
+# A kill loses at most the shard that each process works on.
+SHARD_IMAGES = 64
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -46,13 +49,12 @@ class Shard:
 def plan(entries: Sequence[Entry], settings: Any) -> List[Shard]:
     """Cut the rows of a split (sorted, as the manifest gives them) into shards."""
     common = {
-        "settings": settings.model_dump(exclude={"max_bad_fraction"}),
+        "settings": settings.model_dump(),
         "code": code_digest(CODE, OUTSIDE),
         "opencv": cv2.__version__,
         "extractor": extractors.load(settings.extractor).code,
     }
-    length = settings.shard_images
-    pieces = [entries[start : start + length] for start in range(0, len(entries), length)]
+    pieces = [entries[start : start + SHARD_IMAGES] for start in range(0, len(entries), SHARD_IMAGES)]
     shards = []
     for index, piece in enumerate(pieces):
         rows = [[entry.name, entry.size, entry.crc32] for entry in piece]
@@ -107,7 +109,7 @@ class Folder:
         """Write store.json and drop the notes."""
         extractor = extractors.load(settings.extractor)
         named = [{**row, "photographs": _photographs(shard, row)} for shard, row in zip(self.shards, rows)]
-        content = store.index(named, settings.views, (settings.width, settings.height), extractor)
+        content = store.index(named, settings.views_per_image, (settings.width, settings.height), extractor)
         write_atomic(self.path / store.INDEX, json.dumps(content, indent=1) + "\n")
         for shard in self.shards:
             self._note_path(shard).unlink(missing_ok=True)

@@ -5,34 +5,53 @@ Every section in the file is checked, so that a misspelt key of the last stage i
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import re
+import shlex
 from pathlib import Path
-from typing import Any, Dict, List, Type, Union, get_args
+from typing import Any, Dict, List, Mapping, NoReturn, Type, Union, get_args
 
 from pydantic import ValidationError
 
+from pipeline import old_keys
 from pipeline.errors import RequestError, typed
-from pipeline.parameters.schema import SECTIONS, FetchParams, Section
+from pipeline.parameters.schema import SECTIONS, FetchParams, Section, TrainOptions
+
+NO_OPTIONS: Mapping[str, Any] = {}
 
 
-def load(section: str, path: Union[str, Path] = "params.yaml") -> Any:
+def load(section: str, path: Union[str, Path] = "params.yaml", options: Mapping[str, Any] = NO_OPTIONS) -> Any:
     """One section of the file at `path`, checked together with all its others; RequestError in one line."""
-    sections = load_all(path)
+    sections = load_all(path, options)
     if section not in sections:
         raise RequestError(f"{path}: the section '{section}' is missing")
     return sections[section]
 
 
-def load_all(path: Union[str, Path] = "params.yaml") -> Dict[str, Section]:
-    """Every section present in the file at `path`, by name."""
-    return parse(_read(Path(path)), str(path))
+def load_all(path: Union[str, Path] = "params.yaml", options: Mapping[str, Any] = NO_OPTIONS) -> Dict[str, Section]:
+    """Every section present in the file at `path`, by name.
+
+    options: of a training, given on its command line; they go before those of `train.options`.
+    """
+    return parse_file(_read(Path(path)), str(path), options)
 
 
-def parse(tree: Any, origin: str) -> Dict[str, Section]:
+def parse_file(tree: Any, origin: str, options: Mapping[str, Any] = NO_OPTIONS) -> Dict[str, Section]:
+    """As `parse`, of what a params.yaml holds. RequestError names every key of an older file, in a line each."""
+    old = [f"{origin}: {line}" for line in old_keys.advice(tree)]
+    if old:
+        raise RequestError("\n".join([*old, f"or write a new file: `{typed('repro', preset='sample')}`"]))
+    if isinstance(tree, dict) and "views" not in tree and ("keypoints" in tree or "evaluate" in tree):
+        raise RequestError(f"{origin}: the section 'views' is missing")
+    return parse(tree, origin, options)
+
+
+def parse(tree: Any, origin: str, options: Mapping[str, Any] = NO_OPTIONS) -> Dict[str, Section]:
     """Check a tree of plain dicts; `origin` is the file name the messages begin with."""
     if not isinstance(tree, dict):
         raise RequestError(f"{origin}: must hold the sections {', '.join(SECTIONS)}")
+    tree = _completed(tree, origin, options)
     sections: Dict[str, Section] = {}
     problems: List[str] = []
     for name, values in tree.items():
@@ -54,6 +73,55 @@ def parse(tree: Any, origin: str) -> Dict[str, Section]:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise RequestError(f"{origin}: {first}{more}")
     return sections
+
+
+def option_parser() -> argparse.ArgumentParser:
+    """Parser of `TrainOptions`, for the command line of a training and for `train.options`; gives those named alone."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    for name, field in TrainOptions.model_fields.items():
+        kind: Any = field.annotation
+        flag, said = "--" + name.replace("_", "-"), f"{field.description} (default: {field.default})"
+        if kind is bool:
+            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=field.description)
+        elif get_args(kind):
+            parser.add_argument(flag, choices=get_args(kind), default=argparse.SUPPRESS, help=said)
+        else:
+            parser.add_argument(flag, type=kind, metavar="N", default=argparse.SUPPRESS, help=said)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise RequestError(message)
+
+
+def _completed(tree: Dict[str, Any], origin: str, options: Mapping[str, Any]) -> Dict[str, Any]:
+    """The tree with what a section takes from others, and with the options of the training."""
+    views, keypoints, train, evaluate = (tree.get(name) for name in ("views", "keypoints", "train", "evaluate"))
+    shared = keypoints if isinstance(keypoints, dict) else {}
+    sizes = {name: shared[name] for name in ("width", "height", "max_keypoints") if name in shared}
+    full = dict(tree)
+    if isinstance(keypoints, dict) and "views" in tree:
+        full["keypoints"] = {"views": views, **keypoints}
+    if isinstance(train, dict):
+        most = {name: value for name, value in sizes.items() if name == "max_keypoints"}
+        full["train"] = {**most, **_options(train.get("options"), origin), **train, **options}
+    if isinstance(evaluate, dict):
+        full["evaluate"] = {**sizes, **evaluate, "views": _merged(views, evaluate.get("views", {}))}
+    return full
+
+
+def _options(text: Any, origin: str) -> Dict[str, Any]:
+    try:
+        return vars(option_parser().parse_args(shlex.split(text) if isinstance(text, str) else []))
+    except (RequestError, ValueError) as error:
+        raise RequestError(f"{origin}: train.options: {error}") from None
+
+
+def _merged(tree: Any, changes: Any) -> Any:
+    if not (isinstance(tree, dict) and isinstance(changes, dict)):
+        return changes
+    return {**tree, **{key: _merged(tree.get(key), value) for key, value in changes.items()}}
 
 
 def preset(path: Union[str, Path]) -> str:
@@ -107,7 +175,8 @@ def _problem(section: str, model: Type[Section], error: Any) -> str:
         owner = owner if field is None else field.annotation
         field = owner.model_fields.get(part)
     if error["type"] == "extra_forbidden":
-        return f"{key}: unknown key{_near(location[-1], list(owner.model_fields))}"
+        own = [name for name in owner.model_fields if name not in TrainOptions.model_fields]
+        return f"{key}: unknown key{_near(location[-1], own)}"
     if field is None:
         return f"{key} = {_short(error['input'])}: must hold keys with values"
     if error["type"] == "missing":

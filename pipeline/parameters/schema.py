@@ -1,6 +1,7 @@
-"""The sections of params.yaml: every key a stage may be asked with, its type and its limits.
+"""The sections of params.yaml: every key of a stage, its type and its limits.
 
-Units, meaning and default of each key stand in `presets/sample.yaml`; `pipeline.parameters.params` loads them.
+Units, meaning and default of each key stand in `presets/sample.yaml`; `pipeline.parameters.params` loads them. What few trainings
+need is an option of the command (`TrainOptions`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Pixels = Annotated[float, Field(gt=0.0, le=100.0)]
 Side = Annotated[int, Field(ge=64, le=8192, multiple_of=8)]
 KeypointCount = Annotated[int, Field(ge=1, le=16384)]
 
@@ -24,14 +24,32 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class FetchParams(Section):
+    source: Literal["sample", "folder", "coco2014", "coco2017", "coco2017-val"]
+    path: str
+    val_path: str
+    root: str
+    categories: str
+    min_side: CountOrZero
+    content: str
+    limit: CountOrZero
+    val_fraction: Annotated[float, Field(ge=0.0, le=0.9)]
+    test_fraction: Fraction
+
+    @model_validator(mode="after")
+    def _folder_has_a_path(self) -> FetchParams:
+        if self.source == "folder" and not self.path:
+            raise ValueError("path = '': must name the folder of images when source is 'folder'")
+        return self
+
+
 class Homography(Section):
-    """How far a view may stand from the image it is cut from (all amounts before `difficulty`)."""
+    """How far a view may differ from the image that it is cut from (all amounts at difficulty 1)."""
 
     scale_min: Annotated[float, Field(gt=0.0, le=1.0)]
     perspective: Annotated[float, Field(ge=0.0, le=0.9)]
     rotation_deg: Annotated[float, Field(ge=0.0, le=180.0)]
     tilt_deg: Annotated[float, Field(ge=0.0, le=80.0)]
-    translation: Fraction
     max_upscale: Annotated[float, Field(ge=2.0, le=8.0)]
 
 
@@ -46,105 +64,102 @@ class Photometric(Section):
     jpeg: Fraction
 
 
-class FetchParams(Section):
-    source: Literal["sample", "folder", "coco2014", "coco2017", "coco2017-val"]
-    path: str
-    val_path: str
-    root: str
-    categories: str
-    min_side: CountOrZero
-    content: str
-    limit: CountOrZero
-    val_fraction: Annotated[float, Field(ge=0.0, le=0.9)]
-    test_fraction: Fraction
-    mirror: str
-    seed: Seed
+class Views(Section):
+    """The limits of random views."""
 
-    @model_validator(mode="after")
-    def _folder_has_a_path(self) -> FetchParams:
-        if self.source == "folder" and not self.path:
-            raise ValueError("path = '': must name the folder of images when source is 'folder'")
-        return self
+    homography: Homography
+    photometric: Photometric
 
 
 class KeypointsParams(Section):
+    """views: the section `views`."""
+
     decoder: Literal["opencv", "torchvision", "dali"]
     extractor: Annotated[str, Field(pattern=r"^(sift|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")]
-    views: Annotated[int, Field(ge=2, le=1000)]
+    views_per_image: Annotated[int, Field(ge=2, le=1000)]
     width: Side
     height: Side
     max_keypoints: KeypointCount
-    difficulty: Fraction
     difficulty_first: Fraction
-    homography: Homography
-    photometric: Photometric
-    max_bad_fraction: Fraction
-    shard_images: Annotated[int, Field(ge=1, le=4096)]
-    seed: Seed
+    views: Views
 
 
-class TrainParams(Section):
-    parallel: Literal["ddp", "dp", "single"]
-    bitwise_elastic: bool
+class TrainOptions(Section):
+    """What few trainings need: options of `python -m pipeline.train`, which `train.options` may hold as well."""
+
+    parallel: Literal["ddp", "dp", "single"] = Field(
+        "ddp",
+        description="ddp: a process for each device, gradients averaged; dp: one process, torch's DataParallel; "
+        "single: one process, one device",
+    )
+    bitwise_elastic: bool = Field(
+        False, description="the same bytes of weights with 1, 2, 4 or 8 processes, at some cost in speed"
+    )
+    batch_per_rank: int = Field(
+        0, ge=0, le=65536, description="pairs of each process and step, instead of train.batch; 0: train.batch"
+    )
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        "none", description="how the learning rate grows with the number of processes, for --batch-per-rank"
+    )
+    ema: float = Field(
+        0.0, ge=0.0, lt=1.0, description="decay of a moving average of the weights, to ship instead; 0: none"
+    )
+    loader: Literal["plain", "dali", "synthetic"] = Field(
+        "plain",
+        description="where the pairs come from: plain: the store; dali: the same, carried to the GPU by NVIDIA's DALI; "
+        "synthetic: random keypoints, to measure the step alone",
+    )
+    checkpoint_layers: bool = Field(
+        False, description="recompute activations in the backward pass: less memory, about a third more time"
+    )
+    compile: bool = Field(False, description="compile the dense part of the layers (torch 2)")
+    deterministic: bool = Field(False, description="use deterministic kernels only; slower on a GPU")
+    log_every: int = Field(10, ge=1, description="steps between points of the training curves")
+    save_every: int = Field(0, ge=0, description="steps between checkpoints; 0: train.val_every")
+    profile_steps: int = Field(0, ge=0, description="profile so many steps into reports/train/profile; 0: none")
+    superseded_gb: float = Field(
+        0.0, ge=0.0, description="GB that old trainings may take before the oldest are deleted; 0: no limit"
+    )
+
+
+class TrainParams(TrainOptions):
+    """options: as on the command line, such as "--ema 0.999"; the fields of `TrainOptions` hold what they say."""
+
     batch: Annotated[int, Field(ge=1, le=65536)]
-    batch_per_rank: Annotated[int, Field(ge=0, le=65536)]
     accumulate: Annotated[int, Field(ge=1, le=4096)]
-    loader: Literal["plain", "dali", "synthetic"]
     steps: Count
     max_keypoints: KeypointCount
     min_keypoints: CountOrZero
     keypoint_drop: Annotated[float, Field(ge=0.0, le=0.9)]
-    turn_deg: Annotated[float, Field(ge=0.0, le=180.0)]
+    rotation_deg: Annotated[float, Field(ge=0.0, le=180.0)]
     window: Annotated[float, Field(gt=0.0, le=1.0)]
-    unrelated: Fraction
+    negatives: Fraction
     zoom: Fraction
-    zoom_max: Annotated[float, Field(ge=1.5, le=16.0)]
     dim: Annotated[int, Field(ge=8, le=1024)]
     layers: Annotated[int, Field(ge=1, le=64)]
     heads: Annotated[int, Field(ge=1, le=64)]
     norm: Literal["layer", "batch"]
-    sync_batchnorm: bool
-    scale_angle: bool
     neighbours: bool
     rotary: bool
-    sinkhorn_iterations: Annotated[int, Field(ge=1, le=1000)]
-    positive_px: Pixels
-    negative_px: Pixels
     optimizer: Literal["adam", "adamw", "muon", "sgd"]
     lr: Annotated[float, Field(gt=0.0, le=10.0)]
-    lr_scaling: Literal["none", "linear", "sqrt"]
-    weight_decay: Fraction
     schedule: Literal["constant_decay", "cosine", "wsd"]
     warmup_steps: CountOrZero
     decay_start: CountOrZero
-    decay: Annotated[float, Field(gt=0.0, le=1.0)]
-    clip_norm: Annotated[float, Field(ge=0.0)]
     precision: Literal["auto", "float32", "bfloat16", "float16"]
-    ema: Annotated[float, Field(ge=0.0, lt=1.0)]
     init_from: str
     freeze: List[str]
-    deterministic: bool
-    checkpoint_layers: bool
-    compile: bool
-    profile_steps: CountOrZero
-    max_skipped: CountOrZero
-    log_every: Count
     val_pairs: Count
     val_every: Count
-    save_every: Count
-    superseded_gb: Annotated[float, Field(ge=0.0)]
     seed: Seed
+    options: str
 
     @model_validator(mode="after")
     def _keys_agree(self) -> TrainParams:
-        if self.negative_px < self.positive_px:
-            raise ValueError(f"negative_px = {self.negative_px}: must be positive_px ({self.positive_px}) or more")
         if self.checkpoint_layers and self.norm == "batch":
-            raise ValueError("checkpoint_layers = True: needs norm: layer (running statistics would move twice)")
-        if self.neighbours and not self.scale_angle:
-            raise ValueError("neighbours = True: needs scale_angle: true (it compares scales and angles)")
+            raise ValueError("options: --checkpoint-layers needs norm: layer (running statistics would move twice)")
         if self.bitwise_elastic and self.accumulate > 1:
-            raise ValueError("accumulate > 1: bitwise_elastic cuts the batch itself; set accumulate: 1")
+            raise ValueError("accumulate > 1: --bitwise-elastic cuts the batch itself; set accumulate: 1")
         if self.dim % self.heads:
             raise ValueError(f"heads = {self.heads}: must divide dim ({self.dim})")
         if self.rotary and self.dim // self.heads % 2:
@@ -153,32 +168,19 @@ class TrainParams(Section):
 
 
 class EvaluateParams(Section):
+    """views: the section `views`, with what `evaluate.views` says instead."""
+
     width: Side
     height: Side
-    pairs_per_image: Count
     max_keypoints: KeypointCount
-    difficulty: Fraction
-    homography: Homography
-    photometric: Photometric
-    correct_px: Pixels
-    ransac_px: Pixels
-    ransac_iterations: Annotated[int, Field(ge=1, le=1_000_000)]
-    ratio: Annotated[float, Field(gt=0.0, le=1.0)]
-    threshold: Fraction
-    sinkhorn_iterations: Annotated[int, Field(ge=1, le=1000)]
-    refine: bool = True
-    pictures: CountOrZero
-    seed: Seed
-
-
-class ExportParams(Section):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    pairs_per_image: Count
+    views: Views
 
 
 SECTIONS: Dict[str, Type[Section]] = {
     "fetch": FetchParams,
+    "views": Views,
     "keypoints": KeypointsParams,
     "train": TrainParams,
     "evaluate": EvaluateParams,
-    "export": ExportParams,
 }

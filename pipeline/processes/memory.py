@@ -32,7 +32,7 @@ def keep_memory() -> None:
 def return_memory() -> None:
     """Give each freed block of a MiB and more back to the system; elsewhere than on glibc nothing happens.
 
-    For `train.checkpoint_layers`, where the holes among a few kept tensors would take as much memory as the tensors.
+    For `--checkpoint-layers`, where the holes among a few kept tensors would take as much memory as the tensors.
     """
     _mallopt({_MMAP_THRESHOLD: _MIB})
 

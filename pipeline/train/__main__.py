@@ -17,11 +17,12 @@ if __name__ == "__main__":
 
 import argparse
 from pathlib import Path
-from typing import Optional, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 from pipeline import errors
 from pipeline.features.store import Store
 from pipeline.parameters import params
+from pipeline.parameters.schema import TrainOptions
 from pipeline.processes import distributed, signals
 from pipeline.train import resume, setup, unseen
 from pipeline.train.pairs.loader import choose
@@ -30,7 +31,8 @@ from pipeline.train.trainer import Training
 
 
 def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.train", description=str(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m pipeline.train", description=str(__doc__).splitlines()[0],
+                                     parents=[params.option_parser()])  # fmt: skip
     add, usual = parser.add_argument, TrainPaths
     add("--keypoints", type=Path, default=usual.keypoints, help="folder of the stage keypoints")
     add("--out", type=Path, default=usual.out, help="folder of the checkpoints")
@@ -52,13 +54,18 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
 
 def paths_of(args: argparse.Namespace) -> TrainPaths:
     places = args.keypoints, args.out, args.reports, args.params
-    return TrainPaths(*places, args.resume, tuple(args.accept), args.keep_seen)
+    return TrainPaths(*places, args.resume, tuple(args.accept), args.keep_seen, options_of(args))
+
+
+def options_of(args: argparse.Namespace) -> Dict[str, Any]:
+    """Those of `TrainOptions` that the command line gives."""
+    return {name: value for name, value in vars(args).items() if name in TrainOptions.model_fields}
 
 
 def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[Store, Store]:
     """Refuses a wrong request by a RequestError before any process starts. Returns the opened train and val stores."""
     args = parse(argv)
-    train = params.load("train", args.params)
+    train = params.load("train", args.params, options_of(args))
     resume.check(paths_of(args))
     how = "all" if args.verify else "sample"
     stores = Store(args.keypoints / "train", how), Store(args.keypoints / "val", how)
@@ -74,7 +81,8 @@ def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[St
 
 def processes(argv: Optional[Sequence[str]], proposed: int) -> int:
     """How many local processes the launcher starts, where `proposed` could be had."""
-    return setup.processes(params.load("train", parse(argv).params), proposed)
+    args = parse(argv)
+    return setup.processes(params.load("train", args.params, options_of(args)), proposed)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -32,19 +32,19 @@ OUTSIDE = (
 # What a fingerprint has beside the parameters; each stands in a best model's JSON under the same name.
 OF_THE_RUN = ("world_size", "initial_weights", "data", "code")
 
-# Keys of `train` that decide no weight of a step.
+# Keys and options of `train` that decide no weight of a step.
 OPERATIONAL = (
-    "log_every", "max_skipped", "profile_steps", "save_every", "superseded_gb", "val_every", "val_pairs",
+    "log_every", "profile_steps", "save_every", "superseded_gb", "val_every", "val_pairs",
 )  # fmt: skip
 # Those that change how a step is computed, and not what: with norm `layer` the same but for rounding.
 COMPUTED = ("accumulate", "checkpoint_layers", "compile", "parallel")
 # Those that act through the learning rate alone.
-SCHEDULE = ("decay", "decay_start", "lr", "schedule", "steps", "warmup_steps")
+SCHEDULE = ("decay_start", "lr", "schedule", "steps", "warmup_steps")
 
 
 def stated(train: TrainParams) -> Dict[str, Any]:
     """The section as JSON values; of `init_from` the file's name, as `initial_weights` says which one that is."""
-    return {**train.model_dump(), "init_from": Path(train.init_from).name}
+    return {**train.model_dump(exclude={"options"}), "init_from": Path(train.init_from).name}
 
 
 def fingerprint(train: TrainParams, data_digest: str, world_size: int) -> Fingerprint:

@@ -1,7 +1,7 @@
 """What a training reports: MLflow and the local log, curves for DVC, metrics.json, a profile, lines to read.
 
 Rank 0 reports, and in each folder of reports one rank writes the curves; sums over ranks are exchanged every
-`train.log_every` steps. Curves and metrics.json, outputs of the stage, hold what every run gives again; what this
+`--log-every` steps. Curves and metrics.json, outputs of the stage, hold what every run gives again; what this
 machine did just now goes to timing.csv and to MLflow.
 """
 
@@ -59,7 +59,7 @@ class TrainingLogger:
         self.last_sums: Dict[str, float] = {}  # of the last step
         self._restart_clock()
         self.status = "FAILED"
-        sections = params.load_all(paths.params)
+        sections = params.load_all(paths.params, paths.options)
         self.data = params.data_name(sections)
         run_file = paths.reports.parent / "run.json"
         names = (params.preset(paths.params), self.data)

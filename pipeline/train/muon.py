@@ -57,18 +57,18 @@ def from_blocks(squares: Tensor, shape: torch.Size) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon for the weights of a SuperGlue's attention layers, Adam for the rest.
 
-    lr, weight_decay: of both; the decay is AdamW's. alone: each rank does all matrices, so that no rounding depends on
+    lr: of both. alone: each rank does all matrices, so that no rounding depends on
     how many ranks there are; else they share.
     """
 
-    def __init__(self, model: SuperGlue, lr: float, weight_decay: float = 0.0, alone: bool = False) -> None:
+    def __init__(self, model: SuperGlue, lr: float, alone: bool = False) -> None:
         self.alone = alone
         self.side = model.config.dim  # of the squares that all matrices of the layers are made of
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         matrices = [p for name, p in named if "attention" in name and p.ndim == 2]
         rest = [p for name, p in named if not ("attention" in name and p.ndim == 2)]
         groups = [{"params": matrices, "muon": True}, {"params": rest, "muon": False}]
-        super().__init__([g for g in groups if g["params"]], {"lr": lr, "weight_decay": weight_decay})
+        super().__init__([g for g in groups if g["params"]], {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
@@ -77,8 +77,6 @@ class Muon(torch.optim.Optimizer):
             own = [(p, p.grad) for p in group["params"] if p.grad is not None]
             if not own:
                 continue
-            if group["weight_decay"]:
-                FOREACH._foreach_mul_([p for p, _ in own], 1 - group["lr"] * group["weight_decay"])
             if group["muon"]:
                 self._muon(own, group["lr"])
             else:

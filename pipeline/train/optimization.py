@@ -15,20 +15,23 @@ from pipeline.parameters.schema import TrainParams
 from pipeline.train.muon import Muon
 from superglue_sift.network.superglue import SuperGlue
 
+FINAL = 0.999998**700_000  # the paper's decay, of each of its 700,000 steps
+ADAMW_DECAY = 0.01  # torch's
+
 
 def learning_rate(train: TrainParams, step: int, world_size: int = 1) -> float:
     """Learning rate of global step 0, 1, 2, ...; no state, so a resumed run has it right.
 
-    `constant_decay` is the paper's: constant, then times `decay` in each step from `decay_start` on. `cosine` falls to
-    0 at the last step; `wsd` is constant until `decay_start`, then falls linearly to 0. Each rises linearly over
-    `warmup_steps` first. `lr_scaling` grows it with the number of processes (Goyal 2017 for linear), for
-    `batch_per_rank`.
+    `constant_decay` is the paper's: constant, then from `decay_start` on exponential, to the fraction FINAL at the last
+    step. `cosine` falls to 0 at the last step; `wsd` is constant until `decay_start`, then falls linearly to 0. Each
+    rises linearly over `warmup_steps` first. `lr_scaling` grows it with the number of processes (Goyal 2017 for
+    linear), for `batch_per_rank`.
     """
     factor = {"none": 1.0, "linear": float(world_size), "sqrt": math.sqrt(world_size)}[train.lr_scaling]
     if step < train.warmup_steps:
         return train.lr * factor * (step + 1) / train.warmup_steps
     if train.schedule == "constant_decay":
-        return train.lr * factor * train.decay ** max(0, step - train.decay_start)
+        return train.lr * factor * FINAL ** (max(0, step - train.decay_start) / max(1, train.steps - train.decay_start))
     if train.schedule == "wsd":
         left = (train.steps - step) / max(1, train.steps - train.decay_start)
         return train.lr * factor * min(1.0, left)
@@ -60,11 +63,12 @@ def make_optimizer(train: TrainParams, model: SuperGlue) -> torch.optim.Optimize
     if not parameters:
         raise RequestError("train.freeze: no parameter is left to train")
     if train.optimizer == "muon":
-        return Muon(model, train.lr, train.weight_decay, alone=train.bitwise_elastic)
+        return Muon(model, train.lr, alone=train.bitwise_elastic)
     if train.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=train.lr, momentum=0.9, weight_decay=train.weight_decay)
+        return torch.optim.SGD(parameters, lr=train.lr, momentum=0.9)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[train.optimizer]
-    return kind(parameters, lr=train.lr, weight_decay=train.weight_decay, **compat.fused_adam())
+    decay = {"weight_decay": ADAMW_DECAY} if train.optimizer == "adamw" else {}
+    return kind(parameters, lr=train.lr, **decay, **compat.fused_adam())
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Dict[str, Tensor]:

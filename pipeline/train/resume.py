@@ -13,9 +13,11 @@ import shlex
 import shutil
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from pipeline.errors import RequestError
+from pipeline.old_keys import flag
+from pipeline.parameters.schema import TrainOptions
 from pipeline.processes import distributed
 from pipeline.train import replicas, superseded
 from pipeline.train.checkpoint import Checkpoints
@@ -38,6 +40,7 @@ class TrainPaths:
     resume: str = AUTO
     accept: Tuple[str, ...] = ()  # keys of the fingerprint that may differ
     keep_seen: bool = False  # validate also on photographs that the initial weights were trained on
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of `TrainOptions`, those given
 
     def command(self, place: Path, accept: Sequence[str]) -> str:
         """The command that takes up again what is set aside in `place`."""
@@ -45,6 +48,7 @@ class TrainPaths:
         for name in ("keypoints", "out", "reports", "params"):
             given = getattr(self, name)
             words += [f"--{name}", str(given)] if given != getattr(TrainPaths, name) else []
+        words += [word for name, value in self.options.items() for word in flag(name, value).split()]
         words += ["--resume", str(place)]
         for key in accept:
             words += ["--accept", key]
@@ -268,8 +272,11 @@ def _move(files: Iterable[Path], folder: Path) -> None:
 
 def _first(keys: List[str], saved: Fingerprint) -> str:
     """What has to be done before the command can take a training up again."""
-    changes = [f"{key}: {saved.get(key)}" for key in keys if key.startswith("train.")]
+    named = {key.partition(".")[2]: saved.get(key) for key in keys if key.startswith("train.")}
+    changes = [f"train.{name}: {value}" for name, value in named.items() if name not in TrainOptions.model_fields]
+    options = [flag(name, value) for name, value in named.items() if name in TrainOptions.model_fields]
     words = [f"set {', '.join(changes)} in params.yaml"] if changes else []
+    words += [f"give {' '.join(options)}"] if options else []
     words += ["bring back the keypoints it was trained on"] if "data" in keys else []
     words += ["take as many processes"] if "world_size" in keys else []
     return f", {' and '.join(words)} and run" if words else ""

@@ -30,6 +30,12 @@ from superglue_sift.weights import BadCheckpoint, load_model_file
 
 # Micro-batches of a step with bitwise_elastic, so that worlds of 1, 2, 4 and 8 give the same bytes.
 ELASTIC_PARTS = 8
+# Of the recipe of the shipped weights (docs/recipe.md); the paper has 100, which only inference takes here.
+SINKHORN_ITERATIONS = 30
+# Mutual nearest keypoints closer than POSITIVE_PX in the view are a true match; those without a neighbour closer than
+# NEGATIVE_PX are truly unmatched; in between SIFT's positions are too uncertain to teach either.
+POSITIVE_PX, NEGATIVE_PX = 3.0, 5.0
+ZOOM_MAX = 8.0  # of the recipe, too
 
 
 class Parts(NamedTuple):
@@ -56,14 +62,14 @@ def global_batch(train: TrainParams, world_size: int) -> int:
         RequestError: `bitwise_elastic` needs another number of ranks, or `parallel` a single one.
     """
     if world_size > 1 and train.parallel != "ddp":
-        raise RequestError(f"train.parallel = {train.parallel} runs in one process: set NPROC_PER_NODE=1")
+        raise RequestError(f"--parallel {train.parallel} runs in one process: set NPROC_PER_NODE=1")
     batch = train.batch_per_rank * world_size if train.batch_per_rank else train.batch
     units = elastic_parts(batch)
     if train.bitwise_elastic and units % world_size:
         legal = [n for n in range(1, units + 1) if units % n == 0]
         raise RequestError(
-            f"train.bitwise_elastic: {units} micro-batches cannot be shared evenly by {world_size} processes: "
-            f"set NPROC_PER_NODE to one of {legal}, or bitwise_elastic: false"
+            f"--bitwise-elastic: {units} micro-batches cannot be shared evenly by {world_size} processes: "
+            f"set NPROC_PER_NODE to one of {legal}, or leave out --bitwise-elastic"
         )
     return batch
 
@@ -96,16 +102,16 @@ def check_device(train: TrainParams) -> None:
     precision.on(train.precision, torch.device(kind))
     missing = compat.no_compiler(kind) if train.compile else ""
     if missing:
-        raise RequestError(f"train.compile: {missing}; install it, or set train.compile: false")
+        raise RequestError(f"--compile: {missing}; install it, or leave out --compile")
 
 
 def check_features(train: TrainParams, store: Store) -> None:
     """RequestError when the training needs what the keypoints of `store` do not have."""
-    asked = [name for name in ("scale_angle", "turn_deg", "zoom") if getattr(train, name)]
+    asked = [name for name in ("neighbours", "rotation_deg", "zoom") if getattr(train, name)]
     if asked and not store.scale_angle:
         raise RequestError(
             f"train.{asked[0]} = {getattr(train, asked[0])}: {store.extractor} gives neither scale nor angle; "
-            "set scale_angle: false, neighbours: false, turn_deg: 0 and zoom: 0"
+            "set neighbours: false, rotation_deg: 0 and zoom: 0"
         )
 
 
@@ -117,8 +123,9 @@ def _agreed_precision(asked: str, device: torch.device) -> precision.Choice:
 
 def network(train: TrainParams, store: Optional[Store] = None) -> SuperGlue:
     """The network, untrained. store: whose keypoints it is for; None: SIFT's."""
-    names = ("dim", "layers", "heads", "norm", "scale_angle", "neighbours", "rotary", "sinkhorn_iterations")
+    names = ("dim", "layers", "heads", "norm", "neighbours", "rotary")
     values: Dict[str, Any] = {name: getattr(train, name) for name in names}
+    values.update(scale_angle=store is None or store.scale_angle, sinkhorn_iterations=SINKHORN_ITERATIONS)
     if store is not None:
         kind, dim = kind_of(store.dtype)
         values.update(extractor=store.extractor, descriptor=kind, descriptor_dim=dim)
@@ -137,7 +144,7 @@ def build(train: TrainParams, context: distributed.Context, store: Optional[Stor
     chosen = _agreed_precision(train.precision, context.device)
     messages = [str(chosen)]
     if train.parallel == "dp" and torch.cuda.device_count() < 2:
-        messages.append("train.parallel: dp does nothing here: there are no GPUs to share a batch; set ddp")
+        messages.append("--parallel dp does nothing here: there are no GPUs to share a batch; leave it out")
     taken_over, init_threshold = _take_over(model, train.init_from) if train.init_from else ([], None)
     messages += taken_over
     frozen = freeze(model, train.freeze)
@@ -146,11 +153,11 @@ def build(train: TrainParams, context: distributed.Context, store: Optional[Stor
     model.recompute = train.checkpoint_layers
     if train.checkpoint_layers:
         return_memory()
-    if train.sync_batchnorm and not train.bitwise_elastic:
+    if not train.bitwise_elastic:
         normalization.synchronize(model, distributed.differentiable_sum)
     if train.compile:
         _compile(model)
-    objective = MatchingObjective(model, train.positive_px, train.negative_px, chosen.precision)
+    objective = MatchingObjective(model, POSITIVE_PX, NEGATIVE_PX, chosen.precision)
     state = TrainState(
         model,
         make_optimizer(train, model),
@@ -184,12 +191,12 @@ def augmentation(train: TrainParams) -> Augmentation:
     """What changes about each pair of the training."""
     return Augmentation(
         drop=train.keypoint_drop,
-        turn_deg=train.turn_deg,
+        turn_deg=train.rotation_deg,
         window=train.window,
-        unrelated_share=train.unrelated,
+        unrelated_share=train.negatives,
         min_keypoints=train.min_keypoints,
         zoom_share=train.zoom,
-        zoom_max=train.zoom_max,
+        zoom_max=ZOOM_MAX,
     )
 
 

@@ -2,7 +2,7 @@
 
 checkpoints/superseded/<date>-<reason>/    step-*, best.* and the curves, as they lay
 
-None goes but by `python -m pipeline.prune`, which asks, or where `train.superseded_gb` sets a limit.
+None goes but by `python -m pipeline.prune`, which asks, or where `--superseded-gb` sets a limit.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def apply_limit(out: Path, gigabytes: float, spare: Iterable[Optional[Path]]) ->
         if total > gigabytes * 1e9 and place.path.resolve() not in spared:
             delete(place)
             total -= place.size
-            print(f"train.superseded_gb: {gigabytes:g}: deleted {place.path} of {place.steps} steps, {_mb(place.size)}")
+            print(f"--superseded-gb {gigabytes:g}: deleted {place.path} of {place.steps} steps, {_mb(place.size)}")
 
 
 def delete(place: Place) -> None:

@@ -31,6 +31,9 @@ from pipeline.train.validation import ENOUGH_IMAGES, ratio_test_f1, validate
 from superglue_sift.batch import PairBatch
 from superglue_sift.weights import load_model_file
 
+CLIP_NORM = 1.0  # of the gradient, so that no single batch moves the weights far
+MAX_SKIPPED = 20  # steps without a finite gradient: more mean divergence, not bad luck
+
 
 class StepBatches:
     """The micro-batches of every step, a function of the step alone.
@@ -73,7 +76,7 @@ class Training:
         self, paths: resume.TrainPaths, context: distributed.Context, stop: signals.Stop, store: Store, held_out: Store
     ) -> None:
         self.paths, self.context, self.stop = paths, context, stop
-        self.train: TrainParams = params.load("train", paths.params)
+        self.train: TrainParams = params.load("train", paths.params, paths.options)
         self.pairs = setup.global_batch(self.train, context.world_size)
         self.store, self.held_out = store, held_out
         self.batches = StepBatches(self.train, store, self.pairs, context)
@@ -179,7 +182,7 @@ class Training:
                 if state.step % train.val_every == 0 or state.step == train.steps:
                     self._report_validation(logger, line)
                 stop = stopping()
-                if state.step % train.save_every == 0 or state.step == train.steps or stop:
+                if state.step % (train.save_every or train.val_every) == 0 or state.step == train.steps or stop:
                     self._compare_replicas()
                     self._save(logger)
                 if stop and state.step < train.steps:
@@ -216,8 +219,8 @@ class Training:
         common = (self.ddp_model, self.state.optimizer, self.state.scaler, batches, self.pairs)
         try:
             if self.train.bitwise_elastic:
-                return elastic_step(*common, self.train.clip_norm)
-            return train_step(*common, self.context.world_size, self.train.clip_norm)
+                return elastic_step(*common, CLIP_NORM)
+            return train_step(*common, self.context.world_size, CLIP_NORM)
         except RuntimeError as error:
             if "out of memory" not in str(error):
                 raise
@@ -231,7 +234,7 @@ class Training:
 
     def _skipped(self, result: StepResult) -> None:
         """A gradient was not finite: every rank is here. Say which pairs, and give up after too many."""
-        state, train = self.state, self.train
+        state = self.state
         own = [sample for part in self.batches.samples(state.step) for sample in part]
         named = [self._name(own[place]) for place in result.bad_pairs]
         bad = [name for names in distributed.all_gather(named) for name in names]
@@ -240,10 +243,10 @@ class Training:
         if state.scaler.is_enabled() and not bad:
             return  # the scaler feels its way to the largest scale that does not overflow
         state.skipped += 1
-        if state.skipped > train.max_skipped:
+        if state.skipped > MAX_SKIPPED:
             raise WorkError(
                 f"step {state.step}: {state.skipped} steps had a gradient that was not finite, more than "
-                f"train.max_skipped = {train.max_skipped}; lower train.lr, or look at the pairs named above"
+                f"{MAX_SKIPPED}; lower train.lr, or look at the pairs named above"
             )
 
     def _name(self, sample: Sample) -> str:

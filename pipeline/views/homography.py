@@ -85,7 +85,7 @@ def mild_view(rng: np.random.Generator, image_size: Size, view_size: Size) -> np
     largest = _largest(image_size, view_size)
     scale = largest * rng.uniform(max(MILD_SCALE_MIN, min(1.0, 1.0 / (MAX_UPSCALE * largest))), 1.0)
     quad = (corners(view_size) - corners(view_size).mean(0)) * scale
-    return _place(rng, quad, image_size, view_size, translation=1.0)
+    return _place(rng, quad, image_size, view_size)
 
 
 def _require_fit(image_size: Size, view_size: Size) -> None:
@@ -118,7 +118,7 @@ def _try_view(
         return None
     smallest = min(max(largest * (1.0 - strength * (1.0 - limits.scale_min)), sharpest), fitting)
     quad *= math.exp(rng.uniform(math.log(smallest), math.log(fitting)))
-    return _place(rng, quad, image_size, view_size, limits.translation * strength)
+    return _place(rng, quad, image_size, view_size, strength)
 
 
 def _foreshortening(tilt: float, rng: np.random.Generator) -> np.ndarray:
@@ -129,13 +129,16 @@ def _foreshortening(tilt: float, rng: np.random.Generator) -> np.ndarray:
 
 
 def _place(
-    rng: np.random.Generator, quad: np.ndarray, image_size: Size, view_size: Size, translation: float
+    rng: np.random.Generator, quad: np.ndarray, image_size: Size, view_size: Size, strength: float = 1.0
 ) -> np.ndarray:
-    """Move the quadrilateral to a random place inside the image; the homography that cuts it out."""
+    """Move the quadrilateral to a random place inside the image; the homography that cuts it out.
+
+    strength: 0 (centred) to 1 (anywhere).
+    """
     low, high = quad.min(0), quad.max(0)
     last = np.array(image_size) - 1.0
     room = np.maximum(last - (high - low), 0.0)
-    place = 0.5 + translation * rng.uniform(-0.5, 0.5, 2)
+    place = 0.5 + strength * rng.uniform(-0.5, 0.5, 2)
     inside = np.clip(quad - low + room * place, 0.0, last)
     return _through(inside, corners(view_size))
 

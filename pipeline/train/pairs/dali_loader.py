@@ -24,7 +24,7 @@ def require() -> None:
     try:
         import nvidia.dali.plugin.pytorch  # noqa: F401
     except ImportError:
-        raise compat.without_dali("train.loader = dali", "plain") from None
+        raise compat.without_dali("--loader dali", "leave out --loader") from None
 
 
 def carried(

@@ -113,7 +113,7 @@ def prefetched_page_locked(
 def choose(
     name: str, device: Optional[torch.device], step: Optional[StepSize] = None
 ) -> Tuple[Callable[..., PairBatch], Callable[..., Generator]]:
-    """(load_batch, prefetched) of `train.loader`: plain, dali or synthetic; all have the plain one's signatures.
+    """(load_batch, prefetched) of `--loader`: plain, dali or synthetic; all have the plain one's signatures.
 
     step: what a step of this rank takes; None: a thread makes the batches, never processes.
 
