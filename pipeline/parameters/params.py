@@ -14,8 +14,8 @@ from typing import Any, Dict, List, Mapping, NoReturn, Type, Union, get_args
 
 from pydantic import ValidationError
 
-from pipeline import old_keys
 from pipeline.errors import RequestError, typed
+from pipeline.parameters import old_keys
 from pipeline.parameters.schema import SECTIONS, FetchParams, Section, TrainOptions
 
 NO_OPTIONS: Mapping[str, Any] = {}

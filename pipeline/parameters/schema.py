@@ -1,7 +1,7 @@
 """The sections of params.yaml: every key of a stage, its type and its limits.
 
-Units, meaning and default of each key stand in `presets/sample.yaml`; `pipeline.parameters.params` loads them. What few trainings
-need is an option of the command (`TrainOptions`).
+Units, meaning and default of each key stand in `presets/sample.yaml`. What few trainings need is
+an option of the command (`TrainOptions`).
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ CHANGES_NO_OUTPUT = (
     "pipeline.errors",
     "pipeline.files",  # a file is written whole or not at all, with the bytes it is given
     "pipeline.launch",
-    "pipeline.parameters.params",
-    "pipeline.parameters.schema",
+    "pipeline.parameters",
     "pipeline.provenance.code",
     "pipeline.processes.faults",
     "pipeline.processes.machine",
