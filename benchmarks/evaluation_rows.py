@@ -48,12 +48,15 @@ class _Evaluation:
         images = open_manifest(setting.images)
         self.setting, self.device = setting, str(setting.device)
         self.asked = params.load("evaluate", setting.params)
-        T = self.asked.sinkhorn_iterations
-        own = load_model(setting.weights, self.device, T)[0] if setting.weights else setting.model()
+        own = (
+            load_model(setting.weights, self.device, matchers.SINKHORN_ITERATIONS)[0]
+            if setting.weights
+            else setting.model()
+        )
         self.model, self.dim = fuse_for_inference(own), own.config.dim
         self.settings = scoring.Settings(self.asked)
-        network = matchers.Network(self.model, self.asked.threshold or THRESHOLD)
-        self.matchers = matchers.Matchers({matchers.OURS: network}, self.device, self.asked.ratio)
+        network = matchers.Network(self.model, THRESHOLD)
+        self.matchers = matchers.Matchers({matchers.OURS: network}, self.device)
         entries = images.entries("test") or images.entries("val") or images.entries("train")
         self.source = HeldOutPairs(images, entries, self.asked, EVALUATED)
         self.scenes = list(self._loaded())
@@ -82,7 +85,7 @@ class _Evaluation:
 
     def parts(self) -> Iterator[Row]:
         """What each part costs one core."""
-        px, thresholds = (self.asked.correct_px, {matchers.OURS: self.matchers.networks[matchers.OURS].threshold})
+        px, thresholds = (scoring.CORRECT_PX, {matchers.OURS: self.matchers.networks[matchers.OURS].threshold})
 
         def scored(names: Sequence[str]) -> None:
             for known, answers in zip(self.pairs, self.answers):
@@ -92,7 +95,7 @@ class _Evaluation:
             "views": lambda: list(self._loaded()),
             "SIFT": self._found,
             "matcher": lambda: self._matches(self.pairs),
-            "baselines": lambda: [matchers.match_baselines(known.pair, self.asked.ratio) for known in self.pairs],
+            "baselines": lambda: [matchers.match_baselines(known.pair) for known in self.pairs],
             "truth": lambda: [scoring.true_matches(known.pair, known.truth, px) for known in self.pairs],
             "ours": lambda: scored([matchers.OURS]),
             "all": lambda: scored(matchers.MATCHERS),

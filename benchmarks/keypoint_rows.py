@@ -29,8 +29,10 @@ from pipeline.features.store import write_shard
 from pipeline.files import file_sha256
 from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet
+from pipeline.keypoints import image
 from pipeline.keypoints.image import gray_views
 from pipeline.keypoints.pool import Pool
+from pipeline.keypoints.shards import SHARD_IMAGES
 from pipeline.processes.memory import tune_process
 from pipeline.views import homography, render
 from superglue_sift import sift
@@ -78,7 +80,7 @@ def keypoint_rows(
         for name in list(ways) if number % 2 == 0 else reversed(list(ways)):
             spent[name].append(ways[name]())
     assert len(digests) == 1, "ours and the plain pool differ"
-    views = len(entries) * settings.views
+    views = len(entries) * settings.views_per_image
     what = f"keypoints {{}}, {settings.width}x{settings.height}"
     return [{"what": what.format(name), **_columns(name, spent, views)} for name in ways]
 
@@ -174,14 +176,14 @@ def _prepared(data: bytes, name: str, settings: Any) -> Tuple[bytes, List[np.nda
     gray = decode_gray(data, name)
     size, view_size = (gray.shape[1], gray.shape[0]), (settings.width, settings.height)
     homographies, views = [], []
-    for index in range(settings.views):
-        rng = homography.generator(settings.seed, name, index)
+    for index in range(settings.views_per_image):
+        rng = homography.generator(image.SEED, name, index)
         if index == 0:
             H = homography.mild_view(rng, size, view_size)
             views.append(render.render(gray, H, view_size))
         else:
-            H = homography.sample_view(rng, size, view_size, settings.homography, settings.difficulty)
-            views.append(render.distort(render.render(gray, H, view_size), rng, settings.photometric))
+            H = homography.sample_view(rng, size, view_size, settings.views.homography)
+            views.append(render.distort(render.render(gray, H, view_size), rng, settings.views.photometric))
         homographies.append(H)
     return data, homographies, views
 
@@ -190,7 +192,7 @@ def _ours(images: ImageSet, entries: Sequence[Entry], settings: Any, workers: in
     with Pool(images, settings, workers) as pool:
         list(pool.map(entries[: 2 * workers]))  # processes started, as in a run of hours
         meter = _Meter()
-        return _written(pool.map(entries), meter, settings.shard_images)
+        return _written(pool.map(entries), meter, SHARD_IMAGES)
 
 
 def stage_seconds(images: ImageSet, entries: Sequence[Entry], settings: Any, workers: int) -> float:
@@ -204,7 +206,7 @@ def _plain(images: ImageSet, entries: Sequence[Entry], settings: Any, workers: i
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         list(pool.imap(extract, entries[: 2 * workers]))
         meter = _Meter()
-        return _written(pool.imap(extract, entries), meter, settings.shard_images)
+        return _written(pool.imap(extract, entries), meter, SHARD_IMAGES)
 
 
 def _plain_views(images: ImageSet, settings: Any, entry: Entry) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import statistics
 import tempfile
@@ -23,12 +24,12 @@ from pipeline.train.objective import assignment_loss
 from pipeline.train.pairs.loader import choose, load_batch
 from pipeline.train.pairs.order import PairOrder
 from pipeline.train.step import train_step
-from pipeline.train.trainer import StepBatches
+from pipeline.train.trainer import CLIP_NORM, StepBatches
 from superglue_sift.batch import PairBatch
 from superglue_sift.truth import ground_truth
 
 KEYPOINTS = 512
-LOADERS = {"plain loader": "plain", "synthetic loader": "synthetic", "DALI loader": "dali"}  # `train.loader`
+LOADERS = {"plain loader": "plain", "synthetic loader": "synthetic", "DALI loader": "dali"}  # `--loader`
 DRAWN = 32  # batches at a time of a loader alone, so that the two it keeps ready count for little
 _ENDLESS = 10**9  # steps
 
@@ -52,16 +53,18 @@ class Trainer:
         config = setting.config
         same = {
             "dim": config.dim, "layers": config.layers, "heads": config.heads, "norm": config.norm,
-            "sinkhorn_iterations": config.sinkhorn_iterations, "parallel": "ddp", "bitwise_elastic": False,
+            "parallel": "ddp", "bitwise_elastic": False,
             "compile": False, "init_from": "", "freeze": [], "accumulate": 1, "precision": "float32",
-            "loader": "plain", "scale_angle": config.scale_angle, "checkpoint_layers": False, "deterministic": False,
+            "loader": "plain", "checkpoint_layers": False, "deterministic": False,
             "ema": 0.0, "optimizer": "adam", "max_keypoints": keypoints, "keypoint_drop": 0.0,
-            "min_keypoints": 0, "turn_deg": 0.0, "window": 1.0, "unrelated": 0.0, "zoom": 0.0,
+            "min_keypoints": 0, "rotation_deg": 0.0, "window": 1.0, "negatives": 0.0, "zoom": 0.0,
             "neighbours": config.neighbours,
         }  # fmt: skip
         self.train = params.load("train", setting.params).model_copy(update={**same, **changes})
         self.context = context or distributed.Context(0, 1, 0, setting.device)
         self.parts, _ = setup.build(self.train, self.context)
+        model = self.parts.state.model
+        model.config = dataclasses.replace(model.config, sinkhorn_iterations=config.sinkhorn_iterations)
         self.batches = StepBatches(self.train, store, batch, self.context)
         self.pairs, self.step = batch, 0
         self.kept = None if load else self.loaded()
@@ -77,12 +80,12 @@ class Trainer:
         batches = self.kept or self.loaded()
         state = self.parts.state
         common = self.parts.ddp_model, state.optimizer, state.scaler, batches, self.pairs
-        train_step(*common, self.context.world_size, self.train.clip_norm)
+        train_step(*common, self.context.world_size, CLIP_NORM)
         self.step += 1
 
 
 class Ahead(Trainer):
-    """The same with batches made ahead, as the stage has them, by the loader that `train.loader` names."""
+    """The same with batches made ahead, as the stage has them, by the loader that `--loader` names."""
 
     def __init__(self, setting: Setting, store: Store, batch: int, **changes: Any) -> None:
         super().__init__(setting, store, batch, **changes)

@@ -93,7 +93,7 @@ def make_params() -> Callable[..., Any]:
     """`make_params("train", steps=3)`: a checked section, the sample preset with these keys changed.
 
     A training starts from no weights, and is in float32 on every machine. A nested section is changed key by key:
-    `make_params("keypoints", homography={"scale_min": 0.8})`.
+    `make_params("keypoints", views={"homography": {"scale_min": 0.8}})`.
     """
     from pipeline.parameters import params
 

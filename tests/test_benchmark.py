@@ -36,7 +36,7 @@ def test_keypoints_are_measured_against_the_floor_and_a_plain_pool(tmp_path, pho
         cv2.imwrite(str(tmp_path / f"{index}.jpg"), photo[:, index * 10 :])
     names = [f"{index}.jpg" for index in range(4)]
     entries = folder_entries(tmp_path, names, "train", "train")
-    settings = make_params("keypoints", views=2, width=128, height=96, shard_images=3)
+    settings = make_params("keypoints", views_per_image=2, width=128, height=96)
     rows = keypoint_rows(ImageSet(entries, {"train": str(tmp_path)}), entries, settings, 2, rounds=1)
     assert [row["what"] for row in rows] == [f"keypoints {way}, 128x96" for way in ("floor", "ours", "plain")]
     assert rows[0]["of_floor"] == rows[2]["of_plain"] == 1.0
@@ -51,7 +51,7 @@ def test_bad_and_small_images_do_not_stop_the_measurement(tmp_path, photo, make_
     cv2.imwrite(str(tmp_path / "1.jpg"), photo[:20, :20])
     cv2.imwrite(str(tmp_path / "2.jpg"), photo)
     entries = folder_entries(tmp_path, ["0.jpg", "1.jpg", "2.jpg"], "train", "train")
-    settings = make_params("keypoints", views=2, width=128, height=96)
+    settings = make_params("keypoints", views_per_image=2, width=128, height=96)
     assert len(keypoint_rows(ImageSet(entries, {"train": str(tmp_path)}), entries, settings, 2, rounds=1)) == 3
 
 
@@ -218,7 +218,7 @@ def test_shares_of_the_evaluation_are_held_to_a_twentieth(monkeypatch):
     work = object.__new__(evaluation_rows._Evaluation)
     setting = SimpleNamespace(timed=lambda _: taken)
     network = SimpleNamespace(threshold=0.2)
-    vars(work).update(setting=setting, asked=SimpleNamespace(correct_px=3.0, ratio=0.8), pairs=[None], name="")
+    vars(work).update(setting=setting, pairs=[None], name="")
     vars(work).update(matchers=SimpleNamespace(networks={"superglue": network}))
     total, *shares = work.parts()
     assert total.value == pytest.approx(1e3 * (1 + 24 + 2))

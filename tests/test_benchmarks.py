@@ -458,13 +458,12 @@ class TestStages:
         assert rows[2].against.startswith("plain loader") or "pip install nvidia-dali" in rows[2].skipped
 
     def test_what_params_say_does_not_change_the_figures_of_training(self, tmp_path, make_params, monkeypatch):
-        odd = {"checkpoint_layers": True, "ema": 0.9, "deterministic": True, "scale_angle": False}
-        odd["neighbours"] = False
+        odd = {"checkpoint_layers": True, "ema": 0.9, "deterministic": True}
         section = make_params("train", **odd, optimizer="sgd", loader="synthetic", compile=True)
         monkeypatch.setattr(training_rows.params, "load", lambda *_: section)
         store = Store(made_store(tmp_path / "store", 20, images=4))
         train = training_rows.Trainer(setting(), store, 2).train
-        assert (train.checkpoint_layers, train.ema, train.deterministic, train.scale_angle) == (False, 0, False, True)
+        assert (train.checkpoint_layers, train.ema, train.deterministic) == (False, 0, False)
         assert (train.optimizer, train.loader, train.compile) == ("adam", "plain", False)
 
     @pytest.mark.slow

@@ -140,7 +140,7 @@ class TestImages:
             pytest.skip("nvJPEG's pixels differ by a few levels")
         written = {}
         for name in ("opencv", "dali"):
-            settings = make_params("keypoints", decoder=name, views=2, shard_images=5, width=128, height=96)
+            settings = make_params("keypoints", decoder=name, views_per_image=2, width=128, height=96)
             written[name] = shards_of(tmp_path / name, image_set(photographs), settings, workers)
         assert written["dali"] == written["opencv"] and len(written["dali"]) == 5
 
@@ -204,7 +204,7 @@ class TestTorchvision:
             pytest.skip("nvJPEG's pixels differ by a few levels")
         written = {}
         for name in ("opencv", "torchvision"):
-            settings = make_params("keypoints", decoder=name, views=2, shard_images=5, width=128, height=96)
+            settings = make_params("keypoints", decoder=name, views_per_image=2, width=128, height=96)
             written[name] = shards_of(tmp_path / name, image_set(photographs), settings, 1)
         assert written["torchvision"] == written["opencv"] and len(written["torchvision"]) == 5
 
@@ -405,7 +405,7 @@ class TestChoice:
         "asks, key",
         [
             (lambda: decoder("dali"), "keypoints.decoder: opencv"),
-            (lambda: loader.choose("dali", None), "train.loader: plain"),
+            (lambda: loader.choose("dali", None), "leave out --loader"),
         ],
     )
     def test_missing_dali_is_one_line_with_the_mend(self, monkeypatch, asks, key):

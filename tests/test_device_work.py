@@ -72,7 +72,7 @@ def test_few_graphs_are_captured_over_an_epoch_of_ragged_batches(make_params, mo
     monkeypatch.setattr(sinkhorn_kernel, "capture_cuda_graph", capture)
     monkeypatch.setattr(sinkhorn_kernel, "_captured", collections.OrderedDict())
     monkeypatch.setattr(sinkhorn, "no_autocast", lambda kind: contextlib.nullcontext())
-    train = make_params("train", keypoint_drop=0.3, window=1.0, turn_deg=0.0)
+    train = make_params("train", keypoint_drop=0.3, window=1.0, rotation_deg=0.0)
     sizes = list(longest_views(views_of_photographs, train, batch, ranks=2, steps=steps))
     for now[0], size in enumerate(sizes):
         if size in done:  # and nothing was captured since: it is still kept

@@ -28,22 +28,14 @@ from pipeline.launch import free_port
 from superglue_sift.matcher import PairMatches
 
 PARAMS = """
+views:
+  homography: {scale_min: 0.76, perspective: 0.12, rotation_deg: 18.0, tilt_deg: 0.0, max_upscale: 2.0}
+  photometric: {brightness: 0.1, contrast: 0.1, gamma: 0.1, blur: 0.3, noise: 0.01, jpeg: 0.2}
 evaluate:
   width: 160
   height: 120
   pairs_per_image: 3
   max_keypoints: 100
-  difficulty: 0.6
-  homography: {scale_min: 0.6, perspective: 0.2, rotation_deg: 30.0, tilt_deg: 0.0, translation: 1.0, max_upscale: 2.0}
-  photometric: {brightness: 0.1, contrast: 0.1, gamma: 0.1, blur: 0.3, noise: 0.01, jpeg: 0.2}
-  correct_px: 3.0
-  ransac_px: 3.0
-  ransac_iterations: 500
-  ratio: 0.8
-  threshold: 0.1
-  sinkhorn_iterations: 20
-  pictures: 4
-  seed: 5
 """
 CONFIDENCE = ("precision_recall.csv", "precision_at_recall.csv", "operating_points.csv", "calibration.csv")
 
@@ -60,7 +52,8 @@ def work(tmp_path, photo):
 
 def run(folder, *extra, out="out"):
     words = ["--model", folder / "model.safetensors", "--params", folder / "params.yaml", "--out", folder / out]
-    words += ["--images", folder / "images", "--batch", "4", "--device", "cpu", *extra]
+    words += ["--images", folder / "images", "--batch", "4", "--device", "cpu", "--pictures", "4"]
+    words += ["--threshold", "0.1", *extra]
     return errors.run(evaluate.main, [str(word) for word in words])
 
 
@@ -124,10 +117,10 @@ def test_an_auc_can_be_made_again_by_hand_from_pairs_csv(work):
 
 
 def test_alignment_is_of_every_matcher_and_has_figures_of_its_own(work, capsys):
-    """It moves what is estimated from the matches of each, and nothing else; `refine: false` leaves it out."""
+    """It moves what is estimated from the matches of each, and nothing else; `--no-refine` leaves it out."""
     assert run(work, "--bound") == 0
     printed = capsys.readouterr().out
-    assert run(work, "--params", write(work / "plain.yaml", PARAMS + "  refine: false\n"), "--bound", out="plain") == 0
+    assert run(work, "--no-refine", "--bound", out="plain") == 0
     both, plain = (json.loads((work / name / "metrics.json").read_text()) for name in ("out", "plain"))
     assert {name: value for name, value in both.items() if "aligned" not in name} == plain
     for matcher in (*MATCHERS, "true_matches"):
@@ -215,7 +208,7 @@ def test_units_come_in_order_up_to_a_wrong_request():
 
 def test_homography_of_a_pair_maps_its_pixels(work, make_params):
     quiet = dict.fromkeys(("brightness", "contrast", "gamma", "blur", "noise", "jpeg"), 0.0)
-    section = make_params("evaluate", width=160, height=120, pairs_per_image=2, photometric=quiet)
+    section = make_params("evaluate", width=160, height=120, pairs_per_image=2, views={"photometric": quiet})
     images = sources.open_manifest(work / "images")
     source = heldout.HeldOutPairs(images, images.entries("test"), section)
     scene = source.load(0)
@@ -329,19 +322,17 @@ def test_where_training_kept_its_weights_that_is_said_once_and_nothing_is_compar
     assert baselines <= set(MATCHERS)
     # another threshold gives other matches, so these rows stay
     write_model(work / "begun_from.safetensors", about={"match_threshold": 0.05})
-    (work / "params.yaml").write_text(PARAMS.replace("threshold: 0.1", "threshold: 0.0"))
-    assert run(work, "--also", f"shipped={work / 'begun_from.safetensors'}") == 0
+    assert run(work, "--threshold", "0", "--also", f"shipped={work / 'begun_from.safetensors'}") == 0
     printed = capsys.readouterr().out
     assert printed.count("Training kept the weights it began with: shipped has the weights of ours and another") == 1
     assert "shipped.precision" in json.loads((work / "out" / "metrics.json").read_text())
 
 
 def test_a_model_brings_its_own_threshold(work):
-    """evaluate.threshold 0 asks for it; any other goes for every model."""
+    """--threshold 0 asks for it; any other goes for every model."""
     write_model(work / "model.safetensors", about={"match_threshold": 0.35})
     write_model(work / "other.safetensors")
-    (work / "params.yaml").write_text(PARAMS.replace("threshold: 0.1", "threshold: 0.0"))
-    assert run(work, "--also", f"other={work / 'other.safetensors'}") == 0
+    assert run(work, "--threshold", "0", "--also", f"other={work / 'other.safetensors'}") == 0
     found = json.loads((work / "out" / "metrics.json").read_text())
     assert (found["superglue.threshold"], found["other.threshold"]) == (0.35, 0.2)
     assert found["superglue.matches"] < found["other.matches"]

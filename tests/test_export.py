@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from made_params import file_of
 from made_scenes import write_model
 
 from pipeline import errors, export, tracking
@@ -42,7 +43,7 @@ def test_export_keeps_weights_and_says_where_they_come_from(work, capsys):
     assert beside == info
     assert info["model"]["layers"] == 1 and info["step"] == 7
     assert info["metrics"]["superglue.precision"] == 0.5
-    assert info["params"]["train.lr"] > 0 and info["params"]["keypoints.homography.scale_min"] > 0
+    assert info["params"]["train.lr"] > 0 and info["params"]["views.homography.scale_min"] > 0
     assert info["provenance"]["data.digest"] == "abc" and len(info["provenance"]["source.sha256"]) == 64
     assert info["provenance"]["version"] and info["provenance"]["version.torch"]
     assert "parameters" in capsys.readouterr().out
@@ -91,11 +92,11 @@ def test_the_file_is_the_same_in_another_clone_at_another_commit(work, monkeypat
 
 
 def test_the_file_names_no_place_of_the_machine_that_trained(work):
-    places = {"path": "/home/me/photos", "val_path": "/home/me/held-out", "root": "/home/me", "mirror": "/home/mirror"}
+    places = {"path": "/home/me/photos", "val_path": "/home/me/held-out", "root": "/home/me"}
     sections = json.loads(json.dumps(params.load_all(work / "params.yaml"), default=lambda one: one.model_dump()))
     sections["fetch"].update(source="folder", content="0123", **places)
     sections["train"]["init_from"] = "/home/me/model.safetensors"
-    (work / "params.yaml").write_text(json.dumps(sections))  # JSON is YAML
+    (work / "params.yaml").write_text(json.dumps(file_of(sections)))  # JSON is YAML
     write_model(work / "best.safetensors", about={"train": sections["train"], "initial_weights": "4567"})
     assert run(work) == 0
     assert all(b"/home" not in path.read_bytes() for path in (work / "models").iterdir())

@@ -9,6 +9,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from made_params import file_of
 
 from pipeline import errors, export, tracking
 from pipeline.errors import RequestError
@@ -17,7 +18,6 @@ from pipeline.evaluate.matchers import descriptor_distances, match_neighbours
 from pipeline.features.store import Store
 from pipeline.fetch import __main__ as fetch
 from pipeline.keypoints import __main__ as keypoints
-from pipeline.parameters import params
 from pipeline.tracking.run import NullRun
 from pipeline.train import __main__ as train
 from pipeline.train import setup
@@ -182,11 +182,11 @@ def test_a_training_that_needs_scales_is_refused_without_them(make_params):
     class Features:
         scale_angle, extractor = False, UPRIGHT
 
-    with pytest.raises(RequestError, match=r"train\.scale_angle"):
+    with pytest.raises(RequestError, match=r"train\.neighbours"):
         setup.check_features(make_params("train"), Features())  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match=r"train\.turn_deg"):
-        setup.check_features(make_params("train", scale_angle=False, neighbours=False), Features())  # type: ignore
-    setup.check_features(make_params("train", scale_angle=False, neighbours=False, turn_deg=0.0), Features())  # type: ignore
+    with pytest.raises(RequestError, match=r"train\.rotation_deg"):
+        setup.check_features(make_params("train", neighbours=False), Features())  # type: ignore
+    setup.check_features(make_params("train", neighbours=False, rotation_deg=0.0), Features())  # type: ignore
 
 
 @pytest.mark.parametrize(
@@ -208,10 +208,10 @@ def test_other_tools_get_features_of_sift_alone(photo):
 def write_params(path: Path, make_params, name: str, scale_angle: bool) -> None:
     from ruamel.yaml import YAML
 
-    blind = {} if scale_angle else {"scale_angle": False, "neighbours": False, "turn_deg": 0.0}
+    blind = {} if scale_angle else {"neighbours": False, "rotation_deg": 0.0}
     changes = {
         "fetch": {"limit": 6},
-        "keypoints": {"extractor": name, "views": 4, "max_keypoints": 128},
+        "keypoints": {"extractor": name, "views_per_image": 4, "max_keypoints": 128},
         "train": {
             "dim": 32,
             "layers": 1,
@@ -223,12 +223,11 @@ def write_params(path: Path, make_params, name: str, scale_angle: bool) -> None:
             "val_pairs": 8,
             **blind,
         },
-        "evaluate": {"pairs_per_image": 3, "max_keypoints": 128, "pictures": 1},
-        "export": {},
+        "evaluate": {"pairs_per_image": 3, "max_keypoints": 128},
     }
-    tree = {section: make_params(section, **changes[section]).model_dump() for section in params.SECTIONS}
+    tree = {section: make_params(section, **changes[section]).model_dump() for section in changes}
     with path.open("w") as stream:
-        YAML(typ="safe").dump(tree, stream)
+        YAML(typ="safe").dump(file_of(tree), stream)
 
 
 @pytest.mark.slow

@@ -26,7 +26,8 @@ def run(tmp_path, make_params, monkeypatch):
     views: the section `keypoints`, whose views the images must be large enough for.
     """
 
-    def run_stage(out="out", views=None, **changes) -> Path:
+    def run_stage(out="out", views=None, mirror="", **changes) -> Path:
+        monkeypatch.setenv(download.MIRROR, mirror)
         monkeypatch.setattr(fetch.params, "load", lambda *_: make_params("fetch", **changes))
         monkeypatch.setattr(fetch.params, "load_all", lambda *_: {"keypoints": views} if views else {})
         arguments = ["--out", str(tmp_path / out), "--archives", str(tmp_path / "archives")]

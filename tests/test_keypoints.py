@@ -15,6 +15,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+from made_params import file_of
 
 from pipeline.errors import RequestError, WorkError
 from pipeline.features import inspect
@@ -25,7 +26,7 @@ from pipeline.keypoints import forecast, shards
 from pipeline.keypoints.image import gray_views
 from superglue_sift.images import BadImage, read_gray
 
-SMALL = {"views": 3, "width": 128, "height": 96, "max_keypoints": 50, "shard_images": 3}
+SMALL = {"views_per_image": 3, "width": 128, "height": 96, "max_keypoints": 50}
 
 
 @pytest.fixture
@@ -39,9 +40,11 @@ def pictures(tmp_path, photo) -> Path:
 
 
 @pytest.fixture
-def stage(tmp_path, make_params, root):
-    """`stage(folder, ...)` fetches a folder and makes its keypoints; gives the folder of the stores."""
+def stage(tmp_path, make_params, root, monkeypatch):
+    """`stage(folder, ...)` fetches a folder and makes its keypoints, in shards of 3; gives the folder of the stores."""
     from ruamel.yaml import YAML
+
+    monkeypatch.setattr(shards, "SHARD_IMAGES", 3)
 
     def write_params(folder, changes):
         tree = {
@@ -49,7 +52,7 @@ def stage(tmp_path, make_params, root):
             "keypoints": make_params("keypoints", **{**SMALL, **changes}).model_dump(),
         }
         with (tmp_path / "params.yaml").open("w") as stream:
-            YAML(typ="safe").dump(tree, stream)
+            YAML(typ="safe").dump(file_of(tree), stream)
 
     def run(folder, out="kp", workers=1, **changes) -> Path:
         write_params(folder, changes)
@@ -121,16 +124,14 @@ def test_what_is_done_is_not_done_twice(stage, pictures, monkeypatch, tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     stage(pictures)
     assert done == [damaged] and files(out) == before
-    stage(pictures, max_bad_fraction=0.5)
-    assert done == [damaged]
 
 
 def test_other_parameters_discard_what_was_made(stage, pictures):
-    reference = files(stage(pictures, "new", seed=1, shard_images=100))
+    reference = files(stage(pictures, "new", difficulty_first=0.5))
     out = stage(pictures, "old")
     (out / "train" / "stranger.safetensors").write_bytes(b"x")
     (out / "train" / ".shard-00000.safetensors.tmp").write_bytes(b"x")
-    stage(pictures, "old", seed=1, shard_images=100)
+    stage(pictures, "old", difficulty_first=0.5)
     assert files(out) == reference
 
 
@@ -189,11 +190,12 @@ def make_odd(folder: Path, photo, color_photo) -> None:
     Image.fromarray(photo).save(folder / "turned.jpg", exif=exif)
 
 
-def test_exactly_the_bad_images_are_listed_and_none_is_used(stage, pictures, photo, color_photo, tmp_path):
+def test_exactly_the_bad_images_are_listed_and_none_is_used(stage, pictures, photo, color_photo, tmp_path, monkeypatch):
     make_odd(pictures, photo, color_photo)
     good = {path.name for path in pictures.iterdir()}
     expected = make_bad(pictures, photo)
-    out = stage(pictures, max_bad_fraction=0.5, workers=2)
+    monkeypatch.setattr(keypoints, "MAX_BAD_FRACTION", 0.5)
+    out = stage(pictures, workers=2)
     listed, used = bad_list(tmp_path), []
     for split in ("train", "val"):
         used += Store(out / split, verify="all").images
@@ -214,14 +216,15 @@ def test_a_black_image_has_views_without_keypoints(stage, pictures, tmp_path):
 
 def test_too_many_bad_images_stop_the_stage_and_are_listed(stage, pictures, photo, tmp_path):
     expected = make_bad(pictures, photo)
-    with pytest.raises(WorkError, match=r"more than keypoints.max_bad_fraction = 0.1 allows; see .*bad_images.csv"):
+    with pytest.raises(WorkError, match=r"more than a fraction of 0.1; fix or remove them, see .*bad_images.csv"):
         stage(pictures)
     assert bad_list(tmp_path) and set(bad_list(tmp_path)) <= set(expected)
     assert not (tmp_path / "kp" / "train" / "store.json").exists()
 
 
-def test_no_image_left_or_none_held_out_is_said(stage, pictures, tmp_path):
-    stage(pictures, max_bad_fraction=1.0)
+def test_no_image_left_or_none_held_out_is_said(stage, pictures, tmp_path, monkeypatch):
+    stage(pictures)
+    monkeypatch.setattr(keypoints, "MAX_BAD_FRACTION", 1.0)
     for path in pictures.iterdir():  # after fetch, which looks itself whether any image can be used
         path.write_bytes(b"")
     places = {"params": "params.yaml", "images": "images", "out": "other", "reports": "reports"}

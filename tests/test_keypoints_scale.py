@@ -19,12 +19,13 @@ from typing import Callable, Dict, List
 
 import cv2
 import pytest
+from made_params import file_of
 
 from pipeline.features.store import Store
 from pipeline.fetch import __main__ as fetch
 
 # few and small views: that the bytes are the same does not hang on their number and size
-VIEWS = {"views": 2, "width": 128, "height": 96, "max_keypoints": 256, "shard_images": 32}
+VIEWS = {"views_per_image": 2, "width": 128, "height": 96, "max_keypoints": 256}
 PHOTOGRAPHS, KILLS = 1138, 10
 
 
@@ -49,7 +50,7 @@ def fetched(tmp_path, make_params):
             "keypoints": make_params("keypoints", **views).model_dump(),
         }
         with (tmp_path / f"{folder.name}.yaml").open("w") as stream:
-            YAML(typ="safe").dump(tree, stream)
+            YAML(typ="safe").dump(file_of(tree), stream)
         shared = ["--params", str(tmp_path / f"{folder.name}.yaml"), "--reports", str(tmp_path / "reports")]
         images = str(tmp_path / f"images of {folder.name}")
         fetch.main([*shared, "--out", images, "--archives", str(tmp_path / "archives")])
@@ -129,7 +130,7 @@ def test_memory_is_flat_from_one_thousand_to_twenty_thousand_images(fetched, pho
         folder.mkdir()
         for index in range(count):
             os.link(tmp_path / "small.jpg", folder / f"{index:06d}.jpg")
-        command = fetched(folder, views=2, width=64, height=64, shard_images=64)
+        command = fetched(folder, views_per_image=2, width=64, height=64)
         found[count] = peaks(command(f"of {count}", "--workers", "2"), root)
         assert len(Store(tmp_path / f"of {count}" / "train", verify="none")) > 0.85 * count
     for count, (parent, worker) in found.items():

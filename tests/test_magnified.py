@@ -14,6 +14,7 @@ from pipeline.evaluate.heldout import HeldOutPairs
 from pipeline.fetch.containers import open_container
 from pipeline.image_sets.sources import ImageSet
 from pipeline.parameters import params
+from pipeline.parameters.schema import Photometric
 from pipeline.presets import FOLDER
 from superglue_sift.geometry import corners, transform
 from superglue_sift.images import BadImage
@@ -57,8 +58,8 @@ def buildings(shared_data):
     held = open_container(folder)
     entries = held.entries(held.names[:2], "test", "val")
     section = params.load("evaluate", FOLDER / "sample.yaml")
-    dark = type(section.photometric)(**dict.fromkeys(section.photometric.model_dump(), 0.0))
-    section = section.model_copy(update={"photometric": dark})
+    dark = Photometric(**dict.fromkeys(Photometric.model_fields, 0.0))
+    section = section.model_copy(update={"views": section.views.model_copy(update={"photometric": dark})})
     return HeldOutPairs(ImageSet(entries, {"val": str(folder)}), entries, section)
 
 

@@ -87,11 +87,11 @@ def test_ranks_that_share_the_matrices_take_the_step_of_one(monkeypatch):
 
 def test_state_saved_and_taken_up_goes_on_to_the_same_bytes(model):
     twin = SuperGlue(model.config)
-    one = Muon(model, lr=1e-3, weight_decay=0.1)
+    one = Muon(model, lr=1e-3)
     set_gradients(model)
     one.step()
     twin.load_state_dict(model.state_dict())
-    other = Muon(twin, lr=1e-3, weight_decay=0.1)
+    other = Muon(twin, lr=1e-3)
     restore_optimizer(other, {name: t.clone() for name, t in optimizer_tensors(one).items()})
     for each, optimizer in ((model, one), (twin, other)):
         set_gradients(each, seed=2)

@@ -38,7 +38,7 @@ def message(tree: Dict[str, Any], change: Callable[[Dict[str, Any]], Any]) -> st
 
 def test_every_section_of_the_committed_file_loads() -> None:
     sections = params.load_all(ROOT / "params.yaml")
-    assert list(sections) == ["fetch", "keypoints", "train", "evaluate", "export"]
+    assert list(sections) == ["fetch", "views", "keypoints", "train", "evaluate"]
     assert isinstance(params.load("train", ROOT / "params.yaml"), TrainParams)
 
 
@@ -59,19 +59,24 @@ def test_sections_are_frozen() -> None:
         ("train", "steps", 1.5, "train.steps = 1.5: must be a whole number at least 1"),
         ("train", "steps", None, "train.steps = None: must be a whole number at least 1"),
         ("train", "norm", "group", "train.norm = 'group': must be one of layer, batch"),
-        ("train", "scale_angle", 1, "train.scale_angle = 1: must be true or false"),
+        ("train", "rotary", 1, "train.rotary = 1: must be true or false"),
         ("train", "lrr", 1, "train.lrr: unknown key; did you mean lr?"),
         ("train", "zzz", 1, "train.zzz: unknown key; known are "),
         ("train", "heads", 3, "train.heads = 3: must divide dim ("),
-        ("train", "negative_px", 1.0, "train.negative_px = 1.0: must be positive_px (3.0) or more"),
         ("train", "max_keypoints", 16384, "train.max_keypoints = 16384: must be at most keypoints.max_keypoints ("),
         ("keypoints", "width", 321, "keypoints.width = 321: must be a whole number at least 64, at most 8192, a mul"),
-        ("keypoints", "views", 1, "keypoints.views = 1: must be a whole number at least 2"),
-        ("keypoints", "homography", 3, "keypoints.homography = 3: must be a section of keys: "),
+        ("keypoints", "views_per_image", 1, "keypoints.views_per_image = 1: must be a whole number at least 2"),
+        ("views", "homography", 3, "views.homography = 3: must be a section of keys: "),
         ("fetch", "source", "folder", "fetch.path = '': must name the folder of images when source is 'folder'"),
         ("fetch", "source", "coco2015", "fetch.source = 'coco2015': must be one of sample, folder, "),
         ("fetch", "val_fraction", 0.95, "fetch.val_fraction = 0.95: must be a number at least 0, at most 0.9"),
-        ("export", "name", "../model", "export.name = '../model': must be a text matching "),
+        ("keypoints", "extractor", "../x", "keypoints.extractor = '../x': must be a text matching "),
+        ("train", "options", "--ema 2", "train.ema = 2.0: must be a number at least 0, below 1"),
+        ("train", "options", "--ema", "train.options: argument --ema: expected one argument"),
+        ("train", "options", "--emma 0.9", "train.options: unrecognized arguments: --emma 0.9"),
+        ("train", "options", "'", "train.options: No closing quotation"),
+        ("train", "options", 7, "train.options = 7: must be a text"),
+        ("train", "options", "--parallel x", "train.options: argument --parallel: invalid choice: 'x'"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_range(
@@ -86,12 +91,12 @@ def test_a_missing_key_says_what_it_must_hold(tree: Dict[str, Any]) -> None:
 
 
 def test_a_nested_key_is_named_in_full(tree: Dict[str, Any]) -> None:
-    nested = lambda changed: changed["evaluate"]["homography"]  # noqa: E731
-    known = next(iter(tree["evaluate"]["homography"]))
+    nested = lambda changed: changed["views"]["homography"]  # noqa: E731
+    known = next(iter(tree["views"]["homography"]))
     said = message(tree, lambda changed: nested(changed).update({known + "x": 0.5}))
-    assert said == f"params.yaml: evaluate.homography.{known}x: unknown key; did you mean {known}?"
+    assert said == f"params.yaml: views.homography.{known}x: unknown key; did you mean {known}?"
     said = message(tree, lambda changed: nested(changed).update({known: "wide"}))
-    assert said.startswith(f"params.yaml: evaluate.homography.{known} = 'wide': must be a number")
+    assert said.startswith(f"params.yaml: views.homography.{known} = 'wide': must be a number")
 
 
 def test_an_unknown_section_is_named(tree: Dict[str, Any]) -> None:
@@ -107,8 +112,8 @@ def test_the_first_problem_is_told_and_the_others_are_counted(tree: Dict[str, An
 def test_every_section_is_checked_whichever_is_asked_for(tree: Dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "params.yaml"
     text = (ROOT / "params.yaml").read_text(encoding="utf-8")
-    path.write_text(text.replace("\nexport:\n", "\nexport:\n  nme: x\n"), encoding="utf-8")
-    with pytest.raises(RequestError, match=r"export\.nme: unknown key; did you mean name\?"):
+    path.write_text(text.replace("\nevaluate:\n", "\nevaluate:\n  widht: 640\n"), encoding="utf-8")
+    with pytest.raises(RequestError, match=r"evaluate\.widht: unknown key; did you mean width\?"):
         params.load("fetch", path)
 
 
@@ -119,7 +124,9 @@ def test_every_section_is_checked_whichever_is_asked_for(tree: Dict[str, Any], t
         ("train:\n  lr: 1\n  lr: 2\n", "line 3: is not valid YAML"),
         ("", "must hold the sections"),
         ("- 1\n", "must hold the sections"),
-        ("export:\n  name: x\n", "the section 'train' is missing"),
+        ("views: {}\n", "views.homography is missing"),
+        ("fetch: {}\n", "fetch.source is missing"),
+        ("keypoints: {}\n", "the section 'views' is missing"),
     ],
 )
 def test_a_broken_file_is_one_line(tmp_path: Path, text: str, said: str) -> None:
@@ -162,7 +169,7 @@ def test_no_content_whatever_gives_a_traceback(content: Any, section: str) -> No
 def test_flatten_names_every_leaf() -> None:
     keypoints = params.load("keypoints", ROOT / "params.yaml")
     flat = params.flatten("keypoints", keypoints)
-    assert flat["keypoints.views"] == keypoints.views
+    assert flat["keypoints.views_per_image"] == keypoints.views_per_image
     assert not any(isinstance(value, dict) for value in flat.values())
-    nested = [name for name in flat if name.startswith("keypoints.homography.")]
-    assert len(nested) == len(type(keypoints.homography).model_fields)
+    nested = [name for name in flat if name.startswith("keypoints.views.homography.")]
+    assert len(nested) == len(type(keypoints.views.homography).model_fields)

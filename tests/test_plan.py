@@ -16,7 +16,7 @@ from pipeline.train import setup
 from pipeline.train.pairs.synthetic import made_batch
 from pipeline.train.step import train_step
 
-PAPER = {"init_from": "", "optimizer": "adam", "layers": 9, "neighbours": False, "sinkhorn_iterations": 100}
+PAPER = {"init_from": "", "optimizer": "adam", "layers": 9, "neighbours": False}
 
 
 def steps(device: str, train, pairs: int):
@@ -93,7 +93,7 @@ def test_hours_are_measured_once_and_kept(make_params, tmp_path, monkeypatch):
     (tmp_path / ".dvc" / "tmp").mkdir(parents=True)
     sections = {
         "train": make_params("train", init_from="", layers=1, max_keypoints=32, steps=100, batch=3),
-        "keypoints": make_params("keypoints", views=2, width=96, height=64),
+        "keypoints": make_params("keypoints", views_per_image=2, width=96, height=64),
         "fetch": make_params("fetch"),
     }
     found = {each.subject: each for each in plan.findings(sections, 2, torch.device("cpu"))}

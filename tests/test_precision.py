@@ -70,7 +70,7 @@ def test_what_does_nothing_here_is_said(make_params):
     assert parts.objective.precision == "float32" and not parts.state.scaler.is_enabled()
     said = "\n".join(messages)
     assert "float16 does nothing" in said
-    assert torch.cuda.device_count() > 1 or "parallel: dp does nothing" in said
+    assert torch.cuda.device_count() > 1 or "--parallel dp does nothing" in said
 
 
 def test_a_checkpoint_goes_on_in_another_precision():
@@ -105,7 +105,7 @@ def test_compile_without_a_compiler_is_refused_in_one_line(make_params, monkeypa
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: kind == "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(RequestError, match=r"train\.compile: .*; install it, or set train\.compile: false") as error:
+    with pytest.raises(RequestError, match=r"--compile: .*; install it, or leave out --compile") as error:
         setup.check_device(make_params("train", compile=True))
     assert names in str(error.value) or not compat.can_compile()
     setup.check_device(make_params("train"))

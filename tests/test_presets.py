@@ -16,10 +16,14 @@ from ruamel.yaml import YAML
 from pipeline import errors, presets
 from pipeline.fetch import containers
 from pipeline.parameters import params
-from pipeline.parameters.schema import SECTIONS
+from pipeline.parameters.schema import SECTIONS, TrainOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 OFFERED = ["sample", "ci", "coco2014", "coco2017", "coco2017-val", "folder", "pretrained"]
+
+# What a section takes from another one, or from the options of the training, where a file says nothing.
+SHARED = {f"evaluate.{name}" for name in ("width", "height", "max_keypoints")} | {"train.max_keypoints"}
+SHARED |= {f"train.{name}" for name in TrainOptions.model_fields}
 
 
 def use(target: Path, *arguments: str) -> int:
@@ -50,13 +54,22 @@ def test_committed_params_are_the_sample_preset_rendered() -> None:
 
 def test_the_sample_explains_every_key() -> None:
     lines = (ROOT / "presets" / "sample.yaml").read_text(encoding="utf-8").splitlines()
-    bare = [
-        line.strip()
-        for before, line in zip(lines, lines[1:])
-        if re.match(r" +\w+:", line) and not before.strip().startswith("#")
-    ]
-    nested = [line for line in bare if line in ("homography:", "photometric:")]
-    assert sorted(set(bare) - set(nested)) == []
+    explained, bare = "", []
+    for line in lines:  # a comment holds until the next one or an empty line: of width and height, too
+        explained = line if line.strip().startswith("#") or not line.strip() else explained
+        bare += [line] if re.match(r"  +\w+: \S", line) and "#" not in explained else []
+    assert bare == []
+
+
+def test_there_are_few_keys_and_short_files() -> None:
+    sample = YAML(typ="safe", pure=True).load((ROOT / "presets" / "sample.yaml").read_text(encoding="utf-8"))
+    held = {leaf for name in sample for leaf in params.flatten(name, sample[name])}
+    known = {f"{name}.{key}" for name, model in SECTIONS.items() for key in model.model_fields if key != "views"}
+    known -= {f"train.{key}" for key in TrainOptions.model_fields} | {"views.homography", "views.photometric"}
+    assert len(held | known) <= 60
+    assert len((ROOT / "params.yaml").read_text(encoding="utf-8").splitlines()) <= 150
+    for name in OFFERED[1:]:
+        assert 5 <= len((ROOT / "presets" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()) <= 30
 
 
 def test_the_sample_holds_every_key_and_the_others_only_what_differs() -> None:
@@ -65,7 +78,8 @@ def test_the_sample_holds_every_key_and_the_others_only_what_differs() -> None:
     for section, model in SECTIONS.items():
         leaves = {f"{section}.{key}" for key in keys(model)}
         assert {leaf for leaf in base if leaf.startswith(section + ".")} <= leaves
-        assert {leaf for leaf in leaves if not any(other.startswith(leaf + ".") for other in leaves)} <= set(base)
+        leaves = {leaf for leaf in leaves if not any(other.startswith(leaf + ".") for other in leaves)}
+        assert {leaf for leaf in leaves if leaf not in SHARED and ".views." not in leaf} <= set(base)
     for name in OFFERED[1:]:
         tree = YAML(typ="safe", pure=True).load((ROOT / "presets" / f"{name}.yaml").read_text(encoding="utf-8"))
         for section, values in tree.items():
@@ -93,7 +107,7 @@ def test_the_change_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert use(target, "coco2017") == 0
     shown = capsys.readouterr().out
     assert "-fetch.source: sample\n+fetch.source: coco2017\n" in shown
-    assert "evaluate.seed" not in shown
+    assert "train.seed" not in shown
 
 
 def test_own_images_are_written_as_absolute_paths(

@@ -175,7 +175,7 @@ class TestWhatIsKept:
         kept = [load_model_file(place / "best.safetensors")[1]["train"]["lr"] for place in aside(tmp_path / "run")]
         assert sorted(kept) == [0.001, 0.003]  # the longest, and the one just set aside; in any order within a second
         (line,) = [line for line in capsys.readouterr().out.splitlines() if "deleted" in line and "GB" not in line]
-        assert line.startswith("train.superseded_gb: 1e-06: deleted ") and "of 2 steps" in line
+        assert line.startswith("--superseded-gb 1e-06: deleted ") and "of 2 steps" in line
 
     def test_a_training_without_a_best_model_keeps_its_checkpoint(self, tmp_path, request_of, monkeypatch):  # noqa: F811
         saved = interrupted(request_of("run"), monkeypatch, step=2)  # before the first validation
@@ -250,10 +250,10 @@ class TestWhatMayChange:
             ({"schedule": "wsd", "decay_start": 40}, 50, {"steps": 500}, False),
             ({"schedule": "cosine"}, 50, {"steps": 500}, False),
             ({"schedule": "cosine", "warmup_steps": 60}, 50, {"steps": 500}, True),
-            ({"schedule": "cosine"}, 50, {"decay": 0.5, "decay_start": 7}, True),  # which it does not read
+            ({"schedule": "cosine"}, 50, {"decay_start": 7}, True),  # which it does not read
             ({}, 50, {"lr": 0.001}, False),
             ({}, 50, {"log_every": 7, "save_every": 7, "val_every": 7, "val_pairs": 7, "profile_steps": 7}, True),
-            ({}, 50, {"max_skipped": 7, "superseded_gb": 7.0}, True),
+            ({}, 50, {"superseded_gb": 7.0}, True),
             ({}, 50, {"accumulate": 2, "compile": True, "checkpoint_layers": True, "parallel": "single"}, True),
             ({"norm": "batch"}, 50, {"accumulate": 2}, False),  # statistics of half as many pairs
             ({}, 50, {"seed": 1}, False),
@@ -273,7 +273,7 @@ class TestWhatMayChange:
         assert train.main(request_of("whole")) == 0
         interrupted(request_of("run"), monkeypatch)
         capsys.readouterr()
-        assert train.main(request_of("run", log_every=1, save_every=5, val_every=2, val_pairs=6, max_skipped=3)) == 0
+        assert train.main(request_of("run", log_every=1, save_every=5, val_every=2, val_pairs=6)) == 0
         printed = capsys.readouterr().out.splitlines()
         assert "resuming at step 4 of 6" in printed
         assert "train.save_every is 5 from here on, it was 2" in printed

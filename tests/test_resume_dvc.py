@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Dict
 
 import pytest
+from made_params import file_of
 from made_views import made_keypoints
 from ruamel.yaml import YAML
 from test_training import SMALL
@@ -50,8 +51,11 @@ class Clone:
 
     def params(self, **keys: Any) -> None:
         """Write params.yaml with these keys of `train`."""
-        section = self.make_params("train", **{**SMALL, **keys}).model_dump()
-        (self.folder / "params.yaml").write_text(json.dumps({"train": section}, indent=1))
+        sections = {
+            "train": self.make_params("train", **{**SMALL, **keys}).model_dump(),
+            "keypoints": self.make_params("keypoints").model_dump(),
+        }
+        (self.folder / "params.yaml").write_text(json.dumps(file_of(sections), indent=1))
 
     def commit(self) -> None:
         subprocess.run(["git", "add", "-A"], cwd=self.folder, check=True)

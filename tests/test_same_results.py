@@ -11,24 +11,27 @@ from benchmarks import plain
 from pipeline.compat import grad_scaler
 from pipeline.features import store
 from pipeline.keypoints.image import gray_views
-from pipeline.train import optimization
+from pipeline.train import optimization, setup
 from pipeline.train.objective import MatchingObjective
 from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import PairOrder
 from pipeline.train.step import train_step
+from pipeline.train.trainer import CLIP_NORM
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.truth import Truth, pair_truth
+
+LIMITS = setup.POSITIVE_PX, setup.NEGATIVE_PX
 
 
 @pytest.fixture(scope="module")
 def photographs(tmp_path_factory, photo, make_params):
     """What the stage keypoints makes of two photographs, by the sample's settings."""
     folder = tmp_path_factory.mktemp("views")
-    section = make_params("keypoints", views=3)
+    section = make_params("keypoints", views_per_image=3)
     views = [gray_views(gray, name, section) for name, gray in (("coffee", photo), ("turned", photo.T.copy()))]
     rows = [store.write_shard(folder / store.shard_name(0), views)]
     size = (section.width, section.height)
-    (folder / store.INDEX).write_text(json.dumps(store.index(rows, section.views, size)))
+    (folder / store.INDEX).write_text(json.dumps(store.index(rows, section.views_per_image, size)))
     return store.Store(folder)
 
 
@@ -39,10 +42,10 @@ class Run:
         self.photographs, self.section = photographs, section
         self.order = PairOrder(section.seed, len(photographs), photographs.views_per_image)
         torch.manual_seed(section.seed)
-        keys = ("dim", "layers", "heads", "norm", "scale_angle", "sinkhorn_iterations")
-        self.model = SuperGlue(SuperGlueConfig(**{key: getattr(section, key) for key in keys})).to(dtype)
+        keys = {key: getattr(section, key) for key in ("dim", "layers", "heads", "norm")}
+        self.model = SuperGlue(SuperGlueConfig(**keys, sinkhorn_iterations=setup.SINKHORN_ITERATIONS)).to(dtype)
         self.twin = plain.plain_from(self.model).to(dtype)
-        self.objective = MatchingObjective(self.model, section.positive_px, section.negative_px)
+        self.objective = MatchingObjective(self.model, *LIMITS)
         self.optimizers = [optimization.make_optimizer(section, m) for m in (self.model, self.twin)]
 
     def step(self, number: int) -> float:
@@ -50,8 +53,7 @@ class Run:
         self._rate(self.optimizers[0], number)
         pairs = self.section.batch
         batch = load_batch(self.photographs, self.order.step(number, pairs), self.section.max_keypoints)
-        clip = self.section.clip_norm
-        done = train_step(self.objective, self.optimizers[0], grad_scaler(False), [batch], pairs, 1, clip)
+        done = train_step(self.objective, self.optimizers[0], grad_scaler(False), [batch], pairs, 1, CLIP_NORM)
         return done.sums["loss"] / pairs
 
     def plain_loss(self, number: int, twin: plain.PlainSuperGlue) -> torch.Tensor:
@@ -61,8 +63,7 @@ class Run:
         for pair in pairs:
             batch = load_batch(self.photographs, [pair], self.section.max_keypoints)
             sides = batch.keypoints0[0], batch.keypoints1[0], batch.H_0to1[0]
-            limits = self.section.positive_px, self.section.negative_px
-            truth = pair_truth(*sides, batch.image_size0[0], batch.image_size1[0], *limits)
+            truth = pair_truth(*sides, batch.image_size0[0], batch.image_size1[0], *LIMITS)
             losses.append(plain.dense_loss(twin(batch), Truth(*(m[None] for m in truth))))
         return torch.cat(losses).sum() / len(pairs)
 
@@ -73,7 +74,7 @@ class Run:
         optimizer.zero_grad()
         loss = self.plain_loss(number, self.twin)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.twin.parameters(), self.section.clip_norm)
+        torch.nn.utils.clip_grad_norm_(self.twin.parameters(), CLIP_NORM)
         optimizer.step()
         return loss.item()
 

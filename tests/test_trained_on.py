@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from made_params import file_of
 from made_scenes import write_image_set, write_model
 from made_views import made_keypoints
 from test_evaluate import PARAMS, run
@@ -162,7 +163,7 @@ def training(tmp_path, make_params, mlflow_store):
     def make(init_from: Path, *more: str) -> list:
         small = {"dim": 16, "heads": 2, "layers": 1, "steps": 1, "val_every": 1, "val_pairs": 6, "batch": 2}
         section = make_params("train", init_from=str(init_from), **small)
-        (tmp_path / "train.yaml").write_text(json.dumps({"train": section.model_dump()}))
+        (tmp_path / "train.yaml").write_text(json.dumps(file_of({"train": section.model_dump()})))
         words = ["--keypoints", folder, "--out", tmp_path / "run", "--reports", tmp_path / "reports/train"]
         return [*map(str, words), "--params", str(tmp_path / "train.yaml"), *more]
 

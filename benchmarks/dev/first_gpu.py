@@ -106,12 +106,12 @@ def _sizes(args: argparse.Namespace) -> Dict[str, Any]:
     text = presets.render("folder" if args.images else "sample", args.images)
     base = {name: dict(values) for name, values in YAML(typ="safe", pure=True).load(text).items()}
     base["fetch"]["limit"] = limit
-    base["keypoints"].update(width=320, height=240, max_keypoints=keypoints, views=4 if small else 12)
+    base["keypoints"].update(width=320, height=240, max_keypoints=keypoints, views_per_image=4 if small else 12)
     curve = {"steps": steps, "batch": batch, "max_keypoints": keypoints, "init_from": "", "neighbours": False,
-             "layers": 2 if small else 9, "optimizer": "adam", "log_every": 1, "val_every": steps, "val_pairs": 8,
-             "save_every": max(steps // 4, 1), "min_keypoints": 0}  # fmt: skip
-    real = {**curve, "steps": 40 if small else 1_000_000, "log_every": 10, "save_every": 5 if small else 500,
-            "val_every": 5 if small else 500, "val_pairs": 8 if small else 512}  # fmt: skip
+             "layers": 2 if small else 9, "optimizer": "adam", "val_every": steps, "val_pairs": 8,
+             "min_keypoints": 0, "options": f"--log-every 1 --save-every {max(steps // 4, 1)}"}  # fmt: skip
+    real = {**curve, "steps": 40 if small else 1_000_000, "options": "", "val_every": 5 if small else 500,
+            "val_pairs": 8 if small else 512}  # fmt: skip
     for name, changes in (("curve", curve), ("real", real)):
         tree = {**base, "train": {**base["train"], **changes}}
         write_atomic(args.out / f"{name}.yaml", json.dumps(tree, indent=1))

@@ -23,6 +23,7 @@ from pipeline.features.store import Store
 from pipeline.parameters import params
 from pipeline.parameters.schema import TrainParams
 from pipeline.processes import distributed
+from pipeline.train import setup
 from pipeline.train.objective import MatchingObjective
 from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import Sample, validation_pairs
@@ -76,7 +77,7 @@ def baselines(store: Store, samples: List[Sample], train: TrainParams) -> Dict[s
     true = 0
     for sample in samples:
         batch = load_batch(store, [sample], train.max_keypoints)
-        truth = ground_truth(batch, train.positive_px, train.negative_px).matches0[0, : int(batch.counts0)]
+        truth = ground_truth(batch, setup.POSITIVE_PX, setup.NEGATIVE_PX).matches0[0, : int(batch.counts0)]
         true += int((truth >= 0).sum())
         if not (int(batch.counts0) and int(batch.counts1)):
             continue
@@ -98,8 +99,8 @@ def _scores(correct: int, predicted: int, true: int) -> Dict[str, float]:
 def untrained(store: Store, samples: List[Sample], train: TrainParams) -> Dict[str, float]:
     """Figures of the network before its first step; its layers are the identity, so their number does not matter."""
     torch.manual_seed(train.seed)
-    model = SuperGlue(SuperGlueConfig(layers=1, sinkhorn_iterations=train.sinkhorn_iterations))
-    objective = MatchingObjective(model, train.positive_px, train.negative_px)
+    model = SuperGlue(SuperGlueConfig(layers=1, sinkhorn_iterations=setup.SINKHORN_ITERATIONS))
+    objective = MatchingObjective(model, setup.POSITIVE_PX, setup.NEGATIVE_PX)
     context = distributed.Context(0, 1, 0, torch.device("cpu"))
     return validate(objective, store, samples, train.max_keypoints, context)
 

@@ -45,15 +45,13 @@ VIEWS, SHARD, BATCH = 4, 64, 64  # of preset coco2017
 TRAIN = {
     "init_from": "",
     "batch": 2,
-    "loader": "synthetic",
     "max_keypoints": 8,
     "dim": 8,
     "layers": 1,
     "heads": 1,
-    "log_every": 10,
     "val_every": 5000,
-    "save_every": 2500,
     "seed": 0,
+    "options": "--loader synthetic --save-every 2500",
 }
 FULL = 100  # events in a batch for it to be timed: in a small one the fixed cost of a request would be counted
 SERVER_SECONDS = 300  # for the server to start, on a busy machine
@@ -163,11 +161,12 @@ def _order(images: int, steps: int) -> Dict[str, float]:
 
 def _paths(folder: Path, steps: int) -> TrainPaths:
     """A training in `folder`."""
-    from pipeline.parameters import params
+    from ruamel.yaml import YAML
 
-    section = params.load_all(Path(__file__).parents[1] / "presets" / "sample.yaml")["train"].model_dump()
-    section.update(TRAIN, steps=steps)
-    (folder / "params.yaml").write_text(json.dumps({"train": section}))  # JSON is YAML
+    from pipeline import presets
+
+    section = YAML(typ="safe", pure=True).load(presets.render("sample"))["train"]
+    (folder / "params.yaml").write_text(json.dumps({"train": {**section, **TRAIN, "steps": steps}}))  # JSON is YAML
     return TrainPaths(folder / "keypoints", folder / "checkpoints", folder / "reports/train", folder / "params.yaml")
 
 

@@ -31,7 +31,7 @@ GONE = {
     "train.positive_px": "it is 3",
     "train.negative_px": "it is 5",
     "train.weight_decay": "it is 0; optimizer: adamw has 0.01",
-    "train.decay": "the rate falls to a quarter from train.decay_start to the last step",
+    "train.decay": "it is exp(-0.4 / train.decay_start), as in the paper",
     "train.clip_norm": "it is 1",
     "train.zoom_max": "it is 8",
     "train.max_skipped": "it is 20",

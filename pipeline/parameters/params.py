@@ -54,7 +54,7 @@ def parse(tree: Any, origin: str, options: Mapping[str, Any] = NO_OPTIONS) -> Di
     tree = _completed(tree, origin, options)
     sections: Dict[str, Section] = {}
     problems: List[str] = []
-    for name, values in tree.items():
+    for name, values in sorted(tree.items(), key=lambda item: item[0] != "views"):  # others repeat what is wrong there
         if name not in SECTIONS:
             problems.append(f"{name}: unknown section{_near(str(name), list(SECTIONS))}")
             continue
@@ -63,6 +63,8 @@ def parse(tree: Any, origin: str, options: Mapping[str, Any] = NO_OPTIONS) -> Di
         except ValidationError as error:
             # a misspelt key first: that its right name is missing follows from it
             found = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+            if problems and "views" in tree and "views" not in sections:
+                found = [each for each in found if each["loc"][:1] != ("views",)]
             problems += [_problem(name, SECTIONS[name], each) for each in found]
     asked, stored = (getattr(sections.get(name), "max_keypoints", None) for name in ("train", "keypoints"))
     if not problems and asked is not None and stored is not None and asked > stored:
@@ -72,7 +74,7 @@ def parse(tree: Any, origin: str, options: Mapping[str, Any] = NO_OPTIONS) -> Di
         first = " ".join(problems[0].split())  # one line, whatever a key is made of
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise RequestError(f"{origin}: {first}{more}")
-    return sections
+    return {name: sections[name] for name in tree}
 
 
 def option_parser() -> argparse.ArgumentParser:

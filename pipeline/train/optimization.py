@@ -15,23 +15,23 @@ from pipeline.parameters.schema import TrainParams
 from pipeline.train.muon import Muon
 from superglue_sift.network.superglue import SuperGlue
 
-FINAL = 0.999998**700_000  # the paper's decay, of each of its 700,000 steps
+# The paper's decay, 0.999998 for each step after 200,000, at any length: so much in `decay_start` steps.
+DECAY = math.exp(-0.4)
 ADAMW_DECAY = 0.01  # torch's
 
 
 def learning_rate(train: TrainParams, step: int, world_size: int = 1) -> float:
     """Learning rate of global step 0, 1, 2, ...; no state, so a resumed run has it right.
 
-    `constant_decay` is the paper's: constant, then from `decay_start` on exponential, to the fraction FINAL at the last
-    step. `cosine` falls to 0 at the last step; `wsd` is constant until `decay_start`, then falls linearly to 0. Each
-    rises linearly over `warmup_steps` first. `lr_scaling` grows it with the number of processes (Goyal 2017 for
-    linear), for `batch_per_rank`.
+    `constant_decay` is the paper's: constant, then from `decay_start` on exponential. `cosine` falls to 0 at the last
+    step; `wsd` is constant until `decay_start`, then falls linearly to 0. Each rises linearly over `warmup_steps`
+    first. `lr_scaling` grows it with the number of processes (Goyal 2017 for linear), for `batch_per_rank`.
     """
     factor = {"none": 1.0, "linear": float(world_size), "sqrt": math.sqrt(world_size)}[train.lr_scaling]
     if step < train.warmup_steps:
         return train.lr * factor * (step + 1) / train.warmup_steps
     if train.schedule == "constant_decay":
-        return train.lr * factor * FINAL ** (max(0, step - train.decay_start) / max(1, train.steps - train.decay_start))
+        return train.lr * factor * DECAY ** (max(0, step - train.decay_start) / max(1, train.decay_start))
     if train.schedule == "wsd":
         left = (train.steps - step) / max(1, train.steps - train.decay_start)
         return train.lr * factor * min(1.0, left)

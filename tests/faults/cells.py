@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Tuple
 
+from made_params import file_of
 from made_views import made_keypoints
 
 from pipeline.parameters import params
@@ -21,7 +22,6 @@ TRAIN = {
     "layers": 1,
     "heads": 2,
     "max_keypoints": 24,
-    "sinkhorn_iterations": 5,
     "warmup_steps": 2,
     "val_pairs": 4,
     "val_every": 2,
@@ -118,7 +118,7 @@ class Workbench:
         section.update(TRAIN)
         section.update(dict(keys))
         file = self.folder / f"params-{hashlib.sha256(repr(keys).encode()).hexdigest()[:12]}.yaml"
-        file.write_text(json.dumps({"train": section}))  # JSON is YAML
+        file.write_text(json.dumps(file_of({"train": section})))  # JSON is YAML
         return ["--keypoints", str(self.keypoints), "--params", str(file)]
 
     def clean(self, world: int, keys: Tuple[Tuple[str, Any], ...] = ()) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
 
 import numpy as np
+from made_params import file_of
 
 from faults.cells import TRAIN
 from faults.group import fork, wait
@@ -30,10 +31,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PHOTOGRAPHS = 9
 SMALL: Dict[str, Dict[str, Any]] = {
     "fetch": {"source": "folder", "path": "photos", "val_fraction": 0.4},
-    "keypoints": {"views": 3, "width": 160, "height": 120, "max_keypoints": 48, "shard_images": 1},
+    "keypoints": {"views_per_image": 3, "width": 160, "height": 120, "max_keypoints": 48},
     "train": {**TRAIN, "steps": 10},
-    "evaluate": {"width": 160, "height": 120, "pairs_per_image": 3, "max_keypoints": 64, "ransac_iterations": 200,
-                 "sinkhorn_iterations": 10, "pictures": 1},
+    "evaluate": {"width": 160, "height": 120, "pairs_per_image": 3, "max_keypoints": 64},
 }  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def stages() -> Dict[str, Stage]:
         Stage("train, tracked", (_start(tracked_main, TRAINING),), **learn),
         Stage("launcher", (_start(launcher_main, TRAINING),), **learn),
         Stage("evaluate", (_start(evaluate.main, f"{MODEL} --params params.json --images images "
-              "--out reports/evaluate --batch 4"),),
+              "--out reports/evaluate --batch 4 --pictures 1"),),
               ("photos", "images", "checkpoints"), ("reports/evaluate/pairs.csv", "reports/evaluate/metrics.json"), (),
               ("photos/*", *IMAGES, WEIGHTS[0])),
         Stage("match", (_start(cli.main, f"photos --out-dir found {MODEL} --max-keypoints 64 --resize 160"),),
@@ -151,9 +151,9 @@ def write_params(folder: Path, **remote: str) -> None:
     sections = {name: section.model_dump() for name, section in params.load_all(ROOT / "presets/sample.yaml").items()}
     for name, changes in SMALL.items():
         sections[name].update(changes)
-    (folder / "params.json").write_text(json.dumps(sections))  # JSON is YAML
+    (folder / "params.json").write_text(json.dumps(file_of(sections)))  # JSON is YAML
     sections["fetch"].update(remote)
-    (folder / "remote.json").write_text(json.dumps(sections))
+    (folder / "remote.json").write_text(json.dumps(file_of(sections)))
 
 
 class Base:
