@@ -90,15 +90,12 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
         raise RequestError("--bound needs homographies: leave it out with --poses")
     if args.out.exists() and not args.out.is_dir():
         raise RequestError(f"--out {args.out}: is a file; name a folder for the results")
-    for name in ("scenes", "pictures"):
-        if getattr(args, name) < 0:
-            raise RequestError(f"--{name} {getattr(args, name)}: must be 0 or more")
     if not 0.0 <= args.threshold < 1.0:
         raise RequestError(f"--threshold {args.threshold}: must be at least 0 and below 1")
-    for name in ("max_keypoints", "batch", "paper"):
+    for name, least in (("scenes", 0), ("pictures", 0), ("max_keypoints", 1), ("batch", 1), ("paper", 1)):
         value = getattr(args, name)
-        if value is not None and value < 1:
-            raise RequestError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
+        if value is not None and value < least:
+            raise RequestError(f"--{name.replace('_', '-')} {value}: must be {least} or more")
     args.models = models_of(args)
     args.params = args.params or (Path("params.yaml") if Path("params.yaml").is_file() else OWN_PARAMS)
     return args
