@@ -29,7 +29,7 @@ from superglue_sift.matcher import PairMatches
 
 PARAMS = """
 views:
-  homography: {scale_min: 0.76, perspective: 0.12, rotation_deg: 18.0, tilt_deg: 0.0, max_upscale: 2.0}
+  homography: {scale_min: 0.6, perspective: 0.2, rotation_deg: 30.0, tilt_deg: 0.0, max_upscale: 2.0}
   photometric: {brightness: 0.1, contrast: 0.1, gamma: 0.1, blur: 0.3, noise: 0.01, jpeg: 0.2}
 evaluate:
   width: 160
@@ -511,6 +511,7 @@ def test_any_number_of_processes_gives_the_same_bytes(work, photo, root, process
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     assert run(work, "--images", work / "five") == 0
     words = ["--model", "model.safetensors", "--params", "params.yaml", "--images", "five", "--batch", "4"]
+    words += ["--threshold", "0.1"]
     torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port", str(free_port())]
     command = [sys.executable, *torchrun, "-m", "pipeline.evaluate", *words, "--out", "many"]
     done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=300)

@@ -27,6 +27,10 @@ from pipeline.keypoints.image import gray_views
 from superglue_sift.images import BadImage, read_gray
 
 SMALL = {"views_per_image": 3, "width": 128, "height": 96, "max_keypoints": 50}
+# The stage in a process of its own.
+IN_SHARDS_OF_3 = (
+    "from pipeline.extraction import shards; shards.SHARD_IMAGES = 3; import pipeline.keypoints as k; k.main()"
+)
 
 
 @pytest.fixture
@@ -264,7 +268,7 @@ def test_killed_ten_times_gives_the_same_bytes_and_leaves_no_worker(stage, pictu
     for index in range(9, 60):
         cv2.imwrite(str(pictures / f"{index}.jpg"), np.roll(photo, 13 * index, axis=1)[:300, :500])
     reference = files(stage(pictures, "reference", workers=2))
-    command = [sys.executable, "-m", "pipeline.keypoints", "--params", str(tmp_path / "params.yaml")]
+    command = [sys.executable, "-c", IN_SHARDS_OF_3, "--params", str(tmp_path / "params.yaml")]
     command += ["--images", str(tmp_path / "images"), "--out", str(tmp_path / "killed")]
     command += ["--reports", str(tmp_path / "reports"), "--workers", "2"]
     for attempt in range(10):
@@ -328,7 +332,7 @@ def test_a_full_disk_is_said_and_finished_shards_are_kept(stage, pictures, monke
 def test_two_ranks_give_the_same_bytes(stage, pictures, tmp_path, root):
     """As torchrun starts them, but for its rendezvous, which the stage does not need."""
     reference = files(stage(pictures, "reference"))
-    command = [sys.executable, "-m", "pipeline.keypoints", "--params", str(tmp_path / "params.yaml")]
+    command = [sys.executable, "-c", IN_SHARDS_OF_3, "--params", str(tmp_path / "params.yaml")]
     command += ["--images", str(tmp_path / "images"), "--out", str(tmp_path / "ranks"), "--workers", "1"]
     command += ["--reports", str(tmp_path / "reports")]
     ranks = []

@@ -260,9 +260,9 @@ class TestResume:
     def test_parameters_of_other_stages_do_not_count(self, tmp_path, request_of, make_params):
         arguments = request_of("run")
         file = tmp_path / "run.yaml"
-        for seed, resume in ((1, "auto"), (2, "must")):
-            evaluate = make_params("evaluate", seed=seed).model_dump()
-            file.write_text(json.dumps({**json.loads(file.read_text()), "evaluate": evaluate}))
+        for pairs, resume in ((1, "auto"), (2, "must")):
+            other = file_of({"evaluate": make_params("evaluate", pairs_per_image=pairs).model_dump()})
+            file.write_text(json.dumps({**json.loads(file.read_text()), **other}))
             assert train.main([*arguments, "--resume", resume]) == 0
 
     def test_the_loss_scale_is_resumed(self):

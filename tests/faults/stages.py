@@ -21,6 +21,7 @@ from pipeline.evaluate import __main__ as evaluate
 from pipeline.fetch import __main__ as fetch
 from pipeline.fetch import coco, download
 from pipeline.keypoints import __main__ as keypoints
+from pipeline.keypoints import shards
 from pipeline.parameters import params
 from pipeline.tracking import run, shipper
 from pipeline.train import __main__ as train
@@ -87,7 +88,7 @@ def stages() -> Dict[str, Stage]:
               ("photos",), IMAGES),
         Stage("download", (_start(download_main, "--params remote.json --out images --reports reports/fetch "
               "--archives archives"),), (), (*IMAGES, "archives/*.zip"), ("archives/*.zip",)),
-        Stage("keypoints", (_start(keypoints.main, "--params params.json --images images --out keypoints "
+        Stage("keypoints", (_start(keypoints_main, "--params params.json --images images --out keypoints "
               "--reports reports/keypoints --workers 1"),),
               ("photos", "images"), STORE, ("keypoints/*/shard-*.safetensors",), ("photos/*", *IMAGES)),
         Stage("train", (alone,), **learn),
@@ -105,6 +106,12 @@ def stages() -> Dict[str, Stage]:
               ("found/features/*", WEIGHTS[0])),
     ]  # fmt: skip
     return {stage.name: stage for stage in listed}
+
+
+def keypoints_main(argv: Sequence[str]) -> int:
+    """`keypoints` with an image in a shard; called in a process of its own."""
+    shards.SHARD_IMAGES = 1
+    return keypoints.main(argv)
 
 
 def download_main(argv: Sequence[str]) -> int:
