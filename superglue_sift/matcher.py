@@ -318,4 +318,4 @@ def check_features(config: SuperGlueConfig, *sides: Features) -> None:
             given = f"keypoints with {kind[0]} descriptors of {kind[1]} entries"
             raise RequestError(f"{given}: the model matches those of {matched}")
         if config.scale_angle and not side.records["scale"].all():
-            raise RequestError("keypoints without scale and angle: the model looks at both (train.scale_angle)")
+            raise RequestError("keypoints without scale and angle: the model was trained with both")

@@ -14,12 +14,12 @@ from ruamel.yaml import YAML
 
 from pipeline.errors import RequestError
 from pipeline.parameters import params
-from pipeline.parameters.schema import SECTIONS, TrainParams
+from pipeline.parameters.schema import SECTIONS, EvaluateParams, TrainParams
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="function")
 def tree() -> Dict[str, Any]:
     return YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text(encoding="utf-8"))
 
@@ -173,3 +173,22 @@ def test_flatten_names_every_leaf() -> None:
     assert not any(isinstance(value, dict) for value in flat.values())
     nested = [name for name in flat if name.startswith("keypoints.views.homography.")]
     assert len(nested) == len(type(keypoints.views.homography).model_fields)
+
+
+def test_options_of_the_command_line_go_before_those_of_the_file(tree: Dict[str, Any]) -> None:
+    tree["train"] = {**tree["train"], "options": "--ema 0.9 --log-every 3"}
+    given = vars(params.option_parser().parse_args(["--ema", "0.5", "--compile"]))
+    train = params.parse_file(tree, "params.yaml", given)["train"]
+    assert isinstance(train, TrainParams)
+    assert (train.ema, train.log_every, train.compile, train.parallel) == (0.5, 3, True, "ddp")
+
+
+def test_evaluate_takes_what_it_does_not_say_from_keypoints_and_views(tree: Dict[str, Any]) -> None:
+    alike = params.parse_file(tree, "params.yaml")["evaluate"]
+    tree["evaluate"] = {**tree["evaluate"], "width": 640, "views": {"photometric": {"blur": 3.0}}}
+    other = params.parse_file(tree, "params.yaml")["evaluate"]
+    assert isinstance(alike, EvaluateParams) and isinstance(other, EvaluateParams)
+    assert (alike.width, alike.views.photometric.blur) == (320, 0.8)
+    blurred = alike.views.photometric.model_copy(update={"blur": 3.0})
+    views = alike.views.model_copy(update={"photometric": blurred})
+    assert other == alike.model_copy(update={"width": 640, "views": views})

@@ -61,7 +61,7 @@ def report(plan: Forecast, settings: Any, out: Path, cores: int) -> List[str]:
     lines[-1] += " in DVC's cache unless cache.type is a link"
     if needed > free:
         views, images = int(settings.views_per_image * free / needed), int(plan.images * free / needed)
-        choices = [f"keypoints.views = {views}"] if views >= 2 else []
+        choices = [f"keypoints.views_per_image = {views}"] if views >= 2 else []
         choices.append(f"fetch.limit = {images}")
         lines.append(f"  too small: choose {' or '.join(choices)}, a smaller keypoints.max_keypoints, or --out")
     return lines

@@ -141,7 +141,7 @@ def data_name(sections: Dict[str, Section]) -> str:
 
 
 def flatten(name: str, values: Union[Section, Dict[str, Any]]) -> Dict[str, Any]:
-    """`{"train.lr": 0.0001, "keypoints.homography.scale_min": 0.5, ...}`; `name` is that of the section."""
+    """`{"train.lr": 0.0001, "views.homography.scale_min": 0.5, ...}`; `name` is that of the section."""
     tree = values.model_dump() if isinstance(values, Section) else values
     flat: Dict[str, Any] = {}
     for key, value in tree.items():
