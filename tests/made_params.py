@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict
 
-from pipeline.old_keys import flag
+from pipeline.parameters.old_keys import flag
 from pipeline.parameters.schema import TrainOptions
 
 

@@ -154,7 +154,7 @@ def test_killed_after_its_last_byte_it_asks_for_nothing(server, tmp_path):
 def test_killed_at_random_it_goes_on(server, tmp_path, root):
     """SIGKILL to the downloading process: what is in its file is not sent again."""
     program = (
-        "import sys; from pathlib import Path; from pipeline.images import download\n"
+        "import sys; from pathlib import Path; from pipeline.fetch import download\n"
         f"for have in download.download([sys.argv[1]], Path(sys.argv[2]), sys.argv[3], {len(DATA)}): pass\n"
     )
     command = [sys.executable, "-c", program, server.url, str(tmp_path / "file.zip"), MD5]

@@ -28,9 +28,7 @@ from superglue_sift.images import BadImage, read_gray
 
 SMALL = {"views_per_image": 3, "width": 128, "height": 96, "max_keypoints": 50}
 # The stage in a process of its own.
-IN_SHARDS_OF_3 = (
-    "from pipeline.extraction import shards; shards.SHARD_IMAGES = 3; import pipeline.keypoints as k; k.main()"
-)
+IN_SHARDS_OF_3 = "from pipeline.keypoints import __main__, shards; shards.SHARD_IMAGES = 3; __main__.main()"
 
 
 @pytest.fixture

@@ -92,7 +92,7 @@ def test_a_stage_knows_whether_dvc_was_told_to_compute(monkeypatch, command, for
 def test_dvc_says_force(tmp_path, monkeypatch, root):
     """A real `dvc repro` of a stage that asks."""
     pytest.importorskip("dvc")
-    script = f"import sys; sys.path.insert(0, {str(root)!r}); from pipeline.runtime import made_from as m"
+    script = f"import sys; sys.path.insert(0, {str(root)!r}); from pipeline.provenance import made_from as m"
     command = f'{sys.executable} -c "{script}; open({str(tmp_path / "said")!r}, {"w"!r}).write(str(m.forced()))"'
     (tmp_path / "dvc.yaml").write_text(json.dumps({"stages": {"ask": {"cmd": command}}}))
     monkeypatch.setenv("DVC_NO_ANALYTICS", "true")

@@ -8,8 +8,8 @@ from typing import Any, Dict
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline import errors, old_keys, presets
-from pipeline.parameters import params
+from pipeline import errors, presets
+from pipeline.parameters import old_keys, params
 
 ROOT = Path(__file__).resolve().parents[1]
 # The file of preset sample in version 0.1.0.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGE = "from pipeline import errors\nfrom pipeline.runtime import workspace_lock\n"
+STAGE = "from pipeline import errors\nfrom pipeline.provenance import workspace_lock\n"
 STAGE += "def main(argv):\n    workspace_lock.take()\n    import time\n    print('working', flush=True)\n"
 STAGE += "    time.sleep(float(argv[0]))\n    return 0\nraise SystemExit(errors.run(main, {argv}))\n"
 
