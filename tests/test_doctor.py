@@ -156,25 +156,23 @@ def test_quick_prints_one_line_and_exits_2(root, tmp_path):
     assert done.stdout == ""
 
 
-def test_quick_tells_disk_memory_and_hours_when_nothing_is_wrong(root, tmp_path, monkeypatch, capsys):
+def test_quick_tells_disk_and_hours_when_nothing_is_wrong(root, tmp_path, monkeypatch, capsys):
     (tmp_path / "params.yaml").write_text((root / "params.yaml").read_text())
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pipeline.doctor.plan.measured", lambda *_: {"pair": 0.5, "image": 2.0})
+    monkeypatch.setattr("pipeline.doctor.plan.measured", lambda *_: {"pair": 0.5, "pairs": 8, "image": 2.0})
     assert doctor.main(["--quick"]) == 0
     subjects = [line.split(":")[0].split(None, 1)[1] for line in capsys.readouterr().out.splitlines()]
-    assert subjects == ["disk", "memory of a process", "training", "keypoints"]
+    assert subjects == ["disk", "training", "keypoints"]
 
 
-def test_a_card_that_holds_no_pair_is_refused_in_one_line_before_anything_is_measured(
-    root, tmp_path, monkeypatch, capsys
-):
+def test_a_card_that_holds_no_pair_is_refused_in_one_line(root, tmp_path, monkeypatch, capsys):
     (tmp_path / "params.yaml").write_text((root / "params.yaml").read_text())
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pipeline.doctor.plan.training_bytes", lambda train, *_: 1 << 60)
-    monkeypatch.setattr("pipeline.doctor.plan.measured", lambda *_: pytest.fail("measured"))
+    too_small = machine.judge_memory(0, 0, 64, 1, 256, 1 << 30, "a card")
+    monkeypatch.setattr("pipeline.doctor.plan.findings", lambda *_: iter([too_small]))
     assert doctor.main(["--quick"]) == 2
     printed = capsys.readouterr()
-    assert "for one pair of 256 keypoints" in printed.err and len(printed.err.splitlines()) == 1
+    assert "one pair of 256 keypoints" in printed.err and len(printed.err.splitlines()) == 1
     assert not printed.out
 
 

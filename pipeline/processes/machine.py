@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 OK, NOTE, WARN, FAIL = "ok", "note", "warn", "FAIL"
 GIB = 1 << 30
@@ -107,27 +107,23 @@ def disk_needed(archives: int, images: int, views: int, keypoints: int, copies: 
 
 
 def judge_memory(
-    needed: Callable[[int, int], float], pairs: int, parts: int, keypoints: int, free: float, place: str
+    fitting: int, taken: float, pairs: int, parts: int, keypoints: int, free: float, place: str
 ) -> Finding:
-    """What a training process takes against what there is.
+    """What steps of a training took of a GPU against what there is.
 
     Args:
-        needed: bytes for so many pairs of so many keypoints at a time.
-        pairs: of a micro-batch; parts: micro-batches of a step (`train.accumulate`).
+        fitting: of `pairs` in a micro-batch, so many fit, 0: not even one; taken: bytes at the peak of their steps.
+        parts: micro-batches of a step (`train.accumulate`).
         free: bytes for the process in `place`.
     """
-    subject, wanted = "memory of a process", needed(pairs, keypoints)
-    there = f"{size(wanted)} for {pairs} pairs of {keypoints} keypoints at a time, {size(free)} for it: {place}"
-    if wanted <= free:
-        return Finding(OK, subject, there)
-    fewer = next((less for less in range(pairs, 0, -1) if needed(less, keypoints) <= free), 0)
-    if fewer:
-        more = -(-pairs * parts // fewer)
-        return Finding(WARN, subject, f"{there}; set train.accumulate: {more} ({fewer} pairs at a time)")
-    most = next((less for less in range(keypoints // 64 * 64, 0, -64) if needed(1, less) <= free), 0)
-    fix = f"set train.max_keypoints: {most}" if most else "a smaller train.dim or train.layers"
-    one = f"{size(needed(1, keypoints))} for one pair of {keypoints} keypoints"
-    return Finding(FAIL, subject, f"{one}, {size(free)} for it: {place}; {fix}")
+    subject, there = "memory of a process", f"{size(free)} for it: {place}"
+    if not fitting:
+        text = f"one pair of {keypoints} keypoints does not fit into the {there}"
+        return Finding(FAIL, subject, f"{text}; set a smaller train.max_keypoints, train.dim or train.layers")
+    text = f"{size(taken)} for {fitting} pairs of {keypoints} keypoints at a time (measured here), {there}"
+    if fitting == pairs:
+        return Finding(OK, subject, text)
+    return Finding(WARN, subject, f"{text}; {pairs} do not fit; set train.accumulate: {-(-pairs * parts // fitting)}")
 
 
 def judge_disk(free: int, needed: int, place: str, linked: Optional[int] = None) -> Finding:
