@@ -398,7 +398,7 @@ class TestChoice:
         batches = [batch for step in steps for batch in step]
         assert len(batches) == 4 and len(copies) == locked
         assert all(any(batch is copy for copy in copies) for batch in batches) == bool(locked)
-        assert threads == ({"pair-prefetch"} if locked else set())
+        assert threads == ({"prefetch"} if locked else set())
         assert all(equal(one, other) for step, made in enumerate(steps) for one, other in zip(made, make(step)))
 
     @pytest.mark.parametrize(

@@ -22,9 +22,10 @@ from pipeline import errors
 from pipeline.evaluate import __main__ as evaluate
 from pipeline.evaluate import heldout, inputs, lightglue, protocol
 from pipeline.evaluate.matchers import MATCHERS
-from pipeline.evaluate.protocol import map_over_ranks, prefetch_map, units_of
+from pipeline.evaluate.protocol import map_over_ranks, units_of
 from pipeline.image_sets import sources
 from pipeline.launch import free_port
+from pipeline.processes.prefetch import prefetched
 from superglue_sift.matcher import PairMatches
 
 PARAMS = """
@@ -177,9 +178,7 @@ def test_workers_and_other_images_do_not_matter(work, make_params, photo):
     images = sources.open_manifest(work / "images")
     entries = images.entries("test")
     source = heldout.HeldOutPairs(images, entries * 4, section)
-    threaded = [
-        ready() for ready in prefetch_map(lambda unit: inputs.extract(source, unit, 60), [[n] for n in range(8)], 4)
-    ]
+    threaded = list(prefetched(lambda unit: inputs.extract(source, unit, 60), [[n] for n in range(8)], 4, 4))
     both = [pair for found, _ in threaded[:2] for pair in found]
     assert all(found[0].pair.records1.tobytes() == both[0].pair.records1.tobytes() for found, _ in threaded[::2])
     only, _ = inputs.extract(heldout.HeldOutPairs(images, entries[1:], section), [0], 60)

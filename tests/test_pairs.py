@@ -133,12 +133,12 @@ class TestLoader:
         assert threading.active_count() == before
 
     def test_a_read_that_hangs_does_not_hold_up_the_end(self, monkeypatch):
-        monkeypatch.setattr("pipeline.train.pairs.loader.CLOSE_S", 0.01)
+        monkeypatch.setattr("pipeline.processes.prefetch.CLOSE_S", 0.01)
         released = threading.Event()
         source = prefetched(lambda step: step == 0 or released.wait(30), range(9), ahead=1)
         assert next(source)
         source.close()
-        (thread,) = (each for each in threading.enumerate() if each.name == "pair-prefetch")
+        (thread,) = (each for each in threading.enumerate() if each.name == "prefetch")
         assert thread.daemon  # the process does not wait for it either
         released.set()
         thread.join()

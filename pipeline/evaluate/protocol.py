@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 from pipeline import bootstrap
 from pipeline.errors import RequestError, WorkError
@@ -28,6 +26,7 @@ from pipeline.evaluate.scoring import MatchCounts, PairResult, Results, Row, Set
 from pipeline.files import file_sha256
 from pipeline.parameters.schema import EvaluateParams
 from pipeline.processes import distributed
+from pipeline.processes.prefetch import prefetched
 from pipeline.report import document, outputs, page, summary, tables
 from superglue_sift import drawing, extractors
 from superglue_sift.matcher import PairMatches
@@ -275,7 +274,8 @@ def map_over_ranks(
 ) -> Iterator[Any]:
     """`score(match(prepare(unit)))` of every unit, in their order, on every process of the group.
 
-    prepare and score run in threads, a little ahead and behind; match in turn. nothing: the unit of a process that has
+    prepare and score run in threads, a little ahead and behind; match in turn. Threads do: decoding, warping, SIFT and
+    robust estimators all release Python's lock, and nothing need be copied. nothing: the unit of a process that has
     none left in the last round. Raises RequestError on all processes when `prepare` raises one on any.
     """
     rank, world_size = (context.rank, context.world_size) if context else (0, 1)
@@ -284,17 +284,14 @@ def map_over_ranks(
     workers = max(1, min((os.cpu_count() or 1) // world_size, MOST_THREADS))
 
     def matched() -> Iterator[Any]:
-        for ready in prefetch_map(prepare, mine, workers):
-            try:
-                prepared = ready()
-            except RequestError as error:
-                yield str(error)  # in place of a result, for all to hear
-                return
-            yield match(prepared)
+        try:
+            yield from map(match, prefetched(prepare, mine, workers, workers))
+        except RequestError as error:
+            yield str(error)  # in place of a result, for all to hear
 
     wrong = ""
-    for scored in prefetch_map(lambda one: one if isinstance(one, str) else score(one), matched(), workers):
-        for part in distributed.all_gather(scored()):
+    for scored in prefetched(lambda one: one if isinstance(one, str) else score(one), matched(), workers, workers):
+        for part in distributed.all_gather(scored):
             if isinstance(part, str) or wrong:
                 wrong = wrong or part
             else:
@@ -305,18 +302,3 @@ def map_over_ranks(
         distributed.barrier()  # until all have heard the last results: who leaves early takes the connection along
     if wrong:
         raise RequestError(wrong)
-
-
-def prefetch_map(work: Callable, items: Iterable, workers: int) -> Iterator[Callable]:
-    """A callable with the result of `work(item)` for each item, computed a little before it is asked for.
-
-    By threads: decoding, warping, SIFT and robust estimators all release Python's lock, and nothing need be copied.
-    """
-    with ThreadPoolExecutor(max_workers=workers) as pool:
-        waiting: deque = deque()
-        for item in items:
-            waiting.append(pool.submit(work, item))
-            if len(waiting) > workers:
-                yield waiting.popleft().result
-        while waiting:
-            yield waiting.popleft().result

@@ -6,10 +6,10 @@ A bounded number of images is under way, so memory does not grow with their numb
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
-from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Callable, Iterable, Iterator, Optional, Union
@@ -21,6 +21,7 @@ from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet
 from pipeline.keypoints.image import gray_views
 from pipeline.processes.memory import huge_pages, tune_process
+from pipeline.processes.prefetch import in_order
 from pipeline.processes.signals import end_with_parent
 from superglue_sift.images import BadImage
 
@@ -103,14 +104,9 @@ class Pool:
         if self._executor is None:
             yield from map(self._extract, self._extract.source(entries))
             return
-        waiting: deque = deque()
+        submit = functools.partial(self._executor.submit, self._extract)
         try:
-            for work in self._extract.source(entries):
-                waiting.append(self._executor.submit(self._extract, work))
-                if len(waiting) >= _IN_FLIGHT * self._workers:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+            yield from in_order(submit, self._extract.source(entries), _IN_FLIGHT * self._workers - 1)
         except BrokenProcessPool:
             raise WorkError(
                 "a worker process died (out of memory, or killed); finished shards are kept: "

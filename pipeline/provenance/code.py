@@ -26,6 +26,7 @@ CHANGES_NO_OUTPUT = (
     "pipeline.processes.machine",
     "pipeline.processes.memory",
     "pipeline.provenance.made_from",
+    "pipeline.processes.prefetch",  # results of others, in their order
     "superglue_sift.progress",
     "superglue_sift.threads",
     "pipeline.processes.signals",

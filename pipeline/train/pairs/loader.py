@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import functools
-import threading
-from collections import deque
-from concurrent.futures import Future
-from queue import SimpleQueue
-from typing import Callable, Deque, Generator, List, Optional, Sequence, Tuple, TypeVar
+from typing import Callable, Generator, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
 from numpy.linalg import inv
 
 from pipeline.features.store import Store, View
+from pipeline.processes.prefetch import prefetched
 from pipeline.train.pairs import workers
 from pipeline.train.pairs.augmentation import PLAIN, Augmentation
 from pipeline.train.pairs.order import Sample, rank_slice
 from pipeline.train.pairs.workers import StepSize
 from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.geometry import normalized
-
-Made = TypeVar("Made")
-
-CLOSE_S = 5.0  # that the end of a training waits for a batch that is being made
 
 # The homography of a pair that shows nothing in common: no point comes near the other view.
 APART = np.array([[1.0, 0.0, 1e6], [0.0, 1.0, 1e6], [0.0, 0.0, 1.0]])
@@ -67,42 +60,6 @@ def split_evenly(samples: List[Sample], parts: int) -> List[List[Sample]]:
     return [samples[rank_slice(len(samples), part, parts)] for part in range(parts)]
 
 
-def prefetched(make: Callable[[int], Made], steps: Sequence[int], ahead: int = 2) -> Generator[Made, None, None]:
-    """`make(step)` for each of `steps`, computed up to `ahead` steps before it is asked for.
-
-    In one thread: on a CPU the step itself takes the cores, and handing a batch between processes would cost more than
-    making it. An exception in `make` is raised here, at its step. Closing the iterator ends the thread, and
-    waits no longer than CLOSE_S for a read that hangs.
-    """
-    asked: SimpleQueue[Optional[Tuple[int, Future[Made]]]] = SimpleQueue()
-    waiting: Deque[Future[Made]] = deque()
-    # no executor: its threads are waited for when the process ends, however long
-    thread = threading.Thread(target=_make_each, args=(make, asked), name="pair-prefetch", daemon=True)
-    thread.start()
-    try:
-        for step in steps:
-            waiting.append(Future())
-            asked.put((step, waiting[-1]))
-            if len(waiting) > ahead:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        for future in waiting:
-            future.cancel()
-        asked.put(None)
-        thread.join(CLOSE_S)
-
-
-def _make_each(make: Callable[[int], Made], asked: SimpleQueue[Optional[Tuple[int, Future[Made]]]]) -> None:
-    for step, future in iter(asked.get, None):
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(make(step))
-            except BaseException as error:  # raised again by whoever asks for the result
-                future.set_exception(error)
-
-
 def prefetched_page_locked(
     make: Callable[[int], List[PairBatch]], steps: Sequence[int]
 ) -> Generator[List[PairBatch], None, None]:
@@ -115,7 +72,8 @@ def choose(
 ) -> Tuple[Callable[..., PairBatch], Callable[..., Generator]]:
     """(load_batch, prefetched) of `--loader`: plain, dali or synthetic; all have the plain one's signatures.
 
-    step: what a step of this rank takes; None: a thread makes the batches, never processes.
+    step: what a step of this rank takes; None: a thread makes the batches, never processes. On a CPU one thread does:
+    the step itself takes the cores, and handing a batch between processes would cost more than making it.
 
     Raises RequestError: dali is asked for and not installed.
     """
