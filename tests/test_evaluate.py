@@ -451,7 +451,7 @@ def test_results_reach_the_run_of_the_training(work, monkeypatch):
         def describe(self, result, note):
             events.append((result, note))
 
-        def challenge(self, pairs):
+        def compare_with_champion(self, pairs):
             events.append(inputs.name)
 
     monkeypatch.setattr(evaluate.tracking, "attach", lambda path, training: Run())

@@ -212,7 +212,7 @@ def test_the_champion_moves_only_to_a_model_that_is_surely_better_on_the_same_pa
         with tracking.attach(noted, tmp_path / "evaluate", training=name) as run:
             run.artifact(pairs_csv(folder / "pairs.csv", errors, keypoints), "test")
             run.describe("AUC@5", f"Verdict on {name}.\n\n| a table |")
-            run.challenge(folder / "pairs.csv")
+            run.compare_with_champion(folder / "pairs.csv")
         return int(client.get_model_version_by_alias("superglue-sift", "champion").version)
 
     some = [1 + n % 3 for n in range(24)]
@@ -306,8 +306,8 @@ def test_without_mlflow_one_line_is_said_and_nothing_waited_for(store, tmp_path,
         patch.setitem(sys.modules, "mlflow", None)  # importing it raises ImportError
         run = tracking.open_run(tmp_path, PARAMS, system_metrics=False)
         log_steps(run, 0, 20)
-        run._shipper.join(PATIENCE)
-        assert not run._shipper.is_alive()  # whom closing would wait for
+        run._uploader.join(PATIENCE)
+        assert not run._uploader.is_alive()  # whom closing would wait for
         assert run.close() is False
     said = capfd.readouterr().err
     assert said.count("tracking: ") == 1 and "mlflow" in said and "keeps all" in said
@@ -352,7 +352,7 @@ def test_a_server_that_fails_in_the_middle_gets_every_point_once(gate, store, tm
     before = gate.requests
     log_steps(run, 100, 200)
     assert gate.requests - before < 100  # no point waits for an answer of its own
-    wait_for(lambda: run._shipper.error)
+    wait_for(lambda: run._uploader.error)
     gate.mode = "up"
     log_steps(run, 200, 300)
     assert run.close(wait=PATIENCE)
@@ -504,7 +504,7 @@ def test_the_dead_run_of_another_container_is_closed_by_the_next_in_its_place(st
     monkeypatch.setattr(run_module, "_process_space", lambda: "boot pid:[1]")
     run = tracking.open_run(tmp_path, PARAMS, system_metrics=False)
     run.log({"train/loss": 1.0}, 0)
-    wait_for(lambda: run._feed.run_id and not run._feed.pending())
+    wait_for(lambda: run._queue.run_id and not run._queue.pending())
     run._closed = True  # as SIGKILL leaves it
     monkeypatch.setattr(run_module, "_process_space", lambda: "boot pid:[2]")
     tracking.open_run(tmp_path, PARAMS, system_metrics=False).close()
@@ -600,7 +600,7 @@ class Store:
     def open(self, header, run_id):
         return run_id or "abc", not run_id
 
-    def ship(self, run_id, events):
+    def send(self, run_id, events):
         if any("artifact" in event for event in events) and not self.open_for_files:
             raise ConnectionError("the network is down for files")
         self.taken += [event.get("step", event.get("artifact")) for event in events]
@@ -608,33 +608,33 @@ class Store:
 
 def test_figures_and_files_have_a_cursor_each(tmp_path):
     from pipeline.tracking.run_log import EventLog
-    from pipeline.tracking.shipper import Feed, Shipper
+    from pipeline.tracking.shipper import LogQueue, Uploader
 
     log, store = EventLog(tmp_path / "log.jsonl"), Store()
     log.append({"run": "local-1"})
     for event in ({"metrics": {"a": 1}, "step": 1}, {"artifact": "x"}, {"metrics": {"a": 2}, "step": 2}):
         log.append(event)
-    shipper = Shipper([Feed(log, "uri")], lambda: store, "place")
-    assert not shipper._round() and store.taken[1:] == [1, 2]
-    assert shipper.feeds[0].unshipped() == [{"artifact": "x"}]
+    uploader = Uploader([LogQueue(log, "uri")], lambda: store, "place")
+    assert not uploader._round() and store.taken[1:] == [1, 2]
+    assert uploader.queues[0].unsent() == [{"artifact": "x"}]
     log.append({"metrics": {"a": 3}, "step": 3})
-    again = Shipper([Feed(log, "uri")], lambda: store, "place")  # another process
+    again = Uploader([LogQueue(log, "uri")], lambda: store, "place")  # another process
     assert not again._round() and store.taken[1:] == [1, 2, 3]
     store.open_for_files = True
-    assert again._round() and store.taken[1:] == [1, 2, 3, "x"] and not again.feeds[0].pending()
-    assert not Feed(log, "uri").pending() and Feed(log, "another").pending()
+    assert again._round() and store.taken[1:] == [1, 2, 3, "x"] and not again.queues[0].pending()
+    assert not LogQueue(log, "uri").pending() and LogQueue(log, "another").pending()
 
 
 def test_a_cursor_of_one_lane_is_that_of_both(tmp_path):
     """As written before there were two."""
     from pipeline.tracking.run_log import EventLog
-    from pipeline.tracking.shipper import Feed
+    from pipeline.tracking.shipper import LogQueue
 
     log = EventLog(tmp_path / "log.jsonl")
     log.append({"run": "local-1"})
     (tmp_path / "log.cursor.json").write_text(
         json.dumps({"tracking_uri": "uri", "run_id": "abc", "offset": log.size()})
     )
-    assert not Feed(log, "uri").pending()
+    assert not LogQueue(log, "uri").pending()
     log.append({"artifact": "x"})
-    assert Feed(log, "uri").unshipped() == [{"artifact": "x"}]
+    assert LogQueue(log, "uri").unsent() == [{"artifact": "x"}]

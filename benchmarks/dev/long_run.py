@@ -260,25 +260,25 @@ class Simulated(Training):
         """Time the logger's points and the batches that are shipped; wait for the server to get everything."""
         from pipeline.train.logger import TrainingLogger
 
-        inner_point, inner_ship, limit = TrainingLogger.log_point, MlflowStore.ship, run.wait_limit
+        inner_point, inner_send, limit = TrainingLogger.log_point, MlflowStore.send, run.wait_limit
 
         def log_point(logger: TrainingLogger, *arguments: Any) -> None:
             began = time.thread_time()
             inner_point(logger, *arguments)
             self.points.append(time.thread_time() - began)
 
-        def ship(sink: MlflowStore, run_id: str, events: List[Any]) -> None:
+        def send(sink: MlflowStore, run_id: str, events: List[Any]) -> None:
             began = time.monotonic()
-            inner_ship(sink, run_id, events)
+            inner_send(sink, run_id, events)
             if len(events) >= FULL:
                 self.shipping.append((time.monotonic() - began) / len(events))
 
-        TrainingLogger.log_point, MlflowStore.ship = log_point, ship
+        TrainingLogger.log_point, MlflowStore.send = log_point, send
         run.wait_limit = lambda _: 3600.0
         try:
             yield
         finally:
-            TrainingLogger.log_point, MlflowStore.ship, run.wait_limit = inner_point, inner_ship, limit
+            TrainingLogger.log_point, MlflowStore.send, run.wait_limit = inner_point, inner_send, limit
 
     def report(self) -> None:
         """Cost at the first tenth of the run and at the last."""

@@ -239,7 +239,7 @@ def track(args: argparse.Namespace, contents: Mapping[str, Content], info: Mappi
             run.artifact(args.out / "matches.png", prefix)
         if own:
             run.describe(summary.result(contents[""]), summary.note(contents[""], prefix, tracking.RUN_ID))
-            run.challenge(args.out / "pairs.csv")
+            run.compare_with_champion(args.out / "pairs.csv")
 
 
 def evaluate(args: argparse.Namespace, context: distributed.Context) -> Tuple[Dict[str, Content], Mapping[str, Any]]:

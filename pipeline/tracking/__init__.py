@@ -30,11 +30,11 @@ from pipeline.tracking.run import (
     redacted,
 )  # fmt: skip
 from pipeline.tracking.run_log import RUN_FILE, Event, EventLog, now_ms, recall_run, remember_run
-from pipeline.tracking.shipper import Feed
+from pipeline.tracking.shipper import LogQueue
 
 __all__ = [
     "EVALUATION", "HEADLINE", "HIDDEN", "LEADING", "RUN_ID", "NullRun", "Run", "attach", "ending", "known_run",
-    "open_run", "ship_pending", "tracking_uri",
+    "open_run", "send_pending", "tracking_uri",
 ]  # fmt: skip
 
 EXPERIMENT = "superglue-sift"
@@ -85,9 +85,9 @@ def open_run(
         place = {"tracking_uri": redacted(header["tracking_uri"]), "log": os.path.relpath(log.path, noted.parent)}
         remember_run(noted, training, {"key": header["run"], "run_id": run_id, **kept, **place})
 
-    feed = Feed(log, uri, opened=note)
-    note(feed.run_id or header.get("run_id"))
-    run = Run(feed, [feed, *_leftovers(folder, uri)], lambda: MlflowStore(uri))
+    queue = LogQueue(log, uri, opened=note)
+    note(queue.run_id or header.get("run_id"))
+    run = Run(queue, [queue, *_leftovers(folder, uri)], lambda: MlflowStore(uri))
     if system_metrics:
         run.sample_system()
     return run
@@ -103,8 +103,8 @@ def attach(noted_in: Any, reports_dir: Any = None, training: Optional[str] = Non
     """Go on with a run named in `noted_in` from another stage; a run that does nothing where it names none.
 
     `training`: identity of the training the figures belong to, None: the latest. The log is `attached.jsonl` in
-    `reports_dir`, else beside the file. Closing leaves the run's state as it is. What training could not ship is
-    shipped first.
+    `reports_dir`, else beside the file. Closing leaves the run's state as it is. What training could not send is
+    sent first.
     """
     path = Path(noted_in)
     known = recall_run(path, training)
@@ -116,18 +116,18 @@ def attach(noted_in: Any, reports_dir: Any = None, training: Optional[str] = Non
     _set_aside(log)
     about = {"run_id": known["run_id"], "experiment": known["experiment"], "name": known.get("name", "")}
     log.append({"run": known["key"], **about, "tracking_uri": uri, "attached": True})
-    feed, before = Feed(log, uri), Feed(EventLog(path.parent / known.get("log", "log.jsonl")), uri)
+    queue, before = LogQueue(log, uri), LogQueue(EventLog(path.parent / known.get("log", "log.jsonl")), uri)
     first = [before] if before.log.header().get("run") == known["key"] and before.pending() else []
-    return Run(feed, [*first, feed, *_leftovers(folder, uri)], lambda: MlflowStore(uri))
+    return Run(queue, [*first, queue, *_leftovers(folder, uri)], lambda: MlflowStore(uri))
 
 
-def ship_pending(noted_in: Any, reports_dir: Any, training: str) -> None:
+def send_pending(noted_in: Any, reports_dir: Any, training: str) -> None:
     """Send what the log of a finished training still holds, since a server was dead; nothing where all has arrived."""
     known = recall_run(Path(noted_in), training)
     if known is None:
         return
     log = EventLog(Path(noted_in).parent / known.get("log", "log.jsonl"))
-    if Feed(log, known.get("tracking_uri") or tracking_uri()).pending():
+    if LogQueue(log, known.get("tracking_uri") or tracking_uri()).pending():
         attach(noted_in, reports_dir, training).close()
 
 
@@ -169,16 +169,16 @@ def _tags(tags: Dict[str, Any], provenance: Dict[str, str]) -> Dict[str, str]:
 
 
 def _set_aside(log: EventLog) -> None:
-    """Make room for a new log. An old one that has not all arrived waits in `unshipped/` to be shipped."""
+    """Make room for a new log. An old one that has not all arrived waits in `unshipped/` to be sent."""
     header = log.header()
     if header and not header.get("attached") and "end" not in log.last():
         log.append({"end": "KILLED", "time": now_ms()})  # one writer at a time: its process must be gone
-    if header and Feed(log, header["tracking_uri"]).pending():
+    if header and LogQueue(log, header["tracking_uri"]).pending():
         log.move(log.path.parent / "unshipped" / f"{log.path.stem}-{now_ms()}.jsonl")
     else:
         log.delete()
 
 
-def _leftovers(folder: Path, uri: str) -> List[Feed]:
+def _leftovers(folder: Path, uri: str) -> List[LogQueue]:
     logs = [EventLog(path) for path in sorted((folder / "unshipped").glob("*.jsonl"))]
-    return [Feed(log, uri, leftover=True) for log in logs if log.header().get("tracking_uri") == uri]
+    return [LogQueue(log, uri, leftover=True) for log in logs if log.header().get("tracking_uri") == uri]

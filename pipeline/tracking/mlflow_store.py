@@ -16,7 +16,7 @@ from pipeline.files import file_sha256
 from pipeline.provenance import repro
 from pipeline.tracking.run import EVALUATION, HEADLINE, HIDDEN, LEADING, RUN_ID, SEPARATOR, is_gone
 from pipeline.tracking.run_log import Event
-from pipeline.tracking.shipper import Refused, say
+from pipeline.tracking.shipper import PermanentError, say
 from pipeline.tracking.uploads import RETRIES, TIMEOUT, Uploads, files_below
 
 USAGE = """Two images in, matches out. `champion` is the best so far:
@@ -132,8 +132,8 @@ class MlflowStore:
         names = self._client.get_run(run_id).data.metrics
         return {n: max(m.step for m in self._client.get_metric_history(run_id, n)) for n in names}
 
-    def ship(self, run_id: str, events: List[Event]) -> None:
-        """Add events in order. Raises Refused when the store will never take one of them."""
+    def send(self, run_id: str, events: List[Event]) -> None:
+        """Add events in order. Raises PermanentError when the store will never take one of them."""
         from mlflow.entities import Metric
 
         try:
@@ -142,10 +142,10 @@ class MlflowStore:
             for event in events:
                 self._other(run_id, event)
         except RequestError as error:  # a model that does not load, which MLflow 3.1 tries
-            raise Refused(str(error)) from error
+            raise PermanentError(str(error)) from error
         except self._error as error:
             if error.error_code in FINAL_ERRORS:
-                raise Refused(str(error)) from error
+                raise PermanentError(str(error)) from error
             raise
 
     def _points(self, run_id: str, points: List[Any]) -> None:
@@ -160,7 +160,7 @@ class MlflowStore:
         if "model" in event:
             self._model(run_id, event["model"])
         if "challenge" in event:
-            self._challenge(run_id, event["challenge"])
+            self._compare_with_champion(run_id, event["challenge"])
         if "tags" in event and "run" not in event:
             self._tags(run_id, event["tags"])
         if "end" in event:
@@ -211,7 +211,7 @@ class MlflowStore:
         version = self._client.get_registered_model(name).aliases.get(CHAMPION)
         return None if version is None else self._client.get_model_version(name, version)
 
-    def _challenge(self, run_id: str, event: Event) -> None:
+    def _compare_with_champion(self, run_id: str, event: Event) -> None:
         """Give the alias to the run's model where it beats its holder on the same pairs; say what was found."""
         from pipeline.tracking.champion import better_than  # numpy and more, for this alone
 
@@ -328,23 +328,23 @@ class MlflowStore:
 
 
 def _check_readable(*paths: str) -> None:
-    """Refused where a file, or one of a folder, cannot be read: trying again would hold up all that follows."""
+    """PermanentError where a file, or one of a folder, cannot be read: trying again would hold up all that follows."""
     try:
         inside = (file for path in map(Path, paths) for file in (path, *path.rglob("*")))
         for file in itertools.filterfalse(Path.is_dir, inside):
             file.open("rb").close()
     except OSError as error:
-        raise Refused(str(error)) from error
+        raise PermanentError(str(error)) from error
 
 
 def _check_model(file: str) -> None:
-    """Refused where it is no whole model file: not every version of MLflow would notice."""
+    """PermanentError where it is no whole model file: not every version of MLflow would notice."""
     from superglue_sift.weights import BadCheckpoint, load_model_file
 
     try:
         load_model_file(file)
     except (FileNotFoundError, BadCheckpoint) as error:
-        raise Refused(str(error)) from error
+        raise PermanentError(str(error)) from error
 
 
 def view() -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
 from pipeline.tracking.run_log import Event, now_ms, storable
-from pipeline.tracking.shipper import Feed, Shipper, say, wait_limit
+from pipeline.tracking.shipper import LogQueue, Uploader, say, wait_limit
 from pipeline.tracking.system_metrics import Sampler
 from pipeline.tracking.uploads import seconds_for, size_of
 
@@ -39,7 +39,7 @@ class NullRun:
         """
 
     def artifact(self, path: Any, folder: str = "") -> None:
-        """Add a file, or all files of a folder, under `folder` of the run. It is read when it is shipped."""
+        """Add a file, or all files of a folder, under `folder` of the run. It is read when it is sent."""
         self._append({"artifact": str(Path(path).resolve()), "folder": folder})
 
     def dataset(self, name: str, digest: str, source: str = "", context: str = "training") -> None:
@@ -51,7 +51,7 @@ class NullRun:
         name = self.name.partition(SEPARATOR)[0]
         self.tags({"mlflow.runName": f"{name}{SEPARATOR}{result}", "mlflow.note.content": note})
 
-    def challenge(self, pairs: Any, name: str = MODEL) -> None:
+    def compare_with_champion(self, pairs: Any, name: str = MODEL) -> None:
         """Compare the run's model, by the pairs.csv of its evaluation, with the `champion` of those named `name`."""
         self._append({"challenge": {"name": name, "pairs": str(Path(pairs).resolve())}})
 
@@ -69,7 +69,7 @@ class NullRun:
 
         Waits a bounded time (20 s for a server, 60 s for a local store, else `wait` seconds; not where MLflow cannot be
         imported; after FINISHED a second more for each 50 kB of files that are on their way to a server that answers)
-        and says what has not arrived. The log keeps it, and the next run in the same place ships it.
+        and says what has not arrived. The log keeps it, and the next run in the same place sends it.
         """
         return True
 
@@ -84,28 +84,28 @@ class NullRun:
 
 
 class Run(NullRun):
-    """An open run. Everything goes to the local log; a `Shipper` carries it on from there.
+    """An open run. Everything goes to the local log; a `Uploader` carries it on from there.
 
     Made by `tracking.open_run` and `tracking.attach`. As a context manager it closes itself: FINISHED, FAILED on an
     exception, KILLED on Ctrl-C or sys.exit (which is how a signal ends a stage).
     """
 
-    def __init__(self, feed: Feed, feeds: List[Feed], make_sink: Callable[[], object]) -> None:
-        """feed: of its own log; feeds: that and others, in the order in which they are shipped."""
-        self._feed, self._log, self._uri = feed, feed.log, feed.tracking_uri
+    def __init__(self, queue: LogQueue, queues: List[LogQueue], make_sink: Callable[[], object]) -> None:
+        """queue: of its own log; queues: that and others, in the order in which they are sent."""
+        self._queue, self._log, self._uri = queue, queue.log, queue.tracking_uri
         self._sampler: Optional[Sampler] = None
         self._known = self._log.last_steps()
         self._has_figures = bool(self._known)
         self.name = self._log.header().get("name", "")
         self._warned = self._closed = False
-        self._shipper = Shipper(feeds, make_sink, redacted(self._uri))
-        self._shipper.start()
+        self._uploader = Uploader(queues, make_sink, redacted(self._uri))
+        self._uploader.start()
         atexit.register(self.close, "FAILED")  # for a stage that ended without closing
 
     @property
     def run_id(self) -> str:
         """MLflow's id as soon as it is known, before that a local key; `resume_run_id` takes either."""
-        return self._feed.run_id or self._log.header().get("run_id") or self._log.header()["run"]
+        return self._queue.run_id or self._log.header().get("run_id") or self._log.header()["run"]
 
     def log(self, metrics: Dict[str, Any], step: int) -> None:
         try:
@@ -140,13 +140,13 @@ class Run(NullRun):
         if not self._log.header().get("attached"):
             self._append({"end": status, "time": now_ms()})
         more = self._upload_seconds if wait is None and status == "FINISHED" else lambda: 0.0
-        arrived = self._shipper.stop(wait_limit(self._uri) if wait is None else wait, more)
+        arrived = self._uploader.stop(wait_limit(self._uri) if wait is None else wait, more)
         self._log.close()
-        if not arrived and not self._shipper.missing:
-            reason = f" ({self._shipper.error})" if self._shipper.error else ""
+        if not arrived and not self._uploader.missing:
+            reason = f" ({self._uploader.error})" if self._uploader.error else ""
             say(
-                f"{len(self._feed.unshipped())} entries have not reached {redacted(self._uri)}{reason}; "
-                f"{self._log.path} keeps them, and the next run there ships them"
+                f"{len(self._queue.unsent())} entries have not reached {redacted(self._uri)}{reason}; "
+                f"{self._log.path} keeps them, and the next run there sends them"
             )
         return arrived
 
@@ -154,7 +154,7 @@ class Run(NullRun):
         """How long the files that are on their way may take; says so."""
         if not self._uri.startswith(("http://", "https://")):
             return 0.0
-        events = [event for feed in self._shipper.feeds for event in feed.unshipped()]
+        events = [event for queue in self._uploader.queues for event in queue.unsent()]
         size = sum(size_of(file) for event in events for file in files_of(event))
         if size:
             say(f"{size / 1e6:.1f} MB are on their way to {redacted(self._uri)}, for at most {seconds_for(size):.0f} s")

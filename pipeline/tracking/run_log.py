@@ -1,6 +1,6 @@
-"""What a run leaves on this machine: its log, how much of that has been shipped, and the file that names it.
+"""What a run leaves on this machine: its log, how much of that has been sent, and the file that names it.
 
-The log is the source of truth: JSON lines, appended first and shipped later. One line is one event: the header (`run`),
+The log is the source of truth: JSON lines, appended first and sent later. One line is one event: the header (`run`),
 `metrics`, `artifact`, `dataset`, `model`, `tags` or `end`. Beside it stands a cursor, the number of bytes that have
 reached the tracking server.
 
@@ -100,7 +100,7 @@ class EventLog:
         return last
 
     def cursor(self) -> Event:
-        """{"tracking_uri", "run_id", "offset", "uploads"} as last stored, {} where nothing has been shipped."""
+        """{"tracking_uri", "run_id", "offset", "uploads"} as last stored, {} where nothing has been sent."""
         return _read_json(self._cursor_path)
 
     def store_cursor(self, tracking_uri: str, run_id: Optional[str], offset: int, uploads: int) -> None:

@@ -1,6 +1,6 @@
 """A background thread that carries run logs to the tracking server, and never lets training feel it.
 
-A feed is one log on its way, in two lanes, so that points never wait for files: figures, tags and the end of a run;
+A queue is one log on its way, in two lanes, so that points never wait for files: figures, tags and the end of a run;
 and uploads, one at a time when no figure waits. Each lane is in order and moves its cursor after the server said yes.
 When a reply is lost the same lines are sent again: the store keeps a metric by (run, name, time, step, value), so that
 a line sent twice arrives once.
@@ -22,15 +22,15 @@ EVENTS_AT_ONCE = 500
 UPLOADS = ("artifact", "model", "challenge")  # keys of events that carry files, or rest on files carried before
 
 
-class Refused(Exception):
-    """The server will never take this event, or its file cannot be read; shipping goes on with the next."""
+class PermanentError(Exception):
+    """The server will never take this event, or its file cannot be read; sending goes on with the next."""
 
 
-class Feed:
+class LogQueue:
     """One log and how far each lane of it has got; `opened` is called with MLflow's id of its run once that is known.
 
     `sink` has `open(header, run_id) -> (run_id, fresh)`, `last_steps(run_id) -> {name: step}` and
-    `ship(run_id, events)`; each raises Refused for good, anything else for now.
+    `send(run_id, events)`; each raises PermanentError for good, anything else for now.
     """
 
     def __init__(
@@ -48,36 +48,36 @@ class Feed:
         self.offset = int(cursor.get("offset") or 0)
         self.uploads = int(cursor.get("uploads", self.offset) or 0)
         self._opened = opened
-        self._open = self._refused = False
+        self._open = self._said = False
         self._known: Dict[str, int] = {}
 
     def pending(self) -> bool:
         return self.log.size() > min(self.offset, self.uploads)
 
-    def figures_pending(self) -> bool:
+    def metrics_pending(self) -> bool:
         return not self._open or self.log.size() > self.offset
 
-    def unshipped(self) -> List[Event]:
+    def unsent(self) -> List[Event]:
         """The events that have not arrived."""
         waiting = self.log.read(min(self.offset, self.uploads))
         return [event for event, end in waiting if end > (self.uploads if _is_upload(event) else self.offset)]
 
     def advance(self, sink: Any) -> None:
-        """Ship the next batch of figures and move its cursor."""
+        """Send the next batch of figures and move its cursor."""
         if not self._open:
             self._connect(sink)
         batch = list(self.log.read(self.offset, EVENTS_AT_ONCE))
         if batch:
-            self._ship(sink, [self._new(event) for event, _ in batch if not _is_upload(event)])
+            self._send(sink, [self._new(event) for event, _ in batch if not _is_upload(event)])
             self._move_to(batch[-1][1], self.uploads)
 
     def upload(self, sink: Any) -> None:
-        """Ship the next event with a file, of those before the figures' cursor, and move the cursor of uploads."""
+        """Send the next event with a file, of those before the figures' cursor, and move the cursor of uploads."""
         for event, end in self.log.read(self.uploads):
             if end > self.offset:
                 return
             if _is_upload(event):
-                self._ship(sink, [event])
+                self._send(sink, [event])
                 self._move_to(self.offset, end)
                 return
         self._move_to(self.offset, self.offset)
@@ -103,17 +103,17 @@ class Feed:
         kept = {k: v for k, v in event["metrics"].items() if event["step"] > self._known.get(k, -1)}
         return dict(event, metrics=kept)
 
-    def _ship(self, sink: Any, events: List[Event]) -> None:
+    def _send(self, sink: Any, events: List[Event]) -> None:
         if not events:
             return
         try:
-            sink.ship(self.run_id, events)
-        except Refused as error:
+            sink.send(self.run_id, events)
+        except PermanentError as error:
             if len(events) > 1:
                 for event in events:
-                    self._ship(sink, [event])
-            elif not self._refused:
-                self._refused = True
+                    self._send(sink, [event])
+            elif not self._said:
+                self._said = True
                 say(f"an entry is left out, the log keeps it: {error}")
 
 
@@ -121,17 +121,17 @@ def _is_upload(event: Event) -> bool:
     return any(key in event for key in UPLOADS)
 
 
-class Shipper(threading.Thread):
-    """Carries the feeds, one after another, until asked to stop. place: what messages call the server.
+class Uploader(threading.Thread):
+    """Carries the queues, one after another, until asked to stop. place: what messages call the server.
 
     Attributes:
         error: why the last try failed, None after one that did not.
         missing: a package is not installed, which was said; nothing is tried again.
     """
 
-    def __init__(self, feeds: List[Feed], make_sink: Callable[[], object], place: str) -> None:
+    def __init__(self, queues: List[LogQueue], make_sink: Callable[[], object], place: str) -> None:
         super().__init__(name="tracking", daemon=True)
-        self.feeds = feeds
+        self.queues = queues
         self.error: Optional[str] = None
         self.missing = False
         self._make_sink, self._place = make_sink, place
@@ -162,16 +162,16 @@ class Shipper(threading.Thread):
         while self.is_alive() and self.error is None and time.monotonic() < until:
             self.join(0.5)
         self._given_up.set()
-        return not self.is_alive() and not any(feed.pending() for feed in self.feeds)
+        return not self.is_alive() and not any(queue.pending() for queue in self.queues)
 
     def _round(self) -> bool:
         try:
             if self._sink is None:
                 self._sink = self._make_sink()
-            for feed in list(self.feeds):
-                self._ship_figures(feed)
-            for feed in list(self.feeds):
-                self._drain(feed)
+            for queue in list(self.queues):
+                self._send_metrics(queue)
+            for queue in list(self.queues):
+                self._drain(queue)
         except ImportError as error:  # stays so while this process lives
             self.missing = True
             say(f"nothing goes to {self._place} ({error}); training goes on, the log keeps all for the next run")
@@ -187,18 +187,18 @@ class Shipper(threading.Thread):
             self.error = None
         return True
 
-    def _ship_figures(self, feed: Feed) -> None:
-        while feed.pending() and feed.figures_pending() and not self._given_up.is_set():
-            feed.advance(self._sink)
+    def _send_metrics(self, queue: LogQueue) -> None:
+        while queue.pending() and queue.metrics_pending() and not self._given_up.is_set():
+            queue.advance(self._sink)
 
-    def _drain(self, feed: Feed) -> None:
-        while feed.pending() and not self._given_up.is_set():
-            feed.upload(self._sink)
-            for each in self.feeds:  # figures of the training that goes on
-                self._ship_figures(each)
-        if feed.leftover and not feed.pending():
-            feed.log.delete()
-            self.feeds.remove(feed)
+    def _drain(self, queue: LogQueue) -> None:
+        while queue.pending() and not self._given_up.is_set():
+            queue.upload(self._sink)
+            for each in self.queues:  # figures of the training that goes on
+                self._send_metrics(each)
+        if queue.leftover and not queue.pending():
+            queue.log.delete()
+            self.queues.remove(queue)
 
 
 def say(text: str) -> None:

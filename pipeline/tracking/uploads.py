@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Callable, Dict, Iterator, Set, Tuple
 
-from pipeline.tracking.shipper import Refused
+from pipeline.tracking.shipper import PermanentError
 
 TIMEOUT, RETRIES = "MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 BYTES_PER_SECOND = 50_000  # of a network that a file need not be sent over twice; each try after that has double time
@@ -34,7 +34,7 @@ class Uploads:
             self._sent.add(key)
 
     def attempt(self, name: str, size: int, send: Callable[[], object]) -> None:
-        """Send something of at most `size` bytes a request. Raises Refused where it will never be taken.
+        """Send something of at most `size` bytes a request. Raises PermanentError where it will never be taken.
 
         That is what the server says, or shows by failing time and again while it answers all else. Other errors of
         `send` are raised as they are.
@@ -48,7 +48,7 @@ class Uploads:
             status = getattr(getattr(error, "response", None), "status_code", None) or 0
             refused = 400 <= status < 500 and status not in FOR_NOW
             if refused or (tries + 1 >= MOST_TRIES and not _timed_out(error) and self._alive()):
-                raise Refused(f"{name} ({size / 1e6:.1f} MB): {error}") from error
+                raise PermanentError(f"{name} ({size / 1e6:.1f} MB): {error}") from error
             raise
 
     def _alive(self) -> bool:

@@ -140,7 +140,7 @@ class Training:
             other = identity.other_versions(info)
             if other:
                 print(f"it was trained under {other}; --resume never trains it again")
-            tracking.ship_pending(reports.parent / "run.json", reports, info["training"])
+            tracking.send_pending(reports.parent / "run.json", reports, info["training"])
         return 0
 
     def validate_only(self) -> int:
