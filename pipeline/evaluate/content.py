@@ -138,8 +138,7 @@ def draw_pictures(
         canvas = drawing.side_by_side(image0, image1)
         _, data = cv2.imencode(".jpg", canvas, [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
         jpeg, (height, width) = base64.b64encode(data.tobytes()).decode("ascii"), canvas.shape[:2]
-        explained = explanation(found.rows[OURS])
-        small = document.Picture(name, " ".join(captions), explained, jpeg, width, height, lines)
+        small = document.Picture(name, " ".join(captions), jpeg, width, height, lines)
         drawn.append((small, drawing.draw(image0, image1, panels)))
     return drawn
 
@@ -176,28 +175,3 @@ def picture_choice(ours: Sequence[Row], count: int) -> List[Tuple[str, int]]:
     start = max(best, min((len(ranked) - middle) // 2, len(ranked) - worst - middle))
     chosen = {"best": ranked[:best], "median": ranked[start : start + middle], "worst": ranked[::-1][:worst]}
     return [(f"{kind}-{place}", index) for kind, group in chosen.items() for place, index in enumerate(group, 1)]
-
-
-def explanation(row: Row, limit_px: float = 3.0) -> str:
-    """As text, what stood in the way of a pair whose error is above `limit_px`; empty for the others and for poses."""
-    if row.error <= limit_px or poses.NAME in row.errors:
-        return ""
-    easy = {"overlap": 1.0, "scale": 1.0, "rotation_deg": 0.0, "tilt": 1.0, "perspective": 1.0}
-    found = {**easy, **row.difficulty}
-    reasons = [
-        (found["keypoints"] < 60, f"one view has only {found['keypoints']:.0f} keypoints"),
-        (row.counts.truth < 20, f"only {row.counts.truth} keypoints are found again in the other view"),
-        (found["overlap"] < 0.35, f"the views share only {100 * found['overlap']:.0f} % of image 0"),
-        (found["scale"] > 2, f"the scale changes {found['scale']:.1f} times"),
-        (found["rotation_deg"] > 40, f"the view turns by {found['rotation_deg']:.0f} degrees"),
-        (found["tilt"] > 1.8, f"the view is compressed {found['tilt']:.1f} times in one direction"),
-        (found["perspective"] > 4, "the perspective is strong"),
-        (row.counts.matches < 8, f"only {row.counts.matches} matches were sure enough"),
-        (row.counts.precision < 0.5, f"{100 * (1 - row.counts.precision):.0f} % of the matches are wrong"),
-    ]
-    said = "; ".join(text for holds, text in reasons if holds)
-    return (
-        f"Why it failed: {said}."
-        if said
-        else "The matches lie too close together or too unevenly for an exact homography."
-    )

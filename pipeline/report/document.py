@@ -18,7 +18,7 @@ ELSEWHERE = ("pairs", "scenes", "bad")  # long, and in files of their own
 
 @dataclass(frozen=True)
 class Picture:
-    """A pair and its matches. explanation: why it is hard, or nothing.
+    """A pair and its matches.
 
     jpeg: both images side by side, base64, of width x height pixels; matches: by matcher, for each x0, y0, x1, y1 in
     these pixels, the score and whether it is right (1 or 0).
@@ -26,7 +26,6 @@ class Picture:
 
     name: str
     caption: str
-    explanation: str
     jpeg: str
     width: int
     height: int
