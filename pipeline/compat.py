@@ -80,20 +80,6 @@ def no_compiler(device_type: str) -> str:
     return f"there is no C{'' if device_type == 'cuda' else '++'} compiler ({' or '.join(names[-2:])})"
 
 
-def own_address(address: str, config: type, agent: Any) -> List[str]:
-    """torchrun's option for the address by which other nodes reach this one; "": none, its host name serves.
-
-    torch 1.10's torchrun has no such option (nor its class `config`, LaunchConfig): there its module `agent` is given
-    another name for this host.
-    """
-    if not address:
-        return []
-    if hasattr(config, "local_addr"):
-        return [f"--local_addr={address}"]
-    agent._get_fq_hostname = lambda: address
-    return []
-
-
 def torchvision_io(asked: str, instead: str) -> Any:
     """torchvision's decoders of images. Raises RequestError where torchvision or its decoders are missing.
 

@@ -123,8 +123,6 @@ def _agent(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig
 
-    from pipeline.compat import own_address
-
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     os.environ[AGENT_PID] = str(os.getpid())
     try:
@@ -132,6 +130,20 @@ def _agent(arguments: Sequence[str]) -> int:
     except (ChildFailedError, SignalException):  # some schedulers signal every process, and the ranks have saved
         return 1
     return 0
+
+
+def own_address(address: str, config: type, agent: Any) -> List[str]:
+    """torchrun's option for the address by which other nodes reach this one; "": none, its host name serves.
+
+    torch 1.10's torchrun has no such option (nor its class `config`, LaunchConfig): there its module `agent` is given
+    another name for this host.
+    """
+    if not address:
+        return []
+    if hasattr(config, "local_addr"):
+        return [f"--local_addr={address}"]
+    agent._get_fq_hostname = lambda: address
+    return []
 
 
 def world_sizes(processes: int) -> List[int]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import compat
+from pipeline import compat, launch
 from superglue_sift import torch_compat
 
 pytestmark = pytest.mark.cu111
@@ -35,9 +35,9 @@ def test_an_agent_without_the_option_is_told_its_address():
         local_addr = None
 
     agent = Old()
-    assert compat.own_address("", Old, agent) == [] and not vars(agent)
-    assert compat.own_address("10.0.0.2", New, agent) == ["--local_addr=10.0.0.2"] and not vars(agent)
-    assert compat.own_address("10.0.0.2", Old, agent) == [] and agent._get_fq_hostname() == "10.0.0.2"
+    assert launch.own_address("", Old, agent) == [] and not vars(agent)
+    assert launch.own_address("10.0.0.2", New, agent) == ["--local_addr=10.0.0.2"] and not vars(agent)
+    assert launch.own_address("10.0.0.2", Old, agent) == [] and agent._get_fq_hostname() == "10.0.0.2"
 
 
 def test_layer_norm_bears_mixed_precision():
