@@ -58,7 +58,7 @@ def open_run(
     noted_in: Any = None,
     name: str = "",
 ) -> NullRun:
-    """Open a run, or go on with an interrupted one.
+    """Open a run, or continue an interrupted one.
 
     `reports_dir` gets `log.jsonl` and its cursor; the file `noted_in` (else run.json there) names the run of this
     `training` for `attach` and `known_run`. It is called `name`, else after the time. `params` may be nested:
@@ -94,7 +94,7 @@ def open_run(
 
 
 def known_run(noted_in: Any, training: str) -> Optional[str]:
-    """`resume_run_id` of a training that goes on; None where its run is not known (another clone, another machine)."""
+    """`resume_run_id` of a resumed training; None where its run is not known (another clone, another machine)."""
     known = recall_run(Path(noted_in), training)
     return (known["run_id"] or known["key"]) if known else None
 
@@ -102,7 +102,7 @@ def known_run(noted_in: Any, training: str) -> Optional[str]:
 def attach(noted_in: Any, reports_dir: Any = None, training: Optional[str] = None) -> NullRun:
     """Go on with a run named in `noted_in` from another stage; a run that does nothing where it names none.
 
-    `training`: identity of the training the figures belong to, None: the latest. The log is `attached.jsonl` in
+    `training`: identity of the training the metrics belong to, None: the latest. The log is `attached.jsonl` in
     `reports_dir`, else beside the file. Closing leaves the run's state as it is. What training could not send is
     sent first.
     """
@@ -169,7 +169,7 @@ def _tags(tags: Dict[str, Any], provenance: Dict[str, str]) -> Dict[str, str]:
 
 
 def _set_aside(log: EventLog) -> None:
-    """Make room for a new log. An old one that has not all arrived waits in `unshipped/` to be sent."""
+    """Move or delete the old log. One that has not arrived completely waits in `unshipped/` to be sent."""
     header = log.header()
     if header and not header.get("attached") and "end" not in log.last():
         log.append({"end": "KILLED", "time": now_ms()})  # one writer at a time: its process must be gone

@@ -248,7 +248,7 @@ class MlflowStore:
     def _same_weights(self, run_id: str, file: str) -> None:
         """Tag the run with the digest of its weights; take over the evaluation of earlier runs that have the same.
 
-        DVC does not evaluate weights again that it has evaluated: without this their figures would stand in
+        DVC does not evaluate weights again that it has evaluated: without this their metrics would stand in
         another run. An evaluation that does run adds its own later and replaces them, or has before.
         """
         tags = {WEIGHTS_TAG: file_sha256(file)}
@@ -268,7 +268,7 @@ class MlflowStore:
         return max(self._client.get_metric_history(run.info.run_id, name), key=lambda m: (m.step, m.timestamp))
 
     def _take_over(self, run_id: str, other) -> Dict[str, str]:
-        """Copy figures and files of another run's evaluation, with the times at which they were made; its words."""
+        """Copy metrics and files of another run's evaluation, with the times at which they were made; its words."""
         self._points(run_id, [self._last_point(other, name) for name in _evaluation(other)])
         if any(entry.path == EVALUATION for entry in self._client.list_artifacts(other.info.run_id)):
             with tempfile.TemporaryDirectory() as folder:
@@ -361,7 +361,7 @@ def view() -> str:
 
 
 def _evaluation(run) -> List[str]:
-    """Names of the figures of the stage `evaluate` in a run."""
+    """Names of the metrics of the stage `evaluate` in a run."""
     return sorted(name for name in run.data.metrics if name in LEADING or name.rpartition("/")[0] == HEADLINE)
 
 

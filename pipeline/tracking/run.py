@@ -1,4 +1,4 @@
-"""A run as the stages see it: log figures, add files, close. Nothing here blocks, nothing here raises."""
+"""A run as the stages see it: log metrics, add files, close. Nothing here blocks, nothing here raises."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.tracking.uploads import seconds_for, size_of
 MODEL = "superglue-sift"  # in the model registry
 SEPARATOR = " · "  # between a run's name and its result
 EVALUATION = "test"  # folder of the files of the stage `evaluate` in a run
-# Before the names of its figures: behind train and val in the alphabet, which orders the charts in MLflow.
+# Before the names of its metrics: behind train and val in the alphabet, which orders the charts in MLflow.
 HEADLINE = "verdict"
 # But these: without a folder, the columns of MLflow's table of runs show their whole names.
 LEADING = ("auc_5", "auc_5_aligned", "auc_5_gain")
@@ -27,13 +27,13 @@ PROCESS = f"{HIDDEN}process."
 
 
 class NullRun:
-    """What the other ranks hold, and whoever turned tracking off: the same methods, doing nothing."""
+    """A run that does nothing: for ranks other than the first, and where tracking is off."""
 
     run_id: Optional[str] = None
     name = ""
 
     def log(self, metrics: Dict[str, Any], step: int) -> None:
-        """Figures of one step: name -> number (floats, tensors of one element), also NaN and infinity.
+        """Metrics of one step: name -> number (floats, tensors of one element), also NaN and infinity.
 
         A point whose step the log had before the run was resumed is left out.
         """
@@ -47,7 +47,7 @@ class NullRun:
         self._append({"dataset": {"name": name, "digest": digest, "source": source, "context": context}})
 
     def describe(self, result: str, note: str) -> None:
-        """Put a result behind the run's name, and a note in Markdown above its figures; RUN_ID in it is replaced."""
+        """Append a result to the run's name, and show a Markdown note above its metrics; RUN_ID in it is replaced."""
         name = self.name.partition(SEPARATOR)[0]
         self.tags({"mlflow.runName": f"{name}{SEPARATOR}{result}", "mlflow.note.content": note})
 
@@ -84,18 +84,18 @@ class NullRun:
 
 
 class Run(NullRun):
-    """An open run. Everything goes to the local log; a `Uploader` carries it on from there.
+    """An open run. Everything goes to the local log; an `Uploader` sends it from there.
 
     Made by `tracking.open_run` and `tracking.attach`. As a context manager it closes itself: FINISHED, FAILED on an
     exception, KILLED on Ctrl-C or sys.exit (which is how a signal ends a stage).
     """
 
     def __init__(self, queue: LogQueue, queues: List[LogQueue], make_sink: Callable[[], object]) -> None:
-        """queue: of its own log; queues: that and others, in the order in which they are sent."""
+        """queue: that of its own log; queues: all, in the order in which they are sent."""
         self._queue, self._log, self._uri = queue, queue.log, queue.tracking_uri
         self._sampler: Optional[Sampler] = None
         self._known = self._log.last_steps()
-        self._has_figures = bool(self._known)
+        self._has_metrics = bool(self._known)
         self.name = self._log.header().get("name", "")
         self._warned = self._closed = False
         self._uploader = Uploader(queues, make_sink, redacted(self._uri))
@@ -111,24 +111,24 @@ class Run(NullRun):
         try:
             kept = {str(k): storable(v) for k, v in metrics.items() if step > self._known.get(str(k), -1)}
         except (TypeError, ValueError) as error:
-            self._warn(f"a figure is not a number: {error}")
+            self._warn(f"a metric is not a number: {error}")
             return
         if kept:
             self._append({"metrics": kept, "step": int(step), "time": now_ms()})
-            self._has_figures = True
+            self._has_metrics = True
 
     def sample_system(self) -> None:
-        """Start logging CPU, memory, disk, network and GPUs, from the first other figure on.
+        """Start logging CPU, memory, disk, network and GPUs, from the first other metric on.
 
-        MLflow shows figures in the order in which a run got them, and compares runs by the first.
+        MLflow shows metrics in the order in which a run got them, and compares runs by the first.
         """
         steps = [step for name, step in self._known.items() if name.startswith("system/")]
         self._sampler = Sampler(self._log_sample, max(steps) + 1 if steps else 0)
         self._sampler.start()
 
-    def _log_sample(self, figures: Dict[str, float], step: int) -> None:
-        if self._has_figures:
-            self.log(figures, step)
+    def _log_sample(self, metrics: Dict[str, float], step: int) -> None:
+        if self._has_metrics:
+            self.log(metrics, step)
 
     def close(self, status: str = "FINISHED", wait: Optional[float] = None) -> bool:
         if self._closed:

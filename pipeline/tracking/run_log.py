@@ -5,7 +5,7 @@ The log is the source of truth: JSON lines, appended first and sent later. One l
 reached the tracking server.
 
 reports/run.json, in neither git nor DVC, says which MLflow run belongs to which training, named by the identity that
-its checkpoints and models carry: figures find their run also after `dvc checkout` of an older model.
+its checkpoints and models carry: metrics find their run also after `dvc checkout` of an older model.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class EventLog:
 
 
 def storable(value: Any) -> Any:
-    """A figure that float() takes as JSON can hold it: finite floats, "nan", "inf" or "-inf" as text."""
+    """A metric that float() takes as JSON can hold it: finite floats, "nan", "inf" or "-inf" as text."""
     number = float(value)
     return number if math.isfinite(number) else str(number)
 

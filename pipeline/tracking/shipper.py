@@ -1,9 +1,9 @@
-"""A background thread that carries run logs to the tracking server, and never lets training feel it.
+"""A background thread that sends run logs to the tracking server and never delays the training.
 
-A queue is one log on its way, in two lanes, so that points never wait for files: figures, tags and the end of a run;
-and uploads, one at a time when no figure waits. Each lane is in order and moves its cursor after the server said yes.
-When a reply is lost the same lines are sent again: the store keeps a metric by (run, name, time, step, value), so that
-a line sent twice arrives once.
+A `LogQueue` sends one log in two lanes, so that metrics never wait for files: metrics, tags and the end of a run; and
+files, one at a time while no metric waits. Each lane keeps its order and moves its cursor when the server has accepted.
+After a lost reply the same lines are sent again. The store identifies a metric by (run, name, time, step, value), so a
+line that is sent twice arrives once.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pipeline.tracking.run_log import Event, EventLog
 POLL_SECONDS = 2.0
 LONGEST_PAUSE_SECONDS = 30.0
 EVENTS_AT_ONCE = 500
-UPLOADS = ("artifact", "model", "challenge")  # keys of events that carry files, or rest on files carried before
+UPLOADS = ("artifact", "model", "challenge")  # keys of events that send files, or need files sent before
 
 
 class PermanentError(Exception):
-    """The server will never take this event, or its file cannot be read; sending goes on with the next."""
+    """The server will never accept this event, or its file cannot be read; the queue continues with the next."""
 
 
 class LogQueue:
-    """One log and how far each lane of it has got; `opened` is called with MLflow's id of its run once that is known.
+    """One log and the position of each of its lanes. `opened` is called with the run's MLflow id once it is known.
 
     `sink` has `open(header, run_id) -> (run_id, fresh)`, `last_steps(run_id) -> {name: step}` and
-    `send(run_id, events)`; each raises PermanentError for good, anything else for now.
+    `send(run_id, events)`. PermanentError means that trying again is useless, any other error that it may help.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LogQueue:
         return [event for event, end in waiting if end > (self.uploads if _is_upload(event) else self.offset)]
 
     def advance(self, sink: Any) -> None:
-        """Send the next batch of figures and move its cursor."""
+        """Send the next batch of metrics and move its cursor."""
         if not self._open:
             self._connect(sink)
         batch = list(self.log.read(self.offset, EVENTS_AT_ONCE))
@@ -72,7 +72,7 @@ class LogQueue:
             self._move_to(batch[-1][1], self.uploads)
 
     def upload(self, sink: Any) -> None:
-        """Send the next event with a file, of those before the figures' cursor, and move the cursor of uploads."""
+        """Send the next event with a file that lies before the cursor of the metrics; move the cursor of uploads."""
         for event, end in self.log.read(self.uploads):
             if end > self.offset:
                 return
@@ -97,7 +97,7 @@ class LogQueue:
         self.log.store_cursor(self.tracking_uri, self.run_id, offset, uploads)
 
     def _new(self, event: Event) -> Event:
-        """The event without the points the server had before this log began (a run resumed elsewhere)."""
+        """The event without the points that the server had before this log began (a run resumed elsewhere)."""
         if not self._known or "metrics" not in event:
             return event
         kept = {k: v for k, v in event["metrics"].items() if event["step"] > self._known.get(k, -1)}
@@ -122,11 +122,11 @@ def _is_upload(event: Event) -> bool:
 
 
 class Uploader(threading.Thread):
-    """Carries the queues, one after another, until asked to stop. place: what messages call the server.
+    """Sends the queues one after another until asked to stop. place: the server's name in messages.
 
     Attributes:
         error: why the last try failed, None after one that did not.
-        missing: a package is not installed, which was said; nothing is tried again.
+        missing: a package is not installed; a message said so, and nothing is tried again.
     """
 
     def __init__(self, queues: List[LogQueue], make_sink: Callable[[], object], place: str) -> None:
@@ -194,7 +194,7 @@ class Uploader(threading.Thread):
     def _drain(self, queue: LogQueue) -> None:
         while queue.pending() and not self._given_up.is_set():
             queue.upload(self._sink)
-            for each in self.queues:  # figures of the training that goes on
+            for each in self.queues:  # the training continues
                 self._send_metrics(each)
         if queue.leftover and not queue.pending():
             queue.log.delete()

@@ -22,7 +22,7 @@ class Sampler(threading.Thread):
         while not self._stopping.wait(interval()):
             found: Dict[str, float] = {}
             for monitor in monitors:
-                with contextlib.suppress(Exception):  # a figure for the curious must not end its thread
+                with contextlib.suppress(Exception):  # a metric for the curious must not end its thread
                     monitor.collect_metrics()
                     found.update({f"system/{name}": value for name, value in monitor.aggregate_metrics().items()})
                     monitor.clear_metrics()
