@@ -1,1 +1,1 @@
-"""Processes of a run: `distributed` (ranks), `signals`, `faults` (for tests), `machine`, `memory` (malloc)."""
+"""Processes: `distributed` (ranks), `signals`, `faults` (for tests), `machine`, `memory` (malloc), `prefetch`."""
