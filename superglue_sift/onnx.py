@@ -35,15 +35,13 @@ from torch.nn.functional import pad
 
 from superglue_sift import errors
 from superglue_sift.batch import Pair
-from superglue_sift.descriptors import root_sift
 from superglue_sift.errors import RequestError
 from superglue_sift.features import Features
 from superglue_sift.matcher import match_pairs, match_threshold
-from superglue_sift.network.attention import turned
 from superglue_sift.network.inference import fuse_for_inference
-from superglue_sift.network.neighbours import padded_features
 from superglue_sift.network.orientation import choose_pair
-from superglue_sift.network.superglue import SIFT_DIM, SuperGlue, geometry_of
+from superglue_sift.network.packing import Part
+from superglue_sift.network.superglue import SIFT_DIM, SuperGlue
 from superglue_sift.progress import clock
 from superglue_sift.scenes import LIMITS, Rules
 from superglue_sift.sift import KEYPOINT, positions
@@ -69,27 +67,16 @@ class PaddedSuperGlue(nn.Module):
         """INPUTS to OUTPUTS, see the top of this file."""
         named = dict(zip(INPUTS, inputs))
         lengths = [named["keypoints" + side].shape[1] for side in "01"]
-        sides = [_side({name: named[name + side] for name in SIDE}) for side in "01"]
-        masks = [side.mask for side in sides]
-        P = self._assignment(*self._states(sides, masks), *masks) * (masks[0].unsqueeze(2) & masks[1].unsqueeze(1))
+        sides = [_with_empty_rows({name: named[name + side] for name in SIDE}) for side in "01"]
+        masks = [side["mask"] for side in sides]
+        layout = PaddedLayout(masks)
+        # (S, 1, ...): as `superglue._tokens`, without a copy of the records
+        fields = {name + "0": layout.flat([side[name] for side in sides]).unsqueeze(1) for name in SIDE}
+        fields["image_size0"] = fields["image_size0"].squeeze(1)
+        x = self.model.propagate(*self.model.encode(SimpleNamespace(**fields), layout), layout)
+        states = layout.sides_of(self.model.final_projection(x))
+        P = self._assignment(*states, *masks) * (masks[0].unsqueeze(2) & masks[1].unsqueeze(1))
         return _matches(P[:, : lengths[0], : lengths[1]], self.threshold)
-
-    def _states(self, sides: List[Any], masks: List[Tensor]) -> List[Tensor]:
-        """(B, M', D), (B, N', D) matching descriptors."""
-        model = self.model
-        seen = [geometry_of(side, "", model.config.scale_angle) for side in sides]
-        descriptors = [root_sift(side.descriptors) for side in sides]
-        if model.config.neighbours:
-            found = padded_features(descriptors, seen, masks)
-            seen = [torch.cat(both, -1) for both in zip(seen, found)]
-        x = [model.descriptor_projection(d) + model.keypoint_encoder(g) for d, g in zip(descriptors, seen)]
-        rotations = [model.rotary(g[..., :2]) if model.rotary else None for g in seen]
-        for within, between in zip(model.self_attention, model.cross_attention):
-            heads = [_heads(within, *each) for each in zip(x, rotations)]
-            x = [_update(within, *each) for each in zip(x, heads, heads, masks)]
-            heads = [_heads(between, each) for each in x]
-            x = [_update(between, *each) for each in zip(x, heads, heads[::-1], masks[::-1])]
-        return [model.final_projection(each) for each in x]
 
     def _assignment(self, x0: Tensor, x1: Tensor, mask0: Tensor, mask1: Tensor) -> Tensor:
         """(B, M', N') probabilities by Sinkhorn's iterations in the scaled-kernel form of `sinkhorn.py`.
@@ -111,33 +98,88 @@ class PaddedSuperGlue(nn.Module):
         return (K * a * b.transpose(1, 2) * total.unsqueeze(2)).float()
 
 
-def _side(values: Dict[str, Tensor]) -> Any:
-    """One image with masked keypoints put behind its own."""
-    for name, value in values.items():
-        if name != "image_size":
-            behind = value.new_zeros((value.shape[0], _EMPTY, *value.shape[2:]))
-            values[name] = torch.cat([value, behind], 1)
-    return SimpleNamespace(**values)
+def _with_empty_rows(values: Dict[str, Tensor]) -> Dict[str, Tensor]:
+    """The SIDE of one image with masked keypoints behind its own, and its size for each keypoint."""
+    values = dict(values)
+    size = values.pop("image_size")
+    padded = {name: torch.cat([t, t.new_zeros((t.shape[0], _EMPTY, *t.shape[2:]))], 1) for name, t in values.items()}
+    return {**padded, "image_size": size.unsqueeze(1).expand(-1, padded["mask"].shape[1], -1)}
 
 
-def _heads(layer: Any, x: Tensor, rotation: Optional[Tensor] = None) -> Sequence[Tensor]:
-    """Query, key and value (B, H, M', d) of padded tokens (B, M', D); rotation: (2, B, M', d / 2)."""
-    q, k, v = layer.query_key_value(x).unflatten(-1, (3, layer.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-    if rotation is None:
-        return q, k, v
-    return turned(q, rotation.unsqueeze(2)), turned(k, rotation.unsqueeze(2)), v
+class PaddedLayout:
+    """`packing.Layout` of padded images: packed tokens are the rows of (B, M') and then of (B, N'), padding included.
+
+    It has what `SuperGlue.encode` and `propagate` ask of a layout.
+    """
+
+    def __init__(self, masks: Sequence[Tensor]) -> None:
+        """masks: (B, M') and (B, N') bool, true where there is a keypoint."""
+        self.masks, self.device = masks, masks[0].device
+        self.within, self.between = _PaddedEdges(self, [0, 1]), _PaddedEdges(self, [1, 0])
+        self.parts = [Part(slice(None), (slice(None), slice(None)), (_PaddedSide(masks[0]), _PaddedSide(masks[1])))]
+
+    def flat(self, sides: Sequence[Tensor]) -> Tensor:
+        """(B, M', ...) and (B, N', ...) -> (S, ...)."""
+        return torch.cat([t.flatten(0, 1) for t in sides])
+
+    def halves(self, packed: Tensor) -> Sequence[Tensor]:
+        """(S, ...) -> (B M', ...) and (B N', ...)."""
+        return packed.split([mask.shape[0] * mask.shape[1] for mask in self.masks])
+
+    def sides_of(self, packed: Tensor) -> List[Tensor]:
+        """(S, ...) -> (B, M', ...) and (B, N', ...)."""
+        return [side.pad(half) for side, half in zip(self.parts[0].sides, self.halves(packed))]
+
+    @property
+    def starts(self) -> Tensor:
+        """(2, B) int64: the first row of each image."""
+        (B, M), (_, N) = (mask.shape for mask in self.masks)
+        pairs = torch.arange(B, device=self.device)
+        return torch.stack([pairs * M, B * M + pairs * N])
+
+    @property
+    def alone(self) -> Tensor:
+        """(S,) bool: tokens whose partner image has no keypoint."""
+        empty = [~mask.any(1, keepdim=True) for mask in self.masks]
+        return self.flat([other.expand_as(mask) for other, mask in zip(empty[::-1], self.masks)])
 
 
-def _update(layer: Any, x: Tensor, own: Sequence[Tensor], others: Sequence[Tensor], mask: Tensor) -> Tensor:
-    """`AttentionalLayer` of padded tokens x (B, M', D), which see the others where mask (B, N') is true."""
-    q, (_, k, v) = own[0] / math.sqrt(own[0].shape[-1]), others
-    # What is hidden has one more coordinate of -1e30, which costs less than a mask; finite: no key at all is no nan.
-    hidden = ((~mask).float() * -1e30)[:, None, :, None].expand_as(k[..., :1])
-    logits = torch.matmul(pad(q, (0, 1), value=1.0), torch.cat([k, hidden], -1).transpose(2, 3))
-    some = mask.any(1)[:, None, None, None]
-    message = (torch.matmul(logits.softmax(-1), v) * some).transpose(1, 2).flatten(2)
-    flat = x.flatten(0, 1)
-    return x + layer.mlp(flat, message.flatten(0, 1), layer.maps()).view_as(x)
+class _PaddedSide:
+    """`packing.Packing` of one side, whose packed rows are its padded ones."""
+
+    full = False
+
+    def __init__(self, mask: Tensor) -> None:
+        self.valid = mask
+
+    def pad(self, rows: Tensor) -> Tensor:
+        """(B M', ...) -> (B, M', ...)."""
+        return rows.view(*self.valid.shape, *rows.shape[1:])
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """(B, M', ...) -> (B M', ...)."""
+        return padded.flatten(0, 1)
+
+
+class _PaddedEdges:
+    """`packing.Edges`: the side that each side attends to."""
+
+    def __init__(self, layout: PaddedLayout, partner: List[int]) -> None:
+        self.layout, self.partner = layout, partner
+
+    def attention(self, heads: Tensor) -> Tensor:
+        """(S, 3, H, d) -> (S, H, d), see `attention.ragged_attention`."""
+        sides = [t.permute(2, 0, 3, 1, 4).unbind(0) for t in self.layout.sides_of(heads)]  # q, k, v (B, H, M', d)
+        messages = []
+        for (q, _, _), partner in zip(sides, self.partner):
+            (_, k, v), mask = sides[partner], self.layout.masks[partner]
+            # One more coordinate of -1e30 hides a key at less cost than a mask; finite, so no key at all gives no nan.
+            hidden = ((~mask).float() * -1e30)[:, None, :, None].expand_as(k[..., :1])
+            q = pad(q / math.sqrt(q.shape[-1]), (0, 1), value=1.0)
+            weights = torch.matmul(q, torch.cat([k, hidden], -1).transpose(2, 3)).softmax(-1)  # (B, H, M', N')
+            message = torch.matmul(weights, v) * mask.any(1)[:, None, None, None]
+            messages.append(message.transpose(1, 2))  # (B, M', H, d)
+        return self.layout.flat(messages)
 
 
 def _matches(P: Tensor, threshold: float) -> Tuple[Tensor, ...]:

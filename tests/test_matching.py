@@ -15,21 +15,13 @@ from hypothesis import strategies as st
 
 from pipeline.train import objective
 from pipeline.train.objective import assignment_loss
-from superglue_sift import geometry, torch_compat, truth
+from superglue_sift import geometry, torch_compat
 from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.descriptors import root_sift
-from superglue_sift.network import (
-    attention,
-    neighbours,
-    normalization,
-    orientation,
-    packing,
-    sinkhorn,
-    sinkhorn_kernel,
-    superglue,
-)
+from superglue_sift.network import attention, normalization, packing, sinkhorn, sinkhorn_kernel, superglue
 from superglue_sift.network.inference import CUDAGraphModel, fuse_for_inference
 from superglue_sift.network.marginals import Marginals
+from superglue_sift.network.orientation import choose_orientations
 from superglue_sift.network.packing import Assignments, Edges
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.sift import KEYPOINT
@@ -640,7 +632,7 @@ class TestTruth:
             assert j < 0 or truth.matches1[j] == i
         assert torch.equal(truth.matches0, back.matches1) and torch.equal(truth.matches1, back.matches0)
 
-    def test_a_padded_batch_has_the_truth_of_its_pairs(self):
+    def test_a_padded_batch_has_the_truth_of_its_pairs(self, monkeypatch):
         rng = np.random.default_rng(0)
         H = np.array([[1, 0, 4.0], [0, 1, 2.0], [0, 0, 1]])
         pairs = [pair(rng, *counts) for counts in ((40, 60), (0, 4), (90, 1), (7, 0))]
@@ -652,7 +644,9 @@ class TestTruth:
             batch = related(order, H)
             found, layout = ground_truth(batch), packing.Layout(batch)
             assert int((found.matches0 >= 0).sum()) >= 20
-            together = truth._by_parts(batch, (3.0, 5.0), layout)
+            with monkeypatch.context() as patch:
+                patch.setattr(packing, "pair_by_pair", lambda device: False)
+                together = ground_truth(batch, 3.0, 5.0, layout)
             for expected, own, side in zip(found, together, layout.sides):
                 assert torch.equal(expected, own)
                 assert bool((own[~side.valid] == IGNORED).all())
@@ -661,10 +655,11 @@ class TestTruth:
         """A rank may have none."""
         batch = from_pairs([], np.zeros((0, 3, 3)))
         layout = packing.Layout(batch)
-        assert [m.shape for m in truth._by_parts(batch, (3.0, 5.0), layout)] == [(0, 1), (0, 1)]
-        assert [len(r) for r in orientation._by_parts(batch.records0, batch.records1, layout)] == [0, 0]
+        chosen = choose_orientations(batch, layout)
+        assert [m.shape for m in ground_truth(batch, 3.0, 5.0, layout)] == [(0, 1), (0, 1)]
+        assert [len(r) for r in (chosen.records0, chosen.records1)] == [0, 0]
 
-    def test_points_of_the_horizon_in_a_padded_batch(self):
+    def test_points_of_the_horizon_in_a_padded_batch(self, monkeypatch):
         """They are inf or nan in the other view, and match nothing, not even padding."""
         rng = np.random.default_rng(0)
         pairs = [pair(rng, *counts) for counts in ((9, 5), (3, 8))]
@@ -672,13 +667,16 @@ class TestTruth:
             one.records0["x"][:3] = one.records1["x"][:3] = 50.0
         horizon = np.array([[1, 0, 0], [0, 1, 0], [-0.02, 0, 1.0]])  # x = 50
         batch = related(pairs, horizon)
-        found = truth._by_parts(batch, (3.0, 5.0), packing.Layout(batch))
-        assert all(torch.equal(*each) for each in zip(ground_truth(batch), found))
+        expected = ground_truth(batch)
+        monkeypatch.setattr(packing, "pair_by_pair", lambda device: False)
+        found = ground_truth(batch)
+        assert all(torch.equal(*each) for each in zip(expected, found))
         assert (found.matches0[:, :3] == UNMATCHED).all()
 
 
 class TestLoss:
-    def test_entries_of_a_padded_buffer(self):
+    def test_entries_of_a_padded_buffer(self, monkeypatch):
+        monkeypatch.setattr(packing, "pair_by_pair", lambda device: False)
         rng = np.random.default_rng(0)
         batch = related([pair(rng, *counts) for counts in ((20, 33), (60, 9), (0, 5), (7, 7))])
         model = scrambled(SuperGlueConfig(dim=32, layers=1)).train()
@@ -704,11 +702,7 @@ class TestLoss:
         monkeypatch.setattr(
             objective, "_largest_first", lambda batch: (-torch.maximum(batch.counts0, batch.counts1)).argsort().tolist()
         )
-        monkeypatch.setattr(neighbours, "neighbour_features", neighbours._by_parts)
-        monkeypatch.setattr(superglue, "neighbour_features", neighbours._by_parts)
-        monkeypatch.setattr(
-            objective, "ground_truth", lambda batch, *limits: truth._by_parts(batch, limits[:2], limits[2])
-        )
+        monkeypatch.setattr(packing, "pair_by_pair", lambda device: False)
         maps = SuperGlue._maps
         monkeypatch.setattr(SuperGlue, "_maps", lambda self, kind: maps(self, "cuda"))
         monkeypatch.setattr(sinkhorn_kernel, "can_capture", lambda device: True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from made_views import SIZE, made_store
@@ -11,10 +12,11 @@ from made_views import SIZE, made_store
 from pipeline.features.store import Store
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.descriptors import root_sift
-from superglue_sift.network import neighbours
+from superglue_sift.network import neighbours, packing
 from superglue_sift.network.orientation import choose_orientations
 from superglue_sift.network.packing import Layout
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, geometry_of, mutual_matches
+from superglue_sift.sift import KEYPOINT
 
 pytestmark = pytest.mark.cu111
 
@@ -31,29 +33,40 @@ def batch(tmp_path):
     return from_pairs(pairs_of(Store(made_store(tmp_path))))
 
 
+def found_of(degrees0, degrees1):
+    """Features of the keypoints of both images, whose descriptors are directions of the plane."""
+    sides = [torch.tensor(side, dtype=torch.float64).deg2rad() for side in (degrees0, degrees1)]
+    descriptors = torch.cat([torch.stack([side.cos(), side.sin()], 1) for side in sides])
+    geometry = torch.zeros(len(descriptors), 6, dtype=torch.float64)
+    geometry[:, 0] = torch.cat([torch.arange(len(side)) for side in sides])
+    layout = Layout(from_pairs([Pair(*(np.zeros(len(side), KEYPOINT) for side in sides), SIZE, SIZE)]))
+    return neighbours.neighbour_features(descriptors, geometry, layout).split([len(side) for side in sides])
+
+
 def test_known_values_of_two_and_three_descriptors():
     # angles 0 and 90 degrees against 10, 60 and 80: nearest 10 and 80 degrees away
-    first, second = (torch.tensor(t, dtype=torch.float64).deg2rad() for t in ([0.0, 90.0], [10.0, 60.0, 80.0]))
-    found0, found1 = neighbours.nearest((first[:, None] - second[None]).cos())
+    found0, found1 = found_of([0.0, 90.0], [10.0, 60.0, 80.0])
     chord = [2 * math.sin(math.radians(degrees) / 2) for degrees in (10, 30, 60)]
-    assert found0.index.tolist() == [0, 2] and found1.index.tolist() == [0, 1, 1]
+    # the position of the neighbour, here its index
+    assert found0[:, 3].tolist() == [0, 2] and found1[:, 3].tolist() == [0, 1, 1]
     expected = [[chord[0], chord[0] / chord[2], 1.0], [chord[0], chord[0] / chord[1], 1.0]]
-    assert torch.allclose(found0.features, torch.tensor(expected, dtype=torch.float64), atol=1e-6)
-    assert found1.features[:, 2].tolist() == [1.0, 0.0, 1.0]
+    assert torch.allclose(found0[:, :3], torch.tensor(expected, dtype=torch.float64), atol=1e-6)
+    assert found1[:, 2].tolist() == [1.0, 0.0, 1.0]
 
 
 def test_one_descriptor_alone_has_no_distinctive_neighbour():
-    found0, found1 = neighbours.nearest(torch.tensor([[0.5]]))
-    assert found0.features.tolist() == found1.features.tolist() == [[1.0, 1.0, 1.0]]
+    found = torch.cat(found_of([0.0], [60.0]))[:, :3]
+    assert torch.allclose(found, torch.ones_like(found))
 
 
-def test_padded_features_are_those_of_each_pair_alone(batch):
+def test_padded_features_are_those_of_each_pair_alone(monkeypatch, batch):
     batch = choose_orientations(batch)
     layout = Layout(batch)
     geometry = layout.pack_sides(*(geometry_of(batch, side, True) for side in "01"))
     descriptors = layout.pack_sides(root_sift(batch.descriptors0), root_sift(batch.descriptors1))
     ragged = neighbours.neighbour_features(descriptors, geometry, layout)
-    padded = neighbours._by_parts(descriptors, geometry, layout)
+    monkeypatch.setattr(packing, "pair_by_pair", lambda device: False)
+    padded = neighbours.neighbour_features(descriptors, geometry, Layout(batch))
     assert ragged.shape == (sum(layout.both.counts), neighbours.FEATURES) and torch.isfinite(ragged).all()
     assert torch.allclose(ragged, padded, atol=1e-5)
 

@@ -30,7 +30,6 @@ from pipeline.train.pairs.order import PairOrder
 from pipeline.train.state import TrainState
 from pipeline.train.step import train_step
 from superglue_sift.network import normalization
-from superglue_sift.network.neighbours import _by_parts as _neighbours_by_parts
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.weights import save_model_file
 
@@ -106,7 +105,7 @@ class TestGradients:
     def test_a_share_without_pairs_has_a_gradient_of_zero(self, tmp_path, monkeypatch, wait, neighbours):
         """More processes than pairs: such a rank takes part in every exchange."""
         if not wait:  # as on a GPU
-            monkeypatch.setattr("superglue_sift.network.superglue.neighbour_features", _neighbours_by_parts)
+            monkeypatch.setattr("superglue_sift.network.packing.pair_by_pair", lambda device: False)
         model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2, neighbours=neighbours))
         batch = load_batch(Store(made_store(tmp_path)), [], 32)
         total, parts = MatchingObjective(model, 3.0, 5.0)(batch, wait)

@@ -44,7 +44,7 @@ TENSORS_OF_A_LAUNCH = (110, 64, 48, 36, 30)
 # Where each part of a step begins and ends: (owner, function, name); what a part calls of another counts there.
 PARTS: Tuple[Tuple[Any, str, str], ...] = (
     (superglue, "choose_orientations", "orientation"),
-    (SuperGlue, "_encode", "encoder"),
+    (SuperGlue, "encode", "encoder"),
     (superglue, "neighbour_features", "neighbours"),
     (SuperGlue, "matching_descriptors", "layers"),
     (SuperGlue, "transport", "transport"),

@@ -65,12 +65,8 @@ class MatchingObjective(nn.Module):
 
     def __init__(self, model: SuperGlue, positive_px: float, negative_px: float, precision: str = "float32") -> None:
         super().__init__()
-        # DistributedDataParallel lays its buckets out in the order of the modules: that in which they work
-        rotary = [model.rotary] if model.rotary else []
-        layers = (layer for pair in zip(model.self_attention, model.cross_attention) for layer in pair)
-        self.in_order = nn.ModuleList(
-            [model.descriptor_projection, model.keypoint_encoder, *rotary, *layers, model.final_projection]
-        )
+        # DistributedDataParallel fills its buckets in the order in which modules are registered
+        self.in_order = nn.ModuleList(model.in_order)
         self.model = model
         self.positive_px, self.negative_px, self.precision = positive_px, negative_px, precision
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Iterable, List, NamedTuple, Optional, Sequence
+from typing import Any, Iterable, List, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -48,21 +48,23 @@ class RotaryPositions(nn.Module):
         return torch.stack([angles.cos(), angles.sin()])
 
 
-def ragged_attention(heads: Tensor, edges: Edges, rotation: Optional[Tensor] = None) -> Tensor:
+def ragged_attention(heads: Tensor, edges: Any, rotation: Optional[Tensor] = None) -> Tensor:
     """Attention of each sequence to its partner sequence, exact: no token of another image has any weight.
 
     Args:
         heads: (S, 3, H, d) query, key and value of packed tokens for each of H heads.
-        edges: whose tokens they are, and who attends to whom.
+        edges: `Edges`, or the edges of another layout of the tokens, which has an `attention` of its own (`onnx`).
         rotation: of queries and keys, (2, S, d / 2), see `turned`.
 
     Returns:
         (S, H, d). A sequence whose partner is empty receives zeros.
     """
-    if not edges.partner:
-        return heads[:, 0]
     if rotation is not None:
         heads = torch.cat([turned(heads[:, :2], rotation[:, :, None, None]), heads[:, 2:]], 1)
+    if not isinstance(edges, Edges):
+        return edges.attention(heads)
+    if not edges.partner:
+        return heads[:, 0]
     learns = torch.is_grad_enabled() and heads.requires_grad
     if learns and heads.device.type == "cpu" and heads.dtype == torch.bfloat16:
         return _WithOwnGradient.apply(heads, edges)
@@ -185,7 +187,7 @@ class _Turned(torch.autograd.Function):
 
 
 class Maps(NamedTuple):
-    """The linear maps of a layer, as its tokens go through them (see `AttentionalLayer`), H heads of d = D / H.
+    """The linear maps of a `Layer`, H heads of d = D / H.
 
     heads_weight (3 D, D), heads_bias: query, key and value; own (2 D, D) and message (D, 2 D): what the MLP's first map
     does to the state and, with the merge of the heads, to the message; bias (2 D,): of both; last_weight (D, 2 D),
@@ -201,11 +203,11 @@ class Maps(NamedTuple):
     last_bias: Tensor
 
 
-class _Update(nn.Sequential):
+class Update(nn.Sequential):
     """MLP([x, merge(message)]): Linear, norm, ReLU, Linear.
 
-    The merge and the first Linear are one map of the message, so their product is taken of the weights, which are few,
-    rather than of the tokens; and what the two halves of the input give is added, not their concatenation made.
+    Fuses the merge into the first Linear by multiplying their weights, and adds the products of the two halves of the
+    input instead of concatenating them.
     """
 
     def forward(self, x: Tensor, message: Tensor, maps: Maps) -> Tensor:
@@ -216,8 +218,30 @@ class _Update(nn.Sequential):
         return nn.functional.linear(hidden, maps.last_weight, maps.last_bias)
 
 
-class AttentionalLayer(nn.Module):
+class Layer(nn.Module):
     """One residual update of every keypoint: x <- x + MLP([x, message]) (equation 3)."""
+
+    heads: int
+    mlp: Update
+
+    def maps(self) -> Maps:
+        """The linear maps as `forward` uses them."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, edges: Any, rotation: Optional[Tensor] = None, maps: Optional[Maps] = None) -> Tensor:
+        """x (S, D) packed -> (S, D), in float32 also under autocast: the residual stream is not rounded.
+
+        edges, rotation: see `ragged_attention`. maps: `self.maps()`, or of `maps_of`, if they exist already.
+        """
+        maps = maps or self.maps()
+        state = torch_compat.cast_as_autocast(x.to(maps.own.dtype))
+        heads = nn.functional.linear(state, maps.heads_weight, maps.heads_bias)  # (S, 3 D)
+        message = ragged_attention(heads.view(len(x), 3, self.heads, x.shape[1] // self.heads), edges, rotation)
+        return x + self.mlp(state, message.reshape(x.shape), maps)
+
+
+class AttentionalLayer(Layer):
+    """The layer that learns."""
 
     def __init__(self, dim: int, heads: int, norm: nn.Module) -> None:
         super().__init__()
@@ -226,8 +250,8 @@ class AttentionalLayer(nn.Module):
         self.heads = heads
         self.query_key_value = nn.Linear(dim, 3 * dim)
         self.merge = nn.Linear(dim, dim)
-        self.mlp = _Update(nn.Linear(2 * dim, 2 * dim), norm, nn.ReLU(inplace=True), nn.Linear(2 * dim, dim))
-        # each layer starts as the identity: the untrained network is then a soft nearest-neighbour matcher
+        self.mlp = Update(nn.Linear(2 * dim, 2 * dim), norm, nn.ReLU(inplace=True), nn.Linear(2 * dim, dim))
+        # the layer starts as the identity: the untrained network is then a soft nearest-neighbour matcher
         nn.init.zeros_(self.last.weight)
         nn.init.zeros_(self.last.bias)
 
@@ -246,28 +270,15 @@ class AttentionalLayer(nn.Module):
         return last
 
     def maps(self) -> Maps:
-        """Of its weights as they are."""
+        """Computed from the weights, with gradients."""
         own, others = self.first.weight.split(self.merge.out_features, dim=1)
         bias = torch.addmv(self.first.bias, others, self.merge.bias)
         heads, last = self.query_key_value, self.last
         return Maps(heads.weight, heads.bias, own, (others @ self.merge.weight).t(), bias, last.weight, last.bias)
 
-    def forward(
-        self, x: Tensor, edges: Edges, rotation: Optional[Tensor] = None, maps: Optional[Maps] = None
-    ) -> Tensor:
-        """x (S, D) packed -> (S, D), in float32 also under autocast: the sum over all layers loses no digit.
-
-        maps: `self.maps()`, or of `maps_of`, if at hand.
-        """
-        maps = maps or self.maps()
-        state = torch_compat.cast_as_autocast(x)
-        heads = nn.functional.linear(state, maps.heads_weight, maps.heads_bias)
-        message = ragged_attention(heads.view(len(x), 3, self.heads, x.shape[1] // self.heads), edges, rotation)
-        return x + self.mlp(state, message.reshape(x.shape), maps)
-
 
 def maps_of(layers: Sequence[AttentionalLayer]) -> List[Maps]:
-    """`maps()` of layers of one width, for a GPU: a few launches and casts for all instead of some for each."""
+    """`maps()` of layers of one width, for a GPU: a few launches and casts for all layers instead of some for each."""
 
     def stacked(tensors: Iterable[Tensor]) -> Tensor:
         return torch_compat.cast_as_autocast(torch.stack(list(tensors)))

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import collections
 import copy
-from typing import Optional, OrderedDict, Tuple
+from typing import OrderedDict, Tuple
 
 import torch
 from torch import Tensor, nn
 
-from superglue_sift.network.attention import AttentionalLayer, ragged_attention
+from superglue_sift.network.attention import AttentionalLayer, Layer, Maps, Update
 from superglue_sift.network.cuda_graphs import capture_cuda_graph
 from superglue_sift.network.normalization import TokenBatchNorm
-from superglue_sift.network.packing import Assignments, Edges, Layout
+from superglue_sift.network.packing import Assignments, Layout
 from superglue_sift.network.superglue import SuperGlue
 
 
@@ -78,45 +78,25 @@ class _CapturedModel:
         self.replay = capture_cuda_graph(work, batch.device)
 
 
-class FusedLayer(nn.Module):
-    """`AttentionalLayer` with its linear maps multiplied out."""
-
-    own: Tensor
-    message: Tensor
-    bias: Tensor
-    heads_weight: Tensor
-    heads_bias: Tensor
-    last_weight: Tensor
-    last_bias: Tensor
+class FusedLayer(Layer):
+    """`AttentionalLayer` with its maps computed once, and a BatchNorm multiplied into them."""
 
     def __init__(self, layer: AttentionalLayer, dtype: torch.dtype) -> None:
         super().__init__()
-        first, norm, _, last = layer.mlp
-        assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
-        own, others = first.weight.double().chunk(2, dim=1)
-        bias = first.bias.double() + others @ layer.merge.bias.double()
-        message = others @ layer.merge.weight.double()
+        self.heads = layer.heads
+        maps, norm = copy.deepcopy(layer).double().maps(), layer.mlp[1]
         if isinstance(norm, TokenBatchNorm):
             scale, shift = _scale_and_shift(norm)
-            own, message, bias = scale[:, None] * own, scale[:, None] * message, scale * bias + shift
-            norm = nn.Identity()
-        self.heads = layer.heads
-        self.norm = norm.to(dtype)
-        named = {"own": own, "message": message.t().contiguous(), "bias": bias}
-        named.update(last_weight=last.weight, last_bias=last.bias)
-        named.update(heads_weight=layer.query_key_value.weight, heads_bias=layer.query_key_value.bias)
-        for name, value in named.items():
-            self.register_buffer(name, value.detach().to(dtype))
+            own, message, bias = scale[:, None] * maps.own, maps.message * scale, scale * maps.bias + shift
+            maps, norm = maps._replace(own=own, message=message, bias=bias), nn.Identity()
+        # the linear maps stand in the buffers
+        self.mlp = Update(nn.Identity(), norm.to(dtype), nn.ReLU(inplace=True), nn.Identity())
+        for name, value in maps._asdict().items():
+            self.register_buffer(name, value.detach().to(dtype).contiguous())
 
-    def forward(self, x: Tensor, edges: Edges, rotation: Optional[Tensor] = None) -> Tensor:
-        """x (S, D) packed float32 -> (S, D) float32."""
-        linear = nn.functional.linear
-        state = x.to(self.own.dtype)
-        heads = linear(state, self.heads_weight, self.heads_bias)
-        heads = heads.view(len(x), 3, self.heads, x.shape[1] // self.heads)
-        message = ragged_attention(heads, edges, rotation).reshape(x.shape)
-        hidden = linear(state, self.own, self.bias).addmm_(message, self.message)
-        return x + linear(self.norm(hidden).relu_(), self.last_weight, self.last_bias)
+    def maps(self) -> Maps:
+        """As they were at the start."""
+        return Maps(*(getattr(self, name) for name in Maps._fields))
 
 
 def _scale_and_shift(norm: TokenBatchNorm) -> Tuple[Tensor, Tensor]:

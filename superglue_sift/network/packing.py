@@ -28,6 +28,11 @@ def size_class(keypoints: int) -> int:
     return max(128, -(-keypoints // unit) * unit)
 
 
+def pair_by_pair(device: torch.device) -> bool:
+    """Is each pair a part of its own (`Layout.parts`)?"""
+    return device.type == "cpu"
+
+
 class Packing:
     """Sequences of `counts` tokens, packed (S, ...) or padded (B, width, ...), and the way between the two."""
 
@@ -171,13 +176,16 @@ class Layout:
 
     @functools.cached_property
     def parts(self) -> List[Part]:
-        """All pairs, in parts of one `size_class` where the largest come first, so that little of a part is padding.
+        """All pairs, in parts that are processed together.
 
-        A batch in any other order is one part.
+        On a CPU a part is one pair, whose matrices then stay in the cache. On a GPU a part is the pairs of one
+        `size_class`, so that little of it is padding; a batch that is not sorted by size is one part.
         """
         largest = [max(size) for size in self.sizes]
         bounds = [0]
-        if largest == sorted(largest, reverse=True):
+        if pair_by_pair(self.device):
+            bounds += range(1, len(largest))
+        elif largest == sorted(largest, reverse=True):
             bounds += [i for i in range(1, len(largest)) if size_class(largest[i]) < size_class(largest[i - 1])]
         starts = [np.cumsum([0, *side.counts]).tolist() for side in self.sides]
         if len(bounds) == 1 and all(side.width == max([*side.counts, 1]) for side in self.sides):
@@ -203,6 +211,11 @@ class Layout:
         return to_device_async(
             torch.from_numpy(np.repeat(np.arange(len(self.both.counts)), self.both.counts)), self.device
         )
+
+    @property
+    def starts(self) -> Tensor:
+        """(2, B) int32: the first packed row of each image."""
+        return self.both.starts[:-1].view(2, -1)
 
     @functools.cached_property
     def alone(self) -> Optional[Tensor]:

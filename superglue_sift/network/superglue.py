@@ -17,7 +17,6 @@ Written from the paper. What differs from it, and why:
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from typing import Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -148,25 +147,51 @@ class SuperGlue(nn.Module):
         with no_autocast(kind):
             if self.config.descriptor == "sift":
                 batch = choose_orientations(batch, layout)
-            x, rotation = self._encode(batch, layout)
-        for layer, maps, place in zip(self._layers, self._maps(kind), itertools.count()):
+            x, rotation = self.encode(_tokens(batch, layout), layout)
+        x = self.propagate(x, rotation, layout)
+        with no_autocast(kind):
+            return self.final_projection(x)
+
+    def encode(self, tokens, layout: Layout) -> Tuple[Tensor, Optional[Tensor]]:
+        """Initial state (S, D) of S packed tokens, images 0 first (equation 2); their rotation (2, S, d / 2) or None.
+
+        tokens: has the fields of a PairBatch whose views 0 have one keypoint each. layout: see `propagate`.
+        """
+        geometry = geometry_of(tokens, "0", self.config.scale_angle)[:, 0]  # (S, 3 or 6)
+        descriptors = unit_vectors(tokens.descriptors0[:, 0], self.config.descriptor, self.config.descriptor_dim)
+        inputs = geometry
+        if self.config.neighbours:
+            with torch.no_grad():
+                inputs = torch.cat([geometry, neighbour_features(descriptors, geometry, layout)], -1)
+        dtype = self.dustbin.dtype
+        state = self.descriptor_projection(descriptors.to(dtype)) + self.keypoint_encoder(inputs.to(dtype))
+        return state, self.rotary(geometry[:, :2].to(dtype)) if self.rotary else None
+
+    def propagate(self, x: Tensor, rotation: Optional[Tensor], layout: Layout) -> Tensor:
+        """The layers: states (S, D) to (S, D). layout: or another with the same names (`onnx.PaddedLayout`)."""
+        for place, (layer, maps) in enumerate(zip(self._layers, self._maps(layout.device.type))):
             where = (layout.between, None) if place % 2 else (layout.within, rotation)
             if self.recompute and self.training:
                 x = recomputed(layer, x, *where, *maps)
             else:
                 x = layer(x, *where, *maps)
-        with no_autocast(kind):
-            return self.final_projection(x)
+        return x
+
+    @property
+    def in_order(self) -> List[nn.Module]:
+        """All modules with weights, in the order in which they are used."""
+        encoders = [self.descriptor_projection, self.keypoint_encoder, *([self.rotary] if self.rotary else [])]
+        return [*encoders, *self._layers, self.final_projection]
 
     @property
     def _layers(self) -> List[nn.Module]:
-        """In the order in which they work: self, cross, self, ..."""
+        """In the order in which they are used: self, cross, self, ..."""
         return [layer for both in zip(self.self_attention, self.cross_attention) for layer in both]
 
     def _maps(self, kind: str) -> List[tuple]:
-        """Of each layer what it may be handed: on a GPU its maps, where it makes them of its weights at each call."""
+        """Further arguments of each layer: on a GPU the maps of those that would compute them at each call."""
         layers = [layer for layer in self._layers if isinstance(layer, AttentionalLayer)]
-        # torch 1.10's checkpoints take gradients of their arguments, and not of a tuple's entries
+        # torch 1.10's checkpoints give gradients to their arguments, not to the entries of a tuple
         apart = self.recompute and not can_compile()
         if kind == "cpu" or apart or len(layers) < len(self._layers):
             return [()] * len(self._layers)
@@ -211,19 +236,6 @@ class SuperGlue(nn.Module):
     def _scale(self) -> float:
         return 1 / math.sqrt(self.config.dim)
 
-    def _encode(self, batch, layout: Layout) -> Tuple[Tensor, Optional[Tensor]]:
-        """Of all tokens packed, images 0 first: initial state (S, D) (equation 2), and rotation (2, S, d / 2)."""
-        tokens = _apart(batch, layout)
-        geometry = geometry_of(tokens, "0", self.config.scale_angle)[:, 0]
-        descriptors = unit_vectors(tokens.descriptors0[:, 0], self.config.descriptor, self.config.descriptor_dim)
-        inputs = geometry
-        if self.config.neighbours:
-            with torch.no_grad():
-                inputs = torch.cat([geometry, neighbour_features(descriptors, geometry, layout)], -1)
-        dtype = self.dustbin.dtype
-        state = self.descriptor_projection(descriptors.to(dtype)) + self.keypoint_encoder(inputs.to(dtype))
-        return state, self.rotary(geometry[:, :2].to(dtype)) if self.rotary else None
-
 
 def _layer(config: SuperGlueConfig) -> AttentionalLayer:
     return AttentionalLayer(config.dim, config.heads, token_norm(config.norm, 2 * config.dim))
@@ -246,8 +258,8 @@ def _keypoint_encoder(inputs: int, dim: int, norm: str) -> nn.Sequential:
     return nn.Sequential(*layers, last)
 
 
-def _apart(batch, layout: Layout) -> PairBatch:
-    """Each of the S keypoints as the only one of a view, images 0 first: all operations are on both sides at once."""
+def _tokens(batch, layout: Layout) -> PairBatch:
+    """A batch of S views of one keypoint each, images 0 first, so that each operation is done once for both sides."""
     records = layout.pack_sides(batch.records0, batch.records1).unsqueeze(1)
     sizes = torch.cat([batch.image_size0, batch.image_size1]).index_select(0, layout.images)
     return PairBatch(records, records, layout.images, layout.images, sizes, sizes)
