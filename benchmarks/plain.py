@@ -123,23 +123,25 @@ def dense_loss(log_P: Tensor, truth: Truth) -> Tensor:
 
 
 def plain_from(model: SuperGlue) -> PlainSuperGlue:
-    """A plain network with the weights of ours, in the same mode."""
+    """A plain network with the weights of ours, in the same mode. Raises ValueError for options that it has not."""
     plain = PlainSuperGlue(model.config)
-    ours = model.state_dict()
+    ours = dict(model.state_dict())
     with torch.no_grad():
-        plain.dustbin.copy_(ours["dustbin"])
+        plain.dustbin.copy_(ours.pop("dustbin"))
         _copy(plain.projection, ours, "descriptor_projection")
         _copy(plain.final, ours, "final_projection")
         _copy_all(plain.encoder, ours, "keypoint_encoder")
         for i, layer in enumerate(plain.layers):
             kind = ("self_attention", "cross_attention")[i % 2]
             _copy_layer(layer, ours, f"{kind}.{i // 2}")
+    if ours:
+        raise ValueError(f"the plain network has no {', '.join(ours)}")
     return plain.train(model.training)
 
 
 def _copy_layer(layer: PlainLayer, ours: dict, name: str) -> None:
-    weights = ours[f"{name}.query_key_value.weight"].chunk(3)
-    biases = ours[f"{name}.query_key_value.bias"].chunk(3)
+    weights = ours.pop(f"{name}.query_key_value.weight").chunk(3)
+    biases = ours.pop(f"{name}.query_key_value.bias").chunk(3)
     for conv, weight, bias in zip((layer.query, layer.key, layer.value), weights, biases):
         conv.weight.copy_(weight.unsqueeze(-1))
         conv.bias.copy_(bias)
@@ -154,8 +156,7 @@ def _copy_all(sequence: nn.Sequential, ours: dict, name: str) -> None:
 
 
 def _copy(module: nn.Module, ours: dict, name: str) -> None:
-    own = {key[len(name) + 1 :]: value for key, value in ours.items() if key.startswith(name + ".")}
     target = getattr(module, "norm", module)
-    for key, value in own.items():
-        held = getattr(target, key)
+    for key in [key for key in ours if key.startswith(name + ".")]:
+        value, held = ours.pop(key), getattr(target, key[len(name) + 1 :])
         held.copy_(value.unsqueeze(-1) if held.dim() == 3 else value)

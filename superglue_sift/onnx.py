@@ -130,12 +130,16 @@ class PaddedLayout:
         """(S, ...) -> (B, M', ...) and (B, N', ...)."""
         return [side.pad(half) for side, half in zip(self.parts[0].sides, self.halves(packed))]
 
+    def valid(self, part: Part) -> Sequence[Tensor]:
+        """The masks: there is one part."""
+        return self.masks
+
     @property
-    def starts(self) -> Tensor:
-        """(2, B) int64: the first row of each image."""
+    def partner_starts(self) -> Tensor:
+        """(S,) int64: of each token the first row of the image that it is matched with."""
         (B, M), (_, N) = (mask.shape for mask in self.masks)
-        pairs = torch.arange(B, device=self.device)
-        return torch.stack([pairs * M, B * M + pairs * N])
+        pairs = torch.arange(B, device=self.device).unsqueeze(1)
+        return self.flat([(B * M + pairs * N).expand(B, M), (pairs * M).expand(B, N)])
 
     @property
     def alone(self) -> Tensor:

@@ -699,9 +699,6 @@ class TestLoss:
         batch = related([pair(rng, *counts) for counts in ((20, 33), (300, 9), (0, 5), (7, 207), (140, 150), (0, 0))])
         model = scrambled(SuperGlueConfig(dim=32, layers=1, neighbours=True, rotary=True)).train()
         expected = objective.MatchingObjective(model, 3.0, 5.0)(batch)
-        monkeypatch.setattr(
-            objective, "_largest_first", lambda batch: (-torch.maximum(batch.counts0, batch.counts1)).argsort().tolist()
-        )
         monkeypatch.setattr(packing, "pair_by_pair", lambda device: False)
         maps = SuperGlue._maps
         monkeypatch.setattr(SuperGlue, "_maps", lambda self, kind: maps(self, "cuda"))

@@ -6,21 +6,21 @@ loss of a pair = 1/2 mean over matches of -log P_ij
                + 1/4 mean over unmatched of image 0 of -log P_i,dustbin
                + 1/4 mean over unmatched of image 1 of -log P_dustbin,j
 
-A mean over nothing is 0. The equation's plain sum would let the unmatched, which are many, outweigh the
-matches. Ignored keypoints do not count. Only these entries are gathered: no dense target is made.
+A mean over nothing is 0. With the plain sum of the equation the many unmatched keypoints would outweigh the matches.
+Ignored keypoints do not count. Only these entries are gathered: there is no dense target.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Dict, List, NamedTuple, Tuple
+from typing import Dict, NamedTuple, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from superglue_sift.batch import ON_HOST, PairBatch
-from superglue_sift.network.packing import Assignments, Layout, to_device_async
+from superglue_sift.network.packing import Assignments, Layout
 from superglue_sift.network.superglue import SuperGlue
 from superglue_sift.torch_compat import autocast
 from superglue_sift.truth import UNMATCHED, Truth, ground_truth
@@ -74,17 +74,15 @@ class MatchingObjective(nn.Module):
         """Loss of a batch with homographies, any number of pairs, none included.
 
         Args:
-            wait: for a GPU to say which pairs float32 cannot hold, and do these in the log domain; else their loss and
-                the gradient are nan.
+            wait: compute pairs that overflow float32 in the log domain, for which the host must wait for the GPU;
+                otherwise their loss and the gradient are nan.
 
         Returns:
             The sum (not the mean) of the pairs' losses, (1,) float32: the caller divides by the number of
             pairs of the whole step, which this rank does not know. And by name the values of each pair, (B,).
         """
-        order = _largest_first(batch)
-        batch = batch.select(order) if order else batch
-        layout = Layout(batch)
-        # before the network, whose activations its errors of all pairs of keypoints need not lie beside
+        batch, layout = Layout.sorted(batch)
+        # before the network, so that its matrices of errors are freed before activations are kept
         truth = ground_truth(batch, self.positive_px, self.negative_px, layout)
         with autocast(layout.device.type, self.precision):
             descriptors = self.model.matching_descriptors(batch, layout)
@@ -97,8 +95,8 @@ class MatchingObjective(nn.Module):
         if finite is not None:
             sure = losses.total.new_ones(()).masked_fill(~finite, math.nan)
             losses = losses._replace(total=losses.total * sure)
-        # every parameter joins the graph on every rank, also where no pair has a match to learn from:
-        # a gradient that one rank does not compute would leave the others waiting for it
+        # Every parameter must be in the graph on every rank, also where no pair has a match to learn from: the other
+        # ranks would wait for a gradient that one rank does not compute.
         total = losses.total.sum()
         if wait or not layout.sizes:  # elsewhere all pairs are in `transport`, whose gradient reaches every one
             total = total + 0.0 * (descriptors.float().sum() + self.model.dustbin)
@@ -107,17 +105,7 @@ class MatchingObjective(nn.Module):
             "loss_positive": losses.positive,
             "loss_unmatched": (losses.unmatched0 + losses.unmatched1) / 2,
         }
-        if order:
-            back = to_device_async(torch.tensor(order).argsort(), batch.device)
-            values = {name: value.index_select(0, back) for name, value in values.items()}
-        return total.reshape(1), values
-
-
-def _largest_first(batch: PairBatch) -> List[int]:
-    """For a GPU, whose work is padded: the pairs with more keypoints first (`Layout.parts`); empty: as they are."""
-    if batch.device.type == "cpu":
-        return []
-    return torch.maximum(batch.counts0, batch.counts1).argsort(descending=True, stable=True).tolist()
+        return total.reshape(1), {name: layout.unsorted(value) for name, value in values.items()}
 
 
 class DataParallelObjective(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 from pathlib import Path
@@ -123,8 +124,8 @@ def _agreed_precision(asked: str, device: torch.device) -> precision.Choice:
 
 def network(train: TrainParams, store: Optional[Store] = None) -> SuperGlue:
     """The network, untrained. store: whose keypoints it is for; None: SIFT's."""
-    names = ("dim", "layers", "heads", "norm", "neighbours", "rotary")
-    values: Dict[str, Any] = {name: getattr(train, name) for name in names}
+    names = (field.name for field in dataclasses.fields(SuperGlueConfig))
+    values: Dict[str, Any] = {name: getattr(train, name) for name in names if hasattr(train, name)}
     values.update(scale_angle=store is None or store.scale_angle, sinkhorn_iterations=SINKHORN_ITERATIONS)
     if store is not None:
         kind, dim = kind_of(store.dtype)

@@ -17,6 +17,7 @@ from pipeline.train.pairs.order import Sample, rank_slice
 from superglue_sift.batch import PairBatch
 from superglue_sift.descriptors import unit_vectors
 from superglue_sift.network.orientation import choose_orientations
+from superglue_sift.network.packing import Layout
 from superglue_sift.network.superglue import mutual_matches
 from superglue_sift.truth import IGNORED, Truth, ground_truth
 
@@ -84,8 +85,9 @@ def _sums(objective: MatchingObjective, batch: PairBatch) -> Dict[str, np.ndarra
         (CONFIDENCE_BINS,) float64, by confidence: `predicted`, mutual best matches whose keypoint in image 0 is not
         ignored by the truth, and `correct`, those of them equal to the truth.
     """
-    log_assignments = objective.model(batch)
-    truth = ground_truth(batch, objective.positive_px, objective.negative_px)
+    layout = Layout(batch)
+    log_assignments = objective.model(batch, layout)
+    truth = ground_truth(batch, objective.positive_px, objective.negative_px, layout)
     losses = assignment_loss(log_assignments, truth)
     size = (batch.records0.shape[1], batch.records1.shape[1])
     answers = mutual_matches(log_assignments, size, threshold=0.0)

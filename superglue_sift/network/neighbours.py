@@ -58,15 +58,14 @@ def _nearest(descriptors: Tensor, layout: Layout) -> Tuple[Tensor, Tensor]:
         sides = [side.pad(t[rows]) for side, t, rows in zip(part.sides, halves, part.rows)]
         similarity = torch.bmm(sides[0], sides[1].transpose(1, 2))  # (pairs, m, n)
         if not all(side.full for side in part.sides):
-            valid0, valid1 = (side.valid for side in part.sides)
+            valid0, valid1 = layout.valid(part)
             similarity = similarity.masked_fill_(~(valid0.unsqueeze(2) & valid1.unsqueeze(1)), -torch.inf)
         for i, side in enumerate(part.sides):
             axis = 2 - i
             best = similarity.max(axis)  # (pairs, m) of side 0, (pairs, n) of side 1
             second = similarity.scatter(axis, best.indices.unsqueeze(axis), -torch.inf).amax(axis)
-            first_row = layout.starts[1 - i, part.pairs].unsqueeze(1)
             cosines[i].append(side.pack(torch.stack([best.values, second], 2)))
-            nearest[i].append(side.pack(best.indices + first_row))
-    rows = torch.cat([*nearest[0], *nearest[1]])
+            nearest[i].append(side.pack(best.indices))
+    rows = torch.cat([*nearest[0], *nearest[1]]) + layout.partner_starts
     # where the last image is empty, a row of it would lie behind the end
     return torch.cat([*cosines[0], *cosines[1]]), rows.clamp(max=len(rows) - 1)

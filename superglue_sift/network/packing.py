@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import collections.abc
 import functools
-from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -163,6 +163,26 @@ class Layout:
         self.within = Edges(both, itself)
         self.between = Edges(both, itself[len(counts[0]) :] + itself[: len(counts[0])])
         self.marginals: Optional[list] = None  # of each of `parts`, once `SuperGlue.transport` was called
+        self.order: List[int] = []  # see `sorted`
+
+    @classmethod
+    def sorted(cls, batch) -> Tuple[Any, Layout]:
+        """A batch and its layout; on a GPU with the largest pairs first, so that `parts` have little padding."""
+        order: List[int] = []
+        if not pair_by_pair(batch.device):
+            order = torch.maximum(batch.counts0, batch.counts1).argsort(descending=True, stable=True).tolist()
+            batch = batch.select(order)
+        layout = cls(batch)
+        layout.order = order
+        return batch, layout
+
+    def unsorted(self, values: Tensor) -> Tensor:
+        """Values (B,) of the pairs, in the order of the batch that `sorted` was given."""
+        return values.index_select(0, self._places_before) if self.order else values
+
+    @functools.cached_property
+    def _places_before(self) -> Tensor:
+        return self._on_device(np.argsort(self.order))
 
     @property
     def both(self) -> Packing:
@@ -208,14 +228,18 @@ class Layout:
     @functools.cached_property
     def images(self) -> Tensor:
         """(S,) int64: the image of each token, of 2B."""
-        return to_device_async(
-            torch.from_numpy(np.repeat(np.arange(len(self.both.counts)), self.both.counts)), self.device
-        )
+        return self._on_device(np.repeat(np.arange(len(self.both.counts)), self.both.counts))
 
-    @property
-    def starts(self) -> Tensor:
-        """(2, B) int32: the first packed row of each image."""
-        return self.both.starts[:-1].view(2, -1)
+    def valid(self, part: Part) -> List[Tensor]:
+        """(pairs, m) and (pairs, n) bool: where the padded sides of a part hold a token."""
+        both = self.both.valid.view(2, len(self.sizes), self.both.width)
+        return [both[i, part.pairs, : side.width] for i, side in enumerate(part.sides)]
+
+    @functools.cached_property
+    def partner_starts(self) -> Tensor:
+        """(S,) int64: of each token the first packed row of the image that it is matched with."""
+        starts = np.cumsum([0, *self.both.counts])[:-1]
+        return self._on_device(np.repeat(starts[self.between.partner], self.both.counts))
 
     @functools.cached_property
     def alone(self) -> Optional[Tensor]:

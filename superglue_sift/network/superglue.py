@@ -125,17 +125,18 @@ class SuperGlue(nn.Module):
             self.descriptor_projection.weight.mul_(math.sqrt(dim))
             self.final_projection.weight.mul_(math.sqrt(sharpness / math.sqrt(dim)))
 
-    def forward(self, batch) -> Assignments:
+    def forward(self, batch, layout: Optional[Layout] = None) -> Assignments:
         """Log assignment of each pair.
 
         Args:
             batch: PairBatch of B pairs; keypoints (B, M, 2) px, descriptors as bytes, counts (B,).
+            layout: of the batch, if it exists already.
 
         Returns:
             A sequence of B float32 matrices (m_i + 1, n_i + 1), without padding, dustbins last; exp() of an
             entry is the probability of that match.
         """
-        layout = Layout(batch)
+        layout = layout or Layout(batch)
         return self.assign(self.matching_descriptors(batch, layout), layout)
 
     def matching_descriptors(self, batch, layout: Layout) -> Tensor:
