@@ -100,8 +100,8 @@ def _latency(setting: Setting) -> Iterator[Row]:
     captured = CUDAGraphModel(ready)
     calls = {
         "float32, plain": forward_call(plain.plain_from(model).to(setting.device), batch),
-        "bfloat16, captured transport alone": forward_call(ready, batch),
-        "bfloat16, captured whole": lambda: captured(batch),
+        "bfloat16": forward_call(ready, batch),
+        "bfloat16, captured": lambda: captured(batch),
     }
 
     def answers(call: Callable[[], object]) -> None:

@@ -36,7 +36,8 @@ from superglue_sift.features import Features, Image, extract, gray_of
 from superglue_sift.images import gray_of as decoded
 from superglue_sift.images import read
 from superglue_sift.match_result import MatchResult
-from superglue_sift.network.inference import fuse_for_inference
+from superglue_sift.network.inference import CUDAGraphModel, fuse_for_inference
+from superglue_sift.network.packing import Assignments
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.upright import FRAMES, UPRIGHT, orientation
 from superglue_sift.weights import choose_device, load_model, shipped_weights
@@ -69,7 +70,7 @@ class PairMatches(NamedTuple):
         return PairMatches(np.where(keep, self.matches0, -1), np.where(keep, self.scores0, 0.0))
 
 
-def match_pairs(model: torch.nn.Module, pairs: Sequence[Pair], device: str) -> List[PairMatches]:
+def match_pairs(model: Callable[..., Assignments], pairs: Sequence[Pair], device: str) -> List[PairMatches]:
     """The network's matches of these pairs, in one batch: every mutual one, whatever its score."""
     batch = from_pairs(pairs).to(device)
     with torch.no_grad():
@@ -101,6 +102,10 @@ class Matcher:
     frame: str = UPRIGHT
     workers: int = dataclasses.field(default=1, init=False)
     _turn: Any = dataclasses.field(default_factory=threading.Lock, init=False)
+    _network: Any = dataclasses.field(init=False)  # the model as it is called
+
+    def __post_init__(self) -> None:
+        self._network = self.model if self.device == "cpu" else CUDAGraphModel(self.model)
 
     @classmethod
     def load(
@@ -260,7 +265,7 @@ class Matcher:
         likely = [self._likely(*pair) for pair in sides]
         asked = [pair for pair, shown in zip(pairs, likely) if shown]
         with self._turn:
-            answers = iter(match_pairs(self.model, asked, self.device) if asked else [])
+            answers = iter(match_pairs(self._network, asked, self.device) if asked else [])
         found = [self._result(*pair, next(answers) if shown else None) for pair, shown in zip(sides, likely)]
         return [one.align(*pair, self.device) if aligned else one for one, pair in zip(found, sides)]
 

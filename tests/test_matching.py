@@ -18,7 +18,7 @@ from pipeline.train.objective import assignment_loss
 from superglue_sift import geometry, torch_compat
 from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.descriptors import root_sift
-from superglue_sift.network import attention, normalization, packing, sinkhorn, sinkhorn_kernel, superglue
+from superglue_sift.network import attention, inference, normalization, packing, sinkhorn, sinkhorn_kernel, superglue
 from superglue_sift.network.inference import CUDAGraphModel, fuse_for_inference
 from superglue_sift.network.marginals import Marginals
 from superglue_sift.network.orientation import choose_orientations
@@ -441,17 +441,21 @@ class TestInference:
         away = [float((found - exact).norm() / exact.norm()) for found in (trained, served)]
         assert away[0] < 1.5 * away[1]
 
-    def test_replayed_answers_as_the_network(self):
-        """Replayed on the same memory, with sizes that recur and others; the answers stay as they were."""
+    def test_replayed_answers_as_the_network(self, monkeypatch):
+        """Replayed on the same memory, with sizes that recur and others; the results stay as they were."""
         rng = np.random.default_rng(0)
         model = fuse_for_inference(scrambled(SuperGlueConfig(dim=32, layers=2)))
-        fast = CUDAGraphModel(model, most=2)
-        kept = []
-        for counts in ((20, 33), (20, 33), (9, 4), (20, 33), (0, 4), (9, 4)):
+        monkeypatch.setattr(inference, "MAX_GRAPHS", 2)
+        monkeypatch.setattr(inference, "MAX_CAPTURED_KEYPOINTS", 40)
+        fast = CUDAGraphModel(model)
+        kept, graphs = [], []
+        sizes = (20, 33), (20, 33), (20, 33), (9, 4), (20, 33), (9, 4), (9, 4), (8, 8), (8, 8), (0, 4), (0, 4)
+        for counts in (*sizes, (50, 4), (50, 4)):
             batch = from_pairs([pair(rng, *counts)])
             with torch.no_grad():
                 kept.append((fast(batch)[0], model(batch)[0]))
-            assert len(fast._kept) <= 2
+            graphs.append(len(fast._graphs))
+        assert graphs == [0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2] and next(iter(fast._graphs))[1] == (8, 8)
         for found, expected in kept:
             assert torch.allclose(found, expected, atol=5e-5, rtol=1e-6)
 
@@ -460,7 +464,18 @@ class TestInference:
         batch = from_pairs([pair(np.random.default_rng(0), 9, 9)])
         expected = model(batch)[0]
         monkeypatch.setattr(model, "transport", lambda *_: (torch.zeros(1, 10, 10), torch.tensor(False)))
-        assert torch.equal(CUDAGraphModel(model)(batch)[0], expected)
+        fast = CUDAGraphModel(model)
+        assert all(torch.equal(fast(batch)[0], expected) for _ in range(3)) and fast._graphs
+
+    @pytest.mark.gpu
+    def test_a_captured_pair_has_the_bytes_of_the_network(self):
+        """A matcher gives equal bytes for equal input, captured or not."""
+        model = fuse_for_inference(scrambled(SuperGlueConfig(dim=32, layers=2, neighbours=True)).cuda(), "bfloat16")
+        batch = from_pairs([pair(np.random.default_rng(0), 300, 200)]).to("cuda")
+        fast = CUDAGraphModel(model)
+        with torch.no_grad():
+            expected = model(batch)[0]
+        assert all(torch.equal(fast(batch)[0], expected) for _ in range(3)) and fast._graphs
 
     def test_bfloat16_finds_the_same_matches(self):
         torch.manual_seed(0)

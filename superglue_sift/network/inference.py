@@ -20,6 +20,9 @@ from superglue_sift.network.normalization import TokenBatchNorm
 from superglue_sift.network.packing import Assignments, Layout
 from superglue_sift.network.superglue import SuperGlue
 
+MAX_GRAPHS = 8  # kept by a CUDAGraphModel, those used last
+MAX_CAPTURED_KEYPOINTS = 2048  # of more keypoints a pair keeps a GPU busy, and a graph much memory
+
 
 def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlue:
     """A faster copy of `model`, equal to rounding in float32; the layers in float32, bfloat16 or float16."""
@@ -34,46 +37,51 @@ def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlu
 
 
 class CUDAGraphModel:
-    """A network whose call on a GPU is captured as a CUDA graph, one for each batch shape, and replayed.
+    """A network that captures its call of a single pair as a CUDA graph, once for each pair of sizes, and replays it.
 
-    Up to a thousand keypoints a GPU waits longer for the launches of a pair than it works (published timings are alike
-    from 256 to 1,024). A capture costs several calls, so this pays where shapes recur: in a video, or where each view
-    has as many keypoints as are allowed. On a CPU nothing is captured, and nothing gained.
+    Up to a thousand keypoints, launching the kernels of a pair takes a GPU longer than running them. A capture costs
+    several calls, so a pair is captured when the one before it had the same sizes: as in a video, or where all images
+    have as many keypoints as are allowed. Other calls go to the network itself.
     """
 
-    def __init__(self, model: SuperGlue, most: int = 8) -> None:
-        """model: for inference, such as `fuse_for_inference` gives. most: graphs kept, those used last."""
-        self.model, self.most = model, most
-        self._kept: OrderedDict[tuple, _CapturedModel] = collections.OrderedDict()
+    def __init__(self, model: SuperGlue) -> None:
+        """model: for inference, such as `fuse_for_inference` gives."""
+        self.model = model
+        self._graphs: OrderedDict[tuple, _CapturedModel] = collections.OrderedDict()
+        self._last: tuple = ()
 
     @torch.no_grad()
     def __call__(self, batch) -> Assignments:
-        """As the network itself, of a PairBatch; the answer is the caller's own."""
-        sizes = batch.counts0.tolist(), batch.counts1.tolist()
-        key = (batch.device, *map(tuple, sizes), batch.records0.shape[1], batch.records1.shape[1])
-        if key in self._kept:
-            found = self._kept[key]
-            found.batch.copy_(batch)
-            found.replay()
+        """As the network itself, of a PairBatch; the result is not overwritten by later calls."""
+        counts = (*batch.counts0.tolist(), *batch.counts1.tolist())
+        last, self._last = self._last, (batch.device, counts, batch.records0.shape, batch.records1.shape)
+        if len(batch) != 1 or max(counts) > MAX_CAPTURED_KEYPOINTS:
+            return self.model(batch)
+        graph = self._graphs.pop(self._last, None)
+        if graph is not None:
+            graph.batch.copy_(batch)
+            graph.replay()
+        elif last == self._last:
+            graph = _CapturedModel(self.model, batch)
         else:
-            while len(self._kept) >= self.most:
-                self._kept.popitem(last=False)
-            found = self._kept[key] = _CapturedModel(self.model, batch)
-        self._kept.move_to_end(key)
-        answer, finite = found.answer
-        return answer.clone() if bool(finite.all()) else self.model(batch)
+            return self.model(batch)
+        self._graphs[self._last] = graph  # behind the others: the one used last
+        if len(self._graphs) > MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        result, finite = graph.result
+        return result.clone() if bool(finite.all()) else self.model(batch)
 
 
 class _CapturedModel:
-    """The network on memory of its own: `replay()` writes its `answer` to what lies in `batch`."""
+    """The network on memory of its own: `replay()` overwrites `result` with the assignment of what is in `batch`."""
 
     def __init__(self, model: SuperGlue, batch) -> None:
         with torch.inference_mode(False):  # the memory is overwritten outside of it
             self.batch, self.layout = batch.clone(), Layout(batch)
-        self.answer: Tuple[Assignments, Tensor]
+        self.result: Tuple[Assignments, Tensor]
 
         def work() -> None:
-            self.answer = model.transport(model.matching_descriptors(self.batch, self.layout), self.layout)
+            self.result = model.transport(model.matching_descriptors(self.batch, self.layout), self.layout)
 
         self.replay = capture_cuda_graph(work, batch.device)
 
