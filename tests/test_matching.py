@@ -196,7 +196,7 @@ class TestSinkhorn:
             total = sum(P[torch.isfinite(P)].square().sum() for P in found)
             return [P.detach() for P in found], torch.autograd.grad(total, [*leaves[:3], *leaves[4:], dustbin])
 
-        monkeypatch.setattr(sinkhorn, "APART", 1)
+        monkeypatch.setattr(sinkhorn, "MIN_ENTRIES_PER_THREAD", 1)
         asked = []
         each = sinkhorn.map_over_threads
         monkeypatch.setattr(

@@ -236,7 +236,7 @@ class Layer(nn.Module):
         maps = maps or self.maps()
         state = torch_compat.cast_as_autocast(x.to(maps.own.dtype))
         heads = nn.functional.linear(state, maps.heads_weight, maps.heads_bias)  # (S, 3 D)
-        message = ragged_attention(heads.view(len(x), 3, self.heads, x.shape[1] // self.heads), edges, rotation)
+        message = ragged_attention(heads.view(x.shape[0], 3, self.heads, x.shape[1] // self.heads), edges, rotation)
         return x + self.mlp(state, message.reshape(x.shape), maps)
 
 

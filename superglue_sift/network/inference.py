@@ -1,8 +1,8 @@
-"""The trained network made ready for matching: what depends on weights alone is computed once.
+"""Prepare the trained network for matching: what depends on weights alone is computed once.
 
-Per layer the merge of the heads goes into the first map of the MLP, and a BatchNorm into the map before it. In
-bfloat16 the weights are stored so, instead of cast at each call; the residual stream, the keypoint encoder, the scores
-and the transport stay float32.
+Fuses the merge of the heads into the first map of the MLP, and a BatchNorm into the map before it. In bfloat16 the
+weights are stored in that type instead of cast at each call; the residual stream, the keypoint encoder, the scores and
+the transport stay float32.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class FusedLayer(Layer):
             scale, shift = _scale_and_shift(norm)
             own, message, bias = scale[:, None] * maps.own, maps.message * scale, scale * maps.bias + shift
             maps, norm = maps._replace(own=own, message=message, bias=bias), nn.Identity()
-        # the linear maps stand in the buffers
+        # its linear maps are in the buffers
         self.mlp = Update(nn.Identity(), norm.to(dtype), nn.ReLU(inplace=True), nn.Identity())
         for name, value in maps._asdict().items():
             self.register_buffer(name, value.detach().to(dtype).contiguous())

@@ -34,7 +34,7 @@ def neighbour_features(descriptors: Tensor, geometry: Tensor, layout: Layout) ->
     cosines = torch.stack([best, torch.where(second == -torch.inf, best, second)])
     distance, next_distance = (2.0 - 2.0 * cosines.clamp(-1.0, 1.0)).clamp(min=1e-6).sqrt().unbind(0)
     ratio = (distance / next_distance.clamp(min=1e-6)).clamp(max=1.0)
-    mutual = nearest.index_select(0, nearest) == torch.arange(len(nearest), device=nearest.device)
+    mutual = nearest.index_select(0, nearest) == torch.arange(nearest.shape[0], device=nearest.device)
     theirs = geometry.index_select(0, nearest)
     cos0, sin0, cos1, sin1 = geometry[:, 4], geometry[:, 5], theirs[:, 4], theirs[:, 5]
     features = torch.cat(
@@ -68,4 +68,4 @@ def _nearest(descriptors: Tensor, layout: Layout) -> Tuple[Tensor, Tensor]:
             nearest[i].append(side.pack(best.indices))
     rows = torch.cat([*nearest[0], *nearest[1]]) + layout.partner_starts
     # where the last image is empty, a row of it would lie behind the end
-    return torch.cat([*cosines[0], *cosines[1]]), rows.clamp(max=len(rows) - 1)
+    return torch.cat([*cosines[0], *cosines[1]]), rows.clamp(max=rows.shape[0] - 1)

@@ -1,9 +1,9 @@
 """Ragged sets of keypoints: where the tokens of each image of a batch lie, which image attends to which, and the log
 assignments of pairs of them.
 
-Tokens of all images lie packed one after another, (S, D) with S the sum of the counts, so that linear layers and norms
-never see padding. What a GPU needs to know of it is made once a batch, from counts on the host: no
-device-to-host synchronisation.
+Tokens of all images are packed one after another, (S, D) with S the sum of the counts, so that linear layers and norms
+never see padding. Index tensors for a GPU are computed once a batch, from counts on the host: no device-to-host
+synchronisation.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 
 
 def to_device_async(values: Tensor, device: torch.device) -> Tensor:
-    """From the host to `device`; by way of page-locked memory, from which copies to a GPU are asynchronous."""
+    """Copy from the host to `device`, through page-locked memory, so that copies to a GPU are asynchronous."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def size_class(keypoints: int) -> int:
-    """The next of two sizes an octave, 128, 192, 256, 384, ...: those of one class are worked on together."""
+    """Round up to one of two sizes an octave: 128, 192, 256, 384, ..."""
     unit = max(64, 1 << max(keypoints - 1, 1).bit_length() >> 2)
     return max(128, -(-keypoints // unit) * unit)
 
@@ -107,15 +107,15 @@ class Edges:
         if partner != [(i + self.turn) % len(partner) for i in range(len(partner))]:
             raise ValueError("partners must all be as many places apart")
 
-    def groups(self, most: int) -> Iterator[Group]:
-        """All sequences, in groups of at most `most` weights or one sequence."""
+    def groups(self, max_weights: int) -> Iterator[Group]:
+        """All sequences, in groups of at most `max_weights` weights or of one sequence."""
         starts = np.cumsum([0, *self.packing.counts]).tolist()
         shapes = list(zip(self.packing.counts, self.counts))
         i = 0
         while i < len(shapes):
             n, m = shapes[i]
             number = 1
-            for k in range(i + 1, min(len(shapes), i + most // max(n * m, 1))):
+            for k in range(i + 1, min(len(shapes), i + max_weights // max(n * m, 1))):
                 if shapes[k] != (n, m) or self.partner[k] != self.partner[i] + number:
                     break
                 number += 1

@@ -37,11 +37,11 @@ from superglue_sift.torch_compat import no_autocast
 
 # Kernels of the pairs that a captured loop works on at a time, so that they fit the L2 cache of an A100 or newer.
 CHUNK_BYTES = 32 << 20
-MOST_VARYING = 32  # pairs of a chunk where their number varies, however small they are
+MAX_VARYING = 32  # pairs of a chunk where their number varies, however small they are
 
-# Entries of a pair from which on a CPU's threads take a pair each: of a smaller one Python, which one thread runs at a
-# time, has too large a part.
-APART = 1 << 17
+# Minimum entries of a pair for a CPU's threads to take a pair each: for smaller ones Python, which one thread runs at a
+# time, takes too large a part of the time.
+MIN_ENTRIES_PER_THREAD = 1 << 17
 
 # a * b must stay this factor below float32's maximum, or the backward pass, which multiplies them further, overflows.
 # It also keeps apart from where exp(Z - r) is no normal number.
@@ -49,10 +49,10 @@ GRADIENT_HEADROOM = 1e12
 
 
 class _Sinkhorn(torch.autograd.Function):
-    """log P (..., M, N) of each problem, then for each (...) bool: is it finite, and its gradient where one is asked?
+    """log P (..., M, N) of each problem, then for each (...) bool: are it and its gradient, if needed, finite?
 
-    pairs: of a problem's so many at a time go through a loop; 0: all. A problem is three arguments: Z (..., M, N) and
-    marginals mu (..., M), nu (..., N). Where a marginal is 0 there is no keypoint.
+    A problem is three arguments: Z (..., M, N) and marginals mu (..., M), nu (..., N), 0 where there is no keypoint.
+    pairs: how many pairs of a problem are iterated together; 0: all.
     """
 
     @staticmethod
@@ -66,7 +66,7 @@ class _Sinkhorn(torch.autograd.Function):
             if learning:
                 reach = sinkhorn_kernel.largest(a) * sinkhorn_kernel.largest(b) * GRADIENT_HEADROOM
                 finite = finite & (reach < math.inf)
-                # of a pair that is not finite: with no gradient from above, there is none below
+                # non-finite pairs get zero gradient
                 beyond = ~finite.unsqueeze(-1)
                 for iterates in (a, b):
                     iterates.masked_fill_(beyond, 1.0)
@@ -96,7 +96,7 @@ class _Sinkhorn(torch.autograd.Function):
 def _each(work: Callable, problems: Sequence[Tuple[Tensor, ...]]) -> List:
     """`work(*problem)` of each; of many large ones on a CPU several at a time."""
     entries = sum(problem[0].numel() for problem in problems)
-    many = len(problems) >= 2 * torch.get_num_threads() and entries >= APART * len(problems)
+    many = len(problems) >= 2 * torch.get_num_threads() and entries >= MIN_ENTRIES_PER_THREAD * len(problems)
     if many and problems[0][0].device.type == "cpu":
         return map_over_threads(work, problems)
     return [work(*problem) for problem in problems]
@@ -215,7 +215,7 @@ def padded_optimal_transport(
         pairs = max(1, len(scores))
         if captured:
             most = max(1, CHUNK_BYTES // (4 * size * size))
-            pairs = min(most, MOST_VARYING) if varying else _at_a_time(len(scores), most)
+            pairs = min(most, MAX_VARYING) if varying else _at_a_time(len(scores), most)
         missing = -len(scores) % pairs if varying and captured else 0  # pairs without keypoints fill the last chunk
         # dustbins, and multiples of 16
         rows, columns = (size or -(-(keypoints + 1) // 16) * 16 for keypoints in scores.shape[1:])

