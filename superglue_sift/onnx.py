@@ -69,7 +69,7 @@ class PaddedSuperGlue(nn.Module):
         lengths = [named["keypoints" + side].shape[1] for side in "01"]
         sides = [_with_empty_rows({name: named[name + side] for name in SIDE}) for side in "01"]
         masks = [side["mask"] for side in sides]
-        layout = PaddedLayout(masks)
+        layout: Any = PaddedLayout(masks)
         # (S, 1, ...): as `superglue._tokens`, without a copy of the records
         fields = {name + "0": layout.flat([side[name] for side in sides]).unsqueeze(1) for name in SIDE}
         fields["image_size0"] = fields["image_size0"].squeeze(1)
@@ -116,7 +116,8 @@ class PaddedLayout:
         """masks: (B, M') and (B, N') bool, true where there is a keypoint."""
         self.masks, self.device = masks, masks[0].device
         self.within, self.between = _PaddedEdges(self, [0, 1]), _PaddedEdges(self, [1, 0])
-        self.parts = [Part(slice(None), (slice(None), slice(None)), (_PaddedSide(masks[0]), _PaddedSide(masks[1])))]
+        sides: Any = _PaddedSide(masks[0]), _PaddedSide(masks[1])
+        self.parts = [Part(slice(None), (slice(None), slice(None)), sides)]
 
     def flat(self, sides: Sequence[Tensor]) -> Tensor:
         """(B, M', ...) and (B, N', ...) -> (S, ...)."""

@@ -46,7 +46,7 @@ from pipeline.errors import RequestError
 from pipeline.features.store import Store
 from pipeline.processes import distributed
 from pipeline.train.objective import assignment_loss
-from superglue_sift.network.superglue import SuperGlueConfig, mutual_matches
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.truth import ground_truth
 
 SMALL = SuperGlueConfig(dim=16, layers=2, heads=2, sinkhorn_iterations=20)
@@ -251,6 +251,10 @@ class TestRows:
         moving = [bool(p.grad.abs().sum() > 0) for name, p in model.named_parameters() if "bias" not in name]
         assert all(moving) and not torch.equal(model.dustbin, setting().model().dustbin)
         assert answer.gradient.dtype == torch.float64 and answer.loss > 0
+
+    def test_the_plain_network_refuses_weights_that_it_has_not(self):
+        with pytest.raises(ValueError, match="has no rotary.frequencies"):
+            plain.plain_from(SuperGlue(SuperGlueConfig(dim=32, layers=1, rotary=True)))
 
     def test_the_difference_to_plain_is_taken_where_layers_do_something(self, monkeypatch):
         seen = []
