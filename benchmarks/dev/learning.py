@@ -19,6 +19,7 @@ import torch
 
 from pipeline import errors
 from pipeline.errors import RequestError
+from pipeline.evaluate.matchers import match_neighbours
 from pipeline.features.store import Store
 from pipeline.parameters import params
 from pipeline.parameters.schema import TrainParams
@@ -29,7 +30,6 @@ from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import Sample, validation_pairs
 from pipeline.train.validation import validate
 from superglue_sift.descriptors import root_sift
-from superglue_sift.network.neighbours import nearest
 from superglue_sift.network.orientation import choose_orientations
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.truth import IGNORED, ground_truth
@@ -79,15 +79,15 @@ def baselines(store: Store, samples: List[Sample], train: TrainParams) -> Dict[s
         batch = load_batch(store, [sample], train.max_keypoints)
         truth = ground_truth(batch, setup.POSITIVE_PX, setup.NEGATIVE_PX).matches0[0, : int(batch.counts0)]
         true += int((truth >= 0).sum())
-        if not (int(batch.counts0) and int(batch.counts1)):
-            continue
         batch = choose_orientations(batch)
-        found, _ = nearest(root_sift(batch.descriptors0[0]) @ root_sift(batch.descriptors1[0]).T)
-        mutual = found.features[:, 2] > 0
-        for name, kept in zip(counts, (mutual, mutual & (found.features[:, 1] < RATIO))):
-            judged = kept & (truth != IGNORED)
-            counts[name][0] += int((judged & (found.index == truth)).sum())
-            counts[name][1] += int(judged.sum())
+        unit0 = root_sift(batch.descriptors0[0, : int(batch.counts0)])
+        unit1 = root_sift(batch.descriptors1[0, : int(batch.counts1)])
+        distance = (2.0 - 2.0 * unit0 @ unit1.T).clamp(min=0.0).sqrt().numpy()
+        for name, ratio in zip(counts, (1.0, RATIO)):
+            matches = torch.from_numpy(match_neighbours(distance, mutual=True, ratio=ratio).matches0)
+            scored = (matches >= 0) & (truth != IGNORED)
+            counts[name][0] += int((scored & (matches == truth)).sum())
+            counts[name][1] += int(scored.sum())
     return {name: _scores(correct, predicted, true) for name, (correct, predicted) in counts.items()}
 
 
