@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any, Callable, Dict
 
@@ -14,7 +15,7 @@ from ruamel.yaml import YAML
 
 from pipeline.errors import RequestError
 from pipeline.parameters import params
-from pipeline.parameters.schema import SECTIONS, EvaluateParams, TrainParams
+from pipeline.parameters.schema import SECTIONS, EvaluateParams, TrainOptions, TrainParams
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -192,3 +193,43 @@ def test_evaluate_takes_what_it_does_not_say_from_keypoints_and_views(tree: Dict
     blurred = alike.views.photometric.model_copy(update={"blur": 3.0})
     views = alike.views.model_copy(update={"photometric": blurred})
     assert other == alike.model_copy(update={"width": 640, "views": views})
+
+
+def keys_of(section: Any, name: str) -> Dict[str, Any]:
+    """Every key of a section that a file may hold, in full: {"views.homography.tilt_deg": its field, ...}."""
+    keys: Dict[str, Any] = {}
+    for key, field in section.model_fields.items():
+        if not ((section is TrainParams and key in TrainOptions.model_fields) or f"{name}.{key}" == "keypoints.views"):
+            keys[f"{name}.{key}"] = field
+            keys.update(keys_of(field.annotation, f"{name}.{key}") if hasattr(field.annotation, "model_fields") else {})
+    return keys
+
+
+def test_every_key_that_the_docs_name_exists() -> None:
+    known = {key for name, section in SECTIONS.items() for key in (name, *keys_of(section, name))}
+    names = {key.rpartition(".")[2] for key in known} | {"persist"}  # of dvc.yaml
+    seen = 0
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("pretrained/*.md"), *ROOT.glob("deploy/*/*")]:
+        text = page.read_text(encoding="utf-8")
+        full = re.findall(rf"(?<![\w./])((?:{'|'.join(SECTIONS)})\.(?!yaml|sbatch)[a-z_][a-z_.]*\b)", text)
+        assert set(full) <= known, f"{page.name}: {sorted(set(full) - known)}"
+        short = re.findall(r"`([a-z_]+): [^`\n]*`", text)
+        assert set(short) <= names, f"{page.name}: {sorted(set(short) - names)}"
+        for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL):
+            tree = YAML(typ="safe", pure=True).load(block)
+            assert {f"{name}.{key}" for name, keys in tree.items() for key in keys} <= known, page.name
+        seen += len(full) + len(short)
+    assert seen > 50
+
+
+def test_training_md_explains_existing_keys_and_every_option() -> None:
+    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    options = {"--" + name.replace("_", "-") for name in TrainOptions.model_fields}
+    tables = re.findall(r"^\| (?:key of `train`|option).*\n\|---.*\n((?:\| .*\n)+)", text, re.MULTILINE)
+    named = [
+        set(re.findall(r"`([^`]+)`", " ".join(row.split("|")[1] for row in table.splitlines()))) for table in tables
+    ]
+    assert len(named) == 3
+    keys = {key.partition(".")[2] for key in keys_of(TrainParams, "train")}
+    assert set().union(*named) <= keys | options
+    assert options in named, "the table of options names all of them"
