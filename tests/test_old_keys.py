@@ -89,8 +89,8 @@ def test_every_key_has_one_line_and_the_code_is_2(tmp_path: Path, capsys: pytest
 
 
 def test_options_are_written_as_on_the_command_line() -> None:
-    said = list(old_keys.advice({"train": {"ema": 0.9, "compile": True, "parallel": "dp", "batch_per_rank": 4}}))
+    said = list(old_keys.advice({"train": {"ema": 0.9, "compile": True, "parallel": "dp", "sinkhorn_iterations": 50}}))
     words = [line.partition('options: "')[2].partition('"')[0] for line in said]
-    assert words == ["--ema 0.9", "--compile", "--parallel dp", "--batch-per-rank 4"]
+    assert words == ["--ema 0.9", "--compile", "--parallel dp", "--sinkhorn-iterations 50"]
     train = params.option_parser().parse_args(" ".join(words).split())
-    assert vars(train) == {"ema": 0.9, "compile": True, "parallel": "dp", "batch_per_rank": 4}
+    assert vars(train) == {"ema": 0.9, "compile": True, "parallel": "dp", "sinkhorn_iterations": 50}

@@ -83,6 +83,7 @@ def one_batch(folder: Path):
         {"max_keypoints": 12},
         {"precision": "bfloat16"},
         {"batch_per_rank": 4},
+        {"sinkhorn_iterations": 5},
         {"seed": 1},
     ],
     ids=str,

@@ -94,6 +94,8 @@ def test_every_preset_renders_to_a_valid_commented_file(name: str, tmp_path: Pat
     assert use(target, name, *folder) == 0
     sections = params.load_all(target)
     assert list(sections) == list(SECTIONS)
+    iterations = {"coco2014": 100, "coco2017": 100, "coco2017-val": 50}.get(name, 30)
+    assert sections["train"].model_dump()["sinkhorn_iterations"] == iterations
     text = target.read_text(encoding="utf-8")
     assert text.startswith(f"# Preset {name}: ")
     assert text.count("  # ") == (ROOT / "params.yaml").read_text(encoding="utf-8").count("  # ")

@@ -42,8 +42,8 @@ class Run:
         self.photographs, self.section = photographs, section
         self.order = PairOrder(section.seed, len(photographs), photographs.views_per_image)
         torch.manual_seed(section.seed)
-        keys = {key: getattr(section, key) for key in ("dim", "layers", "heads", "norm")}
-        self.model = SuperGlue(SuperGlueConfig(**keys, sinkhorn_iterations=setup.SINKHORN_ITERATIONS)).to(dtype)
+        keys = {key: getattr(section, key) for key in ("dim", "layers", "heads", "norm", "sinkhorn_iterations")}
+        self.model = SuperGlue(SuperGlueConfig(**keys)).to(dtype)
         self.twin = plain.plain_from(self.model).to(dtype)
         self.objective = MatchingObjective(self.model, *LIMITS)
         self.optimizers = [optimization.make_optimizer(section, m) for m in (self.model, self.twin)]

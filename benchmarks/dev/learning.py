@@ -99,7 +99,7 @@ def _scores(correct: int, predicted: int, true: int) -> Dict[str, float]:
 def untrained(store: Store, samples: List[Sample], train: TrainParams) -> Dict[str, float]:
     """Figures of the network before its first step; its layers are the identity, so their number does not matter."""
     torch.manual_seed(train.seed)
-    model = SuperGlue(SuperGlueConfig(layers=1, sinkhorn_iterations=setup.SINKHORN_ITERATIONS))
+    model = SuperGlue(SuperGlueConfig(layers=1, sinkhorn_iterations=train.sinkhorn_iterations))
     objective = MatchingObjective(model, setup.POSITIVE_PX, setup.NEGATIVE_PX)
     context = distributed.Context(0, 1, 0, torch.device("cpu"))
     return validate(objective, store, samples, train.max_keypoints, context)

@@ -27,7 +27,6 @@ GONE = {
     "keypoints.seed": "it is 0",
     "train.sync_batchnorm": "norm: batch is always synchronized",
     "train.scale_angle": "the extractor of the keypoints decides",
-    "train.sinkhorn_iterations": "it is 30",
     "train.positive_px": "it is 3",
     "train.negative_px": "it is 5",
     "train.weight_decay": "it is 0; optimizer: adamw has 0.01",

@@ -109,6 +109,9 @@ class TrainOptions(Section):
         description="where the pairs come from: plain: the store; dali: the same, carried to the GPU by NVIDIA's DALI; "
         "synthetic: random keypoints, to measure the step alone",
     )
+    sinkhorn_iterations: int = Field(
+        30, ge=1, le=1000, description="Sinkhorn iterations while training; the paper's 100 take longer"
+    )
     checkpoint_layers: bool = Field(
         False, description="recompute activations in the backward pass: less memory, about a third more time"
     )

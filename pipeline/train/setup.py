@@ -31,8 +31,6 @@ from superglue_sift.weights import BadCheckpoint, load_model_file
 
 # Micro-batches of a step with bitwise_elastic, so that worlds of 1, 2, 4 and 8 give the same bytes.
 ELASTIC_PARTS = 8
-# Of the recipe of the shipped weights (docs/recipe.md); the paper has 100, which only inference takes here.
-SINKHORN_ITERATIONS = 30
 # Mutual nearest keypoints closer than POSITIVE_PX in the view are a true match; those without a neighbour closer than
 # NEGATIVE_PX are truly unmatched; in between SIFT's positions are too uncertain to teach either.
 POSITIVE_PX, NEGATIVE_PX = 3.0, 5.0
@@ -126,7 +124,7 @@ def network(train: TrainParams, store: Optional[Store] = None) -> SuperGlue:
     """The network, untrained. store: whose keypoints it is for; None: SIFT's."""
     names = (field.name for field in dataclasses.fields(SuperGlueConfig))
     values: Dict[str, Any] = {name: getattr(train, name) for name in names if hasattr(train, name)}
-    values.update(scale_angle=store is None or store.scale_angle, sinkhorn_iterations=SINKHORN_ITERATIONS)
+    values["scale_angle"] = store is None or store.scale_angle
     if store is not None:
         kind, dim = kind_of(store.dtype)
         values.update(extractor=store.extractor, descriptor=kind, descriptor_dim=dim)
