@@ -1,6 +1,6 @@
-"""Many random faults, one after another: what to draw, the file of results to go on from, and the table.
+"""Many random faults in sequence: how they are drawn, the file of results, and the table.
 
-Each line of the file is one cell: its number, the seed, the commit, and what was found.
+Each line of the file is one cell: its number, the seed, the commit, and the result.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from faults import random_faults, stages
 from faults.group import fork
 from faults.random_faults import Cell, Clock, Found
 from faults.telemetry import Gate, Silent
+from pipeline.files import write_atomic
 from pipeline.launch import free_port
 from pipeline.processes.signals import end_with_parent
 from superglue_sift.progress import Progress
@@ -39,7 +40,7 @@ CLONE_NEWNS = 0x20000  # of linux/sched.h
 
 
 class Kind(NamedTuple):
-    """One kind of fault: its promise, and how often each stage is drawn for it."""
+    """A kind of fault: its promise, and the relative frequency of each stage."""
 
     promise: str
     fault: Fault
@@ -47,7 +48,7 @@ class Kind(NamedTuple):
 
 
 def tracking_server(cell: Cell, clock: Clock) -> Tuple[str, bool]:
-    """A tracking server that is dead, hangs, is slow, refuses or dies; then one that works, at the same address."""
+    """A tracking server that is down, hangs, is slow, refuses or dies; then one that works, at the same address."""
     how = cell.draw.choice(("dead", "hangs", "slow", "refuses", "dies"))
     store, port = cell.folder / "mlflow.db", free_port()
     uri = f"http://127.0.0.1:{port}"
@@ -62,7 +63,7 @@ def tracking_server(cell: Cell, clock: Clock) -> Tuple[str, bool]:
     codes = cell.wait(pids).codes
     clock.note(cell.stage.name, time.monotonic() - began)
     if any(codes):
-        cell.problems.append(f"a server that {how} ends the training with {codes}: {cell.said()[-200:]}")
+        cell.problems.append(f"tracking server {how}: the training ended with {codes}: {cell.said()[-200:]}")
     cell.no_traceback()
     ended(server)
     server = fork(serve, ("up", str(port), str(store), "0"), cell.base.logs / "server")
@@ -73,7 +74,7 @@ def tracking_server(cell: Cell, clock: Clock) -> Tuple[str, bool]:
 
 
 def serve(arguments: List[str]) -> int:
-    """A tracking server at a port, over a store, until it is killed; in a process of its own."""
+    """Serve a store at a port until killed; runs in a separate process."""
     end_with_parent()
     how, port, store, delay = arguments[0], int(arguments[1]), arguments[2], float(arguments[3])
     if how == "hangs":
@@ -92,7 +93,7 @@ def ended(server: int) -> None:
 
 
 def arrived(cell: Cell, store: Path) -> None:
-    """Every point of the training's log is in the store, once."""
+    """Check that the store has every point of the training's log once."""
     logged = set()
     for line in (cell.folder / "reports/train/log.jsonl").read_text().splitlines():
         event = json.loads(line)
@@ -102,64 +103,64 @@ def arrived(cell: Cell, store: Path) -> None:
     stored = {(name, step): count for name, step, count in rows if not name.startswith("system/")}
     missing, twice = logged - set(stored), [point for point, count in stored.items() if count > 1]
     if missing or twice or not logged:
-        cell.problems.append(f"of {len(logged)} points {len(missing)} did not arrive, {len(twice)} twice")
+        cell.problems.append(f"{len(missing)} of {len(logged)} points did not arrive, {len(twice)} arrived twice")
         cell.silent = True
 
 
 TRAININGS = {"train": 3, "train, 2 ranks": 2, "train, loader processes": 2}
 KINDS = {
     "kill": Kind(
-        "SIGKILL of any process at any moment, again while resuming: the same bytes, nothing made twice",
+        "SIGKILL of any process at any moment, also while resuming: the same bytes, nothing computed twice",
         random_faults.kill,
         {"fetch": 2, "download": 5, "keypoints": 9, "evaluate": 5, "match": 9, "train": 9, "train, 2 ranks": 5,
          "train, loader processes": 5, "launcher": 1},
     ),
     "signal": Kind(
-        "SIGTERM, SIGINT, SIGUSR1 to one process or to all: a training saves and ends with 143; no traceback",
+        "SIGTERM, SIGINT or SIGUSR1 to one process or to all: a training saves and exits with 143; no traceback",
         random_faults.stop,
         {"fetch": 1, "download": 1, "keypoints": 2, "evaluate": 1, "match": 2, "train": 4, "train, 2 ranks": 3,
          "train, loader processes": 5, "launcher": 1},
     ),
     "disk": Kind(
-        "a full disk: one line that names it, no traceback, and with room again the same bytes",
+        "a full disk: one message that names it, no traceback; with free space again, the same bytes",
         random_faults.full_disk, {"fetch": 1, "download": 1, "keypoints": 3, "evaluate": 1, "match": 3, "train": 4},
     ),
     "damage": Kind(
-        "a torn file, a flipped bit, zeros: recognised by name or made again, never used in silence",
+        "a truncated file, a flipped bit, zeroed bytes: reported by name or computed again, never used silently",
         random_faults.torn, {"fetch": 1, "download": 2, "keypoints": 5, "evaluate": 3, "match": 5, "train": 6},
     ),
     "tracking": Kind(
-        "a tracking server that is dead, hangs, is slow, refuses or dies: the same weights, every point arrives once",
+        "a tracking server that is down, hangs, is slow, refuses or dies: the same weights, every point arrives once",
         tracking_server, {"train, tracked": 4},
     ),
     "node": Kind(
-        "a node without a shared folder is lost and returns with an empty disk: the same bytes",
+        "a node without a shared folder fails and returns with an empty disk: the same bytes",
         random_faults.leaving_node, {"train, 2 nodes": 4},
     ),
 }  # fmt: skip
 
 
 def drawn(seed: int, number: int) -> Tuple[str, str]:
-    """(kind, stage) of a cell."""
+    """Kind and stage of a cell."""
     every = [(kind, stage, weight) for kind, about in KINDS.items() for stage, weight in about.weights.items()]
     draw = random.Random(f"{seed} {number}")
     return draw.choices([each[:2] for each in every], [each[2] for each in every])[0]
 
 
 def own_disk(folder: Path) -> str:
-    """Put a small disk at `folder`, which a fault can fill; "" or why there is none."""
+    """Mount a small disk at `folder`, which a fault can fill; returns "" or the reason why it cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     if os.geteuid() or libc.unshare(CLONE_NEWNS):
-        return "a disk of its own needs root, to mount it"
+        return "a separate disk needs root to mount it"
     for words in (["--make-rprivate", "/"], ["-t", "tmpfs", "-o", f"size={DISK_MB}m", "none", str(folder)]):
         done = subprocess.run(["mount", *words], stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode:
-            return f"no disk of its own: {done.stderr.strip()}"
+            return f"no separate disk: {done.stderr.strip()}"
     return ""
 
 
 def warm() -> None:
-    """Import and compute here, once, what every forked process would otherwise do for itself."""
+    """Import and compute once what every forked process would otherwise repeat."""
     import mlflow.server.handlers  # noqa: F401
     import torch._dynamo  # noqa: F401
 
@@ -174,7 +175,7 @@ def warm() -> None:
 
 
 def archive(base: stages.Base) -> Tuple[FaultyServer, bytes]:
-    """A server of the photographs in an archive as COCO's, and the archive."""
+    """A server of an archive of the photographs, laid out as COCO's, and the archive's bytes."""
     path = base.folder / "val2017.zip"
     with zipfile.ZipFile(path, "w") as out:
         for index, photo in enumerate(sorted((base.folder / "photos").iterdir())):
@@ -185,34 +186,31 @@ def archive(base: stages.Base) -> Tuple[FaultyServer, bytes]:
 
 
 def prepare(work: Path, logs: Path) -> Tuple[stages.Base, int]:
-    """The base of all cells, and the process that serves its archive."""
+    """The base of all cells, and the id of the process that serves its archive."""
     from mlflow.tracking import MlflowClient
 
     base = stages.Base(work, logs)
     base.make()
     fork(lambda _: MlflowClient(f"sqlite:///{base.folder}/mlflow.db").search_experiments() and 0, (), logs / "base")
     os.wait()
-    told = logs / "address"
+    about = base.folder / "remote-archive.json"
 
     def serving(_: List[str]) -> int:
         end_with_parent()
         server, data = archive(base)
-        about = [hashlib.md5(data).hexdigest(), stages.PHOTOGRAPHS, len(data)]
-        (base.folder / "remote-archive.json").write_text(json.dumps(about))
-        told.write_text(server.url)
+        write_atomic(about, json.dumps([server.url, hashlib.md5(data).hexdigest(), stages.PHOTOGRAPHS, len(data)]))
         while True:
             time.sleep(60)
 
     process = fork(serving, (), logs / "server")
-    while not told.exists():
+    while not about.exists():
         time.sleep(0.05)
-    time.sleep(0.1)
-    stages.write_params(base.folder, source="coco2017-val", mirror=told.read_text(), path="")
+    stages.write_params(base.folder, source="coco2017-val", path="")
     return base, process
 
 
 def read(results: Path, seed: int) -> List[Dict[str, Any]]:
-    """Cells of this seed so far; a last line that a kill cut off is none."""
+    """Cells of this seed so far, without a last line that a kill cut off."""
     found = []
     for line in results.read_text().splitlines() if results.is_file() else []:
         try:
@@ -228,7 +226,7 @@ def cells_left(count: int, seed: int, results: Path) -> Iterator[int]:
 
 
 def run(count: int, seed: int, results: Path, only: Tuple[str, ...] = ()) -> None:
-    """Cells 0 to count - 1 that are not in `results` yet; each is appended as it is done."""
+    """Run cells 0 to count - 1 that are not in `results` yet, and append each."""
     commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, stdout=-1, text=True, check=False)
     results = results.resolve()
     numbers = list(cells_left(count, seed, results))
@@ -258,7 +256,7 @@ def run(count: int, seed: int, results: Path, only: Tuple[str, ...] = ()) -> Non
 
 
 def keep(results: Path, line: Dict[str, Any], logs: Path) -> None:
-    """Append a cell, on the disk before the next begins; what a broken one printed stays beside the file."""
+    """Append a cell and flush it to the disk; the output of a broken one is copied next to the file."""
     with results.open("a") as file:
         file.write(json.dumps(line) + "\n")
         file.flush()
@@ -273,11 +271,14 @@ def keep(results: Path, line: Dict[str, Any], logs: Path) -> None:
 
 TABLE = """## Random faults
 
-Made by `python tests/faults/run.py --random {count} --seed {seed}`: {done} of {count} cells, {minutes:.0f} minutes of
-one process, {commits}. A cell is one command on small inputs, disturbed at a random moment, and given
-again until it is done. Tried: the fault struck before the command was done ({missed} more came too late, or could
-not be tried). Silent: the command said that it was done and left other bytes than the undisturbed run. Lost: bytes
-that were missing or other at the end, or were whole and made again.
+Written by `python tests/faults/run.py --random {count} --seed {seed}`: {done} of {count} cells,
+{minutes:.0f} minutes of one process, {commits}.
+A cell runs one command on small inputs with a fault at a random moment, and repeats the command until it succeeds.
+
+- tried: the fault occurred before the command ended ({missed} more came too late or could not be tried)
+- held: the promise was kept
+- silent: the command succeeded with files that differ from those of an undisturbed run
+- lost bytes: missing or different at the end, or computed again although they were intact
 
 | promise | stage | tried | held | hangs | silent | lost bytes |
 |---|---|---|---|---|---|---|
@@ -285,7 +286,7 @@ that were missing or other at the end, or were whole and made again.
 
 
 def table(count: int, seed: int, results: Path) -> str:
-    """The section of docs/faults.md about these results."""
+    """Section of docs/faults.md about these results."""
     every = read(results, seed)
     struck = [each for each in every if each["struck"]]
     counts = Counter(each["commit"] for each in every)

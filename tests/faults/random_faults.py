@@ -100,7 +100,7 @@ class Cell:
         redone = [path for path, stamp in kept.items() if not path.exists() or path.stat().st_mtime_ns != stamp]
         if redone:
             self.lost += sum(path.stat().st_size for path in redone if path.exists())
-            self.problems.append(f"made again although it was whole: {', '.join(path.name for path in redone[:3])}")
+            self.problems.append(f"computed again although intact: {', '.join(path.name for path in redone[:3])}")
 
     def right_so_far(self) -> Dict[Path, int]:
         """Files that last, are finished and as they should be, with their times."""
@@ -244,7 +244,7 @@ def after_stop(cell: Cell, in_steps: bool) -> None:
         return
     saved = files(cell.folder, ("checkpoints/step-*.safetensors",))
     if not codes <= {0, 143} or (codes != {0} and not saved):
-        cell.problems.append(f"ended with {sorted(codes)} and {len(saved)} checkpoints, not with 143 and one")
+        cell.problems.append(f"ended with {sorted(codes)} and {len(saved)} checkpoints instead of 143 and one")
 
 
 def full_disk(cell: Cell, clock: Clock) -> Tuple[str, bool]:
@@ -319,9 +319,9 @@ def torn(cell: Cell, clock: Clock) -> Tuple[str, bool]:
     if not any(outcome.codes) and wrong and name not in said:
         cell.silent = True
         cell.lost += sum(size_of(cell.folder / each) for each in wrong)
-        cell.problems.append(f"{name} {how}, not a word, and other bytes in {', '.join(wrong[:3])}")
+        cell.problems.append(f"{name} {how}: no message, and other bytes in {', '.join(wrong[:3])}")
     elif any(outcome.codes) and victim.stem not in said and name not in said:
-        cell.problems.append(f"{name} {how}, and the message does not name it: {said.strip()[-200:]}")
+        cell.problems.append(f"{name} {how}: the message does not name it: {said.strip()[-200:]}")
     if any(outcome.codes) or wrong:  # recognised: the fix is to bring the file back, or to remove what was made
         cell.folder = restored(cell, victim, good)
         cell.finish()

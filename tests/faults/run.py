@@ -1,11 +1,11 @@
-"""`make faults`: the whole matrix of faults, and docs/faults.md, which says what came of it.
+"""`make faults`: run the matrix of faults and write the results to docs/faults.md.
 
     python tests/faults/run.py [--report docs/faults.md] [--only ROW] [--every N]
     python tests/faults/run.py --random 1000 [--seed 0] [--results FILE] [--render]
 
---every N takes each N-th cell of the long rows, for a quick look; the report then says so. --random: that many random
-faults over all stages, in their own section of the report; each is appended to FILE as it is done, and the same command
-continues where it was stopped. --render: only write the section, of what is in FILE so far.
+--every N runs each N-th cell of the long rows, for a quick look, and notes it in the report. --random N: N random
+faults over all stages, with a section of the report. Each result is appended to FILE, and the same command resumes.
+--render: only write the section from FILE.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from superglue_sift.progress import Progress, clock  # noqa: E402
 
 
 class Result(NamedTuple):
-    """Of one row of the matrix."""
+    """Result of one row of the matrix."""
 
     promise: str
     runs: int
@@ -44,7 +44,7 @@ class Result(NamedTuple):
 
 
 def of_cells(promise: str, chosen: List[cells.Cell], bench: cells.Workbench) -> Result:
-    """Carry every cell through its faults; the weights must be those of the run without any."""
+    """Run every cell with its faults; the weights must equal those of a run without faults."""
     began = time.monotonic()
     failures, kills, hangs = [], 0, 0
     for cell in Progress(chosen, total=len(chosen), desc=promise[:40], unit="run"):
@@ -63,7 +63,7 @@ def of_cells(promise: str, chosen: List[cells.Cell], bench: cells.Workbench) -> 
 
 
 def repeats(promise: str, bench: cells.Workbench) -> Result:
-    """The same training again, at each world size and seed: the same bytes."""
+    """Repeat a training for each seed and number of ranks; the bytes must be equal."""
     began = time.monotonic()
     failures, runs = [], 0
     for seed in (0, 1, 2):
@@ -77,7 +77,7 @@ def repeats(promise: str, bench: cells.Workbench) -> Result:
 
 
 def of_pytest(promise: str, *selection: str) -> Result:
-    """Rows that have tests of their own: run them and count."""
+    """Run the tests that cover a row, and count them."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "junit.xml"
@@ -92,7 +92,7 @@ def of_pytest(promise: str, *selection: str) -> Result:
 
 
 def hanging_server(bench: cells.Workbench, steps: int = 300) -> Result:
-    """The cost of a tracking server that never answers, as a share of the time of small, quick steps."""
+    """Cost of a tracking server that never answers, as a fraction of the time of small, fast steps."""
     began = time.monotonic()
     keys = (("steps", steps), ("log_every", 10), ("val_every", 100), ("save_every", 100))
     folders = ["--out", str(bench.folder / "recording"), "--reports", str(bench.folder / "recording-reports")]
@@ -102,53 +102,56 @@ def hanging_server(bench: cells.Workbench, steps: int = 300) -> Result:
     if done.returncode:
         return Result("a server that never answers", 1, 0, ["the training failed"], 0, time.monotonic() - began, [])
     t = json.loads(done.stdout.splitlines()[-1])
-    share = t["recording"] / t["loop"]
+    fraction = t["recording"] / t["loop"]
     promise = (
-        f"a tracking server that never answers takes {share:.2%} of the training's time: {t['recording']:.3f} s in "
+        f"a tracking server that never answers costs {fraction:.2%} of the training's time: {t['recording']:.3f} s in "
         f"{t['calls']} calls, of {t['loop']:.1f} s for {t['steps']} steps of {1e3 * t['loop'] / t['steps']:.0f} ms; "
-        f"once, {t['thread']:.1f} s of processor in its own thread, and {t['closing']:.0f} s of waiting at the end"
+        f"once, {t['thread']:.1f} s of processor time in another thread, and {t['closing']:.0f} s of waiting at the end"
     )
-    failures = [f"{share:.2%} of the training's time, more than 1 %"] if share > 0.01 else []
+    failures = [f"{fraction:.2%} of the training's time, more than 1 %"] if fraction > 0.01 else []
     return Result(promise, 1, 0, failures, 0, time.monotonic() - began, [])
 
 
 def rows(bench: cells.Workbench, every: int) -> Dict[str, Callable[[], Result]]:
-    """The matrix by row name."""
+    """Functions that run the rows, by name."""
     return {
-        "1 repeat": lambda: repeats("run twice: the same bytes, at 1, 2 and 4 ranks", bench),
+        "1 repeat": lambda: repeats("two runs give the same bytes, with 1, 2 and 4 ranks", bench),
         "2 elastic": lambda: of_cells(
-            "killed at one world size, resumed at another, `bitwise_elastic`: the same bytes", cells.elastic(), bench
+            "killed, then resumed with another number of ranks, `--bitwise-elastic`: the same bytes",
+            cells.elastic(), bench,
         ),
         "4 kill": lambda: of_cells(
-            "SIGKILL of any rank, any phase, first to last step: the same bytes", cells.kills()[::every], bench
+            "SIGKILL of any rank in any phase, from the first to the last step: the same bytes",
+            cells.kills()[::every], bench,
         ),
         "5 launcher": lambda: of_pytest(
-            "a killed rank, torchrun, launcher or `dvc repro`, a rank that hangs (8), SLURM: goes on, the same bytes",
+            "a rank, torchrun, the launcher or `dvc repro` killed, a rank that hangs, SLURM: resumes, the same bytes",
             "tests/test_launch.py", "-k", "TestFaults",
         ),
         "6 again": lambda: of_cells(
-            "killed again and again, while resuming too, with every option: the same bytes", cells.repeated(), bench
+            "killed several times, also while resuming, with each option: the same bytes", cells.repeated(), bench
         ),
         "7 signals": lambda: of_cells(
-            "SIGTERM, SIGINT, SIGUSR1 to one rank: a checkpoint, then the same bytes", cells.signals(), bench
+            "SIGTERM, SIGINT or SIGUSR1 to one rank: a checkpoint, then the same bytes", cells.signals(), bench
         ),
         "7 all": lambda: of_cells(
-            "batches made by processes: signals to them and their rank, one killed: a checkpoint, the same bytes",
+            "signals to loader processes and their rank, and one of them killed: a checkpoint, the same bytes",
             cells.loaders(), bench,
         ),
         "9-12 files": lambda: of_pytest(
-            "400 torn and flipped checkpoints, other files, another training: recognised, never run, never used",
+            "400 truncated or altered checkpoints, other files, another training: detected, never executed, never used",
             "tests/test_checkpoint.py", "tests/test_training.py", "-k", "checkpoint or Resume",
         ),
         "13, 25, 10": lambda: of_pytest(
-            "NaN on one rank, out of memory, disk full: all ranks together, one line, nothing lost",
+            "NaN on one rank, out of memory, disk full: all ranks stop with one message, nothing is lost",
             "tests/faults/test_faults.py", "-k", "number or many or fix",
         ),
         "15 few": lambda: of_pytest(
-            "0, 1, 2 keypoints: finite loss, right shapes", "tests/test_matching.py", "-k", "few or empty or alone"
+            "0, 1 or 2 keypoints: finite loss, right shapes", "tests/test_matching.py", "-k", "few or empty or alone"
         ),
         "22 MLflow": lambda: of_pytest(
-            "MLflow down, hanging, flapping: nothing is held up, every point arrives once", "tests/test_tracking.py"
+            "MLflow down, hanging or unreliable: training does not wait, every point arrives once",
+            "tests/test_tracking.py",
         ),
         "22 cost": lambda: hanging_server(bench),
         "nodes": lambda: of_pytest(
@@ -158,14 +161,15 @@ def rows(bench: cells.Workbench, every: int) -> Dict[str, Callable[[], Result]]:
     }  # fmt: skip
 
 
-RANDOM = campaign.TABLE.partition("\n")[0]  # its section stays when the matrix is run, and the other way round
+RANDOM = campaign.TABLE.partition("\n")[0]  # each command keeps the other's section
 HEAD = """# Faults
 
-Made by `make faults` on {date}: {machine}, Python {python}, {cores} cores, torch {torch}. {note}
-A kill is a SIGKILL (or the signal named) of one rank in the middle of a training of {steps} steps, which is then
-started again until it ends; its weights, optimiser state and best model must have the SHA-256 of the run nobody
-touched. Cells in forked processes form real gloo groups; the rows that say so go through torchrun. What could not run
-here is listed as SKIP, never as passed.
+Written by `make faults` on {date}: {machine}, Python {python}, {cores} cores, torch {torch}.{note}
+
+Each run interrupts a training of {steps} steps, by SIGKILL of one rank or by the named signal, and starts it again
+until it ends. Weights, optimizer state and best model must then have the SHA-256 of an uninterrupted training. Ranks
+are forked processes in a gloo group, or processes of torchrun in the rows that name it. Tests that cannot run on this
+machine are listed as SKIP and do not count as passed.
 
 | row | promise | runs | kills | hangs | failures | time |
 |---|---|---|---|---|---|---|
@@ -173,13 +177,13 @@ here is listed as SKIP, never as passed.
 
 
 def report(results: Dict[str, Result], every: int) -> str:
-    """docs/faults.md."""
+    """Text of docs/faults.md."""
     import torch
 
     text = HEAD.format(
         date=datetime.date.today(), machine=f"{platform.system()} {platform.machine()}", steps=cells.STEPS,
         python=platform.python_version(), cores=os.cpu_count(), torch=torch.__version__,
-        note=f"Only each {every}th cell of row 4 was run. " if every > 1 else "",
+        note=f" Only each {every}th cell of row 4 was run." if every > 1 else "",
     )  # fmt: skip
     for name, r in results.items():
         cells_of_row = (name, r.promise, r.runs, r.kills, r.hangs, len(r.failures), clock(r.seconds))
@@ -195,7 +199,7 @@ def report(results: Dict[str, Result], every: int) -> str:
 
 
 def random_faults(options: argparse.Namespace) -> int:
-    """The random faults that are still to do, then their section of the report; 1 where a promise is broken."""
+    """Run the remaining random faults and write their section of the report; returns 1 if a promise is broken."""
     if not options.render:
         campaign.run(options.random, options.seed, options.results, tuple(options.only))
     text = campaign.table(options.random, options.seed, options.results)
@@ -208,12 +212,12 @@ def random_faults(options: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--report", type=Path, default=ROOT / "docs" / "faults.md")
-    parser.add_argument("--only", action="append", default=[], help="a row by its name; may be given again")
+    parser.add_argument("--only", action="append", default=[], help="name of a row; repeat it for more")
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--random", type=int, metavar="N", help="N random faults instead of the matrix")
-    parser.add_argument("--seed", type=int, default=0, help="of the random faults")
-    parser.add_argument("--results", type=Path, default=ROOT / "faults.jsonl", help="file of the random faults so far")
-    parser.add_argument("--render", action="store_true", help="write their section from the file, and run nothing")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random faults")
+    parser.add_argument("--results", type=Path, default=ROOT / "faults.jsonl", help="results of the random faults")
+    parser.add_argument("--render", action="store_true", help="only write their section from the file")
     options = parser.parse_args()
     if options.random:
         return random_faults(options)

@@ -115,8 +115,8 @@ def keypoints_main(argv: Sequence[str]) -> int:
 
 
 def download_main(argv: Sequence[str]) -> int:
-    """`fetch` of an archive as COCO's, from the server that remote.json names; called in a process of its own."""
-    about = json.loads(Path("remote-archive.json").read_text())
+    """`fetch` of an archive as COCO's, from the server in remote-archive.json; called in a process of its own."""
+    os.environ[download.MIRROR], *about = json.loads(Path("remote-archive.json").read_text())
     coco.SOURCES["coco2017-val"] = coco.Source(coco.Archive("val2017.zip", *about), None)
     download.sleep = lambda _: None
     return fetch.main(argv)

@@ -135,6 +135,10 @@ class TestRandomFaults:
         wanted = {(kind, stage) for kind, about in campaign.KINDS.items() for stage in about.weights}
         assert set(every) == wanted and {stage for _, stage in wanted} == set(stages.stages())
 
+    def test_the_page_has_the_promises(self):
+        page = (campaign.ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+        assert all(f"| {kind.promise} |" in page for kind in campaign.KINDS.values())
+
     @pytest.mark.parametrize("seed", range(20))
     def test_damage_always_changes_a_file(self, tmp_path, seed):
         file = tmp_path / "file"
