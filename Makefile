@@ -61,8 +61,8 @@ endif
 	@echo
 	@python -m pipeline.report
 
-test: $(SETUP_DEV)  ## the tests, without the slow ones
-	@python -m pytest -m "not slow"
+test: $(SETUP_DEV)  ## the tests, without the slow ones, in two processes
+	@python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-all: $(SETUP_DEV)  ## all tests
 	@python -m pytest
