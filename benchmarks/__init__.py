@@ -1,1 +1,1 @@
-"""The bench: what is measured and against what. `python -m pipeline.benchmark` runs it; no package imports it."""
+"""The benchmarks that `python -m pipeline.benchmark` runs; no package imports them."""

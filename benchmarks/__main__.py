@@ -1,7 +1,7 @@
 """The speed table of this machine, each row within a budget of time and memory: `python -m pipeline.benchmark`.
 
-Figures are only comparable within one run: the ways compared take turns over the same work. With a subcommand only
-that stage is measured, in more detail.
+Compare numbers within one run only: there, the compared variants alternate on the same work. A subcommand measures one
+stage in more detail.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _whole_table(options: argparse.Namespace) -> int:
     table.chosen(options.only)
     table.require_free(options.out or OUT, options.out is not None and not options.replace)
     options.out = options.out or OUT
-    # for both sides of every comparison: what comes first would otherwise decide how often the others' memory is new
+    # for both sides of each comparison: otherwise the order would decide which variant gets fresh memory
     keep_memory()
     config = SuperGlueConfig(dim=options.dim, sinkhorn_iterations=options.iterations)
     setting = row.setting_for(
@@ -91,7 +91,7 @@ def _whole_table(options: argparse.Namespace) -> int:
     )
     about = table.machine(setting)
     print("\n".join(f"{name}: {value}" for name, value in about.items()), flush=True)
-    done = about["groups"] = {}  # with the seconds each took
+    done = about["groups"] = {}  # with their seconds
     started = time.monotonic()
 
     def kept(group: str, rows: List[Any]) -> None:

@@ -2,8 +2,8 @@
 decode, resize, crop, mirror and brightness in one pipeline, PyTorch's iterator. And the same work by OpenCV.
 
 The project's own views (perspective, rotation, no border) are made by `pipeline.views`; this is the guides' loader, to
-be measured beside OpenCV and to show that geometry can be kept: what a view's resize, crop and mirror do to a point is
-a 3x3 matrix, and the homography of a pair follows from its two.
+be compared with OpenCV and to show that geometry can be kept: the resize, crop and mirror of a view are a 3x3 matrix,
+and the homography of a pair follows from its two.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def to_view(drawn: Draw, image: Tuple[int, int], view: Tuple[int, int]) -> np.nd
     (sx, sy), (x, y) = (np.array(drawn.size) / np.array(image)), drawn.corner
     resized = np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1]])
     cut = np.array([[1, 0, -x], [0, 1, -y], [0, 0, 1.0]])
-    turned = np.array([[-1, 0, view[0] - 1], [0, 1, 0], [0, 0, 1.0]]) if drawn.mirror else np.eye(3)
-    return turned @ cut @ resized
+    mirror = np.array([[-1, 0, view[0] - 1], [0, 1, 0], [0, 0, 1.0]]) if drawn.mirror else np.eye(3)
+    return mirror @ cut @ resized
 
 
 def between(drawn: Sequence[Draw], image: Tuple[int, int], view: Tuple[int, int]) -> np.ndarray:
@@ -95,9 +95,9 @@ def _draws(seed: int, index: int, view: Tuple[int, int]) -> List[Draw]:
 
 
 class _Source:
-    """Of a batch the bytes, and of each of its two views size, place of the crop, mirror and brightness.
+    """The bytes of a batch, and for each of its two views size, crop position, mirror and brightness.
 
-    The last batch is filled up with its last photograph, which the iterator cuts off again.
+    The last batch is padded with its last photograph; the iterator cuts the padding off.
     """
 
     def __init__(self, files: Sequence[bytes], view: Tuple[int, int], batch: int, seed: int) -> None:
@@ -111,7 +111,7 @@ class _Source:
         columns: List[Any] = [[np.frombuffer(self.files[i], np.uint8) for i in places]]
         for side in range(2):
             drawn = [_draws(self.seed, i, self.view)[side] for i in places]
-            # DALI places a crop by its share of the room around it
+            # DALI gives the crop's position as a fraction of the space around it
             room = [[max(whole - side, 1) for whole, side in zip(each.size, self.view)] for each in drawn]
             columns.append(np.array([each.size[::-1] for each in drawn], np.float32))
             columns += [np.array([each.corner[k] / r[k] for each, r in zip(drawn, room)], np.float32) for k in (0, 1)]

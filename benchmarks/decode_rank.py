@@ -1,4 +1,4 @@
-"""A decoder over a folder of photographs, for `mode_rows`: a line on standard input asks, a line `ready` answers."""
+"""A decoder over a folder of photographs, for `mode_rows`: answers each line on standard input with a line `ready`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipeline.processes.memory import tune_process
 from superglue_sift.images import BadImage
 
 VIEW = (320, 240)
-REPEATED = 10_000  # times the photographs, more than any run reads
+REPEATED = 10_000  # passes over the photographs; more than any run reads
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -40,7 +40,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def _endless(way: str, images: ImageSet, entries: List[Entry]) -> Iterator[int]:
-    """How many photographs came, again and again: a pipeline is built once, and none is timed while it starts."""
+    """Yield the number of decoded photographs, endlessly: the pipeline is built once, before it is timed."""
     if way.endswith("-views"):
         files = [images.read(entry) for entry in entries] * REPEATED
         if way == "opencv-views":

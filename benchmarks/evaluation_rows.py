@@ -1,4 +1,4 @@
-"""Rows of evaluation: what its parts cost, the whole beside SIFT and matching alone, and matching in batches."""
+"""Rows of the evaluation: the cost of its parts, the whole compared with SIFT and matching, matching in batches."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from superglue_sift.network.inference import fuse_for_inference
 from superglue_sift.weights import load_model
 
 EVALUATED = 32  # pairs
-OUTSIDE = 0.05  # of the time, at most
+OUTSIDE = 0.05  # maximum fraction of the time
 
 
 def evaluation(setting: Setting) -> Iterator[Row]:
-    """What a pair costs `evaluate`, and how much of it lies outside SIFT and matching."""
+    """Cost of a pair in `evaluate`, and the fraction outside SIFT and matching."""
     try:
         work = _Evaluation(setting)
     except RequestError as error:
@@ -41,7 +41,7 @@ def evaluation(setting: Setting) -> Iterator[Row]:
 
 
 class _Evaluation:
-    """Pairs of held-out images, as `evaluate` has them, with all answers."""
+    """Pairs of held-out images and all matches, as in `evaluate`."""
 
     def __init__(self, setting: Setting) -> None:
         """Raises RequestError without images or for a wrong model."""
@@ -69,13 +69,13 @@ class _Evaluation:
         self.name = f"{self.asked.width}x{self.asked.height}, mean {mean:.0f} keypoints, {kind}"
 
     def _loaded(self) -> Iterator[inputs.Scene]:
-        """Views of all photographs that can be read."""
+        """Views of all readable photographs."""
         for index in range(len(self.source)):
             with contextlib.suppress(BadImage):
                 yield self.source.load(index)
 
     def _found(self) -> List[inputs.KnownPair]:
-        """Their pairs, by SIFT."""
+        """Pairs of SIFT keypoints of the views."""
         limit = self.asked.max_keypoints
         return [pair for index, scene in enumerate(self.scenes) for pair in inputs.pairs_of_scene(scene, index, limit)]
 
@@ -84,7 +84,7 @@ class _Evaluation:
         return list(matchers.match_batches(self.model, given, self.settings.batch, self.device))
 
     def parts(self) -> Iterator[Row]:
-        """What each part costs one core."""
+        """Cost of each part on one core."""
         px, thresholds = (scoring.CORRECT_PX, {matchers.OURS: self.matchers.networks[matchers.OURS].threshold})
 
         def scored(names: Sequence[str]) -> None:
@@ -100,13 +100,13 @@ class _Evaluation:
             "ours": lambda: scored([matchers.OURS]),
             "all": lambda: scored(matchers.MATCHERS),
         }
-        with one_thread():  # `evaluate` keeps all cores busy: what counts is what each part costs one of them
+        with one_thread():  # `evaluate` keeps all cores busy, so the cost on one core counts
             taken = self.setting.timed(ways)
         # of each round
         each = {way: np.asarray(spent.wall) / len(self.pairs) for way, spent in taken.items()}
         matching = each["SIFT"] + each["matcher"]
         ours, compared = each["ours"], each["all"]
-        each.update({way: each[way] - each["truth"] for way in ("ours", "all")})  # which is part of both
+        each.update({way: each[way] - each["truth"] for way in ("ours", "all")})  # part of both
         note = "one thread: " + ", ".join(f"{way} {1e3 * np.median(t):.1f}" for way, t in each.items())
         others = matching + each["baselines"]
         total = 1e3 * float(np.median(each["views"] + others + compared))
@@ -122,7 +122,7 @@ class _Evaluation:
             yield Row("evaluation", name, share.value, unit, spread=share, at_most=OUTSIDE, note=note)
 
     def whole(self) -> Iterator[Row]:
-        """All rows of pairs.csv, with all threads of `evaluate`, beside views, SIFT and our matcher alone."""
+        """All rows of pairs.csv with all threads of `evaluate`, compared with views, SIFT and our matcher alone."""
         units = protocol.units_of(self.source, self.settings.batch)
 
         def bare() -> None:
@@ -143,7 +143,7 @@ class _Evaluation:
 
 
 def batched(setting: Setting) -> Iterator[Row]:
-    """Matching cached pairs in batches, beside the plain network one pair at a time."""
+    """Match cached pairs in batches, compared with the plain network one pair at a time."""
     own = setting.model().eval()
     model, twin = fuse_for_inference(own), plain.plain_from(own).to(setting.device)
     together = 4

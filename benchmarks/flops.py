@@ -1,4 +1,4 @@
-"""Floating-point operations of a pair, counted from the shapes; and the share of a machine's peak they reach.
+"""Floating-point operations of a pair, counted from the shapes, and the peak rate of a device.
 
 A multiplication with its addition counts as two. Backward counts as twice forward. Element-wise work and the
 exponentials of the softmax are left out, as is customary for model FLOP utilisation (MFU).
@@ -14,7 +14,7 @@ import torch
 
 from superglue_sift.network.superglue import ENCODER_WIDTHS, SIFT_DIM, SuperGlueConfig
 
-# Dense peak by a word in the device's name, FLOP/s: vendors' data sheets, without sparsity.
+# Dense peak in FLOP/s by a word in the device's name, from the vendors' data sheets, without sparsity.
 PEAKS: Dict[str, Dict[str, float]] = {
     "H200": {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
     "H100": {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
@@ -26,7 +26,7 @@ PEAKS: Dict[str, Dict[str, float]] = {
 
 
 def forward_flops(config: SuperGlueConfig, keypoints: int) -> Dict[str, float]:
-    """Of one pair with `keypoints` in each view, by part: linear, attention, sinkhorn, rest."""
+    """Operations of one pair with `keypoints` in each view, by part: linear, attention, sinkhorn, rest."""
     N, D, layers = keypoints, config.dim, 2 * config.layers
     widths = [6 if config.scale_angle else 3, *ENCODER_WIDTHS, D]
     encoder = sum(a * b for a, b in zip(widths, widths[1:])) + SIFT_DIM * D
@@ -39,15 +39,15 @@ def forward_flops(config: SuperGlueConfig, keypoints: int) -> Dict[str, float]:
 
 
 def training_flops(config: SuperGlueConfig, keypoints: int) -> float:
-    """Forward and backward of one pair."""
+    """Operations of forward and backward of one pair."""
     return 3.0 * sum(forward_flops(config, keypoints).values())
 
 
 def peak(device: torch.device, precision: str) -> Tuple[Optional[float], str]:
-    """FLOP/s of the device and where the figure comes from; None where it is not known.
+    """FLOP/s of the device and the source of the number; None if unknown.
 
-    Of a GPU its data sheet's, with the share of it that a product of large matrices reaches. A CPU has no such sheet:
-    there the product's rate is the peak, with torch's present threads.
+    For a GPU: of its data sheet, with the fraction that a product of large matrices reaches. For a CPU: the measured
+    rate of a matrix product with torch's current threads.
     """
     if device.type == "cpu":
         return measured_rate(precision), "of a measured matrix product"
@@ -63,7 +63,7 @@ def peak(device: torch.device, precision: str) -> Tuple[Optional[float], str]:
 def measured_rate(precision: str = "float32", side: int = 1024, seconds: float = 0.5) -> float:
     """FLOP/s of a square matrix product, the best of those that fit into `seconds`.
 
-    By the processor's clock, times torch's threads: what the machine can do, whatever others do with it now.
+    Computed from processor time and torch's threads, so that other work on the machine does not matter.
     """
     dtype = getattr(torch, precision)
     a, b = torch.randn(side, side).to(dtype), torch.randn(side, side).to(dtype)
@@ -79,7 +79,7 @@ def measured_rate(precision: str = "float32", side: int = 1024, seconds: float =
 
 @functools.lru_cache(maxsize=8)
 def gpu_rate(device: torch.device, precision: str, side: int = 8192, calls: int = 20) -> float:
-    """FLOP/s of a square matrix product on a GPU, by the wall's clock."""
+    """FLOP/s of a square matrix product on a GPU, by wall time."""
     a, b = (torch.randn(side, side, device=device, dtype=getattr(torch, precision)) for _ in "ab")
     out = torch.mm(a, b)
     torch.cuda.synchronize(device)

@@ -23,12 +23,12 @@ from superglue_sift.network.packing import Edges, Packing
 GOALS: Dict[int, float] = {512: 1300.0, 1024: 450.0, 2048: 140.0}  # pairs/s of one H200, D = 256, T = 100, bfloat16
 BATCH = 64
 LATENCY_MS = 3.0
-PAIRS = 20  # one after another, a round of the latency
+PAIRS = 20  # in sequence, in a round of the latency
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
 
 
 def gpu(setting: Setting) -> Iterator[Row]:
-    """At D = 256 and T = 100, whatever else the table is set to: the goals are stated for these."""
+    """Rows at D = 256 and T = 100, for which the goals are stated, whatever the table's settings."""
     if setting.device.type != "cuda":
         yield Row("gpu", "training speed, MFU, profile at D = 256, T = 100", skipped="needs a CUDA device")
         return
@@ -38,7 +38,7 @@ def gpu(setting: Setting) -> Iterator[Row]:
 
 
 def rows(setting: Setting) -> Iterator[Row]:
-    """All of them; what fails (it may not fit the memory) costs its own rows alone."""
+    """All rows; a part that fails (out of memory, for instance) costs only its own rows."""
     groups: Dict[str, Callable[[Setting], Iterator[Row]]] = {
         **{f"training, N = {N}": functools.partial(_training, keypoints=N, goal=goal) for N, goal in GOALS.items()},
         "training, ragged views": _ragged,
@@ -68,7 +68,7 @@ def _training(setting: Setting, keypoints: int, goal: float) -> Iterator[Row]:
 
 
 def _ragged(setting: Setting) -> Iterator[Row]:
-    """As real pairs are: four views in ten have fewer keypoints than allowed."""
+    """Ragged pairs, as real ones are: four views in ten have fewer keypoints than the maximum."""
     pairs, truth = made_pairs(512, BATCH)
     short = [
         pair._replace(records0=pair.records0[: 512 - 37 * (i % 5)], records1=pair.records1[: 512 - 53 * (i % 4)])
@@ -94,7 +94,7 @@ def _sinkhorn_share(setting: Setting) -> Iterator[Row]:
 
 
 def _latency(setting: Setting) -> Iterator[Row]:
-    """One pair through the network as it is, and captured as a CUDA graph, beside the plain one."""
+    """One pair through the network, eager and as a CUDA graph, compared with the plain one."""
     batch, model = made_batch(512, 1).to(setting.device), setting.model().eval()
     ready = fuse_for_inference(model, "bfloat16")
     captured = CUDAGraphModel(ready)
@@ -120,7 +120,7 @@ def _latency(setting: Setting) -> Iterator[Row]:
 
 
 def _attention(setting: Setting) -> Iterator[Row]:
-    """Forward and backward of one layer's attention on ragged views, in each form there is."""
+    """Forward and backward of one layer's attention on ragged views, in each implementation."""
     counts = [512 - 37 * (i % 5) for i in range(2 * BATCH)]
     other = [*range(BATCH, 2 * BATCH), *range(BATCH)]
     edges = Edges(Packing(counts, setting.device), other)
@@ -144,7 +144,7 @@ def _attention(setting: Setting) -> Iterator[Row]:
 
 
 def _profile(setting: Setting) -> Iterator[Row]:
-    """The ten dearest kernels of a step, and how often something waits for the GPU."""
+    """The ten most expensive kernels of a step, and the number of synchronisations with the GPU."""
     step = _step(setting, made_batch(512, BATCH))
     step()
     kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -154,9 +154,9 @@ def _profile(setting: Setting) -> Iterator[Row]:
         step()
         setting.wait()
     events = profile.key_averages()
-    # renamed in torch 2.3 or so; both stacks have one of them
+    # renamed in torch 2.3 or so; each stack has one of them
     own = "self_device_time_total" if hasattr(events[0], "self_device_time_total") else "self_cuda_time_total"
-    # an operator and its kernels both carry the kernels' time
+    # an operator and its kernels both report the kernels' time
     kernels = [
         event
         for event in events

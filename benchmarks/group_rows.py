@@ -1,4 +1,4 @@
-"""Rows of several processes: a step with the gradient's exchange beside the same processes left alone."""
+"""Rows of several processes: a step with and without the gradient's exchange."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from benchmarks import flops, timing
 from benchmarks.row import Row, Setting, activation_bytes
 from pipeline.launch import free_port
 
-CLONE = Path(__file__).resolve().parents[1]  # where ranks find `benchmarks`, whatever the folder they start in
+CLONE = Path(__file__).resolve().parents[1]  # ranks import `benchmarks` from here
 KEYPOINTS = 512
-BUDGETS = 6.0  # of `--seconds`, for a row whose processes have to start first
+BUDGETS = 6.0  # times `--seconds`, for a row whose processes have to start first
 
 
 def places(setting: Setting) -> int:
@@ -55,7 +55,7 @@ def groups(setting: Setting) -> Iterator[Row]:
 
 
 def step_seconds(setting: Setting, processes: int, pairs: int) -> List[List[float]]:
-    """Of steps of so many processes: [with exchange of the gradient, without], each a list over the rounds."""
+    """Seconds of steps of `processes` processes: [with gradient exchange, without], each a list over the rounds."""
     command = [
         sys.executable, "-m", "benchmarks.rank", "--config", json.dumps(setting.config.to_dict()),
         "--keypoints", str(KEYPOINTS), "--pairs", str(pairs), "--rounds", str(setting.rounds),
@@ -64,7 +64,7 @@ def step_seconds(setting: Setting, processes: int, pairs: int) -> List[List[floa
 
 
 def in_processes(setting: Setting, command: List[str], processes: int, threads: int) -> str:
-    """Run `command` as the ranks of a group, each with so many threads; what rank 0 printed.
+    """Run `command` as the ranks of a group with this many threads each; the output of rank 0.
 
     Raises:
         RuntimeError: a rank failed.
@@ -78,7 +78,7 @@ def in_processes(setting: Setting, command: List[str], processes: int, threads: 
 class Ranks:
     """Processes of a group, `all`, with pipes to their standard input and output.
 
-    As soon as one has failed the others are killed: in a collective they would wait for it until its time-out.
+    If one fails, the others are killed: in a collective they would wait for it until the time-out.
     """
 
     def __init__(self, setting: Setting, command: List[str], processes: int, threads: int) -> None:
@@ -96,7 +96,7 @@ class Ranks:
             self._errors.append(tempfile.TemporaryFile("w+"))  # noqa: SIM115  a pipe that nobody reads would fill
             pipes: Dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             self.all.append(subprocess.Popen(command, env=environment, stderr=self._errors[-1], **pipes))
-        self._failed: Dict[int, int] = {}  # by rank, what they ended with
+        self._failed: Dict[int, int] = {}  # exit codes by rank
         self._guard = threading.Thread(target=self._watch, daemon=True)
         self._guard.start()
 
@@ -112,7 +112,7 @@ class Ranks:
             raise RuntimeError(f"{failed}, of {len(self.all)} ranks{self._why()}")
 
     def _why(self) -> str:
-        """The last line that a rank that failed wrote, without the class of its exception's package."""
+        """The last line of a failed rank, without the package of its exception's class."""
         for rank, code in self._failed.items():
             self._errors[rank].seek(0)
             lines = self._errors[rank].read().strip().splitlines()
@@ -134,9 +134,9 @@ class Ranks:
 
 
 class Group:
-    """Processes that do their work once a call and say when it is done, `items` of it.
+    """Processes that do a piece of work (`items` items) for each call.
 
-    A line on the standard input of each asks for it; a line on the standard output of the first says that all have it.
+    A line on the standard input of each starts it; a line on the standard output of the first reports its end.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ def training_group(
     threads: int = 1,
     ahead: bool = False,
 ) -> Group:
-    """A step of `pairs` over all processes a call; `ahead`: the loader works ahead of it, as the stage's does."""
+    """A group whose call is a step of `pairs` over all processes; `ahead`: with prefetching, as in the stage."""
     command = [
         sys.executable, "-m", "benchmarks.mode_rank", "--store", str(kept),
         "--params", str(setting.params), "--config", json.dumps(setting.config.to_dict()),

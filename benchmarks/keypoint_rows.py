@@ -1,12 +1,12 @@
-"""How near the keypoint stage is to the bare work, and how far from a plain pool.
+"""Compare the keypoint stage with the bare work and with a plain pool.
 
-Three ways over the same images, in turns, so that a busy machine treats them alike:
+Three ways over the same images, alternating, so that other load affects them equally:
 
 - floor: one process per core, heap trimming off, doing nothing but OpenCV's decode, warp and SIFT, from
   bytes and homographies already in memory, on the views as the stage distorts them;
 - ours: the stage's own pool, from the manifest to the written shards;
-- plain: what one writes without knowing any of this: `multiprocessing.Pool.imap` (spawned) over the same images,
-  read and extracted in the workers, OpenCV's threads and the allocator as they come; shards written alike.
+- plain: the straightforward way: `multiprocessing.Pool.imap` (spawned) over the same images,
+  read and extracted in the workers, OpenCV's threads and the allocator at their defaults; the same shards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from superglue_sift import sift
 from superglue_sift.images import BadImage, decode_gray
 
 Job = Tuple[bytes, str]
-OF_FLOOR, OF_PLAIN = 0.95, 1.5  # what the stage is to reach
+OF_FLOOR, OF_PLAIN = 0.95, 1.5  # targets of the stage
 _MINFLT, _UTIME, _STIME = 7, 11, 12  # fields of /proc/PID/stat, counted from the one after the name
 
 
@@ -86,7 +86,7 @@ def keypoint_rows(
 
 
 def _jobs(images: ImageSet, entries: Sequence[Entry], settings: Any) -> Iterator[Job]:
-    """What the floor works on; bad images cost the other ways next to nothing."""
+    """Input of the floor, without bad images, which cost the other ways next to nothing."""
     view_size = (settings.width, settings.height)
     for entry in entries:
         try:
@@ -112,7 +112,7 @@ def _columns(name: str, spent: Dict[str, List[Spent]], views: int) -> Dict[str, 
 
 
 class _Meter:
-    """What this process and its children spend from here on; `read` before a child ends."""
+    """Measures what this process and its children spend from now on; call `read` before a child ends."""
 
     def __init__(self) -> None:
         self._before = self._now()
@@ -136,10 +136,10 @@ class _Meter:
 
 
 def _floor(jobs: Sequence[Job], settings: Any, workers: int) -> Spent:
-    """The bare work: processes that are ready, bytes and views in their memory."""
+    """The bare work, by started processes with bytes and views in memory."""
     context = multiprocessing.get_context("spawn")
     barrier, ends = context.Barrier(workers + 1), context.SimpleQueue()
-    # dealt by size: a floor that waits for one unlucky process would be no floor
+    # distributed by size, so that the floor does not wait for one process
     shares = [list(jobs[rank::workers]) for rank in range(workers)]
     processes = [context.Process(target=_bare, args=(share, settings, barrier, ends)) for share in shares]
     for process in processes:
@@ -168,7 +168,7 @@ def _bare(jobs: Sequence[Job], settings: Any, barrier: Any, ends: Any) -> None:
             cv2.warpPerspective(gray, H, view.shape[::-1], flags=cv2.INTER_LINEAR)
             detector.detectAndCompute(view, None)
     ends.put(None)
-    barrier.wait()  # what it spent is read while it lives
+    barrier.wait()  # its usage is read while it lives
 
 
 def _prepared(data: bytes, name: str, settings: Any) -> Tuple[bytes, List[np.ndarray], List[np.ndarray]]:
@@ -196,7 +196,7 @@ def _ours(images: ImageSet, entries: Sequence[Entry], settings: Any, workers: in
 
 
 def stage_seconds(images: ImageSet, entries: Sequence[Entry], settings: Any, workers: int) -> float:
-    """What the stage's own pool takes for these images, once its processes have started."""
+    """Seconds of the stage's own pool for these images, after its processes have started."""
     return _ours(images, entries, settings, workers)[0].wall
 
 

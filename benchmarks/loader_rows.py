@@ -1,4 +1,4 @@
-"""How many pairs a second batches are made of, out of the store, by one core and by processes as a GPU has them."""
+"""Pairs per second of building batches from the store, by one core and by loader processes, as for a GPU."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from pipeline.train.pairs.order import PairOrder
 from superglue_sift.batch import PairBatch
 
 KEYPOINTS, BATCH = 512, 64
-WANTED, WORKERS = 2500, 8  # pairs/s, and the processes that shall make them
+WANTED, WORKERS = 2500, 8  # target in pairs/s, by this many processes
 AHEAD = 2
-# as the preset of the shipped weights changes pairs, and as sample.yaml does
+# augmentation of the shipped weights' preset, and of sample.yaml
 WAYS: Dict[str, Augmentation] = {
     "as stored": PLAIN,
     "thinned and turned": Augmentation(drop=0.3, turn_deg=180.0),
@@ -36,7 +36,7 @@ WAYS: Dict[str, Augmentation] = {
 
 
 def batches(setting: Setting) -> Iterator[Row]:
-    """Of each way one core; of the dearest way as many processes as `WORKERS`, if there are so many cores."""
+    """Each way on one core; the most expensive one also by `WORKERS` processes, if there are enough cores."""
     with tempfile.TemporaryDirectory() as folder:
         store = Store(made_store(Path(folder), KEYPOINTS))
         order = PairOrder(0, len(store), store.views_per_image)
@@ -70,9 +70,9 @@ def _one_core(setting: Setting, calls: Dict[str, Callable[[int], Any]]) -> Itera
 
 
 def _by_processes(setting: Setting, name: str, call: Callable[[int], Any], number: int) -> Row:
-    """Their rate once they are at work, for the budget of a row."""
+    """Rate of the processes after their start, within the budget of a row."""
     with contextlib.closing(workers.prefetched(call, range(10**6), workers.Plan(number, AHEAD))) as made:
-        for _ in range(number * AHEAD):  # those made while the processes began
+        for _ in range(number * AHEAD):  # built while the processes started
             next(made)
         begun, steps = time.perf_counter(), 0
         while time.perf_counter() - begun < min(setting.seconds, 5.0):

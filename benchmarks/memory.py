@@ -45,7 +45,7 @@ def _measure(ends: Any, work: Any, device: str, arguments: Any) -> None:
 
 
 def _reset_peak() -> None:
-    """Linux: the high-water mark starts again from what is resident now."""
+    """Reset the high-water mark to the resident memory (Linux)."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 

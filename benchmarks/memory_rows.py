@@ -31,7 +31,7 @@ def peaks(setting: Setting) -> Iterator[Row]:
         base = memory.peak_mib(function, device, "plain", *arguments)
         for way, target in targets.items():
             own = max(memory.peak_mib(function, device, way, *arguments), 0.1)
-            ratio = timing.Ratio(base / own)  # measured once: each is a process of its own
+            ratio = timing.Ratio(base / own)  # measured once, in separate processes
             yield Row("memory", f"{name}: {way}", own, "MiB", ratio, None, f"plain {base:.0f} MiB", target)
 
 

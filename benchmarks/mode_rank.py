@@ -1,9 +1,9 @@
-"""One rank of a training that is measured beside another.
+"""One rank of a training that is compared with another.
 
     python -m benchmarks.mode_rank   (started by `group_rows`, with RANK, WORLD_SIZE, ... in its environment)
 
-A line on the standard input of each rank asks for a step; a line on the standard output of rank 0 says that all have
-done it. In between all ranks wait for that line, not in a collective: on a GPU it would work while others are timed.
+A line on the standard input of each rank starts a step; a line on the standard output of rank 0 reports its end. All
+ranks wait for that line, not in a collective, which would use the GPU while others are timed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def _asked(context: distributed.Context) -> bool:
-    """Is another step asked for? Rank 0 says first that what was asked for is done."""
+    """Whether another step is requested; rank 0 first reports the end of the last one."""
     if context.is_main:
         print("ready", flush=True)
     return bool(sys.stdin.readline())

@@ -1,7 +1,7 @@
-"""The table of modes: training in each of them beside plain, and each decoder beside OpenCV's.
+"""The table of modes: each training mode compared with the plain one, each decoder with OpenCV's.
 
-Each mode has processes of its own, and so has the baseline, which takes turns with it step by step: a mode that fails,
-or runs out of memory, costs its own row and says why.
+Each mode and the baseline have processes of their own and alternate step by step. A mode that fails, or runs out of
+memory, costs only its own row, which says why.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from pipeline import compat
 from superglue_sift import sift
 
 KEYPOINTS = 512
-PAIRS = {"cuda": 64, "cpu": 2}  # of a process and step
-DECODED = 64  # photographs of 640x480 a call of a decoder
+PAIRS = {"cuda": 64, "cpu": 2}  # per process and step
+DECODED = 64  # photographs of 640x480 in a call of a decoder
 PLAIN = "plain: one process, float32"
 
 
 class Mode(NamedTuple):
-    """What differs from plain: keys of the section `train`, and the number of processes."""
+    """Differences from the plain mode: keys of the section `train`, and the number of processes."""
 
     changes: Dict[str, Any]
     processes: int = 1
@@ -63,7 +63,7 @@ def training(setting: Setting) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         store = made_store(Path(folder), KEYPOINTS)
         start = functools.partial(_training, setting, store)
-        yield from _beside(setting, "modes", PLAIN, Mode({}), modes(setting), start)
+        yield from _compared(setting, "modes", PLAIN, Mode({}), modes(setting), start)
 
 
 def decoders(setting: Setting) -> Iterator[Row]:
@@ -71,22 +71,22 @@ def decoders(setting: Setting) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         jpegs = write_jpegs(setting, Path(folder) / "photographs")
         start = functools.partial(_decoding, setting, jpegs)
-        one, two = "one thread", "two threads"  # as the stage's workers have them, and its DALI pipeline
+        one, two = "one thread", "two threads"  # as in the stage's workers and its DALI pipeline
         others = {f"decoder: torchvision, {one}": "torchvision", f"decoder: DALI, {two}": "dali"}
         views = {f"pairs of views: DALI, {two}": "dali-views"}
-        for plain, way, beside in (
+        for plain, way, ways in (
             (f"decoder: OpenCV, {one}", "opencv", others),
             (f"pairs of views: OpenCV, {one}", "opencv-views", views),
         ):
-            ways = {name: Mode({"way": other}) for name, other in beside.items()}
-            yield from _beside(setting, "decoders", plain, Mode({"way": way}), ways, start)
+            modes_of = {name: Mode({"way": other}) for name, other in ways.items()}
+            yield from _compared(setting, "decoders", plain, Mode({"way": way}), modes_of, start)
     yield from contained("decoders", "images handed to a worker", functools.partial(_handed, setting))
 
 
-def _beside(
+def _compared(
     setting: Setting, group: str, plain: str, first: Mode, others: Dict[str, Mode], start: Callable[[Mode], Group]
 ) -> Iterator[Row]:
-    """A row of the baseline, alone, then one of each other mode in turns with it."""
+    """A row of the baseline alone, then a row of each other mode, alternating with it."""
     base = start(first)
     try:
         alone = setting.timed({plain: base})[plain]
@@ -104,7 +104,7 @@ def _beside(
 
 
 def _reason(setting: Setting, mode: Mode) -> str:
-    """Why a mode does nothing here, or cannot run; empty where it can."""
+    """Why a mode cannot run here or has no effect; otherwise empty."""
     cuda, most = setting.device.type == "cuda", places(setting)
     if mode.changes.get("parallel") == "dp" and (not cuda or most < 2):
         return "needs two GPUs"
@@ -129,7 +129,7 @@ def _row(
 
 
 def _training(setting: Setting, store: Path, mode: Mode) -> Group:
-    """A step a call. DataParallel's one process has the pairs of all GPUs."""
+    """A group whose call is a step. DataParallel's one process gets the pairs of all GPUs."""
     devices = mode.processes
     if mode.changes.get("parallel") == "dp":
         devices = places(setting) if setting.device.type == "cuda" else 1
@@ -140,13 +140,13 @@ def _training(setting: Setting, store: Path, mode: Mode) -> Group:
 
 
 def _decoding(setting: Setting, jpegs: Path, mode: Mode) -> Group:
-    """All photographs a call."""
+    """A group whose call decodes all photographs."""
     words = [sys.executable, "-m", "benchmarks.decode_rank", "--way", mode.changes["way"], "--folder", str(jpegs)]
     return Group(setting, words, 1, 1, DECODED, "images/s")
 
 
 def _handed(setting: Setting) -> Iterator[Row]:
-    """Decoded photographs handed to another process, as a decoder of all workers does, beside their SIFT there."""
+    """Pass decoded photographs to another process, as a shared decoder does, compared with their SIFT there."""
     gray = photographs(setting.images, 1)[0]
     detect = functools.partial(sift.extract, gray, KEYPOINTS)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -160,7 +160,7 @@ def _handed(setting: Setting) -> Iterator[Row]:
 
 
 def write_jpegs(setting: Setting, folder: Path) -> Path:
-    """Photographs of 640x480 as JPEG files, as COCO has them."""
+    """Write photographs of 640x480 as JPEG files, as in COCO."""
     folder.mkdir()
     found = photographs(setting.images, min(DECODED, 8))
     for number in range(DECODED):

@@ -1,4 +1,4 @@
-"""Rows of the network: the grid over keypoints and batch, Sinkhorn alone, ours beside plain, peak memory."""
+"""Rows of the network: the grid over keypoints and batch, Sinkhorn alone, ours compared with plain."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def _cell(setting: Setting, keypoints: int, pairs: int, rate: Optional[float], s
         call = make(setting.model(), made_batch(keypoints, pairs).to(setting.device))
         taken = setting.timed({what: call}, setting.seconds / 2)[what]
         each = statistics.median(taken.wall) / pairs
-        share = f"{operations / each / 1e9:.0f} GFLOP/s, "
-        share += f"MFU {operations / each / rate:.0%} ({source})" if rate else source
+        note = f"{operations / each / 1e9:.0f} GFLOP/s, "
+        note += f"MFU {operations / each / rate:.0%} ({source})" if rate else source
         busy = sum(taken.cpu) / sum(taken.wall)
-        note = f"{share}, cores in use {busy:.2f}"
+        note += f", cores in use {busy:.2f}"
         yield Row("model", name, 1e3 * each, "ms/pair", note=note)
 
 
@@ -111,9 +111,9 @@ def _ratio_rows(
 
 
 def against_plain(setting: Setting) -> Iterator[Row]:
-    """A training step, with Adam, beside the plain network's, in float32 and bfloat16.
+    """A training step with Adam, compared with the plain network's, in float32 and bfloat16.
 
-    Plain has our LayerNorm, and then the same weights, or the paper's BatchNorm; the ratio is to what costs it less.
+    Plain has our LayerNorm (with the same weights) or the paper's BatchNorm; the ratio is to the cheaper one.
     """
     for keypoints, pairs, targets in (
         (512, 2, {"float32": 1.4, "bfloat16": 2.2}),
@@ -142,7 +142,7 @@ def against_plain(setting: Setting) -> Iterator[Row]:
 
 
 def precisions(setting: Setting) -> Iterator[Row]:
-    """bfloat16 beside float32, in training and in matching: what `train.precision: auto` decides by on a CPU."""
+    """bfloat16 compared with float32, in training and matching: the basis of `train.precision: auto` on a CPU."""
     for what, counts in (
         ("N = 64, batch 4", [64] * 4),
         ("N = 512, batch 2", [512] * 2),
@@ -156,25 +156,25 @@ def precisions(setting: Setting) -> Iterator[Row]:
             continue
         batch, model = ragged_batch(counts).to(setting.device), setting.model()
         ways = {each: training_call(model, batch, each, _adam(model)) for each in ("float32", "bfloat16")}
-        yield from _beside_float32(setting, f"training step, {what}", ways, len(counts))
+        yield from _against_float32(setting, f"training step, {what}", ways, len(counts))
     for keypoints in (512, 1024):
         model, batch = setting.model().eval(), made_batch(keypoints, 1).to(setting.device)
         ways = {each: forward_call(fuse_for_inference(model, each), batch) for each in ("float32", "bfloat16")}
-        yield from _beside_float32(setting, f"match latency, N = {keypoints}", ways, 1)
+        yield from _against_float32(setting, f"match latency, N = {keypoints}", ways, 1)
 
 
-def _beside_float32(setting: Setting, name: str, ways: Dict[str, Call], pairs: int) -> Iterator[Row]:
+def _against_float32(setting: Setting, name: str, ways: Dict[str, Call], pairs: int) -> Iterator[Row]:
     return _ratio_rows("precision", name, setting.timed(ways), pairs, {"bfloat16": None}, "float32")
 
 
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
-    """As a reader would write it for the plain network; as the trainer has it for ours."""
+    """Adam: torch's default for the plain network, the trainer's for ours."""
     own = compat.fused_adam() if isinstance(model, SuperGlue) else {}
     return torch.optim.Adam(model.parameters(), lr=1e-4, **own)
 
 
 def latency(setting: Setting) -> Iterator[Row]:
-    """One pair through the matcher, beside the plain network with the same weights."""
+    """One pair through the matcher, compared with the plain network with the same weights."""
     for keypoints in (512, 1024):
         batch = made_batch(keypoints, 1).to(setting.device)
         model = setting.model().eval()
@@ -190,7 +190,7 @@ def latency(setting: Setting) -> Iterator[Row]:
 
 
 def _against_transformers(setting: Setting) -> Iterator[Row]:
-    """One pair to mutual matches beside the module of `transformers` with the same weights, in float32."""
+    """One pair to mutual matches, compared with `transformers` with the same weights, in float32."""
     name = "match latency beside transformers' SuperGlue, N = 512"
     if setting.device.type != "cpu":
         yield Row("latency", name, skipped="measured on the CPU")
@@ -226,7 +226,7 @@ def _difference(setting: Setting, batch, keypoints: int) -> Row:
 
 
 def transport(setting: Setting) -> Iterator[Row]:
-    """Sinkhorn alone, forward and backward, T = 100, beside autograd in the log domain."""
+    """Sinkhorn alone, forward and backward, T = 100, compared with autograd in the log domain."""
     for keypoints, pairs in ((512, 8), (1024, 4)):
         shape = (keypoints, pairs)
         name = f"Sinkhorn T = 100 forward + backward, N = {keypoints}, batch {pairs}"
@@ -240,7 +240,7 @@ def transport(setting: Setting) -> Iterator[Row]:
 
 
 def sinkhorn_call(device: torch.device, way: str, keypoints: int, pairs: int, iterations: int = 100) -> Call:
-    """On random scores of the range a network gives."""
+    """A call of Sinkhorn on random scores in the range of a network."""
     generator = torch.Generator().manual_seed(0)
     scores = (torch.randn(pairs, keypoints, keypoints, generator=generator) * 5).to(device).requires_grad_()
     dustbin = torch.tensor(1.0, device=device, requires_grad=True)

@@ -1,6 +1,6 @@
-"""Rows of parity: the network in half precision beside float32, by matches, log P, loss and gradient.
+"""Rows of parity: half precision compared with float32, by matches, log P, loss and gradient.
 
-On a network whose every layer does something: the branches of an untrained one end in zeros, so none would show.
+Uses a perturbed network: the branches of an untrained one end in zeros and would show no difference.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from superglue_sift.network.inference import fuse_for_inference
 from superglue_sift.network.superglue import SuperGlue, mutual_matches
 from superglue_sift.torch_compat import autocast
 
-NOISE = 0.3  # standard deviation of what is added to a weight, times the root of its number of inputs
-SCALE = 1024.0  # of the loss while the gradient is taken, so that float16 does not round it to nothing
+NOISE = 0.3  # standard deviation of the noise on a weight, times the root of its number of inputs
+SCALE = 1024.0  # factor on the loss, so that float16 does not round the gradient to zero
 
 
 class Answer(NamedTuple):
-    """Of a batch: log P of each pair, mutual matches (B, N), in training mean loss and the whole gradient, flat."""
+    """Results of a batch: log P of each pair, mutual matches (B, N); in training, mean loss and flat gradient."""
 
     log_P: Sequence[Tensor]
     matches: Tensor
@@ -33,7 +33,7 @@ class Answer(NamedTuple):
 
 
 def parity(setting: Setting) -> Iterator[Row]:
-    """Each half precision under autocast beside float32; and bfloat16 as `match` has it."""
+    """Each half precision under autocast compared with float32, and bfloat16 as in `match`."""
     batch = made_batch(512, 2).to(setting.device)
     model = perturbed(setting.model())
     exact = answer(model, batch, "float32")
@@ -77,7 +77,7 @@ def perturbed(model: SuperGlue, seed: int = 0) -> SuperGlue:
 
 
 def answer(model: SuperGlue, batch, precision: str) -> Answer:
-    """Under autocast of `precision`, as the training has it."""
+    """Compute the answer under autocast of `precision`, as in training."""
     model.eval().zero_grad(set_to_none=True)
     with torch.no_grad(), autocast(batch.device.type, precision):
         log_P = model(batch)
@@ -93,7 +93,7 @@ def _matches(log_P: Sequence[Tensor], batch) -> Tensor:
 
 
 def equal(a: Tensor, b: Tensor) -> float:
-    """Share of the keypoints matched in either that have the same match in both; nan without any."""
+    """Fraction of the keypoints matched in either that have the same match in both; nan without any."""
     found = (a >= 0) | (b >= 0)
     return float((a[found] == b[found]).float().mean())
 
@@ -104,5 +104,5 @@ def largest(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
-    """Of two flat gradients."""
+    """Cosine similarity of two flat gradients."""
     return float(a @ b / (a.norm() * b.norm()))

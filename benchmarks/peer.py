@@ -1,9 +1,9 @@
 """The work of the best-known trainer of SuperGlue on SIFT, for comparison: the work, not the code.
 
-As its users run it: a batch of one pair; the view warped and SIFT computed on both at every access, in the process
-that trains; truth by double-precision distances; the whole network in float64, D = 128, T = 20; a loss gathered in a
-Python loop of -log(exp(.)) over the matches; Adam. Written by us from that description and the paper, on
-the plain network of `benchmarks.plain`.
+As its users run it: a batch of one pair; the view warped and SIFT computed on both at every access, in the process that
+trains; truth by double-precision distances; the whole network in float64, D = 128, T = 20; a loss gathered in a Python
+loop of -log(exp(.)) over the matches; Adam. Written by us from that description and the paper, on the plain network of
+`benchmarks.plain`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONFIG = SuperGlueConfig(dim=128, layers=9, heads=4, norm="batch", scale_angle=F
 
 
 class PeerTraining:
-    """One optimiser step a call, over the images in turn."""
+    """One optimiser step per call, cycling through the images."""
 
     def __init__(self, images: Sequence[np.ndarray], keypoints: int, device: torch.device, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -37,7 +37,7 @@ class PeerTraining:
         self.seen: List[int] = []  # keypoints of the views so far
 
     def __call__(self) -> float:
-        """One pair: load, forward, backward, step; its loss."""
+        """Train on one pair: load, forward, backward, step; the loss."""
         pair, H = self.load(self.images[self.count % len(self.images)])
         self.count += 1
         self.seen += [len(pair.records0), len(pair.records1)]
@@ -60,7 +60,7 @@ class PeerTraining:
 
 
 def _batch(pair: Pair) -> PairBatch:
-    """The plain network takes views of one length only within each side, which one pair always has."""
+    """A batch of one pair: the plain network needs views of equal length on each side."""
     return from_pairs([pair])
 
 

@@ -1,4 +1,4 @@
-"""Rows of the peer's work beside ours: training pairs per second, end to end, on the same photographs."""
+"""Training pairs per second, end to end, of the peer's work and ours on the same photographs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CALLS, BUDGETS = 3, 2.0  # of the peer's work at least; `--seconds` that they ma
 
 
 def peer(setting: Setting) -> Iterator[Row]:
-    """One process of ours, and one for each core or GPU, beside the online, float64, batch-1 peer's work."""
+    """One process of ours, and one for each core or GPU, compared with the peer's online float64 work of batch 1."""
     found = photographs(setting.images, 12)
     for keypoints, calls in ((512, 3), (1024, 2)):
         # so that each pair is the same work
@@ -48,7 +48,7 @@ def peer(setting: Setting) -> Iterator[Row]:
 
 
 def _too_long(theirs: Callable[[], object], setting: Setting) -> str:
-    """Why the fewest rounds would not fit the budget, or nothing; costs one call."""
+    """Why the minimum of rounds exceeds the budget, or an empty string; costs one call."""
     started = time.perf_counter()
     theirs()
     seconds = CALLS * (time.perf_counter() - started)
@@ -76,7 +76,7 @@ def _ours(
 
 
 def _store_of(theirs: Any, images: List[Any], folder: Path) -> Path:
-    """The peer's own pairs, kept, so that both sides see the same keypoints."""
+    """A store of the peer's own pairs, so that both sides see the same keypoints."""
     made = []
     for number, image in enumerate(images):
         pair, H = theirs.load(image)
@@ -101,7 +101,7 @@ def _rows(taken: Dict[str, timing.Seconds], pairs: Dict[str, int], keypoints: in
 
 
 def _cpu_ratio(base: timing.Seconds, own: timing.Seconds, count: int) -> Optional[timing.Ratio]:
-    """None of a group, whose processor time is not this process's."""
+    """Ratio of processor times; None for a group, whose processor time is not this process's."""
     if sum(own.cpu) < 0.1 * sum(own.wall):
         return None
     return timing.speed_up(base.cpu, [t / count for t in own.cpu])

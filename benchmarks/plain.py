@@ -1,8 +1,8 @@
 """A plain SuperGlue to compare with, written from the paper (arXiv 1911.11763) the way a reader would first write it.
 
-Convolutions of width 1 over (B, D, N), attention by einsum with all its weights kept, Sinkhorn in the log domain left
-to autograd, a dense target for the loss. Weights can be taken over from ours, and then both compute the same.
-All views of a batch have the same number of keypoints.
+Convolutions of width 1 over (B, D, N), attention by einsum with all weights stored, autograd through Sinkhorn in the
+log domain, a dense target for the loss. With our weights (`plain_from`) both compute the same. All views of a batch
+have the same number of keypoints.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def sinkhorn(scores: Tensor, dustbin: Tensor, iterations: int) -> Tensor:
 
 
 class ChannelNorm(nn.Module):
-    """LayerNorm over the channels of (B, C, N); left transposed, what follows would copy it at more cost."""
+    """LayerNorm over the channels of (B, C, N); contiguous, because the next layer would copy it at more cost."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class PlainLayer(nn.Module):
 
 
 class PlainSuperGlue(nn.Module):
-    """The network; `forward` answers as ours, but with one tensor (B, M + 1, N + 1)."""
+    """The network; `forward` returns one tensor (B, M + 1, N + 1)."""
 
     def __init__(self, config: SuperGlueConfig) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def dense_loss(log_P: Tensor, truth: Truth) -> Tensor:
 
 
 def plain_from(model: SuperGlue) -> PlainSuperGlue:
-    """A plain network with the weights of ours, in the same mode. Raises ValueError for options that it has not."""
+    """A plain network with the weights of ours, in the same mode. Raises ValueError for missing options."""
     plain = PlainSuperGlue(model.config)
     ours = dict(model.state_dict())
     with torch.no_grad():

@@ -1,9 +1,9 @@
-"""One rank of the row that compares steps of several processes with the same processes left alone.
+"""One rank of the row that compares steps with and without the exchange of gradients.
 
     python -m benchmarks.rank   (started by `group_rows`, with RANK, WORLD_SIZE, ... in its environment)
 
-Every process does both: a step whose gradient is exchanged, and the same step without exchange, in turns. So the
-two are compared in one run, with as many processes busy in either case.
+Every process alternates between a step with exchange and the same step without. So both are measured in one run, with
+equally many busy processes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 def _rounds(args: argparse.Namespace, context: distributed.Context) -> List[List[float]]:
     """Seconds of this rank's steps: [exchanged, alone], each a list over the rounds.
 
-    With `--beside-large-buckets` a third between them: exchanged in torch's own buckets, in the order of the modules.
+    With `--beside-large-buckets` a third between them: exchanged in torch's own buckets.
     """
     torch.manual_seed(0)
     model = SuperGlue(SuperGlueConfig(**json.loads(args.config))).to(context.device)
@@ -68,7 +68,7 @@ def _rounds(args: argparse.Namespace, context: distributed.Context) -> List[List
             optimizers[way].step()
             if context.device.type == "cuda":
                 torch.cuda.synchronize()
-            if number:  # the first is not counted
+            if number:  # the first is a warm-up
                 taken[way].append(time.perf_counter() - begun)
     return taken
 

@@ -1,4 +1,4 @@
-"""A row of the table, what a run is set to, and what a row may cost."""
+"""A row of the table, the settings of a run, and the budget of a row."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from benchmarks.timing import Ratio
 from pipeline.errors import RequestError
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
-EFFICIENCY = 0.25  # of a plain matrix product's speed, to foretell what a row takes; pessimistic on purpose
-GPU_RATE = 20e12  # FLOP/s, the same for a GPU
-MEMORY_SHARE = 0.7  # of what is free, that a row may take
+EFFICIENCY = 0.25  # assumed fraction of a matrix product's speed; pessimistic on purpose
+GPU_RATE = 20e12  # FLOP/s assumed for a GPU
+MEMORY_FRACTION = 0.7  # of the free memory that a row may take
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line: a figure with its unit, perhaps a ratio with its interval, or the reason why it was skipped.
+    """A measurement with its unit, optionally a ratio with its interval, or the reason why it was skipped.
 
-    ratio_cpu: the same ratio in processor seconds, which others' load does not move (one process, CPU).
+    ratio_cpu: the same ratio in processor seconds, which other load hardly changes (one process, CPU).
     """
 
     group: str
@@ -38,28 +38,28 @@ class Row:
     target: Optional[float] = None
     note: str = ""
     skipped: str = ""
-    spread: Optional[Ratio] = None  # the value with its interval over the rounds
-    at_most: Optional[float] = None  # target of the value; `target` is one of the ratio
-    dim: Optional[int] = None  # D of the network; `table.run` knows it where a group has no other
+    spread: Optional[Ratio] = None  # the value and its interval over the rounds
+    at_most: Optional[float] = None  # target of the value; `target` is that of the ratio
+    dim: Optional[int] = None  # D of the network; None: that of the setting
 
     @property
     def met(self) -> str:
-        """yes: the interval lies on the target's good side; near: it holds it; no: beyond. Empty without a target."""
+        """yes: the whole interval meets the target; near: a part of it; no: none. Empty without a target."""
         if self.at_most is None or self.value is None:
             return self._reached(self.ratio)
         low, high = (self.spread or Ratio(self.value)).ends
-        return _judged(high <= self.at_most, low <= self.at_most)
+        return _verdict(high <= self.at_most, low <= self.at_most)
 
     @property
     def met_cpu(self) -> str:
-        """The same by processor seconds."""
+        """`met` by processor seconds."""
         return self._reached(self.ratio_cpu)
 
     def _reached(self, ratio: Optional[Ratio]) -> str:
         if self.target is None or ratio is None:
             return ""
         low, high = ratio.ends
-        return _judged(low >= self.target, high >= self.target)
+        return _verdict(low >= self.target, high >= self.target)
 
     def flat(self) -> Dict[str, Any]:
         """Columns of the CSV and JSON."""
@@ -86,13 +86,13 @@ class Row:
         return {**columns, **rest, "skipped": self.skipped}
 
 
-def _judged(whole: bool, part: bool) -> str:
+def _verdict(whole: bool, part: bool) -> str:
     return "yes" if whole else "near" if part else "no"
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a run measures and how long a row may take. `rate`: FLOP/s of a plain product on this device."""
+    """Settings of a run and the budget of a row. `rate`: FLOP/s of a matrix product on this device."""
 
     device: torch.device
     config: SuperGlueConfig
@@ -100,7 +100,7 @@ class Setting:
     seconds: float = 8.0
     images: Path = Path("data/images")
     params: Path = Path("params.yaml")
-    weights: Optional[Path] = None  # of the model of the rows of evaluation; None: untrained
+    weights: Optional[Path] = None  # of the evaluation's model; None: untrained
     keypoint_counts: tuple = (256, 512, 1024, 2048)
     batches: tuple = (1, 8, 32)
     rate: float = 1e11
@@ -111,7 +111,7 @@ class Setting:
         return SuperGlue(dataclasses.replace(self.config, **changes)).to(self.device)
 
     def wait(self) -> None:
-        """Until the device has done its work."""
+        """Wait until the device has done its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -120,19 +120,19 @@ class Setting:
         return timing.interleaved(ways, self.rounds, seconds or self.seconds, self.wait)
 
     def too_dear(self, operations: float, memory: float, calls: int = 3, budgets: float = 2.0) -> str:
-        """Why a row of `calls` calls is not affordable within so many `budgets`, or nothing."""
+        """Why a row of `calls` calls does not fit this many `budgets`, or an empty string."""
         rate = GPU_RATE if self.device.type == "cuda" else EFFICIENCY * self.rate
         seconds, most = calls * operations / rate, budgets * self.seconds
         if seconds > most:
             return f"about {seconds:.0f} s, more than {most:.0f}; --seconds {seconds / budgets + 1:.0f} runs it"
         free = free_memory(self.device)
-        if memory > MEMORY_SHARE * free:
+        if memory > MEMORY_FRACTION * free:
             return f"about {memory / 2**30:.1f} GiB, and {free / 2**30:.1f} are free"
         return ""
 
 
 def contained(group: str, what: str, made: Callable[[], Iterable[Row]]) -> Iterator[Row]:
-    """The rows of `made`. An exception costs those still to come and no others; a row named `what` says so."""
+    """The rows of `made`. An exception costs only the remaining ones; a row named `what` reports it."""
     try:
         yield from made()
     except RequestError as error:
@@ -140,31 +140,31 @@ def contained(group: str, what: str, made: Callable[[], Iterable[Row]]) -> Itera
     except Exception as error:
         message = str(error).strip().splitlines()[:1]
         yield Row(group, what, skipped=": ".join(["failed", type(error).__name__, *message]))
-    with contextlib.suppress(RuntimeError):  # a GPU that has failed fails here again
+    with contextlib.suppress(RuntimeError):  # a GPU that has failed fails again here
         torch.cuda.empty_cache()
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that can still be had on the device."""
+    """Free bytes on the device."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     return float(psutil.virtual_memory().available)
 
 
 def setting_for(device: str, config: SuperGlueConfig, **others: Any) -> Setting:
-    """A setting whose `rate` has been measured."""
+    """A setting with a measured `rate`."""
     found = torch.device(device)
     rate = flops.measured_rate() if found.type == "cpu" else GPU_RATE
     return Setting(found, config, rate=rate, **others)
 
 
 def load() -> str:
-    """What else the machine does: the load of the last minute, cores, threads of torch."""
+    """The load of the last minute, cores, threads of torch."""
     return f"load {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 
 def activation_bytes(config: SuperGlueConfig, keypoints: int, pairs: int, plain: bool = False) -> float:
-    """Roughly what a training step keeps, to foretell whether it fits."""
+    """Rough bytes of a training step's activations, to predict whether it fits."""
     tokens, layers = 2.0 * keypoints * pairs, 2 * config.layers
     kept = tokens * layers * 16 * config.dim * 4 + pairs * 8.0 * (keypoints + 1) ** 2 * 4
     if plain:

@@ -1,4 +1,4 @@
-"""Rows of whole stages: keypoints beside bare OpenCV, two JPEG files to their matches, and aligning these."""
+"""Rows of whole stages: keypoints compared with bare OpenCV, two JPEG files to matches, and their alignment."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from superglue_sift.matcher import Matcher
 from superglue_sift.network.inference import fuse_for_inference
 
 ALIGNED = 250  # matches
-TURN = (320, 240), 10, 1.0  # centre, degrees and scale of what the second view of a pair is turned by
-PAPER = (640, 480)  # views of the paper's training; each SIFT call there gives 72 MB back unless it is kept
+ROTATION = (320, 240), 10, 1.0  # centre, degrees and scale of the second view's rotation
+PAPER = (640, 480)  # views of the paper's training; each SIFT call there frees 72 MB unless the allocator keeps it
 
 
 def keypoints(setting: Setting) -> Iterator[Row]:
-    """The stage's own pool beside bare OpenCV and a plain pool, on views as set and of the paper's size."""
+    """The stage's pool compared with bare OpenCV and a plain pool, on views as configured and of the paper's size."""
     from pipeline.keypoints.pool import cores
 
     try:
@@ -46,7 +46,7 @@ def keypoints(setting: Setting) -> Iterator[Row]:
 
 
 def _keypoint_row(row: Dict[str, Any]) -> Row:
-    """Ours is to come near the floor and to leave a plain pool behind; the note says what each way spends."""
+    """Our row, with targets against the floor and a plain pool; the note has the cost of each."""
     floor, plain_ = (timing.Ratio(row[key], row[f"{key}_low"], row[f"{key}_high"]) for key in ("of_floor", "of_plain"))
     note = f"{plain_} of plain (target {OF_PLAIN:g}), {row['cpu_ms']} ms and {row['faults']} page faults a view"
     target = OF_FLOOR if row["what"].startswith("keypoints ours") else None
@@ -55,7 +55,7 @@ def _keypoint_row(row: Dict[str, Any]) -> Row:
 
 
 def store(setting: Setting) -> Iterator[Row]:
-    """Random access to a store of 512 keypoints a view; `setting` says nothing about it."""
+    """Random access to a store of 512 keypoints a view; `setting` is not used."""
     from benchmarks.store_rows import store_rows
 
     del setting
@@ -70,7 +70,7 @@ def store(setting: Setting) -> Iterator[Row]:
 
 @contextlib.contextmanager
 def one_opencv_thread() -> Iterator[None]:
-    """As `match` and `evaluate` have it, which run SIFT in threads of their own."""
+    """One OpenCV thread, as in `match` and `evaluate`, which run SIFT in threads of their own."""
     before = cv2.getNumThreads()
     cv2.setNumThreads(1)
     try:
@@ -81,7 +81,7 @@ def one_opencv_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Of OpenCV and of torch."""
+    """One thread of OpenCV and of torch."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -103,7 +103,7 @@ def files(setting: Setting) -> Iterator[Row]:
 
 
 def aligned(setting: Setting) -> Iterator[Row]:
-    """Aligning 250 matches by the pixels, as part of two JPEG files to matches at 1,024 keypoints, one thread each."""
+    """Alignment of 250 matches as a fraction of two JPEG files to matches at 1,024 keypoints, one thread each."""
     matcher = Matcher(fuse_for_inference(setting.model()), setting.device, refine=False)
     with tempfile.TemporaryDirectory() as folder, one_thread():
         paths = _jpegs(Path(folder), photographs(setting.images, 1))
@@ -119,8 +119,8 @@ def aligned(setting: Setting) -> Iterator[Row]:
 
 
 def _true_matches(side0: Features, side1: Features) -> MatchResult:
-    """Keypoints that the turn of `_jpegs` brings onto one another, within 1.5 px."""
-    seen = cv2.transform(side0.keypoints[None], cv2.getRotationMatrix2D(*TURN))[0]
+    """Keypoints that the rotation of `_jpegs` brings within 1.5 px of each other."""
+    seen = cv2.transform(side0.keypoints[None], cv2.getRotationMatrix2D(*ROTATION))[0]
     distances = np.linalg.norm(seen[:, None] - side1.keypoints, axis=-1)
     nearest = distances.argmin(1)
     mutual = (distances.argmin(0)[nearest] == np.arange(len(seen))) & (distances.min(1) < 1.5)
@@ -130,8 +130,8 @@ def _true_matches(side0: Features, side1: Features) -> MatchResult:
 
 def _jpegs(folder: Path, images: List) -> List[Path]:
     image = images[0]
-    turned = cv2.warpAffine(image, cv2.getRotationMatrix2D(*TURN), (640, 480))
+    rotated = cv2.warpAffine(image, cv2.getRotationMatrix2D(*ROTATION), (640, 480))
     paths = [folder / "a.jpg", folder / "b.jpg"]
-    for path, view in zip(paths, (image, turned)):
+    for path, view in zip(paths, (image, rotated)):
         cv2.imwrite(str(path), view)
     return paths

@@ -1,4 +1,4 @@
-"""How fast the store gives what training asks for, against a bare slice of mapped memory; on a hot cache, one core.
+"""Speed of random access to the store, compared with a bare slice of mapped memory; hot cache, one core.
 
 Keypoint records are copied as bytes, as the batches do: numpy copies records of named fields four times as slowly.
 """
@@ -22,8 +22,8 @@ from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import PairOrder
 
-KEYPOINTS = 512  # of a view of the store made up when none is given
-OF_BARE, VIEW_US, BATCH_MS = 1.5, 20.0, 2.5  # what the store is to reach, at 512 keypoints a view
+KEYPOINTS = 512  # of a view of the synthetic store
+OF_BARE, VIEW_US, BATCH_MS = 1.5, 20.0, 2.5  # targets of the store at 512 keypoints a view
 _ACCESSES = 1000
 _ROUNDS = 25
 _BATCH = 64
@@ -31,7 +31,7 @@ _DROP = 0.3
 
 
 def store_rows(folder: Optional[Path] = None, rounds: int = _ROUNDS) -> List[Dict[str, Any]]:
-    """Rows of the store in a folder, or of one made up: what, microseconds of a core (the best round), the ratio to
+    """Rows of the store in a folder, or of a synthetic one: name, microseconds of a core (best round), the ratio to
     the bare map with its interval, and the bound."""
     if folder is not None:
         return list(_rows(Store(folder), rounds))
@@ -78,7 +78,7 @@ def _rows(store: Store, rounds: int) -> Iterator[Dict[str, Any]]:
 
 
 def _each(read: Callable[[int, int], np.ndarray], places: Sequence[Tuple[int, int]]) -> None:
-    """All places, keeping none: memory for all of them would cost more than the reading."""
+    """Read all places and keep none: memory for all would cost more than the reading."""
     for place in places:
         read(*place)
 

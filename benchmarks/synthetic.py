@@ -1,4 +1,4 @@
-"""Made-up work of a given size: views whose keypoints and truth are known, without any image."""
+"""Synthetic pairs of a given size: views with known keypoints and truth, without images."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from superglue_sift.geometry import transform
 from superglue_sift.sift import ORIENTED
 
 SIZE = (640, 480)
-SEVERAL = 0.18  # of the keypoints have two orientations, as SIFT finds them
-SHARED = 0.6  # of the keypoints of a view are seen in the other, as in real pairs at 3 px
+SEVERAL = 0.18  # fraction of keypoints with two orientations, as in SIFT
+SHARED = 0.6  # fraction of keypoints visible in the other view, as in real pairs at 3 px
 
 
 def made_pair(keypoints: int, rng: np.random.Generator) -> Tuple[Pair, np.ndarray]:
-    """Two views of `keypoints` each under a mild homography, H_0to1 (3, 3); descriptors of the same point are alike."""
+    """Two views of `keypoints` each under a mild homography, H_0to1 (3, 3); similar descriptors for one point."""
     H = np.eye(3) + rng.normal(0, [[0.05, 0.05, 15], [0.05, 0.05, 15], [5e-5, 5e-5, 0]])
     records0, records1 = _view(keypoints, rng), _view(keypoints, rng)
     seen = rng.permutation(keypoints)[: int(SHARED * keypoints)]
@@ -55,7 +55,7 @@ def made_batch(keypoints: int, pairs: int, seed: int = 0) -> PairBatch:
 
 
 def ragged_batch(counts: Sequence[int], seed: int = 0) -> PairBatch:
-    """A batch whose pairs have `counts` keypoints in the first view and, in turn, in the second."""
+    """A batch whose pairs have `counts` keypoints in the first view, and in reverse order in the second."""
     rng = np.random.default_rng(seed)
     made = [made_pair(max(counts), rng) for _ in counts]
     cut = [

@@ -1,4 +1,4 @@
-"""The table: which groups of rows there are, running them within their budgets, printing and writing them."""
+"""The table: its groups of rows; runs, prints and writes them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
 
 
 def chosen(only: str) -> Dict[str, Callable[[Setting], Iterator[Row]]]:
-    """The groups named in `only`, separated by commas; all when it is empty."""
+    """The groups named in `only`, separated by commas; all if it is empty."""
     known = groups()
     names = [name for name in only.split(",") if name]
     for name in names:
@@ -78,7 +78,7 @@ def chosen(only: str) -> Dict[str, Callable[[Setting], Iterator[Row]]]:
 def run(
     setting: Setting, only: str, report: Callable[[str], None], kept: Callable[[str, List[Row]], object]
 ) -> List[Row]:
-    """All rows; each is reported as soon as it is known. A group that fails costs its own rows alone.
+    """All rows; each is reported as soon as it is measured. A group that fails costs only its own rows.
 
     kept: called after each group with its name and all rows so far.
     """
@@ -96,12 +96,12 @@ def run(
 
 
 def _of_device(each: Row, device: torch.device) -> Row:
-    """Without processor seconds where a GPU does the work: those of the host say nothing about it."""
+    """The row without processor seconds on a GPU, where those of the host say nothing."""
     return each if device.type == "cpu" else dataclasses.replace(each, ratio_cpu=None)
 
 
 def _with_dim(each: Row, dim: int) -> Row:
-    """With D of its network: the one it names, or its group's own, or the setting's."""
+    """The row with D of its network: the one in its name, its group's, or the setting's."""
     if each.skipped or f"{each.group}/{each.what}".startswith(WITHOUT_NETWORK):
         return dataclasses.replace(each, dim=None)
     named = re.search(r"D = (\d+)", each.what)
@@ -129,8 +129,8 @@ def _goal(each: Row) -> str:
 
 
 def machine(setting: Setting) -> Dict[str, Any]:
-    """What the figures hold for."""
-    cpu = setting.device.type == "cpu"  # of a GPU the rate is assumed, not measured
+    """The machine and the network of the measurements."""
+    cpu = setting.device.type == "cpu"  # for a GPU the rate is assumed, not measured
     rate = {"matrix product GFLOP/s": round(setting.rate / 1e9, 1)} if cpu else {}
     return {
         "device": _processor() if cpu else torch.cuda.get_device_name(setting.device),
@@ -151,7 +151,7 @@ def _processor() -> str:
 
 
 def write(rows: Sequence[Row], about: Dict[str, Any], folder: Path) -> List[Path]:
-    """table.json and table.csv, each whole at any time."""
+    """Write table.json and table.csv atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     flat = [each.flat() for each in rows]
     write_atomic(folder / "table.json", json.dumps({"machine": about, "rows": flat}, indent=1) + "\n")
@@ -164,13 +164,13 @@ def write(rows: Sequence[Row], about: Dict[str, Any], folder: Path) -> List[Path
 
 
 def require_free(folder: Path, given: bool) -> None:
-    """RequestError where a folder that was named holds a table, which the new one would take the place of."""
+    """Raise RequestError if a given folder holds a table, which the new one would replace."""
     if given and (folder / "table.json").exists():
         raise RequestError(f"--out {folder}: holds a table; name another folder, or add --replace")
 
 
 def chart(rows: Sequence[Row], folder: Path) -> Optional[Path]:
-    """modes.png: a bar for each mode and decoder that ran, with its speed-up; None where none did."""
+    """Draw modes.png: a bar with the speed-up for each mode and decoder that ran; None without any."""
     units = ("pairs/s", "images/s")
     found = {
         unit: [each for each in rows if each.group in ("modes", "decoders") and each.unit == unit] for unit in units
@@ -193,17 +193,17 @@ def chart(rows: Sequence[Row], folder: Path) -> Optional[Path]:
 
 
 def track(rows: Sequence[Row], about: Dict[str, Any], folder: Path, files: Sequence[Path]) -> None:
-    """The same as a run in MLflow."""
+    """Log the table as a run in MLflow."""
     from pipeline import tracking
 
-    figures = {name: value for each in rows for name, value in _figures(each).items()}
+    metrics = {name: value for each in rows for name, value in _metrics(each).items()}
     with tracking.open_run(folder, {"benchmark": about}, {"kind": "benchmark"}, system_metrics=False) as run:
-        run.log(figures, 0)
+        run.log(metrics, 0)
         for file in files:
             run.artifact(file, "benchmark")
 
 
-def _figures(each: Row) -> Dict[str, float]:
+def _metrics(each: Row) -> Dict[str, float]:
     """The value, and the ratio with its interval, by their names in MLflow."""
     key, flat = _key(each), each.flat()
     columns = {"value": "", "ratio": " ratio", "ratio_low": " ratio low", "ratio_high": " ratio high"}
@@ -211,6 +211,6 @@ def _figures(each: Row) -> Dict[str, float]:
 
 
 def _key(each: Row) -> str:
-    """Letters MLflow allows in a metric's name."""
+    """A name with the letters that MLflow allows in a metric's name."""
     text = f"{each.group}/{each.what}"
     return "".join(c if c.isalnum() or c in "/_-. " else " " for c in text)

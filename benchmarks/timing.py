@@ -1,8 +1,8 @@
-"""Timing two or more ways of the same work: in turns, repeated, with the interval of their ratio.
+"""Time two or more ways of the same work, alternating, with the interval of their ratio.
 
-A machine changes its speed from one minute to the next by more than most improvements are worth. So the ways take
-turns, each round gives one ratio, and the interval is a bootstrap over the rounds. Processor seconds stand
-beside the wall's: with one thread they hold also while others use the machine.
+A machine's speed varies from minute to minute by more than most improvements. So the ways alternate, each round gives
+one ratio, and the interval is a bootstrap over the rounds. Processor seconds are measured too: with one thread they
+remain valid while others use the machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RESAMPLES = 2000
 
 
 class Seconds(NamedTuple):
-    """What one way took in each round: by the clock on the wall, and of the processor (all threads)."""
+    """Seconds of one way in each round: wall time, and processor time of all threads."""
 
     wall: List[float]
     cpu: List[float]
@@ -32,7 +32,7 @@ class Ratio(NamedTuple):
 
     @property
     def ends(self) -> Tuple[float, float]:
-        """Of the interval; of what was measured once, the value."""
+        """Ends of the interval; the value itself if measured once."""
         return (self.value, self.value) if self.low is None else (self.low, self.high)
 
     def __str__(self) -> str:
@@ -40,19 +40,18 @@ class Ratio(NamedTuple):
 
 
 def nothing() -> None:
-    """No waiting: what a CPU does is done when the call returns."""
+    """Do not wait: work on a CPU is done when the call returns."""
 
 
 def interleaved(
     ways: Dict[str, Callable[[], object]], rounds: int = 5, seconds: float = 10.0, wait: Callable[[], None] = nothing
 ) -> Dict[str, Seconds]:
-    """Each way once a round, the order turned from round to round, after one unmeasured call of each.
+    """Time each way once a round, in an order that reverses each round, after one warm-up call of each.
 
     Args:
-        rounds: the most; at least two are made.
-        seconds: no new round begins after so many, of the processor where others use the machine too (but four times
-            as many on the wall).
-        wait: called before the clock is read, for work that goes on after the call (a GPU's).
+        rounds: the maximum; at least two run.
+        seconds: no new round starts after this much processor time, or four times as much wall time.
+        wait: called before the clock is read, for work that continues after the call (on a GPU).
     """
     for way in ways.values():
         way()

@@ -1,4 +1,4 @@
-"""The trainer's step as a call, and rows of the loader beside it."""
+"""The trainer's step as a call, and rows of the loader."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from superglue_sift.truth import ground_truth
 
 KEYPOINTS = 512
 LOADERS = {"plain loader": "plain", "synthetic loader": "synthetic", "DALI loader": "dali"}  # `--loader`
-DRAWN = 32  # batches at a time of a loader alone, so that the two it keeps ready count for little
+DRAWN = 32  # batches per call of a loader alone; many, because two are prefetched
 _ENDLESS = 10**9  # steps
 
 
 class Trainer:
-    """One training step a call, by the trainer's own parts; `load=False` keeps one batch.
+    """One training step per call, with the trainer's own parts; `load=False` keeps one batch.
 
-    context: of a rank of several, which takes its share of the batch's pairs; None: there is one process.
+    context: of one of several ranks, which takes its part of the batch; None: one process.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Trainer:
 
 
 class Ahead(Trainer):
-    """The same with batches made ahead, as the stage has them, by the loader that `--loader` names."""
+    """A `Trainer` with prefetched batches, as in the stage, by the loader that `--loader` names."""
 
     def __init__(self, setting: Setting, store: Store, batch: int, **changes: Any) -> None:
         super().__init__(setting, store, batch, **changes)
@@ -96,13 +96,13 @@ class Ahead(Trainer):
 
 
 def _row(group: str, name: str, pairs: int, own: timing.Seconds, base: timing.Seconds, against: str) -> Row:
-    """Pairs per second, and how many times those of `base`, which does the same pairs."""
+    """Pairs per second, and the ratio to `base` on the same pairs."""
     ratio, cpu = timing.speed_up(base.wall, own.wall), timing.speed_up(base.cpu, own.cpu)
     return Row(group, name, pairs / statistics.median(own.wall), "pairs/s", ratio, cpu, against)
 
 
 def _ahead(setting: Setting, store: Store, batch: int, stack: contextlib.ExitStack) -> Dict[str, Ahead]:
-    """A way for each loader that runs here; `stack` ends them."""
+    """One way for each loader that can run here; `stack` closes them."""
     ways = {}
     for name, kind in LOADERS.items():
         if kind != "dali" or not _no_dali(setting):
@@ -120,7 +120,7 @@ def _no_dali(setting: Setting) -> str:
 
 
 def loader(setting: Setting) -> Iterator[Row]:
-    """Samples per second out of the store, beside the step they feed; truth and loss beside the step."""
+    """Samples per second from the store, compared with the step; truth and loss compared with the step."""
     cuda = setting.device.type == "cuda"
     batch = 64 if cuda else 4
     with tempfile.TemporaryDirectory() as folder:
@@ -151,7 +151,7 @@ def loader(setting: Setting) -> Iterator[Row]:
 
 
 def _alone(setting: Setting, store: Store, batch: int) -> Iterator[Row]:
-    """Pairs per second of each loader, ahead as in training, with no step to feed."""
+    """Pairs per second of each loader with prefetching, without a step."""
 
     def drawn(way: Ahead) -> None:
         for _ in range(DRAWN):

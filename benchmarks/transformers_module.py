@@ -1,7 +1,7 @@
-"""SuperGlue as the package `transformers` has it, with the weights of ours, for comparison: used where it is installed.
+"""SuperGlue of the package `transformers` with our weights, for comparison where it is installed.
 
-The definitions agree for BatchNorm and an encoder of position and score alone. Theirs wants keypoints as shares of the
-image, and descriptors as wide as the network: it is given what ours has after its projection.
+The definitions agree for BatchNorm and an encoder of position and score alone. Theirs takes keypoints as fractions of
+the image, and descriptors as wide as the network: it gets ours after the projection.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIDE, REACH = (64, 0.7)  # of the image in place of ours, in px; theirs divides 
 
 
 class _Fixed(nn.Module):
-    """In place of the detector: the same keypoints each time."""
+    """Replaces the detector: the same keypoints each time."""
 
     def __init__(self, answer: object) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class _Fixed(nn.Module):
 
 
 def matching_call(model: SuperGlue, batch) -> Callable[[], Tuple[Tensor, Tensor]]:
-    """Matches one pair as `model` does (norm "batch", no scale_angle): matches (2, N), -1 is none, and scores (2, N).
+    """A call that matches one pair as `model` (norm "batch", no scale_angle): matches (2, N) or -1, scores (2, N).
 
     Raises ImportError where `transformers` (4.52 or later) cannot be imported.
     """
@@ -66,7 +66,7 @@ def matching_call(model: SuperGlue, batch) -> Callable[[], Tuple[Tensor, Tensor]
 
 
 def _inputs(model: SuperGlue, batch) -> Dict[str, Tensor]:
-    """What the detector would say, so that the encoder and the layers get the numbers that those of ours get."""
+    """Outputs of the replaced detector, such that encoder and layers get the same numbers as ours."""
     batch = choose_orientations(batch)
     geometry = torch.cat([geometry_of(batch, side, False) for side in "01"])
     descriptors = torch.cat([root_sift(getattr(batch, "descriptors" + side)) for side in "01"])
@@ -79,7 +79,7 @@ def _inputs(model: SuperGlue, batch) -> Dict[str, Tensor]:
 
 
 def _renamed(model: SuperGlue) -> Dict[str, Tensor]:
-    """The weights of ours under their names."""
+    """Our weights under their names."""
     own = model.state_dict()
     names = {"final_projection.final_proj": "final_projection", "keypoint_encoder.encoder.4": "keypoint_encoder.12"}
     for i in range(4):

@@ -401,7 +401,7 @@ class TestModes:
 
     def test_what_cannot_run_says_why_before_it_starts(self, monkeypatch):
         monkeypatch.setattr(mode_rows, "places", lambda _: 1)
-        monkeypatch.setattr(mode_rows.stack, "no_compiler", lambda _: "no compiler")
+        monkeypatch.setattr(mode_rows.compat, "no_compiler", lambda _: "no compiler")
         here = Setting(torch.device("cpu"), SMALL)
         reasons = {name: mode_rows._reason(here, mode) for name, mode in mode_rows.modes(here).items()}
         assert reasons["DataParallel"] == "needs two GPUs"

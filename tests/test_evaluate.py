@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import math
 import os
@@ -10,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -41,14 +44,29 @@ evaluate:
 CONFIDENCE = ("precision_recall.csv", "precision_at_recall.csv", "operating_points.csv", "calibration.csv")
 
 
+def workspace(folder, photo):
+    """A folder with params.yaml, a model, and two held-out images."""
+    (folder / "params.yaml").write_text(PARAMS)
+    write_model(folder / "model.safetensors")
+    images = {"a.png": photo[:300, :400], "b.png": photo[100:, 150:]}
+    write_image_set(folder / "images", images, "test")
+    return folder
+
+
 @pytest.fixture
 def work(tmp_path, photo):
-    """A folder with params.yaml, a model, and two held-out images."""
-    (tmp_path / "params.yaml").write_text(PARAMS)
-    write_model(tmp_path / "model.safetensors")
-    images = {"a.png": photo[:300, :400], "b.png": photo[100:, 150:]}
-    write_image_set(tmp_path / "images", images, "test")
-    return tmp_path
+    return workspace(tmp_path, photo)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory, photo):
+    """Evaluations without options and with `--bound`, run once: their folder, and what each printed."""
+    folder, printed = workspace(tmp_path_factory.mktemp("done"), photo), {}
+    for name, words in (("out", ()), ("bound", ("--bound",))):
+        with contextlib.redirect_stdout(io.StringIO()) as stream:
+            assert run(folder, *words, out=name) == 0
+        printed[name] = stream.getvalue()
+    return SimpleNamespace(folder=folder, printed=printed)
 
 
 def run(folder, *extra, out="out"):
@@ -68,16 +86,14 @@ def read_csv(path):
         return list(csv.DictReader(file))
 
 
-def test_held_out_images_from_end_to_end(work, capsys):
-    assert run(work) == 0
-    out = work / "out"
+def test_held_out_images_from_end_to_end(done):
+    out = done.folder / "out"
     figures = json.loads((out / "metrics.json").read_text())
     assert all(figures[f"{matcher}.pairs"] == 6 for matcher in MATCHERS)
     lines = read_csv(out / "pairs.csv")
     assert len(lines) == 6 * len(MATCHERS)
     assert [line["pair"] for line in lines[:: len(MATCHERS)]] == [f"{n}.png#{k}" for n in "ab" for k in range(3)]
-    printed = capsys.readouterr()
-    assert "2 held-out images (test), 6 pairs" in printed.out and "SuperGlue (ours)" in printed.out
+    assert "2 held-out images (test), 6 pairs" in done.printed["out"] and "SuperGlue (ours)" in done.printed["out"]
     pictures = ["best-1", "gain-median", "gain-most", "median-1", "worst-1", "worst-2"]
     assert sorted(path.stem for path in (out / "pictures").glob("*.png")) == pictures
     assert {path.name for path in (out / "curves").iterdir()} == {
@@ -87,27 +103,27 @@ def test_held_out_images_from_end_to_end(work, capsys):
     assert read_csv(out / "bad_images.csv") == []
 
 
-def test_curves_of_precision_and_recall_agree_with_the_table(work):
-    run(work)
-    figures = json.loads((work / "out" / "metrics.json").read_text())
-    swept = read_csv(work / "out" / "curves" / "precision_at_recall.csv")
+def test_curves_of_precision_and_recall_agree_with_the_table(done):
+    out = done.folder / "out"
+    figures = json.loads((out / "metrics.json").read_text())
+    swept = read_csv(out / "curves" / "precision_at_recall.csv")
     precision = [float(line["superglue"]) for line in swept]
     assert precision == sorted(precision, reverse=True) and len(precision) > 20
     asked = figures["ratio_test.recall"]
     below, above = math.floor(100 * asked), math.ceil(100 * asked)
     assert precision[above] <= figures["superglue.precision_at_ratio_recall"] <= precision[below]
-    points = read_csv(work / "out" / "curves" / "operating_points.csv")
+    points = read_csv(out / "curves" / "operating_points.csv")
     for line in points:
         assert float(line["recall"]) == figures[f"{line['matcher']}.recall"]
         assert float(line["precision"]) == figures[f"{line['matcher']}.precision"]
     assert [line["matcher"] for line in points] == list(MATCHERS)
 
 
-def test_an_auc_can_be_made_again_by_hand_from_pairs_csv(work):
-    run(work)
-    figures = json.loads((work / "out" / "metrics.json").read_text())
+def test_an_auc_can_be_made_again_by_hand_from_pairs_csv(done):
+    out = done.folder / "out"
+    figures = json.loads((out / "metrics.json").read_text())
     for matcher in MATCHERS:
-        lines = [line for line in read_csv(work / "out" / "pairs.csv") if line["matcher"] == matcher]
+        lines = [line for line in read_csv(out / "pairs.csv") if line["matcher"] == matcher]
         for name in ("ransac", "dlt", "ransac_aligned", "dlt_aligned"):
             found = [float(line[f"error_{name}"]) for line in lines]
             for pixels in (1, 3, 5, 10):
@@ -117,12 +133,11 @@ def test_an_auc_can_be_made_again_by_hand_from_pairs_csv(work):
         assert figures[f"{matcher}.precision"] == pytest.approx(np.mean(precision), abs=2e-6)
 
 
-def test_alignment_is_of_every_matcher_and_has_figures_of_its_own(work, capsys):
+def test_alignment_is_of_every_matcher_and_has_figures_of_its_own(work, done, capsys):
     """It moves what is estimated from the matches of each, and nothing else; `--no-refine` leaves it out."""
-    assert run(work, "--bound") == 0
-    printed = capsys.readouterr().out
     assert run(work, "--no-refine", "--bound", out="plain") == 0
-    both, plain = (json.loads((work / name / "metrics.json").read_text()) for name in ("out", "plain"))
+    bound, printed = done.folder / "bound", done.printed["bound"]
+    both, plain = (json.loads((out / "metrics.json").read_text()) for out in (bound, work / "plain"))
     assert {name: value for name, value in both.items() if "aligned" not in name} == plain
     for matcher in (*MATCHERS, "true_matches"):
         assert {f"{matcher}.auc_{name}_aligned_{px}" for name in ("ransac", "dlt") for px in (1, 3, 5, 10)} < set(both)
@@ -130,26 +145,25 @@ def test_alignment_is_of_every_matcher_and_has_figures_of_its_own(work, capsys):
     for matcher in ("mutual_nn", "ratio_test", "true_matches"):  # views of a photograph: pixels know better than SIFT
         assert both[f"{matcher}.auc_ransac_aligned_1"] > both[f"{matcher}.auc_ransac_1"] + 0.05
     for name in ("intervals.csv", "differences.csv"):
-        assert "auc_ransac_aligned_3" in {line["figure"] for line in read_csv(work / "out" / name)}
+        assert "auc_ransac_aligned_3" in {line["figure"] for line in read_csv(bound / name)}
     detected, aligned = printed.split("\naligned ")[0], printed.split("\naligned ")[1]
     assert "as detected" in detected and "true matches (bound)" in detected and "true matches (bound)" in aligned
     assert "AUC@5 RANSAC aligned" in printed and "aligned" not in capsys.readouterr().out
-    assert "aligned" in json.loads((work / "out" / "protocol.json").read_text())
+    assert "aligned" in json.loads((bound / "protocol.json").read_text())
     assert "aligned" not in (work / "plain" / "index.html").read_text()
 
 
-def test_the_true_matches_are_a_row_and_no_baseline(work, capsys):
-    assert run(work, "--bound") == 0
-    assert "true matches (bound)" in capsys.readouterr().out
-    figures = json.loads((work / "out" / "metrics.json").read_text())
+def test_the_true_matches_are_a_row_and_no_baseline(work, done, capsys):
+    assert "true matches (bound)" in done.printed["bound"]
+    figures = json.loads((done.folder / "bound" / "metrics.json").read_text())
     assert figures["true_matches.precision"] == figures["true_matches.recall"] == 1.0
-    assert "true_matches" not in {line["baseline"] for line in read_csv(work / "out" / "differences.csv")}
+    assert "true_matches" not in {line["baseline"] for line in read_csv(done.folder / "bound" / "differences.csv")}
     assert run(work, "--bound", "--poses", "x") == 2
     assert "--bound needs homographies" in capsys.readouterr().err
 
 
-def test_other_estimators_lead_where_they_were_asked_for(work, capsys):
-    run(work)
+def test_other_estimators_lead_where_they_were_asked_for(work, done, capsys):
+    shutil.copytree(done.folder / "out", work / "out")
     assert run(work, "--estimators", "magsac") == 0
     figures = json.loads((work / "out" / "metrics.json").read_text())
     assert "superglue.auc_magsac_3" in figures and not any("ransac" in name for name in figures)
@@ -161,8 +175,9 @@ def test_other_estimators_lead_where_they_were_asked_for(work, capsys):
     assert left == {"error_magsac.csv", "error_magsac_aligned.csv", *CONFIDENCE}
 
 
-def test_another_place_gives_the_same_bytes_of_every_file(work, tmp_path, capsys):
+def test_another_place_gives_the_same_bytes_of_every_file(work, monkeypatch):
     """So that two clones end with one dvc.lock: no time, path or name of a machine in any output."""
+    monkeypatch.setattr("pipeline.evaluate.protocol.LEVELS", {"blur (px)": (heldout.blur, (3.0,))})
     shutil.copytree(work, work / "elsewhere")
     assert run(work, "--robustness", "1") == run(work / "elsewhere", "--robustness", "1") == 0
     first, second = (
@@ -452,7 +467,7 @@ def test_results_reach_the_run_of_the_training(work, monkeypatch):
             events.append((result, note))
 
         def compare_with_champion(self, pairs):
-            events.append(inputs.name)
+            events.append(pairs.name)
 
     monkeypatch.setattr(evaluate.tracking, "attach", lambda path, training: Run())
     assert run(work, "--mlflow-run", "run.json") == 0
@@ -475,10 +490,9 @@ def test_results_reach_the_run_of_the_training(work, monkeypatch):
     assert events[-2:] == ["pairs.csv", "closed"]
 
 
-def test_the_size_of_a_batch_does_not_matter(work):
-    run(work)
-    run(work, "--batch", "1", out="single")
-    one, many = (read_csv(work / name / "pairs.csv") for name in ("out", "single"))
+def test_the_size_of_a_batch_does_not_matter(work, done):
+    run(work, "--batch", "1")
+    one, many = (read_csv(folder / "out" / "pairs.csv") for folder in (work, done.folder))
     assert [line["matches"] for line in one] == [line["matches"] for line in many]
 
 

@@ -51,7 +51,7 @@ def test_the_same_parts_in_the_same_order_on_both(tmp_path, device):
 
 def test_a_smaller_budget_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     """What has ended well is not done again; what failed, ran out of the budget or was not begun is."""
-    monkeypatch.setattr(first_gpu, "LEAST", 0.5)
+    monkeypatch.setattr(first_gpu, "MIN_LEFT", 2.5)
     count = tmp_path / "count"
     add = f"open({str(count)!r}, 'a').write('x')"
     monkeypatch.setattr(first_gpu, "parts", lambda *_: [
@@ -60,7 +60,7 @@ def test_a_smaller_budget_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys
         Part("last", 60, python("print('the end')")),
     ])  # fmt: skip
     command = ["--device", "cpu", "--out", str(tmp_path / "out"), "--budget"]
-    assert first_gpu.main([*command, "0.13"]) == 0
+    assert first_gpu.main([*command, "0.05"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert [line.split("|")[1].strip() for line in said] == ["quick", "slow", "last"]
     assert "time is over" in said[1] and "left for the next call" in said[2]

@@ -34,7 +34,7 @@ def test_pairs_and_minutes_go_on_from_one_folder_to_the_next(tmp_path):
     points = learning.curve([first, then])
     assert [point.pairs for point in points] == [60, 120, 240]
     assert [point.minutes for point in points] == pytest.approx([1.0, 2.0, 3.0])
-    assert [point.figures["f1"] for point in points] == [0.1, 0.2, 0.3]
+    assert [point.metrics["f1"] for point in points] == [0.1, 0.2, 0.3]
     with pytest.raises(RequestError, match=r"best\.json"):
         learning.curve([tmp_path / "nowhere"])
 

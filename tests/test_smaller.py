@@ -16,19 +16,19 @@ def view(photo):
 
 
 def test_at_its_own_size_every_keypoint_is_found_again(view):
-    found = smaller.compare(view, sift.extract(view, smaller.MOST), 1.0)
+    found = smaller.compare(view, sift.extract(view, smaller.MAX_KEYPOINTS), 1.0)
     assert found["moved"].all() and found["real"].all()
     assert found["position"].max() < 1e-3 and found["scale"].max() < 1e-3 and found["descriptor"].max() < 1e-3
 
 
 def test_half_as_large_most_are_found_again_where_they_should_be(view):
-    found = smaller.compare(view, sift.extract(view, smaller.MOST), 2.0)
+    found = smaller.compare(view, sift.extract(view, smaller.MAX_KEYPOINTS), 2.0)
     assert found["moved"].mean() > 0.6 and found["real"].mean() > 0.6
     assert np.median(found["position"]) < 0.3 and np.median(found["descriptor"]) < 0.3
 
 
 def test_keypoints_of_another_photograph_are_not_found_again(view):
-    other = sift.extract(np.ascontiguousarray(view[::-1, ::-1]), smaller.MOST)
+    other = sift.extract(np.ascontiguousarray(view[::-1, ::-1]), smaller.MAX_KEYPOINTS)
     found = smaller.compare(view, other, 2.0)
     assert len(found["moved"]) > 30 and found["moved"].mean() < 0.1
 

@@ -1,14 +1,14 @@
-"""The first half hour on a GPU: everything that could not be tried without one, in order, each part contained.
+"""The first half hour on a GPU: everything that needs one, in order; a failing part does not stop the others.
 
     python -m benchmarks.dev.first_gpu --device cuda [--images FOLDER] [--out reports/first-gpu]
     python -m benchmarks.dev.first_gpu --device cpu          the same code in the same order, small
 
-Each part is a command of its own with a limit of time; what it printed and how it ended is written as soon as it is
-known (`NN-name.log`, and a line of `summary.md`), and the next one follows whatever became of it. Nothing is
-downloaded: photographs come from --images or from those that ship inside scikit-image. All but the training of real
-weights fits --budget, 28 minutes. Where a machine is lent for less at a time, the same command with a smaller --budget
-goes on where it stopped: a part that has ended well is not done again (`done.json`), one that ran out of the budget is.
-Weights that are trained here are saved as they come in OUT/real, and a second run goes on from them.
+Each part is a command of its own with a time limit. Its output and result are written at once (`NN-name.log`, and a
+line of `summary.md`), and the next part follows in any case. Nothing is downloaded: photographs come from --images or
+from those that ship inside scikit-image. All but the training of real weights fits --budget, 28 minutes. Where the GPU
+is available for less time, run the same command with a smaller --budget again: parts that succeeded are not repeated
+(`done.json`), a part that ran out of the budget is. Trained weights are saved in OUT/real, and a second run resumes
+from them.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from pipeline.parameters import params
 
 PYTHON = [sys.executable, "-m"]
 GRACE = 60  # seconds to save after SIGTERM
-LEAST = 5.0  # seconds that are left of the budget, for a part to be begun
+MIN_LEFT = 5.0  # no part starts with fewer seconds of the budget left
 
 
 class Part(NamedTuple):
-    """A command (or a function that gives lines) with its limit in seconds.
+    """A command (or a function that returns lines) with its limit in seconds.
 
-    until: a pattern under OUT; when a file fits it the command is stopped by SIGTERM, as a preempted job is.
-    expected: exit codes that are right.
-    skipped: exit codes that say it cannot run here; its last line says why.
+    until: a pattern under OUT; when a file matches it, SIGTERM stops the command, as it stops a preempted job.
+    expected: exit codes that count as success.
+    skipped: exit codes of a part that cannot run here; its last line says why.
     """
 
     name: str
@@ -78,7 +78,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def _all(chosen: List[Part], wanted: List[str], args: argparse.Namespace) -> None:
-    """The parts one after another, within the budget; summary.md has those of earlier calls too."""
+    """Run the parts within the budget; summary.md keeps those of earlier calls."""
     file, end = args.out / "done.json", time.monotonic() + 60 * args.budget
     kept: Dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     done = kept.get(args.device, {})
@@ -86,7 +86,7 @@ def _all(chosen: List[Part], wanted: List[str], args: argparse.Namespace) -> Non
         if part.name not in wanted if wanted else done.get(part.name, {}).get("well"):
             continue
         left = end - time.monotonic()
-        if left < LEAST:
+        if left < MIN_LEFT:
             row, well = f"| {part.name} | 0 | left for the next call: {60 * args.budget:.0f} s are over |", False
         else:
             row, well = run(part._replace(seconds=min(part.seconds, left)), args, number)
@@ -99,7 +99,7 @@ def _all(chosen: List[Part], wanted: List[str], args: argparse.Namespace) -> Non
 
 
 def _sizes(args: argparse.Namespace) -> Dict[str, Any]:
-    """What differs between a GPU and the rehearsal on a CPU; and the files of parameters."""
+    """The settings that differ between a GPU and the rehearsal on a CPU, and the parameter files."""
     small = args.device == "cpu"
     steps, keypoints, batch, limit = (8, 64, 4, 6) if small else (200, 512, 64, 0)
     minutes = args.minutes or (0.5 if small else 10.0)
@@ -120,7 +120,7 @@ def _sizes(args: argparse.Namespace) -> Dict[str, Any]:
 
 
 def parts(out: Path, device: str, sizes: Dict[str, Any]) -> List[Part]:
-    """In the order of the half hour."""
+    """All parts, in order."""
     small = sizes["small"]
     table = [*PYTHON, "pipeline.benchmark", "--device", device, "--no-tracking", "--replace"]
     table += ["--params", str(out / "curve.yaml"), "--fetched", str(out / "images")]
@@ -158,7 +158,7 @@ def _train(out: Path, file: str, name: str, kept: List[str]) -> List[str]:
 
 
 def run(part: Part, args: argparse.Namespace, number: int) -> Tuple[str, bool]:
-    """Its line of the summary: name, seconds, how it ended and its last words; and whether it ended well."""
+    """Run a part; its line of the summary (name, seconds, result, last line) and whether it succeeded."""
     log = args.out / f"{number:02d}-{part.name}.log"
     begun = time.monotonic()
     try:
@@ -167,7 +167,7 @@ def run(part: Part, args: argparse.Namespace, number: int) -> Tuple[str, bool]:
             outcome = "ok"
         else:
             outcome = _command(part, args, log)
-    except Exception as error:  # one part's trouble is its own
+    except Exception as error:  # a failing part does not stop the others
         outcome = f"failed: {type(error).__name__}: {error}"
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.is_file() else []
     last = lines[-1].strip()[-160:].replace("|", "/") if lines else ""
@@ -189,7 +189,7 @@ def _command(part: Part, args: argparse.Namespace, log: Path) -> str:
 
 
 def _watched(process: subprocess.Popen, part: Part, seen: Callable[[], bool]) -> str:
-    """Wait for the end, or bring it about by SIGTERM when its time is over or what it waits for is there."""
+    """Wait for the end; send SIGTERM when the time is over or the file of `until` exists."""
     end = time.monotonic() + part.seconds
     ended = "ended"
     while process.poll() is None:
@@ -205,7 +205,7 @@ def _watched(process: subprocess.Popen, part: Part, seen: Callable[[], bool]) ->
 
 
 def compared(out: Path) -> List[str]:
-    """The loss of the device's training beside the CPU's, step by step, of the same seed."""
+    """Compare the losses of a training on the device and on the CPU, step by step, from the same seed."""
     found = []
     for name in ("cpu", "curve"):
         with next((out / name / "reports").rglob("train.csv")).open() as stream:

@@ -1,10 +1,10 @@
-"""The first picture of the README: one hard pair, ours above the ratio test, by the weights that ship.
+"""The first picture of the README: one hard pair, our matches above those of the ratio test, with the shipped weights.
 
     python -m benchmarks.dev.first_picture docs/matches.jpg
 
-The photograph is NASA's portrait of Eileen Collins, in the public domain, which comes inside scikit-image; the weights
-never saw it. The second view is made of it: turned by 130 degrees, seen from the side, blurred, darker, with noise. It
-was chosen because many fail there; what is to be expected on average stands in docs/results.md.
+The photograph is NASA's portrait of Eileen Collins, in the public domain, which comes inside scikit-image; it was not
+used in training. The second view is synthetic: rotated by 130 degrees, tilted, blurred, darker, with noise. The pair
+was chosen because it is hard; docs/results.md has the averages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROWS = 400  # of the photograph, from its top
 
 
 def views() -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The photograph (H, W, 3) uint8 BGR, the view of it, and the homography from one to the other."""
+    """The photograph (H, W, 3) uint8 BGR, the synthetic view, and the homography between them."""
     from skimage import data
 
     photo = np.ascontiguousarray(data.astronaut()[:ROWS, :, ::-1])
@@ -47,7 +47,7 @@ def views() -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def panel(name: str, found: MatchResult, H_0to1: np.ndarray) -> drawing.Panel:
-    """A matcher's matches; wrong are those further than CORRECT_PX from where they belong."""
+    """Draw a matcher's matches; those with an error above CORRECT_PX are wrong."""
     wrong = reprojection_errors(found.points0, found.points1, H_0to1) >= CORRECT_PX
     heading = f"{name}: {int((~wrong).sum())} of {len(wrong)} matches right"
     return drawing.Panel(heading, found.points0, found.points1, found.scores, wrong)

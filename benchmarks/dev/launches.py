@@ -1,10 +1,10 @@
-"""Kernels that a training step asks of a GPU, by its parts: `python -m benchmarks.dev.launches [--precision bfloat16]`.
+"""Kernels that a training step launches on a GPU, by part: `python -m benchmarks.dev.launches [--precision bfloat16]`.
 
-Counted without a GPU: a step on tensors of the device `meta`, which have shapes and no memory, takes a GPU's way
-through the code, and a dispatch mode sees its operators. An operator counts as one launch, one over a list of tensors
-as many as torch's kernel for such lists takes; views and memory alone count as none, a copy from the host as one.
-Attention counts as one, as the fused kernels are. The loops of optimal transport are counted as they are without a
-CUDA graph, with `--captured` as its replay.
+Counted without a GPU: a step on tensors of the device `meta`, which have shapes and no memory, takes a GPU's path
+through the code, and a dispatch mode sees its operators. An operator counts as one launch, an operator over a list of
+tensors as many as torch's kernel for lists needs; views and allocations count as none, a copy from the host as one.
+Attention counts as one, as the fused kernels do. The Sinkhorn loops are counted without a CUDA graph; with `--captured`
+they count as its replay.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NO_LAUNCH = (
 # Tensors of each list that one launch of a kernel over 1, 2, ... lists takes (torch's MultiTensorApply.cuh).
 TENSORS_OF_A_LAUNCH = (110, 64, 48, 36, 30)
 
-# Where each part of a step begins and ends: (owner, function, name); what a part calls of another counts there.
+# Parts of a step: (owner, function, name); calls of another part count there.
 PARTS: Tuple[Tuple[Any, str, str], ...] = (
     (superglue, "choose_orientations", "orientation"),
     (SuperGlue, "encode", "encoder"),
@@ -56,7 +56,7 @@ PARTS: Tuple[Tuple[Any, str, str], ...] = (
 
 
 class Launches(TorchDispatchMode):
-    """Counts by part; a read from the device is an error, as it is of any tensor without memory."""
+    """Counts launches by part; a read from the device is an error, because `meta` tensors have no memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,11 +78,11 @@ class Launches(TorchDispatchMode):
         return {part: sum(counted.values()) for part, counted in self.by_part.items()}
 
     def replay(self) -> None:
-        """Of a CUDA graph: one launch."""
+        """Replay of a CUDA graph: one launch."""
         self.by_part[self.part]["replay"] += 1
 
     def within(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, whose launches count for `part`."""
+        """Wrap `function` so that its launches count for `part`."""
 
         def attributed(*arguments: Any, **keywords: Any) -> Any:
             before, self.part = self.part, part
@@ -108,7 +108,7 @@ def _launches(name: str, arguments: Sequence[Any], found: Any) -> int:
 
 
 class Autocast(TorchFunctionMode):
-    """What autocast to bfloat16 does on a GPU, for `meta`, which has none: each weight is cast once."""
+    """Autocast to bfloat16 for `meta`, which has none: as on a GPU, each weight is cast once."""
 
     PRODUCTS = (
         nn.functional.linear, torch.bmm, torch.mm, torch.addmm, torch.addmv, torch.baddbmm, torch.matmul, Tensor.matmul,
@@ -140,7 +140,7 @@ class Autocast(TorchFunctionMode):
 
     @contextlib.contextmanager
     def off(self, kind: str) -> Iterator[None]:
-        """As `no_autocast`."""
+        """Stand in for `no_autocast`."""
         before, self.on = self.on, False
         try:
             yield
@@ -148,7 +148,7 @@ class Autocast(TorchFunctionMode):
             self.on = before
 
     def forget(self) -> None:
-        """The weights that were cast, as at the end of torch's context."""
+        """Drop the cast weights, as torch does at the end of its context."""
         self._cast.clear()
 
 
@@ -168,7 +168,7 @@ class _Attention(torch.autograd.Function):
 
 @contextlib.contextmanager
 def a_gpu_s_way(counting: Launches, precision: str, captured: bool = False) -> Iterator[Autocast]:
-    """Within, `meta` stands for a GPU of this precision, with CUDA graphs or without, and launches are counted."""
+    """Context in which `meta` stands for a GPU of this precision, with or without CUDA graphs; counts launches."""
     autocast = Autocast()
     half = precision != "float32"
 
@@ -208,7 +208,7 @@ def counted(
 ) -> Launches:
     """The launches of one step over a batch of these counts: D = 128, 9 + 9 layers, nearest neighbours, Muon.
 
-    captured: of a step whose loops of optimal transport were captured before.
+    captured: of a step whose Sinkhorn loops were captured before.
     """
     model = SuperGlue(SuperGlueConfig(neighbours=True, sinkhorn_iterations=iterations)).to(META).train()
     objective = objectives.MatchingObjective(model, 3.0, 5.0)
@@ -216,7 +216,7 @@ def counted(
     average = optimization.MovingAverage(model, 0.9)
     batch, counting = batch_of(counts), Launches()
     with a_gpu_s_way(counting, precision, captured) as autocast:
-        for _ in range(2):  # the first makes the optimiser's state and the captures
+        for _ in range(2):  # the first step creates the optimiser's state and the captures
             counting.by_part.clear()
             optimizer.zero_grad()
             values: step.Values = {}

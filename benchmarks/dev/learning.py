@@ -1,8 +1,8 @@
-"""Learning curves of trainings beside one another: loss, precision, recall and F1 against pairs and processor minutes.
+"""Learning curves of several trainings: loss, precision, recall and F1 against pairs and processor minutes.
 
     python -m benchmarks.dev.learning adam=runs/adam muon=runs/muon --keypoints data/keypoints --out reports/learning
 
-A run is the folder of a training that holds `checkpoints/` and `reports/`; `A+B` is one that went on from another's
+A run is the folder of a training that holds `checkpoints/` and `reports/`; `A+B` is one that continued from another's
 weights. All runs must have been validated on the same pairs. The untrained network, mutual nearest neighbours and the
 ratio test on those pairs are the horizontal lines. Writes learning.csv and learning.png.
 """
@@ -35,15 +35,15 @@ from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.truth import IGNORED, ground_truth
 
 RATIO = 0.8
-FIGURES = ("loss", "precision", "recall", "f1")
+METRICS = ("loss", "precision", "recall", "f1")
 
 
 class Point(NamedTuple):
-    """One validation: pairs trained on before it, processor minutes spent on them, and its figures by name."""
+    """One validation: pairs trained on before it, processor minutes spent on them, and its metrics by name."""
 
     pairs: int
     minutes: float
-    figures: Dict[str, float]
+    metrics: Dict[str, float]
 
 
 def curve(folders: List[Path]) -> List[Point]:
@@ -55,8 +55,8 @@ def curve(folders: List[Path]) -> List[Point]:
         timing = [(int(row["step"]), float(row["pairs_per_s"])) for row in _rows(reports / "timing.csv")]
         for row in _rows(reports / "curves" / "validation.csv"):
             step = int(row["step"])
-            figures = {name: float(row[name]) for name in FIGURES}
-            points.append(Point(pairs + step * batch, minutes + _minutes(timing, step, batch), figures))
+            metrics = {name: float(row[name]) for name in METRICS}
+            points.append(Point(pairs + step * batch, minutes + _minutes(timing, step, batch), metrics))
         pairs, minutes = points[-1].pairs, points[-1].minutes
     return points
 
@@ -72,7 +72,7 @@ def _minutes(timing: List[Tuple[int, float]], until: int, batch: int) -> float:
 
 
 def baselines(store: Store, samples: List[Sample], train: TrainParams) -> Dict[str, Dict[str, float]]:
-    """Precision, recall and F1 of mutual nearest neighbours and of the ratio test, judged as `validate` judges."""
+    """Precision, recall and F1 of mutual nearest neighbours and of the ratio test, scored as `validate` does."""
     counts = {"mutual nearest neighbour": [0, 0], "ratio test, mutual": [0, 0]}
     true = 0
     for sample in samples:
@@ -97,7 +97,7 @@ def _scores(correct: int, predicted: int, true: int) -> Dict[str, float]:
 
 
 def untrained(store: Store, samples: List[Sample], train: TrainParams) -> Dict[str, float]:
-    """Figures of the network before its first step; its layers are the identity, so their number does not matter."""
+    """Metrics of the network before its first step; its layers are the identity, so their number does not matter."""
     torch.manual_seed(train.seed)
     model = SuperGlue(SuperGlueConfig(layers=1, sinkhorn_iterations=train.sinkhorn_iterations))
     objective = MatchingObjective(model, setup.POSITIVE_PX, setup.NEGATIVE_PX)
@@ -109,7 +109,7 @@ def crossing(points: List[Point], f1: float) -> Optional[Point]:
     """The first validation whose F1 is above `f1` and stays there."""
     ahead = None
     for point in points:
-        if point.figures["f1"] <= f1:
+        if point.metrics["f1"] <= f1:
             ahead = None
         elif ahead is None:
             ahead = point
@@ -117,25 +117,25 @@ def crossing(points: List[Point], f1: float) -> Optional[Point]:
 
 
 def table(runs: Dict[str, List[Point]], lines: Dict[str, Dict[str, float]]) -> str:
-    """What is printed: the lines, then the last validation of each run and when it passed the ratio test."""
+    """The printed table: the baselines, then each run's last validation and when it passed the ratio test."""
     rows = [f"{'':28}{'pairs':>9}{'proc. min':>11}{'loss':>7}{'P':>7}{'R':>7}{'F1':>7}  ahead of the ratio test after"]
-    for name, figures in lines.items():
-        rows.append(f"{name:28}{'':>20}" + _cells(figures))
+    for name, metrics in lines.items():
+        rows.append(f"{name:28}{'':>20}" + _cells(metrics))
     for name, points in runs.items():
         last = points[-1]
         first = crossing(points, lines["ratio test, mutual"]["f1"])
         when = f"{first.pairs:,} pairs, {first.minutes:.0f} min" if first else "not yet"
-        rows.append(f"{name:28}{last.pairs:>9,}{last.minutes:>11.0f}{_cells(last.figures)}  {when}")
+        rows.append(f"{name:28}{last.pairs:>9,}{last.minutes:>11.0f}{_cells(last.metrics)}  {when}")
     return "\n".join(rows)
 
 
-def _cells(figures: Dict[str, float]) -> str:
-    loss = f"{figures['loss']:>7.3f}" if "loss" in figures else f"{'':>7}"
-    return loss + "".join(f"{100 * figures[name]:>7.1f}" for name in FIGURES[1:])
+def _cells(metrics: Dict[str, float]) -> str:
+    loss = f"{metrics['loss']:>7.3f}" if "loss" in metrics else f"{'':>7}"
+    return loss + "".join(f"{100 * metrics[name]:>7.1f}" for name in METRICS[1:])
 
 
 def draw(runs: Dict[str, List[Point]], lines: Dict[str, Dict[str, float]], path: Path) -> None:
-    """Four figures against pairs above, against processor minutes below; the lines are dashed."""
+    """Draw four metrics against pairs (above) and processor minutes (below); the baselines are dashed."""
     from matplotlib import pyplot
 
     axes_of: List[Tuple[str, Callable[[Point], float]]] = [
@@ -144,10 +144,10 @@ def draw(runs: Dict[str, List[Point]], lines: Dict[str, Dict[str, float]], path:
     ]
     figure, grid = pyplot.subplots(2, 4, figsize=(16, 7), constrained_layout=True)
     for row, (label, at) in zip(grid, axes_of):
-        for axes, name in zip(row, FIGURES):
+        for axes, name in zip(row, METRICS):
             for run, points in runs.items():
-                axes.plot([at(p) for p in points], [p.figures[name] for p in points], marker=".", label=run)
-            known = {line: figures[name] for line, figures in lines.items() if name in figures}
+                axes.plot([at(p) for p in points], [p.metrics[name] for p in points], marker=".", label=run)
+            known = {line: metrics[name] for line, metrics in lines.items() if name in metrics}
             for style, (line, value) in zip((":", "--", "-."), known.items()):
                 axes.axhline(value, color="gray", linestyle=style, label=line)
             axes.set_xlabel(label)
@@ -180,11 +180,11 @@ def main(argv: Optional[List[str]] = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / "learning.csv").open("w", newline="") as stream:
         writer = csv.writer(stream)
-        writer.writerow(("run", "pairs", "processor_minutes", *FIGURES))
+        writer.writerow(("run", "pairs", "processor_minutes", *METRICS))
         for name, points in runs.items():
             for point in points:
-                figures = [f"{point.figures[key]:.6f}" for key in FIGURES]
-                writer.writerow((name, point.pairs, f"{point.minutes:.2f}", *figures))
+                metrics = [f"{point.metrics[key]:.6f}" for key in METRICS]
+                writer.writerow((name, point.pairs, f"{point.minutes:.2f}", *metrics))
     draw(runs, lines, args.out / "learning.png")
     return 0
 

@@ -1,11 +1,11 @@
-"""A training of paper scale without its arithmetic: does anything around the steps grow with them?
+"""A training of paper scale without the network: does the cost around a step grow with the steps?
 
     python -m benchmarks.dev.long_run                                          as preset coco2017: 340,000 steps
     python -m benchmarks.dev.long_run --steps 6000 --images 2000 --out /tmp/x  a small one
 
-The real training loop, order of pairs, loader, logger, checkpoints and MLflow shipping run; the network's pass and
-the validation are stood in for by made-up figures. The tracking server is dead for the first half and started then.
-Figures of time are processor seconds of the thread named, which other work on the machine does not move.
+The real training loop, order of pairs, loader, logger, checkpoints and MLflow upload run; the network's pass and the
+validation return synthetic numbers. The tracking server is down for the first half and then started. Times are
+processor seconds of the named thread, which other work on the machine hardly changes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TRAIN = {
     "seed": 0,
     "options": "--loader synthetic --save-every 2500",
 }
-FULL = 100  # events in a batch for it to be timed: in a small one the fixed cost of a request would be counted
+FULL = 100  # only batches of this many events are timed; a small one would measure the fixed cost of a request
 SERVER_SECONDS = 300  # for the server to start, on a busy machine
 
 
@@ -87,9 +87,9 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     return options
 
 
-def tell(what: str, figures: Dict[str, Any]) -> None:
-    """One line of figures."""
-    shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+def tell(what: str, metrics: Dict[str, Any]) -> None:
+    """Print one line of measurements."""
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
     print(f"{what}: {shown}; memory {memory_mib():.0f} MiB", flush=True)
 
 
@@ -99,7 +99,7 @@ def memory_mib() -> float:
 
 
 def _manifest(folder: Path, images: int) -> Dict[str, float]:
-    """Write and read a manifest of so many images."""
+    """Time to write and to read a manifest of `images` images."""
     entries = [
         manifest.Entry(f"train2017/{i:012d}.jpg", "train", "zip", f"train2017/{i:012d}.jpg", 160_000, "0" * 8)
         for i in range(images)
@@ -145,7 +145,7 @@ def _write_store(path: Path, images: int) -> None:
 
 
 def _order(images: int, steps: int) -> Dict[str, float]:
-    """Microseconds for the pairs of a step of 64, at the first steps and at the last, in turns."""
+    """Microseconds for the pairs of a step of 64, at the first and the last steps, alternating."""
     orders = {
         "first steps us": (PairOrder(0, images, VIEWS), 0),
         "last steps us": (PairOrder(0, images, VIEWS), steps - 101),
@@ -171,7 +171,7 @@ def _paths(folder: Path, steps: int) -> TrainPaths:
 
 
 class Server:
-    """MLflow's server on a store in `folder`, dead until it is started."""
+    """MLflow's server on a store in `folder`; down until `start`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.address = folder, os.environ["MLFLOW_TRACKING_URI"]
@@ -188,7 +188,7 @@ class Server:
             self._process.wait()
 
     def start(self) -> None:
-        """Start it; it answers some seconds later."""
+        """Start the server, which answers some seconds later."""
         port = self.address.rpartition(":")[2]
         words = ["server", "--host", "127.0.0.1", "--port", port, "--workers", "1"]
         words += ["--backend-store-uri", f"sqlite:///{self.folder / 'mlflow.db'}"]
@@ -197,7 +197,7 @@ class Server:
         self._process = subprocess.Popen([sys.executable, "-m", "mlflow", *words], stdout=log, stderr=log)
 
     def wait(self) -> None:
-        """Until it answers."""
+        """Wait until it answers."""
         deadline = time.monotonic() + SERVER_SECONDS
         while time.monotonic() < deadline:
             with contextlib.suppress(requests.RequestException):
@@ -207,7 +207,7 @@ class Server:
         raise errors.WorkError(f"no answer from MLflow's server, see {self.folder / 'server.log'}")
 
     def get(self, path: str, **values: Any) -> Any:
-        """Answer of a request as the browser makes it."""
+        """The answer to a request of the browser."""
         return self._json(requests.get(f"{self.address}/ajax-api/{path}", params=values, timeout=60))
 
     def post(self, path: str, **values: Any) -> Any:
@@ -220,7 +220,7 @@ class Server:
 
 
 class Simulated(Training):
-    """The training loop with figures made up where the network would compute."""
+    """The training loop with synthetic numbers in place of the network."""
 
     def __init__(self, paths: TrainPaths, stores: Tuple[Store, Store], server: Server) -> None:
         context = distributed.start()
@@ -232,7 +232,7 @@ class Simulated(Training):
         self.points: List[float] = []  # processor seconds of the logger at every point
 
     def run(self) -> int:
-        """Train; then wait until everything has arrived."""
+        """Train, then wait until the server has everything."""
         with self._watched():
             code = super().run()
         self.closed = time.monotonic()
@@ -250,14 +250,14 @@ class Simulated(Training):
         return StepResult(sums, 1.0 + step % 7, True, [])
 
     def _validate(self) -> Dict[str, float]:
-        figures = {"loss": 1.0, "precision": 0.5, "recall": 0.5, "f1": 0.5, "pairs": 4.0, "threshold": 0.2}
-        if self.state.keep_best(figures):
+        metrics = {"loss": 1.0, "precision": 0.5, "recall": 0.5, "f1": 0.5, "pairs": 4.0, "threshold": 0.2}
+        if self.state.keep_best(metrics):
             self._save_best()
-        return figures
+        return metrics
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Time the logger's points and the batches that are shipped; wait for the server to get everything."""
+        """Time the logger's points and the uploaded batches; wait until the server has everything."""
         from pipeline.train.logger import TrainingLogger
 
         inner_point, inner_send, limit = TrainingLogger.log_point, MlflowStore.send, run.wait_limit
@@ -281,7 +281,7 @@ class Simulated(Training):
             TrainingLogger.log_point, MlflowStore.send, run.wait_limit = inner_point, inner_send, limit
 
     def report(self) -> None:
-        """Cost at the first tenth of the run and at the last."""
+        """Print the cost at the first and the last tenth of the run."""
         steps = np.diff(self.stepping) * 1e3  # microseconds a step
         tenth = max(len(steps) // 10, 1)
         tell("a step without its arithmetic", _first_last(steps.tolist(), tenth, "us"))
@@ -301,8 +301,8 @@ def _first_last(values: List[float], count: int, unit: str) -> Dict[str, float]:
 
 
 def _resumed(folder: Path, steps: int, stores: Tuple[Store, Store], server: Server) -> Dict[str, float]:
-    """Processor seconds from the start of a training that is all but done to its first step."""
-    for pattern in (f"step-{steps:08d}.*", "best.*"):  # the best model says that the training is finished
+    """Processor seconds from the start of a nearly finished training to its first step."""
+    for pattern in (f"step-{steps:08d}.*", "best.*"):  # the best model marks the training as finished
         for path in sorted((folder / "checkpoints").glob(pattern)):
             path.unlink()
     began, clock = time.thread_time(), time.monotonic()
@@ -317,7 +317,7 @@ def _resumed(folder: Path, steps: int, stores: Tuple[Store, Store], server: Serv
 
 
 def _opened(server: Server) -> Dict[str, float]:
-    """Seconds of what the browser asks for when the run is opened: the list, the run, every curve."""
+    """Seconds of the browser's requests when the run is opened: the list, the run, every curve."""
     found = {}
     began = time.monotonic()
     experiment = server.get("2.0/mlflow/experiments/get-by-name", experiment_name=tracking.EXPERIMENT)

@@ -1,8 +1,8 @@
-"""The tutorial's notebook, run from its first cell to its last, with its outputs kept.
+"""Run the tutorial's notebook and keep the outputs.
 
     python -m benchmarks.dev.notebook docs/tutorial.ipynb
 
-Runs in an empty folder, so that nothing is left beside the notebook. Needs nbclient, ipykernel, matplotlib,
+Runs in an empty folder, so that no file is left next to the notebook. Needs nbclient, ipykernel, matplotlib,
 scikit-image and pycolmap.
 """
 

@@ -17,7 +17,7 @@ BUNDLED = ("astronaut", "coffee", "chelsea", "rocket", "brick", "grass", "gravel
 
 
 def photographs(folder: Path, count: int) -> List[np.ndarray]:
-    """`count` gray images, (480, 640) uint8: cut out of larger ones, smaller ones scaled up."""
+    """`count` gray images, (480, 640) uint8: cropped from larger ones; smaller ones are scaled up."""
     try:
         images = open_manifest(folder)
         entries = images.entries("train")[:count]

@@ -1,10 +1,11 @@
 """What 1 to 64 GPUs would do, computed from measured parts: `python -m benchmarks.dev.scaling`. Nothing is run.
 
-A step takes what is longer, its kernels or the host that launches them, and the part of the gradient's exchange that
-nothing hides. Measured on an H100 (docs/performance.md): kernels and host of a step of 128 pairs, D = 128, ragged up to
-1,024 keypoints. The host's time does not depend on the pairs. The exchange is NCCL's ring: 2 (n - 1) / n of the bytes
-by each GPU, at published rates, and a latency a bucket. Between nodes the rate is that of the GPU's share of the
-node's adapters. Half of the gradient, that of the stacked weights, is ready at the end of the backward pass only.
+A step takes the longer of its kernels and the host that launches them, plus the part of the gradient's exchange that
+the backward pass does not hide. Measured on an H100 (docs/performance.md): kernels and host of a step of 128 pairs, D =
+128, ragged up to 1,024 keypoints. The host's time does not depend on the pairs. The exchange is NCCL's ring: 2 (n - 1)
+/ n of the bytes by each GPU, at published rates, and a latency a bucket. Between nodes it is the rate of the GPU's part
+of the node's adapters. Half of the gradient, that of the stacked weights, is ready only at the end of the backward
+pass.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LAUNCHES_BEFORE, LAUNCHES = (
     1925,
 )  # of a ragged step, `python -m benchmarks.dev.launches`, when that was measured and now
 BACKWARD = 2 / 3  # of the kernels' time
-EARLY = 0.5  # of the gradient's bytes that are ready before the end of the backward pass
+EARLY = 0.5  # fraction of the gradient's bytes that are ready before the end of the backward pass
 GPUS_OF_A_NODE = 8
 # NVLink 4: 370 GB/s without NVLink SHARP (NVIDIA/nccl-tests issue 212, a maintainer). An adapter of 400 Gb/s: 41 GB/s
 # and 50 us, of the times of 4 to 32 MiB there (issue 232; 46 to 48 of large messages, issue 290).
@@ -41,7 +42,7 @@ class Model(NamedTuple):
     adapters: int
 
     def exchange_ms(self, gpus: int) -> float:
-        """Of the whole gradient, were nothing hidden."""
+        """Exchange of the whole gradient if nothing hid it."""
         if gpus == 1:
             return 0.0
         buckets = max(1.0, self.bytes / (BUCKET_MB << 20))
@@ -51,7 +52,7 @@ class Model(NamedTuple):
         return 1e3 * 2 * (gpus - 1) / gpus * self.bytes / (1e9 * rate) + 1e-3 * buckets * latency
 
     def step_ms(self, gpus: int, pairs: float) -> float:
-        """Of so many pairs on each GPU."""
+        """A step of `pairs` pairs on each GPU."""
         work = max(self.ms_a_pair * pairs, self.host_ms)
         exchange = self.exchange_ms(gpus)
         hidden = min(EARLY * exchange, BACKWARD * work)
@@ -62,11 +63,11 @@ class Model(NamedTuple):
         return 1e3 * gpus * pairs / self.step_ms(gpus, pairs)
 
     def efficiency(self, gpus: int, pairs: float) -> float:
-        """Of what as many GPUs would do whose kernels ran back to back."""
+        """Fraction of the rate that as many GPUs would reach if their kernels ran back to back."""
         return self.rate(gpus, pairs) * self.ms_a_pair / (1e3 * gpus)
 
     def least_pairs(self, gpus: int) -> int:
-        """On each GPU, from which on the efficiency is `ENOUGH`: with fewer, more GPUs bring little."""
+        """Pairs on each GPU from which the efficiency is `ENOUGH`; with fewer, more GPUs help little."""
         low, high = 1, 1
         while self.efficiency(gpus, high) < ENOUGH:
             low, high = high, 2 * high

@@ -1,4 +1,4 @@
-"""A model of a scene against its true cameras: errors of camera centres and rotations, and pairs that are wrong."""
+"""Errors of a model of a scene: camera centres, rotations and false pairs, from the true cameras."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Camera(NamedTuple):
     C: np.ndarray
 
     def K(self, scale: float) -> np.ndarray:
-        """(3, 3) of the photograph resized by `scale`; the centre of the first pixel at (0, 0)."""
+        """(3, 3) calibration matrix of the photograph resized by `scale`; the centre of the first pixel at (0, 0)."""
         fx, fy, cx, cy = self.intrinsics
         moved = (scale - 1) / 2
         return np.array([[fx * scale, 0, cx * scale + moved], [0, fy * scale, cy * scale + moved], [0, 0, 1.0]])
 
 
 def read_cameras(path: Path) -> Dict[str, Camera]:
-    """By name, the cameras of a text file: `name fx fy cx cy R(9) C(3)` in each line. Raises RequestError."""
+    """Cameras of a text file by name: `name fx fy cx cy R(9) C(3)` in each line. Raises RequestError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -52,7 +52,7 @@ def read_cameras(path: Path) -> Dict[str, Camera]:
 
 
 def scenes_of(names: List[str]) -> Dict[str, List[str]]:
-    """Photographs by scene, which is what stands before the last number of a name: `castle_0007.jpg` is of castle."""
+    """Photographs by scene: a name up to its last number. `castle_0007.jpg` belongs to castle."""
     found: Dict[str, List[str]] = {}
     for name in sorted(names):
         match = re.match(r"(.*?)[-_]?\d+\.\w+$", name)
@@ -71,7 +71,7 @@ def similarity(points: np.ndarray, target: np.ndarray) -> Tuple[float, np.ndarra
 
 
 def model_errors(model: Any, cameras: Dict[str, Camera]) -> Dict[str, float]:
-    """Of a pycolmap.Reconstruction: camera centres and rotations after the similarity that fits its centres best.
+    """Errors of a pycolmap.Reconstruction's camera centres and rotations, after the best similarity of the centres.
 
     centre, centre_max: mean and largest distance, in the units of `cameras`; centre_percent: the mean in percent of
     the largest distance between two true cameras of the scene. rotation: mean angle in degrees.
@@ -105,7 +105,7 @@ def true_fundamental(camera0: Camera, camera1: Camera, scale: float) -> np.ndarr
 
 
 def right_fraction(points0: np.ndarray, points1: np.ndarray, F: np.ndarray) -> float:
-    """Of matched pixels (N, 2) those that lie within BAND_PX of the true epipolar line in image 1."""
+    """Fraction of matched pixels (N, 2) within BAND_PX of the true epipolar line in image 1."""
     ones = np.ones((len(points0), 1))
     lines = np.hstack([points0, ones]) @ F.T
     distances = np.abs((np.hstack([points1, ones]) * lines).sum(1)) / np.maximum(np.hypot(*lines.T[:2]), 1e-12)

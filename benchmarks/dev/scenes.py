@@ -4,14 +4,14 @@
   python -m benchmarks.dev.scenes DIR --cameras FILE --only entry-P10 --every 3 --ways ours
   python -m benchmarks.dev.scenes DIR --cameras FILE --options "--accept 15" --name accept-15
 
-Three ways to a database, mapped alike by pycolmap: `ours`, the command `superglue-match --colmap`; `colmap`, its own
-SIFT and exhaustive matcher; `held`, the same held to 1,024 features. Photographs are first reduced to --width. Columns:
-photographs registered in the largest model; its points, their mean track length and reprojection error in pixels; mean
-error of camera centres (in the units of FILE, and in percent of the largest distance between two cameras) and of
-rotations (degrees) after a similarity; verified pairs, and those of them that are false, of whose matches fewer than
-half lie within 4 px of the true epipolar line; seconds of extraction and matching by the clock, of them of all
-processors, and of mapping. With --seeds N each database is mapped N times: registered is the least, the rest are means,
-and the range of the centres stands after a row. What --work holds of COLMAP's two ways is not computed again.
+Three ways to build a database, all mapped by pycolmap: `ours`, the command `superglue-match --colmap`; `colmap`, its
+own SIFT and exhaustive matcher; `held`, the same limited to 1,024 features. Photographs are first reduced to --width.
+Columns: photographs registered in the largest model; its points, their mean track length and reprojection error in
+pixels; mean error of camera centres (in the units of FILE, and in percent of the largest distance between two cameras)
+and of rotations (degrees) after a similarity; verified pairs, and how many of them are false: fewer than half of the
+matches lie within 4 px of the true epipolar line; wall and processor seconds of extraction and matching, and seconds of
+mapping. With --seeds N each database is mapped N times: registered is the minimum, the rest are means, and the range of
+the centres follows the row. COLMAP's databases in --work are not computed again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pipeline.errors import RequestError
 from pipeline.files import write_atomic
 
 WAYS = ("ours", "colmap", "held")
-HELD = 1024  # features of COLMAP held to as many as the network matches
+HELD = 1024  # COLMAP's features in `held`: as many as the network matches
 HEADS = (
     "scene", "way", "registered", "points", "track", "px", "centre", "%", "rotation", "pairs", "false",
     "matching s", "cpu s", "mapping s",
@@ -109,7 +109,7 @@ def reduced(source: Path, target: Path, width: int) -> float:
 
 
 def ours(scene: Scene, folder: Path, words: Sequence[str]) -> Path:
-    """A database by the command that users type."""
+    """Build a database with the users' command."""
     database = folder / "database.db"
     command = [sys.executable, "-m", "superglue_sift.apps.cli", str(scene.folder), "--out-dir", str(folder / "found")]
     done = subprocess.run([*command, "--colmap", str(database), *words], capture_output=True, text=True)
@@ -119,7 +119,7 @@ def ours(scene: Scene, folder: Path, words: Sequence[str]) -> Path:
 
 
 def colmap(scene: Scene, folder: Path, most: Optional[int]) -> Path:
-    """A database of COLMAP's own SIFT, at most `most` features, and its exhaustive matcher."""
+    """Build a database with COLMAP's own SIFT, at most `most` features, and its exhaustive matcher."""
     import pycolmap
 
     database = folder / "database.db"
@@ -133,7 +133,7 @@ def colmap(scene: Scene, folder: Path, most: Optional[int]) -> Path:
 
 
 def mapped(database: Path, scene: Scene, folder: Path, seed: int) -> Dict[str, float]:
-    """What the largest model is like, and the seconds of mapping; 0 registered where there is none."""
+    """Metrics of the largest model and the seconds of mapping; 0 registered without a model."""
     import pycolmap
 
     pycolmap.set_random_seed(seed)
@@ -150,7 +150,7 @@ def mapped(database: Path, scene: Scene, folder: Path, seed: int) -> Dict[str, f
 
 
 def of_seeds(found: List[Dict[str, float]]) -> Dict[str, Any]:
-    """All models of a database in one row: the least registered, the range of the centres, the means of the rest."""
+    """One row for all models of a database: the fewest registered, the range of the centres, means of the rest."""
     row: Dict[str, Any] = {"registered": min(each["registered"] for each in found)}
     for name in sorted({name for each in found for name in each} - {"registered"}):
         row[name] = float(np.mean([each[name] for each in found if name in each]))
@@ -161,13 +161,13 @@ def of_seeds(found: List[Dict[str, float]]) -> Dict[str, Any]:
 
 
 def processor() -> float:
-    """Seconds of all processors, of this process and of those that it waited for."""
+    """Processor seconds of this process and of the children it waited for."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def pairs_of(database: Path, scene: Scene) -> Tuple[int, int]:
-    """Verified pairs of a database, and how many of them are false."""
+    """Numbers of verified pairs of a database and of the false ones among them."""
     import pycolmap
 
     verified = false = 0

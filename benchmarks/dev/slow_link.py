@@ -1,10 +1,9 @@
-"""Step time of two processes over a slow link, with the gradient's buckets as training has them and as torch has them.
+"""Step time of two processes over a slow link, with training's gradient buckets and with torch's.
 
     python -m benchmarks.dev.slow_link --mbit 1000 --delay-ms 10      (root; two network namespaces of this machine)
 
-Each rank lives in a network namespace of its own. Their link is a TUN device at each end, and a thread that hands
-packets over no faster than the rate and no sooner than the delay each way: what `tc netem` does, also where the kernel
-has no netem.
+Each rank lives in a network namespace of its own. Their link is a TUN device at each end and a thread that delivers
+packets at most at the rate and after the delay, as `tc netem` does where the kernel has it.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ WAYS = ("small buckets in the order of the work", "buckets of 25 MiB in the orde
 
 
 def _tun(space: str) -> int:
-    """An open TUN device `link0` inside a namespace; the process is back in its own afterwards."""
+    """Open a TUN device `link0` inside a namespace; the process returns to its own namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/self/ns/net") as home, open(f"/var/run/netns/{space}") as there:
         if libc.setns(there.fileno(), CLONE_NEWNET):
@@ -74,15 +73,15 @@ class Link(threading.Thread):
 
 
 def _deliver(queue: Deque, device: int) -> None:
-    """All packets that are due."""
+    """Deliver all packets that are due."""
     while queue and queue[0][0] <= time.perf_counter():
-        with contextlib.suppress(BlockingIOError):  # TCP sends again what is lost
+        with contextlib.suppress(BlockingIOError):  # TCP sends lost packets again
             os.write(device, queue.popleft()[1])
 
 
 @contextlib.contextmanager
 def linked(mbit: float, delay_ms: float) -> Iterator[None]:
-    """Two namespaces, SPACES, that reach each other at ADDRESSES by such a link."""
+    """Connect the two namespaces SPACES, at ADDRESSES, by such a link."""
 
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True)
@@ -105,7 +104,7 @@ def linked(mbit: float, delay_ms: float) -> Iterator[None]:
 
 
 def step_seconds(args: argparse.Namespace) -> List[List[float]]:
-    """Of each of WAYS, over the rounds."""
+    """Seconds of a step for each of WAYS, over the rounds."""
     config = SuperGlueConfig(dim=args.dim, layers=args.layers).to_dict()
     command = [
         sys.executable, "-m", "benchmarks.rank", "--config", json.dumps(config), "--keypoints", str(args.keypoints),
@@ -146,7 +145,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     for way, seconds in zip(WAYS, taken):
         middle = timing.interval(seconds)
         ends = "{:.2f}, {:.2f}".format(*middle.ends)
-        speed = timing.speed_up(taken[1], seconds)  # beside torch's own buckets, round by round
+        speed = timing.speed_up(taken[1], seconds)  # compared with torch's own buckets, round by round
         print(f"{way:46} {middle.value:.2f} s a step [{ends}], {speed} the speed of torch's buckets")
     return 0
 

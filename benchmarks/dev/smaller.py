@@ -1,12 +1,12 @@
-"""How near a view made smaller in keypoint space (`train.zoom`) comes to the same view made smaller in pixels.
+"""Compare a view reduced in keypoint space (`train.zoom`) with the same view reduced in pixels.
 
     python -m benchmarks.dev.smaller /path/to/photographs --count 50
 
-Each photograph is shown at a height of 384 px and made smaller by averaging areas; SIFT then runs on it amid its own
-mirror images, so that it has surroundings. A keypoint is found again where one lies within 1.5 px of it whose scale
-differs by less than 1.5 times. Printed for each factor: how many keypoints either way leaves; how many of those moved
-are found again in the pixels, and of those found in the pixels are among the moved; and of these by how much position
-(px of the smaller view), scale (octaves) and descriptor (distance of unit vectors) differ at the median.
+Each photograph is resized to a height of 384 px and reduced by area averaging; SIFT then runs on it, extended by its
+mirror images so that it has surroundings. A keypoint is found again if another lies within 1.5 px and its scale differs
+by less than 1.5 times. Printed for each factor: the number of keypoints of either way; the fraction of moved keypoints
+that are found in the pixels, and of keypoints in the pixels that are among the moved; and their median differences in
+position (px of the smaller view), scale (octaves) and descriptor (distance of unit vectors).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from superglue_sift.images import read_gray
 from superglue_sift.progress import Progress
 
 FACTORS = (1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
-HEIGHT, MOST = 384, 1024  # of a view: px, and the strongest keypoints that a store keeps
+HEIGHT, MAX_KEYPOINTS = 384, 1024  # of a view: px, and the strongest keypoints that a store keeps
 NEAR_PX, NEAR_SCALE = 1.5, 1.5
-MARGIN = 4.0  # px from the edge of the smaller view, whose mirror image a detector need not see as the view does
+MARGIN = 4.0  # px from the edge of the smaller view that are ignored: a detector may see the mirror image differently
 ALL = 1 << 14  # keypoints: more than a view has
 
 
@@ -59,7 +59,7 @@ def compare(view: np.ndarray, keypoints: np.ndarray, factor: float) -> Dict[str,
     nearest, found = cost.argmin(1), cost.min(1) < NEAR_PX
     rows, columns = np.flatnonzero(found), nearest[found]
     first = [root_sift_of(records["descriptor"]) for records in (moved[rows], real[columns])]
-    second = root_sift_of(real["second_descriptor"][columns])  # zero, so far away, where there is none
+    second = root_sift_of(real["second_descriptor"][columns])  # zero, so far away, without a second orientation
     apart = np.minimum(*(np.linalg.norm(first[0] - other, axis=1) for other in (first[1], second)))
     differences = {"position": cost[rows, columns], "scale": octaves[rows, columns], "descriptor": apart}
     return {"moved": found, "real": cost.min(0) < NEAR_PX, **differences}
@@ -91,7 +91,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     for name in Progress(names, desc="made smaller", unit="photograph", total=len(names)):
         gray = read_gray(args.photographs / name)
         view = cv2.resize(gray, (round(gray.shape[1] * HEIGHT / gray.shape[0]), HEIGHT), interpolation=cv2.INTER_AREA)
-        keypoints = sift.extract(view, MOST)
+        keypoints = sift.extract(view, MAX_KEYPOINTS)
         for factor in FACTORS:
             found[factor].append(compare(view, keypoints, factor))
     print(f"{'':>6}{'moved':>9}{'real':>9}{'moved %':>11}{'real %':>11}{'px':>11}{'octaves':>11}{'descriptor':>11}")

@@ -47,7 +47,7 @@ from superglue_sift.weights import choose_device, shipped_weights
 
 PAPER_PAIRS = 1024
 PACKAGES = ("poselib", "kornia", "lightglue")  # of others, that --estimators and --lightglue use
-OWN_PARAMS = Path(__file__).resolve().parents[1] / "params.yaml"
+OWN_PARAMS = Path(__file__).resolve().parents[2] / "params.yaml"
 
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
