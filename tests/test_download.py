@@ -109,7 +109,7 @@ def test_a_second_address_takes_over_where_the_first_one_left(server, tmp_path):
 
 def test_it_gives_up_after_some_tries_and_keeps_what_it_has(server, tmp_path, no_waiting):
     server.faults = [1_000_000, *["503"] * 50]
-    with pytest.raises(WorkError, match=r"HTTP 503.*1000000 bytes are kept, run again.*fetch\.mirror"):
+    with pytest.raises(WorkError, match=r"HTTP 503.*1000000 bytes are kept, run again.*COCO_MIRROR"):
         fetch(server, tmp_path)
     assert len(server.requests) == 1 + downloads.TRIES + 1 and max(no_waiting) >= 8
     server.faults = []
