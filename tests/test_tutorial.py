@@ -11,9 +11,9 @@ import pytest
 
 
 def placed(notebook) -> float:
-    """The last cell's words, checked: how far off the worst of six cameras is, in percent of their path."""
+    """Largest error of the six cameras in percent of their path, from the output of the last cell."""
     said = "".join(notebook["cells"][-1]["outputs"][0]["text"])
-    found = re.fullmatch(r"6 of 6 images placed, the worst ([\d.]+) % .*\n", said)
+    found = re.fullmatch(r"6 of 6 images placed, largest error ([\d.]+) % .*\n", said)
     assert found, said
     return float(found[1])
 
