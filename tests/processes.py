@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import os
 import traceback
-from typing import Any, Callable, List
+from typing import Any, Callable, Dict, List
 
+import torch
 import torch.multiprocessing as mp
 
 from pipeline.launch import free_port
+from pipeline.processes import distributed
 
 LIMIT_SECONDS = 120
 
 
-def _work(rank: int, world_size: int, port: int, function: Callable, arguments: tuple, answers) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    import torch
+# Processes fork from one that has imported torch: an import takes a second, and no test runs there.
+CONTEXT = mp.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "pipeline.processes.distributed"])
 
-    from pipeline.processes import distributed
 
+def _work(environment: Dict[str, str], function: Callable, arguments: tuple, answers) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    rank = int(environment["RANK"])
     torch.set_num_threads(1)
     try:
         with distributed.process_group() as context:
@@ -34,12 +37,12 @@ def in_group(world_size: int, function: Callable, *arguments: Any) -> List[Any]:
 
     Answers must be plain values (numbers, lists, numpy arrays).
     """
-    context = mp.get_context("spawn")
-    answers = context.Queue()
-    port = free_port()
+    answers = CONTEXT.Queue()
+    group = {**os.environ, "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environments = [{**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
     processes = [
-        context.Process(target=_work, args=(rank, world_size, port, function, arguments, answers), daemon=True)
-        for rank in range(world_size)
+        CONTEXT.Process(target=_work, args=(environment, function, arguments, answers), daemon=True)
+        for environment in environments
     ]
     for process in processes:
         process.start()

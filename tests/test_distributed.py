@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from processes import in_group
+from processes import CONTEXT, in_group
 
 from pipeline.errors import RequestError
 from pipeline.launch import free_port
@@ -122,9 +121,8 @@ def fails(rank: int, port: int, pids) -> None:
 
 
 def test_a_rank_that_fails_ends_without_waiting_for_the_others():
-    context = multiprocessing.get_context("spawn")
-    pids, port = context.SimpleQueue(), free_port()
-    ranks = [context.Process(target=fails, args=(rank, port, pids), daemon=True) for rank in range(2)]
+    pids, port = CONTEXT.SimpleQueue(), free_port()
+    ranks = [CONTEXT.Process(target=fails, args=(rank, port, pids), daemon=True) for rank in range(2)]
     for rank in ranks:
         rank.start()
     for rank in ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import cv2
@@ -124,14 +125,19 @@ def test_the_deviation_is_the_size_of_the_error():
     assert 0.5 < ratio < 2.0
 
 
+@functools.lru_cache(maxsize=1)
+def unshifted():
+    """Points, their start in image 1, maps, both images and the answer that shifts are compared with."""
+    points, _, records = scattered(SHIFT, 40)
+    images, maps = (texture(np.eye(3)), texture(SHIFT)), np.tile(np.eye(2), (len(points), 1, 1))
+    start = np.stack([records[1]["x"], records[1]["y"]], 1).astype(float)
+    return points, start, maps, images, refine.align_points(*images, points, start, maps)
+
+
 @settings(max_examples=15, deadline=None)
 @given(st.integers(-7, 7), st.integers(-7, 7))
 def test_shifting_an_image_by_whole_pixels_shifts_the_answer(dx, dy):
-    points, _, records = scattered(SHIFT, 40)
-    image0, image1 = texture(np.eye(3)), texture(SHIFT)
-    maps = np.tile(np.eye(2), (len(points), 1, 1))
-    start = np.stack([records[1]["x"], records[1]["y"]], 1).astype(float)
-    before = refine.align_points(image0, image1, points, start, maps)
+    points, start, maps, (image0, image1), before = unshifted()
     rolled, moved = np.roll(image1, (dy, dx), (0, 1)), start + np.array([dx, dy])
     inside = ((moved > 17) & (moved < np.array(SIZE) - 18) & (start > 17)).all(1)
     after = refine.align_points(image0, rolled, points, moved, maps)
