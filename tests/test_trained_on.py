@@ -181,10 +181,9 @@ def test_a_training_records_its_photographs_and_those_of_its_initial_weights(tra
     figures = json.loads((tmp_path / "run" / "best.json").read_text())
     assert figures[trained_on.KEY] == trained_on.digest({*own, "7777", "101"})
 
-    (tmp_path / "export.yaml").write_text(json.dumps({"export": {"name": "mine"}}))
     words = ["--model", tmp_path / "run/best.safetensors", "--out", tmp_path / "models"]
-    assert export.main([*map(str, words), "--params", str(tmp_path / "export.yaml")]) == 0
-    assert trained_on.read(tmp_path / "models" / "mine.safetensors") == {*own, "7777", "101"}
+    assert export.main([*map(str, words)]) == 0
+    assert trained_on.read(tmp_path / "models" / "superglue.safetensors") == {*own, "7777", "101"}
 
 
 def test_a_training_from_weights_of_unknown_origin_does_not_claim_to_know(training, tmp_path, capsys):
