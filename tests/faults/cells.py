@@ -1,4 +1,4 @@
-"""The matrix: every place where a training is killed here, and the trainings that are killed."""
+"""The matrix: the places where a training is killed, and the trainings."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Cell(NamedTuple):
 
 
 def kills() -> List[Cell]:
-    """SIGKILL of every rank, at first, early and last steps, in every phase: row 4."""
+    """SIGKILL of every rank at first, early and last steps in every phase: row 4."""
     cells = []
     for world in (1, 2, 4):
         for rank in range(world):
@@ -64,7 +64,7 @@ def kills() -> List[Cell]:
 
 
 def repeated() -> List[Cell]:
-    """Killed twice and more, while resuming too; with accumulation, batch norm and a moving average: row 6."""
+    """Killed twice or more, also while resuming; with accumulation, batch norm and a moving average: row 6."""
     twice = "kill:rank=1,step=3,phase=backward;kill:rank=0,step=5,phase=ckpt_replace;kill:rank=1,step=7,phase=eval"
     resuming = "kill:rank=0,step=4,phase=forward;kill:rank=1,step=4,phase=load_batch;kill:rank=0,step=4,phase=opt_step"
     options = (
@@ -75,7 +75,7 @@ def repeated() -> List[Cell]:
 
 
 def elastic() -> List[Cell]:
-    """Killed at one world size and resumed at another, with bitwise_elastic: row 2, both norms."""
+    """Killed with one number of ranks and resumed with another, --bitwise-elastic, both norms: row 2."""
     worlds = ((1, 2), (2, 1), (4, 2), (2, 4), (1, 4), (4, 1), (1, 2, 4), (4, 2, 1))
     fault = "kill:rank=0,step=3,phase=backward;kill:rank=0,step=5,phase=forward"
     return [Cell(w, fault, (("bitwise_elastic", True), ("norm", norm))) for w in worlds for norm in ("layer", "batch")]
@@ -92,7 +92,7 @@ def signals() -> List[Cell]:
 
 
 def loaders() -> List[Cell]:
-    """Batches by processes, as for a GPU: signals to them and their rank, and one of them killed."""
+    """Batches from loader processes, as for a GPU: signals to them and their rank, and one of them killed."""
     places = ((1, 0), (2, 1))
     signalled = (
         ("term", 0, "forward"), ("term", 3, "backward"), ("term", 5, "eval"), ("int", 3, "forward"),
@@ -105,7 +105,7 @@ def loaders() -> List[Cell]:
 
 
 class Workbench:
-    """A folder with made views, and the arguments of trainings on them."""
+    """A folder with synthetic views, and the arguments of trainings on them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -113,7 +113,7 @@ class Workbench:
         self._clean: Dict[tuple, str] = {}
 
     def arguments(self, keys: Tuple[Tuple[str, Any], ...] = ()) -> List[str]:
-        """Command line of pipeline.train, but for --out and --reports."""
+        """Command line of pipeline.train, without --out and --reports."""
         section = params.load_all(ROOT / "presets" / "sample.yaml")["train"].model_dump()
         section.update(TRAIN)
         section.update(dict(keys))
@@ -122,7 +122,7 @@ class Workbench:
         return ["--keypoints", str(self.keypoints), "--params", str(file)]
 
     def clean(self, world: int, keys: Tuple[Tuple[str, Any], ...] = ()) -> str:
-        """Digest of the same training without any fault, at `world` ranks."""
+        """Digest of the same training without a fault, with `world` ranks."""
         from faults.group import until_done
 
         if (world, keys) not in self._clean:

@@ -1,7 +1,7 @@
 """Trainings that are killed, in processes forked from this one: no interpreter starts, so a kill costs a second.
 
-A group is what torchrun would start (RANK, WORLD_SIZE, a gloo group over loopback), and `until_done` what the
-launcher does: start again from the newest checkpoint whenever a process died.
+A group is started as by torchrun (RANK, WORLD_SIZE, a gloo group over loopback). `until_done` restarts it from the
+newest checkpoint whenever a process died, as the launcher does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HANG_SECONDS = 60
 
 
 class Outcome(NamedTuple):
-    """Of one start of a group: exit code of each rank (negative: the signal), and whether one had to be put down."""
+    """One start of a group: exit code of each rank (negative: the signal), and whether one had to be killed."""
 
     codes: List[int]
     hung: bool

@@ -1,6 +1,6 @@
-"""One random fault: a stage is disturbed once or twice, then given again until it is done, and its bytes are compared.
+"""One random fault: disturb a stage once or twice, repeat it until it succeeds, and compare its bytes.
 
-A cell is a function of its number and the seed. What it finds is a `Found`: each problem is a broken promise.
+A cell is a function of its number and the seed. Its result is a `Found`; each problem is a broken promise.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from faults.stages import Base, Stage, differing, digests, files, finished, same
 from pipeline.processes.signals import ASKED_BY
 from superglue_sift.weights import BadCheckpoint
 
-LONGEST = 120  # seconds: a start that takes longer hangs
-STARTS = 4  # undisturbed starts after the fault, at most
-MISSES = 8  # draws of a moment, until one comes before the stage is done
+LONGEST = 120  # seconds; a longer start counts as hung
+STARTS = 4  # maximum of undisturbed starts after the fault
+MISSES = 8  # moments tried until one comes before the stage ends
 Environment = Sequence[Tuple[str, str]]
 
 
 class Found(NamedTuple):
-    """Of one cell. silent: the stage said it was done and left other bytes; lost: bytes missing, other, or redone."""
+    """Result of a cell. silent: the stage succeeded with other bytes; lost: bytes missing, different or redone."""
 
     stage: str
     fault: str
@@ -41,14 +41,14 @@ class Found(NamedTuple):
 
 
 def start(stage: Stage, folder: Path, log: Path, environment: Environment = (), tracked: bool = False) -> List[int]:
-    """Fork the processes of a stage in `folder`; their ids."""
+    """Fork the processes of a stage in `folder`; returns their ids."""
     meeting = list(rendezvous().items()) if len(stage.ranks) > 1 else []
     ranks = stage.ranks
     return [fork(r.main, r.arguments, log, folder, [*r.environment, *meeting, *environment], tracked) for r in ranks]
 
 
 class Cell:
-    """A stage in its folder, and what has come of it so far."""
+    """A stage in its folder, and its results so far."""
 
     def __init__(self, base: Base, stage: Stage, draw: random.Random) -> None:
         self.base, self.stage, self.draw = base, stage, draw
@@ -61,7 +61,7 @@ class Cell:
         self.fresh()
 
     def fresh(self) -> None:
-        """Begin again with an empty folder."""
+        """Start over with an empty folder."""
         self.folder = self.base.cell(self.stage)
         self.log.write_text("")
         self.codes = []
@@ -87,14 +87,14 @@ class Cell:
             self.problems.append(f"a traceback: {last[:200]}")
 
     def finish(self, tracked: bool = False, environment: Environment = ()) -> None:
-        """Give the command again until it ends with 0, then compare. What was there and right must not be redone."""
+        """Repeat the command until it ends with 0, then compare. Correct files must not be computed again."""
         kept = self.right_so_far()
         for _ in range(STARTS):
             if not any(self.wait(self.start(environment, tracked)).codes):
                 break
         else:
             last = ([line for line in self.said().splitlines() if line.strip()] or [""])[-1]
-            self.problems.append(f"not done after {STARTS} more starts: {last[:200]}")
+            self.problems.append(f"no success after {STARTS} more starts: {last[:200]}")
             return
         self.compare()
         redone = [path for path, stamp in kept.items() if not path.exists() or path.stat().st_mtime_ns != stamp]
@@ -103,14 +103,14 @@ class Cell:
             self.problems.append(f"computed again although intact: {', '.join(path.name for path in redone[:3])}")
 
     def right_so_far(self) -> Dict[Path, int]:
-        """Files that last, are finished and as they should be, with their times."""
+        """Lasting files that are finished and correct, with their modification times."""
         found = digests(self.folder, self.stage.lasting)
         right = [self.folder / name for name, digest in found.items() if self.expected.get(name) == digest]
         right = [path for path in right if finished(path)]
         return {path: path.stat().st_mtime_ns for path in right}
 
     def compare(self) -> None:
-        """The stage says it is done: are its bytes those of the run nobody touched?"""
+        """Compare the bytes of a stage that succeeded with those of an undisturbed run."""
         wrong = differing(digests(self.folder, self.stage.made), self.expected)
         if wrong:
             self.silent = True
@@ -128,7 +128,7 @@ def size_of(path: Path) -> int:
 
 
 class Clock:
-    """How long an undisturbed start of each stage takes here and now: moments are drawn within."""
+    """Duration of an undisturbed start of each stage on this machine; moments of faults are drawn within it."""
 
     def __init__(self) -> None:
         self.seconds: Dict[str, float] = {}
@@ -137,12 +137,12 @@ class Clock:
         self.seconds[name] = 0.7 * self.seconds.get(name, seconds) + 0.3 * seconds
 
     def moment(self, name: str, draw: random.Random, miss: int) -> float:
-        """Seconds after the start: sooner after each draw that came too late."""
+        """Seconds after the start, earlier after each draw that came too late."""
         return draw.random() * self.seconds.get(name, 1.0) * 0.8**miss
 
 
 def processes_of(pids: Sequence[int]) -> List[psutil.Process]:
-    """These that still run, and all they started."""
+    """Those of these processes that still run, and their descendants."""
     found = []
     for pid in pids:
         try:
@@ -161,7 +161,7 @@ def alive(process: psutil.Process) -> bool:
 
 
 def disturbed(cell: Cell, clock: Clock, strike: Callable[[List[int]], bool], tracked: bool = False) -> bool:
-    """Start the stage and strike at a random moment, anew until it came before the end; False: it never did."""
+    """Start the stage and strike at a random moment, repeatedly until that is before the end; False: it never was."""
     for miss in range(MISSES):
         began = time.monotonic()
         pids = cell.start(tracked=tracked)
@@ -183,7 +183,7 @@ def disturbed(cell: Cell, clock: Clock, strike: Callable[[List[int]], bool], tra
 
 
 def none_left(cell: Cell, processes: List[psutil.Process]) -> None:
-    """No process outlives those that started it, but for the seconds in which it only imports."""
+    """Check that no process outlives its parent, except for the seconds in which it only imports."""
     deadline = time.monotonic() + 60
     while any(map(alive, processes)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -193,7 +193,7 @@ def none_left(cell: Cell, processes: List[psutil.Process]) -> None:
 
 
 def kill(cell: Cell, clock: Clock) -> Tuple[str, bool]:
-    """SIGKILL of any process at any moment; now and then of the next start too."""
+    """SIGKILL of any process at any moment; sometimes of the next start too."""
 
     def strike(pids: List[int]) -> bool:
         there = processes_of(pids)
@@ -237,7 +237,7 @@ def stop(cell: Cell, clock: Clock) -> Tuple[str, bool]:
 
 
 def after_stop(cell: Cell, in_steps: bool) -> None:
-    """A training that computes steps ends with 143 and a checkpoint, or is done; no command shows a traceback."""
+    """Check that a training that was in its steps ended with 143 and a checkpoint, or finished, without a traceback."""
     cell.no_traceback()
     codes = set(cell.codes[-1])
     if not in_steps:
@@ -248,7 +248,7 @@ def after_stop(cell: Cell, in_steps: bool) -> None:
 
 
 def full_disk(cell: Cell, clock: Clock) -> Tuple[str, bool]:
-    """The disk has room for a part of what the stage writes; then it has room again."""
+    """The disk has space for a part of the stage's output; then it has enough again."""
     ballast = cell.base.work / "ballast"
     wanted = sum(size_of(path) for path in cell.base.folder.rglob("*") if path.is_file()) // 2
     struck = False
@@ -272,7 +272,7 @@ def full_disk(cell: Cell, clock: Clock) -> Tuple[str, bool]:
 
 
 def damage(path: Path, draw: random.Random) -> str:
-    """Flip one bit, cut the file, or zero a piece of it; in words."""
+    """Flip one bit, truncate the file, or zero a part of it; returns which."""
     content = bytearray(path.read_bytes())
     how, at = draw.choice(("flipped", "flipped", "torn", "zeroed")), draw.randrange(len(content))
     before = bytes(content)
@@ -296,7 +296,7 @@ def kill_all(pids: List[int]) -> bool:
 
 
 def torn(cell: Cell, clock: Clock) -> Tuple[str, bool]:
-    """A damaged file: of what a finished or killed start left, of an input, or of what was kept to be quick."""
+    """Damage an output of a finished or killed start, an input, or a cached file."""
     if cell.draw.random() < 0.5:
         disturbed(cell, clock, kill_all)
     else:
@@ -322,7 +322,7 @@ def torn(cell: Cell, clock: Clock) -> Tuple[str, bool]:
         cell.problems.append(f"{name} {how}: no message, and other bytes in {', '.join(wrong[:3])}")
     elif any(outcome.codes) and victim.stem not in said and name not in said:
         cell.problems.append(f"{name} {how}: the message does not name it: {said.strip()[-200:]}")
-    if any(outcome.codes) or wrong:  # recognised: the fix is to bring the file back, or to remove what was made
+    if any(outcome.codes) or wrong:  # detected: the user restores the file or removes the outputs
         cell.folder = restored(cell, victim, good)
         cell.finish()
     where = victim.relative_to(cell.folder).parts[0]
@@ -330,9 +330,9 @@ def torn(cell: Cell, clock: Clock) -> Tuple[str, bool]:
 
 
 def still_good(cell: Cell, victim: Path, good: bytes, wrong: List[str]) -> bool:
-    """Take a damaged file that the command left alone out of `wrong`, where nobody can use it unwittingly.
+    """Remove a damaged file that the command did not touch from `wrong` if nobody can use it unknowingly.
 
-    Its reader refuses it (True), or finds what was in it before.
+    Returns True if its reader refuses it; else the reader finds the earlier content.
     """
     name = victim.relative_to(cell.folder).as_posix()
     if name not in wrong:
@@ -348,7 +348,7 @@ def still_good(cell: Cell, victim: Path, good: bytes, wrong: List[str]) -> bool:
 
 
 def restored(cell: Cell, victim: Path, good: bytes) -> Path:
-    """The cell's folder with the damaged file as it was, if it is an input; else without it."""
+    """The cell's folder with the damaged file restored if it is an input, else removed."""
     if victim in files(cell.folder, cell.stage.read):
         victim.write_bytes(good)
         for path in files(cell.folder, cell.stage.made):
@@ -359,7 +359,7 @@ def restored(cell: Cell, victim: Path, good: bytes) -> Path:
 
 
 def leaving_node(cell: Cell, clock: Clock) -> Tuple[str, bool]:
-    """One of two nodes without a shared folder is killed, and comes back with an empty disk."""
+    """One of two nodes without a shared folder is killed, and returns with an empty disk."""
     import shutil
 
     gone = cell.draw.randrange(2)
@@ -378,7 +378,7 @@ def leaving_node(cell: Cell, clock: Clock) -> Tuple[str, bool]:
 
 
 def run(base: Base, clock: Clock, stage: Stage, fault: Callable[[Cell, Clock], Tuple[str, bool]], seed: str) -> Found:
-    """One cell: a function of its seed, but for the load of the machine."""
+    """Run one cell, a function of its seed except for the load of the machine."""
     began = time.monotonic()
     cell: Optional[Cell] = None
     try:

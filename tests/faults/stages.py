@@ -1,4 +1,4 @@
-"""The stages under random faults: the same small work for each, in a folder of its own, and the bytes it must leave."""
+"""The stages under random faults: small work for each, in a separate folder, and the bytes that it must write."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ def stages() -> Dict[str, Stage]:
 
 
 def keypoints_main(argv: Sequence[str]) -> int:
-    """`keypoints` with an image in a shard; called in a process of its own."""
+    """`keypoints` with one image in a shard; runs in a separate process."""
     shards.SHARD_IMAGES = 1
     return keypoints.main(argv)
 
 
 def download_main(argv: Sequence[str]) -> int:
-    """`fetch` of an archive as COCO's, from the server in remote-archive.json; called in a process of its own."""
+    """`fetch` of an archive as COCO's, from the server in remote-archive.json; runs in a separate process."""
     os.environ[download.MIRROR], *about = json.loads(Path("remote-archive.json").read_text())
     coco.SOURCES["coco2017-val"] = coco.Source(coco.Archive("val2017.zip", *about), None)
     download.sleep = lambda _: None
@@ -123,7 +123,7 @@ def download_main(argv: Sequence[str]) -> int:
 
 
 def tracked_main(argv: Sequence[str]) -> int:
-    """`train`, which at its end waits shortly for a tracking server; called in a process of its own."""
+    """`train` with a short wait for a tracking server at its end; runs in a separate process."""
     run.wait_limit = lambda _: float(os.environ["SG_WAIT"])
     shipper.POLL_SECONDS, shipper.LONGEST_PAUSE_SECONDS = 0.1, 0.2
     return train.main(argv)
@@ -164,7 +164,7 @@ def write_params(folder: Path, **remote: str) -> None:
 
 
 class Base:
-    """The inputs of every stage, made once by the stages before it, and what each leaves when nobody disturbs it."""
+    """The inputs of every stage, computed once by the stages before it, and the outputs of undisturbed runs."""
 
     def __init__(self, work: Path, logs: Path) -> None:
         """work: where cells are; logs: where processes print, on another disk."""
@@ -207,7 +207,7 @@ class Base:
         return folder
 
     def expected(self, stage: Stage) -> Dict[str, str]:
-        """SHA-256 of what the stage makes, by name; the same twice, or this is no promise."""
+        """SHA-256 of the stage's files by name; two runs must agree."""
         if stage.name not in self._expected:
             found: List[Dict[str, str]] = []
             for _ in range(2):

@@ -1,10 +1,10 @@
-"""What a tracking server that takes connections and never answers costs the training: measured.
+"""Measure the cost to a training of a tracking server that accepts connections and never answers.
 
     python tests/faults/telemetry.py [arguments of pipeline.train]
 
 Prints JSON: `steps`; `loop`, seconds of the training loop, validation and checkpoints included; `calls` to the run
-from the training's thread and `recording`, the seconds they took; `thread`, processor seconds of the thread that ships
-(importing MLflow is nearly all of it); `opening` and `closing`, seconds before the first and after the last step.
+from the training's thread and `recording`, the seconds they took; `thread`, processor seconds of the uploading thread
+(nearly all of it is importing MLflow); `opening` and `closing`, seconds before the first and after the last step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RECORDED_BY = ("log", "artifact", "dataset", "model", "tags")
 
 
 class Silent:
-    """A server on a free port that takes every connection and never says a word."""
+    """A server on a free port that accepts every connection and never answers."""
 
     def __init__(self, port: int = 0) -> None:
         self.listener = socket.create_server(("127.0.0.1", port))
