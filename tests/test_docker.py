@@ -103,6 +103,7 @@ def test_a_dockerfile_keeps_the_rules(text):
     text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)
     assert "<<" not in text, "no heredocs: older builders do not know them"
     assert not re.search(r"(?i)^(ARG|ENV) .*(password|token|secret|api_key)", text, re.MULTILINE)
+    assert text.count("rm -rf /var/lib/apt/lists/*") == text.count("apt-get update")  # hadolint: of the last stage
     assert "SOURCE_DATE_EPOCH" in text
     assert set(re.findall(r"^USER (\S+)", text, re.MULTILINE)) == {"1000"}
 
