@@ -237,7 +237,7 @@ def test_homography_of_a_pair_maps_its_pixels(work, make_params):
 
 def test_validation_images_stand_in_and_are_named(work, photo, capsys):
     write_image_set(work / "held", {"a.png": photo}, "val")
-    assert run(work, "--images", work / "held") == 0
+    assert run(work, "--no-refine", "--images", work / "held") == 0
     printed = capsys.readouterr()
     assert "no test images: using the validation images" in printed.err and "(val)" in printed.out
 
@@ -299,7 +299,7 @@ def test_a_further_baseline_stands_in_every_table(work, monkeypatch, capsys):
         return PairMatches(found, (found >= 0).astype(np.float32))
 
     monkeypatch.setattr(lightglue, "load", lambda *_: (match, "made"))
-    assert run(work, "--lightglue", "x") == 0
+    assert run(work, "--no-refine", "--lightglue", "x") == 0
     figures = json.loads((work / "out" / "metrics.json").read_text())
     assert figures["lightglue.pairs"] == 6 and figures["lightglue.matches"] > 20
     assert len(read_csv(work / "out" / "pairs.csv")) == 6 * (len(MATCHERS) + 1)
@@ -312,7 +312,7 @@ def test_a_further_model_stands_in_every_table(work, capsys):
     for name, layers in (("other", 2), ("third", 3)):
         write_model(work / f"{name}.safetensors", layers=layers)
     named = (f"shipped={work / 'other.safetensors'}", f"further={work / 'third.safetensors'}")
-    assert run(work, "--also", named[0], "--also", named[1]) == 0
+    assert run(work, "--no-refine", "--also", named[0], "--also", named[1]) == 0
     found = json.loads((work / "out" / "metrics.json").read_text())
     assert found["shipped.pairs"] == found["further.pairs"] == 6
     lines = [line for line in read_csv(work / "out" / "differences.csv") if line["figure"] == "precision"]
@@ -327,7 +327,7 @@ def test_a_further_model_stands_in_every_table(work, capsys):
 def test_where_training_kept_its_weights_that_is_said_once_and_nothing_is_compared_with_itself(work, capsys):
     write_model(work / "model.safetensors", about={"step": 0})
     write_model(work / "begun_from.safetensors", about={"step": 2400})
-    assert run(work, "--also", f"shipped={work / 'begun_from.safetensors'}") == 0
+    assert run(work, "--no-refine", "--also", f"shipped={work / 'begun_from.safetensors'}") == 0
     said = "Training kept the weights it began with: shipped is the same model as ours, so it has no rows of its own"
     assert capsys.readouterr().out.count(said) == 1
     assert (work / "out" / "index.html").read_text().count(said) == 1
@@ -336,7 +336,7 @@ def test_where_training_kept_its_weights_that_is_said_once_and_nothing_is_compar
     assert baselines <= set(MATCHERS)
     # another threshold gives other matches, so these rows stay
     write_model(work / "begun_from.safetensors", about={"match_threshold": 0.05})
-    assert run(work, "--threshold", "0", "--also", f"shipped={work / 'begun_from.safetensors'}") == 0
+    assert run(work, "--no-refine", "--threshold", "0", "--also", f"shipped={work / 'begun_from.safetensors'}") == 0
     printed = capsys.readouterr().out
     assert printed.count("Training kept the weights it began with: shipped has the weights of ours and another") == 1
     assert "shipped.precision" in json.loads((work / "out" / "metrics.json").read_text())
@@ -346,7 +346,7 @@ def test_a_model_brings_its_own_threshold(work):
     """--threshold 0 asks for it; any other goes for every model."""
     write_model(work / "model.safetensors", about={"match_threshold": 0.35})
     write_model(work / "other.safetensors")
-    assert run(work, "--threshold", "0", "--also", f"other={work / 'other.safetensors'}") == 0
+    assert run(work, "--no-refine", "--threshold", "0", "--also", f"other={work / 'other.safetensors'}") == 0
     found = json.loads((work / "out" / "metrics.json").read_text())
     assert (found["superglue.threshold"], found["other.threshold"]) == (0.35, 0.2)
     assert found["superglue.matches"] < found["other.matches"]
@@ -356,7 +356,7 @@ def test_a_model_brings_its_own_threshold(work):
 
 def test_growing_disturbances(work, monkeypatch):
     monkeypatch.setattr("pipeline.evaluate.protocol.LEVELS", {"blur (px)": (heldout.blur, (0.0, 3.0))})
-    assert run(work, "--robustness", "2") == 0
+    assert run(work, "--no-refine", "--robustness", "2") == 0
     lines = [line for line in read_csv(work / "out" / "robustness.csv") if line["condition"] == "blur (px)"]
     assert [(line["level"], line["pairs"]) for line in lines] == [("0", "2"), ("3", "2")]
     page = (work / "out" / "index.html").read_text()
@@ -366,7 +366,7 @@ def test_growing_disturbances(work, monkeypatch):
 def test_unreadable_and_tiny_images_are_counted_and_listed(work, photo, capsys):
     images = {"good.png": photo, "tiny.png": photo[:40, :40]}
     write_image_set(work / "mixed", images, "test", broken=["broken.jpg"])
-    assert run(work, "--images", work / "mixed") == 0
+    assert run(work, "--no-refine", "--images", work / "mixed") == 0
     lines = read_csv(work / "out" / "bad_images.csv")
     assert {line["file"] for line in lines} == {"tiny.png", "broken.jpg"}
     assert "2 unreadable images left out" in capsys.readouterr().out
