@@ -8,6 +8,7 @@ A library of its own: it needs torch, numpy, scipy, OpenCV and safetensors; `onn
 when they are used. `pipeline` trains what it loads. In reading order:
 
     matcher, match_result         images in, matches out, and what can be computed from them
+    feature_store                 features of many images, kept on disk
     images, upright               a file to pixels, rotated upright or as stored
     sift, features, batch         pixels to keypoints, pairs to a batch: THE shapes and units
     extractors, descriptors       other features, and what their descriptors mean; opencv_features: two examples

@@ -7,8 +7,12 @@ import hashlib
 import io
 import os
 import threading
+import zlib
 from pathlib import Path
 from typing import Any, Callable, Iterable, Union
+from zipfile import BadZipFile
+
+DAMAGED = (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error)  # what reading a torn `.npz` raises
 
 
 def nothing(moment: str) -> None:

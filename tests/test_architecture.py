@@ -131,6 +131,8 @@ def test_a_package_imports_only_what_it_may() -> None:
 def test_the_network_stands_below_the_rest_of_the_library() -> None:
     above = {"superglue_sift/matcher.py", *(name for name in FILES if re.match("superglue_sift/(apps|interop)/", name))}
     wrong = [(name, imported(name) & above) for name in FILES if name.startswith("superglue_sift/network/")]
+    apps = {name for name in FILES if name.startswith("superglue_sift/apps/")}
+    wrong += [(name, imported(name) & apps) for name in FILES if name.startswith("superglue_sift/interop/")]
     assert [one for one in wrong if one[1]] == []
 
 

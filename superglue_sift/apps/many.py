@@ -2,52 +2,30 @@
 
 A pair is done when its `A_B_matches.npz` is there, which is written last and whole, and was made from the same images,
 weights, settings and versions; they stand in it. What is held in memory does not grow with the number of images but for
-their names: features of the 256 used last, pixels of 16, and one batch of pairs.
+their names: features of the 256 used last, pixels of 32, and one batch of pairs.
 """
 
 from __future__ import annotations
 
 import collections
-import functools
-import hashlib
-import io
 import itertools
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import (
-    Callable,
-    Dict,
-    Iterable,
-    Iterator,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    OrderedDict,
-    Sequence,
-    Set,
-    Tuple,
-    Union,
-)
+from typing import Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
 import cv2
-import numpy as np
 
-from superglue_sift import __version__, sift
 from superglue_sift.apps import results, retrieval
 from superglue_sift.errors import RequestError
-from superglue_sift.extractors import DEFAULT, DENSE
+from superglue_sift.feature_store import FeatureStore, Item
 from superglue_sift.features import Features
-from superglue_sift.files import write_atomic
-from superglue_sift.images import EXTENSIONS, read_gray
+from superglue_sift.images import EXTENSIONS
 from superglue_sift.match_result import MatchResult
-from superglue_sift.matcher import Matcher
 from superglue_sift.progress import Progress
 
-HELD = 256  # features of so many images stay in memory
 BATCH_ON_GPU = 8
 PAIRS_OF_A_WORKER = 2  # in a batch on a CPU: the last one that is still at work keeps the others waiting
 FEW = 200  # images of which all pairs are matched, 19,900, where nobody chose
@@ -56,84 +34,8 @@ MATCHES, JSON, PICTURE = "matches.npz", "matches.json", "matches.jpg"  # what th
 OVERLAY, BLINK = "overlay.jpg", "blink.gif"
 
 
-class Item(NamedTuple):
-    """An image to match. name: what its results are called after; image: a file, or (H, W, 3) uint8 BGR of a video."""
-
-    name: str
-    image: Union[Path, np.ndarray]
-
-
 Pairs = Iterable[Tuple[Item, Item]]
 Adding = Callable[[Item, Item, MatchResult], None]
-
-
-class FeatureStore:
-    """Features of images, computed once: in memory those used last, on disk all, by content and settings."""
-
-    def __init__(self, matcher: Matcher, folder: Path, held: int = HELD) -> None:
-        """folder: for the files, made when the first is written. held: of how many images in memory."""
-        self.matcher, self.folder, self.held = matcher, folder, held
-        extractor = matcher.extractor or DEFAULT
-        self.is_sift = extractor.name == DEFAULT.name
-        own = "" if self.is_sift else f"{extractor.name}{extractor.code} "
-        own += f"{sift.WEAK} " if extractor is DENSE else ""
-        versions = f"{__version__} {cv2.__version__}"
-        asked = f"{matcher.max_keypoints} {matcher.resize} {matcher.frame}"
-        self._settings = f"{asked} {versions} {own}{extractor.dtype.descr}"
-        self._memory: OrderedDict[str, Features] = collections.OrderedDict()
-        self._read = functools.lru_cache(16)(functools.partial(read_gray, frame=matcher.frame))  # as many images
-        self._digests: Dict[str, str] = {}
-
-    def __call__(self, item: Item) -> Features:
-        """Its features. Raises RequestError for an image that cannot be read."""
-        if item.name not in self._memory:
-            self._memory[item.name] = self.prepare(item)
-            while len(self._memory) > self.held:
-                self._memory.popitem(last=False)
-        self._memory.move_to_end(item.name)
-        return self._memory[item.name]
-
-    def with_pixels(self, item: Item) -> Features:
-        """The same with its pixels, where matches are aligned by them. Raises RequestError."""
-        if not self.matcher.refine:
-            return self(item)
-        gray = self._read(item.image) if isinstance(item.image, Path) else cv2.cvtColor(item.image, cv2.COLOR_BGR2GRAY)
-        return self(item)._replace(gray=gray)
-
-    def digest(self, item: Item) -> str:
-        """SHA-256 of its content, of which its features are. Raises RequestError for an image that cannot be read."""
-        if item.name not in self._digests:
-            self._content(item)
-        return self._digests[item.name]
-
-    def prepare(self, item: Item) -> Features:
-        """Its features from disk, else computed and written there. Threads may call it."""
-        source, digest = self._content(item)
-        path = self.folder / f"{hashlib.sha256(f'{self._settings} {digest}'.encode()).hexdigest()[:32]}.npz"
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                size, turned = tuple(file["size"].tolist()), int(file["turned"])
-                return Features(file["records"], size, frame=self.matcher.frame, turned=turned)
-        except results.DAMAGED:  # or not there yet
-            is_file = isinstance(source, bytes)
-            found = self.matcher.extract_file(source, str(item.image)) if is_file else self.matcher.extract(source)
-        data = io.BytesIO()
-        np.savez(data, records=found.records, size=found.size, turned=found.turned)
-        write_atomic(path, data.getvalue())
-        return found._replace(gray=None, image=None)
-
-    def _content(self, item: Item) -> Tuple[Union[bytes, np.ndarray], str]:
-        """The bytes of its file, or its pixels, and their digest, which is noted."""
-        try:
-            source = item.image.read_bytes() if isinstance(item.image, Path) else item.image
-        except OSError as error:
-            raise RequestError(f"{item.image}: cannot be read: {error.strerror}") from None
-        shape = b"" if isinstance(source, bytes) else str(source.shape).encode()
-        digest = hashlib.sha256(shape + (source if isinstance(source, bytes) else source.tobytes())).hexdigest()
-        self._digests[item.name] = digest
-        while not isinstance(source, bytes) and len(self._digests) > self.held:  # frames may come without an end
-            del self._digests[next(iter(self._digests))]
-        return source, digest
 
 
 @dataclass(frozen=True)
@@ -352,7 +254,8 @@ class Run:
                 shown.initial += 1
                 shown.update(1)
                 continue
-            sides = self.store.with_pixels(pair[0]), self.store.with_pixels(pair[1])
+            features = self.store.with_pixels if self.store.matcher.refine else self.store
+            sides = features(pair[0]), features(pair[1])
             drawn.append((pair, self._made_from(pair)))  # after its features were read: they are of this content
             yield sides
 

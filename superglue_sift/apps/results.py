@@ -11,7 +11,6 @@ import struct
 import zlib
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple
-from zipfile import BadZipFile
 
 import cv2
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 
 from superglue_sift import __version__, drawing, geometry
 from superglue_sift.errors import RequestError
-from superglue_sift.files import write_atomic
+from superglue_sift.files import DAMAGED, write_atomic
 from superglue_sift.geometry import Fit
 from superglue_sift.match_result import MatchResult
 
@@ -28,7 +27,6 @@ BLINK_MS = 600
 PAIR_LIST = "pairs.csv"
 ALIGNED = ("aligned0", "aligned1", "deviations", "correlations")  # of `MatchResult`, what alignment gives
 SEAL = 8  # bytes at the end of a `.npz`: the CRC-32 of the rest
-DAMAGED = (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error)  # what reading a torn `.npz` raises
 
 
 def write_json(path: Path, found: MatchResult, fitted: Mapping[str, Fit], about: Mapping[str, Any]) -> None:

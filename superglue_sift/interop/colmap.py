@@ -12,19 +12,17 @@ stored in the file and ignores how EXIF data would turn them, so keypoints of tu
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple, Union
 
 import numpy as np
 
 from superglue_sift import geometry, scenes, tracks
-from superglue_sift.apps.many import Adding, FeatureStore
 from superglue_sift.descriptors import kind_of, root_sift_of
 from superglue_sift.errors import RequestError
+from superglue_sift.feature_store import FeatureStore
 from superglue_sift.features import Features
-from superglue_sift.images import read_gray
 from superglue_sift.match_result import MatchResult
 from superglue_sift.progress import Progress
 from superglue_sift.sift import positions
@@ -32,7 +30,6 @@ from superglue_sift.upright import AXES, inverse, to_upright
 
 CENTRE = 0.5  # of the first pixel, as COLMAP counts
 FOCAL = 1.2  # times the longer side: COLMAP's guess for a photograph that does not tell
-GRAYS = 32  # photographs held while pairs are aligned
 LEAST_INLIERS = 15  # of a pair that is kept as verified, as COLMAP's own matcher does
 
 
@@ -120,7 +117,7 @@ class ColmapDatabase:
 
 
 @contextlib.contextmanager
-def database_of(path: Path, root: Path, store: FeatureStore, refine: bool = True) -> Iterator[Adding]:
+def database_of(path: Path, root: Path, store: FeatureStore, refine: bool = True) -> Iterator[Callable[..., None]]:
     """What to give to `many.Run` for its photographs below `root`: a database at `path`, there when all are in it.
 
     refine: keypoints are written where the pixels of all pairs agree on (`tracks.refine_tracks`); of a scene matches
@@ -157,15 +154,8 @@ def exact_keypoints(
     number = {photo: at for at, photo in enumerate(keypoints)}
     accepted = [pair for pair in pairs if len(pair[2].matches)]
 
-    @functools.lru_cache(maxsize=GRAYS)
-    def pixels(photo: Any) -> np.ndarray:
-        return read_gray(photo.image, store.matcher.frame)
-
-    def with_pixels(photo: Any) -> Features:
-        return store(photo)._replace(gray=pixels(photo))
-
     def aligned() -> Iterator[Tuple[int, int, MatchResult]]:
-        waiting = ((found, with_pixels(photo0), with_pixels(photo1)) for photo0, photo1, found in accepted)
+        waiting = ((found, store.with_pixels(photo0), store.with_pixels(photo1)) for photo0, photo1, found in accepted)
         done = store.matcher.align_batch(waiting)
         shown = Progress(done, total=len(accepted), desc="aligning", unit="pairs")
         for (photo0, photo1, _), found in zip(accepted, shown):
