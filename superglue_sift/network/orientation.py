@@ -8,7 +8,7 @@ one to one, and the pair of views decides which orientation it gets. No gradient
 from __future__ import annotations
 
 import dataclasses
-from typing import List, Optional, Tuple
+from typing import Iterator, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from superglue_sift.network.packing import Layout
 from superglue_sift.sift import KEYPOINT, ORIENTED
 from superglue_sift.torch_compat import no_autocast
 
-MAX_BYTES = 256 << 20  # of the cosines of several pairs that are computed together
+MAX_BYTES = 256 << 20  # of the cosines that are held at a time
 _ONE = KEYPOINT.itemsize
 _ANGLE = slice(12, 16)  # bytes of a record, behind x, y and scale
 _SECOND_ANGLE = slice(_ONE, _ONE + 4)
@@ -63,17 +63,25 @@ def _chosen(records0: Tensor, records1: Tensor, layout: Layout) -> List[Tensor]:
     for part in layout.parts:
         # (pairs, 2 m, 128) and (pairs, 2 n, 128): both orientations of a keypoint, one after the other
         sides = [side.pad(t[rows]).flatten(1, 2) for side, t, rows in zip(part.sides, halves, part.rows)]
-        cosines = [unit.new_empty(side.shape[:2]) for side in sides]
-        pairs = max(1, MAX_BYTES // (4 * sides[0].shape[1] * sides[1].shape[1]))
-        for chunk in (slice(start, start + pairs) for start in range(0, len(sides[0]), pairs)):
-            products = torch.bmm(sides[0][chunk], sides[1][chunk].transpose(1, 2))  # (pairs, 2 m, 2 n)
-            for axis, largest in zip((2, 1), cosines):
-                torch.amax(products, axis, out=largest[chunk])
+        cosines = [unit.new_zeros(side.shape[:2]) for side in sides]
+        for pairs, rows in _chunks(*sides):
+            products = torch.bmm(sides[0][pairs, rows], sides[1][pairs].transpose(1, 2))  # (pairs, rows, 2 n)
+            torch.amax(products, 2, out=cosines[0][pairs, rows])
+            torch.maximum(cosines[1][pairs], products.amax(1), out=cosines[1][pairs])
         for side_best, side, largest in zip(best, part.sides, cosines):
             side_best.append(side.pack(largest.unflatten(1, (-1, 2))))
     first, second = torch.cat([*best[0], *best[1]]).unbind(1)  # (S,) each
     chosen = torch.where((second > first).unsqueeze(1), _with_second(tokens), tokens[:, :_ONE])
     return [side.pad(half) for side, half in zip(layout.sides, layout.halves(chosen))]
+
+
+def _chunks(side0: Tensor, side1: Tensor) -> Iterator[Tuple[slice, slice]]:
+    """Slices of pairs and of their rows in `side0` (B, 2 m, 128), whose cosines with `side1` fit into MAX_BYTES."""
+    fitting = max(1, MAX_BYTES // (4 * side1.shape[1]))  # rows
+    pairs = max(1, fitting // side0.shape[1])
+    for start in range(0, len(side0), pairs):
+        for first in range(0, side0.shape[1], fitting):
+            yield slice(start, start + pairs), slice(first, first + fitting)
 
 
 def _with_second(records: Tensor) -> Tensor:
