@@ -4,14 +4,14 @@
 
     found = Matcher.load().match("A.jpg", "B.jpg")
 
-A library of its own: it needs torch, numpy, scipy, OpenCV and safetensors; `onnx`, `serve` and GIFs need more, imported
-when they are used. `pipeline` trains what it loads. In reading order:
+The library needs torch, numpy, scipy, OpenCV and safetensors. `onnx`, `serve` and GIFs need more, which is imported on
+use. `pipeline` trains the models. In reading order:
 
-    matcher, match_result         images in, matches out, and what can be computed from them
+    matcher, match_result         images in, matches out; geometry and pictures of the matches
     feature_store                 features of many images, kept on disk
     images, upright               a file to pixels, rotated upright or as stored
-    sift, features, batch         pixels to keypoints, pairs to a batch: THE shapes and units
-    extractors, descriptors       other features, and what their descriptors mean; opencv_features: two examples
+    sift, features, batch         pixels to keypoints, pairs to a batch: all shapes and units
+    extractors, descriptors       other features and the kinds of their descriptors; opencv_features: two examples
     network/                      the SuperGlue network, its attention, its optimal transport, and fast inference
     geometry, truth               homographies; which keypoints correspond
     refine, local_maps, tracks    positions of matches to a fraction of a pixel
@@ -21,7 +21,7 @@ when they are used. `pipeline` trains what it loads. In reading order:
     interop/                      COLMAP, hloc, OpenCV, kornia, LightGlue, transformers
     onnx                          the network for ONNX Runtime
     drawing, progress             pictures of matches; progress of long work
-    errors, files                 errors that a person reads; atomic writes
+    errors, files                 errors for the user; atomic writes
     threads, torch_compat         how threads wait; differences from torch 1.10 to 2.x
 """
 
@@ -56,7 +56,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, loaded when they are asked for: `import superglue_sift` alone does not load torch."""
+    """Import public names on first use: `import superglue_sift` alone does not import torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = importlib.import_module(f"{__name__}.{_HOMES[name]}")

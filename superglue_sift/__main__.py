@@ -1,4 +1,4 @@
-"""The command `superglue-match`, also `python -m superglue_sift`: says how threads wait, then loads the rest."""
+"""The command `superglue-match`, also `python -m superglue_sift`: configures threads, then imports the rest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from superglue_sift import errors, threads
 
 
 def command() -> int:
-    """The entry point; returns the exit code."""
+    """Entry point; returns the exit code."""
     threads.wait_passively()  # before torch is loaded
     from superglue_sift.apps import cli
 

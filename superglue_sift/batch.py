@@ -1,9 +1,9 @@
-"""PairBatch: THE shapes and units of everything that enters the network.
+"""PairBatch: shapes and units of the network's input.
 
-A batch of B pairs of views holds two byte buffers of keypoint records, padded to the longest of the batch and
-moved to the device as they are: casting happens there. Suffix 0 is the first view, 1 the second. R is the bytes of a
-record: 280 of SIFT with its orientations (`sift.ORIENTED`), 148 where one is chosen (`sift.KEYPOINT`), another number
-of other features (`descriptors.record_dtype`).
+A batch of B pairs of views holds two byte buffers of keypoint records, padded to the longest of the batch. They are
+moved to the device as bytes and cast there. Suffix 0 is the first view, 1 the second. R is the number of bytes of a
+record: 280 for SIFT with its orientations (`sift.ORIENTED`), 148 with one of them (`sift.KEYPOINT`), and other numbers
+for other features (`descriptors.record_dtype`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from superglue_sift.torch_compat import floats_of_bytes
 
 _FIELDS = dict(KEYPOINT.fields or {})
 DESCRIPTOR_AT = _FIELDS["descriptor"][1]  # byte offset inside a record
-ON_HOST = ("counts0", "counts1")  # fields of a PairBatch
+ON_HOST = ("counts0", "counts1")  # fields that always stay in host memory
 _COLUMN = {"position": slice(2), **{name: _FIELDS[name][1] // 4 for name in ("scale", "angle", "score")}}
 
 
 class Pair(NamedTuple):
-    """Two views to be matched. records0, records1: (n,) keypoint records; size0, size1: (width, height) px."""
+    """Two views to match. records0, records1: (n,) keypoint records; size0, size1: (width, height) px."""
 
     records0: np.ndarray
     records1: np.ndarray
@@ -36,14 +36,14 @@ class Pair(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PairBatch:
-    """B pairs of views; the valid keypoints of a view come first, `counts` says how many they are.
+    """B pairs of views; the keypoints of a view come first, then padding.
 
     Attributes:
         records0, records1: (B, N0, R), (B, N1, R) uint8, N at least 1; zeros where padded.
-        counts0, counts1: (B,) int64, on the host wherever the rest lies: they decide shapes, and reading them
+        counts0, counts1: (B,) int64 numbers of keypoints, always on the host: they decide shapes, and reading them
             from a GPU would be a device-to-host synchronisation.
         image_size0, image_size1: (B, 2) float32, width and height in px.
-        H_0to1: (B, 3, 3) float64, maps pixels of view 0 to view 1; None where unknown.
+        H_0to1: (B, 3, 3) float64, maps pixels of view 0 to view 1; None if unknown.
     """
 
     records0: Tensor
@@ -59,39 +59,39 @@ class PairBatch:
 
     @property
     def device(self) -> torch.device:
-        """Where the keypoints lie."""
+        """Device of the keypoints."""
         return self.records0.device
 
     def to(self, device, non_blocking: bool = True) -> PairBatch:
-        """The same batch on `device`."""
+        """Copy to `device`."""
         return self._with(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PairBatch:
-        """The same batch in page-locked memory, from which copies to a GPU are asynchronous."""
+        """Copy to page-locked memory, from which copies to a GPU are asynchronous."""
         return self._with(Tensor.pin_memory)
 
     def clone(self) -> PairBatch:
-        """A copy in other memory."""
+        """Copy to new memory."""
         return self._with(Tensor.clone)
 
     def copy_(self, other: PairBatch) -> None:
-        """Overwrite the tensors with those that a batch of the same counts has."""
+        """Copy the tensors of a batch with the same counts into this one."""
         for name, value in vars(self).items():
-            given = getattr(other, name)
-            if value is not None and given is not None and name not in ON_HOST:
-                value.copy_(given)
+            source = getattr(other, name)
+            if value is not None and source is not None and name not in ON_HOST:
+                value.copy_(source)
 
     def select(self, pairs: Sequence[int]) -> PairBatch:
-        """The batch of these of its pairs, in this order."""
+        """Batch of the given pairs, in this order."""
         chosen = torch.tensor(pairs, dtype=torch.int64)
         there = to_device_async(chosen, self.device)
         moved = self._with(lambda t: t.index_select(0, there))
         return dataclasses.replace(moved, counts0=self.counts0[chosen], counts1=self.counts1[chosen])
 
-    def _with(self, moved: Callable[[Tensor], Tensor]) -> PairBatch:
-        """The same batch with all but the counts `moved`."""
-        own = {name: value for name, value in vars(self).items() if value is not None and name not in ON_HOST}
-        return dataclasses.replace(self, **{name: moved(value) for name, value in own.items()})
+    def _with(self, function: Callable[[Tensor], Tensor]) -> PairBatch:
+        """Apply `function` to all tensors but the counts."""
+        tensors = {name: value for name, value in vars(self).items() if value is not None and name not in ON_HOST}
+        return dataclasses.replace(self, **{name: function(value) for name, value in tensors.items()})
 
     keypoints0 = property(lambda self: _column(self.records0, "position"), doc="(B, N0, 2) float32, px")
     keypoints1 = property(lambda self: _column(self.records1, "position"), doc="(B, N1, 2) float32, px")
@@ -110,13 +110,13 @@ def _column(records: Tensor, name: str) -> Tensor:
 
 
 def _pack(records: Sequence[np.ndarray], dtype: np.dtype) -> Tuple[Tensor, Tensor]:
-    """One padded buffer (B, N, R) uint8 of all views, and their counts (B,) int64."""
+    """One padded buffer (B, N, R) uint8 of all views, and the counts (B,) int64."""
     counts = [len(r) for r in records]
-    # at least one column, so that an empty view needs no special case further on
+    # at least one column, so that empty views need no special case
     buffer = torch.empty((len(records), max([*counts, 1]), dtype.itemsize), dtype=torch.uint8)
     for row, r in zip(buffer.numpy(), records):
         if r.dtype != dtype and (r.dtype, dtype) != (KEYPOINT, ORIENTED):
-            raise TypeError(f"records of dtype {r.dtype}: must be {dtype}, as the others of the batch")
+            raise TypeError(f"records of dtype {r.dtype}: must be {dtype}, like others of the batch")
         size = r.dtype.itemsize  # a KEYPOINT is the beginning of an ORIENTED
         row[: len(r), :size] = np.ascontiguousarray(r).view(np.uint8).reshape(len(r), size)
         row[: len(r), size:] = 0
@@ -127,9 +127,9 @@ def _pack(records: Sequence[np.ndarray], dtype: np.dtype) -> Tuple[Tensor, Tenso
 def from_pairs(
     pairs: Sequence[Pair], H_0to1: Optional[np.ndarray] = None, dtype: Optional[np.dtype] = None
 ) -> PairBatch:
-    """Batch pairs of views. H_0to1: (B, 3, 3) float64, the truth of each, where it is known.
+    """Batch pairs of views. H_0to1: (B, 3, 3) float64, true homographies, if known.
 
-    dtype: of the records; None: that of the first pair, ORIENTED where any is or there is no pair.
+    dtype: of the records; None: ORIENTED if any record is ORIENTED or there are no pairs, else that of the first pair.
     """
     if dtype is None:
         dtypes = [records.dtype for pair in pairs for records in pair[:2]]

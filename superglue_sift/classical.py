@@ -1,8 +1,8 @@
-"""The classical matcher over thousands of keypoints: mutual nearest RootSIFT with the ratio test in both directions.
+"""A classical matcher for thousands of keypoints: mutual nearest RootSIFT with the ratio test in both directions.
 
-A nearest neighbour counts where it is nearer than RATIO times the second nearest (Lowe 2004), in both images, and is
-not farther than MAX_DISTANCE. The rivals are all keypoints of the other image: with those of an epipolar band alone
-the test loses its meaning, wrong matches slide along the line, and cameras come out three times as wrong.
+A match must be nearer than RATIO times the second nearest neighbour (Lowe 2004), in both images, and than MAX_DISTANCE.
+The second nearest is searched in the whole other image: within an epipolar band the test loses its meaning, wrong
+matches slide along the line, and errors of the cameras triple.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from superglue_sift.torch_compat import byte_product, has_byte_products
 RATIO = 0.8  # of distances
 MAX_DISTANCE = 0.8  # between descriptors of unit length
 BLOCK = 256  # rows of a product: 8 MiB of it at 8,192 keypoints, which stays in the cache
-STEPS = 360.0  # of a descriptor's entries in whole numbers, where none is above 127 / 360, as those of SIFT seldom are
-LEAST = -(2**30)  # less than any product
+STEPS = 360.0  # entries are rounded to 1 / STEPS if none exceeds 127 / STEPS, which is rare in RootSIFT
+MIN_PRODUCT = -(2**30)  # less than any product
 
 
 class Ranked(NamedTuple):
-    """Which of others (m,) are the nearest and second nearest of each row, (n,) int64 each, as the products rank them.
+    """Indices of the nearest and second nearest of m others to each of n rows, (n,) int64 each.
 
-    peaks: (blocks, m), the largest product of each other with the rows of each block.
+    peaks: (blocks, m), the largest product of each of the others with the rows of each block.
     """
 
     first: np.ndarray
@@ -35,16 +35,16 @@ class Ranked(NamedTuple):
 
 
 class Described(NamedTuple):
-    """Descriptors of one image, (m, D) float32 of unit length, and whose they are: (m,) int64 into its keypoints."""
+    """Unit descriptors of one image, (m, D) float32, and the keypoint of each, (m,) int64."""
 
     rows: np.ndarray
     owner: np.ndarray
 
 
 def described(records: np.ndarray) -> Described:
-    """Of records (n,): of SIFT RootSIFT, a row for each orientation of each keypoint; of others a row for each.
+    """Unit descriptors of records (n,): RootSIFT with a row for each orientation; other kinds with a row per keypoint.
 
-    A binary one has every bit -1 or +1, so that its distances are roots of the Hamming ones.
+    Bits become -1 or +1: distances are then square roots of Hamming distances.
     """
     owner, kind = np.arange(len(records)), kind_of(records.dtype)[0]
     if kind != "sift":
@@ -60,10 +60,10 @@ def described(records: np.ndarray) -> Described:
 
 
 def ranked(rows: np.ndarray, others: np.ndarray) -> Ranked:
-    """Of descriptors (n, D) and (m, D) of unit length, m at least 2: one product of all with all, read once.
+    """Rank `others` (m, D), m at least 2, for each of `rows` (n, D), in one pass over their products.
 
-    Where torch multiplies whole numbers fast, entries are rounded to 1 / STEPS: a third of the time. That may swap two
-    whose cosines are within 0.003 of each other.
+    Where torch multiplies int8 fast, entries are rounded to 1 / STEPS, which takes a third of the time. It may swap
+    neighbours whose cosines differ by less than 0.003.
     """
     count, whole = len(rows), has_byte_products() and max(np.abs(rows).max(), np.abs(others).max()) * STEPS < 128
     first, second = np.empty(count, np.int64), np.empty(count, np.int64)
@@ -75,13 +75,13 @@ def ranked(rows: np.ndarray, others: np.ndarray) -> Ranked:
         here, at = slice(start, start + len(part)), np.arange(len(part))
         peaks.append(product.max(axis=0))
         first[here] = best = product.argmax(axis=1)
-        product[at, best] = LEAST
+        product[at, best] = MIN_PRODUCT
         second[here] = product.argmax(axis=1)
     return Ranked(first, second, np.stack(peaks))
 
 
 def _factor(rows: np.ndarray, whole: bool) -> torch.Tensor:
-    """(n, D) for a product, int8 or float32."""
+    """(n, D) factor of a product, int8 or float32."""
     return torch.from_numpy(np.rint(rows * STEPS).astype(np.int8) if whole else rows)
 
 
@@ -90,31 +90,32 @@ def ratio_matches(side0: Described, side1: Described) -> Tuple[np.ndarray, np.nd
     rows, others = side0.rows, side1.rows
     if min(len(rows), len(others)) < 2:
         return np.empty((0, 2), np.int64), np.empty(0, np.float32)
-    found = ranked(rows, others)
-    one, two = (np.einsum("nd,nd->n", rows, others[index]) for index in (found.first, found.second))
-    cosine, second = np.maximum(one, two), np.minimum(one, two)
-    nearest = np.where(one >= two, found.first, found.second)
+    ranks = ranked(rows, others)
+    # exact cosines, which may swap the two
+    first, second = (np.einsum("nd,nd->n", rows, others[index]) for index in (ranks.first, ranks.second))
+    nearest = np.where(first >= second, ranks.first, ranks.second)
+    cosine, second = np.maximum(first, second), np.minimum(first, second)
     kept = np.flatnonzero(_distinct(cosine, second))
-    # no rival from this side is as near, which makes them mutual
-    kept = kept[_distinct(cosine[kept], _rivals(rows, others, kept, nearest[kept], found.peaks))]
+    # the test in the other direction, which makes the matches mutual
+    kept = kept[_distinct(cosine[kept], _rivals(rows, others, kept, nearest[kept], ranks.peaks))]
     scores = 1.0 - np.sqrt((1.0 - cosine[kept]).clip(0) / np.maximum(1.0 - second[kept], 1e-6))
     return one_each(np.stack([side0.owner[kept], side1.owner[nearest[kept]]], axis=1), scores)
 
 
 def _distinct(cosine: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """(n,) bool: which neighbours pass the ratio test and are near; |a - b|^2 = 2 - 2 cos."""
+    """(n,) bool: neighbours that are near and pass the ratio test; |a - b|^2 = 2 - 2 cos."""
     return (cosine > 1.0 - MAX_DISTANCE**2 / 2) & (1.0 - cosine < RATIO**2 * (1.0 - second))
 
 
 def _rivals(
     rows: np.ndarray, others: np.ndarray, own: np.ndarray, partner: np.ndarray, peaks: np.ndarray
 ) -> np.ndarray:
-    """(K,) the largest cosine of others[partner] with any row but rows[own], for pairs own, partner (K,).
+    """(K,) largest cosine of others[partner] with any row except rows[own], for pairs own, partner (K,).
 
-    It is looked for in two blocks alone: that of `own`, and of the others the one with the largest product.
+    Only two blocks can contain it: the block of `own`, and the other block with the largest product.
     """
     block, rest = own // BLOCK, peaks[:, partner]
-    rest[block, np.arange(len(own))] = LEAST
+    rest[block, np.arange(len(own))] = MIN_PRODUCT
     other, nearest = rest.argmax(axis=0), np.full(len(own), -1.0, np.float32)
     for number, start in enumerate(range(0, len(rows), BLOCK)):
         here = np.flatnonzero((block == number) | (other == number))
@@ -127,7 +128,7 @@ def _rivals(
 
 
 def one_each(matches: np.ndarray, scores: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
-    """Of matches (K, 2) with scores (K,) those whose two keypoints have no better one, in the order of image 0."""
+    """Matches (K, 2), scores (K,) without those that share a keypoint with a better one, in the order of image 0."""
     order = np.argsort(-scores, kind="stable")
     for side in (0, 1):
         order = order[np.sort(np.unique(matches[order, side], return_index=True)[1])]

@@ -1,8 +1,7 @@
 """Pictures of matches: two images side by side, joined by half transparent lines, coloured by confidence.
 
-The colours are those of viridis, which is uniform to the eye and in gray: dark violet 0, yellow 1. Of many matches the
-strongest `LINES` are lines and the others points, so that the images stay visible. Wrong matches, where the truth is
-known, are red and end in crosses.
+Colours are viridis, which is perceptually uniform, also in gray: dark violet 0, yellow 1. The strongest `LINES` matches
+are lines, the others points, so that the images stay visible. Known wrong matches are red and end in crosses.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import numpy as np
 from superglue_sift.files import write_atomic
 
 RED, WHITE, DARK = (40, 40, 240), (255, 255, 255), (40, 40, 40)  # BGR
-LINES = 150  # of a pair: the strongest matches, which are drawn as lines
-OPACITY = 0.55  # of a line; its ends are opaque
-SIDE = 1280  # longer side of each image in the picture, pixels, at most
+LINES = 150  # strongest matches of a pair, drawn as lines
+OPACITY = 0.55  # of lines; their ends are opaque
+SIDE = 1280  # maximum longer side of each image in the picture, pixels
 GAP = 8  # pixels between the two images
 BAR = 26  # height of a heading and of the legend in pixels
 FONT, FONT_SIZE = cv2.FONT_HERSHEY_SIMPLEX, 0.5
@@ -30,8 +29,8 @@ FONT, FONT_SIZE = cv2.FONT_HERSHEY_SIMPLEX, 0.5
 class Panel:
     """The matches of one matcher.
 
-    points0, points1: (K, 2) pixels. scores: (K,) confidence, 0 to 1. wrong: (K,) bool, None where it is not known.
-    wrong_means: the legend's words for the wrong ones.
+    points0, points1: (K, 2) pixels. scores: (K,) confidence, 0 to 1. wrong: (K,) bool, None if not known.
+    wrong_means: legend for the wrong ones.
     """
 
     heading: str
@@ -55,7 +54,7 @@ class Picture:
         return encode(".jpg", self.pixels)
 
     def save(self, path: Union[str, Path]) -> None:
-        """Write it, see `write`."""
+        """Write the picture (`write`)."""
         write(Path(path), self.pixels)
 
 
@@ -67,7 +66,7 @@ def colour_table() -> Tuple[Tuple[int, int, int], ...]:
 
 
 def css_colours() -> List[str]:
-    """`colour_table` as a page names them: 256 times #rrggbb."""
+    """`colour_table` for CSS: 256 times #rrggbb."""
     return [f"#{r:02x}{g:02x}{b:02x}" for b, g, r in colour_table()]
 
 
@@ -78,7 +77,7 @@ def colour_of(score: float) -> Tuple[int, int, int]:
 
 def side_by_side(image0: np.ndarray, image1: np.ndarray) -> np.ndarray:
     """(H0, W0) and (H1, W1) uint8, gray or BGR -> (max H, W0 + gap + W1, 3) uint8."""
-    left, right = (cv2.cvtColor(one, cv2.COLOR_GRAY2BGR) if one.ndim == 2 else one for one in (image0, image1))
+    left, right = (cv2.cvtColor(i, cv2.COLOR_GRAY2BGR) if i.ndim == 2 else i for i in (image0, image1))
     canvas = np.full((max(len(left), len(right)), left.shape[1] + GAP + right.shape[1], 3), 255, np.uint8)
     canvas[: len(left), : left.shape[1]] = left
     canvas[: len(right), left.shape[1] + GAP :] = right
@@ -86,24 +85,24 @@ def side_by_side(image0: np.ndarray, image1: np.ndarray) -> np.ndarray:
 
 
 def drawing_order(panel: Panel) -> np.ndarray:
-    """(K,) int64: the right matches from weak to strong, then the wrong ones, so that none hides behind right ones."""
+    """(K,) int64: correct matches from weak to strong, then wrong ones, which stay visible on top."""
     wrong = np.zeros(len(panel.scores), bool) if panel.wrong is None else np.asarray(panel.wrong, bool)
     return np.lexsort((panel.scores, wrong))
 
 
 def strongest(scores: np.ndarray) -> np.ndarray:
-    """(K,) bool: is the match drawn as a line?"""
+    """(K,) bool: matches that are drawn as lines."""
     chosen = np.zeros(len(scores), bool)
     chosen[np.argsort(-np.asarray(scores), kind="stable")[:LINES]] = True
     return chosen
 
 
 def draw_lines(canvas: np.ndarray, panel: Panel, shift: int) -> None:
-    """Draw the matches of a panel; points1 lie `shift` pixels further right than they say."""
+    """Draw the matches of a panel, with points1 shifted `shift` pixels to the right."""
     order, lines = drawing_order(panel), strongest(panel.scores)
     wrong = np.zeros(len(lines), bool) if panel.wrong is None else np.asarray(panel.wrong, bool)
     thickness = 1 + canvas.shape[1] // 1600
-    # cv2 takes fixed-point coordinates: four bits after the point
+    # fixed-point coordinates for cv2: four fractional bits
     ends = np.rint(16 * np.stack([panel.points0, panel.points1 + np.array([shift, 0])], axis=1)).astype(int)
     colours = [RED if bad else colour_of(score) for bad, score in zip(wrong, panel.scores)]
     below = canvas.copy()
@@ -117,7 +116,7 @@ def draw_lines(canvas: np.ndarray, panel: Panel, shift: int) -> None:
 
 
 def _draw_end(canvas: np.ndarray, point: np.ndarray, colour: Tuple[int, int, int], wrong: bool, size: int) -> None:
-    """A dot, or a cross of a wrong match, at `point`, in sixteenths of a pixel."""
+    """Draw a dot, or a cross for a wrong match, at `point` in sixteenths of a pixel."""
     if not wrong:
         cv2.circle(canvas, tuple(point.tolist()), 16 * (2 + size), colour, -1, cv2.LINE_AA, 4)
         return
@@ -127,7 +126,7 @@ def _draw_end(canvas: np.ndarray, point: np.ndarray, colour: Tuple[int, int, int
 
 
 def heading_bar(width: int, text: str) -> np.ndarray:
-    """A dark bar (BAR, width, 3) with text, made smaller where it would not fit."""
+    """A dark bar (BAR, width, 3) with text, shrunk to fit."""
     bar = np.full((BAR, width, 3), DARK, np.uint8)
     (text_width, _), _ = cv2.getTextSize(text, FONT, FONT_SIZE, 1)
     scale = min(FONT_SIZE, FONT_SIZE * (width - 12) / max(text_width, 1))
@@ -136,7 +135,7 @@ def heading_bar(width: int, text: str) -> np.ndarray:
 
 
 def legend_bar(width: int, panels: Sequence[Panel]) -> np.ndarray:
-    """A dark bar (BAR, width, 3) that says what the colours mean; as wide as it must be, then reduced to `width`."""
+    """A dark bar (BAR, width, 3) that explains the colours, shrunk to fit."""
     items: List[np.ndarray] = [_word("confidence 0"), _swatches(colour_table()[::2]), _word("1")]
     for means in dict.fromkeys(panel.wrong_means for panel in panels if panel.wrong is not None):
         items += [_swatches([RED] * 24), _word(means)]
@@ -164,7 +163,7 @@ def _swatches(colours: Sequence[Tuple[int, int, int]]) -> np.ndarray:
 
 
 def draw(image0: np.ndarray, image1: np.ndarray, panels: Sequence[Panel]) -> np.ndarray:
-    """One picture, (H, W, 3) uint8 BGR: the panels below each other, each under its heading, then the legend.
+    """Draw one picture, (H, W, 3) uint8 BGR: panels with headings below each other, then the legend.
 
     Images are reduced to a longer side of `SIDE`.
     """
@@ -180,19 +179,19 @@ def draw(image0: np.ndarray, image1: np.ndarray, panels: Sequence[Panel]) -> np.
 
 
 def reduced(image: np.ndarray, longer_side: int) -> Tuple[np.ndarray, float]:
-    """An image of at most this longer side in pixels, no side below one, and its size over that before."""
+    """Reduce an image to at most this longer side in pixels; returns it and the scale."""
     scale = min(1.0, longer_side / max(image.shape[:2]))
     height, width = (max(1, round(side * scale)) for side in image.shape[:2])
     return cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA), scale
 
 
 def write(path: Path, picture: np.ndarray) -> None:
-    """Write a BGR picture in the format its name ends in. Raises OSError when it cannot be written."""
+    """Write a BGR picture in the format of its extension. Raises OSError."""
     write_atomic(path, encode(path.suffix.lower(), picture))
 
 
 def encode(ending: str, picture: np.ndarray) -> bytes:
-    """The file of a BGR picture in the format of this ending, such as ".jpg". Raises OSError when OpenCV cannot."""
+    """Encode a BGR picture in the format of an extension such as ".jpg". Raises OSError if OpenCV cannot."""
     ok, encoded = cv2.imencode(ending, picture)
     if not ok:
         raise OSError(0, "the picture could not be encoded", ending)

@@ -1,4 +1,4 @@
-"""The two errors a person is meant to read, and the exit code of each."""
+"""The two errors that are shown to users, and their exit codes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ Main = Callable[[Optional[List[str]]], int]
 
 
 class RequestError(Exception):
-    """The request was wrong (exit code 2): one line that names the file, key or value out of range, and the fix."""
+    """A wrong request (exit code 2): one line that names the file, key or value, and the fix."""
 
 
 class WorkError(Exception):
-    """The request was right and the work failed all the same (exit code 1): one line that says why."""
+    """A correct request that failed (exit code 1): one line with the reason."""
 
 
 def exit_code(main: Main, argv: Optional[List[str]] = None) -> int:
-    """Run a command's `main`; its exit code, and of the errors above theirs with one line on stderr; 130: Ctrl-C."""
+    """Run a command's `main` and return its exit code, or that of an error above, printed to stderr; 130: Ctrl-C."""
     try:
         return main(argv)
     except RequestError as error:
@@ -31,10 +31,10 @@ def exit_code(main: Main, argv: Optional[List[str]] = None) -> int:
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output went away: nothing to tell and nobody to tell it to
+        sys.stderr.close()  # the reader of stdout is gone
         return 0
     except OSError as error:
-        # of a file or the disk, which a person can fix; anything else (a network, a pipe) shows where it happened
+        # errors of a file or a full disk, which users can fix; others (a network, a pipe) keep their traceback
         if error.errno != errno.ENOSPC and error.filename is None:
             raise
         print(f"failed: {error.strerror}: {error.filename or 'the disk is full'}", file=sys.stderr)

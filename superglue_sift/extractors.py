@@ -1,15 +1,15 @@
-"""What finds the keypoints: SIFT, or a function of yours that an extractor name `module:function` names.
+"""Extractors of keypoints: SIFT, or a function of yours with the name `module:function`.
 
-    def function(gray, max_keypoints):         # (H, W) uint8; how many are wanted, more are cut off
+    def function(gray, max_keypoints):         # (H, W) uint8; number of keypoints, more are dropped
         return {
             "keypoints": ...,                  # (n, 2) pixels, the centre of the first pixel at (0, 0)
             "scores": ...,                     # (n,), 0 or more; the highest are kept
-            "descriptors": ...,                # (n, D): float32, a direction each; or uint8, 8 bits in a byte
+            "descriptors": ...,                # (n, D): float32, of any length; or uint8, 8 bits per byte
             "scales": ...,                     # (n,) diameters in pixels, above 0
             "angles": ...,                     # (n,) degrees, clockwise; both scales and angles, or neither
         }
 
-Arrays, or tensors on the CPU. Equal images must give equal answers. The module is found as `import` finds it.
+Values are arrays, or tensors on the CPU. Equal images must give equal values. The module must be importable.
 `superglue_sift.opencv_features` has two examples.
 """
 
@@ -31,9 +31,9 @@ from superglue_sift.files import file_sha256
 
 @dataclass(frozen=True)
 class Extractor:
-    """A way to keypoints, "sift" or "module:function". Called as `sift.extract`; gives records of `dtype`.
+    """An extractor, "sift" or "module:function". Call it as `sift.extract`; returns records of `dtype`.
 
-    scale_angle: are scale and angle known (else they are 0)? code: SHA-256 of the module's file, "" of SIFT.
+    scale_angle: whether it provides scale and angle (else they are 0). code: SHA-256 of the module's file, "" for SIFT.
     """
 
     name: str
@@ -55,15 +55,15 @@ class Extractor:
 
 
 DEFAULT = Extractor("sift", sift.ORIENTED, True, sift.extract)
-# the same keypoints, and weaker ones where fewer are found than asked for
+# also finds weaker keypoints, if there are fewer than wanted
 DENSE = Extractor("sift", sift.ORIENTED, True, functools.partial(sift.extract, contrast=sift.WEAK))
 
 
 @functools.lru_cache(maxsize=4)
 def load(name: str) -> Extractor:
-    """The extractor of this name; it is tried on a pattern once, which tells what its descriptors are.
+    """Load an extractor by name, and run it on a test pattern to learn the kind of its descriptors.
 
-    Raises RequestError: no such module or function, or it does not answer as it must.
+    Raises RequestError: no such module or function, or a wrong return value.
     """
     if name == DEFAULT.name:
         return DEFAULT
@@ -71,34 +71,34 @@ def load(name: str) -> Extractor:
     try:
         home = importlib.import_module(module)
         function = getattr(home, attribute)
-        found = function(test_pattern(), 512)
-    except Exception as error:  # whatever a function of others raises
+        values = function(test_pattern(), 512)
+    except Exception as error:  # any: it is the user's code
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         meant = "a module that Python finds, a colon, a function: see docs/features.md"
         raise RequestError(f"extractor {name}: {reason} ({meant})") from error
-    records = records_of(name, found)
+    records = records_of(name, values)
     if not len(records):
         raise RequestError(f"extractor {name}: finds no keypoint on a pattern full of them")
     return Extractor(name, records.dtype, bool(records["scale"][0]), function, file_sha256(home.__file__ or ""))
 
 
 def test_pattern() -> np.ndarray:
-    """(480, 640) uint8: smooth blotches of many sizes, in which every detector finds something; the same each time."""
-    rng, sum_of = np.random.default_rng(0), np.zeros((480, 640))
+    """(480, 640) uint8: smooth blobs of many sizes, for any detector; always the same."""
+    rng, total = np.random.default_rng(0), np.zeros((480, 640))
     for cells in (6, 12, 24, 48):
         noise = rng.normal(0.0, 1.0, (cells, cells * 4 // 3))
-        sum_of += cv2.resize(noise, (640, 480), interpolation=cv2.INTER_CUBIC)
-    return np.clip(128 + 48 * sum_of, 0, 255).astype(np.uint8)
+        total += cv2.resize(noise, (640, 480), interpolation=cv2.INTER_CUBIC)
+    return np.clip(128 + 48 * total, 0, 255).astype(np.uint8)
 
 
-def records_of(name: str, found: Mapping[str, Any]) -> np.ndarray:
-    """(n,) records of what the function of extractor `name` answered. Raises RequestError where it is wrong."""
+def records_of(name: str, values: Mapping[str, Any]) -> np.ndarray:
+    """Convert the return value of extractor `name` to (n,) records. Raises RequestError if it is invalid."""
 
-    def wrong(what: str) -> RequestError:
-        return RequestError(f"extractor {name}: {what} (see docs/features.md)")
+    def wrong(reason: str) -> RequestError:
+        return RequestError(f"extractor {name}: {reason} (see docs/features.md)")
 
     try:
-        keypoints, scores, descriptors = (np.asarray(found[key]) for key in ("keypoints", "scores", "descriptors"))
+        keypoints, scores, descriptors = (np.asarray(values[key]) for key in ("keypoints", "scores", "descriptors"))
     except (KeyError, TypeError, IndexError) as error:
         raise wrong("must return a dictionary with keypoints, scores and descriptors") from error
     count = len(keypoints)
@@ -114,10 +114,10 @@ def records_of(name: str, found: Mapping[str, Any]) -> np.ndarray:
     records = np.zeros(count, record_dtype("binary", -(-width // 4) * 32) if binary else record_dtype("float", width))
     records["x"], records["y"] = keypoints.T
     records["score"] = scores
-    if ("scales" in found) != ("angles" in found):
+    if ("scales" in values) != ("angles" in values):
         raise wrong("must return scales and angles, or neither")
-    if "scales" in found:
-        records["scale"], records["angle"] = np.asarray(found["scales"]), np.asarray(found["angles"])
+    if "scales" in values:
+        records["scale"], records["angle"] = np.asarray(values["scales"]), np.asarray(values["angles"])
         if not (records["scale"] > 0).all():
             raise wrong("scales must be above 0")
     descriptors_of(records)[:, :width] = descriptors

@@ -1,4 +1,4 @@
-"""What is matched of an image: its keypoints, found on its pixels or brought along."""
+"""Features of an image: keypoints with descriptors, extracted from its pixels or provided by the caller."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Extract = Callable[[np.ndarray, int], np.ndarray]  # (gray, max_keypoints) -> re
 
 
 class Features(NamedTuple):
-    """What is matched of one image of `size` (width, height).
+    """Features of one image of `size` (width, height).
 
-    records: (n,) of dtype `sift.ORIENTED` or `KEYPOINT`, or what `extractors.records_of` gives; pixels of the image.
-    gray: (H, W) uint8, the image itself, by which matches are aligned; None where it is not at hand.
-    image: what the features were found on, for pictures; None where it is not known.
-    frame, turned: are pixels upright or as stored, and by which EXIF orientation were they turned (`upright`).
+    records: (n,) of dtype `sift.ORIENTED` or `KEYPOINT`, or from `extractors.records_of`; in pixels of the image.
+    gray: (H, W) uint8, the pixels for alignment; None if not available.
+    image: the image, for pictures; None if not known.
+    frame, turned: upright or stored pixels, and the EXIF orientation that was undone (`upright`).
     """
 
     records: np.ndarray
@@ -44,7 +44,7 @@ class Features(NamedTuple):
         return sift.positions(self.records)
 
     def moved(self, keypoints: np.ndarray) -> Features:
-        """The same with keypoints (n, 2) at other places."""
+        """A copy with keypoints (n, 2) at other positions."""
         records = self.records.copy()
         records["x"], records["y"] = keypoints.T
         return self._replace(records=records)
@@ -59,12 +59,12 @@ class Features(NamedTuple):
         descriptors: np.ndarray,
         size: Tuple[int, int],
     ) -> Features:
-        """Features of your own SIFT. Raises RequestError for another shape or range.
+        """Create features from your own SIFT. Raises RequestError for a wrong shape or range.
 
         Args:
-            keypoints: (n, 2) pixels, one at each position.
+            keypoints: (n, 2) pixels, distinct.
             scales, angles, scores: (n,) diameter in pixels, degrees, response: OpenCV's `size`, `angle`, `response`.
-            descriptors: (n, 128) SIFT with entries from 0 to 255, as OpenCV gives them.
+            descriptors: (n, 128) SIFT with entries from 0 to 255, as from OpenCV.
             size: (width, height) of the image.
         """
         keypoints, descriptors = np.asarray(keypoints), np.asarray(descriptors)
@@ -82,13 +82,13 @@ class Features(NamedTuple):
         return cls(records, size)
 
 
-# A file; or its pixels, as OpenCV has them: uint8 (H, W) gray or (H, W, 3) BGR; or as torch has them: a tensor on any
-# device, (H, W), (1, H, W) gray or (3, H, W) RGB, uint8 or float from 0 to 1.
+# A file; or pixels as in OpenCV: uint8 (H, W) gray or (H, W, 3) BGR; or as in torch: a tensor on any device, (H, W) or
+# (1, H, W) gray or (3, H, W) RGB, uint8 or float from 0 to 1.
 Image = Union[str, Path, np.ndarray, torch.Tensor]
 
 
 def extract(gray: np.ndarray, max_keypoints: int, resize: int = 0, extractor: Extract = sift.extract) -> Features:
-    """Keypoints of a gray image (H, W) uint8, found on it reduced to a longer side of `resize` pixels (0: as it is)."""
+    """Extract keypoints of a gray image (H, W) uint8, reduced to a longer side of `resize` pixels (0: not reduced)."""
     size = (gray.shape[1], gray.shape[0])
     shrink = min(1.0, resize / max(size)) if resize else 1.0
     if shrink == 1.0:
@@ -102,7 +102,7 @@ def extract(gray: np.ndarray, max_keypoints: int, resize: int = 0, extractor: Ex
 
 
 def gray_of(image: Union[np.ndarray, torch.Tensor]) -> np.ndarray:
-    """(H, W) uint8 of the pixels that `Image` allows, else RequestError."""
+    """Convert the pixels of an `Image` to (H, W) uint8. Raises RequestError for other pixels."""
     pixels = _array(image) if isinstance(image, torch.Tensor) else np.asarray(image)
     gray, color = pixels.ndim == 2, pixels.ndim == 3 and pixels.shape[-1] == 3
     if pixels.dtype != np.uint8 or not (gray or color) or 0 in pixels.shape:
@@ -111,14 +111,14 @@ def gray_of(image: Union[np.ndarray, torch.Tensor]) -> np.ndarray:
 
 
 def photo_of(image: Image, frame: str) -> Photo:
-    """An image as it is drawn, for coordinates of `frame`; arrays and tensors are taken to be upright."""
+    """An image to draw coordinates of `frame` on; arrays and tensors are assumed to be upright."""
     if isinstance(image, (str, Path)):
         return read_photo(image, frame)
     return Photo(_array(image) if isinstance(image, torch.Tensor) else np.asarray(image), np.eye(3))
 
 
 def _array(image: torch.Tensor) -> np.ndarray:
-    """A tensor of `Image` as OpenCV has it."""
+    """Convert a tensor of `Image` to the layout of OpenCV."""
     image = image.detach().cpu()
     if image.is_floating_point():
         if not bool(((image >= 0) & (image <= 1)).all()):

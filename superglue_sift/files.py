@@ -1,4 +1,4 @@
-"""A file is written whole or not at all, and known by its SHA-256."""
+"""Atomic writes, and the SHA-256 of files."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pathlib import Path
 from typing import Any, Callable, Iterable, Union
 from zipfile import BadZipFile
 
-DAMAGED = (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error)  # what reading a torn `.npz` raises
+DAMAGED = (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error)  # raised by a damaged `.npz`
 
 
 def nothing(moment: str) -> None:
-    """What is done at each moment of a write, unless a test of faults asks for more."""
+    """Default hook of `write_atomic`; fault tests use others."""
 
 
 def write_atomic(path: Union[str, Path], content: Union[str, bytes], at: Callable[[str], object] = nothing) -> None:
-    """Put `content` at `path`, making its folder, so that a kill leaves the old file or the new one, never a half.
+    """Write `content` to `path`, and create its folder. After a kill, the old or the new file is there, complete.
 
-    Text is stored as UTF-8; file names that are none keep their bytes (surrogateescape). `at` is
-    called with "tmp", "fsync" and "replace", each before the moment of that name. Raises OSError (a full disk).
+    Text is stored as UTF-8 (surrogateescape, for file names that are not UTF-8). `at` is called with "tmp", "fsync" and
+    "replace", before each of these steps. Raises OSError (a full disk).
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
-    # of this thread: two may write what has one content, such as the features of a photograph and of its copy
+    # unique per thread: two threads may write the same path, such as features of a photograph and its copy
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with temporary.open("wb") as stream:
@@ -43,13 +43,13 @@ def write_atomic(path: Union[str, Path], content: Union[str, bytes], at: Callabl
         temporary.unlink(missing_ok=True)
     directory = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(directory)  # the new name too, not only the bytes, outlives a loss of power
+        os.fsync(directory)  # the rename, too, must survive a power loss
     finally:
         os.close(directory)
 
 
 def write_csv(path: Union[str, Path], rows: Iterable[Iterable[Any]]) -> None:
-    """`write_atomic` of a table; the first row is its head."""
+    """Write a table atomically; the first row is the header."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     write_atomic(path, text.getvalue())

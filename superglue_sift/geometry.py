@@ -15,23 +15,23 @@ import numpy as np
 
 _TINY = np.finfo(np.float64).tiny
 MIN_POINTS = 4  # a homography has eight degrees of freedom, two per point
-LEAST_ESSENTIAL = 5  # matches that an essential matrix needs
-FAR = 1e9  # depth, in lengths of the baseline, beyond which a point counts for no motion
-LEAST_FUNDAMENTAL = 8  # matches that a fundamental matrix needs
-CONFIDENCE = 0.995  # that no better sample is left when RANSAC stops early; findHomography's default
-SCATTER_PX = 0.5  # of the positions of true matches: the best of 0.25 to 2 on validation pairs, for every matcher
-# Added to the deviation of an aligned match: how far real planes and lenses are off a homography or a pose. Of
-# homographies it is then measured: MODEL_SCATTER times the scatter of the distances, within these limits.
-LEAST_DEVIATION_PX = 0.25
+MIN_ESSENTIAL = 5  # matches for an essential matrix
+FAR = 1e9  # depth, in baselines, beyond which points do not decide between the four motions
+MIN_FUNDAMENTAL = 8  # matches for a fundamental matrix
+CONFIDENCE = 0.995  # at which RANSAC stops early; default of findHomography
+SCATTER_PX = 0.5  # scatter of true matches: the best of 0.25 to 2 on validation pairs, for every matcher
+# Added to the deviation of aligned matches: error of the model, as real planes and lenses are not ideal. Homographies
+# then measure it: MODEL_SCATTER times the scatter of the distances, within MODEL_LIMITS_PX.
+MIN_DEVIATION_PX = 0.25
 MODEL_SCATTER, MODEL_LIMITS_PX = 1.5, (0.05, 0.5)
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution
-SAMPSON_PX = 3.0  # matches that far from their epipolar lines have a say in a pose
+SAMPSON_PX = 3.0  # maximum distance to the epipolar line of matches that a pose is fitted to
 
 
 def transform(points, H):
     """Map points (..., N, 2) through homographies (..., 3, 3), both arrays or both tensors: (..., N, 2).
 
-    A point on the horizon line gives inf or nan, never an error.
+    Points on the horizon line become inf or nan, without an error.
     """
     mapped = points @ H[..., :2, :2].swapaxes(-1, -2) + H[..., None, :2, 2]
     depth = points @ H[..., 2:, :2].swapaxes(-1, -2) + H[..., None, 2:, 2]
@@ -45,20 +45,20 @@ def compose(*homographies: np.ndarray) -> np.ndarray:
 
 
 def normalized(H: np.ndarray) -> np.ndarray:
-    """The same map with lower right entry 1 (left as it is where that entry is 0). (..., 3, 3) float64."""
+    """Scale homographies (..., 3, 3) float64 to a lower right entry of 1, unless it is 0."""
     scale = H[..., 2:, 2:]
     return H / np.where(np.abs(scale) > _TINY, scale, 1.0)
 
 
 def jacobians(H: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """(N, 2, 2) derivatives of the map at points (N, 2): how it scales, turns and skews there."""
+    """(N, 2, 2) derivatives of a homography at points (N, 2)."""
     mapped = transform(points, H)
     depth = points @ H[2, :2] + H[2, 2]
     return (H[None, :2, :2] - mapped[:, :, None] * H[None, None, 2, :2]) / depth[:, None, None]
 
 
 def resizing(before: Tuple[float, float], after: Tuple[float, float]) -> np.ndarray:
-    """(3, 3) map of pixels when `cv2.resize` takes an image from one (width, height) to another: outer edges stay."""
+    """(3, 3) map of pixel coordinates under `cv2.resize` from one (width, height) to another."""
     sx, sy = after[0] / before[0], after[1] / before[1]
     return np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1.0]])
 
@@ -88,23 +88,22 @@ def fit_ransac(
 ) -> Optional[np.ndarray]:
     """Robust homography 0 -> 1: RANSAC, then `refine_homography` (Hartley and Zisserman, algorithm 4.6).
 
-    RANSAC is that of OpenCV's USAC framework over uniform samples of four: a model's score is its truncated squared
-    error (MSAC; Torr and Zisserman 2000), not a mere count of inliers; hopeless models are dropped early (SPRT; Matas
-    and Chum 2005). docs/evaluation.md compares it with others.
+    Uses OpenCV's USAC framework with uniform samples of four: models are scored by truncated squared error (MSAC; Torr
+    and Zisserman 2000) instead of inlier counts, and bad ones are dropped early (SPRT; Matas and Chum 2005).
+    docs/evaluation.md compares it with others.
 
-    points0, points1: (N, 2) matched pixels, float32 to OpenCV. threshold_px: inlier distance in image 1. iterations: at
-    most so many samples, of `seed`; fewer once a better model has become unlikely. deviations: (N,) px of aligned
-    matches, see `refine_homography`. Returns (3, 3) float64, or None from fewer than four matches or none that OpenCV
-    accepts.
+    points0, points1: (N, 2) matched pixels, float32 to OpenCV. threshold_px: inlier distance in image 1. iterations:
+    maximum number of samples. deviations: (N,) px of aligned matches, see `refine_homography`. Returns (3, 3) float64,
+    or None for fewer than four matches or if OpenCV finds no model.
     """
     if len(points0) < MIN_POINTS:
         return None
-    asked = cv2.UsacParams()
-    asked.sampler, asked.score = cv2.SAMPLING_UNIFORM, cv2.SCORE_METHOD_MSAC
-    asked.loMethod, asked.isParallel = cv2.LOCAL_OPTIM_NULL, False
-    asked.threshold, asked.confidence = threshold_px, CONFIDENCE
-    asked.maxIterations, asked.randomGeneratorState = iterations, seed
-    H = cv2.findHomography(points0, points1, asked)[0]
+    params = cv2.UsacParams()
+    params.sampler, params.score = cv2.SAMPLING_UNIFORM, cv2.SCORE_METHOD_MSAC
+    params.loMethod, params.isParallel = cv2.LOCAL_OPTIM_NULL, False
+    params.threshold, params.confidence = threshold_px, CONFIDENCE
+    params.maxIterations, params.randomGeneratorState = iterations, seed
+    H = cv2.findHomography(points0, points1, params)[0]
     return None if H is None else refine_homography(H, points0, points1, threshold_px, deviations)
 
 
@@ -115,14 +114,15 @@ def refine_homography(
     threshold_px: float,
     deviations: Optional[np.ndarray] = None,
 ) -> np.ndarray:
-    """H (3, 3) moved to the least Cauchy loss of the distances, in image 1, of the matches within `threshold_px` of it.
+    """Minimize the Cauchy loss of the distances, in image 1, of the matches within `threshold_px` of H (3, 3).
 
-    points0, points1: (N, 2). A robust loss, since the positions of true matches scatter by a few tenths of a pixel, and
-    some, of large keypoints, by several pixels. deviations: (N,) px along each axis, as `refine.align` gives them, by
-    which distances are divided; SCATTER_PX where they are NaN, and of all matches where there are none. What the scene
-    is off a plane is added to them in quadrature: a first fit measures it, by the median distance of aligned matches.
+    The loss is robust, since true matches scatter by a few tenths of a pixel, and large keypoints by several pixels.
+
+    points0, points1: (N, 2). deviations: (N,) px along each axis from `refine.align`, which divide the distances; NaN
+    or None: SCATTER_PX. The scene's deviation from a plane is added to them in quadrature: a first fit measures it, by
+    the median distance of aligned matches.
     """
-    from scipy.optimize import least_squares  # takes 0.3 s to import, for which only a fit should wait
+    from scipy.optimize import least_squares  # here, since the import takes 0.3 s
 
     inliers = _within(H, points0, points1, threshold_px)
     if inliers.sum() < MIN_POINTS:
@@ -138,47 +138,47 @@ def refine_homography(
         def derivatives(entries: np.ndarray) -> np.ndarray:
             return _derivatives_by_entries(_with_last_entry(entries), p0) * both[:, None]
 
-        how: Dict[str, Any] = {"jac": derivatives, "x_scale": "jac", "loss": "cauchy", "f_scale": SCATTER_PX}
-        return _with_last_entry(least_squares(distances, normalized(start).ravel()[:8], ftol=1e-4, **how).x)
+        options: Dict[str, Any] = {"jac": derivatives, "x_scale": "jac", "loss": "cauchy", "f_scale": SCATTER_PX}
+        return _with_last_entry(least_squares(distances, normalized(start).ravel()[:8], ftol=1e-4, **options).x)
 
     if deviations is None:
         return fitted(H, np.ones(len(p0)))
-    own = np.asarray(deviations, np.float64)[inliers]
-    H, aligned = fitted(H, _weights(own)), np.isfinite(own)
+    deviations = np.asarray(deviations, np.float64)[inliers]
+    H, aligned = fitted(H, _weights(deviations)), np.isfinite(deviations)
     if aligned.sum() < MIN_POINTS:
         return H
     scatter = MAD_TO_DEVIATION * float(np.median(np.abs(transform(p0, H) - p1)[aligned]))
-    return fitted(H, _weights(own, float(np.clip(MODEL_SCATTER * scatter, *MODEL_LIMITS_PX))))
+    return fitted(H, _weights(deviations, float(np.clip(MODEL_SCATTER * scatter, *MODEL_LIMITS_PX))))
 
 
-def _weights(deviations: np.ndarray, least_px: float = LEAST_DEVIATION_PX) -> np.ndarray:
-    """(N,) factors of distances by deviations (N,) px and `least_px` in quadrature; 1 where they are NaN."""
-    return np.nan_to_num(SCATTER_PX / np.hypot(np.asarray(deviations, np.float64), least_px), nan=1.0)
+def _weights(deviations: np.ndarray, added_px: float = MIN_DEVIATION_PX) -> np.ndarray:
+    """(N,) weights of distances, by deviations (N,) px and `added_px` in quadrature; 1 for NaN."""
+    return np.nan_to_num(SCATTER_PX / np.hypot(np.asarray(deviations, np.float64), added_px), nan=1.0)
 
 
 def _with_last_entry(entries: np.ndarray) -> np.ndarray:
-    """(3, 3) homography of its first eight entries; the last is 1."""
+    """(3, 3) homography from its first eight entries; the last is 1."""
     return np.append(entries, 1.0).reshape(3, 3)
 
 
 def _derivatives_by_entries(H: np.ndarray, points: np.ndarray) -> np.ndarray:
     """(2 N, 8) derivatives of the mapped x and y of points (N, 2) by the first eight entries of H."""
     mapped = transform(points, H)
-    share = np.column_stack([points, np.ones(len(points))]) / (points @ H[2, :2] + H[2, 2])[:, None]
-    found = np.zeros((len(points), 2, 8))
-    found[:, 0, :3] = found[:, 1, 3:6] = share
-    found[:, :, 6:] = -mapped[:, :, None] * share[:, None, :2]
-    return found.reshape(-1, 8)
+    linear = np.column_stack([points, np.ones(len(points))]) / (points @ H[2, :2] + H[2, 2])[:, None]
+    derivatives = np.zeros((len(points), 2, 8))
+    derivatives[:, 0, :3] = derivatives[:, 1, 3:6] = linear
+    derivatives[:, :, 6:] = -mapped[:, :, None] * linear[:, None, :2]
+    return derivatives.reshape(-1, 8)
 
 
 def _within(H: np.ndarray, points0: np.ndarray, points1: np.ndarray, threshold_px: float) -> np.ndarray:
-    """(N,) bool: which matches H maps to within `threshold_px` in image 1."""
+    """(N,) bool: matches that H maps to within `threshold_px` in image 1."""
     with np.errstate(all="ignore"):
         return np.linalg.norm(transform(points0, H) - points1, axis=1) <= threshold_px
 
 
 class Fit(NamedTuple):
-    """What a robust fit says of K matches. model: (3, 3) float64 or None; inliers: (K,) bool."""
+    """A robust fit of K matches. model: (3, 3) float64 or None; inliers: (K,) bool."""
 
     model: Optional[np.ndarray]
     inliers: np.ndarray
@@ -187,7 +187,7 @@ class Fit(NamedTuple):
 def homography_with_inliers(
     points0: np.ndarray, points1: np.ndarray, threshold_px: float = 3.0, deviations: Optional[np.ndarray] = None
 ) -> Fit:
-    """`fit_ransac` of (K, 2) matched pixels each, and the matches it maps to within `threshold_px` in image 1."""
+    """`fit_ransac` with the inliers: matches (K, 2) that it maps to within `threshold_px` in image 1."""
     H = fit_ransac(points0, points1, threshold_px, deviations=deviations)
     if H is None:
         return Fit(None, np.zeros(len(points0), bool))
@@ -195,13 +195,13 @@ def homography_with_inliers(
 
 
 def fundamental_with_inliers(points0: np.ndarray, points1: np.ndarray, threshold_px: float = 3.0) -> Fit:
-    """Fundamental matrix F, x1^T F x0 = 0, of (K, 2) matched pixels each by OpenCV's MAGSAC++, always the same samples.
+    """Fundamental matrix F, x1^T F x0 = 0, of matched pixels (K, 2) by OpenCV's MAGSAC++; deterministic.
 
-    None from fewer than eight matches, and of some few that fit no geometry, at which OpenCV fails.
+    None for fewer than eight matches, and for degenerate ones on which OpenCV fails.
     """
     F, mask = None, None
-    if len(points0) >= LEAST_FUNDAMENTAL:
-        # "!model.empty()" in setModelParameters, where no sample gives a model
+    if len(points0) >= MIN_FUNDAMENTAL:
+        # OpenCV raises "!model.empty()" if no sample gives a model
         with contextlib.suppress(cv2.error):
             F, mask = cv2.findFundamentalMat(points0, points1, cv2.USAC_MAGSAC, threshold_px, 0.999, 3000)
     if F is None or mask is None:
@@ -225,18 +225,18 @@ def relative_pose(
     threshold_px: float = 1.0,
     deviations: Optional[np.ndarray] = None,
 ) -> Pose:
-    """The motion between two cameras whose intrinsics K0, K1 (3, 3) are known, of (K, 2) matched pixels each.
+    """Relative pose of two cameras with known intrinsics K0, K1 (3, 3), from matched pixels (K, 2).
 
-    OpenCV's GC-RANSAC (Barath and Matas 2018) over essential matrices, always the same samples; the one of four motions
-    that has the matches in front of both cameras; then `refine_pose`, for all matches are far more exact than five of
-    them. threshold_px: inlier distance, in pixels of the mean focal length. deviations: (K,) px of aligned matches, as
-    of `refine_homography`. None from fewer than five matches. Raises ValueError for intrinsics that are not (3, 3).
+    OpenCV's GC-RANSAC (Barath and Matas 2018) for the essential matrix, deterministic; then the one of four motions
+    with the matches in front of both cameras; then `refine_pose`, since all matches are far more accurate than a sample
+    of five. threshold_px: inlier distance, in pixels of the mean focal length. deviations: (K,) px of aligned matches,
+    as in `refine_homography`. None for fewer than five matches. Raises ValueError for intrinsics that are not (3, 3).
     """
     K0, K1 = np.asarray(K0, np.float64), np.asarray(K1, np.float64)
     if K0.shape != (3, 3) or K1.shape != (3, 3):
         raise ValueError(f"intrinsics {K0.shape} and {K1.shape}: must be (3, 3)")
     none = Pose(None, None, np.zeros(len(points0), bool))
-    if len(points0) < LEAST_ESSENTIAL:
+    if len(points0) < MIN_ESSENTIAL:
         return none
     flat0, flat1 = (transform(np.asarray(p, np.float64), np.linalg.inv(K)) for p, K in ((points0, K0), (points1, K1)))
     focal = float(np.mean([K0[0, 0], K0[1, 1], K1[0, 0], K1[1, 1]]))
@@ -258,28 +258,27 @@ def refine_pose(
     focal: float,
     deviations: Optional[np.ndarray] = None,
 ) -> Tuple[np.ndarray, np.ndarray]:
-    """R (3, 3), t (3,) moved to the least Cauchy loss of the Sampson distances of the matches within `SAMPSON_PX`.
+    """Minimize the Cauchy loss of the Sampson distances of the matches within `SAMPSON_PX`, from R (3, 3), t (3,).
 
-    The five numbers of a motion up to its length (Hartley and Zisserman, section 11.4.3). flat0, flat1: (K, 2) on the
-    plane at depth one. focal: px, which makes pixels of distances. deviations: (K,) px, as of `refine_homography`.
+    Optimizes the five degrees of freedom (Hartley and Zisserman, section 11.4.3). flat0, flat1: (K, 2) on the plane at
+    depth one. focal: px, converts distances to pixels. deviations: (K,) px, as in `refine_homography`.
     """
     from scipy.optimize import least_squares
 
     p0, p1 = (np.column_stack([flat, np.ones(len(flat))]) for flat in (flat0, flat1))
     near = np.abs(_sampson(R, t, p0, p1)) * focal < SAMPSON_PX
-    if near.sum() < LEAST_FUNDAMENTAL:
+    if near.sum() < MIN_FUNDAMENTAL:
         return R, t
     p0, p1 = p0[near], p1[near]
     weights = focal * _weights(deviations[near]) if deviations is not None else focal
-    across = np.linalg.svd(t[None])[2][1:]  # two directions that move t on the sphere
+    tangents = np.linalg.svd(t[None])[2][1:]  # two directions in which t moves on the sphere
 
     def moved(change: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
-        turned = t + change[3:] @ across
-        return cv2.Rodrigues(change[:3])[0] @ R, turned / np.linalg.norm(turned)
+        direction = t + change[3:] @ tangents
+        return cv2.Rodrigues(change[:3])[0] @ R, direction / np.linalg.norm(direction)
 
-    how: Dict[str, Any] = {"x_scale": "jac", "loss": "cauchy", "f_scale": SCATTER_PX, "ftol": 1e-5, "max_nfev": 30}
-    found = least_squares(lambda change: _sampson(*moved(change), p0, p1) * weights, np.zeros(5), **how)
-    return moved(found.x)
+    options: Dict[str, Any] = {"x_scale": "jac", "loss": "cauchy", "f_scale": SCATTER_PX, "ftol": 1e-5, "max_nfev": 30}
+    return moved(least_squares(lambda change: _sampson(*moved(change), p0, p1) * weights, np.zeros(5), **options).x)
 
 
 def _sampson(R: np.ndarray, t: np.ndarray, p0: np.ndarray, p1: np.ndarray) -> np.ndarray:
@@ -302,8 +301,8 @@ def _conditioner(points: np.ndarray, weights: np.ndarray) -> np.ndarray:
 def fit_dlt(points0: np.ndarray, points1: np.ndarray, weights: Optional[np.ndarray] = None) -> Optional[np.ndarray]:
     """Weighted least-squares homography 0 -> 1 over all matches, without outlier rejection: the paper's "DLT" column.
 
-    The direct linear transform with Hartley conditioning (Hartley and Zisserman, algorithm 4.2), the two equations of
-    a match (N, 2) px scaled by its weight (N,), 0 or more; None weighs all alike. Returns (3, 3) float64, or None from
+    The direct linear transform with Hartley conditioning (Hartley and Zisserman, algorithm 4.2). Each match (N, 2) px
+    scales its two equations by its weight (N,), 0 or more; None: equal weights. Returns (3, 3) float64, or None for
     fewer than four matches of positive weight or a degenerate set.
     """
     weights = np.ones(len(points0)) if weights is None else np.asarray(weights, np.float64)
@@ -319,7 +318,7 @@ def fit_dlt(points0: np.ndarray, points1: np.ndarray, weights: Optional[np.ndarr
     horizontal = np.concatenate([homogeneous, zeros, -x[:, None] * homogeneous], axis=1)
     vertical = np.concatenate([zeros, homogeneous, -y[:, None] * homogeneous], axis=1)
     rows = np.concatenate([horizontal * w[:, None], vertical * w[:, None]])
-    # eigenvector of the 9x9 normal matrix: the null vector an SVD of the rows gives, at a fraction of its cost
+    # eigenvector of the 9x9 normal matrix: the null vector, at a fraction of the cost of an SVD of the rows
     values, vectors = np.linalg.eigh(rows.T @ rows)
     if values[1] <= 1e-12 * values[-1]:
         return None  # a second null direction: collinear or coincident points

@@ -1,14 +1,14 @@
-"""An image file to pixels, refusing what is damaged, before it is decoded where its container tells.
+"""Decode image files, and reject damaged ones, if possible before decoding.
 
-A decoder that gives pixels proves little: OpenCV fills the missing part of a cut file, and every decoder accepts a hole
-of zeros. So the container is checked first, at a fraction of the cost of decoding. JPEG: an end-of-image marker after
-the first scan, no hole of zeros larger than the picture could explain. PNG: one header, at the start, and the CRC-32
-of every chunk up to IEND. WebP: the length its header promises. These and BMP, PNM and TIFF: a sane size by the header,
-and none without; of what else OpenCV reads, after decoding.
+Decoders do not detect damage: OpenCV fills the missing part of a truncated file, and every decoder accepts a hole of
+zeros. So the container is checked first, at a fraction of the cost of decoding. JPEG: an end-of-image marker after the
+first scan, no hole of zeros larger than the picture could explain. PNG: one header, at the start, and the CRC-32 of
+every chunk up to IEND. WebP: the length in its header. These and BMP, PNM and TIFF: a size in the header, within
+limits. The size of other formats that OpenCV reads is checked after decoding.
 
-Policy, the same everywhere in the project: the content decides what a file is, its extension does not; gray, colour,
-CMYK, 16-bit and transparent files are all read as 8-bit. Training and evaluation take pixels as stored; a matcher takes
-them as its `frame` says, by default upright (`upright`). Pictures are always upright.
+The same rules hold everywhere in the project: the content decides the format, not the extension; gray, colour, CMYK,
+16-bit and transparent files are all read as 8-bit. Training and evaluation use pixels as stored; a matcher uses its
+`frame`, by default upright (`upright`). Pictures are always upright.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import numpy as np
 from superglue_sift.errors import RequestError
 from superglue_sift.upright import AXES, STORED, TIFF, UPRIGHT, inverse, orientation, tiff_tags, to_upright, turned
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")  # looked for in folders
-MAX_PIXELS = 200_000_000  # gray; a larger one would take a worker's memory (and is more likely a bomb)
-HOLE_BYTES = 1024  # the shortest run of zeros inside coded JPEG data that is looked at
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")  # of images in folders
+MAX_PIXELS = 200_000_000  # a larger image could exceed a worker's memory
+HOLE_BYTES = 1024  # shortest run of zeros in coded JPEG data that counts as damage
 
 _JPEG = b"\xff\xd8\xff"
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -36,24 +36,24 @@ _JPEG_BARE = (0x01, *range(0xD0, 0xD9))  # markers without a length: TEM, RST0-7
 _JPEG_SIZE = (0xC0, 0xC1, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
 _GAP = rb"(?:\s|#[^\n]*\n)+"
 _PNM = re.compile(rb"P[1-6]" + _GAP + rb"(\d{1,18})" + _GAP + rb"(\d{1,18})")
-_PNM_HEADER = 65_536  # bytes, comments among them
+_PNM_HEADER = 65_536  # bytes, with comments
 _WIDTH, _HEIGHT = 256, 257  # TIFF tags
-_SIZED = (_JPEG, _PNG, b"BM", *TIFF, *(b"P%d" % kind for kind in range(1, 8)))  # what begins so states its size
+_SIZED = (_JPEG, _PNG, b"BM", *TIFF, *(b"P%d" % kind for kind in range(1, 8)))  # formats with a size in the header
 
 
 class BadImage(Exception):
-    """A file that cannot serve as an image. `name`: which one; `reason`: one line for bad_images.csv."""
+    """A file that is not a usable image. name: of the file; reason: one line for bad_images.csv."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name}: {reason}")
         self.name, self.reason = name, reason
 
-    def __reduce__(self):  # worker processes hand it back: both arguments must survive the way
+    def __reduce__(self):  # worker processes pickle it with both arguments
         return type(self), (self.name, self.reason)
 
 
 def check(data: bytes, name: str) -> bytes:
-    """The bytes to decode, or BadImage. Whether other formats than JPEG, PNG and WebP are whole the decoder finds."""
+    """Return the bytes to decode, or raise BadImage. Only JPEG, PNG and WebP are checked for truncation."""
     if not data:
         raise BadImage(name, "empty file")
     size = declared_size(data, name)
@@ -77,12 +77,12 @@ def check(data: bytes, name: str) -> bytes:
 
 
 def is_plain_jpeg(data: bytes) -> bool:
-    """Is this, already checked, a JPEG of 8 bits and of one or three components?"""
+    """Whether checked data is a JPEG of 8 bits with one or three components."""
     return data[:3] == _JPEG and _jpeg_header(data, "")[3]
 
 
 def check_size(width: int, height: int, name: str) -> None:
-    """BadImage for more than `MAX_PIXELS`."""
+    """Raise BadImage for more than `MAX_PIXELS`."""
     if width * height > MAX_PIXELS:
         raise BadImage(name, f"too large: {width}x{height} pixels, at most {MAX_PIXELS // 1_000_000} megapixels")
 
@@ -90,7 +90,7 @@ def check_size(width: int, height: int, name: str) -> None:
 def _jpeg_header(data: bytes, name: str) -> Tuple[int, int, int, bool]:
     """Width, height, offset of the first scan, and whether it is plain: 8 bits, one or three components.
 
-    By walking the segments, so that thumbnails are skipped.
+    Walks the segments, which skips thumbnails.
     """
     at, width, height, plain = 2, 0, 0, False
     while at + 4 <= len(data):
@@ -115,18 +115,14 @@ def _check_jpeg(data: bytes, name: str) -> None:
     end = data.find(b"\xff\xd9", scan)
     if end < 0:
         raise BadImage(name, "truncated JPEG: no end-of-image marker")
-    # A flat block costs two bits at the least, so a run of zeros this long would code more blocks of 8x8
-    # than the picture has: the data was lost, though every decoder accepts it.
+    # A flat 8x8 block takes at least two bits, so a run of zeros this long would code more blocks than the picture has.
     hole = max(HOLE_BYTES, width * height // 64 // 4 * 3)
     if data.find(bytes(hole), scan, end) >= 0:
         raise BadImage(name, f"damaged JPEG: a hole of {hole} or more zero bytes in the coded data")
 
 
 def _check_png(data: bytes, name: str) -> bytes:
-    """Checks every chunk; returns the file without the ones that carry no pixels.
-
-    Dropping them keeps libpng from printing warnings on colour profiles, which gray pixels do not need.
-    """
+    """Check every chunk, and drop chunks that do not affect pixels: libpng prints warnings about colour profiles."""
     at, kept = len(_PNG), [_PNG]
     while at + 12 <= len(data):
         length, kind = struct.unpack_from(">I4s", data, at)
@@ -146,7 +142,7 @@ def _check_png(data: bytes, name: str) -> bytes:
 
 
 def declared_size(data: bytes, name: str = "image") -> Optional[Tuple[int, int]]:
-    """(width, height) by the header, None where it is cut (of JPEG BadImage) or not read of this format."""
+    """(width, height) in the header; None if it is truncated (JPEG: BadImage) or of another format."""
     try:
         if data[:3] == _JPEG:
             return _jpeg_header(data, name)[:2]
@@ -160,9 +156,9 @@ def declared_size(data: bytes, name: str = "image") -> Optional[Tuple[int, int]]
             return _tiff(data)
         if data[:2] == b"P7":
             return _pam(data)
-        found = _PNM.match(data[:_PNM_HEADER])
-        return (int(found[1]), int(found[2])) if found else None
-    except struct.error:  # it ends inside its header
+        match = _PNM.match(data[:_PNM_HEADER])
+        return (int(match[1]), int(match[2])) if match else None
+    except struct.error:  # truncated header
         return None
 
 
@@ -181,7 +177,7 @@ def _webp(data: bytes) -> Optional[Tuple[int, int]]:
 
 
 def _pam(data: bytes) -> Optional[Tuple[int, int]]:
-    """The largest that any of its lines states."""
+    """The largest width and height in its lines."""
     lines = [line.split(b"#")[0].split() for line in data[:_PNM_HEADER].partition(b"ENDHDR")[0].split(b"\n")]
     stated = [(line[0], int(line[1])) for line in lines if len(line) > 1 and line[1].isdigit() and len(line[1]) < 19]
     widths, heights = ([value for key, value in stated if key == name] for name in (b"WIDTH", b"HEIGHT"))
@@ -192,45 +188,44 @@ def _bmp(data: bytes) -> Tuple[int, int]:
     if struct.unpack_from("<I", data, 14)[0] == 12:
         return struct.unpack_from("<HH", data, 18)  # type: ignore[return-value]
     width, height = struct.unpack_from("<ii", data, 18)
-    return abs(width), abs(height)  # a negative height: rows from the top
+    return abs(width), abs(height)  # negative height: rows are stored from the top
 
 
 def _tiff(data: bytes) -> Optional[Tuple[int, int]]:
-    found = tiff_tags(data, (_WIDTH, _HEIGHT))
-    return (found[_WIDTH], found[_HEIGHT]) if len(found) == 2 else None
+    tags = tiff_tags(data, (_WIDTH, _HEIGHT))
+    return (tags[_WIDTH], tags[_HEIGHT]) if len(tags) == 2 else None
 
 
 class Photo(NamedTuple):
-    """An image as it is shown. pixels: (H, W) or (H, W, 3) uint8 BGR, upright; to_shown: (3, 3), coordinates of a
-    result to coordinates of these pixels."""
+    """An image to draw. pixels: (H, W) or (H, W, 3) uint8 BGR, upright; to_shown: (3, 3) maps a result to them."""
 
     pixels: np.ndarray
     to_shown: np.ndarray
 
 
 def decode_gray(data: bytes, name: str = "image", frame: str = STORED) -> np.ndarray:
-    """(H, W) uint8 from the bytes of a file; BadImage with the reason when they are not a whole image."""
-    # JPEG to gray at once: by way of BGR it would cost half as much again and differ by up to two gray levels
+    """Decode the bytes of a file to (H, W) uint8. Raises BadImage with the reason if it is damaged."""
+    # directly to gray: JPEG by way of BGR takes 1.5 times as long and differs by up to two gray levels
     return _decode(data, name, cv2.IMREAD_GRAYSCALE, frame)
 
 
 def decode_color(data: bytes, name: str = "image", frame: str = STORED) -> np.ndarray:
-    """(H, W, 3) uint8 BGR, for pictures; the same checks and errors as `decode_gray`."""
+    """Decode to (H, W, 3) uint8 BGR, with the checks and errors of `decode_gray`."""
     return _decode(data, name, cv2.IMREAD_COLOR, frame)
 
 
 def read_gray(path: Union[str, Path], frame: str = STORED) -> np.ndarray:
-    """(H, W) uint8 of a file a person named; RequestError when it is missing or damaged."""
+    """Read a file to (H, W) uint8. Raises RequestError if it is missing or damaged."""
     return gray_of(read(path), path, frame)
 
 
 def gray_of(data: bytes, path: Union[str, Path], frame: str = STORED) -> np.ndarray:
-    """`read_gray` of a file whose bytes were read before."""
+    """`read_gray` for the bytes of a file."""
     return _named(data, path, cv2.IMREAD_GRAYSCALE, frame)
 
 
 def read_photo(path: Union[str, Path], frame: str) -> Photo:
-    """A file a person named, in colour and upright, for coordinates of `frame`; RequestError as of `read_gray`."""
+    """Read a file in colour and upright, to draw coordinates of `frame`. Raises RequestError as `read_gray`."""
     data = read(path)
     shown = _named(data, path, cv2.IMREAD_COLOR, UPRIGHT)
     turn = orientation(data)
@@ -239,7 +234,7 @@ def read_photo(path: Union[str, Path], frame: str) -> Photo:
 
 
 def read(path: Union[str, Path]) -> bytes:
-    """The bytes of a file a person named; RequestError when it cannot be read."""
+    """Read the bytes of a file. Raises RequestError if it cannot be read."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -263,6 +258,6 @@ def _decode(data: bytes, name: str, flag: int, frame: str) -> np.ndarray:
     if pixels is None:
         raise BadImage(name, "OpenCV cannot decode it (damaged, or an unknown format)")
     check_size(pixels.shape[1], pixels.shape[0], name)
-    if is_tiff:  # OpenCV turns it upright, whatever it is told
+    if is_tiff:  # OpenCV ignores IMREAD_IGNORE_ORIENTATION for TIFF
         return turned(pixels, inverse(turn)) if frame == STORED else pixels
     return turned(pixels, turn) if frame == UPRIGHT else pixels

@@ -1,4 +1,4 @@
-"""The matches of two images: where they lie, what geometry they fit, and a picture of them."""
+"""The matches of two images: their positions, the geometry they fit, and a picture of them."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from superglue_sift.features import Features, Image, photo_of
 from superglue_sift.images import Photo
 from superglue_sift.upright import UPRIGHT
 
-FIT_NAMES = {"homography": "homography", "fundamental": "fundamental matrix"}  # of `fits`, as people say
+FIT_NAMES = {"homography": "homography", "fundamental": "fundamental matrix"}  # keys of `fits`
 INLIER_PX = 3.0  # distance up to which a match fits a homography or an epipolar line
-POSE_PX = 1.0  # the same, of an essential matrix
+POSE_PX = 1.0  # the same for an essential matrix
 
 
 class MatchResult(NamedTuple):
     """Matches of two images, in the order of image 0's keypoints.
 
-    keypoints0 (M, 2), keypoints1 (N, 2): float32 pixels of the images as they were given, in `frame`.
+    keypoints0 (M, 2), keypoints1 (N, 2): float32 pixels of the original images, in `frame`.
     matches: (K, 2) int64, index into keypoints0 and into keypoints1; each index at most once.
     scores: (K,) float32, probability of each match.
     size0, size1: (width, height).
 
-    Of matches that were aligned by the pixels (`refine.align`), else None:
-    aligned0, aligned1: (K, 2) float32 px, positions of each match after alignment; SIFT's where it failed.
-    deviations: (K,) float32, standard deviation in px of image 1 along each axis; NaN where the position stayed SIFT's.
-    correlations: (K,) float32, -1 to 1, of the patches around both; NaN where a patch leaves its image or is flat.
-    pair_score: of photographs of a place (`Matcher.load(scene=True)`), how many strict matches agree that both show
-        the same; None where that was not asked.
+    After alignment by the pixels (`refine.align`), else None:
+    aligned0, aligned1: (K, 2) float32 px, aligned positions of each match; SIFT's where alignment failed.
+    deviations: (K,) float32, standard deviation in px of image 1 along each axis; NaN where alignment failed.
+    correlations: (K,) float32, -1 to 1, of both patches; NaN where a patch leaves its image or is flat.
+    pair_score: number of strict matches that agree with one geometry (`Matcher.load(scene=True)`); None without
+        `scene`.
 
-    threshold: the confidence that all scores exceed; None where it is not known.
-    frame: "upright", pixels turned as the EXIF data of the files say, or "stored" (`upright`); turned: by which EXIF
-        orientation each image was.
-    images: what was matched, for `show`; None where it was given as features without it.
+    threshold: all scores exceed it; None if it is not known.
+    frame: "upright", pixels rotated according to EXIF, or "stored" (`upright`); turned: the EXIF orientation of each
+        image that was undone.
+    images: the matched images, for `show`; None for features without their image.
     """
 
     keypoints0: np.ndarray
@@ -65,7 +65,7 @@ class MatchResult(NamedTuple):
 
     @property
     def points0(self) -> np.ndarray:
-        """(K, 2) float32: where the matches lie in image 0, aligned where they were, else the keypoints."""
+        """(K, 2) float32: positions of the matches in image 0, aligned if available, else the keypoints."""
         return self.keypoints0[self.matches[:, 0]] if self.aligned0 is None else self.aligned0
 
     @property
@@ -75,35 +75,35 @@ class MatchResult(NamedTuple):
 
     @classmethod
     def of(cls, features0: Features, features1: Features, matches: np.ndarray, scores: np.ndarray) -> MatchResult:
-        """Of two images, with `matches` (K, 2) and `scores` (K,); or (M,) as `dense` gives them."""
+        """Build a result from `matches` (K, 2) and `scores` (K,), or both (M,) as `dense` returns them."""
         if matches.ndim == 1:
             index0 = np.flatnonzero(matches >= 0)
             matches, scores = np.stack([index0, matches[index0]], axis=1), scores[index0]
-        found = cls(features0.keypoints, features1.keypoints, matches, scores, features0.size, features1.size)
+        result = cls(features0.keypoints, features1.keypoints, matches, scores, features0.size, features1.size)
         turned, images = (features0.turned, features1.turned), (features0.image, features1.image)
-        return found._replace(frame=features0.frame, turned=turned, images=images)
+        return result._replace(frame=features0.frame, turned=turned, images=images)
 
     def dense(self, side: int = 0) -> Tuple[np.ndarray, np.ndarray]:
-        """For each keypoint of image `side` its partner in the other or -1, int64, and its score or 0, float32."""
+        """Partner of each keypoint of image `side` in the other image, or -1, int64; and its score, or 0, float32."""
         count = len(self.keypoints1 if side else self.keypoints0)
         partners, scores = np.full(count, -1, np.int64), np.zeros(count, np.float32)
-        own = self.matches[:, side]
-        partners[own], scores[own] = self.matches[:, 1 - side], self.scores
+        index = self.matches[:, side]
+        partners[index], scores[index] = self.matches[:, 1 - side], self.scores
         return partners, scores
 
     def above(self, threshold: float) -> MatchResult:
-        """The same without matches whose score is not above `threshold`."""
-        least = threshold if self.threshold is None else max(threshold, self.threshold)
-        return self.only(self.scores > threshold)._replace(threshold=least)
+        """The matches with a score above `threshold`."""
+        highest = threshold if self.threshold is None else max(threshold, self.threshold)
+        return self.only(self.scores > threshold)._replace(threshold=highest)
 
     def only(self, chosen: np.ndarray) -> MatchResult:
-        """The same with the chosen matches alone: (K,) bool, or their numbers."""
+        """The chosen matches only. chosen: (K,) bool, or indices."""
         by_match = ("matches", "scores", "aligned0", "aligned1", "deviations", "correlations")
         given = {name: getattr(self, name) for name in by_match}
         return self._replace(**{name: None if values is None else values[chosen] for name, values in given.items()})
 
     def align(self, features0: Features, features1: Features, device: str = "cpu") -> MatchResult:
-        """The same with positions aligned by the pixels of both images, see `refine.align`; as it is without them."""
+        """Align the positions by the pixels of both images (`refine.align`); without pixels, return self."""
         if features0.gray is None or features1.gray is None:
             return self
         records0, records1 = features0.records[self.matches[:, 0]], features1.records[self.matches[:, 1]]
@@ -112,47 +112,47 @@ class MatchResult(NamedTuple):
 
     @property
     def accepted(self) -> bool:
-        """Do both show the same place? False where a pair was looked at and has no match."""
+        """False if a pair of a scene was rejected."""
         return self.pair_score is None or len(self.matches) > 0
 
     def homography(self, threshold_px: float = INLIER_PX) -> geometry.Fit:
-        """The homography 0 -> 1 that most matches fit, see `geometry.homography_with_inliers`."""
+        """Robust homography 0 -> 1, see `geometry.homography_with_inliers`."""
         return geometry.homography_with_inliers(self.points0, self.points1, threshold_px, self.deviations)
 
     def fundamental(self, threshold_px: float = INLIER_PX) -> geometry.Fit:
-        """The fundamental matrix that most matches fit, see `geometry.fundamental_with_inliers`."""
+        """Robust fundamental matrix, see `geometry.fundamental_with_inliers`."""
         return geometry.fundamental_with_inliers(self.points0, self.points1, threshold_px)
 
     def fits(self) -> Dict[str, geometry.Fit]:
-        """By name, the homography and the fundamental matrix that most matches agree on."""
+        """The robust homography and fundamental matrix, by name."""
         return {"homography": self.homography(), "fundamental": self.fundamental()}
 
     def relative_pose(self, K0: np.ndarray, K1: np.ndarray, threshold_px: float = POSE_PX) -> geometry.Pose:
-        """Rotation and direction of camera 1 seen from camera 0, intrinsics known, see `geometry.relative_pose`."""
+        """Relative pose of two cameras with known intrinsics, see `geometry.relative_pose`."""
         return geometry.relative_pose(self.points0, self.points1, K0, K1, threshold_px, self.deviations)
 
     def show(self, image0: Optional[Image] = None, image1: Optional[Image] = None) -> drawing.Picture:
-        """A picture of the matches, see `drawing`; a notebook shows it, `.save("matches.png")` writes it.
+        """Draw the matches (`drawing`); a notebook shows the picture, `.save("matches.png")` writes it.
 
-        image0, image1: where they were matched as features without their images. Raises RequestError where one is
-        needed, or cannot be read.
+        image0, image1: needed if features without their images were matched. Raises RequestError if an image is missing
+        or cannot be read.
         """
         return self.drawn(self.fits(), self.photos(image0, image1))
 
     def drawn(self, fitted: Mapping[str, geometry.Fit], photos: Tuple[Photo, Photo]) -> drawing.Picture:
-        """`show` of what was fitted before, on `photos`."""
+        """`show` with given fits and photos."""
         picture = drawing.draw(photos[0].pixels, photos[1].pixels, [self.panel(fitted, photos)])
         return drawing.Picture(picture)
 
     def photos(self, image0: Optional[Image] = None, image1: Optional[Image] = None) -> Tuple[Photo, Photo]:
-        """Both images upright, as they are drawn. Raises RequestError as `show`."""
-        given = [own if own is not None else kept for own, kept in zip((image0, image1), self.images)]
-        if given[0] is None or given[1] is None:
-            raise RequestError("the images are not at hand: found.show(image0, image1)")
-        return photo_of(given[0], self.frame), photo_of(given[1], self.frame)
+        """Both images upright, for drawing. Raises RequestError as `show`."""
+        first, second = (kept if given is None else given for given, kept in zip((image0, image1), self.images))
+        if first is None or second is None:
+            raise RequestError("the images are not known: pass them, show(image0, image1)")
+        return photo_of(first, self.frame), photo_of(second, self.frame)
 
     def panel(self, fitted: Mapping[str, geometry.Fit], photos: Sequence[Photo]) -> drawing.Panel:
-        """What `drawing.draw` draws of the matches on `photos`; red: those that the better of the fits leaves out."""
+        """The matches for `drawing.draw`; red: outliers of the fit with more inliers."""
         heading = f"{len(self.matches)} matches: "
         heading += ", ".join(f"{int(fit.inliers.sum())} fit one {FIT_NAMES[name]}" for name, fit in fitted.items())
         off, means = self.left_out(fitted)
@@ -163,7 +163,7 @@ class MatchResult(NamedTuple):
         return drawing.Panel(heading, points[0], points[1], self.scores, off, means)
 
     def left_out(self, fitted: Mapping[str, geometry.Fit]) -> Tuple[Optional[np.ndarray], str]:
-        """(K,) bool: is the match off the better of the fits? None where none was found. And that in words."""
+        """(K,) bool, the outliers of the fit with more inliers, or None without a fit; and a legend for them."""
         name = max(fitted, key=lambda key: int(fitted[key].inliers.sum()))
         fit = fitted[name]
         return None if fit.model is None else ~fit.inliers, f"off the {FIT_NAMES[name]}"

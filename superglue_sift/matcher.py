@@ -2,14 +2,14 @@
 
     from superglue_sift import Matcher
 
-    matcher = Matcher.load()                         # the weights that ship with the library; a GPU where there is one
+    matcher = Matcher.load()                         # the shipped weights; a GPU if there is one
     found = matcher.match("A.jpg", "B.jpg")
     found.points0, found.points1, found.scores        # (K, 2), (K, 2) pixels, (K,) probabilities
 
     found.show()                                      # a picture, in a notebook; .save("matches.png")
     found.homography().model, found.fundamental().inliers    # (3, 3) or None, (K,) bool
 
-Features of an image that is matched several times are computed once: `a = matcher.extract("A.jpg")`, then
+To match an image several times, compute its features once: `a = matcher.extract("A.jpg")`, then
 `matcher.match(a, "B.jpg")`, or `matcher.match_many("A.jpg", ["B.jpg", "C.jpg"])`.
 """
 
@@ -44,13 +44,13 @@ from superglue_sift.weights import choose_device, load_model, shipped_weights
 
 MAX_KEYPOINTS = 1024
 RESIZE = 1024  # px, longer side
-THRESHOLD = 0.2  # probability of a match, of a model that does not bring its own (SuperGlue, section 5)
+THRESHOLD = 0.2  # probability of a match, for models without their own (SuperGlue, section 5)
 
 
 def match_threshold(info: Mapping[str, Any]) -> float:
-    """The probability above which matches of a model count: what its description states, else THRESHOLD.
+    """Minimum probability of a match: the one in a model's `info`, else THRESHOLD.
 
-    Raises RequestError for what is no probability.
+    Raises RequestError for a value that is not a probability.
     """
     value = info.get("match_threshold", THRESHOLD)
     if type(value) not in (int, float) or not 0.0 <= value <= 1.0:
@@ -59,36 +59,35 @@ def match_threshold(info: Mapping[str, Any]) -> float:
 
 
 class PairMatches(NamedTuple):
-    """A matcher's answer for one pair. matches0: (M,) int64, index in image 1 or -1; scores0: (M,) float, 0 to 1."""
+    """Matches of one pair. matches0: (M,) int64, index in image 1 or -1; scores0: (M,) float, 0 to 1."""
 
     matches0: np.ndarray
     scores0: np.ndarray
 
     def above(self, threshold: float) -> PairMatches:
-        """The same without matches whose score is not above `threshold`."""
+        """The matches with a score above `threshold`."""
         keep = self.scores0 > threshold
         return PairMatches(np.where(keep, self.matches0, -1), np.where(keep, self.scores0, 0.0))
 
 
 def match_pairs(model: Callable[..., Assignments], pairs: Sequence[Pair], device: str) -> List[PairMatches]:
-    """The network's matches of these pairs, in one batch: every mutual one, whatever its score."""
+    """All mutual matches of the network for these pairs, in one batch, whatever their scores."""
     batch = from_pairs(pairs).to(device)
     with torch.no_grad():
         size = (batch.records0.shape[1], batch.records1.shape[1])
-        found = mutual_matches(model(batch), size, threshold=0.0)
-    rows = zip(pairs, found.matches0.cpu().numpy(), found.matching_scores0.cpu().numpy())
+        matches = mutual_matches(model(batch), size, threshold=0.0)
+    rows = zip(pairs, matches.matches0.cpu().numpy(), matches.matching_scores0.cpu().numpy())
     return [PairMatches(m[: len(pair.records0)], s[: len(pair.records0)]) for pair, m, s in rows]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Matcher:
-    """A trained network and how images are read for it. `Matcher.load` makes one, and tells what the settings mean.
+    """A trained network with the settings of its input. Create it with `Matcher.load`, which explains the settings.
 
-    Equal input gives equal bytes on one device. Threads may share a matcher: they find features side by side and take
+    Equal input gives equal bytes on one device. Threads may share a matcher: they extract features in parallel and take
     turns at the network, which uses all cores by itself.
 
-    model: on `device`, for inference, such as `fuse_for_inference` gives. extractor: what finds the keypoints of
-    images, None where it may not be run.
+    model: on `device`, for inference, as `fuse_for_inference` returns it. extractor: None if it may not be run.
     """
 
     model: SuperGlue
@@ -98,11 +97,11 @@ class Matcher:
     threshold: float = THRESHOLD
     extractor: Optional[Extractor] = DEFAULT
     refine: bool = True
-    rules: Optional[scenes.Rules] = None  # of photographs of a place
+    rules: Optional[scenes.Rules] = None  # of scenes
     frame: str = UPRIGHT
     workers: int = dataclasses.field(default=1, init=False)
     _turn: Any = dataclasses.field(default_factory=threading.Lock, init=False)
-    _network: Any = dataclasses.field(init=False)  # the model as it is called
+    _network: Any = dataclasses.field(init=False)  # the model, on a GPU with CUDA graphs
 
     def __post_init__(self) -> None:
         self._network = self.model if self.device == "cpu" else CUDAGraphModel(self.model)
@@ -123,25 +122,25 @@ class Matcher:
         frame: str = UPRIGHT,
         **rules: Any,
     ) -> Matcher:
-        """A matcher from a model file. Raises RequestError: no such file or device, or not a model of this project.
+        """Load a model file. Raises RequestError: no such file or device, or not a model of this project.
 
         Args:
-            path: models/superglue.safetensors of a training, or any checkpoint; None: the weights that ship.
-            device: "auto" (a GPU where there is one), "cpu", "cuda", "cuda:1".
-            max_keypoints: the strongest so many of each image; None: 1,024, of a scene 8,192.
-            resize: SIFT runs on the image reduced to this longer side in pixels; 0: never. Keypoints are always in
-                pixels of the image as given. None: 1,024, of a scene 1,600.
-            threshold: least probability of a match; None: the model's own, else 0.2.
+            path: models/superglue.safetensors of a training, or any checkpoint; None: the shipped weights.
+            device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1".
+            max_keypoints: maximum number of keypoints per image; None: 1,024, with `scene` 8,192.
+            resize: longer side in pixels to which images are reduced for SIFT; 0: never. Keypoints are always in
+                pixels of the original image. None: 1,024, with `scene` 1,600.
+            threshold: minimum probability of a match; None: the model's own, else 0.2.
             precision: of the layers: float32, bfloat16 (faster on GPUs and on CPUs with AMX) or float16.
-            extractor: of a model of other keypoints than SIFT's their `module:function`, which is code that a model
-                file can name and must not run: without it such a model matches `Features` alone.
-            refine: align matches by the pixels, to a fraction of one (`MatchResult.aligned1`), where they are at hand;
-                not the thousands of a scene.
-            scene: the images are photographs of one place, of which not every two show the same: a pair is accepted
-                first, then filled with matches of all keypoints (see `scenes`).
-            frame: pixels that coordinates count, of files: "upright", turned as their EXIF data say, like
-                `cv2.imread` and browsers; or "stored", like COLMAP (see `upright`).
-            rules: of `scenes.Rules` what differs from the model's own, such as `accept=15`.
+            extractor: required for non-SIFT models: their `module:function`. Naming it here allows its code to run;
+                without it, such a model matches `Features` only.
+            refine: align matches by the pixels, if available, to a fraction of a pixel (`MatchResult.aligned1`);
+                ignored with `scene`.
+            scene: the images show one place, but not every two of them overlap: each pair is first accepted or
+                rejected, then filled with matches of all keypoints (see `scenes`).
+            frame: of coordinates in files: "upright", rotated according to EXIF, like `cv2.imread` and browsers; or
+                "stored", like COLMAP (see `upright`).
+            rules: fields of `scenes.Rules` that override the model's own, such as `accept=15`.
         """
         if frame not in FRAMES:
             raise RequestError(f"frame {frame!r}: must be 'upright' or 'stored'")
@@ -149,49 +148,50 @@ class Matcher:
         model, info = load_model(Path(path) if path else shipped_weights(), device)
         if threshold is None:
             threshold = match_threshold(info)
-        found = _extractor_of(model.config.extractor, extractor, scene)
+        extract = _extractor_of(model.config.extractor, extractor, scene)
         if rules and not scene:
-            raise RequestError(f"{', '.join(rules)}: of scenes; say scene=True")
-        most = max_keypoints or (scenes.MAX_KEYPOINTS if scene else MAX_KEYPOINTS)
+            raise RequestError(f"{', '.join(rules)}: only with scene=True")
+        max_keypoints = max_keypoints or (scenes.MAX_KEYPOINTS if scene else MAX_KEYPOINTS)
         side = resize if resize is not None else (scenes.RESIZE if scene else RESIZE)
-        own = dataclasses.replace(scenes.Rules.of_model(info), **rules) if scene else None
+        scene_rules = dataclasses.replace(scenes.Rules.of_model(info), **rules) if scene else None
+        network = fuse_for_inference(model, precision)
         refine = refine and not scene
-        return cls(fuse_for_inference(model, precision), device, most, side, threshold, found, refine, own, frame)
+        return cls(network, device, max_keypoints, side, threshold, extract, refine, scene_rules, frame)
 
     def extract(self, image: Image) -> Features:
-        """Keypoints of an image, for `match`. Raises RequestError for one that cannot be read."""
+        """Extract the keypoints of an image, for `match`. Raises RequestError if it cannot be read."""
         if not isinstance(image, (str, Path)):
             return self.extract_gray(gray_of(image))._replace(image=image)
         return self.extract_file(read(image), image)
 
     def extract_file(self, data: bytes, path: Union[str, Path]) -> Features:
-        """`extract` of a file whose bytes were read before."""
+        """`extract` for the bytes of a file."""
         turned = orientation(data) if self.frame == UPRIGHT else 1
         return self.extract_gray(decoded(data, path, self.frame))._replace(image=path, turned=turned)
 
     def extract_gray(self, gray: np.ndarray) -> Features:
-        """Keypoints of gray pixels (H, W) uint8. Raises RequestError where the model's extractor may not be run."""
+        """`extract` for gray pixels (H, W) uint8. Raises RequestError if the model's extractor may not be run."""
         if self.extractor is None:
             name = self.model.config.extractor
-            asking = f"extractor='{name}' (--extractor {name})"
-            raise RequestError(f"the model matches keypoints of {name}, code that is run only when asked for: {asking}")
+            fix = f"allow it with extractor='{name}' (--extractor {name})"
+            raise RequestError(f"the model's keypoints come from {name}, code that runs only if allowed: {fix}")
         return extract(gray, self.max_keypoints, self.resize, self.extractor)._replace(frame=self.frame)
 
     def extract_all(self, images: Sequence[Union[Image, Features]]) -> List[Features]:
-        """`extract` of several images, two at a time; of what is extracted already nothing is done."""
+        """`extract` several images, two at a time; features are returned unchanged."""
         waiting = [image for image in images if not isinstance(image, Features)]
         with ThreadPoolExecutor(2) as pool:
-            found = pool.map(self.extract, waiting)
-            return [image if isinstance(image, Features) else next(found) for image in images]
+            extracted = pool.map(self.extract, waiting)
+            return [image if isinstance(image, Features) else next(extracted) for image in images]
 
     def match(
         self, image0: Union[Image, Features], image1: Union[Image, Features], *, refine: Optional[bool] = None
     ) -> MatchResult:
-        """Matches of two images, each a file, its pixels or what `extract` gave of it.
+        """Match two images, each a file, its pixels or its features from `extract`.
 
-        An image without keypoints gives no match. Raises RequestError for one that cannot be read.
-        refine: align them by the pixels of both images? None: as the matcher was loaded. Features without pixels
-        (`Features.of`) stay as they are, and `aligned1` of the result is None.
+        An image without keypoints has no matches. Raises RequestError for an image that cannot be read.
+        refine: align the matches by the pixels of both images; None: as the matcher was loaded. For features without
+        pixels (`Features.of`), `aligned1` of the result is None.
         """
         return next(self.match_batch([(image0, image1)], refine=refine))
 
@@ -204,13 +204,13 @@ class Matcher:
         refine: Optional[bool] = None,
         accepted_only: bool = False,
     ) -> Iterator[MatchResult]:
-        """`match` of one image with each of the others, in their order; features of `image` are computed once.
+        """Match one image with each of the others, in their order; features of `image` are computed once.
 
-        accepted_only: of a scene, pairs that were not accepted are left out.
+        accepted_only: leave out the pairs of a scene that were not accepted.
         """
-        one = self.extract_all([image])[0]
-        found = self.match_batch(((one, other) for other in others), batch_size, refine=refine)
-        return (each for each in found if each.accepted or not accepted_only)
+        features = self.extract_all([image])[0]
+        results = self.match_batch(((features, other) for other in others), batch_size, refine=refine)
+        return (result for result in results if result.accepted or not accepted_only)
 
     def match_batch(
         self,
@@ -219,39 +219,39 @@ class Matcher:
         *,
         refine: Optional[bool] = None,
     ) -> Iterator[MatchResult]:
-        """`match` of each pair, in order; `pairs` are read and answered `batch_size` at a time.
+        """Match each pair, in order; `batch_size` pairs are read and matched at a time.
 
-        In a batch a GPU is faster; scores differ from those of single pairs by rounding, up to 1e-5.
+        Batches are faster on a GPU; their scores differ from those of single pairs by rounding, up to 1e-5.
         """
         waiting, aligned = iter(pairs), self.refine if refine is None else refine
         for group in iter(lambda: list(itertools.islice(waiting, batch_size)), []):
             sides = self.extract_all([side for pair in group for side in pair])
-            together = list(zip(sides[::2], sides[1::2]))
+            batch = list(zip(sides[::2], sides[1::2]))
             if self.workers == 1:
-                yield from self._match(together, aligned)
+                yield from self._match(batch, aligned)
                 continue
-            for found in self._each(lambda pair: self._match([pair], aligned), together):
-                yield from found
+            for results in self._map(lambda pair: self._match([pair], aligned), batch):
+                yield from results
 
-    def align_batch(self, found: Iterable[Tuple[MatchResult, Features, Features]]) -> Iterator[MatchResult]:
-        """`MatchResult.align` of each that is not aligned yet, with the features of its images, in order."""
+    def align_batch(self, results: Iterable[Tuple[MatchResult, Features, Features]]) -> Iterator[MatchResult]:
+        """Align each result that is not aligned yet (`MatchResult.align`) with the features of its images, in order."""
 
-        def align(one: Tuple[MatchResult, Features, Features]) -> MatchResult:
-            return one[0] if one[0].deviations is not None else one[0].align(*one[1:], self.device)
+        def align(item: Tuple[MatchResult, Features, Features]) -> MatchResult:
+            return item[0] if item[0].deviations is not None else item[0].align(*item[1:], self.device)
 
-        waiting = iter(found)
+        waiting = iter(results)
         for group in iter(lambda: list(itertools.islice(waiting, 2 * self.workers)), []):
-            yield from self._each(align, group)
+            yield from self._map(align, group)
 
-    def _each(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+    def _map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
         with ThreadPoolExecutor(self.workers) as pool:
             yield from pool.map(function, items)
 
     def side_by_side(self) -> None:
-        """On a CPU, answer as many pairs of a batch at once as there are cores, each with one thread.
+        """On a CPU, match one pair per core at a time, each with one thread; no effect on a GPU.
 
-        A pair's steps are too short to share: the threads of several wait for each other, and compute while they wait.
-        torch's number of threads is set for the whole process. On a GPU nothing changes.
+        The steps of a pair are too short to be shared by threads, which would mostly wait for each other. This sets
+        torch's number of threads for the whole process.
         """
         if self.device == "cpu":
             torch.set_num_threads(1)
@@ -263,59 +263,57 @@ class Matcher:
             check_features(self.model.config, *pair)
         pairs = [Pair(a.records[self._seen(a)], b.records[self._seen(b)], a.size, b.size) for a, b in sides]
         likely = [self._likely(*pair) for pair in sides]
-        asked = [pair for pair, shown in zip(pairs, likely) if shown]
+        chosen = [pair for pair, is_likely in zip(pairs, likely) if is_likely]
         with self._turn:
-            answers = iter(match_pairs(self._network, asked, self.device) if asked else [])
-        found = [self._result(*pair, next(answers) if shown else None) for pair, shown in zip(sides, likely)]
-        return [one.align(*pair, self.device) if aligned else one for one, pair in zip(found, sides)]
+            matches = iter(match_pairs(self._network, chosen, self.device) if chosen else [])
+        results = [self._result(*pair, next(matches) if is_likely else None) for pair, is_likely in zip(sides, likely)]
+        return [result.align(*pair, self.device) if aligned else result for result, pair in zip(results, sides)]
 
     def _seen(self, side: Features) -> Union[slice, np.ndarray]:
-        """Which keypoints the network sees: all, of a scene the strongest."""
+        """Indices of the keypoints that the network sees: all; in a scene, the strongest."""
         if self.rules is None:
             return slice(None)
         return scenes.strongest(side.records, self.rules.network_keypoints)
 
     def _likely(self, side0: Features, side1: Features) -> bool:
-        """Is the network asked? Of a scene only where the classical matcher finds something in common."""
+        """Whether the network is run: in a scene, only if the classical matcher finds something in common."""
         if self.rules is None or not self.rules.likely:
             return True
         few = [side.records[scenes.strongest(side.records, scenes.LIKELY_KEYPOINTS)] for side in (side0, side1)]
-        one, other = (scenes.side_of(records, side.size, self.resize) for records, side in zip(few, (side0, side1)))
-        return scenes.agreeing((one, other)) >= self.rules.likely
+        both = (scenes.side_of(few[0], side0.size, self.resize), scenes.side_of(few[1], side1.size, self.resize))
+        return scenes.agreeing(both) >= self.rules.likely
 
     def _result(self, side0: Features, side1: Features, answer: Optional[PairMatches]) -> MatchResult:
-        """The matches of a pair; of one of a scene the network answered for the strongest keypoints alone, or not."""
+        """The result of a pair. answer: the network's matches of the keypoints it saw; None if it was not run."""
         if answer is None:
-            return MatchResult.of(side0, side1, np.empty((0, 2), np.int64), np.empty(0, np.float32))._replace(
-                pair_score=0
-            )
+            nothing = MatchResult.of(side0, side1, np.empty((0, 2), np.int64), np.empty(0, np.float32))
+            return nothing._replace(pair_score=0)
         if self.rules is None:
             return MatchResult.of(side0, side1, *answer.above(self.threshold))._replace(threshold=self.threshold)
-        found = MatchResult.of(side0, side1, *answer.above(0.0))
-        seen = [
-            np.arange(len(side.records))[self._seen(side)][own] for side, own in zip((side0, side1), found.matches.T)
-        ]
+        seen = MatchResult.of(side0, side1, *answer.above(0.0))
+        columns = [np.arange(len(s.records))[self._seen(s)][index] for s, index in zip((side0, side1), seen.matches.T)]
         both = [scenes.side_of(side.records, side.size, self.resize) for side in (side0, side1)]
-        filled = scenes.filled(np.stack(seen, axis=1), found.scores, self.threshold, (both[0], both[1]), self.rules)
-        matches, scores, score = filled
-        return found._replace(matches=matches, scores=scores, pair_score=score)
+        matches, scores, score = scenes.filled(
+            np.stack(columns, axis=1), seen.scores, self.threshold, (both[0], both[1]), self.rules
+        )
+        return seen._replace(matches=matches, scores=scores, pair_score=score)
 
 
-def _extractor_of(of_model: str, asked: Optional[str], scene: bool) -> Optional[Extractor]:
-    """What finds the keypoints of a model's extractor: SIFT, or code that was asked for by name; else None."""
-    if asked not in (None, of_model):
-        raise RequestError(f"extractor {asked}: the model matches keypoints of {of_model}")
-    found = load_extractor(of_model) if asked or of_model == DEFAULT.name else None
-    return DENSE if scene and found is DEFAULT else found
+def _extractor_of(of_model: str, allowed: Optional[str], scene: bool) -> Optional[Extractor]:
+    """The extractor of a model: SIFT, or code that the caller allowed by name; else None."""
+    if allowed not in (None, of_model):
+        raise RequestError(f"extractor {allowed}: the model matches keypoints of {of_model}")
+    extractor = load_extractor(of_model) if allowed or of_model == DEFAULT.name else None
+    return DENSE if scene and extractor is DEFAULT else extractor
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_features(config: SuperGlueConfig, *sides: Features) -> None:
-    """RequestError for keypoints of other descriptors than a network matches, or without scales that it looks at."""
+    """Raise RequestError for descriptors that the network does not match, or keypoints without a scale it needs."""
     for side in sides:
         kind = kind_of(side.records.dtype)
         if kind != (config.descriptor, config.descriptor_dim):

@@ -1,18 +1,18 @@
-"""The network for ONNX Runtime: keypoints and descriptors to matches, one file, any batch and any number of keypoints.
+"""Export the network to ONNX: keypoints and descriptors to matches, for any batch size and number of keypoints.
 
     python -m superglue_sift.onnx superglue.onnx --model models/superglue.safetensors
 
-Inputs, suffix 0 for the first image and 1 for the second, as SuperGlue's and LightGlue's users know them:
+Inputs have the names of SuperGlue and LightGlue, with suffix 0 for the first image and 1 for the second:
 
     keypoints0 (B, M, 2) float32, pixels       descriptors0 (B, M, 128) float32, SIFT's from 0 to 255
-    scores0, scales0, angles0 (B, M) float32   mask0 (B, M) bool, true where there is a keypoint
+    scores0, scales0, angles0 (B, M) float32   mask0 (B, M) bool, true for keypoints
     image_size0 (B, 2) float32, width, height
 
-Outputs: matches0 (B, M), matches1 (B, N) int64, -1 without a match; matching_scores0, matching_scores1 float32; and the
-same flat, matches (K, 3) int64 of batch, index 0, index 1 with mscores (K,) float32.
+Outputs: matches0 (B, M), matches1 (B, N) int64, -1 without a match; matching_scores0, matching_scores1 float32; as a
+list, matches (K, 3) int64 of batch, index 0, index 1 with mscores (K,) float32.
 
-Padded tensors and masks instead of the ragged batches that torch works on, which no graph of ONNX can hold; the weights
-and the formulas are the same. Writing needs `pip install 'superglue-sift[onnx]'` and torch 2.5 or newer.
+The graph uses padded tensors and masks, since ONNX has no ragged batches; weights and formulas are the same. The export
+needs `pip install 'superglue-sift[onnx]'` and torch 2.5 or newer.
 """
 
 from __future__ import annotations
@@ -48,23 +48,23 @@ from superglue_sift.sift import KEYPOINT, positions
 from superglue_sift.torch_compat import can_export
 from superglue_sift.weights import choose_device, load_model, shipped_weights
 
-OPSET = 18  # the least that torch's exporter writes without converting
+OPSET = 18  # minimum that torch's exporter writes without conversion
 SIDE = ("keypoints", "descriptors", "scores", "scales", "angles", "image_size", "mask")
 INPUTS = tuple(f"{name}{side}" for side in "01" for name in SIDE)
 OUTPUTS = ("matches0", "matches1", "matching_scores0", "matching_scores1", "matches", "mscores")
-_EMPTY = 2  # masked rows put behind the keypoints: an empty image is none to the graph, a second neighbour exists
+_EMPTY = 2  # masked rows after the keypoints: no image is empty, and a second nearest neighbour exists
 
 
 class PaddedSuperGlue(nn.Module):
-    """The trained network on padded tensors, for `torch.export` and what is built on it. CPU or CUDA, no gradients."""
+    """The trained network on padded tensors, for `torch.export`. CPU or CUDA, no gradients."""
 
     def __init__(self, model: SuperGlue, threshold: float) -> None:
-        """model: in evaluation mode. threshold: a match is more probable."""
+        """model: in evaluation mode. threshold: minimum probability of a match."""
         super().__init__()
         self.model, self.threshold = model, threshold
 
     def forward(self, *inputs: Tensor) -> Tuple[Tensor, ...]:
-        """INPUTS to OUTPUTS, see the top of this file."""
+        """INPUTS to OUTPUTS, see the module's docstring."""
         named = dict(zip(INPUTS, inputs))
         lengths = [named["keypoints" + side].shape[1] for side in "01"]
         sides = [_with_empty_rows({name: named[name + side] for name in SIDE}) for side in "01"]
@@ -81,16 +81,16 @@ class PaddedSuperGlue(nn.Module):
     def _assignment(self, x0: Tensor, x1: Tensor, mask0: Tensor, mask1: Tensor) -> Tensor:
         """(B, M', N') probabilities by Sinkhorn's iterations in the scaled-kernel form of `sinkhorn.py`.
 
-        The last of the masked rows and columns serve as the dustbins. In float64, whose range no trained score leaves.
+        The last masked rows and columns serve as dustbins. In float64, whose range is sufficient for trained scores.
         """
         scores = torch.matmul(x0 / math.sqrt(self.model.config.dim), x1.transpose(1, 2)).double()
         Z = torch.where(mask0.unsqueeze(2) & mask1.unsqueeze(1), scores, self.model.dustbin.double())
         m, n = (mask.double().sum(1, keepdim=True) for mask in (mask0, mask1))
         total = (m + n).clamp(min=1.0)
-        mu, nu = (torch.cat([own[:, :-1].double(), other], 1) / total for own, other in ((mask0, n), (mask1, m)))
+        mu, nu = (torch.cat([mask[:, :-1].double(), other], 1) / total for mask, other in ((mask0, n), (mask1, m)))
         K = (Z - Z.amax(2, keepdim=True)).exp()
         back = K.transpose(1, 2)
-        b = (nu > 0).double().unsqueeze(2)  # what is masked takes no part from the first iteration on
+        b = (nu > 0).double().unsqueeze(2)  # excludes masked columns from the first iteration on
         a = mu.unsqueeze(2)
         for _ in range(self.model.config.sinkhorn_iterations):
             a = mu.unsqueeze(2) / torch.matmul(K, b).clamp(min=1e-300)
@@ -99,7 +99,7 @@ class PaddedSuperGlue(nn.Module):
 
 
 def _with_empty_rows(values: Dict[str, Tensor]) -> Dict[str, Tensor]:
-    """The SIDE of one image with masked keypoints behind its own, and its size for each keypoint."""
+    """Append masked keypoints to the SIDE of one image, and repeat its size for each keypoint."""
     values = dict(values)
     size = values.pop("image_size")
     padded = {name: torch.cat([t, t.new_zeros((t.shape[0], _EMPTY, *t.shape[2:]))], 1) for name, t in values.items()}
@@ -107,13 +107,13 @@ def _with_empty_rows(values: Dict[str, Tensor]) -> Dict[str, Tensor]:
 
 
 class PaddedLayout:
-    """`packing.Layout` of padded images: packed tokens are the rows of (B, M') and then of (B, N'), padding included.
+    """`packing.Layout` of padded images: tokens are the rows of (B, M'), then of (B, N'), with padding.
 
-    It has what `SuperGlue.encode` and `propagate` ask of a layout.
+    Has the attributes that `SuperGlue.encode` and `propagate` use.
     """
 
     def __init__(self, masks: Sequence[Tensor]) -> None:
-        """masks: (B, M') and (B, N') bool, true where there is a keypoint."""
+        """masks: (B, M') and (B, N') bool, true for keypoints."""
         self.masks, self.device = masks, masks[0].device
         self.within, self.between = _PaddedEdges(self, [0, 1]), _PaddedEdges(self, [1, 0])
         sides: Any = _PaddedSide(masks[0]), _PaddedSide(masks[1])
@@ -132,25 +132,25 @@ class PaddedLayout:
         return [side.pad(half) for side, half in zip(self.parts[0].sides, self.halves(packed))]
 
     def valid(self, part: Part) -> Sequence[Tensor]:
-        """The masks: there is one part."""
+        """The masks, since there is one part."""
         return self.masks
 
     @property
     def partner_starts(self) -> Tensor:
-        """(S,) int64: of each token the first row of the image that it is matched with."""
+        """(S,) int64: first row of the partner image of each token."""
         (B, M), (_, N) = (mask.shape for mask in self.masks)
         pairs = torch.arange(B, device=self.device).unsqueeze(1)
         return self.flat([(B * M + pairs * N).expand(B, M), (pairs * M).expand(B, N)])
 
     @property
     def alone(self) -> Tensor:
-        """(S,) bool: tokens whose partner image has no keypoint."""
+        """(S,) bool: tokens whose partner image is empty."""
         empty = [~mask.any(1, keepdim=True) for mask in self.masks]
         return self.flat([other.expand_as(mask) for other, mask in zip(empty[::-1], self.masks)])
 
 
 class _PaddedSide:
-    """`packing.Packing` of one side, whose packed rows are its padded ones."""
+    """`packing.Packing` of one side; its packed rows are the padded ones."""
 
     full = False
 
@@ -167,7 +167,7 @@ class _PaddedSide:
 
 
 class _PaddedEdges:
-    """`packing.Edges`: the side that each side attends to."""
+    """`packing.Edges`: the side to which each side attends."""
 
     def __init__(self, layout: PaddedLayout, partner: List[int]) -> None:
         self.layout, self.partner = layout, partner
@@ -178,7 +178,7 @@ class _PaddedEdges:
         messages = []
         for (q, _, _), partner in zip(sides, self.partner):
             (_, k, v), mask = sides[partner], self.layout.masks[partner]
-            # One more coordinate of -1e30 hides a key at less cost than a mask; finite, so no key at all gives no nan.
+            # A further coordinate of -1e30 masks keys, and is cheaper than a mask; finite, so that no key gives no nan.
             hidden = ((~mask).float() * -1e30)[:, None, :, None].expand_as(k[..., :1])
             q = pad(q / math.sqrt(q.shape[-1]), (0, 1), value=1.0)
             weights = torch.matmul(q, torch.cat([k, hidden], -1).transpose(2, 3)).softmax(-1)  # (B, H, M', N')
@@ -188,15 +188,15 @@ class _PaddedEdges:
 
 
 def _matches(P: Tensor, threshold: float) -> Tuple[Tensor, ...]:
-    """OUTPUTS of probabilities (B, M, N), zero where there is no keypoint; M and N may be 0."""
-    # a column and a row of zeros: the maximum of nothing is undefined
+    """OUTPUTS from probabilities (B, M, N), zero for padding; M and N may be 0."""
+    # append a column and a row of zeros: the maximum of an empty row is undefined
     P = pad(P, (0, 1, 0, 1))
     best0, best1 = P.max(2), P.max(1)
     sides = []
-    for own, other in ((best0, best1), (best1, best0)):
-        itself = torch.arange(own.indices.shape[1], device=P.device)
-        good = (other.indices.gather(1, own.indices) == itself) & (own.values > threshold)
-        sides.append((own.indices.masked_fill(~good, -1)[:, :-1], own.values.masked_fill(~good, 0.0)[:, :-1]))
+    for best, other in ((best0, best1), (best1, best0)):
+        itself = torch.arange(best.indices.shape[1], device=P.device)
+        good = (other.indices.gather(1, best.indices) == itself) & (best.values > threshold)
+        sides.append((best.indices.masked_fill(~good, -1)[:, :-1], best.values.masked_fill(~good, 0.0)[:, :-1]))
     (matches0, scores0), (matches1, scores1) = sides
     batch, index0 = torch.where(matches0 >= 0)
     flat = torch.stack([batch, index0, matches0[batch, index0]], 1)
@@ -204,7 +204,7 @@ def _matches(P: Tensor, threshold: float) -> Tuple[Tensor, ...]:
 
 
 def example(batch: int = 2, counts: Tuple[int, int] = (7, 5), device: str = "cpu") -> Tuple[Tensor, ...]:
-    """INPUTS of made keypoints, the last of each image masked."""
+    """INPUTS of synthetic keypoints; the last one of each image is masked."""
     generator = torch.Generator().manual_seed(0)
     values = []
     for count in counts:
@@ -217,7 +217,7 @@ def example(batch: int = 2, counts: Tuple[int, int] = (7, 5), device: str = "cpu
 
 
 def inputs_of(side0: Features, side1: Features) -> Dict[str, np.ndarray]:
-    """The graph's INPUTS by name, of one pair of what `Matcher.extract` gives."""
+    """The graph's INPUTS by name, for one pair of features from `Matcher.extract`."""
     values: Dict[str, np.ndarray] = {}
     pair = choose_pair(Pair(side0.records, side1.records, side0.size, side1.size))
     for side, records, size in zip("01", pair[:2], pair[2:]):
@@ -229,11 +229,13 @@ def inputs_of(side0: Features, side1: Features) -> Dict[str, np.ndarray]:
 
 
 def program(model: SuperGlue, threshold: float) -> Any:
-    """`torch.export.ExportedProgram` for batches of any size. RequestError: torch older than 2.5, or not of SIFT."""
+    """`torch.export.ExportedProgram` for any batch size. Raises RequestError: torch before 2.5, or not for SIFT."""
     if not can_export():
-        raise RequestError(f"torch {torch.__version__} cannot export a network whose shapes change: needs 2.5 or newer")
+        raise RequestError(
+            f"torch {torch.__version__} cannot export a network with dynamic shapes: install 2.5 or newer"
+        )
     if model.config.descriptor != "sift":
-        raise RequestError(f"ONNX is written of models for SIFT; this one is for {model.config.extractor}")
+        raise RequestError(f"only models for SIFT can be exported to ONNX; this one is for {model.config.extractor}")
     dim = torch.export.Dim
     batch, counts = dim("batch"), {"0": dim("keypoints0"), "1": dim("keypoints1")}
     shapes = [{0: batch} if name.startswith("image_size") else {0: batch, 1: counts[name[-1]]} for name in INPUTS]
@@ -249,10 +251,9 @@ def export(
 ) -> Path:
     """Write a trained model (None: the shipped weights) as ONNX, opset 18, in one file that ends in .onnx.
 
-    threshold: least probability of a match; None: the model's own, else 0.2. The file's metadata state it, and the
-    model's limits of scenes. report: receives a line at the start of
-    each step, since the export takes a minute or more.
-    Raises RequestError: no such model, another ending, or packages missing.
+    threshold: minimum probability of a match; None: the model's own, else 0.2. The file's metadata contain it, and the
+    model's limits for scenes. report: receives a line at the start of each step, since the export takes a minute or
+    more. Raises RequestError: no such model, wrong extension, or missing packages.
     """
     path = Path(path)
     if path.suffix != ".onnx":
@@ -264,39 +265,39 @@ def export(
         raise RequestError("ONNX needs more packages: pip install 'superglue-sift[onnx]'") from None
     network, info = load_model(model or shipped_weights())
     report("step 1 of 3: torch traces the network")
-    least, rules = match_threshold(info) if threshold is None else threshold, Rules.of_model(info)
-    stated = {"match_threshold": least, **dict(zip(LIMITS, (rules.strict, rules.accept)))}
-    found = program(network, least)
+    threshold, rules = match_threshold(info) if threshold is None else threshold, Rules.of_model(info)
+    metadata = {"match_threshold": threshold, **dict(zip(LIMITS, (rules.strict, rules.accept)))}
+    exported = program(network, threshold)
     names = {"input_names": INPUTS, "output_names": OUTPUTS}
     report("step 2 of 3: torch translates it to ONNX, the longest step")
-    written = torch.onnx.export(found, dynamo=True, **names, opset_version=OPSET, verbose=False)
+    written = torch.onnx.export(exported, dynamo=True, **names, opset_version=OPSET, verbose=False)
     assert written is not None
     report(f"step 3 of 3: writing {path}")
-    file = written.model_proto  # another object each time
-    onnx.helper.set_model_props(file, {name: repr(value) for name, value in stated.items()})
+    file = written.model_proto  # a property that returns a new object
+    onnx.helper.set_model_props(file, {name: repr(value) for name, value in metadata.items()})
     path.parent.mkdir(parents=True, exist_ok=True)
     onnx.save_model(file, str(path))
     return path
 
 
 def latencies(path: Path, model: Union[str, Path, None], device: str = "cpu") -> Iterator[str]:
-    """A line for each number of keypoints: the median time of a pair in torch and in ONNX Runtime.
+    """Yield a line for each number of keypoints: the median time of a pair in torch and in ONNX Runtime.
 
     Raises RequestError: ONNX Runtime is missing, or cannot use this device.
     """
     session = _session(path, torch.device(device))
     network = fuse_for_inference(load_model(model or shipped_weights(), device)[0])
     for count in (512, 1024, 2048):
-        side = Features(_made_keypoints(count), (640, 480))
+        side = Features(_synthetic_keypoints(count), (640, 480))
         pair, inputs = Pair(side.records, side.records, side.size, side.size), inputs_of(side, side)
         calls = partial(match_pairs, network, [pair], device), partial(session.run, None, inputs)
-        # the median of five, after one that does not count
+        # the median of five, after a warm-up
         in_torch, in_onnx = (1000 * statistics.median(timeit.repeat(call, number=1, repeat=6)[1:]) for call in calls)
         yield f"{count} keypoints each: torch {in_torch:.0f} ms, ONNX Runtime {in_onnx:.0f} ms"
 
 
 def _runtime() -> Any:
-    """The package onnxruntime. Raises RequestError where it is not installed."""
+    """Import onnxruntime. Raises RequestError if it is not installed."""
     try:
         import onnxruntime
     except ImportError:
@@ -305,7 +306,7 @@ def _runtime() -> Any:
 
 
 def _session(path: Path, device: torch.device) -> Any:
-    """`onnxruntime.InferenceSession` on this device; it would go on on the CPU where it cannot use CUDA."""
+    """`onnxruntime.InferenceSession` on this device; raises instead of falling back to the CPU."""
     onnxruntime = _runtime()
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
@@ -322,7 +323,7 @@ def _session(path: Path, device: torch.device) -> Any:
     return session
 
 
-def _made_keypoints(count: int) -> np.ndarray:
+def _synthetic_keypoints(count: int) -> np.ndarray:
     rng = np.random.default_rng(0)
     records = np.zeros(count, KEYPOINT)
     records["x"], records["y"] = rng.uniform(0, 480, (2, count))
@@ -332,13 +333,13 @@ def _made_keypoints(count: int) -> np.ndarray:
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Entry of `python -m superglue_sift.onnx`."""
+    """Entry point of `python -m superglue_sift.onnx`."""
     parser = argparse.ArgumentParser(prog="python -m superglue_sift.onnx", description=str(__doc__).splitlines()[0])
     parser.add_argument("out", type=Path, help="the file to write (.onnx)")
-    parser.add_argument("--model", type=Path, help="model file (default: the weights that ship with the library)")
-    parser.add_argument("--threshold", type=float, help="least probability of a match (default: the model's own)")
-    parser.add_argument("--time", action="store_true", help="say how long torch and ONNX Runtime take here")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto: where --time measures")
+    parser.add_argument("--model", type=Path, help="model file (default: the shipped weights)")
+    parser.add_argument("--threshold", type=float, help="minimum probability of a match (default: the model's own)")
+    parser.add_argument("--time", action="store_true", help="measure torch and ONNX Runtime on this machine")
+    parser.add_argument("--device", default="cpu", help="of --time: cpu, cuda, cuda:N or auto")
     args = parser.parse_args(argv)
     device = choose_device(args.device)
     if args.time:

@@ -1,4 +1,4 @@
-"""How far the work is and how long it will take: one line on a terminal, drawn over; lines in a log."""
+"""Progress and remaining time: one line on a terminal, overwritten; several lines in a log."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import sys
 import time
 from typing import Any, Iterable, Iterator, Optional
 
-EVERY_SECONDS = (15.0, 0.2)  # between two lines in a log, on a terminal
+EVERY_SECONDS = (15.0, 0.2)  # between updates in a log, on a terminal
 
 
 class Progress:
-    """Iterate over it, which counts what comes, or `update(n)` and `close()`. A closed pipe does not stop the work.
+    """Iterate over it, or call `update(n)` and `close()`. A closed pipe does not stop the work.
 
-    total: how many there will be, where that is known. initial: how many were done before; they say nothing of the
-    pace. disable: show nothing (every rank but the first). terminal: is there one, so that a line can be drawn over?
+    total: number of items, if known. initial: number of items that were done before, not counted for the pace.
+    disable: show nothing (every rank but the first). terminal: whether stderr is one, so that lines can be overwritten.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Progress:
         self.total, self.n, self.initial = total, initial, initial
         self._iterable, self._desc, self._unit, self._disable = iterable, desc, unit, disable
         self.terminal = sys.stderr.isatty()
-        self._figures = ""
+        self._text = ""
         self._started = self._printed = time.monotonic()
 
     def __iter__(self) -> Iterator[Any]:
@@ -46,21 +46,21 @@ class Progress:
         self.close()
 
     def update(self, n: int) -> None:
-        """n more are done."""
+        """Count n more items as done."""
         self.n += n
         if time.monotonic() - self._printed >= EVERY_SECONDS[self.terminal]:
             self._print()
 
-    def show(self, figures: str) -> None:
-        """Figures for the next lines, between the time that is left and the pace."""
-        self._figures = f", {figures}" if figures else ""
+    def show(self, text: str) -> None:
+        """Show text, such as metrics, between the remaining time and the pace."""
+        self._text = f", {text}" if text else ""
 
     def say(self, line: str) -> None:
-        """A line of its own, which stays; on a terminal the line of the progress is drawn below it again."""
+        """Print a line above the progress."""
         self._write(f"\r\033[K{line}\n" if self.terminal else f"{line}\n")
 
     def close(self) -> None:
-        """The last line; none when nothing was done."""
+        """Print the last line, unless nothing was done."""
         if self.n > self.initial:
             self._print(last=True)
 
@@ -76,7 +76,7 @@ class Progress:
             line += f", took {clock(seconds)}"
         elif self.total and rate:
             line += f", ETA {clock((self.total - self.n) / rate)}"
-        line += f"{self._figures}, {rate:.3g} {unit}/s"  # the pace last: a narrow terminal cuts the end off
+        line += f"{self._text}, {rate:.3g} {unit}/s"  # the pace last: narrow terminals truncate the line
         if self.terminal:
             line = "\r\033[K" + line[: shutil.get_terminal_size().columns - 1]
         self._write(line + ("\n" if last or not self.terminal else ""))

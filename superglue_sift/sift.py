@@ -1,14 +1,14 @@
-"""One gray view to SIFT keypoints: the only place that knows cv2.SIFT.
+"""SIFT keypoints of a gray image. The only module that uses cv2.SIFT.
 
-Choices, with the measurement behind each:
+Choices and the measurements behind them:
 
-- `enable_precise_upscale`: OpenCV's default doubles the image with a shift, and every keypoint lies 0.25 px
-  too far right and down (measured on blobs at known places; 0.00 with it). Rotated views would not agree.
-- One keypoint per position, with up to two orientations: SIFT gives a keypoint for each strong orientation, and 18 %
-  of them share their place with another. Truth and mutual matching need distinct points. Had each point only one of
-  its orientations, the two views would differ in it for 15 % of the true matches of COCO views (22 % of
-  oxford_affine's), whose descriptors then have nothing in common; chosen by `orientation` it is 5 % (13 %).
-- Descriptors are whole numbers from 0 to 255 in OpenCV, so uint8 loses nothing.
+- `enable_precise_upscale`: without it OpenCV doubles the image with a shift, and every keypoint lies 0.25 px too far
+  right and down (measured on blobs at known positions; 0.00 with it). Rotated views would not agree.
+- One keypoint per position, with up to two orientations: SIFT returns a keypoint for each strong orientation, and 18 %
+  of them share their position with another. Truth and mutual matching need distinct points. With one orientation per
+  point, the two views choose different ones in 15 % of the true matches of COCO views (22 % in oxford_affine), and
+  their descriptors have nothing in common; with the choice of `orientation` it is 5 % (13 %).
+- Descriptors are integers from 0 to 255 in OpenCV, so uint8 loses nothing.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ import numpy as np
 # 0 to 360, clockwise as seen on the screen. score: contrast of the extremum (OpenCV's `response`).
 GEOMETRY = ("x", "y", "scale", "angle", "score")
 KEYPOINT = np.dtype([*((name, "<f4") for name in GEOMETRY), ("descriptor", "u1", (128,))])
-# What `extract` gives: the same, and the point's second orientation. Where there is none the descriptor is zero.
+# Returned by `extract`: with the second orientation of the point. Its descriptor is zero if there is none.
 ORIENTED = np.dtype([*KEYPOINT.descr, ("second_angle", "<f4"), ("second_descriptor", "u1", (128,))])
 
-# Smallest `scale` there is, in px: sigma 1.6 of the doubled image, the first of three layers, half a layer below it.
-LEAST_SCALE = 1.6 * 2 ** (1 / 6)
+# Minimum `scale` in px: sigma 1.6 of the doubled image, the first of three layers, half a layer below it.
+MIN_SCALE = 1.6 * 2 ** (1 / 6)
 
-CONTRAST = 0.04  # least contrast of a keypoint, OpenCV's default
-WEAK = 0.0133  # of photographs of a place: 1,024 px wide they give 7,000 keypoints, 2,600 above CONTRAST
-_SPARE = 1.5  # asked for per wanted keypoint, so that enough are left when each position is kept once
+CONTRAST = 0.04  # minimum contrast of a keypoint, OpenCV's default
+WEAK = 0.0133  # minimum contrast in scenes: 7,000 keypoints in photographs 1,024 px wide, 2,600 of them above CONTRAST
+_SPARE = 1.5  # keypoints to detect per wanted one: those at the same position are merged
 
 
 def extract(gray: np.ndarray, max_keypoints: int, contrast: float = CONTRAST) -> np.ndarray:
-    """The strongest `max_keypoints` (1 or more) keypoints of a view (H, W) uint8. Equal input gives equal bytes.
+    """Extract the strongest `max_keypoints` (1 or more) of an image (H, W) uint8. Equal input gives equal bytes.
 
-    contrast: OpenCV's `contrastThreshold`; a lower one adds weaker keypoints, where there are fewer than asked for.
+    contrast: OpenCV's `contrastThreshold`; a lower value adds weaker keypoints if there are fewer than wanted.
 
-    Returns (n,) records of dtype ORIENTED, n <= max_keypoints, positions all distinct, ordered by falling score; the
-    first orientation is the one of smaller angle. (0,) for a view without structure.
+    Returns (n,) records of dtype ORIENTED, n <= max_keypoints, at distinct positions, by decreasing score; the first
+    orientation is the one of smaller angle. (0,) for an image without structure.
     """
     asked = with_spare(max_keypoints)
     while True:
         points, descriptors = detector(asked, contrast).detectAndCompute(gray, None)  # pyright: ignore
         records = _oriented(_records(points, descriptors))[:max_keypoints]
-        # only a view with very many double orientations needs a second look
+        # repeated only for images with very many double orientations
         if len(records) >= max_keypoints or len(points) < asked:
             return records
         asked *= 2
 
 
 def _oriented(records: np.ndarray) -> np.ndarray:
-    """ORIENTED records of KEYPOINT ones, strongest first: those that share a position become one."""
+    """Merge KEYPOINT records that share a position into ORIENTED records, strongest first."""
     records = records[_strongest_first(records)]
     first = _first_of_each_position(records)
     joined = np.zeros(len(first), ORIENTED)
     for name in KEYPOINT.names or ():
         joined[name] = records[name][first]
-    # orientations of one point have one score and one scale: they follow each other
+    # orientations of one point are neighbours: they have equal scores and scales
     after = np.minimum(first + 1, max(len(records) - 1, 0))
     shared = (after > first) & (positions(records[first]) == positions(records[after])).all(1)
     for name in ("angle", "descriptor"):
@@ -67,7 +67,7 @@ def _oriented(records: np.ndarray) -> np.ndarray:
 
 
 def strongest(records: np.ndarray, max_keypoints: int) -> np.ndarray:
-    """The `max_keypoints` strongest of (n,) records, one at each position, ordered by falling score."""
+    """The `max_keypoints` strongest of (n,) records, one per position, by decreasing score."""
     order = _strongest_first(records)
     order = order[_first_of_each_position(records[order])]
     return records[order[:max_keypoints]]
@@ -79,20 +79,20 @@ def positions(records: np.ndarray) -> np.ndarray:
 
 
 def with_spare(max_keypoints: int) -> int:
-    """How many keypoints to ask OpenCV for, so that enough distinct ones are left."""
+    """Number of keypoints to ask OpenCV for, so that enough distinct ones are left."""
     return int(max_keypoints * _SPARE)
 
 
 @functools.lru_cache(maxsize=8)
 def detector(count: int, contrast: float = CONTRAST) -> cv2.SIFT:
-    """OpenCV's detector of the `count` strongest keypoints, orientations counted apart, as set above."""
+    """OpenCV's detector of the `count` strongest keypoints, which counts each orientation."""
     return cv2.SIFT.create(nfeatures=count, contrastThreshold=contrast, enable_precise_upscale=True)
 
 
 def _records(points, descriptors) -> np.ndarray:
     records = np.empty(len(points), KEYPOINT)
     if not points:
-        return records  # OpenCV gives None for the descriptors of no keypoints
+        return records  # OpenCV returns None as descriptors
     values = np.array([(*p.pt, p.size, p.angle, p.response) for p in points], np.float32)
     for column, name in zip(values.T, GEOMETRY):
         records[name] = column
@@ -101,12 +101,12 @@ def _records(points, descriptors) -> np.ndarray:
 
 
 def _strongest_first(records: np.ndarray) -> np.ndarray:
-    """Order of falling score; ties by size, then by place and angle, so that it is the only one."""
+    """Order of decreasing score; ties by scale, position and angle, which makes it unique."""
     return np.lexsort((records["angle"], records["x"], records["y"], -records["scale"], -records["score"]))
 
 
 def _first_of_each_position(records: np.ndarray) -> np.ndarray:
-    """Indices, rising, of the first record at each position."""
+    """Increasing indices of the first record at each position."""
     position = records["x"].astype(np.complex64)
     position.imag = records["y"]
     return np.sort(np.unique(position, return_index=True)[1])

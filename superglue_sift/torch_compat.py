@@ -1,7 +1,4 @@
-"""Differences between versions of torch, one function each, with the reason beside it: from torch 1.10 to 2.x.
-
-Nothing else in the library asks for a version.
-"""
+"""Differences between torch 1.10 and 2.x, one function each. The rest of the library does not depend on the version."""
 
 from __future__ import annotations
 
@@ -13,21 +10,21 @@ from torch import Tensor, nn
 
 
 def without_cudnn() -> ContextManager[Any]:
-    """cuDNN makes a plan for each new shape, 70 ms of a core on an H100; the other kernels need none."""
+    """A context without cuDNN, which plans for each new shape: 70 ms of a core on an H100."""
     try:
         from torch.nn.attention import SDPBackend, sdpa_kernel
-    except ImportError:  # torch 2.2 or older, which has none
+    except ImportError:  # torch 2.2 or older
         return contextlib.nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def has_fused_attention() -> bool:
-    """Is there a kernel that never holds the weights of a whole batch (torch 2.0)?"""
+    """Whether there is a fused attention kernel (torch 2.0)."""
     return hasattr(torch.nn.functional, "scaled_dot_product_attention")
 
 
 def has_packed_attention(q: Tensor) -> bool:
-    """Is there a fused kernel for packed sequences of any lengths (torch 2.10, Ampere or newer, half precision)?"""
+    """Whether there is a fused kernel for packed sequences of any length (torch 2.10, Ampere, half precision)."""
     fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and q.dtype in (torch.float16, torch.bfloat16)
     return fits and q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 0) and _varlen() is not None
 
@@ -41,9 +38,9 @@ def _varlen() -> Optional[Callable[..., Any]]:
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, partner_starts: Tensor, longest: int) -> Tensor:
-    """Attention of packed sequences q (S, H, d), k and v (S', H, d), where `has_packed_attention`.
+    """Attention of packed sequences q (S, H, d), k and v (S', H, d). Needs `has_packed_attention`.
 
-    starts, partner_starts: (B + 1,) int32, where each sequence begins. longest: no sequence is longer.
+    starts, partner_starts: (B + 1,) int32, the start of each sequence. longest: length of the longest sequence.
     """
     varlen = _varlen()
     assert varlen is not None
@@ -51,18 +48,18 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, partner_st
 
 
 def has_byte_products() -> bool:
-    """Does the CPU multiply int8 matrices faster than float32 ones, and torch let it (2.4; AVX-512 with VNNI)?"""
+    """Whether products of int8 are faster than those of float32 (torch 2.4; AVX-512 with VNNI)."""
     supported = getattr(getattr(torch, "cpu", None), "_is_vnni_supported", None)
     return hasattr(torch, "_int_mm") and supported is not None and bool(supported())
 
 
 def byte_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """a (n, d) int8 times b (d, m) int8 into `out` (n, m) int32, where `has_byte_products`."""
+    """a (n, d) int8 times b (d, m) int8 into `out` (n, m) int32. Needs `has_byte_products`."""
     return torch._int_mm(a, b, out=out)  # pyright: ignore
 
 
 def softmax_(logits: Tensor) -> None:
-    """Softmax over the last axis, in place; torch 1.10 has no `out=`."""
+    """Softmax over the last axis, in place; torch 1.10 lacks `out=`."""
     if has_fused_attention():
         torch.softmax(logits, -1, out=logits)
     else:
@@ -70,9 +67,9 @@ def softmax_(logits: Tensor) -> None:
 
 
 def softmax_gradient_(grad: Tensor, weights: Tensor) -> None:
-    """Gradient of what `weights` = softmax(., -1) was taken of, in place of `grad`, that of the weights.
+    """Overwrite `grad`, the gradient of `weights` = softmax(logits, -1), with that of the logits.
 
-    torch 1.10 wants to see a tensor of the input's element type, later versions name the type.
+    torch 1.10 takes a tensor of the input's dtype, later versions the dtype.
     """
     if has_fused_attention():
         torch._softmax_backward_data(grad, weights, -1, weights.dtype, grad_input=grad)  # pyright: ignore
@@ -81,25 +78,25 @@ def softmax_gradient_(grad: Tensor, weights: Tensor) -> None:
 
 
 def exact_float32() -> None:
-    """Products of float32 in float32, not TF32: scores reach 40, where TF32 errs by 0.02. Later versions begin so."""
+    """Disable TF32, the default of torch 1.10: scores reach 40, where TF32 has errors of 0.02."""
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def no_autocast(device_type: str):
-    """A context in which nothing is cast down; torch 1.10's for the CPU accepts bfloat16 alone and needs its name."""
+    """A context without autocast; on the CPU, torch 1.10 accepts only an explicit bfloat16."""
     if device_type == "cpu":
         return torch.autocast("cpu", dtype=torch.bfloat16, enabled=False)
     return torch.autocast(device_type, enabled=False)
 
 
 def autocast(device_type: str, precision: str):
-    """Mixed precision for `precision` in float32 (nothing happens), bfloat16, float16."""
+    """Autocast to `precision`: float32 (no effect), bfloat16 or float16."""
     mixed = precision != "float32"
     return torch.autocast(device_type, dtype=getattr(torch, precision)) if mixed else contextlib.nullcontext()
 
 
 def cast_as_autocast(x: Tensor) -> Tensor:
-    """`x` as autocast would hand it to a product; torch 1.10 has a function of its own for each device."""
+    """Cast `x` as autocast casts inputs of products; torch 1.10 has a separate function for each device."""
     kind = x.device.type
     if can_compile():
         return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
@@ -114,37 +111,34 @@ class _WideLayerNorm(nn.LayerNorm):
 
 
 def layer_norm(channels: int) -> nn.LayerNorm:
-    """LayerNorm of (..., channels), also under `autocast`.
-
-    torch 1.10 takes no bfloat16 beside float32 weights on the CPU: there it is computed and handed on in float32.
-    """
+    """LayerNorm of (..., channels), also under `autocast`: torch 1.10 on the CPU cannot mix bfloat16 and float32."""
     return nn.LayerNorm(channels) if can_compile() else _WideLayerNorm(channels)
 
 
 def can_compile() -> bool:
-    """Does this torch have a compiler that works on a module in place? torch 1.10 has none."""
+    """Whether torch can compile a module in place (2.x)."""
     return hasattr(torch.nn.Module, "compile")
 
 
 def can_export() -> bool:
-    """Can this torch export a network whose shapes change? From 2.5 on."""
+    """Whether torch can export a network with dynamic shapes (2.5)."""
     return hasattr(getattr(getattr(torch, "export", None), "Dim", None), "AUTO")
 
 
 def floats_of_bytes(data: Tensor) -> Tensor:
-    """uint8 (..., 4 k) read as little-endian float32 (..., k); torch 1.10's `view` cannot change an element's size."""
+    """View uint8 (..., 4 k) as little-endian float32 (..., k); torch 1.10's `view` cannot change the element size."""
     return data.view(torch.float32) if hasattr(torch.Tensor, "untyped_storage") else join_bytes(data)
 
 
 def join_bytes(data: Tensor) -> Tensor:
-    """`floats_of_bytes` by integer arithmetic."""
+    """`floats_of_bytes` with integer arithmetic."""
     parts = data.reshape(*data.shape[:-1], data.shape[-1] // 4, 4).to(torch.int32)
     words = parts[..., 0] | (parts[..., 1] << 8) | (parts[..., 2] << 16) | (parts[..., 3] << 24)
     return words.view(torch.float32)
 
 
 def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """`function(*arguments)` with gradient checkpointing; torch 1.10 has only the reentrant form."""
+    """Call `function(*arguments)` with gradient checkpointing; torch 1.10 has only the reentrant form."""
     from torch.utils.checkpoint import checkpoint
 
     if can_compile():

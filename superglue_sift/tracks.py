@@ -1,9 +1,9 @@
-"""Positions of keypoints that several images agree on, from matches that were aligned pair by pair.
+"""One position for each keypoint of several images, from matches that were aligned pair by pair.
 
-A keypoint with partners in many images gets another position in each pair it is matched in. A reconstruction needs one.
-All are solved for together, as in Dusmanu et al. 2020 (arXiv 2003.08348): alignment of a match (a, b) says that the
-point at a lies d from b; with A the local affine map from a's image to b's, corrections x of both must satisfy
-d + A x_a = x_b, as exactly as the deviation of the match says, and each x is small, as SIFT's scatter says.
+Alignment gives a keypoint a different position in each pair; a reconstruction needs one. As in Dusmanu et al. 2020
+(arXiv 2003.08348), all positions are solved for together: alignment of a match (a, b) places the point at a at a
+distance d from b. With A the local affine map from a's image to b's, corrections x of both must satisfy
+d + A x_a = x_b, weighted by the deviation of the match, and each x is small, weighted by SIFT's scatter.
 """
 
 from __future__ import annotations
@@ -13,50 +13,50 @@ from typing import Iterable, List, Sequence, Tuple
 import numpy as np
 
 from superglue_sift.geometry import SCATTER_PX
-from superglue_sift.local_maps import LEAST_AGREEING, nearest_affine
+from superglue_sift.local_maps import MIN_AGREEING, nearest_affine
 from superglue_sift.match_result import MatchResult
 
-DIRECT = 500_000  # keypoints, up to which the equations are solved by elimination
-ROUNDS = 4  # of weights: an equation that others contradict loses its say
-LEAST_PX = 0.03  # deviation below which no alignment is trusted more
+DIRECT = 500_000  # maximum number of keypoints for a direct solver
+ROUNDS = 4  # of reweighting, which reduces the weight of equations that others contradict
+MIN_DEVIATION_PX = 0.03  # smaller deviations of alignments are raised to this
 
 
 def refine_tracks(keypoints: Sequence[np.ndarray], pairs: Iterable[Tuple[int, int, MatchResult]]) -> List[np.ndarray]:
-    """Positions of the keypoints of several images, corrected so that aligned matches agree.
+    """Correct the positions of keypoints of several images so that aligned matches agree.
 
     Args:
-        keypoints: of each image (N, 2) px, as SIFT gave them: what the matches' indices mean.
-        pairs: (i, j, found): the matches of image i (its image 0) with image j, aligned (`found.deviations` is not
-            None); others, and matches whose position stayed SIFT's, have no say. Read once, one pair at a time.
+        keypoints: (N, 2) px of each image, before alignment.
+        pairs: (i, j, result): the aligned matches of image i with image j. Results and matches that are not aligned are
+            ignored. Read once, one pair at a time.
 
-    Returns (N, 2) float32 px for each image; keypoints without an aligned match are as they were.
+    Returns (N, 2) float32 px for each image; keypoints without an aligned match are unchanged.
     """
     starts = np.concatenate([[0], np.cumsum([len(points) for points in keypoints])]).astype(np.int64)
-    found = [_equations(starts[i], starts[j], one) for i, j, one in pairs if one.deviations is not None]
-    given = [np.asarray(points, np.float64).reshape(-1, 2) for points in keypoints]
-    if sum(len(equations[0]) for equations in found):
-        moved = _solve(int(starts[-1]), *(np.concatenate(part) for part in zip(*found)))
-        given = [points + moved[a:b] for points, a, b in zip(given, starts, starts[1:])]
-    return [points.astype(np.float32) for points in given]
+    systems = [_equations(starts[i], starts[j], result) for i, j, result in pairs if result.deviations is not None]
+    positions = [np.asarray(points, np.float64).reshape(-1, 2) for points in keypoints]
+    if sum(len(system[0]) for system in systems):
+        corrections = _solve(int(starts[-1]), *(np.concatenate(part) for part in zip(*systems)))
+        positions = [points + corrections[a:b] for points, a, b in zip(positions, starts, starts[1:])]
+    return [points.astype(np.float32) for points in positions]
 
 
-def _equations(start0: int, start1: int, found: MatchResult) -> Tuple[np.ndarray, ...]:
-    """Of the aligned matches: numbers of both keypoints (n,), map (n, 2, 2), shift (n, 2) px, deviation (n,) px."""
-    deviations = np.asarray(found.deviations)
+def _equations(start0: int, start1: int, result: MatchResult) -> Tuple[np.ndarray, ...]:
+    """For aligned matches: indices of both keypoints (n,), map (n, 2, 2), shift (n, 2) px, deviation (n,) px."""
+    deviations = np.asarray(result.deviations)
     aligned = np.isfinite(deviations)
-    if aligned.sum() < LEAST_AGREEING:
+    if aligned.sum() < MIN_AGREEING:
         aligned[:] = False
-    own, theirs = found.matches[aligned].T
-    p, q = found.points0[aligned].astype(np.float64), found.points1[aligned].astype(np.float64)
+    index0, index1 = result.matches[aligned].T
+    p, q = result.points0[aligned].astype(np.float64), result.points1[aligned].astype(np.float64)
     maps = nearest_affine(p, q, np.ones(len(p), bool)) if len(p) else np.zeros((0, 2, 2))
-    shift = q - found.keypoints1[theirs] - np.einsum("nij,nj->ni", maps, p - found.keypoints0[own])
-    return start0 + own, start1 + theirs, maps, shift, np.maximum(deviations[aligned], LEAST_PX)
+    shift = q - result.keypoints1[index1] - np.einsum("nij,nj->ni", maps, p - result.keypoints0[index0])
+    return start0 + index0, start1 + index1, maps, shift, np.maximum(deviations[aligned], MIN_DEVIATION_PX)
 
 
 def _solve(
     count: int, first: np.ndarray, second: np.ndarray, maps: np.ndarray, shift: np.ndarray, deviation: np.ndarray
 ):
-    """(count, 2) corrections of least weighted squares; Cauchy's weights by the residuals of the round before."""
+    """(count, 2) corrections by iteratively reweighted least squares with Cauchy weights."""
     from scipy.sparse import coo_matrix, identity, vstack
     from scipy.sparse.linalg import lsmr, splu
 
@@ -73,7 +73,7 @@ def _solve(
         target = np.concatenate([right * scale, np.zeros(2 * count)])
         if count > DIRECT:
             x = lsmr(whole, target, atol=1e-4, btol=1e-4)[0]
-        else:  # tracks are short and apart, so the normal equations fill up little: a quarter of the time
+        else:  # a quarter of the time: tracks are short and separate, so there is little fill-in
             normal = (whole.T @ whole).tocsc()
             x = splu(normal, permc_spec="MMD_AT_PLUS_A", options={"SymmetricMode": True}).solve(whole.T @ target)
         residual = ((system @ x - right).reshape(-1, 2) ** 2).sum(1) / deviation**2

@@ -1,6 +1,6 @@
-"""Ground truth: which keypoints show the same point, from coordinates and a homography alone.
+"""Ground truth matches of keypoints, from coordinates and a homography.
 
-The loss, validation and evaluation all use it, so that there is one definition of a correct match.
+The loss, validation and evaluation share this definition of a correct match.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import Tensor
 from superglue_sift.geometry import transform
 from superglue_sift.network.packing import Layout, Packing
 
-UNMATCHED = -1  # has no counterpart: belongs in the dustbin
+UNMATCHED = -1  # no counterpart: belongs in the dustbin
 IGNORED = -2  # not counted: too near to be unmatched, not near enough to be a match
-MAX_BYTES = 256 << 20  # of the errors of several pairs that are computed together
+MAX_BYTES = 256 << 20  # of errors that are held at a time
 FAR = 1e38  # px; its square is infinite
 
 
 class Truth(NamedTuple):
-    """matches0 (..., M) int64: the index in image 1, or UNMATCHED or IGNORED (also padding); matches1 (..., N) back."""
+    """matches0 (..., M) int64: index in image 1, UNMATCHED or IGNORED (also padding); matches1 (..., N): in image 0."""
 
     matches0: Tensor
     matches1: Tensor
 
 
 def _errors(points0: Tensor, points1: Tensor, mapped0: Tensor, mapped1: Tensor) -> Tensor:
-    """Symmetric error of each two keypoints, (..., M, N) px: the larger of the two directions.
+    """Symmetric error of all pairs of keypoints, (..., M, N) px: the larger of the two directions.
 
     points0 (..., M, 2), points1 (..., N, 2); mapped0, mapped1: the same in the other view, without nan.
     """
@@ -38,9 +38,9 @@ def _errors(points0: Tensor, points1: Tensor, mapped0: Tensor, mapped1: Tensor) 
 
 
 def _squared_distance(a: Tensor, b: Tensor) -> Tensor:
-    """(..., M, N) of points a (..., M, 2) and b (..., N, 2), of which at most one is infinite."""
-    # Direct differences: the matrix-product form loses the third digit at 640 px, and `torch.cdist` without it takes
-    # twice as long for 2D points.
+    """(..., M, N) of points a (..., M, 2) and b (..., N, 2); at most one of two points is infinite."""
+    # Direct differences: the matrix-product form is wrong in the third digit at 640 px, and `torch.cdist` without it
+    # takes twice as long for 2D points.
     x, y = (a[..., :, None, axis] - b[..., None, :, axis] for axis in (0, 1))
     return x.square_().addcmul_(y, y)
 
@@ -56,17 +56,17 @@ def _inverse(H: Tensor) -> Tensor:
 
 
 def _inside(mapped: Tensor, size: Tensor) -> Tensor:
-    """(..., N) bool: points (..., N, 2) float64 lie in an image of `size` (..., 2) (width, height)."""
+    """(..., N) bool: points (..., N, 2) float64 inside an image of `size` (..., 2) (width, height)."""
     return ((mapped >= -0.5) & (mapped <= size.double().unsqueeze(-2) - 0.5)).all(-1)
 
 
 def _decided(best: Tensor, partner: Tensor, back: Tensor, inside: Tensor, limits: Tuple[float, float]) -> Tensor:
-    """Matches of one side (..., M) int64, or of both with one more axis in front.
+    """Matches of one side (..., M) int64, or of both sides with a leading axis.
 
     Args:
-        best, partner: (..., M) the smallest error of each keypoint, and the index of the keypoint that has it.
+        best, partner: (..., M) the smallest error of each keypoint, and the index of its keypoint.
         back: (..., N) `partner` of the other side.
-        inside: (..., M) bool, whether the keypoint lies in the other view.
+        inside: (..., M) bool, keypoints that lie in the other view.
         limits: positive_px and negative_px of `ground_truth`.
     """
     positive_px, negative_px = limits
@@ -85,10 +85,10 @@ def pair_truth(
     positive_px: float = 3.0,
     negative_px: float = 5.0,
 ) -> Truth:
-    """`ground_truth` of one pair, (M,) and (N,).
+    """Ground truth of one pair, (M,) and (N,).
 
     Args:
-        keypoints0 (M, 2), keypoints1 (N, 2): px; either may be empty.
+        keypoints0 (M, 2), keypoints1 (N, 2): px; may be empty.
         H_0to1: (3, 3) float64.
         size0, size1: (2,) width and height, px.
     """
@@ -103,9 +103,8 @@ def pair_truth(
 def ground_truth(batch, positive_px: float = 3.0, negative_px: float = 5.0, layout: Optional[Layout] = None) -> Truth:
     """Ground truth of a PairBatch with homographies: (B, M) and (B, N), IGNORED where padded.
 
-    Mutual nearest neighbours under `positive_px` match. Of the rest, those that fall outside the other view
-    or whose nearest counterpart is `negative_px` or more away are unmatched; what is left is ignored.
-    layout: of the batch, if it exists already.
+    Mutual nearest neighbours closer than `positive_px` match. Other keypoints are unmatched if they lie outside the
+    other view or `negative_px` or more from their nearest neighbour, else ignored. layout: of the batch, if known.
     """
     layout = layout or Layout(batch)
     widths = batch.keypoints0.shape[1], batch.keypoints1.shape[1]
@@ -115,7 +114,7 @@ def ground_truth(batch, positive_px: float = 3.0, negative_px: float = 5.0, layo
     mapped = transform(points.double(), torch.stack([H, _inverse(H)]))  # (2, B, W, 2)
     inside = _inside(mapped, torch.stack([batch.image_size1, batch.image_size0]))  # (2, B, W)
     padded = ~packing.valid.view(inside.shape)
-    # Padding is far from everything; only one of the two is infinite, since inf - inf is nan.
+    # Padding is far from everything. Only one of the two is infinite, since inf - inf is nan.
     points = _not_nan(points.float()).masked_fill_(padded.unsqueeze(-1), -FAR)
     mapped = _not_nan(mapped.float()).masked_fill_(padded.unsqueeze(-1), math.inf)
     best = torch.empty(inside.shape, device=layout.device)

@@ -1,8 +1,8 @@
-"""Photographs turned upright: the orientation that EXIF states, and pixels and positions turned by it.
+"""EXIF orientation: rotate pixels and positions upright.
 
-A camera held on its side stores its pixels lying and says in EXIF tag 274 (0x0112, Exif 2.32, section 4.6.4) how to
-turn them. What shows pictures (browsers, `cv2.imread`) turns them upright; COLMAP takes them as stored. Coordinates are
-of one of these two frames, and results say of which.
+A camera held on its side stores rotated pixels, and EXIF tag 274 (0x0112, Exif 2.32, section 4.6.4) says how to undo
+it. Browsers and `cv2.imread` rotate pixels upright; COLMAP uses them as stored. Every result states the frame of its
+coordinates, upright or stored.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Dict, Iterable, Iterator, Tuple
 
 import numpy as np
 
-UPRIGHT, STORED = FRAMES = ("upright", "stored")  # pixels turned as EXIF says; pixels as they are in the file
+UPRIGHT, STORED = FRAMES = ("upright", "stored")  # pixels rotated according to EXIF; pixels as in the file
 TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 ORIENTATION = 0x0112  # EXIF tag
-# of each orientation, upright x and upright y: the step along stored x, the step along stored y
+# for each orientation, upright x and upright y as (step along stored x, step along stored y)
 AXES = {
     1: ((1, 0), (0, 1)), 2: ((-1, 0), (0, 1)), 3: ((-1, 0), (0, -1)), 4: ((1, 0), (0, -1)),
     5: ((0, 1), (1, 0)), 6: ((0, -1), (1, 0)), 7: ((0, -1), (-1, 0)), 8: ((0, 1), (-1, 0)),
@@ -23,18 +23,18 @@ AXES = {
 
 
 def orientation(data: bytes) -> int:
-    """How the pixels of a JPEG, PNG, WebP or TIFF file are to be turned, 1 to 8; 1 where it does not say."""
+    """EXIF orientation of a JPEG, PNG, WebP or TIFF file, 1 to 8; 1 if it has none."""
     try:
         for block in _exif_blocks(data):
-            found = tiff_tags(block, (ORIENTATION,)).get(ORIENTATION, 1)
-            return found if found in AXES else 1
-    except struct.error:  # it ends inside
+            value = tiff_tags(block, (ORIENTATION,)).get(ORIENTATION, 1)
+            return value if value in AXES else 1
+    except struct.error:  # truncated
         pass
     return 1
 
 
 def turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Stored pixels (H, W) or (H, W, C) upright: the same array, or a copy."""
+    """Rotate stored pixels (H, W) or (H, W, C) upright; may return the same array."""
     across, down = AXES[orientation]
     if not across[0]:
         pixels = pixels.swapaxes(0, 1)
@@ -42,12 +42,12 @@ def turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 
 def inverse(orientation: int) -> int:
-    """The orientation that turns upright pixels back."""
+    """The orientation that undoes another."""
     return {6: 8, 8: 6}.get(orientation, orientation)
 
 
 def to_upright(orientation: int, size: Tuple[int, int]) -> np.ndarray:
-    """(3, 3) float64: stored pixel coordinates to upright ones. size: stored (width, height)."""
+    """(3, 3) float64 map from stored to upright pixel coordinates. size: stored (width, height)."""
     H = np.eye(3)
     H[:2, :2] = AXES[orientation]
     H[:2, 2] = np.where(H[:2, :2] < 0, np.array(size) - 1.0, 0.0).sum(axis=1)
@@ -55,7 +55,7 @@ def to_upright(orientation: int, size: Tuple[int, int]) -> np.ndarray:
 
 
 def _exif_blocks(data: bytes) -> Iterator[bytes]:
-    """The EXIF data of a file, which has the form of a TIFF file; a TIFF file itself."""
+    """EXIF data of a file, which are in TIFF format; for a TIFF file, the whole file."""
     if data[:4] in TIFF:
         yield data
     elif data[:3] == b"\xff\xd8\xff":
@@ -82,7 +82,7 @@ def _jpeg_segments(data: bytes) -> Iterator[Tuple[int, bytes]]:
 
 
 def _chunks(data: bytes, at: int, head: str, tail: int) -> Iterator[Tuple[bytes, bytes]]:
-    """Kind and content of each chunk of a PNG, with `tail` bytes of CRC behind it, or of a WebP, padded to even."""
+    """Kind and content of each chunk of a PNG, followed by `tail` bytes of CRC, or of a WebP, padded to even length."""
     while at + 8 <= len(data):
         first, second = struct.unpack_from(head, data, at)
         kind, length = (first, second) if isinstance(first, bytes) else (second, first)
@@ -91,9 +91,9 @@ def _chunks(data: bytes, at: int, head: str, tail: int) -> Iterator[Tuple[bytes,
 
 
 def tiff_tags(data: bytes, wanted: Iterable[int]) -> Dict[int, int]:
-    """Whole numbers in the first directory of a TIFF file; a BigTIFF ("+") has entries of 20 bytes, others of 12.
+    """Integer tags in the first directory of a TIFF file; BigTIFF ("+") has entries of 20 bytes, others of 12.
 
-    Raises struct.error where it ends inside.
+    Raises struct.error if the file is truncated.
     """
     if data[:4] not in TIFF:
         return {}
@@ -102,10 +102,10 @@ def tiff_tags(data: bytes, wanted: Iterable[int]) -> Dict[int, int]:
     begin = struct.unpack_from(order + ("Q" if big else "I"), data, 8 if big else 4)[0]
     count = struct.unpack_from(order + ("Q" if big else "H"), data, begin)[0]
     first, length, at_value = begin + (8 if big else 2), 20 if big else 12, 12 if big else 8
-    wanted, found = set(wanted), {}
+    wanted, tags = set(wanted), {}
     for at in range(first, first + length * min(count, 65536), length):
         tag, kind = struct.unpack_from(order + "HH", data, at)
-        if tag in wanted and tag not in found:  # of several libtiff takes the first
+        if tag in wanted and tag not in tags:  # libtiff uses the first of several
             form = {3: "H", 4: "I", 16: "Q"}.get(kind, "I")
-            found[tag] = struct.unpack_from(order + form, data, at + at_value)[0]
-    return found
+            tags[tag] = struct.unpack_from(order + form, data, at + at_value)[0]
+    return tags

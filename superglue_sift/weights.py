@@ -1,8 +1,8 @@
-"""Model files: safetensors with their JSON inside, verified when read; and a trained network from one.
+"""Model files: safetensors with a JSON description inside, verified on reading; and loading a trained network.
 
-Tensors, and in the header the JSON that says what they are and a SHA-256 over both. A file that is torn, flipped or
-not ours is recognised before anything of it is used, and nothing in it can run code. The `.json` beside it repeats the
-JSON for people and tools.
+The header holds the JSON description and a SHA-256 of the description and the tensors. A truncated, altered or foreign
+file is rejected before it is used, and nothing in a file can run code. A `.json` of the same name repeats the
+description for people and tools.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from superglue_sift.files import nothing, write_atomic
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.torch_compat import exact_float32
 
-FORMAT = "superglue-sift/1"  # the one key of the header: several would come in no fixed order
+FORMAT = "superglue-sift/1"  # the only key of the header: safetensors does not keep the order of several
 SHIPPED = Path("pretrained") / "superglue-sift.safetensors"
 Tensors = Dict[str, Tensor]
 
 
 class BadCheckpoint(Exception):
-    """The file is torn, altered, or was not written by this project. The message names file and reason."""
+    """A truncated, altered or foreign file. The message names file and reason."""
 
 
 def _digest(arrays: Mapping[str, np.ndarray], text: str) -> str:
@@ -44,7 +44,7 @@ def _digest(arrays: Mapping[str, np.ndarray], text: str) -> str:
 
 
 def model_file(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> bytes:
-    """The bytes of a model file with these tensors and `info` (plain JSON values)."""
+    """Bytes of a model file with these tensors and `info` (plain JSON values)."""
     arrays = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
     text = json.dumps(info, sort_keys=True)
     header = {FORMAT: json.dumps({"info": text, "sha256": _digest(arrays, text)})}
@@ -57,17 +57,14 @@ def save_model_file(
     info: Mapping[str, Any],
     at: Callable[[str], object] = nothing,
 ) -> None:
-    """Write a `model_file` to `path` (.safetensors), atomically, and `info` beside it as .json.
-
-    at: see `write_atomic`.
-    """
+    """Write a `model_file` to `path` (.safetensors), and `info` to a .json of the same name. at: see `write_atomic`."""
     path, text = Path(path), json.dumps(info, indent=2, sort_keys=True) + "\n"
     for file, content in ((path, model_file(tensors, info)), (path.with_suffix(".json"), text)):
         write_atomic(file, content, at)
 
 
 def load_model_file(path: Union[str, Path]) -> Tuple[Tensors, Dict[str, Any]]:
-    """Read and verify a `model_file`. Raises FileNotFoundError, or BadCheckpoint: it is not whole and as written."""
+    """Read and verify a `model_file`. Raises FileNotFoundError, or BadCheckpoint if it is truncated or altered."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
@@ -87,21 +84,21 @@ def load_model_file(path: Union[str, Path]) -> Tuple[Tensors, Dict[str, Any]]:
 
 
 def shipped_weights() -> Path:
-    """The weights that come with the library: in its folder where it was installed, beside it in a clone."""
+    """Path of the shipped weights: in the package if installed, next to it in a clone."""
     package = Path(__file__).resolve().parent
     for folder in (package, package.parent):
         if (folder / SHIPPED).is_file():
             return folder / SHIPPED
-    trained = "name a model file (one that was trained: --model models/superglue.safetensors)"
-    raise RequestError(f"{package.parent / SHIPPED}: no weights came with this copy; {trained}")
+    fix = "name a trained model file: --model models/superglue.safetensors"
+    raise RequestError(f"{package.parent / SHIPPED}: this copy has no weights; {fix}")
 
 
 def load_model(
     path: Union[str, Path], device: str = "cpu", sinkhorn_iterations: Optional[int] = None
 ) -> Tuple[SuperGlue, dict]:
-    """The network in evaluation mode on `device`, and the description stored beside it.
+    """Load a network in evaluation mode on `device`, and its description.
 
-    sinkhorn_iterations: other than the model's. RequestError: no such file, damaged, or no SuperGlue of this project.
+    sinkhorn_iterations: overrides the model's. Raises RequestError: no such file, damaged, or not a SuperGlue model.
     """
     try:
         tensors, info = load_model_file(path)
@@ -124,25 +121,25 @@ def load_model(
 
 
 def _check_shapes(config: SuperGlueConfig, weights: Tensors) -> None:
-    """ValueError where a network of this configuration would be larger than the file, before any of it is made."""
+    """Raise ValueError if a network of this configuration would be larger than the file, before creating it."""
     expected = {"descriptor_projection.weight": (config.dim, config.descriptor_dim)}
     for layer, kind in itertools.product(range(config.layers), ("self", "cross")):
         expected[f"{kind}_attention.{layer}.query_key_value.weight"] = (3 * config.dim, config.dim)
     for name, shape in expected.items():
-        found = tuple(weights[name].shape) if name in weights else "nothing"
-        if found != shape:
-            raise ValueError(f"{name}: has {found}, its configuration says {shape}")
+        actual = tuple(weights[name].shape) if name in weights else "nothing"
+        if actual != shape:
+            raise ValueError(f"{name}: has {actual}, its configuration says {shape}")
 
 
 def weights_of(tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
-    """The network's weights in a file: all of a model; of a checkpoint `model.*`, or their moving `average.*`."""
+    """The network's weights: all tensors of a model; of a checkpoint, the moving `average.*`, else `model.*`."""
     weights = {name[len("model.") :]: value for name, value in tensors.items() if name.startswith("model.")}
     average = {name[len("average.") :]: value for name, value in tensors.items() if name.startswith("average.")}
     return {**weights, **average} or tensors
 
 
 def choose_device(name: str) -> str:
-    """'auto' -> 'cuda' where there is one, else 'cpu'. Raises RequestError for one this machine lacks."""
+    """Resolve 'auto' to 'cuda' if available, else 'cpu'. Raises RequestError for a device that is not available."""
     exact_float32()
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"

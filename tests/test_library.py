@@ -218,7 +218,7 @@ def test_a_result_shows_its_picture_in_colour(matcher, color_photo, tmp_path):
 def test_features_without_their_image_are_shown_with_one_that_is_named(matcher, photo):
     own = matcher.extract(photo)._replace(image=None)
     found = matcher.match(own, photo)
-    with pytest.raises(RequestError, match=r"found\.show\(image0, image1\)"):
+    with pytest.raises(RequestError, match=r"pass them, show\(image0, image1\)"):
         found.show()
     assert found.show(photo).pixels.any()
 

@@ -76,7 +76,7 @@ def test_all_pairs_of_a_folder_in_the_layout_that_others_read(work, capsys):
 def test_bad_images_are_listed_and_the_rest_is_done(work, capsys):
     (work / "photos" / "torn.jpg").write_bytes(b"\xff\xd8\xff\xe0 torn")
     assert run(work, work / "photos", "--out-dir", work / "found") == 1
-    assert "1 images cannot be read, the rest is done" in capsys.readouterr().err
+    assert "1 images cannot be read, the others are matched" in capsys.readouterr().err
     assert len(npz_names(work / "found")) == 6
     with (work / "found" / "bad_images.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -152,8 +152,8 @@ def test_photographs_replaced_under_their_names_are_matched_again(work, photo, c
     capsys.readouterr()
     assert run(work, work / "photos", "--out-dir", work / "found", *asked) == 0
     said = capsys.readouterr()
-    assert "was made with another image1; it is made again" in said.err
-    assert "3 pairs matched of 6, the others before; 3 of them again, since what was there did not fit" in said.out
+    assert "was made with another image1; it is computed again" in said.err
+    assert "3 pairs matched of 6, the others before; 3 of them again, since their inputs changed" in said.out
     assert run(work, work / "photos", "--out-dir", work / "new", *asked) == 0
     assert all_files(work / "found") == all_files(work / "new")
 
@@ -191,7 +191,7 @@ def test_a_result_of_before_these_records_or_a_damaged_one_is_made_again(work, c
     torn.write_bytes(torn.read_bytes()[:200])
     assert run(work, work / "photos", "--out-dir", work / "found") == 0
     said = capsys.readouterr()
-    assert "does not say what it was made from; it is made again" in said.err and "2 of them again" in said.out
+    assert "does not state its inputs; it is computed again" in said.err and "2 of them again" in said.out
     assert all_files(work / "found") == expected
 
 
@@ -200,7 +200,7 @@ def test_pairs_of_an_earlier_command_are_named(work, capsys):
     for path in (work / "photos" / "cats").iterdir():
         path.unlink()
     assert run(work, work / "photos", "--out-dir", work / "found") == 0
-    assert "also holds 5 pairs that this command did not ask for" in capsys.readouterr().out
+    assert "also holds 5 pairs of other commands, which are kept" in capsys.readouterr().out
 
 
 def test_files_asked_for_later_are_made_of_the_matches_that_are_there(work, monkeypatch, capsys):
@@ -211,7 +211,7 @@ def test_files_asked_for_later_are_made_of_the_matches_that_are_there(work, monk
     monkeypatch.setattr("superglue_sift.matcher.match_pairs", lambda *_: pytest.fail("matched twice"))
     for count in range(1, 4):
         assert run(work, work / "photos", "--out-dir", work / "found", *asked[:count]) == 0
-        assert "of those before got the files they lacked" in capsys.readouterr().out
+        assert "of the others were completed" in capsys.readouterr().out
     assert all_files(work / "found") == all_files(work / "whole")
     assert {"cup0_cup1_overlay.jpg", "cup0_cup1_blink.gif"} <= set(all_files(work / "found"))
     assert run(work, work / "photos", "--out-dir", work / "found", *asked) == 0
@@ -227,7 +227,7 @@ def test_the_output_is_never_input(work, capsys):
     cv2.imwrite(str(work / "photos" / "second" / "own.png"), np.zeros((50, 50), np.uint8))
     capsys.readouterr()
     assert run(work, work / "photos", "--out-dir", work / "photos" / "second") == 0
-    assert "second: 1 images there are left out: it is the output" in capsys.readouterr().err
+    assert "second: 1 images there are ignored: it is the output" in capsys.readouterr().err
     assert run(work, work / "photos", "--out-dir", work / "photos") == 2
     assert "is the folder of the photographs" in capsys.readouterr().err
 
@@ -331,7 +331,7 @@ def test_another_video_of_the_same_frames_numbers_is_matched_again(work, photo, 
     for name, folder in (("walk", "found"), ("walk", "found"), ("back", "found"), ("back", "new")):
         assert run(work, work / f"{name}.avi", "--out-dir", work / folder, "--json-files") == 0
     counts = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
-    again = "3 pairs matched; 3 of them again, since what was there did not fit"
+    again = "3 pairs matched; 3 of them again, since their inputs changed"
     assert counts == ["3 pairs matched", "0 pairs matched", again, "3 pairs matched"]
     assert all_files(work / "found") == all_files(work / "new")
 
@@ -459,7 +459,7 @@ def test_auto_goes_on_to_the_neighbours_of_neighbours(shared_data, tmp_path, mon
     for number in (3, 4, 5, 6, 7, 8):
         image = cv2.imread(str(folder / f"Herz-Jesus-P25_000{number}.jpg"), cv2.IMREAD_GRAYSCALE)
         cv2.imwrite(str(tmp_path / "photos" / f"{number}.png"), cv2.resize(image, (576, 384)))
-    monkeypatch.setattr(many, "FEW", 5)
+    monkeypatch.setattr(many, "MAX_EXHAUSTIVE", 5)
     monkeypatch.setitem(many.NEIGHBOURS, "nearest", 2)
     words = [tmp_path / "photos", "--out-dir", tmp_path / "found", "--scene", "--device", "cpu"]
     monkeypatch.setattr(retrieval, "ROUNDS", 0)

@@ -314,7 +314,7 @@ def test_wrong_requests_are_one_line(words, line, capsys):
 
 
 def test_rules_without_a_scene_are_refused():
-    with pytest.raises(RequestError, match="accept: of scenes"):
+    with pytest.raises(RequestError, match="accept: only with scene=True"):
         Matcher.load(device="cpu", accept=3)
 
 

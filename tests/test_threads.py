@@ -16,7 +16,7 @@ SCRIPT = "import sys; from {} import {}; sys.exit({}())"  # what pip writes for 
 
 def spins_of(words, **said) -> str:
     """GOMP_SPINCOUNT as GNU's OpenMP, which torch loads, took it up in a process of its own."""
-    kept = {name: value for name, value in os.environ.items() if name not in threads.SAID}
+    kept = {name: value for name, value in os.environ.items() if name not in threads.WAIT_VARIABLES}
     environment = {**kept, **said, "OMP_DISPLAY_ENV": "VERBOSE"}
     done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -43,7 +43,7 @@ def test_threads_of_the_installed_command_sleep_and_what_the_user_says_wins(root
     assert int(spins_of(words, OMP_WAIT_POLICY="active")) > 1000
 
 
-@pytest.mark.parametrize("name", threads.SAID)
+@pytest.mark.parametrize("name", threads.WAIT_VARIABLES)
 def test_what_is_said_already_stays(name):
     said = {name: "x", "OPENBLAS_NUM_THREADS": "3"}
     threads.wait_passively(said)

@@ -42,7 +42,7 @@ def compare(view: np.ndarray, keypoints: np.ndarray, factor: float) -> Dict[str,
     H = resizing((width, height), size)
     moved["x"], moved["y"] = transform(sift.positions(moved).astype(np.float64), H).T
     moved["scale"] *= np.sqrt(H[0, 0] * H[1, 1])
-    moved = moved[moved["scale"] >= sift.LEAST_SCALE]
+    moved = moved[moved["scale"] >= sift.MIN_SCALE]
     left, top = (width - size[0]) // 2, (height - size[1]) // 2
     small = cv2.resize(view, size, interpolation=cv2.INTER_AREA)
     around = (top, height - size[1] - top), (left, width - size[0] - left)

@@ -16,11 +16,11 @@ import numpy as np
 from pipeline.evaluate.inputs import KnownPair, Pose
 from pipeline.evaluate.matchers import OURS, filled
 from superglue_sift import scenes
-from superglue_sift.geometry import LEAST_FUNDAMENTAL
+from superglue_sift.geometry import MIN_FUNDAMENTAL
 from superglue_sift.matcher import PairMatches
 
 STRICT = tuple(round(0.05 * step, 2) for step in range(10, 20))  # thresholds that are tried
-ACCEPT = tuple(range(LEAST_FUNDAMENTAL, 41))  # limits in the curve
+ACCEPT = tuple(range(MIN_FUNDAMENTAL, 41))  # limits in the curve
 MARGIN = 1.5
 WEAKEST = 0.1
 
@@ -54,7 +54,7 @@ def choose(pairs: Sequence[Scores]) -> Limits:
     """Strict threshold and least score. Raises ValueError without pairs of both kinds."""
     near, apart = (_values(pairs, kind) for kind in (True, False))
     # scores below that of the fewest matches that a geometry is fitted to say nothing: those would all agree
-    highest = np.maximum(apart.max(axis=0), LEAST_FUNDAMENTAL - 1)
+    highest = np.maximum(apart.max(axis=0), MIN_FUNDAMENTAL - 1)
     limits = [math.ceil(MARGIN * score) for score in highest]
     best = int((np.quantile(near, WEAKEST, axis=0) / limits).argmax())
     fractions = (float((own[:, best] >= limits[best]).mean()) for own in (near, apart))

@@ -27,7 +27,7 @@ from pipeline.errors import RequestError
 from pipeline.files import file_sha256, write_atomic
 from superglue_sift import extractors
 from superglue_sift.extractors import Extractor
-from superglue_sift.sift import LEAST_SCALE, ORIENTED
+from superglue_sift.sift import MIN_SCALE, ORIENTED
 
 FORMAT = "superglue-sift-keypoints"
 VERSION = 1
@@ -132,7 +132,7 @@ class Store:
         self.digest: str = about["digest"]
         self.extractor: str = about.get("extractor", extractors.DEFAULT.name)
         self.scale_angle: bool = about.get("scale_angle", True)
-        self.least_scale = LEAST_SCALE if self.extractor == extractors.DEFAULT.name else 0.0
+        self.least_scale = MIN_SCALE if self.extractor == extractors.DEFAULT.name else 0.0
         self.dtype = np.dtype([(name, kind, tuple(shape)) for name, kind, shape in about["record"]])
         step = 1 if verify == "all" else max(len(about["shards"]) // SAMPLED_SHARDS, 1)
         for position, shard in enumerate(about["shards"]):

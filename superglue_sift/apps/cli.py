@@ -1,25 +1,25 @@
-"""Match photographs with a trained model: two of them, a folder, a list of pairs, a video or a camera.
+"""Match photographs with a trained model: two images, a folder, a list of pairs, a video or a camera.
 
-  superglue-match A.jpg B.jpg --out matches.png            two images; prints how many matches, and how many fit
+  superglue-match A.jpg B.jpg --out matches.png            two images; prints the numbers of matches and inliers
   superglue-match A.jpg B.jpg --json matches.json          keypoints, matches, scores, homography
   superglue-match A.jpg B.jpg --out m.png --homography     also m_overlay.jpg and m_blink.gif: A warped onto B
   superglue-match photos/ --out-dir found                  all pairs of a folder (5 photos: 10 pairs)
-  superglue-match photos/ --out-dir found --pairing nearest --k 10      each with the 10 that look most alike
+  superglue-match photos/ --out-dir found --pairing nearest --k 10      each with the 10 most similar
   superglue-match photos/ --out-dir found --pairing sequential --k 5    each with the 5 before it by name
   superglue-match photos/ --out-dir found --colmap database.db           also a COLMAP database, ready to map
-  superglue-match photos/ --out-dir found --scene          photographs of one place: pairs.csv says which pairs are real
+  superglue-match photos/ --out-dir found --scene          photographs of one place: pairs.csv lists the accepted pairs
   superglue-match --pairs pairs.txt --root photos --out-dir found       a pair `a.jpg b.jpg` in each line
   superglue-match walk.mp4 --out-dir found --every 10 --pictures        frames 0, 10, 20, ...
   superglue-match --camera 0 --out-dir found --frames 100
-  superglue-match --serve                                  a page for the browser, on this machine alone
+  superglue-match --serve                                  a local page for the browser
 
-In --out-dir each pair leaves A_B_matches.npz: keypoints0 (M, 2), keypoints1 (N, 2), matches (M,) with -1 for none,
-match_confidence (M,); aligned0, aligned1 (M, 2), where matches lie by the pixels around them, deviations (M,) in px,
-NaN where a position stayed the keypoint's, and correlations (M,); made_from: both images by digest, weights, settings,
-versions. The same command run again resumes where it was stopped; a pair that was made from anything else is made
-again. Images that cannot be read are listed in bad_images.csv, the rest is done, and the exit code is 1. DIR is never
-searched for photographs. Keypoints are pixels of the images, turned upright as their EXIF data say or, with --frame
-stored, as they are in the file: x right, y down, (0, 0) the centre of the first pixel. Each result states its frame.
+In --out-dir each pair has a file A_B_matches.npz: keypoints0 (M, 2), keypoints1 (N, 2), matches (M,) with -1 for none,
+match_confidence (M,); aligned0, aligned1 (M, 2), positions aligned by the pixels around them, deviations (M,) in px,
+NaN where alignment failed, and correlations (M,); made_from: digests of both images, weights, settings, versions. The
+same command resumes where it was stopped; pairs with other inputs are computed again. Unreadable images are listed in
+bad_images.csv, the others are matched, and the exit code is 1. DIR is never searched for photographs. Keypoints are
+pixels of the images, rotated upright according to EXIF or, with --frame stored, as in the file: x right, y down, (0, 0)
+the centre of the first pixel. Each result states its frame.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from __future__ import annotations
 from superglue_sift import threads
 
 if __name__ == "__main__":
-    threads.wait_passively()  # before torch is loaded
+    threads.wait_passively()  # before torch is imported
 
 import argparse
 import contextlib
@@ -52,11 +52,11 @@ from superglue_sift.upright import FRAMES, STORED, UPRIGHT
 from superglue_sift.weights import shipped_weights
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
-RULES = ("accept", "strict", "likely", "network_keypoints")  # of a scene: `scenes.Rules`
+RULES = ("accept", "strict", "likely", "network_keypoints")  # fields of `scenes.Rules`
 
 
 def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
-    """The command line. Raises RequestError for one that cannot be meant."""
+    """Parse the command line. Raises RequestError for invalid options."""
     title, _, examples = str(__doc__).partition("\n\n")
     parser = argparse.ArgumentParser("superglue-match", description=title, epilog="examples:\n" + examples)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -67,7 +67,7 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     _add_how(parser.add_argument_group("how to match"))
     page = parser.add_argument_group("a page for the browser (pip install 'superglue-sift[serve]')")
     page.add_argument("--serve", action="store_true", help="drop two images and move the threshold")
-    page.add_argument("--port", type=int, default=8010, help="of 127.0.0.1 (default 8010)")
+    page.add_argument("--port", type=int, default=8010, help="on 127.0.0.1 (default 8010)")
     args = parser.parse_args(argv)
     _check(args)
     return args
@@ -76,56 +76,52 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
 def _add_what(group) -> None:
     add = group.add_argument
     add("--pairs", type=Path, metavar="FILE", help="text file, `a b` in each line")
-    add("--root", type=Path, help="folder of the images that --pairs names (default: that of the file)")
+    add("--root", type=Path, help="folder of the images in --pairs (default: that of the file)")
     add("--camera", type=int, metavar="N", help="camera N of this machine, until Ctrl-C or --frames")
-    pairing = "of a folder: all pairs; each image with the K before it by name; each with the K most alike; or auto "
-    pairing += f"(default): all pairs of at most {many.FEW} images, of more each with the K most alike"
+    pairing = "pairs of a folder: all; each image with the K before it by name, or with the K most similar; or auto "
+    pairing += f"(default): all pairs of up to {many.MAX_EXHAUSTIVE} images, else the K most similar"
     add("--pairing", default="auto", choices=("auto", "exhaustive", *many.NEIGHBOURS), help=pairing)
     add("--k", type=int, help="for sequential and video (default 5) and nearest (default 20)")
-    add("--every", type=int, default=1, metavar="N", help="of a video or camera each N-th frame (default 1)")
-    add("--frames", type=int, metavar="N", help="of a video or camera at most N frames")
+    add("--every", type=int, default=1, metavar="N", help="use every N-th frame of a video or camera (default 1)")
+    add("--frames", type=int, metavar="N", help="use at most N frames of a video or camera")
 
 
 def _add_output(group) -> None:
     add = group.add_argument
-    add("--out", type=Path, help="of two images: picture of the matches (png, jpg or webp)")
-    add("--json", type=Path, help="of two images: keypoints and matches")
-    add("--out-dir", type=Path, metavar="DIR", help="of any number: A_B_matches.npz for each pair")
+    add("--out", type=Path, help="for two images: picture of the matches (png, jpg or webp)")
+    add("--json", type=Path, help="for two images: keypoints and matches")
+    add("--out-dir", type=Path, metavar="DIR", help="for any number of images: A_B_matches.npz for each pair")
     add("--pictures", action="store_true", help="with --out-dir: also A_B_matches.jpg")
     add("--json-files", action="store_true", help="with --out-dir: also A_B_matches.json")
     warped = "also the first image warped onto the second, A_B_overlay.jpg, and both blinking, A_B_blink.gif "
     add("--homography", action="store_true", help=warped + "(pip install 'superglue-sift[gif]')")
-    database = "of a folder or --pairs: also a COLMAP database, ready to map "
+    database = "for a folder or --pairs: also a COLMAP database, ready to map "
     add("--colmap", type=Path, metavar="FILE", help=database + "(pip install 'superglue-sift[colmap]')")
-    add("--features", type=Path, metavar="DIR", help="where features are kept (default: OUT-DIR/features)")
+    add("--features", type=Path, metavar="DIR", help="folder of the features (default: OUT-DIR/features)")
 
 
 def _add_how(group) -> None:
     add = group.add_argument
-    add("--model", type=Path, help="model file (default: the weights that ship with the library)")
-    add("--max-keypoints", type=int, help="strongest keypoints of each image (default 1024, with --scene 8192)")
-    add("--threshold", type=float, help="least probability of a match (default: the model's own, else 0.2)")
-    add("--resize", type=int, help="longer side is reduced to this (default 1024, with --scene 1600; 0: never)")
-    place = "photographs of one place: accept a pair, then fill it (default with --colmap, else --no-scene)"
+    add("--model", type=Path, help="model file (default: the shipped weights)")
+    add("--max-keypoints", type=int, help="maximum number of keypoints per image (default 1024, with --scene 8192)")
+    add("--threshold", type=float, help="minimum probability of a match (default: the model's own, else 0.2)")
+    add("--resize", type=int, help="reduce images to this longer side (default 1024, with --scene 1600; 0: never)")
+    place = "photographs of one place: accept or reject pairs, then fill them (default with --colmap, else --no-scene)"
     add("--scene", action=argparse.BooleanOptionalAction, help=place)
-    sure = "with --scene a pair needs this many strict matches of one geometry (default: the model's own, else "
+    sure = "with --scene: minimum number of strict matches of one geometry (default: the model's own, else "
     add("--accept", type=int, metavar="N", help=f"{sure}{scenes.ACCEPT})")
-    strict = (
-        f"with --scene the confidence above which a match is strict (default: the model's own, else {scenes.STRICT})"
-    )
+    strict = f"with --scene: matches above this confidence are strict (default: the model's own, else {scenes.STRICT})"
     add("--strict", type=float, metavar="P", help=strict)
-    skip = f"with --scene skip pairs of fewer classical matches of one geometry (default {scenes.LIKELY}; 0: none)"
+    skip = f"with --scene: skip pairs with fewer classical matches of one geometry (default {scenes.LIKELY}; 0: none)"
     add("--likely", type=int, metavar="N", help=skip)
-    few = f"with --scene the network sees the strongest so many (default {scenes.NETWORK_KEYPOINTS})"
+    few = f"with --scene: number of keypoints that the network sees (default {scenes.NETWORK_KEYPOINTS})"
     add("--network-keypoints", type=int, metavar="N", help=few)
-    add("--extractor", metavar="MODULE:FUNCTION", help="what finds keypoints, of a model not of SIFT's")
-    add("--device", default="auto", help="auto (a GPU where there is one), cpu, cuda or cuda:N")
-    turned = (
-        "pixels that coordinates count: upright (default), turned as EXIF data say, like cv2.imread; or stored, as "
-    )
-    turned += "in the file. Pictures are always upright, a COLMAP database is always of stored pixels"
-    add("--frame", default=UPRIGHT, choices=FRAMES, help=turned)
-    exact = "matches, and keypoints of --colmap, where the pixels of the images agree that they are (default)"
+    add("--extractor", metavar="MODULE:FUNCTION", help="required for non-SIFT models: allows this code to run")
+    add("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda or cuda:N")
+    frame = "frame of coordinates: upright (default), rotated according to EXIF, like cv2.imread; or stored, as in the "
+    frame += "file. Pictures are always upright, a COLMAP database is always of stored pixels"
+    add("--frame", default=UPRIGHT, choices=FRAMES, help=frame)
+    exact = "align matches, and keypoints of --colmap, by the pixels of the images (default)"
     add("--refine", action=argparse.BooleanOptionalAction, default=True, help=exact)
     faster = "of the network's layers; bfloat16 is faster on GPUs and on CPUs with AMX"
     add("--precision", default="float32", choices=("float32", "bfloat16"), help=faster)
@@ -160,7 +156,7 @@ def _check_inputs(args: argparse.Namespace) -> None:
     if one is not None and one.suffix.lower() in EXTENSIONS and not one.is_dir():
         raise RequestError(f"{one}: one image; matching needs two: superglue-match {one} OTHER{one.suffix}")
     if len(args.inputs) > 2:
-        raise RequestError(f"{len(args.inputs)} images: two are matched; of more name their folder, or --pairs FILE")
+        raise RequestError(f"{len(args.inputs)} images: name two, or for more their folder or --pairs FILE")
     if sum(asked) != 1:
         sources = "two images, a folder, a video, --pairs FILE, --camera N or --serve"
         raise RequestError(f"name {sources}; see --help for examples")
@@ -170,23 +166,23 @@ def _check_inputs(args: argparse.Namespace) -> None:
 
 def _check_files(args: argparse.Namespace) -> None:
     if not args.out_dir and not args.serve and len(args.inputs) < 2:
-        raise RequestError("--out-dir DIR: say where the pairs' files go")
+        raise RequestError("--out-dir DIR: name the folder for the results")
     for name in ("features", "pictures", "json_files", "colmap"):
         if getattr(args, name) and not args.out_dir:
             raise RequestError(f"--{name.replace('_', '-')} goes with --out-dir DIR")
     if len(args.inputs) != 2 and (args.out or args.json):
-        raise RequestError("--out and --json are for two images; take --out-dir --pictures --json-files")
+        raise RequestError("--out and --json are for two images; use --out-dir --pictures --json-files")
     if args.homography and not (args.out or args.out_dir):
-        raise RequestError("--homography writes beside --out or into --out-dir: name one")
+        raise RequestError("--homography needs --out or --out-dir")
     if args.colmap and not (args.pairs or (len(args.inputs) == 1 and args.inputs[0].is_dir())):
         raise RequestError("--colmap needs a folder or --pairs")
     if args.colmap and args.colmap.exists():
-        raise RequestError(f"--colmap {args.colmap}: is there already; delete it or name another database")
+        raise RequestError(f"--colmap {args.colmap}: exists already; delete it or name another database")
     _check_packages(args)
 
 
 def _check_packages(args: argparse.Namespace) -> None:
-    """Ask for the packages of what is asked for, before any work. Raises RequestError for one that is missing."""
+    """Check optional packages before any work. Raises RequestError if one is missing."""
     if args.homography:
         results.gif_library()
     if args.colmap:
@@ -200,15 +196,15 @@ def _check_packages(args: argparse.Namespace) -> None:
 
 
 def load(args: argparse.Namespace) -> Matcher:
-    """The matcher as asked for."""
+    """Load the matcher."""
     names = ("max_keypoints", "resize", "threshold", "precision", "extractor", "scene", "refine", "frame")
-    asked = {name: getattr(args, name) for name in names}
+    options = {name: getattr(args, name) for name in names}
     rules = {name: getattr(args, name) for name in RULES if getattr(args, name) is not None}
-    return Matcher.load(args.model, args.device, **asked, **rules)
+    return Matcher.load(args.model, args.device, **options, **rules)
 
 
 def match_two(args: argparse.Namespace) -> int:
-    """Two images: what was found is printed, and written where asked."""
+    """Match two images; print a summary and write the requested files."""
     matcher = load(args)
     started = time.perf_counter()
     sides = matcher.extract_all(args.inputs)
@@ -241,13 +237,13 @@ def match_two(args: argparse.Namespace) -> int:
 
 
 def match_many(args: argparse.Namespace) -> int:
-    """All that goes to --out-dir."""
+    """Match any number of pairs into --out-dir."""
     matcher = load(args)
     if matcher.extractor is None:
         name = matcher.model.config.extractor
-        raise RequestError(f"--extractor {name}: say it to run that code, which finds the model's keypoints")
+        raise RequestError(f"--extractor {name}: required, since the model needs this code to find keypoints")
     if matcher.extractor.name != DEFAULT.name and args.pairing == "nearest":
-        raise RequestError("--pairing nearest looks for photographs by SIFT; take exhaustive or sequential")
+        raise RequestError("--pairing nearest compares SIFT features; use exhaustive or sequential")
     store = many.FeatureStore(matcher, args.features or args.out_dir / "features")
     camera = args.camera is not None
     settings = settings_of(args, matcher)
@@ -264,24 +260,24 @@ def match_many(args: argparse.Namespace) -> int:
     else:
         pairs, bad = listed(args, store)
         total = len(pairs)
-    noting = results.pair_list(args.out_dir) if matcher.rules else contextlib.nullcontext()
-    with database(args, store) as add, noting as note:
-        run = many.Run(store, output, [each for each in (add, note, expansion) if each])
+    listing = results.pair_list(args.out_dir) if matcher.rules else contextlib.nullcontext()
+    with database(args, store) as add, listing as add_row:
+        run = many.Run(store, output, list(filter(None, (add, add_row, expansion))))
         run.match(pairs, total)
         total = (total or 0) + expand(run, expansion) if expansion else total
     report(run, total)
     if args.colmap:
-        print(f"{args.colmap}: of pixels as stored in the files, as COLMAP reads them")
+        print(f"{args.colmap}: in pixels as stored in the files, as COLMAP reads them")
     path = args.out_dir / "bad_images.csv"
     path.unlink(missing_ok=True)
     if bad:
         write_csv(path, [("image", "reason"), *bad.items()])
-        raise WorkError(f"{len(bad)} images cannot be read, the rest is done; which and why: {path}")
+        raise WorkError(f"{len(bad)} images cannot be read, the others are matched; see {path}")
     return 0
 
 
 def expand(run: many.Run, expansion: retrieval.Expansion) -> int:
-    """Match the pairs that those accepted so far propose; how many there were."""
+    """Match the pairs that accepted pairs propose; returns their number."""
     count = 0
     for _ in range(retrieval.ROUNDS):
         more = expansion.proposed()
@@ -291,7 +287,7 @@ def expand(run: many.Run, expansion: retrieval.Expansion) -> int:
 
 
 def settings_of(args: argparse.Namespace, matcher: Matcher) -> Dict[str, object]:
-    """All but the images that decides the matches of a pair; it stands in each result, see `results.made_from`."""
+    """All inputs of a pair's matches except the images, for `results.made_from`."""
     extractor = matcher.extractor or DEFAULT
     return {
         "weights": file_sha256(args.model or shipped_weights()),
@@ -304,23 +300,23 @@ def settings_of(args: argparse.Namespace, matcher: Matcher) -> Dict[str, object]
 
 
 def report(run: many.Run, total: Optional[int]) -> None:
-    """How many pairs were matched, of how many something was there, and what else the folder holds."""
+    """Print the numbers of matched and existing pairs, and of other pairs in the folder."""
     words = [f"{run.matched} pairs matched"]
     if total and run.matched < total:
         words[0] += f" of {total}, the others before"
     if run.again:
-        words.append(f"{run.again} of them again, since what was there did not fit")
+        words.append(f"{run.again} of them again, since their inputs changed")
     if run.completed:
-        words.append(f"{run.completed} of those before got the files they lacked")
+        words.append(f"{run.completed} of the others were completed")
     folder = run.output.folder
     print(f"{'; '.join(words)}: {folder}")
     others = sum(1 for _ in folder.glob(f"*_{many.MATCHES}")) - run.matched - run.before
     if others > 0:
-        print(f"{folder} also holds {others} pairs that this command did not ask for; they stay as they are")
+        print(f"{folder} also holds {others} pairs of other commands, which are kept")
 
 
 def database(args: argparse.Namespace, store: many.FeatureStore) -> ContextManager[Optional[many.Adding]]:
-    """Where pairs go beside --out-dir: into --colmap, or nowhere."""
+    """The context of the --colmap database, if requested."""
     if args.colmap is None:
         return contextlib.nullcontext()
     from superglue_sift.interop import colmap
@@ -330,7 +326,7 @@ def database(args: argparse.Namespace, store: many.FeatureStore) -> ContextManag
 
 
 def listed(args: argparse.Namespace, store: many.FeatureStore) -> Tuple:
-    """The pairs that --pairs or two images name without those of unreadable images, and these with the reasons."""
+    """Pairs from --pairs or two images, without unreadable images; and these with the reasons."""
     if args.pairs:
         pairs = many.listed_pairs(args.pairs, args.root or args.pairs.parent)
     else:
@@ -343,7 +339,7 @@ def listed(args: argparse.Namespace, store: many.FeatureStore) -> Tuple:
 
 
 def open_video(args: argparse.Namespace):
-    """The frames of the video or camera. Raises RequestError where it cannot be opened."""
+    """The frames of the video or camera. Raises RequestError if it cannot be opened."""
     if args.camera is None and not args.inputs[0].is_file():
         raise RequestError(f"{args.inputs[0]}: no such folder or video")
     capture = cv2.VideoCapture(args.camera if args.camera is not None else str(args.inputs[0]))
@@ -354,7 +350,7 @@ def open_video(args: argparse.Namespace):
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Entry of the command line."""
+    """Entry point of the command."""
     args = parse(argv)
     if args.serve:
         from superglue_sift.apps import serve

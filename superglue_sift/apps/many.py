@@ -1,8 +1,8 @@
-"""Many pairs: of a folder, a list or a video. Features are computed once and kept on disk; what is done is not redone.
+"""Match many pairs: of a folder, a list or a video. Features are computed once and kept on disk; pairs are resumed.
 
-A pair is done when its `A_B_matches.npz` is there, which is written last and whole, and was made from the same images,
-weights, settings and versions; they stand in it. What is held in memory does not grow with the number of images but for
-their names: features of the 256 used last, pixels of 32, and one batch of pairs.
+A pair is done if its `A_B_matches.npz` exists, which is written last and atomically, and states the same images,
+weights, settings and versions. Memory holds the names of all images, but features of only the last 256, pixels of 32,
+and one batch of pairs.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from superglue_sift.match_result import MatchResult
 from superglue_sift.progress import Progress
 
 BATCH_ON_GPU = 8
-PAIRS_OF_A_WORKER = 2  # in a batch on a CPU: the last one that is still at work keeps the others waiting
-FEW = 200  # images of which all pairs are matched, 19,900, where nobody chose
-NEIGHBOURS = {"sequential": 5, "nearest": 20}  # of each image, where nobody named a number
-MATCHES, JSON, PICTURE = "matches.npz", "matches.json", "matches.jpg"  # what the files of a pair end in
+PAIRS_OF_A_WORKER = 2  # in a batch on a CPU: workers wait for the last pair of a batch
+MAX_EXHAUSTIVE = 200  # images of which all 19,900 pairs are matched by default
+NEIGHBOURS = {"sequential": 5, "nearest": 20}  # default numbers for each image
+MATCHES, JSON, PICTURE = "matches.npz", "matches.json", "matches.jpg"  # suffixes of a pair's files
 OVERLAY, BLINK = "overlay.jpg", "blink.gif"
 
 
@@ -40,13 +40,13 @@ Adding = Callable[[Item, Item, MatchResult], None]
 
 @dataclass(frozen=True)
 class Output:
-    """What is written of each pair, in `folder`. settings: as of `results.made_from`."""
+    """Files to write for each pair, in `folder`. settings: see `results.made_from`."""
 
     folder: Path
     json: bool = False
     pictures: bool = False
     homography: bool = False
-    again: bool = False  # also what is there already: a camera shows something new each time
+    again: bool = False  # overwrite existing results: a camera shows something new each time
     settings: Mapping[str, object] = field(default_factory=dict)
 
     def file(self, item0: Item, item1: Item, ending: str) -> Path:
@@ -54,12 +54,12 @@ class Output:
         return self.folder / f"{item0.name}_{item1.name}_{ending}"
 
     def missing(self, item0: Item, item1: Item) -> Set[str]:
-        """The endings of what is asked for beside the matches and is not there."""
-        asked = {JSON: self.json, PICTURE: self.pictures, OVERLAY: self.homography, BLINK: self.homography}
-        return {ending for ending in asked if asked[ending] and not self.file(item0, item1, ending).is_file()}
+        """Suffixes of requested files, other than the matches, that do not exist."""
+        wanted = {JSON: self.json, PICTURE: self.pictures, OVERLAY: self.homography, BLINK: self.homography}
+        return {ending for ending in wanted if wanted[ending] and not self.file(item0, item1, ending).is_file()}
 
     def complete(self, item0: Item, item1: Item, found: MatchResult, made: str) -> bool:
-        """Write what is asked for beside the matches and is not there; was there anything to write?"""
+        """Write the missing files; returns whether there were any."""
         missing, found = self.missing(item0, item1), found._replace(images=(item0.image, item1.image))
         fitted = found.fits() if missing else {}
         if JSON in missing:
@@ -75,7 +75,7 @@ class Output:
         return bool(missing)
 
     def write(self, item0: Item, item1: Item, found: MatchResult, made: str) -> None:
-        """All files of a pair, the one that says it is done last; those of another result are removed first."""
+        """Write all files of a pair, the matches last; files of an earlier result are removed first."""
         for ending in (MATCHES, JSON, PICTURE, OVERLAY, BLINK):
             self.file(item0, item1, ending).unlink(missing_ok=True)
         self.complete(item0, item1, found, made)
@@ -83,9 +83,9 @@ class Output:
 
 
 def photos_in(folder: Path, out_dir: Path) -> List[Item]:
-    """All image files below a folder, by name, but for results: what is below `out_dir`, and pictures of other runs.
+    """All image files below a folder, by name, except results: files below `out_dir`, and pictures of other runs.
 
-    Raises RequestError: there are fewer than two, or `out_dir` is the folder itself.
+    Raises RequestError: fewer than two images, or `out_dir` is the folder itself.
     """
     output = out_dir.resolve()
     if output == folder.resolve():
@@ -95,24 +95,24 @@ def photos_in(folder: Path, out_dir: Path) -> List[Item]:
     files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file() and not _is_result(p))
     paths = [path for path in files if output not in path.resolve().parents]
     if len(paths) < len(files):
-        print(f"{out_dir}: {len(files) - len(paths)} images there are left out: it is the output", file=sys.stderr)
+        print(f"{out_dir}: {len(files) - len(paths)} images there are ignored: it is the output", file=sys.stderr)
     if len(paths) < 2:
         raise RequestError(f"{folder}: {len(paths)} images; matching needs two or more")
     return named(paths, folder)
 
 
 def _is_result(path: Path) -> bool:
-    """Is it a picture of a pair, which lies beside the pair's matches?"""
+    """Whether it is a picture of a pair, next to the pair's matches."""
     ends = [ending for ending in (PICTURE, OVERLAY, BLINK) if path.name.endswith(f"_{ending}")]
     return any(path.with_name(path.name[: -len(ending)] + MATCHES).is_file() for ending in ends)
 
 
 def named(paths: Sequence[Path], root: Path) -> List[Item]:
-    """Photos called after their place below `root`, without ending where each A_B still means one pair."""
+    """Name photos by their path below `root`, without extension if every A_B stays unique."""
     inside = [path.relative_to(root) if root in path.parents else path for path in paths]
     whole = ["-".join(part for part in path.parts if part not in ("/", "..")) for path in inside]
     plain = [name.rpartition(".")[0] or name for name in whole]
-    # with a and a_b there, a_b_c could be a with b_c, or a_b with c
+    # given a and a_b, a_b_c could be a with b_c, or a_b with c
     taken = set(plain)
     clear = len(taken) == len(plain) and not any(
         name[:at] in taken for name in plain for at, letter in enumerate(name) if letter == "_"
@@ -120,14 +120,14 @@ def named(paths: Sequence[Path], root: Path) -> List[Item]:
     names = plain if clear else whole
     for name, count in collections.Counter(names).items():
         if count > 1:
-            raise RequestError(f"{name}: two images would have their results under this name; rename one")
+            raise RequestError(f"{name}: the results of two images would have this name; rename one")
     return [Item(name, path) for name, path in zip(names, paths)]
 
 
 def listed_pairs(file: Path, root: Path) -> List[Tuple[Item, Item]]:
-    """Pairs of a text file, `a b` in each line, below `root`; what follows in a line is ignored, as are lines of `#`.
+    """Pairs of a text file, `a b` in each line, below `root`. Ignores further words, and lines that start with `#`.
 
-    Raises RequestError for a file that cannot be read or a line of one name.
+    Raises RequestError for an unreadable file or a line with one name.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -142,7 +142,7 @@ def listed_pairs(file: Path, root: Path) -> List[Tuple[Item, Item]]:
             raise RequestError(f"{file}:{number}: needs two names, has {line.strip()!r}")
         pairs[root / words[0], root / words[1]] = None
     if not pairs:
-        raise RequestError(f"{file}: no pair in it; a line is `a.jpg b.jpg`")
+        raise RequestError(f"{file}: has no pairs; a line is `a.jpg b.jpg`")
     paths = list(dict.fromkeys(path for pair in pairs for path in pair))
     photo = dict(zip(paths, named(paths, root)))
     return [(photo[a], photo[b]) for a, b in pairs]
@@ -161,7 +161,7 @@ def frames(capture: cv2.VideoCapture, every: int, most: Optional[int]) -> Iterat
 
 
 def sequential(items: Iterable[Item], window: int) -> Iterator[Tuple[Item, Item]]:
-    """Each item with the `window` before it."""
+    """Pair each item with the `window` items before it."""
     before: collections.deque = collections.deque(maxlen=window)
     for item in items:
         for earlier in before:
@@ -170,7 +170,7 @@ def sequential(items: Iterable[Item], window: int) -> Iterator[Tuple[Item, Item]
 
 
 def prepare(photos: Sequence[Item], store: FeatureStore) -> Tuple[List[Item], Dict[str, str]]:
-    """Compute what features are missing: the readable photos, and of the others the reason by path, as it was given."""
+    """Compute missing features; returns the readable photos, and for the others the reason by path."""
 
     def reason(photo: Item) -> str:
         try:
@@ -191,19 +191,19 @@ def prepare(photos: Sequence[Item], store: FeatureStore) -> Tuple[List[Item], Di
 
 
 def resolved(photos: Sequence[Item], store: FeatureStore, pairing: str) -> str:
-    """The way that auto means for these photos; any other as it is."""
+    """Resolve the pairing "auto" for these photos; return others unchanged."""
     if pairing != "auto":
         return pairing
-    return "nearest" if len(photos) > FEW and store.is_sift else "exhaustive"
+    return "nearest" if len(photos) > MAX_EXHAUSTIVE and store.is_sift else "exhaustive"
 
 
 def choose_pairs(
     photos: Sequence[Item], store: FeatureStore, pairing: str, k: Optional[int] = None
 ) -> Tuple[Pairs, int]:
-    """The pairs of a set of photos and how many.
+    """Pairs of photos, and their number.
 
-    pairing: exhaustive; sequential or nearest with `k` others each (None: NEIGHBOURS); auto: exhaustive of at most FEW
-    photos, nearest of more. nearest looks at SIFT.
+    pairing: exhaustive; sequential or nearest with `k` others each (None: NEIGHBOURS); auto: exhaustive up to
+    MAX_EXHAUSTIVE photos, else nearest. nearest compares SIFT.
     """
     count, pairing = len(photos), resolved(photos, store, pairing)
     if pairing == "exhaustive":
@@ -218,9 +218,9 @@ def choose_pairs(
 
 @dataclass
 class Run:
-    """Matching pairs into `output`: how many were matched, of these again; done before, of these lacking files.
+    """Match pairs into `output`, and count pairs: matched, of these again; done before, of these with missing files.
 
-    adding: each is called with every pair, the ones done before among them.
+    adding: functions that are called with every pair, also those done before.
     """
 
     store: FeatureStore
@@ -232,22 +232,24 @@ class Run:
     completed: int = 0
 
     def match(self, pairs: Pairs, total: Optional[int]) -> None:
-        """Match and write each pair whose result is not there; `total`: how many pairs there are, where it is known."""
+        """Match and write each pair that is not done. total: number of pairs, if known."""
         matcher, output = self.store.matcher, self.output
         matcher.side_by_side()
         size = BATCH_ON_GPU if matcher.device.startswith("cuda") else PAIRS_OF_A_WORKER * matcher.workers
         shown = Progress(total=total, desc="matching", unit="pairs")
-        drawn: collections.deque = collections.deque()  # the pairs in work, and what their results are made from
+        started: collections.deque = collections.deque()  # pairs in progress, and their `made_from`
         with shown:
-            for found in matcher.match_batch(self._waiting(pairs, drawn, shown), size):
-                (item0, item1), made = drawn.popleft()
+            for found in matcher.match_batch(self._waiting(pairs, started, shown), size):
+                (item0, item1), made = started.popleft()
                 output.write(item0, item1, found, made)
-                self._tell((item0, item1), found)
+                self._add((item0, item1), found)
                 self.matched += 1
                 shown.update(1)
 
-    def _waiting(self, pairs: Pairs, drawn: collections.deque, shown: Progress) -> Iterator[Tuple[Features, Features]]:
-        """Features of the pairs to match, which are noted in `drawn`."""
+    def _waiting(
+        self, pairs: Pairs, started: collections.deque, shown: Progress
+    ) -> Iterator[Tuple[Features, Features]]:
+        """Features of the pairs to match, which are added to `started`."""
         for pair in pairs:
             if not self.output.again and self._done(pair, shown):
                 self.before += 1
@@ -256,10 +258,10 @@ class Run:
                 continue
             features = self.store.with_pixels if self.store.matcher.refine else self.store
             sides = features(pair[0]), features(pair[1])
-            drawn.append((pair, self._made_from(pair)))  # after its features were read: they are of this content
+            started.append((pair, self._made_from(pair)))  # after reading the features, which are of this content
             yield sides
 
-    def _tell(self, pair: Tuple[Item, Item], found: MatchResult) -> None:
+    def _add(self, pair: Tuple[Item, Item], found: MatchResult) -> None:
         for add in self.adding:
             add(*pair, found)
 
@@ -267,7 +269,7 @@ class Run:
         return results.made_from((self.store.digest(pair[0]), self.store.digest(pair[1])), self.output.settings)
 
     def _done(self, pair: Tuple[Item, Item], shown: Progress) -> bool:
-        """Is the result of a pair there, made from what it would be made from now? Files that it lacks are written."""
+        """Whether the result of a pair exists and has the same inputs as now; writes its missing files."""
         path = self.output.file(*pair, MATCHES)
         before, now = results.read_made_from(path), self._made_from(pair)
         if before is None:
@@ -280,9 +282,9 @@ class Run:
                 why = "is damaged"
             else:
                 self.completed += self.output.complete(*pair, found, now)
-                self._tell(pair, found)
+                self._add(pair, found)
         if why:
             self.again += 1
             if self.again == 1:
-                shown.say(f"{path}: {why}; it is made again, as are others that do not fit")
+                shown.say(f"{path}: {why}; it is computed again, as are others that do not fit")
         return not why

@@ -1,4 +1,4 @@
-"""The matches of a pair on disk: JSON, `.npz` in the layout SuperGlue's users know, pictures, overlay and blink GIF."""
+"""Files of a pair: JSON, `.npz` in the common layout of SuperGlue, pictures, overlay and blink GIF."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ from superglue_sift.match_result import MatchResult
 BLINK_SIDE = 800  # longer side of the GIF in pixels
 BLINK_MS = 600
 PAIR_LIST = "pairs.csv"
-ALIGNED = ("aligned0", "aligned1", "deviations", "correlations")  # of `MatchResult`, what alignment gives
+ALIGNED = ("aligned0", "aligned1", "deviations", "correlations")  # fields of `MatchResult` after alignment
 SEAL = 8  # bytes at the end of a `.npz`: the CRC-32 of the rest
 
 
 def write_json(path: Path, found: MatchResult, fitted: Mapping[str, Fit], about: Mapping[str, Any]) -> None:
-    """`record_of` as a file."""
+    """Write `record_of` to a file."""
     write_atomic(path, json.dumps(record_of(found, fitted, about)) + "\n")
 
 
 def record_of(found: MatchResult, fitted: Mapping[str, Fit], about: Mapping[str, Any]) -> Dict[str, Any]:
-    """Names as SuperGlue's users know them, `matches` of [index0, index1, score], and `about`, such as file names.
+    """Convert to JSON values with the common names, `matches` of [index0, index1, score], and `about`, as file names.
 
-    frame, turned0, turned1: of which pixels the coordinates are, see `MatchResult`. inliers, H_0to1, F_0to1: of what
-    was `fitted`.
+    frame, turned0, turned1: see `MatchResult`. inliers, H_0to1, F_0to1: from `fitted`.
     """
     matches0, scores0 = found.dense()
     models = {name: fit.model for name, fit in fitted.items()}
@@ -65,7 +64,7 @@ def record_of(found: MatchResult, fitted: Mapping[str, Fit], about: Mapping[str,
 
 
 def of_record(record: Mapping[str, Any]) -> MatchResult:
-    """`record_of` back, of a JSON file. Raises RequestError for one that is damaged."""
+    """Inverse of `record_of`. Raises RequestError for a damaged record."""
     try:
         keypoints0, keypoints1 = (np.array(record[name], np.float32) for name in ("keypoints0", "keypoints1"))
         rows = np.array(record["matches"], np.float64).reshape(-1, 3)
@@ -76,20 +75,19 @@ def of_record(record: Mapping[str, Any]) -> MatchResult:
         turned = int(record["turned0"]), int(record["turned1"])
         pairs, scores = rows[:, :2].astype(np.int64), rows[:, 2].astype(np.float32)
         sides = keypoints0.reshape(-1, 2), keypoints1.reshape(-1, 2)
-        found = MatchResult(*sides, pairs, scores, sizes[0], sizes[1], turned=turned, **aligned, **more)
+        result = MatchResult(*sides, pairs, scores, sizes[0], sizes[1], turned=turned, **aligned, **more)
         fits = all(len(values) == len(pairs) for values in aligned.values()) and (pairs >= 0).all()
-        if not (fits and np.isfinite(found.points0).all() and np.isfinite(found.points1).all()):
+        if not (fits and np.isfinite(result.points0).all() and np.isfinite(result.points1).all()):
             raise ValueError("matches and their positions")
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
-        raise RequestError(f"no matches as JSON, or damaged: {error}") from None
-    return found
+        raise RequestError(f"not a JSON file of matches, or damaged: {error}") from None
+    return result
 
 
 def aligned_lists(found: MatchResult) -> Dict[str, Any]:
-    """As plain lists, in the order of the matches; None for all where nothing was aligned, and for what is not known.
+    """Fields of alignment as lists, in the order of the matches; all None without alignment.
 
-    aligned0, aligned1: [x, y] px of each match. deviations: px, None where the position stayed SIFT's. correlations: -1
-    to 1.
+    aligned0, aligned1: [x, y] px of each match. deviations: px, correlations: -1 to 1; None for NaN.
     """
     lists: Dict[str, Any] = dict.fromkeys(ALIGNED)
     if found.aligned1 is not None:
@@ -102,42 +100,41 @@ def aligned_lists(found: MatchResult) -> Dict[str, Any]:
 
 
 def made_from(images: Tuple[str, str], settings: Mapping[str, object]) -> str:
-    """What the result of a pair is made from, as JSON: equal text, equal result up to rounding.
+    """The inputs of a pair's result as JSON: equal text means equal results up to rounding.
 
     Args:
-        images: a digest of the content of each.
-        settings: all else that decides it, by name: the weights by digest, the threshold. Plain JSON values.
+        images: digests of their content.
+        settings: all other inputs by name, such as a digest of the weights and the threshold. Plain JSON values.
     """
     versions = {"superglue_sift": __version__, "torch": torch.__version__.split("+")[0], "opencv": cv2.__version__}
     return json.dumps({"image0": images[0], "image1": images[1], **settings, **versions}, sort_keys=True)
 
 
 def differs(before: str, now: str) -> str:
-    """Why a result made from `before` is not one made from `now`, both of `made_from`: "" where it is."""
+    """The difference between two texts of `made_from`; "" if there is none."""
     if before == now:
         return ""
     try:
         old, new = json.loads(before), json.loads(now)
         names = [
-            name for name in sorted({**old, **new}) if name not in old or name not in new or old[name] != new[name]
+            name for name in sorted({**old, **new}) if (name in old, old.get(name)) != (name in new, new.get(name))
         ]
     except (ValueError, TypeError):
-        return "does not say what it was made from"
+        return "does not state its inputs"
     return f"was made with another {', '.join(names)}"
 
 
 def write_npz(path: Path, found: MatchResult, made: str) -> None:
-    """`npz_of` as a file."""
+    """Write `npz_of` to a file."""
     write_atomic(path, npz_of(found, made))
 
 
 def npz_of(found: MatchResult, made: str) -> bytes:
     """keypoints0 (M, 2), keypoints1 (N, 2) float32, matches (M,) int64 or -1, match_confidence (M,) float32.
 
-    Of matches that were aligned by the pixels also aligned0, aligned1 (M, 2) px, deviations (M,) px and correlations
-    (M,) float32, NaN where there is no match; see `MatchResult`. Beside them `frame` () and `turned` (2,), of which
-    pixels the coordinates are (`MatchResult`), and `made_from` (), the text of `made_from`; of photographs of a place
-    also pair_score, int64.
+    After alignment also aligned0, aligned1 (M, 2) px, deviations (M,) px and correlations (M,) float32, NaN without a
+    match; `frame` () and `turned` (2,); and for scenes pair_score, int64. See `MatchResult`. `made_from` () is the text
+    of `made_from`.
     """
     data, (matches, scores) = io.BytesIO(), found.dense()
     arrays: Dict[str, Any] = {"keypoints0": found.keypoints0, "keypoints1": found.keypoints1, "matches": matches}
@@ -154,10 +151,7 @@ def npz_of(found: MatchResult, made: str) -> bytes:
 
 
 def read_made_from(path: Path) -> Optional[str]:
-    """What the result in a file of `write_npz` was made from; "" where it does not say or is damaged.
-
-    None where it is not there.
-    """
+    """The `made_from` of a file of `write_npz`; "" if it has none or is damaged, None without a file."""
     try:
         with np.load(io.BytesIO(_unsealed(path)), allow_pickle=False) as file:
             return str(file["made_from"])
@@ -168,13 +162,13 @@ def read_made_from(path: Path) -> Optional[str]:
 
 
 def _sealed(archive: bytes) -> bytes:
-    """A zip without a comment, given its own CRC-32 as its comment: eight hexadecimal digits, which end the file."""
+    """Append the CRC-32 of a zip as its comment: eight hexadecimal digits at the end of the file."""
     body = archive[:-2] + struct.pack("<H", SEAL)
     return body + b"%08x" % zlib.crc32(body)
 
 
 def _unsealed(path: Path) -> bytes:
-    """The content of a file of `_sealed`. Raises ValueError where any byte of it changed, or it is no such file."""
+    """Read a file of `_sealed`. Raises ValueError if any byte changed or it is another file."""
     content = path.read_bytes()
     if content[-SEAL:] != b"%08x" % zlib.crc32(content[:-SEAL]):
         raise ValueError(f"{path}: damaged")
@@ -182,22 +176,22 @@ def _unsealed(path: Path) -> bytes:
 
 
 def read_npz(path: Path, size0: Tuple[int, int], size1: Tuple[int, int]) -> MatchResult:
-    """`write_npz` back. size0, size1: (width, height) of the images. Raises one of DAMAGED."""
+    """Read a file of `write_npz`. size0, size1: (width, height) of the images. Raises one of DAMAGED."""
     with np.load(io.BytesIO(_unsealed(path)), allow_pickle=False) as file:
         matches, confidence = file["matches"], file["match_confidence"]
-        own = np.flatnonzero(matches >= 0)
-        pairs = np.stack([own, matches[own]], axis=1)
+        matched = np.flatnonzero(matches >= 0)
+        pairs = np.stack([matched, matches[matched]], axis=1)
         score = int(file["pair_score"]) if "pair_score" in file else None
-        aligned = {name: file[name][own] for name in ALIGNED if name in file}
+        aligned = {name: file[name][matched] for name in ALIGNED if name in file}
         keypoints = file["keypoints0"], file["keypoints1"]
-        found = MatchResult(*keypoints, pairs, confidence[own], size0, size1, pair_score=score, **aligned)
+        result = MatchResult(*keypoints, pairs, confidence[matched], size0, size1, pair_score=score, **aligned)
         turned0, turned1 = file["turned"].tolist()
-        return found._replace(frame=str(file["frame"]), turned=(turned0, turned1))
+        return result._replace(frame=str(file["frame"]), turned=(turned0, turned1))
 
 
 @contextlib.contextmanager
 def pair_list(folder: Path) -> Iterator[Callable[[Any, Any, MatchResult], None]]:
-    """What to give to a `many.Run` of a scene: it writes FOLDER/pairs.csv, all pairs with their scores."""
+    """A function that adds pairs of a scene with their scores to FOLDER/pairs.csv."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{PAIR_LIST}.partial"
     with partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
@@ -212,12 +206,12 @@ def pair_list(folder: Path) -> Iterator[Callable[[Any, Any, MatchResult], None]]
 
 
 def write_picture(path: Path, found: MatchResult, fitted: Mapping[str, Fit]) -> None:
-    """Both images side by side with their matches, as `MatchResult.show` draws them."""
+    """Write both images side by side with their matches (`MatchResult.show`)."""
     found.drawn(fitted, found.photos()).save(path)
 
 
 def write_overlay(stem: Path, found: MatchResult, H_0to1: np.ndarray) -> Tuple[Path, Path]:
-    """Image 0 warped onto image 1: STEM_overlay.jpg, both half transparent, and STEM_blink.gif, one after the other."""
+    """Warp image 0 onto image 1: STEM_overlay.jpg, both half transparent, and STEM_blink.gif, alternating."""
     photo0, photo1 = found.photos()
     H_shown = geometry.compose(photo1.to_shown, H_0to1, np.linalg.inv(photo0.to_shown))
     image1 = photo1.pixels
@@ -233,7 +227,7 @@ def write_overlay(stem: Path, found: MatchResult, H_0to1: np.ndarray) -> Tuple[P
 
 
 def gif_library():
-    """Pillow's `Image`: OpenCV's wheels write no GIF. Raises RequestError where it is not installed."""
+    """Import Pillow's `Image`: OpenCV does not write GIF. Raises RequestError if it is not installed."""
     try:
         from PIL import Image
     except ImportError:

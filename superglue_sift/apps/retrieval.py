@@ -1,8 +1,8 @@
-"""Which photographs of many show the same: the nearest by VLAD of their SIFT (Jegou et al. 2010).
+"""Find photographs that look alike, by VLAD of their SIFT descriptors (Jegou et al. 2010).
 
-A vocabulary of OpenCV's k-means over RootSIFT of all images; of each image the sum of its descriptors' distances to
-their words, normalised by word and as a whole (Arandjelovic and Zisserman 2013); then the largest cosine. What the
-accepted pairs propose, `Expansion`, is right far more often than what looks alike next.
+The vocabulary is OpenCV's k-means of RootSIFT of all images. An image is the sum of its descriptors' offsets from their
+words, normalised by word and as a whole (Arandjelovic and Zisserman 2013), and images are compared by cosine. Pairs
+that accepted pairs propose (`Expansion`) are correct far more often than those of the next best cosines.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from superglue_sift.descriptors import root_sift_of
 WORDS = 64
 PROPOSED = 10  # pairs of each image in a round of `Expansion`
 ROUNDS = 2
-SAMPLE = 20_000  # descriptors that the vocabulary is made of, as many of each image
+SAMPLE = 20_000  # descriptors for the vocabulary, the same number from each image
 
 
 def nearest_pairs(images: Sequence[Any], descriptors: Callable[[Any], np.ndarray], k: int) -> List[Tuple[int, int]]:
-    """Each image with the k (at least 1) most similar others: pairs (i, j), i < j, sorted, each once.
+    """Pair each image with the k (at least 1) most similar others: pairs (i, j), i < j, sorted and unique.
 
-    descriptors: SIFT (n, 128) uint8 of an image, asked for twice; one image's at a time is held.
+    descriptors: returns SIFT (n, 128) uint8 of an image; called twice per image, with one result in memory at a time.
     """
     if len(images) < 2:
         return []
     words = vocabulary([_sample(descriptors(name), SAMPLE // len(images) + 1) for name in images])
     described = np.stack([vlad(root_sift_of(descriptors(name)), words) for name in images])
-    found = set()
-    for i, own in enumerate(described):
-        similarity = described @ own
+    pairs = set()
+    for i, vector in enumerate(described):
+        similarity = described @ vector
         similarity[i] = -np.inf
         for j in np.argsort(-similarity, kind="stable")[: min(k, len(images) - 1)]:
-            found.add((min(i, int(j)), max(i, int(j))))
-    return sorted(found)
+            pairs.add((min(i, int(j)), max(i, int(j))))
+    return sorted(pairs)
 
 
 class Expansion:
-    """Query expansion (Chum et al. 2007): pairs of images that are both accepted with a third.
+    """Query expansion (Chum et al. 2007): propose pairs of images that are both accepted with a third.
 
-    It is called with every pair that was matched: two of `images` and the `MatchResult` of a scene.
+    Call it with every matched pair of `images` and its `MatchResult`.
     """
 
     def __init__(self, images: Sequence[Any]) -> None:
         self._images, self._number = list(images), {image: number for number, image in enumerate(images)}
-        self._scores: Dict[Tuple[int, int], int] = {}  # 0 of a pair that was not accepted
+        self._scores: Dict[Tuple[int, int], int] = {}  # 0: rejected
 
-    def __call__(self, image0: Any, image1: Any, found: Any) -> None:
+    def __call__(self, image0: Any, image1: Any, result: Any) -> None:
         i, j = sorted((self._number[image0], self._number[image1]))
-        self._scores[i, j] = found.pair_score if found.accepted else 0
+        self._scores[i, j] = result.pair_score if result.accepted else 0
 
     def proposed(self, k: int = PROPOSED) -> List[Tuple[Any, Any]]:
-        """Pairs not matched yet, of each image those k with the largest scores, in the order of the images.
+        """Pairs that are not matched yet, up to k of the highest scores for each image, in the order of the images.
 
-        A pair's score: the weaker one of both with a third image, of the third where it is largest.
+        The score of a pair is the lower of the scores of both with a third image, for the best third image.
         """
         near: Dict[int, Dict[int, int]] = collections.defaultdict(dict)
         for (i, j), score in self._scores.items():
@@ -79,13 +79,13 @@ class Expansion:
 
 
 def _sample(descriptors: np.ndarray, count: int) -> np.ndarray:
-    """At most `count`, spread evenly over the keypoints' order of strength."""
+    """RootSIFT of at most `count` descriptors, at regular intervals."""
     picked = np.linspace(0, len(descriptors) - 1, min(count, len(descriptors))).astype(int)
     return root_sift_of(descriptors[picked])
 
 
 def vocabulary(samples: Sequence[np.ndarray]) -> np.ndarray:
-    """Words (W, 128) float32, W at most 64, of RootSIFT (n, 128) each; the same for the same samples."""
+    """Words (W, 128) float32, W at most 64, of RootSIFT samples (n, 128); deterministic."""
     together = np.concatenate(samples)
     if len(together) <= WORDS:
         return together
@@ -96,7 +96,7 @@ def vocabulary(samples: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def vlad(descriptors: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """(W * 128,) float32 of unit length, zeros of an image without keypoints."""
+    """(W * 128,) float32 of unit length; zeros without keypoints."""
     sums = np.zeros_like(words)
     if len(descriptors) and len(words):
         word = np.argmax(descriptors @ words.T - (words**2).sum(1) / 2, axis=1)

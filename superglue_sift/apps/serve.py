@@ -1,10 +1,10 @@
-"""A page for the browser: drop two images, see their matches, move the threshold. On this machine alone.
+"""A page for the browser: drop two images, see their matches, move the threshold. Local only.
 
     superglue-match --serve          then http://127.0.0.1:8010
 
-Listens on 127.0.0.1 only and answers no other name and no other site's page. An upload is at most 32 MB, an image JPEG,
-PNG or WebP of at most 50 megapixels by its header, before it is decoded; nothing is kept, and the names of files are
-not used: what was found goes to the page, which sends it back when it asks for a fit, a picture or a file of it.
+Listens on 127.0.0.1 only and rejects other host names and pages of other sites. Uploads are limited to 32 MB, images to
+JPEG, PNG or WebP of at most 50 megapixels, checked in the header before decoding. The server keeps no state and ignores
+file names: matches go to the page, which sends them back to request a fit, a picture or a file.
 Needs `pip install 'superglue-sift[serve]'`.
 """
 
@@ -36,21 +36,21 @@ SIDES = {"image0": "first image", "image1": "second image"}
 
 
 def run(matcher: Matcher, port: int) -> int:
-    """Serve until Ctrl-C. Raises RequestError: Flask is missing, or the port is taken."""
+    """Serve until Ctrl-C. Raises RequestError: Flask is missing, or the port is in use."""
     app = make_app(matcher, port)
     from werkzeug.serving import make_server
 
     try:
         server = make_server(HOST, port, app, threaded=True)
     except (OSError, SystemExit):
-        raise RequestError(f"--port {port}: cannot be opened on {HOST}; is it taken? name another") from None
+        raise RequestError(f"--port {port}: cannot be opened on {HOST}; if it is in use, name another") from None
     print(f"http://{HOST}:{server.server_port}  (Ctrl-C ends it)", flush=True)
     server.serve_forever()
     return 0
 
 
 def library() -> Any:
-    """The package Flask. Raises RequestError where it is not installed."""
+    """Import Flask. Raises RequestError if it is not installed."""
     try:
         import flask
     except ImportError:
@@ -59,13 +59,13 @@ def library() -> Any:
 
 
 def make_app(matcher: Matcher, port: int) -> Any:
-    """The Flask application. Raises RequestError where Flask is not installed."""
+    """Create the Flask application. Raises RequestError if Flask is not installed."""
     flask = library()
     app = flask.Flask(__name__)
     app.config["MAX_CONTENT_LENGTH"] = MAX_BYTES
-    app.config["MAX_FORM_MEMORY_SIZE"] = MAX_BYTES  # Flask's own limit, of what a page sends back, is 0.5 MB
+    app.config["MAX_FORM_MEMORY_SIZE"] = MAX_BYTES  # Flask's default is 0.5 MB
     _guard(app, flask, port)
-    turn = threading.Lock()  # one match at a time: a second tab waits, memory does not double
+    lock = threading.Lock()  # one match at a time, which bounds memory
 
     @app.get("/")
     def page() -> str:
@@ -73,7 +73,7 @@ def make_app(matcher: Matcher, port: int) -> Any:
 
     @app.post("/match")
     def match() -> Any:
-        with turn:
+        with lock:
             return flask.jsonify(answer(matcher, *uploads(flask.request.files)))
 
     @app.post("/fit")
@@ -89,7 +89,7 @@ def make_app(matcher: Matcher, port: int) -> Any:
     @app.post("/picture")
     def picture() -> Any:
         found, threshold, _ = sent_back(flask.request.form.get("found", "").encode())
-        with turn:
+        with lock:
             images = tuple(image_of(data, name) for data, name in zip(uploads(flask.request.files), SIDES.values()))
         shown = found.above(threshold)._replace(images=images).show()
         return flask.Response(drawing.encode(".jpg", shown.pixels), mimetype="image/jpeg")
@@ -106,13 +106,13 @@ def make_app(matcher: Matcher, port: int) -> Any:
 
 
 def _guard(app: Any, flask: Any, port: int) -> None:
-    """Answer this page alone, let it load nothing but itself, and no other page show it."""
+    """Accept requests of this page only; forbid it to load other content, and other pages to embed it."""
     end = "" if port == 80 else f":{port}"  # as browsers send it
     homes = {HOST + end, "localhost" + end}
 
     @app.before_request
     def only_this_page() -> Any:
-        # neither a page of another site nor one that was given this address under another name
+        # rejects pages of other sites, and DNS rebinding
         origin = flask.request.headers.get("Origin")
         if flask.request.host in homes and (origin is None or origin in {f"http://{home}" for home in homes}):
             return None
@@ -128,7 +128,7 @@ def _guard(app: Any, flask: Any, port: int) -> None:
 
 
 def page_text() -> str:
-    """The page, which draws with the colours of `drawing`."""
+    """The page, with the colours of `drawing`."""
     text = Path(__file__).with_name("serve.html").read_text(encoding="utf-8")
     blue, green, red = drawing.RED
     drawn = {"colours": drawing.css_colours(), "red": f"rgb({red}, {green}, {blue})"}
@@ -137,16 +137,16 @@ def page_text() -> str:
 
 
 def uploads(files: Mapping[str, Any]) -> Tuple[bytes, bytes]:
-    """Both files of a request. Raises RequestError where one is missing."""
+    """Both files of a request. Raises RequestError if one is missing."""
     if not set(SIDES) <= set(files):
         raise RequestError("two images are needed")
     return files["image0"].read(), files["image1"].read()
 
 
 def image_of(data: bytes, name: str) -> np.ndarray:
-    """(H, W, 3) uint8 BGR of an upload, upright.
+    """Decode an upload to (H, W, 3) uint8 BGR, upright.
 
-    Raises RequestError: no JPEG, PNG or WebP, damaged, or too many pixels.
+    Raises RequestError: not a JPEG, PNG or WebP, damaged, or too many pixels.
     """
     if not (data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")) or data[8:12] == b"WEBP"):
         raise RequestError(f"{name}: not a JPEG, PNG or WebP image")
@@ -160,12 +160,11 @@ def image_of(data: bytes, name: str) -> np.ndarray:
 
 
 def answer(matcher: Matcher, data0: bytes, data1: bytes) -> Dict[str, Any]:
-    """What the page draws of two files.
+    """Match two files for the page.
 
-    pictures: data URLs, upright, each `scales` times as large as its image. record: all matches, whatever their score,
-    as `results.record_of`. points: [x0, y0, x1, y1] of each match, pixels of the pictures. fit: as of `fitted`.
-    Aligned with all matches at once, positions can differ by a tenth of a pixel from those of the matches above a
-    threshold alone.
+    pictures: data URLs, upright, each `scales` times as large as its image. record: `results.record_of` of all matches,
+    whatever their score. points: [x0, y0, x1, y1] of each match, pixels of the pictures. fit: see `fitted`.
+    Positions can differ by a tenth of a pixel from those of an alignment of only the matches above a threshold.
     """
     named = list(zip((data0, data1), SIDES.values()))
     shown = [drawing.reduced(image_of(data, name), SHOWN_SIDE) for data, name in named]
@@ -185,9 +184,9 @@ def answer(matcher: Matcher, data0: bytes, data1: bytes) -> Dict[str, Any]:
 
 
 def sent_back(body: bytes) -> Tuple[MatchResult, float, Dict[str, str]]:
-    """What the page sends: the `record` that it was given, a threshold, and what the images are known by.
+    """Parse what the page sends back: the `record`, a threshold, and the digests of the images.
 
-    Raises RequestError for anything else.
+    Raises RequestError for other content.
     """
     try:
         content = json.loads(body)
@@ -201,10 +200,10 @@ def sent_back(body: bytes) -> Tuple[MatchResult, float, Dict[str, str]]:
 
 
 def fitted(found: MatchResult, threshold: float, about: Mapping[str, str]) -> Dict[str, Any]:
-    """What a homography and a fundamental matrix explain of the matches above a threshold.
+    """Fit a homography and a fundamental matrix to the matches above a threshold.
 
-    record: these matches, as `results.record_of`. matches: their places among all; off: is it off the better of the
-    fits; off_means: in words, "" where there is no fit.
+    record: `results.record_of` of these matches. matches: their indices among all; off: whether each is an outlier of
+    the better fit; off_means: legend for these, "" without a fit.
     """
     chosen = np.flatnonzero(found.scores > threshold)
     above = found.above(threshold)
@@ -220,7 +219,7 @@ def fitted(found: MatchResult, threshold: float, about: Mapping[str, str]) -> Di
 
 
 def file_of(kind: str, found: MatchResult, about: Mapping[str, str]) -> bytes:
-    """The file of matches, "json" or "npz", as the command writes it."""
+    """A file of matches, "json" or "npz", as the command writes it."""
     if kind == "npz":
         images = about["image0"], about["image1"]
         return results.npz_of(found, results.made_from(images, {"threshold": found.threshold, "frame": found.frame}))

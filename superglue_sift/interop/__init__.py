@@ -1,4 +1,4 @@
-"""Other tools' files and arrays, in and out; each tool's package is loaded when it is asked for.
+"""Import and export of files and arrays of other tools, whose packages are imported on use.
 
 colmap    a COLMAP database of keypoints, matches and verified pairs, ready to map
 hloc      features and matches as hloc's HDF5 files, and a matcher for its match_features

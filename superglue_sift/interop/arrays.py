@@ -1,4 +1,4 @@
-"""Matches and features as other libraries hold them: OpenCV, kornia, LightGlue and glue-factory, transformers."""
+"""Convert matches and features for other libraries: OpenCV, kornia, LightGlue and glue-factory, transformers."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from superglue_sift.match_result import MatchResult
 from superglue_sift.sift import GEOMETRY
 
 
-def to_dmatches(found: MatchResult) -> List[cv2.DMatch]:
-    """OpenCV's matches, for `cv2.drawMatches` and others; distance = 1 - score."""
-    return [cv2.DMatch(int(i), int(j), float(1.0 - s)) for (i, j), s in zip(found.matches, found.scores)]
+def to_dmatches(result: MatchResult) -> List[cv2.DMatch]:
+    """Convert to OpenCV's matches, for `cv2.drawMatches` and others; distance = 1 - score."""
+    return [cv2.DMatch(int(i), int(j), float(1.0 - s)) for (i, j), s in zip(result.matches, result.scores)]
 
 
 def from_dmatches(matches: Sequence[cv2.DMatch], features0: Features, features1: Features) -> MatchResult:
-    """`to_dmatches` back."""
+    """Inverse of `to_dmatches`."""
     pairs = np.array([(m.queryIdx, m.trainIdx) for m in matches], np.int64).reshape(-1, 2)
     return MatchResult.of(features0, features1, pairs, np.array([1.0 - m.distance for m in matches], np.float32))
 
 
 def to_keypoints(features: Features) -> List[cv2.KeyPoint]:
-    """OpenCV's keypoints, in the same order."""
+    """Convert to OpenCV's keypoints, in the same order."""
     return [cv2.KeyPoint(*(float(record[name]) for name in GEOMETRY)) for record in features.records]
 
 
-def to_kornia(found: MatchResult) -> Tuple[Tensor, Tensor]:
-    """What kornia's matchers return: distances (K, 1) float32, 1 - score, and indices (K, 2) int64."""
-    return torch.from_numpy(1.0 - found.scores).reshape(-1, 1), torch.from_numpy(found.matches)
+def to_kornia(result: MatchResult) -> Tuple[Tensor, Tensor]:
+    """Convert to the output of kornia's matchers: distances (K, 1) float32, 1 - score, and indices (K, 2) int64."""
+    return torch.from_numpy(1.0 - result.scores).reshape(-1, 1), torch.from_numpy(result.matches)
 
 
 def from_kornia(distances: Tensor, indices: Tensor, features0: Features, features1: Features) -> MatchResult:
-    """Matches of kornia's matchers; 1 - distance is taken for the score."""
+    """Convert matches of kornia's matchers; the score is 1 - distance."""
     return MatchResult.of(features0, features1, indices.cpu().numpy(), 1.0 - distances.cpu().numpy().ravel())
 
 
 def to_lightglue(features: Features) -> Dict[str, Tensor]:
-    """One image of SIFT as LightGlue and glue-factory take it, a batch of one, float32.
+    """Convert SIFT features of one image to the input of LightGlue and glue-factory, a batch of one, float32.
 
     keypoints (1, N, 2) pixels; descriptors (1, N, 128) RootSIFT; keypoint_scores, scales (pixels) and oris (radians)
-    (1, N); image_size (1, 2) width, height. Raises RequestError for features of others.
+    (1, N); image_size (1, 2) width, height. Raises RequestError for other features than SIFT.
     """
     records = features.records
     if kind_of(records.dtype)[0] != "sift":
-        raise RequestError("LightGlue's and hloc's features are written of SIFT alone; these are of another")
+        raise RequestError("LightGlue and hloc: only SIFT features can be converted, these are others")
     values = {
         "keypoints": features.keypoints,
         "keypoint_scores": records["score"],
@@ -63,7 +63,7 @@ def to_lightglue(features: Features) -> Dict[str, Tensor]:
 
 
 def from_lightglue(data: Mapping[str, Any]) -> Features:
-    """`to_lightglue` back, or another program's SIFT; a batch of one or none. Raises RequestError as `Features.of`."""
+    """Inverse of `to_lightglue`, also for other SIFT; batched or not. Raises RequestError as `Features.of`."""
 
     def plain(name: str, axes: int) -> np.ndarray:
         value = data[name] if name in data else data["keypoint_" + name]
@@ -77,9 +77,9 @@ def from_lightglue(data: Mapping[str, Any]) -> Features:
 
 
 def whole_sift(descriptors: np.ndarray) -> np.ndarray:
-    """(N, 128) SIFT from 0 to 255 of RootSIFT, entries from 0 to 1; what is SIFT already stays.
+    """Convert RootSIFT (N, 128), from 0 to 1, to SIFT from 0 to 255; SIFT is returned unchanged.
 
-    RootSIFT is the square root of SIFT divided by its sum; the length of 512 that OpenCV gives SIFT comes back.
+    RootSIFT is the square root of SIFT divided by its sum; OpenCV scales SIFT to a length of 512.
     """
     values = np.asarray(descriptors, np.float32)
     if not values.size or values.max() > 1.0 + 1e-3:
@@ -89,29 +89,32 @@ def whole_sift(descriptors: np.ndarray) -> np.ndarray:
     return np.minimum(np.rint(512.0 * squares / length), 255.0)
 
 
-def to_lightglue_matches(found: MatchResult) -> Dict[str, Any]:
-    """What LightGlue returns of a batch of one.
+def to_lightglue_matches(result: MatchResult) -> Dict[str, Any]:
+    """Convert to the output of LightGlue for a batch of one.
 
     matches0 (1, M), matches1 (1, N) int64, -1 without a match; matching_scores0, matching_scores1 float32, 0 without;
     matches [(K, 2)] and scores [(K,)], a list.
     """
-    answer: Dict[str, Any] = {"matches": [torch.from_numpy(found.matches)], "scores": [torch.from_numpy(found.scores)]}
+    output: Dict[str, Any] = {
+        "matches": [torch.from_numpy(result.matches)],
+        "scores": [torch.from_numpy(result.scores)],
+    }
     for side in (0, 1):
-        partners, scores = (torch.from_numpy(each)[None] for each in found.dense(side))
-        answer[f"matches{side}"], answer[f"matching_scores{side}"] = partners, scores
-    return answer
+        partners, scores = (torch.from_numpy(values)[None] for values in result.dense(side))
+        output[f"matches{side}"], output[f"matching_scores{side}"] = partners, scores
+    return output
 
 
 def from_lightglue_matches(data: Mapping[str, Any], features0: Features, features1: Features) -> MatchResult:
-    """The matches of LightGlue, glue-factory or any matcher that gives `matches0` and `matching_scores0`."""
+    """Convert matches of LightGlue, glue-factory or any matcher that returns `matches0` and `matching_scores0`."""
     matches0, scores0 = (np.asarray(data[name]).reshape(-1) for name in ("matches0", "matching_scores0"))
     return MatchResult.of(features0, features1, matches0.astype(np.int64), scores0.astype(np.float32))
 
 
-def to_transformers(found: MatchResult) -> Dict[str, Tensor]:
-    """One entry of what `post_process_keypoint_matching` of transformers' image processors returns.
+def to_transformers(result: MatchResult) -> Dict[str, Tensor]:
+    """Convert to one entry of the output of `post_process_keypoint_matching` in transformers.
 
-    keypoints0, keypoints1 (K, 2) pixels, int32 as theirs; matching_scores (K,).
+    keypoints0, keypoints1 (K, 2) pixels, int32; matching_scores (K,).
     """
-    points = [torch.from_numpy(each).round().to(torch.int32) for each in (found.points0, found.points1)]
-    return {"keypoints0": points[0], "keypoints1": points[1], "matching_scores": torch.from_numpy(found.scores)}
+    points = [torch.from_numpy(p).round().to(torch.int32) for p in (result.points0, result.points1)]
+    return {"keypoints0": points[0], "keypoints1": points[1], "matching_scores": torch.from_numpy(result.scores)}

@@ -1,12 +1,12 @@
-"""Matches as a COLMAP database, of which its mapper makes cameras and points (pip install 'superglue-sift[colmap]').
+"""Matches as a COLMAP database, the input of its mapper (pip install 'superglue-sift[colmap]').
 
     with ColmapDatabase("database.db", "photos") as database:
-        database.add("a.jpg", "b.jpg", features_a, features_b, found)
+        database.add("a.jpg", "b.jpg", features_a, features_b, result)
 
     pycolmap.incremental_mapping("database.db", "photos", "model")
 
-COLMAP's pixels begin at the corner of the first one, so 0.5 is added to every coordinate. It reads pixels as they are
-stored in the file and ignores how EXIF data would turn them, so keypoints of turned photographs are turned back.
+COLMAP's coordinates start at the corner of the first pixel, so 0.5 is added. It ignores the EXIF orientation, so
+keypoints of photographs that were rotated upright are rotated back.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from superglue_sift.progress import Progress
 from superglue_sift.sift import positions
 from superglue_sift.upright import AXES, inverse, to_upright
 
-CENTRE = 0.5  # of the first pixel, as COLMAP counts
-FOCAL = 1.2  # times the longer side: COLMAP's guess for a photograph that does not tell
-LEAST_INLIERS = 15  # of a pair that is kept as verified, as COLMAP's own matcher does
+CENTRE = 0.5  # of the first pixel, in COLMAP's coordinates
+FOCAL = 1.2  # times the longer side: COLMAP's guess without EXIF
+MIN_INLIERS = 15  # of a verified pair, as in COLMAP's own matcher
 
 
 def library() -> Any:
-    """The package pycolmap. Raises RequestError where it is not installed."""
+    """Import pycolmap. Raises RequestError if it is not installed."""
     try:
         import pycolmap
     except ImportError:
@@ -43,17 +43,17 @@ def library() -> Any:
 
 
 class ColmapDatabase:
-    """A database that is filled pair by pair; a context manager."""
+    """A COLMAP database that is filled pair by pair; a context manager."""
 
     def __init__(self, path: Union[str, Path], images: Union[str, Path, None] = None, camera: Any = None) -> None:
-        """path: a file that is not there yet. images: folder of the photographs, whose EXIF tells the focal length.
+        """path: a new file. images: folder of the photographs, whose EXIF has the focal length.
 
-        camera: a pycolmap.Camera that took all of them; None: one for each, COLMAP's SIMPLE_RADIAL.
-        Raises RequestError: pycolmap is not installed, or the file is there.
+        camera: a pycolmap.Camera of all photographs; None: one for each, COLMAP's SIMPLE_RADIAL.
+        Raises RequestError: pycolmap is not installed, or the file exists.
         """
         pycolmap = library()
         if Path(path).exists():
-            raise RequestError(f"{path}: is there already; delete it or name another database")
+            raise RequestError(f"{path}: exists already; delete it or name another database")
         self._pycolmap, self._images = pycolmap, Path(images) if images else None
         self._database = pycolmap.Database.open(str(path))
         self._shared = camera and self._write_camera(camera)
@@ -65,26 +65,26 @@ class ColmapDatabase:
     def __exit__(self, *_error: Any) -> None:
         self._database.close()
 
-    def add(self, name0: str, name1: str, features0: Features, features1: Features, found: MatchResult) -> int:
-        """Write the matches of two images and what one camera motion explains of them; returns how many it does.
+    def add(self, name0: str, name1: str, features0: Features, features1: Features, result: MatchResult) -> int:
+        """Write the matches and the two-view geometry of two images; returns the number of its inliers.
 
-        names: of files below the folder of the photographs. Images that are not there yet are written, too. Of a pair
-        that was not accepted (`MatchResult.accepted`) nothing else is.
+        names: of files below the folder of the photographs. New images are added. Of a rejected pair
+        (`MatchResult.accepted`) nothing else is written.
         """
         (id0, camera0), (id1, camera1) = self._image(name0, features0), self._image(name1, features1)
-        if not found.accepted:
+        if not result.accepted:
             return 0
-        matches = found.matches.astype(np.uint32)
+        matches = result.matches.astype(np.uint32)
         self._database.write_matches(id0, id1, matches)
-        points0, points1 = (_points(each).astype(np.float64) for each in (features0, features1))
+        points0, points1 = (_points(side).astype(np.float64) for side in (features0, features1))
         geometry = self._pycolmap.estimate_two_view_geometry(camera0, points0, camera1, points1, matches)
         inliers = len(geometry.inlier_matches)
-        if inliers >= LEAST_INLIERS:
+        if inliers >= MIN_INLIERS:
             self._database.write_two_view_geometry(id0, id1, geometry)
         return inliers
 
     def _image(self, name: str, features: Features) -> Tuple[int, Any]:
-        """Id and camera of an image, written with its keypoints when it is first seen."""
+        """Id and camera of an image; writes new images with their keypoints."""
         if name not in self._known:
             camera = self._shared or self._write_camera(self._guessed_camera(name, _stored_size(features)))
             image = self._pycolmap.Image(name=name, camera_id=camera.camera_id)
@@ -108,7 +108,7 @@ class ColmapDatabase:
         return self._pycolmap.Camera.create_from_model_name(0, "SIMPLE_RADIAL", FOCAL * max(size), *size)
 
     def _write_camera(self, camera: Any) -> Any:
-        """The camera with its id, alone on a rig of the same number."""
+        """Write a camera on a rig of its own, with the same id."""
         camera.camera_id = self._database.write_camera(camera)
         rig = self._pycolmap.Rig(rig_id=camera.camera_id)
         rig.add_ref_sensor(camera.sensor_id)
@@ -118,10 +118,10 @@ class ColmapDatabase:
 
 @contextlib.contextmanager
 def database_of(path: Path, root: Path, store: FeatureStore, refine: bool = True) -> Iterator[Callable[..., None]]:
-    """What to give to `many.Run` for its photographs below `root`: a database at `path`, there when all are in it.
+    """A function that adds pairs of photographs below `root` to a database; `path` is created at the end.
 
-    refine: keypoints are written where the pixels of all pairs agree on (`tracks.refine_tracks`); of a scene matches
-    that do not fit there are left out (`scenes.consistent`): four cameras of unknown focal length move by decimetres.
+    refine: align keypoints by the pixels of all their pairs (`tracks.refine_tracks`), and drop matches of scenes that
+    then do not fit (`scenes.consistent`): without this, four cameras of unknown focal length move by decimetres.
     """
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
@@ -129,49 +129,51 @@ def database_of(path: Path, root: Path, store: FeatureStore, refine: bool = True
     keypoints: Dict[Any, np.ndarray] = {}
     pairs: List[Tuple[Any, Any, MatchResult]] = []
 
-    def add(photo0: Any, photo1: Any, found: MatchResult) -> None:
-        # a photograph's keypoints are held once, not with each of its pairs
-        own = [keypoints.setdefault(p, k) for p, k in ((photo0, found.keypoints0), (photo1, found.keypoints1))]
-        pairs.append((photo0, photo1, found._replace(keypoints0=own[0], keypoints1=own[1])))
+    def add(photo0: Any, photo1: Any, result: MatchResult) -> None:
+        # keep the keypoints of a photograph once, not for each of its pairs
+        kept = [keypoints.setdefault(p, k) for p, k in ((photo0, result.keypoints0), (photo1, result.keypoints1))]
+        pairs.append((photo0, photo1, result._replace(keypoints0=kept[0], keypoints1=kept[1])))
 
     with ColmapDatabase(partial, root) as database:
         yield add
         moved = exact_keypoints(keypoints, pairs, store) if refine else keypoints
-        for photo0, photo1, found in pairs:
+        for photo0, photo1, result in pairs:
             side0, side1 = (store(photo).moved(moved[photo]) for photo in (photo0, photo1))
-            if refine and found.pair_score is not None:
-                own, theirs = found.matches.T
-                found = found.only(scenes.consistent(moved[photo0][own], moved[photo1][theirs]))
+            if refine and result.pair_score is not None:
+                index0, index1 = result.matches.T
+                result = result.only(scenes.consistent(moved[photo0][index0], moved[photo1][index1]))
             name0, name1 = (os.path.relpath(photo.image, root) for photo in (photo0, photo1))
-            database.add(name0, name1, side0, side1, found)
+            database.add(name0, name1, side0, side1, result)
     os.replace(partial, path)
 
 
 def exact_keypoints(
     keypoints: Mapping[Any, np.ndarray], pairs: Sequence[Tuple[Any, Any, MatchResult]], store: FeatureStore
 ) -> Dict[Any, np.ndarray]:
-    """Of each photograph its keypoints (N, 2), moved to where its accepted pairs, aligned by the pixels, agree."""
+    """Keypoints (N, 2) of each photograph, aligned by the pixels of all its accepted pairs."""
     number = {photo: at for at, photo in enumerate(keypoints)}
     accepted = [pair for pair in pairs if len(pair[2].matches)]
 
     def aligned() -> Iterator[Tuple[int, int, MatchResult]]:
-        waiting = ((found, store.with_pixels(photo0), store.with_pixels(photo1)) for photo0, photo1, found in accepted)
+        waiting = (
+            (result, store.with_pixels(photo0), store.with_pixels(photo1)) for photo0, photo1, result in accepted
+        )
         done = store.matcher.align_batch(waiting)
         shown = Progress(done, total=len(accepted), desc="aligning", unit="pairs")
-        for (photo0, photo1, _), found in zip(accepted, shown):
-            yield number[photo0], number[photo1], found
+        for (photo0, photo1, _), result in zip(accepted, shown):
+            yield number[photo0], number[photo1], result
 
     return dict(zip(number, tracks.refine_tracks(list(keypoints.values()), aligned())))
 
 
 def _points(features: Features) -> np.ndarray:
-    """(n, 2) float32, as COLMAP counts pixels."""
-    back = to_upright(inverse(features.turned), features.size)
-    points = geometry.transform(positions(features.records).astype(np.float64), back)
+    """(n, 2) float32 positions in COLMAP's coordinates."""
+    to_stored = to_upright(inverse(features.turned), features.size)
+    points = geometry.transform(positions(features.records).astype(np.float64), to_stored)
     return points.astype(np.float32) + np.float32(CENTRE)
 
 
 def _stored_size(features: Features) -> Tuple[int, int]:
-    """(width, height) of the file, whatever the features' frame."""
+    """(width, height) of the stored image."""
     width, height = features.size
     return (width, height) if AXES[features.turned][0][0] else (height, width)

@@ -8,7 +8,7 @@ In a program that uses hloc, `register()` adds the matcher `superglue_sift` to `
     match_features.main({"output": "matches-superglue-sift", "model": {"name": "superglue_sift"}}, pairs, ...)
 
 hloc reads pixels as COLMAP does, as stored: of photographs with EXIF data take `Matcher.load(frame="stored")`.
-With `"scene": True` in the model's settings pairs are accepted first, then filled, as by `superglue-match --colmap`.
+With `"scene": True` in the model's settings, pairs are matched as by `superglue-match --colmap`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FileName = Union[str, Path]
 def write_features(path: FileName, name: str, features: Features) -> None:
     """Add an image: keypoints (N, 2) pixels, scores, scales, oris (radians) (N,), descriptors (128, N), image_size.
 
-    Descriptors are RootSIFT, as of hloc's own SIFT.
+    Descriptors are RootSIFT, as in hloc's own SIFT.
     """
     data = {key: value[0].numpy() for key, value in arrays.to_lightglue(features).items()}
     data["scores"] = data.pop("keypoint_scores")
@@ -44,19 +44,19 @@ def write_features(path: FileName, name: str, features: Features) -> None:
 
 
 def read_features(path: FileName, name: str) -> Features:
-    """An image of `write_features`, or of hloc's own SIFT. Raises RequestError where it is not in the file."""
+    """Read an image from `write_features` or hloc's own SIFT. Raises RequestError if it is not in the file."""
     data = _read(path, name)
     return arrays.from_lightglue({**data, "descriptors": data["descriptors"].T})
 
 
 def write_matches(path: FileName, name0: str, name1: str, found: MatchResult) -> None:
     """Add a pair: matches0 (M,) int64, -1 without a match, and matching_scores0 (M,) float32."""
-    answer = arrays.to_lightglue_matches(found)
-    _write(path, _pair(name0, name1), {k: answer[k][0].numpy() for k in ("matches0", "matching_scores0")})
+    output = arrays.to_lightglue_matches(found)
+    _write(path, _pair(name0, name1), {k: output[k][0].numpy() for k in ("matches0", "matching_scores0")})
 
 
 def read_matches(path: FileName, name0: str, name1: str, features0: Features, features1: Features) -> MatchResult:
-    """A pair of `write_matches`, or of hloc's `match_features`. Raises RequestError where it is not in the file."""
+    """Read a pair from `write_matches` or hloc's `match_features`. Raises RequestError if it is not in the file."""
     return arrays.from_lightglue_matches(_read(path, _pair(name0, name1)), features0, features1)
 
 
@@ -89,7 +89,7 @@ def _read(path: FileName, group: str) -> Dict[str, np.ndarray]:
 
 
 class MatcherForHloc:
-    """What hloc asks of a matcher, beside its BaseModel (see `register`)."""
+    """A matcher for hloc, without its BaseModel (see `register`)."""
 
     default_conf: ClassVar[Dict[str, Any]] = {"model": None, "threshold": None, "device": "auto", "scene": False}
     required_inputs: ClassVar[List[str]] = [
@@ -103,22 +103,22 @@ class MatcherForHloc:
         """hloc's features of two images, a batch of one, to matches0 (1, M) and matching_scores0 (1, M)."""
         sides = []
         for side in "01":
-            own = {name: data[name + side] for name in ("keypoints", "scores", "scales", "oris")}
+            values = {name: data[name + side] for name in ("keypoints", "scores", "scales", "oris")}
             height, width = data["image" + side].shape[-2:]
-            own["descriptors"] = data["descriptors" + side].transpose(-1, -2)
-            sides.append(arrays.from_lightglue({**own, "image_size": torch.tensor([width, height])}))
-        answer = arrays.to_lightglue_matches(self.matcher.match(*sides))
-        return {name: answer[name].to(data["keypoints0"].device) for name in ("matches0", "matching_scores0")}
+            values["descriptors"] = data["descriptors" + side].transpose(-1, -2)
+            sides.append(arrays.from_lightglue({**values, "image_size": torch.tensor([width, height])}))
+        output = arrays.to_lightglue_matches(self.matcher.match(*sides))
+        return {name: output[name].to(data["keypoints0"].device) for name in ("matches0", "matching_scores0")}
 
 
 def register() -> Type:
-    """Make hloc find the matcher by the name `superglue_sift`; returns its class. Raises RequestError without hloc."""
+    """Register the matcher `superglue_sift` in hloc and return its class. Raises RequestError without hloc."""
     try:
         from hloc.utils.base_model import BaseModel  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise RequestError("hloc is not installed: github.com/cvg/Hierarchical-Localization") from None
-    found = type("SuperGlueSIFT", (MatcherForHloc, BaseModel), {"__module__": f"hloc.matchers.{NAME}"})
+    matcher = type("SuperGlueSIFT", (MatcherForHloc, BaseModel), {"__module__": f"hloc.matchers.{NAME}"})
     home = ModuleType(f"hloc.matchers.{NAME}")
-    home.SuperGlueSIFT = found  # type: ignore[attr-defined]
+    home.SuperGlueSIFT = matcher  # type: ignore[attr-defined]
     sys.modules[home.__name__] = home
-    return found
+    return matcher
