@@ -16,7 +16,7 @@ from pipeline import compat
 from pipeline.train.objective import MatchingObjective
 from superglue_sift.network import sinkhorn
 from superglue_sift.network.inference import fuse_for_inference
-from superglue_sift.network.marginals import Marginals
+from superglue_sift.network.sinkhorn import Marginals
 from superglue_sift.network.superglue import Matches, SuperGlue, mutual_matches
 from superglue_sift.truth import ground_truth
 

@@ -17,7 +17,7 @@ from pipeline.train.objective import MatchingObjective
 from pipeline.train.pairs.order import PairOrder, rank_slice
 from superglue_sift import torch_compat
 from superglue_sift.network import sinkhorn, sinkhorn_kernel
-from superglue_sift.network.marginals import Marginals
+from superglue_sift.network.sinkhorn import Marginals
 from superglue_sift.network.superglue import SuperGlueConfig
 from superglue_sift.sift import extract
 

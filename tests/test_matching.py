@@ -20,9 +20,9 @@ from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.descriptors import root_sift
 from superglue_sift.network import attention, inference, normalization, packing, sinkhorn, sinkhorn_kernel, superglue
 from superglue_sift.network.inference import CUDAGraphModel, fuse_for_inference
-from superglue_sift.network.marginals import Marginals
 from superglue_sift.network.orientation import choose_orientations
 from superglue_sift.network.packing import Assignments, Edges
+from superglue_sift.network.sinkhorn import Marginals
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.sift import KEYPOINT
 from superglue_sift.truth import IGNORED, UNMATCHED, Truth, ground_truth, pair_truth

@@ -1,6 +1,6 @@
 """The network, written from the SuperGlue paper (arXiv 1911.11763).
 
 `superglue` (keypoint encoder, layers, scores, matches), `attention` and `chunked_attention`, `packing` (sets of
-different sizes in one tensor), `normalization`, `orientation` and `neighbours` (inputs beyond the paper), `sinkhorn`,
-`sinkhorn_kernel` and `marginals` (optimal transport), `inference` and `cuda_graphs` (the trained network made fast).
+different sizes in one tensor), `normalization`, `orientation` and `neighbours` (inputs beyond the paper), `sinkhorn`
+and `sinkhorn_kernel` (optimal transport), `inference` and `cuda_graphs` (faster inference).
 """

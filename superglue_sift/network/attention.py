@@ -13,14 +13,14 @@ from superglue_sift.network.chunked_attention import scaled_dot_product_attentio
 from superglue_sift.network.packing import Edges
 from superglue_sift.torch_compat import no_autocast
 
-# Most attention weights that the gradient on a CPU holds at a time: those of several short sequences.
+# Maximum attention weights that the gradient on a CPU holds at a time: those of several short sequences.
 MAX_SCRATCH = 1 << 22
 
-SPREAD = 2.0  # standard deviation of the first frequencies of rotary positions, radians over half an image
+SPREAD = 2.0  # initial standard deviation of the frequencies of rotary positions, radians over half an image
 
 
-def turned(vectors: Tensor, rotation: Tensor) -> Tensor:
-    """vectors (..., d), entries i and i + d / 2 turned as a point of the plane; of the same dtype.
+def rotated(vectors: Tensor, rotation: Tensor) -> Tensor:
+    """Rotate vectors (..., d): entries i and i + d / 2 are a point of the plane; keeps the dtype.
 
     rotation: cos and sin of the angles, (2, ..., d / 2), broadcast.
     """
@@ -30,37 +30,37 @@ def turned(vectors: Tensor, rotation: Tensor) -> Tensor:
 
 
 class RotaryPositions(nn.Module):
-    """Rotary embedding of positions in the plane, of learned frequencies (Su et al. 2021; LightGlue, section 3.1).
+    """Rotary embedding of 2-D positions, with learned frequencies (Su et al. 2021; LightGlue, section 3.1).
 
-    Queries and keys so turned have inner products that depend on where keypoints lie relative to each other.
+    Inner products of rotated queries and keys depend on the relative positions of keypoints.
     """
 
     def __init__(self, channels: int) -> None:
         """channels: d of each head, even."""
         super().__init__()
         if channels % 2:
-            raise ValueError(f"rotary positions need an even width of a head, not {channels}")
+            raise ValueError(f"rotary positions need an even number of channels per head, not {channels}")
         self.frequencies = nn.Parameter(SPREAD * torch.randn(2, channels // 2))
 
     def forward(self, positions: Tensor) -> Tensor:
-        """positions (..., 2) of order one -> cos and sin (2, ..., d / 2), for `turned`."""
+        """positions (..., 2) of order one -> cos and sin (2, ..., d / 2), for `rotated`."""
         angles = positions @ self.frequencies
         return torch.stack([angles.cos(), angles.sin()])
 
 
 def ragged_attention(heads: Tensor, edges: Any, rotation: Optional[Tensor] = None) -> Tensor:
-    """Attention of each sequence to its partner sequence, exact: no token of another image has any weight.
+    """Attention of each sequence to its partner sequence; other images have no weight.
 
     Args:
-        heads: (S, 3, H, d) query, key and value of packed tokens for each of H heads.
-        edges: `Edges`, or the edges of another layout of the tokens, which has an `attention` of its own (`onnx`).
-        rotation: of queries and keys, (2, S, d / 2), see `turned`.
+        heads: (S, 3, H, d) query, key and value of packed tokens, for H heads.
+        edges: `Edges`, or an object with an `attention` method (`onnx`).
+        rotation: of queries and keys, (2, S, d / 2), see `rotated`.
 
     Returns:
         (S, H, d). A sequence whose partner is empty receives zeros.
     """
     if rotation is not None:
-        heads = torch.cat([turned(heads[:, :2], rotation[:, :, None, None]), heads[:, 2:]], 1)
+        heads = torch.cat([rotated(heads[:, :2], rotation[:, :, None, None]), heads[:, 2:]], 1)
     if not isinstance(edges, Edges):
         return edges.attention(heads)
     if not edges.partner:
@@ -72,7 +72,7 @@ def ragged_attention(heads: Tensor, edges: Any, rotation: Optional[Tensor] = Non
 
 
 def _fused(heads: Tensor, edges: Edges) -> Tensor:
-    """`ragged_attention` by torch's kernels and their gradient, in the form that suits the sequences and the device."""
+    """`ragged_attention` with torch's kernels, in the fastest form for the sequences and the device."""
     on_cpu = heads.device.type == "cpu"
     if edges.packing.full and (torch_compat.has_fused_attention() or not on_cpu):
         return _padded(heads, edges)
@@ -82,24 +82,24 @@ def _fused(heads: Tensor, edges: Edges) -> Tensor:
 
 
 def _one_by_one(heads: Tensor, edges: Edges) -> Tensor:
-    """One unpadded call a sequence: no mask, no wasted work; launches cost nothing on a CPU."""
+    """One call per sequence, without padding or masks; launches are cheap on a CPU."""
     queries, keys, values = (t.split(edges.packing.counts) for t in heads.unbind(1))
     messages = []
     for i, j in enumerate(edges.partner):
         if len(queries[i]) == 0 or len(keys[j]) == 0:
             messages.append(torch.zeros_like(queries[i]))
             continue
-        # (1, H, n, d) without a copy; what comes back lies as (n, H, d) in memory
-        own = (t.transpose(0, 1).unsqueeze(0) for t in (queries[i], keys[j], values[j]))
-        messages.append(scaled_dot_product_attention(*own).squeeze(0).transpose(0, 1))
+        # (1, H, n, d) without a copy; the result is (n, H, d) in memory
+        inputs = (t.transpose(0, 1).unsqueeze(0) for t in (queries[i], keys[j], values[j]))
+        messages.append(scaled_dot_product_attention(*inputs).squeeze(0).transpose(0, 1))
     return torch.cat(messages)
 
 
 class _WithOwnGradient(torch.autograd.Function):
-    """`_fused`, whose backward pass is plain products; their weights are recomputed, not kept.
+    """`_fused` with a backward pass of plain products and recomputed weights.
 
-    On a CPU the fused kernel's own backward pass is slower in bfloat16 than in float32, while plain products use the
-    matrix units (docs/performance.md has the figures).
+    On a CPU, the backward pass of the fused kernel is slower in bfloat16 than in float32, while plain products use the
+    matrix units (docs/performance.md).
     """
 
     @staticmethod
@@ -111,29 +111,29 @@ class _WithOwnGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         (heads,), edges = ctx.saved_tensors, ctx.edges
-        found = torch.empty_like(heads)
+        d_heads = torch.empty_like(heads)
         groups = list(edges.groups(MAX_SCRATCH // heads.shape[2]))
-        # one buffer for all groups, so that it stays in the cache
+        # one buffer for all groups, which stays in the cache
         scratch = heads.new_empty((2, heads.shape[2] * max(group.weights for group in groups)))
         with no_autocast("cpu"):
             for own, others, number in groups:
                 inputs = heads[own, 0], heads[others, 1], heads[others, 2], grad[own]
-                outputs = found[own, 0], found[others, 1], found[others, 2]
+                outputs = d_heads[own, 0], d_heads[others, 1], d_heads[others, 2]
                 _write_gradient(inputs, outputs, number, scratch)
-        return found, None
+        return d_heads, None
 
 
 def _write_gradient(inputs: Sequence[Tensor], outputs: Sequence[Tensor], number: int, scratch: Tensor) -> None:
-    """The gradient of attention of some sequences, all of n keypoints, to as many others, all of m.
+    """Write the gradient of attention of `number` sequences of length n to as many of length m.
 
     Args:
         inputs: q (number n, H, d), k, v (number m, H, d) and the gradient of the message, as q.
-        outputs: where to write those of q, k and v.
+        outputs: for the gradients of q, k and v.
         scratch: (2, at least number H n m), overwritten.
     """
-    # (number, H, n, d), and in contiguous copies
+    # (number, H, n, d); the inputs as contiguous copies
     outputs, parts = (
-        [t.unflatten(0, (number, len(t) // number)).transpose(1, 2) for t in each] for each in (outputs, inputs)
+        [t.unflatten(0, (number, len(t) // number)).transpose(1, 2) for t in tensors] for tensors in (outputs, inputs)
     )
     q, k, v, grad = (t.clone(memory_format=torch.contiguous_format).flatten(0, 1) for t in parts)
     shape = (len(q), q.shape[1], k.shape[1])
@@ -149,31 +149,31 @@ def _write_gradient(inputs: Sequence[Tensor], outputs: Sequence[Tensor], number:
     torch_compat.softmax_gradient_(torch.bmm(grad, v.transpose(1, 2), out=d_logits), weights)
     d_k = torch.bmm(d_logits.transpose(1, 2), q).mul_(scale)
     d_q = torch.bmm(d_logits, k)
-    for there, t in zip(outputs, (d_q, d_k, d_v)):
-        there.copy_(t.view(there.shape))
+    for output, t in zip(outputs, (d_q, d_k, d_v)):
+        output.copy_(t.view(output.shape))
 
 
 def _packed(heads: Tensor, edges: Edges) -> Tensor:
-    """One call on the packed tokens, for a GPU whose fused kernel takes sequences of any lengths."""
+    """One call on the packed tokens, for a GPU with a fused kernel for sequences of any length."""
     q, k, v = heads.unbind(1)
-    if edges.turn:
-        k, v = (_Turned.apply(t, edges.first_token) for t in (k, v))
-    theirs = edges.partner_packing
-    return torch_compat.packed_attention(q, k, v, edges.packing.starts, theirs.starts, edges.packing.width)
+    if edges.offset:
+        k, v = (_Rolled.apply(t, edges.first_token) for t in (k, v))
+    partners = edges.partner_packing
+    return torch_compat.packed_attention(q, k, v, edges.packing.starts, partners.starts, edges.packing.width)
 
 
 def _padded(heads: Tensor, edges: Edges) -> Tensor:
-    """One padded call for the batch, masked where there is padding: few launches on a GPU."""
+    """One padded and masked call for the batch: few launches on a GPU."""
     packing = edges.packing
     queries, keys, values = (t.transpose(1, 2) for t in packing.pad(heads).unbind(2))  # (B, H, N, d)
-    if edges.turn:
-        keys, values = (_Turned.apply(t, edges.turn) for t in (keys, values))
+    if edges.offset:
+        keys, values = (_Rolled.apply(t, edges.offset) for t in (keys, values))
     mask = None if packing.full else edges.visible
     return packing.pack(scaled_dot_product_attention(queries, keys, values, mask).transpose(1, 2))
 
 
-class _Turned(torch.autograd.Function):
-    """The rows from `first` on, then those before: one launch each way, where `torch.roll` copies what is strided."""
+class _Rolled(torch.autograd.Function):
+    """Roll rows so that `first` comes first, in one launch; `torch.roll` also copies strided inputs."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, first: int) -> Tensor:
@@ -189,9 +189,8 @@ class _Turned(torch.autograd.Function):
 class Maps(NamedTuple):
     """The linear maps of a `Layer`, H heads of d = D / H.
 
-    heads_weight (3 D, D), heads_bias: query, key and value; own (2 D, D) and message (D, 2 D): what the MLP's first map
-    does to the state and, with the merge of the heads, to the message; bias (2 D,): of both; last_weight (D, 2 D),
-    last_bias.
+    heads_weight (3 D, D), heads_bias: query, key and value; own (2 D, D) and message (D, 2 D): the MLP's first map of
+    the state and, with the merge of the heads, of the message; bias (2 D,): of both; last_weight (D, 2 D), last_bias.
     """
 
     heads_weight: Tensor
@@ -225,13 +224,13 @@ class Layer(nn.Module):
     mlp: Update
 
     def maps(self) -> Maps:
-        """The linear maps as `forward` uses them."""
+        """The linear maps for `forward`."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, edges: Any, rotation: Optional[Tensor] = None, maps: Optional[Maps] = None) -> Tensor:
         """x (S, D) packed -> (S, D), in float32 also under autocast: the residual stream is not rounded.
 
-        edges, rotation: see `ragged_attention`. maps: `self.maps()`, or of `maps_of`, if they exist already.
+        edges, rotation: see `ragged_attention`. maps: `self.maps()` or from `maps_of`, if known.
         """
         maps = maps or self.maps()
         state = torch_compat.cast_as_autocast(x.to(maps.own.dtype))
@@ -241,7 +240,7 @@ class Layer(nn.Module):
 
 
 class AttentionalLayer(Layer):
-    """The layer that learns."""
+    """A trainable layer."""
 
     def __init__(self, dim: int, heads: int, norm: nn.Module) -> None:
         super().__init__()
@@ -270,7 +269,7 @@ class AttentionalLayer(Layer):
         return last
 
     def maps(self) -> Maps:
-        """Computed from the weights, with gradients."""
+        """Compute the maps from the weights, with gradients."""
         own, others = self.first.weight.split(self.merge.out_features, dim=1)
         bias = torch.addmv(self.first.bias, others, self.merge.bias)
         heads, last = self.query_key_value, self.last
@@ -278,7 +277,7 @@ class AttentionalLayer(Layer):
 
 
 def maps_of(layers: Sequence[AttentionalLayer]) -> List[Maps]:
-    """`maps()` of layers of one width, for a GPU: a few launches and casts for all layers instead of some for each."""
+    """`maps()` of layers of equal width, for a GPU: one set of launches and casts for all layers."""
 
     def stacked(tensors: Iterable[Tensor]) -> Tensor:
         return torch_compat.cast_as_autocast(torch.stack(list(tensors)))
@@ -295,4 +294,4 @@ def maps_of(layers: Sequence[AttentionalLayer]) -> List[Maps]:
         for kind in ("weight", "bias")
     )
     every = (heads_weight, heads_bias, own, message, bias, last_weight, last_bias)
-    return [Maps(*each) for each in zip(*(t.unbind() for t in every))]
+    return [Maps(*maps) for maps in zip(*(t.unbind() for t in every))]

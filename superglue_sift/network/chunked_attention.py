@@ -1,7 +1,7 @@
-"""Attention for a torch without a fused kernel: some queries at a time, weights computed again in the backward pass.
+"""Attention for torch without a fused kernel: in chunks of queries, with weights recomputed in the backward pass.
 
-The plain formula keeps H N^2 weights of every sequence and layer for its gradient: 36 GiB of a batch of 64 pairs with
-1,024 keypoints, 9 layers and 4 heads in float32. Here queries, keys and values are kept, which are there anyway.
+The plain formula keeps H N^2 weights per sequence and layer for the gradient: 36 GiB for 64 pairs with 1,024 keypoints,
+9 layers and 4 heads in float32. Here only queries, keys and values are kept.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.autograd.function import once_differentiable
 
 from superglue_sift.torch_compat import has_fused_attention, no_autocast, without_cudnn
 
-MAX_WEIGHTS = 1 << 26  # of the queries that are done at a time, over all sequences and heads: 256 MiB in float32
+MAX_WEIGHTS = 1 << 26  # per chunk of queries, over all sequences and heads: 256 MiB in float32
 
 
 def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Tensor:
-    """`attention` by torch's fused kernel where there is one (2.0)."""
+    """`attention` with torch's fused kernel if available (2.0)."""
     if has_fused_attention():
         with without_cudnn() if q.is_cuda else contextlib.nullcontext():
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -30,7 +30,7 @@ def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Tensor:
     """softmax(q k^T / sqrt(d)) v of q (..., M, d), k and v (..., N, d).
 
-    mask: broadcast to (..., 1, N), True where a key may be seen; the same for every query.
+    mask: broadcast to (..., 1, N), True for visible keys; the same for every query.
     """
     return _Chunked.apply(q, k, v, mask)
 
@@ -40,7 +40,7 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor]) -> Tensor:
         ctx.save_for_backward(q, k, v, mask)
         out = torch.empty_like(q)
-        with no_autocast(q.device.type):  # what comes has the type that it chose
+        with no_autocast(q.device.type):  # autocast already chose the dtype
             for part, weights in _weights(q, k, mask):
                 out[..., part, :] = weights @ v
         return out
@@ -50,7 +50,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         q, k, v, mask = ctx.saved_tensors
         d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        with no_autocast(q.device.type):  # what comes has the type that it chose
+        with no_autocast(q.device.type):  # autocast already chose the dtype
             for part, weights in _weights(q, k, mask):
                 d_out = grad[..., part, :]
                 d_v += weights.transpose(-1, -2) @ d_out
@@ -63,12 +63,12 @@ class _Chunked(torch.autograd.Function):
 
 
 def _weights(q: Tensor, k: Tensor, mask: Optional[Tensor]) -> Iterator[Tuple[slice, Tensor]]:
-    """Some queries, and their weights (..., m, N) in the type of `q`; the softmax is taken in float32 or wider."""
+    """Chunks of queries with their weights (..., m, N) in the dtype of `q`; softmax in float32 or wider."""
     M, N = q.shape[-2], k.shape[-2]
-    at_a_time = max(MAX_WEIGHTS // max(math.prod(q.shape[:-2]) * N, 1), 1)
+    chunk = max(MAX_WEIGHTS // max(math.prod(q.shape[:-2]) * N, 1), 1)
     wide = torch.promote_types(q.dtype, torch.float32)
-    for start in range(0, M, at_a_time):
-        part = slice(start, start + at_a_time)
+    for start in range(0, M, chunk):
+        part = slice(start, start + chunk)
         logits = (q[..., part, :] @ k.transpose(-1, -2)).to(wide) / math.sqrt(q.shape[-1])
         if mask is not None:
             logits = logits.masked_fill(~mask, float("-inf"))

@@ -1,4 +1,4 @@
-"""CUDA graphs: many small kernels, launched as one."""
+"""CUDA graphs: launch many small kernels as one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from superglue_sift.torch_compat import can_compile
 
 
 def capture_cuda_graph(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """`work` captured as a CUDA graph: the result replays it on the same memory, in one launch.
+    """Run `work` and capture it as a CUDA graph; returns a function that replays it on the same memory.
 
-    `work` is called now as well. It must not synchronise with the host, and must use the same memory each time.
-
-    torch 1.10 captures too, but then no other thread, such as the loader's, may allocate memory meanwhile: there, as on
-    a CPU, `work` itself is returned.
+    `work` must not synchronise with the host, and must use the same memory each time. Returns `work` itself on a CPU,
+    and with torch 1.10, where no other thread may allocate memory during a capture.
     """
     if not can_capture(device):
         work()
@@ -26,7 +24,7 @@ def capture_cuda_graph(work: Callable[[], None], device: torch.device) -> Callab
         stream = _own_stream(device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            work()  # what libraries set up at a first call cannot be captured
+            work()  # warm-up: the setup of libraries cannot be captured
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         weakref.finalize(graph, _free_streams[device].append, stream)
@@ -41,16 +39,16 @@ _free_streams: Dict[torch.device, List[Any]] = {}
 
 
 def _own_stream(device: torch.device) -> Any:
-    """A stream that no other living graph was captured on.
+    """A stream on which no other existing graph was captured.
 
-    Where two share one, as all do by default, the end of one takes the workspace of cuBLAS from the other.
+    If two graphs share a stream, as by default, deleting one frees the cuBLAS workspace of the other.
     """
     if device not in _free_streams:
-        _free_streams[device] = [torch.cuda.Stream(device) for _ in range(32)]  # torch has no more than these
+        _free_streams[device] = [torch.cuda.Stream(device) for _ in range(32)]  # all that torch has
     free = _free_streams[device]
     return free.pop() if free else torch.cuda.Stream(device)
 
 
 def can_capture(device: torch.device) -> bool:
-    """Does `capture_cuda_graph` capture here? Not within another capture."""
+    """Whether `capture_cuda_graph` captures here; not within another capture."""
     return device.type == "cuda" and can_compile() and not torch.cuda.is_current_stream_capturing()

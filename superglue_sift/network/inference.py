@@ -1,8 +1,8 @@
-"""Prepare the trained network for matching: what depends on weights alone is computed once.
+"""Prepare a trained network for matching: compute once what depends only on weights.
 
-Fuses the merge of the heads into the first map of the MLP, and a BatchNorm into the map before it. In bfloat16 the
-weights are stored in that type instead of cast at each call; the residual stream, the keypoint encoder, the scores and
-the transport stay float32.
+Fuses the merge of the heads into the first map of the MLP, and a BatchNorm into the preceding map. For bfloat16 the
+layers' weights are cast once instead of in each call; the residual stream, the keypoint encoder, the scores and the
+transport stay float32.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from superglue_sift.network.normalization import TokenBatchNorm
 from superglue_sift.network.packing import Assignments, Layout
 from superglue_sift.network.superglue import SuperGlue
 
-MAX_GRAPHS = 8  # kept by a CUDAGraphModel, those used last
-MAX_CAPTURED_KEYPOINTS = 2048  # of more keypoints a pair keeps a GPU busy, and a graph much memory
+MAX_GRAPHS = 8  # recently used graphs that a CUDAGraphModel keeps
+MAX_CAPTURED_KEYPOINTS = 2048  # larger pairs keep a GPU busy, and their graphs take much memory
 
 
 def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlue:
-    """A faster copy of `model`, equal to rounding in float32; the layers in float32, bfloat16 or float16."""
+    """A faster copy of `model`, in float32 equal up to rounding. precision of the layers: float32, bfloat16, float16."""
     ready = copy.deepcopy(model).eval().requires_grad_(False)
     dtype = getattr(torch, precision)
     ready.keypoint_encoder = _fuse_encoder(ready.keypoint_encoder)
@@ -39,20 +39,20 @@ def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlu
 class CUDAGraphModel:
     """A network that captures its call of a single pair as a CUDA graph, once for each pair of sizes, and replays it.
 
-    Up to a thousand keypoints, launching the kernels of a pair takes a GPU longer than running them. A capture costs
-    several calls, so a pair is captured when the one before it had the same sizes: as in a video, or where all images
-    have as many keypoints as are allowed. Other calls go to the network itself.
+    Up to a thousand keypoints, launching the kernels of a pair takes longer than running them. A capture takes as long
+    as several calls, so a pair is captured if the previous one had the same sizes: in a video, or if all images have
+    the maximum number of keypoints. Other calls go to the network.
     """
 
     def __init__(self, model: SuperGlue) -> None:
-        """model: for inference, such as `fuse_for_inference` gives."""
+        """model: for inference, as from `fuse_for_inference`."""
         self.model = model
         self._graphs: OrderedDict[tuple, _CapturedModel] = collections.OrderedDict()
         self._last: tuple = ()
 
     @torch.no_grad()
     def __call__(self, batch) -> Assignments:
-        """As the network itself, of a PairBatch; the result is not overwritten by later calls."""
+        """Same as the network's call; later calls do not overwrite the result."""
         counts = (*batch.counts0.tolist(), *batch.counts1.tolist())
         last, self._last = self._last, (batch.device, counts, batch.records0.shape, batch.records1.shape)
         if len(batch) != 1 or max(counts) > MAX_CAPTURED_KEYPOINTS:
@@ -65,7 +65,7 @@ class CUDAGraphModel:
             graph = _CapturedModel(self.model, batch)
         else:
             return self.model(batch)
-        self._graphs[self._last] = graph  # behind the others: the one used last
+        self._graphs[self._last] = graph  # last: most recently used
         if len(self._graphs) > MAX_GRAPHS:
             self._graphs.popitem(last=False)
         result, finite = graph.result
@@ -73,10 +73,10 @@ class CUDAGraphModel:
 
 
 class _CapturedModel:
-    """The network on memory of its own: `replay()` overwrites `result` with the assignment of what is in `batch`."""
+    """The network with fixed memory: `replay()` overwrites `result` with the assignment of `batch`."""
 
     def __init__(self, model: SuperGlue, batch) -> None:
-        with torch.inference_mode(False):  # the memory is overwritten outside of it
+        with torch.inference_mode(False):  # the memory is overwritten outside of inference mode
             self.batch, self.layout = batch.clone(), Layout(batch)
         self.result: Tuple[Assignments, Tensor]
 
@@ -97,18 +97,18 @@ class FusedLayer(Layer):
             scale, shift = _scale_and_shift(norm)
             own, message, bias = scale[:, None] * maps.own, maps.message * scale, scale * maps.bias + shift
             maps, norm = maps._replace(own=own, message=message, bias=bias), nn.Identity()
-        # its linear maps are in the buffers
+        # the linear maps are in buffers
         self.mlp = Update(nn.Identity(), norm.to(dtype), nn.ReLU(inplace=True), nn.Identity())
         for name, value in maps._asdict().items():
             self.register_buffer(name, value.detach().to(dtype).contiguous())
 
     def maps(self) -> Maps:
-        """As they were at the start."""
+        """The maps computed in the constructor."""
         return Maps(*(getattr(self, name) for name in Maps._fields))
 
 
 def _scale_and_shift(norm: TokenBatchNorm) -> Tuple[Tensor, Tensor]:
-    """What a BatchNorm does to a channel in evaluation: times `scale`, plus `shift`; float64."""
+    """Scale and shift of each channel by a BatchNorm in evaluation; float64."""
     scale = norm.weight.double() * torch.rsqrt(norm.running_var.double() + norm.eps)
     return scale, norm.bias.double() - norm.running_mean.double() * scale
 

@@ -1,8 +1,7 @@
-"""Each keypoint's nearest neighbour by descriptor in the other image: what a classical matcher starts from.
+"""Nearest neighbours by descriptor in the other image, as an input of the network.
 
-As an input of the network it saves the first layers the search for a candidate: they can weigh at once how distinctive
-it is (Lowe's ratio, section 7.1 of his 2004 paper) and whether the candidates of other keypoints moved, rotated and
-scaled alike. No gradient passes through it.
+The first layers then need not search for candidates: they can compare how distinctive these are (Lowe's ratio, section
+7.1 of his 2004 paper), and whether other candidates moved, rotated and scaled alike. No gradient passes through it.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ from torch import Tensor
 
 from superglue_sift.network.packing import Layout
 
-FEATURES = 8  # numbers for each keypoint, see `neighbour_features`
+FEATURES = 8  # per keypoint, see `neighbour_features`
 
 
 def neighbour_features(descriptors: Tensor, geometry: Tensor, layout: Layout) -> Tensor:
-    """What the keypoint encoder sees of each keypoint's nearest neighbour in the other image.
+    """Inputs of the keypoint encoder from each keypoint's nearest neighbour in the other image.
 
     Args:
         descriptors: packed unit descriptors of all images, images 0 first, (S, 128).
         geometry: packed, (S, 6): position, log score, log scale, cos and sin of the angle.
 
     Returns:
-        (S, FEATURES): distance of the descriptors, its ratio to that of the second nearest (1 without one), whether the
-        two are each other's nearest; position of the neighbour 2, log ratio of the scales, cos and sin of the angle
-        between the orientations. Zeros where the other image is empty.
+        (S, FEATURES): distance of the descriptors, its ratio to that of the second nearest (1 without one), whether
+        they are mutual nearest neighbours; position of the neighbour 2, log ratio of the scales, cos and sin of the
+        angle between the orientations. Zeros if the other image is empty.
     """
     cosines, nearest = _nearest(descriptors, layout)
     best, second = cosines.unbind(1)  # (S,) each
@@ -50,7 +49,7 @@ def neighbour_features(descriptors: Tensor, geometry: Tensor, layout: Layout) ->
 
 
 def _nearest(descriptors: Tensor, layout: Layout) -> Tuple[Tensor, Tensor]:
-    """The two largest cosines of each keypoint, (S, 2), -inf where there is none; row of the nearest one, (S,)."""
+    """The two largest cosines of each keypoint, (S, 2), -inf if missing; row of the nearest neighbour, (S,)."""
     halves = layout.halves(descriptors)
     cosines: Tuple[List[Tensor], List[Tensor]] = ([], [])
     nearest: Tuple[List[Tensor], List[Tensor]] = ([], [])
@@ -67,5 +66,5 @@ def _nearest(descriptors: Tensor, layout: Layout) -> Tuple[Tensor, Tensor]:
             cosines[i].append(side.pack(torch.stack([best.values, second], 2)))
             nearest[i].append(side.pack(best.indices))
     rows = torch.cat([*nearest[0], *nearest[1]]) + layout.partner_starts
-    # where the last image is empty, a row of it would lie behind the end
+    # rows of an empty last image would exceed the last row
     return torch.cat([*cosines[0], *cosines[1]]), rows.clamp(max=rows.shape[0] - 1)

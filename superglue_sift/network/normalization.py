@@ -1,4 +1,4 @@
-"""Normalisation of packed tokens (S, C): padding never enters, since there is none."""
+"""Normalisation of packed tokens (S, C), which have no padding."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Reduce = Callable[[Tensor], Tensor]  # sums a tensor over all ranks, differentia
 
 
 class TokenBatchNorm(nn.Module):
-    """Batch normalisation over all tokens of the batch, of all ranks when a `reduce` is handed in.
+    """Batch normalisation over all tokens of the batch, with `reduce` of all ranks.
 
-    Statistics are those one process would compute over the whole batch, whatever the ranks' token counts
-    (torch's SyncBatchNorm needs a GPU). A batch without tokens leaves the running statistics as they are.
+    Statistics equal those of one process with the whole batch, for any numbers of tokens per rank (torch's
+    SyncBatchNorm needs a GPU). A batch without tokens does not change the running statistics.
     """
 
     weight: nn.Parameter
@@ -39,14 +39,14 @@ class TokenBatchNorm(nn.Module):
         return ((x32 - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
 
     def _statistics(self, x: Tensor):
-        """Two passes, mean then variance: the difference of large squares would lose digits."""
+        """Mean, then variance, in two passes: a difference of large squares would lose digits."""
         reduce = self.reduce or (lambda tensor: tensor)
         first = reduce(torch.cat([x.sum(0), x.new_tensor([float(x.shape[0])])]))
         count = first[-1].detach().clamp(min=1.0)
         mean = first[:-1] / count
         var = reduce((x - mean).square().sum(0)) / count
         with torch.no_grad():
-            # a tensor: no device-to-host synchronisation
+            # a tensor, which avoids a device-to-host synchronisation
             step = self.momentum * (first[-1] > 0).to(first.dtype)
             self.running_mean += step * (mean - self.running_mean)
             self.running_var += step * (var * count / (count - 1).clamp(min=1.0) - self.running_var)
@@ -61,7 +61,7 @@ def token_norm(kind: str, channels: int) -> nn.Module:
 
 
 def synchronize(model: nn.Module, reduce: Optional[Reduce]) -> None:
-    """Let every TokenBatchNorm of the model compute its statistics through `reduce` (None: this rank alone)."""
+    """Set `reduce` of every TokenBatchNorm of the model; None: statistics of this rank only."""
     for module in model.modules():
         if isinstance(module, TokenBatchNorm):
             module.reduce = reduce

@@ -1,8 +1,8 @@
 """Choose one orientation of each SIFT keypoint: the one whose descriptor is closer to a descriptor of the other view.
 
-A keypoint has a descriptor for each strong orientation of its neighbourhood, and the strongest one changes from view to
-view. Lowe (2004, section 5) makes a keypoint of each. Here a point remains one keypoint, so that truth and matches are
-one to one, and the pair of views decides which orientation it gets. No gradient passes through this choice.
+SIFT has a descriptor for each strong orientation, and the strongest one changes between views. Lowe (2004, section 5)
+creates a keypoint for each. Here a point remains one keypoint, so that truth and matches are one to one, and its
+orientation depends on the pair of views. No gradient passes through this choice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SECOND_ANGLE = slice(_ONE, _ONE + 4)
 def choose_orientations(batch: PairBatch, layout: Optional[Layout] = None) -> PairBatch:
     """Replace ORIENTED records by KEYPOINT records; other batches are returned unchanged.
 
-    layout: of the batch, if it exists already.
+    layout: of the batch, if known.
     """
     if batch.records0.shape[-1] != ORIENTED.itemsize:
         return batch
@@ -39,7 +39,7 @@ def choose_orientations(batch: PairBatch, layout: Optional[Layout] = None) -> Pa
 
 
 def choose_pair(pair: Pair) -> Pair:
-    """`choose_orientations` of one pair."""
+    """`choose_orientations` for one pair."""
     if ORIENTED not in (pair.records0.dtype, pair.records1.dtype):
         return pair
     chosen = choose_orientations(from_pairs([pair]))
@@ -51,17 +51,14 @@ def choose_pair(pair: Pair) -> Pair:
 
 
 def _chosen(records0: Tensor, records1: Tensor, layout: Layout) -> List[Tensor]:
-    """Records (B, N, 280) of both sides to (B, N, 148).
-
-    Cosines are computed for each part of the layout, everything else for the whole batch at once.
-    """
+    """Records (B, N, 280) of both sides to (B, N, 148). Cosines are computed for each part of the layout."""
     tokens = layout.pack_sides(records0, records1)  # (S, 280)
     # (S, 2, 128). Padding and missing second descriptors are zero, so their cosine is the minimum, 0.
     unit = root_sift(torch.stack([tokens[:, DESCRIPTOR_AT:_ONE], tokens[:, _SECOND_ANGLE.stop :]], 1))
     halves = layout.halves(unit)
     best: Tuple[List[Tensor], List[Tensor]] = ([], [])
     for part in layout.parts:
-        # (pairs, 2 m, 128) and (pairs, 2 n, 128): both orientations of a keypoint, one after the other
+        # (pairs, 2 m, 128) and (pairs, 2 n, 128): both orientations of a keypoint are adjacent
         sides = [side.pad(t[rows]).flatten(1, 2) for side, t, rows in zip(part.sides, halves, part.rows)]
         cosines = [unit.new_zeros(side.shape[:2]) for side in sides]
         for pairs, rows in _chunks(*sides):

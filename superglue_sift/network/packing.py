@@ -1,8 +1,7 @@
-"""Ragged sets of keypoints: where the tokens of each image of a batch lie, which image attends to which, and the log
-assignments of pairs of them.
+"""Ragged batches: the layout of the tokens of all images, which image attends to which, and log assignments.
 
 Tokens of all images are packed one after another, (S, D) with S the sum of the counts, so that linear layers and norms
-never see padding. Index tensors for a GPU are computed once a batch, from counts on the host: no device-to-host
+process no padding. Index tensors are computed once per batch from counts on the host: no device-to-host
 synchronisation.
 """
 
@@ -18,37 +17,37 @@ from torch import Tensor
 
 
 def to_device_async(values: Tensor, device: torch.device) -> Tensor:
-    """Copy from the host to `device`, through page-locked memory, so that copies to a GPU are asynchronous."""
+    """Copy from the host to `device`; to a GPU asynchronously, through page-locked memory."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def size_class(keypoints: int) -> int:
-    """Round up to one of two sizes an octave: 128, 192, 256, 384, ..."""
+    """Round up to one of two sizes per octave: 128, 192, 256, 384, ..."""
     unit = max(64, 1 << max(keypoints - 1, 1).bit_length() >> 2)
     return max(128, -(-keypoints // unit) * unit)
 
 
 def pair_by_pair(device: torch.device) -> bool:
-    """Is each pair a part of its own (`Layout.parts`)?"""
+    """Whether each pair is a separate part (`Layout.parts`)."""
     return device.type == "cpu"
 
 
 class Packing:
-    """Sequences of `counts` tokens, packed (S, ...) or padded (B, width, ...), and the way between the two."""
+    """Sequences of `counts` tokens: conversion between packed (S, ...) and padded (B, width, ...)."""
 
     def __init__(self, counts: List[int], device: torch.device, width: int = 0) -> None:
-        """width: of the padded form; 0: that of the longest, at least 1."""
+        """width: of the padded form; 0: length of the longest sequence, at least 1."""
         self.counts, self.device = counts, device
         self.width = width or max([*counts, 1])
 
     @property
     def full(self) -> bool:
-        """Is the padded form without padding?"""
+        """Whether the padded form has no padding."""
         return all(count == self.width for count in self.counts)
 
     @functools.cached_property
     def starts(self) -> Tensor:
-        """(B + 1,) int32: where each sequence begins among the packed, and S."""
+        """(B + 1,) int32: first packed row of each sequence, and S."""
         return self._on_device(np.cumsum([0, *self.counts]).astype(np.int32))
 
     @functools.cached_property
@@ -58,16 +57,16 @@ class Packing:
 
     @functools.cached_property
     def valid(self) -> Tensor:
-        """(B, width) bool: where the padded form holds a token."""
+        """(B, width) bool: tokens of the padded form."""
         return torch.arange(self.width, device=self.device) < self.lengths[:, None]
 
     @functools.cached_property
     def _places(self) -> Tensor:
-        """(S,) int64: row of each token in the padded form, its first two axes taken as one."""
+        """(S,) int64: row of each token in the padded form with its first two axes flattened."""
         return self._on_device(np.flatnonzero(np.arange(self.width) < np.asarray(self.counts)[:, None]))
 
     def pad(self, packed: Tensor) -> Tensor:
-        """(S, ...) -> (B, width, ...), zeros where there is no token; a view where there is no padding."""
+        """(S, ...) -> (B, width, ...), padded with zeros; a view if there is no padding."""
         shape = (len(self.counts), self.width, *packed.shape[1:])
         if self.full:
             return packed.reshape(shape)
@@ -75,7 +74,7 @@ class Packing:
         return rows.index_copy(0, self._places, packed).view(shape)
 
     def pack(self, padded: Tensor) -> Tensor:
-        """(B, width, ...) -> (S, ...); a view where there is no padding."""
+        """(B, width, ...) -> (S, ...); a view if there is no padding."""
         rows = padded.reshape(-1, *padded.shape[2:])
         return rows if self.full else rows.index_select(0, self._places)
 
@@ -84,7 +83,7 @@ class Packing:
 
 
 class Group(NamedTuple):
-    """`number` neighbours of n keypoints each, whose partners are neighbours of m keypoints each: their packed rows."""
+    """Packed rows of `number` adjacent sequences of equal length, and of their partners, also of equal length."""
 
     own: slice
     others: slice
@@ -92,23 +91,23 @@ class Group(NamedTuple):
 
     @property
     def weights(self) -> int:
-        """How many pairs of keypoints attend to each other: number n m."""
+        """Number of attention weights per head."""
         return (self.own.stop - self.own.start) * (self.others.stop - self.others.start) // self.number
 
 
 class Edges:
-    """Which image the keypoints of each image attend to (SuperGlue, section 3.1: self and cross edges)."""
+    """The image to which each image attends (SuperGlue, section 3.1: self and cross edges)."""
 
     def __init__(self, packing: Packing, partner: List[int]) -> None:
-        """partner: for each sequence the index of the one it attends to: all as many places further, cyclically."""
+        """partner: for each sequence, the index to which it attends: the same cyclic offset for all."""
         self.packing, self.partner = packing, partner
         self.counts = [packing.counts[j] for j in partner]  # of the partners
-        self.turn = partner[0] if partner else 0
-        if partner != [(i + self.turn) % len(partner) for i in range(len(partner))]:
-            raise ValueError("partners must all be as many places apart")
+        self.offset = partner[0] if partner else 0
+        if partner != [(i + self.offset) % len(partner) for i in range(len(partner))]:
+            raise ValueError("the cyclic offset of all partners must be equal")
 
     def groups(self, max_weights: int) -> Iterator[Group]:
-        """All sequences, in groups of at most `max_weights` weights or of one sequence."""
+        """Group all sequences: at most `max_weights` weights or one sequence per group."""
         starts = np.cumsum([0, *self.packing.counts]).tolist()
         shapes = list(zip(self.packing.counts, self.counts))
         i = 0
@@ -125,24 +124,24 @@ class Edges:
 
     @functools.cached_property
     def partner_packing(self) -> Packing:
-        """The partners' tokens, packed in the order of those that attend to them."""
+        """Packing of the partners, in the order of the sequences that attend to them."""
         return Packing(self.counts, self.packing.device, self.packing.width)
 
     @property
     def first_token(self) -> int:
-        """Packed row at which the partner of the first sequence begins: those of the others follow, cyclically."""
-        return sum(self.packing.counts[: self.turn])
+        """First packed row of the first sequence's partner; the other partners follow cyclically."""
+        return sum(self.packing.counts[: self.offset])
 
     @functools.cached_property
     def visible(self) -> Tensor:
-        """(B, 1, 1, width) bool: the keys each sequence may see. Of an empty partner the padding, which is zero."""
+        """(B, 1, 1, width) bool: visible keys of each sequence; of an empty partner its padding, which is zero."""
         valid = self.partner_packing.valid
-        # a softmax over no key at all would be nan
+        # a softmax over no keys would be nan
         return (valid | ~valid.any(-1, keepdim=True))[:, None, None, :]
 
 
 class Part(NamedTuple):
-    """Some consecutive pairs of a batch: which, the packed rows of each side, and how these are padded."""
+    """Consecutive pairs of a batch: their slice, the packed rows of each side, and the packing of each side."""
 
     pairs: slice
     rows: Tuple[slice, slice]
@@ -150,24 +149,24 @@ class Part(NamedTuple):
 
 
 class Layout:
-    """Of a batch of B pairs: each side, all 2B images (images 0 first), and the edges within and between them."""
+    """Layout of a batch of B pairs: each side, all 2B images (images 0 first), and edges within and between images."""
 
     def __init__(self, batch) -> None:
         """batch: a PairBatch, or any object with its counts and records."""
         self.device = batch.records0.device
         counts = [batch.counts0.tolist(), batch.counts1.tolist()]
         widths = batch.records0.shape[1], batch.records1.shape[1]
-        self.sides = [Packing(own, self.device, width) for own, width in zip(counts, widths)]
+        self.sides = [Packing(side, self.device, width) for side, width in zip(counts, widths)]
         both = Packing(counts[0] + counts[1], self.device)
         itself = list(range(len(both.counts)))
         self.within = Edges(both, itself)
         self.between = Edges(both, itself[len(counts[0]) :] + itself[: len(counts[0])])
-        self.marginals: Optional[list] = None  # of each of `parts`, once `SuperGlue.transport` was called
+        self.marginals: Optional[list] = None  # of each of `parts`, set by `SuperGlue.transport`
         self.order: List[int] = []  # see `sorted`
 
     @classmethod
     def sorted(cls, batch) -> Tuple[Any, Layout]:
-        """A batch and its layout; on a GPU with the largest pairs first, so that `parts` have little padding."""
+        """A batch and its layout; on a GPU sorted by decreasing size, so that `parts` have little padding."""
         order: List[int] = []
         if not pair_by_pair(batch.device):
             order = torch.maximum(batch.counts0, batch.counts1).argsort(descending=True, stable=True).tolist()
@@ -177,7 +176,7 @@ class Layout:
         return batch, layout
 
     def unsorted(self, values: Tensor) -> Tensor:
-        """Values (B,) of the pairs, in the order of the batch that `sorted` was given."""
+        """Restore values (B,) of the pairs to the order before `sorted`."""
         return values.index_select(0, self._places_before) if self.order else values
 
     @functools.cached_property
@@ -198,8 +197,8 @@ class Layout:
     def parts(self) -> List[Part]:
         """All pairs, in parts that are processed together.
 
-        On a CPU a part is one pair, whose matrices then stay in the cache. On a GPU a part is the pairs of one
-        `size_class`, so that little of it is padding; a batch that is not sorted by size is one part.
+        On a CPU, a part is one pair, whose matrices stay in the cache. On a GPU, a part is all pairs of one
+        `size_class`, which limits padding; a batch that is not sorted by size is one part.
         """
         largest = [max(size) for size in self.sizes]
         bounds = [0]
@@ -221,29 +220,29 @@ class Layout:
 
     @functools.cached_property
     def _places(self) -> Tensor:
-        """(S,) int64: row of each token among those of both padded sides, one after the other."""
+        """(S,) int64: row of each token in the concatenated padded sides."""
         first, second = (np.flatnonzero(np.arange(s.width) < np.asarray(s.counts)[:, None]) for s in self.sides)
         return self._on_device(np.concatenate([first, second + len(self.sides[0].counts) * self.sides[0].width]))
 
     @functools.cached_property
     def images(self) -> Tensor:
-        """(S,) int64: the image of each token, of 2B."""
+        """(S,) int64: image of each token, of 2B."""
         return self._on_device(np.repeat(np.arange(len(self.both.counts)), self.both.counts))
 
     def valid(self, part: Part) -> List[Tensor]:
-        """(pairs, m) and (pairs, n) bool: where the padded sides of a part hold a token."""
+        """(pairs, m) and (pairs, n) bool: tokens of the padded sides of a part."""
         both = self.both.valid.view(2, len(self.sizes), self.both.width)
         return [both[i, part.pairs, : side.width] for i, side in enumerate(part.sides)]
 
     @functools.cached_property
     def partner_starts(self) -> Tensor:
-        """(S,) int64: of each token the first packed row of the image that it is matched with."""
+        """(S,) int64: first packed row of the partner image of each token."""
         starts = np.cumsum([0, *self.both.counts])[:-1]
         return self._on_device(np.repeat(starts[self.between.partner], self.both.counts))
 
     @functools.cached_property
     def alone(self) -> Optional[Tensor]:
-        """(S,) bool: tokens whose partner image has none; None where every image has some."""
+        """(S,) bool: tokens whose partner image is empty; None if no image is empty."""
         counts = np.asarray(self.both.counts)
         partners = np.asarray(self.between.counts)
         return self._on_device(np.repeat(partners == 0, counts)) if 0 in partners else None
@@ -252,24 +251,24 @@ class Layout:
         return to_device_async(torch.from_numpy(values), self.device)
 
     def pack_sides(self, padded0: Tensor, padded1: Tensor) -> Tensor:
-        """(B, N0, ...) and (B, N1, ...), padded as the batch is -> (S, ...), images 0 first."""
+        """(B, N0, ...) and (B, N1, ...), padded as the batch -> (S, ...), images 0 first."""
         rows = torch.cat([t.reshape(-1, *t.shape[2:]) for t in (padded0, padded1)])
         return rows if all(side.full for side in self.sides) else rows.index_select(0, self._places)
 
     def halves(self, packed: Tensor) -> Tuple[Tensor, Tensor]:
-        """(S, ...) of all images: that of images 0, and that of images 1."""
+        """Split (S, ...) into the tokens of images 0 and of images 1."""
         first = sum(self.sides[0].counts)
         return packed[:first], packed[first:]
 
 
 class Assignments(collections.abc.Sequence):
-    """Of B pairs the log assignment (m_i + 1, n_i + 1), dustbins last: a sequence of such matrices, without padding.
+    """A sequence of B log assignments (m_i + 1, n_i + 1), dustbins last, without padding.
 
-    They lie in one buffer, which is read as a matrix for each pair or at single entries of all pairs at once.
+    They share one buffer, so that single entries of all pairs can be read at once (`at`).
     """
 
     def __init__(self, flat: Tensor, sizes: List[Tuple[int, int]], places: List[Tuple[int, int]]) -> None:
-        """flat: (E,) entries; sizes: (m_i, n_i); places: of each matrix its offset in `flat` and its rows' stride."""
+        """flat: (E,) entries; sizes: (m_i, n_i); places: offset in `flat` and row stride of each matrix."""
         self.flat, self.sizes, self._places = flat, sizes, places
 
     @classmethod
@@ -292,7 +291,7 @@ class Assignments(collections.abc.Sequence):
 
     @classmethod
     def joined(cls, parts: Sequence[Assignments]) -> Assignments:
-        """Of all pairs of `parts`, in order."""
+        """Concatenate the pairs of `parts`."""
         if len(parts) == 1:
             return parts[0]
         places, offset = [], 0
@@ -302,11 +301,11 @@ class Assignments(collections.abc.Sequence):
         return cls(torch.cat([part.flat for part in parts]), [size for part in parts for size in part.sizes], places)
 
     def clone(self) -> Assignments:
-        """A copy in other memory."""
+        """Copy to new memory."""
         return Assignments(self.flat.clone(), self.sizes, self._places)
 
     def replaced(self, pairs: List[int], matrices: List[Tensor]) -> Assignments:
-        """The same with other matrices, of the same sizes, for these pairs."""
+        """Replace the matrices of these pairs by others of the same sizes."""
         flat, places, offset = [self.flat], list(self._places), self.flat.numel()
         for pair, P in zip(pairs, matrices):
             flat.append(P.reshape(-1))
@@ -324,12 +323,12 @@ class Assignments(collections.abc.Sequence):
         return self.flat[offset : offset + (m + 1) * stride].view(m + 1, stride)[:, : n + 1]
 
     def at(self, partners0: Tensor, partners1: Tensor) -> Tensor:
-        """Entries of each keypoint's row and column: (B, M + N), differentiable.
+        """One entry of each keypoint's row and column: (B, M + N), differentiable.
 
         Args:
-            partners0: (B, M) int64, the column that is read in the row of each keypoint of image 0; below 0 the
-                dustbin's. Where padded the dustbins' own entry is read.
-            partners1: (B, N); of each keypoint of image 1 the dustbin's row is read, whoever its partner is.
+            partners0: (B, M) int64, column to read in the row of each keypoint of image 0; below 0: the dustbin. For
+                padding, the entry of both dustbins is read.
+            partners1: (B, N); for each keypoint of image 1, the dustbin's row is read, whatever its partner.
         """
         table = np.concatenate([np.asarray(self.sizes).reshape(-1, 2), np.asarray(self._places).reshape(-1, 2)], 1)
         table = to_device_async(torch.from_numpy(table.astype(np.int64)), self.flat.device)

@@ -1,6 +1,6 @@
 """The iterations of optimal transport in the scaled-kernel form, and the gradient through them (see `sinkhorn`).
 
-All functions take one pair, (M, N) and marginals (M,) and (N,), or a batch of pairs with one more axis in front.
+All functions take one pair, (M, N) and marginals (M,) and (N,), or a batch of pairs with a leading axis.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from torch import Tensor
 
 from superglue_sift.network.cuda_graphs import can_capture, capture_cuda_graph
 
-# Of a kernel larger than a core's cache each block of rows is used twice while it is there: K a gives the rows' a, and
-# these the block's part of K^T a. Each of torch's threads has a cache of its own.
+# Size of a block of rows of K that fits the cache of a core, where it is used twice: K b gives a for its rows, which
+# give its part of K^T a. Multiplied by the number of torch's threads.
 BLOCK_BYTES = 5 << 18
 
-# CUDA graphs kept: those of the last batches' shapes, and of these as many as hold so much memory of their own.
+# Limits of the CUDA graphs that are kept, for recently used shapes.
 MAX_GRAPHS, GRAPH_BYTES = 24, 512 << 20
 
 
 def _mv(matrix: Tensor, vector: Tensor, out: Tensor, add: bool = False) -> Tensor:
-    """Matrix-vector product into `out`, one (2-D matrix; with `add` added to it) or batched (3-D)."""
+    """Matrix-vector product into `out`, single (2-D matrix; with `add`, added to `out`) or batched (3-D)."""
     if matrix.dim() == 2:
         return torch.addmv(out, matrix, vector, beta=float(add), out=out)
     return torch.bmm(matrix, vector.unsqueeze(-1), out=out.unsqueeze(-1)).squeeze(-1)
 
 
 def empty_aligned(like: Tensor) -> Tensor:
-    """Memory of the shape of `like` whose rows begin at multiples of 64 bytes.
+    """An empty tensor of the shape of `like` whose rows start at multiples of 64 bytes.
 
-    Products with K^T take half the time of those with rows of n + 1 numbers.
+    This halves the time of products with K^T, compared with rows of n + 1 numbers.
     """
     width = like.shape[-1]
     return like.new_empty((*like.shape[:-1], -(-width // 16) * 16))[..., :width]
@@ -45,16 +45,16 @@ def _kernel(Z: Tensor) -> Tuple[Tensor, Tensor]:
 
 
 def _block_rows(K: Tensor) -> int:
-    """Rows of a block: all of them but for one large kernel."""
+    """Rows of a block: all, except for a single large kernel."""
     if K.dim() > 2:
         return K.shape[-2]
     return max(1, BLOCK_BYTES * torch.get_num_threads() // (K.stride(0) * K.element_size()))
 
 
 def _blocks(K: Tensor, *others: Tensor) -> List[Tuple]:
-    """For each block of rows: its part of K, that transposed, and its part of `others` (..., M).
+    """For each block of rows: its part of K, the transpose, and its part of `others` (..., M).
 
-    Of those with an axis more, (T, ..., M), a list over T.
+    For others with a leading axis, (T, ..., M), a list over T.
     """
     rows = _block_rows(K)
     parts = [[part if t.dim() < K.dim() else part.unbind(0) for part in t.split(rows, -1)] for t in others]
@@ -62,7 +62,7 @@ def _blocks(K: Tensor, *others: Tensor) -> List[Tuple]:
 
 
 def _forward_loop(K: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor) -> None:
-    """Writes all iterates a (T, ..., M) and b (T + 1, ..., N)."""
+    """Write all iterates a (T, ..., M) and b (T + 1, ..., N)."""
     row, column = torch.empty_like(mu), torch.empty_like(nu)
     blocks = _blocks(K, mu, row, a)
     before, *rest = b.unbind(0)
@@ -77,7 +77,7 @@ def _forward_loop(K: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor) -> No
 def _backward_loop(
     K: Tensor, down: Tensor, back: Tensor, start: Tensor, direct: Tensor, from_u: Tensor, from_v: Tensor
 ) -> None:
-    """Writes w_u (T, ..., M) and w_v (T, ..., N) of `gradient`, from the last w_v and what log P gives u directly."""
+    """Write w_u (T, ..., M) and w_v (T, ..., N) of `gradient`, from the last w_v and the direct gradient of u."""
     row, column = torch.empty_like(direct), torch.empty_like(start)
     blocks = _blocks(K, row, direct, down, from_u)
     backs, from_vs = back.unbind(0), from_v.unbind(0)
@@ -109,9 +109,10 @@ _captured: OrderedDict[tuple, _Captured] = collections.OrderedDict()
 
 
 def _run(loop: Callable[..., None], inputs: List[Tensor], outputs: List[Tensor], recurs: bool) -> None:
-    """`loop(*inputs, *outputs)`, which writes the outputs.
+    """Call `loop(*inputs, *outputs)`, which writes the outputs.
 
-    On a GPU captured once for these shapes and replayed, if they recur: a capture costs several calls.
+    On a GPU, if shapes recur, it is captured once for these shapes and replayed: a capture takes as long as several
+    calls.
     """
     device = inputs[0].device
     if inputs[0].dim() == 2 or not (recurs and can_capture(device)):
@@ -121,18 +122,18 @@ def _run(loop: Callable[..., None], inputs: List[Tensor], outputs: List[Tensor],
     key = (loop.__name__, device, *((t.shape, t.dtype) for t in tensors))
     with _lock:
         if key in _captured:
-            found = _captured[key]
-            _copy(inputs, found.inputs)
-            found.replay()
+            graph = _captured[key]
+            _copy(inputs, graph.inputs)
+            graph.replay()
         else:
-            _make_room()
-            found = _captured[key] = _capture(loop, inputs, outputs)
+            _evict()
+            graph = _captured[key] = _capture(loop, inputs, outputs)
         _captured.move_to_end(key)
-        _copy(found.outputs, outputs)
+        _copy(graph.outputs, outputs)
 
 
-def _make_room() -> None:
-    """For one more graph. A loop and that of its gradient stay, however large."""
+def _evict() -> None:
+    """Drop graphs before a new one; a loop and its gradient are kept at any size."""
     while len(_captured) >= MAX_GRAPHS or (
         len(_captured) > 1 and sum(kept.size for kept in _captured.values()) > GRAPH_BYTES
     ):
@@ -140,11 +141,11 @@ def _make_room() -> None:
 
 
 def _capture(loop: Callable[..., None], inputs: List[Tensor], outputs: List[Tensor]) -> _Captured:
-    with torch.inference_mode(False):  # the memory is overwritten outside of it
+    with torch.inference_mode(False):  # the memory is overwritten outside of inference mode
         fixed = [empty_aligned(t) for t in (*inputs, *outputs)]
-    own, theirs = fixed[: len(inputs)], fixed[len(inputs) :]
-    _copy(inputs, own)
-    return _Captured(own, theirs, capture_cuda_graph(lambda: loop(*fixed), inputs[0].device))
+    _copy(inputs, fixed)
+    replay = capture_cuda_graph(lambda: loop(*fixed), inputs[0].device)
+    return _Captured(fixed[: len(inputs)], fixed[len(inputs) :], replay)
 
 
 def _copy(sources: List[Tensor], targets: List[Tensor]) -> None:
@@ -153,9 +154,9 @@ def _copy(sources: List[Tensor], targets: List[Tensor]) -> None:
 
 
 def _run_each(loop: Callable[..., None], inputs: List[Tensor], outputs: List[Tensor], recurs: bool, pairs: int) -> None:
-    """`_run` of so many pairs at a time; 0: of all.
+    """`_run` for chunks of `pairs`; 0: all at once.
 
-    inputs: the kernel (B, M, N) first, then as the outputs (..., B, M) or (..., B, N).
+    inputs: the kernel (B, M, N), then (..., B, M) or (..., B, N) as the outputs.
     """
     count = len(inputs[0])
     if not 0 < pairs < count or inputs[0].dim() == 2:
@@ -181,16 +182,16 @@ def iterate(
 
 
 def largest(iterates: Tensor) -> Tensor:
-    """(...) the largest number of each pair in all of its iterates (T, ..., M)."""
+    """(...) maximum of each pair over all of its iterates (T, ..., M)."""
     return iterates.amax((0, -1))
 
 
 def gradient(Z: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor, grad: Tensor, pairs: int = 0) -> Tensor:
     """Gradient with respect to Z of <grad, log P>, exact for the unrolled iterations. pairs: see `_run_each`.
 
-    With w_v = (gradient of v_t) b_t / nu and w_u = (gradient of u_t) a_t / mu, each found from the one after it,
-    the gradient is grad - K o sum_t (a_t w_v^T + w_u b_{t-1}^T). The same holds for s a and b / s: with both equally
-    large their squares stay in the range of float32, which that of an a would leave where a score leads by 45.
+    With w_v = (gradient of v_t) b_t / nu and w_u = (gradient of u_t) a_t / mu, each computed from the next one,
+    the gradient is grad - K o sum_t (a_t w_v^T + w_u b_{t-1}^T). The same holds for s a and b / s: with equal maxima,
+    their squares stay in the range of float32, which the square of a leaves if a score leads by 45.
     """
     K, _ = _kernel(Z)
     s = torch.sqrt(largest(b) / largest(a)).unsqueeze(-1)
@@ -203,5 +204,5 @@ def gradient(Z: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor, grad: Tens
     _run_each(_backward_loop, [K, down, back, start, direct], [from_u, from_v], True, pairs)
     # (..., M, 2T) times (..., 2T, N)
     left, right = torch.cat([a, from_u]).movedim(0, -1), torch.cat([from_v, b[:-1]]).movedim(0, -2)
-    found = (left @ right).mul_(K)
-    return torch.sub(grad, found, out=found)
+    product = (left @ right).mul_(K)
+    return torch.sub(grad, product, out=product)

@@ -3,15 +3,15 @@
 keypoints + descriptors -> keypoint encoder -> L x (self-, cross-attention) -> scores -> optimal transport.
 
 Written from the paper. What differs from it, and why:
-- Descriptors are SIFT's, converted from uint8 to RootSIFT inside the network (Arandjelovic 2012), or any others, as
-  unit vectors (`descriptors.unit_vectors`). A keypoint with several orientations gets the one that suits the pair
+- Descriptors are SIFT's, converted from uint8 to RootSIFT inside the network (Arandjelovic 2012), or others, as unit
+  vectors (`descriptors.unit_vectors`). A keypoint with two orientations gets the better one for the pair
   (`orientation`).
 - The keypoint encoder also sees SIFT's scale and angle (`scale_angle`), which SuperPoint does not have.
-- Self-attention may use relative positions, by rotary embedding (`rotary`), which was published later.
+- Self-attention may use relative positions by rotary embedding (`rotary`), which was published later.
 - Each residual branch starts at zero and the projections as the identity, so that the untrained network is
   the softmax nearest-neighbour matcher of its descriptors and training can only improve on it.
 - The hidden norm is LayerNorm by default (`norm: layer`); the paper's BatchNorm is `norm: batch`. LayerNorm
-  makes a pair's result independent of its batch mates, needs no collective, and has no train/eval mismatch.
+  makes a pair's result independent of the rest of the batch, needs no collective, and has no train/eval mismatch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from torch import Tensor, nn
 from superglue_sift.batch import PairBatch
 from superglue_sift.descriptors import unit_vectors
 from superglue_sift.network.attention import AttentionalLayer, RotaryPositions, maps_of
-from superglue_sift.network.marginals import Marginals
 from superglue_sift.network.neighbours import FEATURES, neighbour_features
 from superglue_sift.network.normalization import token_norm
 from superglue_sift.network.orientation import choose_orientations
 from superglue_sift.network.packing import Assignments, Layout
-from superglue_sift.network.sinkhorn import log_optimal_transport, padded_optimal_transport, to_float32
+from superglue_sift.network.sinkhorn import Marginals, log_optimal_transport, padded_optimal_transport, to_float32
 from superglue_sift.torch_compat import can_compile, no_autocast, recomputed
 
 SIFT_DIM = 128
@@ -40,31 +39,31 @@ ENCODER_WIDTHS = (32, 64, 128, 256)  # hidden layers of the keypoint encoder (ap
 # Typical SIFT values at 512x384, so that the encoder's inputs are of order one.
 TYPICAL_SCORE, TYPICAL_SCALE = 0.03, 4.0
 
-# Start of the score: SHARPNESS * cosine of RootSIFT, and the dustbin at the cosine of a doubtful match. Chosen as
-# the least loss of the untrained network on COCO views (1.51, precision 0.91, recall 0.70).
+# Initial score: SHARPNESS * cosine of RootSIFT, and the dustbin at the cosine of a doubtful match. These minimize the
+# loss of the untrained network on COCO views (1.51, precision 0.91, recall 0.70).
 SHARPNESS, DOUBTFUL_COSINE = 40.0, 0.78
-# The same of ORB, where half of the bits agree by chance: loss 2.2 on views of photographs, with the above 10.2.
+# The same for ORB, where half of the bits agree by chance: loss 2.2 on views of photographs, 10.2 with the above.
 BINARY_SHARPNESS, BINARY_DOUBTFUL_COSINE = 12.0, 0.2
 
-# Largest values of a configuration: a model file may come from anyone.
+# Limits of a configuration, since a model file may come from anyone.
 LIMITS = {"dim": 4096, "layers": 256, "heads": 1024, "sinkhorn_iterations": 1000, "descriptor_dim": 65536}
 NORMS, KINDS = ("layer", "batch"), ("sift", "float", "binary")
 
 
 @dataclasses.dataclass(frozen=True)
 class SuperGlueConfig:
-    """Everything that decides the shape and the meaning of the weights. Raises ValueError for a value out of range."""
+    """Shape and meaning of the weights. Raises ValueError for a value out of range."""
 
     dim: int = 128  # D, width of a keypoint's state; the paper: 128 for SIFT, 256 for SuperPoint
     layers: int = 9  # pairs of one self- and one cross-attention layer
     heads: int = 4
     norm: str = "layer"  # layer | batch
-    scale_angle: bool = True  # encode SIFT's scale and angle beside position and score
-    neighbours: bool = False  # encode each keypoint's nearest neighbour in the other image too (neighbours.py)
-    rotary: bool = False  # self-attention by relative positions too (attention.py)
+    scale_angle: bool = True  # also encode SIFT's scale and angle
+    neighbours: bool = False  # also encode each keypoint's nearest neighbour in the other image (neighbours.py)
+    rotary: bool = False  # relative positions in self-attention (attention.py)
     sinkhorn_iterations: int = 100  # T, in training; inference may use another
-    extractor: str = "sift"  # whose keypoints it matches (extractors.py)
-    descriptor: str = "sift"  # their kind: sift | float | binary (descriptors.py)
+    extractor: str = "sift"  # of the keypoints (extractors.py)
+    descriptor: str = "sift"  # kind of descriptor: sift | float | binary (descriptors.py)
     descriptor_dim: int = 128  # entries of a descriptor; of a binary one, bits
 
     def __post_init__(self) -> None:
@@ -83,7 +82,7 @@ class SuperGlueConfig:
 
 
 class Matches(NamedTuple):
-    """Mutual matches: -1 is none. matches0 (B, M) int64 index into image 1, scores0 (B, M) float32; and back."""
+    """Mutual matches. matches0: (B, M) int64 index into image 1 or -1, matching_scores0: (B, M) float32; and back."""
 
     matches0: Tensor
     matching_scores0: Tensor
@@ -97,7 +96,7 @@ class SuperGlue(nn.Module):
     def __init__(self, config: SuperGlueConfig = SuperGlueConfig()) -> None:
         super().__init__()
         self.config = config
-        self.recompute = False  # trade time for memory in training: keep no activations inside layers
+        self.recompute = False  # gradient checkpointing of each layer
         dim = config.dim
         self.descriptor_projection = nn.Linear(config.descriptor_dim, dim)
         self.keypoint_encoder = _keypoint_encoder(_encoder_inputs(config), dim, config.norm)
@@ -130,7 +129,7 @@ class SuperGlue(nn.Module):
 
         Args:
             batch: PairBatch of B pairs; keypoints (B, M, 2) px, descriptors as bytes, counts (B,).
-            layout: of the batch, if it exists already.
+            layout: of the batch, if known.
 
         Returns:
             A sequence of B float32 matrices (m_i + 1, n_i + 1), without padding, dustbins last; exp() of an
@@ -142,7 +141,7 @@ class SuperGlue(nn.Module):
     def matching_descriptors(self, batch, layout: Layout) -> Tensor:
         """Matching descriptors of all keypoints (equation 6), packed: images 0 of all pairs, then images 1: (S, D).
 
-        Under autocast only the products of the layers are cast, as in `inference`.
+        Autocast applies to the layers only, as in `inference`.
         """
         kind = layout.device.type
         with no_autocast(kind):
@@ -156,7 +155,7 @@ class SuperGlue(nn.Module):
     def encode(self, tokens, layout: Layout) -> Tuple[Tensor, Optional[Tensor]]:
         """Initial state (S, D) of S packed tokens, images 0 first (equation 2); their rotation (2, S, d / 2) or None.
 
-        tokens: has the fields of a PairBatch whose views 0 have one keypoint each. layout: see `propagate`.
+        tokens: with the fields of a PairBatch whose views 0 have one keypoint each. layout: see `propagate`.
         """
         geometry = geometry_of(tokens, "0", self.config.scale_angle)[:, 0]  # (S, 3 or 6)
         descriptors = unit_vectors(tokens.descriptors0[:, 0], self.config.descriptor, self.config.descriptor_dim)
@@ -169,7 +168,7 @@ class SuperGlue(nn.Module):
         return state, self.rotary(geometry[:, :2].to(dtype)) if self.rotary else None
 
     def propagate(self, x: Tensor, rotation: Optional[Tensor], layout: Layout) -> Tensor:
-        """The layers: states (S, D) to (S, D). layout: or another with the same names (`onnx.PaddedLayout`)."""
+        """Apply the layers to states (S, D). layout: or an object with its attributes (`onnx.PaddedLayout`)."""
         for place, (layer, maps) in enumerate(zip(self._layers, self._maps(layout.device.type))):
             where = (layout.between, None) if place % 2 else (layout.within, rotation)
             if self.recompute and self.training:
@@ -180,33 +179,35 @@ class SuperGlue(nn.Module):
 
     @property
     def in_order(self) -> List[nn.Module]:
-        """All modules with weights, in the order in which they are used."""
+        """All modules with weights, in order of use."""
         encoders = [self.descriptor_projection, self.keypoint_encoder, *([self.rotary] if self.rotary else [])]
         return [*encoders, *self._layers, self.final_projection]
 
     @property
     def _layers(self) -> List[nn.Module]:
-        """In the order in which they are used: self, cross, self, ..."""
+        """Layers in order of use: self, cross, self, ..."""
         return [layer for both in zip(self.self_attention, self.cross_attention) for layer in both]
 
     def _maps(self, kind: str) -> List[tuple]:
-        """Further arguments of each layer: on a GPU the maps of those that would compute them at each call."""
+        """Further arguments of each layer: on a GPU the maps of trainable layers, computed for all at once."""
         layers = [layer for layer in self._layers if isinstance(layer, AttentionalLayer)]
-        # torch 1.10's checkpoints give gradients to their arguments, not to the entries of a tuple
-        apart = self.recompute and not can_compile()
-        if kind == "cpu" or apart or len(layers) < len(self._layers):
+        # torch 1.10's checkpoints give gradients to arguments, not to the entries of a tuple
+        separate = self.recompute and not can_compile()
+        if kind == "cpu" or separate or len(layers) < len(self._layers):
             return [()] * len(self._layers)
         return [(maps,) for maps in maps_of(layers)]
 
     def assign(self, descriptors: Tensor, layout: Layout) -> Assignments:
         """Log assignments from `matching_descriptors` (equations 7 to 9)."""
-        # On a CPU each of torch's threads takes a pair: 1.75 times less processor time than `transport`, 7 % of a
-        # training step with 8 pairs of 256 keypoints.
+        # On a CPU one thread per pair takes 1.75 times less processor time than `transport`, 7 % of a training step
+        # with 8 pairs of 256 keypoints.
         if layout.device.type == "cpu":
             return Assignments.of(self._assign_pairs(descriptors, layout, range(len(layout.sizes))))
-        found, finite = self.transport(descriptors, layout)
-        overflown = [pair for pair, held in enumerate(finite.tolist()) if not held]
-        return found.replaced(overflown, self._assign_pairs(descriptors, layout, overflown)) if overflown else found
+        assignments, finite = self.transport(descriptors, layout)
+        overflown = [pair for pair, is_finite in enumerate(finite.tolist()) if not is_finite]
+        if not overflown:
+            return assignments
+        return assignments.replaced(overflown, self._assign_pairs(descriptors, layout, overflown))
 
     def _assign_pairs(self, descriptors: Tensor, layout: Layout, pairs: Iterable[int]) -> List[Tensor]:
         sides0, sides1 = (to_float32(t).split(s.counts) for t, s in zip(layout.halves(descriptors), layout.sides))
@@ -218,9 +219,9 @@ class SuperGlue(nn.Module):
         """`assign` of the whole batch, part by part, without device-to-host synchronisation.
 
         Returns:
-            log assignments; and (B,) bool, whether each is finite: if not, only the log domain gives the answer.
+            log assignments; and (B,) bool, whether each is finite; others must be computed in the log domain.
         """
-        T, found = self.config.sinkhorn_iterations, []
+        T, results = self.config.sinkhorn_iterations, []
         if layout.marginals is None:
             counts = [(part.sides[0].counts, part.sides[1].counts) for part in layout.parts]
             layout.marginals = [Marginals(m, n, descriptors.device) for m, n in counts]
@@ -232,8 +233,8 @@ class SuperGlue(nn.Module):
             with no_autocast(descriptors.device.type):
                 scores = torch.bmm(sides[0], sides[1].transpose(1, 2))
             log_P, finite = padded_optimal_transport(scores, marginals, self.dustbin, T, varying)
-            found.append((Assignments.padded(log_P, layout.sizes[part.pairs]), finite))
-        return Assignments.joined([each for each, _ in found]), torch.cat([finite for _, finite in found])
+            results.append((Assignments.padded(log_P, layout.sizes[part.pairs]), finite))
+        return Assignments.joined([part for part, _ in results]), torch.cat([finite for _, finite in results])
 
     @property
     def _scale(self) -> float:
@@ -262,14 +263,14 @@ def _keypoint_encoder(inputs: int, dim: int, norm: str) -> nn.Sequential:
 
 
 def _tokens(batch, layout: Layout) -> PairBatch:
-    """A batch of S views of one keypoint each, images 0 first, so that each operation is done once for both sides."""
+    """A batch of S views of one keypoint each, images 0 first, to process both sides at once."""
     records = layout.pack_sides(batch.records0, batch.records1).unsqueeze(1)
     sizes = torch.cat([batch.image_size0, batch.image_size1]).index_select(0, layout.images)
     return PairBatch(records, records, layout.images, layout.images, sizes, sizes)
 
 
 def geometry_of(batch, side: str, scale_angle: bool) -> Tensor:
-    """What the keypoint encoder sees, (B, N, 3 or 6), of order one: position, score, log scale, direction."""
+    """Inputs of the keypoint encoder, (B, N, 3 or 6), of order one: position, score, log scale, direction."""
     keypoints = getattr(batch, "keypoints" + side)
     size = getattr(batch, "image_size" + side)[:, None, :]
     position = (keypoints - (size - 1) / 2) / (size.amax(-1, keepdim=True) / 2)
@@ -282,11 +283,11 @@ def geometry_of(batch, side: str, scale_angle: bool) -> Tensor:
 
 
 def mutual_matches(log_assignments: Sequence[Tensor], size: Tuple[int, int], threshold: float = 0.2) -> Matches:
-    """Matches that are each other's best and more probable than `threshold` (section 5, 0.2 in the paper).
+    """Mutual best matches with a probability above `threshold` (section 5, 0.2 in the paper).
 
     Args:
         log_assignments: output of `SuperGlue`, B matrices (m_i + 1, n_i + 1).
-        size: (M, N) of the padded answer, at least the largest (m_i, n_i).
+        size: (M, N) of the padded result, at least the largest (m_i, n_i).
         threshold: minimum probability of a match.
     """
     B, (M, N) = len(log_assignments), size
