@@ -190,7 +190,7 @@ def test_a_training_that_needs_scales_is_refused_without_them(make_params):
 
 
 @pytest.mark.parametrize(
-    "words, message", [([], f"--extractor {ORB}"), (["--extractor", ORB, "--pairing", "nearest"], "by SIFT")]
+    "words, message", [([], f"--extractor {ORB}"), (["--extractor", ORB, "--pairing", "nearest"], "compares SIFT")]
 )
 def test_a_folder_is_refused_before_an_image_is_read(words, message, tmp_path, capsys):
     model = untrained(tmp_path / "orb.safetensors", ORB)
@@ -201,7 +201,7 @@ def test_a_folder_is_refused_before_an_image_is_read(words, message, tmp_path, c
 
 
 def test_other_tools_get_features_of_sift_alone(photo):
-    with pytest.raises(RequestError, match="SIFT alone"):
+    with pytest.raises(RequestError, match="only SIFT features"):
         to_lightglue(Features(extractors.load(ORB)(photo, 10), (600, 400)))
 
 

@@ -215,7 +215,7 @@ def test_files_asked_for_later_are_made_of_the_matches_that_are_there(work, monk
     assert all_files(work / "found") == all_files(work / "whole")
     assert {"cup0_cup1_overlay.jpg", "cup0_cup1_blink.gif"} <= set(all_files(work / "found"))
     assert run(work, work / "photos", "--out-dir", work / "found", *asked) == 0
-    assert "lacked" not in capsys.readouterr().out
+    assert "completed" not in capsys.readouterr().out
 
 
 def test_the_output_is_never_input(work, capsys):
@@ -371,7 +371,7 @@ def test_a_name_of_two_images_means_one_pair(files, names):
 
 
 def test_images_that_would_share_their_results_are_refused():
-    with pytest.raises(RequestError, match=r"a-b\.png: two images"):
+    with pytest.raises(RequestError, match=r"a-b\.png: the results of two images"):
         many.named([Path("a/b.png"), Path("a-b.png")], Path("."))
 
 
@@ -405,7 +405,7 @@ def test_memory_does_not_grow_with_the_number_of_images(work, tmp_path):
     "words, message",
     [
         ([], "name two images"),
-        (["a.png", "b.png", "c.png"], "3 images: two are matched"),
+        (["a.png", "b.png", "c.png"], "3 images: name two"),
         (["a.png"], "a.png: one image; matching needs two: superglue-match a.png OTHER.png"),
         (["nowhere.JPG", "--out-dir", "x"], "nowhere.JPG: one image; matching needs two"),
         (["photos", "--camera", "0"], "name two images"),
@@ -419,7 +419,7 @@ def test_memory_does_not_grow_with_the_number_of_images(work, tmp_path):
         (["--pairs", "text.avi", "--out-dir", "x", "--k", "0"], "--k 0: must be 1"),
         (["a.png", "b.png", "--features", "kept"], "--features goes with --out-dir"),
         (["a.png", "b.png", "--out-dir", "x", "--colmap", "x.db"], "--colmap needs a folder"),
-        (["a.png", "b.png", "--homography"], "--homography writes beside"),
+        (["a.png", "b.png", "--homography"], "--homography needs --out"),
         (["--serve", "--frame", "stored"], "--frame stored goes with photographs"),
         (["walk.mp4", "--frame", "stored", "--out-dir", "x"], "--frame stored goes with photographs"),
     ],

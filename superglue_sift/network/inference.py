@@ -25,7 +25,7 @@ MAX_CAPTURED_KEYPOINTS = 2048  # larger pairs keep a GPU busy, and their graphs 
 
 
 def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlue:
-    """A faster copy of `model`, in float32 equal up to rounding. precision of the layers: float32, bfloat16, float16."""
+    """A faster copy of `model`, in float32 equal up to rounding. precision: float32, bfloat16 or float16."""
     ready = copy.deepcopy(model).eval().requires_grad_(False)
     dtype = getattr(torch, precision)
     ready.keypoint_encoder = _fuse_encoder(ready.keypoint_encoder)
