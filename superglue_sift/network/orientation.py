@@ -60,11 +60,14 @@ def _chosen(records0: Tensor, records1: Tensor, layout: Layout) -> List[Tensor]:
     for part in layout.parts:
         # (pairs, 2 m, 128) and (pairs, 2 n, 128): both orientations of a keypoint are adjacent
         sides = [side.pad(t[rows]).flatten(1, 2) for side, t, rows in zip(part.sides, halves, part.rows)]
-        cosines = [unit.new_zeros(side.shape[:2]) for side in sides]
+        cosines = [unit.new_empty(side.shape[:2]) for side in sides]
         for pairs, rows in _chunks(*sides):
             products = torch.bmm(sides[0][pairs, rows], sides[1][pairs].transpose(1, 2))  # (pairs, rows, 2 n)
             torch.amax(products, 2, out=cosines[0][pairs, rows])
-            torch.maximum(cosines[1][pairs], products.amax(1), out=cosines[1][pairs])
+            if rows.start == 0:
+                torch.amax(products, 1, out=cosines[1][pairs])
+            else:
+                torch.maximum(cosines[1][pairs], products.amax(1), out=cosines[1][pairs])
         for side_best, side, largest in zip(best, part.sides, cosines):
             side_best.append(side.pack(largest.unflatten(1, (-1, 2))))
     first, second = torch.cat([*best[0], *best[1]]).unbind(1)  # (S,) each
