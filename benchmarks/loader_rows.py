@@ -17,7 +17,7 @@ from benchmarks.row import Row, Setting
 from benchmarks.synthetic import made_store
 from pipeline.features.store import Store
 from pipeline.train.pairs import workers
-from pipeline.train.pairs.augmentation import PLAIN, Augmentation
+from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import PairOrder
 from superglue_sift.batch import PairBatch
@@ -27,10 +27,10 @@ WANTED, WORKERS = 2500, 8  # target in pairs/s, by this many processes
 AHEAD = 2
 # augmentation of the shipped weights' preset, and of sample.yaml
 WAYS: Dict[str, Augmentation] = {
-    "as stored": PLAIN,
-    "thinned and turned": Augmentation(drop=0.3, turn_deg=180.0),
+    "as stored": Augmentation(),
+    "thinned and turned": Augmentation(drop=0.3, rotation_deg=180.0),
     "thinned, turned, cut to 128 or more, zoomed": Augmentation(
-        drop=0.3, turn_deg=180.0, min_keypoints=128, unrelated_share=0.1, zoom_share=0.35, zoom_max=8.0
+        drop=0.3, rotation_deg=180.0, min_keypoints=128, negatives=0.1, zoom_fraction=0.35, zoom_max=8.0
     ),
 }
 

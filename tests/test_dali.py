@@ -387,7 +387,7 @@ class TestChoice:
             return copies[-1]
 
         monkeypatch.setattr(loader.PairBatch, "pin_memory", pin_memory)
-        monkeypatch.setattr(worker_processes, "room_of_rank", lambda *_: 0)  # no room: no processes
+        monkeypatch.setattr(worker_processes, "memory_of_rank", lambda *_: 0)  # no memory: no processes
         load, ahead = loader.choose(name, torch.device(device), worker_processes.StepSize(4, 30, 280, 2))
         order = PairOrder(0, len(store), store.views_per_image)
 

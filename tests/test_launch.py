@@ -214,14 +214,14 @@ class TestFaults:
         for each in (*reversed(every), process):
             os.kill(each.pid, signal.SIGTERM)
         out, _ = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 143 and "the same command goes on from there" in out, out
+        assert process.returncode == 143 and "the same command resumes there" in out, out
         saved = [int(file.stem[5:]) for file in (bench.folder / "run").glob("step-*.safetensors")]
         assert len(saved) == 1 and 0 < saved[0] < 200
 
     def test_a_killed_process_that_makes_batches_is_a_lost_rank(self, bench, monkeypatch):
         monkeypatch.setenv("SG_LOADER_PROCESSES", "1")
         out, struck = survived(bench, "kill:rank=1,step=5,phase=load_batch")
-        assert struck == 1 and "a process that makes batches died" in out and "Traceback" not in out
+        assert struck == 1 and "a process that loads batches died" in out and "Traceback" not in out
         assert "starting again from the newest checkpoint" in out and "resuming at step" in out
         monkeypatch.delenv("SG_LOADER_PROCESSES")
         assert digest(bench.folder / "run") == bench.clean(2)

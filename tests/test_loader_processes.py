@@ -60,7 +60,7 @@ def test_the_start_method_is_named_whatever_the_default_of_python(monkeypatch):
     source.close()
 
 
-@pytest.mark.parametrize("number", signals.ASKED_BY)
+@pytest.mark.parametrize("number", signals.STOP_SIGNALS)
 def test_they_leave_signals_to_the_training(number):
     source = workers.prefetched(reported, range(20), Plan(2, 1))
     first, _ = next(source)
@@ -153,9 +153,9 @@ class TestRoom:
         cpu, step = torch.device("cpu"), StepSize(4, 30, 280)
         assert workers.plan(cpu, step) == BY_THREAD
         monkeypatch.setenv("SG_LOADER_PROCESSES", "3")
-        monkeypatch.setattr(workers, "room_of_rank", lambda *_: 1 << 30)
+        monkeypatch.setattr(workers, "memory_of_rank", lambda *_: 1 << 30)
         assert workers.plan(cpu, step) == Plan(3, 2) and not capsys.readouterr().out
-        monkeypatch.setattr(workers, "room_of_rank", lambda *_: 4 * step.bytes)
+        monkeypatch.setattr(workers, "memory_of_rank", lambda *_: 4 * step.bytes)
         assert workers.plan(cpu, step) == Plan(2, 1)
         assert "2 process(es) instead of 3" in capsys.readouterr().out
         monkeypatch.setenv("SG_LOADER_PROCESSES", "many")

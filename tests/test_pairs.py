@@ -109,7 +109,7 @@ class TestLoader:
         store, order = Store(made_store(tmp_path)), PairOrder(0, 5, 3)
 
         def make(step):
-            return load_batch(store, order.step(step, 4), 64, Augmentation(0.3, 180, 0.5, zoom_share=0.5))
+            return load_batch(store, order.step(step, 4), 64, Augmentation(0.3, 180, 0.5, zoom_fraction=0.5))
 
         for step, batch in enumerate(prefetched(make, range(6))):
             assert torch.equal(batch.records0, make(step).records0)
@@ -165,11 +165,11 @@ class TestAugmentation:
         store = Store(made_store(tmp_path_factory.mktemp("store")))
         samples = [Sample(3, 0, 2, seed), Sample(4, 1, 0, seed)]
         plain = ground_truth(load_batch(store, samples, 1000))
-        turned = load_batch(store, samples, 1000, Augmentation(turn_deg=180))
+        turned = load_batch(store, samples, 1000, Augmentation(rotation_deg=180))
         truth = ground_truth(turned)
         matched = plain.matches0 >= 0
         assert torch.equal(truth.matches0[matched], plain.matches0[matched])
-        cut = load_batch(store, samples, 1000, Augmentation(turn_deg=180, window=0.5))
+        cut = load_batch(store, samples, 1000, Augmentation(rotation_deg=180, window=0.5))
         sides = ((cut.keypoints0, cut.image_size0, cut.counts0), (cut.keypoints1, cut.image_size1, cut.counts1))
         for keypoints, size, counts in sides:
             for i, count in enumerate(counts.tolist()):
@@ -180,7 +180,7 @@ class TestAugmentation:
 
     def test_a_turn_of_a_view_turns_positions_and_orientations_alike(self, store):
         view = store.view(3, 0)
-        records, H, size = Augmentation(turn_deg=180).apply(view, seed=7, side=0)
+        records, H, size = Augmentation(rotation_deg=180).apply(view, seed=7, side=0)
         degrees = np.mod(records["angle"] - view.records["angle"], 360.0)
         assert np.allclose(degrees, degrees[0], atol=1e-3)
         first, other = (np.stack([r["x"], r["y"]], 1).astype(float) for r in (view.records, records))
@@ -192,7 +192,7 @@ class TestAugmentation:
 
     def test_pairs_of_different_images_have_no_match(self, store):
         pairs = [Sample(3, 0, 1, seed) for seed in range(8)]
-        batch = load_batch(store, pairs, 1000, Augmentation(unrelated_share=1.0))
+        batch = load_batch(store, pairs, 1000, Augmentation(negatives=1.0))
         truth = ground_truth(batch)
         for matches, counts in ((truth.matches0, batch.counts0), (truth.matches1, batch.counts1)):
             assert all((row[:count] == UNMATCHED).all() for row, count in zip(matches, counts.tolist()))
@@ -201,7 +201,7 @@ class TestAugmentation:
     def test_one_image_alone_has_no_other_to_be_paired_with(self, tmp_path):
         store = Store(made_store(tmp_path / "one", images=1))
         pairs = [Sample(0, 0, 1, seed) for seed in range(4)]
-        plain, batch = (load_batch(store, pairs, 1000, Augmentation(unrelated_share=s)) for s in (0.0, 1.0))
+        plain, batch = (load_batch(store, pairs, 1000, Augmentation(negatives=s)) for s in (0.0, 1.0))
         assert torch.equal(batch.H_0to1, plain.H_0to1) and torch.equal(batch.records1, plain.records1)
 
     def test_numbers_of_keypoints_vary_between_the_limits(self, store):
@@ -221,7 +221,7 @@ class TestAugmentation:
 
     def test_a_zoomed_pair_has_one_view_made_smaller(self, store):
         pairs = [Sample(3, 0, 1, seed) for seed in range(200)]
-        zoom = Augmentation(zoom_share=0.35, zoom_max=7.0)
+        zoom = Augmentation(zoom_fraction=0.35, zoom_max=7.0)
         factors = np.array([[zoom.zoom(pair.seed, side) for side in (0, 1)] for pair in pairs])
         changed = factors > 1.0
         assert not changed.all(1).any()
@@ -249,7 +249,7 @@ class TestAugmentation:
 
         small = mosaic(view, random.uniform(1.5, 7.0), 1.8, others, random)
         if turn:
-            small = Augmentation(turn_deg=turn).apply(small, seed, 0)
+            small = Augmentation(rotation_deg=turn).apply(small, seed, 0)
         H = compose(small.H_image_to_view, np.linalg.inv(view.H_image_to_view))
         pair = Pair(partner.records, small.records, partner.size, small.size)
         mapped = transform(np.stack([view.records["x"], view.records["y"]], 1).astype(float), H)
@@ -299,7 +299,7 @@ class TestAugmentation:
     def test_views_around_are_of_neither_image_of_the_pair(self, store, monkeypatch):
         asked, view = [], store.view
         monkeypatch.setattr(store, "view", lambda image, number: (asked.append(image), view(image, number))[1])
-        load_batch(store, [Sample(3, 0, 1, seed) for seed in range(40)], 1000, Augmentation(zoom_share=1.0))
+        load_batch(store, [Sample(3, 0, 1, seed) for seed in range(40)], 1000, Augmentation(zoom_fraction=1.0))
         assert asked.count(3) == 80 and {0, 1, 2, 4} <= set(asked)
 
     def test_where_the_smallest_scale_is_unknown_the_view_tells_it(self, store):

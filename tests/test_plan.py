@@ -13,7 +13,7 @@ from pipeline.doctor import plan
 from pipeline.processes.distributed import Context
 from pipeline.processes.machine import FAIL, GIB, OK, WARN
 from pipeline.train import setup
-from pipeline.train.pairs.synthetic import made_batch
+from pipeline.train.pairs.synthetic import synthetic_batch
 from pipeline.train.step import train_step
 
 CARD = torch.device("cuda")
@@ -85,7 +85,7 @@ def steps(device: str, train, pairs: int):
 
     def run(train, pairs: int, keypoints: int) -> None:
         parts, _ = setup.build(train, Context(0, 1, 0, torch.device(device)))
-        batch = made_batch(range(pairs), (640, 480), keypoints)
+        batch = synthetic_batch(range(pairs), (640, 480), keypoints)
         for _ in range(2):
             train_step(parts.ddp_model, parts.state.optimizer, parts.state.scaler, [batch], pairs, 1, 1.0)
 

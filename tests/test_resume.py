@@ -98,7 +98,7 @@ class TestCauses:
         printed = capsys.readouterr().out
         (place,) = aside(tmp_path / "run")
         assert place.name.endswith("-data") and weights(newest(place)) == saved
-        assert "bring back the keypoints" in printed
+        assert "restore the keypoints" in printed
         command = printed_command(printed)
         command[command.index("--keypoints") + 1] = arguments[1]
         assert train.main(command) == 0
@@ -267,7 +267,7 @@ class TestWhatMayChange:
             for keys in ({**usual, **before}, {**usual, **before, **after})
         )
         assert (identity.misfits(saved, ours, step) == []) is fits
-        assert len(identity.changes_said(saved, ours)) == len(after)
+        assert len(identity.changes(saved, ours)) == len(after)
 
     def test_what_only_reports_may_change_at_any_time(self, tmp_path, request_of, monkeypatch, capsys):  # noqa: F811
         assert train.main(request_of("whole")) == 0
@@ -276,7 +276,7 @@ class TestWhatMayChange:
         assert train.main(request_of("run", log_every=1, save_every=5, val_every=2, val_pairs=6)) == 0
         printed = capsys.readouterr().out.splitlines()
         assert "resuming at step 4 of 6" in printed
-        assert "train.save_every is 5 from here on, it was 2" in printed
+        assert "train.save_every changed on resume: 2 -> 5" in printed
         assert model_of(tmp_path / "run") == model_of(tmp_path / "whole") and not aside(tmp_path / "run")
         best = load_model_file(tmp_path / "run" / "best.safetensors")[1]
         assert best["validation"]["pairs"] == 6  # also a best model of before, which was chosen on four
@@ -292,7 +292,7 @@ class TestWhatMayChange:
         assert train.main(request_of("run", **constant, steps=9)) == 0
         printed = capsys.readouterr().out
         assert "resuming at step 6 of 9" in printed
-        assert "train.steps is 9 from here on, it was 6: the steps so far have the same learning rates" in printed
+        assert "train.steps changed on resume: 6 -> 9: earlier steps have the same learning rates" in printed
         assert model_of(tmp_path / "run") == model_of(tmp_path / "whole")
         best = load_model_file(tmp_path / "run" / "best.safetensors")[1]
         assert best["finished"] and best["training"] == named  # it stays in its run of MLflow

@@ -295,7 +295,7 @@ class TestResume:
         monkeypatch.setattr(precision, "on", lambda *_: precision.Choice(other, "another device"))
         assert train.main([*request_of("run", precision="auto"), "--resume", "must"]) == 0
         said = capsys.readouterr().out
-        assert "resuming at step 3" in said and f"so far were in {before}, those to come are in {other}" in said
+        assert "resuming at step 3" in said and f"precision changed on resume: {before} -> {other} " in said
         assert json.loads((tmp_path / "run" / "best.json").read_text())["precision"] == other
 
     def test_changed_code_is_accepted_on_request(self, tmp_path, request_of, monkeypatch, capsys):

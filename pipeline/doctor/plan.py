@@ -1,7 +1,7 @@
-"""What a training will take, before the first stage: memory of a process, and hours on this machine.
+"""Forecast of a training: memory of a process on a GPU, and hours on this machine.
 
-`python -m pipeline.doctor` prints it. Both come from some steps of the real network, run here once and kept in
-.dvc/tmp/plan.json. The memory is that of a GPU; for a CPU none is foretold.
+`python -m pipeline.doctor` prints it. It measures some steps of the network once and keeps the result in
+.dvc/tmp/plan.json.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from pipeline.processes.distributed import Context
 from pipeline.processes.machine import OK, Finding
 from pipeline.processes.memory import tune_process
 from pipeline.train import precision, setup
-from pipeline.train.pairs.synthetic import made_batch
+from pipeline.train.pairs.synthetic import synthetic_batch
 from pipeline.train.step import train_step
 from pipeline.train.trainer import CLIP_NORM
 from pipeline.views.homography import smallest_image
 from superglue_sift.images import read_gray
 
 KEPT = Path(".dvc") / "tmp" / "plan.json"
-# Of a card's memory, so that the CUDA context, cuBLAS, the allocator's gaps and DDP's buckets find room.
+# Fraction of a GPU's memory; the rest is for the CUDA context, cuBLAS, the allocator's gaps and DDP's buckets.
 USABLE = 0.9
 MEASURED_STEPS = 2
-TOKENS = 4096  # keypoints of a measured step on a CPU, where larger batches are no faster
+MAX_TOKENS = 4096  # keypoints of a measured step on a CPU, where larger batches are not faster
 COCO_SIZE = (640, 480)
 
 
 def micro_batch(train: Any, processes: int) -> int:
-    """Pairs that the busiest of `processes` takes at a time."""
+    """Largest number of pairs in a micro-batch of one of `processes`."""
     if train.bitwise_elastic:  # the same parts with any number of processes
         batch = train.batch_per_rank * processes or train.batch
         return batch // setup.elastic_parts(batch)
@@ -52,10 +52,10 @@ def micro_batch(train: Any, processes: int) -> int:
 
 
 def findings(sections: Any, processes: int, device: torch.device) -> Iterator[Finding]:
-    """Memory of a process on a GPU, and hours, of the training and of the keypoints before it.
+    """Memory of a process on a GPU, and hours of the training and of the keypoints stage.
 
-    sections: of params.yaml, by name; processes: of the training on this machine; device: that of one of them.
-    Raises RequestError where `train.precision` asks for what this device cannot do.
+    sections: of params.yaml, by name; processes: of the training on this machine, each on a device like `device`.
+    Raises RequestError if the device does not support `train.precision`.
     """
     train, pairs = sections["train"], micro_batch(sections["train"], processes)
     chosen = precision.on(train.precision, device).precision
@@ -64,7 +64,7 @@ def findings(sections: Any, processes: int, device: torch.device) -> Iterator[Fi
         card = torch.cuda.get_device_properties(device)
         free, place = USABLE * card.total_memory, card.name
         fitting = int(rates["pairs"]), rates["bytes"]
-        yield machine.judge_memory(*fitting, pairs, train.accumulate, train.max_keypoints, free, place)
+        yield machine.check_memory(*fitting, pairs, train.accumulate, train.max_keypoints, free, place)
     if not rates["pairs"]:
         return
     batch = train.batch_per_rank * processes if train.batch_per_rank else train.batch
@@ -78,16 +78,16 @@ def findings(sections: Any, processes: int, device: torch.device) -> Iterator[Fi
     )
     count = coco.expected(sections["fetch"].source, sections["fetch"].limit)[1]
     if count:
-        took = duration(rates["image"] * count / cores())
+        hours = duration(rates["image"] * count / cores())
         per = f"{rates['image']:.2g} s of one core each (measured here)"
-        yield Finding(OK, "keypoints", f"about {took} on {cores()} cores: {count} images, {per}")
+        yield Finding(OK, "keypoints", f"about {hours} on {cores()} cores: {count} images, {per}")
 
 
 def measured(sections: Any, processes: int, pairs: int, device: torch.device) -> Dict[str, float]:
-    """As kept in `KEPT`: what `training_step` measures, and seconds of one core for an image (`image`)."""
+    """Result of `training_step`, and seconds of one core for an image (`image`); kept in `KEPT`."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-    asked = [sections[part].model_dump() for part in ("train", "keypoints")]
-    key = json_digest([asked, processes, pairs, name, cores(), torch.__version__])
+    used = [sections[part].model_dump() for part in ("train", "keypoints")]
+    key = json_digest([used, processes, pairs, name, cores(), torch.__version__])
     with contextlib.suppress(OSError, ValueError, KeyError):
         kept = json.loads(KEPT.read_text())[key]
         return {name: kept[name] for name in ("pair", "pairs", "bytes", "image")}
@@ -100,9 +100,9 @@ def measured(sections: Any, processes: int, pairs: int, device: torch.device) ->
 
 
 def training_step(train: Any, threads: int, pairs: int, device: torch.device) -> Dict[str, float]:
-    """Seconds of a training pair (`pair`), and what a GPU takes at the peak (`bytes`) with the `pairs` that fit.
+    """Seconds of a training pair (`pair`), and the peak memory of a GPU (`bytes`) with the `pairs` that fit.
 
-    These are `pairs`, or where the memory is too small for them the half, a quarter, ...; 0: not even one fits.
+    If the given `pairs` do not fit, half of them are tried, a quarter, ...; 0: not even one fits.
     """
     on_gpu, usable = device.type == "cuda", math.inf
     if on_gpu:
@@ -123,19 +123,19 @@ def training_step(train: Any, threads: int, pairs: int, device: torch.device) ->
 
 
 def seconds_a_pair(train: Any, threads: int, pairs: int, device: torch.device) -> float:
-    """Of training steps of the real network on made-up pairs, after an unmeasured first; the fastest of them."""
+    """Seconds per pair of the fastest training step on synthetic pairs, after a warm-up step."""
     if device.type == "cpu":
-        pairs = max(min(pairs, TOKENS // train.max_keypoints // 2), 1)
-    same = {"init_from": "", "freeze": [], "compile": False, "parallel": "single"}
+        pairs = max(min(pairs, MAX_TOKENS // train.max_keypoints // 2), 1)
+    changes = {"init_from": "", "freeze": [], "compile": False, "parallel": "single"}
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        parts, _ = setup.build(train.model_copy(update=same), Context(0, 1, 0, device))
-        batch = made_batch(range(pairs), COCO_SIZE, train.max_keypoints).to(device)
+        parts, _ = setup.build(train.model_copy(update=changes), Context(0, 1, 0, device))
+        batch = synthetic_batch(range(pairs), COCO_SIZE, train.max_keypoints).to(device)
         state, taken = parts.state, []
         for _ in range(1 + MEASURED_STEPS):
             begun = time.perf_counter()
-            # it ends with the figures on the host: what the device does is done
+            # its metrics are on the host at the end, so the device has finished
             train_step(parts.ddp_model, state.optimizer, state.scaler, [batch], pairs, 1, CLIP_NORM)
             taken.append(time.perf_counter() - begun)
     finally:
@@ -144,7 +144,7 @@ def seconds_a_pair(train: Any, threads: int, pairs: int, device: torch.device) -
 
 
 def seconds_an_image(settings: Any) -> float:
-    """Of one core for all views of a photograph of COCO's size, or of the smallest that serves."""
+    """Seconds of one core for all views of a photograph of COCO's size, or of the smallest that fits."""
     tune_process()
     least = smallest_image((settings.width, settings.height))
     size = tuple(max(sides) for sides in zip(COCO_SIZE, least))

@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=2 -m pipeline.train ...                                        (the same by hand)
     python -m pipeline.train ...                                                             (one process)
 
-Every rank runs this file. The order of the pairs, the learning rate and the augmentation are functions of the
-step, so a run killed anywhere goes on from its newest checkpoint as if nothing had happened.
+Every rank runs this file. The order of the pairs, the learning rate and the augmentation are functions of the step, so
+a run killed anywhere resumes from its newest checkpoint and ends with the same weights.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     add("--reports", type=Path, default=usual.reports, help="folder of metrics and curves")
     add("--params", type=Path, default=usual.params)
     add("--resume", default=usual.resume, metavar="{auto,must,never,FOLDER}",
-        help="auto: go on from a checkpoint that fits, else set aside what is there and start from scratch; "
-        "must: refuse to start from scratch; never: start from scratch; FOLDER: take up again what was set aside "
+        help="auto: resume from a checkpoint that fits, else set aside what is there and start from scratch; "
+        "must: refuse to start from scratch; never: start from scratch; FOLDER: resume what was set aside "
         "there")  # fmt: skip
     add("--accept", choices=("code",), action="append", default=[],
-        help="go on from a checkpoint although the training code has changed since")  # fmt: skip
+        help="resume from a checkpoint although the training code has changed since")  # fmt: skip
     add("--verify", action="store_true", help="check every shard of the keypoints, not a sample")
     add("--validate-only", action="store_true",
-        help="print figures of the best model (or train.init_from); no training")  # fmt: skip
+        help="print metrics of the best model (or train.init_from); no training")  # fmt: skip
     add("--keep-seen", action="store_true",
         help="validate also on photographs that the weights it starts from were trained on")  # fmt: skip
     return parser.parse_args(argv)
@@ -58,12 +58,12 @@ def paths_of(args: argparse.Namespace) -> TrainPaths:
 
 
 def options_of(args: argparse.Namespace) -> Dict[str, Any]:
-    """Those of `TrainOptions` that the command line gives."""
+    """The `TrainOptions` on the command line."""
     return {name: value for name, value in vars(args).items() if name in TrainOptions.model_fields}
 
 
 def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[Store, Store]:
-    """Refuses a wrong request by a RequestError before any process starts. Returns the opened train and val stores."""
+    """Check the request before any process starts: RequestError. Returns the opened train and val stores."""
     args = parse(argv)
     train = params.load("train", args.params, options_of(args))
     resume.check(paths_of(args))
@@ -80,7 +80,7 @@ def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[St
 
 
 def processes(argv: Optional[Sequence[str]], proposed: int) -> int:
-    """How many local processes the launcher starts, where `proposed` could be had."""
+    """Number of local processes for the launcher to start, of the `proposed` that are possible."""
     args = parse(argv)
     return setup.processes(params.load("train", args.params, options_of(args)), proposed)
 

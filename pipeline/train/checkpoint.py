@@ -1,4 +1,4 @@
-"""The checkpoints of a training: files of `superglue_sift.weights`, written atomically, the newest whole one found."""
+"""Checkpoints of a training: files of `superglue_sift.weights`, written atomically."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Checkpoints:
         self.folder, self.keep = Path(folder), keep
 
     def save(self, step: int, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> Path:
-        """Write the checkpoint of `step`, then drop the oldest beyond `keep`. One process at a time writes here."""
-        for half in self.folder.glob(".*.tmp"):  # of killed writers: kill by kill they would fill the disk
-            half.unlink(missing_ok=True)
+        """Write the checkpoint of `step`, then delete the oldest beyond `keep`. One process at a time writes here."""
+        for partial in self.folder.glob(".*.tmp"):  # of killed writers, which would fill the disk
+            partial.unlink(missing_ok=True)
         path = self.folder / f"step-{step:08d}.safetensors"
         save_model_file(path, tensors, info, _at)
         faults.at("ckpt_prune")
@@ -38,14 +38,14 @@ class Checkpoints:
         save_model_file(self.folder / "best.safetensors", tensors, info, _at)
 
     def load_newest(self) -> Tuple[Optional[Tuple[Tensors, Dict[str, Any]]], list]:
-        """The newest checkpoint that is whole, or None, and one line for each newer one that is not."""
-        complaints = []
+        """The newest undamaged checkpoint, or None, and one line for each newer damaged one."""
+        warnings = []
         for path in self._newest_first():
             try:
-                return load_model_file(path), complaints
+                return load_model_file(path), warnings
             except BadCheckpoint as error:
-                complaints.append(str(error))
-        return None, complaints
+                warnings.append(str(error))
+        return None, warnings
 
     def _newest_first(self) -> list:
         return sorted(self.folder.glob("step-*.safetensors"), reverse=True)

@@ -1,7 +1,7 @@
-"""Which training a checkpoint belongs to: the parameters, data and code that decide its weights so far.
+"""Identity of a training: the parameters, data and code that determine its weights so far.
 
-Parameters that decide no weight may change at any time; those of the schedule while the learning rates of the steps
-done stay what they were. Nothing here can change a weight.
+Parameters that affect no weight may change at any time; those of the schedule as long as the learning rates of the
+steps done stay the same. Nothing here can change a weight.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pipeline.train.optimization import learning_rate
 
 Fingerprint = Dict[str, Any]
 
-CODE = ("pipeline.train.trainer",)  # with what it imports: everything that can change a weight
-# but for what writes files, whose bytes are verified, what compares and what reports
+CODE = ("pipeline.train.trainer",)  # with its imports: everything that can change a weight
+# except code that writes files (whose bytes are verified), compares or reports
 OUTSIDE = (
     "pipeline.train.checkpoint",
     "pipeline.train.identity",
@@ -29,28 +29,28 @@ OUTSIDE = (
     "superglue_sift.weights",
 )
 
-# What a fingerprint has beside the parameters; each stands in a best model's JSON under the same name.
+# Keys of a fingerprint besides the parameters; a best model's JSON has the same.
 OF_THE_RUN = ("world_size", "initial_weights", "data", "code")
 
-# Keys and options of `train` that decide no weight of a step.
+# Keys and options of `train` that affect no weight.
 OPERATIONAL = (
     "log_every", "profile_steps", "save_every", "superseded_gb", "val_every", "val_pairs",
 )  # fmt: skip
-# Those that change how a step is computed, and not what: with norm `layer` the same but for rounding.
+# These change how a step is computed: with norm `layer` the same up to rounding.
 COMPUTED = ("accumulate", "checkpoint_layers", "compile", "parallel")
-# Those that act through the learning rate alone.
+# These act only through the learning rate.
 SCHEDULE = ("decay_start", "lr", "schedule", "steps", "warmup_steps")
 
 
 def stated(train: TrainParams) -> Dict[str, Any]:
-    """The section as JSON values; of `init_from` the file's name, as `initial_weights` says which one that is."""
+    """The section as JSON values; of `init_from` only the file name, since `initial_weights` has the digest."""
     return {**train.model_dump(exclude={"options"}), "init_from": Path(train.init_from).name}
 
 
 def fingerprint(train: TrainParams, data_digest: str, world_size: int) -> Fingerprint:
-    """What two runs of one training are compared by: parameters, data and code.
+    """Parameters, data and code, by which runs of one training are compared.
 
-    The number of processes is no part of it, unless it decides the batch or the learning rate.
+    It includes the number of processes only if that determines the batch or the learning rate.
     """
     values: Fingerprint = {f"train.{k}": v for k, v in stated(train).items()}
     if train.batch_per_rank or train.lr_scaling != "none":
@@ -71,14 +71,14 @@ def fingerprint_of(info: Dict[str, Any]) -> Fingerprint:
 
 
 def steps_done(info: Dict[str, Any]) -> int:
-    """The step whose weights a checkpoint or a best model stands for: of a finished best model the last."""
+    """The step of a checkpoint or a best model; the last step for a finished best model."""
     return info["train"]["steps"] if info.get("finished") else info["step"]
 
 
 def identity(values: Fingerprint) -> str:
-    """A name for a training begun with this fingerprint, equal wherever it is run, whatever the code has become since.
+    """The name of a training that began with this fingerprint, on any machine and for any version of the code.
 
-    A training keeps it, also when its schedule is changed later.
+    A training keeps it if its schedule changes later.
     """
     without = {"code", *(f"train.{key}" for key in OPERATIONAL)}
     return json_digest({key: value for key, value in values.items() if key not in without})
@@ -90,12 +90,12 @@ def changed_keys(saved: Fingerprint, ours: Fingerprint) -> List[str]:
 
 
 def misfits(saved: Fingerprint, ours: Fingerprint, step: int) -> List[str]:
-    """The keys by which the first `step` steps of our training would give other weights than the saved ones."""
+    """The keys that make the first `step` steps of our training differ from the saved ones."""
     free = {f"train.{key}" for key in OPERATIONAL}
     if saved.get("train.norm") == ours.get("train.norm") == "layer":
         free |= {f"train.{key}" for key in COMPUTED}
     if "initial_weights" in saved and "initial_weights" in ours:
-        free.add("train.init_from")  # the name of the file that they were read from
+        free.add("train.init_from")  # only a file name
     differ = [key for key in changed_keys(saved, ours) if key not in free]
     scheduled = {f"train.{key}" for key in SCHEDULE}
     if scheduled & set(differ) and _same_rates(saved, ours, step):
@@ -104,7 +104,7 @@ def misfits(saved: Fingerprint, ours: Fingerprint, step: int) -> List[str]:
 
 
 def _same_rates(saved: Fingerprint, ours: Fingerprint, step: int) -> bool:
-    """Does each of the first `step` steps have one learning rate, and does our training have as many?"""
+    """Whether the learning rates of the first `step` steps are equal, and our training has as many steps."""
     if any(f"train.{key}" not in values for key in SCHEDULE for values in (saved, ours)):
         return False
     one, other = (_schedule(values) for values in (saved, ours))
@@ -119,33 +119,30 @@ def _schedule(values: Fingerprint) -> Any:
     return SimpleNamespace(lr_scaling=values.get("train.lr_scaling", "none"), **keys)
 
 
-def changes_said(saved: Fingerprint, ours: Fingerprint) -> List[str]:
-    """A line for each key of a training that goes on with another value."""
+def changes(saved: Fingerprint, ours: Fingerprint) -> List[str]:
+    """A line for each key of a resumed training that has another value."""
     lines = []
     for key in changed_keys(saved, ours):
-        name, line = key.rpartition(".")[2], f"{key} is {ours.get(key)} from here on, it was {saved.get(key)}"
+        name, line = key.rpartition(".")[2], f"{key} changed on resume: {saved.get(key)} -> {ours.get(key)}"
         if not key.startswith("train.") or name == "init_from" or key not in saved:
             continue
         if name in SCHEDULE:
-            line += ": the steps so far have the same learning rates"
+            line += ": earlier steps have the same learning rates"
         elif name in COMPUTED:
-            line += ": the same steps, rounded in another way"
+            line += ": the same steps up to rounding"
         lines.append(line)
     return lines
 
 
 def versions() -> Dict[str, str]:
-    """Of the packages that compute. Without the build behind a `+`: on one CPU all of a version give the same."""
+    """Versions of the packages that compute, without the build after a `+`: on one CPU all builds compute the same."""
     return {name: version.partition("+")[0] for name, version in repro.computing_versions().items()}
 
 
 def other_versions(info: Dict[str, Any]) -> str:
-    """How the last `versions` of a checkpoint or best model differ from those of now, "" where they do not.
-
-    In words: `torch 2.4.0 (now 2.13.0)`.
-    """
+    """How the last `versions` of a checkpoint or best model differ from ours: `torch 2.4.0 (now 2.13.0)`, or ""."""
     now = versions()
-    before = {**info["versions"][-1]} if info.get("versions") else dict(now)  # an older file does not say
+    before = {**info["versions"][-1]} if info.get("versions") else dict(now)  # older files have none
     before.pop("step", None)
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     return ", ".join(f"{name} {before.get(name, 'none')} (now {now.get(name, 'none')})" for name in names)

@@ -1,8 +1,8 @@
-"""What a training reports: MLflow and the local log, curves for DVC, metrics.json, a profile, lines to read.
+"""Reports of a training: MLflow and the local log, curves for DVC, metrics.json, a profile, printed lines.
 
-Rank 0 reports, and in each folder of reports one rank writes the curves; sums over ranks are exchanged every
-`--log-every` steps. Curves and metrics.json, outputs of the stage, hold what every run gives again; what this
-machine did just now goes to timing.csv and to MLflow.
+Rank 0 reports, and one rank writes the curves in each folder of reports; sums over ranks are exchanged every
+`--log-every` steps. Curves and metrics.json are outputs of the stage, the same in every run; timing.csv and MLflow
+also have what depends on the machine.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class TrainingLogger:
     """The record of one run; a context manager that closes the run as FINISHED, FAILED or KILLED.
 
     Args:
-        curves: does this rank write curves? One does in each folder of reports.
+        curves: whether this rank writes curves; one rank does in each folder of reports.
         identity: of the training (`identity.identity`).
         precision: of the network's layers.
         pairs: of a step, over all ranks.
         step: steps done before; 0: a training from scratch, which gets a new run.
-        window: what `window()` said when the checkpoint was saved that the training goes on from.
+        window: `window()` of the checkpoint that the training resumes from.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class TrainingLogger:
         self.run.close(self.status)
 
     def log_start(self, weights: int, store: Store, messages: Sequence[str]) -> None:
-        """Say what is about to be trained, on what; `weights` is their number."""
+        """Print what is trained on which data; `weights` is their number."""
         if not self.context.is_main:
             return
         what = f"training {weights / 1e6:.2f} M weights on {len(store)} images of {store.views_per_image} views"
@@ -97,17 +97,17 @@ class TrainingLogger:
         self.run.dataset(self.data or "views", store.digest, str(self.paths.keypoints))
 
     def add_step(self, result: StepResult, waited: float) -> None:
-        """Count a step, which waited so many seconds for its batch; `log_point` reports them together."""
+        """Add a step that waited `waited` seconds for its batch; `log_point` reports them together."""
         _add(self.sums, result.sums)
         self.last_sums = result.sums
         self.waited += waited
         self.timed_steps += 1
 
-    def log_point(self, step: int, figures: Mapping[str, float]) -> None:
-        """A point on the curves: means since the last one, and `figures` of this step; all ranks call it."""
+    def log_point(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A point on the curves: means since the last one, and `metrics` of this step; all ranks call it."""
         weight = self.sums.pop("pairs", 0.0)
         means = distributed.weighted_means(self.sums, weight)
-        self._point("train", step, {**means, **figures})
+        self._point("train", step, {**means, **metrics})
         seconds = max(time.perf_counter() - self.window_began, 1e-9)
         speed, wait = self.pairs * self.timed_steps / seconds, self.waited / seconds
         timing = {"pairs_per_s": speed, "data_wait": wait, "memory_gib": _memory_gib(self.context.device)}
@@ -115,15 +115,15 @@ class TrainingLogger:
         self._restart_clock()
         self.sums = {}
 
-    def log_validation(self, step: int, figures: Dict[str, float]) -> None:
+    def log_validation(self, step: int, metrics: Dict[str, float]) -> None:
         """A point of the validation curves."""
-        self._point("val", step, figures)
+        self._point("val", step, metrics)
         self._restart_clock()  # validation is no training time
 
     def window(self) -> Window:
-        """What every rank has summed up since the last point, for the checkpoint; all ranks call it.
+        """Each rank's sums since the last point, for the checkpoint; all ranks call it.
 
-        With it the point after a resume is that of an uninterrupted run. Points so far are on the disk after this.
+        They make the next point after a resume equal that of an uninterrupted run. Points so far are synced to disk.
         """
         for curve in self.curves.values():
             curve.sync()
@@ -131,15 +131,15 @@ class TrainingLogger:
         return window if any(window) else []
 
     def log_stop(self, step: int) -> None:
-        """The run was asked to stop; its checkpoint is saved."""
+        """Report that the run stops on request; its checkpoint is saved."""
         self.status = "KILLED"
         if self.context.is_main:
-            print(f"stopped at step {step}; the same command goes on from there", flush=True)
+            print(f"stopped at step {step}; the same command resumes there", flush=True)
 
-    def log_finish(self, best_step: int, figures: Dict[str, float], init_from: str = "") -> None:
-        """metrics.json, the model, and the figures of its validation in one line.
+    def log_finish(self, best_step: int, metrics: Dict[str, float], init_from: str = "") -> None:
+        """Write metrics.json, register the model, print the metrics of its validation.
 
-        init_from: the weights begun from; where they stayed the best, a line says so.
+        init_from: the initial weights; a line reports if they stayed the best.
         """
         self.status = "FINISHED"
         if not self.context.is_main:
@@ -149,8 +149,8 @@ class TrainingLogger:
         self.run.artifact(self.paths.reports / "metrics.json")
         self.run.model(best.with_suffix(".safetensors"), best, step=best_step)
         print(
-            f"best validation at step {best_step}: F1 {figures['f1']:.3f}, loss {figures['loss']:.3f}, "
-            f"precision {figures['precision']:.3f}, recall {figures['recall']:.3f} ({figures['pairs']:.0f} pairs)"
+            f"best validation at step {best_step}: F1 {metrics['f1']:.3f}, loss {metrics['loss']:.3f}, "
+            f"precision {metrics['precision']:.3f}, recall {metrics['recall']:.3f} ({metrics['pairs']:.0f} pairs)"
         )
         if init_from and best_step == 0:
             print(f"validation kept the weights of {init_from}: training on these images did not raise their F1")
@@ -166,7 +166,7 @@ class TrainingLogger:
 
 
 def _own_share(window: Window, context: distributed.Context) -> Dict[str, float]:
-    """This rank's sums; rank 0 takes all of them where another number of ranks saved them."""
+    """This rank's sums; rank 0 takes all of them if another number of ranks saved them."""
     if len(window) == context.world_size:
         return dict(window[context.rank])
     totals: Dict[str, float] = {}
@@ -188,17 +188,17 @@ def write_metrics(reports: Path, info: Dict[str, Any]) -> None:
 
 
 def _memory_gib(device: torch.device) -> float:
-    """Peak memory of this process: on the GPU where there is one, else resident."""
+    """Peak memory of this process: on the GPU if there is one, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 class CurveFile:
-    """A CSV file with the column `step` and one column a figure, appended to.
+    """A CSV file with the column `step` and one column per metric, appended to.
 
-    A training resumed at `last_step` keeps the points up to it; those after it, and the half line of a writer that was
-    killed, go with the first new point, so that the file ends as that of an uninterrupted run.
+    A training resumed at `last_step` keeps the points up to it. The first new point removes later ones and the partial
+    line of a killed writer, so that the file ends as that of an uninterrupted run.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
@@ -206,17 +206,17 @@ class CurveFile:
         self._stream: Optional[TextIO] = None
 
     def append(self, step: int, point: Mapping[str, float]) -> None:
-        """Add the point of `step`. Every point has the same figures. Raises OSError (a full disk)."""
+        """Append the point of `step`. Every point has the same metrics. Raises OSError (a full disk)."""
         row = {"step": str(step), **{name: f"{value:.6g}" for name, value in point.items()}}
         if self._stream is None:
-            # points of an older version keep the columns that are left
+            # points of an older version keep the columns that still exist
             write_atomic(self.path, "".join(_line(row, kept) for kept in [dict(zip(row, row)), *self._kept()]))
             self._stream = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (kept open from point to point)
         self._stream.write(_line(row, row))
         self._stream.flush()
 
     def _kept(self) -> List[Dict[str, str]]:
-        """The points up to `last_step` of the file that is there."""
+        """The points of the existing file up to `last_step`."""
         if self.last_step <= 0 or not self.path.is_file():
             return []
         whole_lines = self.path.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0]
@@ -224,7 +224,7 @@ class CurveFile:
         return [row for row in rows if (row.get("step") or "").isdigit() and int(row["step"]) <= self.last_step]
 
     def sync(self) -> None:
-        """Bring all points to the disk, so that a checkpoint never outlives the points before it."""
+        """Sync all points to disk, so that a checkpoint never outlives the points before it."""
         if self._stream is not None:
             os.fsync(self._stream.fileno())
 
@@ -234,18 +234,18 @@ class CurveFile:
 
 
 def _line(columns: Iterable[str], row: Mapping[str, str]) -> str:
-    """One line of the file: names and figures need no quotes."""
+    """One line of the file: names and numbers need no quotes."""
     return ",".join(row.get(name) or "" for name in columns) + "\n"
 
 
-SKIPPED = 3  # first steps, slower than the rest
+SKIPPED = 3  # first steps, which are slower
 
 
 @contextlib.contextmanager
 def profiled(steps: int, folder: Path) -> Iterator[Callable[[], None]]:
-    """torch's profiler over `steps` steps after the first few, as a table and as a trace for Perfetto; 0: none.
+    """Profile `steps` steps after the first few, as a table and as a trace for Perfetto; 0: no profile.
 
-    Gives what is to be called at the end of each step.
+    Yields a function to call at the end of each step.
     """
     if not steps:
         yield lambda: None

@@ -1,9 +1,8 @@
 """Muon for the matrices of the attention layers, Adam for everything else, in one optimiser.
 
 Muon (Jordan et al. 2024) steps along the orthogonalised momentum of a matrix, scaled to the size of Adam's step (Liu et
-al. 2025, arXiv 2502.16982, section 2.2), so that one learning rate serves both. torch's own (from 2.9 on) is bfloat16
-and for whole parameters; this one is float32, and takes apart what a parameter stacks: query, key and value, for
-instance.
+al. 2025, arXiv 2502.16982, section 2.2), so that one learning rate serves both. torch's version (from 2.9 on) computes
+in bfloat16 and for whole parameters; this one is float32, and splits stacked parameters such as query, key and value.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from superglue_sift.network.superglue import SuperGlue
 # Newton-Schulz iteration of degree five, coefficients of Jordan's report: singular values end between 0.7 and 1.2.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-ADAM_SIZE = 0.2  # root mean square of a typical step of Adam, over its learning rate
+ADAM_RMS = 0.2  # root mean square of a typical step of Adam, divided by its learning rate
 MOMENTUM, BETAS, EPS = 0.95, (0.9, 0.999), 1e-8
 
-FOREACH: Any = torch  # its operators over lists of tensors are not in its stubs
+FOREACH: Any = torch  # the stubs lack its operators over lists of tensors
 
 Gradients = List[Tuple[nn.Parameter, Tensor]]
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
-    """(K, A, B) -> the nearest (semi-)orthogonal matrices, about: singular values near 1."""
+    """Approximately the nearest (semi-)orthogonal matrices, (K, A, B): singular values near 1."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.transpose(1, 2) if tall else matrices
     x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
@@ -42,13 +41,13 @@ def orthogonalized(matrices: Tensor) -> Tensor:
 
 
 def blocks(matrix: Tensor, side: int) -> Tensor:
-    """The squares of matrices (..., A, B) whose sides are multiples of `side`, row by row: (K, side, side)."""
+    """Cut matrices (..., A, B) into squares (K, side, side), row by row; `side` divides A and B."""
     cut = matrix.unflatten(-1, (-1, side)).unflatten(-3, (-1, side))  # (..., rows, side, columns, side)
     return cut.transpose(-3, -2).reshape(-1, side, side)
 
 
 def from_blocks(squares: Tensor, shape: torch.Size) -> Tensor:
-    """The matrices, of `shape` (..., A, B), of these `blocks`."""
+    """Inverse of `blocks`: the matrices of `shape` (..., A, B)."""
     side = squares.shape[1]
     cut = squares.view(*shape[:-2], shape[-2] // side, shape[-1] // side, side, side)
     return cut.transpose(-3, -2).reshape(shape)
@@ -57,13 +56,13 @@ def from_blocks(squares: Tensor, shape: torch.Size) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon for the weights of a SuperGlue's attention layers, Adam for the rest.
 
-    lr: of both. alone: each rank does all matrices, so that no rounding depends on
-    how many ranks there are; else they share.
+    lr: learning rate of both. alone: each rank computes all matrices, so that the rounding does not depend on the
+    number of ranks; otherwise they share the work.
     """
 
     def __init__(self, model: SuperGlue, lr: float, alone: bool = False) -> None:
         self.alone = alone
-        self.side = model.config.dim  # of the squares that all matrices of the layers are made of
+        self.side = model.config.dim  # all matrices of the layers consist of squares of this side
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         matrices = [p for name, p in named if "attention" in name and p.ndim == 2]
         rest = [p for name, p in named if not ("attention" in name and p.ndim == 2)]
@@ -74,40 +73,40 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure=None) -> None:
         """One step of all parameters that have a gradient."""
         for group in self.param_groups:
-            own = [(p, p.grad) for p in group["params"] if p.grad is not None]
-            if not own:
+            pairs = [(p, p.grad) for p in group["params"] if p.grad is not None]
+            if not pairs:
                 continue
             if group["muon"]:
-                self._muon(own, group["lr"])
+                self._muon(pairs, group["lr"])
             else:
-                self._adam(own, group["lr"])
+                self._adam(pairs, group["lr"])
 
-    def _muon(self, own: Gradients, lr: float) -> None:
+    def _muon(self, pairs: Gradients, lr: float) -> None:
         by_shape: Dict[torch.Size, Gradients] = {}
-        for p, gradient in own:
+        for p, gradient in pairs:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             by_shape.setdefault(p.shape, []).append((p, gradient))
-        lerp_([self.state[p]["momentum_buffer"] for p, _ in own], [gradient for _, gradient in own], 1 - MOMENTUM)
+        lerp_([self.state[p]["momentum_buffer"] for p, _ in pairs], [gradient for _, gradient in pairs], 1 - MOMENTUM)
         directions = []
-        for alike in by_shape.values():  # stacked: a few launches for each shape instead of each parameter
+        for alike in by_shape.values():  # a few launches for each shape instead of each parameter
             buffers = torch.stack([self.state[p]["momentum_buffer"] for p, _ in alike])
             nesterov = torch.stack([gradient for _, gradient in alike]).lerp_(buffers, MOMENTUM)
             directions.append(blocks(nesterov, self.side))
         matrices = torch.cat(directions)
         over_ranks = distributed.map_rows_over_ranks
-        found = orthogonalized(matrices) if self.alone else over_ranks(orthogonalized, matrices)
-        for alike, squares in zip(by_shape.values(), found.split([len(each) for each in directions])):
+        steps = orthogonalized(matrices) if self.alone else over_ranks(orthogonalized, matrices)
+        for alike, squares in zip(by_shape.values(), steps.split([len(squares) for squares in directions])):
             parameters = [p for p, _ in alike]
-            steps = from_blocks(squares, torch.Size((len(alike), *parameters[0].shape)))
-            FOREACH._foreach_add_(parameters, list(steps.unbind()), alpha=-lr * ADAM_SIZE * math.sqrt(self.side))
+            updates = from_blocks(squares, torch.Size((len(alike), *parameters[0].shape)))
+            FOREACH._foreach_add_(parameters, list(updates.unbind()), alpha=-lr * ADAM_RMS * math.sqrt(self.side))
 
-    def _adam(self, own: Gradients, lr: float) -> None:
-        for p, _ in own:
+    def _adam(self, pairs: Gradients, lr: float) -> None:
+        for p, _ in pairs:
             if not self.state[p]:
                 self.state[p].update(step=0.0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             self.state[p]["step"] = float(self.state[p]["step"]) + 1  # a tensor after `load_state_dict`
-        parameters, gradients = [p for p, _ in own], [gradient for _, gradient in own]
+        parameters, gradients = [p for p, _ in pairs], [gradient for _, gradient in pairs]
         states = [self.state[p] for p in parameters]
         means, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
         lerp_(means, gradients, 1 - BETAS[0])

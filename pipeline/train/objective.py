@@ -1,4 +1,4 @@
-"""From a batch to its loss, inside one module, so that DistributedDataParallel sees the whole forward pass.
+"""From a batch to its loss, in one module, so that DistributedDataParallel sees the whole forward pass.
 
 The loss is the negative log-likelihood of the true assignment (SuperGlue, equation 10), balanced:
 
@@ -6,8 +6,8 @@ loss of a pair = 1/2 mean over matches of -log P_ij
                + 1/4 mean over unmatched of image 0 of -log P_i,dustbin
                + 1/4 mean over unmatched of image 1 of -log P_dustbin,j
 
-A mean over nothing is 0. With the plain sum of the equation the many unmatched keypoints would outweigh the matches.
-Ignored keypoints do not count. Only these entries are gathered: there is no dense target.
+An empty mean is 0. In the plain sum of the equation the many unmatched keypoints would outweigh the matches. Ignored
+keypoints do not count. Only these entries are gathered; there is no dense target.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from superglue_sift.truth import UNMATCHED, Truth, ground_truth
 
 
 class PairLoss(NamedTuple):
-    """Per pair, (B,) float32 each. `total` is differentiable; the parts are its means, detached."""
+    """Losses of the pairs, (B,) float32 each. `total` is differentiable; its parts are detached."""
 
     total: Tensor
     positive: Tensor
@@ -45,14 +45,14 @@ def assignment_loss(log_assignments: Assignments, truth: Truth) -> PairLoss:
     Returns:
         PairLoss; a pair without any keypoint has loss 0.
     """
-    found = -log_assignments.at(truth.matches0, truth.matches1)  # (B, M + N)
+    losses = -log_assignments.at(truth.matches0, truth.matches1)  # (B, M + N)
     M = truth.matches0.shape[1]
     matches = torch.cat([truth.matches0, truth.matches1], 1)
     matched, unmatched = matches[:, :M] >= 0, matches == UNMATCHED
-    none = found.new_zeros(())
-    right = torch.where(matched, found[:, :M], none)
-    lost = torch.where(unmatched, found, none).split([M, found.shape[1] - M], 1)
-    sums = torch.stack([each.sum(1) for each in (right, *lost)])
+    none = losses.new_zeros(())
+    right = torch.where(matched, losses[:, :M], none)
+    lost = torch.where(unmatched, losses, none).split([M, losses.shape[1] - M], 1)
+    sums = torch.stack([part.sum(1) for part in (right, *lost)])
     numbers = torch.stack([matched.sum(1), unmatched[:, :M].sum(1), unmatched[:, M:].sum(1)])
     means = sums / numbers.clamp(min=1)
     positive, unmatched0, unmatched1 = means.unbind()
@@ -74,15 +74,15 @@ class MatchingObjective(nn.Module):
         """Loss of a batch with homographies, any number of pairs, none included.
 
         Args:
-            wait: compute pairs that overflow float32 in the log domain, for which the host must wait for the GPU;
+            wait: compute pairs that overflow float32 in the log domain, for which the host waits for the GPU;
                 otherwise their loss and the gradient are nan.
 
         Returns:
-            The sum (not the mean) of the pairs' losses, (1,) float32: the caller divides by the number of
-            pairs of the whole step, which this rank does not know. And by name the values of each pair, (B,).
+            The sum (not the mean) of the pairs' losses, (1,) float32, since this rank does not know the number of
+            pairs of the whole step; and the values of each pair by name, (B,).
         """
         batch, layout = Layout.sorted(batch)
-        # before the network, so that its matrices of errors are freed before activations are kept
+        # before the network: its large matrices are freed before activations take memory
         truth = ground_truth(batch, self.positive_px, self.negative_px, layout)
         with autocast(layout.device.type, self.precision):
             descriptors = self.model.matching_descriptors(batch, layout)
@@ -93,12 +93,12 @@ class MatchingObjective(nn.Module):
                 log_assignments, finite = self.model.transport(descriptors, layout)
         losses = assignment_loss(log_assignments, truth)
         if finite is not None:
-            sure = losses.total.new_ones(()).masked_fill(~finite, math.nan)
-            losses = losses._replace(total=losses.total * sure)
-        # Every parameter must be in the graph on every rank, also where no pair has a match to learn from: the other
-        # ranks would wait for a gradient that one rank does not compute.
+            one_or_nan = losses.total.new_ones(()).masked_fill(~finite, math.nan)
+            losses = losses._replace(total=losses.total * one_or_nan)
+        # Every rank needs every parameter in its graph, even without a match to learn from: otherwise the other ranks
+        # wait for a gradient that this one does not compute.
         total = losses.total.sum()
-        if wait or not layout.sizes:  # elsewhere all pairs are in `transport`, whose gradient reaches every one
+        if wait or not layout.sizes:  # else the gradient of `transport` reaches every parameter
             total = total + 0.0 * (descriptors.float().sum() + self.model.dustbin)
         values = {
             "loss": losses.total.detach(),
@@ -109,10 +109,9 @@ class MatchingObjective(nn.Module):
 
 
 class DataParallelObjective(nn.Module):
-    """The objective over all GPUs of one process (torch's DataParallel), for comparison with one process each.
+    """The objective over all GPUs of one process (torch's DataParallel), to compare with one process per GPU.
 
-    DataParallel scatters tensors and nothing else, so a batch travels as its tensors. Without several GPUs it
-    is the objective itself.
+    DataParallel scatters only tensors, so a batch is passed as its tensors.
     """
 
     def __init__(self, objective: MatchingObjective) -> None:

@@ -1,4 +1,4 @@
-"""In which precision a training's layers are computed: what `train.precision` means on this device."""
+"""Precision of a training's layers: what `train.precision` means on this device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from pipeline import compat
 from pipeline.errors import RequestError
 
-LEAST_FIRST = ("float32", "float16", "bfloat16")  # of several devices all can do what the least of them chose
+BY_SUPPORT = ("float32", "float16", "bfloat16")  # a device supports the precisions before its own choice
 AMPERE, VOLTA = (8, 0), (7, 0)  # compute capabilities from which bfloat16, float16 have matrix units
 
 
@@ -24,12 +24,12 @@ class Choice(NamedTuple):
 
 
 def resolve(asked: str, capability: Optional[Tuple[int, int]], cpu_flags: AbstractSet[str]) -> Choice:
-    """What `asked` (auto, float32, bfloat16, float16) comes to.
+    """The precision for `asked` (auto, float32, bfloat16, float16).
 
     Args:
-        capability: compute capability of the GPU; None: there is none.
-        cpu_flags: of /proc/cpuinfo. avx512_bf16 alone does not count: bfloat16 has 0.77x the speed of float32
-            there for small networks, 1.4x for those of the presets (docs/performance.md).
+        capability: compute capability of the GPU; None: no GPU.
+        cpu_flags: of /proc/cpuinfo. With avx512_bf16 alone auto stays float32: bfloat16 has 0.77x its speed for small
+            networks, 1.4x for those of the presets (docs/performance.md).
 
     Raises:
         RequestError: bfloat16 on a GPU before Ampere.

@@ -1,8 +1,8 @@
-"""What a training goes on from: its newest checkpoint, one that was set aside, or nothing.
+"""Resuming: from the newest checkpoint, from one that was set aside, or from scratch.
 
-Nothing here can change a weight: it moves files, compares fingerprints and says what it did. In each folder of
-checkpoints one rank does so, and all go on from the one of most steps. Checkpoints whose place another training takes
-are set aside (`superseded`) and brought back when they fit again.
+Nothing here can change a weight: it moves files, compares fingerprints and prints messages. One rank does so for each
+folder of checkpoints, and all ranks resume from the checkpoint of most steps. Checkpoints of another training are set
+aside (`superseded`) and moved back when they fit again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CURVES = ("train.csv", "validation.csv")
 
 @dataclasses.dataclass(frozen=True)
 class TrainPaths:
-    """What the command line of a training names: where it reads and writes, and what it may go on from."""
+    """Paths on the command line of a training, and what it may resume from."""
 
     keypoints: Path = Path("data/keypoints")
     out: Path = Path("checkpoints")
@@ -40,10 +40,10 @@ class TrainPaths:
     resume: str = AUTO
     accept: Tuple[str, ...] = ()  # keys of the fingerprint that may differ
     keep_seen: bool = False  # validate also on photographs that the initial weights were trained on
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of `TrainOptions`, those given
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the `TrainOptions` given
 
     def command(self, place: Path, accept: Sequence[str]) -> str:
-        """The command that takes up again what is set aside in `place`."""
+        """The command that resumes the training set aside in `place`."""
         words = ["python", "-m", "pipeline.launch", "pipeline.train"]
         for name in ("keypoints", "out", "reports", "params"):
             given = getattr(self, name)
@@ -56,11 +56,11 @@ class TrainPaths:
 
 
 def check(paths: TrainPaths) -> None:
-    """Before any process starts. RequestError when --resume names no folder."""
+    """Before any process starts: RequestError if --resume names no training."""
     place = Path(paths.resume)
     several = os.environ.get("NNODES", "1") != "1"  # the folder may be on another node: `prepare` asks all
     named = paths.resume not in (AUTO, MUST, NEVER) and not several
-    if named and not _holds_a_training(place) and not _was_taken_up(paths, place):
+    if named and not _holds_a_training(place) and not _was_moved_back(paths, place):
         raise RequestError(
             f"--resume {paths.resume}: no checkpoints there; give {AUTO}, {MUST}, {NEVER}, or a folder in "
             f"{paths.out / SUPERSEDED}"
@@ -68,14 +68,14 @@ def check(paths: TrainPaths) -> None:
 
 
 class Start(NamedTuple):
-    """What a training begins with. saved: the checkpoint to go on from, on every rank; None: it begins."""
+    """How a training starts. saved: the checkpoint to resume from, on every rank; None: from scratch."""
 
     finished: bool
     saved: Optional[Saved] = None
 
 
 def agree(ours: Fingerprint, is_main: bool) -> None:
-    """RequestError on rank 0 where another rank has other parameters, data or code; the others end in silence."""
+    """RequestError on rank 0 if another rank has other parameters, data or code; the others exit silently."""
     disagreement = replicas.disagreement(ours)
     _refuse(
         f"{disagreement}; give every node the same parameters, keypoints and code" if disagreement and is_main else ""
@@ -83,9 +83,9 @@ def agree(ours: Fingerprint, is_main: bool) -> None:
 
 
 def prepare(paths: TrainPaths, ours: Fingerprint, writes: Writes, is_main: bool) -> Start:
-    """Leave in `paths.out` what this training goes on from, or nothing; of several folders all ranks take the furthest.
+    """Leave in `paths.out` what this training resumes from, or nothing; all ranks take the checkpoint of most steps.
 
-    Raises RequestError, on one rank: --resume asks for a checkpoint that does not fit. The others end in silence.
+    Raises RequestError on one rank if --resume asks for a checkpoint that does not fit; the others exit silently.
     """
     work = _Resume(paths, ours, writes.curves, is_main, restarted=distributed.any_rank(_restarted)())
     finished, saved, refusal = False, None, ""
@@ -107,12 +107,12 @@ def prepare(paths: TrainPaths, ours: Fingerprint, writes: Writes, is_main: bool)
         return Start(False)
     newest = replicas.shared(saved, source)
     if writes.checkpoints and not (saved and saved[1]["step"] == newest[1]["step"]):
-        Checkpoints(paths.out).save(newest[1]["step"], *newest)  # a node that has a folder of its own, and lacks it
+        Checkpoints(paths.out).save(newest[1]["step"], *newest)  # a node with a folder of its own that lacks it
     return Start(False, newest)
 
 
 def _refuse(refusal: str) -> None:
-    """End all ranks when one has a reason: there RequestError says it."""
+    """End all ranks if one has a reason, which RequestError reports there."""
     refusals = distributed.all_gather(refusal)
     if refusal:
         raise RequestError(refusal)
@@ -120,21 +120,21 @@ def _refuse(refusal: str) -> None:
         raise SystemExit(2)
 
 
-class _Found(NamedTuple):
-    """What lies in a folder: the keys that do not fit (none: it does), each as a text; is the training finished."""
+class Fit(NamedTuple):
+    """How the training in a folder fits: keys that do not (none: it fits), a text for each, whether it is finished."""
 
     keys: List[str]
     reasons: List[str]
     finished: bool = False
 
 
-NOTHING = _Found(["nothing"], ["no checkpoint"])
+EMPTY = Fit(["nothing"], ["no checkpoint"])
 
 
 class _Resume:
-    """The decision about one folder, on the rank that writes there.
+    """Prepares one folder, on the rank that writes there.
 
-    curves: does it write the curves too? They go with their checkpoints.
+    curves: whether it writes the curves, too, which move with their checkpoints.
     """
 
     def __init__(self, paths: TrainPaths, ours: Fingerprint, curves: bool, is_main: bool, restarted: bool) -> None:
@@ -143,78 +143,73 @@ class _Resume:
         self.is_main, self.restarted = is_main, restarted
 
     def prepare(self) -> bool:
-        """Is the training that is left there finished?"""
+        """Prepare the folder. Returns whether its training is finished."""
         how = self.paths.resume
         if how == NEVER and not self.restarted:
-            self._make_room(_Found([f"resume-{NEVER}"], ["--resume never"]))
+            self._make_room(Fit([f"resume-{NEVER}"], ["--resume never"]))
             return False
         place = Path(how)
         if how not in (AUTO, MUST, NEVER) and _holds_a_training(place):
-            found = self._asked_for(place)
+            fit = self._named(place)
         else:
-            found = self._look(self.out)
-            if found.keys:
-                found = self._from_those_set_aside(found)
+            fit = self._inspect(self.out)
+            if fit.keys:
+                fit = self._from_superseded(fit)
         best = read(self.out / "best.safetensors")
-        if not found.finished and not found.keys and best and self._misfits(best):
-            # `dvc checkout` may have put another training's best model beside our checkpoints
+        if not fit.finished and not fit.keys and best and self._misfits(best):
+            # `dvc checkout` may have put another training's best model next to our checkpoints
             self._set_aside("best-of-another", best_alone=True)
-        return found.finished
+        return fit.finished
 
-    def _asked_for(self, place: Path) -> _Found:
-        """Bring back the folder that --resume names. RequestError when it does not fit."""
-        found = self._look(place)
-        if found.keys:
-            raise RequestError(f"--resume {place}: {'; '.join(found.reasons)}{_fix(found.keys)}")
-        self._make_room(_Found(["resume"], [f"--resume {place}"]), spare=place)
-        self._bring_back(place)
-        return found
+    def _named(self, place: Path) -> Fit:
+        """Move back the folder that --resume names. Raises RequestError if it does not fit."""
+        fit = self._inspect(place)
+        if fit.keys:
+            raise RequestError(f"--resume {place}: {'; '.join(fit.reasons)}{_fix(fit.keys)}")
+        self._make_room(Fit(["resume"], [f"--resume {place}"]), spare=place)
+        self._move_back(place)
+        return fit
 
-    def _from_those_set_aside(self, misfit: _Found) -> _Found:
-        """Bring back what was set aside and fits, of several the one of most steps; else make room to begin."""
-        fitting = [
-            (place, found)
-            for place in sorted(superseded.places(self.out), key=lambda place: -place.steps)
-            for found in [self._look(place.path)]
-            if not found.keys
-        ]
-        if fitting:
-            place, found = fitting[0]
-            self._make_room(misfit, spare=place.path)
-            self._bring_back(place.path)
-            print(f"{place.path} fits: its training is taken up again")
-            return found
+    def _from_superseded(self, misfit: Fit) -> Fit:
+        """Move back the training of most steps that fits; without one make room to start from scratch."""
+        for place in sorted(superseded.places(self.out), key=lambda place: -place.steps):
+            fit = self._inspect(place.path)
+            if not fit.keys:
+                self._make_room(misfit, spare=place.path)
+                self._move_back(place.path)
+                print(f"{place.path} fits: its training is resumed")
+                return fit
         strict = self.paths.resume == MUST or (self.paths.resume not in (AUTO, NEVER) and self.is_main)
-        if strict and misfit != NOTHING:
+        if strict and misfit != EMPTY:
             raise RequestError(f"{self.out}: cannot resume: {'; '.join(misfit.reasons)}{_fix(misfit.keys)}")
         self._make_room(misfit)
         return misfit
 
-    def _look(self, folder: Path) -> _Found:
-        """What lies there, and does it fit?"""
+    def _inspect(self, folder: Path) -> Fit:
+        """How the training in a folder fits."""
         best = read(folder / "best.safetensors")
         curves = self.curves if folder == self.out else folder / "curves"
         whole = all((curves / name).is_file() for name in CURVES)
         as_long = best and best.get("finished") and best["train"]["steps"] == self.ours["train.steps"]
         if best and as_long and whole and not self._misfits(best):
-            return _Found([], [], finished=True)
-        newest, complaints = Checkpoints(folder).load_newest()
-        for complaint in complaints:
-            print(f"warning: {complaint}; {'the one before it is used' if newest else 'there is no other'}")
+            return Fit([], [], finished=True)
+        newest, warnings = Checkpoints(folder).load_newest()
+        for warning in warnings:
+            print(f"warning: {warning}; {'the previous one is used' if newest else 'there is no other'}")
         info = newest[1] if newest else best
         if not info:
-            return _Found(["damaged"], complaints) if complaints else NOTHING
+            return Fit(["damaged"], warnings) if warnings else EMPTY
         saved, keys = fingerprint_of(info), self._misfits(info)
         if not newest and not keys:
-            return _Found(["best-alone"], ["the best model, and no checkpoint"])
-        return _Found(keys, [f"{key}: {saved.get(key)} in the checkpoint, {self.ours.get(key)} now" for key in keys])
+            return Fit(["best-alone"], ["a best model without a checkpoint"])
+        return Fit(keys, [f"{key}: {saved.get(key)} in the checkpoint, {self.ours.get(key)} now" for key in keys])
 
     def _misfits(self, info: Dict[str, Any]) -> List[str]:
-        found = misfits(fingerprint_of(info), self.ours, steps_done(info))
-        return [key for key in found if key not in self.paths.accept]
+        keys = misfits(fingerprint_of(info), self.ours, steps_done(info))
+        return [key for key in keys if key not in self.paths.accept]
 
-    def _make_room(self, why: _Found, spare: Optional[Path] = None) -> None:
-        """Set aside what is there, and say in one line what lies where and which command takes it up again."""
+    def _make_room(self, why: Fit, spare: Optional[Path] = None) -> None:
+        """Set aside what is there. Prints what lies where and the command that resumes it."""
         best, newest = read(self.out / "best.safetensors"), Checkpoints(self.out).load_newest()[0]
         if best and newest and misfits(fingerprint_of(best), fingerprint_of(newest[1]), steps_done(best)):
             self._set_aside("best-of-another", best_alone=True)
@@ -227,17 +222,17 @@ class _Resume:
         if saved:
             accept = ["code"] if "code" in why.keys else []
             first = _first(why.keys, fingerprint_of(saved))
-            line += f"To take it up again{first}: {self.paths.command(place, accept)}"
+            line += f"To resume it{first}: {self.paths.command(place, accept)}"
         else:
-            line += "It has no checkpoint to go on from."
+            line += "It has no checkpoint to resume from."
         print(line)
         superseded.apply_limit(self.out, self.ours["train.superseded_gb"], (place, spare))
 
     def _set_aside(self, reason: str, best_alone: bool = False) -> Optional[Path]:
-        """Move the checkpoints, the best model and the curves away; the new place, None where there is nothing.
+        """Move checkpoints, best model and curves to a new folder. Returns it; None if there is nothing to move.
 
-        reason: a few words for its name. best_alone: the checkpoints stay, they are another training's. Whoever is
-        killed in between has moved some files and lost none.
+        reason: a part of its name. best_alone: the checkpoints stay, since they are another training's. A kill in
+        between loses no file.
         """
         steps = [] if best_alone else list(self.out.glob("step-*"))
         best = list(self.out.glob("best.*"))
@@ -253,8 +248,8 @@ class _Resume:
         _move((*best, *steps), place)
         return place
 
-    def _bring_back(self, place: Path) -> None:
-        """Move the files of `place` to where the training works, which must be empty; newest checkpoint last."""
+    def _move_back(self, place: Path) -> None:
+        """Move the files of `place` back to `out`, which must be empty; the newest checkpoint last."""
         if self.moves_curves:
             _move((place / "curves").glob("*.csv"), self.curves)
         _move((*place.glob("best.*"), *place.glob("step-*")), self.out)
@@ -264,32 +259,32 @@ class _Resume:
 
 
 def _move(files: Iterable[Path], folder: Path) -> None:
-    """In the order of their names: the newest checkpoint goes last."""
+    """Move files in the order of their names: the newest checkpoint last."""
     for file in sorted(files):
         folder.mkdir(parents=True, exist_ok=True)
         shutil.move(str(file), str(folder / file.name))
 
 
 def _first(keys: List[str], saved: Fingerprint) -> str:
-    """What has to be done before the command can take a training up again."""
+    """What to do before the command that resumes a training."""
     named = {key.partition(".")[2]: saved.get(key) for key in keys if key.startswith("train.")}
     changes = [f"train.{name}: {value}" for name, value in named.items() if name not in TrainOptions.model_fields]
     options = [flag(name, value) for name, value in named.items() if name in TrainOptions.model_fields]
     words = [f"set {', '.join(changes)} in params.yaml"] if changes else []
     words += [f"give {' '.join(options)}"] if options else []
-    words += ["bring back the keypoints it was trained on"] if "data" in keys else []
-    words += ["take as many processes"] if "world_size" in keys else []
+    words += ["restore the keypoints it was trained on"] if "data" in keys else []
+    words += ["use as many processes"] if "world_size" in keys else []
     return f", {' and '.join(words)} and run" if words else ""
 
 
 def _fix(keys: List[str]) -> str:
     if keys == ["code"]:
-        return "; --accept code goes on with the code as it is now"
-    return "; make them equal again to go on" if NOTHING.keys != keys else ""
+        return "; --accept code resumes with the current code"
+    return "; make them equal again to resume" if EMPTY.keys != keys else ""
 
 
 def _restarted() -> bool:
-    """Has the launcher, or torchrun, started us again after a rank was lost? Then `never` has been obeyed already."""
+    """Whether the launcher or torchrun restarted us after a lost rank: then `never` has taken effect already."""
     return "SG_RESTARTED" in os.environ or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
@@ -297,6 +292,6 @@ def _holds_a_training(place: Path) -> bool:
     return any(place.glob("*.safetensors"))
 
 
-def _was_taken_up(paths: TrainPaths, place: Path) -> bool:
-    """The command given again, or a restart after a lost rank: the folder's files are in `paths.out` now."""
+def _was_moved_back(paths: TrainPaths, place: Path) -> bool:
+    """Whether the folder's files are in `paths.out` by now: the same command again, or a restart after a lost rank."""
     return place.resolve().parent == (paths.out / SUPERSEDED).resolve() and _holds_a_training(paths.out)

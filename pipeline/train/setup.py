@@ -1,4 +1,4 @@
-"""From parameters to the things a training works with: batch sizes, model, optimiser, parallel wrapper."""
+"""Builds a training from its parameters: batch sizes, model, optimiser, parallel wrapper."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from superglue_sift.network import normalization
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.weights import BadCheckpoint, load_model_file
 
-# Micro-batches of a step with bitwise_elastic, so that worlds of 1, 2, 4 and 8 give the same bytes.
+# Micro-batches of a step with bitwise_elastic: 1, 2, 4 and 8 processes give the same bytes.
 ELASTIC_PARTS = 8
-# Mutual nearest keypoints closer than POSITIVE_PX in the view are a true match; those without a neighbour closer than
-# NEGATIVE_PX are truly unmatched; in between SIFT's positions are too uncertain to teach either.
+# Mutual nearest keypoints closer than POSITIVE_PX are a true match; keypoints without a neighbour closer than
+# NEGATIVE_PX are unmatched; in between SIFT's positions are too uncertain to teach either.
 POSITIVE_PX, NEGATIVE_PX = 3.0, 5.0
-ZOOM_MAX = 8.0  # of the recipe, too
+ZOOM_MAX = 8.0  # of the recipe of the shipped weights (docs/recipe.md)
 
 
 class Parts(NamedTuple):
-    """The objective, what a step calls for it (in a group its DistributedDataParallel), and the state to save.
+    """The objective, its parallel wrapper (what a step calls), and the state to save.
 
-    init_threshold: the `match_threshold` of `train.init_from`; None where there is none.
+    init_threshold: `match_threshold` of `train.init_from`, if any.
     """
 
     objective: MatchingObjective
@@ -50,7 +50,7 @@ class Parts(NamedTuple):
 
 
 def processes(train: TrainParams, proposed: int) -> int:
-    """How many local processes to start: one for DataParallel and for `single`, else as many as proposed."""
+    """Number of local processes to start: one for DataParallel and `single`, else as proposed."""
     return proposed if train.parallel == "ddp" else 1
 
 
@@ -58,7 +58,7 @@ def global_batch(train: TrainParams, world_size: int) -> int:
     """Pairs of one step over all ranks.
 
     Raises:
-        RequestError: `bitwise_elastic` needs another number of ranks, or `parallel` a single one.
+        RequestError: `bitwise_elastic` needs another number of ranks, or `parallel` one rank.
     """
     if world_size > 1 and train.parallel != "ddp":
         raise RequestError(f"--parallel {train.parallel} runs in one process: set NPROC_PER_NODE=1")
@@ -82,7 +82,7 @@ def elastic_parts(batch: int) -> int:
 
 
 def step_size(train: TrainParams, pairs: int, world_size: int, keypoints: int, record: int) -> StepSize:
-    """What the batches of one rank's step take, of `pairs` pairs of `keypoints` records of `record` bytes at most."""
+    """Size of one rank's step: `pairs` over all ranks, of at most `keypoints` records of `record` bytes a view."""
     parts = elastic_parts(pairs) if train.bitwise_elastic else train.accumulate
     return StepSize(-(-pairs // world_size), keypoints, record, parts)
 
@@ -96,7 +96,7 @@ def read_model(path: Union[str, Path], asked_by: str) -> Tuple[Dict[str, Tensor]
 
 
 def check_device(train: TrainParams) -> None:
-    """RequestError when this machine cannot do what `train` asks of it."""
+    """Raises RequestError if this machine lacks what `train` needs."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     precision.on(train.precision, torch.device(kind))
     missing = compat.no_compiler(kind) if train.compile else ""
@@ -105,23 +105,23 @@ def check_device(train: TrainParams) -> None:
 
 
 def check_features(train: TrainParams, store: Store) -> None:
-    """RequestError when the training needs what the keypoints of `store` do not have."""
-    asked = [name for name in ("neighbours", "rotation_deg", "zoom") if getattr(train, name)]
-    if asked and not store.scale_angle:
+    """Raises RequestError if the training needs scales and angles and the keypoints of `store` have none."""
+    keys = [name for name in ("neighbours", "rotation_deg", "zoom") if getattr(train, name)]
+    if keys and not store.scale_angle:
         raise RequestError(
-            f"train.{asked[0]} = {getattr(train, asked[0])}: {store.extractor} gives neither scale nor angle; "
+            f"train.{keys[0]} = {getattr(train, keys[0])}: {store.extractor} gives neither scale nor angle; "
             "set neighbours: false, rotation_deg: 0 and zoom: 0"
         )
 
 
 def _agreed_precision(asked: str, device: torch.device) -> precision.Choice:
-    """One for all ranks, whose devices may differ."""
-    chosen = distributed.all_gather(tuple(precision.on(asked, device)))
-    return precision.Choice(*min(chosen, key=lambda each: precision.LEAST_FIRST.index(each[0])))
+    """One precision for all ranks, whose devices may differ."""
+    choices = distributed.all_gather(tuple(precision.on(asked, device)))
+    return precision.Choice(*min(choices, key=lambda choice: precision.BY_SUPPORT.index(choice[0])))
 
 
 def network(train: TrainParams, store: Optional[Store] = None) -> SuperGlue:
-    """The network, untrained. store: whose keypoints it is for; None: SIFT's."""
+    """The untrained network for the keypoints of `store` (None: SIFT's)."""
     names = (field.name for field in dataclasses.fields(SuperGlueConfig))
     values: Dict[str, Any] = {name: getattr(train, name) for name in names if hasattr(train, name)}
     values["scale_angle"] = store is None or store.scale_angle
@@ -132,20 +132,17 @@ def network(train: TrainParams, store: Optional[Store] = None) -> SuperGlue:
 
 
 def build(train: TrainParams, context: distributed.Context, store: Optional[Store] = None) -> Tuple[Parts, List[str]]:
-    """Everything to train with, equal on every rank since all have the same seed, and messages of what was chosen.
-
-    store: whose keypoints they are; None: SIFT's.
-    """
+    """The parts of a training on `store` (None: SIFT keypoints), equal on every rank, and messages to print."""
     seed_everything(train.seed, train.deterministic or train.bitwise_elastic)
     if train.bitwise_elastic:
-        torch.set_num_threads(1)  # a product split over other threads is rounded otherwise
+        torch.set_num_threads(1)  # the rounding of a product depends on the number of threads
     model = network(train, store)
     chosen = _agreed_precision(train.precision, context.device)
     messages = [str(chosen)]
     if train.parallel == "dp" and torch.cuda.device_count() < 2:
-        messages.append("--parallel dp does nothing here: there are no GPUs to share a batch; leave it out")
-    taken_over, init_threshold = _take_over(model, train.init_from) if train.init_from else ([], None)
-    messages += taken_over
+        messages.append("--parallel dp does nothing here: it needs several GPUs; leave it out")
+    loaded, init_threshold = _initialize(model, train.init_from) if train.init_from else ([], None)
+    messages += loaded
     frozen = freeze(model, train.freeze)
     messages += [f"frozen: {', '.join(frozen)}"] if frozen else []
     model.to(context.device)
@@ -169,7 +166,7 @@ def build(train: TrainParams, context: distributed.Context, store: Optional[Stor
 def seed_everything(seed: int, deterministic: bool = False) -> None:
     """Seed Python, NumPy and torch (every device). `deterministic` also asks torch for reproducible kernels.
 
-    Training draws from generators of its own (seed, epoch, index); this is for what others draw behind it.
+    Training draws from its own generators (seed, epoch, index); this covers libraries that draw from the global ones.
     """
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
@@ -179,22 +176,22 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
 
 
 def set_deterministic() -> None:
-    """Ask torch and cuBLAS for kernels that give the same bits twice; slower on a GPU, free on a CPU."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts, so set it early
+    """Ask torch and cuBLAS for reproducible kernels; slower on a GPU, not on a CPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be set before cuBLAS starts
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
 
 
 def augmentation(train: TrainParams) -> Augmentation:
-    """What changes about each pair of the training."""
+    """The augmentation of the training pairs."""
     return Augmentation(
         drop=train.keypoint_drop,
-        turn_deg=train.rotation_deg,
+        rotation_deg=train.rotation_deg,
         window=train.window,
-        unrelated_share=train.negatives,
+        negatives=train.negatives,
         min_keypoints=train.min_keypoints,
-        zoom_share=train.zoom,
+        zoom_fraction=train.zoom,
         zoom_max=ZOOM_MAX,
     )
 
@@ -206,13 +203,13 @@ def _wrap(train: TrainParams, objective: MatchingObjective) -> nn.Module:
 
 
 def _compile(model: SuperGlue) -> None:
-    """Compile what is dense in a layer; attention between ragged sets stays as it is."""
+    """Compile the dense part of each layer; attention between ragged sets is not compiled."""
     for layer in (*model.self_attention, *model.cross_attention):
         layer.get_submodule("mlp").compile(dynamic=True)
 
 
-def _take_over(model: SuperGlue, path: str) -> Tuple[List[str], Optional[float]]:
-    """What was taken, in words, and the threshold that comes with it."""
+def _initialize(model: SuperGlue, path: str) -> Tuple[List[str], Optional[float]]:
+    """Load what fits of the model file `path`. Returns messages and the file's threshold."""
     tensors, info = read_model(path, "train.init_from")
     taken, skipped, missing = initialize_from(model, tensors)
     messages = [f"initial weights from {path}: {len(taken)} tensors taken"]

@@ -1,4 +1,4 @@
-"""All that a training must remember, as one set of tensors and one JSON."""
+"""The state of a training, as one set of tensors and one JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TrainState:
         self.step = 0  # optimiser steps done
         self.best: Optional[float] = None  # best validation f1 so far
         self.best_step = 0
-        self.best_figures: Dict[str, float] = {}  # all of that validation
+        self.best_figures: Dict[str, float] = {}  # all metrics of that validation
         self.best_weights: Dict[str, Tensor] = {}  # on the host
         self.validated = -1  # step of the last validation
         self.skipped = 0  # steps not applied because the gradient was not finite
@@ -45,27 +45,27 @@ class TrainState:
         return {"model": self.model.config.to_dict(), **plain, "scaler": self.scaler.state_dict()}
 
     def restore(self, tensors: Dict[str, Tensor], info: Dict[str, Any]) -> None:
-        """Become the state that was saved."""
+        """Load a saved state."""
         self.model.load_state_dict(_part(tensors, "model."))
         restore_optimizer(self.optimizer, _part(tensors, "optimizer."))
         self.ema.restore(_part(tensors, "average."))
         torch.set_rng_state(tensors["rng.cpu"])
-        if info["scaler"]:  # empty: it was saved in another precision, which scales nothing
+        if info["scaler"]:  # empty if saved in a precision without scaling
             self.scaler.load_state_dict(info["scaler"])
         self.best_weights = _part(tensors, BEST_PREFIX)
         for name in self.PLAIN:
             setattr(self, name, info.get(name, getattr(self, name)))
 
-    def keep_best(self, figures: Dict[str, float]) -> bool:
-        """Remember the model as it is when no validation was better; tells whether it does."""
-        if self.best is not None and figures["f1"] <= self.best:
+    def keep_best(self, metrics: Dict[str, float]) -> bool:
+        """Keep a copy of the weights if this validation is the best so far; returns whether it is."""
+        if self.best is not None and metrics["f1"] <= self.best:
             return False
-        self.best, self.best_step, self.best_figures = figures["f1"], self.step, figures
+        self.best, self.best_step, self.best_figures = metrics["f1"], self.step, metrics
         self.best_weights = {k: v.detach().cpu().clone() for k, v in self.weights().items()}
         return True
 
     def weights(self) -> Dict[str, Tensor]:
-        """The weights to validate and to ship: the moving average where there is one."""
+        """The weights to validate and to ship: the moving average if there is one."""
         return self.ema.values or self.model.state_dict()
 
 
@@ -74,11 +74,11 @@ def _part(tensors: Dict[str, Tensor], prefix: str) -> Dict[str, Tensor]:
 
 
 def initialize_from(model: SuperGlue, tensors: Dict[str, Tensor]) -> Tuple[List[str], List[str], List[str]]:
-    """Take over what fits from another model's weights: names taken, skipped (shape differs), missing there."""
+    """Load the weights of another model that fit. Returns the names taken, skipped (shape differs), missing there."""
     given = _part(tensors, "model.") or tensors
-    own = model.state_dict()
-    taken = [n for n in own if n in given and given[n].shape == own[n].shape]
-    skipped = [n for n in own if n in given and given[n].shape != own[n].shape]
-    missing = [n for n in own if n not in given]
-    model.load_state_dict({**own, **{n: given[n] for n in taken}})
+    weights = model.state_dict()
+    taken = [n for n in weights if n in given and given[n].shape == weights[n].shape]
+    skipped = [n for n in weights if n in given and given[n].shape != weights[n].shape]
+    missing = [n for n in weights if n not in given]
+    model.load_state_dict({**weights, **{n: given[n] for n in taken}})
     return taken, skipped, missing

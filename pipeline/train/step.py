@@ -1,4 +1,4 @@
-"""One optimiser step: the gradient of the mean loss over all pairs of all ranks, and what is done with it."""
+"""One optimiser step: the gradient of the mean loss over all pairs of all ranks, clipping and update."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from pipeline import compat
 from pipeline.processes import distributed, faults
 from superglue_sift.batch import PairBatch
 
-Values = Dict[str, List[Tensor]]  # by name, of each micro-batch's pairs
+Values = Dict[str, List[Tensor]]  # by name: for each micro-batch the values of its pairs
 
 
 class StepResult(NamedTuple):
-    """What a step did.
+    """Result of a step.
 
     sums: this rank's sums by name (see MatchingObjective) and its number of `pairs`; grad_norm: before clipping;
-    applied: False when the gradient was not finite; bad_pairs: places, in this rank's share, of pairs whose loss
-    was not finite.
+    applied: False if the gradient was not finite; bad_pairs: indices of this rank's pairs with a loss that was not.
     """
 
     sums: Dict[str, float]
@@ -41,16 +40,16 @@ def train_step(
 ) -> StepResult:
     """One step over this rank's micro-batches.
 
-    Each rank weighs its gradient by its own number of pairs: the sum of its losses times world size over the
-    pairs of all ranks, of which DistributedDataParallel then takes the mean. That is the gradient of one
-    process with the whole batch, also when the ranks' shares are uneven or empty.
+    Each rank computes the gradient of (sum of its losses) * world size / (pairs of all ranks), and
+    DistributedDataParallel averages these. The result is the gradient of one process with the whole batch, also if
+    the ranks have different numbers of pairs, or none.
 
     Args:
-        objective: MatchingObjective, in DistributedDataParallel where there are several processes.
+        objective: MatchingObjective, in DistributedDataParallel if there are several processes.
         scaler: torch's GradScaler, enabled for float16 only.
         micro_batches: one or more PairBatches, on the device; gradients are exchanged with the last.
         pairs: pairs in this step over all ranks and micro-batches.
-        clip_norm: largest norm of the gradient; 0 does not clip.
+        clip_norm: largest norm of the gradient; 0: no clipping.
     """
     last = len(micro_batches) - 1
 
@@ -74,12 +73,12 @@ def elastic_step(
     pairs: int,
     clip_norm: float,
 ) -> StepResult:
-    """The same step with the same bytes at any world size: gradients are added in one order.
+    """The same step with the same bytes at any world size: gradients are added in a fixed order.
 
-    The batch is cut into a fixed number of micro-batches; ranks take contiguous runs of them, exchange the
-    gradient of each, and every rank adds all of them in the order of the batch. Batch normalisation uses each
-    micro-batch's own statistics, and its running statistics move by their mean. Costs one copy of the gradient
-    a micro-batch, in memory and on the wire.
+    The batch is cut into a fixed number of micro-batches. Ranks take contiguous runs of them and exchange the gradient
+    of each; every rank adds all gradients in the order of the batch. Batch normalisation uses each micro-batch's own
+    statistics; running statistics move by their mean. It costs a copy of the gradient per micro-batch, in memory and
+    in traffic.
 
     Args: as `train_step`; `objective` is not in DistributedDataParallel, and every rank has equally many micro-batches.
     """
@@ -97,7 +96,7 @@ def elastic_step(
             rows.append(torch.cat([t.detach().flatten() for t in (*gradients, *buffers)]))
         gathered = distributed.all_gather_tensor(torch.stack(rows)).flatten(0, 1)
         total = torch.zeros_like(gathered[0])
-        for row in gathered:  # one after another: the order of a library's sum is not promised
+        for row in gathered:  # one by one: libraries do not promise an order of summation
             total += row
         pieces = total.split([t.numel() for t in (*parameters, *buffers)])
         for parameter, piece in zip(parameters, pieces):
@@ -134,7 +133,7 @@ def _backward(objective: nn.Module, batch: PairBatch, wait: bool, scaler, weight
 
 
 def _attempts(device: torch.device) -> Tuple[bool, ...]:
-    """`wait` of each attempt: on a GPU none until a gradient that is not finite calls for it."""
+    """`wait` of each attempt: a GPU waits only if the gradient of the first is not finite."""
     return (True,) if device.type == "cpu" else (False, True)
 
 
@@ -146,16 +145,15 @@ def _stepped(
     clip_norm: float,
     device: torch.device,
 ) -> StepResult:
-    """Clip and step, unless the gradient is not finite.
+    """Clip and step, unless the gradient is not finite, which leaves running statistics as they were.
 
-    Its norm is taken after the exchange, so every rank sees the same norm and all do the same without asking each
-    other. What is not finite leaves no trace in the running statistics.
+    The norm is computed after the exchange: it is the same on every rank, and so is the decision.
     """
     statistics = _statistics(objective)
     before = [b.clone() for b in statistics]
     for wait in _attempts(device):
-        joined, figures = _enqueued(gradient(wait), optimizer, scaler, clip_norm)
-        grad_norm, *sums = figures.tolist()  # in one piece: the only device-to-host synchronisation of a step
+        joined, totals = _enqueued(gradient(wait), optimizer, scaler, clip_norm)
+        grad_norm, *sums = totals.tolist()  # the only device-to-host synchronisation of a step
         applied = math.isfinite(grad_norm)
         if applied:
             break
@@ -173,7 +171,7 @@ def _stepped(
 def _enqueued(
     values: Values, optimizer: torch.optim.Optimizer, scaler, clip_norm: float
 ) -> Tuple[Dict[str, Tensor], Tensor]:
-    """Clips the gradient; the values by name, and its norm before with their sums, (1 + names,) float64."""
+    """Clip the gradient. Returns the values by name, and (1 + names,) float64: norm before clipping, sums."""
     scaler.unscale_(optimizer)
     norm = compat.clip_grad_norm_(_parameters(optimizer), clip_norm if clip_norm > 0 else math.inf)
     joined = torch.cat([part for parts in values.values() for part in parts]).view(len(values), -1)

@@ -1,8 +1,8 @@
-"""Trainings that were set aside: which there are, what they take, and which of them go.
+"""Trainings that were set aside: listing them, their size, deleting them.
 
-checkpoints/superseded/<date>-<reason>/    step-*, best.* and the curves, as they lay
+checkpoints/superseded/<date>-<reason>/    step-*, best.* and the curves
 
-None goes but by `python -m pipeline.prune`, which asks, or where `--superseded-gb` sets a limit.
+Only `python -m pipeline.prune`, which asks, and a limit by `--superseded-gb` delete them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PRUNE = "python -m pipeline.prune"
 
 
 class Place(NamedTuple):
-    """One training that was set aside. size: in bytes; steps: of its newest checkpoint, or its finished best model."""
+    """A training that was set aside. size: bytes; steps: of its newest checkpoint or finished best model."""
 
     path: Path
     size: int
@@ -31,12 +31,12 @@ class Place(NamedTuple):
 
 
 def places(out: Path) -> List[Place]:
-    """What was set aside of the checkpoints in `out`, newest first."""
+    """The trainings set aside in `out`, newest first."""
     return [_described(path) for path in sorted((out / SUPERSEDED).glob("*/"), reverse=True)]
 
 
 def summary(out: Path) -> str:
-    """One line: how many there are, what they take and how to be rid of them; "" where there is none."""
+    """One line with their number, their size and how to delete them; "" if there are none."""
     held = places(out)
     if not held:
         return ""
@@ -47,9 +47,9 @@ def summary(out: Path) -> str:
 
 
 def apply_limit(out: Path, gigabytes: float, spare: Iterable[Optional[Path]]) -> None:
-    """Delete the oldest until all take `gigabytes` (0: no limit) at most, never the one with the most steps.
+    """Delete the oldest until the rest takes at most `gigabytes` (0: no limit), but never the one with the most steps.
 
-    spare: others that stay. A line says what was deleted.
+    spare: others to keep. Prints what was deleted.
     """
     held = places(out) if gigabytes else []
     spared = {path.resolve() for path in spare if path}
@@ -68,7 +68,7 @@ def delete(place: Place) -> None:
 
 
 def read(path: Path) -> Optional[Dict[str, Any]]:
-    """What a model file says of itself; None where it is missing or damaged."""
+    """The description inside a model file; None if it is missing or damaged."""
     try:
         return load_model_file(path)[1]
     except (FileNotFoundError, BadCheckpoint):

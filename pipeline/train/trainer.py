@@ -1,4 +1,4 @@
-"""The training loop of one rank: read a step's batches, step, now and then validate, save, and stop when asked to."""
+"""The training loop of one rank: load batches, step, once in a while validate and save, stop on request."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from pipeline.train.pairs.order import PairOrder, Sample, rank_slice
 from pipeline.train.pairs.workers import a_process_died
 from pipeline.train.replicas import Saved, Writes
 from pipeline.train.step import StepResult, elastic_step, train_step
-from pipeline.train.validation import ENOUGH_IMAGES, ratio_test_f1, validate
+from pipeline.train.validation import MIN_IMAGES, ratio_test_f1, validate
 from superglue_sift.batch import PairBatch
 from superglue_sift.weights import load_model_file
 
-CLIP_NORM = 1.0  # of the gradient, so that no single batch moves the weights far
-MAX_SKIPPED = 20  # steps without a finite gradient: more mean divergence, not bad luck
+CLIP_NORM = 1.0  # largest norm of the gradient: no single batch moves the weights far
+MAX_SKIPPED = 20  # steps without a finite gradient: more mean that the training diverges
 
 
 class StepBatches:
@@ -45,18 +45,18 @@ class StepBatches:
         self.train, self.store, self.pairs, self.context = train, store, pairs, context
         self._order = PairOrder(train.seed, len(store), store.views_per_image)
         self._augmentation = setup.augmentation(train)
-        most = min(train.max_keypoints, int(store.counts.max(initial=1)))
-        size = setup.step_size(train, pairs, context.world_size, most, store.dtype.itemsize)
+        keypoints = min(train.max_keypoints, int(store.counts.max(initial=1)))
+        size = setup.step_size(train, pairs, context.world_size, keypoints, store.dtype.itemsize)
         self._load, self._prefetched = choose(train.loader, context.device, size)
 
     def samples(self, step: int) -> List[List[Sample]]:
-        """This rank's share of global step `step`, in micro-batches."""
+        """This rank's pairs of global step `step`, in micro-batches."""
         samples, context = self._order.step(step, self.pairs), self.context
         if self.train.bitwise_elastic:
             parts = split_evenly(samples, setup.elastic_parts(self.pairs))
             return parts[rank_slice(len(parts), context.rank, context.world_size)]
-        own = samples[rank_slice(self.pairs, context.rank, context.world_size)]
-        return split_evenly(own, self.train.accumulate)
+        samples = samples[rank_slice(self.pairs, context.rank, context.world_size)]
+        return split_evenly(samples, self.train.accumulate)
 
     def load(self, step: int) -> List[PairBatch]:
         """The PairBatches of `samples`, on the host."""
@@ -65,7 +65,7 @@ class StepBatches:
         return [self._load(self.store, part, train.max_keypoints, self._augmentation) for part in self.samples(step)]
 
     def prefetched(self, steps: Sequence[int]) -> Generator[List[PairBatch], None, None]:
-        """`load` of each of `steps`, made before it is asked for; closing it ends the thread or processes."""
+        """`load` of each of `steps`, in advance; closing the generator ends the thread or processes."""
         return self._prefetched(self.load, steps)
 
 
@@ -80,21 +80,23 @@ class Training:
         self.pairs = setup.global_batch(self.train, context.world_size)
         self.store, self.held_out = store, held_out
         self.batches = StepBatches(self.train, store, self.pairs, context)
-        begun_from = Path(self.train.init_from) if self.train.init_from else None
-        self.validation = unseen.validation(self.train, held_out, begun_from, paths.keep_seen)
+        initial = Path(self.train.init_from) if self.train.init_from else None
+        self.validation = unseen.validation(self.train, held_out, initial, paths.keep_seen)
         self.trained_on = unseen.trained_with(self.train, store)
         parts, self.messages = setup.build(self.train, context, store)
-        self.messages += self.validation.said
+        self.messages += self.validation.messages
         self.objective, self.ddp_model, self.state, self._init_threshold = parts
         self.checkpoints = Checkpoints(paths.out)
         self._compared = -1  # step at which the replicas were last compared
         self.fingerprint = identity.fingerprint(self.train, self.store.digest, context.world_size)
-        self.identity = identity.identity(self.fingerprint)  # a training that goes on keeps the one it began with
-        self.versions = [{"step": 0, **identity.versions()}]  # that computed, from each step on
+        self.identity = identity.identity(self.fingerprint)  # a resumed training keeps its first one
+        self.versions = [{"step": 0, **identity.versions()}]  # of packages, from each step on
 
     def run(self) -> int:
         """Train to the last step, or until asked to stop; 0 or 143."""
-        self.writes = Writes(*(distributed.writes(each, self.context) for each in (self.paths.out, self.paths.reports)))
+        self.writes = Writes(
+            *(distributed.writes(folder, self.context) for folder in (self.paths.out, self.paths.reports))
+        )
         resume.agree(
             {**self.fingerprint, "validation pairs": json_digest(self.validation.samples)}, self.context.is_main
         )
@@ -112,7 +114,7 @@ class Training:
             except RuntimeError as error:
                 if a_process_died(error):
                     where = f"rank {self.context.rank} at step {self.state.step}"
-                    end_as_lost(f"{where}: a process that makes batches died (killed, or out of memory): {error}")
+                    end_as_lost(f"{where}: a process that loads batches died (killed, or out of memory): {error}")
                 if not distributed.lost_peer(error):
                     raise
                 raise WorkError(
@@ -127,11 +129,11 @@ class Training:
         return 0
 
     def _already_finished(self) -> int:
-        """The best model is that of this very training, finished: nothing to do but to say so."""
+        """Report that this training is finished; write what is missing."""
         if self.context.is_main:
             path, reports = self.paths.out / "best.safetensors", self.paths.reports
             weights, info = load_model_file(path)
-            if info["code"] != self.fingerprint["code"]:  # accepted on request: the next run need not ask
+            if info["code"] != self.fingerprint["code"]:  # accepted by --accept: the next run need not ask
                 self.checkpoints.save_best(weights, {**info, "code": self.fingerprint["code"]})
             if not trained_on.list_of(path).is_file():
                 trained_on.write(path, self.trained_on)
@@ -144,7 +146,7 @@ class Training:
         return 0
 
     def validate_only(self) -> int:
-        """Print the figures of the best model so far, or of `train.init_from`; 0."""
+        """Print the metrics of the best model so far, or of `train.init_from`; 0."""
         source = self.train.init_from or self.paths.out / "best.safetensors"
         if not self.train.init_from:
             weights = setup.read_model(source, "--validate-only")[0] if self.context.is_main else {}
@@ -153,14 +155,14 @@ class Training:
         if self.context.is_main:
             chosen = unseen.validation(self.train, self.held_out, Path(source), self.paths.keep_seen)
         samples = distributed.broadcast(chosen.samples)
-        figures = validate(self.objective, self.held_out, samples, self.train.max_keypoints, self.context)
+        metrics = validate(self.objective, self.held_out, samples, self.train.max_keypoints, self.context)
         if self.context.is_main:
-            print(*chosen.said, sep="\n", end="\n" if chosen.said else "")
-            print(f"{source}: " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
+            print(*chosen.messages, sep="\n", end="\n" if chosen.messages else "")
+            print(f"{source}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
         return 0
 
     def _loop(self, logger: TrainingLogger) -> bool:
-        """True when the last step is done, False when a signal came first (a checkpoint is then saved)."""
+        """Train. True: the last step is done; False: stopped by a signal, after a checkpoint."""
         state, train = self.state, self.train
         steps = range(state.step, train.steps)
         profile_steps = train.profile_steps if self.context.is_main else 0
@@ -169,8 +171,8 @@ class Training:
             contextlib.closing(self.batches.prefetched(steps)) as loader,
             profiled(profile_steps, self.paths.reports / "profile") as step_profiled,
         ):
-            given = state.step == 0 and train.init_from  # the weights as given may stay the best
-            if given or (state.step == train.steps != state.validated):  # it ends where it was stopped
+            initial = state.step == 0 and train.init_from  # the initial weights may stay the best
+            if initial or (state.step == train.steps != state.validated):  # stopped before its last validation
                 self._report_validation(logger, line)
             waiting = time.perf_counter()
             for micro_batches in loader:
@@ -206,14 +208,14 @@ class Training:
         logger.add_step(result, waited)
         if state.step % train.log_every == 0 or state.step == train.steps:
             dustbin = float(state.model.dustbin.detach())
-            figures = {"lr": lr, "grad_norm": result.grad_norm, "dustbin": dustbin}
-            logger.log_point(state.step, {**figures, "skipped_steps": float(state.skipped)})
+            metrics = {"lr": lr, "grad_norm": result.grad_norm, "dustbin": dustbin}
+            logger.log_point(state.step, {**metrics, "skipped_steps": float(state.skipped)})
 
     def _live_line(self) -> LiveLine:
-        """Of all steps, on rank 0."""
-        on = self.held_out, self.validation.samples, self.train.max_keypoints, self.context
-        mark = ratio_test_f1(self.objective, *on)
-        return LiveLine(self.train.steps, self.state.step, mark, self.state.best, self.context.is_main)
+        """The progress line, on rank 0."""
+        data = self.held_out, self.validation.samples, self.train.max_keypoints, self.context
+        baseline = ratio_test_f1(self.objective, *data)
+        return LiveLine(self.train.steps, self.state.step, baseline, self.state.best, self.context.is_main)
 
     def _gradient_step(self, batches: List[PairBatch]) -> StepResult:
         common = (self.ddp_model, self.state.optimizer, self.state.scaler, batches, self.pairs)
@@ -225,23 +227,23 @@ class Training:
             if "out of memory" not in str(error):
                 raise
             train, world_size = self.train, self.context.world_size
-            here = -(-self.pairs // world_size // train.accumulate)
+            pairs = -(-self.pairs // world_size // train.accumulate)
             raise WorkError(
-                f"out of memory at step {self.state.step} with {here} pairs at a time: set "
-                f"train.accumulate: {train.accumulate * 2} (the same steps, {max(here // 2, 1)} pairs at a time), or "
+                f"out of memory at step {self.state.step} with {pairs} pairs at a time: set "
+                f"train.accumulate: {train.accumulate * 2} (the same steps, {max(pairs // 2, 1)} pairs at a time), or "
                 f"train.batch: {max(self.pairs // 2, world_size)}"
             ) from error
 
     def _skipped(self, result: StepResult) -> None:
-        """A gradient was not finite: every rank is here. Say which pairs, and give up after too many."""
+        """Print the pairs of a gradient that was not finite, and give up after too many; all ranks call it."""
         state = self.state
-        own = [sample for part in self.batches.samples(state.step) for sample in part]
-        named = [self._name(own[place]) for place in result.bad_pairs]
-        bad = [name for names in distributed.all_gather(named) for name in names]
+        samples = [sample for part in self.batches.samples(state.step) for sample in part]
+        names = [self._name(samples[index]) for index in result.bad_pairs]
+        bad = [name for names in distributed.all_gather(names) for name in names]
         if self.context.is_main:
             print(f"step {state.step}: the gradient is not finite, skipped; pairs: {', '.join(bad) or 'none alone'}")
         if state.scaler.is_enabled() and not bad:
-            return  # the scaler feels its way to the largest scale that does not overflow
+            return  # the scaler searches for the largest scale that does not overflow
         state.skipped += 1
         if state.skipped > MAX_SKIPPED:
             raise WorkError(
@@ -254,40 +256,40 @@ class Training:
 
     def _report_validation(self, logger: TrainingLogger, line: LiveLine) -> None:
         """Validate, log it and show it."""
-        figures = self._validate()
-        logger.log_validation(self.state.step, figures)
-        line.validated(self.state.step, figures)
+        metrics = self._validate()
+        logger.log_validation(self.state.step, metrics)
+        line.validated(self.state.step, metrics)
 
     def _validate(self) -> Dict[str, float]:
-        """Figures of the weights that would be shipped; keeps them as `best` when they are."""
+        """Metrics of the weights that would be shipped; kept as `best` if they are the best."""
         state = self.state
         faults.at("eval")
         self._compare_replicas()
         state.validated = state.step
-        figures = self._figures_of(state.weights())
-        if state.keep_best(figures):
+        metrics = self._metrics_of(state.weights())
+        if state.keep_best(metrics):
             self._save_best()
-        return figures
+        return metrics
 
-    def _figures_of(self, weights: Dict[str, Tensor]) -> Dict[str, float]:
-        """Validation of `weights`; the model keeps its own."""
+    def _metrics_of(self, weights: Dict[str, Tensor]) -> Dict[str, float]:
+        """Validation of `weights`; the model's own weights are restored."""
         model = self.state.model
-        own = {name: value.clone() for name, value in model.state_dict().items()}
+        before = {name: value.clone() for name, value in model.state_dict().items()}
         model.load_state_dict(weights)
-        figures = validate(
+        metrics = validate(
             self.objective, self.held_out, self.validation.samples, self.train.max_keypoints, self.context
         )
-        model.load_state_dict(own)
-        return figures
+        model.load_state_dict(before)
+        return metrics
 
     def _compare_replicas(self) -> None:
-        """Once a step: ends the run where the ranks hold different weights."""
+        """Once a step: end the run if the ranks hold different weights."""
         if self._compared != self.state.step:
             replicas.check(self.state, self.context.is_main)
             self._compared = self.state.step
 
     def _save_best(self, finished: bool = False) -> None:
-        """Write the best model so far, with all that a finished training leaves to say."""
+        """Write the best model so far and its description."""
         if not self.writes.checkpoints:
             return
         state = self.state
@@ -309,11 +311,10 @@ class Training:
         self.checkpoints.save_best(state.best_weights, info)
 
     def _threshold(self) -> float:
-        """Of the best model's confidence: that of validation, or of few images that of the weights begun from."""
-        few = self.validation.images < ENOUGH_IMAGES
-        return (
-            self._init_threshold if few and self._init_threshold is not None else self.state.best_figures["threshold"]
-        )
+        """The match threshold of the best model, from validation; with few images that of the initial weights."""
+        if self.validation.images < MIN_IMAGES and self._init_threshold is not None:
+            return self._init_threshold
+        return self.state.best_figures["threshold"]
 
     def _save(self, logger: TrainingLogger) -> None:
         window = logger.window()
@@ -324,7 +325,7 @@ class Training:
         distributed.barrier()
 
     def _resume(self, saved: Saved) -> Optional[Window]:
-        """Take up the checkpoint that `resume.prepare` found; its `TrainingLogger.window`."""
+        """Restore the checkpoint that `resume.prepare` found. Returns its `TrainingLogger.window`."""
         tensors, info = saved
         self.state.restore(tensors, info)
         before, other = info["fingerprint"], identity.other_versions(info)
@@ -334,17 +335,16 @@ class Training:
             self.versions = [*self.versions, {"step": self.state.step, **identity.versions()}]
         if self.context.is_main:
             print(f"resuming at step {self.state.step} of {self.train.steps}")
-            for line in identity.changes_said(before, self.fingerprint):
+            for line in identity.changes(before, self.fingerprint):
                 print(line)
             precisions = info.get("precision", self.objective.precision), self.objective.precision
             if precisions[0] != precisions[1]:
-                so_far, now = precisions
-                print(f"its steps so far were in {so_far}, those to come are in {now}: what auto is on this device")
+                print("precision changed on resume: {} -> {} (auto on this device)".format(*precisions))
             if other:
-                print(f"its steps so far were computed by {other}: the weights may differ in their last bits")
+                print(f"versions changed on resume: {other}: the weights may differ in their last bits")
         if self.state.best_weights:
             if before.get("train.val_pairs") != self.train.val_pairs:
-                figures = self._figures_of(self.state.best_weights)
-                self.state.best, self.state.best_figures = figures["f1"], figures
-            self._save_best()  # the file may be that of another training, or gone
+                metrics = self._metrics_of(self.state.best_weights)
+                self.state.best, self.state.best_figures = metrics["f1"], metrics
+            self._save_best()  # the file may be another training's, or missing
         return info.get("log_window")

@@ -1,4 +1,4 @@
-"""Validation on held-out pairs, sharded over the ranks: sums and counts first, one exchange, then division."""
+"""Validation on held-out pairs, split over the ranks: each computes sums, which are exchanged once and divided."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from superglue_sift.network.superglue import mutual_matches
 from superglue_sift.truth import IGNORED, Truth, ground_truth
 
 CONFIDENCE_BINS = 500  # of the histograms from which a threshold is chosen: steps of 0.002
-CHUNK = 8  # pairs computed together, fixed so that the figures do not depend on the number of processes
+CHUNK = 8  # pairs computed together; fixed, so that metrics do not depend on the number of processes
 
-# Photographs from which a threshold can be chosen; of fewer it is noise, and that of the weights begun from stays.
-ENOUGH_IMAGES = 16
+# Fewest photographs to choose a threshold from; with fewer it is noise, and the initial weights' threshold is kept.
+MIN_IMAGES = 16
 
 
 def validate(
     objective: MatchingObjective, store: Store, samples: List[Sample], max_keypoints: int, context: distributed.Context
 ) -> Dict[str, float]:
-    """Loss and its parts, and how well matches are separated, over all `samples`, on every rank.
+    """Mean loss with its parts, and precision and recall, over all `samples`, on every rank.
 
-    `f1` is the largest harmonic mean of precision and recall over all thresholds of the confidence: a fixed one would
-    rather measure where the confidences lie, which moves all through a training. `threshold`, `precision` and `recall`
-    are those there. The same figures for any number of processes. `pairs` is the number behind the means.
+    `f1` is the largest harmonic mean of precision and recall over all thresholds: confidences drift during a training,
+    which would move F1 at a fixed threshold. `threshold`, `precision` and `recall` belong to it. `pairs` is the number
+    of pairs. The metrics are the same for any number of processes.
     """
     model = objective.model
     was_training = model.training
@@ -50,9 +50,9 @@ def validate(
 def ratio_test_f1(
     objective: MatchingObjective, store: Store, samples: List[Sample], max_keypoints: int, context: distributed.Context
 ) -> float:
-    """The `f1` of the ratio test on the same pairs, over all ratios: the mark that a training has to beat.
+    """`f1` of the ratio test on the same pairs, over all ratios: the baseline of a training.
 
-    Mutual nearest neighbours; the confidence is 1 - nearest / second nearest distance (Lowe 2004).
+    Matches are mutual nearest neighbours, with the confidence 1 - nearest / second nearest distance (Lowe 2004).
     """
     return _separation(_over_ranks(partial(_ratio_sums, objective), store, samples, max_keypoints, context))["f1"]
 
@@ -64,13 +64,13 @@ def _over_ranks(
     max_keypoints: int,
     context: distributed.Context,
 ) -> Dict[str, np.ndarray]:
-    """`sums_of` of all samples, on every rank, each of which computes a part."""
+    """`sums_of` of all samples, on every rank; each rank computes a part."""
     chunks = [samples[start : start + CHUNK] for start in range(0, len(samples), CHUNK)]
     mine = chunks[rank_slice(len(chunks), context.rank, context.world_size)]
-    own = [sums_of(load_batch(store, chunk, max_keypoints).to(context.device)) for chunk in mine]
+    computed = [sums_of(load_batch(store, chunk, max_keypoints).to(context.device)) for chunk in mine]
     sums: Dict[str, np.ndarray] = {}
-    # every rank adds the same chunks in the same order: not a bit depends on the number of processes
-    for part in [part for parts in distributed.all_gather(own) for part in parts]:
+    # every rank adds the same chunks in the same order: the bits do not depend on the number of processes
+    for part in [part for parts in distributed.all_gather(computed) for part in parts]:
         for name, value in part.items():
             sums[name] = sums.get(name, np.float64(0.0)) + value
     return sums
@@ -78,12 +78,12 @@ def _over_ranks(
 
 @torch.no_grad()
 def _sums(objective: MatchingObjective, batch: PairBatch) -> Dict[str, np.ndarray]:
-    """Sums of a batch from which the loss, and precision and recall at any threshold, of any set of batches follow.
+    """Sums of a batch that give the loss, and precision and recall at any threshold, of any set of batches.
 
     Returns:
-        () float64 each: `pairs`, `true` matches in the truth, and the sums of `MatchingObjective.forward`; and
+        () float64 each: `pairs`, `true` (number of true matches), and the sums of `MatchingObjective.forward`; and
         (CONFIDENCE_BINS,) float64, by confidence: `predicted`, mutual best matches whose keypoint in image 0 is not
-        ignored by the truth, and `correct`, those of them equal to the truth.
+        ignored by the truth, and `correct`, those that equal the truth.
     """
     layout = Layout(batch)
     log_assignments = objective.model(batch, layout)
@@ -122,11 +122,11 @@ def _ratio_sums(objective: MatchingObjective, batch: PairBatch) -> Dict[str, np.
 
 def _counts(matches0: Tensor, scores: Tensor, truth: Truth) -> Dict[str, np.ndarray]:
     """`true`, `predicted` and `correct` of mutual matches (B, M) with scores (B, M)."""
-    judged = (matches0 >= 0) & (truth.matches0 != IGNORED)
-    correct = judged & (matches0 == truth.matches0)
+    counted = (matches0 >= 0) & (truth.matches0 != IGNORED)
+    correct = counted & (matches0 == truth.matches0)
     return {
         "true": (truth.matches0 >= 0).sum().cpu().numpy().astype(np.float64),
-        "predicted": _histogram(scores[judged]),
+        "predicted": _histogram(scores[counted]),
         "correct": _histogram(scores[correct]),
     }
 
@@ -136,8 +136,8 @@ def _histogram(confidences: Tensor) -> np.ndarray:
 
 
 def _separation(sums: Dict[str, np.ndarray]) -> Dict[str, float]:
-    """The largest F1 over all thresholds; precision, recall and the threshold there."""
-    # at the lower edge of each bin of confidence
+    """The largest F1 over all thresholds, with its precision, recall and threshold."""
+    # for a threshold at the lower edge of each bin
     correct, predicted = (np.cumsum(sums[name][::-1])[::-1] for name in ("correct", "predicted"))
     precision = correct / np.maximum(predicted, 1.0)
     recall = correct / max(float(sums["true"]), 1.0)

@@ -20,7 +20,7 @@ import torch
 
 from pipeline import errors, tracking
 from pipeline.launch import free_port
-from pipeline.processes.signals import ASKED_BY
+from pipeline.processes.signals import STOP_SIGNALS
 from pipeline.tracking.run import NullRun
 from pipeline.train import __main__ as train
 from superglue_sift.weights import load_model_file
@@ -47,7 +47,7 @@ def fork(
 
     tracked: with MLflow, which has tests of its own.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED_BY)  # a signal finds the command, not what becomes it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # a signal finds the command, not what becomes it
     pid = os.fork()
     if pid:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

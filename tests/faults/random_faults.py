@@ -17,7 +17,7 @@ import psutil
 
 from faults.group import Outcome, fork, rendezvous, wait
 from faults.stages import Base, Stage, differing, digests, files, finished, same_content
-from pipeline.processes.signals import ASKED_BY
+from pipeline.processes.signals import STOP_SIGNALS
 from superglue_sift.weights import BadCheckpoint
 
 LONGEST = 120  # seconds; a longer start counts as hung
@@ -213,7 +213,7 @@ def kill(cell: Cell, clock: Clock) -> Tuple[str, bool]:
 
 def stop(cell: Cell, clock: Clock) -> Tuple[str, bool]:
     """SIGTERM, SIGINT or SIGUSR1 to one process or to all, those that were started last first."""
-    number = cell.draw.choice((signal.SIGTERM, signal.SIGTERM, *ASKED_BY))
+    number = cell.draw.choice((signal.SIGTERM, signal.SIGTERM, *STOP_SIGNALS))
     to_all = cell.draw.random() < 0.5
     training = cell.stage.name.startswith("train")
     began_training: List[bool] = []

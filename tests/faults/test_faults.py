@@ -85,7 +85,7 @@ def test_processes_that_make_batches(bench, cell):
     world, log = cell.worlds[0], (bench.folder / "cell" / "log").read_text()
     if cell.fault.startswith("kill"):
         assert done.codes == [[1] * world, [0] * world]
-        assert "a process that makes batches died (killed, or out of memory)" in log and "Traceback" not in log
+        assert "a process that loads batches died (killed, or out of memory)" in log and "Traceback" not in log
     else:
         assert done.codes == [[143] * world, [0] * world]
     assert done.digest == bench.clean(world)
@@ -170,7 +170,7 @@ class TestRandomFaults:
         good = random_faults.run(base, clock, stage, random_faults.torn, "3")
         assert good.struck and not good.problems
         # takes whatever is there for its own
-        monkeypatch.setattr(fetch, "_fitting", lambda out, _: [] if (out / "manifest.csv").is_file() else None)
+        monkeypatch.setattr(fetch, "_up_to_date", lambda out, _: [] if (out / "manifest.csv").is_file() else None)
         seen = [random_faults.run(base, clock, stage, random_faults.torn, str(seed)) for seed in range(8)]
         assert any(each.silent for each in seen)
 

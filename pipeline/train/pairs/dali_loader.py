@@ -1,7 +1,7 @@
-"""Batches of pairs, carried to the device by NVIDIA DALI while the step before is computed.
+"""Copies batches to the device with NVIDIA DALI while the previous step is computed.
 
-The store holds keypoints, not images, so there is nothing to decode: the packed record buffers of `load_batch` enter
-DALI's external source as they are, and DALI copies them to page-locked memory and to the GPU.
+The store holds keypoints, so there is nothing to decode: DALI's external source gets the packed record buffers of
+`load_batch` and copies them to page-locked memory and to the GPU.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ FIELDS = tuple(field.name for field in dataclasses.fields(PairBatch))
 
 
 def require() -> None:
-    """RequestError naming the pip package where DALI is missing."""
+    """Raises RequestError, which names the pip package, if DALI is not installed."""
     try:
         import nvidia.dali.plugin.pytorch  # noqa: F401
     except ImportError:
         raise compat.without_dali("--loader dali", "leave out --loader") from None
 
 
-def carried(
-    made: Generator[List[PairBatch], None, None], device: Optional[torch.device] = None, ahead: int = 2
+def copied(
+    steps: Generator[List[PairBatch], None, None], device: Optional[torch.device] = None, ahead: int = 2
 ) -> Generator[List[PairBatch], None, None]:
-    """The micro-batches of each step, moved to `device` up to `ahead` of them before they are asked for.
+    """The micro-batches of each step on `device`, copied up to `ahead` of them in advance.
 
     Args:
-        made: the micro-batches of each step, on the host, with their homographies; closed at the end. What it raises is
-            raised at its step.
+        steps: the micro-batches of each step, on the host, with homographies; closed at the end. Its exceptions are
+            raised at their step.
         device: None is the CPU.
     """
     device = device or torch.device("cpu")
-    sizes: Deque[int] = deque()  # micro-batches of each step that DALI has taken
-    errors: List[BaseException] = []  # kept until the steps before it are delivered
+    sizes: Deque[int] = deque()  # micro-batches of each step in DALI's queue
+    errors: List[BaseException] = []  # raised after the steps before them
 
     def buffers() -> Generator[List[Any], None, None]:
         try:
-            for batches in made:
+            for batches in steps:
                 sizes.append(len(batches))
                 for batch in batches:
                     yield [getattr(batch, name).numpy() for name in FIELDS]
         except BaseException as error:
             errors.append(error)
 
-    with contextlib.closing(made):
+    with contextlib.closing(steps):
         pipeline = _pipeline(buffers(), device, ahead)
         first = _next(pipeline, device)
         while first is not None:
@@ -68,11 +68,11 @@ def _pipeline(buffers: Generator[List[Any], None, None], device: torch.device, a
     index = (device.index or 0) if on_gpu else None
 
     @pipeline_def(batch_size=1, num_threads=1, device_id=index, prefetch_queue_depth=max(ahead, 1))
-    def carrying():
+    def copying():
         fields = fn.external_source(buffers, num_outputs=len(FIELDS), batch=False)
         return tuple(field.gpu() if on_gpu and name not in ON_HOST else field for name, field in zip(FIELDS, fields))
 
-    built = carrying()
+    built = copying()
     built.build()
     return built
 
@@ -89,7 +89,7 @@ def _next(pipeline: Any, device: torch.device) -> Optional[PairBatch]:
 
 
 def _tensor(output: Any, device: torch.device) -> torch.Tensor:
-    """A copy in torch's memory, since DALI uses its own again; on this thread's CUDA stream, and finished."""
+    """A copy in torch's memory, since DALI reuses its own; finished on this thread's CUDA stream."""
     from nvidia.dali.plugin.pytorch import feed_ndarray, to_torch_type
 
     tensor = torch.empty(tuple(output[0].shape()), dtype=to_torch_type[output.dtype], device=device)

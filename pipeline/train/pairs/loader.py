@@ -1,4 +1,4 @@
-"""From the store to batches: views are read, changed as the augmentation says, packed with their truth, made ahead."""
+"""Loading of batches: reads views from the store, augments and packs them, ahead of the training."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from numpy.linalg import inv
 from pipeline.features.store import Store, View
 from pipeline.processes.prefetch import prefetched
 from pipeline.train.pairs import workers
-from pipeline.train.pairs.augmentation import PLAIN, Augmentation
+from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.order import Sample, rank_slice
 from pipeline.train.pairs.workers import StepSize
 from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.geometry import normalized
 
-# The homography of a pair that shows nothing in common: no point comes near the other view.
+NO_CHANGE = Augmentation()
+# The homography of a negative pair: it maps every point far outside the other view.
 APART = np.array([[1.0, 0.0, 1e6], [0.0, 1.0, 1e6], [0.0, 0.0, 1.0]])
 
 
 def load_batch(
-    store: Store, samples: Sequence[Sample], max_keypoints: int, augmentation: Augmentation = PLAIN
+    store: Store, samples: Sequence[Sample], max_keypoints: int, augmentation: Augmentation = NO_CHANGE
 ) -> PairBatch:
-    """The PairBatch of these samples, in order; an empty list gives a batch of no pairs with homographies.
+    """The PairBatch of these samples, in order, with homographies; no samples give an empty batch.
 
     Args:
-        max_keypoints: the strongest so many of each view are kept.
-        augmentation: what changes about each pair, by its `sample.seed`.
+        max_keypoints: number of keypoints to keep of each view, the strongest.
+        augmentation: random changes of each pair, by its `sample.seed`.
     """
     if not samples:
         return from_pairs([], np.zeros((0, 3, 3)), store.dtype)
@@ -38,10 +39,10 @@ def load_batch(
     for sample, image1 in zip(samples, images1):
         others = functools.partial(_another_view, store, (sample.image, image1))
         shown = store.view(sample.image, sample.view0), store.view(image1, sample.view1)
-        most = augmentation.counts(max_keypoints, sample.seed)
+        limits = augmentation.counts(max_keypoints, sample.seed)
         for side, (views, view) in enumerate(zip((views0, views1), shown)):
-            views.append(augmentation.apply(view, sample.seed, side, others, store.least_scale, most[side]))
-    # inverted together, since 64 small inversions one by one cost a batch 1 ms
+            views.append(augmentation.apply(view, sample.seed, side, others, store.least_scale, limits[side]))
+    # one call for all: 64 small inversions, one by one, take 1 ms of a batch
     to0, to1 = (np.stack([view.H_image_to_view for view in side]) for side in (views0, views1))
     H_0to1 = normalized(to1 @ inv(to0))
     H_0to1[[image1 != sample.image for image1, sample in zip(images1, samples)]] = APART
@@ -50,7 +51,7 @@ def load_batch(
 
 
 def _another_view(store: Store, shown: Tuple[int, int], random: np.random.Generator) -> Optional[View]:
-    """A random view of a random image; None where that is one of those `shown`."""
+    """A random view of a random image; None if it is one of those `shown`."""
     image, view = int(random.integers(len(store))), int(random.integers(store.views_per_image))
     return None if image in shown else store.view(image, view)
 
@@ -63,19 +64,19 @@ def split_evenly(samples: List[Sample], parts: int) -> List[List[Sample]]:
 def prefetched_page_locked(
     make: Callable[[int], List[PairBatch]], steps: Sequence[int]
 ) -> Generator[List[PairBatch], None, None]:
-    """As `prefetched`, in page-locked memory, which the thread fills: the step does not wait for a copy to the GPU."""
+    """`prefetched` into page-locked memory, so that the step does not wait for the copy to the GPU."""
     return prefetched(lambda step: [batch.pin_memory() for batch in make(step)], steps)
 
 
 def choose(
     name: str, device: Optional[torch.device], step: Optional[StepSize] = None
 ) -> Tuple[Callable[..., PairBatch], Callable[..., Generator]]:
-    """(load_batch, prefetched) of `--loader`: plain, dali or synthetic; all have the plain one's signatures.
+    """(load_batch, prefetched) of `--loader`: plain, dali or synthetic; all have the same signatures.
 
-    step: what a step of this rank takes; None: a thread makes the batches, never processes. On a CPU one thread does:
-    the step itself takes the cores, and handing a batch between processes would cost more than making it.
+    step: size of this rank's step; None: a thread loads the batches, never processes. On a CPU one thread does: the
+    step needs the cores, and handing a batch between processes takes longer than loading it.
 
-    Raises RequestError: dali is asked for and not installed.
+    Raises RequestError if DALI is asked for and not installed.
     """
     by_thread = prefetched_page_locked if device is not None and device.type == "cuda" else prefetched
     if name == "synthetic":
@@ -86,7 +87,7 @@ def choose(
         from pipeline.train.pairs import dali_loader
 
         dali_loader.require()
-        return load_batch, lambda make, steps, ahead=2: dali_loader.carried(
+        return load_batch, lambda make, steps, ahead=2: dali_loader.copied(
             prefetched(make, steps, ahead), device, ahead
         )
     plan = workers.plan(device, step) if step else workers.BY_THREAD

@@ -1,6 +1,6 @@
-"""Which pair of views is trained on when: a pure function of the seed and the position, of nothing else.
+"""Order of the training pairs: a pure function of the seed and the position.
 
-So a run resumed at step s, at any number of processes, sees exactly the pairs that the uninterrupted run would have.
+A run resumed at step s, with any number of processes, sees exactly the pairs of the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import List, NamedTuple
 
 import numpy as np
 
-_SHUFFLE, _DRAW, _VALIDATION = 1, 2, 3  # separate streams of random numbers for separate uses
+_SHUFFLE, _DRAW, _VALIDATION = 1, 2, 3  # separate streams of random numbers
 
 
 class Sample(NamedTuple):
@@ -26,9 +26,9 @@ def _generator(*key: int) -> np.random.Generator:
 
 
 class PairOrder:
-    """The endless sequence of training pairs. Position p lies in epoch p // images, an epoch's images shuffled.
+    """The endless sequence of training pairs. Position p is in epoch p // images; each epoch shuffles the images.
 
-    Every epoch each image gives one ordered pair of its views, drawn by (seed, epoch, image).
+    In every epoch each image gives one ordered pair of its views, drawn by (seed, epoch, image).
     """
 
     def __init__(self, seed: int, images: int, views: int) -> None:
@@ -41,7 +41,7 @@ class PairOrder:
     def sample(self, position: int) -> Sample:
         """The pair at a global position 0, 1, 2, ..."""
         epoch, place = divmod(position, self.images)
-        if epoch != self._epoch:  # a cache, not a state: asking in any order gives the same answers
+        if epoch != self._epoch:  # a cache: positions may be asked for in any order
             self._shuffled = _generator(self.seed, _SHUFFLE, epoch).permutation(self.images)
             self._epoch = epoch
         image = int(self._shuffled[place])
@@ -55,7 +55,7 @@ class PairOrder:
 
 
 def validation_pairs(seed: int, images: int, views: int, count: int) -> List[Sample]:
-    """A fixed list of at most `count` pairs, spread evenly over the images; no augmentation seed matters."""
+    """A fixed list of at most `count` pairs, spread evenly over the images, without augmentation."""
     samples = []
     for i in range(min(count, images * views * (views - 1))):
         draw = _generator(seed, _VALIDATION, i)
@@ -65,5 +65,5 @@ def validation_pairs(seed: int, images: int, views: int, count: int) -> List[Sam
 
 
 def rank_slice(count: int, rank: int, world_size: int) -> slice:
-    """The contiguous share of `count` items that `rank` takes; shares differ by at most one item."""
+    """The contiguous part of `count` items for `rank`; sizes of parts differ by at most one."""
     return slice(count * rank // world_size, count * (rank + 1) // world_size)

@@ -1,7 +1,4 @@
-"""Made-up pairs that cost nothing to load, to measure the training step alone. Nothing can be learnt from them.
-
-`load_batch` is `pipeline.train.pairs.loader.load_batch` under another name: the same signature and shapes.
-"""
+"""Synthetic pairs that take no time to load, to measure the training step alone. Nothing can be learnt from them."""
 
 from __future__ import annotations
 
@@ -17,29 +14,30 @@ from superglue_sift.descriptors import descriptors_of
 from superglue_sift.geometry import transform
 from superglue_sift.sift import KEYPOINT
 
-KINDS = 16  # different pairs; made once, then dealt out by the seed of the sample
+DIFFERENT_PAIRS = 16  # created once; the seed of a sample chooses one
 
 
 def load_batch(store: Store, samples: Sequence[Sample], max_keypoints: int, augmentation=None) -> PairBatch:
-    """A made-up pair for each sample: `max_keypoints` keypoints in both views, of which most match.
+    """A synthetic pair for each sample: `max_keypoints` keypoints in both views, most of which match.
 
-    The store gives the size of the views and the kind of records alone; `augmentation` has no effect.
+    Signature of `loader.load_batch`; the store gives only the size of the views and the dtype of the records, and
+    `augmentation` has no effect.
     """
     width, height = store.view_size
-    return made_batch([sample.seed for sample in samples], (width, height), max_keypoints, store.dtype)
+    return synthetic_batch([sample.seed for sample in samples], (width, height), max_keypoints, store.dtype)
 
 
-def made_batch(
+def synthetic_batch(
     seeds: Sequence[int], size: Tuple[int, int], max_keypoints: int, dtype: np.dtype = KEYPOINT
 ) -> PairBatch:
-    """A made-up pair for each seed, of views of `size` (width, height) px; needs no store."""
-    made = [_made(seed % KINDS, size, max_keypoints, dtype) for seed in seeds]
-    return from_pairs([pair for pair, _ in made], np.array([H for _, H in made]).reshape(-1, 3, 3), dtype)
+    """A synthetic pair for each seed, of views of `size` (width, height) px; needs no store."""
+    drawn = [_pair(seed % DIFFERENT_PAIRS, size, max_keypoints, dtype) for seed in seeds]
+    return from_pairs([pair for pair, _ in drawn], np.array([H for _, H in drawn]).reshape(-1, 3, 3), dtype)
 
 
-@functools.lru_cache(maxsize=4 * KINDS)
-def _made(kind: int, size: Tuple[int, int], count: int, dtype: np.dtype) -> Tuple[Pair, np.ndarray]:
-    rng = np.random.default_rng(kind)
+@functools.lru_cache(maxsize=4 * DIFFERENT_PAIRS)
+def _pair(seed: int, size: Tuple[int, int], count: int, dtype: np.dtype) -> Tuple[Pair, np.ndarray]:
+    rng = np.random.default_rng(seed)
     H = np.eye(3)
     H[:2] += rng.normal(0, 0.05, (2, 3)) * [1, 1, 100]
     first, second = np.zeros(count, dtype), np.zeros(count, dtype)

@@ -1,8 +1,8 @@
-"""Batches made by processes, for a GPU: how many processes, what shared memory they take, how they end.
+"""Processes that load batches for a GPU: their number, their shared memory, their end.
 
-A GPU waits for Python to launch its kernels, and a thread that makes batches would take turns with that. The processes
-leave SIGTERM, SIGINT and SIGUSR1 to the training, which may be sent to all of a job, and end with it. One that is
-killed is a lost rank: torch's DataLoader raises in the middle of a step, whose result cannot be used.
+A thread that loads batches would compete with the Python code that launches kernels. The processes ignore SIGTERM,
+SIGINT and SIGUSR1, which may go to all processes of a job, and end with the training. A killed one counts as a lost
+rank: torch's DataLoader raises in the middle of a step, whose result cannot be used.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from pipeline.processes import machine, signals
 
 Made = TypeVar("Made")
 
-MOST, AHEAD = 4, 2  # processes for a GPU, and steps that each makes before they are asked for
-HELD = 2  # steps in the training's hands: the one it computes, and the one it takes while that is not yet freed
-TENSORS = 7  # of a PairBatch, each a file of its own in shared memory, of whole pages
+MAX_PROCESSES, AHEAD = 4, 2  # of a GPU; steps that each loads in advance
+HELD = 2  # steps that the training holds: the current one and the next, which it takes before it frees the current
+TENSORS = 7  # of a PairBatch; each is a file in shared memory, of whole pages
 PAGE, OTHER_FILES = 4096, 128
 SHARED = "/dev/shm"
-NUMBER = "SG_LOADER_PROCESSES"  # environment: processes of each rank; 0: a thread; auto or unset: `MOST` for a GPU
+NUMBER = (
+    "SG_LOADER_PROCESSES"  # environment: processes of each rank; 0: a thread; auto or unset: MAX_PROCESSES for a GPU
+)
 
-# The store is inherited, mapped as it is, and a start costs milliseconds. Named here since Python 3.14 has another
-# default: forkserver, whose server dies of a SIGTERM to all processes and takes the processes' exit codes with it.
+# The processes inherit the mapped store and start in milliseconds. Python 3.14's default is forkserver, whose server
+# dies of a SIGTERM to all processes and loses their exit codes.
 START_METHOD = "fork"
 
 
 class StepSize(NamedTuple):
-    """Of one rank's step: pairs, keypoints of a view at most, bytes of a keypoint's record, micro-batches."""
+    """Size of one rank's step: pairs, most keypoints of a view, bytes of a keypoint's record, micro-batches."""
 
     pairs: int
     keypoints: int
@@ -46,7 +48,7 @@ class StepSize(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Shared memory of the step's batches: two views of records a pair, counts, sizes, homographies."""
+        """Shared memory of the batches: for each pair records of two views, counts, sizes, homography."""
         return self.pairs * (2 * (self.keypoints * self.record + 8 + 8) + 72) + self.parts * TENSORS * PAGE
 
     @property
@@ -55,13 +57,13 @@ class StepSize(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """So many processes, each so many steps ahead; no process: a thread makes the batches."""
+    """Number of processes (0: a thread loads the batches), and steps that each loads in advance."""
 
     processes: int
     ahead: int
 
     def shared(self, step: StepSize) -> int:
-        """Bytes of shared memory that one rank takes at most."""
+        """Most bytes of shared memory that one rank takes."""
         return (self.processes * self.ahead + HELD) * step.bytes if self.processes else 0
 
     def files(self, step: StepSize) -> int:
@@ -72,26 +74,26 @@ BY_THREAD = Plan(0, 0)
 
 
 def wanted(on_gpu: bool, ranks: int) -> int:
-    """Processes of each of `ranks` ranks on this machine, where nothing is short.
+    """Processes of each of `ranks` ranks on this machine, before memory limits.
 
-    Raises RequestError: SG_LOADER_PROCESSES is no number.
+    Raises RequestError if SG_LOADER_PROCESSES is not a number.
     """
     text = os.environ.get(NUMBER, "auto").strip()
     if text != "auto":
         if not text.isdigit():
             raise RequestError(f"{NUMBER}={text!r}: must be a whole number from 0 on, or auto")
         return int(text)
-    return max(min(MOST, len(os.sched_getaffinity(0)) // ranks - 1), 0) if on_gpu else 0
+    return max(min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // ranks - 1), 0) if on_gpu else 0
 
 
-def fitting(most: int, step: StepSize, room: int, files: int) -> Plan:
-    """The plan of up to `most` processes that fits into `room` bytes of shared memory and `files` open files."""
-    plans = [Plan(most, AHEAD)] + [Plan(fewer, 1) for fewer in range(most, 0, -1)]
-    fits = (plan for plan in plans if plan.shared(step) <= room and plan.files(step) <= files)
-    return next(fits, BY_THREAD) if most else BY_THREAD
+def fitting(limit: int, step: StepSize, memory: int, files: int) -> Plan:
+    """The plan of up to `limit` processes that fits into `memory` bytes of shared memory and `files` open files."""
+    plans = [Plan(limit, AHEAD)] + [Plan(fewer, 1) for fewer in range(limit, 0, -1)]
+    fits = (plan for plan in plans if plan.shared(step) <= memory and plan.files(step) <= files)
+    return next(fits, BY_THREAD) if limit else BY_THREAD
 
 
-def room_of_rank(on_gpu: bool, ranks: int) -> int:
+def memory_of_rank(on_gpu: bool, ranks: int) -> int:
     """Bytes of shared memory for the batches of each of `ranks` ranks on this machine."""
     with contextlib.suppress(OSError):
         return max(shutil.disk_usage(SHARED).free - machine.shared_memory_needed(ranks * on_gpu), 0) // ranks
@@ -99,16 +101,16 @@ def room_of_rank(on_gpu: bool, ranks: int) -> int:
 
 
 def plan(device: Optional[torch.device], step: StepSize) -> Plan:
-    """How the batches of this rank are made; one line where there is less room than wanted."""
+    """How this rank loads its batches; prints a line if shared memory or open files limit it."""
     on_gpu, ranks = device is not None and device.type == "cuda", int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    most = wanted(on_gpu, ranks)
-    room = room_of_rank(on_gpu, ranks)
-    found = fitting(most, step, room, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    if found.processes < most and os.environ.get("RANK", "0") == "0":
-        instead = f"{found.processes} process(es)" if found.processes else "a thread"
-        short = f"{machine.size(Plan(most, 1).shared(step) * ranks)} of {SHARED}, or more open files, are wanted"
-        print(f"batches are made by {instead} instead of {most}: {short} (`python -m pipeline.doctor` names the fix)")
-    return found
+    limit = wanted(on_gpu, ranks)
+    chosen = fitting(limit, step, memory_of_rank(on_gpu, ranks), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    if chosen.processes < limit and os.environ.get("RANK", "0") == "0":
+        instead = f"{chosen.processes} process(es)" if chosen.processes else "a thread"
+        needed = f"{machine.size(Plan(limit, 1).shared(step) * ranks)} of {SHARED}, or more open files"
+        fix = "`python -m pipeline.doctor` names the fix"
+        print(f"batches are loaded by {instead} instead of {limit}, which need {needed} ({fix})")
+    return chosen
 
 
 class _Steps(Dataset):
@@ -129,11 +131,11 @@ def _begin(worker: int, parent: int) -> None:
 def prefetched(
     make: Callable[[int], Made], steps: Sequence[int], plan: Plan, start_method: str = START_METHOD
 ) -> Generator[Made, None, None]:
-    """`make(step)` for each of `steps`, made ahead by processes, in page-locked memory where there is a GPU.
+    """`make(step)` for each of `steps`, computed in advance by processes, in page-locked memory if there is a GPU.
 
     start_method: fork, or spawn, which serialises `make`: a `Store` in it opens its files again.
 
-    Raises RuntimeError: what `a_process_died` knows, at any place in the main thread, where a process was killed.
+    If a process is killed, RuntimeError (see `a_process_died`) is raised anywhere in the main thread.
     """
     before = set(multiprocessing.active_children())
     loader = DataLoader(
@@ -144,19 +146,19 @@ def prefetched(
         pin_memory=torch.cuda.is_available(),
         multiprocessing_context=start_method,
         worker_init_fn=functools.partial(_begin, parent=os.getpid()),
-        generator=torch.Generator(),  # a draw from the global one would be in the checkpoint, one more each start
+        generator=torch.Generator(),  # a draw from the global one would change the checkpoint at each start
     )
     with signals.blocked():
-        batches: Any = iter(loader)  # `_shutdown_workers` is that of its subclass
+        batches: Any = iter(loader)  # Any: `_shutdown_workers` is not in the stubs
     started = set(multiprocessing.active_children()) - before
     try:
         yield from batches
     finally:
-        batches._shutdown_workers()  # not left to __del__: the traceback of an error would hold it off
+        batches._shutdown_workers()  # not left to __del__, which the traceback of an error delays
         for process in started:
-            process.kill()  # one that hangs in a read is deaf to SIGTERM, and would be waited for
+            process.kill()  # one that hangs in a read ignores SIGTERM
 
 
 def a_process_died(error: BaseException) -> bool:
-    """Is this torch's DataLoader, one of whose processes was killed?"""
+    """Whether torch's DataLoader raised this because one of its processes was killed."""
     return isinstance(error, RuntimeError) and re.match(r"DataLoader worker \(pid", str(error)) is not None
