@@ -145,7 +145,7 @@ def test_an_upload_that_is_refused_holds_up_nothing(server, network, tmp_path, q
     """413: too large for a proxy; 500: a server whose store of artifacts is broken, for this file alone."""
     from pipeline.tracking import uploads
 
-    monkeypatch.setattr(uploads, "MOST_TRIES", 3)
+    monkeypatch.setattr(uploads, "MAX_TRIES", 3)
     network.always = status
     arrived, run, _ = recorded(tmp_path, wait=120)
     client = client_of(server)

@@ -1,8 +1,8 @@
-"""Tracking, from rank 0, without ever blocking or ending the work.
+"""Tracking of runs, from rank 0; it never blocks or ends the work.
 
 A stage opens a run here and writes to its local log (`run`, `run_log`). A thread (`shipper`, `uploads`) sends the log
-to MLflow (`mlflow_store`): `matcher_model` is the registered model, `champion` compares it with the best so far,
-`system_metrics` shows the machine.
+to MLflow (`mlflow_store`). `matcher_model` is the registered model, `champion` compares it with the best so far,
+`system_metrics` samples the machine.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ __all__ = [
 ]  # fmt: skip
 
 EXPERIMENT = "superglue-sift"
-MACHINE = ("version.", "image.", "host", "platform", "gpus")  # of the provenance, what is a parameter of the run
-LOCAL = "local-"  # begins the key of a run that no server knows yet
+MACHINE = ("version.", "image.", "host", "platform", "gpus")  # prefixes of provenance that become parameters of the run
+LOCAL = "local-"  # prefix of the key of a run without an MLflow id
 
 
 def tracking_uri() -> str:
-    """MLFLOW_TRACKING_URI, else `mlflow.db` in the person's clone (also from a DVC experiment's copy)."""
+    """MLFLOW_TRACKING_URI, else `mlflow.db` in the user's clone (also from a DVC experiment's copy)."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{repro.main_root() / 'mlflow.db'}"
 
 
@@ -60,9 +60,9 @@ def open_run(
 ) -> NullRun:
     """Open a run, or continue an interrupted one.
 
-    `reports_dir` gets `log.jsonl` and its cursor; the file `noted_in` (else run.json there) names the run of this
-    `training` for `attach` and `known_run`. It is called `name`, else after the time. `params` may be nested:
-    {"train": {"lr": 1}} becomes `train.lr`. `resume_run_id` is what `.run_id` said in the interrupted process. With
+    `reports_dir` gets `log.jsonl` and its cursor. The file `noted_in` (default: run.json there) names the run of this
+    `training` for `attach` and `known_run`. The run's name is `name`, or the time. `params` may be nested:
+    {"train": {"lr": 1}} becomes `train.lr`. `resume_run_id` is `.run_id` of the interrupted process. With
     `enabled=False` (every rank but the first) it does nothing.
     """
     if not enabled:
@@ -80,7 +80,7 @@ def open_run(
         log.append({"tags": _tags(tags or {}, repro.provenance()), "resumed": True, "time": now_ms()})
 
     def note(run_id: Optional[str]) -> None:
-        """In the file that names the run; the store's address without a password."""
+        """Write the file that names the run, with the store's address without password."""
         kept = {name: header.get(name, "") for name in ("experiment", "name")}
         place = {"tracking_uri": redacted(header["tracking_uri"]), "log": os.path.relpath(log.path, noted.parent)}
         remember_run(noted, training, {"key": header["run"], "run_id": run_id, **kept, **place})
@@ -94,16 +94,16 @@ def open_run(
 
 
 def known_run(noted_in: Any, training: str) -> Optional[str]:
-    """`resume_run_id` of a resumed training; None where its run is not known (another clone, another machine)."""
+    """`resume_run_id` of a resumed training; None if its run is unknown (another clone or machine)."""
     known = recall_run(Path(noted_in), training)
     return (known["run_id"] or known["key"]) if known else None
 
 
 def attach(noted_in: Any, reports_dir: Any = None, training: Optional[str] = None) -> NullRun:
-    """Go on with a run named in `noted_in` from another stage; a run that does nothing where it names none.
+    """Continue the run named in `noted_in` from another stage; without one return a run that does nothing.
 
-    `training`: identity of the training the metrics belong to, None: the latest. The log is `attached.jsonl` in
-    `reports_dir`, else beside the file. Closing leaves the run's state as it is. What training could not send is
+    `training`: identity of the training that the metrics belong to; None: the latest. The log is `attached.jsonl` in
+    `reports_dir`, or next to `noted_in`. Closing does not change the run's state. Unsent events of the training are
     sent first.
     """
     path = Path(noted_in)
@@ -122,7 +122,7 @@ def attach(noted_in: Any, reports_dir: Any = None, training: Optional[str] = Non
 
 
 def send_pending(noted_in: Any, reports_dir: Any, training: str) -> None:
-    """Send what the log of a finished training still holds, since a server was dead; nothing where all has arrived."""
+    """Send the unsent events of a finished training, if any."""
     known = recall_run(Path(noted_in), training)
     if known is None:
         return
@@ -142,14 +142,14 @@ def _header(uri: str, params: Dict[str, Any], tags: Dict[str, Any], run_id: Opti
         "tracking_uri": uri,
         "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT,
         "name": given or name or time.strftime("%Y-%m-%d %H.%M"),
-        "params": {**flatten(params), **{key: one for key, one in provenance.items() if key.startswith(MACHINE)}},
+        "params": {**flatten(params), **{key: value for key, value in provenance.items() if key.startswith(MACHINE)}},
         "tags": _tags(tags, provenance),
         "time": now_ms(),
     }
 
 
 def _tags(tags: Dict[str, Any], provenance: Dict[str, str]) -> Dict[str, str]:
-    """Those given, and out of sight all that would push a run's description down the page."""
+    """The given tags; others are hidden, since they would push a run's description down the page."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's --user without an entry in passwd
@@ -169,10 +169,10 @@ def _tags(tags: Dict[str, Any], provenance: Dict[str, str]) -> Dict[str, str]:
 
 
 def _set_aside(log: EventLog) -> None:
-    """Move or delete the old log. One that has not arrived completely waits in `unshipped/` to be sent."""
+    """Delete the old log, or move it to `unshipped/` if it has unsent events."""
     header = log.header()
     if header and not header.get("attached") and "end" not in log.last():
-        log.append({"end": "KILLED", "time": now_ms()})  # one writer at a time: its process must be gone
+        log.append({"end": "KILLED", "time": now_ms()})  # one writer at a time: its process has ended
     if header and LogQueue(log, header["tracking_uri"]).pending():
         log.move(log.path.parent / "unshipped" / f"{log.path.stem}-{now_ms()}.jsonl")
     else:

@@ -3,8 +3,8 @@
     model = mlflow.pyfunc.load_model("models:/superglue-sift@champion")
     model.predict([{"image0": image0, "image1": image1}], params={"threshold": 0.5})
 
-An image is the base64 text of a JPEG, PNG, WebP, ... file, turned upright as its EXIF data say, or pixels: (H, W) gray
-or (H, W, 3) BGR, 0 to 255.
+An image is the base64 text of a JPEG, PNG, WebP, ... file, rotated as its EXIF data say, or pixels: (H, W) gray or
+(H, W, 3) BGR, 0 to 255.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from superglue_sift.images import BadImage, decode_gray
 from superglue_sift.upright import UPRIGHT
 
 WEIGHTS = "weights"  # name of the artifact
-MAX_KEYPOINTS = 4096  # of an image, however many are asked for
+MAX_KEYPOINTS = 4096  # of an image, in any request
 MAX_PIXELS = 50_000_000  # of an image given as pixels
 PARAMS = {"threshold": 0.0, "max_keypoints": 1024, "refine": True}  # threshold 0: the model's own
 
@@ -48,7 +48,7 @@ def signature() -> ModelSignature:
 
 
 def input_example() -> List[Dict[str, str]]:
-    """Two small made-up photographs: the second is the first, turned by 20 degrees."""
+    """Two small synthetic photographs: the second is the first, rotated by 20 degrees."""
     spots = np.random.default_rng(0).integers(0, 256, (30, 40)).astype(np.uint8)
     image0 = cv2.resize(spots, (160, 120), interpolation=cv2.INTER_CUBIC)
     image1 = cv2.warpAffine(image0, cv2.getRotationMatrix2D((80, 60), 20, 1), (160, 120))
@@ -57,24 +57,24 @@ def input_example() -> List[Dict[str, str]]:
 
 
 def pixels(image: Any, name: str) -> np.ndarray:
-    """What a caller gave, as (H, W) or (H, W, 3) uint8. Raises RequestError or BadImage, naming the column."""
+    """The image of a request, (H, W) or (H, W, 3) uint8. Raises RequestError or BadImage, naming the column."""
     if isinstance(image, str):
         try:
             return decode_gray(base64.b64decode(image, validate=True), name, UPRIGHT)
         except binascii.Error:
             raise RequestError(f"{name}: neither base64 nor pixels") from None
     try:
-        found = np.asarray(image)
+        array = np.asarray(image)
     except ValueError:  # rows of different lengths
-        found = np.empty(0)
-    fits = found.dtype.kind in "iuf" and found.ndim in (2, 3) and 0 < found.size <= 3 * MAX_PIXELS
-    if not fits or found.min() < 0 or found.max() > 255:
+        array = np.empty(0)
+    fits = array.dtype.kind in "iuf" and array.ndim in (2, 3) and 0 < array.size <= 3 * MAX_PIXELS
+    if not fits or array.min() < 0 or array.max() > 255:
         raise RequestError(f"{name}: must be base64 of an image file, or pixels (H, W) or (H, W, 3) from 0 to 255")
-    return found.astype(np.uint8)
+    return array.astype(np.uint8)
 
 
 class Answers:
-    """What MatcherModel inherits, since MLflow warns of a `predict` without type hints in a subclass of its own."""
+    """Base of MatcherModel, since MLflow warns of a `predict` without type hints in a subclass of PythonModel."""
 
     matcher: Matcher
 
@@ -83,9 +83,9 @@ class Answers:
 
     def predict(self, context, model_input, params=None):  # without types: MLflow reads them as a signature
         """For each row keypoints0, keypoints1 (N, 2), matches (K, 2), scores (K,), as lists; aligned0, aligned1 (K, 2),
-        deviations (K,) px, None where a position stayed SIFT's, correlations (K,); with refine=False None for these.
+        deviations (K,) px, None where a position was not refined, correlations (K,); None with refine=False.
 
-        Raises MlflowException (HTTP 400) that ends in one line for an image or a parameter that is none.
+        Raises MlflowException (HTTP 400) for an invalid image or parameter, with the reason in one line.
         """
         asked = {**PARAMS, **(params or {})}
         rows = model_input.to_dict("records") if hasattr(model_input, "to_dict") else model_input
@@ -101,14 +101,14 @@ class Answers:
         threshold = threshold or self.matcher.threshold
         matcher = dataclasses.replace(self.matcher, max_keypoints=max_keypoints, threshold=threshold)
         matcher = dataclasses.replace(matcher, refine=bool(asked["refine"]))
-        found = matcher.match(*(pixels(row[name], name) for name in ("image0", "image1")))
+        matches = matcher.match(*(pixels(row[name], name) for name in ("image0", "image1")))
         names = ("keypoints0", "keypoints1", "matches", "scores")
-        return {**{name: np.asarray(getattr(found, name)).tolist() for name in names}, **aligned_lists(found)}
+        return {**{name: np.asarray(getattr(matches, name)).tolist() for name in names}, **aligned_lists(matches)}
 
 
 class MatcherModel(Answers, PythonModel):
     """`Matcher` behind MLflow's interface. One answer for each row of the input."""
 
 
-if __name__ != "pipeline.tracking.matcher_model":  # read by MLflow from a file of the model
+if __name__ != "pipeline.tracking.matcher_model":  # loaded by MLflow from the model's copy
     set_model(MatcherModel())

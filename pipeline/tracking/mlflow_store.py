@@ -1,4 +1,4 @@
-"""Puts the events of a run log into MLflow (3.1 and later). With `matcher_model` the only file that knows MLflow."""
+"""Stores the events of a run log in MLflow (3.1 and later)."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ PARAMS_AT_ONCE = 100
 DIGEST_LENGTH = 36
 FINAL_ERRORS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "INVALID_STATE")
 ENVIRONMENT = {
-    RETRIES: "1",  # the shipper tries again by itself
-    TIMEOUT: "5",  # of small requests; `uploads` gives files more
+    RETRIES: "1",  # the shipper retries
+    TIMEOUT: "5",  # for small requests; `uploads` sets more for files
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
@@ -50,7 +50,7 @@ ENVIRONMENT = {
 
 
 class MlflowStore:
-    """Puts events into an MLflow store. Safe to repeat: what has arrived once is not added again."""
+    """Stores events in MLflow. Sending an event again has no effect."""
 
     def __init__(self, uri: str) -> None:
         for name, value in ENVIRONMENT.items():
@@ -62,22 +62,22 @@ class MlflowStore:
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.ERROR)
         self._uri, self._error = uri, MlflowException
-        # a registered model's source is looked up through the process's own default, whatever the client was given
+        # MLflow looks up a registered model's source with the global URI, not with the client's
         mlflow.set_tracking_uri(uri)
         mlflow.set_registry_uri(uri)
         self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         self._uploads = Uploads(lambda: self._client.search_experiments(max_results=1))
 
     def open(self, header: Event, run_id: Optional[str]) -> Tuple[str, bool]:
-        """Find the run or make it; True when it is new to this store. Raises whatever the client raises."""
+        """Find or create the run; True if it is new to this store. Raises the client's errors."""
         experiment = self._experiment(header["experiment"])
-        found = self._find(experiment, header["run"], run_id)
-        if found is None:
+        known = self._find(experiment, header["run"], run_id)
+        if known is None:
             run_id, tags = None, {**header.get("tags", {}), KEY_TAG: header["run"]}
-            found = self._client.create_run(experiment, header.get("time"), tags, header.get("name")).info.run_id
+            known = self._client.create_run(experiment, header.get("time"), tags, header.get("name")).info.run_id
         if not header.get("attached"):
-            self._claim(experiment, found, header)
-        return found, run_id is None
+            self._claim(experiment, known, header)
+        return known, run_id is None
 
     def _claim(self, experiment: str, run_id: str, header: Event) -> None:
         self._client.update_run(run_id, status="RUNNING")
@@ -91,13 +91,13 @@ class MlflowStore:
         known = self._client.get_experiment_by_name(name)
         if known is None:
             scheme, _, path = self._uri.partition(":///")
-            # MLflow's default lies in the current directory, which may be an experiment's passing copy.
+            # MLflow's default is the current directory, which may be a temporary copy of DVC
             place = (Path(path).resolve().parent / "mlartifacts" / name).as_uri() if scheme == "sqlite" else None
             tags = {"mlflow.experimentKind": "custom_model_development", VIEW_TAG: view()}
             try:
                 return self._client.create_experiment(name, place, tags)
             except self._error:
-                known = self._client.get_experiment_by_name(name)  # another process was faster
+                known = self._client.get_experiment_by_name(name)  # created by another process meanwhile
                 if known is None:
                     raise
         if known.tags.get(VIEW_TAG) != view():
@@ -113,8 +113,8 @@ class MlflowStore:
             except self._error as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
-        found = self._client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{key}'", max_results=1)
-        return found[0].info.run_id if found else None
+        runs = self._client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{key}'", max_results=1)
+        return runs[0].info.run_id if runs else None
 
     def _params(self, run_id: str, params: Dict[str, str]) -> None:
         from mlflow.entities import Param
@@ -125,15 +125,15 @@ class MlflowStore:
                 self._client.log_batch(run_id, params=items[at : at + PARAMS_AT_ONCE])
             except self._error as error:
                 if error.error_code not in FINAL_ERRORS:
-                    raise  # a param that a resumed run has changed keeps its first value
+                    raise  # else a resumed run changed a param, which keeps its first value
 
     def last_steps(self, run_id: str) -> Dict[str, int]:
-        """The last step the store has under each metric's name."""
+        """The last step of each metric in the store."""
         names = self._client.get_run(run_id).data.metrics
         return {n: max(m.step for m in self._client.get_metric_history(run_id, n)) for n in names}
 
     def send(self, run_id: str, events: List[Event]) -> None:
-        """Add events in order. Raises PermanentError when the store will never take one of them."""
+        """Add events in order. Raises PermanentError if the store will never accept one of them."""
         from mlflow.entities import Metric
 
         try:
@@ -141,7 +141,7 @@ class MlflowStore:
             self._points(run_id, [Metric(name, float(v), event["time"], event["step"]) for event, name, v in measured])
             for event in events:
                 self._other(run_id, event)
-        except RequestError as error:  # a model that does not load, which MLflow 3.1 tries
+        except RequestError as error:  # a model that MLflow 3.1 cannot load
             raise PermanentError(str(error)) from error
         except self._error as error:
             if error.error_code in FINAL_ERRORS:
@@ -169,8 +169,8 @@ class MlflowStore:
     def _tags(self, run_id: str, tags: Dict[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        own = [RunTag(key, value.replace(RUN_ID, run_id)) for key, value in tags.items()]
-        self._client.log_batch(run_id, tags=own[:PARAMS_AT_ONCE])
+        items = [RunTag(key, value.replace(RUN_ID, run_id)) for key, value in tags.items()]
+        self._client.log_batch(run_id, tags=items[:PARAMS_AT_ONCE])
 
     def _artifact(self, run_id: str, path: Path, folder: str) -> None:
         _check_readable(str(path))
@@ -183,13 +183,13 @@ class MlflowStore:
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         source = json.dumps({"uri": event["source"], "digest": event["digest"]})
-        short = event["digest"].rpartition(":")[2][:DIGEST_LENGTH]  # the store holds no more, `source` does
+        short = event["digest"].rpartition(":")[2][:DIGEST_LENGTH]  # the store's limit; `source` has the whole digest
         data = Dataset(event["name"], short, "local", source, profile=json.dumps({"digest": event["digest"]}))
         tags = [InputTag("mlflow.data.context", event["context"])]
         self._client.log_inputs(run_id, datasets=[DatasetInput(data, tags)])
 
     def _model(self, run_id: str, event: Event) -> None:
-        """The weights as a logged model of the run and as a version of the registered one; the first is `champion`."""
+        """Log the weights as a model of the run and register a version; the first one becomes `champion`."""
         name, tags = event["name"], {"step": str(event["step"])}
         _check_readable(*event["files"])
         _check_model(event["files"][0])
@@ -207,19 +207,19 @@ class MlflowStore:
             self._client.set_registered_model_alias(name, CHAMPION, version.version)
 
     def _champion(self, name: str):
-        """The version with the alias, None where there is none."""
+        """The version with the alias; None if there is none."""
         version = self._client.get_registered_model(name).aliases.get(CHAMPION)
         return None if version is None else self._client.get_model_version(name, version)
 
     def _compare_with_champion(self, run_id: str, event: Event) -> None:
-        """Give the alias to the run's model where it beats its holder on the same pairs; say what was found."""
-        from pipeline.tracking.champion import better_than  # numpy and more, for this alone
+        """Give the alias to the run's model if it beats the champion on the same pairs; print the result."""
+        from pipeline.tracking.champion import better_than  # imports numpy
 
         name = event["name"]
-        own = self._client.search_model_versions(f"run_id = '{run_id}'")
-        if not own:
+        versions = self._client.search_model_versions(f"run_id = '{run_id}'")
+        if not versions:
             return
-        version = max(own, key=lambda one: int(one.version)).version
+        version = max(versions, key=lambda version: int(version.version)).version
         note = self._client.get_run(run_id).data.tags.get(NOTE_TAG, "")
         if note:
             self._client.update_model_version(name, version, note)
@@ -229,27 +229,27 @@ class MlflowStore:
             return
         _check_readable(event["pairs"])
         path, holder = f"{EVALUATION}/pairs.csv", str(champion.run_id)
-        there = any(one.path == path for one in self._client.list_artifacts(holder, EVALUATION))
+        evaluated = any(entry.path == path for entry in self._client.list_artifacts(holder, EVALUATION))
         with tempfile.TemporaryDirectory() as folder:
-            theirs = Path(self._client.download_artifacts(holder, path, folder)) if there else None
-            better, found = better_than(Path(event["pairs"]), theirs)
+            theirs = Path(self._client.download_artifacts(holder, path, folder)) if evaluated else None
+            better, reason = better_than(Path(event["pairs"]), theirs)
         if better:
             self._client.set_registered_model_alias(name, CHAMPION, version)
             self._describe(name, version, note)
-        found = f"against version {champion.version}: {found}"
-        self._client.set_model_version_tag(name, version, CHAMPION, found)
-        say(f"{name} version {version if better else champion.version} is {CHAMPION}; version {version} {found}")
+        result = f"against version {champion.version}: {reason}"
+        self._client.set_model_version_tag(name, version, CHAMPION, result)
+        say(f"{name} version {version if better else champion.version} is {CHAMPION}; version {version} {result}")
 
     def _describe(self, name: str, version: Any, note: str) -> None:
-        """Open the registered model's page with the verdict on its champion, the first paragraph of that one's note."""
-        found = f"Version {version} is `{CHAMPION}`. {note.partition(chr(10))[0]}\n\n" if note else ""
-        self._client.update_registered_model(name, found + USAGE.replace("NAME", name))
+        """Describe the registered model: its champion, with the first paragraph of its note, and the usage."""
+        text = f"Version {version} is `{CHAMPION}`. {note.partition(chr(10))[0]}\n\n" if note else ""
+        self._client.update_registered_model(name, text + USAGE.replace("NAME", name))
 
     def _same_weights(self, run_id: str, file: str) -> None:
-        """Tag the run with the digest of its weights; take over the evaluation of earlier runs that have the same.
+        """Tag the run with the digest of its weights; copy the evaluation of earlier runs with the same weights.
 
-        DVC does not evaluate weights again that it has evaluated: without this their metrics would stand in
-        another run. An evaluation that does run adds its own later and replaces them, or has before.
+        DVC does not evaluate the same weights again, so their metrics would be only in the other run. An evaluation of
+        this run replaces the copy.
         """
         tags = {WEIGHTS_TAG: file_sha256(file)}
         alike = f"tags.`{WEIGHTS_TAG}` = '{tags[WEIGHTS_TAG]}' AND attributes.run_id != '{run_id}'"
@@ -260,15 +260,15 @@ class MlflowStore:
         evaluated = [run for run in runs if _evaluation(run)]
         if evaluated and not _evaluation(self._client.get_run(run_id)):
             latest = max(evaluated, key=lambda run: self._last_point(run, _evaluation(run)[0]).timestamp)
-            tags.update(self._take_over(run_id, latest))
+            tags.update(self._copy_evaluation(run_id, latest))
             tags["evaluation.taken_from"] = latest.info.run_id
         self._tags(run_id, tags)
 
     def _last_point(self, run, name: str):
         return max(self._client.get_metric_history(run.info.run_id, name), key=lambda m: (m.step, m.timestamp))
 
-    def _take_over(self, run_id: str, other) -> Dict[str, str]:
-        """Copy metrics and files of another run's evaluation, with the times at which they were made; its words."""
+    def _copy_evaluation(self, run_id: str, other) -> Dict[str, str]:
+        """Copy metrics (with their times) and files of another run's evaluation. Returns its name and note as tags."""
         self._points(run_id, [self._last_point(other, name) for name in _evaluation(other)])
         if any(entry.path == EVALUATION for entry in self._client.list_artifacts(other.info.run_id)):
             with tempfile.TemporaryDirectory() as folder:
@@ -281,7 +281,7 @@ class MlflowStore:
         return {**tags, NOTE_TAG: note.replace(other.info.run_id, run_id)} if note else tags
 
     def _logged_model(self, run_id: str, event: Event) -> str:
-        """The id of the run's model of this step: one that is there, whole or begun by an earlier try, or a new one."""
+        """The id of the run's model of this step: complete, begun by an earlier try, or new."""
         from mlflow.entities import LoggedModelOutput
 
         experiment = self._client.get_run(run_id).info.experiment_id
@@ -290,36 +290,36 @@ class MlflowStore:
         for model in known:
             if model.tags.get("step") == tags["step"] and model.status == "READY":
                 return model.model_id
-        begun = [one for one in known if one.status == "PENDING" and tags.items() <= one.tags.items()]
+        begun = [model for model in known if model.status == "PENDING" and tags.items() <= model.tags.items()]
         create = self._client.create_logged_model
         model = begun[0] if begun else create(experiment, event["name"], run_id, tags, model_type="matcher")
-        there = self._files_there(model.model_id) if begun else {}
+        sent = self._files_sent(model.model_id) if begun else {}
         with tempfile.TemporaryDirectory() as folder:
             save_model(Path(folder) / "model", run_id, model.model_id, event["files"])
-            self._model_files(model.model_id, Path(folder) / "model", there)
+            self._model_files(model.model_id, Path(folder) / "model", sent)
         self._client.finalize_logged_model(model.model_id, "READY")
         self._client.log_outputs(run_id, [LoggedModelOutput(model.model_id, event["step"])])
         return model.model_id
 
-    def _files_there(self, model_id: str, below: Optional[str] = None) -> Dict[str, int]:
-        """Path and bytes of each file that the store has of a logged model."""
-        found: Dict[str, int] = {}
+    def _files_sent(self, model_id: str, below: Optional[str] = None) -> Dict[str, int]:
+        """Path and bytes of each file of a logged model in the store."""
+        files: Dict[str, int] = {}
         for entry in self._client.list_logged_model_artifacts(model_id, below):
             if entry.is_dir:
-                found.update(self._files_there(model_id, entry.path))
+                files.update(self._files_sent(model_id, entry.path))
             else:
-                found[entry.path] = int(entry.file_size or 0)
-        return found
+                files[entry.path] = int(entry.file_size or 0)
+        return files
 
-    def _model_files(self, model_id: str, folder: Path, there: Dict[str, int]) -> None:
-        """Send what is not `there`, the largest file last, so that a try that ends early leaves less to the next."""
+    def _model_files(self, model_id: str, folder: Path, sent: Dict[str, int]) -> None:
+        """Send the files that are not in `sent`, the largest last, so that fewer are left after a failure."""
         missing = []
         for file, _ in files_below(folder):
             size = file.stat().st_size
-            if there.get(file.relative_to(folder).as_posix()) != size:
+            if sent.get(file.relative_to(folder).as_posix()) != size:
                 missing.append((size, file))
         for size, file in sorted(missing):
-            with tempfile.TemporaryDirectory() as alone:  # MLflow 3.1 takes folders alone
+            with tempfile.TemporaryDirectory() as alone:  # MLflow 3.1 takes only folders
                 place = Path(alone) / file.relative_to(folder)
                 place.parent.mkdir(parents=True, exist_ok=True)
                 os.link(file, place)
@@ -328,7 +328,7 @@ class MlflowStore:
 
 
 def _check_readable(*paths: str) -> None:
-    """PermanentError where a file, or one of a folder, cannot be read: trying again would hold up all that follows."""
+    """Raises PermanentError if a file, or one in a folder, cannot be read: retries would block later events."""
     try:
         inside = (file for path in map(Path, paths) for file in (path, *path.rglob("*")))
         for file in itertools.filterfalse(Path.is_dir, inside):
@@ -338,7 +338,7 @@ def _check_readable(*paths: str) -> None:
 
 
 def _check_model(file: str) -> None:
-    """PermanentError where it is no whole model file: not every version of MLflow would notice."""
+    """Raises PermanentError if the model file is damaged, which not every version of MLflow checks."""
     from superglue_sift.weights import BadCheckpoint, load_model_file
 
     try:
@@ -348,12 +348,12 @@ def _check_model(file: str) -> None:
 
 
 def view() -> str:
-    """Columns of the experiment's table for whoever opens the address that `make ui` names."""
-    found = ["attributes.`Created`", *(f"metrics.`{name}`" for name in COLUMNS)]
-    found += [f"params.`{name}`" for name in ("fetch.source", "train.steps", "train.lr")]
-    # MLflow 3.1 shows nothing but an error where one of these is missing
+    """Columns of the experiment's table at the address that `make ui` prints."""
+    columns = ["attributes.`Created`", *(f"metrics.`{name}`" for name in COLUMNS)]
+    columns += [f"params.`{name}`" for name in ("fetch.source", "train.steps", "train.lr")]
+    # MLflow 3.1 shows an error if one of these keys is missing
     return json.dumps({
-        "selectedColumns": found, "orderByKey": "attributes.start_time", "orderByAsc": False, "searchFilter": "",
+        "selectedColumns": columns, "orderByKey": "attributes.start_time", "orderByAsc": False, "searchFilter": "",
         "startTime": "ALL", "lifecycleFilter": "Active", "modelVersionFilter": "All Runs", "datasetsFilter": [],
         "runsPinned": [], "runsHidden": [], "runsHiddenMode": "FIRST_10_RUNS", "groupBy": None, "runsExpanded": {},
         "groupsExpanded": {}, "runsVisibilityMap": {}, "chartsSearchFilter": "",
@@ -366,7 +366,7 @@ def _evaluation(run) -> List[str]:
 
 
 def save_model(folder: Path, run_id: str, model_id: str, files: List[str]) -> None:
-    """An MLflow model made of files: the weights (the first of `files`), the library, and the code that joins them."""
+    """Write an MLflow model: the weights (the first of `files`), their description, the library, `matcher_model`."""
     from mlflow import pyfunc
     from mlflow.models import Model
 

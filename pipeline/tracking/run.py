@@ -1,4 +1,4 @@
-"""A run as the stages see it: log metrics, add files, close. Nothing here blocks, nothing here raises."""
+"""A run as the stages use it: log metrics, add files, close. Nothing here blocks or raises."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from pipeline.tracking.uploads import seconds_for, size_of
 MODEL = "superglue-sift"  # in the model registry
 SEPARATOR = " · "  # between a run's name and its result
 EVALUATION = "test"  # folder of the files of the stage `evaluate` in a run
-# Before the names of its metrics: behind train and val in the alphabet, which orders the charts in MLflow.
+# Prefix of its metrics. MLflow orders charts by the alphabet: it comes after train and val.
 HEADLINE = "verdict"
-# But these: without a folder, the columns of MLflow's table of runs show their whole names.
+# Metrics without prefix: columns of MLflow's table of runs show their whole names.
 LEADING = ("auc_5", "auc_5_aligned", "auc_5_gain")
 RUN_ID = "{run_id}"  # in a tag: replaced when the run has its id
-HIDDEN = "mlflow.superglue."  # before a tag's name: those named mlflow.* are out of sight
+HIDDEN = "mlflow.superglue."  # prefix of tags that MLflow does not show
 PROCESS = f"{HIDDEN}process."
 
 
 class NullRun:
-    """A run that does nothing: for ranks other than the first, and where tracking is off."""
+    """A run that does nothing: for ranks other than the first, and without tracking."""
 
     run_id: Optional[str] = None
     name = ""
@@ -35,15 +35,15 @@ class NullRun:
     def log(self, metrics: Dict[str, Any], step: int) -> None:
         """Metrics of one step: name -> number (floats, tensors of one element), also NaN and infinity.
 
-        A point whose step the log had before the run was resumed is left out.
+        Points that the log had before the run was resumed are left out.
         """
 
     def artifact(self, path: Any, folder: str = "") -> None:
-        """Add a file, or all files of a folder, under `folder` of the run. It is read when it is sent."""
+        """Add a file, or all files of a folder, under `folder` of the run; it is read when it is sent."""
         self._append({"artifact": str(Path(path).resolve()), "folder": folder})
 
     def dataset(self, name: str, digest: str, source: str = "", context: str = "training") -> None:
-        """Name the data the run has used; `digest` is its full hash."""
+        """Record the data of the run; `digest` is its full hash."""
         self._append({"dataset": {"name": name, "digest": digest, "source": source, "context": context}})
 
     def describe(self, result: str, note: str) -> None:
@@ -56,7 +56,7 @@ class NullRun:
         self._append({"challenge": {"name": name, "pairs": str(Path(pairs).resolve())}})
 
     def model(self, *paths: Any, name: str = MODEL, step: int = 0) -> None:
-        """Register the trained model under `name`. paths: its weights, and the JSON beside them."""
+        """Register the trained model under `name`. paths: its weights, and the JSON next to them."""
         files = [str(Path(path).resolve()) for path in paths]
         self._append({"model": {"name": name, "files": files, "step": int(step)}})
 
@@ -65,11 +65,11 @@ class NullRun:
         self._append({"tags": {str(key): str(value) for key, value in tags.items()}})
 
     def close(self, status: str = "FINISHED", wait: Optional[float] = None) -> bool:
-        """End the run as FINISHED, FAILED or KILLED; True when everything has reached the server.
+        """End the run as FINISHED, FAILED or KILLED; True if everything has reached the server.
 
-        Waits a bounded time (20 s for a server, 60 s for a local store, else `wait` seconds; not where MLflow cannot be
-        imported; after FINISHED a second more for each 50 kB of files that are on their way to a server that answers)
-        and says what has not arrived. The log keeps it, and the next run in the same place sends it.
+        Waits a bounded time: `wait` seconds, or 20 s for a server and 60 s for a local store (none without MLflow), and
+        after FINISHED one more second per 50 kB of files for a server that answers. Prints what has not arrived; the
+        log keeps it, and the next run in the same folder sends it.
         """
         return True
 
@@ -86,12 +86,12 @@ class NullRun:
 class Run(NullRun):
     """An open run. Everything goes to the local log; an `Uploader` sends it from there.
 
-    Made by `tracking.open_run` and `tracking.attach`. As a context manager it closes itself: FINISHED, FAILED on an
-    exception, KILLED on Ctrl-C or sys.exit (which is how a signal ends a stage).
+    Created by `tracking.open_run` and `tracking.attach`. As a context manager it closes itself: FINISHED, FAILED on an
+    exception, KILLED on Ctrl-C or sys.exit (by which a signal ends a stage).
     """
 
     def __init__(self, queue: LogQueue, queues: List[LogQueue], make_sink: Callable[[], object]) -> None:
-        """queue: that of its own log; queues: all, in the order in which they are sent."""
+        """queue: of its own log; queues: all, in the order of sending."""
         self._queue, self._log, self._uri = queue, queue.log, queue.tracking_uri
         self._sampler: Optional[Sampler] = None
         self._known = self._log.last_steps()
@@ -104,7 +104,7 @@ class Run(NullRun):
 
     @property
     def run_id(self) -> str:
-        """MLflow's id as soon as it is known, before that a local key; `resume_run_id` takes either."""
+        """MLflow's id if known, else a local key; `resume_run_id` takes either."""
         return self._queue.run_id or self._log.header().get("run_id") or self._log.header()["run"]
 
     def log(self, metrics: Dict[str, Any], step: int) -> None:
@@ -118,9 +118,9 @@ class Run(NullRun):
             self._has_metrics = True
 
     def sample_system(self) -> None:
-        """Start logging CPU, memory, disk, network and GPUs, from the first other metric on.
+        """Log CPU, memory, disk, network and GPUs, starting after the first other metric.
 
-        MLflow shows metrics in the order in which a run got them, and compares runs by the first.
+        MLflow shows metrics in the order of their first points, and compares runs by the first metric.
         """
         steps = [step for name, step in self._known.items() if name.startswith("system/")]
         self._sampler = Sampler(self._log_sample, max(steps) + 1 if steps else 0)
@@ -184,7 +184,7 @@ def ending(kind: Any) -> str:
 
 
 def redacted(uri: str) -> str:
-    """The address without user name and password."""
+    """The URI without user name and password."""
     return re.sub("://[^/]*@", "://", uri, count=1)
 
 
@@ -198,25 +198,25 @@ def flatten(params: Dict[str, Any], prefix: str = "") -> Dict[str, str]:
 
 
 def process_tags() -> Dict[str, str]:
-    """Enough to tell later, on this machine, whether the process still lives."""
+    """Tags by which `is_gone` recognizes this process later, on this machine."""
     pid = os.getpid()
-    own = {"host": socket.gethostname(), "space": _process_space(), "pid": str(pid), "started": _start_time(pid) or ""}
-    return {PROCESS + name: value for name, value in own.items()}
+    tags = {"host": socket.gethostname(), "space": _process_space(), "pid": str(pid), "started": _start_time(pid) or ""}
+    return {PROCESS + name: value for name, value in tags.items()}
 
 
 def is_gone(tags: Dict[str, str]) -> bool:
-    """Whether the process of `process_tags` has ended. False where it cannot be known (another machine)."""
+    """Whether the process of `process_tags` has ended. False if unknown (another machine)."""
     host, space, pid, started = (tags.get(PROCESS + name, "") for name in ("host", "space", "pid", "started"))
     if host != socket.gethostname():
         return False
     mine = _process_space()
     if space.partition(" ")[0] != mine.partition(" ")[0]:
-        return True  # the machine has been started again since
+        return True  # the machine has been rebooted since
     return space == mine and pid.isdigit() and _start_time(int(pid)) != started
 
 
 def _process_space() -> str:
-    """Boot id and process namespace: process ids mean something only within both."""
+    """Boot id and process namespace, within which process ids are valid."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -225,7 +225,7 @@ def _process_space() -> str:
 
 
 def _start_time(pid: int) -> Optional[str]:
-    """Clock ticks from boot to the start of a process, None when there is none of that id (or a zombie)."""
+    """Clock ticks from boot to the start of a process; None if there is none of that id, or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,11 +1,11 @@
-"""What a run leaves on this machine: its log, how much of that has been sent, and the file that names it.
+"""Local files of a run: its log, a cursor, and the file that names it.
 
 The log is the source of truth: JSON lines, appended first and sent later. One line is one event: the header (`run`),
-`metrics`, `artifact`, `dataset`, `model`, `tags` or `end`. Beside it stands a cursor, the number of bytes that have
-reached the tracking server.
+`metrics`, `artifact`, `dataset`, `model`, `tags` or `end`. The cursor is the number of bytes that have reached the
+tracking server.
 
-reports/run.json, in neither git nor DVC, says which MLflow run belongs to which training, named by the identity that
-its checkpoints and models carry: metrics find their run also after `dvc checkout` of an older model.
+reports/run.json, in neither git nor DVC, maps identities of trainings to MLflow runs. Checkpoints and models have the
+identity, so metrics find their run also after `dvc checkout` of an older model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Dict, Iterator, Optional, Tuple
 from pipeline.files import write_atomic
 
 RUN_FILE = "run.json"
-_NEEDED = ("key", "run_id", "experiment")  # of a run in that file
+_NEEDED = ("key", "run_id", "experiment")  # keys of a run in that file
 
 Event = Dict[str, Any]
 
@@ -43,7 +43,7 @@ class EventLog:
         self._stream: Optional[BinaryIO] = None
 
     def append(self, event: Event) -> None:
-        """Append one event. Raises OSError when the disk refuses it."""
+        """Append one event. Raises OSError if it cannot be written."""
         line = json.dumps(event, separators=(",", ":"), default=str) + "\n"
         with self._lock:
             if self._stream is None:
@@ -61,9 +61,9 @@ class EventLog:
                 self._stream = None
 
     def read(self, offset: int, limit: Optional[int] = None) -> Iterator[Tuple[Event, int]]:
-        """Up to `limit` events from byte `offset`, each with the offset behind it. A half line is left alone.
+        """Up to `limit` events from byte `offset`, each with the offset of its end, without a partial last line.
 
-        A line that is no JSON object (a damaged disk) comes back as an empty event.
+        A line that is no JSON object (a damaged disk) becomes an empty event.
         """
         if not self.path.is_file():
             return
@@ -76,20 +76,20 @@ class EventLog:
                 yield _parse(line), offset
 
     def size(self) -> int:
-        """Bytes in the log, 0 where there is none."""
+        """Bytes in the log; 0 if there is none."""
         return self.path.stat().st_size if self.path.is_file() else 0
 
     def header(self) -> Event:
-        """The first event, {} for an empty or foreign file."""
+        """The first event; {} for an empty or foreign file."""
         first = next((event for event, _ in self.read(0, 1)), {})
         return first if "run" in first else {}
 
     def events(self) -> Iterator[Event]:
-        """Every event of the log, in order; a long log is never in memory as a whole."""
+        """Every event of the log, in order, read line by line."""
         return (event for event, _ in self.read(0))
 
     def last(self) -> Event:
-        """The last event, {} for an empty or missing log."""
+        """The last event; {} for an empty or missing log."""
         return next(iter(collections.deque(self.events(), maxlen=1)), {})
 
     def last_steps(self) -> Dict[str, int]:
@@ -100,16 +100,16 @@ class EventLog:
         return last
 
     def cursor(self) -> Event:
-        """{"tracking_uri", "run_id", "offset", "uploads"} as last stored, {} where nothing has been sent."""
+        """{"tracking_uri", "run_id", "offset", "uploads"} as last stored; {} if nothing has been sent."""
         return _read_json(self._cursor_path)
 
     def store_cursor(self, tracking_uri: str, run_id: Optional[str], offset: int, uploads: int) -> None:
-        """Replace the cursor in one step, so that a kill leaves the old or the new one."""
+        """Replace the cursor atomically."""
         cursor = {"tracking_uri": tracking_uri, "run_id": run_id, "offset": offset, "uploads": uploads}
         write_atomic(self._cursor_path, json.dumps(cursor, indent=2) + "\n")
 
     def move(self, target: Path) -> None:
-        """Move log and cursor out of the way."""
+        """Move log and cursor to `target`."""
         self.close()
         target.parent.mkdir(parents=True, exist_ok=True)
         if self._cursor_path.exists():
@@ -124,22 +124,22 @@ class EventLog:
 
 
 def storable(value: Any) -> Any:
-    """A metric that float() takes as JSON can hold it: finite floats, "nan", "inf" or "-inf" as text."""
+    """A metric as a JSON value: a finite float, or the text "nan", "inf" or "-inf"."""
     number = float(value)
     return number if math.isfinite(number) else str(number)
 
 
 def remember_run(path: Path, training: str, run: Dict[str, Any]) -> None:
-    """Note the newest run of a training: `key`, `run_id`, `experiment`, `tracking_uri`, and `log` beside `path`."""
+    """Store the newest run of a training: `key`, `run_id`, `experiment`, `tracking_uri`, `log` (relative path)."""
     runs = {**_runs(path).get("runs", {}), training: run}
     write_atomic(path, json.dumps({"latest": training, "runs": runs}, indent=2) + "\n")
 
 
 def recall_run(path: Path, training: Optional[str] = None) -> Optional[Dict[str, Any]]:
-    """The run of a training, or of the latest one; None where there is no file or it names none."""
+    """The run of a training (None: the latest); None if the file does not name it."""
     content = _runs(path)
-    found = content.get("runs", {}).get(content.get("latest") if training is None else training)
-    return found if isinstance(found, dict) and all(key in found for key in _NEEDED) else None
+    run = content.get("runs", {}).get(content.get("latest") if training is None else training)
+    return run if isinstance(run, dict) and all(key in run for key in _NEEDED) else None
 
 
 def _runs(path: Path) -> Dict[str, Any]:
@@ -153,7 +153,7 @@ def _read_json(path: Path) -> Event:
 
 def _parse(text: bytes) -> Event:
     try:
-        found = json.loads(text)
+        event = json.loads(text)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return event if isinstance(event, dict) else {}

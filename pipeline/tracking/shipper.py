@@ -1,9 +1,9 @@
 """A background thread that sends run logs to the tracking server and never delays the training.
 
 A `LogQueue` sends one log in two lanes, so that metrics never wait for files: metrics, tags and the end of a run; and
-files, one at a time while no metric waits. Each lane keeps its order and moves its cursor when the server has accepted.
-After a lost reply the same lines are sent again. The store identifies a metric by (run, name, time, step, value), so a
-line that is sent twice arrives once.
+files, one at a time while no metric waits. Each lane keeps its order and moves its cursor after the server has accepted
+an event. After a lost reply the same lines are sent again; since the store identifies a metric by (run, name, time,
+step, value), they are stored once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeline.tracking.run_log import Event, EventLog
 POLL_SECONDS = 2.0
 LONGEST_PAUSE_SECONDS = 30.0
 EVENTS_AT_ONCE = 500
-UPLOADS = ("artifact", "model", "challenge")  # keys of events that send files, or need files sent before
+UPLOADS = ("artifact", "model", "challenge")  # keys of events that send files or depend on sent files
 
 
 class PermanentError(Exception):
@@ -27,10 +27,10 @@ class PermanentError(Exception):
 
 
 class LogQueue:
-    """One log and the position of each of its lanes. `opened` is called with the run's MLflow id once it is known.
+    """One log and the positions of its lanes. `opened` is called with the run's MLflow id once it is known.
 
-    `sink` has `open(header, run_id) -> (run_id, fresh)`, `last_steps(run_id) -> {name: step}` and
-    `send(run_id, events)`. PermanentError means that trying again is useless, any other error that it may help.
+    A `sink` has `open(header, run_id) -> (run_id, fresh)`, `last_steps(run_id) -> {name: step}` and
+    `send(run_id, events)`. After any error except PermanentError the queue tries again.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class LogQueue:
         self.offset = int(cursor.get("offset") or 0)
         self.uploads = int(cursor.get("uploads", self.offset) or 0)
         self._opened = opened
-        self._open = self._said = False
+        self._open = self._warned = False
         self._known: Dict[str, int] = {}
 
     def pending(self) -> bool:
@@ -58,7 +58,7 @@ class LogQueue:
         return not self._open or self.log.size() > self.offset
 
     def unsent(self) -> List[Event]:
-        """The events that have not arrived."""
+        """The events that have not been sent."""
         waiting = self.log.read(min(self.offset, self.uploads))
         return [event for event, end in waiting if end > (self.uploads if _is_upload(event) else self.offset)]
 
@@ -72,7 +72,7 @@ class LogQueue:
             self._move_to(batch[-1][1], self.uploads)
 
     def upload(self, sink: Any) -> None:
-        """Send the next event with a file that lies before the cursor of the metrics; move the cursor of uploads."""
+        """Send the next event with a file, if it is before the cursor of the metrics; move the cursor of uploads."""
         for event, end in self.log.read(self.uploads):
             if end > self.offset:
                 return
@@ -87,7 +87,7 @@ class LogQueue:
         self.run_id, fresh = sink.open(header, self.run_id or header.get("run_id"))
         if not fresh and header.get("continues"):
             self._known = sink.last_steps(self.run_id)
-        self._move_to(*(0, 0) if fresh else (self.offset, self.uploads))  # a store that is new to the run gets all
+        self._move_to(*(0, 0) if fresh else (self.offset, self.uploads))  # a new store gets all events
         self._open = True
         if self._opened is not None:
             self._opened(self.run_id)
@@ -97,7 +97,7 @@ class LogQueue:
         self.log.store_cursor(self.tracking_uri, self.run_id, offset, uploads)
 
     def _new(self, event: Event) -> Event:
-        """The event without the points that the server had before this log began (a run resumed elsewhere)."""
+        """The event without points that the server already has from another log (a run resumed elsewhere)."""
         if not self._known or "metrics" not in event:
             return event
         kept = {k: v for k, v in event["metrics"].items() if event["step"] > self._known.get(k, -1)}
@@ -112,8 +112,8 @@ class LogQueue:
             if len(events) > 1:
                 for event in events:
                     self._send(sink, [event])
-            elif not self._said:
-                self._said = True
+            elif not self._warned:
+                self._warned = True
                 say(f"an entry is left out, the log keeps it: {error}")
 
 
@@ -122,11 +122,11 @@ def _is_upload(event: Event) -> bool:
 
 
 class Uploader(threading.Thread):
-    """Sends the queues one after another until asked to stop. place: the server's name in messages.
+    """Sends the queues one after another until stopped. place: the server's name in messages.
 
     Attributes:
-        error: why the last try failed, None after one that did not.
-        missing: a package is not installed; a message said so, and nothing is tried again.
+        error: why the last try failed; None after success.
+        missing: whether a package is not installed; then nothing is tried again.
     """
 
     def __init__(self, queues: List[LogQueue], make_sink: Callable[[], object], place: str) -> None:
@@ -151,10 +151,7 @@ class Uploader(threading.Thread):
             self._wake.clear()
 
     def stop(self, seconds: float, more: Callable[[], float] = lambda: 0.0) -> bool:
-        """Ask for the rest, wait at most `seconds`, and `more` while the server answers; True: everything has arrived.
-
-        more: seconds that what is left may take.
-        """
+        """Send the rest within `seconds`, and `more()` seconds while the server answers. True: all has arrived."""
         self._stopping.set()
         self._wake.set()
         self.join(seconds)
@@ -172,14 +169,14 @@ class Uploader(threading.Thread):
                 self._send_metrics(queue)
             for queue in list(self.queues):
                 self._drain(queue)
-        except ImportError as error:  # stays so while this process lives
+        except ImportError as error:  # permanent for this process
             self.missing = True
-            say(f"nothing goes to {self._place} ({error}); training goes on, the log keeps all for the next run")
+            say(f"nothing goes to {self._place} ({error}); training continues, the log keeps all for the next run")
             return False
-        except Exception as error:  # whatever the client or the server does, training goes on
+        except Exception as error:  # of any kind: training continues
             reason = textwrap.shorten(str(error) or type(error).__name__, 200, placeholder="...")
             if self.error is None:
-                say(f"{self._place} does not answer ({reason}); training goes on, the log keeps all")
+                say(f"{self._place} does not answer ({reason}); training continues, the log keeps all")
             self.error = reason
             return False
         if self.error is not None:
@@ -194,18 +191,18 @@ class Uploader(threading.Thread):
     def _drain(self, queue: LogQueue) -> None:
         while queue.pending() and not self._given_up.is_set():
             queue.upload(self._sink)
-            for each in self.queues:  # the training continues
-                self._send_metrics(each)
+            for other in self.queues:  # the training has logged more
+                self._send_metrics(other)
         if queue.leftover and not queue.pending():
             queue.log.delete()
             self.queues.remove(queue)
 
 
 def say(text: str) -> None:
-    """One line on stderr."""
+    """Print one line to stderr."""
     print(f"tracking: {text}", file=sys.stderr, flush=True)
 
 
 def wait_limit(tracking_uri: str) -> float:
-    """Seconds that closing a run may wait: making a local store is slow, a dead server is not worth it."""
+    """Seconds that closing a run may wait; creating a local store is slow."""
     return 20.0 if tracking_uri.startswith(("http://", "https://")) else 60.0

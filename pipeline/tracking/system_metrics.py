@@ -1,4 +1,4 @@
-"""Samples of CPU, memory, disk, network and GPU by MLflow's own monitors, for its System metrics page."""
+"""Samples of CPU, memory, disk, network and GPU by MLflow's monitors, for its System metrics page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List
 
 
 class Sampler(threading.Thread):
-    """Calls `log(metrics, step)` every `interval()` seconds until stopped. What cannot be read is left out."""
+    """Calls `log(metrics, step)` every `interval()` seconds until stopped, without metrics that cannot be read."""
 
     def __init__(self, log: Callable[[Dict[str, float], int], None], first_step: int = 0) -> None:
         super().__init__(name="system-metrics", daemon=True)
@@ -20,13 +20,13 @@ class Sampler(threading.Thread):
     def run(self) -> None:
         monitors = open_monitors()
         while not self._stopping.wait(interval()):
-            found: Dict[str, float] = {}
+            metrics: Dict[str, float] = {}
             for monitor in monitors:
-                with contextlib.suppress(Exception):  # a metric for the curious must not end its thread
+                with contextlib.suppress(Exception):  # a metric that cannot be read must not end the thread
                     monitor.collect_metrics()
-                    found.update({f"system/{name}": value for name, value in monitor.aggregate_metrics().items()})
+                    metrics.update({f"system/{name}": value for name, value in monitor.aggregate_metrics().items()})
                     monitor.clear_metrics()
-            self._log(found, self._step)
+            self._log(metrics, self._step)
             self._step += 1
 
     def stop(self) -> None:
@@ -35,7 +35,7 @@ class Sampler(threading.Thread):
 
 
 def interval() -> float:
-    """Seconds between samples: MLflow's own variable, else 10."""
+    """Seconds between samples: MLflow's environment variable, or 10."""
     try:
         return max(float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "10")), 0.1)
     except ValueError:
@@ -43,10 +43,10 @@ def interval() -> float:
 
 
 def open_monitors() -> List[Any]:
-    """MLflow's monitors of what this machine has."""
-    found: List[Any] = []
+    """MLflow's monitors for the parts of this machine."""
+    monitors: List[Any] = []
     for name in ("CPU", "Disk", "Network", "GPU"):
-        with contextlib.suppress(Exception):  # no psutil, GPU, driver, ...: each raises a type of its own
+        with contextlib.suppress(Exception):  # no psutil, GPU, driver, ...: of various types
             home = importlib.import_module(f"mlflow.system_metrics.metrics.{name.lower()}_monitor")
-            found.append(getattr(home, f"{name}Monitor")())
-    return found
+            monitors.append(getattr(home, f"{name}Monitor")())
+    return monitors
