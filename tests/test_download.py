@@ -26,7 +26,7 @@ MD5, SIZE = hashlib.md5(DATA).hexdigest(), len(DATA)
 def no_waiting(monkeypatch):
     waits = []
     monkeypatch.setattr(downloads, "sleep", waits.append)
-    monkeypatch.setattr(downloads, "PATIENCE", 0.3)
+    monkeypatch.setattr(downloads, "SPEED_WINDOW", 0.3)
     return waits
 
 

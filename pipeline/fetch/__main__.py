@@ -1,7 +1,7 @@
-"""Stage 1: say which photographs there are (`python -m pipeline.fetch`).
+"""Stage 1: list the photographs (`python -m pipeline.fetch`).
 
-Writes `manifest.csv` and `source.json` into --out. Your own folder stays where it is, a downloaded archive stays one
-file and is read in place; only the small bundled sample is copied.
+Writes `manifest.csv` and `source.json` into --out. Your own folder stays where it is; a downloaded archive is read in
+place; only the small bundled sample is copied.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from superglue_sift.progress import Progress
 
 MIB = 1 << 20
 SAMPLE = "sample"  # container and folder of the bundled photographs
-# what decides which images there are; archives are verified by their SHA-256, however they come
+# code that determines the list of images; archives are verified by their SHA-256
 CODE = ("pipeline.fetch.__main__",)
 OUTSIDE = ("pipeline.fetch.download", "pipeline.views", "superglue_sift")
 
@@ -51,7 +51,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             raise RequestError(f"--limit {options.limit}: must be 0 (all) or more")
         settings = settings.model_copy(update={"limit": options.limit})
     made_from = _made_from(settings)
-    entries = None if settings.source == "sample" else _fitting(options, made_from)  # it takes no time
+    entries = None if settings.source == "sample" else _up_to_date(options, made_from)  # sample: always copied
     if entries is None:
         entries = _fetch(options, settings, made_from)
     counts = {f"{split}_images": sum(entry.split == split for entry in entries) for split in manifest.SPLITS}
@@ -65,7 +65,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def _fetch(options: argparse.Namespace, settings: FetchParams, made_from: str) -> List[Entry]:
-    """Find, download where that is asked for, and write. What is wrong with a person's own images comes first."""
+    """Find or download the images and write the manifest. The user's own images are checked first."""
     own = None
     if settings.source == "folder":
         own = splits.own(settings)
@@ -90,13 +90,13 @@ def _fetch(options: argparse.Namespace, settings: FetchParams, made_from: str) -
 
 
 def _made_from(settings: FetchParams) -> str:
-    """Digest of what the manifest depends on: parameters, the images of a person's own folders, code."""
+    """Digest of what the manifest depends on: parameters, the user's own images, code."""
     folders = (settings.path, settings.val_path) if settings.source == "folder" else ()
     return json_digest([settings.model_dump(), digest(*folders) if folders else "", code_digest(CODE, OUTSIDE)])
 
 
-def _fitting(options: argparse.Namespace, made_from: str) -> Optional[List[Entry]]:
-    """The entries of a manifest that was made from the same and is whole, as are the archives it names; else None."""
+def _up_to_date(options: argparse.Namespace, made_from: str) -> Optional[List[Entry]]:
+    """The entries of the existing manifest if its digest is `made_from` and its archives are undamaged; else None."""
     try:
         text = (options.out / "source.json").read_text(encoding="utf-8")
         source = json.loads(text)
@@ -109,7 +109,7 @@ def _fitting(options: argparse.Namespace, made_from: str) -> Optional[List[Entry
         sums = {roots[key]: value.get("sha256") for key, value in source["containers"].items()}
     except (OSError, ValueError, KeyError, TypeError, RequestError):
         return None
-    ends: Dict[Path, int] = {}  # how long each archive has to be
+    ends: Dict[Path, int] = {}  # smallest length of each archive
     for entry in entries:
         root = roots[entry.container]
         if entry.offset:
@@ -126,47 +126,47 @@ def _text(source: Dict[str, Any]) -> str:
 
 
 def _same_archive(path: Path, sha256: Optional[str], notes: Path) -> bool:
-    """Is the archive of this SHA-256 still the one that was checked? True for a zip of a person's own."""
+    """Whether the archive is unchanged since its SHA-256 was checked. True for the user's own zip."""
     return sha256 is None or download.read_note(path, notes / path.name).get("sha256") == sha256
 
 
 def _entries(
     split_names: splits.Splits, held: Dict[str, Container], out: Path
 ) -> Tuple[List[Entry], Dict[str, Dict[str, Any]]]:
-    """Manifest entries of the splits, and the containers they name; val and test: of "val" where there is one."""
+    """Manifest entries of the splits, and the containers they name."""
     entries: List[Entry] = []
     for split, names in split_names.items():
         key = splits.container_of(split, held)
         tick = partial(Progress, total=len(names), desc=f"reading {split} images", unit="image")
         entries += held[key].entries(names, split, key, tick)
     containers = {}
-    for key, each in held.items():  # a place is named relative to --out where the person gave a relative path
-        relative = Path(os.path.relpath(each.path.resolve(), out.resolve())).as_posix()
-        path = str(each.path) if each.path.is_absolute() else relative
-        containers[key] = {**each.facts, "kind": each.kind, "path": path}
+    for key, container in held.items():  # a relative path is written relative to --out
+        relative = Path(os.path.relpath(container.path.resolve(), out.resolve())).as_posix()
+        path = str(container.path) if container.path.is_absolute() else relative
+        containers[key] = {**container.facts, "kind": container.kind, "path": path}
     return entries, containers
 
 
 def _coco(settings: FetchParams, archives: Path) -> Tuple[splits.Splits, Dict[str, Container]]:
-    """COCO's own archives: those at hand, else downloaded; with a small `fetch.limit` only a part of them."""
+    """COCO's archives, downloaded if missing; with a small `fetch.limit` only a part of them."""
     source = coco.SOURCES[settings.source]
     wanted = {"train": source.train, **({"val": source.held_out} if source.held_out else {})}
     holdings = {
-        key: coco.Holding(each, archives, settings.path, os.environ.get(MIRROR, ""), settings.limit > 0)
-        for key, each in wanted.items()
+        key: coco.Holding(archive, archives, settings.path, os.environ.get(MIRROR, ""), settings.limit > 0)
+        for key, archive in wanted.items()
     }
     for holding in holdings.values():
         holding.whole(_show_download)
     if "val" in holdings:
         names = holdings["val"].names
         fraction = min(1.0, coco.HELD_OUT / len(names))
-        chosen = splits.share(holdings["train"].names, sources.hold_out(names, fraction, splits.SEED)[1], settings)
+        chosen = splits.split(holdings["train"].names, sources.hold_out(names, fraction, splits.SEED)[1], settings)
     else:
         chosen = splits.hold_out(holdings["train"].names, settings)
     held_out = chosen["val"] + chosen["test"]
     needed = {"train": chosen["train"] + ([] if "val" in holdings else held_out), "val": held_out}
     tick = partial(Progress, unit="image")
-    return chosen, {key: each.ensure(needed[key], _show_download, tick) for key, each in holdings.items()}
+    return chosen, {key: holding.ensure(needed[key], _show_download, tick) for key, holding in holdings.items()}
 
 
 def _show_download(sizes: Iterator[int], size: Optional[int], name: str) -> None:

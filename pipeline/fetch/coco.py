@@ -1,6 +1,6 @@
-"""COCO's archives: addresses, sizes, checksums, which part serves which split, and each of them as it is at hand.
+"""COCO's archives: addresses, sizes, checksums, splits, and access to a local or remote archive.
 
-The official host serves plain HTTP and its HTTPS name does not match: the same objects' TLS address is tried first.
+The official host's certificate does not match its name, so the TLS address of the same objects is tried first.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pipeline.image_sets.sources import SAMPLE
 
 TLS = "https://s3.amazonaws.com/images.cocodataset.org/zips"
 PLAIN = "http://images.cocodataset.org/zips"
-WORTH_A_PART = 0.5  # of the whole archive's bytes; above it, the whole is downloaded
+MAX_PART = 0.5  # fraction of the archive's bytes above which all of it is downloaded
 
-Bytes = Callable[[Iterator[int], Optional[int], str], None]  # shows a download: bytes so far, of how many, of what
-Tick = Callable[..., Iterable]  # shows a loop: its items, `total` and `desc`
+Bytes = Callable[[Iterator[int], Optional[int], str], None]  # shows a download: bytes so far, their total, name
+Tick = Callable[..., Iterable]  # shows a loop: items, `total` and `desc`
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Archive:
     size: int
 
     def urls(self, mirror: str = "") -> List[str]:
-        """Where to get it, the best address first; a mirror replaces the official ones."""
+        """Addresses, the best first; a mirror replaces the official ones."""
         bases = [mirror.rstrip("/")] if mirror else [TLS, PLAIN]
         return [f"{base}/{self.file}" for base in bases]
 
@@ -43,11 +43,11 @@ VAL2014 = Archive("val2014.zip", "a3d79f5ed8d289b7a7554ce06a5782b3", 40_504, 6_6
 TRAIN2017 = Archive("train2017.zip", "cced6f7f71b7629ddf16f17bbcfab6b2", 118_287, 19_336_861_798)
 VAL2017 = Archive("val2017.zip", "442b8da7639aecaf257c1dceb8ba8c80", 5_000, 815_585_330)
 
-HELD_OUT = 5_000  # images of val2014 that are held out (the size of val2017); the others stay unused
+HELD_OUT = 5_000  # images of val2014 that are held out (as many as val2017 has); the others are not used
 
 
 class Source(NamedTuple):
-    """train: archive of the training images; held_out: of the others, None: a part of `train` is held out."""
+    """train: archive of the training images; held_out: of the held-out ones; None: a part of `train`."""
 
     train: Archive
     held_out: Optional[Archive]
@@ -61,34 +61,34 @@ SOURCES: Dict[str, Source] = {
 
 
 def expected(source: str, limit: int = 0) -> Tuple[int, int]:
-    """(bytes of the archives, photographs) of a source where they are known before it is fetched, else 0."""
+    """(bytes of the archives, photographs) of a source; 0 if unknown before it is fetched."""
     archives = [archive for archive in SOURCES.get(source, ()) if archive]
     bundled = sum(len(names) for names in SAMPLE.values()) if source == "sample" else 0
     count = sum(archive.images for archive in archives) or bundled
-    # so many of training, and so many held out
+    # the limit holds for training and for held-out images
     return sum(archive.size for archive in archives), min(count, 2 * limit) if limit else count
 
 
 class Holding:
-    """An archive given by the person, here from before, or still to be downloaded; `names` of its images.
+    """An archive that the user gave, that was downloaded before, or that is still remote.
 
-    given: a folder with the zips, a folder with them unpacked, or the zip itself, "" for none.
-    some: only a part of the images will be asked for, so look at the remote directory before a download.
+    given: a folder with the zips, a folder with them unpacked, or the zip itself; "" for none.
+    some: only a part of the images is needed, so read the remote directory before a download.
     """
 
-    def __init__(self, each: Archive, archives: Path, given: str, mirror: str, some: bool) -> None:
-        self._each, self._archives, self._path = each, archives, archives / each.file
-        self._urls = each.urls(mirror)
+    def __init__(self, archive: Archive, archives: Path, given: str, mirror: str, some: bool) -> None:
+        self._archive, self._archives, self._path = archive, archives, archives / archive.file
+        self._urls = archive.urls(mirror)
         self._remote: Optional[partial.RemoteZip] = None
         self._members: Dict[str, zipfile.ZipInfo] = {}
         self._container = self._given(Path(given)) if given else self._zip(self._path)
         if self._container is None and some:
-            self._remote = partial.RemoteZip(self._urls, each.size)
-            note = archives / f"{each.file}.directory.json"
+            self._remote = partial.RemoteZip(self._urls, archive.size)
+            note = archives / f"{archive.file}.directory.json"
             self._members = {member.filename: member for member in self._remote.directory(note)}
 
     def whole(self, show: Bytes) -> None:
-        """Download the whole archive unless it is here or only a part of it is wanted."""
+        """Download the whole archive, unless it is local or only a part of it is needed."""
         if self._container is None and self._remote is None:
             self._download(show)
 
@@ -103,31 +103,31 @@ class Holding:
         assert self._remote is not None
         members = [self._members[name] for name in sorted(names)]
         total = sum(member.compress_size for member in self._members.values())
-        if sum(member.compress_size for member in members) > WORTH_A_PART * total:
+        if sum(member.compress_size for member in members) > MAX_PART * total:
             return self._download(show)
         target = self._path.with_name(f"{self._path.stem}.part-of.zip")
-        shown = functools.partial(tick, total=len(members), desc=f"{len(members)} images of {self._each.file}")
+        shown = functools.partial(tick, total=len(members), desc=f"{len(members)} images of {self._archive.file}")
         with self._remote:
             return zip_container(target, **partial.fetch_zip(self._remote, members, target, shown))
 
     def _zip(self, path: Path) -> Optional[Container]:
-        """The zip there, checked against the published MD5; None where there is none."""
-        known = download.verified(path, self._each.md5, self._archives)
+        """The zip at `path`, checked against the published MD5; None if there is none."""
+        known = download.verified(path, self._archive.md5, self._archives)
         return zip_container(path, **known) if known else None
 
     def _given(self, path: Path) -> Container:
-        """What the person has."""
-        zipped = self._zip(path) or self._zip(path / self._each.file)
+        """The container that the user gave."""
+        zipped = self._zip(path) or self._zip(path / self._archive.file)
         if zipped:
             return zipped
-        stem = Path(self._each.file).stem
+        stem = Path(self._archive.file).stem
         inside = (path / stem).is_dir()
         names = open_container(path / stem if inside else path).names
         return Container(path, "folder", [f"{stem}/{name}" if inside else name for name in names])
 
     def _download(self, show: Bytes) -> Container:
-        each = self._each
-        show(download.download(self._urls, self._path, each.md5, each.size), each.size, each.file)
+        archive = self._archive
+        show(download.download(self._urls, self._path, archive.md5, archive.size), archive.size, archive.file)
         self._container = self._zip(self._path)
         assert self._container is not None
         return self._container

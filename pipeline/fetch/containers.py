@@ -1,4 +1,4 @@
-"""What holds images: a folder, a zip, a list file, or a COCO annotation file; the images stay where they are."""
+"""Containers of images: a folder, a zip, a list file, or a COCO annotation file, read in place."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from superglue_sift.images import EXTENSIONS
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 HEADER = _LOCAL_HEADER.size  # bytes before a member's name
-MAX_RATIO = 100  # uncompressed to compressed size of one image; JPEG in a zip stays near 1
+MAX_RATIO = 100  # uncompressed to compressed size of one image; JPEG in a zip has about 1
 MAX_IMAGE_BYTES = 512 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Container:
-    """path: the folder or zip that holds the bytes; names: of the images in it, sorted, relative to it."""
+    """path: folder or zip of the images; names: of the images, sorted, relative to it."""
 
     path: Path
     kind: str  # folder or zip
@@ -31,11 +31,11 @@ class Container:
     facts: Dict[str, Any] = field(default_factory=dict)  # for source.json, such as the SHA-256 of an archive
 
     def entries(self, names: Sequence[str], split: str, key: str, tick: Tick = iter) -> List[Entry]:
-        """Manifest entries of some of its images; `key` names this container in source.json."""
+        """Manifest entries of some of its images; key: name of this container in source.json."""
         if self.kind == "folder":
             return folder_entries(self.path, names, split, key, tick)
         wanted = set(names)
-        members = [each for each in image_members(self.path) if each.filename in wanted]
+        members = [member for member in image_members(self.path) if member.filename in wanted]
         return zip_entries(self.path, members, split, key)
 
 
@@ -46,10 +46,10 @@ def open_container(
 
     Args:
         root: folder (or zip) the names in a list or annotation file count from; "": the file's own folder.
-        categories: of the images in an annotation file take those that show any of these; none: all.
-        min_side: of them take those whose smaller side has so many px.
+        categories: take the images of an annotation file with any of these; none: all.
+        min_side: take those whose smaller side has at least this number of pixels.
 
-    Raises RequestError when there is nothing there, nothing in it, or a name leads outside.
+    Raises RequestError if there is nothing at `path`, no image in it, or a name that leads outside.
     """
     path = Path(path)
     kind = path.suffix.lower()
@@ -70,11 +70,11 @@ def open_container(
 
 
 def digest(*paths: str) -> str:
-    """Digest of the names and sizes of the images in these folders or zips, and of lists' text, in 16 hex digits."""
+    """Digest (16 hexadecimal digits) of names and sizes of the images in folders or zips, or of the text of lists."""
     state = hashlib.sha256()
     for path in map(Path, filter(None, paths)):
         if path.is_file() and path.suffix.lower() == ".zip":
-            rows = [[each.filename, each.file_size, each.CRC] for each in image_members(path)]
+            rows = [[member.filename, member.file_size, member.CRC] for member in image_members(path)]
             state.update(json.dumps(rows).encode())
         elif path.is_file():  # a list or an annotation file
             state.update(path.read_bytes())
@@ -88,7 +88,7 @@ def digest(*paths: str) -> str:
 
 
 def _folder(path: Path) -> Container:
-    return Container(path, "folder", [each.relative_to(path).as_posix() for each in list_images(path)])
+    return Container(path, "folder", [file.relative_to(path).as_posix() for file in list_images(path)])
 
 
 def zip_container(path: Path, **facts: Any) -> Container:
@@ -97,9 +97,9 @@ def zip_container(path: Path, **facts: Any) -> Container:
 
 
 def _chosen(path: Path, root: Path, names: List[str]) -> Container:
-    """The container `root` with the names a file lists; a listed file that is missing is reported later.
+    """The container `root` with the names that a file lists; a missing file is reported when it is read.
 
-    COCO's annotations name files without the folder they are in.
+    COCO's annotations name files without their folder.
     """
     for name in names:
         if name.startswith("/") or ".." in name.split("/"):
@@ -107,17 +107,17 @@ def _chosen(path: Path, root: Path, names: List[str]) -> Container:
     if not root.exists():
         raise RequestError(f"{root}: no such folder; fetch.root must hold the images that {path} lists")
     whole = zip_container(root) if root.suffix.lower() == ".zip" else _folder(root)
-    there, by_file = set(whole.names), {name.rpartition("/")[2]: name for name in reversed(whole.names)}
-    found = {name if name in there else by_file.get(name, name) for name in names}
-    missing = [name for name in names if name not in there and name not in by_file]
+    paths, by_file = set(whole.names), {name.rpartition("/")[2]: name for name in reversed(whole.names)}
+    chosen = {name if name in paths else by_file.get(name, name) for name in names}
+    missing = [name for name in names if name not in paths and name not in by_file]
     if missing and (whole.kind == "zip" or len(missing) == len(names)):
         more = f" (and {len(missing) - 1} more)"
         raise RequestError(f"{path}: '{missing[0]}' is not in {root}{more}; set fetch.root")
-    return Container(root, whole.kind, sorted(found))
+    return Container(root, whole.kind, sorted(chosen))
 
 
 def _listed(path: Path) -> List[str]:
-    """One relative path per line; empty lines and lines that begin with # do not count."""
+    """One relative path per line, without empty lines and lines that begin with #."""
     try:
         lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError as error:
@@ -130,8 +130,8 @@ def _annotated(path: Path, categories: Sequence[str], min_side: int) -> List[str
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         images = {image["id"]: image for image in content["images"]}
-        known = {each["name"]: each["id"] for each in content.get("categories", [])}
-        seen = {(each["image_id"], each["category_id"]) for each in content.get("annotations", [])}
+        known = {category["name"]: category["id"] for category in content.get("categories", [])}
+        seen = {(mark["image_id"], mark["category_id"]) for mark in content.get("annotations", [])}
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -157,7 +157,7 @@ def _annotated(path: Path, categories: Sequence[str], min_side: int) -> List[str
 
 
 def image_members(path: Path) -> List[zipfile.ZipInfo]:
-    """The images listed in the archive's directory; RequestError names what makes an archive unfit."""
+    """The images in the archive's directory. Raises RequestError for a damaged or unsafe archive."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
@@ -167,7 +167,7 @@ def image_members(path: Path) -> List[zipfile.ZipInfo]:
 
 
 def checked(members: Sequence[zipfile.ZipInfo], path: object) -> List[zipfile.ZipInfo]:
-    """The images among the members, sorted by name; RequestError names one that is not to be trusted."""
+    """The images among the members, sorted by name. RequestError names an unsafe member."""
     images = [member for member in members if member.filename.lower().endswith(EXTENSIONS)]
     seen = set()
     for member in images:
@@ -181,21 +181,21 @@ def checked(members: Sequence[zipfile.ZipInfo], path: object) -> List[zipfile.Zi
 
 
 def _unsafe(member: zipfile.ZipInfo) -> Optional[str]:
-    """Why a member may not be used, or None. Nothing is unpacked, yet a hostile name must not spread."""
+    """Why a member is unsafe, or None. Nothing is unpacked, but names appear in other files."""
     name = member.filename
     if name.startswith(("/", "\\")) or ":" in name.split("/")[0] or ".." in name.split("/"):
         return "points outside the archive"
     if (member.external_attr >> 16) & 0o170000 == 0o120000:
         return "is a symbolic link"
     if member.compress_type not in (STORED, DEFLATED) or member.flag_bits & 1:
-        return "is encrypted or packed in a way we do not read (stored and deflate are read)"
+        return "is encrypted, or compressed by another method than stored and deflate"
     if member.file_size > MAX_IMAGE_BYTES or member.file_size > MAX_RATIO * max(member.compress_size, 1024):
         return f"would grow from {member.compress_size} to {member.file_size} bytes"
     return None
 
 
 def zip_entries(path: Path, members: Sequence[zipfile.ZipInfo], split: str, container: str) -> List[Entry]:
-    """Entries of these members of the archive; reads each one's local header for its true offset."""
+    """Entries of these members; reads their local headers for the offsets of the data."""
     entries = []
     with path.open("rb") as stream:
         for member in members:
@@ -208,7 +208,7 @@ def zip_entries(path: Path, members: Sequence[zipfile.ZipInfo], split: str, cont
 
 
 def header_length(header: bytes, member: zipfile.ZipInfo, path: object) -> int:
-    """Bytes from where a member begins to its data, by its own header; RequestError where there is none."""
+    """Bytes from the start of a member to its data, by its local header. Raises RequestError without one."""
     if len(header) < HEADER or header[:4] != b"PK\x03\x04":
         raise RequestError(f"{path}: refused, no data where its directory puts '{member.filename}'")
     *_, name_length, extra_length = _LOCAL_HEADER.unpack_from(header)

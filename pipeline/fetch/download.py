@@ -1,8 +1,8 @@
-"""One big file over one connection, resumed after anything, checked before it takes its name.
+"""Download of one large file over one connection, resumable and verified.
 
-`NAME.part` grows at its end: its length is what is here, whatever was killed. Only a file whose MD5 is right becomes
-`NAME`, with `NAME.json` beside it (size, MD5, SHA-256); a wrong one is moved to `NAME.bad`. The checksum is the
-protection: an address may be plain HTTP, may have changed the file between two requests, may lie.
+`NAME.part` grows at its end, so a killed download resumes at its length. Only a file with the right MD5 is renamed to
+`NAME`, next to `NAME.json` (size, MD5, SHA-256); others are moved to `NAME.bad`. The checksum protects against plain
+HTTP, against a file that changes between two requests, and against a wrong server.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pipeline.errors import RequestError, WorkError
 from pipeline.files import write_atomic
 
 MIRROR = "COCO_MIRROR"  # environment variable: base address to use instead of the official one
-READ = 1 << 17  # bytes taken from a connection at once, at most
+READ = 1 << 17  # most bytes per read of a connection
 TIMEOUT = (10.0, 30.0)  # seconds to connect, seconds without a byte
-SLOWEST = 2048  # bytes per second below which a connection is given up
-PATIENCE = 20.0  # seconds over which that is judged
+MIN_SPEED = 2048  # bytes per second below which a connection is closed
+SPEED_WINDOW = 20.0  # seconds over which the speed is measured
 TRIES = 5  # failures in a row without progress
 PROGRESS = 1 << 16  # bytes that count as progress
-GONE = (400, 401, 403, 404, 405, 410, 451)  # HTTP's answers after which asking again does not help
+PERMANENT = (400, 401, 403, 404, 405, 410, 451)  # HTTP codes after which no retry helps
 
 sleep = time.sleep  # a test replaces it
 
 
 class Interrupted(Exception):
-    """The transfer stopped. wait: seconds the server asked us to wait; final: asking again does not help."""
+    """The transfer stopped. wait: seconds that the server asked to wait; final: no retry helps."""
 
     def __init__(self, reason: str, wait: float = 0.0, final: bool = False) -> None:
         super().__init__(reason)
@@ -41,7 +41,7 @@ class Interrupted(Exception):
 
 
 class Remote:
-    """A file of `size` bytes at `url`; its connections are kept and reused, by as many threads as ask."""
+    """A file of `size` bytes at `url`; several threads may use it, and connections are reused."""
 
     def __init__(self, url: str, size: int) -> None:
         import requests
@@ -54,10 +54,10 @@ class Remote:
         self._http.close()
 
     def read(self, start: int, end: Optional[int] = None) -> Iterator[bytes]:
-        """The bytes [start, end), as they come, never more; end None: to the end of the file.
+        """The bytes [start, end) as they arrive; end None: to the end of the file.
 
-        A connection that breaks loses nothing that has arrived: the next request asks for the rest. A server without
-        ranges serves a file to its end: what comes before `start` is dropped.
+        After a broken connection the next request asks for the rest. A server without ranges can serve a file to its
+        end; the bytes before `start` are dropped.
 
         Raises Interrupted after `TRIES` failures in a row without progress, or a final one.
         """
@@ -77,7 +77,7 @@ class Remote:
                 sleep(max(error.wait, min(2.0**failures / 2 - 0.5, 30.0)))
 
     def _answer(self, start: int, last: int, part: bool) -> Iterator[bytes]:
-        """What one request for [start, last) gives, perhaps less; every error of the network is Interrupted."""
+        """The bytes of one request for [start, last), perhaps fewer. Network errors are raised as Interrupted."""
         import requests
         import urllib3
 
@@ -85,44 +85,46 @@ class Remote:
         try:
             with self._http.get(self.url, headers=headers, stream=True, timeout=TIMEOUT) as answer:
                 whole = self._is_whole(answer, start, part)
-                answer.raw.enforce_content_length = False  # else the last bytes before a cut are thrown away
+                answer.raw.enforce_content_length = False  # else the last bytes before a broken connection are lost
                 yield from _pieces(answer.raw, start if whole else 0, last - start)
         except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
             raise Interrupted(f"{type(error).__name__}: {error}") from None
 
     def _is_whole(self, answer: Any, start: int, part: bool) -> bool:
-        """Is it the whole file, rather than its part from `start` on? Interrupted where it is neither."""
+        """True for the whole file, False for its part from `start` on. Raises Interrupted for anything else."""
         code, given = answer.status_code, answer.headers
         if code not in (200, 206):
             after = given.get("Retry-After", "")
-            raise Interrupted(f"HTTP {code}", min(float(after), 60.0) if after.isdigit() else 0.0, final=code in GONE)
+            raise Interrupted(
+                f"HTTP {code}", min(float(after), 60.0) if after.isdigit() else 0.0, final=code in PERMANENT
+            )
         if code == 200 and part:
             raise Interrupted("answers a request for a part with the whole file", final=True)
         size = given.get("Content-Length", "")
         if code == 206:
             text = given.get("Content-Range", "")
-            found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", text.strip())
-            if not found or int(found.group(1)) != start:
+            match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", text.strip())
+            if not match or int(match.group(1)) != start:
                 raise Interrupted(f"asked from byte {start}, got '{text}'")
-            size = found.group(2)
+            size = match.group(2)
         if size.isdigit() and int(size) != self.size:
             raise Interrupted(f"the file has {size} bytes there, {self.size} are expected")
         return code == 200
 
 
 def _pieces(raw: Any, dropped: int, wanted: int) -> Iterator[bytes]:
-    """What the connection gives, less the first `dropped` bytes, up to `wanted`; watches its speed."""
-    begun, came = time.monotonic(), 0
+    """The bytes of a connection after the first `dropped`, up to `wanted`. Raises Interrupted if it is too slow."""
+    begun, received = time.monotonic(), 0
     while wanted > 0:
         piece = raw.read1(READ)
         if not piece:
             return
-        came += len(piece)
+        received += len(piece)
         now = time.monotonic()
-        if now - begun > PATIENCE:
-            if came < SLOWEST * (now - begun):
-                raise Interrupted(f"too slow: {came} bytes in {now - begun:.0f} s")
-            begun, came = now, 0
+        if now - begun > SPEED_WINDOW:
+            if received < MIN_SPEED * (now - begun):
+                raise Interrupted(f"too slow: {received} bytes in {now - begun:.0f} s")
+            begun, received = now, 0
         cut = min(dropped, len(piece))
         dropped, piece = dropped - cut, piece[cut : cut + wanted]
         wanted -= len(piece)
@@ -131,26 +133,26 @@ def _pieces(raw: Any, dropped: int, wanted: int) -> Iterator[bytes]:
 
 
 def download(urls: List[str], target: Path, md5: str, size: int) -> Iterator[int]:
-    """Bring the file to `target`, yielding the number of bytes here as it grows.
+    """Download the file to `target`, yielding the number of bytes so far.
 
     Args:
-        urls: addresses of the same file, the best first; the next one is tried when one does not serve.
+        urls: addresses of the same file, the best first; the next one is tried if one fails.
         md5, size: published checksum, and length in bytes.
 
-    Raises WorkError when no address serves, the checksum is wrong or the disk is too small. What has come stays.
+    Raises WorkError if all addresses fail, the checksum is wrong or the disk is too small. `NAME.part` is kept.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
     try:
         with part.open("ab") as file:
             if file.tell() > size:
-                file.truncate(0)  # it was another file's
+                file.truncate(0)  # of another file
             _require_space(part, size - os.path.getsize(part))
             yield from _filled(file, urls, size, target.name)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise WorkError(f"{part}: cannot be written: {error.strerror}; what has come is kept") from None
+        raise WorkError(f"{part}: cannot be written: {error.strerror}; the bytes so far are kept") from None
     found = digests(part)
     if found["md5"] != md5:
         bad = target.with_name(target.name + ".bad")
@@ -173,7 +175,7 @@ def _require_space(part: Path, missing: int) -> None:
 
 
 def _filled(file: BinaryIO, urls: List[str], size: int, name: str) -> Iterator[int]:
-    """Fill the file up to `size` from the first address that serves; its length as it grows."""
+    """Append to the file up to `size`, from the first address that works. Yields its length."""
     have = os.fstat(file.fileno()).st_size
     yield have
     problems = []
@@ -191,14 +193,14 @@ def _filled(file: BinaryIO, urls: List[str], size: int, name: str) -> Iterator[i
             remote.close()
     raise WorkError(
         f"{name}: download failed ({'; '.join(problems)}); {have} bytes are kept, "
-        f"run again to go on, or set {MIRROR} to another address"
+        f"run again to resume, or set {MIRROR} to another address"
     )
 
 
 def verified(target: Path, md5: str, notes: Optional[Path] = None) -> Optional[Dict[str, Any]]:
-    """What is known of an archive that is already here, hashing it when it is new to us; None when absent.
+    """Size and digests of a local archive, from its note or by hashing it; None without an archive.
 
-    notes: folder for what we learn about it, when its own cannot be written to. RequestError when its MD5 is wrong.
+    notes: folder of the note, default: the archive's. Raises RequestError if the MD5 is wrong.
     """
     if not target.is_file():
         return None
@@ -214,9 +216,9 @@ def verified(target: Path, md5: str, notes: Optional[Path] = None) -> Optional[D
 
 
 def read_note(target: Path, noted: Optional[Path] = None) -> Dict[str, Any]:
-    """What `NOTED.json` says about the file `target`; {} when it is missing, damaged, or of other bytes.
+    """The content of `NOTED.json` about the file `target`; {} if it is missing, damaged, or about other bytes.
 
-    A file of the noted size and of the note's own time is the same file; of another time, if its SHA-256 is the same.
+    A file with the noted size is the same if it has the note's time, or else the same SHA-256.
     """
     note = _note(noted or target)
     try:
@@ -229,13 +231,13 @@ def read_note(target: Path, noted: Optional[Path] = None) -> Dict[str, Any]:
     if time_ns != stat.st_mtime_ns:
         if known.get("sha256") != digests(target)["sha256"]:
             return {}
-        with contextlib.suppress(OSError):  # of somebody else's folder: it is hashed each time
+        with contextlib.suppress(OSError):  # a read-only folder: the file is hashed each time
             os.utime(note, ns=(stat.st_mtime_ns, stat.st_mtime_ns))
     return known
 
 
 def write_note(target: Path, facts: Mapping[str, Any], noted: Optional[Path] = None) -> None:
-    """Put the facts into `NOTED.json` (beside the file `target`), with the time of the file."""
+    """Write the facts to `NOTED.json` (default: next to `target`), with the time of the file."""
     note = _note(noted or target)
     write_atomic(note, json.dumps(facts, indent=1) + "\n")
     time_ns = target.stat().st_mtime_ns
@@ -247,7 +249,7 @@ def _note(target: Path) -> Path:
 
 
 def digests(path: Path) -> Dict[str, Any]:
-    """Size, MD5 (what COCO published) and SHA-256 (what we trust afterwards) in one pass."""
+    """Size, MD5 (published by COCO) and SHA-256 (used afterwards) in one pass."""
     md5, sha256 = hashlib.md5(usedforsecurity=False), hashlib.sha256()
     with path.open("rb") as stream:
         for block in iter(lambda: stream.read(1 << 20), b""):

@@ -1,7 +1,7 @@
-"""Some images of a remote zip, without downloading the whole: its directory and single members by Range requests.
+"""Some images of a remote zip, by Range requests for its directory and for single members.
 
-They arrive as a small zip of their own, each checked against the CRC-32 of the directory, since the published MD5 is
-that of the whole archive.
+They are written to a small zip, each checked against the CRC-32 in the directory, since the published MD5 is that of
+the whole archive.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pipeline.fetch.download import MIRROR, Interrupted, Remote, digests, read_n
 from pipeline.files import write_atomic
 from pipeline.image_sets.manifest import DEFLATED
 
-CONNECTIONS = 8  # many small requests, each of which waits for its answer
+CONNECTIONS = 8  # hides the latency of many small requests
 _FIELDS = ("filename", "header_offset", "compress_size", "file_size", "CRC", "compress_type")
-_SLACK = 128  # bytes: a member's own header may be longer than the directory says
+_SLACK = 128  # bytes: a local header may be longer than the directory says
 
 
 class RemoteZip(io.RawIOBase):
-    """A zip of `size` bytes behind the first of some addresses that serves its parts; a file that `zipfile` reads.
+    """A remote zip of `size` bytes as a file for `zipfile`, from the first address that serves ranges.
 
-    Its methods raise WorkError when none of the addresses serves.
+    Its methods raise WorkError if no address does.
     """
 
     def __init__(self, urls: Sequence[str], size: int) -> None:
@@ -44,12 +44,12 @@ class RemoteZip(io.RawIOBase):
         super().close()
 
     def directory(self, note: Path) -> List[zipfile.ZipInfo]:
-        """The images in the archive, checked as those of a local one; kept in `note`, since COCO's is ten megabytes."""
+        """The images in the archive, checked as in a local one; cached in `note`, since COCO's directory has 10 MB."""
         try:
             rows = json.loads(note.read_text(encoding="utf-8"))
             return containers.checked([_member(row) for row in rows], note)
         except (OSError, ValueError, TypeError, AttributeError):
-            pass  # not there, or damaged
+            pass  # missing or damaged
         try:
             members = containers.checked(zipfile.ZipFile(self).infolist(), self._url)
         except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
@@ -58,7 +58,7 @@ class RemoteZip(io.RawIOBase):
         return members
 
     def fetch(self, members: Sequence[zipfile.ZipInfo]) -> Iterator[bytes]:
-        """The bytes of these images, in their order, over several connections."""
+        """The bytes of these images, in order, over several connections."""
         with ThreadPoolExecutor(CONNECTIONS) as pool:
             yield from pool.map(self._image, members)
 
@@ -68,7 +68,7 @@ class RemoteZip(io.RawIOBase):
         data = self._range(start, start + guess + _SLACK)
         begin = containers.header_length(data, member, self._url)
         packed = data[begin : begin + member.compress_size]
-        if len(packed) < member.compress_size:  # a longer header than the slack
+        if len(packed) < member.compress_size:  # the header is longer than the slack
             packed += self._range(start + len(data), start + begin + member.compress_size)
         image = zlib.decompress(packed, -15) if member.compress_type == DEFLATED else packed
         if len(image) != member.file_size or zlib.crc32(image) != member.CRC:
@@ -76,19 +76,19 @@ class RemoteZip(io.RawIOBase):
         return image
 
     def _range(self, start: int, end: int) -> bytes:
-        """The bytes [start, end), as far as the file goes; an address that does not serve is asked no more."""
+        """The bytes [start, end), up to the end of the file; an address that fails is not used again."""
         problems = []
         for address in self._addresses:
             try:
                 return b"".join(address.read(start, min(end, self._size)))
             except Interrupted as error:
                 problems.append(f"{address.url}: {error}")
-                self._addresses = [each for each in self._addresses if each is not address] or [address]
+                self._addresses = [other for other in self._addresses if other is not address] or [address]
         raise WorkError(
-            f"no part of the archive can be had ({'; '.join(problems)}); run again, set {MIRROR}, or fetch.limit to 0"
+            f"the archive cannot be read ({'; '.join(problems)}); run again, set {MIRROR}, or fetch.limit to 0"
         )
 
-    # --- what `zipfile` asks of a file
+    # --- methods that `zipfile` calls
 
     def readable(self) -> bool:
         return True
@@ -117,7 +117,7 @@ def _member(row: Sequence[Any]) -> zipfile.ZipInfo:
 def fetch_zip(
     remote: RemoteZip, members: Sequence[zipfile.ZipInfo], target: Path, tick: Callable[[Iterable], Iterable] = iter
 ) -> Any:
-    """Write a zip of these members to `target`, or find it there from before; returns its facts."""
+    """Write a zip of these members to `target`, unless it exists. Returns its facts."""
     rows = [[member.filename, member.file_size, member.CRC] for member in members]
     wanted = hashlib.sha256(json.dumps(rows).encode("utf-8", "surrogateescape")).hexdigest()
     known = read_note(target)

@@ -1,4 +1,4 @@
-"""Which images train, validate and test; and do a person's own suffice, said before anything is written."""
+"""Splits of the images: training, validation, test; checks of the user's own images before anything is written."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pipeline.image_sets.sources import ImageSet
 from pipeline.parameters.schema import FetchParams
 from superglue_sift.images import BadImage, decode_gray
 
-SEED = 0  # of the hash of names: a set of images has one split
+SEED = 0  # of the hash of names
 Splits = Dict[str, List[str]]  # names by split
 Size = Tuple[int, int]  # width, height
-FIRST_LOOKED_AT = 16  # images of a split; then twice as many, and so on, until one will do
+FIRST_CHECKED = 16  # images of a split; then twice as many, and so on, until one is usable
 
 
 def own(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
-    """The splits of a person's own images and where they are: one set with a part held out, or two sets.
+    """The splits of the user's own images and their containers: one set with a part held out, or two sets.
 
-    Raises RequestError when a path is wrong, or no image is left to train or to validate.
+    Raises RequestError if a path is wrong, or no image is left to train or to validate.
     """
     choice = (settings.root, tuple(filter(None, settings.categories.split(","))), settings.min_side)
     held = {"train": open_container(settings.path, *choice)}
@@ -29,7 +29,7 @@ def own(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
         held["val"] = open_container(settings.val_path, *choice)
         if Path(settings.path).resolve() == Path(settings.val_path).resolve():
             raise RequestError("fetch.val_path: is the same as fetch.path; leave it empty instead")
-        splits = share(held["train"].names, held["val"].names, settings)
+        splits = split(held["train"].names, held["val"].names, settings)
     else:
         splits = hold_out(held["train"].names, settings)
     _require_some(splits, held)
@@ -38,11 +38,11 @@ def own(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
 
 def hold_out(names: Sequence[str], settings: FetchParams) -> Splits:
     """Hold out a part of one set of images by the hash of their names."""
-    return share(*sources.hold_out(names, settings.val_fraction, SEED, sources.HELD_OUT_MIN), settings)
+    return split(*sources.hold_out(names, settings.val_fraction, SEED, sources.HELD_OUT_MIN), settings)
 
 
-def share(train: Sequence[str], held_out: Sequence[str], settings: FetchParams) -> Splits:
-    """Limit both sets, and share the held-out images among val and test."""
+def split(train: Sequence[str], held_out: Sequence[str], settings: FetchParams) -> Splits:
+    """Limit both sets, and split the held-out images into val and test."""
     train, held_out = _limit(train, settings), _limit(held_out, settings)
     # another seed than that of the hold-out: the same hash would put every small value into test
     val, test = sources.hold_out(held_out, settings.test_fraction, SEED + 1)
@@ -50,12 +50,12 @@ def share(train: Sequence[str], held_out: Sequence[str], settings: FetchParams) 
 
 
 def container_of(split: str, held: Mapping[str, Container]) -> str:
-    """val and test come from the container "val" where there is one."""
+    """The container of a split: val and test are in "val", if there is one."""
     return "val" if split != "train" and "val" in held else next(iter(held))
 
 
 def require_usable(splits: Splits, held: Mapping[str, Container], smallest: Mapping[str, Size]) -> None:
-    """RequestError when no image of a split can be read and is as large as `smallest[split]` (pixels)."""
+    """Raises RequestError if no image of a split can be read and is as large as `smallest[split]` (pixels)."""
     for split, size in smallest.items():
         names, key = splits[split], container_of(split, held)
         sizes = _sizes(names, held[key], split, key)
@@ -69,7 +69,7 @@ def require_usable(splits: Splits, held: Mapping[str, Container], smallest: Mapp
 
 
 def _require_some(splits: Splits, held: Mapping[str, Container]) -> None:
-    """Without test images the evaluation takes those of val."""
+    """Raises RequestError without train or val images; without test images the evaluation takes those of val."""
     empty = [split for split in ("train", "val") if not splits[split]]
     if not empty:
         return
@@ -83,8 +83,8 @@ def _require_some(splits: Splits, held: Mapping[str, Container]) -> None:
 
 
 def _sizes(names: Sequence[str], container: Container, split: str, key: str) -> Iterator[Size]:
-    """Of the images that can be read, a growing number at a time: a zip is searched for each."""
-    start, count = 0, FIRST_LOOKED_AT
+    """Sizes of the readable images, read in growing groups, since each group searches the zip."""
+    start, count = 0, FIRST_CHECKED
     while start < len(names):
         entries = container.entries(names[start : start + count], split, key)
         images = ImageSet(entries, {key: str(container.path)})
@@ -98,7 +98,7 @@ def _sizes(names: Sequence[str], container: Container, split: str, key: str) -> 
 
 
 def _limit(names: Sequence[str], settings: FetchParams) -> List[str]:
-    """At most `fetch.limit` names, those with the smallest hashes: a larger limit keeps the smaller's choice."""
+    """At most `fetch.limit` names, by the smallest hashes: a larger limit keeps the choice of a smaller one."""
     if not settings.limit or len(names) <= settings.limit:
         return sorted(names)
     return sorted(sorted(names, key=lambda n: manifest.hash_share(SEED + 2, n))[: settings.limit])

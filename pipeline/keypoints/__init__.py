@@ -1,5 +1,5 @@
 """Stage 2: from photographs to a store of keypoints.
 
-`image` (all views of one photograph), `pool` (the workers), `shards` (finished parts outlive a kill), `forecast` (disk
-and hours, before it begins).
+`image` (all views of one photograph), `pool` (worker processes), `shards` (finished parts survive a kill), `forecast`
+(disk and hours).
 """

@@ -1,7 +1,7 @@
 """Stage 2: views of every image and their SIFT keypoints (`python -m pipeline.keypoints`).
 
-Fills --out/train and --out/val with keypoint stores (`pipeline.features.store`); test images are left to `evaluate`.
-May be killed at any time: finished shards stay. Started by torchrun it shares the shards among the ranks.
+Fills --out/train and --out/val with keypoint stores (`pipeline.features.store`); `evaluate` uses the test images.
+It may be killed at any time: finished shards stay. Under torchrun the ranks share the shards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     options = _arguments(argv)
     workspace_lock.take()
     settings = params.load("keypoints", options.params)
-    decoder(settings.decoder)  # refuses what is not there
+    decoder(settings.decoder)  # RequestError if it is not installed
     images = open_manifest(options.images)
     folders = {split: Folder(options.out / split, plan(images.entries(split), settings)) for split in SPLITS}
     for split, folder in folders.items():
@@ -56,20 +56,20 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     writable(options.out, options.reports)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     started = time.monotonic()
-    made = _extract(folders, images, settings, options.workers or cores(), rank, ranks)
+    count = _extract(folders, images, settings, options.workers or cores(), rank, ranks)
     if rank:
         return 0
     rows = {split: _wait_for_all(folder) for split, folder in folders.items()}
     seconds = time.monotonic() - started
-    bad = [tuple(each) for split in SPLITS for row in rows[split] for each in row["bad"]]
+    bad = [tuple(item) for split in SPLITS for row in rows[split] for item in row["bad"]]
     total = sum(len(shard.entries) for folder in folders.values() for shard in folder.shards)
     write_csv(options.reports / "bad_images.csv", [("file", "reason"), *bad])
-    _judge(bad, total, rows, options.reports)
+    _check(bad, total, rows, options.reports)
     for split, folder in folders.items():
         folder.close(rows[split], settings)
     metrics = _metrics(options.out, bad)
     write_atomic(options.reports / "metrics.json", json.dumps(metrics, indent=1) + "\n")
-    rate = f"{made / seconds:.3g} images/s" if made else "nothing was missing"
+    rate = f"{count / seconds:.3g} images/s" if count else "nothing was missing"
     train, val = metrics["train"], metrics["val"]
     print(
         f"keypoints: {train['images']} training and {val['images']} validation images, "
@@ -86,7 +86,7 @@ def _arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("data/keypoints"), help="folder of the stores")
     parser.add_argument("--reports", type=Path, default=Path("reports/keypoints"), help="folder of the lists")
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: one per core")
-    parser.add_argument("--plan", action="store_true", help="only tell how long and how much disk it takes")
+    parser.add_argument("--plan", action="store_true", help="only forecast time and disk space")
     options = parser.parse_args(argv)
     if options.workers < 0:
         raise RequestError(f"--workers {options.workers}: must be 0 (one per core) or more")
@@ -94,15 +94,15 @@ def _arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
 
 
 def _extract(folders: Dict[str, Folder], images: ImageSet, settings: Any, workers: int, rank: int, ranks: int) -> int:
-    """Make this rank's missing shards; returns how many images went through."""
+    """Write this rank's missing shards. Returns the number of images processed."""
     todo: Work = []
     for folder in folders.values():
         if rank == 0:
-            folder.discard_strangers()
+            folder.discard_unknown()
         todo += [(folder, shard) for shard in folder.open(folder.shards[rank::ranks])]
     if rank == 0 and todo:
         for folder in folders.values():
-            (folder.path / INDEX).unlink(missing_ok=True)  # what it says is no longer so
+            (folder.path / INDEX).unlink(missing_ok=True)  # out of date
     entries = [entry for _, shard in todo for entry in shard.entries]
     total = sum(len(shard.entries) for folder in folders.values() for shard in folder.shards[rank::ranks])
     bar = Progress(total=total, initial=total - len(entries), desc="keypoints", unit="image", disable=rank > 0)
@@ -114,7 +114,7 @@ def _extract(folders: Dict[str, Folder], images: ImageSet, settings: Any, worker
             except OSError as error:
                 raise WorkError(
                     f"{folder.path / shard.file}: cannot be written: {error.strerror}; finished shards are kept; "
-                    "`python -m pipeline.keypoints --plan` tells how much room it takes"
+                    "`python -m pipeline.keypoints --plan` forecasts the space"
                 ) from None
     return len(entries)
 
@@ -126,7 +126,7 @@ def _counted(results: Any, bar: Any) -> Any:
 
 
 def _wait_for_all(folder: Folder) -> List[Dict[str, Any]]:
-    """Rows of all shards; other ranks may still be at work on theirs (torchrun ends us if one of them fails)."""
+    """Rows of all shards; waits for other ranks (torchrun ends this one if another fails)."""
     while True:
         rows = folder.rows()
         if all(row is not None for row in rows):
@@ -134,8 +134,8 @@ def _wait_for_all(folder: Folder) -> List[Dict[str, Any]]:
         time.sleep(0.5)
 
 
-def _judge(bad: Sequence[Any], total: int, rows: Dict[str, Any], reports: Path) -> None:
-    """Stop before training when too many images are bad, or a split has none left."""
+def _check(bad: Sequence[Any], total: int, rows: Dict[str, Any], reports: Path) -> None:
+    """Raises WorkError if too many images are bad, or a split has none left."""
     listed = f"see {reports / 'bad_images.csv'}"
     if len(bad) > MAX_BAD_FRACTION * total:
         raise WorkError(
@@ -148,7 +148,7 @@ def _judge(bad: Sequence[Any], total: int, rows: Dict[str, Any], reports: Path) 
 
 
 def _metrics(out: Path, bad: Sequence[Any]) -> Dict[str, Any]:
-    """Figures of the stores, the same on every run: how fast they were made is said, not kept."""
+    """Metrics of the stores, the same in every run."""
     metrics: Dict[str, Any] = {}
     for split in SPLITS:
         store = Store(out / split, verify="none")

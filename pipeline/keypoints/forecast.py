@@ -1,4 +1,4 @@
-"""How long the keypoints will take and how much disk they will fill, from a few images of the very set."""
+"""Forecast of time and disk space for the keypoints, measured on a few of the images."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from superglue_sift.images import BadImage
 
 SAMPLED = 12  # images, spread over the set
 CORES = (8, 16, 64)
-_PER_VIEW = 8 + 9 * 8  # bytes beside the records: an offset and a homography
+_PER_VIEW = 8 + 9 * 8  # bytes besides the records: an offset and a homography
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """images: in all; seconds: of one core for one image; size: bytes in the store for one image."""
+    """images: their number; seconds: of one core per image; size: bytes in the store per image."""
 
     images: int
     seconds: float
@@ -30,11 +30,11 @@ class Forecast:
 
 
 def forecast(images: ImageSet, entries: Sequence[Entry], settings: Any) -> Forecast:
-    """Do a few images in this process and reckon up. RequestError when none of them can be used."""
+    """Measure a few images in this process. Raises RequestError if none of them can be used."""
     tune_process()
     extract = ImageExtractor(images, settings)
     chosen = list(entries[:: max(len(entries) // SAMPLED, 1)][:SAMPLED])
-    extract(chosen[0])  # the first one also pays for loading and for the memory
+    extract(chosen[0])  # warm-up
     begun, sizes = time.process_time(), []
     for entry in chosen:
         result = extract(entry)
@@ -47,7 +47,7 @@ def forecast(images: ImageSet, entries: Sequence[Entry], settings: Any) -> Forec
 
 
 def report(plan: Forecast, settings: Any, out: Path, cores: int) -> List[str]:
-    """The forecast in lines, with what to change when the disk is too small."""
+    """The forecast as lines, with what to change if the disk is too small."""
     here = next(folder for folder in (out, *out.resolve().parents) if folder.exists())
     free, needed = shutil.disk_usage(here).free, plan.images * plan.size
     lines = [
@@ -55,8 +55,8 @@ def report(plan: Forecast, settings: Any, out: Path, cores: int) -> List[str]:
         f"image (measured on some of them), {plan.size / 1e3:.0f} kB per image in the store"
     ]
     for count in sorted({cores, *CORES}):
-        mine = " (this machine)" if count == cores else ""
-        lines.append(f"  {count:3d} cores: {duration(plan.images * plan.seconds / count)}{mine}")
+        note = " (this machine)" if count == cores else ""
+        lines.append(f"  {count:3d} cores: {duration(plan.images * plan.seconds / count)}{note}")
     lines.append(f"  disk: {needed / 1e9:.1f} GB of {free / 1e9:.1f} GB free at {here}, and as much again")
     lines[-1] += " in DVC's cache unless cache.type is a link"
     if needed > free:

@@ -11,16 +11,16 @@ from pipeline.views import homography, render
 from superglue_sift import extractors
 from superglue_sift.images import BadImage
 
-SEED = 0  # one is enough: views differ by the image's name and their index
+SEED = 0  # draws depend on the image's name and the index of the view, too
 
 
 def gray_views(gray: np.ndarray, name: str, settings: Any) -> ImageViews:
     """The views of an image (`gray`: (H, W) uint8) with their keypoints, by the section `keypoints`.
 
-    View 0 is a mild crop with the light as it was; the others are random homographies with photometric distortion.
-    Views with few or no keypoints stay: training must meet them. `name` and the parameters fix every draw.
+    View 0 is a mild crop without photometric distortion; the others are random homographies with it. Views with few or
+    no keypoints are kept, for training. `name` and the parameters determine every draw.
 
-    Raises BadImage with the reason when the image cannot serve.
+    Raises BadImage with the reason if the image cannot be used.
     """
     size, view_size = (gray.shape[1], gray.shape[0]), (settings.width, settings.height)
     if not homography.fits(size, view_size):
@@ -42,6 +42,6 @@ def gray_views(gray: np.ndarray, name: str, settings: Any) -> ImageViews:
 
 
 def _strength(settings: Any, index: int) -> float:
-    """Of view `index` >= 1: from `difficulty_first` at view 1 evenly to 1 at the last."""
-    share = (index - 1) / max(settings.views_per_image - 2, 1)
-    return settings.difficulty_first + share * (1.0 - settings.difficulty_first)
+    """Strength of view `index` >= 1: linear from `difficulty_first` at view 1 to 1 at the last."""
+    fraction = (index - 1) / max(settings.views_per_image - 2, 1)
+    return settings.difficulty_first + fraction * (1.0 - settings.difficulty_first)

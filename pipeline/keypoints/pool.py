@@ -1,6 +1,6 @@
-"""Images through worker processes, one a core with one OpenCV thread each, results in the order asked for.
+"""Worker processes, one per core with one OpenCV thread each; results keep the order of the images.
 
-A bounded number of images is under way, so memory does not grow with their number.
+The number of images in flight is bounded, so memory does not grow with their number.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _IN_FLIGHT = 4  # images per worker
 
 
 def decoder(name: str) -> Decoder:
-    """What `keypoints.decoder` names: opencv, torchvision or dali; all with the signature of `decode.decoded`.
+    """The decoder of `keypoints.decoder`: opencv, torchvision or dali; all have the signature of `decode.decoded`.
 
-    Raises RequestError: its package is missing, or cannot decode here.
+    Raises RequestError if its package is missing or cannot decode here.
     """
     if name == "torchvision":
         decode.torchvision_io()
@@ -48,14 +48,14 @@ def decoder(name: str) -> Decoder:
 
 
 class ImageExtractor:
-    """What a worker holds: where the bytes are and how views are made."""
+    """The function of a worker: from an image to its views."""
 
     def __init__(self, images: ImageSet, settings: Any) -> None:
         self.images, self.settings = images.without_entries(), settings
         self.decoded = decoder(settings.decoder)
 
     def __call__(self, work: Work) -> Result:
-        """The views of an image, or why it cannot serve. Never raises for the image's sake."""
+        """The views of an image, or the reason why it cannot be used; does not raise for bad images."""
         entry, gray = next(self.decoded(self.images, [work])) if isinstance(work, Entry) else work
         try:
             return gray if isinstance(gray, BadImage) else gray_views(gray, entry.name, self.settings)
@@ -63,19 +63,19 @@ class ImageExtractor:
             return bad
 
     def source(self, entries: Iterable[Entry]) -> Iterable[Work]:
-        """What the workers are given: entries, unless something decodes them for all: a GPU, or DALI's threads."""
+        """Input of the workers: entries, or decoded images if a GPU or DALI's threads decode for all workers."""
         if self.settings.decoder == "dali" or (self.settings.decoder == "torchvision" and decode.gpu() is not None):
             return self.decoded(self.images, entries)
         return entries
 
 
 def cores() -> int:
-    """Cores this process may use, shared among the ranks of this machine when there are several."""
+    """Cores for this process; the ranks of this machine share its cores."""
     return max(len(os.sched_getaffinity(0)) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 1)
 
 
 class Pool:
-    """A context with `map(entries)`; with one worker everything happens in this process."""
+    """A context with `map(entries)`; with one worker it works in this process."""
 
     def __init__(self, images: ImageSet, settings: Any, workers: int) -> None:
         self._extract, self._workers = ImageExtractor(images, settings), workers
@@ -86,10 +86,10 @@ class Pool:
         if self._workers == 1:
             tune_process()
             return self
-        self._stack.enter_context(huge_pages())  # until the end: workers start when they are first needed
+        self._stack.enter_context(huge_pages())  # until the end, since workers start on demand
         self._executor = ProcessPoolExecutor(
             self._workers,
-            mp_context=multiprocessing.get_context("spawn"),  # a fork would copy locks of running threads
+            mp_context=multiprocessing.get_context("spawn"),  # fork would copy locks of running threads
             initializer=_start,
             initargs=(os.getpid(),),
         )
@@ -100,7 +100,7 @@ class Pool:
         self._stack.close()
 
     def map(self, entries: Iterable[Entry]) -> Iterator[Result]:
-        """One result per entry, in their order. WorkError when a worker process dies."""
+        """One result per entry, in order. Raises WorkError if a worker process dies."""
         if self._executor is None:
             yield from map(self._extract, self._extract.source(entries))
             return
@@ -115,7 +115,7 @@ class Pool:
 
 
 def _start(parent: int) -> None:
-    """In a new worker: die with the parent, leave Ctrl-C to it, and tune the process."""
+    """Initialize a worker: ignore Ctrl-C, end with the parent, tune the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent=parent)
     tune_process()

@@ -1,8 +1,8 @@
-"""The shards of one split: which there are, which of them are done, and the end of the work.
+"""The shards of one split: plan, finished shards, index.
 
-A shard is a fixed run of manifest rows, so its bytes depend on them and on the parameters alone. While work goes on
-each finished shard has a note beside it; in the end the notes become store.json. A shard whose fingerprint (parameters,
-rows, code, OpenCV) is not the one wanted now is thrown away, a whole one is never made twice.
+A shard is a fixed run of manifest rows, so its bytes depend only on these and on the parameters. During the work each
+finished shard has a note next to it; in the end the notes become store.json. A shard with another fingerprint
+(parameters, rows, code, OpenCV) is deleted; an undamaged one is not computed again.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ CODE = (
     "pipeline.image_sets.dali_decoder",
     "pipeline.features.store",
 )
-# the manifest names the CRC-32 of the very bytes an image is made of, wherever they are read from
+# not these: the fingerprint has the CRC-32 of an image's bytes, which may be read from anywhere
 OUTSIDE = ("pipeline.image_sets.manifest", "pipeline.image_sets.sources")
 
-# A kill loses at most the shard that each process works on.
+# A kill loses at most the current shard of each process.
 SHARD_IMAGES = 64
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A piece of work. fingerprint: SHA-256 over all that its bytes depend on."""
+    """A unit of work. fingerprint: SHA-256 of everything that determines its bytes."""
 
     file: str
     entries: Sequence[Entry]
@@ -65,13 +65,13 @@ def plan(entries: Sequence[Entry], settings: Any) -> List[Shard]:
 
 
 class Folder:
-    """The folder of one split while it is being filled. `shards`: the plan."""
+    """The folder of one split while it is filled. shards: the plan."""
 
     def __init__(self, path: Path, shards: Sequence[Shard]) -> None:
         self.path, self.shards = path, list(shards)
 
     def open(self, mine: Sequence[Shard]) -> List[Shard]:
-        """Keep what is whole, throw away what does not fit; returns those of `mine` still to be made."""
+        """Keep undamaged shards that fit, delete others. Returns the missing ones of `mine`."""
         self.path.mkdir(parents=True, exist_ok=True)
         rows = self._known_rows()
         missing = []
@@ -85,8 +85,8 @@ class Folder:
                 missing.append(shard)
         return missing
 
-    def discard_strangers(self) -> None:
-        """Remove what the plan does not know: shards of other parameters, halves left by a kill."""
+    def discard_unknown(self) -> None:
+        """Delete files that are not in the plan: shards of other parameters, partial files after a kill."""
         known = {shard.file for shard in self.shards} | {self._note_path(shard).name for shard in self.shards}
         for path in self.path.iterdir() if self.path.is_dir() else ():
             if path.name not in known and path.name != store.INDEX and not path.is_dir():
@@ -94,19 +94,19 @@ class Folder:
 
     def write(self, shard: Shard, results: Iterable[Any]) -> None:
         """Write one shard from its results (ImageViews or BadImage, in the order of its entries)."""
-        found = list(results)
-        bad = [[each.name, each.reason] for each in found if isinstance(each, BadImage)]
-        row = store.write_shard(self.path / shard.file, [each for each in found if isinstance(each, ImageViews)])
+        done = list(results)
+        bad = [[result.name, result.reason] for result in done if isinstance(result, BadImage)]
+        row = store.write_shard(self.path / shard.file, [result for result in done if isinstance(result, ImageViews)])
         self._note(shard, {**row, "bad": bad, "fingerprint": shard.fingerprint})
 
     def rows(self) -> List[Optional[Dict[str, Any]]]:
-        """The row of every planned shard, None for one that is not done."""
-        found = self._known_rows()
-        rows = [found.get(shard.file, {}) for shard in self.shards]
-        return [row if row.get("fingerprint") == each.fingerprint else None for each, row in zip(self.shards, rows)]
+        """The row of every planned shard; None for unfinished ones."""
+        known = self._known_rows()
+        rows = [known.get(shard.file, {}) for shard in self.shards]
+        return [row if row.get("fingerprint") == shard.fingerprint else None for shard, row in zip(self.shards, rows)]
 
     def close(self, rows: Sequence[Dict[str, Any]], settings: Any) -> None:
-        """Write store.json and drop the notes."""
+        """Write store.json and delete the notes."""
         extractor = extractors.load(settings.extractor)
         named = [{**row, "photographs": _photographs(shard, row)} for shard, row in zip(self.shards, rows)]
         content = store.index(named, settings.views_per_image, (settings.width, settings.height), extractor)
@@ -115,7 +115,7 @@ class Folder:
             self._note_path(shard).unlink(missing_ok=True)
 
     def _known_rows(self) -> Dict[str, Dict[str, Any]]:
-        """Rows by file name, from a finished store and from notes; what cannot be read is not known."""
+        """Rows by file name, from a finished store and from notes, without unreadable ones."""
         try:
             rows = {row["file"]: row for row in store.read_index(self.path)["shards"]}
         except RequestError:
@@ -128,7 +128,7 @@ class Folder:
         return rows
 
     def _fits(self, shard: Shard, row: Dict[str, Any]) -> bool:
-        """Is the shard what is wanted now, and whole? Hashed where it was written to since store.json was."""
+        """Whether the shard fits and is undamaged; it is hashed if it is newer than store.json."""
         try:
             finished = (self.path / store.INDEX).stat().st_mtime_ns
             hashed = (self.path / shard.file).stat().st_mtime_ns > finished
@@ -150,6 +150,6 @@ class Folder:
 
 
 def _photographs(shard: Shard, row: Dict[str, Any]) -> List[str]:
-    """What stands for each image of a row, wherever it is met again (`Entry.photograph`)."""
-    found = {each.name: each.photograph for each in shard.entries}
-    return [found[name] for name in row["images"]]
+    """Identifier of each image of a row (`Entry.photograph`)."""
+    known = {entry.name: entry.photograph for entry in shard.entries}
+    return [known[name] for name in row["images"]]
