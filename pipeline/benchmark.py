@@ -1,6 +1,6 @@
 """The speed table of this machine: `python -m pipeline.benchmark`, short for `python -m benchmarks` in a clone.
 
-Its rows live in `benchmarks/`, beside the packages and not in the wheel: nothing imports them, they are run by name.
+The rows are in `benchmarks/`, which the wheel does not contain.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pipeline.errors import RequestError
 
 
 def main(_argv: Optional[Sequence[str]] = None) -> int:
-    beside = Path(__file__).resolve().parents[1]
-    if not (beside / "benchmarks" / "__main__.py").is_file():
-        raise RequestError(f"{beside / 'benchmarks'}: not there; the benchmark comes with a clone, not with the wheel")
-    sys.path.insert(0, str(beside))
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "benchmarks" / "__main__.py").is_file():
+        raise RequestError(f"{root / 'benchmarks'}: not there; the benchmark comes with a clone, not with the wheel")
+    sys.path.insert(0, str(root))
     runpy.run_module("benchmarks", run_name="__main__")
     return 0
 

@@ -1,7 +1,7 @@
-"""Differences between the two software stacks, one function each, with the reason beside it.
+"""Differences between the two software stacks, one function each, with the reason.
 
-Stack "cu111": Python 3.9 + torch 1.10. Stack "modern": Python 3.11 + torch 2.x. What the network needs of torch
-stands in `superglue_sift.torch_compat`; nothing else in the project asks for a version.
+Stack "cu111": Python 3.9 + torch 1.10. Stack "modern": Python 3.11 + torch 2.x. `superglue_sift.torch_compat` has those
+of the network; no other code checks versions.
 """
 
 from __future__ import annotations
@@ -27,50 +27,50 @@ def grad_scaler(enabled: bool):
 
 
 def fused_adam() -> Dict[str, bool]:
-    """Options of Adam for one pass over all parameters, a quarter of the time; torch 1.10 has no such form."""
+    """Options of Adam for one pass over all parameters, in a quarter of the time; torch 1.10 has none."""
     return {"fused": True} if can_compile() else {}
 
 
 def lerp_(values: List[Tensor], targets: List[Tensor], weight: float) -> None:
-    """Move each towards its target by this share, on a GPU in one launch; torch 1.10 has one for each alone."""
-    together = getattr(torch, "_foreach_lerp_", None)
-    if together is not None:
-        together(values, targets, weight)
+    """Interpolate each value towards its target by `weight`, in one launch; torch 1.10 needs one for each."""
+    foreach = getattr(torch, "_foreach_lerp_", None)
+    if foreach is not None:
+        foreach(values, targets, weight)
         return
     for value, target in zip(values, targets):
         value.lerp_(target, weight)
 
 
-def clip_grad_norm_(parameters: List[nn.Parameter], most: float) -> Tensor:
-    """torch's function of this name, whose bits these are, by a few launches on a GPU; 1.10's takes some for each."""
+def clip_grad_norm_(parameters: List[nn.Parameter], max_norm: float) -> Tensor:
+    """torch's function, with the same bits, in a few launches; that of 1.10 needs several for each parameter."""
     norms_of, multiply = (getattr(torch, name, None) for name in ("_foreach_norm", "_foreach_mul_"))
     gradients = [p.grad for p in parameters if p.grad is not None]
-    # the versions between have both, and none that multiplies by a tensor
+    # versions in between have both, but cannot multiply by a tensor
     if norms_of is None or multiply is None or not (can_compile() and gradients):
-        return nn.utils.clip_grad_norm_(parameters, most)
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
     norm = torch.stack(norms_of(gradients)).norm()
-    if most < math.inf:
-        scale: Any = (most / (norm + 1e-6)).clamp(max=1.0)
+    if max_norm < math.inf:
+        scale: Any = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         multiply(gradients, scale)
     return norm
 
 
 def backend(device_type: str) -> str:
-    """Of torch.distributed: gloo beside NCCL, for all but tensors of a GPU, where a group may have both (torch 2)."""
+    """Backend of torch.distributed: NCCL for GPU tensors, gloo for the rest; torch 1.10 allows only one."""
     if device_type != "cuda":
         return "gloo"
     return "cpu:gloo,cuda:nccl" if can_compile() else "nccl"
 
 
 def cpu_flags() -> FrozenSet[str]:
-    """The processor's abilities, by their names in /proc/cpuinfo, that this torch uses: 1.10 leaves AMX alone."""
+    """The CPU flags of /proc/cpuinfo; none with torch 1.10, which does not use AMX."""
     file = Path("/proc/cpuinfo")
     text = file.read_text() if can_compile() and file.is_file() else ""
     return frozenset(next((line for line in text.splitlines() if line.startswith("flags")), "").split())
 
 
 def no_compiler(device_type: str) -> str:
-    """Why `torch.compile` cannot run here; empty where it can: torch 2 needs a C++ compiler, on a GPU a C one."""
+    """Why `torch.compile` cannot run here; "" if it can. torch 2 needs a C++ compiler, on a GPU a C compiler."""
     if not can_compile():
         return "this torch has no compiler"
     names = ("cc", "gcc", "clang") if device_type == "cuda" else ("g++", "clang++")
@@ -81,10 +81,10 @@ def no_compiler(device_type: str) -> str:
 
 
 def torchvision_io(asked: str, instead: str) -> Any:
-    """torchvision's decoders of images. Raises RequestError where torchvision or its decoders are missing.
+    """torchvision's image decoders. Raises RequestError if torchvision or its decoders are missing.
 
-    Its file for CUDA does not load beside a torch for the CPU. Whether it did shows when a decoder is asked for: of a
-    missing one torch 1.10 says RuntimeError, torch 2 AttributeError.
+    Its CUDA build does not load with a CPU build of torch, which shows only when a decoder is used: torch 1.10 raises
+    RuntimeError, torch 2 AttributeError.
     """
     key = asked.split(" ")[0]
     try:
@@ -100,11 +100,11 @@ def torchvision_io(asked: str, instead: str) -> Any:
 
 
 def dali_package() -> str:
-    """NVIDIA DALI's pip requirement: later cuda110 packages are stubs that fetch the wheel from NVIDIA's own index."""
+    """pip requirement of NVIDIA DALI; later cuda110 packages only fetch the wheel from NVIDIA's index."""
     return "nvidia-dali-cuda130==2.4.0" if can_compile() else "nvidia-dali-cuda110==1.34.0"
 
 
 def without_dali(asked: str, instead: str) -> RequestError:
-    """The error of a request for DALI where it is not installed."""
+    """The error of a request that needs NVIDIA DALI."""
     fix = f"`pip install {dali_package()}`, or {instead}"
     return RequestError(f"{asked}: NVIDIA DALI is not installed; {fix}")

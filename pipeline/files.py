@@ -1,4 +1,4 @@
-"""A file is written whole or not at all, by the library's way, and known by its digest, as JSON values are."""
+"""Atomic writes, JSON files, and digests of files and JSON values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["file_sha256", "json_digest", "read_json", "write_atomic", "write_csv
 
 
 def read_json(path: Path, missing: str) -> Any:
-    """What a JSON file holds. Raises RequestError, which says `missing` where there is no such file."""
+    """The content of a JSON file. Raises RequestError, with the text `missing` if there is no such file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -24,5 +24,5 @@ def read_json(path: Path, missing: str) -> Any:
 
 
 def json_digest(values: Any) -> str:
-    """16 hexadecimal digits that stand for JSON values, whatever the order of their keys."""
+    """Digest (16 hexadecimal digits) of JSON values, for any order of keys."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,15 +1,15 @@
 """Start a stage on all local processes: `python -m pipeline.launch pipeline.train [its arguments]`.
 
-The one place that knows torchrun. It checks the request first, so that a wrong one is a single line and
-exit code 2 rather than a traceback of every rank; chooses the number of processes (NPROC_PER_NODE, never part
-of a stage's hash); passes signals on; and gives the stage's own exit code back, which torchrun does not.
+It checks the request first, so that an error is one line and exit code 2, not a traceback of every rank. It chooses the
+number of processes (NPROC_PER_NODE, never part of a stage's hash), runs torchrun, forwards signals, and returns the
+stage's own exit code, which torchrun does not.
 
 NPROC_PER_NODE: a number, or auto (the default): the number of GPUs, else 2, or 1 on a single core.
 Several nodes: set NNODES (2, or 1:2 for an elastic job) and RDZV_ENDPOINT (host:port of one of them), the same on
 each node; RDZV_ID tells jobs at one endpoint apart. One node: MASTER_ADDR and MASTER_PORT choose another address.
-LOCAL_ADDR: the address by which other nodes reach this one, where its host name is not (and GLOO_SOCKET_IFNAME or
-NCCL_SOCKET_IFNAME the network interface, as torch has it).
-SG_MAX_RESTARTS (3): how often a run that lost a process is started again, from its newest checkpoint.
+LOCAL_ADDR: the address by which other nodes reach this one, if not its host name (torch's GLOO_SOCKET_IFNAME or
+NCCL_SOCKET_IFNAME name the network interface).
+SG_MAX_RESTARTS (3): how often a run that lost a process is restarted from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LAUNCHED = ("pipeline.keypoints", "pipeline.train", "pipeline.evaluate")
 
 
 def processes_per_node() -> int:
-    """NPROC_PER_NODE as a number. RequestError when it is none."""
+    """NPROC_PER_NODE as a number. Raises RequestError."""
     text = os.environ.get("NPROC_PER_NODE", "auto").strip()
     if automatic():
         import torch
@@ -52,7 +52,7 @@ def processes_per_node() -> int:
 
 
 def require_gpus(processes: int) -> None:
-    """RequestError when ranks that exchange gradients would share a GPU, which NCCL refuses."""
+    """Raises RequestError if ranks would share a GPU, which NCCL refuses."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -62,9 +62,9 @@ def require_gpus(processes: int) -> None:
 
 
 def accepted(check: Callable[[List[str], int], Any], arguments: List[str], processes: int) -> int:
-    """The number of local processes that the stage's own `check` accepts; with auto, the most up to `processes`.
+    """The number of local processes that the stage's `check` accepts; with auto the largest up to `processes`.
 
-    Raises RequestError when it accepts none, or not the number that was asked for.
+    Raises RequestError if it accepts none, or not the requested number.
     """
     for fewer in range(processes, 0, -1):
         try:
@@ -75,37 +75,37 @@ def accepted(check: Callable[[List[str], int], Any], arguments: List[str], proce
             if not automatic() or fewer == 1:
                 raise
     if fewer < processes:
-        print(f"{fewer} processes instead of {processes}: so many can share the batch", file=sys.stderr)
+        print(f"{fewer} processes instead of {processes}: the batch cannot be split further", file=sys.stderr)
     return fewer
 
 
 def automatic() -> bool:
-    """Is the number of processes ours to choose?"""
+    """Whether NPROC_PER_NODE is auto."""
     return os.environ.get("NPROC_PER_NODE", "auto").strip() == "auto"
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on: two runs on one machine must not meet on torchrun's fixed default."""
+    """A free TCP port: two runs on one machine must not share torchrun's fixed default."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def command(module: str, arguments: Sequence[str], processes: int) -> List[str]:
-    """The torchrun command line. Underscores in its options: torch 1.10 knows no others."""
+    """The torchrun command line, with underscores in its options for torch 1.10."""
     torchrun = [sys.executable, "-m", "pipeline.launch", AGENT, f"--nproc_per_node={processes}"]
     nodes, endpoint = os.environ.get("NNODES", "1"), os.environ.get("RDZV_ENDPOINT", "")
     if nodes == "1":
-        # an explicit address: --standalone asks for the host's name, which a container may not resolve
+        # not --standalone, which resolves the host's name; containers may fail to
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
         port = os.environ.get("MASTER_PORT") or free_port()
         torchrun += [f"--master_addr={address}", f"--master_port={port}"]
     elif endpoint:
-        # nodes must restart together, which torchrun's agents agree upon by themselves
+        # torchrun restarts: its agents agree to restart all nodes together
         torchrun += [f"--nnodes={nodes}", "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}"]
         torchrun += [f"--rdzv_id={os.environ.get('RDZV_ID', 'pipeline')}", f"--max_restarts={max_restarts()}"]
         own = os.environ.get("LOCAL_ADDR")
-        if own:  # host names would not tell which node has the endpoint
+        if own:  # torchrun cannot tell from an address which node has the endpoint
             torchrun += [f"--rdzv_conf=is_host={'true' if endpoint.rsplit(':', 1)[0] == own else 'false'}"]
     else:
         raise RequestError(f"NNODES={nodes} needs RDZV_ENDPOINT=host:port, the same on every node")
@@ -113,9 +113,9 @@ def command(module: str, arguments: Sequence[str], processes: int) -> List[str]:
 
 
 def _agent(arguments: Sequence[str]) -> int:
-    """torchrun, but for its traceback and log about a rank that failed; 0, or 1 when one did.
+    """torchrun without its traceback and log about a failed rank; 1 if one failed, else 0.
 
-    A rank that raised has shown its own traceback, and one that was killed is named by the supervisor.
+    A rank that raised has shown its own traceback, and the supervisor names one that was killed.
     """
     from torch.distributed import run
     from torch.distributed.elastic.agent.server import api
@@ -127,16 +127,16 @@ def _agent(arguments: Sequence[str]) -> int:
     os.environ[AGENT_PID] = str(os.getpid())
     try:
         run.main([*own_address(os.environ.get("LOCAL_ADDR", ""), LaunchConfig, api), *arguments])
-    except (ChildFailedError, SignalException):  # some schedulers signal every process, and the ranks have saved
+    except (ChildFailedError, SignalException):  # some schedulers signal every process; the ranks have saved
         return 1
     return 0
 
 
 def own_address(address: str, config: type, agent: Any) -> List[str]:
-    """torchrun's option for the address by which other nodes reach this one; "": none, its host name serves.
+    """torchrun's option for the address by which other nodes reach this one; none for "": the host name.
 
-    torch 1.10's torchrun has no such option (nor its class `config`, LaunchConfig): there its module `agent` is given
-    another name for this host.
+    torch 1.10's torchrun has no such option, nor its class `config` (LaunchConfig): its module `agent` gets another
+    host name instead.
     """
     if not address:
         return []
@@ -147,7 +147,7 @@ def own_address(address: str, config: type, agent: Any) -> List[str]:
 
 
 def world_sizes(processes: int) -> List[int]:
-    """Every number of ranks the run may have: several with an elastic NNODES such as 1:2. Raises RequestError."""
+    """All numbers of ranks the run may have: several with an elastic NNODES such as 1:2. Raises RequestError."""
     text = os.environ.get("NNODES", "1")
     bounds = text.split(":")
     if not all(part.isdigit() and int(part) > 0 for part in bounds) or len(bounds) > 2:
@@ -156,7 +156,7 @@ def world_sizes(processes: int) -> List[int]:
 
 
 def max_restarts() -> int:
-    """SG_MAX_RESTARTS, how often a run that lost a process is started again. RequestError when it is no number."""
+    """SG_MAX_RESTARTS, how often a run that lost a process is restarted. Raises RequestError."""
     text = os.environ.get("SG_MAX_RESTARTS", "3")
     if not text.isdigit():
         raise RequestError(f"SG_MAX_RESTARTS={text!r}: must be a whole number from 0 on")
@@ -164,18 +164,18 @@ def max_restarts() -> int:
 
 
 def environment(processes: int, exit_folder: Path) -> Dict[str, str]:
-    """What the ranks inherit."""
+    """Environment of the ranks."""
     values = dict(os.environ)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     values.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     threads.wait_passively(values)
     # a restarted rank must not read a dead peer's address from a shared store: it would hang (pytorch#135712)
     values.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    values.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "90")  # seconds a rank has to save after SIGTERM
+    values.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "90")  # seconds for a rank to save after SIGTERM
     values.setdefault("PYTHONWARNINGS", "ignore:pkg_resources:UserWarning")  # torch 1.10, at every import
-    # torch's C++ warnings name no step; what fails raises, and Python shows it
+    # torch's C++ warnings; failures raise in Python
     values.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # a rank that waits for a dead one must fail, not wait for ever; the name changed with torch 2.2
+    # a rank that waits for a dead one must fail; the name changed with torch 2.2
     values.setdefault("NCCL_ASYNC_ERROR_HANDLING", "1")
     values.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     values[EXIT_FOLDER] = str(exit_folder)
@@ -183,7 +183,7 @@ def environment(processes: int, exit_folder: Path) -> Dict[str, str]:
 
 
 class Supervisor:
-    """Runs torchrun, hands on signals, and starts a run again that lost a process to anything but its own error."""
+    """Runs torchrun, forwards signals, and restarts a run that lost a process other than by its own error."""
 
     def __init__(self, module: str, arguments: Sequence[str], processes: int) -> None:
         self.module, self.arguments, self.processes = module, arguments, processes
@@ -207,12 +207,12 @@ class Supervisor:
             print(f"starting again from the newest checkpoint; {left} more times at most", file=sys.stderr)
 
     def _once(self, folder: Path, restarted: bool) -> Tuple[int, List[str]]:
-        """Exit code of one run of torchrun, and the ranks that ended without leaving their own."""
+        """Exit code of one run of torchrun, and the ranks that left no exit code."""
         values = environment(self.processes, folder)
-        if restarted:  # what `--resume never` asks for has been done
+        if restarted:  # `--resume never` has taken effect
             values["SG_RESTARTED"] = "1"
         line = command(self.module, self.arguments, self.processes)
-        # a launcher that is killed must leave nothing behind (its ranks follow torchrun)
+        # torchrun ends with a killed launcher, and the ranks with torchrun
         self.torchrun = subprocess.Popen(line, env=values, preexec_fn=signals.end_with_parent)
         code = self.torchrun.wait()
         codes = {int(file.name): int(file.read_text() or 1) for file in folder.iterdir() if not file.suffix}
@@ -220,11 +220,11 @@ class Supervisor:
             lost = {rank: folder / f"{rank}.step" for rank in range(self.processes) if rank not in codes}
             seen = {rank: f", last seen at step {file.read_text()}," for rank, file in lost.items() if file.is_file()}
             return (STOPPED if self.stopping else 1), [f"rank {rank}{seen.get(rank, '')}" for rank in lost]
-        # torchrun's own code says nothing more: torch 1.10's agents may stumble over each other once all ranks are done
+        # not torchrun's own code: torch 1.10's agents may fail after all ranks are done
         return next((codes[rank] for rank in sorted(codes) if codes[rank]), 0), []
 
     def _forward(self, number: int, frame) -> None:
-        """To the ranks and not to torchrun, which would kill them 30 s later, saved or not."""
+        """Forward to the ranks, not to torchrun, which would kill them 30 s later, saved or not."""
         self.stopping = True
         ranks: List[psutil.Process] = []
         with contextlib.suppress(psutil.Error):
@@ -250,11 +250,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if hasattr(module, "check"):
         require_gpus(processes)
         processes = accepted(module.check, rest, processes)
-    if "DVC_STAGE" in os.environ:  # end with a checkpoint when dvc is killed: the next one would run beside us
+    if "DVC_STAGE" in os.environ:  # end with a checkpoint if dvc is killed, before it starts another run
         signals.end_with_parent(signal.SIGTERM)
     return Supervisor(name, rest, processes).run()
 
 
 if __name__ == "__main__":
-    # the agent leaves no exit code of its own where the ranks leave theirs
+    # not errors.run for the agent: it would write an exit code next to those of the ranks
     raise SystemExit(_agent(sys.argv[2:]) if sys.argv[1:2] == [AGENT] else errors.run(main))

@@ -1,8 +1,8 @@
 """Write a preset into params.yaml and show the change: `python -m pipeline.presets use NAME`.
 
-`presets/sample.yaml` is complete and explains every key; the other presets list only what differs from it. What is
-written keeps the comments, and may be edited by hand afterwards. A folder of images is named with `--images`; the
-digest of its file names and sizes goes into `fetch.content`, so that a changed folder is fetched again.
+`presets/sample.yaml` is complete and explains every key; the other presets list only what differs from it. The written
+file keeps the comments and may be edited by hand. `--images` names a folder of images; the digest of its file names and
+sizes goes into `fetch.content`, so that a changed folder is fetched again.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ BASE = "sample"
 
 
 def names() -> List[str]:
-    """The presets there are, the default first."""
+    """Names of the presets, the default first."""
     return sorted((path.stem for path in FOLDER.glob("*.yaml")), key=lambda name: (name != BASE, name))
 
 
 def describe(name: str) -> str:
-    """What a preset is for: the first line of its own comment."""
+    """The purpose of a preset, from the first line of its comment."""
     return _split(_text(name))[0].splitlines()[0].partition(": ")[2]
 
 
 def render(name: str, images: str = "", val_images: str = "") -> str:
-    """The text of params.yaml for a preset; `images` and `val_images` are folders of a person's own.
+    """The text of params.yaml for a preset; `images` and `val_images`: folders of the user's images.
 
-    Raises RequestError for an unknown preset, a missing or empty folder, images that are too few or all too small, a
-    preset that takes no folder.
+    Raises RequestError for an unknown preset, a missing or empty folder, too few or too small images, or a preset that
+    takes no folder.
     """
     header = _split(_text(name))[0]
     tree = _yaml().load(_split(_text(BASE))[1])
     if name != BASE:
         _merge(tree, _yaml().load(_text(name)))
-    own: Tuple[str, ...] = ()
+    folders: Tuple[str, ...] = ()
     if tree["fetch"]["source"] == "folder":
         if not images:
             raise RequestError(f"preset {name}: needs a folder of images; {typed('repro', images='~/photos')}")
-        own = _folder(images), _folder(val_images) if val_images else ""
+        folders = _folder(images), _folder(val_images) if val_images else ""
     elif images or val_images:
         raise RequestError(f"preset {name}: takes no folder of images; leave the preset out, or use the preset folder")
-    return _whole(header, tree, own, f"presets/{name}.yaml")
+    return _text_of(header, tree, folders, f"presets/{name}.yaml")
 
 
 def refresh(path: Path) -> bool:
-    """Bring `fetch.content` in the file at `path` up to date with its folders; tell whether it changed."""
+    """Update `fetch.content` in the file at `path`. Returns whether it changed."""
     fetch = params.load("fetch", path)
     if fetch.source != "folder":
         return False
     header, body = _split(path.read_text(encoding="utf-8"))
-    return write(path, _whole(header, _yaml().load(body), (fetch.path, fetch.val_path), str(path)))
+    return write(path, _text_of(header, _yaml().load(body), (fetch.path, fetch.val_path), str(path)))
 
 
 def write(path: Path, text: str) -> bool:
-    """Replace the file at `path` and print the difference; a file that is the same is left alone."""
+    """Replace the file at `path` and print the difference. Returns False if it is equal already."""
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     if before == text:
         return False
@@ -77,7 +77,7 @@ def write(path: Path, text: str) -> bool:
 
 
 def _flat(text: str) -> List[str]:
-    """Lines like `train.lr: 0.0001`, so that a difference names its section; raw lines where that fails."""
+    """Lines such as `train.lr: 0.0001`, so that a difference names its section; raw lines if that fails."""
     try:
         tree = YAML(typ="safe", pure=True).load(text)
         flat = [params.flatten(name, values).items() for name, values in tree.items()]
@@ -86,17 +86,17 @@ def _flat(text: str) -> List[str]:
     return [f"{key}: {value}" for section in flat for key, value in section]
 
 
-def _whole(header: str, tree: Any, own: Tuple[str, ...], origin: str) -> str:
-    """The text of a params.yaml. own: the folders of a person's own images, which are looked at: RequestError."""
-    if own:
+def _text_of(header: str, tree: Any, folders: Tuple[str, ...], origin: str) -> str:
+    """The text of a params.yaml. folders: of the user's images, which are checked: RequestError."""
+    if folders:
         from pipeline.fetch import containers, splits
         from pipeline.views.homography import smallest_images
 
-        tree["fetch"].update(path=own[0], val_path=own[1], content=containers.digest(*own))
+        tree["fetch"].update(path=folders[0], val_path=folders[1], content=containers.digest(*folders))
     stream = io.StringIO()
     _yaml().dump(tree, stream)
     sections = params.parse_file(YAML(typ="safe", pure=True).load(stream.getvalue()), origin)
-    if own:
+    if folders:
         splits.require_usable(*splits.own(cast(FetchParams, sections["fetch"])), smallest_images(sections))
     return (f"{header}\n\n" if header else "") + stream.getvalue()
 
@@ -119,7 +119,7 @@ def _text(name: str) -> str:
 
 
 def _split(text: str) -> Tuple[str, str]:
-    """The comment a file begins with, and what follows the empty line after it."""
+    """The comment at the start of a file, and the rest after the empty line."""
     head, _, body = text.partition("\n\n")
     if all(line.startswith("#") for line in head.splitlines()):
         return head, body

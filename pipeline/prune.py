@@ -1,4 +1,4 @@
-"""Trainings that were set aside, with the disk they take; asks which of them to delete.
+"""List the trainings that were set aside, with their size, and ask which to delete.
 
     python -m pipeline.prune [--out checkpoints]
 
@@ -37,7 +37,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def chosen(answer: str, count: int) -> List[int]:
-    """The numbers from 1 to `count` that an answer names. Raises RequestError for any other word."""
+    """The numbers from 1 to `count` in an answer. Raises RequestError for other words."""
     words = answer.replace(",", " ").split()
     if words == ["all"]:
         return list(range(1, count + 1))
@@ -48,7 +48,7 @@ def chosen(answer: str, count: int) -> List[int]:
 
 
 def _ask(question: str) -> str:
-    """The answer; none where nobody is there to give one."""
+    """The answer; "" at the end of the input."""
     try:
         return input(question)
     except EOFError:

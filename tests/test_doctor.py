@@ -32,7 +32,7 @@ CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
     ],
 )
 def test_a_card_is_judged_against_the_kernels_of_the_build(name, capability, build, level, word):
-    found = machine.judge_capability(name, capability, build, "11.1" if build is CU111 else "13.0")
+    found = machine.check_capability(name, capability, build, "11.1" if build is CU111 else "13.0")
     assert found.level == level
     assert word in found.text and "\n" not in found.text
 
@@ -48,33 +48,33 @@ def test_a_card_is_judged_against_the_kernels_of_the_build(name, capability, bui
     ],
 )
 def test_a_driver_is_judged_against_cuda(driver, cuda, level):
-    assert machine.judge_driver(driver, cuda).level == level
+    assert machine.check_driver(driver, cuda).level == level
 
 
 def test_a_driver_message_names_the_version_to_install():
-    assert "450.80.02" in machine.judge_driver("418.226.00", "11.1").text
-    assert "install 580 or later" in machine.judge_driver("535.10.01", "13.0").text
+    assert "450.80.02" in machine.check_driver("418.226.00", "11.1").text
+    assert "install 580 or later" in machine.check_driver("535.10.01", "13.0").text
 
 
 def test_gpus_against_processes():
-    assert machine.judge_gpu_count(0, "auto").level == NOTE
-    assert machine.judge_gpu_count(4, "8").level == FAIL
-    assert "set it to 4" in machine.judge_gpu_count(4, "8").text
-    assert machine.judge_gpu_count(4, "auto").level == OK
-    assert "--gpus all" in machine.judge_gpu_count(0, "auto", hidden=2, cuda="11.1").text
+    assert machine.check_gpu_count(0, "auto").level == NOTE
+    assert machine.check_gpu_count(4, "8").level == FAIL
+    assert "set it to 4" in machine.check_gpu_count(4, "8").text
+    assert machine.check_gpu_count(4, "auto").level == OK
+    assert "--gpus all" in machine.check_gpu_count(0, "auto", hidden=2, cuda="11.1").text
 
 
 def test_shared_memory_names_the_exact_flag():
     needed = machine.shared_memory_needed(gpus=8)
-    found = machine.judge_shared_memory(64 * MIB, needed)
+    found = machine.check_shared_memory(64 * MIB, needed)
     assert found.level == FAIL and "--shm-size=1g" in found.text
-    assert machine.judge_shared_memory(8 * GIB, needed).level == OK
+    assert machine.check_shared_memory(8 * GIB, needed).level == OK
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_one_gpu_or_none_asks_for_no_shared_memory(gpus):
     """Docker's 64 MB serve, whatever the batch."""
-    assert machine.judge_shared_memory(64 * MIB, machine.shared_memory_needed(gpus)).level == OK
+    assert machine.check_shared_memory(64 * MIB, machine.shared_memory_needed(gpus)).level == OK
 
 
 def test_shared_memory_counts_the_batches_of_processes():
@@ -82,20 +82,20 @@ def test_shared_memory_counts_the_batches_of_processes():
     step = StepSize(pairs=512, keypoints=1024, record=280)
     batches = Plan(4, 2).shared(step)
     assert 10 * 512 * 2 * 1024 * 280 <= batches < 1.001 * 10 * 512 * 2 * 1024 * 280
-    found = machine.judge_shared_memory(2 * GIB, 0, batches)
+    found = machine.check_shared_memory(2 * GIB, 0, batches)
     assert found.level == WARN and "--shm-size=3g" in found.text and "fewer processes" in found.text
-    assert machine.judge_shared_memory(3 * GIB, 0, batches).level == OK
-    assert machine.judge_shared_memory(64 * MIB, machine.shared_memory_needed(8), batches).level == FAIL
+    assert machine.check_shared_memory(3 * GIB, 0, batches).level == OK
+    assert machine.check_shared_memory(64 * MIB, machine.shared_memory_needed(8), batches).level == FAIL
 
 
 def test_the_doctor_counts_the_processes_of_params_yaml(monkeypatch, tmp_path, root):
     monkeypatch.chdir(tmp_path)
-    assert doctor.batches_on_their_way(0) == 0  # no params.yaml
+    assert doctor.shared_by_loader(0) == 0  # no params.yaml
     (tmp_path / "params.yaml").write_text((root / "presets" / "sample.yaml").read_text())
     monkeypatch.setenv("NPROC_PER_NODE", "2")
-    assert doctor.batches_on_their_way(0) == 0  # a thread of each rank makes them
+    assert doctor.shared_by_loader(0) == 0  # a thread of each rank makes them
     monkeypatch.setenv("SG_LOADER_PROCESSES", "3")
-    assert doctor.batches_on_their_way(0) == 2 * Plan(3, 2).shared(StepSize(4, 256, 280))
+    assert doctor.shared_by_loader(0) == 2 * Plan(3, 2).shared(StepSize(4, 256, 280))
 
 
 def disk_of(source: str, copies: int = 2, limit: int = 0) -> int:
@@ -106,14 +106,14 @@ def test_disk_wants_more_for_a_larger_preset():
     small = machine.disk_needed(*coco.expected("sample"), 12, 256)
     large = disk_of("coco2017")
     assert small < 2 * GIB < 50 * GIB < large
-    assert machine.judge_disk(10 * GIB, large, "/workspace").level == FAIL
+    assert machine.check_disk(10 * GIB, large, "/workspace").level == FAIL
 
 
 def test_a_disk_that_a_linked_cache_would_fit_on_is_not_refused():
     whole, linked = (disk_of("coco2017", copies) for copies in (2, 1))
-    found = machine.judge_disk((whole + linked) // 2, whole, "here", linked)
+    found = machine.check_disk((whole + linked) // 2, whole, "here", linked)
     assert found.level == WARN and "cache.type hardlink" in found.text
-    assert machine.judge_disk(linked - 1, whole, "here", linked).level == FAIL
+    assert machine.check_disk(linked - 1, whole, "here", linked).level == FAIL
 
 
 def test_a_limit_of_images_is_a_limit_of_disk():
@@ -122,15 +122,15 @@ def test_a_limit_of_images_is_a_limit_of_disk():
 
 
 def test_open_files_names_the_flag():
-    found = machine.judge_files(64)
+    found = machine.check_files(64)
     assert found.level == FAIL and "--ulimit nofile" in found.text
 
 
 def test_a_tracking_server_that_refuses_its_name():
-    found = machine.judge_tracking("http://mlflow:5000", 403)
+    found = machine.check_tracking("http://mlflow:5000", 403)
     assert found.level == WARN and "--allowed-hosts 'mlflow:5000" in found.text
-    assert machine.judge_tracking("http://mlflow:5000", None, "timed out").level == WARN
-    assert machine.judge_tracking("http://mlflow:5000", 200).level == OK
+    assert machine.check_tracking("http://mlflow:5000", None, "timed out").level == WARN
+    assert machine.check_tracking("http://mlflow:5000", 200).level == OK
 
 
 def test_an_unreachable_server_is_a_warning(monkeypatch):
@@ -168,7 +168,7 @@ def test_quick_tells_disk_and_hours_when_nothing_is_wrong(root, tmp_path, monkey
 def test_a_card_that_holds_no_pair_is_refused_in_one_line(root, tmp_path, monkeypatch, capsys):
     (tmp_path / "params.yaml").write_text((root / "params.yaml").read_text())
     monkeypatch.chdir(tmp_path)
-    too_small = machine.judge_memory(0, 0, 64, 1, 256, 1 << 30, "a card")
+    too_small = machine.check_memory(0, 0, 64, 1, 256, 1 << 30, "a card")
     monkeypatch.setattr("pipeline.doctor.plan.findings", lambda *_: iter([too_small]))
     assert doctor.main(["--quick"]) == 2
     printed = capsys.readouterr()

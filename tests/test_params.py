@@ -123,8 +123,8 @@ def test_every_section_is_checked_whichever_is_asked_for(tree: Dict[str, Any], t
     [
         ("train: [", "line 1: is not valid YAML"),
         ("train:\n  lr: 1\n  lr: 2\n", "line 3: is not valid YAML"),
-        ("", "must hold the sections"),
-        ("- 1\n", "must hold the sections"),
+        ("", "must have the sections"),
+        ("- 1\n", "must have the sections"),
         ("views: {}\n", "views.homography is missing"),
         ("fetch: {}\n", "fetch.source is missing"),
         ("keypoints: {}\n", "the section 'views' is missing"),

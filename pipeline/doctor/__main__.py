@@ -1,7 +1,7 @@
 """Check this machine before the work: `python -m pipeline.doctor` (all), `--quick` (what `repro` runs first).
 
-Exit code 0 when nothing stands in the way, 2 when something does; `--quick` prints that alone, and where there is
-nothing disk, memory and hours of the training.
+Exit code 0 if the work can start, 2 if something prevents it. `--quick` prints only that, or disk, memory and hours of
+the training.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.processes.machine import FAIL, NOTE, OK, WARN, Finding
 
 SECONDS = 3.0
 QUICK = ("gpus", "shared_memory", "user", "open_files", "disk", "training")
-PLAN = ("disk", "training")  # printed by --quick whatever they find: what the work takes
+PLAN = ("disk", "training")  # always printed by --quick
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -34,8 +34,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--quick", action="store_true", help="only what would stop the work, without the network")
     options = parser.parse_args(argv)
     found: List[Tuple[str, Finding]] = []
-    every = (software, gpus, shared_memory, user, open_files, git, ports, mlflow, disk, training)
-    for check in [check for check in every if not options.quick or check.__name__ in QUICK]:
+    checks = (software, gpus, shared_memory, user, open_files, git, ports, mlflow, disk, training)
+    for check in [check for check in checks if not options.quick or check.__name__ in QUICK]:
         if check is not training or machine.worst([finding for _, finding in found]) != FAIL:
             found += [(check.__name__, finding) for finding in guarded(check)]
     failed = machine.worst([finding for _, finding in found]) == FAIL
@@ -48,12 +48,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def guarded(check: Callable[[], Iterator[Finding]]) -> List[Finding]:
-    """A check that breaks is a warning: the doctor must not fall ill."""
+    """The findings of a check; an exception becomes a warning."""
     try:
         return list(check())
     except errors.RequestError as error:
         return [Finding(FAIL, check.__name__.replace("_", " "), str(error))]
-    except Exception as error:  # whatever a strange machine does
+    except Exception as error:  # of any kind, on an unusual machine
         return [Finding(WARN, check.__name__.replace("_", " "), f"not checked: {type(error).__name__}: {error}")]
 
 
@@ -73,17 +73,17 @@ def gpus() -> Iterator[Finding]:
     driver, known = nvidia_driver()
     cuda = torch.version.cuda
     if driver and cuda:
-        yield machine.judge_driver(driver, cuda)
+        yield machine.check_driver(driver, cuda)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     processes = os.environ.get("NPROC_PER_NODE", "auto")
-    yield machine.judge_gpu_count(count, processes, known, cuda)
+    yield machine.check_gpu_count(count, processes, known, cuda)
     for index in range(count):
         name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-        yield machine.judge_capability(name, capability, torch.cuda.get_arch_list(), cuda or "none")
+        yield machine.check_capability(name, capability, torch.cuda.get_arch_list(), cuda or "none")
 
 
 def nvidia_driver() -> tuple[str, int]:
-    """Driver version and number of GPUs, ("", 0) without a driver."""
+    """Driver version and number of GPUs; ("", 0) without a driver."""
     try:
         import pynvml
 
@@ -95,7 +95,7 @@ def nvidia_driver() -> tuple[str, int]:
 
 
 def sections() -> dict:
-    """The sections of params.yaml, {} where there is none that can be read (the stages say what is wrong)."""
+    """The sections of params.yaml; {} if it cannot be read (the stages report why)."""
     from pipeline.parameters import params
 
     try:
@@ -105,64 +105,64 @@ def sections() -> dict:
 
 
 def shared_memory() -> Iterator[Finding]:
-    """/dev/shm against what the ranks of a training on GPUs share there, and the processes that make batches."""
+    """/dev/shm against the needs of ranks on GPUs and of the processes that load batches."""
     import torch
 
     if os.path.isdir("/dev/shm"):
         gpus = min(launch.processes_per_node(), torch.cuda.device_count())
         needed = machine.shared_memory_needed(gpus)
-        yield machine.judge_shared_memory(shutil.disk_usage("/dev/shm").free, needed, batches_on_their_way(gpus))
+        yield machine.check_shared_memory(shutil.disk_usage("/dev/shm").free, needed, shared_by_loader(gpus))
 
 
-def batches_on_their_way(gpus: int) -> int:
-    """Bytes of /dev/shm for the batches that processes make, by params.yaml; 0 where a thread makes them."""
+def shared_by_loader(gpus: int) -> int:
+    """Bytes of /dev/shm for the processes that load batches, by params.yaml; 0 with a thread."""
     from pipeline.train import setup
     from pipeline.train.pairs import workers
     from superglue_sift.sift import ORIENTED
 
-    found = sections()
-    if not {"keypoints", "train"} <= set(found) or found["train"].loader != "plain":
+    known = sections()
+    if not {"keypoints", "train"} <= set(known) or known["train"].loader != "plain":
         return 0
-    train, ranks = found["train"], setup.processes(found["train"], launch.processes_per_node())
+    train, ranks = known["train"], setup.processes(known["train"], launch.processes_per_node())
     wanted = workers.wanted(gpus > 0, ranks)
-    most = min(train.max_keypoints, found["keypoints"].max_keypoints)
-    step = setup.step_size(train, setup.global_batch(train, ranks), ranks, most, ORIENTED.itemsize)
+    limit = min(train.max_keypoints, known["keypoints"].max_keypoints)
+    step = setup.step_size(train, setup.global_batch(train, ranks), ranks, limit, ORIENTED.itemsize)
     return ranks * workers.Plan(wanted, workers.AHEAD).shared(step)
 
 
 def training() -> Iterator[Finding]:
-    """Memory of a process and hours of the training, by params.yaml; nothing without one."""
+    """Memory of a process and hours of the training, by params.yaml."""
     import torch
 
     from pipeline.doctor import plan
     from pipeline.train import setup
 
-    found = sections()
-    if {"fetch", "keypoints", "train"} <= set(found):
-        processes = setup.processes(found["train"], launch.processes_per_node())
+    known = sections()
+    if {"fetch", "keypoints", "train"} <= set(known):
+        processes = setup.processes(known["train"], launch.processes_per_node())
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        yield from plan.findings(found, processes, device)
+        yield from plan.findings(known, processes, device)
 
 
 def disk() -> Iterator[Finding]:
-    """Free space against the preset; nothing is wanted for what is already there."""
+    """Free space against what the preset still needs."""
     from pipeline.fetch import coco
 
-    found = sections()
-    if "fetch" not in found or "keypoints" not in found:
+    known = sections()
+    if "fetch" not in known or "keypoints" not in known:
         return
-    keypoints, fetch = found["keypoints"], found["fetch"]
-    known = coco.expected(fetch.source, fetch.limit)
+    keypoints, fetch = known["keypoints"], known["fetch"]
+    expected = coco.expected(fetch.source, fetch.limit)
     needed, linked = (
-        machine.disk_needed(*known, keypoints.views_per_image, keypoints.max_keypoints, n) for n in (2, 1)
+        machine.disk_needed(*expected, keypoints.views_per_image, keypoints.max_keypoints, n) for n in (2, 1)
     )
     present = sum(path.stat().st_size for path in Path("data").rglob("*") if path.is_file())
     needed, linked = max(needed - present, 0), max(linked - present, 0)
-    yield machine.judge_disk(shutil.disk_usage(".").free, needed, os.getcwd(), linked)
+    yield machine.check_disk(shutil.disk_usage(".").free, needed, os.getcwd(), linked)
 
 
 def user() -> Iterator[Finding]:
-    """Who we are, and whether this place can be written to."""
+    """The user, and whether the folder is writable."""
     uid = os.getuid()
     try:
         name = getpass.getuser()
@@ -181,11 +181,11 @@ def open_files() -> Iterator[Finding]:
     """The limit on open files."""
     import resource
 
-    yield machine.judge_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    yield machine.check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def git() -> Iterator[Finding]:
-    """Whether git answers: without it a run does not know its commit."""
+    """Whether git works: it gives a run its commit."""
     if shutil.which("git") is None:
         yield Finding(WARN, "git", "not installed: runs will not name their commit")
         return
@@ -217,11 +217,11 @@ def mlflow() -> Iterator[Finding]:
     address = f"{uri}/api/2.0/mlflow/experiments/get?experiment_id=0"
     try:
         with urllib.request.urlopen(address, timeout=SECONDS) as answer:
-            yield machine.judge_tracking(uri, answer.status, "")
+            yield machine.check_tracking(uri, answer.status, "")
     except urllib.error.HTTPError as error:
-        yield machine.judge_tracking(uri, error.code, "")
+        yield machine.check_tracking(uri, error.code, "")
     except OSError as error:
-        yield machine.judge_tracking(uri, None, str(getattr(error, "reason", error)))
+        yield machine.check_tracking(uri, None, str(getattr(error, "reason", error)))
 
 
 if __name__ == "__main__":

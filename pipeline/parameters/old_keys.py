@@ -1,4 +1,4 @@
-"""Keys that older params.yaml files have and that are gone or have another name: what to do about each."""
+"""Keys of older params.yaml files that were removed or renamed, with what to do about each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RENAMED = {
     "train.turn_deg": "train.rotation_deg",
     "train.unrelated": "train.negatives",
 }
-# What holds now, whatever the key said.
+# What replaces each key.
 GONE = {
     "fetch.mirror": "set the environment variable COCO_MIRROR instead",
     "fetch.seed": "it is 0",
@@ -51,13 +51,13 @@ GONE = {
 
 
 def flag(name: str, value: Any) -> str:
-    """An option of a training as on its command line; one that is switched off begins with no."""
-    word = "--" + name.replace("_", "-")
-    return (word if value else f"no {word}") if isinstance(value, bool) else f"{word} {value}"
+    """An option of a training as on its command line; `no --name` for a flag that is off."""
+    option = "--" + name.replace("_", "-")
+    return (option if value else f"no {option}") if isinstance(value, bool) else f"{option} {value}"
 
 
 def advice(tree: Any) -> Iterator[str]:
-    """A line for each such key of a params.yaml: its name and what to do."""
+    """A line for each old key of a params.yaml: its name and what to do."""
     for key, value in _leaves(tree):
         section, _, name = key.partition(".")
         if key in RENAMED:
@@ -65,8 +65,8 @@ def advice(tree: Any) -> Iterator[str]:
         elif key in GONE:
             yield f"{key}: delete the line; {GONE[key]}"
         elif section == "train" and name in TrainOptions.model_fields:
-            usual = TrainOptions.model_fields[name].default
-            wanted = f'write train.options: "{flag(name, value)}" for it' if value != usual else "it is the default"
+            default = TrainOptions.model_fields[name].default
+            wanted = f'write train.options: "{flag(name, value)}" for it' if value != default else "it is the default"
             yield f"{key}: delete the line; {wanted}"
 
 

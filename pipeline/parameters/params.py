@@ -1,6 +1,6 @@
-"""Loading params.yaml: typed, frozen sections, and one clear line for what is wrong with the file.
+"""Loading params.yaml: typed, frozen sections, and one line about the first error.
 
-Every section in the file is checked, so that a misspelt key of the last stage is reported before the first one runs.
+All sections are checked, so that a misspelt key of the last stage is reported before the first one runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_OPTIONS: Mapping[str, Any] = {}
 
 
 def load(section: str, path: Union[str, Path] = "params.yaml", options: Mapping[str, Any] = NO_OPTIONS) -> Any:
-    """One section of the file at `path`, checked together with all its others; RequestError in one line."""
+    """One section of the file at `path`; all are checked. Raises RequestError."""
     sections = load_all(path, options)
     if section not in sections:
         raise RequestError(f"{path}: the section '{section}' is missing")
@@ -30,15 +30,15 @@ def load(section: str, path: Union[str, Path] = "params.yaml", options: Mapping[
 
 
 def load_all(path: Union[str, Path] = "params.yaml", options: Mapping[str, Any] = NO_OPTIONS) -> Dict[str, Section]:
-    """Every section present in the file at `path`, by name.
+    """Every section in the file at `path`, by name.
 
-    options: of a training, given on its command line; they go before those of `train.options`.
+    options: `TrainOptions` from a command line; they override those of `train.options`.
     """
     return parse_file(_read(Path(path)), str(path), options)
 
 
 def parse_file(tree: Any, origin: str, options: Mapping[str, Any] = NO_OPTIONS) -> Dict[str, Section]:
-    """As `parse`, of what a params.yaml holds. RequestError names every key of an older file, in a line each."""
+    """`parse` for the content of a params.yaml. RequestError lists every key of an older file, one a line."""
     old = [f"{origin}: {line}" for line in old_keys.advice(tree)]
     if old:
         raise RequestError("\n".join([*old, f"or write a new file: `{typed('repro', preset='sample')}`"]))
@@ -48,47 +48,49 @@ def parse_file(tree: Any, origin: str, options: Mapping[str, Any] = NO_OPTIONS) 
 
 
 def parse(tree: Any, origin: str, options: Mapping[str, Any] = NO_OPTIONS) -> Dict[str, Section]:
-    """Check a tree of plain dicts; `origin` is the file name the messages begin with."""
+    """Check a tree of plain dicts. origin: file name for messages."""
     if not isinstance(tree, dict):
-        raise RequestError(f"{origin}: must hold the sections {', '.join(SECTIONS)}")
+        raise RequestError(f"{origin}: must have the sections {', '.join(SECTIONS)}")
     tree = _completed(tree, origin, options)
     sections: Dict[str, Section] = {}
     problems: List[str] = []
-    for name, values in sorted(tree.items(), key=lambda item: item[0] != "views"):  # others repeat what is wrong there
+    for name, values in sorted(
+        tree.items(), key=lambda item: item[0] != "views"
+    ):  # first: other sections repeat its errors
         if name not in SECTIONS:
             problems.append(f"{name}: unknown section{_near(str(name), list(SECTIONS))}")
             continue
         try:
             sections[name] = SECTIONS[name].model_validate(values)
         except ValidationError as error:
-            # a misspelt key first: that its right name is missing follows from it
-            found = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+            # a misspelt key first: it explains why the right one is missing
+            found = sorted(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
             if problems and "views" in tree and "views" not in sections:
-                found = [each for each in found if each["loc"][:1] != ("views",)]
-            problems += [_problem(name, SECTIONS[name], each) for each in found]
+                found = [item for item in found if item["loc"][:1] != ("views",)]
+            problems += [_problem(name, SECTIONS[name], item) for item in found]
     asked, stored = (getattr(sections.get(name), "max_keypoints", None) for name in ("train", "keypoints"))
     if not problems and asked is not None and stored is not None and asked > stored:
         limit = f"keypoints.max_keypoints ({stored})"
         problems = [f"train.max_keypoints = {asked}: must be at most {limit}, what a view stores"]
     if problems:
-        first = " ".join(problems[0].split())  # one line, whatever a key is made of
+        first = " ".join(problems[0].split())  # one line, also for a key with line breaks
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise RequestError(f"{origin}: {first}{more}")
     return {name: sections[name] for name in tree}
 
 
 def option_parser() -> argparse.ArgumentParser:
-    """Parser of `TrainOptions`, for the command line of a training and for `train.options`; gives those named alone."""
+    """Parser of `TrainOptions`, for command lines and for `train.options`; its result has only the options given."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     for name, field in TrainOptions.model_fields.items():
         kind: Any = field.annotation
-        flag, said = "--" + name.replace("_", "-"), f"{field.description} (default: {field.default})"
+        option, text = "--" + name.replace("_", "-"), f"{field.description} (default: {field.default})"
         if kind is bool:
-            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=field.description)
+            parser.add_argument(option, action="store_true", default=argparse.SUPPRESS, help=field.description)
         elif get_args(kind):
-            parser.add_argument(flag, choices=get_args(kind), default=argparse.SUPPRESS, help=said)
+            parser.add_argument(option, choices=get_args(kind), default=argparse.SUPPRESS, help=text)
         else:
-            parser.add_argument(flag, type=kind, metavar="N", default=argparse.SUPPRESS, help=said)
+            parser.add_argument(option, type=kind, metavar="N", default=argparse.SUPPRESS, help=text)
     return parser
 
 
@@ -98,7 +100,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _completed(tree: Dict[str, Any], origin: str, options: Mapping[str, Any]) -> Dict[str, Any]:
-    """The tree with what a section takes from others, and with the options of the training."""
+    """The tree with the keys that sections take from others, and with the options of the training."""
     views, keypoints, train, evaluate = (tree.get(name) for name in ("views", "keypoints", "train", "evaluate"))
     shared = keypoints if isinstance(keypoints, dict) else {}
     sizes = {name: shared[name] for name in ("width", "height", "max_keypoints") if name in shared}
@@ -106,8 +108,8 @@ def _completed(tree: Dict[str, Any], origin: str, options: Mapping[str, Any]) ->
     if isinstance(keypoints, dict) and "views" in tree:
         full["keypoints"] = {"views": views, **keypoints}
     if isinstance(train, dict):
-        most = {name: value for name, value in sizes.items() if name == "max_keypoints"}
-        full["train"] = {**most, **_options(train.get("options"), origin), **train, **options}
+        limit = {name: value for name, value in sizes.items() if name == "max_keypoints"}
+        full["train"] = {**limit, **_options(train.get("options"), origin), **train, **options}
     if isinstance(evaluate, dict):
         full["evaluate"] = {**sizes, **evaluate, "views": _merged(views, evaluate.get("views", {}))}
     return full
@@ -127,13 +129,13 @@ def _merged(tree: Any, changes: Any) -> Any:
 
 
 def preset(path: Union[str, Path]) -> str:
-    """The preset a params.yaml began as, which its first line names; "" where it names none."""
-    found = re.match(r"# Preset ([\w.-]+):", Path(path).read_text(encoding="utf-8"))
-    return found.group(1) if found else ""
+    """The preset named in the first line of a params.yaml; "" without one."""
+    match = re.match(r"# Preset ([\w.-]+):", Path(path).read_text(encoding="utf-8"))
+    return match.group(1) if match else ""
 
 
 def data_name(sections: Dict[str, Section]) -> str:
-    """What the training images are called: their source, or their folder; "" without a section fetch."""
+    """Name of the training images: their source or folder; "" without a section fetch."""
     fetch = sections.get("fetch")
     if not isinstance(fetch, FetchParams):
         return ""
@@ -141,7 +143,7 @@ def data_name(sections: Dict[str, Section]) -> str:
 
 
 def flatten(name: str, values: Union[Section, Dict[str, Any]]) -> Dict[str, Any]:
-    """`{"train.lr": 0.0001, "views.homography.scale_min": 0.5, ...}`; `name` is that of the section."""
+    """`{"train.lr": 0.0001, "views.homography.scale_min": 0.5, ...}`; name: the section's."""
     tree = values.model_dump() if isinstance(values, Section) else values
     flat: Dict[str, Any] = {}
     for key, value in tree.items():
@@ -177,8 +179,8 @@ def _problem(section: str, model: Type[Section], error: Any) -> str:
         owner = owner if field is None else field.annotation
         field = owner.model_fields.get(part)
     if error["type"] == "extra_forbidden":
-        own = [name for name in owner.model_fields if name not in TrainOptions.model_fields]
-        return f"{key}: unknown key{_near(location[-1], own)}"
+        known = [name for name in owner.model_fields if name not in TrainOptions.model_fields]
+        return f"{key}: unknown key{_near(location[-1], known)}"
     if field is None:
         return f"{key} = {_short(error['input'])}: must hold keys with values"
     if error["type"] == "missing":

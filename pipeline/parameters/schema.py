@@ -1,7 +1,6 @@
-"""The sections of params.yaml: every key of a stage, its type and its limits.
+"""The sections of params.yaml: keys with types and limits; `presets/sample.yaml` documents each key.
 
-Units, meaning and default of each key stand in `presets/sample.yaml`. What few trainings need is
-an option of the command (`TrainOptions`).
+Settings that few trainings need are options of the command (`TrainOptions`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ KeypointCount = Annotated[int, Field(ge=1, le=16384)]
 
 
 class Section(BaseModel):
-    """Base of all sections: nothing is coerced, nothing unknown is let through, nothing changes later."""
+    """Base of all sections: strict types, no unknown keys, immutable."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -44,7 +43,7 @@ class FetchParams(Section):
 
 
 class Homography(Section):
-    """How far a view may differ from the image that it is cut from (all amounts at difficulty 1)."""
+    """Limits of the geometry of random views, at difficulty 1."""
 
     scale_min: Annotated[float, Field(gt=0.0, le=1.0)]
     perspective: Annotated[float, Field(ge=0.0, le=0.9)]
@@ -54,7 +53,7 @@ class Homography(Section):
 
 
 class Photometric(Section):
-    """How far the light and the camera may change between views; 0 switches a distortion off."""
+    """Limits of changes of light and camera between views; 0: no change."""
 
     brightness: Fraction
     contrast: Fraction
@@ -85,7 +84,7 @@ class KeypointsParams(Section):
 
 
 class TrainOptions(Section):
-    """What few trainings need: options of `python -m pipeline.train`, which `train.options` may hold as well."""
+    """Options of `python -m pipeline.train` that few trainings need; also allowed in `train.options`."""
 
     parallel: Literal["ddp", "dp", "single"] = Field(
         "ddp",
@@ -119,14 +118,14 @@ class TrainOptions(Section):
     deterministic: bool = Field(False, description="use deterministic kernels only; slower on a GPU")
     log_every: int = Field(10, ge=1, description="steps between points of the training curves")
     save_every: int = Field(0, ge=0, description="steps between checkpoints; 0: train.val_every")
-    profile_steps: int = Field(0, ge=0, description="profile so many steps into reports/train/profile; 0: none")
+    profile_steps: int = Field(0, ge=0, description="number of steps to profile into reports/train/profile; 0: none")
     superseded_gb: float = Field(
         0.0, ge=0.0, description="GB that old trainings may take before the oldest are deleted; 0: no limit"
     )
 
 
 class TrainParams(TrainOptions):
-    """options: as on the command line, such as "--ema 0.999"; the fields of `TrainOptions` hold what they say."""
+    """options: text such as "--ema 0.999"; the fields of `TrainOptions` hold its values."""
 
     batch: Annotated[int, Field(ge=1, le=65536)]
     accumulate: Annotated[int, Field(ge=1, le=4096)]
@@ -171,7 +170,7 @@ class TrainParams(TrainOptions):
 
 
 class EvaluateParams(Section):
-    """views: the section `views`, with what `evaluate.views` says instead."""
+    """views: the section `views` with the changes of `evaluate.views`."""
 
     width: Side
     height: Side

@@ -1,6 +1,6 @@
-"""The one home of torch.distributed: joining the group, and every collective the project uses.
+"""torch.distributed: joining the process group, and every collective that the project uses.
 
-Each function does the right thing in a single process without a group, so that callers never ask.
+Each function also works in a single process without a group.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pipeline.errors import AGENT_PID, EXIT_FOLDER, RequestError
 from pipeline.processes import signals
 from superglue_sift.torch_compat import exact_float32
 
-# A rendezvous or a collective that takes longer is a dead peer; SG_TIMEOUT sets another.
+# Seconds after which a rendezvous or a collective counts as a lost rank; SG_TIMEOUT sets another limit.
 TIMEOUT_SECONDS = 120
-BUCKET_MB = 4  # docs/performance.md has the step time beside that of torch's 25 on a slow link
+BUCKET_MB = 4  # faster on a slow link than torch's 25 (docs/performance.md)
 
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Who this process is among the processes of the run."""
+    """This process among the processes of the run."""
 
     rank: int
     world_size: int
@@ -53,37 +53,37 @@ def _integer(name: str, fallback: int) -> int:
 
 
 def _adopt_slurm() -> None:
-    """`srun python -m pipeline.train` names ranks in SLURM's variables; torchrun's have precedence."""
+    """Use SLURM's variables as ranks (`srun python -m pipeline.train`); torchrun's have precedence."""
     names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
     # SLURM_PROCID alone is also set inside an sbatch script that starts torchrun or one process itself
     if "RANK" in os.environ or "SLURM_STEP_ID" not in os.environ or _integer("SLURM_NTASKS", 1) < 2:
         return
     for ours, theirs in names.items():
         os.environ[ours] = os.environ[theirs]
-    # rank 0 is on the first node of its step; the job may have been started from a login node
+    # rank 0 runs on the first node of its step; the job may have been started on a login node
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     os.environ.setdefault("MASTER_ADDR", first_host(nodes))
     os.environ.setdefault("MASTER_PORT", str(20000 + _integer("SLURM_JOB_ID", 0) % 20000))
 
 
 def first_host(nodes: str) -> str:
-    """The first of SLURM's list of nodes: gpu07 of `gpu[07-09,12],login1`, as `scontrol show hostnames` has it.
+    """The first of SLURM's list of nodes: gpu07 of `gpu[07-09,12],login1`.
 
-    Without that command, which an image does not have.
+    As `scontrol show hostnames`, which images do not have.
     """
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", nodes)[0])
 
 
 def start() -> Context:
-    """Join the process group named by torchrun's (or SLURM's) environment; without one, stand alone.
+    """Join the process group named by torchrun's (or SLURM's) environment, if any.
 
-    NCCL carries GPU tensors, gloo CPU ones and everything that is not a tensor; with torch 1.10 NCCL carries all.
+    NCCL carries GPU tensors, gloo CPU tensors and other objects; with torch 1.10 NCCL carries all.
 
     Raises:
         RequestError: an environment variable is not a number.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun: left alone this rank would hold its GPU for ever, and write beside the next run
+        # without torchrun this rank would hold its GPU for ever and write into the next run's folder
         signals.end_with_parent(parent=_integer(AGENT_PID, os.getppid()))
     _adopt_slurm()
     rank, world_size = _integer("RANK", 0), _integer("WORLD_SIZE", 1)
@@ -107,11 +107,11 @@ def finish() -> None:
 
 
 def _kept_group() -> Any:
-    """The default group, whose destructor will never run.
+    """The default group, with a reference that is never released, so that its destructor never runs.
 
-    It joins gloo's threads. After a failure these may wait for other ranks; and DistributedDataParallel, where it holds
-    the last reference, runs it with Python's lock held, which a thread may need to let go of the last barrier's
-    tensors: the end of a finished training then hangs, once in some hundred times.
+    The destructor joins gloo's threads, which after a failure may wait for other ranks. If DistributedDataParallel has
+    the last reference, it runs with the GIL held, which a thread may need to free the last barrier's tensors: a
+    finished training then hangs, about once in some hundred runs.
     """
     group = dist.distributed_c10d._get_default_group()
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -119,10 +119,7 @@ def _kept_group() -> Any:
 
 
 def abandon() -> None:
-    """Leave the group after a failure, without waiting for collectives that other ranks may never join.
-
-    They see the connection close as soon as this process ends.
-    """
+    """Leave the group after a failure, without waiting for the other ranks, which see the connection close."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     group = _kept_group()
@@ -137,7 +134,7 @@ def _timeout() -> datetime.timedelta:
 
 
 def write_heartbeat(step: int) -> None:
-    """Tell the launcher which step this rank has come to, in case it is never heard of again."""
+    """Write this rank's step for the launcher, which reports it if the rank is lost."""
     folder = os.environ.get(EXIT_FOLDER)
     if folder:
         with open(os.path.join(folder, f"{os.environ.get('LOCAL_RANK', '0')}.step"), "w") as file:
@@ -145,13 +142,13 @@ def write_heartbeat(step: int) -> None:
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Is this the failure of a collective because another rank is gone or hangs?"""
+    """Whether a collective failed because another rank is gone or hangs."""
     signs = ("Connection closed by peer", "Connection reset", "Broken pipe", "imed out", "imeout", "NCCL", "gloo")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def several() -> bool:
-    """Is there another rank?"""
+    """Whether there are other ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -183,22 +180,22 @@ def differentiable_sum(tensor: Tensor) -> Tensor:
 
 
 def weighted_means(sums: Mapping[str, float], weight: float) -> Dict[str, float]:
-    """Means over ragged shards: every rank's sums over every rank's weight; 0 where that is 0.
+    """Sums over all ranks divided by the sum of all weights; 0 if that is 0.
 
-    One collective of float64; the same names on every rank.
+    One collective of float64; every rank has the same names.
     """
     names = sorted(sums)
-    own = [float(value) for value in (weight, *(sums[name] for name in names))]
-    packed = torch.tensor(own, dtype=torch.float64, device=_collective_device())
+    values = [float(value) for value in (weight, *(sums[name] for name in names))]
+    packed = torch.tensor(values, dtype=torch.float64, device=_collective_device())
     whole, *totals = all_reduce_sum(packed).tolist()
     return {name: total / whole if whole else 0.0 for name, total in zip(names, totals)}
 
 
 def any_rank(flag: Callable[[], bool]) -> Callable[[], bool]:
-    """True on every rank when it is true on one; asked for by calling the result.
+    """A function that returns True on every rank if the flag is True on one.
 
-    On GPUs the flag is read and sent off now, so that the exchange runs beside the work until the answer is asked for.
-    On CPUs, and alone, it is read only then.
+    On GPUs the flag is read and sent now, so that the exchange overlaps with other work. On CPUs, and in a single
+    process, it is read when the function is called.
     """
     if not several():
         return flag
@@ -235,13 +232,13 @@ def all_gather_tensor(tensor: Tensor) -> Tensor:
 
 
 def map_rows_over_ranks(work: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """`work(rows)`, which does each row (K, ...) by itself and keeps its shape: every rank does a part, and has all."""
+    """`work(rows)` for a `work` that treats rows (K, ...) independently and keeps shapes: ranks share the rows."""
     if not several():
         return work(rows)
-    each = -(-len(rows) // dist.get_world_size())
-    own = rows[dist.get_rank() * each :][:each]
-    done = torch.zeros_like(rows[:1]).repeat(each, *[1] * (rows.dim() - 1))
-    done[: len(own)] = work(own)
+    count = -(-len(rows) // dist.get_world_size())
+    part = rows[dist.get_rank() * count :][:count]
+    done = torch.zeros_like(rows[:1]).repeat(count, *[1] * (rows.dim() - 1))
+    done[: len(part)] = work(part)
     return all_gather_tensor(done).flatten(0, 1)[: len(rows)]
 
 
@@ -259,31 +256,31 @@ def broadcast_tensors(tensors: Mapping[str, Tensor], source: int) -> Dict[str, T
     if not several():
         return dict(tensors)
     shapes = broadcast({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, source)
-    own, device, received = dist.get_rank() == source, _collective_device(), {}
+    sends, device, received = dist.get_rank() == source, _collective_device(), {}
     for name, (dtype, shape) in shapes.items():
-        there = tensors[name].to(device) if own else torch.empty(shape, dtype=dtype, device=device)
-        dist.broadcast(there.contiguous(), src=source)
-        received[name] = there.cpu()
+        tensor = tensors[name].to(device) if sends else torch.empty(shape, dtype=dtype, device=device)
+        dist.broadcast(tensor.contiguous(), src=source)
+        received[name] = tensor.cpu()
     return received
 
 
 def all_equal(number: int) -> bool:
-    """Is it the same on every rank? One collective."""
+    """Whether the number is the same on every rank. One collective."""
     if not several():
         return True
     both = torch.tensor([number, -number], device=_collective_device())  # the maximum of -x is the minimum of x
     dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    most, least = both.tolist()
-    return most == -least
+    largest, negated_smallest = both.tolist()
+    return largest == -negated_smallest
 
 
 def writes(folder: Path, context: Context) -> bool:
-    """Is this rank the first of those that see `folder`, and so the one that writes there?
+    """Whether this rank writes to `folder`: the first rank of those that share it. All ranks call it.
 
-    Rank 0 is, and the first rank of each node that has a folder of its own under this name. All ranks call it. Raises
-    OSError: rank 0 cannot write there.
+    These are rank 0, and the first rank of each node with a folder of its own under this name. Raises OSError if rank 0
+    cannot write there.
     """
-    name = broadcast(uuid.uuid4().hex)  # a name that no file system has cached as missing
+    name = broadcast(uuid.uuid4().hex)  # unique: no file system has cached it as missing
     marks = [folder / f".{name}-{rank}.tmp" for rank in range(context.world_size)]
     with contextlib.suppress(*(() if context.is_main else (OSError,))):
         folder.mkdir(parents=True, exist_ok=True)
@@ -297,7 +294,7 @@ def writes(folder: Path, context: Context) -> bool:
 
 
 def barrier() -> None:
-    """Wait for all ranks; a rank that does not come within the time-out is an error and not a hang."""
+    """Wait for all ranks; an error after the timeout."""
     if several():
         dist.barrier()
 
@@ -307,13 +304,12 @@ def _collective_device() -> torch.device:
 
 
 def wrap(module: nn.Module) -> nn.Module:
-    """DistributedDataParallel around `module` in a group of several; `module` itself otherwise.
+    """DistributedDataParallel around `module` in a group of several ranks; `module` itself otherwise.
 
-    Buckets are small, so that the first are exchanged while the rest of the gradient is still being computed; the
-    module's order of parameters should be that in which they work. `find_unused_parameters` is set for what it does
-    beside: the gradient's buckets stay as they were laid out. Otherwise they are laid out again after the first step, a
-    resumed run starts from the first layout again, and from three ranks on the ring adds in another order: the resumed
-    weights differ in their last bits.
+    Buckets are small, so that the first are exchanged while the rest of the gradient is computed; parameters should be
+    registered in the order of the forward pass. `find_unused_parameters` is set for a side effect: the buckets keep
+    their layout. Otherwise they change after the first step, but not at the same step of a resumed run, and with three
+    or more ranks the ring adds in another order: the resumed weights would differ in their last bits.
     """
     if not several():
         return module
@@ -325,7 +321,7 @@ def wrap(module: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[Context]:
-    """Within, this process is one of its group: `start`, then `finish`, or `abandon` when the work fails."""
+    """Context of a process in its group: `start`, then `finish`, or `abandon` if the work fails."""
     context = start()
     try:
         yield context

@@ -1,10 +1,10 @@
-"""Faults on purpose, for the tests that prove the promises: nothing happens unless SG_FAULT is set.
+"""Fault injection for tests; nothing happens unless SG_FAULT is set.
 
-SG_FAULT="kill:rank=1,step=7,phase=ckpt_replace;nan:step=3" names faults: what, and where it strikes (each of rank, step
-and phase may be left out). SG_FAULT_ONCE names a folder in which each fault leaves a mark, so that it strikes once and
-not again after the restart.
+SG_FAULT="kill:rank=1,step=7,phase=ckpt_replace;nan:step=3" names faults, each a kind and a place (rank, step and phase
+may be left out). SG_FAULT_ONCE names a folder in which each fault leaves a mark, so that it does not strike again after
+a restart.
 
-What: a signal of `SIGNALS` to itself, group-term (or another) to its process group, torchrun (SIGKILL the parent), oom
+Kinds: a signal of `SIGNALS` to itself, group-term (or another) to its process group, torchrun (SIGKILL the parent), oom
 (CUDA's out-of-memory error), full (disk full), nan (a loss that is not a number). Phases, in the order of a step:
 `PHASES`.
 """
@@ -35,7 +35,7 @@ class Fault(NamedTuple):
 
 
 def parse(text: str) -> List[Fault]:
-    """The faults named by `text`. ValueError says what is wrong with it."""
+    """The faults named by `text`. Raises ValueError."""
     faults = []
     for index, part in enumerate(filter(None, text.split(";"))):
         kind, _, rest = part.strip().partition(":")
@@ -49,14 +49,14 @@ def parse(text: str) -> List[Fault]:
 
 
 def at_step(step: int) -> None:
-    """The training has come to global step `step`."""
+    """Set the current global step of the training."""
     _position["step"] = step
 
 
 def at(phase: str, step: Optional[int] = None) -> bool:
-    """Let the fault planned for this place strike; True when it is one that the caller must act out (nan).
+    """Inject the fault planned for this place; True if the caller has to carry it out (nan).
 
-    `step` is named by what works ahead of the training, as the loader does.
+    step: for code that runs ahead of the training, such as the loader.
     """
     text = os.environ.get("SG_FAULT")
     if not text:

@@ -1,4 +1,4 @@
-"""What this machine can do, judged by pure functions: GPUs, driver, shared memory, disk, files, tracking server.
+"""Checks of this machine as pure functions: GPUs, driver, shared memory, disk, files, tracking server.
 
 Each returns a `Finding`; `pipeline.doctor` reads the machine and prints them.
 """
@@ -21,22 +21,22 @@ NCCL_BYTES_PER_RANK = 64 * MIB  # its shared-memory channels between the ranks o
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor: what was looked at, how it stands, and the fix where there is one."""
+    """One line of the doctor: its level, what was checked, the result and the fix, if any."""
 
     level: str
     subject: str
     text: str
 
 
-def judge_capability(name: str, capability: Tuple[int, int], arch_list: Sequence[str], cuda: str) -> Finding:
+def check_capability(name: str, capability: Tuple[int, int], arch_list: Sequence[str], cuda: str) -> Finding:
     """Whether this torch build has kernels for a card.
 
-    A kernel for sm_XY runs on cards of the same X and the same or a later Y; PTX (`compute_XY`) is compiled for
-    any later card, which takes minutes and serves as a last resort only.
+    A kernel for sm_XY runs on cards of the same X and the same or a later Y. PTX (`compute_XY`) can be compiled for any
+    later card, but takes minutes, so it does not count.
     """
     card = f"{name} (compute capability {capability[0]}.{capability[1]})"
     matches = filter(None, (re.fullmatch(r"sm_(\d+)(\d)", arch) for arch in arch_list))
-    built = sorted((int(found[1]), int(found[2])) for found in matches)
+    built = sorted((int(match[1]), int(match[2])) for match in matches)
     if any(major == capability[0] and minor <= capability[1] for major, minor in built):
         return Finding(OK, "GPU", f"{card}: this torch build has kernels for it (CUDA {cuda})")
     text = f"{card} is older than this torch build supports (CUDA {cuda}): use the cu111 image"
@@ -47,19 +47,19 @@ def judge_capability(name: str, capability: Tuple[int, int], arch_list: Sequence
     return Finding(FAIL, "GPU", text)
 
 
-def judge_driver(driver: str, cuda: str) -> Finding:
+def check_driver(driver: str, cuda: str) -> Finding:
     """The NVIDIA driver against the CUDA version torch was built with."""
     major = int(cuda.split(".")[0])
     wanted = next((version for since, version in DRIVERS if major >= since), "0")
-    found, needed = ([int(part) for part in text.split(".") if part.isdigit()] for text in (driver, wanted))
-    if found >= needed:
+    installed, needed = ([int(part) for part in text.split(".") if part.isdigit()] for text in (driver, wanted))
+    if installed >= needed:
         return Finding(OK, "driver", f"{driver} serves CUDA {cuda} (needs {wanted} or later)")
     fix = f"install {wanted} or later, or use the cu111 image"
     return Finding(FAIL, "driver", f"{driver} is too old for CUDA {cuda}: {fix}")
 
 
-def judge_gpu_count(gpus: int, processes: str, hidden: int = 0, cuda: Optional[str] = None) -> Finding:
-    """GPUs torch can use against NPROC_PER_NODE; `hidden` is how many the driver knows of."""
+def check_gpu_count(gpus: int, processes: str, hidden: int = 0, cuda: Optional[str] = None) -> Finding:
+    """GPUs torch can use against NPROC_PER_NODE; `hidden`: number of GPUs that the driver reports."""
     if not gpus and hidden:
         reason = "this torch build has no CUDA" if cuda is None else "the driver is too old or not passed in"
         text = f"{hidden} in the machine and none usable: {reason}; docker needs --gpus all"
@@ -73,16 +73,16 @@ def judge_gpu_count(gpus: int, processes: str, hidden: int = 0, cuda: Optional[s
 
 
 def shared_memory_needed(gpus: int) -> int:
-    """Bytes of /dev/shm that so many GPUs of this machine cannot do without: NCCL's channels between the ranks."""
+    """Bytes of /dev/shm that NCCL needs for its channels between the ranks of `gpus` GPUs."""
     return gpus * NCCL_BYTES_PER_RANK if gpus > 1 else 0
 
 
-def judge_shared_memory(free: int, needed: int, batches: int = 0) -> Finding:
-    """/dev/shm against what training wants; Docker gives 64 MB unless asked for more.
+def check_shared_memory(free: int, needed: int, batches: int = 0) -> Finding:
+    """/dev/shm against what training needs; Docker gives 64 MB by default.
 
     Args:
-        needed: bytes that it cannot do without; batches: bytes that the processes want that make batches. With less
-            there are fewer of them, or a thread.
+        needed: bytes that it requires; batches: bytes for the processes that load batches. With less memory there are
+            fewer of these, or a thread.
     """
     if not needed + batches:
         return Finding(OK, "/dev/shm", f"{size(free)} free, none wanted: one process, or no GPU")
@@ -91,61 +91,61 @@ def judge_shared_memory(free: int, needed: int, batches: int = 0) -> Finding:
         return Finding(OK, "/dev/shm", text)
     fix = f"docker run --shm-size={math.ceil((needed + batches) / GIB)}g (or --ipc=host)"
     if free >= needed:
-        return Finding(WARN, "/dev/shm", f"{text}, {size(batches)} of it for batches: fewer processes make them; {fix}")
+        return Finding(WARN, "/dev/shm", f"{text}, {size(batches)} of it for batches: fewer processes load them; {fix}")
     return Finding(FAIL, "/dev/shm", f"{text}: {fix}")
 
 
 def disk_needed(archives: int, images: int, views: int, keypoints: int, copies: int = 2) -> int:
-    """Bytes that a preset needs: its archives (bytes) once, the keypoints in workspace and DVC cache, checkpoints.
+    """Bytes that a preset needs: its archives (bytes), the keypoints in workspace and DVC cache, checkpoints.
 
-    copies: of the keypoints; 1 where DVC's cache is linked to.
+    copies: of the keypoints; 1 if DVC's cache.type is a link.
     """
-    from superglue_sift.sift import ORIENTED  # not at the top: the doctor judges machines on which OpenCV cannot load
+    from superglue_sift.sift import ORIENTED  # not at the top: OpenCV may not load on a machine that the doctor checks
 
-    # Photographs give fewer keypoints than the limit more often than not; three quarters is a safe mean.
+    # Most photographs give fewer keypoints than the limit; three quarters is a safe mean.
     return archives + copies * int(0.75 * images * views * keypoints * ORIENTED.itemsize) + GIB
 
 
-def judge_memory(
+def check_memory(
     fitting: int, taken: float, pairs: int, parts: int, keypoints: int, free: float, place: str
 ) -> Finding:
-    """What steps of a training took of a GPU against what there is.
+    """Memory of a training step against that of the GPU.
 
     Args:
-        fitting: of `pairs` in a micro-batch, so many fit, 0: not even one; taken: bytes at the peak of their steps.
+        fitting: number of the `pairs` of a micro-batch that fit; taken: bytes at the peak of their steps.
         parts: micro-batches of a step (`train.accumulate`).
         free: bytes for the process in `place`.
     """
-    subject, there = "memory of a process", f"{size(free)} for it: {place}"
+    subject, available = "memory of a process", f"{size(free)} for it: {place}"
     if not fitting:
-        text = f"one pair of {keypoints} keypoints does not fit into the {there}"
+        text = f"one pair of {keypoints} keypoints does not fit into the {available}"
         return Finding(FAIL, subject, f"{text}; set a smaller train.max_keypoints, train.dim or train.layers")
-    text = f"{size(taken)} for {fitting} pairs of {keypoints} keypoints at a time (measured here), {there}"
+    text = f"{size(taken)} for {fitting} pairs of {keypoints} keypoints at a time (measured here), {available}"
     if fitting == pairs:
         return Finding(OK, subject, text)
     return Finding(WARN, subject, f"{text}; {pairs} do not fit; set train.accumulate: {-(-pairs * parts // fitting)}")
 
 
-def judge_disk(free: int, needed: int, place: str, linked: Optional[int] = None) -> Finding:
-    """Room for a preset; `linked`: bytes that do where DVC's cache.type is a link, and for which there must be room."""
-    there = f"{size(free)} free in {place}, about {size(needed)} wanted"
+def check_disk(free: int, needed: int, place: str, linked: Optional[int] = None) -> Finding:
+    """Disk space for a preset; `linked`: bytes needed if DVC's cache.type is a link."""
+    space = f"{size(free)} free in {place}, about {size(needed)} wanted"
     if free >= needed:
-        return Finding(OK, "disk", there)
+        return Finding(OK, "disk", space)
     if linked is not None and free >= linked:
         less = f"{size(linked)} with `dvc config --local cache.type hardlink`"
-        return Finding(WARN, "disk", f"{there}, or {less}")
-    return Finding(FAIL, "disk", f"{there}: a smaller preset, fetch.limit, or room")
+        return Finding(WARN, "disk", f"{space}, or {less}")
+    return Finding(FAIL, "disk", f"{space}: choose a smaller preset, set fetch.limit, or free some space")
 
 
-def judge_files(soft: int, needed: int = 256) -> Finding:
+def check_files(soft: int, needed: int = 256) -> Finding:
     if soft >= needed:
         return Finding(OK, "open files", f"limit {soft}")
     fix = "ulimit -n 4096, or docker run --ulimit nofile=4096"
     return Finding(FAIL, "open files", f"limit {soft}, {needed} wanted: {fix}")
 
 
-def judge_tracking(uri: str, status: Optional[int], error: str = "") -> Finding:
-    """A tracking server by the answer of its REST interface: HTTP status, or None and why there was none."""
+def check_tracking(uri: str, status: Optional[int], error: str = "") -> Finding:
+    """A tracking server by its REST interface: the HTTP status, or None and the error."""
     text = f"{uri} answers"
     if status == 403:
         host = uri.split("://", 1)[1].split("/", 1)[0]
@@ -164,6 +164,6 @@ def size(count: float) -> str:
 
 
 def worst(findings: List[Finding]) -> str:
-    """The gravest level among findings."""
+    """The worst level among findings."""
     order = (OK, NOTE, WARN, FAIL)
     return max((finding.level for finding in findings), key=order.index, default=OK)

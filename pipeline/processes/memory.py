@@ -1,4 +1,4 @@
-"""How a process keeps memory: one that runs SIFT all day, one that trains in little memory."""
+"""Settings of malloc: for processes that run SIFT, and for training in little memory."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD, _TOP_PAD = -3, -1, -2  # glibc's numbers of it
 
 
 def tune_process() -> None:
-    """Keep freed memory, and use one OpenCV thread: processes side by side fill the cores better. Same results."""
+    """Keep freed memory and use one OpenCV thread, since several processes use the cores better. Same results."""
     cv2.setNumThreads(1)
     keep_memory()
 
 
 def keep_memory() -> None:
-    """Keep freed memory; elsewhere than on glibc nothing happens.
+    """Keep freed memory (glibc only).
 
-    Each SIFT call takes about 70 MB. Given back to the system, as glibc does for views of 640x480, they cost 17,500
-    page faults, a quarter to a third of the call (docs/data.md has the figures).
+    Each SIFT call takes about 70 MB. By default glibc returns them to the system for views of 640x480, which costs
+    17,500 page faults, a quarter to a third of the call (docs/data.md).
     """
     _mallopt({_MMAP_THRESHOLD: 32 * _MIB, _TRIM_THRESHOLD: 2**31 - 1, _TOP_PAD: 256 * _MIB})
 
 
 def return_memory() -> None:
-    """Give each freed block of a MiB and more back to the system; elsewhere than on glibc nothing happens.
+    """Return freed blocks of 1 MiB and more to the system (glibc only).
 
-    For `--checkpoint-layers`, where the holes among a few kept tensors would take as much memory as the tensors.
+    For `--checkpoint-layers`, where the gaps between a few kept tensors would take as much memory as the tensors.
     """
     _mallopt({_MMAP_THRESHOLD: _MIB})
 
@@ -45,9 +45,9 @@ def _mallopt(settings: Dict[int, int]) -> None:
 
 @contextlib.contextmanager
 def huge_pages() -> Iterator[None]:
-    """Processes started inside this context have a heap of huge pages, where kernel and glibc (2.35) can.
+    """Processes started inside this context have a heap of huge pages, if kernel and glibc (2.35) support them.
 
-    SIFT, which walks through 70 MB of pyramid at every call, takes 5 to 8 % less time of a core. Same results.
+    SIFT, with its pyramid of 70 MB, takes 5 to 8 % less CPU time. Same results.
     """
     before = os.environ.get(_TUNABLES)
     os.environ[_TUNABLES] = f"{before}:{_HUGE}" if before else _HUGE

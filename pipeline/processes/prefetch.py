@@ -1,4 +1,4 @@
-"""Results computed before they are asked for, in the order of their items, with a bounded number under way."""
+"""Prefetching: results computed in advance, in the order of their items, with a bounded number in flight."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Callable, Deque, Generator, Iterable, TypeVar
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
-CLOSE_S = 5.0  # that closing waits for a thread whose work hangs
+CLOSE_S = 5.0  # seconds that closing waits for a thread that hangs
 
 
-def in_order(submit: Callable[[Any], Future[Made]], items: Iterable[Any], ahead: int) -> Generator[Made, None, None]:
-    """The result of each item, which `submit` gets up to `ahead` items earlier.
+def in_order(
+    submit: Callable[[Any], Future[Result]], items: Iterable[Any], ahead: int
+) -> Generator[Result, None, None]:
+    """The result of each item; `submit` gets the items up to `ahead` in advance.
 
-    An exception of the work is raised here, at its item. Closing the iterator cancels what has not begun.
+    An exception of the work is raised here, at its item. Closing the iterator cancels what has not started.
     """
-    waiting: Deque[Future[Made]] = deque()
+    waiting: Deque[Future[Result]] = deque()
     try:
         for item in items:
             waiting.append(submit(item))
@@ -32,19 +34,19 @@ def in_order(submit: Callable[[Any], Future[Made]], items: Iterable[Any], ahead:
 
 
 def prefetched(
-    make: Callable[[Any], Made], items: Iterable[Any], ahead: int = 2, threads: int = 1
-) -> Generator[Made, None, None]:
-    """`make(item)` of each item, computed by threads up to `ahead` items before it is asked for.
+    make: Callable[[Any], Result], items: Iterable[Any], ahead: int = 2, threads: int = 1
+) -> Generator[Result, None, None]:
+    """`make(item)` for each item, computed by threads up to `ahead` items in advance.
 
-    Closing the iterator ends the threads, and waits no longer than CLOSE_S for one that hangs.
+    Closing the iterator ends the threads; it waits at most CLOSE_S for one that hangs.
     """
-    asked: SimpleQueue = SimpleQueue()
-    # no executor: its threads are waited for when the process ends, however long
-    started = [threading.Thread(target=_work, args=(make, asked), name="prefetch", daemon=True) for _ in range(threads)]
+    queue: SimpleQueue = SimpleQueue()
+    # no executor: the end of the process would wait for its threads
+    started = [threading.Thread(target=_work, args=(make, queue), name="prefetch", daemon=True) for _ in range(threads)]
 
-    def submit(item: Any) -> Future[Made]:
-        future: Future[Made] = Future()
-        asked.put((item, future))
+    def submit(item: Any) -> Future[Result]:
+        future: Future[Result] = Future()
+        queue.put((item, future))
         return future
 
     for thread in started:
@@ -53,15 +55,15 @@ def prefetched(
         yield from in_order(submit, items, ahead)
     finally:
         for _ in started:
-            asked.put(None)
+            queue.put(None)
         for thread in started:
             thread.join(CLOSE_S)
 
 
-def _work(make: Callable[[Any], Any], asked: SimpleQueue) -> None:
-    for item, future in iter(asked.get, None):
+def _work(make: Callable[[Any], Any], queue: SimpleQueue) -> None:
+    for item, future in iter(queue.get, None):
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(make(item))
-            except BaseException as error:  # raised again by whoever asks for the result
+            except BaseException as error:  # raised again where the result is read
                 future.set_exception(error)

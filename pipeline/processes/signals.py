@@ -1,4 +1,4 @@
-"""Being asked to stop: noted, and acted on between two steps, when a checkpoint can be saved; ending with a parent."""
+"""Signals: a request to stop, which takes effect between two steps; ending with the parent process."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import sys
 import threading
 from typing import Iterator, Optional
 
-ASKED_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the container, Ctrl-C, SLURM before preemption
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the container, Ctrl-C, SLURM before preemption
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def end_with_parent(number: int = signal.SIGKILL, parent: Optional[int] = None) -> None:
-    """Ask Linux to send this process the signal when its parent ends, however that ends.
+    """Ask Linux to send this process the signal `number` when its parent ends.
 
-    parent: its id, where that is known; a parent that has ended already takes this process with it at once.
+    parent: its id, if known; if it has ended already, this process exits at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:
-        os._exit(1)  # it ended before this process could ask to be told
+        os._exit(1)  # it ended before the call above
 
 
 @contextlib.contextmanager
 def blocked() -> Iterator[None]:
-    """Within, the signals wait, also in processes started here until they call `serve`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED_BY)
+    """Block the signals, also in processes started in this context, until they call `serve`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
@@ -36,15 +36,15 @@ def blocked() -> Iterator[None]:
 
 
 def serve(parent: int) -> None:
-    """In a process that works for process `parent`: leave the signals to it, and end with it, however it ends."""
-    for number in ASKED_BY:
+    """In a worker of process `parent`: ignore the signals, and end with the parent."""
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED_BY)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     end_with_parent(parent=parent)
 
 
 class Stop:
-    """`requested` turns True when one of the signals has come; a second Ctrl-C ends the process at once."""
+    """`requested` becomes True when one of the signals arrives; a second Ctrl-C ends the process at once."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -57,12 +57,12 @@ class Stop:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[Stop]:
-    """Within, the signals only set the flag; afterwards they do what they did before."""
+    """In this context the signals only set the flag; their handlers are restored afterwards."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
-        yield stop  # Python lets the main thread alone handle signals
+        yield stop  # only the main thread can handle signals
         return
-    before = {number: signal.signal(number, stop._note) for number in ASKED_BY}
+    before = {number: signal.signal(number, stop._note) for number in STOP_SIGNALS}
     try:
         yield stop
     finally:

@@ -1,1 +1,1 @@
-"""Where results come from: `code` (digests), `made_from`, `trained_on`, `repro` (versions), `workspace_lock`."""
+"""Provenance of results: `code` (digests), `made_from`, `trained_on`, `repro` (versions), `workspace_lock`."""

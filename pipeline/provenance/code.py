@@ -1,7 +1,7 @@
-"""Which code can change an output: the one definition behind checkpoints, shards and dvc.yaml.
+"""Digest of the code that can change an output, for checkpoints, shards and dvc.yaml.
 
-What a module imports is found in its source, so a new import counts from the day it is written. Left out is what
-`CHANGES_NO_OUTPUT` names: how a stage is started, tracked, shown and refused.
+It covers a module and its imports, which are read from the source. `CHANGES_NO_OUTPUT` lists exceptions: code that
+starts, tracks or displays a stage, or checks a request.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Dict, Iterator, List, Sequence, Tuple
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("pipeline", "superglue_sift")
 
-# Modules and rooms that no byte of an output depends on, given the parameters, which are compared by value.
+# Modules and packages that change no byte of an output, given the parameters, which are compared by value.
 CHANGES_NO_OUTPUT = (
     "pipeline.errors",
     "pipeline.files",  # a file is written whole or not at all, with the bytes it is given
@@ -39,10 +39,10 @@ CHANGES_NO_OUTPUT = (
 
 
 def code_digest(modules: Sequence[str], without: Sequence[str] = (), root: Path = ROOT) -> str:
-    """16 hexadecimal digits that stand for what these modules and all they import of the project do.
+    """Digest (16 hexadecimal digits) of these modules and all that they import of the project.
 
-    Neither comments, docstrings, layout and type of quotes nor the texts of `raise`, `assert`, `print` and
-    `warnings.warn` count, nor Python's version. `without`: modules or rooms left out besides `CHANGES_NO_OUTPUT`.
+    Comments, docstrings, layout, quotes, the texts of `raise`, `assert`, `print` and `warnings.warn`, and Python's
+    version do not count. without: modules or packages to leave out in addition to `CHANGES_NO_OUTPUT`.
     """
     return _digest(tuple(modules), tuple(without), root)
 
@@ -60,16 +60,16 @@ def _digest(modules: Tuple[str, ...], without: Tuple[str, ...], root: Path) -> s
 
 
 def closure(modules: Sequence[str], without: Sequence[str] = (), root: Path = ROOT) -> Dict[str, str]:
-    """Module name -> path below `root`, of these modules and all they import of the project, functions included.
+    """Module name -> path below `root`, for these modules and all that they import of the project, also in functions.
 
-    Neither the modules and rooms of `without` nor the public names of the two packages' `__init__.py` are followed.
+    The modules and packages of `without` and the `__init__.py` of the two packages are not followed.
     """
     found: Dict[str, str] = {}
     waiting = list(modules)
     while waiting:
         name = waiting.pop()
         path = module_file(name, root)
-        if name in found or path is None or any(name == room or name.startswith(room + ".") for room in without):
+        if name in found or path is None or any(name == other or name.startswith(other + ".") for other in without):
             continue
         found[name] = path
         parts = name.split(".")
@@ -80,7 +80,7 @@ def closure(modules: Sequence[str], without: Sequence[str] = (), root: Path = RO
 
 
 def module_file(module: str, root: Path = ROOT) -> str | None:
-    """The file of a module; None for a name inside one, a package without an __init__.py, a module of others."""
+    """The file of a module; None for a name inside a module, a package without __init__.py, other projects' modules."""
     if module.split(".")[0] not in PACKAGES:
         return None
     base = module.replace(".", "/")
@@ -88,12 +88,12 @@ def module_file(module: str, root: Path = ROOT) -> str | None:
 
 
 def imports(path: Path, module: str) -> List[str]:
-    """Modules (or names in them) that the file imports of the project; not those under `if TYPE_CHECKING`."""
+    """Modules (or names in them) of the project that the file imports, except under `if TYPE_CHECKING`."""
     names: List[str] = []
     for node in _running(ast.parse(path.read_text(encoding="utf-8")), into_functions=module not in PACKAGES):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:  # imports are absolute: ruff holds it (TID252)
+        elif isinstance(node, ast.ImportFrom) and node.module:  # imports are absolute (ruff's TID252)
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     return [name for name in names if name.split(".")[0] in PACKAGES]
 
@@ -108,12 +108,12 @@ def _running(node: ast.AST, into_functions: bool) -> Iterator[ast.AST]:
         yield from _running(child, into_functions)
 
 
-# Fields of the syntax tree that say nothing about what runs, or that some versions of Python lack.
+# Fields of the syntax tree that do not affect execution, or that some versions of Python lack.
 _SILENT_FIELDS = ("ctx", "kind", "type_comment", "type_ignores")
 
 
 def _meaning(node: Any) -> Iterator[str]:
-    """The syntax tree as words. Empty fields are left out: which of them there are depends on Python's version."""
+    """The syntax tree as words, without empty fields, which depend on Python's version."""
     if isinstance(node, list):
         for item in node:
             if not _is_message(item):
@@ -130,7 +130,7 @@ def _meaning(node: Any) -> Iterator[str]:
 
 
 def _is_message(node: Any) -> bool:
-    """A docstring, or a statement that only says something."""
+    """Whether the node is a docstring or a statement that only prints or warns."""
     if not isinstance(node, ast.Expr):
         return False
     value = node.value

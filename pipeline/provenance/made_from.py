@@ -1,7 +1,7 @@
-"""Copies of a stage's results and what they were made from, so that a stage that is run again finds that they fit.
+"""Copies of a stage's last results with a digest of their inputs, so that a stage need not compute them again.
 
-DVC removes the outputs of a stage before it runs it, and keeps no run cache of a stage where it may not. So a copy
-stays in `.dvc/tmp`, one for each stage, that of its last results. `dvc repro -f` asks to compute, and is obeyed.
+DVC removes the outputs of a stage before it runs the stage, and does not always keep a run cache. So `.dvc/tmp` keeps a
+copy of the last results of each stage. `dvc repro -f` ignores it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ _LOGS = (".jsonl", ".cursor.json")  # of tracking; no results
 
 
 def restore(folder: Path, inputs: Any) -> bool:
-    """Put into `folder` what was made from these inputs (JSON values), if that was kept and is as it was written.
+    """Copy the kept results of these inputs (JSON values) into `folder`, if there are any and they are unchanged.
 
-    False, with nothing done, when it was not, under `dvc repro -f`, and outside of `dvc repro`: by hand a command
-    always does its work.
+    Returns False without any, under `dvc repro -f`, and outside of `dvc repro`: a command run by hand always computes.
     """
     kept = None if forced() else _kept()
     try:
@@ -38,7 +37,7 @@ def restore(folder: Path, inputs: Any) -> bool:
 
 
 def keep(folder: Path, inputs: Any) -> None:
-    """Under DVC, keep a copy of the results in `folder`, made from these inputs; it replaces the one before."""
+    """Under DVC, keep a copy of the results of these inputs in `folder`; it replaces the previous one."""
     kept = _kept()
     if kept is None:
         return
@@ -50,7 +49,7 @@ def keep(folder: Path, inputs: Any) -> None:
 
 
 def forced() -> bool:
-    """Was the stage started by `dvc repro -f` or `dvc exp run -f`? DVC tells a stage only by its own command line."""
+    """Whether `dvc repro -f` or `dvc exp run -f` started the stage; only DVC's command line shows it."""
     words = next((words for words in _commands_above() if _asks_dvc(words)), [])
     return "--force" in words or any(re.fullmatch("-[A-Za-z]*f[A-Za-z]*", word) for word in words)
 
@@ -61,20 +60,20 @@ def _asks_dvc(words: List[str]) -> bool:
 
 
 def _commands_above(proc: Path = Path("/proc")) -> Iterator[List[str]]:
-    """The command line of each process above this one, as words, nearest first; none where there is no /proc."""
+    """The command line of each ancestor process, as words, nearest first; none without /proc."""
     pid = os.getppid()
     while pid > 0:
         try:
             words = (proc / str(pid) / "cmdline").read_bytes().split(b"\0")
             stat = (proc / str(pid) / "stat").read_text()
-        except OSError:  # it has ended, or is another's
+        except OSError:  # it has ended, or belongs to another user
             return
         yield [os.fsdecode(word) for word in words]
         pid = int(stat.rpartition(")")[2].split()[1])
 
 
 def _kept() -> Optional[Path]:
-    """Where the results of the stage that DVC runs are kept; None outside of DVC."""
+    """Folder of the kept results of the stage that DVC runs; None outside of DVC."""
     stage, root = os.environ.get("DVC_STAGE"), os.environ.get("DVC_ROOT")
     return Path(root) / ".dvc" / "tmp" / "made_from" / stage if stage and root else None
 

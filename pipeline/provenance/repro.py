@@ -1,4 +1,4 @@
-"""Where a result came from: commit, lock, versions, machine. Everything a second run would need."""
+"""Provenance of a result: commit, lock, versions, machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGES = ("torch", "numpy", "scipy", "opencv-python", "safetensors", "dvc", "m
 
 WEIGHTY = ("torch", "numpy", "opencv-python")  # of PACKAGES, those that compute keypoints and weights
 
-# What computes keypoints, weights and figures, under every name that it is installed by.
+# Packages that compute keypoints, weights and metrics, under all names by which they are installed.
 COMPUTING = ("torch", "numpy", "scipy", "opencv-python", "opencv-python-headless", "opencv-contrib-python")
 
 
@@ -32,7 +32,7 @@ def repo_root(start: Optional[Path] = None) -> Path:
 
 
 def main_root(start: Optional[Path] = None) -> Path:
-    """The person's own clone, to which what outlives DVC's temporary copies (`.dvc/tmp/exps/<name>`) belongs."""
+    """The user's clone, for files that outlive DVC's temporary copies (`.dvc/tmp/exps/<name>`)."""
     root = repo_root(start)
     clone, exps, _ = str(root).partition("/.dvc/tmp/exps/")
     return Path(clone) if exps else root
@@ -44,7 +44,7 @@ def git_state(root: Optional[Path] = None) -> Dict[str, str]:
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return {"commit": "unknown", "dirty": "unknown"}
-    # dvc.lock and the reports change while the pipeline runs; they say nothing about the code that runs.
+    # dvc.lock and the reports change while the pipeline runs; they are not code.
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!dvc.lock", ":!reports")
     return {"commit": commit, "dirty": "unknown" if changed is None else str(bool(changed)).lower()}
 
@@ -60,12 +60,12 @@ def _git(folder: Path, *args: str) -> Optional[str]:
 
 
 def versions() -> Dict[str, str]:
-    """Installed versions of what can change a number, without importing any of it."""
+    """Installed versions of packages that can change a number, without importing them."""
     return {"python": platform.python_version(), **_installed(PACKAGES)}
 
 
 def computing_versions(*further: str) -> Dict[str, str]:
-    """Installed versions, by package, that a result depends on: of `COMPUTING`, and of `further` packages it used."""
+    """Installed versions of `COMPUTING` and of `further` packages that a result depends on."""
     return _installed((*COMPUTING, *further))
 
 
@@ -80,16 +80,16 @@ def _installed(packages: Sequence[str]) -> Dict[str, str]:
 
 
 def pinned_versions() -> Dict[str, str]:
-    """{"version.torch": "2.13.0", ...} of what can change a weight, for a file that is the same in every clone.
+    """{"version.torch": "2.13.0", ...} of packages that can change a weight, for a file that is equal in all clones.
 
-    Without the build behind a `+`: the CPU file and the CUDA file of one version give the same on one CPU.
+    Without the build after a `+`: on one CPU, CPU and CUDA builds of one version compute the same.
     """
     found = versions()
     return {f"version.{name}": found[name].partition("+")[0] for name in WEIGHTY if name in found}
 
 
 def provenance(root: Optional[Path] = None) -> Dict[str, str]:
-    """Flat tags, strings only, for a run in MLflow; what has no value here (no DVC, no GPU, no image) is left out."""
+    """Tags for a run in MLflow, as strings; without those that have no value here (no DVC, GPU or image)."""
     import torch
 
     folder = repo_root() if root is None else root

@@ -1,9 +1,7 @@
-"""Which photographs a model was trained on: a list beside its file, so that no one tests it on them unawares.
+"""List of the photographs that a model was trained on, next to its file, so that nobody tests on them by accident.
 
-`best.safetensors` has `best.trained_on.txt`: one photograph a line, those of the weights it started from included. The
-description inside the model file names the list's digest.
-
-What a line says of a photograph: `images.manifest.Entry.photograph`.
+`best.safetensors` has `best.trained_on.txt`: one photograph a line (`image_sets.manifest.Entry.photograph`), including
+those of the initial weights. The description inside the model file has the list's digest.
 """
 
 from __future__ import annotations
@@ -22,25 +20,25 @@ _TITLE = "# Photographs the weights were trained on: COCO's number, or CRC-32 an
 
 
 def list_of(model: Path) -> Path:
-    """The file of the list, beside that of the model."""
+    """The file of the list, next to that of the model."""
     return model.with_suffix(f".{KEY}.txt")
 
 
 def digest(photographs: Iterable[str]) -> str:
-    """16 hexadecimal digits that stand for a list, in any order."""
+    """Digest (16 hexadecimal digits) of a list, in any order."""
     return hashlib.sha256("\n".join(sorted(photographs)).encode()).hexdigest()[:16]
 
 
 def write(model: Path, photographs: Optional[Iterable[str]]) -> None:
-    """Write the list of a model, atomically; None: not known. The same photographs give the same bytes."""
-    lines = [_UNKNOWN] if photographs is None else sorted(photographs, key=lambda one: (len(one), one))
+    """Write the list of a model atomically; None: unknown. The same photographs give the same bytes."""
+    lines = [_UNKNOWN] if photographs is None else sorted(photographs, key=lambda name: (len(name), name))
     write_atomic(list_of(model), _TITLE + "".join(f"{line}\n" for line in lines))
 
 
 def read(model: Path) -> Optional[FrozenSet[str]]:
-    """The photographs a model was trained on; None where no list beside its file says so.
+    """The photographs that a model was trained on; None if unknown.
 
-    Raises RequestError where the list is another model's.
+    Raises RequestError if the list is another model's.
     """
     path = list_of(model)
     try:
@@ -49,19 +47,19 @@ def read(model: Path) -> Optional[FrozenSet[str]]:
         return None
     except (OSError, ValueError) as error:
         raise RequestError(f"{path}: cannot be read ({error}); put the list back that came with the model") from None
-    found = frozenset(line for line in lines if line and not line.startswith("#"))
-    if _UNKNOWN in found:
+    photographs = frozenset(line for line in lines if line and not line.startswith("#"))
+    if _UNKNOWN in photographs:
         return None
     try:
         stated = load_model_file(model)[1].get(KEY)
-    except (FileNotFoundError, BadCheckpoint):  # said where the model is loaded
+    except (FileNotFoundError, BadCheckpoint):  # reported where the model is loaded
         stated = None
-    if stated is not None and stated != digest(found):
+    if stated is not None and stated != digest(photographs):
         raise RequestError(f"{path}: is not the list of {model.name}; put the one back that was written with it")
-    return found
+    return photographs
 
 
 def unknown(model: Path) -> str:
-    """What to say of a model without a list."""
+    """Message about a model without a list."""
     why = "its training did not know either" if list_of(model).is_file() else f"no {list_of(model).name} beside it"
     return f"what {model.name} was trained on is not known ({why}): no photograph is left out"

@@ -1,6 +1,6 @@
-"""The lock of the workspace, for a stage of a `dvc repro` that was started without it.
+"""Lock of the workspace for a stage of a `dvc repro` that was started by hand.
 
-`make repro` and the containers hold the lock for the whole run (docker/workspace.py); then a stage has nothing to do.
+`make repro` and the containers hold the lock for the whole run (docker/workspace.py).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import psutil
 from pipeline.errors import RequestError, typed
 
 LOCK = Path(".dvc") / "tmp" / "workspace.lock"
-_held: List[TextIO] = []  # open until this process ends, and the lock with it
+_held: List[TextIO] = []  # open, and so locked, until this process ends
 
 
 def take() -> None:
-    """Under DVC, hold the workspace for as long as this process runs, unless whoever started it does.
+    """Under DVC, lock the workspace until this process ends, unless an ancestor holds the lock.
 
-    RequestError when another run, of this machine or a container on it, is at work there.
+    Raises RequestError if another run, on this machine or in a container on it, uses the workspace.
     """
     root = os.environ.get("DVC_ROOT")
     if not root or "DVC_STAGE" not in os.environ or _held:
@@ -50,7 +50,7 @@ def take() -> None:
         return
     _held.append(stream)
     stream.truncate(0)
-    # no process of DVC is named: its own lock is valid while it runs, also between two stages
+    # without the id of DVC's process: another stage of the same run may take the lock
     stream.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")}))
     stream.flush()
     locks = f"the workspace is locked stage by stage; `{typed('repro')}` locks it throughout"
@@ -66,6 +66,6 @@ def _holder(stream: TextIO) -> Dict[str, Any]:
 
 
 def _started_us(holder: Dict[str, Any]) -> bool:
-    """Is it one of our ancestors? Process ids say so within one container alone."""
+    """Whether the holder is one of our ancestors; process ids are valid only within one container."""
     ancestors = {process.pid for process in psutil.Process().parents()}
     return holder.get("host") == socket.gethostname() and bool({holder.get("pid"), holder.get("dvc")} & ancestors)
