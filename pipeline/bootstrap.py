@@ -1,4 +1,4 @@
-"""Means over pairs and how sure they are: a bootstrap over the photographs or sequences that the pairs come from."""
+"""Means over pairs with bootstrap intervals over the photographs or sequences of the pairs."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
-DIGITS = 6  # decimals of written metrics: beyond them lies the noise of float32 sums
+DIGITS = 6  # decimals of written metrics, beyond which float32 sums are noise
 RESAMPLES, SEED, LEVEL = 2000, 0, 0.95
-LEAST_CLUSTERS = 6  # photographs (scenes): fewer agree by chance more than once in twenty times, 2 ** (1 - 5) = 0.06
+MIN_CLUSTERS = 6  # photographs (scenes): fewer agree by chance more than once in twenty times, 2 ** (1 - 5) = 0.06
 
 Line = Dict[str, Any]
 
 
 def plain(value: float) -> Optional[float]:
-    """A number JSON can hold: rounded; None where there is none (no pair, or an infinite median)."""
+    """A number for JSON, rounded; None for NaN and infinity (no pair, or an infinite median)."""
     if isinstance(value, (int, np.integer)):
         return int(value)
     return round(float(value), DIGITS) if math.isfinite(value) else None
 
 
 def rounded(line: Mapping[str, float]) -> Line:
-    """Each of its numbers `plain`."""
+    """Apply `plain` to each number."""
     return {name: plain(value) for name, value in line.items()}
 
 
 def auc_by_pair(errors: Sequence[float], threshold: float) -> np.ndarray:
-    """What each pair adds to the area under the recall curve up to `threshold`; the AUC is exactly their mean, 0 to 1.
+    """Contribution of each pair to the AUC of the recall curve up to `threshold`, 0 to 1: the AUC is their mean.
 
-    errors: one per pair, inf (or NaN) for a pair without an estimate, which is a failure and stays in the mean.
+    errors: one per pair, inf (or NaN) for a pair without an estimate, which counts as a failure.
     """
     values = np.asarray(errors, dtype=np.float64)
     if threshold <= 0:
@@ -41,15 +41,15 @@ def auc_by_pair(errors: Sequence[float], threshold: float) -> np.ndarray:
 
 
 def mean_finite(values: Union[Sequence[float], np.ndarray]) -> Tuple[float, int]:
-    """Mean of the finite values and how many they are; (NaN, 0) when there is none."""
-    given = np.asarray(values, dtype=np.float64)
-    finite = given[np.isfinite(given)]
+    """Mean and number of the finite values; (NaN, 0) without any."""
+    array = np.asarray(values, dtype=np.float64)
+    finite = array[np.isfinite(array)]
     return (float(finite.mean()), int(finite.size)) if finite.size else (float("nan"), 0)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure. pairs: that have a say in it; samples: its value on each resample, none where there is one cluster."""
+    """A metric. pairs: number in its mean; samples: its value on each resample, empty with a single cluster."""
 
     value: float
     pairs: int
@@ -64,7 +64,7 @@ class Estimate:
 
 
 class Clusters:
-    """Photographs or sequences, resampled with replacement. names: that of each pair."""
+    """Photographs or sequences, resampled with replacement. names: of the photograph (sequence) of each pair."""
 
     def __init__(self, names: Sequence[str]):
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
@@ -72,15 +72,15 @@ class Clusters:
         self.of_pair = np.array([numbers[name] for name in names], np.int64)
         resamples = RESAMPLES if self.count > 1 else 0
         drawn = np.random.default_rng(SEED).integers(max(self.count, 1), size=(resamples, self.count))
-        counts = [np.bincount(one, minlength=self.count) for one in drawn]
+        counts = [np.bincount(resample, minlength=self.count) for resample in drawn]
         self.weights = np.array(counts, np.float64).reshape(resamples, self.count)
 
     def per_cluster(self, pairs: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """(C,) sums of `values` over the pairs with these numbers."""
+        """(C,) sums of `values` over these pairs, by cluster."""
         return np.bincount(self.of_pair[pairs], values, minlength=self.count)
 
     def mean(self, values: np.ndarray) -> Estimate:
-        """The mean of the values (P,) that are numbers."""
+        """The mean of the finite values, (P,)."""
         known = np.flatnonzero(np.isfinite(values))
         sums, counts = self.per_cluster(known, values[known]), self.per_cluster(known, np.ones(len(known)))
         with np.errstate(invalid="ignore"):

@@ -1,4 +1,4 @@
-"""Stage `export`: the chosen weights as one file to take away, with what they are and where they came from.
+"""Stage `export`: write the chosen weights, with their description and provenance.
 
     python -m pipeline.export --model checkpoints/best.safetensors --out models
 
@@ -40,8 +40,8 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m pipeline.export", description=str(__doc__).splitlines()[0])
     add = parser.add_argument
     add("--model", type=Path, default=Path("checkpoints/best.safetensors"), help="weights to export")
-    add("--metrics", type=Path, help="metrics.json of their evaluation, to go with them")
-    add("--match-threshold", type=float, help="confidence of a match (default: as it was, else 0.2)")
+    add("--metrics", type=Path, help="metrics.json of their evaluation, to store with them")
+    add("--match-threshold", type=float, help="minimum confidence of a match (default: the model's own, else 0.2)")
     add("--half", action="store_true", help="store the weights in float16: half the bytes")
     add("--out", type=Path, default=Path("models"), help="folder for the model")
     add("--mlflow-run", type=Path, help="reports/run.json, to name the model in the run of the training")
@@ -54,17 +54,17 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
 
 OURS = "superglue"  # name of the model, in its file and in the evaluation
 
-# Where files lay on the machine that trained; digests say what they held.
+# Paths on the machine of the training; digests identify their content.
 PLACES = ("fetch.path", "fetch.val_path", "fetch.root", "train.init_from")
 
 
 def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
-    """Everything that goes with the weights, the same in every clone. info: what training stored beside them.
+    """The description of the weights, the same in every clone. info: stored with them by training.
 
-    Commit, dvc.lock (which holds the digest of this very file), machine, places and time stand in the MLflow run alone.
+    Commit, dvc.lock (which contains the digest of this file), machine, paths and time are only in the MLflow run.
     """
     model = info["model"]
-    asked = {key: value for name, section in sections.items() for key, value in params.flatten(name, section).items()}
+    flat = {key: value for name, section in sections.items() for key, value in params.flatten(name, section).items()}
     interface, kind = dict(INTERFACE), model.get("descriptor", "sift")
     if kind != "sift":
         descriptors = f"{OF_OTHERS[kind].format(dim=model['descriptor_dim'])}: {model['extractor']}"
@@ -87,13 +87,13 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
             "version": __version__,
             **repro.pinned_versions(),
         },
-        "params": {key: value for key, value in asked.items() if key not in PLACES},
+        "params": {key: value for key, value in flat.items() if key not in PLACES},
         "trained_with": {k: v for k, v in info.get("train", {}).items() if f"train.{k}" not in PLACES},
     }
 
 
 def scene_limits(info: dict, metrics: dict) -> dict:
-    """Those that the evaluation chose on rendered scenes; without one those of the model, if it states any."""
+    """Limits for scenes from the evaluation, else those of the model, if any."""
     chosen = {name: metrics.get(f"{OURS}.{name}", info.get(name)) for name in LIMITS}
     return {name: value for name, value in chosen.items() if value is not None}
 
@@ -119,7 +119,7 @@ def main(argv: Optional[List[str]] = None) -> int:
             run.artifact(path.with_suffix(".json"), "export")
     parameters = sum(weight.numel() for weight in model.parameters())
     print(f"{path}: {parameters:,} parameters, {path.stat().st_size / 1e6:.1f} MB, step {info.get('step')}")
-    print(f"{path.with_suffix('.json')}: configuration, provenance and figures")
+    print(f"{path.with_suffix('.json')}: configuration, provenance and metrics")
     return 0
 
 

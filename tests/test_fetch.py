@@ -169,7 +169,7 @@ def test_the_sample_goes_when_other_images_come(run, image_folder):
 
 def test_a_folder_that_cannot_be_made_is_named(run, tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(RequestError, match="file/out: cannot be made: Not a directory"):
+    with pytest.raises(RequestError, match="file/out: cannot be created: Not a directory"):
         run("file/out")
 
 

@@ -10,7 +10,7 @@ import pytest
 from pipeline import bootstrap
 from pipeline.evaluate import metrics
 from pipeline.evaluate.matchers import MATCHERS, OURS
-from pipeline.evaluate.scoring import Judged, MatchCounts, PairResult, Row
+from pipeline.evaluate.scoring import MatchCounts, PairResult, Row, ScoredMatches
 
 
 def mean(values, clusters=None):
@@ -76,7 +76,7 @@ def test_coverage_of_the_interval_is_near_its_level():
     assert hits >= 51  # 57 expected
 
 
-def results_of(ours, baseline, judged=None, matchers=MATCHERS):
+def results_of(ours, baseline, scored=None, matchers=MATCHERS):
     """Made results, each pair of another photograph."""
     results = []
     for index, (first, second) in enumerate(zip(ours, baseline)):
@@ -86,14 +86,14 @@ def results_of(ours, baseline, judged=None, matchers=MATCHERS):
             errors = {"ransac": error, "dlt": error}
             counts = MatchCounts(10, 5, 8, 4)
             rows[matcher] = Row(str(index), f"photograph {index}", matcher, 10, 10, counts, errors, {})
-        results.append(PairResult((index, 0), rows, {OURS: judged[index]} if judged else {}))
+        results.append(PairResult((index, 0), rows, {OURS: scored[index]} if scored else {}))
     return results
 
 
 def test_areas_of_aligned_matches_are_their_own():
     counts = MatchCounts(10, 5, 8, 4)
     rows = [Row("p", "s", OURS, 10, 10, counts, {"ransac": 2.0, "ransac_aligned": 0.5}, {}) for _ in range(2)]
-    found = metrics.figures_of(rows)
+    found = metrics.summarize(rows)
     assert (found["auc_ransac_5"], found["auc_ransac_aligned_5"]) == (0.6, 0.9)
     assert (found["median_error_ransac"], found["median_error_ransac_aligned"]) == (2.0, 0.5)
     areas = [name for name in found if name.startswith("auc_")]
@@ -103,7 +103,7 @@ def test_areas_of_aligned_matches_are_their_own():
 def test_of_poses_the_matching_score_is_found_at_the_ratio_tests_precision():
     """Four matches of ours by falling confidence: right, right, wrong, right, of eight keypoints; two pairs alike."""
     right = np.array([True, True, False, True])
-    judged = Judged(np.array([0.9, 0.8, 0.7, 0.6]), right, right, 8)
+    scored = ScoredMatches(np.array([0.9, 0.8, 0.7, 0.6]), right, right, 8)
     results = []
     for index in range(2):
         counts = {OURS: MatchCounts(4, 3, 8, 3), "ratio_test": MatchCounts(3, 2, 8, 2)}
@@ -111,8 +111,8 @@ def test_of_poses_the_matching_score_is_found_at_the_ratio_tests_precision():
             name: Row(str(index), f"scene {index}", name, 8, 9, counts.get(name, counts[OURS]), {"pose": 1.0}, {})
             for name in MATCHERS
         }
-        results.append(PairResult((index, 0), rows, {OURS: judged}))
-    found = metrics.compare(results, {OURS: 0.2}).figures
+        results.append(PairResult((index, 0), rows, {OURS: scored}))
+    found = metrics.compare(results, {OURS: 0.2}).metrics
     assert found["ratio_test.precision"] == pytest.approx(2 / 3, abs=1e-6)
     assert found["ratio_test.matching_score"] == 0.25
     # all four have precision 3/4, above 2/3; the two surest have the ratio test's matching score and no wrong one
@@ -156,22 +156,22 @@ def test_failures_count_in_intervals():
     assert lines[OURS, "auc_dlt_1"]["value"] == 0.5 and lines[OURS, "auc_dlt_1"]["pairs"] == 2
 
 
-def judged_of(rng, pairs):
+def scored_of(rng, pairs):
     """Matches whose chance to be right is their confidence; half of the right ones' partners are found."""
     scores = rng.uniform(0, 1, (pairs, 50))
     right = rng.uniform(0, 1, scores.shape) < scores
-    return [Judged(own, correct, correct, 40) for own, correct in zip(scores, right)]
+    return [ScoredMatches(own, correct, correct, 40) for own, correct in zip(scores, right)]
 
 
 def test_ours_at_the_operating_point_of_the_ratio_test():
     """The ratio test of the made results has precision 0.5 and recall 0.5."""
-    judged = judged_of(np.random.default_rng(6), 30)
-    compared = metrics.compare(results_of([1.0] * 30, [1.0] * 30, judged), {OURS: 0.2})
-    found = compared.figures
+    scored = scored_of(np.random.default_rng(6), 30)
+    compared = metrics.compare(results_of([1.0] * 30, [1.0] * 30, scored), {OURS: 0.2})
+    found = compared.metrics
     assert found["ratio_test.recall_at_ratio_precision"] == found["ratio_test.recall"] == 0.5
     assert found["ratio_test.precision_at_ratio_recall"] == found["ratio_test.precision"] == 0.5
     assert "nn.recall_at_ratio_precision" not in found and found["superglue.threshold"] == 0.2
-    right = np.mean([one.correct.sum() for one in judged])
+    right = np.mean([one.correct.sum() for one in scored])
     assert right / 50 >= 0.5  # so all matches together have the precision that is asked
     assert found["superglue.recall_at_ratio_precision"] == pytest.approx(right / 40, abs=1e-6)
     # the surest share f of the matches holds (1 - (1 - f)^2) / 2 * 50 right ones: 20 of them at f = 0.553
@@ -190,4 +190,4 @@ def test_a_further_network_is_compared_and_is_no_baseline():
     compared = metrics.compare(results_of([2.0] * 8, [1.0] * 8, matchers=names), {OURS: 0.2, "shipped": 0.3})
     lines = [line for line in compared.differences if line["figure"] == "auc_ransac_10"]
     assert [line["baseline"] for line in lines] == ["mutual_nn", "shipped"]
-    assert compared.figures["shipped.threshold"] == 0.3
+    assert compared.metrics["shipped.threshold"] == 0.3

@@ -248,7 +248,7 @@ def test_missing_manifest_and_wrong_workers_are_named(tmp_path, root):
 
 def test_a_folder_that_cannot_be_made_is_named(stage, pictures, tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(RequestError, match="file/kp: cannot be made: Not a directory"):
+    with pytest.raises(RequestError, match="file/kp: cannot be created: Not a directory"):
         stage(pictures, out="file/kp")
 
 

@@ -20,7 +20,7 @@ from pipeline.errors import RequestError
 from pipeline.evaluate import content as contents
 from pipeline.evaluate import heldout, metrics
 from pipeline.evaluate.matchers import MATCHERS
-from pipeline.evaluate.scoring import Judged, MatchCounts, PairResult, Row
+from pipeline.evaluate.scoring import MatchCounts, PairResult, Row, ScoredMatches
 from pipeline.image_sets import sources
 from pipeline.report import __main__ as report
 from pipeline.report import charts, document, page, summary, tables
@@ -69,7 +69,7 @@ def content(**changes):
     difference["clusters"] = 40
     values = {
         "title": "Evaluation <b>",
-        "figures": {**{f"{m}.pairs": 3 for m in MATCHERS}, **OURS},
+        "metrics": {**{f"{m}.pairs": 3 for m in MATCHERS}, **OURS},
         "intervals": lines,
         "differences": [{**difference, "verdict": "better"}, {**difference, "low": None, "verdict": "too few"}],
         "curves": {
@@ -99,9 +99,9 @@ def test_page_is_whole_and_needs_nothing_beside_it():
 
 def test_aligned_areas_have_a_table_of_their_own():
     moved = [{**line, "figure": "auc_ransac_aligned_3"} for line in content().intervals[1::2]]
-    figures = {**content().figures, "superglue.auc_ransac_aligned_5": 0.75}
+    metrics_of = {**content().metrics, "superglue.auc_ransac_aligned_5": 0.75}
     curves = {"error_ransac_aligned": [{"error_px": 0.0, "superglue": 0.0}, {"error_px": 10.0, "superglue": 1.0}]}
-    page_of = content(intervals=[*content().intervals, *moved], figures=figures, curves=curves)
+    page_of = content(intervals=[*content().intervals, *moved], metrics=metrics_of, curves=curves)
     text = page.render(page_of, {}, MADE)
     Balanced(text)
     tables_of = re.findall("<caption>(.*?)</caption><tr><th></th>(.*?)</tr>", text)
@@ -110,7 +110,7 @@ def test_aligned_areas_have_a_table_of_their_own():
         ("AUC RANSAC", "<th>@3</th>"),
         ("AUC RANSAC, matches aligned by the pixels", "<th>@3</th>"),
     ]
-    assert "Homography from RANSAC aligned: share of pairs" in text
+    assert "Homography from RANSAC aligned: fraction of pairs" in text
     assert "with matches aligned by the pixels 75.0 %" in text
     assert "aligned" not in page.render(content(), {}, MADE)
 
@@ -146,7 +146,7 @@ def test_the_verdict_says_one_thing_and_opens_page_note_and_command(said, tmp_pa
     assert page.render(given, {}, MADE).split("</h1>")[1].lstrip().startswith(f'<p class="verdict">{PLAIN[said]}')
     assert summary.note(given, "test", "{run_id}").startswith(PLAIN[said])
     document.save(tmp_path, given)
-    (tmp_path / "metrics.json").write_text(json.dumps(given.figures))
+    (tmp_path / "metrics.json").write_text(json.dumps(given.metrics))
     assert report.main(["--evaluation", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith(PLAIN[said])
 
@@ -175,7 +175,7 @@ def test_the_curves_of_the_training_are_drawn_where_they_are(tmp_path):
     text = page.render(content(), page.training_curves(tmp_path), MADE)
     Balanced(text)
     first = text[text.index("<h2>Training</h2>") :]
-    assert first.index("polyline") < first.index("Loss while training")
+    assert first.index("polyline") < first.index("Training and validation loss")
 
 
 def test_a_page_is_made_again_from_its_json(tmp_path):
@@ -254,11 +254,11 @@ def test_page_with_robustness_and_without_numbers():
     Balanced(text)
     assert '<span class="duel better">90.0 <span>| 80.0</span></span>' in text and "- <span>| 80.0" in text
     assert text.count("21 with true matches") == 2
-    empty = content(figures={}, intervals=[], differences=[], curves={"error_ransac": []}, pictures=[])
+    empty = content(metrics={}, intervals=[], differences=[], curves={"error_ransac": []}, pictures=[])
     Balanced(page.render(empty, {}, MADE))
 
 
-def test_a_few_pairs_are_marked_and_not_judged():
+def test_a_few_pairs_are_marked_and_not_compared():
     line = {"condition": "blur (px)", "level": "2", "superglue.precision": 0.9, "ratio_test.precision": 0.8}
     text = page.render(content(robustness=[{**line, "pairs": 19}, {**line, "pairs": 20}]), {}, MADE)
     assert text.count('<span class="duel better">90.0 <span>| 80.0') == 1
@@ -285,8 +285,8 @@ def test_chart_places_points_and_cuts_off_at_the_frame():
     assert points[1] == points[2] == f"{charts.WIDTH - charts.RIGHT:.1f},{charts.TOP:.1f}"
 
 
-def test_names_of_figures():
-    assert tables.figure_title("auc_ransac_10") == "AUC@10 RANSAC" and tables.figure_title("recall") == "recall"
+def test_names_of_metrics():
+    assert tables.metric_title("auc_ransac_10") == "AUC@10 RANSAC" and tables.metric_title("recall") == "recall"
 
 
 def row(error=1.0, matcher="superglue", **conditions):
@@ -295,9 +295,9 @@ def row(error=1.0, matcher="superglue", **conditions):
 
 
 def test_rows_fall_into_bins_once_per_condition():
-    judged = Judged(np.array([0.9, 0.8, 0.7]), np.array([1, 1, 0], bool), np.array([1, 1, 0], bool), 4)
+    scored = ScoredMatches(np.array([0.9, 0.8, 0.7]), np.array([1, 1, 0], bool), np.array([1, 1, 0], bool), 4)
     found = [
-        PairResult((0, 0), {m: row(matcher=m, rotation_deg=d, scale=1.0) for m in MATCHERS}, {"superglue": judged})
+        PairResult((0, 0), {m: row(matcher=m, rotation_deg=d, scale=1.0) for m in MATCHERS}, {"superglue": scored})
         for d in (0.0, 15.0, 180.0)
     ]
     lines = metrics.by_condition(found)

@@ -128,11 +128,11 @@ def line(name0, name1, K0=K, K1=K, pose_=T):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("", "holds no pair"),
+        ("", "contains no pair"),
         ("a.png b.png 0 0 1 2 3", "line 1: 7 words"),
         (line("a.png", "b.png").replace("500.0", "wide", 1), "line 1: could not convert"),
         (line("a.png", "b.png").replace(" 0 0 ", " 0 1 ", 1), "EXIF rotation"),
-        (line("a.png", "b.png", pose_=np.diag([1.0, 1, 2, 1])), "does not hold a rotation"),
+        (line("a.png", "b.png", pose_=np.diag([1.0, 1, 2, 1])), "does not contain a rotation"),
         (line("a.png", "b.png", K0=np.diag([0.0, 1, 1])), "focal lengths"),
     ],
 )
@@ -141,7 +141,7 @@ def test_wrong_files_are_named(tmp_path, text, words):
     with pytest.raises(RequestError, match=words):
         poses.read_pairs(tmp_path / "pairs.txt")
     (tmp_path / "picture.txt").write_bytes(b"\xff\xd8\xff")
-    with pytest.raises(RequestError, match="is no text"):
+    with pytest.raises(RequestError, match="not a text file"):
         poses.read_pairs(tmp_path / "picture.txt")
     with pytest.raises(RequestError, match="cannot be read"):
         poses.read_pairs(tmp_path / "nowhere.txt")
@@ -150,7 +150,7 @@ def test_wrong_files_are_named(tmp_path, text, words):
 def test_means_keep_failures():
     counts = MatchCounts(8, 4, 0, 0), MatchCounts(0, 0, 0, 0)
     rows = [Row("a", "s", "x", 10, 9, own, {"pose": error}, {}) for own, error in zip(counts, (2.5, math.inf))]
-    found = metrics.figures_of(rows)
+    found = metrics.summarize(rows)
     assert found["pairs"] == 2 and found["auc_pose_5"] == 0.25 and found["auc_pose_10"] == 0.375
     assert found["precision"] == 0.25 and found["matching_score"] == 0.2 and "recall" not in found
 

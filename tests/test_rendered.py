@@ -50,7 +50,7 @@ def test_a_wall_at_five_metres_moves_by_fifty_pixels():
     np.testing.assert_allclose(point, [[0, 0, 5], [1, -1, 5]], atol=1e-12)
     np.testing.assert_allclose(places.projected(point, right)[0], [[109.5, 119.5], [209.5, 19.5]])
     # 50 of 320 columns leave the picture, as far as every sixth pixel says
-    assert places.seen_again(first, AT_ORIGIN, second, right) == pytest.approx(270 / 320, abs=0.02)
+    assert places.overlap(first, AT_ORIGIN, second, right) == pytest.approx(270 / 320, abs=0.02)
 
 
 def test_the_nearer_surface_is_shown_and_what_it_hides_is_not_seen_again():
@@ -63,7 +63,7 @@ def test_the_nearer_surface_is_shown_and_what_it_hides_is_not_seen_again():
     assert (picture.depth < 5).sum() == pytest.approx(125 * 125, rel=0.02)
     hidden = (picture.depth < 5).mean()
     alone = places.photograph([far], AT_ORIGIN, SIZE)
-    assert places.seen_again(alone, AT_ORIGIN, picture, AT_ORIGIN) == pytest.approx(1 - hidden, abs=0.01)
+    assert places.overlap(alone, AT_ORIGIN, picture, AT_ORIGIN) == pytest.approx(1 - hidden, abs=0.01)
 
 
 def test_nothing_behind_the_camera_is_shown():

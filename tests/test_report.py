@@ -43,7 +43,7 @@ def test_aligned_areas_stand_below_in_the_columns_of_the_others():
     assert below.split()[1:] == ["@1", "@3", "@1", "@3"] and again.split()[2:] == ["62.5", "87.5", "-", "-"]
     assert again.index("87.5") == ours.index("53.7") and ratio.startswith("ratio test")
     assert len(tables.comparison(FIGURES).splitlines()) == len(text.splitlines()) - 5  # 3 lines, a gap and a note
-    assert tables.figure_title("auc_ransac_aligned_3") == "AUC@3 RANSAC aligned"
+    assert tables.metric_title("auc_ransac_aligned_3") == "AUC@3 RANSAC aligned"
 
 
 def test_the_headline_is_among_the_figures_shown_first():

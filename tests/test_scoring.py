@@ -53,7 +53,7 @@ def exact():
     return pair_of(points0, points1, TURN), np.argsort(order)
 
 
-def test_perfect_matches_give_perfect_figures(exact, settings):
+def test_perfect_matches_give_perfect_metrics(exact, settings):
     known, partner = exact
     np.testing.assert_array_equal(scoring.true_matches(known.pair, TURN, 3.0), partner)
     row = score(known, PairMatches(partner, np.ones(20, np.float32)), settings)
@@ -120,7 +120,7 @@ def row(error, matches=10, correct=5, truth=8, found=4, matcher=OURS, pair="p", 
 
 def test_no_pair_is_dropped_from_a_mean():
     rows = [row(0.5), row(math.inf, matches=0, correct=0, found=0), row(2.0, truth=0, found=0)]
-    found = metrics.figures_of(rows)
+    found = metrics.summarize(rows)
     assert found["pairs"] == 3 and found["recall_pairs"] == 2 and found["estimated_ransac"] == 2
     assert found["precision"] == pytest.approx((0.5 + 0 + 0.5) / 3, abs=1e-6)
     assert found["recall"] == pytest.approx((0.5 + 0) / 2, abs=1e-6)
@@ -130,30 +130,30 @@ def test_no_pair_is_dropped_from_a_mean():
 
 
 def test_what_has_no_value_is_null_not_infinity():
-    found = metrics.figures_of([row(math.inf), row(math.inf)])
+    found = metrics.summarize([row(math.inf), row(math.inf)])
     assert found["median_error_ransac"] is None and found["mean_error_dlt"] is None
-    assert metrics.figures_of([])["auc_dlt_3"] is None
+    assert metrics.summarize([])["auc_dlt_3"] is None
 
 
-def test_figures_by_scene_keep_their_order():
+def test_metrics_by_scene_keep_their_order():
     rows = [row(1.0, scene=scene, matcher=matcher) for scene in "ba" for matcher in (OURS, "nn")]
     lines = metrics.by_scene(rows)
     assert [(line["scene"], line["matcher"]) for line in lines] == [("b", OURS), ("b", "nn"), ("a", OURS), ("a", "nn")]
 
 
-JUDGED = [
-    scoring.Judged(np.array([0.9, 0.3]), np.array([True, False]), np.array([True, False]), truth=2),
-    scoring.Judged(np.array([0.35]), np.array([True]), np.array([False]), truth=0),
+SCORED = [
+    scoring.ScoredMatches(np.array([0.9, 0.3]), np.array([True, False]), np.array([True, False]), truth=2),
+    scoring.ScoredMatches(np.array([0.35]), np.array([True]), np.array([False]), truth=0),
 ]
 
 
 def test_threshold_curve_and_calibration():
-    low, high, none = confidence.threshold_curve(confidence.sweep(JUDGED), (0.0, 0.5, 0.95))
+    low, high, none = confidence.threshold_curve(confidence.sweep(SCORED), (0.0, 0.5, 0.95))
     assert low["precision"] == pytest.approx((0.5 + 1.0) / 2) and low["recall"] == pytest.approx(0.5)
     assert (low["pairs"], low["recall_pairs"]) == (2, 1)
     assert high["precision"] == pytest.approx((1.0 + 0.0) / 2) and high["matches"] == pytest.approx(0.5)
     assert (none["precision"], none["recall"], none["matches"]) == (0.0, 0.0, 0.0)
-    lines = confidence.calibration(JUDGED, bins=10)
+    lines = confidence.calibration(SCORED, bins=10)
     assert [line["matches"] for line in lines] == [2, 1]
     assert confidence.calibration_error(lines) == pytest.approx((2 * abs(0.325 - 0.5) + 0.1) / 3)
     assert confidence.calibration([]) == [] and math.isnan(confidence.calibration_error([]))
@@ -164,7 +164,7 @@ def test_sweep_of_nothing():
     assert empty.recall_pairs == 0 and len(empty.precision) == 0
     (line,) = confidence.threshold_curve(empty, (0.2,))
     assert math.isnan(line["precision"]) and math.isnan(line["recall"])
-    unmatched = confidence.sweep([scoring.Judged(np.zeros(0), np.zeros(0, bool), np.zeros(0, bool), 3)])
+    unmatched = confidence.sweep([scoring.ScoredMatches(np.zeros(0), np.zeros(0, bool), np.zeros(0, bool), 3)])
     assert confidence.threshold_curve(unmatched, (0.2,))[0]["recall"] == 0.0
 
 
@@ -173,7 +173,7 @@ def test_curve_at_the_threshold_is_the_table(exact, settings):
     scores = np.linspace(0.05, 0.95, 20).astype(np.float32)
     wrong = np.where(np.arange(20) % 3 == 1, np.roll(partner, 1), partner)
     result = scoring.score_pair(known, {OURS: PairMatches(wrong, scores)}, {OURS: 0.4}, settings)
-    (line,) = confidence.threshold_curve(confidence.sweep([result.judged[OURS]]), (0.4,))
+    (line,) = confidence.threshold_curve(confidence.sweep([result.scored[OURS]]), (0.4,))
     counts = result.rows[OURS].counts
     assert counts.matches == 12 and line["matches"] == 12
     assert line["precision"] == pytest.approx(counts.precision) and 0 < line["precision"] < 1
@@ -186,19 +186,19 @@ verdicts = st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.booleans()), 
 @given(st.lists(st.tuples(verdicts, st.integers(0, 3)), min_size=1, max_size=6), st.floats(0, 1))
 def test_operating_points_are_those_of_trying_every_threshold(cases, least):
     """With ties among confidences, pairs without matches and pairs without truth."""
-    judged = []
+    scored = []
     for matches, missed in cases:
         scores, correct, found = (np.array(column) for column in zip(*matches)) if matches else [np.zeros(0)] * 3
         right = correct.astype(bool) & found.astype(bool)
         truth = int(right.sum()) + missed
-        judged.append(scoring.Judged(scores / 10, correct.astype(bool), right, truth))
+        scored.append(scoring.ScoredMatches(scores / 10, correct.astype(bool), right, truth))
     tried = []
     for threshold in (-0.1, 0.0, 0.1, 0.2, 0.3, 0.4):
-        counts = [one.above(threshold).counts for one in judged]
+        counts = [one.above(threshold).counts for one in scored]
         precision = np.mean([count.precision for count in counts])
         recall, asked = bootstrap.mean_finite([count.recall for count in counts])
         tried.append((precision, recall))
-    found = confidence.sweep(judged)
+    found = confidence.sweep(scored)
     if not asked:
         assert np.isnan(found.recall).all()
         return

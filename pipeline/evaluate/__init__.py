@@ -1,9 +1,7 @@
 """Stage 4: all matchers on the same pairs, and metrics of their matches.
 
-Read in this order: `inputs` (what is matched, and what is known of it), `heldout`, `hpatches`, `poses`, `rendered` and
-`magnified` (where pairs come from), `unseen` (none that a model was trained on), `conditions` (how hard they are),
-`matchers` and `lightglue` (networks and baselines), `estimators`, `scoring` (a row per pair and matcher), `confidence`,
-`metrics` (rows to means, intervals and differences, once), `acceptance` (limits for pairs of a scene), `content` (what
-the report shows), `protocol` (all matchers on all pairs, then all of this); `champion` (compares two models that were
-evaluated separately).
+Read in this order: `inputs` (pairs and their ground truth), `heldout`, `hpatches`, `poses`, `rendered` and `magnified`
+(sources of pairs), `unseen` (photographs that no model was trained on), `conditions` (difficulty of a pair), `matchers`
+and `lightglue` (networks and baselines), `estimators`, `scoring` (a row per pair and matcher), `confidence`, `metrics`
+(means, intervals and differences), `acceptance` (limits for scenes), `content` (the report), `protocol` (runs it all).
 """

@@ -1,11 +1,11 @@
-"""Stage `evaluate`: the trained matcher beside the baselines, on held-out images or a folder of pairs.
+"""Stage `evaluate`: compare the trained matcher with baselines, on held-out images or a folder of pairs.
 
     python -m pipeline.evaluate --model checkpoints/best.safetensors --out reports/evaluate
-    python -m pipeline.evaluate --pairs DIR --out DIR                                      (the weights that ship)
+    python -m pipeline.evaluate --pairs DIR --out DIR                                      (the shipped weights)
     python -m pipeline.evaluate --model models/superglue.safetensors --pairs DIR --out DIR
 
-Writes index.html (all of it on one page), metrics.json (flat names), pairs.csv (one line per pair and matcher) and
-more into --out. What every file and figure means: docs/evaluation.md.
+Writes index.html (one page with everything), metrics.json (flat names), pairs.csv (one line per pair and matcher) and
+more into --out. docs/evaluation.md explains every file and metric.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from superglue_sift.extractors import Extractor
 from superglue_sift.weights import choose_device, shipped_weights
 
 PAPER_PAIRS = 1024
-PACKAGES = ("poselib", "kornia", "lightglue")  # of others, that --estimators and --lightglue use
+PACKAGES = ("poselib", "kornia", "lightglue")  # optional, for --estimators and --lightglue
 OWN_PARAMS = Path(__file__).resolve().parents[2] / "params.yaml"
 
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m pipeline.evaluate", description=str(__doc__).splitlines()[0])
     add = parser.add_argument
-    add("--model", type=Path, help="model to judge (default: the weights that ship with the project)")
-    add("--also", action="append", default=[], metavar="NAME=FILE", help="another model; again for more")
+    add("--model", type=Path, help="model to evaluate (default: the shipped weights)")
+    add("--also", action="append", default=[], metavar="NAME=FILE", help="another model; repeat for more")
     add("--images", type=Path, default=Path("data/images"), help="folder that `fetch` wrote")
     add("--pairs", type=Path, help="instead of held-out images: a folder in HPatches layout")
     add("--poses", type=Path, help="instead: a pairs_with_gt.txt of pairs with cameras, images in --images")
@@ -62,25 +62,25 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add("--params", type=Path, help="parameters (default: params.yaml here, else the project's)")
     add("--mlflow-run", type=Path, help="reports/run.json, to add the results to the run of the training")
     add("--max-keypoints", type=int, help="instead of evaluate.max_keypoints")
-    add("--threshold", type=float, default=0.0, help="smallest confidence of a match; 0: the model's own")
-    add("--no-refine", dest="refine", action="store_false", help="do not report aligned matches too: less time")
+    add("--threshold", type=float, default=0.0, help="minimum confidence of a match; 0: the model's own")
+    add("--no-refine", dest="refine", action="store_false", help="skip the metrics of aligned matches, to save time")
     add("--pictures", type=int, default=8, help="pictures of matches: of the best, median and worst pairs; 0: none")
-    add("--resize", type=int, default=480, help="--pairs, --poses: shorter side in pixels; 0: as they are")
+    add("--resize", type=int, default=480, help="--pairs, --poses: shorter side in pixels; 0: keep the size")
     add("--batch", type=int, default=8, help="pairs in one pass of the network")
-    papers = "the paper's protocol: 1,024 pairs (or so many), 640x480 and 512x384, 512 and 1,024 keypoints"
-    add("--paper", type=int, nargs="?", const=PAPER_PAIRS, metavar="PAIRS", help=papers)
+    paper = "the paper's protocol: 1,024 pairs (or PAIRS), 640x480 and 512x384, 512 and 1,024 keypoints"
+    add("--paper", type=int, nargs="?", const=PAPER_PAIRS, metavar="PAIRS", help=paper)
     usual = f"default: {','.join(estimators.DEFAULT)}; --paper: all that are installed"
     add("--estimators", help=f"of: {', '.join(estimators.ESTIMATORS)}; the first leads ({usual})")
     add("--lightglue", type=Path, metavar="FILE", help="also LightGlue for SIFT, with these weights")
-    add("--bound", action="store_true", help="also a row of the true matches: what no matcher could better")
+    add("--bound", action="store_true", help="also a row of the true matches, an upper bound for all matchers")
     add("--robustness", type=int, default=0, help="photographs tried under growing blur, noise, ...; 0: none")
     add("--scenes", type=int, default=0, help="scenes rendered to choose the limits for pairs of a place; 0: none")
     add("--keep-seen", action="store_true", help="keep photographs that a model was trained on, and mark the table")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     args = parser.parse_args(argv)
-    wants = [name for name in ("pairs", "poses", "paper") if getattr(args, name) is not None]
-    if len(wants) > 1:
-        raise RequestError(f"--{wants[0]} and --{wants[1]} are two evaluations: ask for one at a time")
+    sources_given = [name for name in ("pairs", "poses", "paper") if getattr(args, name) is not None]
+    if len(sources_given) > 1:
+        raise RequestError(f"--{sources_given[0]} and --{sources_given[1]} are two evaluations: run one at a time")
     for name in ("robustness", "scenes"):
         if getattr(args, name) and (args.pairs or args.poses):
             raise RequestError(f"--{name} needs held-out images: leave it out with --pairs and --poses")
@@ -92,36 +92,36 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
         raise RequestError(f"--out {args.out}: is a file; name a folder for the results")
     if not 0.0 <= args.threshold < 1.0:
         raise RequestError(f"--threshold {args.threshold}: must be at least 0 and below 1")
-    for name, least in (("scenes", 0), ("pictures", 0), ("max_keypoints", 1), ("batch", 1), ("paper", 1)):
+    for name, minimum in (("scenes", 0), ("pictures", 0), ("max_keypoints", 1), ("batch", 1), ("paper", 1)):
         value = getattr(args, name)
-        if value is not None and value < least:
-            raise RequestError(f"--{name.replace('_', '-')} {value}: must be {least} or more")
+        if value is not None and value < minimum:
+            raise RequestError(f"--{name.replace('_', '-')} {value}: must be {minimum} or more")
     args.models = models_of(args)
     args.params = args.params or (Path("params.yaml") if Path("params.yaml").is_file() else OWN_PARAMS)
     return args
 
 
 def models_of(args: argparse.Namespace) -> Dict[str, Path]:
-    """All model files by name, ours first. Raises RequestError for a name that a table cannot hold."""
-    found = {OURS: args.model or shipped_weights()}
+    """All model files by name, ours first. Raises RequestError for an invalid or used name."""
+    models = {OURS: args.model or shipped_weights()}
     for word in args.also:
         name, _, file = word.partition("=")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) or not file:
             raise RequestError(f"--also {word}: must be NAME=FILE, NAME of letters, digits, - and _")
-        if name in (*matchers.MATCHERS, *matchers.UNRANKED, lightglue.NAME, *found):
+        if name in (*matchers.MATCHERS, *matchers.UNRANKED, lightglue.NAME, *models):
             raise RequestError(f"--also {word}: there is a matcher called {name} already; choose another name")
-        found[name] = Path(file)
-    return found
+        models[name] = Path(file)
+    return models
 
 
 def section_of(args: argparse.Namespace) -> EvaluateParams:
-    """Section `evaluate` of params.yaml, from here or from the project, with what the command line says instead."""
+    """Section `evaluate` of params.yaml, with overrides from the command line."""
     section = params.load("evaluate", args.params)
     return section.model_copy(update={"max_keypoints": args.max_keypoints}) if args.max_keypoints else section
 
 
 def chosen_photographs(args: argparse.Namespace) -> unseen.Choice:
-    """Held-out photographs that no compared model was trained on, and the models; without --pairs and --poses."""
+    """Held-out photographs that no compared model was trained on, and the models; only the latter with other pairs."""
     if args.pairs is not None or args.poses is not None:
         return unseen.Choice([], args.models, [])
     images = sources.open_manifest(args.images)
@@ -136,7 +136,7 @@ def chosen_photographs(args: argparse.Namespace) -> unseen.Choice:
 
 
 def choose_source(args: argparse.Namespace, section: EvaluateParams, chosen: unseen.Choice) -> Named:
-    """Where the pairs come from, held-out photographs where no other is named, and its name as text."""
+    """The source of pairs, by default held-out photographs, and its description."""
     if args.pairs is not None:
         source = HPatchesPairs(args.pairs, args.resize)
         return source, f"{args.pairs.resolve().name}: {len(source)} sequences"
@@ -145,14 +145,14 @@ def choose_source(args: argparse.Namespace, section: EvaluateParams, chosen: uns
         return known, f"{args.poses.name}: known cameras"
     entries = chosen.entries
     held_out = HeldOutPairs(sources.open_manifest(args.images), entries, section, args.paper)
-    made = json.loads((args.images / "source.json").read_text(encoding="utf-8"))
-    folders = ", ".join(Path(one["path"]).name for one in made["containers"].values())
-    name = folders if made.get("source", "folder") == "folder" else made["source"]
+    fetched = json.loads((args.images / "source.json").read_text(encoding="utf-8"))
+    folders = ", ".join(Path(container["path"]).name for container in fetched["containers"].values())
+    name = folders if fetched.get("source", "folder") == "folder" else fetched["source"]
     return held_out, f"{name}: {len(held_out)} held-out images ({entries[0].split}){chosen.mark}"
 
 
 def chosen_scenes(args: argparse.Namespace, chosen: unseen.Choice) -> Tuple[int, List[str]]:
-    """How many scenes are rendered, and a line where the photographs are too few to choose limits on."""
+    """The number of scenes to render, and a note where there are too few photographs."""
     if not args.scenes:
         return 0, []
     count = len(sources.open_manifest(args.images).entries("val")) or len(chosen.entries)
@@ -163,7 +163,7 @@ def chosen_scenes(args: argparse.Namespace, chosen: unseen.Choice) -> Tuple[int,
 
 
 def chosen_estimators(args: argparse.Namespace) -> Tuple[Tuple[str, ...], List[str]]:
-    """Those asked for, and a line for each that `--paper` does without. Raises RequestError for one not there."""
+    """Names of the estimators, and a note for each that `--paper` skips. Raises RequestError for a missing one."""
     if args.estimators is not None:
         return estimators.choose(args.estimators.split(",")), []
     if not args.paper:
@@ -174,7 +174,7 @@ def chosen_estimators(args: argparse.Namespace) -> Tuple[Tuple[str, ...], List[s
 
 
 def chosen_extractor(args: argparse.Namespace, network: matchers.Network) -> Extractor:
-    """What finds the keypoints of the judged model. Raises RequestError for code that params.yaml does not name."""
+    """The extractor of the evaluated model. Raises RequestError for one that params.yaml does not name."""
     name = network.model.config.extractor
     if name != extractors.DEFAULT.name and params.load("keypoints", args.params).extractor != name:
         raise RequestError(
@@ -185,30 +185,30 @@ def chosen_extractor(args: argparse.Namespace, network: matchers.Network) -> Ext
 
 
 def chosen_matchers(args: argparse.Namespace, models: Mapping[str, Path], device: str) -> Tuple[Matchers, List[str]]:
-    """All that are compared, and a line for each that was asked for and is not here or is of other keypoints."""
+    """All compared matchers, and a note for each that is missing or matches other keypoints."""
     networks, further, skipped = {}, {}, []
     for name, file in models.items():
         network = matchers.load_network(file, device, args.threshold)
-        ours, own = networks.get(OURS, network).model.config.extractor, network.model.config.extractor
-        if own == ours:
+        ours, extractor = networks.get(OURS, network).model.config.extractor, network.model.config.extractor
+        if extractor == ours:
             networks[name] = network
         else:
-            skipped.append(f"SKIP {name}: of keypoints of {own}")
+            skipped.append(f"SKIP {name}: of keypoints of {extractor}")
     networks, copies = matchers.without_copies(networks)
     skipped += copies
     if args.lightglue is not None and ours != extractors.DEFAULT.name:
         skipped.append("SKIP LightGlue: its weights are of SIFT's keypoints")
     elif args.lightglue is not None:
-        match, said = lightglue.load(args.lightglue, device)
+        match, reason = lightglue.load(args.lightglue, device)
         if match is None:
-            skipped.append(f"SKIP LightGlue: {said}")
+            skipped.append(f"SKIP LightGlue: {reason}")
         else:
             further[lightglue.NAME] = match
     return Matchers(networks, device, further, args.poses is not None), skipped
 
 
 def check(argv: Optional[List[str]] = None, world_size: int = 1) -> None:
-    """What can be checked before processes start, so that it is said once and in one line. Raises RequestError."""
+    """Check the request before processes start, so that an error is printed once. Raises RequestError."""
     args = parse(argv)
     networks = [matchers.load_network(file, "cpu", args.threshold) for file in args.models.values()]
     chosen_extractor(args, networks[0])
@@ -218,32 +218,32 @@ def check(argv: Optional[List[str]] = None, world_size: int = 1) -> None:
 def track(args: argparse.Namespace, contents: Mapping[str, Content], info: Mapping[str, Any]) -> None:
     """Add headline, files and description to the MLflow run of the training that the model's `info` names, if any.
 
-    contents: of each variant by its folder below `--out`, "" for the one there is.
+    contents: of each variant by its folder below `--out`, "" for a single one.
     """
     if args.mlflow_run is None:
         return
     folder = args.pairs or args.poses
     prefix = f"pairs/{folder.resolve().stem}" if folder else "paper" if args.paper else tracking.EVALUATION
-    own = prefix == tracking.EVALUATION  # of the data it was trained on
+    is_main = prefix == tracking.EVALUATION  # of the data it was trained on
     with tracking.attach(args.mlflow_run, training=info.get("training")) as run:
         for variant, content in contents.items():
-            named = "/".join(one for one in (tracking.HEADLINE, "" if own else prefix, variant) if one)
-            leading = tracking.LEADING if own else ()
+            group = "/".join(filter(None, (tracking.HEADLINE, "" if is_main else prefix, variant)))
+            leading = tracking.LEADING if is_main else ()
             headline = summary.headline(content).items()
-            figures = {name if name in leading else f"{named}/{name}": value for name, value in headline}
-            run.log(figures, int(info.get("step") or 0))
+            metrics = {name if name in leading else f"{group}/{name}": value for name, value in headline}
+            run.log(metrics, int(info.get("step") or 0))
         for name in (*outputs.FILES, *outputs.FOLDERS):
             if (args.out / name).exists():
                 run.artifact(args.out / name, f"{prefix}/{name}" if name in outputs.FOLDERS else prefix)
         if outputs.write_grid(args.out / "pictures", args.out / "matches.png"):
             run.artifact(args.out / "matches.png", prefix)
-        if own:
+        if is_main:
             run.describe(summary.result(contents[""]), summary.note(contents[""], prefix, tracking.RUN_ID))
             run.compare_with_champion(args.out / "pairs.csv")
 
 
 def evaluate(args: argparse.Namespace, context: distributed.Context) -> Tuple[Dict[str, Content], Mapping[str, Any]]:
-    """What was asked for, by variant, on the first process of a group, nothing on the others; and the model's info."""
+    """Evaluate: content by variant, on the first process of a group, empty on the others; and the model's info."""
     section = section_of(args)
     device = choose_device(args.device) if context.world_size == 1 else str(context.device)
     chosen = chosen_photographs(args)
@@ -251,8 +251,8 @@ def evaluate(args: argparse.Namespace, context: distributed.Context) -> Tuple[Di
     names, missing = chosen_estimators(args)
     extractor = chosen_extractor(args, compared.networks[OURS])
     scenes, few = chosen_scenes(args, chosen)
-    asked = {"refine": args.refine, "pictures": args.pictures, "bound": args.bound, "scenes": scenes}
-    settings = Settings(section, names, args.batch, args.resize, args.robustness, extractor, **asked)
+    options = {"refine": args.refine, "pictures": args.pictures, "bound": args.bound, "scenes": scenes}
+    settings = Settings(section, names, args.batch, args.resize, args.robustness, extractor, **options)
     training = args.mlflow_run.parent / "train" / "curves" if args.mlflow_run else None
     work = Evaluation(compared, settings, context, (*chosen.lines, *missing, *skipped, *few), training)
     info = compared.networks[OURS].info
@@ -263,13 +263,13 @@ def evaluate(args: argparse.Namespace, context: distributed.Context) -> Tuple[Di
 
 
 def made_from_inputs(args: argparse.Namespace) -> Dict[str, Any]:
-    """What the results of the stage depend on, as JSON values."""
-    own = ("out", "mlflow_run", "params")
+    """Everything that the results of the stage depend on, as JSON values."""
+    places = ("out", "mlflow_run", "params")
     models = args.models.values()
-    read = (*models, *map(trained_on.list_of, models), args.images / "manifest.csv")
+    files = (*models, *map(trained_on.list_of, models), args.images / "manifest.csv")
     return {
-        "arguments": {name: str(value) for name, value in vars(args).items() if name not in own},
-        "files": [file_sha256(path) for path in read if path.is_file()],
+        "arguments": {name: str(value) for name, value in vars(args).items() if name not in places},
+        "files": [file_sha256(path) for path in files if path.is_file()],
         "section": section_of(args).model_dump(),
         "code": code_digest(("pipeline.evaluate.__main__",)),
         "versions": repro.computing_versions(*PACKAGES),

@@ -1,4 +1,4 @@
-"""How hard a pair is, read off its homography: the axes of the robustness table."""
+"""Difficulty of a pair, computed from its homography: the axes of the robustness table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from superglue_sift import geometry
 
-GRID = 32  # samples a side for the overlap
+GRID = 32  # samples along each side for the overlap
 BINS: Dict[str, Tuple[float, ...]] = {  # condition -> edges; a pair falls into low <= value < high
     "rotation_deg": (0, 15, 30, 60, 120, 181),
     "scale": (1, 1.25, 1.6, 2.2, 3, 4.5, 6.5, 9, math.inf),
@@ -21,7 +21,7 @@ BINS: Dict[str, Tuple[float, ...]] = {  # condition -> edges; a pair falls into 
 
 
 def overlap(H_0to1: np.ndarray, size0: Tuple[int, int], size1: Tuple[int, int]) -> float:
-    """Share of image 0 that image 1 shows, 0..1, on a grid of points."""
+    """Fraction of image 0 that image 1 shows, 0..1, on a grid of points."""
     grid = np.stack(np.meshgrid(*[(np.arange(GRID) + 0.5) / GRID * side - 0.5 for side in size0]), axis=-1)
     with np.errstate(all="ignore"):
         mapped = geometry.transform(grid.reshape(-1, 2), H_0to1)
@@ -30,19 +30,19 @@ def overlap(H_0to1: np.ndarray, size0: Tuple[int, int], size1: Tuple[int, int]) 
 
 
 def conditions_of(H_0to1: np.ndarray, size0: Tuple[int, int], size1: Tuple[int, int]) -> Dict[str, float]:
-    """What the homography does at the centre of image 0.
+    """Conditions at the centre of image 0.
 
-    rotation_deg: 0..180, either way; scale: 1 or more, the larger over the smaller; tilt: ratio of the two principal
+    rotation_deg: 0..180, without sign; scale: 1 or more, the larger over the smaller; tilt: ratio of the two principal
     stretches, 1 for a similarity; perspective: change of area between the corners, 1 for an affine map; overlap: 0..1.
     """
     H_0to1 = np.asarray(H_0to1, np.float64)
     centre = (np.array([size0]) - 1) / 2
     left, stretches, right = np.linalg.svd(geometry.jacobians(H_0to1, centre)[0])
-    turn = left @ right  # nearest orthogonal map
+    rotation = left @ right  # nearest orthogonal map
     scale = float(np.sqrt(stretches.prod()))
     depths = np.abs([H_0to1[2] @ np.array([x, y, 1.0]) for x, y in geometry.corners(size0)])
     return {
-        "rotation_deg": float(np.degrees(abs(np.arctan2(turn[1, 0], turn[0, 0])))),
+        "rotation_deg": float(np.degrees(abs(np.arctan2(rotation[1, 0], rotation[0, 0])))),
         "scale": max(scale, 1 / scale) if scale > 0 else float("inf"),
         "tilt": float(stretches[0] / stretches[1]) if stretches[1] > 0 else float("inf"),
         "perspective": float((depths.max() / depths.min()) ** 3) if depths.min() > 0 else float("inf"),

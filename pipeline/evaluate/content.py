@@ -1,4 +1,4 @@
-"""From results to what is shown: the content of the report, and the pictures in it."""
+"""The content of the report, and its pictures, from the results of all pairs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 
 from pipeline import bootstrap
-from pipeline.bootstrap import LEAST_CLUSTERS
+from pipeline.bootstrap import MIN_CLUSTERS
 from pipeline.evaluate import confidence, metrics, poses, scoring
 from pipeline.evaluate.inputs import Scene, Source, pairs_of_scene
 from pipeline.evaluate.matchers import OURS, Matchers
@@ -21,7 +21,7 @@ from superglue_sift import drawing
 PICTURED = (OURS, metrics.RATIO_TEST)  # one above the other
 LIMITS_PX = tuple(round(0.1 * step, 1) for step in range(101))  # 0 .. 10 px, the range of the widest AUC
 LIMITS_DEG = tuple(round(0.2 * step, 1) for step in range(101))  # 0 .. 20 degrees, of the pose error
-QUALITY = 80  # of the pictures in the page
+QUALITY = 80  # JPEG, of the pictures in the page
 
 
 def content(
@@ -33,20 +33,19 @@ def content(
     protocol: Dict[str, object],
     unit: str = Source.unit,
 ) -> document.Content:
-    """Everything the report shows and writes. disturbed: further lines of the table by how hard the pairs are; unit:
-    what the scenes are called."""
+    """All that the report shows. disturbed: further lines of robustness.csv; unit: word for scenes."""
     rows = results.rows
     scenes, matchers = compared.clusters, len(results.pairs[0].rows)
     notes = [f"{len(results.pairs)} pairs of {scenes} {unit}, {matchers} matchers on the same keypoints."]
     if results.bad:
         notes.append(f"{len(results.bad)} images could not be read and were left out: see bad_images.csv.")
-    if scenes < LEAST_CLUSTERS:
+    if scenes < MIN_CLUSTERS:
         notes.append(
-            f"Intervals resample {unit}, with all their pairs: {scenes} decide nothing, {LEAST_CLUSTERS} are needed."
+            f"Intervals resample {unit}, with all their pairs: {scenes} decide nothing, {MIN_CLUSTERS} are needed."
         )
     return document.Content(
         title=title,
-        figures=compared.figures,
+        metrics=compared.metrics,
         intervals=compared.intervals,
         differences=compared.differences,
         curves=curves(rows, compared),
@@ -63,74 +62,72 @@ def content(
 
 def curves(rows: Sequence[Row], compared: Comparison) -> Dict[str, List[Line]]:
     """Lines of the files in curves/, by name."""
-    found = {f"error_{name}": error_curve(rows, name) for name in scoring.estimators_of(rows)}
-    if f"{OURS}.recall" in compared.figures and OURS in compared.sweeps:
-        found["precision_recall"] = [
+    lines = {f"error_{name}": error_curve(rows, name) for name in scoring.estimators_of(rows)}
+    if f"{OURS}.recall" in compared.metrics and OURS in compared.sweeps:
+        lines["precision_recall"] = [
             bootstrap.rounded(line) for line in confidence.threshold_curve(compared.sweeps[OURS])
         ]
-        found["precision_at_recall"] = precision_at_recall(compared.sweeps)
-        found["operating_points"] = [
-            {"matcher": name, **{figure: compared.figures[f"{name}.{figure}"] for figure in ("recall", "precision")}}
-            for name in tables.matchers_in(compared.figures)
+        lines["precision_at_recall"] = precision_at_recall(compared.sweeps)
+        lines["operating_points"] = [
+            {"matcher": name, **{metric: compared.metrics[f"{name}.{metric}"] for metric in ("recall", "precision")}}
+            for name in tables.matchers_in(compared.metrics)
         ]
-        found["calibration"] = compared.calibration
-    return found
+        lines["calibration"] = compared.calibration
+    return lines
 
 
 def error_curve(rows: Sequence[Row], estimator: str) -> List[Line]:
-    """Share of pairs with an error of at most each limit (`error_px`, `error_deg`), by matcher; its area is the AUC."""
+    """Fraction of pairs with an error of at most each limit, by matcher; the area below it is the AUC."""
     limits, unit = (LIMITS_DEG, "error_deg") if poses.is_pose(estimator) else (LIMITS_PX, "error_px")
-    shares = {
+    fractions = {
         matcher: metrics.recall_curve([row.errors[estimator] for row in rows if row.matcher == matcher], limits)
         for matcher in scoring.matchers_of(rows)
     }
     return [
-        {unit: limit, **{matcher: bootstrap.plain(share[index]) for matcher, share in shares.items()}}
+        {unit: limit, **{matcher: bootstrap.plain(curve[index]) for matcher, curve in fractions.items()}}
         for index, limit in enumerate(limits)
     ]
 
 
 def precision_at_recall(sweeps: Mapping[str, confidence.Sweep]) -> List[Line]:
-    """The highest precision of each network with at least a recall, as far as ours reaches."""
-    recalls = np.array(confidence.RECALLS)
-    columns = {}
-    for name, found in sweeps.items():
-        best_beyond = np.append(np.maximum.accumulate(found.precision[::-1])[::-1], 0.0)  # recall only grows
-        place = np.searchsorted(found.recall, recalls - 1e-12)
-        columns[name] = best_beyond[place] if found.recall_pairs else np.zeros(len(recalls))
-    reached = np.flatnonzero(columns[OURS] > 0)
-    return [
-        {"recall": confidence.RECALLS[row], **{name: bootstrap.plain(own[row]) for name, own in columns.items()}}
-        for row in reached
-    ]
+    """The highest precision of each network at each recall that ours reaches."""
+    lines = []
+    for recall in confidence.RECALLS:
+        best = {
+            name: float(confidence.recall_at_precision(swept.recall, swept.precision, np.array(recall)))
+            for name, swept in sweeps.items()
+        }
+        if best[OURS] > 0:
+            lines.append({"recall": recall, **bootstrap.rounded(best)})
+    return lines
 
 
 def draw_pictures(
     source: Source, matchers: Matchers, results: Results, settings: Settings
 ) -> List[Tuple[document.Picture, np.ndarray]]:
-    """gain-median, gain-most, best-1, ..., median-1, ..., worst-1, ...: for the page, and (H, W, 3) BGR."""
+    """Draw gain-median, gain-most, best-1, ..., median-1, ..., worst-1, ...: for the page, and as (H, W, 3) BGR."""
     drawn = []
-    scenes: Dict[int, Scene] = {}  # made again, not remembered
-    count, rows = settings.pictures, [one.rows for one in results.pairs]
-    chosen = [*(gain_choice(rows) if count else []), *picture_choice([own[OURS] for own in rows], count)]
+    scenes: Dict[int, Scene] = {}  # rendered again: the results keep no images
+    count, rows = settings.pictures, [result.rows for result in results.pairs]
+    chosen = [*(gain_choice(rows) if count else []), *picture_choice([by_name[OURS] for by_name in rows], count)]
     for name, index in chosen:
-        found = results.pairs[index]
-        number, position = found.place
+        result = results.pairs[index]
+        number, position = result.place
         if number not in scenes:
             scenes[number] = source.load(number)
-        scene, most = scenes[number], settings.params.max_keypoints
-        (known,) = pairs_of_scene(scene, number, most, settings.extractor, position)
+        scene, max_keypoints = scenes[number], settings.params.max_keypoints
+        (known,) = pairs_of_scene(scene, number, max_keypoints, settings.extractor, position)
         image0, image1 = scene.images[scene.pairs[position].first], scene.images[scene.pairs[position].second]
         answers = matchers.answers([known.pair], 1)[0]
         shown = matchers.above(answers)
         panels, captions, lines = [], [f"{known.name}."], {}
         for matcher in PICTURED:
-            said = f"{tables.title(matcher)}: {counted(found.rows[matcher])}"
-            captions.append(f"{said}.")
+            caption = f"{tables.title(matcher)}: {counted(result.rows[matcher])}"
+            captions.append(f"{caption}.")
             points = matched_points(known.pair, shown[matcher])
             correct = correct_matches(known, shown[matcher], scoring.CORRECT_PX)
-            panels.append(drawing.Panel(f"{said}   ({known.name})", *points, ~correct))
-            # all that the page shows where its threshold is moved, in pixels of the two images side by side
+            panels.append(drawing.Panel(f"{caption}   ({known.name})", *points, ~correct))
+            # all matches, for the slider of the page, in pixels of the two images side by side
             points0, points1, scores = matched_points(known.pair, answers[matcher])
             correct = correct_matches(known, answers[matcher], scoring.CORRECT_PX)
             points1 = points1.round(1) + np.array([known.pair.size0[0] + drawing.GAP, 0])
@@ -144,16 +141,15 @@ def draw_pictures(
 
 
 def counted(row: Row) -> str:
-    """A row's counts and error as text."""
+    """Counts and error of a row as text."""
     error = "pose error {:.2f} degrees" if poses.NAME in row.errors else "corner error {:.2f} px"
     return f"{row.counts.correct} of {row.counts.matches} matches right, {error.format(row.error)}"
 
 
 def gain_choice(rows: Sequence[Mapping[str, Row]]) -> List[Tuple[str, int]]:
-    """Two pairs by what ours gains over the ratio test: at the median of that, and the one where it gains most.
+    """The pairs of the median and of the largest gain over the ratio test.
 
-    The gain is the difference of the errors, of which all above the widest AUC's limit are one failure; then that of
-    the right matches.
+    The gain is the difference of the errors, clipped at the limit of the widest AUC; then that of the correct matches.
     """
 
     def gain(index: int) -> Tuple[float, int, int]:
@@ -167,7 +163,7 @@ def gain_choice(rows: Sequence[Mapping[str, Row]]) -> List[Tuple[str, int]]:
 
 
 def picture_choice(ours: Sequence[Row], count: int) -> List[Tuple[str, int]]:
-    """Which pairs to draw, `count` of the best, median and worst by our error: [("best-1", its index), ...]."""
+    """`count` pairs of the best, median and worst by our error: [("best-1", index), ...]."""
     ranked = sorted(range(len(ours)), key=lambda i: (ours[i].error, -ours[i].counts.correct, i))
     count = min(count, len(ranked))
     worst, best = (count + 2) // 3, (count + 1) // 3

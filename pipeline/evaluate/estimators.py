@@ -1,8 +1,8 @@
-"""From matches to a homography, in the ways that published tables use. Name the one behind a figure: they differ.
+"""Homography estimators of published tables. Metrics of different estimators cannot be compared.
 
-Each takes points0, points1 (K, 2) pixels, K at least `geometry.MIN_POINTS`, weights (K,), the inlier limit px, the most
-iterations, a seed and, of aligned matches, deviations (K,) px, else None. It gives (3, 3) float64, or None without an
-estimate.
+Each takes points0, points1 (K, 2) pixels, K at least `geometry.MIN_POINTS`, weights (K,), the inlier limit in px, the
+maximum of iterations, a seed and, for aligned matches, deviations (K,) px, else None. It returns (3, 3) float64, or
+None without an estimate.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import numpy as np
 from pipeline.errors import RequestError
 from superglue_sift import geometry
 
-DEFAULT = ("ransac", "dlt")  # the paper's two
-LEAST_DOUBT = 1e-4  # that a match is wrong, by which odds stay finite
-DECIDING = 16  # matches of a pair that share the largest odds, at most half of all
+DEFAULT = ("ransac", "dlt")  # of the paper
+MIN_DOUBT = 1e-4  # probability of a wrong match, so that odds stay finite
+DECIDING = 16  # number of matches with the largest odds, at most half of all
 
 
 def ransac(points0, points1, weights, px, iterations, seed, deviations=None):
-    """RANSAC, the paper's: see `geometry.fit_ransac`."""
+    """RANSAC, as in the paper: see `geometry.fit_ransac`."""
     return geometry.fit_ransac(points0, points1, px, iterations, seed, deviations)
 
 
 def opencv(points0, points1, weights, px, iterations, seed, deviations=None):
-    """cv2.findHomography with its first RANSAC: the "OpenCV" of published tables (LightGlue, glue-factory)."""
+    """cv2.findHomography with cv2.RANSAC: the "OpenCV" of published tables (LightGlue, glue-factory)."""
     cv2.setRNGSeed(seed)
     H, _ = cv2.findHomography(points0, points1, cv2.RANSAC, px, maxIters=iterations, confidence=geometry.CONFIDENCE)
     return H
@@ -36,17 +36,16 @@ def opencv(points0, points1, weights, px, iterations, seed, deviations=None):
 def dlt(points0, points1, weights, px, iterations, seed, deviations=None):
     """Weighted least squares over all matches, without rejection: the paper's DLT.
 
-    Equations are scaled by the odds p / (1 - p) of each match rather than by p, since a wrong match is off by hundreds
-    of times what a right one is. They are bounded by those of the DECIDING-th surest match: a few sure ones alone would
-    bring in their noise, which the others average out.
+    Equations are scaled by the odds p / (1 - p) rather than by p, since the error of a wrong match is hundreds of
+    times larger. Odds are clipped to the DECIDING-th largest, so that the noise of many matches averages out.
     """
-    odds = weights / (1.0 - weights + LEAST_DOUBT)
-    most = min(DECIDING, max(geometry.MIN_POINTS, len(odds) // 2))
-    return geometry.fit_dlt(points0, points1, np.minimum(odds, np.sort(odds)[-most]))
+    odds = weights / (1.0 - weights + MIN_DOUBT)
+    rank = min(DECIDING, max(geometry.MIN_POINTS, len(odds) // 2))
+    return geometry.fit_dlt(points0, points1, np.minimum(odds, np.sort(odds)[-rank]))
 
 
 def magsac(points0, points1, weights, px, iterations, seed, deviations=None):
-    """OpenCV's MAGSAC++ (Barath et al. 2020). Its generator starts from the same state at every call."""
+    """OpenCV's MAGSAC++ (Barath et al. 2020), whose random generator restarts at every call."""
     H, _ = cv2.findHomography(points0, points1, cv2.USAC_MAGSAC, px, maxIters=iterations)
     return H
 
@@ -56,12 +55,12 @@ def poselib(points0, points1, weights, px, iterations, seed, deviations=None):
     import poselib as library
 
     options = {"max_reproj_error": px, "max_iterations": iterations, "seed": seed}
-    H, found = library.estimate_homography(points0, points1, options, {})
-    return np.asarray(H) if found["num_inliers"] >= geometry.MIN_POINTS and np.isfinite(H).all() else None
+    H, info = library.estimate_homography(points0, points1, options, {})
+    return np.asarray(H) if info["num_inliers"] >= geometry.MIN_POINTS and np.isfinite(H).all() else None
 
 
 ESTIMATORS: Dict[str, Callable[..., Optional[np.ndarray]]] = {
-    each.__name__: each for each in (ransac, dlt, opencv, magsac, poselib)
+    function.__name__: function for function in (ransac, dlt, opencv, magsac, poselib)
 }
 WORDS = {
     "ransac": "cv2.findHomography, UsacParams: uniform samples, MSAC score; then scipy's least_squares, Cauchy loss",
@@ -73,12 +72,12 @@ WORDS = {
 
 
 def installed() -> Tuple[str, ...]:
-    """Names of all estimators that can run here."""
+    """Names of all estimators whose packages are installed."""
     return tuple(name for name in ESTIMATORS if name != "poselib" or importlib.util.find_spec(name))
 
 
 def choose(names: Sequence[str]) -> Tuple[str, ...]:
-    """The names, checked. Raises RequestError for an unknown one or one whose package is missing."""
+    """Check the names. Raises RequestError for an unknown estimator or a missing package."""
     for name in names:
         if name not in ESTIMATORS:
             raise RequestError(f"--estimators {name}: unknown; choose from {', '.join(ESTIMATORS)}")

@@ -1,9 +1,9 @@
-"""Pairs made from held-out photographs, by homographies that the seed of the evaluation alone decides.
+"""Synthetic pairs of held-out photographs; their homographies depend on the seed alone.
 
 The protocol of the SuperGlue paper (section 5.1): two views of one photograph, the first nearly the whole of it, the
-second through a random homography without borders, photometric distortion on both. Nothing here depends on parameters
-of training, on the number of workers, or on which other photographs there are. `LEVELS` disturbs the second views by
-exactly the amount in the table, the homographies the same at every level.
+second through a random homography without borders, photometric distortion on both. Nothing depends on parameters of
+training, on the number of workers, or on other photographs. `LEVELS` disturbs the second views by fixed amounts, with
+the same homographies at every level.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pipeline.views import homography, render
 from superglue_sift.geometry import compose
 from superglue_sift.images import BadImage, decode_gray
 
-UNRELATED_PAIRS = 100
-SEED = 0  # of the pairs: figures of two models are compared on the same
+MAX_NEGATIVE_PAIRS = 100
+SEED = 0  # of the pairs: models are compared on the same ones
 
 
 class HeldOutPairs(Source):
-    """`params.pairs_per_image` pairs of each entry, or `total` over all; a source for `evaluation.pairs`.
+    """`params.pairs_per_image` pairs of each entry, or `total` over all.
 
-    Photographs smaller than a view are scaled up, as in the paper; `docs/evaluation.md` says what that does.
-    disturb: done to every second view.
+    Photographs smaller than a view are scaled up, as in the paper (see docs/evaluation.md). disturb: applied to every
+    second view.
     """
 
     unit = "photographs"
@@ -44,13 +44,13 @@ class HeldOutPairs(Source):
     ):
         self.images, self.entries = images, list(entries)[:total]
         self.params, self.disturb, self.view_size = params, disturb, (params.width, params.height)
-        share, rest = params.pairs_per_image, 0
+        count, rest = params.pairs_per_image, 0
         if total is not None:
-            share, rest = divmod(total, len(self.entries) or 1)
-        self.scenes = [(entry.name, share + (index < rest)) for index, entry in enumerate(self.entries)]
+            count, rest = divmod(total, len(self.entries) or 1)
+        self.scenes = [(entry.name, count + (index < rest)) for index, entry in enumerate(self.entries)]
 
     def load(self, index: int) -> Scene:
-        """Render the pairs of one photograph. Raises BadImage when it cannot be read or is too small."""
+        """Render the pairs of one photograph. Raises BadImage for an unreadable or too small one."""
         name, image = self.entries[index].name, self._image(index)
         views, pairs = [], []
         for number in range(self.pairs_in(index)):
@@ -69,8 +69,8 @@ class HeldOutPairs(Source):
         entry = self.entries[index]
         image = decode_gray(self.images.read(entry), entry.name)
         if not homography.fits(image_size(image), self.view_size):
-            least = "x".join(str(side) for side in homography.smallest_image(self.view_size))
-            raise BadImage(entry.name, f"{image.shape[1]}x{image.shape[0]} pixels, smaller than {least}")
+            smallest = "x".join(str(side) for side in homography.smallest_image(self.view_size))
+            raise BadImage(entry.name, f"{image.shape[1]}x{image.shape[0]} pixels, smaller than {smallest}")
         return image
 
     def _view(self, image: np.ndarray, name: str, number: int) -> Tuple[np.ndarray, np.ndarray]:
@@ -88,31 +88,31 @@ class HeldOutPairs(Source):
         return render.distort(view, rng, self.params.views.photometric)
 
 
-class UnrelatedPairs(Source):
-    """Pairs of views of two different photographs of a source: photograph n modulo their number beside a later one."""
+class NegativePairs(Source):
+    """Pairs of views of two different photographs of a source."""
 
     def __init__(self, source: HeldOutPairs):
         self.source, count = source, len(source)
         possible = count * (count - 1) * source.params.pairs_per_image
-        turns = [divmod(pair, count) for pair in range(min(UNRELATED_PAIRS, possible))]
-        # the two photographs, and which views of theirs
-        self.pairs = [(first, (first + 1 + turn % (count - 1)) % count, turn) for turn, first in turns]
-        self.scenes = [(f"{source.scene_name(one)} and {source.scene_name(other)}", 1) for one, other, _ in self.pairs]
+        rounds = [divmod(pair, count) for pair in range(min(MAX_NEGATIVE_PAIRS, possible))]
+        # both photographs, and the number of their views
+        self.pairs = [(first, (first + 1 + number % (count - 1)) % count, number) for number, first in rounds]
+        self.scenes = [(f"{source.scene_name(a)} and {source.scene_name(b)}", 1) for a, b, _ in self.pairs]
 
     def load(self, index: int) -> Scene:
         """Render the two views. Raises BadImage as the source does."""
-        (first, second, turn), name = self.pairs[index], self.scene_name(index)
-        views = [self.source.view(first, 2 * turn), self.source.view(second, 2 * turn + 1)]
-        return Scene(name, views, [ViewPair(f"{name}#{turn}", 0, 1, np.full((3, 3), np.nan))])
+        (first, second, number), name = self.pairs[index], self.scene_name(index)
+        views = [self.source.view(first, 2 * number), self.source.view(second, 2 * number + 1)]
+        return Scene(name, views, [ViewPair(f"{name}#{number}", 0, 1, np.full((3, 3), np.nan))])
 
 
 def brightness(image: np.ndarray, factor: float) -> np.ndarray:
-    """Light times `factor`: darker below 1, saturating above."""
+    """Multiply the brightness by `factor`, with saturation."""
     return cv2.convertScaleAbs(image, alpha=factor)
 
 
 def blur(image: np.ndarray, deviation: float) -> np.ndarray:
-    """Gaussian blur with a standard deviation in pixels; 0 is none."""
+    """Gaussian blur with a standard deviation in pixels; 0: unchanged."""
     return cv2.GaussianBlur(image, (0, 0), deviation) if deviation > 0 else image
 
 
@@ -131,7 +131,7 @@ LEVELS: Dict[str, Tuple[Callable, Tuple[float, ...]]] = {
 
 
 def disturbed(source: HeldOutPairs, count: int, disturb: Callable, level: float) -> HeldOutPairs:
-    """The first `count` photographs of a source, one pair each: as drawn but for the light, second views disturbed."""
+    """One pair of each of the first `count` photographs of a source, without photometric distortion, disturbed."""
     params = source.params
     clear = Photometric(**dict.fromkeys(Photometric.model_fields, 0.0))
     views = params.views.model_copy(update={"photometric": clear})

@@ -19,8 +19,8 @@ from pipeline.evaluate.inputs import Scene, Source, ViewPair, image_size
 from superglue_sift.geometry import resizing
 from superglue_sift.images import EXTENSIONS, BadImage, decode_gray
 
-LONGEST = 16_000  # pixels along a side: SIFT doubles an image, and OpenCV's remap takes less than 32,767
-REFERENCE = 1  # homographies start at this image
+MAX_SIDE = 16_000  # pixels: SIFT doubles an image, and OpenCV's remap takes less than 32,767
+REFERENCE = 1  # the image that homographies map from
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Sequence:
 class HPatchesPairs(Source):
     """Pairs (1, k) of every sequence below a folder.
 
-    short_side: images are resized so that their shorter side has this many pixels, and what is known with them (480 in
-    the protocol of LightGlue and glue-factory); 0 leaves them as they are.
+    short_side: images are resized to this shorter side in pixels, and homographies with them (480 in the protocol of
+    LightGlue and glue-factory); 0 keeps their size.
     """
 
     unit = "sequences"
@@ -49,12 +49,12 @@ class HPatchesPairs(Source):
         self.scenes = [(sequence.name, len(sequence.homographies)) for sequence in self.sequences]
         for sequence in self.sequences:
             for file in sequence.homographies.values():
-                read_homography(file)  # a wrong file stops the run at its start
+                read_homography(file)  # report a wrong file before the work begins
 
     def load(self, index: int) -> Scene:
-        """Read one sequence. Raises RequestError for an unreadable image: no pair is left out in silence."""
+        """Read one sequence. Raises RequestError for an unreadable image: no pair is skipped silently."""
         sequence = self.sequences[index]
-        images, scalings = {}, {}  # by number; original pixels to resized ones
+        images, scalings = {}, {}  # by number; (3, 3) original pixels to resized ones
         for number, path in sorted(sequence.images.items()):
             original = read_image(path)
             images[number] = resize_short_side(original, self.short_side, path)
@@ -72,7 +72,7 @@ class HPatchesPairs(Source):
 
 
 def find_sequences(folder: Path) -> List[Sequence]:
-    """Sequences in `folder`, at any depth, sorted by name. Raises RequestError for none, or one that lacks a file."""
+    """Sequences in `folder`, nested, sorted by name. Raises RequestError without any, or for one that lacks a file."""
     if not folder.is_dir():
         raise RequestError(f"--pairs {folder}: no such folder")
     folders = [folder, *sorted(path for path in folder.rglob("*") if path.is_dir())]
@@ -86,7 +86,7 @@ def find_sequences(folder: Path) -> List[Sequence]:
 
 
 def read_sequence(path: Path, root: Path) -> Optional[Sequence]:
-    """The sequence in `path`, or None when the folder holds neither homographies nor an image called 1."""
+    """The sequence in `path`, or None for a folder without homographies and image 1."""
     images: Dict[int, Path] = {}
     homographies: Dict[int, Path] = {}
     for file in sorted(path.iterdir()):
@@ -112,14 +112,14 @@ def read_sequence(path: Path, root: Path) -> Optional[Sequence]:
 
 
 def read_homography(path: Path) -> np.ndarray:
-    """(3, 3) float64 from a text file. Raises RequestError when it is not an invertible 3x3 matrix."""
+    """(3, 3) float64 from a text file. Raises RequestError unless it is an invertible 3x3 matrix."""
     try:
         H = np.array([line.split() for line in path.read_text().splitlines() if line.strip()], np.float64)
     except (OSError, ValueError) as error:
         raise RequestError(f"{path}: not a homography: {error}") from error
     if H.shape != (3, 3):
         raise RequestError(f"{path}: not a homography: expected 3 rows of 3 numbers, found {H.shape}")
-    units = np.diag([1000.0, 1000.0, 1.0])  # thousands of pixels: entries of one order
+    units = np.diag([1000.0, 1000.0, 1.0])  # thousands of pixels: entries of similar magnitude
     if not np.isfinite(H).all() or np.linalg.matrix_rank(np.linalg.inv(units) @ H @ units) < 3:
         raise RequestError(f"{path}: not a homography: the matrix cannot be inverted")
     return H
@@ -134,14 +134,14 @@ def read_image(path: Path) -> np.ndarray:
 
 
 def resize_short_side(image: np.ndarray, short_side: int, path: Path) -> np.ndarray:
-    """Resize so that the shorter side has `short_side` pixels, 0: leave it. Raises RequestError beyond `LONGEST`."""
+    """Resize to a shorter side of `short_side` pixels, 0: unchanged. Raises RequestError beyond `MAX_SIDE`."""
     shorter, longer = min(image.shape), max(image.shape)
     scale = short_side / shorter if short_side else 1.0
-    if longer * scale > LONGEST:
+    if longer * scale > MAX_SIDE:
         now = "x".join(map(str, image_size(image)))
         raise RequestError(
             f"{path}: {now} pixels, at --resize {short_side} {longer * scale:.0f} along the longer side; "
-            f"at most {LONGEST} are possible"
+            f"at most {MAX_SIDE} are possible"
         )
     if scale == 1.0:
         return image

@@ -1,7 +1,7 @@
-"""What is matched, what is known of it, and where pairs come from.
+"""Pairs with ground truth, and their sources.
 
-`heldout`, `hpatches` and `poses` hold a `Source` each. Loading a scene twice gives the same bytes, so that pictures
-can be drawn afterwards without keeping the images of all pairs in memory.
+`heldout`, `hpatches`, `poses` and others define a `Source`. Loading a scene twice gives the same bytes, so pictures
+are drawn afterwards without keeping the images of all pairs in memory.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Pose:
 
 
 Extract = Callable[[np.ndarray, int], np.ndarray]  # as `sift.extract`
-Truth = Union[np.ndarray, Pose]  # a homography is (3, 3) float64, pixels of view 0 to view 1
+Truth = Union[np.ndarray, Pose]  # a homography: (3, 3) float64, pixels of view 0 to view 1
 
 
 @dataclass(frozen=True)
 class ViewPair:
-    """Two views of a scene, by the indices of its images, and what is known of them."""
+    """Two views of a scene, by the indices of its images, and their ground truth."""
 
     name: str
     first: int
@@ -42,7 +42,7 @@ class ViewPair:
 
 @dataclass(frozen=True)
 class Scene:
-    """Images that show one thing, (H, W) uint8 gray, and the pairs among them."""
+    """Images of one place, (H, W) uint8 gray, and the pairs among them."""
 
     name: str
     images: List[np.ndarray]
@@ -51,9 +51,9 @@ class Scene:
 
 @dataclass(frozen=True)
 class KnownPair:
-    """What every matcher gets, and the truth beside it. place: number of the scene, and of the pair in it.
+    """The input of every matcher, with its ground truth. place: number of the scene, and of the pair in it.
 
-    images: both, (H, W) uint8 gray, by whose pixels matches are aligned; None where they are not at hand.
+    images: both, (H, W) uint8 gray, for the alignment of matches; optional.
     """
 
     name: str
@@ -65,8 +65,7 @@ class KnownPair:
 
 
 class Source:
-    """Where scenes come from: the name of each and how many pairs it has. `load` raises BadImage where one may be left
-    out and counted. unit: what its scenes are called."""
+    """Scenes by name and number of pairs. `load` raises BadImage for one to leave out. unit: word for its scenes."""
 
     scenes: Sequence[Tuple[str, int]]
     unit = "scenes"
@@ -92,9 +91,9 @@ def image_size(image: np.ndarray) -> Tuple[int, int]:
 def pairs_of_scene(
     scene: Scene, index: int, max_keypoints: int, extractor: Extract = sift.extract, only: Optional[int] = None
 ) -> List[KnownPair]:
-    """The pairs of scene number `index`, or the one numbered `only`; the extractor run once on each image."""
+    """The pairs of scene number `index`, or only pair number `only`; runs the extractor once on each image."""
     keypoints: Dict[int, np.ndarray] = {}
-    found = []
+    pairs = []
     for position, view in enumerate(scene.pairs):
         if only not in (None, position):
             continue
@@ -102,14 +101,14 @@ def pairs_of_scene(
             keypoints[image] = extractor(scene.images[image], max_keypoints)
         images = scene.images[view.first], scene.images[view.second]
         pair = choose_pair(Pair(keypoints[view.first], keypoints[view.second], *map(image_size, images)))
-        found.append(KnownPair(view.name, scene.name, (index, position), pair, view.truth, images))
-    return found
+        pairs.append(KnownPair(view.name, scene.name, (index, position), pair, view.truth, images))
+    return pairs
 
 
 def extract(
     source: Source, scenes: Sequence[int], max_keypoints: int, extractor: Extract = sift.extract
 ) -> Tuple[List[KnownPair], List[Tuple[str, str]]]:
-    """Keypoints of all pairs of these scenes, in order, and (scene name, reason) of those left out."""
+    """Extract keypoints: all pairs of these scenes, in order, and (scene name, reason) of scenes left out."""
     pairs, bad = [], []
     for index in scenes:
         try:

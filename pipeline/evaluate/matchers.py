@@ -1,4 +1,4 @@
-"""The matchers that are compared, on the same keypoints: trained networks, and nearest neighbours by descriptor."""
+"""The compared matchers: trained networks, and nearest neighbours by descriptor, on the same keypoints."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from superglue_sift.sift import positions
 from superglue_sift.weights import load_model
 
 OURS = "superglue"
-SINKHORN_ITERATIONS = 100  # the paper's, at inference
+SINKHORN_ITERATIONS = 100  # of the paper, at inference
 BASELINES = ("nn", "mutual_nn", "ratio_test")
-MATCHERS = (OURS, *BASELINES)  # always there, in the order of every table
-BOUND = "true_matches"  # no matcher: the truth in place of an answer, as far as the keypoints' positions go
-SCENE = "superglue_scene"  # ours, of pairs that the limits of scenes accept; nothing of the others
-UNRANKED = (BOUND, SCENE)  # rows that are no baselines
+MATCHERS = (OURS, *BASELINES)  # always compared, in the order of every table
+BOUND = "true_matches"  # no matcher: the true matches, an upper bound with these keypoints
+SCENE = "superglue_scene"  # ours on pairs that the limits of scenes accept, no match on others
+UNRANKED = (BOUND, SCENE)  # rows that are not baselines
 
 
 @dataclass(frozen=True)
 class Network:
-    """A trained network. threshold: its matches have a higher confidence; info: the description stored with it."""
+    """A trained network. threshold: confidence that its matches exceed; info: the description stored with it."""
 
     model: SuperGlue
     threshold: float
@@ -39,44 +39,41 @@ class Network:
 
 
 def load_network(file: Path, device: str, threshold: float = 0.0) -> Network:
-    """A model file as it is judged; threshold 0 is the model's own. Raises RequestError."""
+    """Load a model file for evaluation; threshold 0: the model's own. Raises RequestError."""
     model, info = load_model(file, device, SINKHORN_ITERATIONS)
     return Network(fuse_for_inference(model), threshold or match_threshold(info), file, info)
 
 
 def without_copies(networks: Mapping[str, Network]) -> Tuple[Dict[str, Network], List[str]]:
-    """The networks without those that are ours once more, and a line for each; one says it of a training that kept
-    the weights it began with.
+    """The networks without copies of ours, and a note for each copy.
 
-    A network with our weights and another threshold stays: its matches are others.
+    A network with our weights and another threshold stays: its matches differ. Another note is for a training that
+    kept its initial weights.
     """
-    ours, left, said = networks[OURS], dict(networks), []
+    ours, left, notes = networks[OURS], dict(networks), []
     kept = "Training kept the weights it began with: " if ours.info.get("step") == 0 else ""
     for name, network in networks.items():
         if name == OURS or not same_weights(ours.model, network.model):
             continue
         if network.threshold == ours.threshold:
             del left[name]
-            said.append(f"{kept}{name} is the same model as ours, so it has no rows of its own")
+            notes.append(f"{kept}{name} is the same model as ours, so it has no rows of its own")
         else:
-            said.append(f"{kept}{name} has the weights of ours and another threshold, {network.threshold:g}")
-    if kept and not said:
-        said.append(f"{kept}no later step was better in validation")
-    return left, said
+            notes.append(f"{kept}{name} has the weights of ours and another threshold, {network.threshold:g}")
+    if kept and not notes:
+        notes.append(f"{kept}no later step was better in validation")
+    return left, notes
 
 
-def same_weights(one: torch.nn.Module, other: torch.nn.Module) -> bool:
-    """Do both hold the same tensors, bit by bit?"""
-    own, theirs = one.state_dict(), other.state_dict()
-    return own.keys() == theirs.keys() and all(torch.equal(own[name], theirs[name]) for name in own)
+def same_weights(model0: torch.nn.Module, model1: torch.nn.Module) -> bool:
+    """Whether both have the same tensors, bit by bit."""
+    state0, state1 = model0.state_dict(), model1.state_dict()
+    return state0.keys() == state1.keys() and all(torch.equal(state0[name], state1[name]) for name in state0)
 
 
 @dataclass(frozen=True)
 class Matchers:
-    """All that are compared. networks: ours first; further: baselines by name.
-
-    scene: is there a row SCENE too?
-    """
+    """All compared matchers. networks: ours first; further: baselines by name; scene: add a row SCENE."""
 
     networks: Mapping[str, Network]
     device: str
@@ -85,58 +82,58 @@ class Matchers:
 
     @property
     def thresholds(self) -> Dict[str, float]:
-        """Those of the networks, by name."""
+        """Thresholds of the networks, by name."""
         return {name: network.threshold for name, network in self.networks.items()}
 
     def answers(self, pairs: Sequence[Pair], batch: int) -> List[Dict[str, PairMatches]]:
-        """What each says of each pair, `batch` pairs in one pass; networks with every mutual match (see `above`)."""
-        found: List[Dict[str, PairMatches]] = [{} for _ in pairs]
+        """Matches of each pair by matcher, `batch` pairs in one pass; of networks every mutual match (see `above`)."""
+        answers: List[Dict[str, PairMatches]] = [{} for _ in pairs]
         for name, network in self.networks.items():
-            for own, answer in zip(found, match_batches(network.model, pairs, batch, self.device)):
-                own[name] = answer
-        for own, pair in zip(found, pairs):
+            for by_name, matches in zip(answers, match_batches(network.model, pairs, batch, self.device)):
+                by_name[name] = matches
+        for by_name, pair in zip(answers, pairs):
             if self.scene:
                 ours = self.networks[OURS]
-                own[SCENE] = scene_answer(pair, own[OURS], ours.threshold, scenes.Rules.of_model(ours.info))
-            own.update(match_baselines(pair))
-            own.update({name: match(pair) for name, match in self.further.items()})
-        return found
+                by_name[SCENE] = scene_answer(pair, by_name[OURS], ours.threshold, scenes.Rules.of_model(ours.info))
+            by_name.update(match_baselines(pair))
+            by_name.update({name: match(pair) for name, match in self.further.items()})
+        return answers
 
     def above(self, answers: Mapping[str, PairMatches]) -> Dict[str, PairMatches]:
-        """The answers without those matches of a network that are not above its threshold."""
-        least = self.thresholds
-        return {name: found.above(least[name]) if name in least else found for name, found in answers.items()}
+        """The answers, of networks only the matches above their thresholds."""
+        limits = self.thresholds
+        return {name: found.above(limits[name]) if name in limits else found for name, found in answers.items()}
 
 
 def filled(pair: Pair, answer: PairMatches, threshold: float, rules: scenes.Rules) -> scenes.Filled:
-    """`scenes.filled` of a network's answer, with the network's own matches alone."""
-    nothing = Described(np.empty((0, 128), np.float32), np.empty(0, np.int64))
-    side0, side1 = (scenes.Side(positions(own).astype(np.float64), nothing) for own in (pair.records0, pair.records1))
+    """`scenes.filled` of a network's matches, without guided matching."""
+    none = Described(np.empty((0, 128), np.float32), np.empty(0, np.int64))
+    side0, side1 = (scenes.Side(positions(side).astype(np.float64), none) for side in (pair.records0, pair.records1))
     index0 = np.flatnonzero(answer.matches0 >= 0)
     matches = np.stack([index0, answer.matches0[index0]], axis=1)
-    alone = replace(rules, guided=False)
-    return scenes.filled(matches, answer.scores0[index0], threshold, (side0, side1), alone)
+    return scenes.filled(matches, answer.scores0[index0], threshold, (side0, side1), replace(rules, guided=False))
 
 
 def scene_answer(pair: Pair, answer: PairMatches, threshold: float, rules: scenes.Rules) -> PairMatches:
-    """A network's matches as those of a scene: of an accepted pair what agrees with its geometry, else nothing."""
-    found = filled(pair, answer, threshold, rules)
+    """Matches of a pair of a scene: those that agree with its geometry; none where the pair is not accepted."""
+    accepted = filled(pair, answer, threshold, rules)
     matches0, scores0 = np.full_like(answer.matches0, -1), np.zeros_like(answer.scores0)
-    matches0[found.matches[:, 0]], scores0[found.matches[:, 0]] = found.matches[:, 1], found.scores
+    index0, index1 = accepted.matches.T
+    matches0[index0], scores0[index0] = index1, accepted.scores
     return PairMatches(matches0, scores0)
 
 
 def descriptor_distances(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
-    """(M, N) float32 of records (M,), (N,): of RootSIFT; Euclidean, of unit vectors; of bits Hamming's."""
+    """(M, N) float32 of records (M,), (N,): Euclidean of RootSIFT or unit vectors; Hamming of binary descriptors."""
     kind, dim = kind_of(records0.dtype)
     both = [descriptors_of(records) for records in (records0, records1)]
     if kind == "binary":
         signs = [2.0 * np.unpackbits(bits, axis=1).astype(np.float32) - 1.0 for bits in both]
         return (dim - signs[0] @ signs[1].T) / 2.0
     if kind == "sift":
-        unit = [root_sift_of(own) for own in both]
+        unit = [root_sift_of(vectors) for vectors in both]
     else:
-        unit = [own / np.maximum(np.linalg.norm(own, axis=1, keepdims=True), 1e-12) for own in both]
+        unit = [vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12) for vectors in both]
     return np.sqrt(np.maximum(2.0 - 2.0 * unit[0] @ unit[1].T, 0.0))
 
 
@@ -144,7 +141,7 @@ def match_neighbours(distance: np.ndarray, mutual: bool, ratio: float = 1.0) -> 
     """Nearest neighbours in a (M, N) distance matrix, each with score 1.
 
     mutual: only where each is the other's nearest. ratio: only where the nearest is closer than `ratio` times the
-    second nearest (Lowe 2004), which one keypoint in image 1 cannot pass; 1: no such test.
+    second nearest (Lowe 2004), never with a single keypoint in image 1; 1: no ratio test.
     """
     count0, count1 = distance.shape
     if count0 == 0 or count1 == 0:
@@ -170,6 +167,6 @@ def match_baselines(pair: Pair, ratio: float = RATIO) -> Dict[str, PairMatches]:
 
 
 def match_batches(model: torch.nn.Module, pairs: Sequence[Pair], size: int, device: str) -> Iterator[PairMatches]:
-    """A network's matches, `size` consecutive pairs in one batch: every mutual one. The same batches, the same bits."""
+    """All mutual matches of a network, `size` consecutive pairs in one batch. Equal batches give equal bits."""
     for start in range(0, len(pairs), size):
         yield from match_pairs(model, pairs[start : start + size], device)

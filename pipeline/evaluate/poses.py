@@ -1,4 +1,4 @@
-"""Relative camera poses: pairs of images with intrinsics and the true pose, as SuperGlue's paper evaluates them.
+"""Relative camera poses: pairs of images with intrinsics and the true pose, evaluated as in the SuperGlue paper.
 
 A line of `pairs_with_gt.txt`: two image names, two EXIF rotations, K0 and K1 (nine numbers each), T_0to1 (sixteen),
 row by row. Pose error: the larger of the angles between true and estimated rotation and translation direction, in
@@ -21,10 +21,10 @@ from superglue_sift import geometry
 from superglue_sift.geometry import resizing
 
 NUMBERS = 2 + 9 + 9 + 16  # on a line, after the two names
-Line = Tuple[str, str, Pose]  # two images and their cameras, intrinsics in pixels of the images as they are stored
-NAME = "pose"  # of the errors of `estimate`, where homographies have the name of an estimator
-REFINED = "refined"  # of those of `estimate_refined`
-# A match is right below this symmetric epipolar distance, squared, in normalized coordinates.
+Line = Tuple[str, str, Pose]  # two images and their cameras, intrinsics in pixels of the stored images
+NAME = "pose"  # estimator name of the errors of `estimate`
+REFINED = "refined"  # of the errors of `estimate_refined`
+# A match is correct below this symmetric epipolar distance, squared, in normalized coordinates.
 EPIPOLAR_LIMIT = 5e-4
 RANSAC_PX = 1.0  # inlier threshold in pixels, divided by the mean focal length
 CONFIDENCE = 0.99999
@@ -33,19 +33,16 @@ RULES = {  # for protocol.json
     "estimator": f"cv2.findEssentialMat, RANSAC at {RANSAC_PX:g} px over the focal length, probability {CONFIDENCE}",
     "refined": "cv2.findEssentialMat, USAC_ACCURATE; then scipy's least_squares of Sampson distances, Cauchy loss",
 }
-LEAST = 5  # matches an essential matrix needs
+MIN_MATCHES = 5  # of an essential matrix
 
 
 def is_pose(estimator: str) -> bool:
-    """Are errors of this name those of a pose, aligned or not, in degrees?"""
+    """Whether errors of this name, aligned or not, are those of a pose, in degrees."""
     return estimator.partition("_")[0] in (NAME, REFINED)
 
 
 class PosePairs(Source):
-    """Pairs of a `pairs_with_gt.txt`, one at a time, by the name of their scene (`scene_names`).
-
-    short_side: as of `HPatchesPairs`.
-    """
+    """Pairs of a `pairs_with_gt.txt`, with their scenes from `scene_names`. short_side: see `HPatchesPairs`."""
 
     def __init__(self, file: Path, folder: Path, short_side: int = 480):
         self.pairs = read_pairs(file)
@@ -53,7 +50,7 @@ class PosePairs(Source):
         self.scenes = [(name, 1) for name in scene_names([(name0, name1) for name0, name1, _ in self.pairs])]
 
     def load(self, index: int) -> Scene:
-        """Read one pair. Raises RequestError for an unreadable image: no pair is left out in silence."""
+        """Read one pair. Raises RequestError for an unreadable image: no pair is skipped silently."""
         name0, name1, pose = self.pairs[index]
         images, intrinsics = [], []
         for name, K in ((name0, pose.K0), (name1, pose.K1)):
@@ -65,20 +62,22 @@ class PosePairs(Source):
 
 
 def scene_names(pairs: Sequence[Tuple[str, str]]) -> List[str]:
-    """The scene of each pair of images: all that pairs join, directly or by others, and all of one folder where there
-    are several folders. Its name: that folder, or the first of its images."""
+    """The scene of each pair of images: a connected component of the pairs; with several folders, also of the folders.
+
+    Its name: that folder, or the first of its images.
+    """
     several = len({Path(name).parent for pair in pairs for name in pair}) > 1
-    found: Dict[str, str] = {}  # of each image or folder another of its scene, or itself
+    parent: Dict[str, str] = {}  # union-find over images and folders
 
     def root(name: str) -> str:
-        while found.setdefault(name, name) != name:
-            name = found[name]
+        while parent.setdefault(name, name) != name:
+            name = parent[name]
         return name
 
     for first, second in pairs:
-        found[root(second)] = root(first)
+        parent[root(second)] = root(first)
         for name in (first, second) if several else ():
-            found[root(name)] = root(str(Path(name).parent))
+            parent[root(name)] = root(str(Path(name).parent))
     starts: Dict[str, str] = {}
     for first, _ in pairs:
         starts.setdefault(root(first), str(Path(first).parent) if several else first)
@@ -86,21 +85,21 @@ def scene_names(pairs: Sequence[Tuple[str, str]]) -> List[str]:
 
 
 def read_pairs(path: Path) -> List[Line]:
-    """Pairs of a `pairs_with_gt.txt`. Raises RequestError naming the line that is wrong."""
+    """Read the pairs of a `pairs_with_gt.txt`. Raises RequestError naming the line that is wrong."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise RequestError(f"--poses {path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise RequestError(f"--poses {path}: is no text; one pair on each line is expected") from None
-    found = [read_line(path, number, line.split()) for number, line in enumerate(lines, 1) if line.strip()]
-    if not found:
-        raise RequestError(f"--poses {path}: holds no pair")
-    return found
+        raise RequestError(f"--poses {path}: not a text file; one pair on each line is expected") from None
+    pairs = [read_line(path, number, line.split()) for number, line in enumerate(lines, 1) if line.strip()]
+    if not pairs:
+        raise RequestError(f"--poses {path}: contains no pair")
+    return pairs
 
 
 def read_line(path: Path, number: int, words: Sequence[str]) -> Line:
-    """One line. Raises RequestError."""
+    """Parse one line. Raises RequestError."""
     where = f"--poses {path} line {number}"
     if len(words) != 2 + NUMBERS:
         raise RequestError(f"{where}: {len(words)} words; must be 38: two names, two rotations, K0, K1, T_0to1")
@@ -109,11 +108,11 @@ def read_line(path: Path, number: int, words: Sequence[str]) -> Line:
     except ValueError as error:
         raise RequestError(f"{where}: {error}") from None
     if values[:2].any():
-        raise RequestError(f"{where}: EXIF rotation {words[2]} {words[3]}: turn the images first and write 0 0")
+        raise RequestError(f"{where}: EXIF rotation {words[2]} {words[3]}: rotate the images first and write 0 0")
     K0, K1, T = values[2:11].reshape(3, 3), values[11:20].reshape(3, 3), values[20:].reshape(4, 4)
     R = T[:3, :3]
     if not np.isfinite(values).all() or not np.allclose(R @ R.T, np.eye(3), atol=1e-3) or np.linalg.det(R) < 0:
-        raise RequestError(f"{where}: T_0to1 does not hold a rotation")
+        raise RequestError(f"{where}: T_0to1 does not contain a rotation")
     if min(K0[0, 0], K0[1, 1], K1[0, 0], K1[1, 1]) <= 0:
         raise RequestError(f"{where}: focal lengths must be positive")
     return words[0], words[1], Pose(K0, K1, T)
@@ -140,8 +139,8 @@ def epipolar_errors(points0: np.ndarray, points1: np.ndarray, T_0to1: np.ndarray
 def estimate(
     points0: np.ndarray, points1: np.ndarray, cameras: Pose, seed: int
 ) -> Optional[Tuple[np.ndarray, np.ndarray]]:
-    """(R, t) by RANSAC over essential matrices, or None. points: matched pixels (K, 2); of `cameras` the K alone."""
-    if len(points0) < LEAST:
+    """(R, t) by RANSAC over essential matrices, or None. points: matched pixels (K, 2); uses only K of `cameras`."""
+    if len(points0) < MIN_MATCHES:
         return None
     K0, K1 = cameras.K0, cameras.K1
     points0, points1 = normalized(points0, K0), normalized(points1, K1)
@@ -150,36 +149,35 @@ def estimate(
     stacked, mask = cv2.findEssentialMat(
         points0, points1, np.eye(3), threshold=threshold, prob=CONFIDENCE, method=cv2.RANSAC
     )
-    best, most = None, 0
+    best, max_inliers = None, 0
     for E in np.split(stacked, len(stacked) // 3) if stacked is not None else []:
         inliers, R, t, _ = cv2.recoverPose(E, points0, points1, np.eye(3), 1e9, mask=mask.copy())[:4]
-        if inliers > most:
-            best, most = (R, t.ravel()), inliers
+        if inliers > max_inliers:
+            best, max_inliers = (R, t.ravel()), inliers
     return best
 
 
 def estimate_refined(
     points0: np.ndarray, points1: np.ndarray, cameras: Pose, deviations: Optional[np.ndarray] = None
 ) -> Optional[Tuple[np.ndarray, np.ndarray]]:
-    """(R, t) as `MatchResult.relative_pose` finds it, or None. deviations: (K,) px of aligned matches."""
-    found = geometry.relative_pose(points0, points1, cameras.K0, cameras.K1, RANSAC_PX, deviations)
-    return None if found.R is None or found.t is None else (found.R, found.t)
+    """(R, t) of `MatchResult.relative_pose`, or None. deviations: (K,) px of aligned matches."""
+    pose = geometry.relative_pose(points0, points1, cameras.K0, cameras.K1, RANSAC_PX, deviations)
+    return None if pose.R is None or pose.t is None else (pose.R, pose.t)
 
 
-def pose_error(found: Optional[Tuple[np.ndarray, np.ndarray]], truth: Pose) -> float:
+def pose_error(estimated: Optional[Tuple[np.ndarray, np.ndarray]], truth: Pose) -> float:
     """Degrees: the larger of the errors of rotation and of translation direction; inf without an estimate."""
-    if found is None:
+    if estimated is None:
         return float("inf")
-    R, t = found
-    T_0to1 = truth.T_0to1
-    true = T_0to1[:3, 3]
-    turn = np.clip((np.trace(R.T @ T_0to1[:3, :3]) - 1) / 2, -1, 1)
-    lengths = np.linalg.norm(t) * np.linalg.norm(true)
-    along = np.clip(abs(t @ true) / lengths, 0, 1) if lengths > 0 else 1.0
-    return float(np.degrees(max(np.arccos(turn), np.arccos(along))))
+    R, t = estimated
+    true_R, true_t = truth.T_0to1[:3, :3], truth.T_0to1[:3, 3]
+    rotation_cosine = np.clip((np.trace(R.T @ true_R) - 1) / 2, -1, 1)
+    lengths = np.linalg.norm(t) * np.linalg.norm(true_t)
+    direction_cosine = np.clip(abs(t @ true_t) / lengths, 0, 1) if lengths > 0 else 1.0
+    return float(np.degrees(max(np.arccos(rotation_cosine), np.arccos(direction_cosine))))
 
 
 def correct_matches(points0: np.ndarray, points1: np.ndarray, pose: Pose) -> np.ndarray:
-    """(K,) bool: matches, pixels (K, 2) in both images, whose epipolar error is below the limit."""
-    flat0, flat1 = normalized(points0, pose.K0), normalized(points1, pose.K1)
-    return epipolar_errors(flat0, flat1, pose.T_0to1) < EPIPOLAR_LIMIT
+    """(K,) bool: matches with an epipolar error below the limit. points: (K, 2) pixels."""
+    points0, points1 = normalized(points0, pose.K0), normalized(points1, pose.K1)
+    return epipolar_errors(points0, points1, pose.T_0to1) < EPIPOLAR_LIMIT

@@ -1,7 +1,7 @@
-"""One evaluation from its source to its folder, and the SuperGlue paper's: several of them side by side.
+"""Run one evaluation from its source to its folder, or the variants of the SuperGlue paper's protocol.
 
-The work is cut into units of consecutive scenes. Each process takes every n-th unit, and after each round all of them
-hear the results of all, so the figures have the same bits for any number of processes.
+The work is cut into units of consecutive scenes. Each process takes every n-th unit and gathers the results of all
+after each round, so metrics have the same bits for any number of processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 from pipeline import bootstrap
 from pipeline.errors import RequestError, WorkError
 from pipeline.evaluate import acceptance, content, estimators, inputs, magnified, metrics, poses, scoring
-from pipeline.evaluate.heldout import LEVELS, SEED, HeldOutPairs, UnrelatedPairs, disturbed
+from pipeline.evaluate.heldout import LEVELS, SEED, HeldOutPairs, NegativePairs, disturbed
 from pipeline.evaluate.hpatches import HPatchesPairs
 from pipeline.evaluate.inputs import KnownPair, Source
 from pipeline.evaluate.matchers import OURS, Matchers, match_batches
@@ -33,22 +33,19 @@ from superglue_sift.matcher import PairMatches
 from superglue_sift.progress import Progress
 from superglue_sift.scenes import NETWORK_KEYPOINTS
 
-# The paper's (section 5.1), 640x480, for which most photographs of COCO must be magnified, and beside it 512x384, for
-# which they need not: width, height, keypoints.
+# Width, height, keypoints: 640x480 of the paper (section 5.1), for which most photographs of COCO must be scaled up,
+# and 512x384, for which they need not.
 VARIANTS = ((640, 480, 512), (640, 480, 1024), (512, 384, 512), (512, 384, 1024))
-MOST_THREADS = 8
+MAX_THREADS = 8
 
-Named = Tuple[Source, str]  # and where its pairs come from, as text
+Named = Tuple[Source, str]  # with a description of its pairs
 Unit = TypeVar("Unit")
-Judge = Callable[[KnownPair, Mapping[str, PairMatches]], PairResult]
+Scorer = Callable[[KnownPair, Mapping[str, PairMatches]], PairResult]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What stays the same from source to source.
-
-    skipped: a line for each thing that was asked for and is not here; training: folder of its curves, for the page.
-    """
+    """Everything that all sources share. skipped: notes on what is left out; training: folder of its curves."""
 
     matchers: Matchers
     settings: Settings
@@ -57,84 +54,84 @@ class Evaluation:
     training: Optional[Path] = None
 
     def run(self, named: Named, out: Path) -> Optional[document.Content]:
-        """Evaluate a source; the first process writes all into `out` and returns the content. Raises WorkError."""
+        """Evaluate a source; the first process writes the report into `out` and returns it. Raises WorkError."""
         source, where = named
         results = self.evaluate(source)
         if not results.pairs:
             first = ": ".join(results.bad[0])
             raise WorkError(f"none of the {len(source)} images could be read; the first: {first}")
-        disturbed, unrelated, scored = [], [], []
+        disturbed, negatives, scores = [], [], []
         if isinstance(source, HeldOutPairs):
-            disturbed, unrelated = self.disturbed_lines(source), self.unrelated_rows(source)
-            scored = self.scene_scores(source)
+            disturbed, negatives = self.disturbed_lines(source), self.negative_rows(source)
+            scores = self.scene_scores(source)
         if not self.context.is_main:
             return None
         compared = metrics.compare(results.pairs, self.matchers.thresholds)
-        compared.figures.update(metrics.unrelated(unrelated))
-        compared.figures.update(acceptance.figures(scored))
+        compared.metrics.update(metrics.negative_pairs(negatives))
+        compared.metrics.update(acceptance.metrics(scores))
         drawn = content.draw_pictures(source, self.matchers, results, self.settings)
-        shown = [small for small, _ in drawn]
+        pictures = [picture for picture, _ in drawn]
         about = self.describe(source, where)
-        found = content.content(where, results, compared, disturbed, shown, about, source.unit)
-        found.notes.extend([*self.skipped, *tables.acceptance(found.figures)])
-        if scored:
-            found = replace(found, curves={**found.curves, "acceptance": acceptance.curve(scored)})
-        outputs.write(out, found, self.training)
-        for small, picture in drawn:
-            drawing.write(out / "pictures" / f"{small.name}.png", picture)
-        scenes = tables.by_scene(found.scenes) + "\n\n" if isinstance(source, HPatchesPairs) else ""
-        print("\n".join(["", f"{where}, {len(results.pairs)} pairs", "", *summary.verdict(found), ""]))
-        print(f"{scenes}{tables.comparison(found.figures)}\n")
-        print(tables.differences(found.differences))
-        print("\n".join([*tables.unrelated(found.figures), "", *tables.acceptance(found.figures)]))
+        report = content.content(where, results, compared, disturbed, pictures, about, source.unit)
+        report.notes.extend([*self.skipped, *tables.acceptance(report.metrics)])
+        if scores:
+            report = replace(report, curves={**report.curves, "acceptance": acceptance.curve(scores)})
+        outputs.write(out, report, self.training)
+        for picture, canvas in drawn:
+            drawing.write(out / "pictures" / f"{picture.name}.png", canvas)
+        scenes = tables.by_scene(report.scenes) + "\n\n" if isinstance(source, HPatchesPairs) else ""
+        print("\n".join(["", f"{where}, {len(results.pairs)} pairs", "", *summary.verdict(report), ""]))
+        print(f"{scenes}{tables.comparison(report.metrics)}\n")
+        print(tables.differences(report.differences))
+        print("\n".join([*tables.negative_pairs(report.metrics), "", *tables.acceptance(report.metrics)]))
         bad = f"; {len(results.bad)} unreadable images left out, see bad_images.csv" if results.bad else ""
         print("\n".join([*self.skipped, "", f"written to {out}{bad}"]), flush=True)
-        return found
+        return report
 
-    def evaluate(self, source: Source, title: str = "evaluate", judge: Optional[Judge] = None) -> Results:
-        """Run everything; progress goes to stderr. Every process of a group gets all results."""
-        everything = Results()
+    def evaluate(self, source: Source, title: str = "evaluate", scorer: Optional[Scorer] = None) -> Results:
+        """Match and score all pairs, with progress on stderr. Every process of a group gets all results."""
+        results = Results()
         total = sum(source.pairs_in(index) for index in range(len(source)))
         with Progress(total=total, desc=title, unit="pair", disable=not self.context.is_main) as bar:
-            for part in results_by_unit(source, self.matchers, self.settings, self.context, judge):
-                everything.pairs += part.pairs
-                everything.bad += part.bad
+            for part in results_by_unit(source, self.matchers, self.settings, self.context, scorer):
+                results.pairs += part.pairs
+                results.bad += part.bad
                 bar.update(len(part.pairs))
-        return everything
+        return results
 
     def disturbed_lines(self, source: HeldOutPairs) -> List[metrics.Line]:
         """Lines of robustness.csv: each disturbance at each level, on the first `settings.robustness` photographs."""
         count = self.settings.robustness
         if not count:
             return []
-        tried = [
-            (name, f"{level:g}", disturbed(source, count, how, level))
-            for name, (how, own) in LEVELS.items()
-            for level in own
+        variants = [
+            (name, f"{level:g}", disturbed(source, count, disturb, level))
+            for name, (disturb, levels) in LEVELS.items()
+            for level in levels
         ]
         lines = []
-        for name, level, changed in [*tried, *magnified.levels(source, count)]:
-            found = self.evaluate(changed, f"{name} {level}").pairs
-            lines += [metrics.condition_line(name, level, found)] if found else []
+        for name, level, variant in [*variants, *magnified.levels(source, count)]:
+            results = self.evaluate(variant, f"{name} {level}").pairs
+            lines += [metrics.condition_line(name, level, results)] if results else []
         return lines
 
-    def unrelated_rows(self, source: HeldOutPairs) -> List[Row]:
-        """Rows of pairs of photographs with nothing in common, with the number of matches: each is wrong."""
+    def negative_rows(self, source: HeldOutPairs) -> List[Row]:
+        """Rows of negative pairs (of different photographs), with the number of matches: each is wrong."""
 
-        def judge(known: KnownPair, answers: Mapping[str, PairMatches]) -> PairResult:
+        def scorer(known: KnownPair, answers: Mapping[str, PairMatches]) -> PairResult:
             sizes = len(known.pair.records0), len(known.pair.records1)
             rows = {}
-            for name, found in self.matchers.above(answers).items():
-                counts = MatchCounts(int((found.matches0 >= 0).sum()), 0, 0, 0)
+            for name, matches in self.matchers.above(answers).items():
+                counts = MatchCounts(int((matches.matches0 >= 0).sum()), 0, 0, 0)
                 rows[name] = Row(known.name, known.scene, name, *sizes, counts, {}, {})
             return PairResult(known.place, rows, {})
 
-        return self.evaluate(UnrelatedPairs(source), "unrelated", judge).rows
+        return self.evaluate(NegativePairs(source), "negative pairs", scorer).rows
 
     def scene_scores(self, source: HeldOutPairs) -> List[acceptance.Scores]:
-        """Those of ours on pairs of rendered scenes, as many scenes as are asked for.
+        """Scores of ours on pairs of `settings.scenes` rendered scenes.
 
-        Textures are cut from validation photographs, where there are some: limits are no figure of the test.
+        Textures come from validation photographs where there are any, since the limits must not depend on the test.
         """
         count, batch, params = self.settings.scenes, self.settings.batch, self.settings.params
         if not count:
@@ -149,23 +146,23 @@ class Evaluation:
 
         def match(known: List[KnownPair]) -> List[Tuple[KnownPair, PairMatches]]:
             device = self.matchers.device
-            return list(zip(known, match_batches(network, [one.pair for one in known], batch, device)))
+            return list(zip(known, match_batches(network, [entry.pair for entry in known], batch, device)))
 
         def score(matched: List[Tuple[KnownPair, PairMatches]]) -> List[acceptance.Scores]:
-            return [acceptance.scores_of(*one) for one in matched]
+            return [acceptance.scores_of(known, matches) for known, matches in matched]
 
-        scored: List[acceptance.Scores] = []
+        scores: List[acceptance.Scores] = []
         units = units_of(rendered, batch)
         with Progress(total=count, desc="scenes", unit="scene", disable=not self.context.is_main) as bar:
             for part in map_over_ranks(units, [], extract, match, score, self.context):
-                scored += part
+                scores += part
                 bar.update(1 if part else 0)
-        return scored
+        return scores
 
     def describe(self, source: Source, where: str) -> Dict[str, object]:
-        """Everything a figure must be quoted with: protocol.json."""
+        """protocol.json: everything that must be quoted with a metric."""
         params, resize, extractor = self.settings.params, self.settings.resize, self.settings.extractor
-        judged = {
+        rules = {
             "truth": f"mutual nearest reprojections under {scoring.CORRECT_PX} px, the larger of both directions",
             "robust": f"inliers within {scoring.RANSAC_PX} px, {scoring.RANSAC_ITERATIONS} iterations",
             "estimators": {name: estimators.WORDS[name] for name in self.settings.estimators},
@@ -188,7 +185,7 @@ class Evaluation:
             "pairs_from": where,
             "views": f"{params.width}x{params.height}" if isinstance(source, HeldOutPairs) else resized,
             "keypoints": f"{found_by}, at most {params.max_keypoints} in each view",
-            **(poses.RULES if isinstance(source, poses.PosePairs) else judged),
+            **(poses.RULES if isinstance(source, poses.PosePairs) else rules),
             **({"aligned": scoring.ALIGNMENT} if self.settings.refine else {}),
             "params": params.model_dump(),
             "model": ours,
@@ -197,10 +194,10 @@ class Evaluation:
 
 
 def run_paper(work: Evaluation, source_of: Callable[[EvaluateParams], Named], out: Path) -> Dict[str, document.Content]:
-    """Each variant in a folder of its own; one table, metrics.json (`<variant>.<matcher>.<figure>`), protocols.csv and
-    page of all.
+    """Evaluate all variants, each into its folder, and write metrics.json, protocols.csv and a page of all of them.
 
-    Returns the report of each on the first process, nothing on the others.
+    Names in metrics.json are `<variant>.<matcher>.<metric>`. Returns the content of each variant on the first process,
+    nothing on the others.
     """
     contents: Dict[str, document.Content] = {}
     for width, height, keypoints in VARIANTS:
@@ -210,15 +207,15 @@ def run_paper(work: Evaluation, source_of: Callable[[EvaluateParams], Named], ou
         title = f"{where}, {width}x{height}, {keypoints} keypoints"
         name = f"{width}x{height}-{keypoints}"
         part = replace(work, settings=replace(work.settings, params=variant))
-        found = part.run((source, title), out / name)
-        if found is not None:
-            contents[name] = found
+        report = part.run((source, title), out / name)
+        if report is not None:
+            contents[name] = report
     if not contents:
         return {}
-    by_variant = {name: found.figures for name, found in contents.items()}
-    flat = {f"{name}.{figure}": value for name, own in by_variant.items() for figure, value in own.items()}
+    by_variant = {name: report.metrics for name, report in contents.items()}
+    flat = {f"{name}.{metric}": value for name, values in by_variant.items() for metric, value in values.items()}
     outputs.write_json(out / "metrics.json", flat)
-    lines = [{"protocol": name, **line} for name, own in by_variant.items() for line in tables.lines_by_matcher(own)]
+    lines = [{"protocol": name, **line} for name in by_variant for line in tables.lines_by_matcher(by_variant[name])]
     outputs.write_lines(out / "protocols.csv", lines)
     overview = page.template().render(title="Evaluation: the paper's protocol and its variants", parts=contents)
     (out / "index.html").write_text(overview, encoding="utf-8")
@@ -231,27 +228,27 @@ def results_by_unit(
     matchers: Matchers,
     settings: Settings,
     context: Optional[distributed.Context] = None,
-    judge: Optional[Judge] = None,
+    scorer: Optional[Scorer] = None,
 ) -> Iterator[Results]:
-    """The results, unit by unit. judge: of one pair; default `score_pair`."""
-    judge = judge or partial(score_pair, thresholds=matchers.thresholds, settings=settings)
+    """The results, unit by unit. scorer: of one pair; default `score_pair`."""
+    scorer = scorer or partial(score_pair, thresholds=matchers.thresholds, settings=settings)
 
     def extract(unit: Sequence[int]) -> Tuple[List[KnownPair], List[Tuple[str, str]]]:
         return inputs.extract(source, unit, settings.params.max_keypoints, settings.extractor)
 
     def match(extracted):
         known, bad = extracted
-        return zip(known, matchers.answers([one.pair for one in known], settings.batch)), bad
+        return zip(known, matchers.answers([entry.pair for entry in known], settings.batch)), bad
 
     def score(matched) -> Results:
         answered, bad = matched
-        return Results([judge(*one) for one in answered], bad)
+        return Results([scorer(known, answers) for known, answers in answered], bad)
 
     return map_over_ranks(units_of(source, settings.batch), [], extract, match, score, context)
 
 
 def units_of(source: Source, batch: int) -> List[List[int]]:
-    """Consecutive scenes grouped so that a unit fills a batch: at least one scene, else at most `batch` pairs."""
+    """Group consecutive scenes into units of at most `batch` pairs, at least one scene each."""
     units: List[List[int]] = []
     filled = batch
     for index in range(len(source)):
@@ -272,33 +269,33 @@ def map_over_ranks(
     score: Callable[[Any], Any],
     context: Optional[distributed.Context] = None,
 ) -> Iterator[Any]:
-    """`score(match(prepare(unit)))` of every unit, in their order, on every process of the group.
+    """Yield `score(match(prepare(unit)))` of every unit, in order, on every process of the group.
 
-    prepare and score run in threads, a little ahead and behind; match in turn. Threads do: decoding, warping, SIFT and
-    robust estimators all release Python's lock, and nothing need be copied. nothing: the unit of a process that has
-    none left in the last round. Raises RequestError on all processes when `prepare` raises one on any.
+    prepare and score run in threads, match in the caller. Threads suffice: decoding, warping, SIFT and robust
+    estimators release the GIL. nothing: the unit of a process without one in the last round. Raises RequestError on
+    all processes when `prepare` raises one on any.
     """
     rank, world_size = (context.rank, context.world_size) if context else (0, 1)
     rounds = range(-(-len(units) // world_size))
     mine = [units[i] if i < len(units) else nothing for i in (n * world_size + rank for n in rounds)]
-    workers = max(1, min((os.cpu_count() or 1) // world_size, MOST_THREADS))
+    workers = max(1, min((os.cpu_count() or 1) // world_size, MAX_THREADS))
 
     def matched() -> Iterator[Any]:
         try:
             yield from map(match, prefetched(prepare, mine, workers, workers))
         except RequestError as error:
-            yield str(error)  # in place of a result, for all to hear
+            yield str(error)  # in place of a result, so that all processes raise it
 
-    wrong = ""
-    for scored in prefetched(lambda one: one if isinstance(one, str) else score(one), matched(), workers, workers):
-        for part in distributed.all_gather(scored):
-            if isinstance(part, str) or wrong:
-                wrong = wrong or part
+    failure = ""
+    for result in prefetched(lambda item: item if isinstance(item, str) else score(item), matched(), workers, workers):
+        for part in distributed.all_gather(result):
+            if isinstance(part, str) or failure:
+                failure = failure or part
             else:
                 yield part
-        if wrong:
+        if failure:
             break
-    with contextlib.suppress(RuntimeError):  # a peer may have left first: by now nothing can be lost any more
-        distributed.barrier()  # until all have heard the last results: who leaves early takes the connection along
-    if wrong:
-        raise RequestError(wrong)
+    with contextlib.suppress(RuntimeError):  # a peer may have left already; all results are gathered by now
+        distributed.barrier()  # a process that leaves early would close the connection before others have the results
+    if failure:
+        raise RequestError(failure)

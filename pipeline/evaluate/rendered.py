@@ -1,10 +1,11 @@
-"""Rendered scenes: buildings with true cameras, pairs of one side of each, which overlap, and of opposite sides.
+"""Rendered buildings with known cameras: pairs of one side, which overlap, and negative pairs of opposite sides.
 
-Opposite sides look alike and share nothing (`views.buildings`). Photographs are textures. All follows from a seed.
+Opposite sides look alike and share nothing (`views.buildings`). Photographs are the textures. The seed decides all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import List, Sequence, Tuple
 
@@ -20,16 +21,16 @@ from superglue_sift.images import BadImage, decode_gray
 
 SIZE = (768, 576)  # of a picture, px
 PICTURES = 4  # of each of two opposite sides
-PAIRS = 6  # of a scene that overlap, and as many that share nothing
-OVERLAP = 0.1  # least fraction of either picture that the other shows too
-MOST_PHOTOGRAPHS = 48  # that textures are cut from
-ENOUGH_IMAGES = 16  # of fewer photographs all buildings look alike, and limits chosen on them say little
+PAIRS = 6  # of each kind in a scene
+OVERLAP = 0.1  # minimum fraction of both pictures that the other shows too
+MAX_PHOTOGRAPHS = 48  # for textures
+ENOUGH_IMAGES = 16  # with fewer photographs all buildings look alike, and limits chosen on them mean little
 
 
 class RenderedScenes(Source):
     """`count` scenes of at most 2 PAIRS pairs each; every second building is a courtyard.
 
-    The truth of pairs that overlap is a `Pose`, of the others NaN, as of `heldout.UnrelatedPairs`.
+    The truth of pairs that overlap is a `Pose`, of negative pairs NaN, as in `heldout.NegativePairs`.
     """
 
     def __init__(self, images: ImageSet, entries: Sequence[Entry], count: int, photometric: Photometric, seed: int):
@@ -48,41 +49,34 @@ class RenderedScenes(Source):
         chosen = [(first, second, _pose(cameras[first], cameras[second])) for first, second in near[:PAIRS]]
         chosen += [(first, second, np.full((3, 3), np.nan)) for first, second in apart[:PAIRS]]
         views = [render.distort(picture.gray, rng, self.photometric) for picture in pictures]
-        return Scene(name, views, [ViewPair(f"{name} {one}-{two}", one, two, truth) for one, two, truth in chosen])
+        pairs = [ViewPair(f"{name} {first}-{second}", first, second, truth) for first, second, truth in chosen]
+        return Scene(name, views, pairs)
 
 
 def _readable(images: ImageSet, entries: Sequence[Entry]) -> List[np.ndarray]:
     """The first photographs, (H, W) uint8. Raises RequestError where none can be read."""
-    found = []
-    for entry in entries[:MOST_PHOTOGRAPHS]:
-        try:
-            found.append(decode_gray(images.read(entry), entry.name))
-        except BadImage:  # fetch and keypoints report it
-            continue
-    if not found:
+    photographs = []
+    for entry in entries[:MAX_PHOTOGRAPHS]:
+        with contextlib.suppress(BadImage):  # fetch and keypoints report it
+            photographs.append(decode_gray(images.read(entry), entry.name))
+    if not photographs:
         raise RequestError("--scenes: no photograph could be read to make textures of; see bad_images.csv of keypoints")
-    return found
+    return photographs
 
 
 def _pairs(
     pictures: Sequence[places.Picture], cameras: Sequence[places.Camera]
 ) -> Tuple[List[Tuple[int, int]], List[Tuple[int, int]]]:
-    """Pairs that overlap, those first that overlap least; pairs of opposite sides that share not a pixel."""
+    """Pairs that overlap, by growing overlap; pairs of opposite sides that share no pixel."""
     near, apart = [], []
-    for one, two in itertools.combinations(range(len(pictures)), 2):
-        shared = _shared(pictures, cameras, one, two)
-        if one // PICTURES == two // PICTURES and min(shared) >= OVERLAP:
-            near.append((min(shared), (one, two)))
-        elif one // PICTURES != two // PICTURES and max(shared) == 0:
-            apart.append(((two - one) % PICTURES, (one, two)))  # every picture has its turn
+    for first, second in itertools.combinations(range(len(pictures)), 2):
+        one, other = ((pictures[number], cameras[number]) for number in (first, second))
+        shared = places.overlap(*one, *other), places.overlap(*other, *one)
+        if first // PICTURES == second // PICTURES and min(shared) >= OVERLAP:
+            near.append((min(shared), (first, second)))
+        elif first // PICTURES != second // PICTURES and max(shared) == 0:
+            apart.append(((second - first) % PICTURES, (first, second)))  # use every picture
     return [pair for _, pair in sorted(near)], [pair for _, pair in sorted(apart)]
-
-
-def _shared(
-    pictures: Sequence[places.Picture], cameras: Sequence[places.Camera], first: int, second: int
-) -> Tuple[float, float]:
-    both = [(pictures[number], cameras[number]) for number in (first, second)]
-    return places.seen_again(*both[0], *both[1]), places.seen_again(*both[1], *both[0])
 
 
 def _pose(camera0: places.Camera, camera1: places.Camera) -> Pose:

@@ -1,4 +1,4 @@
-"""One row of figures per pair and matcher, and the verdict on every match of a network: docs/evaluation.md."""
+"""Scores of one pair: a row of metrics per matcher, and which matches of each network are correct."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from superglue_sift.truth import UNMATCHED, pair_truth
 
 ALIGNMENT = "positions in image 1 moved by superglue_sift.refine, of every matcher alike; truth as detected"
 
-# As in the SuperGlue paper and in HPatches' protocols: a match is correct within CORRECT_PX.
+# A match is correct within CORRECT_PX, as in the SuperGlue paper and HPatches' protocols.
 CORRECT_PX, RANSAC_PX, RANSAC_ITERATIONS = 3.0, 3.0, 3000
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All that is asked of an evaluation. params: section `evaluate`, with what the command line says instead."""
+    """Settings of an evaluation. params: section `evaluate`, with overrides from the command line."""
 
     params: EvaluateParams
     estimators: Tuple[str, ...] = DEFAULT
     batch: int = 8  # pairs in one pass of a network
     resize: int = 480  # shorter side of pairs that are not rendered, px; 0: as they are
-    robustness: int = 0  # photographs tried under growing disturbances
+    robustness: int = 0  # photographs for the disturbances of robustness.csv
     extractor: Extractor = extractors.DEFAULT
-    bound: bool = False  # a row of the true matches too
-    refine: bool = True  # align the matches by the pixels too, and report both
-    pictures: int = 8  # drawn of best, median and worst pairs; two more show what ours gains
-    scenes: int = 0  # rendered ones, on which the limits of scenes are chosen
+    bound: bool = False  # add a row of the true matches
+    refine: bool = True  # also report matches aligned by the pixels
+    pictures: int = 8  # of best, median and worst pairs; two more show the gain of ours
+    scenes: int = 0  # rendered scenes on which the limits for scenes are chosen
 
 
 @dataclass(frozen=True)
 class MatchCounts:
-    """Counts of one pair, from which precision and recall follow.
+    """Counts of one pair, for precision and recall.
 
-    matches: predicted matches; correct: those whose reprojection error is under the limit;
-    truth: pairs of keypoints that truly belong together; found: those of them predicted exactly.
+    matches: predicted; correct: of these, reprojection error below the limit; truth: true matches; found: of these,
+    predicted exactly.
     """
 
     matches: int
@@ -59,21 +59,20 @@ class MatchCounts:
 
     @property
     def precision(self) -> float:
-        """correct / matches; 0 when nothing was matched: a matcher that says nothing has failed."""
+        """correct / matches; 0 without matches, which is a failure."""
         return self.correct / self.matches if self.matches else 0.0
 
     @property
     def recall(self) -> float:
-        """found / truth; NaN when the pair has no true match: then every matcher's mean leaves it out."""
+        """found / truth; NaN without true matches: every matcher's mean leaves such a pair out."""
         return self.found / self.truth if self.truth else float("nan")
 
 
 @dataclass(frozen=True)
 class Row:
-    """Figures of one matcher on one pair.
+    """Metrics of one matcher on one pair.
 
-    errors: by estimator, in px (of a pose degrees), inf without an estimate; of the keypoints' positions first, then
-    under `aligned_name` of the aligned ones.
+    errors: by estimator, in px (poses: degrees), inf without an estimate; of aligned matches under `aligned_name`.
     """
 
     pair: str
@@ -87,26 +86,26 @@ class Row:
 
     @property
     def error(self) -> float:
-        """That of the first estimator, by which pairs are called good or bad."""
+        """The error of the first estimator, which ranks the pairs."""
         return next(iter(self.errors.values()))
 
     @property
     def matching_score(self) -> float:
-        """Share of the keypoints of view 0 that are matched rightly."""
+        """Fraction of the keypoints of view 0 with a correct match."""
         return self.counts.correct / max(self.keypoints0, 1)
 
     @property
     def difficulty(self) -> Dict[str, float]:
-        """What makes the pair hard: its conditions, and the keypoints of the poorer view."""
+        """The conditions of the pair, and the keypoints of the view with fewer."""
         return {**self.conditions, "keypoints": min(self.keypoints0, self.keypoints1)}
 
 
 @dataclass(frozen=True)
-class Judged:
+class ScoredMatches:
     """All K matches of a network on one pair, whatever their scores. correct, found: (K,) bool; truth: a count.
 
-    Of two cameras the true partners are not known: found is correct, and truth the number of keypoints of view 0, so
-    that the recall is the matching score.
+    True matches between two cameras are unknown. There found is correct, and truth the number of keypoints of view 0,
+    so the recall is the matching score.
     """
 
     scores: np.ndarray
@@ -114,62 +113,57 @@ class Judged:
     found: np.ndarray
     truth: int
 
-    def above(self, threshold: float) -> Judged:
-        """The same without matches whose score is not above `threshold`."""
+    def above(self, threshold: float) -> ScoredMatches:
+        """The matches with a score above `threshold`."""
         keep = self.scores > threshold
-        return Judged(self.scores[keep], self.correct[keep], self.found[keep], self.truth)
+        return ScoredMatches(self.scores[keep], self.correct[keep], self.found[keep], self.truth)
 
     @property
     def counts(self) -> MatchCounts:
-        """How many they are."""
-        right, found = int(self.correct.sum()), int(self.found.sum())
-        return MatchCounts(len(self.scores), right, self.truth, found)
+        return MatchCounts(len(self.scores), int(self.correct.sum()), self.truth, int(self.found.sum()))
 
 
 @dataclass(frozen=True)
 class PairResult:
-    """One pair: rows of all matchers, and of each network all its matches judged."""
+    """One pair: the row of each matcher, and all matches of each network, scored."""
 
     place: Tuple[int, int]
     rows: Dict[str, Row]
-    judged: Dict[str, Judged]
+    scored: Dict[str, ScoredMatches]
 
 
 @dataclass
 class Results:
-    """What comes out, in the order of the source. bad: (scene, reason)."""
+    """Results in the order of the source. bad: (scene, reason)."""
 
     pairs: List[PairResult] = field(default_factory=list)
     bad: List[Tuple[str, str]] = field(default_factory=list)
 
     @property
     def rows(self) -> List[Row]:
-        """Those of all matchers on all pairs, pair by pair."""
-        return [row for one in self.pairs for row in one.rows.values()]
+        """Rows of all matchers, pair by pair."""
+        return [row for pair in self.pairs for row in pair.rows.values()]
 
 
 def true_matches(pair: Pair, H_0to1: np.ndarray, correct_px: float) -> np.ndarray:
-    """(M,) index of the true partner in image 1, negative without one: the truth that training uses."""
-    records = (pair.records0, pair.records1)
-    points0, points1 = (torch.as_tensor(sift.positions(each), dtype=torch.float64) for each in records)
+    """(M,) index of the true match in image 1, negative without one: the ground truth of training."""
+    sides = (pair.records0, pair.records1)
+    points0, points1 = (torch.as_tensor(sift.positions(records), dtype=torch.float64) for records in sides)
     size0, size1 = torch.as_tensor(pair.size0), torch.as_tensor(pair.size1)
     H = torch.as_tensor(H_0to1, dtype=torch.float64)
     return pair_truth(points0, points1, H, size0, size1, correct_px, correct_px).matches0.numpy()
 
 
-def matched_points(pair: Pair, found: PairMatches) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+def matched_points(pair: Pair, matches: PairMatches) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Points of the predicted matches, (K, 2) and (K, 2) float64, and their (K,) scores."""
-    index0 = np.flatnonzero(found.matches0 > UNMATCHED)
+    index0 = np.flatnonzero(matches.matches0 > UNMATCHED)
     points0 = sift.positions(pair.records0)[index0]
-    points1 = sift.positions(pair.records1)[found.matches0[index0]]
-    return points0.astype(np.float64), points1.astype(np.float64), found.scores0[index0].astype(np.float64)
+    points1 = sift.positions(pair.records1)[matches.matches0[index0]]
+    return points0.astype(np.float64), points1.astype(np.float64), matches.scores0[index0].astype(np.float64)
 
 
 def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.ndarray) -> np.ndarray:
-    """(K,) float64 pixels between matched points (K, 2), the larger of both directions as in the ground truth.
-
-    inf where a point maps to infinity.
-    """
+    """(K,) float64 pixels, the larger of both directions; inf where a point maps to infinity. points: (K, 2)."""
     points0, points1 = (np.asarray(points, np.float64).reshape(-1, 2) for points in (points0, points1))
     H_0to1 = np.asarray(H_0to1, np.float64)
     with np.errstate(all="ignore"):
@@ -179,33 +173,27 @@ def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.nda
     return np.where(np.isfinite(worst), worst, np.inf)
 
 
-def correct_matches(known: KnownPair, found: PairMatches, correct_px: float) -> np.ndarray:
-    """(K,) bool: which of the predicted matches are right."""
-    points0, points1, _ = matched_points(known.pair, found)
+def correct_matches(known: KnownPair, matches: PairMatches, correct_px: float) -> np.ndarray:
+    """(K,) bool: which of the predicted matches are correct."""
+    points0, points1, _ = matched_points(known.pair, matches)
     if isinstance(known.truth, Pose):
         return poses.correct_matches(points0, points1, known.truth)
     return reprojection_errors(points0, points1, known.truth) < correct_px
 
 
 def aligned_name(estimator: str) -> str:
-    """What the errors of an estimator are called whose matches were aligned."""
+    """Name of the errors of an estimator from aligned matches."""
     return f"{estimator}{ALIGNED}"
 
 
-def align(known: KnownPair, found: PairMatches) -> refine.Aligned:
-    """The matches aligned by the pixels of both images, as `Matcher.match` does."""
-    assert known.images is not None
-    index0 = np.flatnonzero(found.matches0 > UNMATCHED)
-    records = known.pair.records0[index0], known.pair.records1[found.matches0[index0]]
-    return refine.align(*known.images, *records)
-
-
-def estimate_errors(known: KnownPair, found: PairMatches, settings: Settings) -> Dict[str, float]:
-    """Error of each estimate made from the matches, by estimator, then of each made from the aligned ones."""
-    points0, points1, weights = matched_points(known.pair, found)
+def estimate_errors(known: KnownPair, matches: PairMatches, settings: Settings) -> Dict[str, float]:
+    """Error of each estimator, then, with `settings.refine`, of each from matches aligned as `Matcher.match` does."""
+    points0, points1, weights = matched_points(known.pair, matches)
     errors = errors_of_points(known, points0, points1, weights, settings)
     if settings.refine and known.images is not None:
-        moved = align(known, found)
+        index0 = np.flatnonzero(matches.matches0 > UNMATCHED)
+        records = known.pair.records0[index0], known.pair.records1[matches.matches0[index0]]
+        moved = refine.align(*known.images, *records)
         points0, points1 = moved.aligned0.astype(np.float64), moved.aligned1.astype(np.float64)
         aligned = errors_of_points(known, points0, points1, weights, settings, moved.deviations)
         errors.update({aligned_name(name): error for name, error in aligned.items()})
@@ -220,33 +208,33 @@ def errors_of_points(
     settings: Settings,
     deviations: Optional[np.ndarray] = None,
 ) -> Dict[str, float]:
-    """Error of each estimate made from matched points, by estimator. The seed depends on the pair alone."""
+    """Error of each estimator on matched points. The seed depends on the pair alone."""
     seed = zlib.crc32(known.name.encode()) & 0x7FFFFFFF
     if isinstance(known.truth, Pose):
-        found = {
+        estimates = {
             poses.NAME: poses.estimate(points0, points1, known.truth, seed),
             poses.REFINED: poses.estimate_refined(points0, points1, known.truth, deviations),
         }
-        return {name: poses.pose_error(pose, known.truth) for name, pose in found.items()}
-    given = (points0, points1, weights, RANSAC_PX, RANSAC_ITERATIONS, seed, deviations)
+        return {name: poses.pose_error(pose, known.truth) for name, pose in estimates.items()}
+    inputs = (points0, points1, weights, RANSAC_PX, RANSAC_ITERATIONS, seed, deviations)
     enough = len(points0) >= geometry.MIN_POINTS
-    estimates = {name: ESTIMATORS[name](*given) if enough else None for name in settings.estimators}
+    estimates = {name: ESTIMATORS[name](*inputs) if enough else None for name in settings.estimators}
     return {name: geometry.corner_error(H, known.truth, known.pair.size0) for name, H in estimates.items()}
 
 
-def judge(known: KnownPair, found: PairMatches, truth0: np.ndarray, correct_px: float) -> Judged:
-    """Right or wrong for each match, by the keypoints' positions; truth0 (M,) from `true_matches`, of a homography."""
-    index0 = np.flatnonzero(found.matches0 > UNMATCHED)
-    scores, correct = found.scores0[index0].astype(np.float64), correct_matches(known, found, correct_px)
+def score_matches(known: KnownPair, matches: PairMatches, truth0: np.ndarray, correct_px: float) -> ScoredMatches:
+    """Check each match by the keypoints' positions. truth0: (M,) from `true_matches`, unused for a `Pose`."""
+    index0 = np.flatnonzero(matches.matches0 > UNMATCHED)
+    scores, correct = matches.scores0[index0].astype(np.float64), correct_matches(known, matches, correct_px)
     if isinstance(known.truth, Pose):
-        return Judged(scores, correct, correct, max(len(known.pair.records0), 1))
-    return Judged(scores, correct, truth0[index0] == found.matches0[index0], int((truth0 > UNMATCHED).sum()))
+        return ScoredMatches(scores, correct, correct, max(len(known.pair.records0), 1))
+    return ScoredMatches(scores, correct, truth0[index0] == matches.matches0[index0], int((truth0 > UNMATCHED).sum()))
 
 
 def score_pair(
     known: KnownPair, answers: Mapping[str, PairMatches], thresholds: Mapping[str, float], settings: Settings
 ) -> PairResult:
-    """Everything about one pair. answers: of all matchers; thresholds: of the networks, whose answers hold all."""
+    """Score all matchers on one pair. thresholds: of the networks, whose answers contain every match."""
     pair, px = known.pair, CORRECT_PX
     truth0, conditions = np.full(len(pair.records0), -1), {}
     if not isinstance(known.truth, Pose):
@@ -254,23 +242,23 @@ def score_pair(
         conditions = conditions_of(known.truth, pair.size0, pair.size1)
         if settings.bound:
             answers = {**answers, BOUND: PairMatches(truth0, (truth0 > UNMATCHED).astype(np.float32))}
-    rows, judged = {}, {}
-    for name, answer in answers.items():
-        verdict, found = judge(known, answer, truth0, px), answer
+    rows, scored = {}, {}
+    for name, matches in answers.items():
+        checked = score_matches(known, matches, truth0, px)
         if name in thresholds:
-            judged[name] = verdict
-            verdict, found = verdict.above(thresholds[name]), found.above(thresholds[name])
-        errors = estimate_errors(known, found, settings)
+            scored[name] = checked
+            checked, matches = checked.above(thresholds[name]), matches.above(thresholds[name])
+        errors = estimate_errors(known, matches, settings)
         sizes = len(pair.records0), len(pair.records1)
-        rows[name] = Row(known.name, known.scene, name, *sizes, verdict.counts, errors, conditions)
-    return PairResult(known.place, rows, judged)
+        rows[name] = Row(known.name, known.scene, name, *sizes, checked.counts, errors, conditions)
+    return PairResult(known.place, rows, scored)
 
 
 def matchers_of(rows: Sequence[Row]) -> Tuple[str, ...]:
-    """Names of the matchers the rows belong to, in their order: that of every table."""
+    """Names of the matchers of the rows, in the order of every table."""
     return tuple(dict.fromkeys(row.matcher for row in rows))
 
 
 def estimators_of(rows: Sequence[Row]) -> Tuple[str, ...]:
-    """Names of the estimators the rows hold errors of."""
+    """Names of the estimators in the rows."""
     return tuple(rows[0].errors) if rows else DEFAULT

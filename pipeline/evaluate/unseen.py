@@ -1,4 +1,4 @@
-"""Held-out photographs that took part in the training of a compared model are left out, or marked."""
+"""Leave out, or mark, held-out photographs that a compared model was trained on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ NAMES = {OURS: "ours"}
 
 
 class Choice(NamedTuple):
-    """entries: to evaluate on; models: to compare, by name; lines: what was left out and why, each a sentence.
+    """entries: to evaluate on; models: to compare, by name; lines: notes on what was left out and why.
 
-    mark: to add to the name of the entries; "" where no compared model was trained on any of them.
+    mark: to add to the name of the entries; "" where no compared model was trained on any.
     """
 
     entries: List[Entry]
@@ -26,9 +26,9 @@ class Choice(NamedTuple):
 
 
 def choose(entries: Sequence[Entry], models: Mapping[str, Path], keep: bool = False) -> Choice:
-    """What no model was trained on. All rows of a table need the same pairs, so what one has seen, all do without.
+    """The entries that no model was trained on, since all rows of a table need the same pairs.
 
-    models: files by name, ours first. A model beside ours that has seen all that is left is not compared.
+    models: files by name, ours first. A further model that was trained on all remaining entries is left out.
     keep: leave nothing out, and mark.
 
     Raises RequestError where ours was trained on all of them.
@@ -38,19 +38,19 @@ def choose(entries: Sequence[Entry], models: Mapping[str, Path], keep: bool = Fa
         photographs, title = trained_on.read(file), NAMES.get(name, name)
         if photographs is None:
             lines.append(trained_on.unknown(file))
-        seen = [one for one in left if one.photograph in (photographs or ())]
+        seen = [entry for entry in left if entry.photograph in (photographs or ())]
         if seen and keep:
             marks.append(f"{len(seen)} of them from the training of {title}")
         elif len(seen) == len(left) and name == OURS:
             raise RequestError(
                 f"{file}: was trained on all of the {len(left)} held-out photographs; evaluate on others, train from "
-                'nothing (train.init_from: ""), or keep them with --keep-seen'
+                'scratch (train.init_from: ""), or keep them with --keep-seen'
             )
         elif seen and len(seen) == len(left):
             lines.append(f"SKIP {name}: trained on all of the {len(left)} photographs")
             continue
         elif seen:
-            left = [one for one in left if one not in seen]
+            left = [entry for entry in left if entry not in seen]
             lines.append(f"{len(seen)} of {len(entries)} photographs left out: {title} was trained on them")
         compared[name] = file
     return Choice(left, compared, lines, "".join(f", {mark}" for mark in marks))

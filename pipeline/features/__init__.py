@@ -1,1 +1,1 @@
-"""The keypoints of all views: `store`, which training maps into memory, and `inspect`, which prints what it holds."""
+"""The keypoints of all views: `store`, which training maps into memory, and `inspect`, which prints its content."""

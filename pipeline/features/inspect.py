@@ -1,4 +1,4 @@
-"""What is inside a keypoint store (`python -m pipeline.features.inspect data/keypoints/train`)."""
+"""Print the content of a keypoint store (`python -m pipeline.features.inspect data/keypoints/train`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--image", default="", help="name (or number) of an image to describe")
     parser.add_argument("--view", type=int, default=0, help="view of that image")
     parser.add_argument("--picture", type=Path, help="write the view's keypoints as a PNG")
-    parser.add_argument("--under", type=Path, help="the image file itself, drawn under the keypoints")
+    parser.add_argument("--under", type=Path, help="the image file, to draw under the keypoints")
     options = parser.parse_args(argv)
     store = Store(options.store, verify="all" if options.verify else "sample")
     print("\n".join(describe(store)))
@@ -45,7 +45,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def describe(store: Store) -> List[str]:
-    """The store in some lines: what it holds, how large, how the keypoints are spread over the views."""
+    """Content and size of the store, and the distribution of keypoints over views, as lines."""
     content = read_index(store.path)
     size = sum(shard["bytes"] for shard in content["shards"])
     bad = sum(len(shard.get("bad", ())) for shard in content["shards"])
@@ -56,9 +56,10 @@ def describe(store: Store) -> List[str]:
         f"{len(content['shards'])} shards, {size / 1e6:.1f} MB, {size / max(store.counts.size, 1):.0f} bytes per view",
     ]
     if store.counts.size:
-        low, some, median, most, high = np.percentile(store.counts, [0, 5, 50, 95, 100])
-        lines.append(f"keypoints per view: least {low:.0f}, 5 % {some:.0f}, median {median:.0f}, ")
-        lines[-1] += f"95 % {most:.0f}, most {high:.0f}"
+        percentiles = np.percentile(store.counts, [0, 5, 50, 95, 100])
+        lines.append(
+            "keypoints per view: least {:.0f}, 5 % {:.0f}, median {:.0f}, 95 % {:.0f}, most {:.0f}".format(*percentiles)
+        )
         heights, edges = np.histogram(store.counts, bins=_HISTOGRAM_BINS)
         for height, low, high in zip(heights, edges, edges[1:]):
             bar = "#" * round(50 * height / heights.max())
@@ -67,7 +68,7 @@ def describe(store: Store) -> List[str]:
 
 
 def describe_image(store: Store, image: int) -> List[str]:
-    """One line per view of an image: how many keypoints, and where the view is cut from."""
+    """One line per view of an image: number of keypoints, and the corners of the view in the image."""
     width, height = store.sizes[image]
     lines = [f"image {image}: {store.images[image]}, {width}x{height} px"]
     for index in range(store.views_per_image):
@@ -79,7 +80,7 @@ def describe_image(store: Store, image: int) -> List[str]:
 
 
 def draw(view: View, under: Optional[Path] = None) -> np.ndarray:
-    """(H, W, 3) uint8 BGR: a circle per keypoint, of its scale, with a line in its direction."""
+    """(H, W, 3) uint8 BGR: keypoints as circles of their scale, with a line for the direction."""
     canvas = np.full((view.size[1], view.size[0], 3), 24, np.uint8)
     if under is not None:
         image = cv2.imread(str(under), cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
@@ -87,7 +88,7 @@ def draw(view: View, under: Optional[Path] = None) -> np.ndarray:
             raise RequestError(f"--under {under}: cannot be read as an image")
         canvas = cv2.warpPerspective(image, view.H_image_to_view, view.size)
     fields = (view.records[name][:_DRAWN].tolist() for name in ("x", "y", "scale", "angle"))
-    points = [cv2.KeyPoint(*each) for each in zip(*fields)]
+    points = [cv2.KeyPoint(*values) for values in zip(*fields)]
     return cv2.drawKeypoints(canvas, points, canvas, (80, 220, 80), cv2.DRAW_MATCHES_FLAGS_DRAW_RICH_KEYPOINTS)
 
 

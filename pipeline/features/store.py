@@ -1,4 +1,4 @@
-"""The keypoint store: written once, mapped into memory, verified.
+"""The keypoint store: written once, memory-mapped, verified.
 
 A folder with `store.json` and shards `shard-00000.safetensors`, each of some consecutive images:
 
@@ -7,9 +7,9 @@ A folder with `store.json` and shards `shard-00000.safetensors`, each of some co
     homographies float64 (images, views, 3, 3) image pixels to view pixels
     sizes        int32   (images, 2)          width, height of the image
 
-One view is one contiguous slice of the file, so random access costs a page of it and no decoding.
-store.json names format version, fields of a record, images, and the SHA-256 of every shard; DVC alone does not notice
-a damaged cache object.
+One view is one contiguous slice of the file, so random access reads a few pages and decodes nothing. store.json lists
+format version, fields of a record, images, and the SHA-256 of every shard, since DVC does not notice a damaged cache
+object.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from superglue_sift.sift import MIN_SCALE, ORIENTED
 FORMAT = "superglue-sift-keypoints"
 VERSION = 1
 INDEX = "store.json"
-SAMPLED_SHARDS = 3  # hashed when a store is opened with verify="sample"
+SAMPLED_SHARDS = 3  # shards to hash with verify="sample"
 
 _DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64, "F64": np.float64}
 
 
 class ImageViews(NamedTuple):
-    """All views of one image, as the extraction hands them over."""
+    """All views of one image."""
 
     name: str
     size: Tuple[int, int]  # width, height of the image
@@ -61,8 +61,8 @@ def shard_name(index: int) -> str:
 def write_shard(path: Union[str, Path], images: Sequence[ImageViews]) -> Dict[str, Any]:
     """Write the images of one shard atomically (temporary file, fsync, rename).
 
-    Returns its row in store.json: file, images (their names), keypoints, bytes, sha256. Equal images give
-    equal bytes. Raises OSError (a full disk) and leaves no half shard under the final name.
+    Returns its row in store.json: file, images (their names), keypoints, bytes, sha256. Equal images give equal bytes.
+    Raises OSError (a full disk) without leaving a partial shard under the final name.
     """
     path = Path(path)
     records = [records for image in images for records in image.records]
@@ -91,7 +91,7 @@ def write_shard(path: Union[str, Path], images: Sequence[ImageViews]) -> Dict[st
 def index(
     shards: Sequence[Dict[str, Any]], views: int, view_size: Tuple[int, int], extractor: Extractor = extractors.DEFAULT
 ) -> Dict[str, Any]:
-    """The content of store.json for these rows of `write_shard`, without a word of the extractor where it is SIFT."""
+    """The content of store.json for these rows of `write_shard`; names the extractor unless it is SIFT."""
     dtype = extractor.dtype
     others = {"extractor": extractor.name, "scale_angle": extractor.scale_angle}
     return {
@@ -112,12 +112,12 @@ def _digest(shards: Sequence[Dict[str, Any]]) -> str:
 
 
 class Store:
-    """Read access to one split. Opening maps the shards; nothing is read before it is asked for.
+    """Read access to one split. Opening maps the shards; data is read on access.
 
-    Attributes: `images` names; `views_per_image`; `view_size` (width, height); `digest` SHA-256 over the
-    shards' own; `counts` (images, views) int64 keypoints; `sizes` (images, 2) int32 width and height of
-    each image; `extractor` name of what found the keypoints; `dtype` of their records; `scale_angle`, are they known;
-    `least_scale` smallest scale (px) that it can find, 0 where that is unknown.
+    Attributes: `images` names; `views_per_image`; `view_size` (width, height); `digest` SHA-256 over those of the
+    shards; `counts` (images, views) int64 keypoints; `sizes` (images, 2) int32 width and height of each image;
+    `extractor` name; `dtype` of the records; `scale_angle` whether they have scale and angle; `min_scale` of the
+    extractor in px, 0 if unknown.
     """
 
     def __init__(self, path: Union[str, Path], verify: str = "sample") -> None:
@@ -132,7 +132,7 @@ class Store:
         self.digest: str = about["digest"]
         self.extractor: str = about.get("extractor", extractors.DEFAULT.name)
         self.scale_angle: bool = about.get("scale_angle", True)
-        self.least_scale = MIN_SCALE if self.extractor == extractors.DEFAULT.name else 0.0
+        self.min_scale = MIN_SCALE if self.extractor == extractors.DEFAULT.name else 0.0
         self.dtype = np.dtype([(name, kind, tuple(shape)) for name, kind, shape in about["record"]])
         step = 1 if verify == "all" else max(len(about["shards"]) // SAMPLED_SHARDS, 1)
         for position, shard in enumerate(about["shards"]):
@@ -141,7 +141,7 @@ class Store:
         self.images: List[str] = [name for shard in shards for name in shard["images"]]
         self._tensors = [map_shard(self.path / shard["file"]) for shard in shards]
         lengths = [len(shard["images"]) for shard in shards]
-        # plain numbers and lists: a scalar out of an array costs several times one out of a list
+        # lists, since indexing an array for a scalar takes several times as long
         self._shard_of: List[int] = np.repeat(np.arange(len(shards)), lengths).tolist()
         self._first: List[int] = np.concatenate([[0], np.cumsum(lengths)])[:-1].astype(int).tolist()
         self._records = [tensors["records"].reshape(-1).view(self.dtype) for tensors in self._tensors]
@@ -154,7 +154,7 @@ class Store:
         self.sizes = np.concatenate([np.empty((0, 2), np.int32), *sizes])
 
     def __reduce__(self) -> Tuple[Any, ...]:
-        """Another process maps the files again, which were checked here."""
+        """Another process maps the files again, without checking them again."""
         return Store, (self.path, "none")
 
     def __len__(self) -> int:
@@ -173,23 +173,22 @@ class Store:
 
 
 def check_shard(folder: Path, shard: Dict[str, Any], hashed: bool = True) -> None:
-    """Is the file of this row whole? RequestError says what differs."""
+    """Check the file of this row. Raises RequestError saying what differs."""
     path = folder / shard["file"]
     fix = "run `dvc repro keypoints` again (delete the file first if it is linked from the cache)"
     try:
         size = path.stat().st_size
         if size != shard["bytes"]:
             raise RequestError(f"{path}: {size} bytes, {shard['bytes']} when it was written; {fix}")
-        found = file_sha256(path) if hashed else shard["sha256"]
+        sha256 = file_sha256(path) if hashed else shard["sha256"]
     except OSError as error:
-        named = f"{path}, which {folder / INDEX} names"
-        raise RequestError(f"{named}: cannot be read: {error.strerror}; {fix}") from None
-    if found != shard["sha256"]:
-        raise RequestError(f"{path}: SHA-256 {found}, {shard['sha256']} when it was written; {fix}")
+        raise RequestError(f"{path}, which {folder / INDEX} names: cannot be read: {error.strerror}; {fix}") from None
+    if sha256 != shard["sha256"]:
+        raise RequestError(f"{path}: SHA-256 {sha256}, {shard['sha256']} when it was written; {fix}")
 
 
 def read_index(folder: Union[str, Path]) -> Dict[str, Any]:
-    """The content of store.json; RequestError when there is none or it is not one we can read."""
+    """Read store.json. Raises RequestError for one that is missing, damaged or of another version."""
     path = Path(folder) / INDEX
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -209,7 +208,7 @@ def read_index(folder: Union[str, Path]) -> Dict[str, Any]:
 
 
 def map_shard(path: Path) -> Dict[str, np.ndarray]:
-    """The tensors of a safetensors file as read-only arrays in mapped memory (the library would copy them)."""
+    """Map the tensors of a safetensors file as read-only arrays (the library would copy them)."""
     try:
         with path.open("rb") as stream:
             length = struct.unpack("<Q", stream.read(8))[0]

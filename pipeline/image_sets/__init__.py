@@ -1,1 +1,1 @@
-"""Photographs that stages share: `manifest` (which), `sources` (where they are read), `decode`, `dali_decoder`."""
+"""Photographs that stages share: `manifest` (the list), `sources` (reading files), `decode`, `dali_decoder`."""

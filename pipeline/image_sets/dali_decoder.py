@@ -1,7 +1,7 @@
-"""The image source that decodes with NVIDIA DALI: on the GPU where there is one, else on the CPU.
+"""Decode images with NVIDIA DALI: on the GPU where there is one, else on the CPU.
 
-It runs in the process that feeds the workers, which then get pixels instead of bytes: one pipeline a rank, not one CUDA
-context a worker. Warping and photometric distortion stay with OpenCV (docs/data.md says why).
+DALI runs in the process that feeds the workers, which then get pixels instead of bytes: one pipeline per rank, not one
+CUDA context per worker. OpenCV does warping and photometric distortion (docs/data.md says why).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet
 from superglue_sift.images import BadImage
 
-BATCH = 32  # images handed to DALI at once; it decodes one such batch ahead of the one that is used
+BATCH = 32  # images per batch; DALI decodes one batch ahead
 
 Read = Tuple[Entry, Union[bytes, np.ndarray, BadImage]]  # bytes: for DALI to decode
 
@@ -33,7 +33,7 @@ def require() -> None:
 
 
 def decoded(images: ImageSet, entries: Iterable[Entry], batch: int = BATCH) -> Iterator[Outcome]:
-    """As `decode.decoded`. A batch that DALI refuses goes through OpenCV, which says which file is wrong, and why.
+    """Like `decode.decoded`. OpenCV decodes a batch that DALI refuses, and reports which file is bad and why.
 
     Raises RequestError where DALI is not installed.
     """
@@ -42,22 +42,23 @@ def decoded(images: ImageSet, entries: Iterable[Entry], batch: int = BATCH) -> I
     before: List[Read] = []
     left = iter(entries)
     while True:
-        some = [(entry, plain_jpeg(images, entry)) for entry in islice(left, batch)]  # while DALI decodes those before
+        # read this batch while DALI decodes the one before
+        batch_read = [(entry, plain_jpeg(images, entry)) for entry in islice(left, batch)]
         try:
             done = _finished(pipeline, before)
         except RuntimeError as error:
             print(f"DALI gave up on a batch, OpenCV decodes it: {_last_line(error)}", file=sys.stderr)
-            pipeline = None  # a failed one does no more
+            pipeline = None  # cannot be used after an error
             done = [(entry, by_opencv(it, entry.name) if isinstance(it, bytes) else it) for entry, it in before]
-        jpegs = [np.frombuffer(it, np.uint8) for _, it in some if isinstance(it, bytes)]
+        jpegs = [np.frombuffer(it, np.uint8) for _, it in batch_read if isinstance(it, bytes)]
         if jpegs:
             pipeline = pipeline or _pipeline(batch)
             pipeline.feed_input("encoded", jpegs)
             pipeline.schedule_run()
         yield from done
-        if not some:
+        if not batch_read:
             return
-        before = some
+        before = batch_read
 
 
 def _pipeline(batch: int) -> Any:
@@ -65,9 +66,9 @@ def _pipeline(batch: int) -> Any:
     from nvidia.dali import backend, fn, pipeline_def, types
 
     device = gpu()
-    # DALI 1.34 never turns an image by its EXIF entry, and has no such argument
-    turns = backend.GetSchema("decoders__Image").HasArgument("adjust_orientation")
-    options = {"adjust_orientation": False} if turns else {}
+    # DALI 1.34 ignores the EXIF orientation and lacks this argument
+    rotates = backend.GetSchema("decoders__Image").HasArgument("adjust_orientation")
+    options = {"adjust_orientation": False} if rotates else {}
 
     @pipeline_def(batch_size=batch, num_threads=2, device_id=device, prefetch_queue_depth=1)
     def decoding():
@@ -80,16 +81,16 @@ def _pipeline(batch: int) -> Any:
     return built
 
 
-def _finished(pipeline: Any, some: List[Read]) -> List[Outcome]:
-    """`some`, which the pipeline has under way, with pixels for bytes. RuntimeError where DALI refuses one of them."""
-    places = [place for place, (_, it) in enumerate(some) if isinstance(it, bytes)]
-    done: List[Any] = list(some)
+def _finished(pipeline: Any, scheduled: List[Read]) -> List[Outcome]:
+    """The scheduled batch with pixels in place of bytes. Raises RuntimeError where DALI refuses one of the files."""
+    places = [place for place, (_, it) in enumerate(scheduled) if isinstance(it, bytes)]
+    done: List[Any] = list(scheduled)
     if places:
         (output,) = pipeline.share_outputs()
         pixels = output.as_cpu() if hasattr(output, "as_cpu") else output
         for index, place in enumerate(places):
-            # copied: DALI uses the memory again
-            done[place] = some[place][0], np.array(pixels.at(index))[:, :, 0]
+            # copied, since DALI reuses the memory
+            done[place] = scheduled[place][0], np.array(pixels.at(index))[:, :, 0]
         pipeline.release_outputs()  # the next batch is decoded into them
     return done
 

@@ -1,8 +1,8 @@
-"""The pixels of many image files: by OpenCV, or by torchvision (nvJPEG where there is a GPU, libjpeg on a CPU).
+"""Decode image files with OpenCV, or with torchvision (nvJPEG where there is a GPU, libjpeg on a CPU).
 
-All decoders, DALI's in `dali` too, have the same signature, order and verdicts. torchvision and DALI decode 8-bit JPEG
-of one or three components; every other file, and one they refuse, goes through OpenCV. Gray is the luma that the file
-holds (ITU-R BT.601): on a CPU all ask libjpeg for it and get the same pixels; nvJPEG may differ by a few levels.
+All decoders, including `dali_decoder`, have the same signature and order, and reject the same files. torchvision and
+DALI decode 8-bit JPEG of one or three components; OpenCV decodes all other files, and those they refuse. Gray is the
+luma of the file (ITU-R BT.601): on a CPU all get the same pixels from libjpeg; nvJPEG may differ by a few levels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Outcome = Tuple[Entry, Union[np.ndarray, BadImage]]
 
 
 def gpu() -> Optional[int]:
-    """This rank's GPU, None without one."""
+    """Index of this rank's GPU, None without one."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -28,7 +28,7 @@ def gpu() -> Optional[int]:
 
 
 def decoded(images: ImageSet, entries: Iterable[Entry]) -> Iterator[Outcome]:
-    """Each entry with its gray pixels (H, W) uint8, or with why it cannot serve; in their order, each once."""
+    """Yield each entry in order with its gray pixels (H, W) uint8, or the reason why it cannot be used."""
     for entry in entries:
         try:
             yield entry, decode_gray(images.read(entry), entry.name)
@@ -37,32 +37,32 @@ def decoded(images: ImageSet, entries: Iterable[Entry]) -> Iterator[Outcome]:
 
 
 def torchvision_io() -> Any:
-    """torchvision's decoders; RequestError with what to do where it cannot decode."""
+    """torchvision's decoders. Raises RequestError, with the fix, where it cannot decode."""
     from pipeline import compat
 
     return compat.torchvision_io("keypoints.decoder = torchvision", "opencv")
 
 
 def torchvision_decoded(images: ImageSet, entries: Iterable[Entry]) -> Iterator[Outcome]:
-    """As `decoded`. RequestError where torchvision cannot decode."""
+    """Like `decoded`. Raises RequestError where torchvision cannot decode."""
     import torch
 
     io, index = torchvision_io(), gpu()
     device = "cpu" if index is None else f"cuda:{index}"
     for entry in entries:
-        found = plain_jpeg(images, entry)
-        if isinstance(found, bytes):
-            # copied: torch takes no memory that it may not write to
-            encoded = torch.from_numpy(np.frombuffer(found, np.uint8).copy())
+        image = plain_jpeg(images, entry)
+        if isinstance(image, bytes):
+            # copied, since torch warns about read-only memory
+            encoded = torch.from_numpy(np.frombuffer(image, np.uint8).copy())
             try:
-                found = io.decode_jpeg(encoded, io.ImageReadMode.GRAY, device=device)[0].cpu().numpy()
+                image = io.decode_jpeg(encoded, io.ImageReadMode.GRAY, device=device)[0].cpu().numpy()
             except RuntimeError:
-                found = by_opencv(found, entry.name)
-        yield entry, found
+                image = by_opencv(image, entry.name)
+        yield entry, image
 
 
 def plain_jpeg(images: ImageSet, entry: Entry) -> Union[bytes, np.ndarray, BadImage]:
-    """The checked bytes of an 8-bit JPEG of one or three components; of any other file what OpenCV makes of it."""
+    """The checked bytes of an 8-bit JPEG of one or three components; of other files OpenCV's pixels or the reason."""
     try:
         data = images.read(entry)
         return data if is_plain_jpeg(check(data, entry.name)) else decode_gray(data, entry.name)
@@ -71,7 +71,7 @@ def plain_jpeg(images: ImageSet, entry: Entry) -> Union[bytes, np.ndarray, BadIm
 
 
 def by_opencv(data: bytes, name: str) -> Union[np.ndarray, BadImage]:
-    """(H, W) uint8, or why the file cannot serve."""
+    """(H, W) uint8, or the reason why the file cannot be used."""
     try:
         return decode_gray(data, name)
     except BadImage as bad:

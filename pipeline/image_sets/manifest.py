@@ -1,7 +1,7 @@
-"""The manifest: one row per image, the truth of the stage `fetch` about what there is to read.
+"""The manifest of the stage `fetch`: one row per image.
 
-Its columns are the fields of `Entry`. An image is `packed` bytes at `offset` of a file: of `member` itself in a folder;
-of the archive in a zip, which is read in place, by any number of processes, without its index.
+Its columns are the fields of `Entry`. An image is `packed` bytes at `offset` of a file: of `member` in a folder, of the
+archive for a zip. Any number of processes read a zip in place, without its index.
 """
 
 from __future__ import annotations
@@ -38,28 +38,27 @@ class Entry:
 
     @property
     def photograph(self) -> str:
-        """What stands for the photograph wherever it is met again, to tell what a model was trained on; "": unknown.
+        """Identifier of the photograph, to recognize what a model was trained on; "": unknown.
 
-        COCO's number, which COCO never gives twice: the same in all its years, zips and folders, and of a copy that was
-        made smaller or gray. Of any other the CRC-32 and size of its file, as names such as IMG_0001.jpg say nothing:
-        found again under any name, but not after it was encoded again.
+        For COCO its number, which is unique over all years, and so the same for smaller or gray copies. For others
+        CRC-32 and size of the file, which do not depend on its name but change when it is encoded again.
         """
         numbered = _COCO.fullmatch(self.name.rpartition("/")[2])
         return str(int(numbered[1])) if numbered else f"{self.crc32}-{self.size}" if self.crc32 else ""
 
 
 def sort(entries: Iterable[Entry]) -> List[Entry]:
-    """By split and name: the order every later stage sees, whatever the order of files on disk."""
+    """Sort by split and name, whatever the order of files on disk."""
     return sorted(entries, key=lambda entry: (entry.split, entry.name))
 
 
 def write(path: Union[str, Path], entries: Iterable[Entry]) -> None:
-    """Write the manifest, sorted, atomically; the same entries give the same bytes."""
+    """Write the sorted manifest atomically; the same entries give the same bytes."""
     write_csv(path, [[field.name for field in fields(Entry)], *(astuple(entry) for entry in sort(entries))])
 
 
 def read(path: Union[str, Path]) -> List[Entry]:
-    """Read a manifest; RequestError names the line that is wrong."""
+    """Read a manifest. Raises RequestError naming the line that is wrong."""
     path = Path(path)
     try:
         with path.open(newline="", encoding="utf-8", errors="surrogateescape") as stream:
@@ -76,18 +75,18 @@ def read(path: Union[str, Path]) -> List[Entry]:
     return entries
 
 
-def hash_share(seed: int, name: str) -> float:
-    """A number in [0, 1) from a name: adding or removing other images does not move it."""
+def hash_fraction(seed: int, name: str) -> float:
+    """A number in [0, 1) from a name, which does not depend on other images."""
     digest = hashlib.sha256(f"{seed}\n{name}".encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def writable(*folders: Union[str, Path]) -> None:
-    """Make these folders; RequestError names one that cannot be made or written to."""
+    """Create these folders. Raises RequestError for one that cannot be created or written to."""
     for folder in folders:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RequestError(f"{folder}: cannot be made: {error.strerror}; name another folder") from None
+            raise RequestError(f"{folder}: cannot be created: {error.strerror}; name another folder") from None
         if not os.access(folder, os.W_OK | os.X_OK):
             raise RequestError(f"{folder}: cannot be written to; change its rights or name another folder")

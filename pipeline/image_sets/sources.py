@@ -1,6 +1,6 @@
-"""The sources of photographs: the sample bundled with scikit-image, folders; and reading back what `fetch` found.
+"""Sources of photographs: the sample bundled with scikit-image, folders, and the image sets that `fetch` lists.
 
-`fetch` writes `manifest.csv` (`manifest`) and `source.json`, which says where each container stands.
+`fetch` writes `manifest.csv` (`manifest`) and `source.json`, which contains the path of each container.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pipeline.image_sets import manifest
 from pipeline.image_sets.manifest import DEFLATED, Entry
 from superglue_sift.images import EXTENSIONS, BadImage
 
-# Photographs inside scikit-image's wheel that a detector of corners and blobs can work with; no drawing, no
-# screenshot. The two motorcycle frames show one scene and so share a split.
+# Photographs of scikit-image's wheel with corners and blobs to detect, without drawings and screenshots. The two
+# motorcycle frames show one scene and so share a split.
 SAMPLE: Dict[str, Tuple[str, ...]] = {
     "train": (
         "astronaut.png", "coins.png", "gravel.png", "hubble_deep_field.jpg", "ihc.png", "moon.png",
@@ -34,7 +34,7 @@ Tick = Callable[[Iterable], Iterable]  # wraps an iterable in a progress display
 
 
 class ImageSet:
-    """What `fetch` left: entries by split, and their bytes. Cheap to open and to pickle; no handle is kept."""
+    """The images that `fetch` lists: entries by split, and their bytes. Cheap to open and pickle; keeps no handle."""
 
     def __init__(self, entries: Sequence[Entry], containers: Dict[str, str]) -> None:
         self._entries, self._containers = list(entries), containers
@@ -44,11 +44,11 @@ class ImageSet:
         return [entry for entry in self._entries if entry.split == split]
 
     def without_entries(self) -> ImageSet:
-        """The same containers without the list: what a worker process needs to `read`."""
+        """The same containers without the list of entries, enough for `read` in a worker process."""
         return ImageSet((), self._containers)
 
     def read(self, entry: Entry) -> bytes:
-        """The bytes of the image file; BadImage when they are not the ones `fetch` saw."""
+        """The bytes of the image file. Raises BadImage when they changed since `fetch`."""
         root = self._containers[entry.container]
         path = root if entry.offset else os.path.join(root, entry.member)
         try:
@@ -61,9 +61,9 @@ class ImageSet:
 
 
 def open_manifest(folder: Union[str, Path]) -> ImageSet:
-    """Open the folder `fetch` wrote; RequestError when it is missing or incomplete.
+    """Open the folder that `fetch` wrote. Raises RequestError when it is missing or incomplete.
 
-    Relative paths in source.json count from that folder, so a clone that is moved keeps working.
+    Paths in source.json are relative to that folder, so a clone can be moved.
     """
     folder = Path(folder)
     entries = manifest.read(folder / "manifest.csv")
@@ -88,7 +88,7 @@ def open_manifest(folder: Union[str, Path]) -> ImageSet:
 def _unpack(data: bytes, entry: Entry) -> bytes:
     if entry.method == DEFLATED:
         try:
-            data = zlib.decompressobj(-15).decompress(data, entry.size + 1)  # never more than it may hold
+            data = zlib.decompressobj(-15).decompress(data, entry.size + 1)  # bounded, against zip bombs
         except zlib.error as error:
             raise BadImage(entry.name, f"damaged inside its archive: {error}") from None
     if len(data) != entry.size:
@@ -99,14 +99,14 @@ def _unpack(data: bytes, entry: Entry) -> bytes:
 
 
 def sample_folder() -> Path:
-    """Where the bundled photographs lie."""
+    """Folder of the bundled photographs."""
     import skimage
 
     return Path(skimage.__file__).parent / "data"
 
 
 def copy_sample(target: Path) -> List[Entry]:
-    """Copy the bundled photographs into `target` and give their entries, splits fixed by `SAMPLE`."""
+    """Copy the bundled photographs into `target` and return their entries, with the splits of `SAMPLE`."""
     origin = sample_folder()
     target.mkdir(parents=True, exist_ok=True)
     entries: List[Entry] = []
@@ -122,9 +122,9 @@ def copy_sample(target: Path) -> List[Entry]:
 
 
 def list_images(folder: Union[str, Path]) -> List[Path]:
-    """Image files under `folder`, by extension, nested folders included, hidden ones left out; sorted.
+    """Image files under `folder`, by extension, sorted, with nested folders, without hidden ones.
 
-    A dangling link is listed: reading it tells what is wrong. Raises RequestError when the folder is missing.
+    Lists dangling links too: reading them reports the error. Raises RequestError when the folder is missing.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -135,7 +135,7 @@ def list_images(folder: Union[str, Path]) -> List[Path]:
 
 
 def folder_entries(root: Path, names: Sequence[str], split: str, container: str, tick: Tick = iter) -> List[Entry]:
-    """Entries of the files `names` under `root`. An unreadable file gets one too: `keypoints` reports it."""
+    """Entries of the files `names` under `root`, including unreadable files, which `keypoints` reports."""
 
     def entry(name: str) -> Entry:
         try:
@@ -144,17 +144,17 @@ def folder_entries(root: Path, names: Sequence[str], split: str, container: str,
             return Entry(name, split, container, name, 0, "")
         return Entry(name, split, container, name, len(data), f"{zlib.crc32(data):08x}", packed=len(data))
 
-    with ThreadPoolExecutor(4) as pool:  # threads: CRC-32 and reading both release the interpreter
+    with ThreadPoolExecutor(4) as pool:  # CRC-32 and reading release the GIL
         return list(tick(pool.map(entry, names)))
 
 
 def hold_out(names: Sequence[str], fraction: float, seed: int, at_least: int = 1) -> Tuple[List[str], List[str]]:
-    """(kept, held out), each sorted; a name falls by its own hash, so other images do not move it.
+    """(kept, held out), each sorted. The hash of a name decides, so other images do not move it.
 
-    With a fraction between 0 and 1, one name is kept and `at_least` are held out where there are so many.
+    With a fraction between 0 and 1, keeps at least one name, and holds out at least `at_least` if possible.
     """
-    ranked = sorted(names, key=lambda name: (manifest.hash_share(seed, name), name))
-    count = sum(manifest.hash_share(seed, name) < fraction for name in ranked)
+    ranked = sorted(names, key=lambda name: (manifest.hash_fraction(seed, name), name))
+    count = sum(manifest.hash_fraction(seed, name) < fraction for name in ranked)
     if 0.0 < fraction < 1.0:
         count = max(min(max(count, at_least), len(ranked) - 1), 0)
     return sorted(ranked[count:]), sorted(ranked[:count])

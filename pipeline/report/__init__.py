@@ -1,5 +1,5 @@
-"""What a person reads afterwards; `python -m pipeline.report` prints the comparison.
+"""The report of an evaluation; `python -m pipeline.report` prints the comparison.
 
-`document` (all that an evaluation says), `outputs` (its files), `tables`, `summary` (the verdict), `charts` and
-`page` (HTML). Nothing here computes a metric.
+`document` (the content), `outputs` (its files), `tables`, `summary` (the verdict), `charts` and `page` (HTML). Nothing
+here computes a metric.
 """

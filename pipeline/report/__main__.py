@@ -16,21 +16,21 @@ from pipeline.report import document, page, summary, tables
 
 
 def fresh_page(folder: Path) -> Optional[Path]:
-    """The page of an evaluation, made again where DVC brought back its report.json alone; None without either."""
-    made, content = folder / page.PAGE, folder / document.JSON
-    if content.is_file() and not (made.is_file() and made.stat().st_mtime >= content.stat().st_mtime):
+    """The page of an evaluation, rendered again where it is older than report.json; None without either."""
+    html, content = folder / page.PAGE, folder / document.JSON
+    if content.is_file() and not (html.is_file() and html.stat().st_mtime >= content.stat().st_mtime):
         return page.write(folder, folder.parent / "train" / "curves")
-    return made if made.is_file() else None
+    return html if html.is_file() else None
 
 
 def next_steps(folder: Path, model: Path) -> List[str]:
-    """Where to look next, naming only what exists."""
+    """Lines on where to look next, for files that exist."""
     steps = (
         ("pairs", folder / "pairs.csv", "every pair and matcher, one line each"),
         ("pictures", folder / "pictures", "best, median and worst, and where ours gains most; wrong matches red"),
         ("report", folder / "index.html", "all of it on one page, for a browser"),
     )
-    lines = [f"  {name:<9} {path}  ({what})" for name, path, what in steps if path.exists()]
+    lines = [f"  {name:<9} {path}  ({text})" for name, path, text in steps if path.exists()]
     port = "with -p 127.0.0.1:5000:5000, " if in_image() else ""
     lines.append(f"  runs      {typed('ui')}  ({port}curves, parameters, pictures and models at http://127.0.0.1:5000)")
     if model.exists():
@@ -47,22 +47,22 @@ def main(argv: Optional[List[str]] = None) -> int:
     args = parser.parse_args(argv)
     path = args.evaluation / "metrics.json"
     run = f"no evaluation here yet; run `{typed('repro')}` or `python -m pipeline.evaluate`"
-    figures = read_json(path, run)
-    if not tables.matchers_in(figures):
-        raise RequestError(f"{path}: holds no matcher's figures; run `python -m pipeline.evaluate` again")
+    metrics = read_json(path, run)
+    if not tables.matchers_in(metrics):
+        raise RequestError(f"{path}: contains no matcher's metrics; run `python -m pipeline.evaluate` again")
     content = document.load(args.evaluation) if (args.evaluation / document.JSON).is_file() else None
     if content is not None and content.differences:
         print("\n".join([*summary.verdict(content), ""]))
     print(f"Comparison on held-out pairs ({path})\n")
-    print("\n".join([tables.comparison(figures), *tables.unrelated(figures)]))
+    print("\n".join([tables.comparison(metrics), *tables.negative_pairs(metrics)]))
     if content is not None:
         print("\n".join(["", content.title, *content.notes]))
-    made = fresh_page(args.evaluation)
+    html = fresh_page(args.evaluation)
     print("\nWhere to look next")
     print("\n".join(next_steps(args.evaluation, args.model)))
     screen = sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    if args.open and made is not None and not (screen and webbrowser.open(made.resolve().as_uri())):
-        print(f"\nno browser here; open {made.resolve()}")
+    if args.open and html is not None and not (screen and webbrowser.open(html.resolve().as_uri())):
+        print(f"\nno browser here; open {html.resolve()}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Line charts as SVG text: small, sharp at any width, and no library in the page."""
+"""Line charts as SVG text, which need no library in the page."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def line_chart(
     y_range: Tuple[float, float] = (0.0, 1.0),
     diagonal: bool = False,
 ) -> Markup:
-    """An SVG element with one line per series and a legend; points outside the ranges are cut off at the frame.
+    """An SVG element with one line per series and a legend; points outside the ranges are clipped to the frame.
 
-    series: name -> (x, y) points, drawn in order; diagonal: a thin line from corner to corner, for calibration.
+    series: name -> (x, y) points, drawn in order; diagonal: add a thin diagonal, for calibration.
     """
 
     def place(x: float, y: float) -> Tuple[float, float]:
@@ -45,15 +45,15 @@ def line_chart(
             parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in dots]
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text x="{middle}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>')
-    turned = f'transform="translate(14 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)"'
-    parts.append(f'<text {turned} text-anchor="middle">{escape(y_label)}</text></svg>')
+    rotated = f'transform="translate(14 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)"'
+    parts.append(f'<text {rotated} text-anchor="middle">{escape(y_label)}</text></svg>')
     keys = (f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for colour, name in zip(COLOURS, series))
-    # below the chart, where a narrow screen can wrap it
+    # outside the SVG, so that a narrow screen wraps the legend
     return Markup("\n".join(parts) + f'<p class="legend">{"".join(keys)}</p>')
 
 
 def axes(x_range: Tuple[float, float], y_range: Tuple[float, float], place) -> List[str]:
-    """Grid lines and their numbers: five steps each way."""
+    """Grid lines and their numbers: five steps along each axis."""
     parts = []
     for step in range(6):
         x = x_range[0] + (x_range[1] - x_range[0]) * step / 5
@@ -67,5 +67,5 @@ def axes(x_range: Tuple[float, float], y_range: Tuple[float, float], place) -> L
 
 
 def column(lines: Sequence[Mapping[str, Any]], x: str, y: str) -> List[Tuple[float, float]]:
-    """Points of two columns of a CSV's lines, those without a number left out."""
+    """Points of two columns of CSV lines, without lines that lack a number."""
     return [(float(line[x]), float(line[y])) for line in lines if not {None, ""} & {line.get(x), line.get(y)}]

@@ -1,4 +1,4 @@
-"""report.json: all that an evaluation puts on its page, the same in every clone."""
+"""report.json: the content of the page, the same in every clone."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pipeline.files import read_json
 
 Line = Mapping[str, Any]
 JSON = "report.json"
-ELSEWHERE = ("pairs", "scenes", "bad")  # long, and in files of their own
+ELSEWHERE = ("pairs", "scenes", "bad")  # long tables, only in their CSV files
 
 
 @dataclass(frozen=True)
 class Picture:
     """A pair and its matches.
 
-    jpeg: both images side by side, base64, of width x height pixels; matches: by matcher, for each x0, y0, x1, y1 in
-    these pixels, the score and whether it is right (1 or 0).
+    jpeg: both images side by side, base64, of width x height pixels; matches: by matcher, rows of x0, y0, x1, y1 in
+    these pixels, score and 1 (correct) or 0.
     """
 
     name: str
@@ -34,16 +34,13 @@ class Picture:
 
 @dataclass(frozen=True)
 class Content:
-    """All that an evaluation has to say: the lines of each file it writes, and what the page shows of them.
-
-    unit: what the intervals resample, such as photographs.
-    """
+    """Everything in the report: the lines of each file, and the page. unit: what intervals resample (photographs)."""
 
     title: str  # where the pairs come from
-    figures: Dict[str, Optional[float]]
+    metrics: Dict[str, Optional[float]]
     intervals: Sequence[Line]
     differences: Sequence[Line]
-    curves: Mapping[str, Sequence[Line]]  # by the name of the file
+    curves: Mapping[str, Sequence[Line]]  # by file name
     robustness: Sequence[Line]
     pictures: Sequence[Picture]
     protocol: Mapping[str, Any]
@@ -64,6 +61,6 @@ def load(folder: Path) -> Content:
     """Read report.json. Raises RequestError for one that is missing or damaged."""
     values = read_json(folder / JSON, "no such file; `make repro` makes it")
     try:
-        return Content(**{**values, "pictures": [Picture(**one) for one in values["pictures"]]})
+        return Content(**{**values, "pictures": [Picture(**picture) for picture in values["pictures"]]})
     except (TypeError, KeyError) as error:
         raise RequestError(f"{folder / JSON}: cannot be read: {error}") from None

@@ -1,4 +1,4 @@
-"""The files of a report: every table as CSV, the figures as JSON, all of it for the page, the page."""
+"""The files of a report: tables as CSV, metrics and content as JSON, the page."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import numpy as np
 from pipeline.files import write_atomic, write_csv
 from pipeline.report import document, page, summary, tables
 
-TABLES = ("pairs", "scenes", "intervals", "differences", "robustness")  # parts of a `Content` with a CSV each
+TABLES = ("pairs", "scenes", "intervals", "differences", "robustness")  # fields of `Content` with a CSV each
 FILES = ("metrics.json", "summary.json", "protocol.json", "matchers.csv", "bad_images.csv", page.PAGE, document.JSON,
          *(f"{name}.csv" for name in TABLES))  # fmt: skip
 FOLDERS = ("curves", "pictures")
-COLUMNS, GAP = 2, 8  # of the grid of pictures; pixels between them
+COLUMNS, GAP = 2, 8  # of the grid of pictures; GAP in pixels
 
 
 def write(out: Path, content: document.Content, training: Optional[Path] = None) -> None:
-    """All of them but the pictures, in place of an earlier evaluation's. training: folder of its curves."""
-    write_json(out / "metrics.json", content.figures)
+    """Write all files but the pictures, and remove those of an earlier evaluation. training: folder of its curves."""
+    write_json(out / "metrics.json", content.metrics)
     write_json(out / "summary.json", summary.headline(content))
     write_json(out / "protocol.json", content.protocol)
     for name in TABLES:
         write_lines(out / f"{name}.csv", getattr(content, name))
-    write_lines(out / "matchers.csv", tables.lines_by_matcher(content.figures))
+    write_lines(out / "matchers.csv", tables.lines_by_matcher(content.metrics))
     write_lines(out / "bad_images.csv", content.bad, ("file", "reason"))
-    for folder in FOLDERS:  # what an earlier evaluation left would pass for this one's
+    for folder in FOLDERS:  # remove files of an earlier evaluation
         shutil.rmtree(out / folder, ignore_errors=True)
         (out / folder).mkdir(parents=True)
     for name, lines in content.curves.items():
@@ -40,18 +40,18 @@ def write(out: Path, content: document.Content, training: Optional[Path] = None)
 
 
 def write_lines(path: Path, lines: Sequence[Mapping[str, object]], columns: Sequence[str] = ()) -> None:
-    """Write dicts as CSV; columns as given, else those of all lines in order of appearance."""
+    """Write dicts as CSV; columns: default all keys in order of appearance."""
     names = list(columns) or list(dict.fromkeys(name for line in lines for name in line))
     write_csv(path, [names, *([line.get(name) for name in names] for line in lines)])
 
 
 def write_json(path: Path, values: Mapping[str, object]) -> None:
-    """Indented JSON with a final newline; the folder is made."""
+    """Write indented JSON with a final newline; creates the folder."""
     write_atomic(path, json.dumps(values, indent=2) + "\n")
 
 
 def write_grid(folder: Path, file: Path) -> bool:
-    """All PNG pictures of a folder as one picture, two in a row, by name; False without any."""
+    """Write all PNG pictures of a folder as one picture, two in a row, by name; False without any."""
     pictures = [cv2.imread(str(path)) for path in sorted(folder.glob("*.png"))]
     if not pictures:
         return False
@@ -59,6 +59,6 @@ def write_grid(folder: Path, file: Path) -> bool:
     rows = -(-len(pictures) // COLUMNS)
     sheet = np.full((rows * height + GAP, COLUMNS * width + GAP, 3), 255, np.uint8)
     for number, picture in enumerate(pictures):
-        top, left = (GAP + place * side for place, side in zip(divmod(number, COLUMNS), (height, width)))
+        top, left = (GAP + index * side for index, side in zip(divmod(number, COLUMNS), (height, width)))
         sheet[top : top + picture.shape[0], left : left + picture.shape[1]] = picture
     return cv2.imwrite(str(file), sheet)

@@ -1,7 +1,7 @@
-"""The report as one HTML page that needs nothing beside it: no network, pictures, curves and script inside.
+"""The report as one self-contained HTML page, with pictures, curves and script inside.
 
-`report.json` holds all that an evaluation puts on it, the same in every clone. The page is made of it, of the curves
-of the training and of what only this clone knows: commit and date.
+The page is rendered from `report.json`, which is the same in every clone, the curves of the training, and this clone's
+commit and date.
 """
 
 from __future__ import annotations
@@ -25,22 +25,17 @@ PAGE = "index.html"
 
 
 def write(folder: Path, training: Optional[Path] = None) -> Path:
-    """Write index.html from report.json. training: folder with train.csv and validation.csv, where there is one."""
+    """Write index.html from report.json. training: optional folder with train.csv and validation.csv."""
     made = {"commit": repro.git_state()["commit"][:8], "date": time.strftime("%Y-%m-%d")}
     (folder / PAGE).write_text(render(load(folder), training_curves(training), made), encoding="utf-8")
     return folder / PAGE
 
 
 def training_curves(folder: Optional[Path]) -> Dict[str, List[Line]]:
-    """Lines of the curves that training left in a folder, by the name of the file; those that are there."""
-    found: Dict[str, List[Line]] = {}
-    if folder is None:
-        return found
-    for name in ("train", "validation"):
-        path = folder / f"{name}.csv"
-        if path.is_file():
-            found[name] = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
-    return found
+    """Lines of train.csv and validation.csv by name, of the files that exist."""
+    paths = [folder / f"{name}.csv" for name in ("train", "validation")] if folder else []
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
+    return {name: list(csv.DictReader(text.splitlines())) for name, text in texts.items()}
 
 
 def render(content: Content, training: Mapping[str, Sequence[Line]], made: Mapping[str, str]) -> str:
@@ -54,24 +49,24 @@ def render(content: Content, training: Mapping[str, Sequence[Line]], made: Mappi
 
 
 def template() -> jinja2.Template:
-    """`page.html`, with the words of the tables as filters."""
+    """`page.html`, with the functions of the tables as filters."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    words = (as_text, tables.figure_title, tables.foremost, tables.marked, tables.matchers_in, tables.notes)
-    words += (tables.percent, tables.points, tables.column_groups, summary.unrelated, summary.verdict, marks)
-    environment.filters.update({each.__name__: each for each in words}, title_of=tables.title)
+    filters = (as_text, tables.metric_title, tables.foremost, tables.marked, tables.matchers_in, tables.notes)
+    filters += (tables.percent, tables.points, tables.column_groups, summary.negative_matches, summary.verdict, marks)
+    environment.filters.update({function.__name__: function for function in filters}, title_of=tables.title)
     environment.filters.update(
         by_cell=lambda lines: {(line["matcher"], line["figure"]): line for line in lines},
         picture_title=lambda name: summary.PICTURES.get(name, name),
         select_ours=lambda line: [name.partition(".")[2] for name in line if name.startswith("superglue.")],
     )
-    environment.globals.update(least_pairs=tables.LEAST_PAIRS, few=tables.FEW, ours=summary.OURS, short=tables.SHORT)
+    environment.globals.update(min_pairs=tables.MIN_PAIRS, few=tables.FEW, ours=summary.OURS, short=tables.SHORT)
     colours = ",".join(drawing.css_colours()[::15])
-    environment.globals.update(scale=colours, opacity=drawing.OPACITY, most_lines=drawing.LINES)
+    environment.globals.update(scale=colours, opacity=drawing.OPACITY, max_lines=drawing.LINES)
     return environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
 
 class Mark(NamedTuple):
-    """A match as the page draws it: path of an SVG, a line or two dots; colour: of its confidence."""
+    """A match as the page draws it. path: of an SVG, a line or two dots; colour: of its confidence."""
 
     path: str
     line: bool
@@ -81,76 +76,74 @@ class Mark(NamedTuple):
 
 
 def marks(matches: Sequence[Sequence[float]]) -> List[Mark]:
-    """The matches of a `Picture` in the order and colours of `drawing`. The strongest lines stay such whatever the
-    threshold, since it takes the weakest matches first."""
+    """The matches of a `Picture` in the order and colours of `drawing`; the strongest are lines at any threshold."""
     rows = np.array(matches, np.float64).reshape(-1, 6)
     scores, wrong = rows[:, 4], rows[:, 5] == 0
     lines, colours = drawing.strongest(scores), drawing.css_colours()
-    found = []
+    drawn = []
     for index in drawing.drawing_order(drawing.Panel("", rows[:, :2], rows[:, 2:4], scores, wrong)):
         x0, y0, x1, y1, score, _ = rows[index].tolist()
         path = f"M{x0:g} {y0:g}L{x1:g} {y1:g}" if lines[index] else f"M{x0:g} {y0:g}h0M{x1:g} {y1:g}h0"
         colour = colours[round(255 * min(max(score, 0.0), 1.0))]
-        found.append(Mark(path, bool(lines[index]), colour, score, not wrong[index]))
-    return found
+        drawn.append(Mark(path, bool(lines[index]), colour, score, not wrong[index]))
+    return drawn
 
 
 def as_text(differences: Sequence[Line]) -> List[str]:
-    """What is better, worse and equal: compared with the best baseline, then with each further model.
+    """Sentences on what is better, worse and equal: than the best baseline, then than each further model.
 
-    Nothing where the photographs are too few, which the verdict and the table say.
+    Empty with too few photographs, which the verdict and the table state.
     """
-    seen: Dict[str, str] = {}  # figure -> whom its first line is about
+    seen: Dict[str, str] = {}  # metric -> baseline of its first line
     groups: Dict[Tuple[str, str], List[str]] = {}
     for line in differences:
-        figure, baseline = str(line["figure"]), str(line["baseline"])
-        other = "the best baseline" if figure not in seen else tables.title(baseline)
-        seen.setdefault(figure, baseline)
-        groups.setdefault((other, str(line["verdict"])), []).append(tables.figure_title(figure))
-    words = {"better": "Better than", "worse": "Worse than", "equal": "Equal within the interval to"}
+        metric, baseline = str(line["figure"]), str(line["baseline"])
+        other = "the best baseline" if metric not in seen else tables.title(baseline)
+        seen.setdefault(metric, baseline)
+        groups.setdefault((other, str(line["verdict"])), []).append(tables.metric_title(metric))
+    words = summary.VERDICTS
     known = [key for key in groups if key[1] in words]
     ranked = sorted(known, key=lambda key: (key[0] != "the best baseline", key[0], list(words).index(key[1])))
     return [f"{words[verdict]} {other} in: {', '.join(groups[other, verdict])}." for other, verdict in ranked]
 
 
 Chart = Tuple[Markup, str]  # and its caption
-AXES = {  # first column of a curve -> its axis, and what was estimated
+AXES = {  # first column of a curve -> label of its axis, and caption
     "error_px": ("corner error in pixels", "Homography from {}"),
     "error_deg": ("pose error in degrees", "Relative pose from the essential matrix, {}"),
 }
 
 
 def training_charts(curves: Mapping[str, Sequence[Line]]) -> List[Chart]:
-    """Loss of training and validation by step, and what validation finds."""
+    """Loss of training and validation by step, and precision and recall of validation."""
     losses = {name: charts.column(lines, "step", "loss") for name, lines in curves.items()}
     losses = {name: points for name, points in losses.items() if points}
     if not losses:
         return []
-    last, most = (max(point[axis] for points in losses.values() for point in points) for axis in (0, 1))
-    loss = charts.line_chart(losses, "step", "loss", (0, last), (0, most or 1.0))
-    shares = {name: charts.column(curves.get("validation", ()), "step", name) for name in ("precision", "recall")}
-    share = charts.line_chart(shares, "step", "share on validation pairs", (0, last))
-    return [(loss, "Loss while training and on validation pairs"), (share, "Precision and recall on validation pairs")]
+    last, highest = (max(point[axis] for points in losses.values() for point in points) for axis in (0, 1))
+    loss = charts.line_chart(losses, "step", "loss", (0, last), (0, highest or 1.0))
+    series = {name: charts.column(curves.get("validation", ()), "step", name) for name in ("precision", "recall")}
+    scores = charts.line_chart(series, "step", "fraction on validation pairs", (0, last))
+    return [(loss, "Training and validation loss"), (scores, "Precision and recall on validation pairs")]
 
 
 def error_charts(curves: Mapping[str, Sequence[Line]]) -> List[Chart]:
-    """The curves whose areas the AUC are."""
-    found = []
+    """The curves whose areas are the AUC metrics."""
+    shown = []
     for name, lines in curves.items():
         if not name.startswith("error_") or not lines:
             continue
         axis, *matchers = lines[0]
         series = {tables.title(matcher): charts.column(lines, axis, matcher) for matcher in matchers}
         label, title = AXES[axis]
-        chart = charts.line_chart(series, label, "share of pairs", (0, float(lines[-1][axis])))
+        chart = charts.line_chart(series, label, "fraction of pairs", (0, float(lines[-1][axis])))
         estimator = tables.estimator_title(name[len("error_") :])
-        caption = f"{title.format(estimator)}: share of pairs within an error"
-        found.append((chart, caption))
-    return found
+        shown.append((chart, f"{title.format(estimator)}: fraction of pairs within an error"))
+    return shown
 
 
 def confidence_charts(curves: Mapping[str, Sequence[Line]]) -> List[Chart]:
-    """Precision beside recall, both over the threshold, and calibration; nothing where neither was asked."""
+    """Precision over recall, both over the threshold, and calibration; empty without these curves."""
     if "precision_recall" not in curves:
         return []
     thresholds, swept = curves["precision_recall"], curves["precision_at_recall"]
@@ -161,11 +154,11 @@ def confidence_charts(curves: Mapping[str, Sequence[Line]]) -> List[Chart]:
             series[tables.title(str(line["matcher"]))] = charts.column([line], "recall", "precision")
     first = charts.line_chart(series, "recall", "precision", (0, 1))
     series = {name: charts.column(thresholds, "threshold", name) for name in ("precision", "recall")}
-    second = charts.line_chart(series, "smallest confidence of a match", "share", (0, 1))
+    second = charts.line_chart(series, "minimum confidence of a match", "fraction", (0, 1))
     points = {"ours": charts.column(curves["calibration"], "confidence", "precision")}
-    third = charts.line_chart(points, "confidence of a match", "share of right ones", (0, 1), diagonal=True)
+    third = charts.line_chart(points, "confidence of a match", "fraction of correct ones", (0, 1), diagonal=True)
     return [
         (first, "Precision at each recall over all confidences of ours; a baseline is one point"),
         (second, "Precision and recall of ours over the confidence threshold (a pair without matches counts as 0)"),
-        (third, "Calibration: on the dashed line, confidence is the share of right matches"),
+        (third, "Calibration: on the dashed line, confidence equals the fraction of correct matches"),
     ]

@@ -14,7 +14,7 @@ TITLES = {
     "lightglue": "LightGlue",
     "true_matches": "true matches (bound)",
 }
-SHORT = {  # figures that are no AUC, in the order of the columns
+SHORT = {  # all metrics but the AUC, in the order of the columns
     "precision": "P",
     "recall": "R",
     "matching_score": "MS",
@@ -29,34 +29,34 @@ LONG = {
     "matching_score_at_ratio_precision": "matching score at the ratio test's precision",
     "precision_at_ratio_matching_score": "precision at the ratio test's matching score",
 }
-ALIGNED = "_aligned"  # behind the estimator's name in figures of aligned matches
-DETECTED, MOVED = "as detected", "aligned"  # what stands above the two parts of a table
+ALIGNED = "_aligned"  # suffix of the estimator's name in metrics of aligned matches
+DETECTED, MOVED = "as detected", "aligned"  # headings of the two parts of a table
 POSES = ("AUC POSE", "AUC REFINED")
-LEAST_PAIRS = 20  # of fewer a figure says too little to be judged
-FEW = f"* fewer than {LEAST_PAIRS} pairs: too few to judge by"
+MIN_PAIRS = 20  # tables mark metrics of fewer pairs
+FEW = f"* fewer than {MIN_PAIRS} pairs: too few to judge by"
 
 
 def percent(value: Optional[float]) -> str:
-    """0.5367 -> '53.7'; '-' where there is no figure."""
+    """0.5367 -> '53.7'; None -> '-'."""
     return "-" if value is None else f"{100 * value:.1f}"
 
 
-def matchers_in(figures: Mapping[str, Optional[float]]) -> List[str]:
-    """Names of the matchers with figures, in the order they appear."""
-    return [name[: -len(".pairs")] for name in figures if name.endswith(".pairs")]
+def matchers_in(metrics: Mapping[str, Optional[float]]) -> List[str]:
+    """Names of the matchers with metrics, in the order they appear."""
+    return [name[: -len(".pairs")] for name in metrics if name.endswith(".pairs")]
 
 
 def title(matcher: str) -> str:
-    """A matcher's name for people."""
+    """A matcher's display name."""
     return TITLES.get(matcher, matcher)
 
 
 def points(value: Optional[float]) -> str:
-    """A difference, 0.0123 -> '+1.2'; '-' where there is none."""
+    """A difference: 0.0123 -> '+1.2'; None -> '-'."""
     return "-" if value is None else f"{100 * value:+.1f}"
 
 
-def figure_title(name: str) -> str:
+def metric_title(name: str) -> str:
     """auc_ransac_3 -> 'AUC@3 RANSAC', auc_ransac_aligned_3 -> 'AUC@3 RANSAC aligned'; other names as words."""
     kind, _, rest = name.partition("_")
     estimator, _, pixels = rest.rpartition("_")
@@ -70,32 +70,32 @@ def estimator_title(estimator: str) -> str:
 
 
 def aligned_counterpart(name: str) -> str:
-    """auc_ransac_3 -> 'auc_ransac_aligned_3'; '' for what is no area or is aligned already."""
+    """auc_ransac_3 -> 'auc_ransac_aligned_3'; '' for other metrics and for aligned ones."""
     start, _, limit = name.rpartition("_")
     return f"{start}{ALIGNED}_{limit}" if name.startswith("auc_") and not start.endswith(ALIGNED) else ""
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> List[str]:
-    """Lines with columns of one width: the first to the left, the others to the right."""
+    """Lines with aligned columns: the first to the left, the others to the right."""
     first, *widths = (max(map(len, column)) for column in zip(*rows))
     return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]).rstrip() for row in rows]
 
 
-def lines_by_matcher(figures: Mapping[str, Optional[float]]) -> List[Dict[str, object]]:
-    """Flat names the other way round: one line per matcher."""
+def lines_by_matcher(metrics: Mapping[str, Optional[float]]) -> List[Dict[str, object]]:
+    """One line per matcher from flat names."""
     lines: Dict[str, Dict[str, object]] = {}
-    for name, value in figures.items():
-        matcher, _, figure = name.partition(".")
-        lines.setdefault(matcher, {"matcher": matcher})[figure] = value
+    for name, value in metrics.items():
+        matcher, _, metric = name.partition(".")
+        lines.setdefault(matcher, {"matcher": matcher})[metric] = value
     return list(lines.values())
 
 
-def columns_of(figures: Iterable[str]) -> Dict[str, List[str]]:
-    """Names of the figures a table shows, under what stands above them: nothing, then each estimator's areas.
+def columns_of(metrics: Iterable[str]) -> Dict[str, List[str]]:
+    """Names of the metrics in a table by heading: "", then one for the AUC of each estimator.
 
-    Areas of aligned matches are not among them: see `aligned_counterpart`.
+    AUC of aligned matches are not included: see `aligned_counterpart`.
     """
-    known = dict.fromkeys(name.rpartition(".")[2] for name in figures)
+    known = dict.fromkeys(name.rpartition(".")[2] for name in metrics)
     groups: Dict[str, List[str]] = {"": [name for name in SHORT if name in known]}
     for name in known:
         if aligned_counterpart(name):
@@ -104,111 +104,111 @@ def columns_of(figures: Iterable[str]) -> Dict[str, List[str]]:
 
 
 def column_groups(names: Sequence[str]) -> List[Tuple[str, List[Tuple[str, str]]]]:
-    """Tables narrow enough for a page: a heading, then each figure with what stands above its column.
+    """Narrow tables for a page: heading, and (metric, column title) of each column.
 
-    What is found first, then each estimator's areas, as detected and aligned.
+    Precision and recall first, then the AUC of each estimator, as detected and aligned.
     """
     groups = []
-    for head, own in columns_of(names).items():
+    for head, metrics in columns_of(names).items():
         if not head:
-            groups.append(("Matches", [(name, figure_title(name)) for name in own]))
+            groups.append(("Matches", [(name, metric_title(name)) for name in metrics]))
             continue
-        moved = [aligned_counterpart(name) for name in own]
-        for title_of, shown in ((head, own), (f"{head}, matches {MOVED} by the pixels", moved)):
+        moved = [aligned_counterpart(name) for name in metrics]
+        for title_of, shown in ((head, metrics), (f"{head}, matches {MOVED} by the pixels", moved)):
             areas = [(name, f"@{name.rpartition('_')[2]}") for name in shown if name in names]
             groups += [(title_of, areas)] if areas else []
     return groups
 
 
-def comparison(figures: Mapping[str, Optional[float]]) -> str:
-    """The table every evaluation ends with: one line per matcher, percentages beside the number of pairs.
+def comparison(metrics: Mapping[str, Optional[float]]) -> str:
+    """The table of an evaluation: one line per matcher, with percentages and the number of pairs.
 
-    Where matches were aligned, the areas of these stand below in the same columns.
+    The AUC of aligned matches, if any, follow below in the same columns.
     """
-    groups, matchers = columns_of(figures), matchers_in(figures)
-    names = [name for own in groups.values() for name in own]
+    groups, matchers = columns_of(metrics), matchers_in(metrics)
+    names = [name for group in groups.values() for name in group]
     moved = [aligned_counterpart(name) for name in names]
-    both = any(f"{matcher}.{name}" in figures for matcher in matchers for name in moved)
+    both = any(f"{matcher}.{name}" in metrics for matcher in matchers for name in moved)
     heads = [SHORT.get(name) or f"@{name.rpartition('_')[2]}" for name in names]
     rows = [[DETECTED if both else "", "pairs", "matches", *heads]]
     for matcher in matchers:
-        matches = figures.get(f"{matcher}.matches")
-        counts = [str(figures[f"{matcher}.pairs"]), "-" if matches is None else f"{matches:.0f}"]
-        rows.append([title(matcher), *counts, *(percent(figures.get(f"{matcher}.{name}")) for name in names)])
+        matches = metrics.get(f"{matcher}.matches")
+        counts = [str(metrics[f"{matcher}.pairs"]), "-" if matches is None else f"{matches:.0f}"]
+        rows.append([title(matcher), *counts, *(percent(metrics.get(f"{matcher}.{name}")) for name in names)])
     below = [[MOVED, "", "", *(head if name else "" for head, name in zip(heads, moved))]]
     for matcher in matchers:
-        cells = (percent(figures.get(f"{matcher}.{name}")) if name else "" for name in moved)
+        cells = (percent(metrics.get(f"{matcher}.{name}")) if name else "" for name in moved)
         below.append([title(matcher), "", "", *cells])
     lines = aligned(rows + below) if both else aligned(rows)
     lines[len(rows) : len(rows)] = [""] if both else []
-    starts = [found.start() for found in re.finditer(r"\S+", lines[0])][-len(names) :]  # after pairs and matches
+    starts = [word.start() for word in re.finditer(r"\S+", lines[0])][-len(names) :]  # after pairs and matches
     above = ""
-    for head, own in groups.items():
-        above = above.ljust(starts[names.index(own[0])]) + f"{head} " if head else above
-    return "\n".join([above.rstrip(), *lines, *notes(figures)])
+    for head, group in groups.items():
+        above = above.ljust(starts[names.index(group[0])]) + f"{head} " if head else above
+    return "\n".join([above.rstrip(), *lines, *notes(metrics)])
 
 
-def notes(figures: Mapping[str, Optional[float]]) -> List[str]:
-    """What stands below the table: what its columns are, and which matches they count."""
-    groups, matchers = columns_of(figures), matchers_in(figures)
-    said = [f"{SHORT[name]}: {figure_title(name)}" for name in groups[""] if name not in LONG]
-    for head, own in list(groups.items())[1:]:
-        limits = ", ".join(name.rpartition("_")[2] for name in own)
-        of = f"pose error up to {limits} degrees" if head in POSES else f"mean corner error up to {limits} px"
-        said.append(f"AUC of the {of}")
-    lines = ["in %; " + "; ".join(dict.fromkeys(said))]
-    if any(ALIGNED in name for name in figures):
+def notes(metrics: Mapping[str, Optional[float]]) -> List[str]:
+    """Notes below the table: the meaning of its columns, and which matches and pairs they count."""
+    groups, matchers = columns_of(metrics), matchers_in(metrics)
+    columns = [f"{SHORT[name]}: {metric_title(name)}" for name in groups[""] if name not in LONG]
+    for head, group in list(groups.items())[1:]:
+        limits = ", ".join(name.rpartition("_")[2] for name in group)
+        error = f"pose error up to {limits} degrees" if head in POSES else f"mean corner error up to {limits} px"
+        columns.append(f"AUC of the {error}")
+    lines = ["in %; " + "; ".join(dict.fromkeys(columns))]
+    if any(ALIGNED in name for name in metrics):
         lines.append(f"{MOVED}: all matchers' matches moved by the pixels around them; the rest is {DETECTED}")
-    stated = {title(name): figures.get(f"{name}.threshold") for name in matchers}
-    stated = {name: f"{value:g}" for name, value in stated.items() if value is not None}
-    if stated:
-        one = len(set(stated.values())) == 1
-        above = next(iter(stated.values())) if one else ", ".join(" ".join(own) for own in stated.items())
+    thresholds = {title(name): metrics.get(f"{name}.threshold") for name in matchers}
+    thresholds = {name: f"{value:g}" for name, value in thresholds.items() if value is not None}
+    if thresholds:
+        equal = len(set(thresholds.values())) == 1
+        above = next(iter(thresholds.values())) if equal else ", ".join(map(" ".join, thresholds.items()))
         lines.append(f"a network's matches have a confidence above {above}")
     if any(name in LONG for name in groups[""]):
-        said = ", ".join(f"{SHORT[name]}: {LONG[name]}" for name in LONG if name in groups[""])
-        lines.append(f"{said}, where every threshold is tried")
-    counts = [(figures.get(f"{name}.recall_pairs"), figures[f"{name}.pairs"]) for name in matchers]
-    for asked, pairs in dict.fromkeys(counts):
-        if asked not in (None, pairs):
-            lines.append(f"recall is over {asked} of {pairs} pairs: the others have no true match")
+        columns = ", ".join(f"{SHORT[name]}: {LONG[name]}" for name in LONG if name in groups[""])
+        lines.append(f"{columns}, where every threshold is tried")
+    counts = [(metrics.get(f"{name}.recall_pairs"), metrics[f"{name}.pairs"]) for name in matchers]
+    for recall_pairs, pairs in dict.fromkeys(counts):
+        if recall_pairs not in (None, pairs):
+            lines.append(f"recall is over {recall_pairs} of {pairs} pairs: the others have no true match")
     return lines
 
 
-def unrelated(figures: Mapping[str, Optional[float]]) -> List[str]:
-    """A table of what each matcher returns for photographs with nothing in common; nothing where it was not asked."""
+def negative_pairs(metrics: Mapping[str, Optional[float]]) -> List[str]:
+    """A table of the number of matches on negative pairs; empty without such pairs."""
     names = ("unrelated_matches", "unrelated_matches_p95")
-    matchers = [name for name in matchers_in(figures) if figures.get(f"{name}.{names[0]}") is not None]
+    matchers = [name for name in matchers_in(metrics) if metrics.get(f"{name}.{names[0]}") is not None]
     if not matchers:
         return []
-    pairs = figures[f"{matchers[0]}.unrelated_pairs"]
+    pairs = metrics[f"{matchers[0]}.unrelated_pairs"]
     rows = [[f"matches on {pairs} pairs with nothing in common", "mean", "95th percentile"]]
-    rows += [[title(name), *(f"{figures[f'{name}.{kind}']:.1f}" for kind in names)] for name in matchers]
+    rows += [[title(name), *(f"{metrics[f'{name}.{kind}']:.1f}" for kind in names)] for name in matchers]
     return ["", *aligned(rows)]
 
 
-def acceptance(figures: Mapping[str, Optional[float]]) -> List[str]:
-    """What validation on rendered scenes chose, as a line; nothing where it was not asked."""
-    of = {name: figures.get(f"superglue.{name}") for name in ("strict_threshold", "accept_pairs")}
-    if None in of.values():
+def acceptance(metrics: Mapping[str, Optional[float]]) -> List[str]:
+    """The limits chosen on rendered scenes, as a line; empty without them."""
+    strict, accept = (metrics.get(f"superglue.{name}") for name in ("strict_threshold", "accept_pairs"))
+    if strict is None or accept is None:
         return []
     near, apart, accepted, false = (
-        figures[f"superglue.scene_{name}"] for name in ("pairs", "pairs_apart", "accepted", "false")
+        metrics[f"superglue.scene_{name}"] for name in ("pairs", "pairs_apart", "accepted", "false")
     )
     return [
-        f"pairs of a scene are accepted by {of['accept_pairs']} matches above {of['strict_threshold']:g}: of "
+        f"pairs of a scene are accepted by {accept} matches above {strict:g}: of "
         f"rendered ones {percent(accepted)} % of {near} that overlap, {percent(false)} % of {apart} of opposite sides"
     ]
 
 
 def side_by_side(variants: Dict[str, Dict[str, Optional[float]]]) -> str:
-    """Several evaluations in one table. variants: name -> the figures of each."""
-    figures = {}
-    for variant, own in variants.items():
-        for name, value in own.items():
-            matcher, _, figure = name.partition(".")
-            figures[f"{variant}  {title(matcher)}.{figure}"] = value
-    return comparison(figures)
+    """Several evaluations in one table. variants: name -> metrics."""
+    metrics = {}
+    for variant, values in variants.items():
+        for name, value in values.items():
+            matcher, _, metric = name.partition(".")
+            metrics[f"{variant}  {title(matcher)}.{metric}"] = value
+    return comparison(metrics)
 
 
 def by_scene(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -219,27 +219,26 @@ def by_scene(lines: Sequence[Mapping[str, Any]]) -> str:
     area = next(name for name in lines[0] if name.startswith("auc_") and name.endswith("_3"))
     names = [name for name in (area, aligned_counterpart(area), "precision") if name in lines[0]]
     scenes, matchers = (list(dict.fromkeys(str(line[key]) for line in lines)) for key in ("scene", "matcher"))
-    found = {(str(line["scene"]), str(line["matcher"])): line for line in lines}
-    heads = [figure_title(area), *([MOVED] if len(names) > 2 else []), "precision"]
+    by_cell = {(str(line["scene"]), str(line["matcher"])): line for line in lines}
+    heads = [metric_title(area), *([MOVED] if len(names) > 2 else []), "precision"]
     rows = [[" | ".join(heads), "pairs"] + [title(matcher) for matcher in matchers]]
     for scene in scenes:
-        cells = [found[scene, matcher] for matcher in matchers]
-        shares = [" | ".join(percent(cell[name]) for name in names) for cell in cells]
-        rows.append([scene, marked(int(cells[0]["pairs"])), *shares])
-    few = any(int(line["pairs"]) < LEAST_PAIRS for line in lines)
+        cells = [by_cell[scene, matcher] for matcher in matchers]
+        texts = [" | ".join(percent(cell[name]) for name in names) for cell in cells]
+        rows.append([scene, marked(int(cells[0]["pairs"])), *texts])
+    few = any(int(line["pairs"]) < MIN_PAIRS for line in lines)
     return "\n".join([*aligned(rows), *([FEW] if few else [])])
 
 
 def marked(pairs: int) -> str:
-    """A number of pairs, with a star where they are few."""
-    return f"{pairs}*" if pairs < LEAST_PAIRS else str(pairs)
+    """A number of pairs, with a star below MIN_PAIRS."""
+    return f"{pairs}*" if pairs < MIN_PAIRS else str(pairs)
 
 
 def foremost(names: Sequence[str]) -> List[str]:
-    """Of these figures those to show first: all but areas, of the first two estimators AUC@5 and AUC@10 (20), of the
-    first the same aligned."""
+    """The metrics to show first: all of SHORT, AUC@5 and AUC@10 (20) of two estimators, of the first also aligned."""
     estimators = list(columns_of(names).values())[1:3]
-    areas = [[name for name in own if name.endswith("_5") or name == own[-1]] for own in estimators]
+    areas = [[name for name in group if name.endswith("_5") or name == group[-1]] for group in estimators]
     shown = set(SHORT).union(*areas, *([map(aligned_counterpart, areas[0])] if areas else []))
     return [name for name in names if name in shown]
 
@@ -250,6 +249,6 @@ def differences(lines: Sequence[Mapping[str, Any]]) -> str:
     first = foremost([line["figure"] for line in lines])
     for line in lines:
         span = "-" if line["low"] is None else f"{points(line['low'])} .. {points(line['high'])}"
-        row = [figure_title(line["figure"]), points(line["value"]), span, line["verdict"], title(line["baseline"])]
+        row = [metric_title(line["figure"]), points(line["value"]), span, line["verdict"], title(line["baseline"])]
         rows += [row] if line["figure"] in first else []
     return "\n".join(aligned(rows))

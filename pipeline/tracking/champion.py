@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 from typing import Dict, List, Optional, Tuple
 
-from pipeline.bootstrap import LEAST_CLUSTERS, Clusters, auc_by_pair
+from pipeline.bootstrap import MIN_CLUSTERS, Clusters, auc_by_pair
 
 OURS, NEAREST = "superglue", "nn"  # rows of pairs.csv
 LIMIT = 5  # px, of the AUC that decides
@@ -30,7 +30,7 @@ def better_than(ours: Path, theirs: Optional[Path]) -> Tuple[bool, str]:
         return False, "one photograph is not enough"
     value, low, high = (f"{100 * difference[name]:+.1f}" for name in ("value", "low", "high"))
     interval = f"95 % interval {low} .. {high}, {difference['pairs']} pairs of {clusters.count} scenes"
-    better = difference["low"] > 0 and clusters.count >= LEAST_CLUSTERS
+    better = difference["low"] > 0 and clusters.count >= MIN_CLUSTERS
     return better, f"AUC@{LIMIT} {value} points, {interval}"
 
 

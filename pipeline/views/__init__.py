@@ -1,4 +1,4 @@
 """Views of one photograph: `homography` (sampling), `render` (pixels, light, camera).
 
-`places` and `buildings`: synthetic buildings seen by true cameras.
+`places` and `buildings`: pictures of synthetic buildings by known cameras.
 """

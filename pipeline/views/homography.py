@@ -1,8 +1,8 @@
-"""Sampling the homography of a view: border-free, convex, of bounded up-scaling.
+"""Sample the homography of a view: without borders, convex, of bounded up-scaling.
 
 A view is cut from a quadrilateral, built around the origin (perspective, scale, rotation), shrunk until its bounding
-box fits into the image, and moved to a place inside: nothing is cut off or filled in. Rejected is a fold or too much
-up-scaling: magnified pixels carry no finer detail, and SIFT finds fewer, coarser keypoints there.
+box fits into the image, and moved to a random place inside, so no pixel is missing. Folds are rejected, and too much
+up-scaling: magnified pixels contain no finer detail, and SIFT finds fewer, coarser keypoints there.
 
 Source of the idea: SuperPoint's homographic adaptation (DeTone et al. 2018), SuperGlue appendix E.
 """
@@ -21,18 +21,18 @@ from superglue_sift.geometry import corners, jacobians, transform
 Size = Tuple[int, int]  # (width, height)
 
 MAX_UPSCALE = 2.0  # view pixels per image pixel, anywhere in the view
-MILD_SCALE_MIN = 0.9  # view 0: share of the largest crop
+MILD_SCALE_MIN = 0.9  # view 0: minimum fraction of the largest crop
 _TRIES = 20
 
 
 def generator(seed: int, name: str, index: int) -> np.random.Generator:
-    """The generator of view `index` of the image `name`: no other image, worker or order has a part in it."""
+    """The generator of view `index` of the image `name`, independent of other images, workers and their order."""
     digest = hashlib.sha256(f"{seed}\n{index}\n{name}".encode("utf-8", "surrogateescape")).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "big")))
 
 
 def fits(image_size: Size, view_size: Size) -> bool:
-    """Can a view be cut from an image of this size within `MAX_UPSCALE`?"""
+    """Whether a view can be cut from an image of this size within `MAX_UPSCALE`."""
     return _largest(image_size, view_size) * MAX_UPSCALE >= 1.0
 
 
@@ -43,22 +43,22 @@ def smallest_image(view_size: Size) -> Size:
 
 
 def smallest_images(sections: Mapping[str, Any]) -> Dict[str, Size]:
-    """By split, the smallest image that serves these sections of the parameters; those that are there."""
-    found: Dict[str, Size] = {}
+    """The smallest image of each split for the views of these sections of the parameters."""
+    sizes: Dict[str, Size] = {}
     for section, splits in (("keypoints", ("train", "val")), ("evaluate", ("test",))):
         if section in sections:
-            needed = smallest_image((sections[section].width, sections[section].height))
-            found.update(dict.fromkeys(splits, needed))
-    return found
+            size = smallest_image((sections[section].width, sections[section].height))
+            sizes.update(dict.fromkeys(splits, size))
+    return sizes
 
 
 def sample_view(
     rng: np.random.Generator, image_size: Size, view_size: Size, limits: Homography, difficulty: float = 1.0
 ) -> np.ndarray:
-    """A random view: H_image_to_view (3, 3) float64.
+    """Sample a random view: H_image_to_view (3, 3) float64.
 
-    The view's corner pixels come from inside the image, in a convex quadrilateral, and no image pixel is magnified more
-    than `limits.max_upscale` times.
+    The corners of the view are a convex quadrilateral inside the image, and no image pixel is magnified more than
+    `limits.max_upscale` times.
 
     Args:
         rng: consumed in a fixed order; see `generator`.
@@ -69,7 +69,7 @@ def sample_view(
     """
     _require_fit(image_size, view_size)
     for attempt in range(_TRIES):
-        strength = difficulty * (1.0 - attempt / _TRIES)  # each rejection asks for a little less
+        strength = difficulty * (1.0 - attempt / _TRIES)  # weaker after each rejection
         H = _try_view(rng, image_size, view_size, limits, strength)
         if H is not None:
             return H
@@ -77,10 +77,7 @@ def sample_view(
 
 
 def mild_view(rng: np.random.Generator, image_size: Size, view_size: Size) -> np.ndarray:
-    """View 0: an upright crop of 90 to 100 % of the largest that fits, anywhere inside the image.
-
-    Arguments, result and error as `sample_view`.
-    """
+    """Sample view 0: an upright crop of 90 to 100 % of the largest that fits. Arguments and errors: `sample_view`."""
     _require_fit(image_size, view_size)
     largest = _largest(image_size, view_size)
     scale = largest * rng.uniform(max(MILD_SCALE_MIN, min(1.0, 1.0 / (MAX_UPSCALE * largest))), 1.0)
@@ -94,7 +91,7 @@ def _require_fit(image_size: Size, view_size: Size) -> None:
 
 
 def _largest(image_size: Size, view_size: Size) -> float:
-    """Image pixels per view pixel of the largest upright crop: distances between centres of corner pixels."""
+    """Image pixels per view pixel of the largest upright crop, between centres of corner pixels."""
     return min((image - 1) / (view - 1) for image, view in zip(image_size, view_size))
 
 
@@ -104,25 +101,25 @@ def _try_view(
     outline = corners(view_size) - corners(view_size).mean(0)
     shift = limits.perspective * strength * rng.uniform(-1.0, 1.0, (4, 2))
     angle = math.radians(limits.rotation_deg) * strength * rng.uniform(-1.0, 1.0)
-    turn = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
-    quad = (outline + shift * np.array(view_size)) @ turn.T
+    rotation = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+    quad = (outline + shift * np.array(view_size)) @ rotation.T
     if limits.tilt_deg > 0.0:
         quad = quad @ _foreshortening(math.radians(limits.tilt_deg) * strength, rng)
     if not _convex(quad):
         return None
     largest = _largest(image_size, view_size)
-    fitting = min(largest, *((np.array(image_size) - 1) / np.ptp(quad, axis=0)))
-    stretch = magnification(_through(quad, corners(view_size)), view_size).max()  # at scale 1
-    sharpest = stretch / limits.max_upscale
-    if sharpest > fitting:
+    # bounds of the scale: the quadrilateral fits into the image, and is not magnified too much
+    max_scale = min(largest, *((np.array(image_size) - 1) / np.ptp(quad, axis=0)))
+    min_scale = magnification(_through(quad, corners(view_size)), view_size).max() / limits.max_upscale
+    if min_scale > max_scale:
         return None
-    smallest = min(max(largest * (1.0 - strength * (1.0 - limits.scale_min)), sharpest), fitting)
-    quad *= math.exp(rng.uniform(math.log(smallest), math.log(fitting)))
+    min_scale = min(max(largest * (1.0 - strength * (1.0 - limits.scale_min)), min_scale), max_scale)
+    quad *= math.exp(rng.uniform(math.log(min_scale), math.log(max_scale)))
     return _place(rng, quad, image_size, view_size, strength)
 
 
 def _foreshortening(tilt: float, rng: np.random.Generator) -> np.ndarray:
-    """(2, 2) symmetric stretch along a random direction, by 1 / cos of up to `tilt` (radians): a tilted camera."""
+    """(2, 2) stretch of a tilted camera: by 1 / cos of up to `tilt` (radians) along a random direction."""
     direction = rng.uniform(0.0, math.pi)
     axis = np.array([math.cos(direction), math.sin(direction)])
     return np.eye(2) + (1.0 / math.cos(tilt * rng.uniform()) - 1.0) * np.outer(axis, axis)
@@ -131,20 +128,17 @@ def _foreshortening(tilt: float, rng: np.random.Generator) -> np.ndarray:
 def _place(
     rng: np.random.Generator, quad: np.ndarray, image_size: Size, view_size: Size, strength: float = 1.0
 ) -> np.ndarray:
-    """Move the quadrilateral to a random place inside the image; the homography that cuts it out.
-
-    strength: 0 (centred) to 1 (anywhere).
-    """
+    """Homography of the quadrilateral at a random place inside the image. strength: 0 (centred) to 1 (anywhere)."""
     low, high = quad.min(0), quad.max(0)
     last = np.array(image_size) - 1.0
-    room = np.maximum(last - (high - low), 0.0)
-    place = 0.5 + strength * rng.uniform(-0.5, 0.5, 2)
-    inside = np.clip(quad - low + room * place, 0.0, last)
+    margin = np.maximum(last - (high - low), 0.0)
+    position = 0.5 + strength * rng.uniform(-0.5, 0.5, 2)
+    inside = np.clip(quad - low + margin * position, 0.0, last)
     return _through(inside, corners(view_size))
 
 
 def _through(source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Homography through four correspondences, (4, 2) each (OpenCV's own would round them to float32)."""
+    """Homography through four correspondences, (4, 2) each, in float64 (OpenCV rounds points to float32)."""
     (x, y), (u, v) = source.T, target.T
     zero, one = np.zeros(4), np.ones(4)
     upper = np.stack([x, y, one, zero, zero, zero, -u * x, -u * y], 1)
@@ -154,18 +148,18 @@ def _through(source: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 
 def _convex(quad: np.ndarray) -> bool:
-    """Do all four corners turn the same way, none of them flat?"""
+    """Whether the quadrilateral is convex, with no corner close to 180 degrees."""
     edges = np.roll(quad, -1, axis=0) - quad
     following = np.roll(edges, -1, axis=0)
-    turns = edges[:, 0] * following[:, 1] - edges[:, 1] * following[:, 0]
+    crosses = edges[:, 0] * following[:, 1] - edges[:, 1] * following[:, 0]
     lengths = np.linalg.norm(edges, axis=1) * np.linalg.norm(following, axis=1)
-    return bool((turns > 0.1 * lengths).all())
+    return bool((crosses > 0.1 * lengths).all())
 
 
 def magnification(H: np.ndarray, view_size: Size) -> np.ndarray:
     """(4,) view pixels per image pixel along the most stretched direction, at the corners of the view.
 
-    The extremes of a homography's local scale over a convex quadrilateral lie at its corners.
+    The local scale of a homography has its extremes over a convex quadrilateral at the corners.
     """
     points = transform(corners(view_size), np.linalg.inv(H))
     return np.linalg.norm(jacobians(H, points), ord=2, axis=(-2, -1))

@@ -1,7 +1,7 @@
-"""Places made of textured rectangles, and pictures of them by known cameras, with the depth of every pixel.
+"""Render textured rectangles by known cameras, with the depth of every pixel.
 
-A picture warps each texture by the homography of its plane and shows at each pixel the nearest surface. What two
-pictures share is then known exactly, from their depths alone. Units: metres and pixels; x right, y down, z forward.
+A picture warps each texture by the homography of its plane and shows the nearest surface at each pixel. The depths give
+the exact overlap of two pictures. Units: metres and pixels; x right, y down, z forward.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 
 from superglue_sift.geometry import jacobians, resizing, transform
 
-FINER = 2  # pixels rendered per pixel of a picture along each axis, then averaged
-BACKGROUND = 190  # gray level where there is no surface
-SAME_DEPTH = 0.01  # difference, as a fraction, up to which two depths are of one surface
-SHARED_STEP = 6  # every so many pixels are looked at along each axis
-NEAR_PLANE = 0.1  # metres; what is nearer is not shown
+FINER = 2  # rendered pixels per pixel of a picture along each axis, then averaged
+BACKGROUND = 190  # gray level without a surface
+SAME_DEPTH = 0.01  # relative difference up to which two depths are of one surface
+SHARED_STEP = 6  # pixels between samples of the overlap along each axis
+NEAR_PLANE = 0.1  # metres; nearer surfaces are not shown
 
 Part = Tuple[slice, slice]  # rows and columns of a picture
 
@@ -49,9 +49,9 @@ class Camera(NamedTuple):
     @property
     def T(self) -> np.ndarray:
         """(4, 4), points of the world to points of the camera."""
-        found = np.eye(4)
-        found[:3, :3], found[:3, 3] = self.R, self.t
-        return found
+        T = np.eye(4)
+        T[:3, :3], T[:3, 3] = self.R, self.t
+        return T
 
 
 class Picture(NamedTuple):
@@ -62,7 +62,7 @@ class Picture(NamedTuple):
 
 
 def looking_at(K: np.ndarray, centre: np.ndarray, target: np.ndarray, roll: float = 0.0) -> Camera:
-    """A camera at `centre` (3,) that sees `target` (3,) in its middle, turned by `roll` radians about its axis."""
+    """A camera at `centre` (3,) that looks at `target` (3,), rotated by `roll` radians about its axis."""
     forward = (target - centre) / np.linalg.norm(target - centre)
     right = np.cross([0.0, 1.0, 0.0], forward)
     right /= np.linalg.norm(right)
@@ -72,13 +72,13 @@ def looking_at(K: np.ndarray, centre: np.ndarray, target: np.ndarray, roll: floa
 
 
 def homography_of(plane: Plane, camera: Camera) -> np.ndarray:
-    """(3, 3) texture pixels to pixels of the picture; not normalized: the third coordinate is the depth in metres."""
+    """(3, 3) texture pixels to picture pixels, not normalized: the third coordinate is the depth in metres."""
     world = plane.to_world()
     return camera.K @ (camera.R @ world + camera.t[:, None] * np.array([0.0, 0.0, 1.0]))
 
 
 def photograph(planes: Sequence[Plane], camera: Camera, size: Tuple[int, int]) -> Picture:
-    """The picture that `camera` takes, `size` = (width, height) pixels. Planes are seen from both sides."""
+    """Render a picture of `size` = (width, height) pixels. Planes are visible from both sides."""
     finer = (size[0] * FINER, size[1] * FINER)
     fine = camera._replace(K=resizing(size, finer) @ camera.K)
     gray, nearest = np.full(finer[::-1], BACKGROUND, np.uint8), np.zeros(finer[::-1], np.float32)
@@ -88,7 +88,7 @@ def photograph(planes: Sequence[Plane], camera: Camera, size: Tuple[int, int]) -
         if part is not None:
             inverse, inside = _inverse_depth(plane, camera, part)
             np.maximum(depth[part], np.where(inside, inverse, 0), out=depth[part])
-            rows, columns = (slice(own.start * FINER, own.stop * FINER) for own in part)
+            rows, columns = (slice(axis.start * FINER, axis.stop * FINER) for axis in part)
             part = rows, columns
             inverse, inside = _inverse_depth(plane, fine, part)
             shown = inside & (inverse > nearest[part])
@@ -100,21 +100,21 @@ def photograph(planes: Sequence[Plane], camera: Camera, size: Tuple[int, int]) -
 
 
 def _part(plane: Plane, camera: Camera, size: Tuple[int, int]) -> Optional[Part]:
-    """The rows and columns of the picture where the plane may be; None where it is not."""
+    """The rows and columns of the picture that the plane may cover; None if it is outside."""
     points = plane.corner + np.array([np.zeros(3), plane.right, plane.right + plane.down, plane.down])
-    found, depths = projected(points, camera)
+    pixels, depths = projected(points, camera)
     if (depths <= NEAR_PLANE).all():
         return None
     low, high = np.zeros(2), np.array(size, float)
-    if (depths > NEAR_PLANE).all():  # else its outline goes to infinity
-        low, high = np.maximum(np.floor(found.min(0)) - 1, low), np.minimum(np.ceil(found.max(0)) + 2, high)
+    if (depths > NEAR_PLANE).all():  # else its outline reaches infinity
+        low, high = np.maximum(np.floor(pixels.min(0)) - 1, low), np.minimum(np.ceil(pixels.max(0)) + 2, high)
     return None if (low >= high).any() else (slice(int(low[1]), int(high[1])), slice(int(low[0]), int(high[0])))
 
 
 def _inverse_depth(plane: Plane, camera: Camera, part: Part) -> Tuple[np.ndarray, np.ndarray]:
-    """(H, W) float32 one over the depth of the plane at each pixel of a part, and bool: is its rectangle there?"""
+    """(H, W) float32 inverse depth of the plane at each pixel of a part, and bool: inside its rectangle."""
     inverse = np.linalg.inv(homography_of(plane, camera))
-    y, x = (np.arange(own.start, own.stop) for own in part)
+    y, x = (np.arange(axis.start, axis.stop) for axis in part)
     s, t, k = (np.add.outer(row[1] * y + row[2], row[0] * x).astype(np.float32) for row in inverse)
     h, w = plane.texture.shape
     inside = (k > 0) & (k < 1 / NEAR_PLANE)
@@ -123,13 +123,13 @@ def _inverse_depth(plane: Plane, camera: Camera, part: Part) -> Tuple[np.ndarray
 
 
 def _warped(plane: Plane, camera: Camera, part: Part, shown: np.ndarray) -> np.ndarray:
-    """(H, W) uint8: the texture as a part of the picture shows it, reduced first so that nothing aliases."""
+    """(H, W) uint8: the texture warped to a part of the picture, reduced first to avoid aliasing."""
     H, texture = homography_of(plane, camera), plane.texture
     rows, columns = np.flatnonzero(shown.any(axis=1)), np.flatnonzero(shown.any(axis=0))
     offset = np.array([part[1].start, part[0].start])
     centre = offset + np.array([[columns[0] + columns[-1], rows[0] + rows[-1]]]) / 2
-    there = transform(centre, np.linalg.inv(H))
-    scale = float(np.sqrt(abs(np.linalg.det(jacobians(H, there)[0]))))
+    texels = transform(centre, np.linalg.inv(H))
+    scale = float(np.sqrt(abs(np.linalg.det(jacobians(H, texels)[0]))))
     if scale < 1.0:
         h, w = texture.shape
         small = (max(round(w * scale), 1), max(round(h * scale), 1))
@@ -140,19 +140,19 @@ def _warped(plane: Plane, camera: Camera, part: Part, shown: np.ndarray) -> np.n
     return cv2.warpPerspective(texture, moved @ H, size, flags=cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
 
 
-def seen_again(picture0: Picture, camera0: Camera, picture1: Picture, camera1: Camera) -> float:
-    """The fraction of the pixels of picture 0 whose surface picture 1 shows too, 0 to 1; a grid of them is tried."""
+def overlap(picture0: Picture, camera0: Camera, picture1: Picture, camera1: Camera) -> float:
+    """Fraction of the pixels of picture 0 whose surface picture 1 shows too, 0 to 1, on a grid of pixels."""
     height, width = picture0.depth.shape
     y, x = (grid.ravel() for grid in np.mgrid[0:height:SHARED_STEP, 0:width:SHARED_STEP])
     depth = picture0.depth[y, x].astype(np.float64)
     known = np.isfinite(depth)
     points = backprojected(np.stack([x, y], axis=1)[known].astype(np.float64), depth[known], camera0)
-    found, depths = projected(points, camera1)
+    pixels, depths = projected(points, camera1)
     height, width = picture1.depth.shape
-    u, v = np.rint(np.nan_to_num(found, nan=-1, posinf=-1, neginf=-1).clip(-1, 1e6)).astype(np.int64).T
+    u, v = np.rint(np.nan_to_num(pixels, nan=-1, posinf=-1, neginf=-1).clip(-1, 1e6)).astype(np.int64).T
     inside = (depths > 0) & (u >= 0) & (v >= 0) & (u < width) & (v < height)
-    there = picture1.depth[v[inside], u[inside]]
-    return float((np.abs(there - depths[inside]) <= SAME_DEPTH * depths[inside]).sum() / len(depth))
+    depth1 = picture1.depth[v[inside], u[inside]]
+    return float((np.abs(depth1 - depths[inside]) <= SAME_DEPTH * depths[inside]).sum() / len(depth))
 
 
 def backprojected(points: np.ndarray, depth: np.ndarray, camera: Camera) -> np.ndarray:
@@ -163,6 +163,6 @@ def backprojected(points: np.ndarray, depth: np.ndarray, camera: Camera) -> np.n
 
 def projected(points: np.ndarray, camera: Camera) -> Tuple[np.ndarray, np.ndarray]:
     """(N, 2) pixels of points of the world (N, 3), and their depths (N,), negative behind the camera."""
-    seen = (points @ camera.R.T + camera.t) @ camera.K.T
+    homogeneous = (points @ camera.R.T + camera.t) @ camera.K.T
     with np.errstate(divide="ignore", invalid="ignore"):
-        return seen[:, :2] / seen[:, 2:], seen[:, 2]
+        return homogeneous[:, :2] / homogeneous[:, 2:], homogeneous[:, 2]

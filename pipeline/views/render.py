@@ -1,7 +1,7 @@
-"""Rendering a view of an image through a homography, and changes of its light and camera, which leave geometry alone.
+"""Render a view of an image through a homography, and distort its photometry.
 
-Those go in the order a camera has: light, lens, sensor, file. They take about 1 ms for a view of 512x384: the gray
-levels share one look-up, the noise is cut from a tile drawn once.
+Distortions follow the order of a camera: light, lens, sensor, file. They take about 1 ms for a view of 512x384, since
+all changes of gray levels share one look-up and the noise is cut from a tile drawn once.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ import numpy as np
 from pipeline.parameters.schema import Photometric
 from superglue_sift.geometry import compose, corners, resizing, transform
 
-# View pixels per image pixel; above it bilinear sampling skips no image pixel worth naming.
-SHRINK_BELOW = 0.7
+SHRINK_BELOW = 0.7  # view pixels per image pixel; above it bilinear sampling hardly aliases
 JPEG_QUALITY = (40, 95)
 TILE = 1024  # side of the noise tile in px
-_LEAST_BLUR = 0.2  # px; less is not worth a pass over the view
+_MIN_BLUR = 0.2  # px; less is invisible
 
 
 def render(image: np.ndarray, H_image_to_view: np.ndarray, view_size: Tuple[int, int]) -> np.ndarray:
-    """The view of an image, uint8 of `view_size` (width, height) px, sampled bilinearly.
+    """Render the view of an image, uint8 of `view_size` (width, height) px, sampled bilinearly.
 
     Args:
-        image: (H, W) or (H, W, 3) uint8; shrunk first by averaging areas where the view shows it much reduced,
-            so that nothing aliases.
+        image: (H, W) or (H, W, 3) uint8; shrunk first by averaging areas where the view is much smaller, to avoid
+            aliasing.
         H_image_to_view: (3, 3) float64, pixel centres at integers.
     """
     scale = _scale(H_image_to_view, view_size)
@@ -37,27 +36,26 @@ def render(image: np.ndarray, H_image_to_view: np.ndarray, view_size: Tuple[int,
         small = (max(round(width * scale), 1), max(round(height * scale), 1))
         H = compose(H, np.linalg.inv(resizing((width, height), small)))
         image = cv2.resize(image, small, interpolation=cv2.INTER_AREA)
-    # the border mode only ever serves the last fraction of a pixel that rounding may ask for
+    # rounding may reach a fraction of a pixel beyond the border
     return cv2.warpPerspective(image, H, view_size, flags=cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
 
 
 def _scale(H: np.ndarray, view_size: Tuple[int, int]) -> float:
-    """View pixels per image pixel over the whole view: the root of the ratio of the areas."""
+    """View pixels per image pixel over the whole view: the square root of the ratio of areas."""
     x, y = transform(corners(view_size), np.linalg.inv(H)).T
     area = 0.5 * abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1)))
     return float(np.sqrt((view_size[0] - 1) * (view_size[1] - 1) / area))
 
 
 def distort(view: np.ndarray, rng: np.random.Generator, limits: Photometric) -> np.ndarray:
-    """A distorted copy of a view, (H, W) uint8 both, pixel for pixel at the same place.
+    """A distorted copy of a view, (H, W) uint8 both, with the same geometry.
 
-    rng: consumed by the same number of draws whatever the limits, so that switching one distortion off leaves the
-    others.
+    rng: the number of draws does not depend on the limits, so switching one distortion off leaves the others.
     """
     brightness, contrast, gamma = rng.uniform(-1.0, 1.0, 3)
     blur, noise, jpeg, quality, x, y = rng.uniform(0.0, 1.0, 6)
     out = cv2.LUT(view, _levels(brightness * limits.brightness, contrast * limits.contrast, gamma * limits.gamma))
-    if blur * limits.blur > _LEAST_BLUR:
+    if blur * limits.blur > _MIN_BLUR:
         out = cv2.GaussianBlur(out, (0, 0), blur * limits.blur)
     if limits.noise > 0.0:
         out = _add_noise(out, 255.0 * noise * limits.noise, x, y)
@@ -68,7 +66,7 @@ def distort(view: np.ndarray, rng: np.random.Generator, limits: Photometric) -> 
 
 
 def _levels(brightness: float, contrast: float, gamma: float) -> np.ndarray:
-    """(256,) uint8 table. Contrast turns around the middle gray; gamma is symmetric: 1.25 and 1 / 1.25 alike."""
+    """(256,) uint8 table. Contrast is around the middle gray; gamma is symmetric: 1.25 and 1 / 1.25 alike."""
     level = np.linspace(0.0, 1.0, 256)
     exponent = 1.0 + gamma if gamma >= 0 else 1.0 / (1.0 - gamma)
     level = (level**exponent - 0.5) * (1.0 + contrast) + 0.5 + brightness
@@ -95,5 +93,5 @@ def _add_noise(view: np.ndarray, deviation: float, x: float, y: float) -> np.nda
 
 def compress(view: np.ndarray, quality: int) -> np.ndarray:
     """JPEG compression at `quality`, 1 to 100, and back."""
-    done, data = cv2.imencode(".jpg", view, [cv2.IMWRITE_JPEG_QUALITY, quality])
-    return cv2.imdecode(data, cv2.IMREAD_GRAYSCALE) if done else view
+    _, data = cv2.imencode(".jpg", view, [cv2.IMWRITE_JPEG_QUALITY, quality])
+    return cv2.imdecode(data, cv2.IMREAD_GRAYSCALE)

@@ -41,7 +41,7 @@ def load_batch(
         shown = store.view(sample.image, sample.view0), store.view(image1, sample.view1)
         limits = augmentation.counts(max_keypoints, sample.seed)
         for side, (views, view) in enumerate(zip((views0, views1), shown)):
-            views.append(augmentation.apply(view, sample.seed, side, others, store.least_scale, limits[side]))
+            views.append(augmentation.apply(view, sample.seed, side, others, store.min_scale, limits[side]))
     # one call for all: 64 small inversions, one by one, take 1 ms of a batch
     to0, to1 = (np.stack([view.H_image_to_view for view in side]) for side in (views0, views1))
     H_0to1 = normalized(to1 @ inv(to0))
