@@ -32,7 +32,7 @@ def test_the_whole_view_has_only_one_part():
 
 
 def test_a_part_that_is_larger_than_the_view_is_none():
-    with pytest.raises(ValueError, match="turned by 90"):
+    with pytest.raises(ValueError, match="rotated by 90"):
         magnified.part(rng(), SIZE, 1.0, 90.0)
 
 
