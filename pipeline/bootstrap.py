@@ -10,7 +10,7 @@ import numpy as np
 
 DIGITS = 6  # decimals of written metrics, beyond which float32 sums are noise
 RESAMPLES, SEED, LEVEL = 2000, 0, 0.95
-MIN_CLUSTERS = 6  # photographs (scenes): fewer agree by chance more than once in twenty times, 2 ** (1 - 5) = 0.06
+MIN_CLUSTERS = 6  # photographs (scenes): five agree by chance with a probability of 2 ** (1 - 5) = 0.06
 
 Line = Dict[str, Any]
 

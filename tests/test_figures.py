@@ -77,7 +77,7 @@ def test_coverage_of_the_interval_is_near_its_level():
 
 
 def results_of(ours, baseline, scored=None, matchers=MATCHERS):
-    """Made results, each pair of another photograph."""
+    """Synthetic results, each pair of another photograph."""
     results = []
     for index, (first, second) in enumerate(zip(ours, baseline)):
         rows = {}
@@ -164,7 +164,7 @@ def scored_of(rng, pairs):
 
 
 def test_ours_at_the_operating_point_of_the_ratio_test():
-    """The ratio test of the made results has precision 0.5 and recall 0.5."""
+    """The ratio test of the synthetic results has precision 0.5 and recall 0.5."""
     scored = scored_of(np.random.default_rng(6), 30)
     compared = metrics.compare(results_of([1.0] * 30, [1.0] * 30, scored), {OURS: 0.2})
     found = compared.metrics

@@ -1,4 +1,4 @@
-"""Rows and means: exact answers on made pairs, every pair in every mean, conditions read off homographies."""
+"""Rows and means: exact answers on synthetic pairs, every pair in every mean, conditions of homographies."""
 
 from __future__ import annotations
 

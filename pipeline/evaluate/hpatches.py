@@ -102,9 +102,9 @@ def read_sequence(path: Path, root: Path) -> Optional[Sequence]:
             return None
         raise RequestError(f"{path}: homographies but no image 1 (1.png, 1.ppm, 1.jpg, ...)")
     for number in sorted(set(images) - {REFERENCE} - set(homographies)):
-        raise RequestError(f"{images[number]}: no homography H_1_{number} beside it")
+        raise RequestError(f"{images[number]}: no homography H_1_{number} next to it")
     for number in sorted(set(homographies) - set(images)):
-        raise RequestError(f"{homographies[number]}: no image {number}.png (or ppm, jpg) beside it")
+        raise RequestError(f"{homographies[number]}: no image {number}.png (or ppm, jpg) next to it")
     if len(images) < 2:
         raise RequestError(f"{path}: only image 1; expected 2.png with H_1_2 at least")
     name = path.relative_to(root).as_posix()

@@ -63,4 +63,4 @@ def load(folder: Path) -> Content:
     try:
         return Content(**{**values, "pictures": [Picture(**picture) for picture in values["pictures"]]})
     except (TypeError, KeyError) as error:
-        raise RequestError(f"{folder / JSON}: cannot be read: {error}") from None
+        raise RequestError(f"{folder / JSON}: cannot be read: {error}; run the evaluation again") from None

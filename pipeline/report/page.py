@@ -26,8 +26,8 @@ PAGE = "index.html"
 
 def write(folder: Path, training: Optional[Path] = None) -> Path:
     """Write index.html from report.json. training: optional folder with train.csv and validation.csv."""
-    made = {"commit": repro.git_state()["commit"][:8], "date": time.strftime("%Y-%m-%d")}
-    (folder / PAGE).write_text(render(load(folder), training_curves(training), made), encoding="utf-8")
+    version = {"commit": repro.git_state()["commit"][:8], "date": time.strftime("%Y-%m-%d")}
+    (folder / PAGE).write_text(render(load(folder), training_curves(training), version), encoding="utf-8")
     return folder / PAGE
 
 
@@ -38,14 +38,14 @@ def training_curves(folder: Optional[Path]) -> Dict[str, List[Line]]:
     return {name: list(csv.DictReader(text.splitlines())) for name, text in texts.items()}
 
 
-def render(content: Content, training: Mapping[str, Sequence[Line]], made: Mapping[str, str]) -> str:
-    """The page as HTML text. made: commit and date."""
+def render(content: Content, training: Mapping[str, Sequence[Line]], version: Mapping[str, str]) -> str:
+    """The page as HTML text. version: commit and date."""
     sections = (
         ("Training", training_charts(training)),
         ("Pairs within an error", error_charts(content.curves)),
         ("Confidence", confidence_charts(content.curves)),
     )
-    return template().render(title=content.title, content=content, sections=sections, made=made)
+    return template().render(title=content.title, content=content, sections=sections, version=version)
 
 
 def template() -> jinja2.Template:
