@@ -220,6 +220,20 @@ def test_units_come_in_order_up_to_a_wrong_request():
     assert found == begun == [0, 1, 2, 3, 4, 5]
 
 
+def test_pictures_have_the_colours_of_the_photograph(tmp_path, make_params, color_photo):
+    """With the brightness that was matched: only the two other channels differ from the gray view."""
+    bgr = np.ascontiguousarray(color_photo[..., ::-1])
+    write_image_set(tmp_path / "images", {"cat.png": bgr}, "test")
+    section = make_params("evaluate", width=160, height=120, pairs_per_image=1, max_keypoints=60)
+    images = sources.open_manifest(tmp_path / "images")
+    source = heldout.HeldOutPairs(images, images.entries("test"), section)
+    for number, gray in enumerate(source.load(0).images):
+        color = source.in_color(0, number, gray)
+        assert color.shape == (120, 160, 3) and np.ptp(color.astype(int), axis=2).mean() > 20
+        difference = np.abs(cv2.cvtColor(color, cv2.COLOR_BGR2GRAY).astype(int) - gray)
+        assert np.median(difference) <= 1  # colours too bright or too dark for a screen are cut off
+
+
 def test_homography_of_a_pair_maps_its_pixels(work, make_params):
     quiet = dict.fromkeys(("brightness", "contrast", "gamma", "blur", "noise", "jpeg"), 0.0)
     section = make_params("evaluate", width=160, height=120, pairs_per_image=2, views={"photometric": quiet})

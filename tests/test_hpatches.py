@@ -40,6 +40,15 @@ def test_a_sequence_itself_and_other_formats_are_read(tmp_path, small):
     assert scene.name == "only" and len(scene.pairs) == 1
 
 
+def test_pictures_are_in_colour_and_of_the_same_size(tmp_path, small, color_photo):
+    folder = write_sequence(tmp_path / "only", small, {2: SHIFT})
+    cv2.imwrite(str(folder / "2.png"), cv2.resize(color_photo[..., ::-1], small.shape[::-1]))
+    source = HPatchesPairs(folder, short_side=60)
+    gray = source.load(0).images[1]
+    color = source.in_color(0, 1, gray)
+    assert color.shape == (*gray.shape, 3) and np.ptp(color.astype(int), axis=2).mean() > 20
+
+
 def test_resizing_takes_the_homography_along(tmp_path, photo):
     write_sequence(tmp_path / "a", photo, {2: TURN})
     scene = HPatchesPairs(tmp_path, short_side=200).load(0)

@@ -117,7 +117,8 @@ def draw_pictures(
             scenes[number] = source.load(number)
         scene, max_keypoints = scenes[number], settings.params.max_keypoints
         (known,) = pairs_of_scene(scene, number, max_keypoints, settings.extractor, position)
-        image0, image1 = scene.images[scene.pairs[position].first], scene.images[scene.pairs[position].second]
+        numbers = scene.pairs[position].first, scene.pairs[position].second
+        image0, image1 = (source.in_color(number, image, scene.images[image]) for image in numbers)
         answers = matchers.answers([known.pair], 1)[0]
         shown = matchers.above(answers)
         panels, captions, lines = [], [f"{known.name}."], {}

@@ -19,7 +19,7 @@ from pipeline.image_sets.sources import ImageSet
 from pipeline.parameters.schema import EvaluateParams, Photometric
 from pipeline.views import homography, render
 from superglue_sift.geometry import compose
-from superglue_sift.images import BadImage, decode_gray
+from superglue_sift.images import BadImage, decode_color, decode_gray
 
 MAX_NEGATIVE_PAIRS = 100
 SEED = 0  # of the pairs: models are compared on the same ones
@@ -61,6 +61,15 @@ class HeldOutPairs(Source):
             pairs.append(ViewPair(f"{name}#{number}", first, second, H_0to1))
         return Scene(name, views, pairs)
 
+    def in_color(self, index: int, image: int, gray: np.ndarray) -> np.ndarray:
+        """The colours of the photograph, with the brightness of the rendered view."""
+        entry = self.entries[index]
+        photograph = decode_color(self.images.read(entry), entry.name)
+        H, _ = self._homography(photograph, entry.name, image)
+        view = cv2.cvtColor(render.render(photograph, H, self.view_size), cv2.COLOR_BGR2YCrCb)
+        view[..., 0] = gray
+        return cv2.cvtColor(view, cv2.COLOR_YCrCb2BGR)
+
     def view(self, index: int, number: int) -> np.ndarray:
         """View `number` of photograph `index`, (H, W) uint8. Raises BadImage."""
         return self._view(self._image(index), self.entries[index].name, number)[0]
@@ -75,13 +84,15 @@ class HeldOutPairs(Source):
 
     def _view(self, image: np.ndarray, name: str, number: int) -> Tuple[np.ndarray, np.ndarray]:
         """View `number` of a photograph, (H, W) uint8, and H_image_to_view; even numbers are mild."""
+        H, rng = self._homography(image, name, number)
+        return self._rendered(image, H, rng), H
+
+    def _homography(self, image: np.ndarray, name: str, number: int) -> Tuple[np.ndarray, np.random.Generator]:
         rng = homography.generator(SEED, f"evaluate {name}", number)
         sizes = image_size(image), self.view_size
         if number % 2 == 0:
-            H = homography.mild_view(rng, *sizes)
-        else:
-            H = homography.sample_view(rng, *sizes, self.params.views.homography)
-        return self._rendered(image, H, rng), H
+            return homography.mild_view(rng, *sizes), rng
+        return homography.sample_view(rng, *sizes, self.params.views.homography), rng
 
     def _rendered(self, image: np.ndarray, H_image_to_view: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         view = render.render(image, H_image_to_view, self.view_size)

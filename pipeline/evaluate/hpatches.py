@@ -17,7 +17,7 @@ import numpy as np
 from pipeline.errors import RequestError
 from pipeline.evaluate.inputs import Scene, Source, ViewPair, image_size
 from superglue_sift.geometry import resizing
-from superglue_sift.images import EXTENSIONS, BadImage, decode_gray
+from superglue_sift.images import EXTENSIONS, BadImage, decode_color, decode_gray
 
 MAX_SIDE = 16_000  # pixels: SIFT doubles an image, and OpenCV's remap takes less than 32,767
 REFERENCE = 1  # the image that homographies map from
@@ -69,6 +69,15 @@ class HPatchesPairs(Source):
             first, second = numbers.index(REFERENCE), numbers.index(number)
             pairs.append(ViewPair(name, first, second, H_0to1 / H_0to1[2, 2]))
         return Scene(sequence.name, list(images.values()), pairs)
+
+    def in_color(self, index: int, image: int, gray: np.ndarray) -> np.ndarray:
+        return in_color(sorted(self.sequences[index].images.items())[image][1], gray)
+
+
+def in_color(path: Path, gray: np.ndarray) -> np.ndarray:
+    """The image of a file in colour, (H, W, 3) BGR, of the size of `gray`."""
+    photograph = decode_color(path.read_bytes(), path.name)
+    return cv2.resize(photograph, image_size(gray), interpolation=cv2.INTER_AREA)
 
 
 def find_sequences(folder: Path) -> List[Sequence]:

@@ -82,6 +82,10 @@ class Source:
     def load(self, index: int) -> Scene:
         raise NotImplementedError
 
+    def in_color(self, index: int, image: int, gray: np.ndarray) -> np.ndarray:
+        """Image number `image` of scene `index`, which `load` gave as `gray`, for pictures: (H, W, 3) BGR or `gray`."""
+        return gray
+
 
 def image_size(image: np.ndarray) -> Tuple[int, int]:
     """(width, height) of an (H, W) image."""

@@ -13,7 +13,7 @@ from typing import Iterator, Tuple
 import numpy as np
 
 from pipeline.evaluate.heldout import SEED, HeldOutPairs
-from pipeline.evaluate.inputs import Scene, ViewPair, image_size
+from pipeline.evaluate.inputs import Scene, Source, ViewPair, image_size
 from pipeline.views import homography
 from superglue_sift.geometry import compose
 from superglue_sift.images import BadImage
@@ -33,6 +33,8 @@ class MagnifiedPairs(HeldOutPairs):
         params = source.params.model_copy(update={"pairs_per_image": 1})
         super().__init__(source.images, source.entries[:count], params)
         self.magnification, self.rotation_deg = magnification, rotation_deg
+
+    in_color = Source.in_color  # no pictures are drawn of these pairs
 
     def load(self, index: int) -> Scene:
         """Render the pair of one photograph. Raises BadImage for an unreadable or too small one."""

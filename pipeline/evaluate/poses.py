@@ -60,6 +60,9 @@ class PosePairs(Source):
         known = ViewPair(f"{name0} {name1}", 0, 1, Pose(intrinsics[0], intrinsics[1], pose.T_0to1))
         return Scene(self.scene_name(index), images, [known])
 
+    def in_color(self, index: int, image: int, gray: np.ndarray) -> np.ndarray:
+        return hpatches.in_color(self.folder / self.pairs[index][:2][image], gray)
+
 
 def scene_names(pairs: Sequence[Tuple[str, str]]) -> List[str]:
     """The scene of each pair of images: a connected component of the pairs; with several folders, also of the folders.
