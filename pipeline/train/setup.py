@@ -34,19 +34,20 @@ ELASTIC_PARTS = 8
 # Mutual nearest keypoints closer than POSITIVE_PX are a true match; keypoints without a neighbour closer than
 # NEGATIVE_PX are unmatched; in between SIFT's positions are too uncertain to teach either.
 POSITIVE_PX, NEGATIVE_PX = 3.0, 5.0
+LIMITS = ("match_threshold", "strict_threshold", "accept_pairs")  # of a model's description; a training keeps them
 ZOOM_MAX = 8.0  # of the recipe of the shipped weights (docs/recipe.md)
 
 
 class Parts(NamedTuple):
     """The objective, its parallel wrapper (what a step calls), and the state to save.
 
-    init_threshold: `match_threshold` of `train.init_from`, if any.
+    init_limits: `match_threshold` and the limits for scenes of `train.init_from`, those that it states.
     """
 
     objective: MatchingObjective
     ddp_model: nn.Module
     state: TrainState
-    init_threshold: Optional[float]
+    init_limits: Dict[str, Any]
 
 
 def processes(train: TrainParams, proposed: int) -> int:
@@ -141,7 +142,7 @@ def build(train: TrainParams, context: distributed.Context, store: Optional[Stor
     messages = [str(chosen)]
     if train.parallel == "dp" and torch.cuda.device_count() < 2:
         messages.append("--parallel dp does nothing here: it needs several GPUs; leave it out")
-    loaded, init_threshold = _initialize(model, train.init_from) if train.init_from else ([], None)
+    loaded, init_limits = _initialize(model, train.init_from) if train.init_from else ([], {})
     messages += loaded
     frozen = freeze(model, train.freeze)
     messages += [f"frozen: {', '.join(frozen)}"] if frozen else []
@@ -160,7 +161,7 @@ def build(train: TrainParams, context: distributed.Context, store: Optional[Stor
         compat.grad_scaler(chosen.precision == "float16"),
         MovingAverage(model, train.ema),
     )
-    return Parts(objective, _wrap(train, objective), state, init_threshold), messages
+    return Parts(objective, _wrap(train, objective), state, init_limits), messages
 
 
 def seed_everything(seed: int, deterministic: bool = False) -> None:
@@ -208,12 +209,12 @@ def _compile(model: SuperGlue) -> None:
         layer.get_submodule("mlp").compile(dynamic=True)
 
 
-def _initialize(model: SuperGlue, path: str) -> Tuple[List[str], Optional[float]]:
-    """Load what fits of the model file `path`. Returns messages and the file's threshold."""
+def _initialize(model: SuperGlue, path: str) -> Tuple[List[str], Dict[str, Any]]:
+    """Load what fits of the model file `path`. Returns messages and the file's limits."""
     tensors, info = read_model(path, "train.init_from")
     taken, skipped, missing = initialize_from(model, tensors)
     messages = [f"initial weights from {path}: {len(taken)} tensors taken"]
     for title, names in (("skipped, another shape", skipped), ("missing there", missing)):
         if names:
             messages.append(f"  {title}: {', '.join(names)}")
-    return messages, info.get("match_threshold")
+    return messages, {name: info[name] for name in LIMITS if name in info}

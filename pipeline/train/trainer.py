@@ -85,7 +85,7 @@ class Training:
         self.trained_on = unseen.trained_with(self.train, store)
         parts, self.messages = setup.build(self.train, context, store)
         self.messages += self.validation.messages
-        self.objective, self.ddp_model, self.state, self._init_threshold = parts
+        self.objective, self.ddp_model, self.state, self._init_limits = parts
         self.checkpoints = Checkpoints(paths.out)
         self._compared = -1  # step at which the replicas were last compared
         self.fingerprint = identity.fingerprint(self.train, self.store.digest, context.world_size)
@@ -298,6 +298,7 @@ class Training:
             "step": state.best_step,
             "precision": self.objective.precision,
             "validation": state.best_figures,
+            **self._init_limits,
             "match_threshold": self._threshold(),
             "skipped_steps": state.skipped,
             "finished": finished,
@@ -312,8 +313,8 @@ class Training:
 
     def _threshold(self) -> float:
         """The match threshold of the best model, from validation; with few images that of the initial weights."""
-        if self.validation.images < MIN_IMAGES and self._init_threshold is not None:
-            return self._init_threshold
+        if self.validation.images < MIN_IMAGES and "match_threshold" in self._init_limits:
+            return self._init_limits["match_threshold"]
         return self.state.best_figures["threshold"]
 
     def _save(self, logger: TrainingLogger) -> None:
