@@ -48,6 +48,7 @@ def groups() -> Dict[str, Callable[[Setting], Iterator[Row]]]:
         "precision": model_rows.precisions,
         "files": stage_rows.files,
         "aligned": stage_rows.aligned,
+        "filled": stage_rows.filled,
         "peer": peer_rows.peer,
         "modes": mode_rows.training,
         "decoders": mode_rows.decoders,
