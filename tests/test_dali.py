@@ -6,6 +6,7 @@ import io
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import cv2
 import numpy as np
@@ -19,6 +20,7 @@ from pipeline.features.store import Store
 from pipeline.image_sets import dali_decoder as images_dali
 from pipeline.image_sets import decode
 from pipeline.image_sets.sources import ImageSet, folder_entries
+from pipeline.keypoints import shards
 from pipeline.keypoints.pool import Pool, decoder
 from pipeline.keypoints.shards import Folder, plan
 from pipeline.train.pairs import dali_loader as pairs_dali
@@ -228,8 +230,9 @@ def _is_cmyk(path: Path) -> bool:
 
 
 def shards_of(folder: Path, images: ImageSet, settings, workers: int) -> list:
-    """Bytes of the shards a pool of the stage makes."""
-    folder = Folder(folder, plan(images.entries("train"), settings))
+    """Bytes of the shards of five images that a pool of the stage makes."""
+    with mock.patch.object(shards, "SHARD_IMAGES", 5):
+        folder = Folder(folder, plan(images.entries("train"), settings))
     todo = folder.open(folder.shards)
     with Pool(images, settings, workers) as pool:
         results = pool.map([entry for shard in todo for entry in shard.entries])
