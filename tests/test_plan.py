@@ -21,7 +21,7 @@ CARD = torch.device("cuda")
 
 @pytest.fixture
 def card(monkeypatch):
-    """A GPU that is not here: of 10 GB, of which a pair of a step takes so many bytes."""
+    """A GPU that is not here: of 10 GB, of which each pair of a step takes `pair` GiB."""
 
     def of(pair: float) -> None:
         seen = []

@@ -169,7 +169,8 @@ class Layout:
         """A batch and its layout; on a GPU sorted by decreasing size, so that `parts` have little padding."""
         order: List[int] = []
         if not pair_by_pair(batch.device):
-            order = torch.maximum(batch.counts0, batch.counts1).argsort(descending=True, stable=True).tolist()
+            # torch 1.10 has no argsort(stable=)
+            order = torch.maximum(batch.counts0, batch.counts1).sort(descending=True, stable=True)[1].tolist()
             batch = batch.select(order)
         layout = cls(batch)
         layout.order = order
