@@ -36,6 +36,7 @@ from superglue_sift.features import Features, Image, extract, gray_of
 from superglue_sift.images import gray_of as decoded
 from superglue_sift.images import read
 from superglue_sift.match_result import MatchResult
+from superglue_sift.network.cuda_graphs import can_capture
 from superglue_sift.network.inference import CUDAGraphModel, fuse_for_inference
 from superglue_sift.network.packing import Assignments
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
@@ -104,7 +105,8 @@ class Matcher:
     _network: Any = dataclasses.field(init=False)  # the model, on a GPU with CUDA graphs
 
     def __post_init__(self) -> None:
-        self._network = self.model if self.device == "cpu" else CUDAGraphModel(self.model)
+        graphs = can_capture(torch.device(self.device))  # neither on torch 1.10 nor on devices other than CUDA
+        self._network = CUDAGraphModel(self.model) if graphs else self.model
 
     @classmethod
     def load(
