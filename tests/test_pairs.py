@@ -14,7 +14,7 @@ from made_views import SIZE, made_records, made_store
 from pipeline.features.store import Store, View
 from pipeline.train.pairs.augmentation import Augmentation, mosaic
 from pipeline.train.pairs.loader import load_batch, prefetched, split_evenly
-from pipeline.train.pairs.order import PairOrder, Sample, rank_slice, validation_pairs
+from pipeline.train.pairs.order import NO_AUGMENTATION, PairOrder, Sample, rank_slice, validation_pairs
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.geometry import compose, transform
 from superglue_sift.truth import UNMATCHED, ground_truth
@@ -63,6 +63,18 @@ class TestOrder:
         assert {p.image for p in pairs} == set(range(10))
         assert len({p.image for p in validation_pairs(0, 100, 4, 10)}) == 10
         assert len(validation_pairs(0, 2, 2, 1000)) == 4  # no more than there are ordered pairs
+
+    def test_every_second_validation_pair_is_augmented(self, tmp_path):
+        for images in (4, 5):
+            kinds = [(p.image, p.seed == NO_AUGMENTATION) for p in validation_pairs(0, images, 4, 4 * images)]
+            assert kinds.count((0, True)) == kinds.count((0, False)) == 2
+            assert sum(plain for _, plain in kinds) == 2 * images
+        store = Store(made_store(tmp_path))
+        pairs = validation_pairs(0, len(store), store.views_per_image, 10)
+        plain, batch = (load_batch(store, pairs, 1000, Augmentation(negatives=s)) for s in (0.0, 1.0))
+        matched, matched_plain = ((ground_truth(each).matches0 >= 0).any(1) for each in (batch, plain))
+        alone = torch.tensor([p.seed == NO_AUGMENTATION for p in pairs])
+        assert matched.equal(matched_plain & alone) and matched_plain[~alone].any()
 
     def test_no_pair_to_draw_is_an_error(self):
         with pytest.raises(ValueError, match="no pair"):

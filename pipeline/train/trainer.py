@@ -82,6 +82,7 @@ class Training:
         self.batches = StepBatches(self.train, store, self.pairs, context)
         initial = Path(self.train.init_from) if self.train.init_from else None
         self.validation = unseen.validation(self.train, held_out, initial, paths.keep_seen)
+        self._validated_as = self.train.max_keypoints, context, setup.augmentation(self.train)
         self.trained_on = unseen.trained_with(self.train, store)
         parts, self.messages = setup.build(self.train, context, store)
         self.messages += self.validation.messages
@@ -155,7 +156,7 @@ class Training:
         if self.context.is_main:
             chosen = unseen.validation(self.train, self.held_out, Path(source), self.paths.keep_seen)
         samples = distributed.broadcast(chosen.samples)
-        metrics = validate(self.objective, self.held_out, samples, self.train.max_keypoints, self.context)
+        metrics = validate(self.objective, self.held_out, samples, *self._validated_as)
         if self.context.is_main:
             print(*chosen.messages, sep="\n", end="\n" if chosen.messages else "")
             print(f"{source}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
@@ -213,8 +214,7 @@ class Training:
 
     def _live_line(self) -> LiveLine:
         """The progress line, on rank 0."""
-        data = self.held_out, self.validation.samples, self.train.max_keypoints, self.context
-        baseline = ratio_test_f1(self.objective, *data)
+        baseline = ratio_test_f1(self.objective, self.held_out, self.validation.samples, *self._validated_as)
         return LiveLine(self.train.steps, self.state.step, baseline, self.state.best, self.context.is_main)
 
     def _gradient_step(self, batches: List[PairBatch]) -> StepResult:
@@ -276,9 +276,7 @@ class Training:
         model = self.state.model
         before = {name: value.clone() for name, value in model.state_dict().items()}
         model.load_state_dict(weights)
-        metrics = validate(
-            self.objective, self.held_out, self.validation.samples, self.train.max_keypoints, self.context
-        )
+        metrics = validate(self.objective, self.held_out, self.validation.samples, *self._validated_as)
         model.load_state_dict(before)
         return metrics
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from pipeline.features.store import Store
 from pipeline.processes import distributed
 from pipeline.train.objective import MatchingObjective, assignment_loss
-from pipeline.train.pairs.loader import load_batch
+from pipeline.train.pairs.augmentation import Augmentation
+from pipeline.train.pairs.loader import NO_CHANGE, load_batch
 from pipeline.train.pairs.order import Sample, rank_slice
 from superglue_sift.batch import PairBatch
 from superglue_sift.descriptors import unit_vectors
@@ -29,7 +30,12 @@ MIN_IMAGES = 16
 
 
 def validate(
-    objective: MatchingObjective, store: Store, samples: List[Sample], max_keypoints: int, context: distributed.Context
+    objective: MatchingObjective,
+    store: Store,
+    samples: List[Sample],
+    max_keypoints: int,
+    context: distributed.Context,
+    augmentation: Augmentation = NO_CHANGE,
 ) -> Dict[str, float]:
     """Mean loss with its parts, and precision and recall, over all `samples`, on every rank.
 
@@ -40,7 +46,7 @@ def validate(
     model = objective.model
     was_training = model.training
     model.eval()
-    sums = _over_ranks(partial(_sums, objective), store, samples, max_keypoints, context)
+    sums = _over_ranks(partial(_sums, objective), store, samples, max_keypoints, context, augmentation)
     model.train(was_training)
     pairs = max(float(sums["pairs"]), 1.0)
     losses = {name: float(sums[name]) / pairs for name in ("loss", "loss_positive", "loss_unmatched")}
@@ -48,13 +54,19 @@ def validate(
 
 
 def ratio_test_f1(
-    objective: MatchingObjective, store: Store, samples: List[Sample], max_keypoints: int, context: distributed.Context
+    objective: MatchingObjective,
+    store: Store,
+    samples: List[Sample],
+    max_keypoints: int,
+    context: distributed.Context,
+    augmentation: Augmentation = NO_CHANGE,
 ) -> float:
     """`f1` of the ratio test on the same pairs, over all ratios: the baseline of a training.
 
     Matches are mutual nearest neighbours, with the confidence 1 - nearest / second nearest distance (Lowe 2004).
     """
-    return _separation(_over_ranks(partial(_ratio_sums, objective), store, samples, max_keypoints, context))["f1"]
+    sums = _over_ranks(partial(_ratio_sums, objective), store, samples, max_keypoints, context, augmentation)
+    return _separation(sums)["f1"]
 
 
 def _over_ranks(
@@ -63,11 +75,13 @@ def _over_ranks(
     samples: List[Sample],
     max_keypoints: int,
     context: distributed.Context,
+    augmentation: Augmentation,
 ) -> Dict[str, np.ndarray]:
     """`sums_of` of all samples, on every rank; each rank computes a part."""
     chunks = [samples[start : start + CHUNK] for start in range(0, len(samples), CHUNK)]
     mine = chunks[rank_slice(len(chunks), context.rank, context.world_size)]
-    computed = [sums_of(load_batch(store, chunk, max_keypoints).to(context.device)) for chunk in mine]
+    batches = (load_batch(store, chunk, max_keypoints, augmentation) for chunk in mine)
+    computed = [sums_of(batch.to(context.device)) for batch in batches]
     sums: Dict[str, np.ndarray] = {}
     # every rank adds the same chunks in the same order: the bits do not depend on the number of processes
     for part in [part for parts in distributed.all_gather(computed) for part in parts]:

@@ -13,7 +13,7 @@ from pipeline.features.store import Store, View
 from pipeline.processes.prefetch import prefetched
 from pipeline.train.pairs import workers
 from pipeline.train.pairs.augmentation import Augmentation
-from pipeline.train.pairs.order import Sample, rank_slice
+from pipeline.train.pairs.order import NO_AUGMENTATION, Sample, rank_slice
 from pipeline.train.pairs.workers import StepSize
 from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.geometry import normalized
@@ -30,18 +30,19 @@ def load_batch(
 
     Args:
         max_keypoints: number of keypoints to keep of each view, the strongest.
-        augmentation: random changes of each pair, by its `sample.seed`.
+        augmentation: random changes of each pair, by its `sample.seed`, unless that is NO_AUGMENTATION.
     """
     if not samples:
         return from_pairs([], np.zeros((0, 3, 3)), store.dtype)
-    images1 = [augmentation.second_image(sample.image, len(store), sample.seed) for sample in samples]
+    changes = [NO_CHANGE if sample.seed == NO_AUGMENTATION else augmentation for sample in samples]
+    images1 = [change.second_image(sample.image, len(store), sample.seed) for change, sample in zip(changes, samples)]
     views0, views1 = [], []
-    for sample, image1 in zip(samples, images1):
+    for change, sample, image1 in zip(changes, samples, images1):
         others = functools.partial(_another_view, store, (sample.image, image1))
         shown = store.view(sample.image, sample.view0), store.view(image1, sample.view1)
-        limits = augmentation.counts(max_keypoints, sample.seed)
+        limits = change.counts(max_keypoints, sample.seed)
         for side, (views, view) in enumerate(zip((views0, views1), shown)):
-            views.append(augmentation.apply(view, sample.seed, side, others, store.min_scale, limits[side]))
+            views.append(change.apply(view, sample.seed, side, others, store.min_scale, limits[side]))
     # one call for all: 64 small inversions, one by one, take 1 ms of a batch
     to0, to1 = (np.stack([view.H_image_to_view for view in side]) for side in (views0, views1))
     H_0to1 = normalized(to1 @ inv(to0))

@@ -11,6 +11,8 @@ import numpy as np
 
 _SHUFFLE, _DRAW, _VALIDATION = 1, 2, 3  # separate streams of random numbers
 
+NO_AUGMENTATION = -1  # the seed of a pair that is shown as it is stored
+
 
 class Sample(NamedTuple):
     """One pair to train on: two views of one image, and the seed of its own augmentation."""
@@ -55,12 +57,18 @@ class PairOrder:
 
 
 def validation_pairs(seed: int, images: int, views: int, count: int) -> List[Sample]:
-    """A fixed list of at most `count` pairs, spread evenly over the images, without augmentation."""
+    """A fixed list of at most `count` pairs, spread evenly over the images.
+
+    Every second pair is augmented, so that they show what is trained on and what is stored.
+    """
     samples = []
     for i in range(min(count, images * views * (views - 1))):
         draw = _generator(seed, _VALIDATION, i)
         view0, view1 = draw.choice(views, size=2, replace=False)
-        samples.append(Sample(i * images // count if count < images else i % images, int(view0), int(view1), 0))
+        image = i * images // count if count < images else i % images
+        augmented = (i % images + i // images) % 2 == 1  # over the rounds, too, each image has both kinds
+        own = int(draw.integers(2**31)) if augmented else NO_AUGMENTATION
+        samples.append(Sample(image, int(view0), int(view1), own))
     return samples
 
 
