@@ -30,7 +30,7 @@ WAYS: Dict[str, Augmentation] = {
     "as stored": Augmentation(),
     "thinned and turned": Augmentation(drop=0.3, rotation_deg=180.0),
     "thinned, turned, cut to 128 or more, zoomed": Augmentation(
-        drop=0.3, rotation_deg=180.0, min_keypoints=128, negatives=0.1, zoom_fraction=0.35, zoom_max=8.0
+        drop=0.3, rotation_deg=180.0, min_keypoints=128, negatives=0.1, zoom_fraction=0.35
     ),
 }
 

@@ -35,7 +35,6 @@ ELASTIC_PARTS = 8
 # NEGATIVE_PX are unmatched; in between SIFT's positions are too uncertain to teach either.
 POSITIVE_PX, NEGATIVE_PX = 3.0, 5.0
 LIMITS = ("match_threshold", "strict_threshold", "accept_pairs")  # of a model's description; a training keeps them
-ZOOM_MAX = 8.0  # of the recipe of the shipped weights (docs/recipe.md)
 
 
 class Parts(NamedTuple):
@@ -193,7 +192,6 @@ def augmentation(train: TrainParams) -> Augmentation:
         negatives=train.negatives,
         min_keypoints=train.min_keypoints,
         zoom_fraction=train.zoom,
-        zoom_max=ZOOM_MAX,
     )
 
 

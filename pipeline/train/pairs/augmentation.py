@@ -21,7 +21,7 @@ from superglue_sift.geometry import resizing
 # Draws another view of the store; None if the draw is one of the pair's own images.
 Others = Callable[[np.random.Generator], Optional[View]]
 
-MIN_ZOOM = 1.5  # smallest factor by which a view of a zoomed pair shrinks
+MIN_ZOOM, MAX_ZOOM = 1.5, 8.0  # factors by which a view of a zoomed pair shrinks (docs/recipe.md)
 MAX_NEIGHBOURS = 8  # views of other images around the shrunk one
 MAX_BEYOND = 0.25  # fraction of each side of the shrunk view that may lie outside the canvas
 
@@ -37,8 +37,8 @@ class Augmentation:
     window: smallest side of a random crop, as a fraction of the view's side; 1: no crop.
     negatives: fraction of pairs from different images, which have no match.
     min_keypoints: each view keeps its strongest n, with n log-uniform from here to the limit; 0: always the limit.
-    zoom_fraction: fraction of pairs with one view that is shrunk and surrounded by views of other images.
-    zoom_max: largest factor by which it shrinks; log-uniform from MIN_ZOOM.
+    zoom_fraction: fraction of pairs with one view that is shrunk and surrounded by views of other images; the factor is
+        log-uniform from MIN_ZOOM to MAX_ZOOM.
     """
 
     drop: float = 0.0
@@ -47,7 +47,6 @@ class Augmentation:
     negatives: float = 0.0
     min_keypoints: int = 0
     zoom_fraction: float = 0.0
-    zoom_max: float = 7.0
 
     def second_image(self, image: int, images: int, seed: int) -> int:
         """Image of the second view: `image` itself, or in a negative pair another of the `images`."""
@@ -67,7 +66,7 @@ class Augmentation:
 
     def zoom(self, seed: int, side: int) -> float:
         """Factor by which the view of this side (0 or 1) shrinks; 1: it keeps its size."""
-        zoomed, factor = _zoom(self.zoom_fraction, self.zoom_max, seed) if self.zoom_fraction else (0, 1.0)
+        zoomed, factor = _zoom(self.zoom_fraction, seed) if self.zoom_fraction else (0, 1.0)
         return factor if side == zoomed else 1.0
 
     def apply(
@@ -107,12 +106,12 @@ class Augmentation:
 
 
 @functools.lru_cache(maxsize=1024)  # called for both sides of a pair
-def _zoom(fraction: float, largest: float, seed: int) -> Tuple[int, float]:
+def _zoom(fraction: float, seed: int) -> Tuple[int, float]:
     """The side that shrinks and its factor; a factor of 1: neither does."""
     random = np.random.default_rng((seed, _ZOOM))
     if random.random() >= fraction:
         return 0, 1.0
-    return int(random.integers(2)), math.exp(random.uniform(math.log(MIN_ZOOM), math.log(largest)))
+    return int(random.integers(2)), math.exp(random.uniform(math.log(MIN_ZOOM), math.log(MAX_ZOOM)))
 
 
 def _kept(records: np.ndarray, chosen: np.ndarray) -> np.ndarray:
