@@ -19,14 +19,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import sys
 import time
-import timeit
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -37,16 +34,15 @@ from superglue_sift import errors
 from superglue_sift.batch import Pair
 from superglue_sift.errors import RequestError
 from superglue_sift.features import Features
-from superglue_sift.matcher import match_pairs, match_threshold
-from superglue_sift.network.inference import fuse_for_inference
+from superglue_sift.matcher import match_threshold
 from superglue_sift.network.orientation import choose_pair
 from superglue_sift.network.packing import Part
 from superglue_sift.network.superglue import SIFT_DIM, SuperGlue
 from superglue_sift.progress import clock
 from superglue_sift.scenes import LIMITS, Rules
-from superglue_sift.sift import KEYPOINT, positions
+from superglue_sift.sift import positions
 from superglue_sift.torch_compat import can_export
-from superglue_sift.weights import choose_device, load_model, shipped_weights
+from superglue_sift.weights import load_model, shipped_weights
 
 OPSET = 18  # minimum that torch's exporter writes without conversion
 SIDE = ("keypoints", "descriptors", "scores", "scales", "angles", "image_size", "mask")
@@ -280,70 +276,13 @@ def export(
     return path
 
 
-def latencies(path: Path, model: Union[str, Path, None], device: str = "cpu") -> Iterator[str]:
-    """Yield a line for each number of keypoints: the median time of a pair in torch and in ONNX Runtime.
-
-    Raises RequestError: ONNX Runtime is missing, or cannot use this device.
-    """
-    session = _session(path, torch.device(device))
-    network = fuse_for_inference(load_model(model or shipped_weights(), device)[0])
-    for count in (512, 1024, 2048):
-        side = Features(_synthetic_keypoints(count), (640, 480))
-        pair, inputs = Pair(side.records, side.records, side.size, side.size), inputs_of(side, side)
-        calls = partial(match_pairs, network, [pair], device), partial(session.run, None, inputs)
-        # the median of five, after a warm-up
-        in_torch, in_onnx = (1000 * statistics.median(timeit.repeat(call, number=1, repeat=6)[1:]) for call in calls)
-        yield f"{count} keypoints each: torch {in_torch:.0f} ms, ONNX Runtime {in_onnx:.0f} ms"
-
-
-def _runtime() -> Any:
-    """Import onnxruntime. Raises RequestError if it is not installed."""
-    try:
-        import onnxruntime
-    except ImportError:
-        raise RequestError("--time needs one more package: pip install onnxruntime") from None
-    return onnxruntime
-
-
-def _session(path: Path, device: torch.device) -> Any:
-    """`onnxruntime.InferenceSession` on this device; raises instead of falling back to the CPU."""
-    onnxruntime = _runtime()
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    provider: Any = "CPUExecutionProvider"
-    if device.type == "cuda":
-        provider = "CUDAExecutionProvider", {"device_id": device.index or 0}
-        if provider[0] not in onnxruntime.get_available_providers():
-            raise RequestError(
-                f"onnxruntime {onnxruntime.__version__} has no CUDA: pip install onnxruntime-gpu in its place"
-            )
-    session = onnxruntime.InferenceSession(str(path), options, providers=[provider])
-    if device.type == "cuda" and "CUDAExecutionProvider" not in session.get_providers():
-        raise RequestError("onnxruntime-gpu cannot load CUDA or cuDNN: its messages above name the library")
-    return session
-
-
-def _synthetic_keypoints(count: int) -> np.ndarray:
-    rng = np.random.default_rng(0)
-    records = np.zeros(count, KEYPOINT)
-    records["x"], records["y"] = rng.uniform(0, 480, (2, count))
-    records["scale"], records["angle"] = rng.uniform(1, 20, count), rng.uniform(0, 360, count)
-    records["score"], records["descriptor"] = 0.05, rng.integers(0, 120, (count, SIFT_DIM))
-    return records
-
-
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Entry point of `python -m superglue_sift.onnx`."""
     parser = argparse.ArgumentParser(prog="python -m superglue_sift.onnx", description=str(__doc__).splitlines()[0])
     parser.add_argument("out", type=Path, help="the file to write (.onnx)")
     parser.add_argument("--model", type=Path, help="model file (default: the shipped weights)")
     parser.add_argument("--threshold", type=float, help="minimum probability of a match (default: the model's own)")
-    parser.add_argument("--time", action="store_true", help="measure torch and ONNX Runtime on this machine")
-    parser.add_argument("--device", default="cpu", help="of --time: cpu, cuda, cuda:N or auto")
     args = parser.parse_args(argv)
-    device = choose_device(args.device)
-    if args.time:
-        _runtime()  # before the minutes of the export
     started = time.monotonic()
 
     def report(step: str) -> None:
@@ -351,9 +290,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
     path = export(args.out, args.model, args.threshold, report)
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, opset {OPSET}; inputs {', '.join(INPUTS)}")
-    if args.time:
-        for line in latencies(path, args.model, device):
-            print(line, flush=True)
     return 0
 
 

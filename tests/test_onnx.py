@@ -12,6 +12,7 @@ import pytest
 import torch
 from made_scenes import TURN, write_model
 
+from benchmarks.dev import onnx_times
 from superglue_sift import (
     Matcher,
     Pair,
@@ -239,11 +240,11 @@ class FakeRuntime:
 def test_onnx_runtime_that_would_go_on_on_the_cpu_is_refused(monkeypatch, built, loads, why):
     monkeypatch.setitem(sys.modules, "onnxruntime", FakeRuntime(built, loads))
     with pytest.raises(RequestError, match=why):
-        next(onnx.latencies(Path("m.onnx"), None, "cuda"))
+        next(onnx_times.latencies(Path("m.onnx"), None, "cuda"))
 
 
 def test_onnx_runtime_takes_the_gpu_that_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", FakeRuntime(True, True))
-    made = onnx._session(Path("m.onnx"), torch.device("cuda:1"))
+    made = onnx_times._session(Path("m.onnx"), torch.device("cuda:1"))
     assert made.asked == [("CUDAExecutionProvider", {"device_id": 1})]
-    assert onnx._session(Path("m.onnx"), torch.device("cpu")).asked == ["CPUExecutionProvider"]
+    assert onnx_times._session(Path("m.onnx"), torch.device("cpu")).asked == ["CPUExecutionProvider"]
