@@ -22,7 +22,7 @@ from pipeline.features import inspect
 from pipeline.features.store import Store
 from pipeline.fetch import __main__ as fetch
 from pipeline.keypoints import __main__ as keypoints
-from pipeline.keypoints import forecast, shards
+from pipeline.keypoints import shards
 from pipeline.keypoints.image import gray_views
 from superglue_sift.images import BadImage, read_gray
 
@@ -288,20 +288,6 @@ def _alive(pid: str) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().split()[2] not in "ZX"
     except OSError:
         return False
-
-
-def test_plan_tells_time_and_disk_and_makes_nothing(stage, pictures, tmp_path, capsys, make_params):
-    stage(pictures)
-    capsys.readouterr()
-    shared = ["--params", str(tmp_path / "params.yaml"), "--images", str(tmp_path / "images")]
-    assert keypoints.main([*shared, "--out", str(tmp_path / "nothing"), "--plan"]) == 0
-    said = capsys.readouterr().out
-    for part in ("3 views each", "8 cores", "16 cores", "64 cores", "GB free"):
-        assert part in said
-    assert not (tmp_path / "nothing").exists()
-    small = forecast.Forecast(images=1000, seconds=1.0, size=1e12)
-    told = "\n".join(forecast.report(small, make_params("keypoints"), tmp_path / "x" / "y", 8))
-    assert "too small: choose fetch.limit = " in told and "8 cores: 2 min (this machine)" in told
 
 
 def test_verify_names_the_damaged_shard(stage, pictures, tmp_path):

@@ -10,6 +10,8 @@ import torch
 
 from benchmarks import memory
 from pipeline.doctor import plan
+from pipeline.image_sets import manifest
+from pipeline.image_sets.manifest import Entry
 from pipeline.processes.distributed import Context
 from pipeline.processes.machine import FAIL, GIB, OK, WARN
 from pipeline.train import setup
@@ -117,6 +119,15 @@ def test_hours_are_measured_once_and_kept(make_params, tmp_path, monkeypatch):
     assert rates["pair"] > 0 and rates["image"] > 0
     monkeypatch.setattr(plan, "seconds_a_pair", lambda *_: pytest.fail("measured again"))
     assert plan.measured(sections, 2, 2, torch.device("cpu")) == rates
+
+
+def test_photographs_of_a_folder_are_those_that_fetch_listed(make_params, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = make_params("fetch", source="folder", path="photos")
+    assert plan.photographs(folder) == 0
+    entries = [Entry(f"{number}.jpg", "train", "train", f"{number}.jpg", 9, "") for number in range(7)]
+    manifest.write(plan.MANIFEST, entries)
+    assert (plan.photographs(folder), plan.photographs(make_params("fetch"))) == (7, 16)
 
 
 @pytest.mark.parametrize("processes", [1, 3, 7])

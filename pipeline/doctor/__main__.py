@@ -146,13 +146,14 @@ def training() -> Iterator[Finding]:
 
 def disk() -> Iterator[Finding]:
     """Free space against what the preset still needs."""
+    from pipeline.doctor import plan
     from pipeline.fetch import coco
 
     known = sections()
     if "fetch" not in known or "keypoints" not in known:
         return
     keypoints, fetch = known["keypoints"], known["fetch"]
-    expected = coco.expected(fetch.source, fetch.limit)
+    expected = coco.expected(fetch.source, fetch.limit)[0], plan.photographs(fetch)
     needed, linked = (
         machine.disk_needed(*expected, keypoints.views_per_image, keypoints.max_keypoints, n) for n in (2, 1)
     )

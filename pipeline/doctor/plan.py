@@ -19,8 +19,8 @@ import torch
 
 from pipeline.fetch import coco
 from pipeline.files import json_digest, write_atomic
+from pipeline.image_sets import manifest
 from pipeline.image_sets.sources import sample_folder
-from pipeline.keypoints.forecast import duration
 from pipeline.keypoints.image import gray_views
 from pipeline.keypoints.pool import cores
 from pipeline.processes import machine
@@ -35,6 +35,7 @@ from pipeline.views.homography import smallest_image
 from superglue_sift.images import read_gray
 
 KEPT = Path(".dvc") / "tmp" / "plan.json"
+MANIFEST = Path("data/images/manifest.csv")
 # Fraction of a GPU's memory; the rest is for the CUDA context, cuBLAS, the allocator's gaps and DDP's buckets.
 USABLE = 0.9
 MEASURED_STEPS = 2
@@ -76,11 +77,23 @@ def findings(sections: Any, processes: int, device: torch.device) -> Iterator[Fi
         f"about {hours}: {train.steps} steps of {batch} pairs, {processes / rates['pair']:.3g} pairs/s with "
         f"{processes} {several} in {chosen} (measured here)",
     )
-    count = coco.expected(sections["fetch"].source, sections["fetch"].limit)[1]
+    count = photographs(sections["fetch"])
     if count:
         hours = duration(rates["image"] * count / cores())
         per = f"{rates['image']:.2g} s of one core each (measured here)"
         yield Finding(OK, "keypoints", f"about {hours} on {cores()} cores: {count} images, {per}")
+
+
+def photographs(fetch: Any) -> int:
+    """Number of photographs of a preset; of a folder those that `fetch` listed, 0 before it has run."""
+    listed = len(manifest.read(MANIFEST)) if fetch.source == "folder" and MANIFEST.is_file() else 0
+    return listed or coco.expected(fetch.source, fetch.limit)[1]
+
+
+def duration(seconds: float) -> str:
+    """Seconds as text: 90 s, 12 min, 3.1 h."""
+    minutes = seconds / 60
+    return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
 def measured(sections: Any, processes: int, pairs: int, device: torch.device) -> Dict[str, float]:

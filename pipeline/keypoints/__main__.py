@@ -22,7 +22,6 @@ from pipeline.features.store import INDEX, Store
 from pipeline.files import write_atomic, write_csv
 from pipeline.image_sets.manifest import writable
 from pipeline.image_sets.sources import ImageSet, open_manifest
-from pipeline.keypoints import forecast
 from pipeline.keypoints.pool import Pool, cores, decoder
 from pipeline.keypoints.shards import Folder, Shard, plan
 from pipeline.parameters import params
@@ -48,11 +47,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
                 f"{options.images}/manifest.csv: no {split} images; give more images, "
                 "or change fetch.val_fraction and fetch.test_fraction"
             )
-    if options.plan:
-        entries = [entry for folder in folders.values() for shard in folder.shards for entry in shard.entries]
-        expected = forecast.forecast(images, entries, settings)
-        print("\n".join(forecast.report(expected, settings, options.out, options.workers or cores())))
-        return 0
     writable(options.out, options.reports)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     started = time.monotonic()
@@ -86,7 +80,6 @@ def _arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("data/keypoints"), help="folder of the stores")
     parser.add_argument("--reports", type=Path, default=Path("reports/keypoints"), help="folder of the lists")
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: one per core")
-    parser.add_argument("--plan", action="store_true", help="only forecast time and disk space")
     options = parser.parse_args(argv)
     if options.workers < 0:
         raise RequestError(f"--workers {options.workers}: must be 0 (one per core) or more")
@@ -114,7 +107,7 @@ def _extract(folders: Dict[str, Folder], images: ImageSet, settings: Any, worker
             except OSError as error:
                 raise WorkError(
                     f"{folder.path / shard.file}: cannot be written: {error.strerror}; finished shards are kept; "
-                    "`python -m pipeline.keypoints --plan` forecasts the space"
+                    "`python -m pipeline.doctor` forecasts the space"
                 ) from None
     return len(entries)
 
