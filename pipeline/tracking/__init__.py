@@ -26,7 +26,6 @@ from pipeline.tracking.run import (
     Run,
     ending,
     flatten,
-    process_tags,
     redacted,
 )  # fmt: skip
 from pipeline.tracking.run_log import RUN_FILE, Event, EventLog, now_ms, recall_run, remember_run
@@ -160,7 +159,6 @@ def _tags(tags: Dict[str, Any], provenance: Dict[str, str]) -> Dict[str, str]:
         **{str(key): str(value) for key, value in tags.items()},
         **dirty,
         **unseen,
-        **process_tags(),
         "mlflow.source.name": f"pipeline.{provenance.get('dvc.stage', 'train')}",
         "mlflow.source.type": "LOCAL",
         "mlflow.source.git.commit": provenance["git.commit"],
