@@ -6,12 +6,15 @@ copy of the last results of each stage. `dvc repro -f` ignores it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional
+
+import psutil
 
 from pipeline.files import file_sha256, json_digest, write_atomic
 
@@ -59,17 +62,11 @@ def _asks_dvc(words: List[str]) -> bool:
     return any(Path(word).name == "dvc" for word in words[:3])
 
 
-def _commands_above(proc: Path = Path("/proc")) -> Iterator[List[str]]:
-    """The command line of each ancestor process, as words, nearest first; none without /proc."""
-    pid = os.getppid()
-    while pid > 0:
-        try:
-            words = (proc / str(pid) / "cmdline").read_bytes().split(b"\0")
-            stat = (proc / str(pid) / "stat").read_text()
-        except OSError:  # it has ended, or belongs to another user
-            return
-        yield [os.fsdecode(word) for word in words]
-        pid = int(stat.rpartition(")")[2].split()[1])
+def _commands_above() -> Iterator[List[str]]:
+    """The command line of each ancestor process, as words, nearest first."""
+    for process in psutil.Process().parents():
+        with contextlib.suppress(psutil.Error):  # it has ended, or belongs to another user
+            yield process.cmdline()
 
 
 def _kept() -> Optional[Path]:
