@@ -16,6 +16,7 @@ from pipeline import errors, tracking
 from pipeline.errors import RequestError
 from pipeline.files import file_sha256, read_json
 from pipeline.parameters import params
+from pipeline.parameters.schema import flatten
 from pipeline.provenance import repro, trained_on, workspace_lock
 from superglue_sift import __version__
 from superglue_sift.matcher import match_threshold
@@ -64,7 +65,7 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
     Commit, dvc.lock (which contains the digest of this file), machine, paths and time are only in the MLflow run.
     """
     model = info["model"]
-    flat = {key: value for name, section in sections.items() for key, value in params.flatten(name, section).items()}
+    flat = flatten(sections)
     interface, kind = dict(INTERFACE), model.get("descriptor", "sift")
     if kind != "sift":
         descriptors = f"{OF_OTHERS[kind].format(dim=model['descriptor_dim'])}: {model['extractor']}"

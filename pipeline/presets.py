@@ -20,7 +20,7 @@ from pipeline import errors
 from pipeline.errors import RequestError, typed
 from pipeline.files import write_atomic
 from pipeline.parameters import params
-from pipeline.parameters.schema import FetchParams
+from pipeline.parameters.schema import FetchParams, flatten
 
 FOLDER = Path(__file__).resolve().parents[1] / "presets"
 BASE = "sample"
@@ -79,11 +79,10 @@ def write(path: Path, text: str) -> bool:
 def _flat(text: str) -> List[str]:
     """Lines such as `train.lr: 0.0001`, so that a difference names its section; raw lines if that fails."""
     try:
-        tree = YAML(typ="safe", pure=True).load(text)
-        flat = [params.flatten(name, values).items() for name, values in tree.items()]
+        flat = flatten(YAML(typ="safe", pure=True).load(text))
     except (YAMLError, AttributeError):
         return text.splitlines()
-    return [f"{key}: {value}" for section in flat for key, value in section]
+    return [f"{key}: {value}" for key, value in flat.items()]
 
 
 def _text_of(header: str, tree: Any, folders: Tuple[str, ...], origin: str) -> str:

@@ -10,6 +10,7 @@ from ruamel.yaml import YAML
 
 from pipeline import errors, presets
 from pipeline.parameters import old_keys, params
+from pipeline.parameters.schema import flatten
 
 ROOT = Path(__file__).resolve().parents[1]
 # The file of preset sample in version 0.1.0.
@@ -46,12 +47,8 @@ def tree() -> Dict[str, Any]:
     return YAML(typ="safe", pure=True).load(OLD)
 
 
-def leaves(tree: Dict[str, Any]) -> Dict[str, Any]:
-    return {key: value for name, values in tree.items() for key, value in params.flatten(name, values).items()}
-
-
 def test_each_old_key_is_known_or_named_with_what_to_do(tree: Dict[str, Any]) -> None:
-    old, new = leaves(tree), leaves(YAML(typ="safe", pure=True).load(presets.render("sample")))
+    old, new = flatten(tree), flatten(YAML(typ="safe", pure=True).load(presets.render("sample")))
     kept = {"train.max_keypoints", "evaluate.width", "evaluate.height", "evaluate.max_keypoints"}
     said = dict(line.split(": ", 1) for line in old_keys.advice(tree))
     assert len(old) == 112
@@ -68,7 +65,7 @@ def test_a_file_without_what_is_named_is_right(tree: Dict[str, Any]) -> None:
     """Whoever does what the lines say has a file that the stages take."""
     named = {line.split(": ", 1)[0] for line in old_keys.advice(tree)}
     left: Dict[str, Any] = {}
-    for key, value in leaves(tree).items():
+    for key, value in flatten(tree).items():
         place = left
         *path, last = old_keys.RENAMED.get(key, key).split(".")
         if key in named and key not in old_keys.RENAMED:

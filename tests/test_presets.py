@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 from pipeline import errors, presets
 from pipeline.fetch import containers
 from pipeline.parameters import params
-from pipeline.parameters.schema import SECTIONS, TrainOptions
+from pipeline.parameters.schema import SECTIONS, TrainOptions, flatten
 
 ROOT = Path(__file__).resolve().parents[1]
 OFFERED = ["sample", "ci", "coco2014", "coco2017", "coco2017-val", "folder", "pretrained"]
@@ -63,7 +63,7 @@ def test_the_sample_explains_every_key() -> None:
 
 def test_there_are_few_keys_and_short_files() -> None:
     sample = YAML(typ="safe", pure=True).load((ROOT / "presets" / "sample.yaml").read_text(encoding="utf-8"))
-    held = {leaf for name in sample for leaf in params.flatten(name, sample[name])}
+    held = set(flatten(sample))
     known = {f"{name}.{key}" for name, model in SECTIONS.items() for key in model.model_fields if key != "views"}
     known -= {f"train.{key}" for key in TrainOptions.model_fields} | {"views.homography", "views.photometric"}
     assert len(held | known) <= 60
@@ -74,7 +74,7 @@ def test_there_are_few_keys_and_short_files() -> None:
 
 def test_the_sample_holds_every_key_and_the_others_only_what_differs() -> None:
     sample = YAML(typ="safe", pure=True).load((ROOT / "presets" / "sample.yaml").read_text(encoding="utf-8"))
-    base = {leaf: value for name in sample for leaf, value in params.flatten(name, sample[name]).items()}
+    base = flatten(sample)
     for section, model in SECTIONS.items():
         leaves = {f"{section}.{key}" for key in keys(model)}
         assert {leaf for leaf in base if leaf.startswith(section + ".")} <= leaves
@@ -83,7 +83,7 @@ def test_the_sample_holds_every_key_and_the_others_only_what_differs() -> None:
     for name in OFFERED[1:]:
         tree = YAML(typ="safe", pure=True).load((ROOT / "presets" / f"{name}.yaml").read_text(encoding="utf-8"))
         for section, values in tree.items():
-            same = [leaf for leaf, value in params.flatten(section, values).items() if base.get(leaf) == value]
+            same = [leaf for leaf, value in flatten({section: values}).items() if base.get(leaf) == value]
             assert same == [], f"presets/{name}.yaml repeats the sample: {same}"
 
 

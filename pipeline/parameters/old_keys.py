@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, Tuple
+from typing import Any, Iterator
 
-from pipeline.parameters.schema import TrainOptions
+from pipeline.parameters.schema import TrainOptions, flatten
 
 HOMOGRAPHY = ("scale_min", "perspective", "rotation_deg", "tilt_deg", "max_upscale")
 PHOTOMETRIC = ("brightness", "contrast", "gamma", "blur", "noise", "jpeg")
@@ -16,37 +16,23 @@ RENAMED = {
     "train.turn_deg": "train.rotation_deg",
     "train.unrelated": "train.negatives",
 }
+# Keys that are constants now, by section.
+FIXED = {
+    "fetch": "seed",
+    "keypoints": "homography.translation difficulty max_bad_fraction shard_images seed",
+    "train": "sync_batchnorm scale_angle positive_px negative_px weight_decay decay clip_norm zoom_max max_skipped",
+    "evaluate": "homography.translation difficulty correct_px ransac_px ransac_iterations ratio sinkhorn_iterations "
+    "seed",
+    "export": "name",
+}
 # What replaces each key.
 GONE = {
-    "fetch.mirror": "set the environment variable COCO_MIRROR instead",
-    "fetch.seed": "it is 0",
-    "keypoints.homography.translation": "views lie anywhere inside the image",
-    "keypoints.difficulty": "it is 1; lower the amounts in views instead",
-    "keypoints.max_bad_fraction": "it is 0.1",
-    "keypoints.shard_images": "it is 64",
-    "keypoints.seed": "it is 0",
-    "train.sync_batchnorm": "norm: batch is always synchronized",
-    "train.scale_angle": "the extractor of the keypoints decides",
-    "train.positive_px": "it is 3",
-    "train.negative_px": "it is 5",
-    "train.weight_decay": "it is 0; optimizer: adamw has 0.01",
-    "train.decay": "it is exp(-0.4 / train.decay_start), as in the paper",
-    "train.clip_norm": "it is 1",
-    "train.zoom_max": "it is 8",
-    "train.max_skipped": "it is 20",
-    "evaluate.homography.translation": "views lie anywhere inside the image",
-    "evaluate.difficulty": "it is 1; lower the amounts in evaluate.views instead",
+    **{f"{section}.{name}": "it is a constant now" for section, names in FIXED.items() for name in names.split()},
     **{f"evaluate.{name}": f"the section views holds; evaluate.views.{name} differs from it" for name in SHARED},
-    "evaluate.correct_px": "it is 3",
-    "evaluate.ransac_px": "it is 3",
-    "evaluate.ransac_iterations": "it is 3000",
-    "evaluate.ratio": "it is 0.8",
+    "fetch.mirror": "set the environment variable COCO_MIRROR instead",
     "evaluate.threshold": "give `python -m pipeline.evaluate --threshold` instead",
-    "evaluate.sinkhorn_iterations": "it is 100",
     "evaluate.refine": "give `python -m pipeline.evaluate --no-refine` instead of false",
     "evaluate.pictures": "give `python -m pipeline.evaluate --pictures` instead",
-    "evaluate.seed": "it is 0",
-    "export.name": "the model is models/superglue.safetensors",
 }
 
 
@@ -58,7 +44,7 @@ def flag(name: str, value: Any) -> str:
 
 def advice(tree: Any) -> Iterator[str]:
     """A line for each old key of a params.yaml: its name and what to do."""
-    for key, value in _leaves(tree):
+    for key, value in (flatten(tree) if isinstance(tree, dict) else {}).items():
         section, _, name = key.partition(".")
         if key in RENAMED:
             yield f"{key}: is now {RENAMED[key]}"
@@ -68,9 +54,3 @@ def advice(tree: Any) -> Iterator[str]:
             default = TrainOptions.model_fields[name].default
             wanted = f'write train.options: "{flag(name, value)}" for it' if value != default else "it is the default"
             yield f"{key}: delete the line; {wanted}"
-
-
-def _leaves(tree: Any, prefix: Tuple[str, ...] = ()) -> List[Tuple[str, Any]]:
-    if not isinstance(tree, Dict) or not tree:
-        return [(".".join(prefix), tree)]
-    return [leaf for key, value in tree.items() for leaf in _leaves(value, (*prefix, str(key)))]

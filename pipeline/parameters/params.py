@@ -142,15 +142,6 @@ def data_name(sections: Dict[str, Section]) -> str:
     return Path(fetch.path).name if fetch.source == "folder" else fetch.source
 
 
-def flatten(name: str, values: Union[Section, Dict[str, Any]]) -> Dict[str, Any]:
-    """`{"train.lr": 0.0001, "views.homography.scale_min": 0.5, ...}`; name: the section's."""
-    tree = values.model_dump() if isinstance(values, Section) else values
-    flat: Dict[str, Any] = {}
-    for key, value in tree.items():
-        flat.update(flatten(f"{name}.{key}", value) if isinstance(value, dict) else {f"{name}.{key}": value})
-    return flat
-
-
 def _read(path: Path) -> Any:
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
@@ -168,44 +159,23 @@ def _read(path: Path) -> Any:
 
 
 def _problem(section: str, model: Type[Section], error: Any) -> str:
-    """`train.lr = -1: must be a number above 0, at most 10`, from one pydantic error."""
-    location = [str(part) for part in error["loc"]]
-    key = ".".join([section, *location])
-    if error["type"] == "value_error":
+    """`train.lr = -1: must be greater than 0`, from one pydantic error."""
+    *path, last = [section, *(str(part) for part in error["loc"])]
+    key, kind = ".".join([*path, last]), error["type"]
+    if kind == "value_error":
         return f"{key}.{error['ctx']['error']}"
-    owner: Any = model
-    field: Any = None
-    for part in location:
-        owner = owner if field is None else field.annotation
-        field = owner.model_fields.get(part)
-    if error["type"] == "extra_forbidden":
+    if kind == "extra_forbidden":
+        owner: Any = model
+        for name in path[1:]:
+            owner = owner.model_fields[name].annotation
         known = [name for name in owner.model_fields if name not in TrainOptions.model_fields]
-        return f"{key}: unknown key{_near(location[-1], known)}"
-    if field is None:
-        return f"{key} = {_short(error['input'])}: must hold keys with values"
-    if error["type"] == "missing":
-        return f"{key} is missing: must be {_allowed(field)}"
-    return f"{key} = {_short(error['input'])}: must be {_allowed(field)}"
-
-
-_KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-_LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "multiple_of": "a multiple of"}
-
-
-def _allowed(field: Any) -> str:
-    """The permitted values of a field as text, from its type and its limits."""
-    if get_args(field.annotation):
-        return "one of " + ", ".join(str(choice) for choice in get_args(field.annotation))
-    words = [
-        f"{word} {getattr(limit, name):g}"
-        for limit in field.metadata
-        for name, word in _LIMITS.items()
-        if getattr(limit, name, None) is not None
-    ]
-    words += [f"matching {limit.pattern}" for limit in field.metadata if getattr(limit, "pattern", None)]
-    keys = ", ".join(getattr(field.annotation, "model_fields", ()))
-    kind = _KINDS.get(field.annotation, f"a section of keys: {keys}")
-    return " ".join([kind, ", ".join(words)]).strip()
+        return f"{key}: unknown key{_near(last, known)}"
+    if kind == "missing":
+        return f"{key} is missing"
+    rule = "must hold keys with values"
+    if kind != "model_type":
+        rule = re.sub("^(Input|String) should", "must", error["msg"])
+    return f"{key} = {_short(error['input'])}: {rule}"
 
 
 def _near(name: str, known: List[str]) -> str:

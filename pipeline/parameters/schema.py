@@ -5,7 +5,7 @@ Settings that few trainings need are options of the command (`TrainOptions`).
 
 from __future__ import annotations
 
-from typing import Annotated, Dict, List, Literal, Type
+from typing import Annotated, Any, Dict, List, Literal, Mapping, Type
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -186,3 +186,12 @@ SECTIONS: Dict[str, Type[Section]] = {
     "train": TrainParams,
     "evaluate": EvaluateParams,
 }
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Dict[str, Any]:
+    """`{"train.lr": 0.0001, "views.homography.scale_min": 0.5, ...}` of sections, or of plain dicts, by name."""
+    flat: Dict[str, Any] = {}
+    for key, value in tree.items():
+        value = value.model_dump() if isinstance(value, Section) else value
+        flat.update(flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return flat

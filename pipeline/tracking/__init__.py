@@ -14,6 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
+from pipeline.parameters.schema import flatten
 from pipeline.provenance import repro
 from pipeline.tracking.mlflow_store import MlflowStore
 from pipeline.tracking.run import (
@@ -25,7 +26,6 @@ from pipeline.tracking.run import (
     NullRun,
     Run,
     ending,
-    flatten,
     redacted,
 )  # fmt: skip
 from pipeline.tracking.run_log import RUN_FILE, Event, EventLog, now_ms, recall_run, remember_run
@@ -141,7 +141,10 @@ def _header(uri: str, params: Dict[str, Any], tags: Dict[str, Any], run_id: Opti
         "tracking_uri": uri,
         "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT,
         "name": given or name or time.strftime("%Y-%m-%d %H.%M"),
-        "params": {**flatten(params), **{key: value for key, value in provenance.items() if key.startswith(MACHINE)}},
+        "params": {
+            **{key: str(value) for key, value in flatten(params).items()},
+            **{key: value for key, value in provenance.items() if key.startswith(MACHINE)},
+        },
         "tags": _tags(tags, provenance),
         "time": now_ms(),
     }

@@ -183,12 +183,3 @@ def ending(kind: Any) -> str:
 def redacted(uri: str) -> str:
     """The URI without user name and password."""
     return re.sub("://[^/]*@", "://", uri, count=1)
-
-
-def flatten(params: Dict[str, Any], prefix: str = "") -> Dict[str, str]:
-    """{"train": {"lr": 0.1}} as {"train.lr": "0.1"}."""
-    flat: Dict[str, str] = {}
-    for key, value in params.items():
-        inner = flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": str(value)}
-        flat.update(inner)
-    return flat

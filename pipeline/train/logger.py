@@ -66,7 +66,7 @@ class TrainingLogger:
         size, device = context.world_size, str(context.device.type)
         self.run = tracking.open_run(
             paths.reports,
-            {**{name: section.model_dump() for name, section in sections.items()}, "world_size": size},
+            {**sections, "world_size": size},
             tags={"device": device, "precision": precision, f"{tracking.HIDDEN}training": identity},
             resume_run_id=tracking.known_run(run_file, identity) if step else None,
             enabled=context.is_main,
