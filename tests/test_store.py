@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import cv2
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -164,17 +163,14 @@ def test_the_file_is_plain_safetensors(tmp_path):
     assert tensors["records"].dtype == np.uint8 and tensors["records"].shape[1] == 280
 
 
-def test_inspect_describes_verifies_and_draws(tmp_path, capsys):
-    folder, picture = write(tmp_path / "store", valid_images()), tmp_path / "p" / "view.png"
-    assert inspect.main([str(folder), "--verify", "--image", "1", "--picture", str(picture)]) == 0
+def test_inspect_describes_and_verifies(tmp_path, capsys):
+    folder = write(tmp_path / "store", valid_images())
+    assert inspect.main([str(folder), "--verify", "--image", "1"]) == 0
     said = capsys.readouterr().out
     for part in ("version 1", "3 images", "2 views of 320x240", "every shard", "image 1.jpg", "view 1:   40 key"):
         assert part in said
-    assert cv2.imread(str(picture)).shape == (240, 320, 3)
-    cv2.imwrite(str(tmp_path / "under.png"), np.full((300, 400, 3), 200, np.uint8))
-    under = ["--under", str(tmp_path / "under.png")]
-    inspect.main([str(folder), "--image", "image 2.jpg", "--picture", str(picture), *under])
-    assert cv2.imread(str(picture)).mean() > 100
+    assert inspect.main([str(folder), "--image", "image 2.jpg"]) == 0
+    assert "image 2: image 2.jpg" in capsys.readouterr().out
 
 
 def test_inspect_names_what_is_wrong(tmp_path):
@@ -182,16 +178,13 @@ def test_inspect_names_what_is_wrong(tmp_path):
     for arguments, message in (
         (["--image", "mage 2"], "did you mean image 2.jpg"),
         (["--image", "99"], "it has 3 images"),
-        (["--image", "0", "--view", "7"], "--view 7: must be 0 to 1"),
-        (["--picture", "x.jpg"], "must end in .png"),
-        (["--picture", str(tmp_path / "x.png"), "--under", "no.jpg"], "cannot be read as an image"),
     ):
         with pytest.raises(RequestError, match=message):
             inspect.main([folder, *arguments])
 
 
 def valid_images():
-    """Three images with records that can be drawn."""
+    """Three images with records."""
     images = []
     for index in range(3):
         views = [np.zeros(n, ORIENTED) for n in (0, 40)]

@@ -6,16 +6,14 @@ import argparse
 from pathlib import Path
 from typing import List, Optional, Sequence
 
-import cv2
 import numpy as np
 
 from pipeline import errors
 from pipeline.errors import RequestError
-from pipeline.features.store import Store, View, read_index
+from pipeline.features.store import Store, read_index
 from superglue_sift.geometry import corners, transform
 
 _HISTOGRAM_BINS = 8
-_DRAWN = 200  # strongest keypoints in a picture
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -25,22 +23,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("store", type=Path, help="folder with store.json, such as data/keypoints/train")
     parser.add_argument("--verify", action="store_true", help="check the SHA-256 of every shard")
     parser.add_argument("--image", default="", help="name (or number) of an image to describe")
-    parser.add_argument("--view", type=int, default=0, help="view of that image")
-    parser.add_argument("--picture", type=Path, help="write the view's keypoints as a PNG")
-    parser.add_argument("--under", type=Path, help="the image file, to draw under the keypoints")
     options = parser.parse_args(argv)
     store = Store(options.store, verify="all" if options.verify else "sample")
     print("\n".join(describe(store)))
     if options.verify:
         print("every shard has the SHA-256 it was written with")
-    if not options.image and not options.picture:
-        return 0
-    image = _find(store, options.image)
-    if not 0 <= options.view < store.views_per_image:
-        raise RequestError(f"--view {options.view}: must be 0 to {store.views_per_image - 1}")
-    print("\n".join(describe_image(store, image)))
-    if options.picture:
-        _write(options.picture, draw(store.view(image, options.view), options.under))
+    if options.image:
+        print("\n".join(describe_image(store, _find(store, options.image))))
     return 0
 
 
@@ -79,36 +68,14 @@ def describe_image(store: Store, image: int) -> List[str]:
     return lines
 
 
-def draw(view: View, under: Optional[Path] = None) -> np.ndarray:
-    """(H, W, 3) uint8 BGR: keypoints as circles of their scale, with a line for the direction."""
-    canvas = np.full((view.size[1], view.size[0], 3), 24, np.uint8)
-    if under is not None:
-        image = cv2.imread(str(under), cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
-        if image is None:
-            raise RequestError(f"--under {under}: cannot be read as an image")
-        canvas = cv2.warpPerspective(image, view.H_image_to_view, view.size)
-    fields = (view.records[name][:_DRAWN].tolist() for name in ("x", "y", "scale", "angle"))
-    points = [cv2.KeyPoint(*values) for values in zip(*fields)]
-    return cv2.drawKeypoints(canvas, points, canvas, (80, 220, 80), cv2.DRAW_MATCHES_FLAGS_DRAW_RICH_KEYPOINTS)
-
-
 def _find(store: Store, image: str) -> int:
     if image in store.images:
         return store.images.index(image)
-    if (image or "0").isdigit() and int(image or "0") < len(store):
-        return int(image or "0")
+    if image.isdigit() and int(image) < len(store):
+        return int(image)
     near = next((name for name in store.images if image in name), None)
     hint = f"; did you mean {near}?" if near else f"; it has {len(store)} images"
     raise RequestError(f"--image {image}: not in {store.path}{hint}")
-
-
-def _write(path: Path, picture: np.ndarray) -> None:
-    if path.suffix.lower() != ".png":
-        raise RequestError(f"--picture {path}: must end in .png")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not cv2.imwrite(str(path), picture):
-        raise RequestError(f"--picture {path}: cannot be written")
-    print(f"picture in {path}")
 
 
 if __name__ == "__main__":
