@@ -80,21 +80,20 @@ def no_compiler(device_type: str) -> str:
     return f"there is no C{'' if device_type == 'cuda' else '++'} compiler ({' or '.join(names[-2:])})"
 
 
-def torchvision_io(asked: str, instead: str) -> Any:
+def torchvision_io() -> Any:
     """torchvision's image decoders. Raises RequestError if torchvision or its decoders are missing.
 
     Its CUDA build does not load with a CPU build of torch, which shows only when a decoder is used: torch 1.10 raises
     RuntimeError, torch 2 AttributeError.
     """
-    key = asked.split(" ")[0]
     try:
         from torchvision import io
 
         assert torch.ops.image.decode_jpeg
     except (ImportError, RuntimeError, AttributeError):
         raise RequestError(
-            f"{asked}: torchvision is not installed, or is one for another torch than {torch.__version__}, and cannot "
-            f"decode; install the one made for this torch, or set {key}: {instead}"
+            "keypoints.decoder = torchvision: torchvision is not installed, or is one for another torch than "
+            f"{torch.__version__}, and cannot decode; install the one for this torch, or set keypoints.decoder: opencv"
         ) from None
     return io
 

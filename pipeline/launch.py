@@ -166,8 +166,7 @@ def max_restarts() -> int:
 def environment(processes: int, exit_folder: Path) -> Dict[str, str]:
     """Environment of the ranks."""
     values = dict(os.environ)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    values.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    values.setdefault("OMP_NUM_THREADS", str(max(1, threads.usable_cores() // processes)))
     threads.wait_passively(values)
     # a restarted rank must not read a dead peer's address from a shared store: it would hang (pytorch#135712)
     values.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

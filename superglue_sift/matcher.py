@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any, Callable, Iterable, Iterator, List, Mapping, NamedTuple,
 import numpy as np
 import torch
 
-from superglue_sift import scenes
+from superglue_sift import scenes, threads
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.descriptors import kind_of
 from superglue_sift.errors import RequestError
@@ -257,7 +256,7 @@ class Matcher:
         """
         if self.device == "cpu":
             torch.set_num_threads(1)
-            self.workers = usable_cores()
+            self.workers = threads.usable_cores()
             self._turn = threading.BoundedSemaphore(self.workers)
 
     def _match(self, sides: Sequence[Tuple[Features, Features]], aligned: bool) -> List[MatchResult]:
@@ -307,11 +306,6 @@ def _extractor_of(of_model: str, allowed: Optional[str], scene: bool) -> Optiona
         raise RequestError(f"extractor {allowed}: the model matches keypoints of {of_model}")
     extractor = load_extractor(of_model) if allowed or of_model == DEFAULT.name else None
     return DENSE if scene and extractor is DEFAULT else extractor
-
-
-def usable_cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_features(config: SuperGlueConfig, *sides: Features) -> None:

@@ -1,4 +1,4 @@
-"""How threads of OpenMP and OpenBLAS wait. Set it before torch and numpy are imported; this module imports neither."""
+"""How threads of OpenMP and OpenBLAS wait, to set before torch and numpy are imported, and the number of cores."""
 
 from __future__ import annotations
 
@@ -22,3 +22,8 @@ def wait_passively(variables: Optional[MutableMapping[str, str]] = None) -> None
         variables["OMP_WAIT_POLICY"] = "passive"
     if not any(name in variables for name in THREAD_VARIABLES):
         variables["OPENBLAS_NUM_THREADS"] = "1"
+
+
+def usable_cores() -> int:
+    """Number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

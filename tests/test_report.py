@@ -7,7 +7,6 @@ import json
 import math
 import re
 
-import cv2
 import numpy as np
 import pytest
 
@@ -146,17 +145,3 @@ def test_report_command_without_figures(tmp_path, capsys, content):
         (tmp_path / "metrics.json").write_text(content)
     assert errors.run(report.main, ["--evaluation", str(tmp_path)]) == 2
     assert "metrics.json" in capsys.readouterr().err
-
-
-def test_pictures_become_one_grid_in_the_order_of_their_names(tmp_path):
-    colours = {"a": (10, 20, 30), "b": (200, 100, 50), "c": (0, 0, 255)}
-    for name, colour in colours.items():
-        size = (30, 50, 3) if name != "b" else (20, 40, 3)
-        cv2.imwrite(str(tmp_path / f"{name}.png"), np.full(size, colour, np.uint8))
-    (tmp_path / "sheet").mkdir()
-    assert outputs.write_grid(tmp_path, tmp_path / "sheet" / "grid.png")
-    grid = cv2.imread(str(tmp_path / "sheet" / "grid.png"))
-    assert grid.shape == (2 * (30 + 8) + 8, 2 * (50 + 8) + 8, 3)
-    corners = [grid[8 + 38 * row, 8 + 58 * column].tolist() for row, column in ((0, 0), (0, 1), (1, 0), (1, 1))]
-    assert [tuple(corner) for corner in corners] == [*colours.values(), (255, 255, 255)]
-    assert not outputs.write_grid(tmp_path / "nothing", tmp_path / "grid.png")

@@ -235,8 +235,6 @@ def track(args: argparse.Namespace, contents: Mapping[str, Content], info: Mappi
         for name in (*outputs.FILES, *outputs.FOLDERS):
             if (args.out / name).exists():
                 run.artifact(args.out / name, f"{prefix}/{name}" if name in outputs.FOLDERS else prefix)
-        if outputs.write_grid(args.out / "pictures", args.out / "matches.png"):
-            run.artifact(args.out / "matches.png", prefix)
         if is_main:
             run.describe(summary.result(contents[""]), summary.note(contents[""], prefix, tracking.RUN_ID))
             run.compare_with_champion(args.out / "pairs.csv")

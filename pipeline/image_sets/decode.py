@@ -8,7 +8,7 @@ luma of the file (ITU-R BT.601): on a CPU all get the same pixels from libjpeg; 
 from __future__ import annotations
 
 import os
-from typing import Any, Iterable, Iterator, Optional, Tuple, Union
+from typing import Iterable, Iterator, Optional, Tuple, Union
 
 import numpy as np
 
@@ -36,18 +36,13 @@ def decoded(images: ImageSet, entries: Iterable[Entry]) -> Iterator[Outcome]:
             yield entry, bad
 
 
-def torchvision_io() -> Any:
-    """torchvision's decoders. Raises RequestError, with the fix, where it cannot decode."""
-    from pipeline import compat
-
-    return compat.torchvision_io("keypoints.decoder = torchvision", "opencv")
-
-
 def torchvision_decoded(images: ImageSet, entries: Iterable[Entry]) -> Iterator[Outcome]:
     """Like `decoded`. Raises RequestError where torchvision cannot decode."""
     import torch
 
-    io, index = torchvision_io(), gpu()
+    from pipeline import compat
+
+    io, index = compat.torchvision_io(), gpu()
     device = "cpu" if index is None else f"cuda:{index}"
     for entry in entries:
         image = plain_jpeg(images, entry)

@@ -98,24 +98,18 @@ def _extract(folders: Dict[str, Folder], images: ImageSet, settings: Any, worker
             (folder.path / INDEX).unlink(missing_ok=True)  # out of date
     entries = [entry for _, shard in todo for entry in shard.entries]
     total = sum(len(shard.entries) for folder in folders.values() for shard in folder.shards[rank::ranks])
-    bar = Progress(total=total, initial=total - len(entries), desc="keypoints", unit="image", disable=rank > 0)
-    with Pool(images, settings, max(min(workers, len(entries)), 1)) as pool, bar:
-        results = pool.map(entries)
+    shown = {"total": total, "initial": total - len(entries), "desc": "keypoints", "unit": "image"}
+    with Pool(images, settings, max(min(workers, len(entries)), 1)) as pool:
+        results = iter(Progress(pool.map(entries), disable=rank > 0, **shown))
         for folder, shard in todo:
             try:
-                folder.write(shard, _counted(islice(results, len(shard.entries)), bar))
+                folder.write(shard, islice(results, len(shard.entries)))
             except OSError as error:
                 raise WorkError(
                     f"{folder.path / shard.file}: cannot be written: {error.strerror}; finished shards are kept; "
                     "`python -m pipeline.doctor` forecasts the space"
                 ) from None
     return len(entries)
-
-
-def _counted(results: Any, bar: Any) -> Any:
-    for result in results:
-        bar.update(1)
-        yield result
 
 
 def _wait_for_all(folder: Folder) -> List[Dict[str, Any]]:

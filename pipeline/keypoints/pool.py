@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Callable, Iterable, Iterator, Optional, Union
 
+from pipeline import compat
 from pipeline.errors import WorkError
 from pipeline.features.store import ImageViews
 from pipeline.image_sets import dali_decoder, decode
@@ -39,7 +40,7 @@ def decoder(name: str) -> Decoder:
     Raises RequestError if its package is missing or cannot decode here.
     """
     if name == "torchvision":
-        decode.torchvision_io()
+        compat.torchvision_io()
         return decode.torchvision_decoded
     if name == "dali":
         dali_decoder.require()

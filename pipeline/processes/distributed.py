@@ -95,7 +95,8 @@ def start() -> Context:
     else:
         device = torch.device("cpu")
     if world_size > 1:
-        dist.init_process_group(compat.backend(device.type), timeout=_timeout())
+        timeout = datetime.timedelta(seconds=_integer("SG_TIMEOUT", TIMEOUT_SECONDS))
+        dist.init_process_group(compat.backend(device.type), timeout=timeout)
     return Context(rank, world_size, local_rank, device)
 
 
@@ -127,10 +128,6 @@ def abandon() -> None:
         nccl = group._get_backend(torch.device("cuda"))
         if hasattr(nccl, "abort"):
             nccl.abort()
-
-
-def _timeout() -> datetime.timedelta:
-    return datetime.timedelta(seconds=_integer("SG_TIMEOUT", TIMEOUT_SECONDS))
 
 
 def write_heartbeat(step: int) -> None:

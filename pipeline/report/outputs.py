@@ -7,9 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Mapping, Optional, Sequence
 
-import cv2
-import numpy as np
-
 from pipeline.files import write_atomic, write_csv
 from pipeline.report import document, page, summary, tables
 
@@ -17,7 +14,6 @@ TABLES = ("pairs", "scenes", "intervals", "differences", "robustness")  # fields
 FILES = ("metrics.json", "summary.json", "protocol.json", "matchers.csv", "bad_images.csv", page.PAGE, document.JSON,
          *(f"{name}.csv" for name in TABLES))  # fmt: skip
 FOLDERS = ("curves", "pictures")
-COLUMNS, GAP = 2, 8  # of the grid of pictures; GAP in pixels
 
 
 def write(out: Path, content: document.Content, training: Optional[Path] = None) -> None:
@@ -48,17 +44,3 @@ def write_lines(path: Path, lines: Sequence[Mapping[str, object]], columns: Sequ
 def write_json(path: Path, values: Mapping[str, object]) -> None:
     """Write indented JSON with a final newline; creates the folder."""
     write_atomic(path, json.dumps(values, indent=2) + "\n")
-
-
-def write_grid(folder: Path, file: Path) -> bool:
-    """Write all PNG pictures of a folder as one picture, two in a row, by name; False without any."""
-    pictures = [cv2.imread(str(path)) for path in sorted(folder.glob("*.png"))]
-    if not pictures:
-        return False
-    height, width = (GAP + max(picture.shape[axis] for picture in pictures) for axis in (0, 1))
-    rows = -(-len(pictures) // COLUMNS)
-    sheet = np.full((rows * height + GAP, COLUMNS * width + GAP, 3), 255, np.uint8)
-    for number, picture in enumerate(pictures):
-        top, left = (GAP + index * side for index, side in zip(divmod(number, COLUMNS), (height, width)))
-        sheet[top : top + picture.shape[0], left : left + picture.shape[1]] = picture
-    return cv2.imwrite(str(file), sheet)
