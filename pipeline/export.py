@@ -86,7 +86,7 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
             "code.digest": info.get("code", ""),
             "source.sha256": file_sha256(source),
             "version": __version__,
-            **repro.pinned_versions(),
+            **{f"version.{name}": version for name, version in repro.pinned(repro.WEIGHTY).items()},
         },
         "params": {key: value for key, value in flat.items() if key not in PLACES},
         "trained_with": {k: v for k, v in info.get("train", {}).items() if f"train.{k}" not in PLACES},

@@ -11,7 +11,6 @@ import getpass
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -34,7 +33,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--quick", action="store_true", help="only what would stop the work, without the network")
     options = parser.parse_args(argv)
     found: List[Tuple[str, Finding]] = []
-    checks = (software, gpus, shared_memory, user, open_files, git, ports, mlflow, disk, training)
+    checks = (software, gpus, shared_memory, user, open_files, git, mlflow, disk, training)
     for check in [check for check in checks if not options.quick or check.__name__ in QUICK]:
         if check is not training or machine.worst([finding for _, finding in found]) != FAIL:
             found += [(check.__name__, finding) for finding in guarded(check)]
@@ -197,14 +196,6 @@ def git() -> Iterator[Finding]:
         yield Finding(WARN, "git", f"git config --global --add safe.directory {os.getcwd()}")
     else:
         yield Finding(NOTE, "git", "no repository here: runs will not name their commit")
-
-
-def ports() -> Iterator[Finding]:
-    """Whether the port of `ui` is free."""
-    with socket.socket() as probe:
-        probe.settimeout(SECONDS)
-        busy = probe.connect_ex(("127.0.0.1", 5000)) == 0
-    yield Finding(NOTE if busy else OK, "port 5000", "in use" if busy else "free for `ui`")
 
 
 def mlflow() -> Iterator[Finding]:

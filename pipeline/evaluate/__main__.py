@@ -270,7 +270,7 @@ def made_from_inputs(args: argparse.Namespace) -> Dict[str, Any]:
         "files": [file_sha256(path) for path in files if path.is_file()],
         "section": section_of(args).model_dump(),
         "code": code_digest(("pipeline.evaluate.__main__",)),
-        "versions": repro.computing_versions(*PACKAGES),
+        "versions": repro.versions((*repro.COMPUTING, *PACKAGES)),
     }
 
 

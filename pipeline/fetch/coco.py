@@ -84,8 +84,7 @@ class Holding:
         self._container = self._given(Path(given)) if given else self._zip(self._path)
         if self._container is None and some:
             self._remote = partial.RemoteZip(self._urls, archive.size)
-            note = archives / f"{archive.file}.directory.json"
-            self._members = {member.filename: member for member in self._remote.directory(note)}
+            self._members = {member.filename: member for member in self._remote.directory()}
 
     def whole(self, show: Bytes) -> None:
         """Download the whole archive, unless it is local or only a part of it is needed."""

@@ -19,11 +19,9 @@ from typing import Any, Callable, Iterable, Iterator, List, Sequence
 from pipeline.errors import WorkError
 from pipeline.fetch import containers
 from pipeline.fetch.download import MIRROR, Interrupted, Remote, digests, read_note, write_note
-from pipeline.files import write_atomic
 from pipeline.image_sets.manifest import DEFLATED
 
 CONNECTIONS = 8  # hides the latency of many small requests
-_FIELDS = ("filename", "header_offset", "compress_size", "file_size", "CRC", "compress_type")
 _SLACK = 128  # bytes: a local header may be longer than the directory says
 
 
@@ -43,19 +41,12 @@ class RemoteZip(io.RawIOBase):
             address.close()
         super().close()
 
-    def directory(self, note: Path) -> List[zipfile.ZipInfo]:
-        """The images in the archive, checked as in a local one; cached in `note`, since COCO's directory has 10 MB."""
+    def directory(self) -> List[zipfile.ZipInfo]:
+        """The images in the archive, checked as in a local one; COCO's directory has 10 MB."""
         try:
-            rows = json.loads(note.read_text(encoding="utf-8"))
-            return containers.checked([_member(row) for row in rows], note)
-        except (OSError, ValueError, TypeError, AttributeError):
-            pass  # missing or damaged
-        try:
-            members = containers.checked(zipfile.ZipFile(self).infolist(), self._url)
+            return containers.checked(zipfile.ZipFile(self).infolist(), self._url)
         except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
             raise WorkError(f"{self._url}: its directory cannot be read: {error}") from None
-        write_atomic(note, json.dumps([[getattr(member, name) for name in _FIELDS] for member in members]))
-        return members
 
     def fetch(self, members: Sequence[zipfile.ZipInfo]) -> Iterator[bytes]:
         """The bytes of these images, in order, over several connections."""
@@ -105,13 +96,6 @@ class RemoteZip(io.RawIOBase):
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
-
-
-def _member(row: Sequence[Any]) -> zipfile.ZipInfo:
-    member = zipfile.ZipInfo()
-    for name, value in zip(_FIELDS, row):
-        setattr(member, name, value)
-    return member
 
 
 def fetch_zip(

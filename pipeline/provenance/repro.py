@@ -59,17 +59,8 @@ def _git(folder: Path, *args: str) -> Optional[str]:
     return done.stdout.decode("utf-8", "replace").strip() if done.returncode == 0 else None
 
 
-def versions() -> Dict[str, str]:
-    """Installed versions of packages that can change a number, without importing them."""
-    return {"python": platform.python_version(), **_installed(PACKAGES)}
-
-
-def computing_versions(*further: str) -> Dict[str, str]:
-    """Installed versions of `COMPUTING` and of `further` packages that a result depends on."""
-    return _installed((*COMPUTING, *further))
-
-
-def _installed(packages: Sequence[str]) -> Dict[str, str]:
+def versions(packages: Sequence[str]) -> Dict[str, str]:
+    """Versions of those packages that are installed, without importing them."""
     found = {}
     for name in packages:
         try:
@@ -79,13 +70,9 @@ def _installed(packages: Sequence[str]) -> Dict[str, str]:
     return found
 
 
-def pinned_versions() -> Dict[str, str]:
-    """{"version.torch": "2.13.0", ...} of packages that can change a weight, for a file that is equal in all clones.
-
-    Without the build after a `+`: on one CPU, CPU and CUDA builds of one version compute the same.
-    """
-    found = versions()
-    return {f"version.{name}": found[name].partition("+")[0] for name in WEIGHTY if name in found}
+def pinned(packages: Sequence[str]) -> Dict[str, str]:
+    """`versions` without the build after a `+`: on one CPU, CPU and CUDA builds of one version compute the same."""
+    return {name: version.partition("+")[0] for name, version in versions(packages).items()}
 
 
 def provenance(root: Optional[Path] = None) -> Dict[str, str]:
@@ -110,6 +97,7 @@ def provenance(root: Optional[Path] = None) -> Dict[str, str]:
         "platform": platform.platform(),
         "gpus": ", ".join(torch.cuda.get_device_name(index) for index in cards),
         "world_size": os.environ.get("WORLD_SIZE", "1"),
+        "version.python": platform.python_version(),
     }
-    tags.update({f"version.{name}": version for name, version in versions().items()})
+    tags.update({f"version.{name}": version for name, version in versions(PACKAGES).items()})
     return {key: value for key, value in tags.items() if value}

@@ -135,8 +135,8 @@ def changes(saved: Fingerprint, ours: Fingerprint) -> List[str]:
 
 
 def versions() -> Dict[str, str]:
-    """Versions of the packages that compute, without the build after a `+`: on one CPU all builds compute the same."""
-    return {name: version.partition("+")[0] for name, version in repro.computing_versions().items()}
+    """Versions of the packages that compute."""
+    return repro.pinned(repro.COMPUTING)
 
 
 def other_versions(info: Dict[str, Any]) -> str:

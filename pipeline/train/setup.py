@@ -151,8 +151,9 @@ def build(train: TrainParams, context: distributed.Context, store: Optional[Stor
         return_memory()
     if not train.bitwise_elastic:
         normalization.synchronize(model, distributed.differentiable_sum)
-    if train.compile:
-        _compile(model)
+    if train.compile:  # the dense part; attention between ragged sets is not compiled
+        for layer in (*model.self_attention, *model.cross_attention):
+            layer.get_submodule("mlp").compile(dynamic=True)
     objective = MatchingObjective(model, POSITIVE_PX, NEGATIVE_PX, chosen.precision)
     state = TrainState(
         model,
@@ -199,12 +200,6 @@ def _wrap(train: TrainParams, objective: MatchingObjective) -> nn.Module:
     if train.parallel == "dp":
         return DataParallelObjective(objective)
     return objective if train.bitwise_elastic else distributed.wrap(objective)
-
-
-def _compile(model: SuperGlue) -> None:
-    """Compile the dense part of each layer; attention between ragged sets is not compiled."""
-    for layer in (*model.self_attention, *model.cross_attention):
-        layer.get_submodule("mlp").compile(dynamic=True)
 
 
 def _initialize(model: SuperGlue, path: str) -> Tuple[List[str], Dict[str, Any]]:
