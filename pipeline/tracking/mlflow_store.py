@@ -17,7 +17,7 @@ from pipeline.provenance import repro
 from pipeline.tracking.run import EVALUATION, HEADLINE, HIDDEN, LEADING, RUN_ID, SEPARATOR
 from pipeline.tracking.run_log import Event
 from pipeline.tracking.shipper import PermanentError, say
-from pipeline.tracking.uploads import RETRIES, TIMEOUT, Uploads, files_below
+from pipeline.tracking.uploads import RETRIES, TIMEOUT, Uploads, files_below, size_of
 
 USAGE = """Two images in, matches out. `champion` is the best so far:
 
@@ -286,38 +286,13 @@ class MlflowStore:
         begun = [model for model in known if model.status == "PENDING" and tags.items() <= model.tags.items()]
         create = self._client.create_logged_model
         model = begun[0] if begun else create(experiment, event["name"], run_id, tags, model_type="matcher")
-        sent = self._files_sent(model.model_id) if begun else {}
         with tempfile.TemporaryDirectory() as folder:
             save_model(Path(folder) / "model", run_id, model.model_id, event["files"])
-            self._model_files(model.model_id, Path(folder) / "model", sent)
+            send = functools.partial(self._client.log_model_artifacts, model.model_id, f"{folder}/model")
+            self._uploads.attempt(f"models/{model.model_id}", size_of(Path(folder)), send)
         self._client.finalize_logged_model(model.model_id, "READY")
         self._client.log_outputs(run_id, [LoggedModelOutput(model.model_id, event["step"])])
         return model.model_id
-
-    def _files_sent(self, model_id: str, below: Optional[str] = None) -> Dict[str, int]:
-        """Path and bytes of each file of a logged model in the store."""
-        files: Dict[str, int] = {}
-        for entry in self._client.list_logged_model_artifacts(model_id, below):
-            if entry.is_dir:
-                files.update(self._files_sent(model_id, entry.path))
-            else:
-                files[entry.path] = int(entry.file_size or 0)
-        return files
-
-    def _model_files(self, model_id: str, folder: Path, sent: Dict[str, int]) -> None:
-        """Send the files that are not in `sent`, the largest last, so that fewer are left after a failure."""
-        missing = []
-        for file, _ in files_below(folder):
-            size = file.stat().st_size
-            if sent.get(file.relative_to(folder).as_posix()) != size:
-                missing.append((size, file))
-        for size, file in sorted(missing):
-            with tempfile.TemporaryDirectory() as alone:  # MLflow 3.1 takes only folders
-                place = Path(alone) / file.relative_to(folder)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                os.link(file, place)
-                send = functools.partial(self._client.log_model_artifacts, model_id, alone)
-                self._uploads.attempt(f"models/{model_id}/{file.name}", size, send)
 
 
 def _check_readable(*paths: str) -> None:
@@ -366,7 +341,7 @@ def save_model(folder: Path, run_id: str, model_id: str, files: List[str]) -> No
     import superglue_sift
     from pipeline.tracking import matcher_model
 
-    pins, names = repro.versions(), ("mlflow", "numpy", "opencv-python", "safetensors", "torch")
+    pins = repro.pinned(("mlflow", "numpy", "opencv-python", "safetensors", "torch"))
     pyfunc.save_model(
         folder,
         python_model=str(matcher_model.__file__),
@@ -374,6 +349,6 @@ def save_model(folder: Path, run_id: str, model_id: str, files: List[str]) -> No
         artifacts=dict(zip((matcher_model.WEIGHTS, "description"), files)),
         signature=matcher_model.signature(),
         input_example=matcher_model.input_example(),
-        pip_requirements=[f"{name}=={pins[name].partition('+')[0]}" for name in names if name in pins],
+        pip_requirements=[f"{name}=={version}" for name, version in pins.items()],
         mlflow_model=Model(run_id=run_id, model_id=model_id),
     )
