@@ -6,7 +6,6 @@ The loss, validation and evaluation share this definition of a correct match.
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import NamedTuple, Optional, Tuple
 
 import torch
@@ -74,30 +73,6 @@ def _decided(best: Tensor, partner: Tensor, back: Tensor, inside: Tensor, limits
     positive = (back.gather(-1, partner) == itself) & (best < positive_px)
     matches = torch.full_like(partner, UNMATCHED).masked_fill_((best < negative_px) & inside, IGNORED)
     return torch.where(positive, partner, matches)
-
-
-def pair_truth(
-    keypoints0: Tensor,
-    keypoints1: Tensor,
-    H_0to1: Tensor,
-    size0: Tensor,
-    size1: Tensor,
-    positive_px: float = 3.0,
-    negative_px: float = 5.0,
-) -> Truth:
-    """Ground truth of one pair, (M,) and (N,).
-
-    Args:
-        keypoints0 (M, 2), keypoints1 (N, 2): px; may be empty.
-        H_0to1: (3, 3) float64.
-        size0, size1: (2,) width and height, px.
-    """
-    counts = [torch.tensor([len(keypoints)]) for keypoints in (keypoints0, keypoints1)]
-    given = [t.unsqueeze(0) for t in (keypoints0, keypoints1, size0, size1, H_0to1)]
-    names = "keypoints0", "keypoints1", "image_size0", "image_size1", "H_0to1"
-    records = {"records0": given[0], "records1": given[1], "counts0": counts[0], "counts1": counts[1]}
-    batch = SimpleNamespace(**dict(zip(names, given)), **records)
-    return Truth(*(matches[0] for matches in ground_truth(batch, positive_px, negative_px)))
 
 
 def ground_truth(batch, positive_px: float = 3.0, negative_px: float = 5.0, layout: Optional[Layout] = None) -> Truth:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pair_truth import pair_truth
 
 from pipeline.train import objective
 from pipeline.train.objective import assignment_loss
@@ -25,7 +26,7 @@ from superglue_sift.network.packing import Assignments, Edges
 from superglue_sift.network.sinkhorn import Marginals
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.sift import KEYPOINT
-from superglue_sift.truth import IGNORED, UNMATCHED, Truth, ground_truth, pair_truth
+from superglue_sift.truth import IGNORED, UNMATCHED, Truth, ground_truth
 
 pytestmark = pytest.mark.cu111
 

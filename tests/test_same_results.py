@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from pair_truth import pair_truth
 
 from benchmarks import plain
 from pipeline.compat import grad_scaler
@@ -18,7 +19,7 @@ from pipeline.train.pairs.order import PairOrder
 from pipeline.train.step import train_step
 from pipeline.train.trainer import CLIP_NORM
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
-from superglue_sift.truth import Truth, pair_truth
+from superglue_sift.truth import Truth
 
 LIMITS = setup.POSITIVE_PX, setup.NEGATIVE_PX
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
-import torch
 
 from pipeline.evaluate import poses
 from pipeline.evaluate.conditions import conditions_of
@@ -17,10 +16,10 @@ from pipeline.evaluate.matchers import BOUND
 from pipeline.parameters.schema import EvaluateParams
 from pipeline.report.tables import ALIGNED
 from superglue_sift import extractors, geometry, refine, sift
-from superglue_sift.batch import Pair
+from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.extractors import Extractor
 from superglue_sift.matcher import PairMatches
-from superglue_sift.truth import UNMATCHED, pair_truth
+from superglue_sift.truth import UNMATCHED, ground_truth
 
 ALIGNMENT = "positions in image 1 moved by superglue_sift.refine, of every matcher alike; truth as detected"
 
@@ -147,11 +146,8 @@ class Results:
 
 def true_matches(pair: Pair, H_0to1: np.ndarray, correct_px: float) -> np.ndarray:
     """(M,) index of the true match in image 1, negative without one: the ground truth of training."""
-    sides = (pair.records0, pair.records1)
-    points0, points1 = (torch.as_tensor(sift.positions(records), dtype=torch.float64) for records in sides)
-    size0, size1 = torch.as_tensor(pair.size0), torch.as_tensor(pair.size1)
-    H = torch.as_tensor(H_0to1, dtype=torch.float64)
-    return pair_truth(points0, points1, H, size0, size1, correct_px, correct_px).matches0.numpy()
+    batch = from_pairs([pair], np.asarray(H_0to1, np.float64)[None])
+    return ground_truth(batch, correct_px, correct_px).matches0[0, : len(pair.records0)].numpy()
 
 
 def matched_points(pair: Pair, matches: PairMatches) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
