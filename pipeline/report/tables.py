@@ -23,12 +23,7 @@ SHORT = {  # all metrics but the AUC, in the order of the columns
     "matching_score_at_ratio_precision": "MS@P",
     "precision_at_ratio_matching_score": "P@MS",
 }
-LONG = {
-    "recall_at_ratio_precision": "recall at the ratio test's precision",
-    "precision_at_ratio_recall": "precision at the ratio test's recall",
-    "matching_score_at_ratio_precision": "matching score at the ratio test's precision",
-    "precision_at_ratio_matching_score": "precision at the ratio test's matching score",
-}
+AT_RATIO = "_at_ratio_"  # in metrics where every threshold is tried: "at the ratio test's"
 ALIGNED = "_aligned"  # suffix of the estimator's name in metrics of aligned matches
 DETECTED, MOVED = "as detected", "aligned"  # headings of the two parts of a table
 POSES = ("AUC POSE", "AUC REFINED")
@@ -60,7 +55,8 @@ def metric_title(name: str) -> str:
     """auc_ransac_3 -> 'AUC@3 RANSAC', auc_ransac_aligned_3 -> 'AUC@3 RANSAC aligned'; other names as words."""
     kind, _, rest = name.partition("_")
     estimator, _, pixels = rest.rpartition("_")
-    return f"AUC@{pixels} {estimator_title(estimator)}" if kind == "auc" else LONG.get(name, name.replace("_", " "))
+    words = name.replace(AT_RATIO, " at the ratio test's ").replace("_", " ")
+    return f"AUC@{pixels} {estimator_title(estimator)}" if kind == "auc" else words
 
 
 def estimator_title(estimator: str) -> str:
@@ -151,7 +147,7 @@ def comparison(metrics: Mapping[str, Optional[float]]) -> str:
 def notes(metrics: Mapping[str, Optional[float]]) -> List[str]:
     """Notes below the table: the meaning of its columns, and which matches and pairs they count."""
     groups, matchers = columns_of(metrics), matchers_in(metrics)
-    columns = [f"{SHORT[name]}: {metric_title(name)}" for name in groups[""] if name not in LONG]
+    columns = [f"{SHORT[name]}: {metric_title(name)}" for name in groups[""] if AT_RATIO not in name]
     for head, group in list(groups.items())[1:]:
         limits = ", ".join(name.rpartition("_")[2] for name in group)
         error = f"pose error up to {limits} degrees" if head in POSES else f"mean corner error up to {limits} px"
@@ -165,9 +161,9 @@ def notes(metrics: Mapping[str, Optional[float]]) -> List[str]:
         equal = len(set(thresholds.values())) == 1
         above = next(iter(thresholds.values())) if equal else ", ".join(map(" ".join, thresholds.items()))
         lines.append(f"a network's matches have a confidence above {above}")
-    if any(name in LONG for name in groups[""]):
-        columns = ", ".join(f"{SHORT[name]}: {LONG[name]}" for name in LONG if name in groups[""])
-        lines.append(f"{columns}, where every threshold is tried")
+    swept = [f"{SHORT[name]}: {metric_title(name)}" for name in groups[""] if AT_RATIO in name]
+    if swept:
+        lines.append(f"{', '.join(swept)}, where every threshold is tried")
     counts = [(metrics.get(f"{name}.recall_pairs"), metrics[f"{name}.pairs"]) for name in matchers]
     for recall_pairs, pairs in dict.fromkeys(counts):
         if recall_pairs not in (None, pairs):
