@@ -47,7 +47,7 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """`../shared/data`: real photographs and image pairs beside the clone; skips without them."""
+    """`../shared/data`: real photographs and image pairs next to the clone; skips without them."""
     folder = SHARED / "data"
     if not folder.is_dir():
         pytest.skip(f"needs the real images in {folder}")

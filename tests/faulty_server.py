@@ -1,4 +1,4 @@
-"""Local HTTP servers that misbehave as they are told: one of a file, for downloads, and one before another server."""
+"""Local HTTP servers with faults on request: one of a file, for downloads, and one before another server."""
 
 from __future__ import annotations
 

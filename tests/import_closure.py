@@ -1,6 +1,6 @@
 """dvc.yaml against the imports of its stages: `python tests/import_closure.py` names what differs (exit 1).
 
-A stage depends on rooms (folders) or single files that together hold every module its command imports, but for
+A stage depends on packages (folders) or single files that together hold every module its command imports, but for
 `CHANGES_NO_OUTPUT` of `pipeline.provenance.code`.
 """
 
@@ -41,7 +41,7 @@ def _says_something(path: Path) -> bool:
 
 
 def covers(dependency: str, path: str) -> bool:
-    """Is the file, or are all files of its room, this dependency?"""
+    """Whether the file, or its package, is this dependency."""
     return path == dependency or path.startswith(dependency + "/")
 
 
@@ -49,13 +49,15 @@ def differences(tree: Dict, root: Path = ROOT) -> List[str]:
     """One line for each file that no dependency of its stage holds, and for each dependency of no use."""
     lines = []
     for name, stage in tree["stages"].items():
-        rooms = [path for path in stage["deps"] if path.split("/")[0] in PACKAGES]
+        held = [path for path in stage["deps"] if path.split("/")[0] in PACKAGES]
         files = code_of(stage["cmd"], root)
-        lines += [f"{name}: deps lack {path}" for path in files if not any(covers(room, path) for room in rooms)]
         lines += [
-            f"{name}: deps hold {room}, of which nothing can change the output"
-            for room in rooms
-            if not any(covers(room, path) for path in files)
+            f"{name}: deps lack {path}" for path in files if not any(covers(dependency, path) for dependency in held)
+        ]
+        lines += [
+            f"{name}: deps hold {dependency}, of which nothing can change the output"
+            for dependency in held
+            if not any(covers(dependency, path) for path in files)
         ]
     return lines
 

@@ -1,4 +1,4 @@
-"""Stores of made-up views whose truth is known exactly: the same points seen through random homographies."""
+"""Stores of synthetic views with known truth: the same points seen through random homographies."""
 
 from __future__ import annotations
 

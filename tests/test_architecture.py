@@ -1,4 +1,4 @@
-"""The house rules: who may import whom, how large a room may be, and what lives in one place alone."""
+"""The rules for code: which package may import which, how large a file may be, and what has only one place."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def package_of(module: str) -> str:
 
 
 def crossings(name: str) -> List[str]:
-    """Modules of other rooms that the file imports."""
+    """Modules of other packages that the file imports."""
     module = module_of(name)
     found = []
     for other in imports(ROOT / name, module):
@@ -85,14 +85,14 @@ def crossings(name: str) -> List[str]:
     return found
 
 
-def allowed(room: str, other: str) -> bool:
-    """May a file of `room` import the module `other`?"""
+def allowed(package: str, other: str) -> bool:
+    """Whether a file of `package` may import the module `other`."""
     target = other.split(".", 1)[1]
     if any(target == name or name.startswith(target + ".") for name in GROUND):
         return True
-    if room not in MAY_IMPORT:  # a command; of the stages, `export` alone is one
-        return room not in STAGES or package_of(other) not in STAGES
-    allowed = MAY_IMPORT[room]
+    if package not in MAY_IMPORT:  # a command; of the stages, `export` alone is one
+        return package not in STAGES or package_of(other) not in STAGES
+    allowed = MAY_IMPORT[package]
     return any(target == name or target.startswith(name + ".") or name.startswith(target + ".") for name in allowed)
 
 

@@ -148,7 +148,7 @@ def test_a_run_cut_off_leaves_the_groups_it_has_done(tmp_path, monkeypatch):
     assert list(held["machine"]["groups"]) == ["none", "one"] and "load at the end" in held["machine"]
 
 
-def test_every_figure_of_a_network_has_its_dim(monkeypatch):
+def test_every_row_of_a_network_has_its_dim(monkeypatch):
     rows = [
         Row("plain", "training step: float32", 1.0, "ms"),
         Row("plain", "too dear", skipped="about 9 s"),
@@ -168,7 +168,7 @@ def test_every_figure_of_a_network_has_its_dim(monkeypatch):
     assert "ms  D=16" in table.line(found[0]) and "D=" not in table.line(found[3])
 
 
-def test_a_gpu_is_not_judged_by_the_host(monkeypatch):
+def test_a_gpu_is_not_compared_with_targets_of_the_host(monkeypatch):
     """Neither by its processor seconds nor by a rate that nobody measured."""
     ratio = Ratio(2.0, 1.0, 3.0)
     group = {"a": lambda _: iter([Row("a", "b", 1.0, "s", ratio, ratio)])}
@@ -182,7 +182,7 @@ def test_a_gpu_is_not_judged_by_the_host(monkeypatch):
 
 def test_ratios_go_to_the_tracking_server_too(tmp_path, monkeypatch):
     logged = {}
-    log = SimpleNamespace(log=lambda figures, _: logged.update(figures), artifact=None)
+    log = SimpleNamespace(log=lambda metrics, _: logged.update(metrics), artifact=None)
     monkeypatch.setattr("pipeline.tracking.open_run", lambda *_, **__: contextlib.nullcontext(log))
     rows = [Row("a", "step: ours", 1.5, "ms", Ratio(2.0, 1.0, 3.0)), Row("a", "none", skipped="no")]
     table.track(rows, {}, tmp_path, [])
@@ -193,7 +193,7 @@ def test_ratios_go_to_the_tracking_server_too(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("low", "high", "met"), [(0.1, 0.2, "yes"), (0.2, 0.3, "near"), (0.3, 0.4, "no"), (None, None, "no")]
 )
-def test_a_target_of_the_value_is_judged_by_its_interval(low, high, met):
+def test_a_target_is_compared_with_the_interval_of_the_value(low, high, met):
     spread = Ratio(0.3, low, high) if low else None
     row = Row("a", "b", 0.3, "s", Ratio(9.0, 8.0, 9.5), spread=spread, at_most=0.25)
     assert (row.met, row.met_cpu) == (met, "")
@@ -210,7 +210,7 @@ def test_two_files_to_matches_are_held_to_their_seconds(monkeypatch):
     assert row.spread == timing.interval(wall) and row.at_most == 0.25 and row.met == "near"
 
 
-def test_shares_of_the_evaluation_are_held_to_a_twentieth(monkeypatch):
+def test_parts_of_the_evaluation_are_held_to_a_twentieth(monkeypatch):
     """By the interval over the rounds: here 1 of 25 ms in one and 3 of 27 ms in the other."""
     ways = ("views", "SIFT", "matcher", "baselines", "truth", "ours", "all")
     walls = [[1.0, 1.0], [12.0, 12.0], [12.0, 12.0], [0.0, 0.0], [0.5, 1.5], [1.0, 3.0], [1.0, 3.0]]
@@ -220,14 +220,14 @@ def test_shares_of_the_evaluation_are_held_to_a_twentieth(monkeypatch):
     network = SimpleNamespace(threshold=0.2)
     vars(work).update(setting=setting, pairs=[None], name="")
     vars(work).update(matchers=SimpleNamespace(networks={"superglue": network}))
-    total, *shares = work.parts()
+    total, *parts = work.parts()
     assert total.value == pytest.approx(1e3 * (1 + 24 + 2))
-    for share in shares:
-        assert share.spread.low == pytest.approx(1 / 25) and share.spread.high == pytest.approx(3 / 27)
-        assert share.value == pytest.approx((1 / 25 + 3 / 27) / 2) and share.met == "near"
+    for part in parts:
+        assert part.spread.low == pytest.approx(1 / 25) and part.spread.high == pytest.approx(3 / 27)
+        assert part.value == pytest.approx((1 / 25 + 3 / 27) / 2) and part.met == "near"
 
 
-def test_sinkhorns_share_of_the_gpu_is_held_to_a_fifth(monkeypatch):
+def test_sinkhorns_fraction_of_the_gpu_is_held_to_a_fifth(monkeypatch):
     taken = {"step": timing.Seconds([1.0, 1.0], []), "sinkhorn": timing.Seconds([0.1, 0.15], [])}
     monkeypatch.setattr(Setting, "timed", lambda *_: taken)
     for name in ("_step", "made_batch", "sinkhorn_call"):
@@ -246,7 +246,7 @@ def test_memory_measured_once_has_no_interval(monkeypatch):
     assert (flat["ratio"], flat["ratio_low"], flat["ratio_high"]) == (3.5, None, None)
 
 
-def test_the_command_runs_the_bench_beside_the_package(tmp_path):
+def test_the_command_runs_the_benchmarks_next_to_the_package(tmp_path):
     """From any folder: neither the bench nor the packages have to be installed."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "pipeline.benchmark", "--only", "nothing"]

@@ -1,4 +1,4 @@
-"""The speed table: equal work on both sides, targets judged right, rows that cannot run say why."""
+"""The speed table: equal work on both sides, correct comparison with targets, rows that cannot run say why."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ class TestRows:
         assert "--seconds 1 runs it" in found[0].skipped
 
     @pytest.mark.slow
-    def test_a_group_of_ranks_steps_beside_the_peer(self, tmp_path):
+    def test_a_group_of_ranks_steps_at_the_same_time_as_the_peer(self, tmp_path):
         kept = made_store(tmp_path / "store", 20, images=16)
         changes = {"dim": 32, "sinkhorn_iterations": 5, "precision": "float32"}
         group = group_rows.training_group(setting(), kept, 20, 4, changes, processes=2)
@@ -236,7 +236,7 @@ class TestRows:
             (batch,) = training_rows.Trainer(setting(), store, 2, keypoints=limit).loaded()
             assert batch.counts0.tolist() == [limit] * 2
 
-    def test_share_of_equal_matches(self):
+    def test_fraction_of_equal_matches(self):
         a, b = torch.tensor([1, -1, 2, -1]), torch.tensor([1, -1, 3, 0])
         assert parity_rows.equal(a, b) == pytest.approx(1 / 3)
 
@@ -326,7 +326,7 @@ class TestTable:
         with pytest.raises(RequestError, match=said):
             benchmark.main([*arguments, "--device", "cpu", "--no-tracking"])
 
-    def test_load_is_told(self):
+    def test_load_is_printed(self):
         assert "cores" in row.load()
         assert dataclasses.asdict(Row("a", "b"))["skipped"] == ""
 
@@ -341,7 +341,7 @@ class TestRanks:
         said = group_rows.in_processes(*self.ranks("print(rank)"), 2, 1)
         assert said == "0\n"
 
-    def test_so_does_one_beside_the_peer_while_nobody_asks_for_a_step(self):
+    def test_so_does_one_next_to_the_peer_while_nobody_asks_for_a_step(self):
         group = group_rows.Group.__new__(group_rows.Group)
         code = "print('ready', flush=True); sys.stdin.readline(); print('ready', flush=True); time.sleep(60)"
         group.ranks = group_rows.Ranks(*self.ranks(code), 2, 1)
@@ -351,7 +351,7 @@ class TestRanks:
             group()
         group.close()
 
-    def test_idle_ranks_beside_the_peer_wait_for_their_own_input(self, tmp_path, monkeypatch, capsys):
+    def test_idle_ranks_next_to_the_peer_wait_for_their_own_input(self, tmp_path, monkeypatch, capsys):
         """Not in a collective, which would work on the GPU of the group that is timed."""
         context = distributed.Context(1, 2, 1, torch.device("cpu"))
         monkeypatch.setattr(distributed, "process_group", lambda: contextlib.nullcontext(context))
@@ -374,7 +374,7 @@ class TestRanks:
         one = row.activation_bytes(SMALL, 512, 64 if device == "cuda" else 2)
         assert asked == [ranks * one for ranks in sharing]
 
-    def test_the_step_of_several_processes_beside_that_of_one(self, monkeypatch):
+    def test_the_step_of_several_processes_compared_with_that_of_one(self, monkeypatch):
         monkeypatch.setattr(group_rows.os, "cpu_count", lambda: 4)
         monkeypatch.setattr(group_rows, "step_seconds", lambda _, processes, __: [[float(processes)] * 3, [1.0] * 3])
         found = [each for each in group_rows.groups(setting()) if not each.skipped]
@@ -389,7 +389,7 @@ class TestModes:
         monkeypatch.setattr(mode_rows, "DECODED", 3)
 
     @pytest.mark.slow  # starts eight processes
-    def test_each_mode_beside_plain_and_one_that_fails_costs_its_own_row(self, small, monkeypatch):
+    def test_each_mode_compared_with_plain_and_one_that_fails_costs_its_own_row(self, small, monkeypatch):
         wrong = {"weights that are not there": mode_rows.Mode({"init_from": "nothing.safetensors"})}
         right = {"gradient accumulation": mode_rows.Mode({"accumulate": 2})}
         monkeypatch.setattr(mode_rows, "modes", lambda _: {**wrong, **right})
@@ -468,7 +468,7 @@ class TestStages:
         assert rows[1].against.startswith("plain loader")
         assert rows[2].against.startswith("plain loader") or "pip install nvidia-dali" in rows[2].skipped
 
-    def test_what_params_say_does_not_change_the_figures_of_training(self, tmp_path, make_params, monkeypatch):
+    def test_what_params_say_does_not_change_the_rows_of_training(self, tmp_path, make_params, monkeypatch):
         odd = {"checkpoint_layers": True, "ema": 0.9, "deterministic": True}
         section = make_params("train", **odd, optimizer="sgd", loader="synthetic", compile=True)
         monkeypatch.setattr(training_rows.params, "load", lambda *_: section)
@@ -487,7 +487,7 @@ class TestStages:
         (found,) = stage_rows.aligned(setting(seconds=1.0))
         assert found.unit == "of the time" and 0 < found.value < 1 and "250 matches" in found.what
 
-    def test_batches_are_matched_beside_the_plain_network(self):
+    def test_batches_are_matched_and_compared_with_the_plain_network(self):
         (found,) = evaluation_rows.batched(setting(seconds=0.5))
         assert found.unit == "pairs/s" and found.value > 0 and found.ratio.low > 0
 

@@ -15,7 +15,7 @@ from pipeline.train import identity
 pytestmark = pytest.mark.cu111
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE = '''"""A room."""
+SOURCE = '''"""A module."""
 import os
 
 SHARE = 0.5  # of a half
@@ -51,7 +51,7 @@ def digest_of(tmp_path: Path) -> Callable[[str], str]:
     "old, new",
     [
         ("  # of a half", "  # of two halves"),
-        ('"""A room."""', '"""A large room."""'),
+        ('"""A module."""', '"""A large module."""'),
         ('"""Of numbers."""', '"""Of numbers, in no order."""'),
         ('"""Their mean."""', ""),
         ("no numbers of {name}", "there are no numbers"),
@@ -93,17 +93,17 @@ def test_the_digest_does_not_depend_on_the_version_of_python(digest_of):
 
 def test_the_closure_follows_every_kind_of_import(tmp_path: Path) -> None:
     files = {
-        "pipeline/__init__.py": "def __getattr__(name):\n    from pipeline.room import offered\n",
-        "pipeline/stage.py": "import os, pipeline.direct\nfrom pipeline.room import inner as other\n"
+        "pipeline/__init__.py": "def __getattr__(name):\n    from pipeline.part import offered\n",
+        "pipeline/stage.py": "import os, pipeline.direct\nfrom pipeline.part import inner as other\n"
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import pipeline.never\n",
         "pipeline/direct.py": "def f():\n    if True:\n        from pipeline import lazy\n",
         "pipeline/lazy.py": "from superglue_sift.sift import extract\n",
         "pipeline/never.py": "",
-        "pipeline/room/__init__.py": "from pipeline.room import sibling\n",
-        "pipeline/room/sibling.py": "from pipeline.room.cousin import name\n",
-        "pipeline/room/cousin.py": "from pipeline import stage\n",
-        "pipeline/room/inner.py": "",
-        "pipeline/room/offered.py": "",
+        "pipeline/part/__init__.py": "from pipeline.part import sibling\n",
+        "pipeline/part/sibling.py": "from pipeline.part.cousin import name\n",
+        "pipeline/part/cousin.py": "from pipeline import stage\n",
+        "pipeline/part/inner.py": "",
+        "pipeline/part/offered.py": "",
         "superglue_sift/__init__.py": "",
         "superglue_sift/sift.py": "",
     }
@@ -111,8 +111,8 @@ def test_the_closure_follows_every_kind_of_import(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     found = code.closure(["pipeline.stage"], root=tmp_path)
-    assert sorted(found.values()) == sorted(set(files) - {"pipeline/never.py", "pipeline/room/offered.py"})
-    without = code.closure(["pipeline.stage"], ["pipeline.lazy", "pipeline.room"], root=tmp_path)
+    assert sorted(found.values()) == sorted(set(files) - {"pipeline/never.py", "pipeline/part/offered.py"})
+    without = code.closure(["pipeline.stage"], ["pipeline.lazy", "pipeline.part"], root=tmp_path)
     assert sorted(without) == ["pipeline", "pipeline.direct", "pipeline.stage"]
 
 

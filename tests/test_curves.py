@@ -1,4 +1,4 @@
-"""Curves on disk: appended point by point, cut at the checkpoint that a training goes on from."""
+"""Curves on disk: appended point by point, cut at the checkpoint that a training resumes from."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def whole(tmp_path: Path) -> bytes:
     return write(tmp_path / "whole.csv", 0, 1, 30)
 
 
-def test_a_curve_is_a_table_of_steps_and_figures(whole: bytes) -> None:
+def test_a_curve_is_a_table_of_steps_and_metrics(whole: bytes) -> None:
     lines = whole.decode().splitlines()
     assert lines[0] == "step,loss,lr" and lines[3] == "3,0.333333,0.003" and len(lines) == 31
 

@@ -1,4 +1,4 @@
-"""DALI's and torchvision's image sources and DALI's pair loader beside the plain ones: the same pixels and order."""
+"""DALI's and torchvision's image sources and DALI's pair loader give the same pixels and order as the plain ones."""
 
 from __future__ import annotations
 
@@ -411,7 +411,7 @@ class TestChoice:
             (lambda: loader.choose("dali", None), "leave out --loader"),
         ],
     )
-    def test_missing_dali_is_one_line_with_the_mend(self, monkeypatch, asks, key):
+    def test_missing_dali_is_one_line_with_the_fix(self, monkeypatch, asks, key):
         for name in ("nvidia.dali", "nvidia.dali.plugin.pytorch"):
             monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(RequestError) as error:

@@ -366,7 +366,7 @@ TRAINER = """
 
 @pytest.fixture
 def workspace(tmp_path):
-    """A workspace whose project is a trainer that saves when it is told to stop."""
+    """A workspace whose project is a trainer that saves when it is asked to stop."""
     folder = tmp_path / "workspace"
     (folder / "pipeline").mkdir(parents=True)
     (folder / ".dvc").mkdir()
@@ -413,7 +413,7 @@ def test_the_trainer_may_save_although_dvc_was_killed(workspace, tmp_path):
     assert not rwlock.exists()
 
 
-def test_a_workspace_has_one_writer_and_the_second_is_told_who(workspace):
+def test_a_workspace_has_one_writer_and_the_second_reports_who(workspace):
     first = started(workspace)
     second = entry(workspace)
     host = on_host(workspace, "touch", "written")

@@ -31,7 +31,7 @@ CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
         ("Tesla V100", (7, 0), CU130, FAIL, "cu111 image"),
     ],
 )
-def test_a_card_is_judged_against_the_kernels_of_the_build(name, capability, build, level, word):
+def test_a_card_is_checked_against_the_kernels_of_the_build(name, capability, build, level, word):
     found = machine.check_capability(name, capability, build, "11.1" if build is CU111 else "13.0")
     assert found.level == level
     assert word in found.text and "\n" not in found.text
@@ -47,7 +47,7 @@ def test_a_card_is_judged_against_the_kernels_of_the_build(name, capability, bui
         ("580.65.06", "13.0", OK),
     ],
 )
-def test_a_driver_is_judged_against_cuda(driver, cuda, level):
+def test_a_driver_is_checked_against_cuda(driver, cuda, level):
     assert machine.check_driver(driver, cuda).level == level
 
 
@@ -156,7 +156,7 @@ def test_quick_prints_one_line_and_exits_2(root, tmp_path):
     assert done.stdout == ""
 
 
-def test_quick_tells_disk_and_hours_when_nothing_is_wrong(root, tmp_path, monkeypatch, capsys):
+def test_quick_prints_disk_and_hours_when_nothing_is_wrong(root, tmp_path, monkeypatch, capsys):
     (tmp_path / "params.yaml").write_text((root / "params.yaml").read_text())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("pipeline.doctor.plan.measured", lambda *_: {"pair": 0.5, "pairs": 8, "image": 2.0})

@@ -160,10 +160,10 @@ def test_killed_at_random_it_goes_on(server, tmp_path, root):
     command = [sys.executable, "-c", program, server.url, str(tmp_path / "file.zip"), MD5]
     part = tmp_path / "file.zip.part"
     server.pace = 0.05
-    for share in (0.15, 0.35, 0.55, 0.75):
+    for fraction in (0.15, 0.35, 0.55, 0.75):
         process = subprocess.Popen(command, cwd=root)
         until = time.monotonic() + 120
-        while not part.exists() or part.stat().st_size < share * len(DATA):
+        while not part.exists() or part.stat().st_size < fraction * len(DATA):
             assert time.monotonic() < until and process.poll() is None
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)

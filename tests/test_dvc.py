@@ -20,7 +20,7 @@ TREE: Dict[str, Any] = YAML(typ="safe", pure=True).load((ROOT / "dvc.yaml").read
 STAGES = ["fetch", "keypoints", "train", "evaluate", "export"]
 # In git, the inputs that no stage makes: the weights that ship, and what they were trained on.
 SHIPPED = ("pretrained/superglue-sift.safetensors", "pretrained/superglue-sift.trained_on.txt")
-# The MLflow run that figures are added to, another in every clone and after each training; downloads, which a clone
+# The MLflow run that metrics are added to, another in every clone and after each training; downloads, which a clone
 # that pulls need not have.
 NAMED_ONLY = ("reports/run.json", "data/archives")
 
@@ -67,7 +67,7 @@ def test_what_a_stage_really_loads_is_among_its_dependencies(name: str) -> None:
         excluded = any(module.startswith(f"{package}.") for package in code.CHANGES_NO_OUTPUT)
         if path.endswith("__init__.py") or module in of_no_matter or excluded:
             continue
-        assert any(import_closure.covers(room, path) for room in TREE["stages"][name]["deps"]), path
+        assert any(import_closure.covers(dependency, path) for dependency in TREE["stages"][name]["deps"]), path
 
 
 def test_a_missing_and_a_useless_dependency_are_named() -> None:

@@ -88,8 +88,8 @@ def read_csv(path):
 
 def test_held_out_images_from_end_to_end(done):
     out = done.folder / "out"
-    figures = json.loads((out / "metrics.json").read_text())
-    assert all(figures[f"{matcher}.pairs"] == 6 for matcher in MATCHERS)
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert all(metrics[f"{matcher}.pairs"] == 6 for matcher in MATCHERS)
     lines = read_csv(out / "pairs.csv")
     assert len(lines) == 6 * len(MATCHERS)
     assert [line["pair"] for line in lines[:: len(MATCHERS)]] == [f"{n}.png#{k}" for n in "ab" for k in range(3)]
@@ -105,35 +105,35 @@ def test_held_out_images_from_end_to_end(done):
 
 def test_curves_of_precision_and_recall_agree_with_the_table(done):
     out = done.folder / "out"
-    figures = json.loads((out / "metrics.json").read_text())
+    metrics = json.loads((out / "metrics.json").read_text())
     swept = read_csv(out / "curves" / "precision_at_recall.csv")
     precision = [float(line["superglue"]) for line in swept]
     assert precision == sorted(precision, reverse=True) and len(precision) > 20
-    asked = figures["ratio_test.recall"]
+    asked = metrics["ratio_test.recall"]
     below, above = math.floor(100 * asked), math.ceil(100 * asked)
-    assert precision[above] <= figures["superglue.precision_at_ratio_recall"] <= precision[below]
+    assert precision[above] <= metrics["superglue.precision_at_ratio_recall"] <= precision[below]
     points = read_csv(out / "curves" / "operating_points.csv")
     for line in points:
-        assert float(line["recall"]) == figures[f"{line['matcher']}.recall"]
-        assert float(line["precision"]) == figures[f"{line['matcher']}.precision"]
+        assert float(line["recall"]) == metrics[f"{line['matcher']}.recall"]
+        assert float(line["precision"]) == metrics[f"{line['matcher']}.precision"]
     assert [line["matcher"] for line in points] == list(MATCHERS)
 
 
 def test_an_auc_can_be_made_again_by_hand_from_pairs_csv(done):
     out = done.folder / "out"
-    figures = json.loads((out / "metrics.json").read_text())
+    metrics = json.loads((out / "metrics.json").read_text())
     for matcher in MATCHERS:
         lines = [line for line in read_csv(out / "pairs.csv") if line["matcher"] == matcher]
         for name in ("ransac", "dlt", "ransac_aligned", "dlt_aligned"):
             found = [float(line[f"error_{name}"]) for line in lines]
             for pixels in (1, 3, 5, 10):
                 by_hand = sum(max(0.0, 1 - error / pixels) for error in found) / len(found)
-                assert figures[f"{matcher}.auc_{name}_{pixels}"] == pytest.approx(by_hand, abs=2e-6)
+                assert metrics[f"{matcher}.auc_{name}_{pixels}"] == pytest.approx(by_hand, abs=2e-6)
         precision = [int(line["correct"]) / max(1, int(line["matches"])) for line in lines]
-        assert figures[f"{matcher}.precision"] == pytest.approx(np.mean(precision), abs=2e-6)
+        assert metrics[f"{matcher}.precision"] == pytest.approx(np.mean(precision), abs=2e-6)
 
 
-def test_alignment_is_of_every_matcher_and_has_figures_of_its_own(work, done, capsys):
+def test_every_matcher_has_metrics_of_aligned_matches(work, done, capsys):
     """It moves what is estimated from the matches of each, and nothing else; `--no-refine` leaves it out."""
     assert run(work, "--no-refine", "--bound", out="plain") == 0
     bound, printed = done.folder / "bound", done.printed["bound"]
@@ -155,8 +155,8 @@ def test_alignment_is_of_every_matcher_and_has_figures_of_its_own(work, done, ca
 
 def test_the_true_matches_are_a_row_and_no_baseline(work, done, capsys):
     assert "true matches (bound)" in done.printed["bound"]
-    figures = json.loads((done.folder / "bound" / "metrics.json").read_text())
-    assert figures["true_matches.precision"] == figures["true_matches.recall"] == 1.0
+    metrics = json.loads((done.folder / "bound" / "metrics.json").read_text())
+    assert metrics["true_matches.precision"] == metrics["true_matches.recall"] == 1.0
     assert "true_matches" not in {line["baseline"] for line in read_csv(done.folder / "bound" / "differences.csv")}
     assert run(work, "--bound", "--poses", "x") == 2
     assert "--bound needs homographies" in capsys.readouterr().err
@@ -165,8 +165,8 @@ def test_the_true_matches_are_a_row_and_no_baseline(work, done, capsys):
 def test_other_estimators_lead_where_they_were_asked_for(work, done, capsys):
     shutil.copytree(done.folder / "out", work / "out")
     assert run(work, "--estimators", "magsac") == 0
-    figures = json.loads((work / "out" / "metrics.json").read_text())
-    assert "superglue.auc_magsac_3" in figures and not any("ransac" in name for name in figures)
+    metrics = json.loads((work / "out" / "metrics.json").read_text())
+    assert "superglue.auc_magsac_3" in metrics and not any("ransac" in name for name in metrics)
     printed = capsys.readouterr().out
     assert "AUC MAGSAC" in printed and "AUC@5 MAGSAC" in printed
     assert "superglue.auc_magsac_5" in read_csv(work / "out" / "robustness.csv")[0]
@@ -314,8 +314,8 @@ def test_a_further_baseline_stands_in_every_table(work, monkeypatch, capsys):
 
     monkeypatch.setattr(lightglue, "load", lambda *_: (match, "made"))
     assert run(work, "--no-refine", "--lightglue", "x") == 0
-    figures = json.loads((work / "out" / "metrics.json").read_text())
-    assert figures["lightglue.pairs"] == 6 and figures["lightglue.matches"] > 20
+    metrics = json.loads((work / "out" / "metrics.json").read_text())
+    assert metrics["lightglue.pairs"] == 6 and metrics["lightglue.matches"] > 20
     assert len(read_csv(work / "out" / "pairs.csv")) == 6 * (len(MATCHERS) + 1)
     assert {line["matcher"] for line in read_csv(work / "out" / "intervals.csv")} == {*MATCHERS, "lightglue"}
     assert "LightGlue" in (work / "out" / "index.html").read_text()
@@ -393,10 +393,10 @@ def test_a_folder_of_pairs_from_end_to_end(work, photo, capsys):
     for name, H in (("shifted", SHIFT), ("turned", TURN)):
         write_sequence(work / "pairs" / name, np.ascontiguousarray(photo[:240, :320]), {2: H, 3: np.eye(3)})
     assert run(work, "--pairs", work / "pairs", "--resize", "0", "--max-keypoints", "300") == 0
-    figures = json.loads((work / "out" / "metrics.json").read_text())
-    assert figures["ratio_test.pairs"] == 4
-    assert figures["ratio_test.precision"] > 0.8 and figures["ratio_test.auc_ransac_3"] > 0.5
-    assert figures["superglue.precision"] > 0.8 and figures["superglue.auc_dlt_5"] > 0.5
+    metrics = json.loads((work / "out" / "metrics.json").read_text())
+    assert metrics["ratio_test.pairs"] == 4
+    assert metrics["ratio_test.precision"] > 0.8 and metrics["ratio_test.auc_ransac_3"] > 0.5
+    assert metrics["superglue.precision"] > 0.8 and metrics["superglue.auc_dlt_5"] > 0.5
     assert {line["scene"] for line in read_csv(work / "out" / "scenes.csv")} == {"shifted", "turned"}
     printed = capsys.readouterr().out
     assert "pairs: 2 sequences, 4 pairs" in printed and "turned" in printed
@@ -415,9 +415,9 @@ def test_pairs_without_any_match_are_failures_not_gaps(work):
     flat = np.full((120, 160), 90, np.uint8)
     write_sequence(work / "pairs" / "flat", flat, {2: SHIFT})
     assert run(work, "--pairs", work / "pairs") == 0
-    figures = json.loads((work / "out" / "metrics.json").read_text())
-    assert figures["superglue.pairs"] == 1 and figures["superglue.auc_ransac_10"] == 0.0
-    assert figures["superglue.precision"] == 0.0 and figures["superglue.recall"] is None
+    metrics = json.loads((work / "out" / "metrics.json").read_text())
+    assert metrics["superglue.pairs"] == 1 and metrics["superglue.auc_ransac_10"] == 0.0
+    assert metrics["superglue.precision"] == 0.0 and metrics["superglue.recall"] is None
     assert math.isinf(float(read_csv(work / "out" / "pairs.csv")[0]["error_ransac"]))
 
 
@@ -470,8 +470,8 @@ def test_results_reach_the_run_of_the_training(work, monkeypatch):
         def __exit__(self, *_):
             events.append("closed")
 
-        def log(self, figures, step):
-            events.append((figures, step))
+        def log(self, metrics, step):
+            events.append((metrics, step))
 
         def artifact(self, path, folder=""):
             assert path.exists()
@@ -485,17 +485,17 @@ def test_results_reach_the_run_of_the_training(work, monkeypatch):
 
     monkeypatch.setattr(evaluate.tracking, "attach", lambda path, training: Run())
     assert run(work, "--mlflow-run", "run.json") == 0
-    figures, step = events[0]
-    assert step == 7 and list(figures)[:3] == ["auc_5", "auc_5_gain", "auc_5_aligned"]
-    assert sum(name.startswith("verdict/") for name in figures) == len(figures) - 3 and None not in figures.values()
-    area, full = figures["auc_5"], json.loads((work / "out" / "metrics.json").read_text())
-    assert figures["auc_5_aligned"] == full["superglue.auc_ransac_aligned_5"]
+    metrics, step = events[0]
+    assert step == 7 and list(metrics)[:3] == ["auc_5", "auc_5_gain", "auc_5_aligned"]
+    assert sum(name.startswith("verdict/") for name in metrics) == len(metrics) - 3 and None not in metrics.values()
+    area, full = metrics["auc_5"], json.loads((work / "out" / "metrics.json").read_text())
+    assert metrics["auc_5_aligned"] == full["superglue.auc_ransac_aligned_5"]
     best = max(full[f"{name}.auc_ransac_5"] for name in MATCHERS[1:])
-    assert figures["auc_5_gain"] == pytest.approx(area - best, abs=2e-6)
+    assert metrics["auc_5_gain"] == pytest.approx(area - best, abs=2e-6)
     short = json.loads((work / "out" / "summary.json").read_text())
-    assert {name.rpartition("/")[2]: value for name, value in figures.items()} == short and len(short) <= 10
+    assert {name.rpartition("/")[2]: value for name, value in metrics.items()} == short and len(short) <= 10
     (note,) = (event[1] for event in events if event[0] == f"AUC@5 {100 * area:.1f}")
-    cells = ["SuperGlue (ours)", *(f"{100 * figures[name]:.1f}" for name in ("auc_5", "auc_5_aligned"))]
+    cells = ["SuperGlue (ours)", *(f"{100 * metrics[name]:.1f}" for name in ("auc_5", "auc_5_aligned"))]
     assert f"| {' | '.join(cells)} |" in note.replace("&nbsp;&nbsp;&nbsp;", "").replace("&nbsp;", " ")
     for name in ("gain-median", "gain-most"):
         assert f"get-artifact?path=test/pictures/{name}.png&run_uuid={{run_id}}" in note

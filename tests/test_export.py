@@ -39,8 +39,8 @@ def test_export_keeps_weights_and_says_where_they_come_from(work, capsys):
     tensors, info = load_model_file(work / "models" / "superglue.safetensors")
     original, _ = load_model_file(work / "best.safetensors")
     assert set(tensors) == set(original) and all(torch.equal(tensors[name], original[name]) for name in original)
-    beside = json.loads((work / "models" / "superglue.json").read_text())
-    assert beside == info
+    described = json.loads((work / "models" / "superglue.json").read_text())
+    assert described == info
     assert info["model"]["layers"] == 1 and info["step"] == 7
     assert info["metrics"]["superglue.precision"] == 0.5
     assert info["params"]["train.lr"] > 0 and info["params"]["views.homography.scale_min"] > 0
@@ -106,21 +106,21 @@ def test_the_file_names_no_place_of_the_machine_that_trained(work):
 
 
 def test_the_run_of_the_training_names_the_exported_file(work, monkeypatch):
-    told = []
+    calls = []
 
     class Run(tracking.NullRun):
         def tags(self, tags):
-            told.append(tags)
+            calls.append(tags)
 
         def artifact(self, path, folder=""):
-            told.append(Path(path).name)
+            calls.append(Path(path).name)
 
     asked = []
     monkeypatch.setattr(tracking, "attach", lambda path, training: asked.append((path, training)) or Run())
     assert run(work, "--mlflow-run", work / "run.json") == 0
     digest = hashlib.sha256((work / "models" / "superglue.safetensors").read_bytes()).hexdigest()
     assert asked == [(work / "run.json", "0123abcd")]
-    assert told == [{"mlflow.superglue.export.sha256": digest}, "superglue.json"]
+    assert calls == [{"mlflow.superglue.export.sha256": digest}, "superglue.json"]
 
 
 def test_the_exported_model_matches_as_the_checkpoint_does(work, photo):

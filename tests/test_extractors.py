@@ -246,9 +246,9 @@ def test_from_photographs_to_matches(name, scale_angle, precision, tmp_path, mak
     assert train.main([]) == 0
     shipped = root / "pretrained" / "superglue-sift.safetensors"
     assert evaluate.main(["--model", "checkpoints/best.safetensors", "--also", f"sift={shipped}"]) == 0
-    figures = json.loads(Path("reports/evaluate/metrics.json").read_text())
-    assert figures["mutual_nn.precision"] > precision
-    assert not any(key.startswith("sift.") for key in figures), "a matcher of other keypoints was judged"
+    metrics = json.loads(Path("reports/evaluate/metrics.json").read_text())
+    assert metrics["mutual_nn.precision"] > precision
+    assert not any(key.startswith("sift.") for key in metrics), "a matcher of other keypoints was scored"
     export.main([])
     described = json.loads(Path("models/superglue.json").read_text())
     assert described["model"]["extractor"] == name

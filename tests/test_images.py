@@ -169,7 +169,7 @@ def test_profiles_print_nothing(capfd, root):
     assert capfd.readouterr() == ("", "")
 
 
-def test_read_gray_speaks_to_the_person(tmp_path):
+def test_read_gray_names_the_file_and_the_reason(tmp_path):
     with pytest.raises(RequestError, match=r"no\.jpg: cannot be read"):
         image_files.read_gray(tmp_path / "no.jpg")
     (tmp_path / "page.jpg").write_bytes(b"<html>")
@@ -354,6 +354,6 @@ def test_a_header_that_is_cut_promises_nothing(extension):
         assert image_files.declared_size(whole[:length]) in (None, (24, 16), (24, 1), (2, 16))
 
 
-def test_a_format_whose_header_is_not_read_is_judged_by_its_pixels(photo, monkeypatch):
+def test_a_format_whose_header_is_not_read_is_checked_by_its_pixels(photo, monkeypatch):
     monkeypatch.setattr(image_files, "MAX_PIXELS", 1000)
     assert "too large: 600x400" in reason(encode(photo, ".jp2"))

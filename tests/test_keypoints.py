@@ -159,7 +159,7 @@ def test_a_finished_store_is_hashed_again_only_where_it_was_written_to(stage, pi
 
 
 def make_bad(folder: Path, photo) -> dict:
-    """Bad files of every kind beside the good ones; gives a part of the reason expected for each."""
+    """Bad files of every kind next to good ones; returns a part of the reason expected for each."""
     data = cv2.imencode(".jpg", photo)[1].tobytes()
     png = cv2.imencode(".png", photo)[1].tobytes()
     kinds = {

@@ -1,6 +1,6 @@
 """The stage `keypoints` on many images: all the real COCO photographs, and twenty thousand small ones.
 
-Run with -s these print their figures.
+Run with -s these print their measurements.
 """
 
 from __future__ import annotations

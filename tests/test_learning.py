@@ -1,4 +1,4 @@
-"""Learning curves of runs beside one another, from the files that trainings leave."""
+"""Learning curves of several runs in one picture, from the files of their trainings."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ def by_hand(folder: str) -> float:
         for own, other, partners in zip(*records, truth):
             matches = match_neighbours(descriptor_distances(own, other), True, min(ratio, 1.0 - 1e-9)).matches0
             asked = partners[: len(matches)]
-            judged = (matches >= 0) & (asked != IGNORED)
-            found, right = found + judged.sum(), right + (judged & (matches == asked)).sum()
+            counted = (matches >= 0) & (asked != IGNORED)
+            found, right = found + counted.sum(), right + (counted & (matches == asked)).sum()
         best = max(best, 2 * right / (found + (truth >= 0).sum()))
     return best
 
@@ -116,10 +116,10 @@ def test_in_a_log_a_training_is_plain_lines(monkeypatch, capsys):
     line.step({"loss": 2.0, "pairs": 4.0})
     line.validated(1, FIGURES)
     first, step, second = capsys.readouterr().err.splitlines()
-    told = "ratio test 65.1 %; loss 0.951, precision 84.5 %, recall 63.7 %"
-    assert first == f"validation at step 0: F1 72.2 %; {told}"
+    rest = "ratio test 65.1 %; loss 0.951, precision 84.5 %, recall 63.7 %"
+    assert first == f"validation at step 0: F1 72.2 %; {rest}"
     assert step.startswith("train: 1/100 step, 1%, ETA 0:") and "F1 72.2, ratio test 65.1, loss 0.50" in step
-    assert second == f"validation at step 1: F1 72.7 %, +0.4 from the best before; {told}" and "\033" not in second
+    assert second == f"validation at step 1: F1 72.7 %, +0.4 from the best before; {rest}" and "\033" not in second
     other = LiveLine(100, 0, 0.65, None, False)  # of another rank
     other.step({"loss": 2.0, "pairs": 4.0})
     other.validated(1, FIGURES)

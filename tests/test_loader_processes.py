@@ -1,4 +1,4 @@
-"""Processes that make batches: the same batches, within the room there is, deaf to signals, gone with their parent."""
+"""Processes that load batches: the same batches, in the memory there is; they ignore signals, end with their parent."""
 
 from __future__ import annotations
 
@@ -136,10 +136,10 @@ class TestRoom:
     @given(
         st.integers(1, 8), st.integers(1, 600), st.integers(1, 2048), st.integers(0, 1 << 33), st.integers(128, 4096)
     )
-    def test_a_plan_never_takes_more_than_there_is(self, most, pairs, keypoints, room, files):
+    def test_a_plan_never_takes_more_than_there_is(self, most, pairs, keypoints, memory, files):
         step = StepSize(pairs, keypoints, 280)
-        found = workers.fitting(most, step, room, files)
-        assert found.processes <= most and found.shared(step) <= room and found.files(step) <= files
+        found = workers.fitting(most, step, memory, files)
+        assert found.processes <= most and found.shared(step) <= memory and found.files(step) <= files
 
     def test_the_bytes_are_those_of_a_real_batch(self, tmp_path):
         store = Store(made_store(tmp_path / "store"))

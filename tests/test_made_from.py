@@ -82,7 +82,7 @@ def test_a_forced_stage_computes(results, monkeypatch):
         ("make -f Makefile repro", False),
     ],
 )
-def test_a_stage_knows_whether_dvc_was_told_to_compute(monkeypatch, command, forced):
+def test_a_stage_knows_whether_dvc_was_forced(monkeypatch, command, forced):
     above = [["/bin/sh", "-c", "rm -f x"], command.split(), ["bash", "-f"]]
     monkeypatch.setattr(made_from, "_commands_above", lambda: iter(above))
     assert made_from.forced() is forced
@@ -105,7 +105,7 @@ def test_dvc_says_force(tmp_path, monkeypatch, root):
 
 @pytest.mark.parametrize("package", ["torch", "numpy", "scipy", "opencv-python", "poselib"])
 def test_evaluate_takes_no_result_of_other_versions(tmp_path, monkeypatch, root, package):
-    """What computes the figures is part of what they were made from."""
+    """The packages that compute the metrics are part of what they were made from."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").write_text("{}")
     arguments = evaluate.parse(["--model", "model", "--params", str(root / "params.yaml")])
@@ -129,5 +129,5 @@ def test_the_stage_evaluate_does_not_evaluate_again(results, tmp_path, monkeypat
     assert evaluate.main(arguments) == 0 and "nothing to do" in capsys.readouterr().out
     assert files(tmp_path / "out") == {"metrics.json"}
     (tmp_path / "model").write_text("another")
-    with pytest.raises(evaluate.RequestError, match=r"source\.json"):  # it goes on, to find that there are no images
+    with pytest.raises(evaluate.RequestError, match=r"source\.json"):  # it runs, and finds no images
         evaluate.main(arguments)

@@ -1,4 +1,4 @@
-"""Many pairs from the command line: a folder, a list, a video; what was stopped goes on, what is bad is listed."""
+"""Many pairs from the command line: a folder, a list, a video; stopped work is resumed, bad images are listed."""
 
 from __future__ import annotations
 
@@ -481,7 +481,7 @@ def test_auto_goes_on_to_the_neighbours_of_neighbours(shared_data, tmp_path, mon
         ("PIL", ["cup0.png", "cup1.png", "--out", "m.png", "--homography"], "gif"),
     ],
 )
-def test_a_missing_package_is_told_before_any_work(work, monkeypatch, capsys, module, words, extra):
+def test_a_missing_package_is_named_before_any_work(work, monkeypatch, capsys, module, words, extra):
     monkeypatch.chdir(work)
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(Matcher, "load", lambda *_, **__: pytest.fail("the model was loaded first"))

@@ -34,7 +34,7 @@ SIZE = (320, 240)
 
 
 def records(rng: np.random.Generator, count: int) -> np.ndarray:
-    """`count` made-up keypoints inside a 320x240 view."""
+    """`count` synthetic keypoints inside a 320x240 view."""
     made = np.zeros(count, KEYPOINT)
     made["x"], made["y"] = rng.uniform(0, 319, count), rng.uniform(0, 239, count)
     made["scale"], made["angle"] = rng.uniform(2, 20, count), rng.uniform(0, 360, count)
@@ -235,7 +235,7 @@ class TestSinkhorn:
         assert torch.isfinite(full).all()
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
-    def test_a_padded_batch_tells_when_it_is_not_finite(self, bad):
+    def test_a_padded_batch_reports_that_it_is_not_finite(self, bad):
         scores = torch.zeros(2, 4, 3)
         scores[1, 2, 1] = bad
         found = sinkhorn.padded_optimal_transport(scores, of_counts([4, 4], [3, 3]), torch.tensor(1.0), 5)[1]
@@ -394,8 +394,8 @@ class TestAttention:
         ]  # fmt: skip
         assert [group.weights for group in edges.groups(1)] == [9, 9, 9, 4] * 2
         gradients = []
-        for room in (1, 4 * 18, 1 << 22):
-            monkeypatch.setattr(attention, "MAX_SCRATCH", room)
+        for scratch in (1, 4 * 18, 1 << 22):
+            monkeypatch.setattr(attention, "MAX_SCRATCH", scratch)
             torch.manual_seed(0)
             heads = torch.randn(22, 3, 4, 8).bfloat16().requires_grad_()
             attention.ragged_attention(heads, edges).square().sum().backward()

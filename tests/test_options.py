@@ -270,8 +270,8 @@ def test_validation_alone(bench, capsys):
     capsys.readouterr()
     assert train.main([*arguments, "--validate-only"]) == 0
     said = capsys.readouterr().out
-    figures = json.loads((bench.folder / "run" / "best.json").read_text())["validation"]
-    assert f"f1 {figures['f1']:.4f}" in said and f"loss {figures['loss']:.4f}" in said
+    metrics = json.loads((bench.folder / "run" / "best.json").read_text())["validation"]
+    assert f"f1 {metrics['f1']:.4f}" in said and f"loss {metrics['loss']:.4f}" in said
     assert not (bench.folder / "none").exists()
     shutil.rmtree(bench.folder / "run")
     with pytest.raises(RequestError, match="validate-only"):

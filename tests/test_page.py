@@ -87,7 +87,7 @@ def content(**changes):
     return document.Content(**{**values, **changes})
 
 
-def test_page_is_whole_and_needs_nothing_beside_it():
+def test_page_is_whole_and_needs_no_other_file():
     text = page.render(content(), {}, MADE)
     found = Balanced(text)
     assert all(address.startswith("data:") for address in found.loaded)
@@ -201,7 +201,7 @@ def test_a_browser_opens_it_without_complaint(tmp_path):
 
 
 def wide_content():
-    """As many columns as an evaluation has: four estimators' tables of four areas, six figures by condition."""
+    """As many columns as an evaluation has: four estimators' tables of four areas, six metrics by condition."""
     names = ["precision", "recall", "recall_at_ratio_precision", "precision_at_ratio_recall"]
     areas = [f"auc_{name}_{px}" for name in ("ransac", "dlt", "ransac_aligned", "dlt_aligned") for px in (1, 3, 5, 10)]
     line = {"value": 0.973, "low": 0.901, "high": 0.998, "pairs": 120}

@@ -225,11 +225,11 @@ class TestAugmentation:
         augmentation = Augmentation(0.5, 180.0, 0.5, 0.3, 10, 1.0)
         one, other = Sample(3, 0, 1, 5), Sample(4, 2, 1, 6)
         alone = load_batch(store, [one], 30, augmentation)
-        beside = load_batch(store, [other, one], 30, augmentation)
+        together = load_batch(store, [other, one], 30, augmentation)
         count = int(alone.counts0[0])
-        assert int(beside.counts0[1]) == count
-        assert torch.equal(beside.records0[1, :count], alone.records0[0, :count])
-        assert torch.equal(beside.H_0to1[1], alone.H_0to1[0])
+        assert int(together.counts0[1]) == count
+        assert torch.equal(together.records0[1, :count], alone.records0[0, :count])
+        assert torch.equal(together.H_0to1[1], alone.H_0to1[0])
 
     def test_a_zoomed_pair_has_one_view_made_smaller(self, store):
         pairs = [Sample(3, 0, 1, seed) for seed in range(200)]
@@ -314,7 +314,7 @@ class TestAugmentation:
         load_batch(store, [Sample(3, 0, 1, seed) for seed in range(40)], 1000, Augmentation(zoom_fraction=1.0))
         assert asked.count(3) == 80 and {0, 1, 2, 4} <= set(asked)
 
-    def test_where_the_smallest_scale_is_unknown_the_view_tells_it(self, store):
+    def test_where_the_smallest_scale_is_unknown_it_is_that_of_the_view(self, store):
         view = store.view(3, 0)
         small = mosaic(view, 2.0, 0.0, lambda random: None, np.random.default_rng(0))
         assert small.records["scale"].min() >= view.records["scale"].min() - 1e-6

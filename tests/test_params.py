@@ -105,7 +105,7 @@ def test_an_unknown_section_is_named(tree: Dict[str, Any]) -> None:
     assert message(tree, lambda t: t.update(train=None)).startswith("params.yaml: train = None: must hold keys")
 
 
-def test_the_first_problem_is_told_and_the_others_are_counted(tree: Dict[str, Any]) -> None:
+def test_the_first_problem_is_named_and_the_others_are_counted(tree: Dict[str, Any]) -> None:
     said = message(tree, lambda changed: changed["train"].update(lr=-1, steps=0, batch=0))
     assert said.endswith("(and 2 more)")
 
@@ -139,7 +139,7 @@ def test_a_broken_file_is_one_line(tmp_path: Path, text: str, said: str) -> None
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_names_the_mend(tmp_path: Path) -> None:
+def test_a_missing_file_names_the_fix(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no such file; `make repro PRESET=sample` writes one"):
         params.load("train", tmp_path / "params.yaml")
     with pytest.raises(RequestError, match="cannot be read"):

@@ -52,7 +52,7 @@ def card(monkeypatch):
 # GiB of a pair -> level, what is said, what else is found
 PAIRS = [
     (0.125, OK, "8.0 GiB for 64 pairs of 512 keypoints at a time (measured here), 9.0 GiB for it: a card", 2),
-    (0.15, WARN, "32 pairs of 512 keypoints at a time", 2),  # fits the card, and leaves no room for anything else
+    (0.15, WARN, "32 pairs of 512 keypoints at a time", 2),  # fits the card, and leaves nothing for the rest
     (1.0, WARN, "set train.accumulate: 8", 2),
     (11.0, FAIL, "one pair of 512 keypoints does not fit into the 9.0 GiB", 0),
 ]
@@ -113,7 +113,7 @@ def test_hours_are_measured_once_and_kept(make_params, tmp_path, monkeypatch):
         "fetch": make_params("fetch"),
     }
     found = {each.subject: each for each in plan.findings(sections, 2, torch.device("cpu"))}
-    assert set(found) == {"training", "keypoints"}  # for a CPU no memory is foretold
+    assert set(found) == {"training", "keypoints"}  # no memory is forecast for a CPU
     assert "100 steps of 3 pairs" in found["training"].text and "16 images" in found["keypoints"].text
     (rates,) = json.loads(plan.KEPT.read_text()).values()
     assert rates["pair"] > 0 and rates["image"] > 0

@@ -64,22 +64,22 @@ def test_too_few_matches_are_an_infinite_error(count):
     assert math.isinf(error_of([side[:count] for side in scene()]))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3])
-def test_least_squares_over_all_matches_are_closer_than_the_best_sample(share):
+@pytest.mark.parametrize("outliers", [0.0, 0.3])
+def test_least_squares_over_all_matches_are_closer_than_the_best_sample(outliers):
     """Scatter as SIFT's; with a third of the matches exact, and deviations that say so, closer still."""
     errors = []
     for seed in range(8):
         points = scene(200, noise=0.5, seed=seed)
         points[1][:20] = np.random.default_rng(seed).uniform([0, 0], [640, 480], (20, 2))
         exact = scene(200, seed=seed)
-        rows = np.arange(200) >= 200 * (1 - share)
+        rows = np.arange(200) >= 200 * (1 - outliers)
         points = [np.where(rows[:, None], good, rough) for good, rough in zip(exact, points)]
         deviations = np.where(rows, 0.05, np.nan)
         known = Pose(K, K, T)
         found = poses.estimate(*points, known, seed), poses.estimate_refined(*points, known, deviations)
         errors.append([poses.pose_error(pose, known) for pose in found])
     sampled, refined = np.mean(errors, axis=0)
-    assert refined < (0.7 if share else 1.5) and refined < 0.6 * sampled
+    assert refined < (0.7 if outliers else 1.5) and refined < 0.6 * sampled
 
 
 def test_a_pose_of_few_or_equal_matches_is_none_or_finite():
@@ -196,16 +196,16 @@ def plane(tmp_path, photo, root):
 
 def test_a_textured_plane_from_end_to_end(plane, tmp_path, capsys):
     assert errors.run(evaluate.main, [*plane, str(tmp_path / "out")]) == 0
-    figures = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    assert figures["superglue.pairs"] == 3 and figures["ratio_test.precision"] > 0.8
-    assert figures["superglue_scene.pairs"] == 3 and 0 <= figures["superglue_scene.precision"] <= 1
-    assert figures["superglue_scene.matches"] <= figures["superglue.matches"]
+    values = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert values["superglue.pairs"] == 3 and values["ratio_test.precision"] > 0.8
+    assert values["superglue_scene.pairs"] == 3 and 0 <= values["superglue_scene.precision"] <= 1
+    assert values["superglue_scene.matches"] <= values["superglue.matches"]
     assert "matching_score" in (tmp_path / "out" / "pairs.csv").read_text()
-    for name, share in (("precision", "matching_score"), ("matching_score", "precision")):
+    for name, other in (("precision", "matching_score"), ("matching_score", "precision")):
         # where the ratio test stands, and what ours reaches at any threshold there
-        assert figures[f"ratio_test.{name}_at_ratio_{share}"] == figures[f"ratio_test.{name}"]
-        assert 0 <= figures[f"superglue.{name}_at_ratio_{share}"] <= 1
-    assert figures["superglue.estimated_pose_aligned"] == 3 and "superglue.recall" not in figures
+        assert values[f"ratio_test.{name}_at_ratio_{other}"] == values[f"ratio_test.{name}"]
+        assert 0 <= values[f"superglue.{name}_at_ratio_{other}"] <= 1
+    assert values["superglue.estimated_pose_aligned"] == 3 and "superglue.recall" not in values
     printed = capsys.readouterr().out
     assert (
         "AUC POSE" in printed

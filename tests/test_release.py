@@ -48,7 +48,7 @@ def test_the_licence_is_one_everywhere():
     assert "## Licence" in card and "COCO" in card.split("## Licence")[1]
 
 
-def test_the_card_of_the_weights_tells_their_size_and_data():
+def test_the_card_of_the_weights_states_their_size_and_data():
     card = (ROOT / "pretrained" / "README.md").read_text(encoding="utf-8")
     weights = ROOT / "pretrained" / "superglue-sift.safetensors"
     assert f"{weights.stat().st_size / 1e6:.1f} MB" in card

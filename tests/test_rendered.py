@@ -241,14 +241,14 @@ def test_evaluate_chooses_limits_on_rendered_scenes(work, capsys, monkeypatch):
     assert "superglue.accept_pairs" not in json.loads((work / "out" / "metrics.json").read_text())
     monkeypatch.setattr(rendered, "ENOUGH_IMAGES", 1)
     assert run(work, "--scenes", "1") == 0
-    figures = json.loads((work / "out" / "metrics.json").read_text())
-    assert figures["superglue.strict_threshold"] in STRICT and figures["superglue.accept_pairs"] >= 11
-    assert figures["superglue.scene_pairs"] <= figures["superglue.scene_pairs_apart"] == rendered.PAIRS
+    metrics = json.loads((work / "out" / "metrics.json").read_text())
+    assert metrics["superglue.strict_threshold"] in STRICT and metrics["superglue.accept_pairs"] >= 11
+    assert metrics["superglue.scene_pairs"] <= metrics["superglue.scene_pairs_apart"] == rendered.PAIRS
     with (work / "out" / "curves" / "acceptance.csv").open() as file:
         lines = [{name: float(value) for name, value in line.items()} for line in csv.DictReader(file)]
     assert len(lines) == len(STRICT) * len(acceptance.ACCEPT)
     assert lines[0] == {"strict": 0.5, "accept": 8, "accepted": lines[0]["accepted"], "false": lines[0]["false"]}
-    assert figures["superglue.scene_false"] == 0 <= figures["superglue.scene_accepted"] <= 1
+    assert metrics["superglue.scene_false"] == 0 <= metrics["superglue.scene_accepted"] <= 1
     assert "pairs of a scene are accepted by" in capsys.readouterr().out
     assert "pairs of a scene are accepted by" in (work / "out" / "index.html").read_text()
 

@@ -45,7 +45,7 @@ def test_aligned_areas_stand_below_in_the_columns_of_the_others():
     assert tables.metric_title("auc_ransac_aligned_3") == "AUC@3 RANSAC aligned"
 
 
-def test_the_headline_is_among_the_figures_shown_first():
+def test_the_headline_is_among_the_metrics_shown_first():
     names = [f"auc_{name}_{limit}" for name in ("dlt", "ransac", "dlt_aligned") for limit in (1, 3, 5, 10)]
     shown = ["precision", *(f"auc_{name}_{limit}" for name in ("dlt", "ransac", "dlt_aligned") for limit in (5, 10))]
     assert tables.foremost(["precision", *names, "mean_error_dlt"]) == shown
@@ -86,10 +86,10 @@ def test_error_curve_has_the_auc_below_it():
     counts = MatchCounts(0, 0, 0, 0)
     rows = [Row("p", "s", "superglue", 9, 9, counts, {"ransac": error}, {}) for error in found]
     lines = error_curve(rows, "ransac")
-    share = np.array([line["superglue"] for line in lines])
-    assert (np.diff(share) >= 0).all() and share[-1] == 0.75 and lines[3]["superglue"] == 0.25
+    fractions = np.array([line["superglue"] for line in lines])
+    assert (np.diff(fractions) >= 0).all() and fractions[-1] == 0.75 and lines[3]["superglue"] == 0.25
     # left and right sums enclose the exact area
-    assert share[:-1].mean() <= auc_by_pair(found, 10).mean() <= share[1:].mean()
+    assert fractions[:-1].mean() <= auc_by_pair(found, 10).mean() <= fractions[1:].mean()
 
 
 def test_csv_keeps_columns_that_only_later_lines_have(tmp_path):
@@ -140,7 +140,7 @@ def test_the_page_is_made_where_only_its_json_is_there_and_opened_where_there_is
 
 
 @pytest.mark.parametrize("content", [None, "{", "{}"])
-def test_report_command_without_figures(tmp_path, capsys, content):
+def test_report_command_without_metrics(tmp_path, capsys, content):
     if content is not None:
         (tmp_path / "metrics.json").write_text(content)
     assert errors.run(report.main, ["--evaluation", str(tmp_path)]) == 2

@@ -1,4 +1,4 @@
-"""The locks: made from the lists beside them, hashed throughout, and alike where the stacks must be."""
+"""The locks: compiled from the lists next to them, hashed throughout, and alike where the stacks must be."""
 
 from __future__ import annotations
 

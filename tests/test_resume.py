@@ -61,7 +61,7 @@ def whole(tmp_path, request_of) -> Dict[str, bytes]:  # noqa: F811
 
 
 class TestCauses:
-    """For each cause: the checkpoint is still there to the byte, and the command that is printed goes on from it."""
+    """For each cause: the checkpoint is still there to the byte, and the command that is printed resumes it."""
 
     def test_a_changed_parameter(self, tmp_path, request_of, monkeypatch, capsys, whole):  # noqa: F811
         saved = interrupted(request_of("run"), monkeypatch)
@@ -194,7 +194,7 @@ class TestWhatIsKept:
         assert "nothing to do" in capsys.readouterr().out
         assert before == ((out / "best.safetensors").read_bytes(), [(reports / n).read_bytes() for n in files])
 
-    def test_a_best_model_that_was_put_beside_the_checkpoints_is_not_overwritten(
+    def test_a_best_model_that_was_put_next_to_the_checkpoints_is_not_overwritten(
         self, tmp_path, request_of, monkeypatch, whole  # noqa: F811
     ):  # fmt: skip
         """`dvc checkout` restores best.safetensors of another training while one is interrupted."""
@@ -235,7 +235,7 @@ def model_of(out: Path) -> Dict[str, bytes]:
 
 
 class TestWhatMayChange:
-    """A training goes on where its weights so far are those that the new parameters would have given."""
+    """A training resumes where its weights so far are those that the new parameters would have given."""
 
     @pytest.mark.parametrize(
         "before, step, after, fits",

@@ -1,4 +1,4 @@
-"""No speed-up changes results beyond rounding: the sample run beside the same run by the plain network."""
+"""No speed-up changes results beyond rounding: the sample run compared with the same run by the plain network."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def photographs(tmp_path_factory, photo, make_params):
 
 
 class Run:
-    """Training by Adam, `batch` pairs a step, in `dtype`; beside it a plain network with the same weights."""
+    """Training by Adam, `batch` pairs a step, in `dtype`, and a plain network with the same weights."""
 
     def __init__(self, photographs, section, dtype: torch.dtype) -> None:
         self.photographs, self.section = photographs, section

@@ -71,7 +71,7 @@ def test_a_match_near_its_partner_is_correct_and_not_found(settings):
 
 
 def test_a_few_sure_matches_do_not_decide_alone():
-    """Four matches at p = 1 beside sixty at 0.5, all right to 0.7 px: near to what no weights give."""
+    """Four matches at p = 1 and sixty at 0.5, all right to 0.7 px: near to what no weights give."""
     generator = np.random.default_rng(0)
     errors = []
     for _ in range(50):

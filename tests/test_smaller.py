@@ -1,4 +1,4 @@
-"""The comparison of keypoints moved with keypoints found anew: a photograph beside itself, and what is printed."""
+"""The comparison of transformed with detected keypoints: a photograph with itself, and the printed table."""
 
 from __future__ import annotations
 

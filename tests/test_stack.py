@@ -1,4 +1,4 @@
-"""What differs between the stacks gives the same figures on both."""
+"""What differs between the stacks gives the same numbers on both."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_bytes_are_read_as_floats_on_both_stacks():
     assert np.array_equal(second.numpy().view(np.int32), first.numpy().view(np.int32))
 
 
-def test_an_agent_without_the_option_is_told_its_address():
+def test_an_agent_without_the_option_gets_its_address():
     """torch 1.10's torchrun has no --local_addr."""
 
     class Old:

@@ -193,7 +193,7 @@ def valid_images():
     return images
 
 
-def test_the_benchmark_of_access_tells_views_and_batches(tmp_path):
+def test_the_benchmark_of_access_prints_views_and_batches(tmp_path):
     rows = store_rows(write(tmp_path, make_images([[30, 30]] * 8)), rounds=2)
     assert [row["what"].split(",")[0] for row in rows] == ["view", "view", *["batch of 64 pairs"] * 2]
     assert all(row["microseconds"] > 0 and "30 keypoints" in row["what"] for row in rows)

@@ -50,7 +50,7 @@ def test_what_is_said_already_stays(name):
     assert said == {name: "x", "OPENBLAS_NUM_THREADS": "3"}
 
 
-def test_a_process_to_be_started_is_told_how_to_wait():
+def test_a_started_process_waits_passively():
     variables = {"OMP_NUM_THREADS": "4"}
     threads.wait_passively(variables)
     assert variables == {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1"}

@@ -116,8 +116,8 @@ def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path):
     assert recall_run(tmp_path / "reports/run.json")["run_id"] == stored.info.run_id
 
 
-def test_the_first_figure_of_a_run_is_none_of_the_machine(store, tmp_path):
-    """MLflow compares runs by the first figure it has of them: that was the use of the CPU."""
+def test_the_first_metric_of_a_run_is_not_of_the_machine(store, tmp_path):
+    """MLflow compares runs by their first metric, which was the use of the CPU."""
     with tracking.open_run(tmp_path / "reports", PARAMS) as run:
         time.sleep(1.0)  # several samples
         assert samples(tmp_path / "reports") == 0
@@ -137,7 +137,7 @@ def test_evaluate_adds_to_the_same_run_and_leaves_its_state(store, tmp_path):
 
 
 def test_a_run_with_the_weights_of_an_earlier_one_names_it(store, tmp_path):
-    """DVC evaluates equal weights once: the later run has no figures of its own."""
+    """DVC evaluates equal weights once: the later run has no metrics of its own."""
     from mlflow.tracking import MlflowClient
 
     ids = []
@@ -154,7 +154,7 @@ def test_a_run_with_the_weights_of_an_earlier_one_names_it(store, tmp_path):
 
 
 def test_a_retraining_to_the_same_weights_has_the_evaluation_in_its_own_run(store, tmp_path):
-    """The newest figures and the report; an evaluation that runs after all replaces them."""
+    """The newest metrics and the report; a later evaluation replaces them."""
     from mlflow.tracking import MlflowClient
 
     client, noted = MlflowClient(store), tmp_path / "reports" / "run.json"
@@ -240,9 +240,9 @@ def test_the_columns_of_the_table_of_runs_show_whole_names(store, tmp_path):
         run.log(dict.fromkeys((*tracking.LEADING, f"{tracking.HEADLINE}/recall"), 0.5), 1)
     experiment = client.get_experiment_by_name(tracking.EXPERIMENT)
     columns = json.loads(experiment.tags["mlflow.sharedViewState.results"])["selectedColumns"]
-    figures = [name[len("metrics.`") : -1] for name in columns if name.startswith("metrics.")]
+    names = [name[len("metrics.`") : -1] for name in columns if name.startswith("metrics.")]
     logged = client.get_run(run.run_id).data.metrics
-    assert set(figures) <= set(logged) and max(map(len, figures)) <= 14
+    assert set(names) <= set(logged) and max(map(len, names)) <= 14
     # a view of an earlier version is replaced
     client.set_experiment_tag(experiment.experiment_id, "mlflow.sharedViewState.results", "{}")
     tracking.open_run(tmp_path / "again", PARAMS, system_metrics=False).close()
@@ -250,7 +250,7 @@ def test_the_columns_of_the_table_of_runs_show_whole_names(store, tmp_path):
     assert json.loads(tags["mlflow.sharedViewState.results"])["selectedColumns"] == columns
 
 
-def test_figures_find_the_run_of_their_own_training_also_after_another_one(store, tmp_path):
+def test_metrics_find_the_run_of_their_training_also_after_another_one(store, tmp_path):
     from mlflow.tracking import MlflowClient
 
     ids = {}
@@ -499,7 +499,7 @@ def test_no_run_stays_running(store, tmp_path, end, status):
     assert state == ("KILLED" if status == "RUNNING" else status)
 
 
-def test_a_figure_that_is_no_number_and_a_missing_file_stop_nothing(store, tmp_path, capfd):
+def test_a_metric_that_is_not_a_number_and_a_missing_file_stop_nothing(store, tmp_path, capfd):
     run = tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False)
     run.log({"train/loss": "high"}, 0)
     run.artifact(tmp_path / "missing.png")
@@ -566,7 +566,7 @@ def wait_for(condition, seconds=PATIENCE):
 
 
 def test_a_file_has_time_by_its_size(monkeypatch):
-    """A second for each 50 kB beside the five of any request, twice as long in the next try."""
+    """A second for each 50 kB, in addition to the five of any request, twice as long in the next try."""
     from pipeline.tracking import uploads
 
     monkeypatch.setenv(uploads.TIMEOUT, "5")
@@ -578,7 +578,7 @@ def test_a_file_has_time_by_its_size(monkeypatch):
 
 
 class Store:
-    """A store that takes figures, and uploads only when `open`."""
+    """A store that accepts metrics, and uploads only when `open`."""
 
     def __init__(self):
         self.taken, self.open_for_files = [], False
@@ -592,7 +592,7 @@ class Store:
         self.taken += [event.get("step", event.get("artifact")) for event in events]
 
 
-def test_figures_and_files_have_a_cursor_each(tmp_path):
+def test_metrics_and_files_have_a_cursor_each(tmp_path):
     from pipeline.tracking.run_log import EventLog
     from pipeline.tracking.shipper import LogQueue, Uploader
 

@@ -86,7 +86,7 @@ def run(folder: Path, *extra: str) -> int:
 
 
 def evaluated(folder: Path, out: str = "out"):
-    """By matcher, the photographs its figures are of."""
+    """By matcher, the photographs its metrics are of."""
     with (folder / out / "pairs.csv").open() as file:
         rows = [(row["matcher"], row["scene"]) for row in csv.DictReader(file)]
     return {matcher: {scene for name, scene in rows if name == matcher} for matcher, _ in rows}
@@ -184,8 +184,8 @@ def test_a_training_records_its_photographs_and_those_of_its_initial_weights(tra
     assert f"validation: 1 of 3 photographs left out: {begun_from} was trained on them" in said
     own = {str(number) for number in range(5)}
     assert trained_on.read(tmp_path / "run" / "best.safetensors") == {*own, "7777", "101"}
-    figures = json.loads((tmp_path / "run" / "best.json").read_text())
-    assert figures[trained_on.KEY] == trained_on.digest({*own, "7777", "101"})
+    metrics = json.loads((tmp_path / "run" / "best.json").read_text())
+    assert metrics[trained_on.KEY] == trained_on.digest({*own, "7777", "101"})
 
     words = ["--model", tmp_path / "run/best.safetensors", "--out", tmp_path / "models"]
     assert export.main([*map(str, words)]) == 0

@@ -334,10 +334,9 @@ class TestRequests:
         )
         timing = (tmp_path / "run-reports" / "timing.csv").read_text().splitlines()
         assert len(timing) == 16 and timing[0] == "step,pairs_per_s,data_wait,memory_gib"
-        figures = (tmp_path / "run-reports" / "curves" / "validation.csv").read_text().splitlines()
+        lines = (tmp_path / "run-reports" / "curves" / "validation.csv").read_text().splitlines()
         assert (
-            len(figures) == 3
-            and figures[0] == "step,loss,loss_positive,loss_unmatched,precision,recall,f1,threshold,pairs"
+            len(lines) == 3 and lines[0] == "step,loss,loss_positive,loss_unmatched,precision,recall,f1,threshold,pairs"
         )
         losses = [float(row.split(",")[1]) for row in rows[1:]]
         assert np.mean(losses[-3:]) < np.mean(losses[:3])
@@ -349,7 +348,7 @@ class TestRequests:
             ({"init_from": "none.safetensors"}, 1, r"train\.init_from: none\.safetensors: no such file"),
         ],
     )
-    def test_wrong_requests_name_the_mend(self, request_of, keys, world_size, message):
+    def test_wrong_requests_name_the_fix(self, request_of, keys, world_size, message):
         with pytest.raises(RequestError, match=message):
             train.check(request_of("run", **keys), world_size)
 
@@ -392,9 +391,9 @@ class TestRequests:
     def test_one_line_says_that_the_weights_begun_from_were_kept(
         self, tmp_path, request_of, capsys, monkeypatch, f1, kept
     ):
-        figures = dict.fromkeys(("loss", "precision", "recall", "threshold", "pairs"), 0.5)
+        values = dict.fromkeys(("loss", "precision", "recall", "threshold", "pairs"), 0.5)
         answers = iter(f1)
-        monkeypatch.setattr(trainer, "validate", lambda *_: {**figures, "f1": next(answers)})
+        monkeypatch.setattr(trainer, "validate", lambda *_: {**values, "f1": next(answers)})
         model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2))
         save_model_file(tmp_path / "m.safetensors", model.state_dict(), {})
         asked = {"dim": 16, "layers": 1, "heads": 2, "steps": 1, "val_every": 1}

@@ -93,11 +93,11 @@ PINNED = np.array(
 def test_views_overlap_enough_to_learn_from():
     H = [sample_view(generator(0, str(i), 1), (640, 480), (512, 384), USUAL) for i in range(400)]
     grid = np.stack(np.meshgrid(np.linspace(0, 511, 12), np.linspace(0, 383, 12)), -1).reshape(-1, 2)
-    shares = []
+    overlaps = []
     for first, second in zip(H[:-1], H[1:]):
         mapped = transform(grid, second @ np.linalg.inv(first))
-        shares.append(((mapped >= 0) & (mapped < (512, 384))).all(1).mean())
-    assert np.median(shares) > 0.5 and np.mean(np.array(shares) < 0.2) < 0.05
+        overlaps.append(((mapped >= 0) & (mapped < (512, 384))).all(1).mean())
+    assert np.median(overlaps) > 0.5 and np.mean(np.array(overlaps) < 0.2) < 0.05
 
 
 def test_difficulty_zero_is_the_largest_upright_crop_and_more_is_further_away():

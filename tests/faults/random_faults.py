@@ -254,9 +254,9 @@ def full_disk(cell: Cell, clock: Clock) -> Tuple[str, bool]:
     struck = False
     for miss in range(MISSES):
         disk = os.statvfs(cell.base.work)
-        room = int(cell.draw.random() * wanted * 0.5**miss)
+        free = int(cell.draw.random() * wanted * 0.5**miss)
         with ballast.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, max(disk.f_bavail * disk.f_frsize - room, 1))
+            os.posix_fallocate(file.fileno(), 0, max(disk.f_bavail * disk.f_frsize - free, 1))
         outcome = cell.wait(cell.start())
         ballast.unlink()
         if any(outcome.codes):

@@ -69,7 +69,7 @@ def test_a_node_that_returns_with_an_empty_disk_gets_the_state_of_the_other(benc
 
 @pytest.mark.slow
 def test_an_elastic_restart_goes_on_from_the_node_that_went_furthest(bench, nodes):
-    """The second node goes on alone, then the first returns, as rank 0 again, with its old checkpoint."""
+    """The second node continues alone, then the first returns, as rank 0 again, with its old checkpoint."""
     arguments = bench.arguments((("bitwise_elastic", True),))
     killed(nodes, arguments, 3)
     assert run(nodes[1:], arguments, "term:rank=0,step=5,phase=forward").codes == [143]
