@@ -494,9 +494,23 @@ def test_no_run_stays_running(store, tmp_path, end, status):
     subprocess.run(command, cwd=ROOT, env=environment, timeout=5 * PATIENCE, check=False, stderr=subprocess.PIPE)
     client, stored = stored_run(store)
     assert stored.info.status == status
-    tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False).close()  # the next run in the same folder
+    elsewhere = tracking.open_run(tmp_path / "elsewhere", PARAMS, system_metrics=False)
+    elsewhere.close()
     state = client.get_run(stored.info.run_id).info.status
     assert state == ("KILLED" if status == "RUNNING" else status)
+
+
+def test_the_dead_run_of_another_container_is_closed_by_the_next_in_its_place(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module, "_process_space", lambda: "boot pid:[1]")
+    run = tracking.open_run(tmp_path, PARAMS, system_metrics=False)
+    run.log({"train/loss": 1.0}, 0)
+    wait_for(lambda: run._queue.run_id and not run._queue.pending())
+    run._closed = True  # as SIGKILL leaves it
+    monkeypatch.setattr(run_module, "_process_space", lambda: "boot pid:[2]")
+    tracking.open_run(tmp_path, PARAMS, system_metrics=False).close()
+    from mlflow.tracking import MlflowClient
+
+    assert MlflowClient(store).get_run(run.run_id).info.status == "KILLED"
 
 
 def test_a_metric_that_is_not_a_number_and_a_missing_file_stop_nothing(store, tmp_path, capfd):

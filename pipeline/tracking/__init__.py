@@ -26,6 +26,7 @@ from pipeline.tracking.run import (
     NullRun,
     Run,
     ending,
+    process_tags,
     redacted,
 )  # fmt: skip
 from pipeline.tracking.run_log import RUN_FILE, Event, EventLog, now_ms, recall_run, remember_run
@@ -162,6 +163,7 @@ def _tags(tags: Dict[str, Any], provenance: Dict[str, str]) -> Dict[str, str]:
         **{str(key): str(value) for key, value in tags.items()},
         **dirty,
         **unseen,
+        **process_tags(),
         "mlflow.source.name": f"pipeline.{provenance.get('dvc.stage', 'train')}",
         "mlflow.source.type": "LOCAL",
         "mlflow.source.git.commit": provenance["git.commit"],

@@ -14,7 +14,7 @@ from typing import Any, Dict, List, Optional, Tuple
 from pipeline.errors import RequestError
 from pipeline.files import file_sha256
 from pipeline.provenance import repro
-from pipeline.tracking.run import EVALUATION, HEADLINE, HIDDEN, LEADING, RUN_ID, SEPARATOR
+from pipeline.tracking.run import EVALUATION, HEADLINE, HIDDEN, LEADING, RUN_ID, SEPARATOR, is_gone
 from pipeline.tracking.run_log import Event
 from pipeline.tracking.shipper import PermanentError, say
 from pipeline.tracking.uploads import RETRIES, TIMEOUT, Uploads, files_below, size_of
@@ -76,9 +76,16 @@ class MlflowStore:
             run_id, tags = None, {**header.get("tags", {}), KEY_TAG: header["run"]}
             known = self._client.create_run(experiment, header.get("time"), tags, header.get("name")).info.run_id
         if not header.get("attached"):
-            self._client.update_run(known, status="RUNNING")
-            self._params(known, header.get("params", {}))
+            self._claim(experiment, known, header)
         return known, run_id is None
+
+    def _claim(self, experiment: str, run_id: str, header: Event) -> None:
+        self._client.update_run(run_id, status="RUNNING")
+        self._params(run_id, header.get("params", {}))
+        running = self._client.search_runs([experiment], "attributes.status = 'RUNNING'", max_results=1000)
+        for run in running:
+            if run.info.run_id != run_id and is_gone(run.data.tags):
+                self._client.set_terminated(run.info.run_id, "KILLED")
 
     def _experiment(self, name: str) -> str:
         known = self._client.get_experiment_by_name(name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import os
 import re
+import socket
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
@@ -21,6 +23,7 @@ HEADLINE = "verdict"
 LEADING = ("auc_5", "auc_5_aligned", "auc_5_gain")
 RUN_ID = "{run_id}"  # in a tag: replaced when the run has its id
 HIDDEN = "mlflow.superglue."  # prefix of tags that MLflow does not show
+PROCESS = f"{HIDDEN}process."
 
 
 class NullRun:
@@ -183,3 +186,39 @@ def ending(kind: Any) -> str:
 def redacted(uri: str) -> str:
     """The URI without user name and password."""
     return re.sub("://[^/]*@", "://", uri, count=1)
+
+
+def process_tags() -> Dict[str, str]:
+    """Tags by which `is_gone` recognizes this process later, on this machine."""
+    pid = os.getpid()
+    tags = {"host": socket.gethostname(), "space": _process_space(), "pid": str(pid), "started": _start_time(pid) or ""}
+    return {PROCESS + name: value for name, value in tags.items()}
+
+
+def is_gone(tags: Dict[str, str]) -> bool:
+    """Whether the process of `process_tags` has ended. False if unknown (another machine)."""
+    host, space, pid, started = (tags.get(PROCESS + name, "") for name in ("host", "space", "pid", "started"))
+    if host != socket.gethostname():
+        return False
+    mine = _process_space()
+    if space.partition(" ")[0] != mine.partition(" ")[0]:
+        return True  # the machine has been rebooted since
+    return space == mine and pid.isdigit() and _start_time(int(pid)) != started
+
+
+def _process_space() -> str:
+    """Boot id and process namespace, within which process ids are valid."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return "unknown unknown"
+
+
+def _start_time(pid: int) -> Optional[str]:
+    """Clock ticks from boot to the start of a process; None if there is none of that id, or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields[19]
