@@ -12,12 +12,13 @@ import pytest
 from made_views import made_keypoints
 from test_training import request_of, stop_after  # noqa: F401 (a fixture)
 
-from pipeline import tracking
+from pipeline import prune, tracking
 from pipeline.errors import RequestError
 from pipeline.tracking.run import NullRun
 from pipeline.train import __main__ as train
 from pipeline.train import identity
-from superglue_sift.weights import load_model_file
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.weights import load_model_file, save_model_file
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +165,7 @@ class TestWhatIsKept:
         assert len(list(last.glob("step-*.safetensors"))) == 1
         assert {path.name for path in (last / "curves").iterdir()} >= {"train.csv", "validation.csv"}
         size = sum(path.stat().st_size for path in (tmp_path / "run" / "superseded").rglob("*.*")) / 1e6
-        assert f"2 trainings set aside, {size:.1f} MB; delete the folders" in printed
+        assert f"2 trainings set aside, {size:.1f} MB; python -m pipeline.prune --out {tmp_path / 'run'}" in printed
         assert "deleted" not in printed
 
     def test_a_limit_spares_the_longest_and_names_what_it_deletes(self, tmp_path, request_of, capsys):  # noqa: F811
@@ -319,6 +320,42 @@ class TestWhatMayChange:
         monkeypatch.undo()
         assert train.main(request_of("run")) == 0
         assert "it was trained under" in capsys.readouterr().out
+
+
+class TestPrune:
+    @pytest.fixture
+    def out(self, tmp_path) -> Path:
+        """Three trainings that were set aside, of 10, 20 and 30 steps."""
+        model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2))
+        for day in (1, 2, 3):
+            place = tmp_path / "superseded" / f"2026-01-0{day}-000000-train.lr"
+            save_model_file(place / f"step-{day * 10:08d}.safetensors", model.state_dict(), {"step": day * 10})
+        return tmp_path
+
+    @pytest.mark.parametrize("answer, left", [("", [1, 2, 3]), ("1 3", [2]), ("all", []), (None, [1, 2, 3])])
+    def test_it_names_sizes_and_asks(self, out, monkeypatch, capsys, answer, left):
+        def input(question: str) -> str:
+            assert "Delete which?" in question
+            if answer is None:  # nobody is there
+                raise EOFError
+            return answer
+
+        size = sum(path.stat().st_size for path in aside(out)[0].iterdir()) / 1e6
+        monkeypatch.setattr("builtins.input", input)
+        assert prune.main(["--out", str(out)]) == 0
+        assert f"   1  2026-01-03-000000-train.lr: 30 steps, {size:.1f} MB" in capsys.readouterr().out
+        assert [int(place.name[9]) for place in aside(out)] == left
+
+    @pytest.mark.parametrize("answer", ["4", "0", "x", "1 all", "-1"])
+    def test_any_other_word_deletes_nothing(self, out, monkeypatch, answer):
+        monkeypatch.setattr("builtins.input", lambda _: answer)
+        with pytest.raises(RequestError, match="nothing was deleted"):
+            prune.main(["--out", str(out)])
+        assert len(aside(out)) == 3
+
+    def test_where_there_is_nothing(self, tmp_path, capsys):
+        assert prune.main(["--out", str(tmp_path)]) == 0
+        assert "nothing was set aside" in capsys.readouterr().out
 
 
 class TestRequests:

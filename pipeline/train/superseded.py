@@ -1,8 +1,8 @@
-"""Trainings that were set aside: listing them, their size, a limit.
+"""Trainings that were set aside: listing them, their size, deleting them.
 
 checkpoints/superseded/<date>-<reason>/    step-*, best.* and the curves
 
-Only a limit by `--superseded-gb` deletes them.
+Only `python -m pipeline.prune`, which asks, and a limit by `--superseded-gb` delete them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pipeline.train.identity import steps_done
 from superglue_sift.weights import BadCheckpoint, load_model_file
 
 SUPERSEDED = "superseded"
+PRUNE = "python -m pipeline.prune"
 
 
 class Place(NamedTuple):
@@ -25,6 +26,9 @@ class Place(NamedTuple):
     size: int
     steps: int
 
+    def __str__(self) -> str:
+        return f"{self.path.name}: {self.steps} steps, {_mb(self.size)}"
+
 
 def places(out: Path) -> List[Place]:
     """The trainings set aside in `out`, newest first."""
@@ -32,13 +36,14 @@ def places(out: Path) -> List[Place]:
 
 
 def summary(out: Path) -> str:
-    """One line with their number and size; "" if there are none."""
+    """One line with their number, their size and how to delete them; "" if there are none."""
     held = places(out)
     if not held:
         return ""
     number = "1 training" if len(held) == 1 else f"{len(held)} trainings"
+    where = "" if out == Path("checkpoints") else f" --out {out}"
     total = _mb(sum(place.size for place in held))
-    return f"{out / SUPERSEDED}: {number} set aside, {total}; delete the folders that you no longer need"
+    return f"{out / SUPERSEDED}: {number} set aside, {total}; {PRUNE}{where} lists and deletes them"
 
 
 def apply_limit(out: Path, gigabytes: float, spare: Iterable[Optional[Path]]) -> None:
@@ -52,9 +57,14 @@ def apply_limit(out: Path, gigabytes: float, spare: Iterable[Optional[Path]]) ->
     total = sum(place.size for place in held)
     for place in reversed(held):
         if total > gigabytes * 1e9 and place.path.resolve() not in spared:
-            shutil.rmtree(place.path)
+            delete(place)
             total -= place.size
             print(f"--superseded-gb {gigabytes:g}: deleted {place.path} of {place.steps} steps, {_mb(place.size)}")
+
+
+def delete(place: Place) -> None:
+    """Remove all files of `place`. Raises OSError."""
+    shutil.rmtree(place.path)
 
 
 def read(path: Path) -> Optional[Dict[str, Any]]:
