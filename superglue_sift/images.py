@@ -216,10 +216,10 @@ def decode_color(data: bytes, name: str = "image", frame: str = STORED) -> np.nd
 
 def read_gray(path: Union[str, Path], frame: str = STORED) -> np.ndarray:
     """Read a file to (H, W) uint8. Raises RequestError if it is missing or damaged."""
-    return gray_of(read(path), path, frame)
+    return gray_of_file(read(path), path, frame)
 
 
-def gray_of(data: bytes, path: Union[str, Path], frame: str = STORED) -> np.ndarray:
+def gray_of_file(data: bytes, path: Union[str, Path], frame: str = STORED) -> np.ndarray:
     """`read_gray` for the bytes of a file."""
     return _named(data, path, cv2.IMREAD_GRAYSCALE, frame)
 

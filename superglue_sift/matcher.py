@@ -32,8 +32,7 @@ from superglue_sift.errors import RequestError
 from superglue_sift.extractors import DEFAULT, DENSE, Extractor
 from superglue_sift.extractors import load as load_extractor
 from superglue_sift.features import Features, Image, extract, gray_of
-from superglue_sift.images import gray_of as decoded
-from superglue_sift.images import read
+from superglue_sift.images import gray_of_file, read
 from superglue_sift.match_result import MatchResult
 from superglue_sift.network.cuda_graphs import can_capture
 from superglue_sift.network.inference import CUDAGraphModel, fuse_for_inference
@@ -168,7 +167,7 @@ class Matcher:
     def extract_file(self, data: bytes, path: Union[str, Path]) -> Features:
         """`extract` for the bytes of a file."""
         turned = orientation(data) if self.frame == UPRIGHT else 1
-        return self.extract_gray(decoded(data, path, self.frame))._replace(image=path, turned=turned)
+        return self.extract_gray(gray_of_file(data, path, self.frame))._replace(image=path, turned=turned)
 
     def extract_gray(self, gray: np.ndarray) -> Features:
         """`extract` for gray pixels (H, W) uint8. Raises RequestError if the model's extractor may not be run."""

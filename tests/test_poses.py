@@ -222,7 +222,7 @@ def test_a_textured_plane_from_end_to_end(plane, tmp_path, capsys):
     assert "epipolar" in protocol["truth"] and protocol["views"] == "shorter side 480 px"
     (tmp_path / "b.png").unlink()
     assert errors.run(evaluate.main, [*plane, str(tmp_path / "out")]) == 2
-    assert "b.png: cannot read this image" in capsys.readouterr().err
+    assert "b.png: cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.slow

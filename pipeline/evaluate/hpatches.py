@@ -17,7 +17,7 @@ import numpy as np
 from pipeline.errors import RequestError
 from pipeline.evaluate.inputs import Scene, Source, ViewPair, image_size
 from superglue_sift.geometry import resizing
-from superglue_sift.images import EXTENSIONS, BadImage, decode_color, decode_gray
+from superglue_sift.images import EXTENSIONS, decode_color, read_gray
 
 MAX_SIDE = 16_000  # pixels: SIFT doubles an image, and OpenCV's remap takes less than 32,767
 REFERENCE = 1  # the image that homographies map from
@@ -56,7 +56,7 @@ class HPatchesPairs(Source):
         sequence = self.sequences[index]
         images, scalings = {}, {}  # by number; (3, 3) original pixels to resized ones
         for number, path in sorted(sequence.images.items()):
-            original = read_image(path)
+            original = read_gray(path)
             images[number] = resize_short_side(original, self.short_side, path)
             scalings[number] = resizing(image_size(original), image_size(images[number]))
         pairs, numbers = [], list(images)
@@ -132,14 +132,6 @@ def read_homography(path: Path) -> np.ndarray:
     if not np.isfinite(H).all() or np.linalg.matrix_rank(np.linalg.inv(units) @ H @ units) < 3:
         raise RequestError(f"{path}: not a homography: the matrix cannot be inverted")
     return H
-
-
-def read_image(path: Path) -> np.ndarray:
-    """(H, W) uint8 gray. Raises RequestError for a file that cannot be read."""
-    try:
-        return decode_gray(path.read_bytes(), path.name)
-    except (OSError, BadImage) as error:
-        raise RequestError(f"{path}: cannot read this image: {error}") from error
 
 
 def resize_short_side(image: np.ndarray, short_side: int, path: Path) -> np.ndarray:

@@ -19,6 +19,7 @@ from pipeline.evaluate import hpatches
 from pipeline.evaluate.inputs import Pose, Scene, Source, ViewPair, image_size
 from superglue_sift import geometry
 from superglue_sift.geometry import resizing
+from superglue_sift.images import read_gray
 
 NUMBERS = 2 + 9 + 9 + 16  # on a line, after the two names
 Line = Tuple[str, str, Pose]  # two images and their cameras, intrinsics in pixels of the stored images
@@ -54,7 +55,7 @@ class PosePairs(Source):
         name0, name1, pose = self.pairs[index]
         images, intrinsics = [], []
         for name, K in ((name0, pose.K0), (name1, pose.K1)):
-            original = hpatches.read_image(self.folder / name)
+            original = read_gray(self.folder / name)
             images.append(hpatches.resize_short_side(original, self.short_side, self.folder / name))
             intrinsics.append(resizing(image_size(original), image_size(images[-1])) @ K)
         known = ViewPair(f"{name0} {name1}", 0, 1, Pose(intrinsics[0], intrinsics[1], pose.T_0to1))
