@@ -298,10 +298,8 @@ def test_the_papers_protocol_takes_one_pair_of_a_photograph_where_that_is_enough
 def test_what_is_not_installed_is_said_and_left_out(work, monkeypatch, capsys):
     monkeypatch.setattr(protocol, "VARIANTS", ((160, 120, 50),))
     monkeypatch.setattr(lightglue, "PACKAGES", ("no_such_package",))
-    monkeypatch.setattr("pipeline.evaluate.estimators.installed", lambda: ("ransac", "dlt"))
     assert run(work, "--paper", "2", "--lightglue", "x") == 0
     printed = capsys.readouterr().out
-    assert "SKIP poselib: not installed" in printed
     assert "SKIP LightGlue: neither kornia nor lightglue is installed" in printed
     assert "SKIP LightGlue" in (work / "out" / "index.html").read_text()
 
@@ -557,4 +555,4 @@ def test_a_wrong_request_ends_every_process(work, photo, root):
     command = [sys.executable, *torchrun, "-m", "pipeline.evaluate", *words, "--out", "many"]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode != 0 and "2.png: cannot read this image" in done.stderr, done.stderr
+    assert done.returncode != 0 and "2.png: OpenCV cannot decode it" in done.stderr, done.stderr

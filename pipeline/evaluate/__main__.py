@@ -46,7 +46,7 @@ from superglue_sift.extractors import Extractor
 from superglue_sift.weights import choose_device, shipped_weights
 
 PAPER_PAIRS = 1024
-PACKAGES = ("poselib", "kornia", "lightglue")  # optional, for --estimators and --lightglue
+PACKAGES = ("poselib", "kornia", "lightglue")  # of --estimators and --lightglue
 OWN_PARAMS = Path(__file__).resolve().parents[2] / "params.yaml"
 
 
@@ -69,7 +69,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add("--batch", type=int, default=8, help="pairs in one pass of the network")
     paper = "the paper's protocol: 1,024 pairs (or PAIRS), 640x480 and 512x384, 512 and 1,024 keypoints"
     add("--paper", type=int, nargs="?", const=PAPER_PAIRS, metavar="PAIRS", help=paper)
-    usual = f"default: {','.join(estimators.DEFAULT)}; --paper: all that are installed"
+    usual = f"default: {','.join(estimators.DEFAULT)}; --paper: all"
     add("--estimators", help=f"of: {', '.join(estimators.ESTIMATORS)}; the first leads ({usual})")
     add("--lightglue", type=Path, metavar="FILE", help="also LightGlue for SIFT, with these weights")
     add("--bound", action="store_true", help="also a row of the true matches, an upper bound for all matchers")
@@ -162,15 +162,11 @@ def chosen_scenes(args: argparse.Namespace, chosen: unseen.Choice) -> Tuple[int,
     return 0, [f"{few}; the model keeps its own"]
 
 
-def chosen_estimators(args: argparse.Namespace) -> Tuple[Tuple[str, ...], List[str]]:
-    """Names of the estimators, and a note for each that `--paper` skips. Raises RequestError for a missing one."""
+def chosen_estimators(args: argparse.Namespace) -> Tuple[str, ...]:
+    """Names of the estimators. Raises RequestError for an unknown one."""
     if args.estimators is not None:
-        return estimators.choose(args.estimators.split(",")), []
-    if not args.paper:
-        return estimators.DEFAULT, []
-    installed = estimators.installed()
-    missing = [name for name in estimators.ESTIMATORS if name not in installed]
-    return installed, [f"SKIP {name}: not installed" for name in missing]
+        return estimators.choose(args.estimators.split(","))
+    return tuple(estimators.ESTIMATORS) if args.paper else estimators.DEFAULT
 
 
 def chosen_extractor(args: argparse.Namespace, network: matchers.Network) -> Extractor:
@@ -246,13 +242,12 @@ def evaluate(args: argparse.Namespace, context: distributed.Context) -> Tuple[Di
     device = choose_device(args.device) if context.world_size == 1 else str(context.device)
     chosen = chosen_photographs(args)
     compared, skipped = chosen_matchers(args, chosen.models, device)
-    names, missing = chosen_estimators(args)
-    extractor = chosen_extractor(args, compared.networks[OURS])
+    names, extractor = chosen_estimators(args), chosen_extractor(args, compared.networks[OURS])
     scenes, few = chosen_scenes(args, chosen)
     options = {"refine": args.refine, "pictures": args.pictures, "bound": args.bound, "scenes": scenes}
     settings = Settings(section, names, args.batch, args.resize, args.robustness, extractor, **options)
     training = args.mlflow_run.parent / "train" / "curves" if args.mlflow_run else None
-    work = Evaluation(compared, settings, context, (*chosen.lines, *missing, *skipped, *few), training)
+    work = Evaluation(compared, settings, context, (*chosen.lines, *skipped, *few), training)
     info = compared.networks[OURS].info
     if args.paper:
         return protocol.run_paper(work, lambda variant: choose_source(args, variant, chosen), args.out), info

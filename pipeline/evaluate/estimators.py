@@ -7,7 +7,6 @@ None without an estimate.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Callable, Dict, Optional, Sequence, Tuple
 
 import cv2
@@ -51,7 +50,7 @@ def magsac(points0, points1, weights, px, iterations, seed, deviations=None):
 
 
 def poselib(points0, points1, weights, px, iterations, seed, deviations=None):
-    """PoseLib's LO-RANSAC, glue-factory's default; an optional package."""
+    """PoseLib's LO-RANSAC, glue-factory's default."""
     import poselib as library
 
     options = {"max_reproj_error": px, "max_iterations": iterations, "seed": seed}
@@ -71,16 +70,9 @@ WORDS = {
 }
 
 
-def installed() -> Tuple[str, ...]:
-    """Names of all estimators whose packages are installed."""
-    return tuple(name for name in ESTIMATORS if name != "poselib" or importlib.util.find_spec(name))
-
-
 def choose(names: Sequence[str]) -> Tuple[str, ...]:
-    """Check the names. Raises RequestError for an unknown estimator or a missing package."""
+    """Check the names. Raises RequestError for an unknown estimator."""
     for name in names:
         if name not in ESTIMATORS:
             raise RequestError(f"--estimators {name}: unknown; choose from {', '.join(ESTIMATORS)}")
-    if "poselib" in names and "poselib" not in installed():
-        raise RequestError("--estimators poselib: the package is not installed; `pip install poselib` adds it")
     return tuple(dict.fromkeys(names))
