@@ -6,7 +6,7 @@ The loss, validation and evaluation share this definition of a correct match.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -59,22 +59,6 @@ def _inside(mapped: Tensor, size: Tensor) -> Tensor:
     return ((mapped >= -0.5) & (mapped <= size.double().unsqueeze(-2) - 0.5)).all(-1)
 
 
-def _decided(best: Tensor, partner: Tensor, back: Tensor, inside: Tensor, limits: Tuple[float, float]) -> Tensor:
-    """Matches of one side (..., M) int64, or of both sides with a leading axis.
-
-    Args:
-        best, partner: (..., M) the smallest error of each keypoint, and the index of its keypoint.
-        back: (..., N) `partner` of the other side.
-        inside: (..., M) bool, keypoints that lie in the other view.
-        limits: positive_px and negative_px of `ground_truth`.
-    """
-    positive_px, negative_px = limits
-    itself = torch.arange(best.shape[-1], device=best.device)
-    positive = (back.gather(-1, partner) == itself) & (best < positive_px)
-    matches = torch.full_like(partner, UNMATCHED).masked_fill_((best < negative_px) & inside, IGNORED)
-    return torch.where(positive, partner, matches)
-
-
 def ground_truth(batch, positive_px: float = 3.0, negative_px: float = 5.0, layout: Optional[Layout] = None) -> Truth:
     """Ground truth of a PairBatch with homographies: (B, M) and (B, N), IGNORED where padded.
 
@@ -102,8 +86,10 @@ def ground_truth(batch, positive_px: float = 3.0, negative_px: float = 5.0, layo
             error = _errors(points[0, rows, :m], points[1, rows, :n], mapped[0, rows, :m], mapped[1, rows, :n])
             torch.min(error, -1, out=(best[0, rows, :m], partner[0, rows, :m]))
             torch.min(error, -2, out=(best[1, rows, :n], partner[1, rows, :n]))
-    limits = positive_px, negative_px
-    matches = _decided(best, partner, partner.flip(0), inside, limits).masked_fill_(padded, IGNORED)
+    itself = torch.arange(packing.width, device=layout.device)
+    positive = (partner.flip(0).gather(-1, partner) == itself) & (best < positive_px)
+    matches = torch.full_like(partner, UNMATCHED).masked_fill_((best < negative_px) & inside, IGNORED)
+    matches = torch.where(positive, partner, matches).masked_fill_(padded, IGNORED)
     return Truth(matches[0, :, : widths[0]], matches[1, :, : widths[1]])
 
 

@@ -108,7 +108,10 @@ class Folder:
     def close(self, rows: Sequence[Dict[str, Any]], settings: Any) -> None:
         """Write store.json and delete the notes."""
         extractor = extractors.load(settings.extractor)
-        named = [{**row, "photographs": _photographs(shard, row)} for shard, row in zip(self.shards, rows)]
+        photographs = [{entry.name: entry.photograph for entry in shard.entries} for shard in self.shards]
+        named = [
+            {**row, "photographs": [known[name] for name in row["images"]]} for known, row in zip(photographs, rows)
+        ]
         content = store.index(named, settings.views_per_image, (settings.width, settings.height), extractor)
         write_atomic(self.path / store.INDEX, json.dumps(content, indent=1) + "\n")
         for shard in self.shards:
@@ -147,9 +150,3 @@ class Folder:
 
     def _note_path(self, shard: Shard) -> Path:
         return (self.path / shard.file).with_suffix(".json")
-
-
-def _photographs(shard: Shard, row: Dict[str, Any]) -> List[str]:
-    """Identifier of each image of a row (`Entry.photograph`)."""
-    known = {entry.name: entry.photograph for entry in shard.entries}
-    return [known[name] for name in row["images"]]

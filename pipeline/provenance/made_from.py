@@ -53,13 +53,9 @@ def keep(folder: Path, inputs: Any) -> None:
 
 def forced() -> bool:
     """Whether `dvc repro -f` or `dvc exp run -f` started the stage; only DVC's command line shows it."""
-    words = next((words for words in _commands_above() if _asks_dvc(words)), [])
+    # `dvc ...`, `python .../bin/dvc ...` or `python -m dvc ...`
+    words = next((words for words in _commands_above() if any(Path(word).name == "dvc" for word in words[:3])), [])
     return "--force" in words or any(re.fullmatch("-[A-Za-z]*f[A-Za-z]*", word) for word in words)
-
-
-def _asks_dvc(words: List[str]) -> bool:
-    """`dvc ...`, `python .../bin/dvc ...` or `python -m dvc ...`."""
-    return any(Path(word).name == "dvc" for word in words[:3])
 
 
 def _commands_above() -> Iterator[List[str]]:

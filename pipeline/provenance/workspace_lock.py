@@ -40,7 +40,8 @@ def take() -> None:
     except BlockingIOError:
         holder = _holder(stream)
         stream.close()
-        if not _started_us(holder):
+        ancestors = {process.pid for process in psutil.Process().parents()}  # ids are valid within one container only
+        if holder.get("host") != socket.gethostname() or not {holder.get("pid"), holder.get("dvc")} & ancestors:
             since = f"container or host {holder.get('host', 'unknown')}, since {holder.get('since', 'unknown')}"
             raise RequestError(f"{root} is in use by {since}; wait until it is done, or stop it") from None
         return
@@ -63,9 +64,3 @@ def _holder(stream: TextIO) -> Dict[str, Any]:
         return json.loads(stream.read() or "{}")
     except ValueError:
         return {}
-
-
-def _started_us(holder: Dict[str, Any]) -> bool:
-    """Whether the holder is one of our ancestors; process ids are valid only within one container."""
-    ancestors = {process.pid for process in psutil.Process().parents()}
-    return holder.get("host") == socket.gethostname() and bool({holder.get("pid"), holder.get("dvc")} & ancestors)

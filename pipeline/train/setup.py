@@ -161,7 +161,12 @@ def build(train: TrainParams, context: distributed.Context, store: Optional[Stor
         compat.grad_scaler(chosen.precision == "float16"),
         MovingAverage(model, train.ema),
     )
-    return Parts(objective, _wrap(train, objective), state, init_limits), messages
+    wrapped: nn.Module = objective
+    if train.parallel == "dp":
+        wrapped = DataParallelObjective(objective)
+    elif not train.bitwise_elastic:
+        wrapped = distributed.wrap(objective)
+    return Parts(objective, wrapped, state, init_limits), messages
 
 
 def seed_everything(seed: int, deterministic: bool = False) -> None:
@@ -194,12 +199,6 @@ def augmentation(train: TrainParams) -> Augmentation:
         min_keypoints=train.min_keypoints,
         zoom_fraction=train.zoom,
     )
-
-
-def _wrap(train: TrainParams, objective: MatchingObjective) -> nn.Module:
-    if train.parallel == "dp":
-        return DataParallelObjective(objective)
-    return objective if train.bitwise_elastic else distributed.wrap(objective)
 
 
 def _initialize(model: SuperGlue, path: str) -> Tuple[List[str], Dict[str, Any]]:
