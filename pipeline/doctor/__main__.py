@@ -23,6 +23,7 @@ from pipeline.processes import machine
 from pipeline.processes.machine import FAIL, NOTE, OK, WARN, Finding
 
 SECONDS = 3.0
+MIN_OPEN_FILES = 256
 QUICK = ("gpus", "shared_memory", "user", "open_files", "disk", "training")
 PLAN = ("disk", "training")  # always printed by --quick
 
@@ -181,7 +182,10 @@ def open_files() -> Iterator[Finding]:
     """The limit on open files."""
     import resource
 
-    yield machine.check_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    soft, fix = resource.getrlimit(resource.RLIMIT_NOFILE)[0], "ulimit -n 4096, or docker run --ulimit nofile=4096"
+    enough = soft >= MIN_OPEN_FILES
+    text = f"limit {soft}" if enough else f"limit {soft}, {MIN_OPEN_FILES} wanted: {fix}"
+    yield Finding(OK if enough else FAIL, "open files", text)
 
 
 def git() -> Iterator[Finding]:

@@ -137,13 +137,6 @@ def check_disk(free: int, needed: int, place: str, linked: Optional[int] = None)
     return Finding(FAIL, "disk", f"{space}: choose a smaller preset, set fetch.limit, or free some space")
 
 
-def check_files(soft: int, needed: int = 256) -> Finding:
-    if soft >= needed:
-        return Finding(OK, "open files", f"limit {soft}")
-    fix = "ulimit -n 4096, or docker run --ulimit nofile=4096"
-    return Finding(FAIL, "open files", f"limit {soft}, {needed} wanted: {fix}")
-
-
 def check_tracking(uri: str, status: Optional[int], error: str = "") -> Finding:
     """A tracking server by its REST interface: the HTTP status, or None and the error."""
     text = f"{uri} answers"

@@ -32,6 +32,7 @@ if __name__ == "__main__":
 import argparse
 import contextlib
 import dataclasses
+import math
 import os
 import time
 from pathlib import Path
@@ -53,6 +54,8 @@ from superglue_sift.weights import shipped_weights
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 RULES = ("accept", "strict", "likely", "network_keypoints")  # fields of `scenes.Rules`
+RANGES = {"threshold": (0, 1), "strict": (0, 1), "resize": (0, math.inf), "likely": (0, math.inf)}  # of options
+COUNTS = ("max_keypoints", "k", "every", "frames", "accept", "network_keypoints")  # options from 1 on
 
 
 def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
@@ -128,22 +131,15 @@ def _add_how(group) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.threshold is not None and not 0.0 <= args.threshold <= 1.0:
-        raise RequestError(f"--threshold {args.threshold}: must be between 0 and 1")
-    if args.strict is not None and not 0.0 <= args.strict <= 1.0:
-        raise RequestError(f"--strict {args.strict}: must be between 0 and 1")
+    for name, (least, most) in {**RANGES, **dict.fromkeys(COUNTS, (1, math.inf))}.items():
+        value = getattr(args, name)
+        if value is not None and not least <= value <= most:
+            rule = f"{least} or more" if most == math.inf else f"between {least} and {most}"
+            raise RequestError(f"--{name.replace('_', '-')} {value}: must be {rule}")
     args.scene = args.colmap is not None if args.scene is None else args.scene
     for name in RULES:
         if getattr(args, name) is not None and not args.scene:
             raise RequestError(f"--{name.replace('_', '-')} goes with --scene")
-    if args.resize is not None and args.resize < 0:
-        raise RequestError(f"--resize {args.resize}: must be 0 (never) or a side in pixels")
-    if args.likely is not None and args.likely < 0:
-        raise RequestError(f"--likely {args.likely}: must be 0 (skip no pair) or a number of matches")
-    for name in ("max_keypoints", "k", "every", "frames", "accept", "network_keypoints"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise RequestError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
     if args.out and args.out.suffix.lower() not in PICTURES:
         raise RequestError(f"--out {args.out}: must end in .png, .jpg or .webp")
     _check_inputs(args)
