@@ -31,7 +31,7 @@ SERVER_SECONDS = 240  # a guard
 
 @pytest.fixture(autouse=True)
 def same_environment() -> Iterator[None]:
-    """Put the environment back after each test: a rank left in it would make the next one wait for its peers."""
+    """Restore the environment after each test: a RANK left in it would make the next test wait for peers."""
     before = dict(os.environ)
     yield
     if dict(os.environ) != before:
@@ -116,7 +116,7 @@ def make_params() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def empty_mlflow_store(tmp_path_factory) -> Path:
-    """An MLflow store with its tables made, to be copied: making one takes seconds."""
+    """An MLflow store with tables, to be copied: creating one takes seconds."""
     from mlflow.tracking import MlflowClient
 
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
@@ -126,7 +126,7 @@ def empty_mlflow_store(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def mlflow_store(empty_mlflow_store, tmp_path: Path, monkeypatch) -> str:
-    """Address of a local MLflow store of the test's own."""
+    """Address of a new local MLflow store."""
     (tmp_path / "mlflow.db").write_bytes(empty_mlflow_store.read_bytes())
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)

@@ -15,7 +15,7 @@ class _Quiet(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_: Any) -> None:
-        """A client that goes away is what these tests are about."""
+        """These tests are about clients that disconnect."""
 
 
 class FaultyServer:

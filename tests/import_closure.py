@@ -46,7 +46,7 @@ def covers(dependency: str, path: str) -> bool:
 
 
 def differences(tree: Dict, root: Path = ROOT) -> List[str]:
-    """One line for each file that no dependency of its stage holds, and for each dependency of no use."""
+    """One line for each file that no dependency of its stage contains, and for each useless dependency."""
     lines = []
     for name, stage in tree["stages"].items():
         held = [path for path in stage["deps"] if path.split("/")[0] in PACKAGES]

@@ -9,7 +9,7 @@ from pipeline.parameters.schema import TrainOptions
 
 
 def file_of(sections: Dict[str, Dict[str, Any]]) -> Dict[str, Any]:
-    """The tree of a file that gives these sections, each with all its fields: options as words, views in one place."""
+    """The tree of a file with these sections and all their fields: options as text, views in one place."""
     tree = {name: dict(values) for name, values in sections.items()}
     train = tree.get("train", {})
     given = {name: train.pop(name) for name in TrainOptions.model_fields if name in train}

@@ -32,7 +32,7 @@ def write_model(path: Path, about: Optional[dict] = None, **changes) -> Path:
 
 
 def write_sequence(folder: Path, image: np.ndarray, homographies: Dict[int, np.ndarray]) -> Path:
-    """A sequence in HPatches layout: image 1 and its warps, with the homographies that made them."""
+    """A sequence in HPatches layout: image 1 and its warps, with their homographies."""
     folder.mkdir(parents=True)
     cv2.imwrite(str(folder / "1.png"), image)
     for number, H in homographies.items():

@@ -26,7 +26,7 @@ def made_records(rng: np.random.Generator, xy: np.ndarray, descriptors: np.ndarr
 
 
 def made_image(rng: np.random.Generator, name: str, views: int, points: int) -> store.ImageViews:
-    """One image: `points` points, of which each view sees those that fall inside it, in an order of its own."""
+    """One image: `points` points, of which each view sees those inside it, in another order."""
     xy = rng.uniform(0, 1, (points, 2)) * SIZE
     descriptors = rng.integers(0, 160, (points, 128))
     homographies, records = [], []
@@ -41,7 +41,7 @@ def made_image(rng: np.random.Generator, name: str, views: int, points: int) -> 
 
 
 def made_store(folder: Path, images: int = 5, views: int = 3, points: int = 40, seed: int = 0) -> Path:
-    """A store of `images` made images; the number of points varies from image to image, one image has none."""
+    """A store of `images` synthetic images with varying numbers of points; one image has none."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     made = [made_image(rng, f"{i:03d}", views, (points + 7 * i) if i != 1 else 0) for i in range(images)]

@@ -195,7 +195,7 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[Tuple[str, ast.AST]]:
 
 
 def depth(node: ast.AST) -> int:
-    """How many blocks stand inside each other; `elif` counts as its `if`, a function inside starts from scratch."""
+    """How deep blocks are nested; `elif` counts as its `if`, and an inner function counts from 0."""
     deepest = 0
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
@@ -291,7 +291,7 @@ def test_torchrun_is_started_in_one_place() -> None:
 
 
 def test_the_code_runs_on_python_39_too() -> None:
-    """Grammar is checked when the trees are made; these are annotations, and additions of the standard library."""
+    """Parsing checks the grammar; these are annotations, and additions of the standard library."""
     for name in FILES:
         nodes = list(ast.walk(TREES[name]))
         defining = any(isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in nodes)

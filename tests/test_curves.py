@@ -68,7 +68,7 @@ def test_points_of_an_older_version_keep_the_columns_that_are_left(tmp_path) -> 
 
 
 def test_a_point_costs_as_many_bytes_written_at_the_end_as_at_the_start(tmp_path, monkeypatch) -> None:
-    """Counted where the bytes go: an appended line, whatever stands before it."""
+    """Counts the bytes written: one appended line, whatever the length of the file."""
     curve = CurveFile(tmp_path / "curve.csv", 0)
     curve.append(0, {"loss": 0.5})
     sizes = []

@@ -111,7 +111,7 @@ class TestImages:
         assert all(same(one, other) for (_, one), (_, other) in zip(*passes))
 
     def test_what_dali_refuses_opencv_decides(self, photographs, monkeypatch, capfd):
-        """Without our own checks a web page reaches DALI, which drops its whole batch."""
+        """Without our checks a web page reaches DALI, which drops the whole batch."""
         images = image_set(photographs)
         entries = images.entries("train")
         expected = list(decode.decoded(images, entries))

@@ -34,7 +34,7 @@ def pod_of(job: dict) -> dict:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_kubernetes_knows_every_key(name):
-    """The training operator's own keys have no schema here; the next tests read them."""
+    """Keys of the training operator have no schema here; the next tests read them."""
     kubernetes = pytest.importorskip("kubernetes_validate")
     job = deployed(name)
     if name == "train":
@@ -73,7 +73,7 @@ def test_the_training_job_starts_again_after_a_stop_and_a_kill_and_not_after_a_w
 
 
 def test_the_training_job_and_the_launcher_agree_how_often_to_start_again(tmp_path):
-    """The pod's own command, with the operator's variables, in front of a launcher that shows what it is given."""
+    """The command of the pod, with the operator's variables and a launcher that prints its arguments."""
     train = deployed("train")
     shown = "from pipeline.launch import command, max_restarts; print(*command('m', [], 1))"
     (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} -c "{shown}"\n')
@@ -117,7 +117,7 @@ def test_the_slurm_job_saves_requeues_and_appends():
 
 
 SLURM = """#!/bin/sh
-# stands for srun, scontrol and scancel: notes what it is asked for, and answers as SLURM 22.05 did
+# a fake srun, scontrol and scancel: logs its arguments, and answers as SLURM 22.05
 echo "$(basename "$0") $*" >>"$TRY/asked"
 echo "$(basename "$0")-environment cpus-per-gpu=$SLURM_CPUS_PER_GPU" >>"$TRY/asked"
 case "$(basename "$0") $1" in

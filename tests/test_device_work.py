@@ -43,7 +43,7 @@ def views_of_photographs():
 
 
 def longest_views(views, train, batch, ranks, steps):
-    """(M, N) of rank 0's padded batch at each step: the trainer's own order, and keypoints left out by its own rule."""
+    """(M, N) of rank 0's padded batch at each step: with the order and the keypoint drop of the trainer."""
     order, augmentation = PairOrder(0, len(views), VIEWS), setup.augmentation(train)
     for number in range(steps):
         samples = order.step(number, batch * ranks)[rank_slice(batch * ranks, 0, ranks)]
@@ -58,7 +58,7 @@ def longest_views(views, train, batch, ranks, steps):
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [8, 16, 64])
 def test_few_graphs_are_captured_over_an_epoch_of_ragged_batches(make_params, monkeypatch, views_of_photographs, batch):
-    """Each capture holds up the device and all ranks: below 0.02 a step after 200 steps, and little memory kept."""
+    """Each capture stalls the device and all ranks: fewer than 0.02 a step after 200 steps, and little memory."""
     if torch.__version__.startswith("1."):
         pytest.skip("torch 1.10 computes no torch.arange on the meta device")
     steps, now, captures, kept, done = 300, [0], [0] * 300, [0], set()

@@ -45,7 +45,7 @@ TOKENS = np.random.default_rng(0).normal(2, 3, (7, 5))
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow), 3])
 def answers(request):
-    """What each rank of a group of this size answers."""
+    """The answer of each rank of a group of this size."""
     world_size = request.param
     asked = (everything, TOKENS, SHARES[world_size])
     return [asked[0](distributed.start(), *asked[1:])] if world_size == 1 else in_group(world_size, *asked)

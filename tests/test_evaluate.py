@@ -134,7 +134,7 @@ def test_an_auc_can_be_made_again_by_hand_from_pairs_csv(done):
 
 
 def test_every_matcher_has_metrics_of_aligned_matches(work, done, capsys):
-    """It moves what is estimated from the matches of each, and nothing else; `--no-refine` leaves it out."""
+    """Only estimates from the matches change; `--no-refine` leaves them out."""
     assert run(work, "--no-refine", "--bound", out="plain") == 0
     bound, printed = done.folder / "bound", done.printed["bound"]
     both, plain = (json.loads((out / "metrics.json").read_text()) for out in (bound, work / "plain"))
@@ -355,7 +355,7 @@ def test_where_training_kept_its_weights_that_is_said_once_and_nothing_is_compar
 
 
 def test_a_model_brings_its_own_threshold(work):
-    """--threshold 0 asks for it; any other goes for every model."""
+    """--threshold 0: the threshold of the model; another value is used for all models."""
     write_model(work / "model.safetensors", about={"match_threshold": 0.35})
     write_model(work / "other.safetensors")
     assert run(work, "--no-refine", "--threshold", "0", "--also", f"other={work / 'other.safetensors'}") == 0
@@ -509,7 +509,7 @@ def test_the_size_of_a_batch_does_not_matter(work, done):
 
 
 class Counted:
-    """A source with nothing but the number of pairs of each scene."""
+    """A source that has only the number of pairs of each scene."""
 
     def __init__(self, counts):
         self.counts = counts

@@ -1,4 +1,4 @@
-"""Features of one's own: what a function must answer, their distances, and the way from photographs to matches."""
+"""Custom features: the return value of an extractor, distances, and the stages from photographs to matches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first half hour on a GPU: parts contained, in order, each written as soon as it is known."""
+"""The first half hour on a GPU: its parts in order; a failed part stops no other; each result is written at once."""
 
 from __future__ import annotations
 

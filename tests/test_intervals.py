@@ -14,7 +14,7 @@ from pipeline.evaluate.scoring import MatchCounts, PairResult, Row, ScoredMatche
 
 
 def mean(values, clusters=None):
-    """The line of a mean; every pair its own cluster where none are named."""
+    """The line of a mean; without clusters, each pair is one."""
     values = np.asarray(values, np.float64)
     names = [str(n) for n in (range(len(values)) if clusters is None else clusters)]
     return bootstrap.Clusters(names).mean(values).line()
@@ -40,7 +40,7 @@ def test_interval_agrees_with_scipys_bootstrap():
 
 
 def test_pairs_of_one_photograph_count_as_one():
-    """Twenty equal pairs of each of thirty photographs say no more than one pair of each."""
+    """Twenty equal pairs of each of thirty photographs have the interval of one pair of each."""
     values = np.random.default_rng(5).uniform(0, 1, 30)
     one, many = mean(values), mean(np.repeat(values, 20), np.repeat(np.arange(30), 20))
     assert many["low"] == one["low"] and many["high"] == one["high"] and many["pairs"] == 600

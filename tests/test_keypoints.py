@@ -27,7 +27,7 @@ from pipeline.keypoints.image import gray_views
 from superglue_sift.images import BadImage, read_gray
 
 SMALL = {"views_per_image": 3, "width": 128, "height": 96, "max_keypoints": 50}
-# The stage in a process of its own.
+# The stage in a separate process.
 IN_SHARDS_OF_3 = "from pipeline.keypoints import __main__, shards; shards.SHARD_IMAGES = 3; __main__.main()"
 
 
@@ -262,7 +262,7 @@ def test_gray_views_is_pure_and_refuses_small_images(photo, make_params):
 
 @pytest.mark.slow
 def test_killed_ten_times_gives_the_same_bytes_and_leaves_no_worker(stage, pictures, photo, tmp_path, root):
-    """SIGKILL to the parent at random moments: workers end too, whole shards are kept, the end is the same."""
+    """SIGKILL to the parent at random moments: workers end too, whole shards stay, the result is the same."""
     for index in range(9, 60):
         cv2.imwrite(str(pictures / f"{index}.jpg"), np.roll(photo, 13 * index, axis=1)[:300, :500])
     reference = files(stage(pictures, "reference", workers=2))

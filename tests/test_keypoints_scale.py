@@ -40,7 +40,7 @@ def digests(folder: Path) -> Dict[str, str]:
 
 @pytest.fixture
 def fetched(tmp_path, make_params):
-    """`fetched(folder, **views)` fetches a folder, none of it kept for `evaluate`; gives the stage's command line."""
+    """`fetched(folder, **views)` fetches a folder without test images; returns the command line of the stage."""
     from ruamel.yaml import YAML
 
     def made(folder: Path, **views) -> Callable[..., List[str]]:
@@ -72,7 +72,7 @@ def run(command: List[str], root: Path, **environment: str) -> float:
 
 
 def killed(command: List[str], root: Path, times: List[float]) -> None:
-    """Start the command again and again; each time its whole process is killed after so many seconds."""
+    """Start the command repeatedly; its process group is killed after each of these numbers of seconds."""
     for seconds in times:
         process = subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         time.sleep(seconds)

@@ -109,7 +109,7 @@ def whole(bench, name, keys=()):
 
 
 def survived(bench, fault: str):
-    """What the launcher printed of a run that each fault struck once and that ended well; and how many struck."""
+    """Output of the launcher for a run that ended well after each fault struck once; and the number of faults."""
     marks = bench.folder / "marks"
     marks.mkdir()
     process = launcher(whole(bench, "run"), SG_FAULT=fault, SG_FAULT_ONCE=str(marks))
@@ -205,7 +205,7 @@ class TestFaults:
         assert not (bench.folder / "run").exists()
 
     def test_sigterm_to_every_process_of_the_job_gives_a_checkpoint(self, bench):
-        """As SLURM and some container runtimes send it; batches are made by processes, as for a GPU."""
+        """As SLURM and some container runtimes send it; processes load the batches, as for a GPU."""
         keys = (("steps", 200), ("save_every", 1000), ("val_every", 200))
         process = launcher(whole(bench, "run", keys), SG_LOADER_PROCESSES="1")
         wait_until((bench.folder / "run-r" / "curves" / "train.csv").is_file, PATIENCE)

@@ -51,7 +51,7 @@ def test_the_ratio_test_is_the_more_precise_of_the_baselines(tmp_path, root):
     samples = validation_pairs(0, len(store), store.views_per_image, 8)
     found = learning.baselines(store, samples, train)
     mutual, ratio = found["mutual nearest neighbour"], found["ratio test, mutual"]
-    # descriptors of the made store differ by noise alone, so both find nearly all of the true matches
+    # descriptors of the synthetic store differ by noise only, so both find nearly all true matches
     assert mutual["recall"] > 0.9 and ratio["precision"] >= mutual["precision"] > 0.5
     assert all(np.isclose(f["f1"], 2 / (1 / f["precision"] + 1 / f["recall"])) for f in found.values())
 

@@ -1,4 +1,4 @@
-"""LightGlue as a baseline: with a made package, so that nothing is installed or downloaded."""
+"""LightGlue as a baseline: with a fake package, so that nothing is installed or downloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results that fit what they would be made from again are put back, and no others."""
+"""Kept results are restored if they have the same inputs, and only then."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INPUTS = {"code": "abc", "section": {"seed": 1}}
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    """A folder of results that were kept, as a stage of `dvc repro` leaves them; DVC has removed them since."""
+    """A folder of kept results of a stage of `dvc repro`; DVC has removed the results since."""
     monkeypatch.setenv("DVC_ROOT", str(tmp_path))
     monkeypatch.setenv("DVC_STAGE", "evaluate")
     folder = tmp_path / "results"

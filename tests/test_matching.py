@@ -245,7 +245,7 @@ class TestSinkhorn:
         assert found.all()
 
     def test_loops_done_again_on_the_same_memory_give_the_same(self, monkeypatch):
-        """What a GPU captures is a loop over fixed memory; here the loop itself is called each time."""
+        """A GPU captures a loop over fixed memory; here each call runs the loop."""
 
         def answers():
             found = []
@@ -710,7 +710,7 @@ class TestLoss:
             assert torch.allclose(a, b, atol=1e-5 * max(1.0, float(a.abs().max())))
 
     def test_parts_of_one_size_are_the_batch_itself(self, monkeypatch):
-        """As a GPU does it, largest pairs first: loss of each pair and gradient are those of the order as given."""
+        """Largest pairs first, as on a GPU: the losses and the gradient do not depend on the order."""
         rng = np.random.default_rng(0)
         batch = related([pair(rng, *counts) for counts in ((20, 33), (300, 9), (0, 5), (7, 207), (140, 150), (0, 0))])
         config = SuperGlueConfig(dim=32, layers=1, neighbours=True, rotary=True, sinkhorn_iterations=20)

@@ -1,4 +1,4 @@
-"""Metrics against closed forms, cases made by hand, and independent computations."""
+"""Metrics against closed forms, cases computed by hand, and independent computations."""
 
 from __future__ import annotations
 

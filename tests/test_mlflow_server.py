@@ -76,7 +76,7 @@ def test_a_run_and_its_pictures_go_through_the_server(server, tmp_path, monkeypa
 
 @pytest.fixture
 def network(server, monkeypatch):
-    """A slow network before the server, which tracking goes through."""
+    """A slow network in front of the tracking server."""
     made = SlowProxy(server)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", made.url)
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", f"through {made.url}")
@@ -121,7 +121,7 @@ def client_of(server):
 
 
 def test_a_model_arrives_over_a_network_that_needs_longer_than_a_small_request_may(server, network, tmp_path, quick):
-    """Closing waits for what is on its way: by default 20 seconds, and one more for each 50 kB."""
+    """Closing waits for uploads: by default 20 seconds, and one more for each 50 kB."""
     size = write_model(tmp_path / "model.safetensors", layers=2).stat().st_size
     network.pace = size / 12.0  # seconds; a small request has 5
     arrived, run, name = recorded(tmp_path)

@@ -1,4 +1,4 @@
-"""An older params.yaml: each key that is gone or has another name is named, with what to do about it."""
+"""An older params.yaml: the error names each removed or renamed key and says what to do."""
 
 from __future__ import annotations
 

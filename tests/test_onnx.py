@@ -29,7 +29,7 @@ from superglue_sift.network.orientation import choose_orientations
 from superglue_sift.sift import KEYPOINT
 from superglue_sift.weights import shipped_weights
 
-# Rounding of float32 through all layers; ONNX Runtime has kernels of its own.
+# Rounding of float32 through all layers; ONNX Runtime has other kernels.
 IN_TORCH, IN_ONNX_RUNTIME = 1e-4, 1e-3
 SIZE = (640, 480)
 
@@ -137,7 +137,7 @@ def in_torch(module):
 
 
 def assert_same_on_all_shapes(model, run, tolerance: float = IN_TORCH) -> None:
-    """Of a model that matches the made pairs."""
+    """Of a model that matches the synthetic pairs."""
     rng = np.random.default_rng(0)
     found = [assert_same(model, run, [made_pair(m, n, rng) for m, n in shapes], 0.1, tolerance) for shapes in SHAPES]
     assert found[-1] > 10

@@ -1,4 +1,4 @@
-"""Each option of a training does something, and what it says: a test for each that fails when it does nothing."""
+"""Each option of a training has its documented effect; each test fails if the option does nothing."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_same_keys_give_the_same_weights(bench, usual):
 )
 def test_ways_of_computing_change_nothing_but_rounding(bench, usual, keys):
     changed = weights(run(bench, **keys))
-    # Adam divides by the gradient's own size: where that is rounding alone, so is the step
+    # Adam divides by the size of the gradient: where that is only rounding, so is the step
     assert np.abs(usual - changed).max() < 2e-3 and np.median(np.abs(usual - changed)) < 1e-6
 
 
@@ -136,7 +136,7 @@ def test_single_is_one_process(bench):
 
 
 def test_micro_batches_exchange_once(bench, tmp_path):
-    """The gradient goes over the wire with the last of them alone, which is what no_sync is for."""
+    """Gradients are exchanged only with the last micro-batch, by no_sync."""
 
     class Counting(MatchingObjective):
         held = 0

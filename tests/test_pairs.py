@@ -108,7 +108,7 @@ class TestBatch:
 
 class TestLoader:
     def test_homography_maps_points_of_view_0_to_view_1(self, tmp_path):
-        # made with a noise of 0.3 px a side; a wrong direction or order of products would be tens of pixels off
+        # synthetic, with a noise of 0.3 px in each view; a wrong direction or order of products gives tens of pixels
         store = Store(made_store(tmp_path))
         assert np.median(misses(load_batch(store, [Sample(3, 0, 2, 5)], 1000))) < 1.0
 

@@ -1,4 +1,4 @@
-"""Memory and hours, measured before the work: what is said of a GPU that is not here, and what is kept."""
+"""Memory and hours, measured before the work: findings for a simulated GPU, and the file that keeps them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CARD = torch.device("cuda")
 
 @pytest.fixture
 def card(monkeypatch):
-    """A GPU that is not here: of 10 GB, of which each pair of a step takes `pair` GiB."""
+    """A simulated GPU of 10 GB; each pair of a step takes `pair` GiB."""
 
     def of(pair: float) -> None:
         seen = []
@@ -49,7 +49,7 @@ def card(monkeypatch):
     return of
 
 
-# GiB of a pair -> level, what is said, what else is found
+# GiB of a pair -> level, text, number of other findings
 PAIRS = [
     (0.125, OK, "8.0 GiB for 64 pairs of 512 keypoints at a time (measured here), 9.0 GiB for it: a card", 2),
     (0.15, WARN, "32 pairs of 512 keypoints at a time", 2),  # fits the card, and leaves nothing for the rest

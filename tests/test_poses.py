@@ -1,4 +1,4 @@
-"""Pose metrics on made scenes with exact cameras."""
+"""Pose metrics on synthetic scenes with exact cameras."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_a_textured_plane_from_end_to_end(plane, tmp_path, capsys):
     assert values["superglue_scene.matches"] <= values["superglue.matches"]
     assert "matching_score" in (tmp_path / "out" / "pairs.csv").read_text()
     for name, other in (("precision", "matching_score"), ("matching_score", "precision")):
-        # where the ratio test stands, and what ours reaches at any threshold there
+        # the operating point of the ratio test, and the best of ours there
         assert values[f"ratio_test.{name}_at_ratio_{other}"] == values[f"ratio_test.{name}"]
         assert 0 <= values[f"superglue.{name}_at_ratio_{other}"] <= 1
     assert values["superglue.estimated_pose_aligned"] == 3 and "superglue.recall" not in values

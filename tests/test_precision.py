@@ -1,4 +1,4 @@
-"""The precision that `train.precision` comes to on a device, and what is said of it."""
+"""The precision that `train.precision` selects on a device, and its message."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_does_nothing_here_is_said(make_params):
 
 
 def test_a_checkpoint_goes_on_in_another_precision():
-    """`auto` on another machine: of bfloat16 there is no loss scale to take up, and float16 begins with its own."""
+    """`auto` on another machine: bfloat16 has no loss scale to resume, and float16 starts with the default one."""
 
     class Scaler:
         def __init__(self, values):

@@ -27,7 +27,7 @@ SHARED |= {f"train.{name}" for name in TrainOptions.model_fields}
 
 
 def use(target: Path, *arguments: str) -> int:
-    """Run the command on a params.yaml of its own; give its exit code."""
+    """Run the command on a new params.yaml; returns its exit code."""
     return errors.run(presets.main, ["--params", str(target), "use", *arguments])
 
 

@@ -1,4 +1,4 @@
-"""What a release is made of says the same: version, citation, changelog, licence of the weights, workflow, bounds."""
+"""The parts of a release agree: version, citation, changelog, licence of the weights, workflow, bounds."""
 
 from __future__ import annotations
 

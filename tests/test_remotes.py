@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 class Clone:
-    """A clone with an MLflow store and a cache of its own, as on another machine."""
+    """A clone with a separate MLflow store and cache, as on another machine."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -69,7 +69,7 @@ def stages_run(said: str) -> list:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory) -> Clone:
-    """The working tree as a clone of its own with preset `ci`, run and committed."""
+    """A clone of the working tree with preset `ci`, run and committed."""
     folder = tmp_path_factory.mktemp("first") / "clone"
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, stdout=subprocess.PIPE, check=True
@@ -116,7 +116,7 @@ def folder_remote(tmp_path: Path) -> Iterator[list]:
 
 @pytest.fixture
 def s3_remote(monkeypatch) -> Iterator[list]:
-    """Commands that name a bucket of a real S3 server, moto's, on a port of its own."""
+    """Commands that name a bucket of a real S3 server, moto's, on a free port."""
     pytest.importorskip("dvc_s3", reason="needs dvc-s3, which only the modern stack's lock has")
     moto = pytest.importorskip("moto.server", reason="needs moto, which only the modern stack's lock has")
     import boto3

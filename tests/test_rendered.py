@@ -1,4 +1,4 @@
-"""Rendered scenes: what their depths and cameras say of each other, and the limits that are chosen on them."""
+"""Rendered scenes: their depths agree with their cameras; the limits chosen on them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def textures(tmp_path_factory) -> rendered.RenderedScenes:
 
 
 def test_pixels_of_a_pair_agree_where_depths_say_they_show_the_same(textures, photo):
-    """A picture made of the other one's pixels by depth and cameras is that picture."""
+    """A picture warped from the other one by depth and cameras equals it."""
     plane = wall(6.0, cv2.resize(photo, (1200, 1200)), 3.0)
     cameras = [camera_at((-0.6, 0.2, 0.0)), camera_at((0.7, -0.1, 0.4), roll=0.1)]
     first, second = (places.photograph([plane], camera, SIZE) for camera in cameras)

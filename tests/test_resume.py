@@ -23,7 +23,7 @@ from superglue_sift.weights import load_model_file, save_model_file
 
 @pytest.fixture(autouse=True)
 def untracked(monkeypatch) -> None:
-    """MLflow has tests of its own, and a new store for each of these would take most of their time."""
+    """Other tests cover MLflow, and a new store for each of these would take most of their time."""
     monkeypatch.setattr(tracking, "open_run", lambda *_, **__: NullRun())
 
 

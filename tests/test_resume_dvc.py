@@ -25,7 +25,7 @@ KILL = "kill:rank=0,step=5,phase=forward"  # after the checkpoint of step 4
 
 
 class Clone:
-    """A clone with the stage `train` of dvc.yaml, on made views."""
+    """A clone with the stage `train` of dvc.yaml, on synthetic views."""
 
     def __init__(self, folder: Path, make_params: Any) -> None:
         self.folder, self.make_params = folder, make_params

@@ -69,7 +69,7 @@ class Run:
         return torch.cat(losses).sum() / len(pairs)
 
     def plain_step(self, number: int) -> float:
-        """The same step of the plain network, by its own gradient."""
+        """The same step of the plain network."""
         optimizer = self.optimizers[1]
         self._rate(optimizer, number)
         optimizer.zero_grad()

@@ -24,7 +24,7 @@ SIDEWAYS = np.array([[0, 0, 0], [0, 0, -1.0], [0, 1, 0]])  # F of a camera that 
 
 
 def records_of(descriptors: np.ndarray, second: np.ndarray = None) -> np.ndarray:
-    """SIFT records with these descriptors (n, 128), at places of their own."""
+    """SIFT records with these descriptors (n, 128), at distinct positions."""
     records = np.zeros(len(descriptors), sift.ORIENTED)
     records["x"] = records["y"] = np.arange(len(descriptors))
     records["descriptor"] = descriptors

@@ -1,4 +1,4 @@
-"""superglue_sift/sift.py: what a keypoint is, where it lies, which ones are kept."""
+"""superglue_sift/sift.py: records, positions, and the choice of keypoints."""
 
 from __future__ import annotations
 

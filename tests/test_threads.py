@@ -1,4 +1,4 @@
-"""Threads that wait sleep, in every command that computes: said before OpenMP is loaded, unless the user said more."""
+"""Waiting threads sleep in every command that computes: set before OpenMP is loaded, unless the user has set it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPT = "import sys; from {} import {}; sys.exit({}())"  # what pip writes for 
 
 
 def spins_of(words, **said) -> str:
-    """GOMP_SPINCOUNT as GNU's OpenMP, which torch loads, took it up in a process of its own."""
+    """GOMP_SPINCOUNT as GNU's OpenMP, which torch loads, read it in a separate process."""
     kept = {name: value for name, value in os.environ.items() if name not in threads.WAIT_VARIABLES}
     environment = {**kept, **said, "OMP_DISPLAY_ENV": "VERBOSE"}
     done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)

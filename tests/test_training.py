@@ -200,7 +200,7 @@ class TestOptimization:
 
 @pytest.fixture
 def request_of(tmp_path, make_params, mlflow_store):
-    """A training on made views: `request_of(out, **train_keys)` gives the arguments of pipeline.train."""
+    """A training on synthetic views: `request_of(out, **train_keys)` gives the arguments of pipeline.train."""
     keypoints = made_keypoints(tmp_path / "keypoints")
 
     def make(out: str, **keys) -> list:

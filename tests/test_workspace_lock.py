@@ -1,4 +1,4 @@
-"""A stage of a plain `dvc repro` locks the workspace itself; under `make repro` it finds the lock held for it."""
+"""A stage of a plain `dvc repro` locks the workspace; under `make repro` the lock is already held."""
 
 from __future__ import annotations
 

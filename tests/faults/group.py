@@ -58,7 +58,7 @@ def fork(
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        # pytest has put its own in their place
+        # pytest has replaced them
         sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, errors="backslashreplace")  # as stderr is
         os.chdir(folder or ".")
         os.environ.update(environment)

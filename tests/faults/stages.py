@@ -138,7 +138,7 @@ def launcher_main(argv: Sequence[str]) -> int:
 
 
 def write_photographs(folder: Path) -> int:
-    """Real photographs, made small; in a process of its own, since OpenCV starts threads."""
+    """Real photographs, reduced; in a separate process, since OpenCV starts threads."""
     import cv2
     import numpy as np
     from skimage import data
@@ -230,7 +230,7 @@ def finished(path: Path) -> bool:
 
 
 def same_content(path: Path, good: bytes) -> bool:
-    """Does a damaged result hold what it held when its bytes were `good`? ValueError: its reader refuses it.
+    """Whether a damaged result has the same content as the `good` bytes. ValueError: its reader refuses it.
 
     A byte of a zip's dates changes nothing.
     """

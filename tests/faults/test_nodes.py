@@ -1,4 +1,4 @@
-"""Nodes whose folders are their own: whatever each finds on its disk, all go on from one state to the same bytes."""
+"""Nodes with separate folders: whatever is on their disks, all resume from one state to the same bytes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def nodes(bench) -> List[Path]:
 
 
 def run(folders: Sequence[Path], arguments: Sequence[str], fault: str = "", more: Sequence[Sequence[str]] = ()):
-    """A rank on each node, with its own folders; more: arguments of each."""
+    """A rank on each node, with separate folders; more: arguments of each rank."""
     where, pids = {"WORLD_SIZE": str(len(folders)), "SG_FAULT": fault, **group.rendezvous()}, []
     for rank, folder in enumerate(folders):
         own = [*arguments, "--out", str(folder / "checkpoints"), "--reports", str(folder / "reports")]
