@@ -128,6 +128,8 @@ def test_photographs_of_a_folder_are_those_that_fetch_listed(make_params, tmp_pa
     entries = [Entry(f"{number}.jpg", "train", "train", f"{number}.jpg", 9, "") for number in range(7)]
     manifest.write(plan.MANIFEST, entries)
     assert (plan.photographs(folder), plan.photographs(make_params("fetch"))) == (7, 16)
+    plan.MANIFEST.write_text("damaged\n1\n")
+    assert plan.photographs(folder) == 0
 
 
 @pytest.mark.parametrize("processes", [1, 3, 7])

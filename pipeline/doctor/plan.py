@@ -17,6 +17,7 @@ from typing import Any, Dict, Iterator
 import cv2
 import torch
 
+from pipeline.errors import RequestError
 from pipeline.fetch import coco
 from pipeline.files import json_digest, write_atomic
 from pipeline.image_sets import manifest
@@ -86,8 +87,10 @@ def findings(sections: Any, processes: int, device: torch.device) -> Iterator[Fi
 
 def photographs(fetch: Any) -> int:
     """Number of photographs of a preset; of a folder those that `fetch` listed, 0 before it has run."""
-    listed = len(manifest.read(MANIFEST)) if fetch.source == "folder" and MANIFEST.is_file() else 0
-    return listed or coco.expected(fetch.source, fetch.limit)[1]
+    if fetch.source == "folder":
+        with contextlib.suppress(RequestError):  # missing or damaged: `fetch` writes it
+            return len(manifest.read(MANIFEST))
+    return coco.expected(fetch.source, fetch.limit)[1]
 
 
 def duration(seconds: float) -> str:
