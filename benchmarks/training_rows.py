@@ -23,8 +23,8 @@ from pipeline.train import setup
 from pipeline.train.objective import assignment_loss
 from pipeline.train.pairs.loader import choose, load_batch
 from pipeline.train.pairs.order import PairOrder
-from pipeline.train.step import train_step
-from pipeline.train.trainer import CLIP_NORM, StepBatches
+from pipeline.train.step import CLIP_NORM, train_step
+from pipeline.train.trainer import StepBatches
 from superglue_sift.batch import PairBatch
 from superglue_sift.truth import ground_truth
 

@@ -10,7 +10,7 @@ import torch
 from pipeline import compat
 from pipeline.errors import RequestError
 from pipeline.processes import distributed
-from pipeline.train import optimization, precision, setup
+from pipeline.train import optimization, precision, setup, step_time
 from pipeline.train.state import TrainState
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
@@ -37,6 +37,7 @@ NO_AMX = {"avx512f", "avx512_bf16"}  # Zen 4
 def test_auto_takes_what_is_fast_on_the_device(capability, flags, expected):
     found = precision.resolve("auto", capability, flags)
     assert found.precision == expected and found.reason.startswith("auto")
+    assert found.undecided == (capability is None and flags == NO_AMX)  # only there a measurement tells
     if capability:
         assert "{}.{}".format(*capability) in found.reason
     assert precision.resolve("float32", capability, flags).precision == "float32"
@@ -60,8 +61,9 @@ def test_ranks_on_different_devices_agree_on_what_all_can_do(make_params, monkey
     gathered = [tuple(precision.resolve("auto", card, NO_AMX)) for card in cards]
     monkeypatch.setattr(distributed, "all_gather", lambda own: [own, *gathered])
     monkeypatch.setattr(compat, "cpu_flags", lambda: frozenset(AMX))
-    parts, messages = setup.build(make_params("train", precision="auto", dim=16, heads=2), distributed.start())
-    assert parts.objective.precision == "float16" and any("7.5" in line for line in messages)
+    parts, _ = setup.build(make_params("train", precision="auto", dim=16, heads=2), distributed.start())
+    assert parts.objective.precision == "float16"
+    assert "7.5" in str(setup.agreed(precision.on("auto", torch.device("cpu"))))
 
 
 def test_what_does_nothing_here_is_said(make_params):
@@ -69,8 +71,65 @@ def test_what_does_nothing_here_is_said(make_params):
     parts, messages = setup.build(make_params("train", **keys), distributed.Context(0, 1, 0, torch.device("cpu")))
     assert parts.objective.precision == "float32" and not parts.state.scaler.is_enabled()
     said = "\n".join(messages)
-    assert "float16 does nothing" in said
     assert torch.cuda.device_count() > 1 or "--parallel dp does nothing" in said
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.5, "bfloat16"), (0.95, "float32"), (1.3, "float32")])
+def test_where_the_flags_do_not_tell_what_is_faster_is_measured_and_kept(
+    make_params, tmp_path, monkeypatch, seconds, expected
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".dvc" / "tmp").mkdir(parents=True)
+    monkeypatch.setattr(compat, "cpu_flags", lambda: frozenset(NO_AMX))
+    measured = []
+
+    def seconds_a_pair(train, threads, pairs, context):
+        measured.append((train.precision, threads, pairs))
+        return {"float32": 1.0, "bfloat16": seconds}[train.precision]
+
+    monkeypatch.setattr(step_time, "seconds_a_pair", seconds_a_pair)
+    train, alone = make_params("train", precision="auto", batch=8), distributed.Context(0, 1, 0, torch.device("cpu"))
+    chosen = step_time.choose(train, alone, 2)
+    assert chosen.precision == expected and "1e+03 ms in float32" in str(chosen) and "measured here" in str(chosen)
+    assert measured == [("float32", 2, 8), ("bfloat16", 2, 8)]
+    assert step_time.choose(train, alone, 2) == chosen and len(measured) == 2  # kept
+    step_time.choose(train, alone, 1)
+    assert len(measured) == 4  # with other threads
+    for keys in ({"precision": "float32"}, {"precision": "auto", "bitwise_elastic": True}):
+        assert step_time.choose(make_params("train", **keys), alone, 2).precision == "float32"
+    assert len(measured) == 4  # nothing to choose
+
+
+def test_a_real_step_of_either_precision_is_measured(make_params, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # without .dvc: nothing is kept
+    monkeypatch.setattr(compat, "cpu_flags", lambda: frozenset(NO_AMX))
+    train = make_params("train", precision="auto", dim=16, heads=2, layers=1, max_keypoints=16)
+    found = step_time.choose(train, distributed.start(), 1)
+    assert found.precision in precision.TIMED and "measured here" in found.reason and not list(tmp_path.iterdir())
+
+
+MEASURED = precision.faster({"float32": 1.0, "bfloat16": 0.6})
+
+
+@pytest.mark.parametrize(
+    ("asked", "before", "now", "gpu", "flags", "expected"),
+    [
+        ("auto", "float32", MEASURED, False, NO_AMX, "float32"),  # another result of the same measurement
+        ("auto", "bfloat16", precision.faster({"float32": 1.0, "bfloat16": 2.0}), False, NO_AMX, "bfloat16"),
+        ("auto", "float32", precision.Choice("bfloat16", "auto: AMX"), False, AMX, "float32"),
+        ("auto", "bfloat16", precision.Choice("float32", "auto: no AMX"), False, set(), "float32"),  # emulated there
+        ("auto", "float16", precision.Choice("float32", "auto: no AMX"), False, NO_AMX, "float32"),
+        ("auto", "float32", precision.Choice("bfloat16", "auto: Ampere"), True, NO_AMX, "bfloat16"),
+        ("float32", "bfloat16", precision.Choice("float32", "as asked"), False, AMX, "float32"),
+    ],
+)
+def test_a_resumed_training_keeps_its_precision_on_a_cpu_that_has_it(asked, before, now, gpu, flags, expected):
+    found = precision.resumed(asked, before, now, gpu, flags)
+    assert found.precision == expected
+    if expected == before:
+        assert f"from scratch it would be {now.precision}: " in found.reason and found.reason.count("auto: ") == 1
+    else:
+        assert found == now
 
 
 def test_a_checkpoint_goes_on_in_another_precision():

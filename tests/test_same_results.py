@@ -16,8 +16,7 @@ from pipeline.train import optimization, setup
 from pipeline.train.objective import MatchingObjective
 from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import PairOrder
-from pipeline.train.step import train_step
-from pipeline.train.trainer import CLIP_NORM
+from pipeline.train.step import CLIP_NORM, train_step
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.truth import Truth
 

@@ -16,7 +16,7 @@ from made_params import file_of
 from made_views import made_keypoints, made_store
 from processes import in_group
 
-from pipeline import errors
+from pipeline import compat, errors
 from pipeline.compat import grad_scaler
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
@@ -286,17 +286,22 @@ class TestResume:
         resumed.restore(saved.tensors(), json.loads(json.dumps(saved.info())))
         assert resumed.scaler.values == {"scale": 1024.0}
 
-    def test_auto_goes_on_in_the_precision_of_another_device(self, tmp_path, request_of, monkeypatch, capsys):
+    @pytest.mark.parametrize("able", [True, False])
+    def test_auto_keeps_its_precision_where_the_cpu_has_it(self, tmp_path, request_of, monkeypatch, capsys, able):
+        monkeypatch.setattr(precision, "on", lambda *_: precision.Choice("bfloat16", "auto: AMX"))
         with monkeypatch.context() as patch:
             stop_after(patch, 3)
             assert train.main(request_of("run", precision="auto")) == 143
-        before = json.loads((tmp_path / "run" / "step-00000003.json").read_text())["precision"]
-        other = {"float32": "bfloat16", "bfloat16": "float32"}[before]
-        monkeypatch.setattr(precision, "on", lambda *_: precision.Choice(other, "another device"))
+        saved = json.loads((tmp_path / "run" / "step-00000003.json").read_text())
+        assert (saved["precision"], saved["precision_reason"]) == ("bfloat16", "auto: AMX")
+        monkeypatch.setattr(precision, "on", lambda *_: precision.Choice("float32", "auto: no AMX"))
+        monkeypatch.setattr(compat, "cpu_flags", lambda: frozenset({precision.AVX512} if able else ()))
         assert train.main([*request_of("run", precision="auto"), "--resume", "must"]) == 0
         said = capsys.readouterr().out
-        assert "resuming at step 3" in said and f"precision changed on resume: {before} -> {other} " in said
-        assert json.loads((tmp_path / "run" / "best.json").read_text())["precision"] == other
+        assert ("from scratch it would be float32: no AMX" in said) == able
+        assert ("precision changed on resume: bfloat16 -> float32 (auto: no AMX)" in said) != able
+        now = json.loads((tmp_path / "run" / "best.json").read_text())["precision"]
+        assert "resuming at step 3" in said and now == ("bfloat16" if able else "float32")
 
     def test_changed_code_is_accepted_on_request(self, tmp_path, request_of, monkeypatch, capsys):
         with monkeypatch.context() as patch:

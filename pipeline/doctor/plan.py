@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import platform
 import time
@@ -19,7 +17,6 @@ import torch
 
 from pipeline.errors import RequestError
 from pipeline.fetch import coco
-from pipeline.files import json_digest, write_atomic
 from pipeline.image_sets import manifest
 from pipeline.image_sets.sources import sample_folder
 from pipeline.keypoints.image import gray_views
@@ -28,29 +25,13 @@ from pipeline.processes import machine
 from pipeline.processes.distributed import Context
 from pipeline.processes.machine import OK, Finding
 from pipeline.processes.memory import tune_process
-from pipeline.train import precision, setup
-from pipeline.train.pairs.synthetic import synthetic_batch
-from pipeline.train.step import train_step
-from pipeline.train.trainer import CLIP_NORM
+from pipeline.train import setup, step_time
 from pipeline.views.homography import smallest_image
 from superglue_sift.images import read_gray
 
-KEPT = Path(".dvc") / "tmp" / "plan.json"
 MANIFEST = Path("data/images/manifest.csv")
 # Fraction of a GPU's memory; the rest is for the CUDA context, cuBLAS, the allocator's gaps and DDP's buckets.
 USABLE = 0.9
-MEASURED_STEPS = 2
-MAX_TOKENS = 4096  # keypoints of a measured step on a CPU, where larger batches are not faster
-COCO_SIZE = (640, 480)
-
-
-def micro_batch(train: Any, processes: int) -> int:
-    """Largest number of pairs in a micro-batch of one of `processes`."""
-    if train.bitwise_elastic:  # the same parts with any number of processes
-        batch = train.batch_per_rank * processes or train.batch
-        return batch // setup.elastic_parts(batch)
-    pairs = train.batch_per_rank or -(-train.batch // processes)
-    return -(-pairs // train.accumulate)
 
 
 def findings(sections: Any, processes: int, device: torch.device) -> Iterator[Finding]:
@@ -59,9 +40,10 @@ def findings(sections: Any, processes: int, device: torch.device) -> Iterator[Fi
     sections: of params.yaml, by name; processes: of the training on this machine, each on a device like `device`.
     Raises RequestError if the device does not support `train.precision`.
     """
-    train, pairs = sections["train"], micro_batch(sections["train"], processes)
-    chosen = precision.on(train.precision, device).precision
-    rates = measured(sections, processes, pairs, device)
+    train, pairs = sections["train"], setup.micro_batch(sections["train"], processes)
+    threads = max(cores() // processes, 1)
+    chosen = step_time.choose(train, Context(0, 1, 0, device), threads).precision
+    rates = measured(sections, processes, threads, pairs, chosen, device)
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
         free, place = USABLE * card.total_memory, card.name
@@ -99,19 +81,21 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
-def measured(sections: Any, processes: int, pairs: int, device: torch.device) -> Dict[str, float]:
-    """Result of `training_step`, and seconds of one core for an image (`image`); kept in `KEPT`."""
+def measured(
+    sections: Any, processes: int, threads: int, pairs: int, chosen: str, device: torch.device
+) -> Dict[str, float]:
+    """Result of `training_step`, and seconds of one core for an image (`image`); kept (`step_time.kept`).
+
+    threads, pairs: of a process, see `training_step`. chosen: the precision.
+    """
+    train = sections["train"].model_copy(update={"precision": chosen})
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-    used = [sections[part].model_dump() for part in ("train", "keypoints")]
-    key = json_digest([used, processes, pairs, name, cores(), torch.__version__])
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        kept = json.loads(KEPT.read_text())[key]
-        return {name: kept[name] for name in ("pair", "pairs", "bytes", "image")}
-    rates = training_step(sections["train"], max(cores() // processes, 1), pairs, device)
-    rates["image"] = seconds_an_image(sections["keypoints"])
-    if KEPT.parent.is_dir():
-        with contextlib.suppress(OSError):
-            write_atomic(KEPT, json.dumps({key: rates}))
+    used = [train.model_dump(), sections["keypoints"].model_dump()]
+    key = [used, processes, pairs, name, cores(), torch.__version__]
+    rates = step_time.kept("plan", key)
+    if rates is None:
+        rates = {**training_step(train, threads, pairs, device), "image": seconds_an_image(sections["keypoints"])}
+        step_time.keep("plan", key, rates)
     return rates
 
 
@@ -127,7 +111,7 @@ def training_step(train: Any, threads: int, pairs: int, device: torch.device) ->
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         try:
-            seconds = seconds_a_pair(train, threads, pairs, device)
+            seconds = step_time.seconds_a_pair(train, threads, pairs, Context(0, 1, 0, device))
             taken = torch.cuda.max_memory_allocated(device) if on_gpu else 0
             if taken <= usable:
                 return {"pair": seconds, "pairs": pairs, "bytes": taken}
@@ -138,32 +122,11 @@ def training_step(train: Any, threads: int, pairs: int, device: torch.device) ->
     return {"pair": 0.0, "pairs": 0, "bytes": 0}
 
 
-def seconds_a_pair(train: Any, threads: int, pairs: int, device: torch.device) -> float:
-    """Seconds per pair of the fastest training step on synthetic pairs, after a warm-up step."""
-    if device.type == "cpu":
-        pairs = max(min(pairs, MAX_TOKENS // train.max_keypoints // 2), 1)
-    changes = {"init_from": "", "freeze": [], "compile": False, "parallel": "single"}
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        parts, _ = setup.build(train.model_copy(update=changes), Context(0, 1, 0, device))
-        batch = synthetic_batch(range(pairs), COCO_SIZE, train.max_keypoints).to(device)
-        state, taken = parts.state, []
-        for _ in range(1 + MEASURED_STEPS):
-            begun = time.perf_counter()
-            # its metrics are on the host at the end, so the device has finished
-            train_step(parts.ddp_model, state.optimizer, state.scaler, [batch], pairs, 1, CLIP_NORM)
-            taken.append(time.perf_counter() - begun)
-    finally:
-        torch.set_num_threads(before)
-    return min(taken[1:]) / pairs
-
-
 def seconds_an_image(settings: Any) -> float:
     """Seconds of one core for all views of a photograph of COCO's size, or of the smallest that fits."""
     tune_process()
     least = smallest_image((settings.width, settings.height))
-    size = tuple(max(sides) for sides in zip(COCO_SIZE, least))
+    size = tuple(max(sides) for sides in zip(step_time.COCO_SIZE, least))
     photograph = cv2.resize(read_gray(sample_folder() / "coffee.png"), size)
     begun = time.process_time()
     gray_views(photograph, "coffee", settings)

@@ -24,6 +24,7 @@ from pipeline.features.store import Store
 from pipeline.files import write_atomic
 from pipeline.parameters import params
 from pipeline.processes import distributed
+from pipeline.train.precision import Choice
 from pipeline.train.resume import TrainPaths
 from pipeline.train.step import StepResult
 
@@ -37,7 +38,7 @@ class TrainingLogger:
     Args:
         curves: whether this rank writes curves; one rank does in each folder of reports.
         identity: of the training (`identity.identity`).
-        precision: of the network's layers.
+        precision: of the network's layers, and why.
         pairs: of a step, over all ranks.
         step: steps done before; 0: a training from scratch, which gets a new run.
         window: `window()` of the checkpoint that the training resumes from.
@@ -49,7 +50,7 @@ class TrainingLogger:
         context: distributed.Context,
         curves: bool,
         identity: str,
-        precision: str,
+        precision: Choice,
         pairs: int,
         step: int = 0,
         window: Optional[Window] = None,
@@ -64,10 +65,11 @@ class TrainingLogger:
         run_file = paths.reports.parent / "run.json"
         names = (params.preset(paths.params), self.data)
         size, device = context.world_size, str(context.device.type)
+        chosen = {"precision": precision.precision, "precision_reason": precision.reason}
         self.run = tracking.open_run(
             paths.reports,
             {**sections, "world_size": size},
-            tags={"device": device, "precision": precision, f"{tracking.HIDDEN}training": identity},
+            tags={"device": device, **chosen, f"{tracking.HIDDEN}training": identity},
             resume_run_id=tracking.known_run(run_file, identity) if step else None,
             enabled=context.is_main,
             training=identity,

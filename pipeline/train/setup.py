@@ -81,6 +81,15 @@ def elastic_parts(batch: int) -> int:
     return parts
 
 
+def micro_batch(train: TrainParams, processes: int) -> int:
+    """Largest number of pairs in a micro-batch of one of `processes`."""
+    if train.bitwise_elastic:  # the same parts with any number of processes
+        batch = train.batch_per_rank * processes or train.batch
+        return batch // elastic_parts(batch)
+    pairs = train.batch_per_rank or -(-train.batch // processes)
+    return -(-pairs // train.accumulate)
+
+
 def step_size(train: TrainParams, pairs: int, world_size: int, keypoints: int, record: int) -> StepSize:
     """Size of one rank's step: `pairs` over all ranks, of at most `keypoints` records of `record` bytes a view."""
     parts = elastic_parts(pairs) if train.bitwise_elastic else train.accumulate
@@ -114,9 +123,9 @@ def check_features(train: TrainParams, store: Store) -> None:
         )
 
 
-def _agreed_precision(asked: str, device: torch.device) -> precision.Choice:
+def agreed(choice: precision.Choice) -> precision.Choice:
     """One precision for all ranks, whose devices may differ."""
-    choices = distributed.all_gather(tuple(precision.on(asked, device)))
+    choices = distributed.all_gather(tuple(choice))
     return precision.Choice(*min(choices, key=lambda choice: precision.BY_SUPPORT.index(choice[0])))
 
 
@@ -131,14 +140,22 @@ def network(train: TrainParams, store: Optional[Store] = None) -> SuperGlue:
     return SuperGlue(SuperGlueConfig(**values))
 
 
-def build(train: TrainParams, context: distributed.Context, store: Optional[Store] = None) -> Tuple[Parts, List[str]]:
-    """The parts of a training on `store` (None: SIFT keypoints), equal on every rank, and messages to print."""
+def build(
+    train: TrainParams,
+    context: distributed.Context,
+    store: Optional[Store] = None,
+    chosen: Optional[precision.Choice] = None,
+) -> Tuple[Parts, List[str]]:
+    """The parts of a training on `store` (None: SIFT keypoints), equal on every rank, and messages to print.
+
+    chosen: the precision, the same on every rank; None: what the devices decide, without a measurement.
+    """
     seed_everything(train.seed, train.deterministic or train.bitwise_elastic)
     if train.bitwise_elastic:
         torch.set_num_threads(1)  # the rounding of a product depends on the number of threads
     model = network(train, store)
-    chosen = _agreed_precision(train.precision, context.device)
-    messages = [str(chosen)]
+    chosen = chosen or agreed(precision.on(train.precision, context.device))
+    messages: List[str] = []
     if train.parallel == "dp" and torch.cuda.device_count() < 2:
         messages.append("--parallel dp does nothing here: it needs several GPUs; leave it out")
     loaded, init_limits = _initialize(model, train.init_from) if train.init_from else ([], {})

@@ -13,6 +13,8 @@ from pipeline import compat
 from pipeline.processes import distributed, faults
 from superglue_sift.batch import PairBatch
 
+CLIP_NORM = 1.0  # largest norm of the gradient: no single batch moves the weights far
+
 Values = Dict[str, List[Tensor]]  # by name: for each micro-batch the values of its pairs
 
 

@@ -7,9 +7,10 @@ import time
 from pathlib import Path
 from typing import Dict, Generator, List, Optional, Sequence
 
+import torch
 from torch import Tensor
 
-from pipeline import tracking
+from pipeline import compat, tracking
 from pipeline.errors import STOPPED, WorkError, end_as_lost
 from pipeline.features.store import Store
 from pipeline.files import json_digest
@@ -17,7 +18,7 @@ from pipeline.parameters import params
 from pipeline.parameters.schema import TrainParams
 from pipeline.processes import distributed, faults, signals
 from pipeline.provenance import trained_on
-from pipeline.train import identity, replicas, resume, setup, unseen
+from pipeline.train import identity, precision, replicas, resume, setup, step_time, unseen
 from pipeline.train.checkpoint import Checkpoints
 from pipeline.train.live_line import LiveLine
 from pipeline.train.logger import TrainingLogger, Window, profiled, write_metrics
@@ -26,12 +27,11 @@ from pipeline.train.pairs.loader import choose, split_evenly
 from pipeline.train.pairs.order import PairOrder, Sample, rank_slice
 from pipeline.train.pairs.workers import a_process_died
 from pipeline.train.replicas import Saved, Writes
-from pipeline.train.step import StepResult, elastic_step, train_step
+from pipeline.train.step import CLIP_NORM, StepResult, elastic_step, train_step
 from pipeline.train.validation import MIN_IMAGES, ratio_test_f1, validate
 from superglue_sift.batch import PairBatch
 from superglue_sift.weights import load_model_file
 
-CLIP_NORM = 1.0  # largest norm of the gradient: no single batch moves the weights far
 MAX_SKIPPED = 20  # steps without a finite gradient: more mean that the training diverges
 
 
@@ -84,7 +84,8 @@ class Training:
         self.validation = unseen.validation(self.train, held_out, initial, paths.keep_seen)
         self._validated_as = self.train.max_keypoints, context, setup.augmentation(self.train)
         self.trained_on = unseen.trained_with(self.train, store)
-        parts, self.messages = setup.build(self.train, context, store)
+        self.precision = step_time.choose(self.train, context, torch.get_num_threads())
+        parts, self.messages = setup.build(self.train, context, store, self.precision)
         self.messages += self.validation.messages
         self.objective, self.ddp_model, self.state, self._init_limits = parts
         self.checkpoints = Checkpoints(paths.out)
@@ -106,10 +107,10 @@ class Training:
             return self._already_finished()
         window = self._resume(start.saved) if start.saved else None
         self._compare_replicas()
-        about = (self.identity, self.objective.precision, self.pairs, self.state.step, window)
+        about = (self.identity, self.precision, self.pairs, self.state.step, window)
         with TrainingLogger(self.paths, self.context, self.writes.curves, *about) as logger:
             weights = sum(p.numel() for p in self.state.model.parameters())
-            logger.log_start(weights, self.store, self.messages)
+            logger.log_start(weights, self.store, [str(self.precision), *self.messages])
             try:
                 finished = self._loop(logger)
             except RuntimeError as error:
@@ -319,7 +320,8 @@ class Training:
         window = logger.window()
         if self.writes.checkpoints:
             info = {**self.state.info(), "fingerprint": self.fingerprint, "log_window": window}
-            info.update(precision=self.objective.precision, training=self.identity, versions=self.versions)
+            chosen = {"precision": self.precision.precision, "precision_reason": self.precision.reason}
+            info.update(chosen, training=self.identity, versions=self.versions)
             self.checkpoints.save(self.state.step, self.state.tensors(), info)
         distributed.barrier()
 
@@ -332,13 +334,14 @@ class Training:
         self.versions = info.get("versions", self.versions)
         if other:
             self.versions = [*self.versions, {"step": self.state.step, **identity.versions()}]
+        began = info.get("precision", self.precision.precision)
+        self._keep_precision(began)
         if self.context.is_main:
             print(f"resuming at step {self.state.step} of {self.train.steps}")
             for line in identity.changes(before, self.fingerprint):
                 print(line)
-            precisions = info.get("precision", self.objective.precision), self.objective.precision
-            if precisions[0] != precisions[1]:
-                print("precision changed on resume: {} -> {} (auto on this device)".format(*precisions))
+            if began != self.precision.precision:
+                print(f"precision changed on resume: {began} -> {self.precision.precision} ({self.precision.reason})")
             if other:
                 print(f"versions changed on resume: {other}: the weights may differ in their last bits")
         if self.state.best_weights:
@@ -347,3 +350,10 @@ class Training:
                 self.state.best, self.state.best_figures = metrics["f1"], metrics
             self._save_best()  # the file may be another training's, or missing
         return info.get("log_window")
+
+    def _keep_precision(self, began: str) -> None:
+        """Go on in the precision in which the training began, where all ranks can (`precision.resumed`)."""
+        gpu = self.context.device.type == "cuda"
+        kept = precision.resumed(self.train.precision, began, self.precision, gpu, compat.cpu_flags())
+        self.precision = setup.agreed(kept)
+        self.objective.precision = self.precision.precision
