@@ -6,8 +6,9 @@ loss of a pair = 1/2 mean over matches of -log P_ij
                + 1/4 mean over unmatched of image 0 of -log P_i,dustbin
                + 1/4 mean over unmatched of image 1 of -log P_dustbin,j
 
-An empty mean is 0. In the plain sum of the equation the many unmatched keypoints would outweigh the matches. Ignored
-keypoints do not count. Only these entries are gathered; there is no dense target.
+An empty mean is 0. In the plain sum of the equation the many unmatched keypoints would outweigh the matches
+(docs/recipe.md compares both). Ignored keypoints do not count. Only these entries are gathered; there is no dense
+target.
 """
 
 from __future__ import annotations
