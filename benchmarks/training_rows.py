@@ -54,8 +54,8 @@ class Trainer:
         same = {
             "dim": config.dim, "layers": config.layers, "heads": config.heads, "norm": config.norm,
             "parallel": "ddp", "bitwise_elastic": False,
-            "compile": False, "init_from": "", "freeze": [], "accumulate": 1, "precision": "float32",
-            "loader": "plain", "checkpoint_layers": False, "deterministic": False,
+            "compile": False, "cuda_graph": False, "init_from": "", "freeze": [], "accumulate": 1,
+            "precision": "float32", "loader": "plain", "checkpoint_layers": False, "deterministic": False,
             "ema": 0.0, "optimizer": "adam", "max_keypoints": keypoints, "keypoint_drop": 0.0,
             "min_keypoints": 0, "rotation_deg": 0.0, "window": 1.0, "negatives": 0.0, "zoom": 0.0,
             "neighbours": config.neighbours,

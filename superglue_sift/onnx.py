@@ -119,6 +119,10 @@ class PaddedLayout:
         """(B, M', ...) and (B, N', ...) -> (S, ...)."""
         return torch.cat([t.flatten(0, 1) for t in sides])
 
+    def joined(self, sides: Sequence[Sequence[Tensor]]) -> Tensor:
+        """`flat` of each side's parts, of which there is one."""
+        return self.flat([t for side in sides for t in side])
+
     def halves(self, packed: Tensor) -> Sequence[Tensor]:
         """(S, ...) -> (B M', ...) and (B N', ...)."""
         return packed.split([mask.shape[0] * mask.shape[1] for mask in self.masks])

@@ -138,9 +138,12 @@ def join_bytes(data: Tensor) -> Tensor:
 
 
 def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Call `function(*arguments)` with gradient checkpointing; torch 1.10 has only the reentrant form."""
+    """Call `function(*arguments)` with gradient checkpointing; torch 1.10 has only the reentrant form.
+
+    Without the state of random generators, of which the network uses none: a CUDA graph cannot read it.
+    """
     from torch.utils.checkpoint import checkpoint
 
     if can_compile():
-        return checkpoint(function, *arguments, use_reentrant=False)
-    return checkpoint(function, *arguments)
+        return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(function, *arguments, preserve_rng_state=False)

@@ -50,8 +50,20 @@ def _not_nan(points: Tensor) -> Tensor:
 
 
 def _inverse(H: Tensor) -> Tensor:
-    """`torch.linalg.inv` without its check, which would be a device-to-host synchronisation."""
-    return torch.linalg.inv_ex(H).inverse
+    """Inverses of (..., 3, 3), without the check of `torch.linalg.inv`, a device-to-host synchronisation.
+
+    On a GPU from cross products, since a CUDA graph cannot contain every library that inverts matrices.
+    """
+    if H.device.type == "cpu":
+        return torch.linalg.inv_ex(H).inverse
+    return _adjugate_inverse(H)
+
+
+def _adjugate_inverse(H: Tensor) -> Tensor:
+    rows = torch.cat([H, H], -2)
+    cofactors = torch.cross(rows[..., 1:4, :], rows[..., 2:5, :], dim=-1)
+    determinants = (H * cofactors).sum(-1, keepdim=True)  # of each row: the same, up to rounding
+    return (cofactors / determinants).transpose(-1, -2)
 
 
 def _inside(mapped: Tensor, size: Tensor) -> Tensor:
@@ -67,8 +79,9 @@ def ground_truth(batch, positive_px: float = 3.0, negative_px: float = 5.0, layo
     """
     layout = layout or Layout(batch)
     widths = batch.keypoints0.shape[1], batch.keypoints1.shape[1]
-    packing = Packing(layout.both.counts, layout.device, max(*widths, 1))
-    points = _stacked(batch.keypoints0, batch.keypoints1, packing.width)  # (2, B, W, 2)
+    width = max(*widths, 1)
+    packing = layout.both if layout.both.width == width else Packing(layout.both.counts, layout.device, width)
+    points = _stacked(batch.keypoints0, batch.keypoints1, width)  # (2, B, W, 2)
     H = batch.H_0to1.double()
     mapped = transform(points.double(), torch.stack([H, _inverse(H)]))  # (2, B, W, 2)
     inside = _inside(mapped, torch.stack([batch.image_size1, batch.image_size0]))  # (2, B, W)

@@ -4,7 +4,7 @@ Counted without a GPU: a step on tensors of the device `meta`, which have shapes
 through the code, and a dispatch mode sees its operators. An operator counts as one launch, an operator over a list of
 tensors as many as torch's kernel for lists needs; views and allocations count as none, a copy from the host as one.
 Attention counts as one, as the fused kernels do. The Sinkhorn loops are counted without a CUDA graph; with `--captured`
-they count as its replay.
+they count as its replay, and with `--step-graph` so does the whole forward and backward pass (`--cuda-graph`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline import errors
 from pipeline.compat import grad_scaler
 from pipeline.train import objective as objectives
-from pipeline.train import optimization, step
+from pipeline.train import optimization, step, step_graphs
 from pipeline.train.muon import Muon
 from superglue_sift import torch_compat
 from superglue_sift.batch import PairBatch
@@ -32,7 +32,7 @@ from superglue_sift.network import attention, orientation, sinkhorn, sinkhorn_ke
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.sift import ORIENTED
 
-META = torch.device("meta")
+META, RECORD = torch.device("meta"), ORIENTED.itemsize
 NO_LAUNCH = (
     "view", "_unsafe_view", "_reshape_alias", "transpose", "t", "permute", "unsqueeze", "squeeze", "expand", "slice",
     "select", "split", "split_with_sizes", "unbind", "detach", "alias", "as_strided", "diagonal", "lift_fresh", "empty",
@@ -187,6 +187,7 @@ def a_gpu_s_way(counting: Launches, precision: str, captured: bool = False) -> I
             replace(sinkhorn_kernel, "can_capture", lambda device: True)
             replace(sinkhorn_kernel, "capture_cuda_graph", lambda work, device: counting.replay)
             replace(sinkhorn_kernel, "_captured", collections.OrderedDict())
+        replace(step_graphs, "capture_cuda_graph", lambda work, *_: (work(), counting.replay)[1])
         for owner, name, part in PARTS:
             replace(owner, name, counting.within(part, getattr(owner, name)))
         if half:
@@ -197,30 +198,39 @@ def a_gpu_s_way(counting: Launches, precision: str, captured: bool = False) -> I
 
 def batch_of(counts: Sequence[int]) -> PairBatch:
     """Pairs of views of `counts` keypoints each, on `meta`."""
-    records = [torch.empty((len(counts), max(counts), ORIENTED.itemsize), dtype=torch.uint8, device=META) for _ in "01"]
+    records = [torch.empty((len(counts), max(counts), RECORD), dtype=torch.uint8, device=META) for _ in "01"]
     sizes = [torch.empty((len(counts), 2), device=META) for _ in "01"]
     H = torch.empty((len(counts), 3, 3), dtype=torch.float64, device=META)
     return PairBatch(*records, torch.tensor(counts), torch.tensor(counts), *sizes, H)
 
 
 def counted(
-    counts: Sequence[int], precision: str = "float32", iterations: int = 30, captured: bool = False
+    counts: Sequence[int],
+    precision: str = "float32",
+    iterations: int = 30,
+    captured: bool = False,
+    step_graph: bool = False,
 ) -> Launches:
     """The launches of one step over a batch of these counts: D = 128, 9 + 9 layers, nearest neighbours, Muon.
 
-    captured: of a step whose Sinkhorn loops were captured before.
+    captured: of a step whose Sinkhorn loops were captured before; step_graph: forward and backward pass were.
     """
     model = SuperGlue(SuperGlueConfig(neighbours=True, sinkhorn_iterations=iterations)).to(META).train()
     objective = objectives.MatchingObjective(model, 3.0, 5.0)
     optimizer, scaler = Muon(model, lr=0.1), grad_scaler(False)
     average = optimization.MovingAverage(model, 0.9)
     batch, counting = batch_of(counts), Launches()
+    host = batch.counts0, batch.counts1
+    graphs = step_graphs.StepGraphs(objective, scaler, step_graphs.sizes_for([host]), RECORD) if step_graph else None
     with a_gpu_s_way(counting, precision, captured) as autocast:
         for _ in range(2):  # the first step creates the optimiser's state and the captures
             counting.by_part.clear()
-            optimizer.zero_grad()
             values: step.Values = {}
-            step._backward(objective, batch, False, scaler, 1.0, values)
+            if graphs:
+                graphs.gradient.zero_()
+            else:
+                optimizer.zero_grad()
+            step._backward(objective, batch, False, scaler, 1.0, values, graphs)
             autocast.forget()
             with autocast.off("meta"):
                 step._enqueued(values, optimizer, scaler, 1.0)
@@ -241,10 +251,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--keypoints", type=int, default=1024)
     parser.add_argument("--iterations", type=int, default=30, help="T, Sinkhorn iterations")
     parser.add_argument("--captured", action="store_true", help="transport's loops are CUDA graphs")
+    parser.add_argument("--step-graph", action="store_true", help="forward and backward pass are a CUDA graph")
     parser.add_argument("--operators", action="store_true", help="also each operator of each part")
     options = parser.parse_args(argv)
     given = {"full": [options.keypoints] * options.pairs, "ragged": ragged(options.pairs, options.keypoints)}
-    how = options.precision, options.iterations, options.captured
+    how = options.precision, options.iterations, options.captured, options.step_graph
     found = {name: counted(counts, *how) for name, counts in given.items()}
     names = list(dict.fromkeys(part for each in found.values() for part in each.sums))
     print(f"{'launches, ' + options.precision:24}" + "".join(f"{name:>8}" for name in found))

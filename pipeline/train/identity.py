@@ -37,7 +37,7 @@ OPERATIONAL = (
     "log_every", "profile_steps", "save_every", "superseded_gb", "val_every", "val_pairs",
 )  # fmt: skip
 # These change how a step is computed: with norm `layer` the same up to rounding.
-COMPUTED = ("accumulate", "checkpoint_layers", "compile", "parallel")
+COMPUTED = ("accumulate", "checkpoint_layers", "compile", "cuda_graph", "parallel")
 # These act only through the learning rate.
 SCHEDULE = ("decay_start", "lr", "schedule", "steps", "warmup_steps")
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Dict, NamedTuple, Tuple
+from typing import Dict, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -71,10 +71,13 @@ class MatchingObjective(nn.Module):
         self.model = model
         self.positive_px, self.negative_px, self.precision = positive_px, negative_px, precision
 
-    def forward(self, batch: PairBatch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
+    def forward(
+        self, batch: PairBatch, wait: bool = True, layout: Optional[Layout] = None
+    ) -> Tuple[Tensor, Dict[str, Tensor]]:
         """Loss of a batch with homographies, any number of pairs, none included.
 
         Args:
+            layout: of the batch, if it is sorted as `Layout.sorted` does; None: sort it.
             wait: compute pairs that overflow float32 in the log domain, for which the host waits for the GPU;
                 otherwise their loss and the gradient are nan.
 
@@ -82,7 +85,8 @@ class MatchingObjective(nn.Module):
             The sum (not the mean) of the pairs' losses, (1,) float32, since this rank does not know the number of
             pairs of the whole step; and the values of each pair by name, (B,).
         """
-        batch, layout = Layout.sorted(batch)
+        if layout is None:
+            batch, layout = Layout.sorted(batch)
         # before the network: its large matrices are freed before activations take memory
         truth = ground_truth(batch, self.positive_px, self.negative_px, layout)
         with autocast(layout.device.type, self.precision):

@@ -18,7 +18,7 @@ from pipeline.features.store import Store
 from pipeline.parameters.schema import TrainParams
 from pipeline.processes import distributed
 from pipeline.processes.memory import return_memory
-from pipeline.train import precision
+from pipeline.train import precision, step_graphs
 from pipeline.train.objective import DataParallelObjective, MatchingObjective
 from pipeline.train.optimization import MovingAverage, freeze, make_optimizer
 from pipeline.train.pairs.augmentation import Augmentation
@@ -40,6 +40,7 @@ LIMITS = ("match_threshold", "strict_threshold", "accept_pairs")  # of a model's
 class Parts(NamedTuple):
     """The objective, its parallel wrapper (what a step calls), and the state to save.
 
+    graphed: whether `--cuda-graph` is asked for and works here; then there is no wrapper.
     init_limits: `match_threshold` and the limits for scenes of `train.init_from`, those that it states.
     """
 
@@ -47,6 +48,7 @@ class Parts(NamedTuple):
     ddp_model: nn.Module
     state: TrainState
     init_limits: Dict[str, Any]
+    graphed: bool = False
 
 
 def processes(train: TrainParams, proposed: int) -> int:
@@ -171,6 +173,9 @@ def build(
     if train.compile:  # the dense part; attention between ragged sets is not compiled
         for layer in (*model.self_attention, *model.cross_attention):
             layer.get_submodule("mlp").compile(dynamic=True)
+    why_not = step_graphs.impossible(train, context.device) if train.cuda_graph else ""
+    messages += [f"--cuda-graph does nothing here: {why_not}"] if why_not else []
+    graphed = train.cuda_graph and not why_not
     objective = MatchingObjective(model, POSITIVE_PX, NEGATIVE_PX, chosen.precision)
     state = TrainState(
         model,
@@ -178,12 +183,14 @@ def build(
         compat.grad_scaler(chosen.precision == "float16"),
         MovingAverage(model, train.ema),
     )
-    wrapped: nn.Module = objective
+    wrapped = objective if graphed else _wrapped(train, objective)
+    return Parts(objective, wrapped, state, init_limits, graphed), messages
+
+
+def _wrapped(train: TrainParams, objective: MatchingObjective) -> nn.Module:
     if train.parallel == "dp":
-        wrapped = DataParallelObjective(objective)
-    elif not train.bitwise_elastic:
-        wrapped = distributed.wrap(objective)
-    return Parts(objective, wrapped, state, init_limits), messages
+        return DataParallelObjective(objective)
+    return objective if train.bitwise_elastic else distributed.wrap(objective)
 
 
 def seed_everything(seed: int, deterministic: bool = False) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from pipeline import compat
 from pipeline.processes import distributed, faults
+from pipeline.train.step_graphs import StepGraphs
 from superglue_sift.batch import PairBatch
 
 CLIP_NORM = 1.0  # largest norm of the gradient: no single batch moves the weights far
@@ -39,6 +40,7 @@ def train_step(
     pairs: int,
     world_size: int,
     clip_norm: float,
+    graphs: Optional[StepGraphs] = None,
 ) -> StepResult:
     """One step over this rank's micro-batches.
 
@@ -52,12 +54,19 @@ def train_step(
         micro_batches: one or more PairBatches, on the device; gradients are exchanged with the last.
         pairs: pairs in this step over all ranks and micro-batches.
         clip_norm: largest norm of the gradient; 0: no clipping.
+        graphs: of the step's CUDA graphs; then `objective` is not in DistributedDataParallel.
     """
     last = len(micro_batches) - 1
 
     def gradient(wait: bool) -> Values:
-        optimizer.zero_grad()
         values: Values = {}
+        if graphs:
+            graphs.gradient.zero_()
+            for batch in micro_batches:
+                _backward(objective, batch, wait, scaler, 1.0 / pairs, values, graphs)
+            distributed.all_reduce_sum(graphs.gradient)
+            return values
+        optimizer.zero_grad()
         no_sync = getattr(objective, "no_sync", contextlib.nullcontext)
         for i, batch in enumerate(micro_batches):
             with no_sync() if i < last else contextlib.nullcontext():
@@ -123,13 +132,23 @@ def _copy(sources: List[Tensor], targets: List[Tensor]) -> None:
         target.copy_(source)
 
 
-def _backward(objective: nn.Module, batch: PairBatch, wait: bool, scaler, weight: float, values: Values) -> None:
+def _backward(
+    objective: nn.Module,
+    batch: PairBatch,
+    wait: bool,
+    scaler,
+    weight: float,
+    values: Values,
+    graphs: Optional[StepGraphs] = None,
+) -> None:
     poisoned = faults.at("forward")
-    total, parts = objective(batch, wait)
-    faults.at("backward")
-    if poisoned:
-        total, parts["loss"] = total * math.nan, parts["loss"] * math.nan
-    scaler.scale(total.sum() * weight).backward()
+    parts = graphs.add(batch, weight) if graphs and not (wait or poisoned) else None
+    if parts is None:
+        total, parts = objective(batch, wait)
+        faults.at("backward")
+        if poisoned:
+            total, parts["loss"] = total * math.nan, parts["loss"] * math.nan
+        scaler.scale(total.sum() * weight).backward()
     for name, value in parts.items():
         values.setdefault(name, []).append(value)
 

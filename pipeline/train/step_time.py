@@ -74,7 +74,7 @@ def seconds_a_pair(train: TrainParams, threads: int, pairs: int, context: Contex
     device, world_size = context.device, context.world_size
     if device.type == "cpu":
         pairs = max(min(pairs, MAX_TOKENS // train.max_keypoints // 2), 1)
-    changes = {"init_from": "", "freeze": [], "compile": False, "parallel": "single"}
+    changes = {"init_from": "", "freeze": [], "compile": False, "cuda_graph": False, "parallel": "single"}
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -18,7 +18,7 @@ from pipeline.parameters import params
 from pipeline.parameters.schema import TrainParams
 from pipeline.processes import distributed, faults, signals
 from pipeline.provenance import trained_on
-from pipeline.train import identity, precision, replicas, resume, setup, step_time, unseen
+from pipeline.train import identity, precision, replicas, resume, setup, step_graphs, step_time, unseen
 from pipeline.train.checkpoint import Checkpoints
 from pipeline.train.live_line import LiveLine
 from pipeline.train.logger import TrainingLogger, Window, profiled, write_metrics
@@ -28,6 +28,7 @@ from pipeline.train.pairs.order import PairOrder, Sample, rank_slice
 from pipeline.train.pairs.workers import a_process_died
 from pipeline.train.replicas import Saved, Writes
 from pipeline.train.step import CLIP_NORM, StepResult, elastic_step, train_step
+from pipeline.train.step_graphs import Counts
 from pipeline.train.validation import MIN_IMAGES, ratio_test_f1, validate
 from superglue_sift.batch import PairBatch
 from superglue_sift.weights import load_model_file
@@ -61,8 +62,15 @@ class StepBatches:
     def load(self, step: int) -> List[PairBatch]:
         """The PairBatches of `samples`, on the host."""
         faults.at("load_batch", step)
+        return self._loaded(step)
+
+    def _loaded(self, step: int) -> List[PairBatch]:
         train = self.train
         return [self._load(self.store, part, train.max_keypoints, self._augmentation) for part in self.samples(step)]
+
+    def counts(self, step: int) -> List[Counts]:
+        """The numbers of keypoints of each of `load(step)`."""
+        return [(batch.counts0, batch.counts1) for batch in self._loaded(step)]
 
     def prefetched(self, steps: Sequence[int]) -> Generator[List[PairBatch], None, None]:
         """`load` of each of `steps`, in advance; closing the generator ends the thread or processes."""
@@ -87,7 +95,8 @@ class Training:
         self.precision = step_time.choose(self.train, context, torch.get_num_threads())
         parts, self.messages = setup.build(self.train, context, store, self.precision)
         self.messages += self.validation.messages
-        self.objective, self.ddp_model, self.state, self._init_limits = parts
+        self.objective, self.ddp_model, self.state, self._init_limits, graphed = parts
+        self.graphs = self._step_graphs() if graphed else None
         self.checkpoints = Checkpoints(paths.out)
         self._compared = -1  # step at which the replicas were last compared
         self.fingerprint = identity.fingerprint(self.train, self.store.digest, context.world_size)
@@ -213,6 +222,14 @@ class Training:
             metrics = {"lr": lr, "grad_norm": result.grad_norm, "dustbin": dustbin}
             logger.log_point(state.step, {**metrics, "skipped_steps": float(state.skipped)})
 
+    def _step_graphs(self) -> step_graphs.StepGraphs:
+        """Graphs for batches like those of the first steps."""
+        sampled = [counts for step in range(step_graphs.SAMPLED) for counts in self.batches.counts(step)]
+        record = self.store.dtype.itemsize
+        graphs, line = step_graphs.prepared(self.objective, self.state.scaler, sampled, record)
+        self.messages.append(line)
+        return graphs
+
     def _live_line(self) -> LiveLine:
         """The progress line, on rank 0."""
         baseline = ratio_test_f1(self.objective, self.held_out, self.validation.samples, *self._validated_as)
@@ -223,7 +240,7 @@ class Training:
         try:
             if self.train.bitwise_elastic:
                 return elastic_step(*common, CLIP_NORM)
-            return train_step(*common, self.context.world_size, CLIP_NORM)
+            return train_step(*common, self.context.world_size, CLIP_NORM, self.graphs)
         except RuntimeError as error:
             if "out of memory" not in str(error):
                 raise

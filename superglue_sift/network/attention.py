@@ -78,6 +78,11 @@ def _fused(heads: Tensor, edges: Edges) -> Tensor:
         return _padded(heads, edges)
     if on_cpu:
         return _one_by_one(heads, edges)
+    return in_one_call(heads, edges)
+
+
+def in_one_call(heads: Tensor, edges: Any) -> Tensor:
+    """`ragged_attention` of all sequences at once. edges: `Edges`, or with the attributes read here."""
     return _packed(heads, edges) if torch_compat.has_packed_attention(heads) else _padded(heads, edges)
 
 
@@ -153,7 +158,7 @@ def _write_gradient(inputs: Sequence[Tensor], outputs: Sequence[Tensor], number:
         output.copy_(t.view(output.shape))
 
 
-def _packed(heads: Tensor, edges: Edges) -> Tensor:
+def _packed(heads: Tensor, edges: Any) -> Tensor:
     """One call on the packed tokens, for a GPU with a fused kernel for sequences of any length."""
     q, k, v = heads.unbind(1)
     if edges.offset:
@@ -162,7 +167,7 @@ def _packed(heads: Tensor, edges: Edges) -> Tensor:
     return torch_compat.packed_attention(q, k, v, edges.packing.starts, partners.starts, edges.packing.width)
 
 
-def _padded(heads: Tensor, edges: Edges) -> Tensor:
+def _padded(heads: Tensor, edges: Any) -> Tensor:
     """One padded and masked call for the batch: few launches on a GPU."""
     packing = edges.packing
     queries, keys, values = (t.transpose(1, 2) for t in packing.pad(heads).unbind(2))  # (B, H, N, d)

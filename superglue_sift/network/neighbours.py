@@ -59,12 +59,12 @@ def _nearest(descriptors: Tensor, layout: Layout) -> Tuple[Tensor, Tensor]:
         if not all(side.full for side in part.sides):
             valid0, valid1 = layout.valid(part)
             similarity = similarity.masked_fill_(~(valid0.unsqueeze(2) & valid1.unsqueeze(1)), -torch.inf)
-        for i, side in enumerate(part.sides):
+        for i in (0, 1):
             axis = 2 - i
             best = similarity.max(axis)  # (pairs, m) of side 0, (pairs, n) of side 1
             second = similarity.scatter(axis, best.indices.unsqueeze(axis), -torch.inf).amax(axis)
-            cosines[i].append(side.pack(torch.stack([best.values, second], 2)))
-            nearest[i].append(side.pack(best.indices))
-    rows = torch.cat([*nearest[0], *nearest[1]]) + layout.partner_starts
+            cosines[i].append(torch.stack([best.values, second], 2))
+            nearest[i].append(best.indices)
+    rows = layout.joined(nearest) + layout.partner_starts
     # rows of an empty last image would exceed the last row
-    return torch.cat([*cosines[0], *cosines[1]]), rows.clamp(max=rows.shape[0] - 1)
+    return layout.joined(cosines), rows.clamp(max=rows.shape[0] - 1)

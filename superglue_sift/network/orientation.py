@@ -68,9 +68,9 @@ def _chosen(records0: Tensor, records1: Tensor, layout: Layout) -> List[Tensor]:
                 torch.amax(products, 1, out=cosines[1][pairs])
             else:
                 torch.maximum(cosines[1][pairs], products.amax(1), out=cosines[1][pairs])
-        for side_best, side, largest in zip(best, part.sides, cosines):
-            side_best.append(side.pack(largest.unflatten(1, (-1, 2))))
-    first, second = torch.cat([*best[0], *best[1]]).unbind(1)  # (S,) each
+        for side_best, largest in zip(best, cosines):
+            side_best.append(largest.unflatten(1, (-1, 2)))
+    first, second = layout.joined(best).unbind(1)  # (S,) each
     chosen = torch.where((second > first).unsqueeze(1), _with_second(tokens), tokens[:, :_ONE])
     return [side.pad(half) for side, half in zip(layout.sides, layout.halves(chosen))]
 

@@ -149,7 +149,12 @@ class Part(NamedTuple):
 
 
 class Layout:
-    """Layout of a batch of B pairs: each side, all 2B images (images 0 first), and edges within and between images."""
+    """Layout of a batch of B pairs: each side, all 2B images (images 0 first), and edges within and between images.
+
+    fixed: the shapes are those of every batch (`fixed_layout.FixedLayout`).
+    """
+
+    fixed = False
 
     def __init__(self, batch) -> None:
         """batch: a PairBatch, or any object with its counts and records."""
@@ -256,6 +261,14 @@ class Layout:
         rows = torch.cat([t.reshape(-1, *t.shape[2:]) for t in (padded0, padded1)])
         return rows if all(side.full for side in self.sides) else rows.index_select(0, self._places)
 
+    def joined(self, sides: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Pack the padded values of each side's `parts`, (pairs, m, ...) and (pairs, n, ...) -> (S, ...)."""
+        return torch.cat([part.sides[i].pack(t) for i in (0, 1) for part, t in zip(self.parts, sides[i])])
+
+    def assignments(self, parts: Sequence[Assignments]) -> Assignments:
+        """Concatenate those of `parts`."""
+        return Assignments.joined(parts)
+
     def halves(self, packed: Tensor) -> Tuple[Tensor, Tensor]:
         """Split (S, ...) into the tokens of images 0 and of images 1."""
         first = sum(self.sides[0].counts)
@@ -323,6 +336,11 @@ class Assignments(collections.abc.Sequence):
         (m, n), (offset, stride) = self.sizes[index], self._places[index]
         return self.flat[offset : offset + (m + 1) * stride].view(m + 1, stride)[:, : n + 1]
 
+    def table(self) -> Tensor:
+        """(B, 4) int64: m_i, n_i, offset in `flat` and row stride of each matrix."""
+        table = np.concatenate([np.asarray(self.sizes).reshape(-1, 2), np.asarray(self._places).reshape(-1, 2)], 1)
+        return to_device_async(torch.from_numpy(table.astype(np.int64)), self.flat.device)
+
     def at(self, partners0: Tensor, partners1: Tensor) -> Tensor:
         """One entry of each keypoint's row and column: (B, M + N), differentiable.
 
@@ -331,9 +349,7 @@ class Assignments(collections.abc.Sequence):
                 padding, the entry of both dustbins is read.
             partners1: (B, N); for each keypoint of image 1, the dustbin's row is read, whatever its partner.
         """
-        table = np.concatenate([np.asarray(self.sizes).reshape(-1, 2), np.asarray(self._places).reshape(-1, 2)], 1)
-        table = to_device_async(torch.from_numpy(table.astype(np.int64)), self.flat.device)
-        m, n, offset, stride = table.unsqueeze(2).unbind(1)  # (B, 1) each
+        m, n, offset, stride = self.table().unsqueeze(2).unbind(1)  # (B, 1) each
         i, j = (torch.arange(t.shape[1], device=t.device) for t in (partners0, partners1))
         columns = torch.where(partners0 >= 0, partners0, n)
         index = torch.cat([torch.minimum(i, m) * stride + columns, m * stride + torch.minimum(j, n)], 1) + offset

@@ -239,7 +239,7 @@ def _checked(problem: Tuple[Tensor, Tensor, Tensor], log_P: Tensor, finite: Tens
 
 
 def padded_optimal_transport(
-    scores: Tensor, marginals: Marginals, dustbin: Tensor, iterations: int, varying: bool = False
+    scores: Tensor, marginals: Marginals, dustbin: Tensor, iterations: int, varying: bool = False, fixed: bool = False
 ) -> Tuple[Tensor, Tensor]:
     """`log_optimal_transport` of a padded batch: few launches on a GPU, no device-to-host synchronisation.
 
@@ -247,6 +247,7 @@ def padded_optimal_transport(
         scores: (B, M, N), pair i in its first m_i rows and n_i columns; the rest is ignored.
         marginals: of m_i and n_i keypoints.
         varying: B differs between steps, so that chunks of a fixed number of pairs are captured.
+        fixed: no shape differs between steps, so that chunks are as the shapes are; a part of a larger capture.
 
     Returns:
         log P (B, M', N'), pair i in its first m_i + 1 rows and n_i + 1 columns; and (B,) bool, whether it and, in
@@ -255,15 +256,15 @@ def padded_optimal_transport(
     """
     with no_autocast(dustbin.device.type):
         learning = torch.is_grad_enabled() and (scores.requires_grad or dustbin.requires_grad)
-        captured = learning and sinkhorn_kernel.can_capture(scores.device)
+        captured = learning and not fixed and sinkhorn_kernel.can_capture(scores.device)
         size = _captured_size(scores.shape, varying) if captured else 0
-        pairs = max(1, len(scores))
-        if captured:
-            most = max(1, CHUNK_BYTES // (4 * size * size))
-            pairs = min(most, MAX_VARYING) if varying else _at_a_time(len(scores), most)
-        missing = -len(scores) % pairs if varying and captured else 0  # empty pairs that complete the last chunk
         # with dustbins, rounded up to multiples of 16
         rows, columns = (size or -(-(keypoints + 1) // 16) * 16 for keypoints in scores.shape[1:])
+        pairs = max(1, len(scores))
+        if captured or fixed:
+            most = max(1, CHUNK_BYTES // (4 * rows * columns))
+            pairs = min(most, MAX_VARYING) if varying and captured else _at_a_time(len(scores), most)
+        missing = -len(scores) % pairs if varying and captured else 0  # empty pairs that complete the last chunk
         on_device = marginals.padded(len(scores) + missing, rows, columns, to_float32(scores).dtype)
         Z = _augment_padded(to_float32(scores), on_device, dustbin)
         log_P, finite = _Sinkhorn.apply(iterations, pairs, Z, on_device.mu, on_device.nu)

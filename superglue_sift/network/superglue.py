@@ -227,14 +227,14 @@ class SuperGlue(nn.Module):
             layout.marginals = [Marginals(m, n, descriptors.device) for m, n in counts]
         x0, x1 = (to_float32(t) for t in layout.halves(descriptors))
         halves = x0 * self._scale, x1
-        varying = len(layout.parts) > 1
+        shapes = len(layout.parts) > 1, layout.fixed
         for part, marginals in zip(layout.parts, layout.marginals):
             sides = [side.pad(t[rows]) for side, t, rows in zip(part.sides, halves, part.rows)]
             with no_autocast(descriptors.device.type):
                 scores = torch.bmm(sides[0], sides[1].transpose(1, 2))
-            log_P, finite = padded_optimal_transport(scores, marginals, self.dustbin, T, varying)
+            log_P, finite = padded_optimal_transport(scores, marginals, self.dustbin, T, *shapes)
             results.append((Assignments.padded(log_P, layout.sizes[part.pairs]), finite))
-        return Assignments.joined([part for part, _ in results]), torch.cat([finite for _, finite in results])
+        return layout.assignments([part for part, _ in results]), torch.cat([finite for _, finite in results])
 
     @property
     def _scale(self) -> float:
