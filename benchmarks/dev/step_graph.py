@@ -23,7 +23,7 @@ from pipeline.features.store import Store
 from pipeline.parameters import params
 from pipeline.processes import distributed
 from pipeline.train import setup, step, step_graphs
-from pipeline.train.step_graphs import StepGraphs
+from pipeline.train.step_graphs import Counts, StepGraphs
 from pipeline.train.trainer import CLIP_NORM, StepBatches
 from superglue_sift.batch import PairBatch
 
@@ -42,14 +42,14 @@ class Way:
 
     def gradient(self, batch: PairBatch) -> Tensor:
         """(P,) of the mean loss of a batch, by the present weights."""
-        model = self.parts.state.model
         if self.graphs:
             self.graphs.gradient.zero_()
             if self.graphs.add(batch, 1.0 / self.pairs) is not None:
                 return self.graphs.gradient.clone()
-        model.zero_grad()
-        (self.parts.objective(batch, False)[0].sum() / self.pairs).backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        objective = self.parts.objective
+        objective.zero_grad()
+        (objective(batch, False)[0].sum() / self.pairs).backward()
+        return torch.cat([p.grad.flatten() for p in objective.parameters() if p.grad is not None])
 
     def step(self, batch: PairBatch) -> float:
         """Seconds of a step."""
@@ -67,9 +67,7 @@ def compared(train: Any, store: Store, context: distributed.Context, steps: int)
     ways = {name: Way(train, store, context, None if name == "without" else sampled)
             for name in ("graph", "layout", "without")}  # fmt: skip
     graphs: StepGraphs = ways["graph"].graphs
-    found = step_graphs.padding(graphs.sizes, [(b.counts0, b.counts1) for b in batches], train.dim)
-    lines = [ways["graph"].said, f"of {len(batches)} other batches: {100 * found.layers:.1f} % padding in the layers, "
-             f"{100 * found.products:.1f} % in products of pairs, {100 * found.missed:.0f} % fit no size"]  # fmt: skip
+    lines = [ways["graph"].said, padding(sampled, [(b.counts0, b.counts1) for b in batches], train.dim)]
     fits = next((b for b in batches if step_graphs.smallest(graphs.sizes, (b.counts0, b.counts1)) is not None), None)
     if fits is None:
         return [*lines, "no batch fits a size"]
@@ -89,6 +87,15 @@ def compared(train: Any, store: Store, context: distributed.Context, steps: int)
     return [*lines, f"--cuda-graph ({how}): {ms['without'] / ms['graph']:.2f}x the speed, {faster}; {bits}"]
 
 
+def padding(sampled: Sequence[Counts], others: Sequence[Counts], dim: int) -> str:
+    """A line on the padding of `others` in the sizes for `sampled`."""
+    found = step_graphs.padding(step_graphs.sizes_for(sampled), others, dim)
+    return (
+        f"{len(others)} other batches: {100 * found.layers:.1f} % more work in the layers, "
+        f"{100 * found.products:.1f} % in products of pairs of keypoints; {100 * found.missed:.0f} % fit no size"
+    )
+
+
 def run(work: Callable[[PairBatch], Any], batch: PairBatch, name: str) -> Any:
     """`work(batch)` as on a GPU; only the way `graph` captures."""
     capture = step_graphs.capture_cuda_graph if name == "graph" else lambda work, *_: (work(), work)[1]
@@ -106,11 +113,18 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--keypoints", type=Path, default=Path("data/keypoints"), help="folder of the stage keypoints")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=0, help="pairs of a step; 0: train.batch")
+    parser.add_argument("--padding", action="store_true", help="only measure the padding; trains nothing")
     args = parser.parse_args(argv)
     train = params.load("train", args.params)
     train = train.model_copy(update={"accumulate": 1, "batch": args.batch or train.batch})
+    store = Store(args.keypoints / "train", "sample")
     with distributed.process_group() as context:
-        print(*compared(train, Store(args.keypoints / "train", "sample"), context, args.steps), sep="\n")
+        if args.padding:
+            made, first = StepBatches(train, store, train.batch, context), step_graphs.SAMPLED
+            counts = [counts for number in range(first + args.steps) for counts in made.counts(number)]
+            print(padding(counts[:first], counts[first:], train.dim))
+        else:
+            print(*compared(train, store, context, args.steps), sep="\n")
     return 0
 
 
