@@ -24,7 +24,7 @@ from pipeline.parameters import params
 from pipeline.processes import distributed
 from pipeline.train import setup, step, step_graphs
 from pipeline.train.step_graphs import Counts, StepGraphs
-from pipeline.train.trainer import CLIP_NORM, StepBatches
+from pipeline.train.trainer import StepBatches
 from superglue_sift.batch import PairBatch
 
 
@@ -54,7 +54,7 @@ class Way:
     def step(self, batch: PairBatch) -> float:
         """Seconds of a step."""
         state, begun = self.parts.state, time.perf_counter()
-        common = self.parts.objective, state.optimizer, state.scaler, [batch], self.pairs, 1, CLIP_NORM
+        common = self.parts.objective, state.optimizer, state.scaler, [batch], self.pairs, 1, step.CLIP_NORM
         step.train_step(*common, self.graphs)  # the host has its metrics at the end: the device is done
         return time.perf_counter() - begun
 
