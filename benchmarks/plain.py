@@ -115,10 +115,10 @@ def dense_loss(log_P: Tensor, truth: Truth) -> Tensor:
         left = torch.nonzero(matches0 >= 0)[:, 0]
         lone0 = torch.nonzero(matches0 == UNMATCHED)[:, 0]
         lone1 = torch.nonzero(matches1 == UNMATCHED)[:, 0]
-        target[left, matches0[left]] = 0.5 / max(len(left), 1)
-        target[lone0, -1] = 0.25 / max(len(lone0), 1)
-        target[-1, lone1] = 0.25 / max(len(lone1), 1)
-        losses.append(-(P * target).sum())
+        target[left, matches0[left]] = 1
+        target[lone0, -1] = 1
+        target[-1, lone1] = 1
+        losses.append(-(P * target).sum() / target.sum().clamp(min=1))
     return torch.stack(losses)
 
 

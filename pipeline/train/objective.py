@@ -1,14 +1,10 @@
 """From a batch to its loss, in one module, so that DistributedDataParallel sees the whole forward pass.
 
-The loss is the negative log-likelihood of the true assignment (SuperGlue, equation 10), balanced:
-
-loss of a pair = 1/2 mean over matches of -log P_ij
-               + 1/4 mean over unmatched of image 0 of -log P_i,dustbin
-               + 1/4 mean over unmatched of image 1 of -log P_dustbin,j
-
-An empty mean is 0. In the plain sum of the equation the many unmatched keypoints would outweigh the matches
-(docs/recipe.md compares both). Ignored keypoints do not count. Only these entries are gathered; there is no dense
-target.
+The loss of a pair is the negative log-likelihood of its true assignment (SuperGlue, equation 10), divided by the
+number of terms of the sum: the mean of -log P_ij over the matches, -log P_i,dustbin over the unmatched keypoints of
+image 0 and -log P_dustbin,j over those of image 1. Ignored keypoints do not count; without any term the loss is 0.
+Half of the weight for the matches and half for the unmatched teaches less (docs/recipe.md). Only these entries are
+gathered; there is no dense target.
 """
 
 from __future__ import annotations
@@ -56,8 +52,7 @@ def assignment_loss(log_assignments: Assignments, truth: Truth) -> PairLoss:
     sums = torch.stack([part.sum(1) for part in (right, *lost)])
     numbers = torch.stack([matched.sum(1), unmatched[:, :M].sum(1), unmatched[:, M:].sum(1)])
     means = sums / numbers.clamp(min=1)
-    positive, unmatched0, unmatched1 = means.unbind()
-    total = 0.5 * positive + 0.25 * unmatched0 + 0.25 * unmatched1
+    total = sums.sum(0) / numbers.sum(0).clamp(min=1)
     return PairLoss(total, *means.detach())
 
 
