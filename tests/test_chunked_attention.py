@@ -46,7 +46,8 @@ def test_half_precision_is_near_the_same(monkeypatch):
     out.float().square().sum().backward()
     assert out.dtype == q.grad.dtype == torch.bfloat16
     expected = plain(*(t.detach().double() for t in (q, k, v)), None)
-    assert float((out.detach().double() - expected).abs().max()) < 0.02
+    # three roundings to 8 bits, of weights, products and result; how torch 1.10 adds them depends on the processor
+    assert float((out.detach().double() - expected).abs().max()) < 3 * 2**-8 * float(v.detach().abs().max())
 
 
 def test_nothing_of_the_size_of_the_weights_is_kept():
