@@ -54,7 +54,7 @@ def modes(setting: Setting) -> Dict[str, Mode]:
         "gradient accumulation, 2 parts": Mode({"accumulate": 2}),
         "torch.compile": Mode({"compile": True}),
         "loader: DALI": Mode({"loader": "dali"}),
-        "loader: none (made-up pairs)": Mode({"loader": "synthetic"}),
+        "loader: none (synthetic pairs)": Mode({"loader": "synthetic"}),
     }
 
 
