@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -122,6 +123,7 @@ def test_a_tilt_squeezes_the_photograph_along_one_direction_by_up_to_its_cosine(
         stretches = np.linalg.svd(H[:2, :2] / H[2, 2], compute_uv=False)
         ratios.append(stretches[0] / stretches[1])
     assert 1.9 < max(ratios) <= 2.0 + 1e-6 and min(ratios) < 1.05  # 1 / cos 60 degrees
+    assert np.median(ratios) == pytest.approx(math.sqrt(2.0), abs=0.1)  # log-uniform
 
 
 def waves(x, y):
