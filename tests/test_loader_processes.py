@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 from functools import partial
+from multiprocessing import resource_sharer
 
 import psutil
 import pytest
@@ -80,6 +82,18 @@ def test_a_killed_one_is_recognised_and_an_error_of_its_own_is_not():
         list(workers.prefetched(raising, range(3), Plan(1, 1)))
     assert not workers.a_process_died(error.value) and "not the loader" in str(error.value)
     assert not multiprocessing.active_children()
+
+
+def left_while_it_hands_over(step: int) -> None:
+    """Connect to the thread that hands over file descriptors, and leave as a main process that ends does."""
+    resource_sharer._resource_sharer._start()
+    socket.socket(socket.AF_UNIX).connect(resource_sharer._resource_sharer._address)
+    resource_sharer.stop(timeout=10)
+
+
+def test_one_whose_main_process_left_prints_no_traceback(capfd):
+    assert list(workers.prefetched(left_while_it_hands_over, [0], Plan(1, 1))) == [None]
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def raising(step: int) -> None:

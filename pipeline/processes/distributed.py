@@ -5,10 +5,12 @@ Each function also works in a single process without a group.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
 import datetime
+import gc
 import os
 import re
 import uuid
@@ -18,6 +20,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # here, because its functions keep the group that is there when it is imported
 from torch import Tensor, nn
 
 from pipeline import compat
@@ -103,27 +106,32 @@ def start() -> Context:
 def finish() -> None:
     """Leave the group, if there is one."""
     if dist.is_available() and dist.is_initialized():
-        _kept_group()
+        _finished.append(dist.distributed_c10d._get_default_group())
         dist.destroy_process_group()
 
 
-def _kept_group() -> Any:
-    """The default group, with a reference that is never released, so that its destructor never runs.
+_finished: List[Any] = []  # groups that this process has left
 
-    The destructor joins gloo's threads, which after a failure may wait for other ranks. If DistributedDataParallel has
-    the last reference, it runs with the GIL held, which a thread may need to free the last barrier's tensors: a
-    finished training then hangs, about once in some hundred runs.
+
+@atexit.register
+def _join_threads() -> None:
+    """Release the groups, whose destructor joins gloo's threads, at the one moment when neither can go wrong.
+
+    A thread may still need the GIL to free the tensors of the last collective. Earlier, DistributedDataParallel may
+    have the last reference, and its destructor holds the GIL: a finished training hangs. Later, Python ends a thread
+    that asks for the GIL, which C++ answers with an abort. Each happened about once in some hundred runs.
     """
-    group = dist.distributed_c10d._get_default_group()
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    return group
+    gc.collect()  # DistributedDataParallel is part of reference cycles
+    _finished.clear()  # the last reference, which releases the GIL first
 
 
 def abandon() -> None:
     """Leave the group after a failure, without waiting for the other ranks, which see the connection close."""
     if not (dist.is_available() and dist.is_initialized()):
         return
-    group = _kept_group()
+    group = dist.distributed_c10d._get_default_group()
+    # never released: the destructor joins gloo's threads, which may wait for other ranks
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     if torch.cuda.is_available() and hasattr(group, "_get_backend"):
         nccl = group._get_backend(torch.device("cuda"))
         if hasattr(nccl, "abort"):

@@ -14,7 +14,9 @@ import os
 import re
 import resource
 import shutil
-from typing import Any, Callable, Generator, NamedTuple, Optional, Sequence, TypeVar
+import sys
+from types import TracebackType
+from typing import Any, Callable, Generator, NamedTuple, Optional, Sequence, Type, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -126,6 +128,17 @@ class _Steps(Dataset):
 
 def _begin(worker: int, parent: int) -> None:
     signals.serve(parent)
+    sys.excepthook = _silent_about_the_end
+
+
+def _silent_about_the_end(kind: Type[BaseException], error: BaseException, trace: Optional[TracebackType]) -> None:
+    """Print no traceback of a connection that the main process, which ends, left.
+
+    DataLoader sends exceptions of `make` to the main process. Only multiprocessing's thread that hands over a batch's
+    file descriptors calls this.
+    """
+    if not issubclass(kind, (EOFError, ConnectionError)):
+        sys.__excepthook__(kind, error, trace)
 
 
 def prefetched(
