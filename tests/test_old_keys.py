@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Callable, Dict
 
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline import errors, presets
+from pipeline import errors, export, presets
+from pipeline.evaluate import heldout, matchers, scoring
+from pipeline.fetch import splits
+from pipeline.keypoints import __main__ as keypoints
+from pipeline.keypoints import image as keypoints_image
+from pipeline.keypoints import shards
 from pipeline.parameters import old_keys, params
 from pipeline.parameters.schema import flatten
+from pipeline.train import optimization, setup, step, trainer
+from pipeline.train.pairs import augmentation
+from pipeline.views import homography
+from superglue_sift import classical
 
-ROOT = Path(__file__).resolve().parents[1]
 # The file of preset sample in version 0.1.0.
 OLD = """
 fetch:
@@ -59,22 +69,52 @@ def test_each_old_key_is_known_or_named_with_what_to_do(tree: Dict[str, Any]) ->
     assert said["train.turn_deg"] == "is now train.rotation_deg"
     assert said["train.save_every"] == 'delete the line; write train.options: "--save-every 15" for it'
     assert said["train.compile"] == "delete the line; it is the default"
+    assert said["train.max_skipped"] == "delete the line; it is always 20"
 
 
-def test_a_file_without_what_is_named_is_right(tree: Dict[str, Any]) -> None:
+def test_the_constants_named_are_those_of_the_code() -> None:
+    fixed = old_keys.FIXED
+    seeds = "fetch.seed", "keypoints.seed", "evaluate.seed"
+    assert [fixed[key] for key in seeds] == [splits.SEED, keypoints_image.SEED, heldout.SEED]
+    bad, size = fixed["keypoints.max_bad_fraction"], fixed["keypoints.shard_images"]
+    assert (bad, size) == (keypoints.MAX_BAD_FRACTION, shards.SHARD_IMAGES)
+    distances = fixed["train.positive_px"], fixed["train.negative_px"]
+    assert distances == (setup.POSITIVE_PX, setup.NEGATIVE_PX)
+    assert (fixed["train.clip_norm"], fixed["train.max_skipped"]) == (step.CLIP_NORM, trainer.MAX_SKIPPED)
+    assert fixed["train.zoom_max"] == augmentation.MAX_ZOOM
+    assert fixed["train.weight_decay"].endswith(f"adamw {optimization.ADAMW_DECAY}")
+    assert fixed["train.decay"].startswith("exp(-0.4)") and math.exp(-0.4) == optimization.DECAY
+    scored = [fixed[f"evaluate.{name}"] for name in ("correct_px", "ransac_px", "ransac_iterations", "ratio")]
+    assert scored == [scoring.CORRECT_PX, scoring.RANSAC_PX, scoring.RANSAC_ITERATIONS, classical.RATIO]
+    assert fixed["evaluate.sinkhorn_iterations"] == matchers.SINKHORN_ITERATIONS
+    assert fixed["export.name"] == export.OURS
+    for section in ("keypoints", "evaluate"):
+        assert fixed[f"{section}.difficulty"] == _default(homography.sample_view, "difficulty")
+        assert fixed[f"{section}.homography.translation"] == _default(homography._place, "strength")
+
+
+def _default(function: Callable, name: str) -> Any:
+    return inspect.signature(function).parameters[name].default
+
+
+def test_a_file_without_what_is_named_is_right(tree: Dict[str, Any], tmp_path: Path) -> None:
     """Whoever does what the lines say has a file that the stages take."""
     named = {line.split(": ", 1)[0] for line in old_keys.advice(tree)}
+    # The preset's own values have changed since 0.1.0.
+    today = flatten(YAML(typ="safe", pure=True).load(presets.render("sample")))
     left: Dict[str, Any] = {}
     for key, value in flatten(tree).items():
         place = left
-        *path, last = old_keys.RENAMED.get(key, key).split(".")
+        new = old_keys.RENAMED.get(key, key)
+        *path, last = new.split(".")
         if key in named and key not in old_keys.RENAMED:
             continue
         for name in path:
             place = place.setdefault(name, {})
-        place[last] = value
+        place[last] = today.get(new, value)
     left["train"]["options"] = ""
-    assert params.parse_file(left, "params.yaml") == params.load_all(ROOT / "params.yaml")
+    (tmp_path / "params.yaml").write_text(presets.render("sample"), encoding="utf-8")
+    assert params.parse_file(left, "params.yaml") == params.load_all(tmp_path / "params.yaml")
 
 
 def test_every_key_has_one_line_and_the_code_is_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
