@@ -28,7 +28,9 @@ from superglue_sift.weights import choose_device, load_model, shipped_weights
 
 
 def latencies(path: Path, model: Optional[Path], device: str = "cpu") -> Iterator[str]:
-    """Yield a line for each number of keypoints. Raises RequestError if ONNX Runtime cannot use this device."""
+    """Yield a line for each number of keypoints. Raises RequestError: no such file, or not for ONNX Runtime here."""
+    if not path.is_file():
+        raise RequestError(f"{path}: no such file; `python -m superglue_sift.onnx {path}` writes it")
     session = _session(path, torch.device(device))
     network = fuse_for_inference(load_model(model or shipped_weights(), device)[0])
     for count in (512, 1024, 2048):
