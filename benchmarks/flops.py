@@ -12,6 +12,7 @@ from typing import Dict, Optional, Tuple
 
 import torch
 
+from pipeline.train.step_graphs import layer_operations
 from superglue_sift.network.superglue import ENCODER_WIDTHS, SIFT_DIM, SuperGlueConfig
 
 # Dense peak in FLOP/s by a word in the device's name, from the vendors' data sheets, without sparsity.
@@ -27,12 +28,13 @@ PEAKS: Dict[str, Dict[str, float]] = {
 
 def forward_flops(config: SuperGlueConfig, keypoints: int) -> Dict[str, float]:
     """Operations of one pair with `keypoints` in each view, by part: linear, attention, sinkhorn, rest."""
-    N, D, layers = keypoints, config.dim, 2 * config.layers
+    N, D = keypoints, config.dim
+    linear, attention = layer_operations(N, N, D)
     widths = [6 if config.scale_angle else 3, *ENCODER_WIDTHS, D]
     encoder = sum(a * b for a, b in zip(widths, widths[1:])) + SIFT_DIM * D
     return {
-        "linear": 2.0 * 2 * N * layers * 10 * D * D,
-        "attention": 2.0 * 2 * layers * 2 * N * N * D,
+        "linear": float(config.layers * linear),
+        "attention": float(config.layers * attention),
         "sinkhorn": 2.0 * 2 * config.sinkhorn_iterations * (N + 1) ** 2,
         "rest": 2.0 * (2 * N * (encoder + D * D) + N * N * D),
     }

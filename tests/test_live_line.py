@@ -19,7 +19,7 @@ from pipeline.train.live_line import LiveLine
 from pipeline.train.objective import MatchingObjective
 from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import validation_pairs
-from pipeline.train.validation import CONFIDENCE_BINS, ratio_test_f1
+from pipeline.train.validation import CONFIDENCE_BINS, HeldOut, ratio_test_f1
 from superglue_sift.network.orientation import choose_orientations
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.progress import Progress
@@ -36,7 +36,7 @@ def objective() -> MatchingObjective:
 def mark_of(context, folder: str) -> float:
     store = Store(folder)
     samples = validation_pairs(0, len(store), store.views_per_image, 12)
-    return ratio_test_f1(objective(), store, samples, 48, context)
+    return ratio_test_f1(objective(), HeldOut(store, samples, 48, context))
 
 
 def by_hand(folder: str) -> float:

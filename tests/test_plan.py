@@ -14,7 +14,7 @@ from pipeline.image_sets import manifest
 from pipeline.image_sets.manifest import Entry
 from pipeline.processes.distributed import Context
 from pipeline.processes.machine import FAIL, GIB, OK, WARN
-from pipeline.train import precision, setup, step_time
+from pipeline.train import precision, setup
 from pipeline.train.pairs.synthetic import synthetic_batch
 from pipeline.train.step import train_step
 
@@ -42,9 +42,9 @@ def card(monkeypatch):
         }
         for name, answer in stands_for.items():
             monkeypatch.setattr(torch.cuda, name, answer)
-        monkeypatch.setattr(step_time, "seconds_a_pair", step)
+        monkeypatch.setattr(plan, "seconds_a_pair", step)
         monkeypatch.setattr(plan, "seconds_an_image", lambda _: 2.0)
-        monkeypatch.setattr(step_time.precision, "on", lambda *_: precision.Choice("bfloat16", ""))
+        monkeypatch.setattr(precision, "on", lambda *_: precision.Choice("bfloat16", ""))
 
     return of
 
@@ -76,7 +76,7 @@ def test_memory_of_a_card_is_that_of_the_steps_that_fit(
 
 def test_another_error_of_a_step_is_no_lack_of_memory(make_params, monkeypatch, card):
     card(GIB)
-    monkeypatch.setattr(step_time, "seconds_a_pair", lambda *_: int(torch.zeros(2) @ torch.zeros(3)))
+    monkeypatch.setattr(plan, "seconds_a_pair", lambda *_: int(torch.zeros(2) @ torch.zeros(3)))
     with pytest.raises(RuntimeError):
         plan.training_step(make_params("train"), 1, 4, CARD)
 
@@ -115,9 +115,9 @@ def test_hours_are_measured_once_and_kept(make_params, tmp_path, monkeypatch):
     found = {each.subject: each for each in plan.findings(sections, 2, torch.device("cpu"))}
     assert set(found) == {"training", "keypoints"}  # no memory is forecast for a CPU
     assert "100 steps of 3 pairs" in found["training"].text and "16 images" in found["keypoints"].text
-    rates = json.loads(step_time.KEPT.read_text())["plan"]["values"]
+    rates = json.loads(plan.KEPT.read_text())["values"]
     assert rates["pair"] > 0 and rates["image"] > 0
-    monkeypatch.setattr(step_time, "seconds_a_pair", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(plan, "seconds_a_pair", lambda *_: pytest.fail("measured again"))
     again = {each.subject: each for each in plan.findings(sections, 2, torch.device("cpu"))}
     assert again == found
 

@@ -18,7 +18,7 @@ from pipeline.compat import grad_scaler
 from pipeline.features.store import Store
 from pipeline.processes import distributed
 from pipeline.train import __main__ as train
-from pipeline.train import step, step_graphs
+from pipeline.train import step, step_graphs, trainer
 from pipeline.train.objective import MatchingObjective
 from pipeline.train.pairs.loader import load_batch, split_evenly
 from pipeline.train.pairs.order import PairOrder
@@ -236,6 +236,14 @@ class TestTraining:
         weights = [name for name in one if name.startswith("model.")]
         assert max(float((one[name] - other[name]).abs().max()) for name in weights) < 2e-3  # Adam, see test_options
         assert float(torch.cat([(one[name] - other[name]).abs().flatten() for name in weights]).median()) < 1e-6
+
+    def test_validation_alone_loads_no_steps(self, request_of, monkeypatch, capsys):  # noqa: F811
+        monkeypatch.setattr(step_graphs, "impossible", lambda train, device: "")
+        assert train.main(request_of("run")) == 0
+        loaded = []
+        monkeypatch.setattr(trainer.StepBatches, "_loaded", lambda _, step: loaded.append(step) or [])
+        assert train.main([*request_of("run", cuda_graph=True), "--validate-only"]) == 0
+        assert "best.safetensors: loss " in capsys.readouterr().out and not loaded
 
     def test_it_says_where_it_does_nothing(self, request_of, capsys):  # noqa: F811
         assert train.main(request_of("run", cuda_graph=True)) == 0

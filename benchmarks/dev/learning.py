@@ -28,7 +28,7 @@ from pipeline.train import setup
 from pipeline.train.objective import MatchingObjective
 from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import Sample, validation_pairs
-from pipeline.train.validation import validate
+from pipeline.train.validation import HeldOut, validate
 from superglue_sift.descriptors import root_sift
 from superglue_sift.network.orientation import choose_orientations
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
@@ -102,7 +102,7 @@ def untrained(store: Store, samples: List[Sample], train: TrainParams) -> Dict[s
     model = SuperGlue(SuperGlueConfig(layers=1, sinkhorn_iterations=train.sinkhorn_iterations))
     objective = MatchingObjective(model, setup.POSITIVE_PX, setup.NEGATIVE_PX)
     context = distributed.Context(0, 1, 0, torch.device("cpu"))
-    return validate(objective, store, samples, train.max_keypoints, context, setup.augmentation(train))
+    return validate(objective, HeldOut(store, samples, train.max_keypoints, context, setup.augmentation(train)))
 
 
 def crossing(points: List[Point], f1: float) -> Optional[Point]:

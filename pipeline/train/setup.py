@@ -109,7 +109,7 @@ def read_model(path: Union[str, Path], asked_by: str) -> Tuple[Dict[str, Tensor]
 def check_device(train: TrainParams) -> None:
     """Raises RequestError if this machine lacks what `train` needs."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    precision.on(train.precision, torch.device(kind))
+    precision.on(train.precision, train.dim, torch.device(kind))
     missing = compat.no_compiler(kind) if train.compile else ""
     if missing:
         raise RequestError(f"--compile: {missing}; install it, or leave out --compile")
@@ -123,6 +123,11 @@ def check_features(train: TrainParams, store: Store) -> None:
             f"train.{keys[0]} = {getattr(train, keys[0])}: {store.extractor} gives neither scale nor angle; "
             "set neighbours: false, rotation_deg: 0 and zoom: 0"
         )
+
+
+def choose_precision(train: TrainParams, context: distributed.Context) -> precision.Choice:
+    """The precision of a training from scratch, the same on all ranks."""
+    return agreed(precision.on(train.precision, train.dim, context.device))
 
 
 def agreed(choice: precision.Choice) -> precision.Choice:
@@ -150,13 +155,13 @@ def build(
 ) -> Tuple[Parts, List[str]]:
     """The parts of a training on `store` (None: SIFT keypoints), equal on every rank, and messages to print.
 
-    chosen: the precision, the same on every rank; None: what the devices decide, without a measurement.
+    chosen: the precision, the same on every rank; None: `choose_precision`.
     """
     seed_everything(train.seed, train.deterministic or train.bitwise_elastic)
     if train.bitwise_elastic:
         torch.set_num_threads(1)  # the rounding of a product depends on the number of threads
     model = network(train, store)
-    chosen = chosen or agreed(precision.on(train.precision, context.device))
+    chosen = chosen or choose_precision(train, context)
     messages: List[str] = []
     if train.parallel == "dp" and torch.cuda.device_count() < 2:
         messages.append("--parallel dp does nothing here: it needs several GPUs; leave it out")

@@ -12,6 +12,7 @@ the data and the parameters alone, so a resumed training uses the same.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -23,7 +24,7 @@ from pipeline.train.objective import MatchingObjective
 from superglue_sift.batch import PairBatch
 from superglue_sift.network.cuda_graphs import SharedMemory, can_capture, capture_cuda_graph
 from superglue_sift.network.fixed_layout import FixedLayout, Size, size_of
-from superglue_sift.network.packing import size_class, to_device_async
+from superglue_sift.network.packing import Layout, size_class, to_device_async
 
 SIZES = 4  # more would save little padding (docs/performance.md) and take longer to capture
 SAMPLED = 32  # steps whose numbers of keypoints determine the sizes
@@ -87,25 +88,28 @@ def padding(sizes: Sequence[Size], batches: Sequence[Counts], dim: int) -> Paddi
         fill0, fill1 = (
             torch.full((size.fillers,), (size.tokens - float(side.sum())) / size.fillers) for side in (m, n)
         )
-        needed += _operations(m, n, dim)
-        done += _operations(m, n, dim) + _operations(fill0, fill1, dim)
+        work, filling = (float(torch.stack(layer_operations(*sides, dim)).sum()) for sides in ((m, n), (fill0, fill1)))
+        needed, done = needed + work, done + work + filling
         entries += _ragged_entries(counts)
         padded += sum(width**2 for width in size.widths)
     return Padding(done / max(needed, 1) - 1, padded / max(entries, 1) - 1, missed / len(batches))
 
 
-def _operations(m: Tensor, n: Tensor, dim: int) -> float:
-    """Multiplications of a self- and a cross-attention layer with their linear layers, m and n keypoints of pairs."""
-    linear = 2 * 10 * dim**2 * (m + n)
-    return float((linear + 2 * dim * (m**2 + n**2 + 2 * m * n)).sum())
+def layer_operations(m: Any, n: Any, dim: int) -> Tuple[Any, Any]:
+    """Operations of linear layers and of attention, in a self- and a cross-attention layer together.
+
+    m, n: numbers of keypoints of a pair, or tensors of them. A multiplication with its addition counts as two.
+    """
+    return 4 * 10 * dim**2 * (m + n), 4 * dim * (m + n) ** 2
 
 
 def _ragged_entries(counts: Counts) -> int:
-    """Entries of the padded matrices of the parts of a `Layout`."""
-    classes: Dict[int, List[Tuple[int, int]]] = {}
-    for m, n in zip(*(side.tolist() for side in counts)):
-        classes.setdefault(size_class(max(m, n)), []).append((m, n))
-    return sum(len(part) * max(m for m, _ in part) * max(n for _, n in part) for part in classes.values())
+    """Entries of the padded matrices of the parts of a `Layout` on a GPU, where batches are sorted."""
+    order = torch.maximum(*counts).sort(descending=True)[1]
+    records = torch.empty((len(order), 1, 0), device="meta")
+    counts0, counts1 = (side[order] for side in counts)
+    layout = Layout(SimpleNamespace(records0=records, records1=records, counts0=counts0, counts1=counts1))
+    return sum(len(side0.counts) * side0.width * side1.width for side0, side1 in (part.sides for part in layout.parts))
 
 
 def impossible(train: TrainParams, device: torch.device) -> str:

@@ -18,7 +18,7 @@ from pipeline.parameters import params
 from pipeline.parameters.schema import TrainParams
 from pipeline.processes import distributed, faults, signals
 from pipeline.provenance import trained_on
-from pipeline.train import identity, precision, replicas, resume, setup, step_graphs, step_time, unseen
+from pipeline.train import identity, precision, replicas, resume, setup, step_graphs, unseen
 from pipeline.train.checkpoint import Checkpoints
 from pipeline.train.live_line import LiveLine
 from pipeline.train.logger import TrainingLogger, Window, profiled, write_metrics
@@ -29,7 +29,7 @@ from pipeline.train.pairs.workers import a_process_died
 from pipeline.train.replicas import Saved, Writes
 from pipeline.train.step import CLIP_NORM, StepResult, elastic_step, train_step
 from pipeline.train.step_graphs import Counts
-from pipeline.train.validation import MIN_IMAGES, ratio_test_f1, validate
+from pipeline.train.validation import MIN_IMAGES, HeldOut, ratio_test_f1, validate
 from superglue_sift.batch import PairBatch
 from superglue_sift.weights import load_model_file
 
@@ -86,17 +86,18 @@ class Training:
         self.paths, self.context, self.stop = paths, context, stop
         self.train: TrainParams = params.load("train", paths.params, paths.options)
         self.pairs = setup.global_batch(self.train, context.world_size)
-        self.store, self.held_out = store, held_out
+        self.store = store
         self.batches = StepBatches(self.train, store, self.pairs, context)
         initial = Path(self.train.init_from) if self.train.init_from else None
         self.validation = unseen.validation(self.train, held_out, initial, paths.keep_seen)
-        self._validated_as = self.train.max_keypoints, context, setup.augmentation(self.train)
+        augmentation = setup.augmentation(self.train)
+        self.held_out = HeldOut(held_out, self.validation.samples, self.train.max_keypoints, context, augmentation)
         self.trained_on = unseen.trained_with(self.train, store)
-        self.precision = step_time.choose(self.train, context, torch.get_num_threads())
+        self.precision = setup.choose_precision(self.train, context)
         parts, self.messages = setup.build(self.train, context, store, self.precision)
         self.messages += self.validation.messages
-        self.objective, self.ddp_model, self.state, self._init_limits, graphed = parts
-        self.graphs = self._step_graphs() if graphed else None
+        self.objective, self.ddp_model, self.state, self._init_limits, self._graphed = parts
+        self.graphs: Optional[step_graphs.StepGraphs] = None  # until `run`: they need the batches of many steps
         self.checkpoints = Checkpoints(paths.out)
         self._compared = -1  # step at which the replicas were last compared
         self.fingerprint = identity.fingerprint(self.train, self.store.digest, context.world_size)
@@ -114,6 +115,7 @@ class Training:
         start = resume.prepare(self.paths, self.fingerprint, self.writes, self.context.is_main)
         if start.finished:
             return self._already_finished()
+        self.graphs = self._step_graphs() if self._graphed else None
         window = self._resume(start.saved) if start.saved else None
         self._compare_replicas()
         about = (self.identity, self.precision, self.pairs, self.state.step, window)
@@ -164,9 +166,8 @@ class Training:
             self.state.model.load_state_dict(distributed.broadcast_tensors(weights, 0))
         chosen = self.validation
         if self.context.is_main:
-            chosen = unseen.validation(self.train, self.held_out, Path(source), self.paths.keep_seen)
-        samples = distributed.broadcast(chosen.samples)
-        metrics = validate(self.objective, self.held_out, samples, *self._validated_as)
+            chosen = unseen.validation(self.train, self.held_out.store, Path(source), self.paths.keep_seen)
+        metrics = validate(self.objective, self.held_out._replace(samples=distributed.broadcast(chosen.samples)))
         if self.context.is_main:
             print(*chosen.messages, sep="\n", end="\n" if chosen.messages else "")
             print(f"{source}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
@@ -232,7 +233,7 @@ class Training:
 
     def _live_line(self) -> LiveLine:
         """The progress line, on rank 0."""
-        baseline = ratio_test_f1(self.objective, self.held_out, self.validation.samples, *self._validated_as)
+        baseline = ratio_test_f1(self.objective, self.held_out)
         return LiveLine(self.train.steps, self.state.step, baseline, self.state.best, self.context.is_main)
 
     def _gradient_step(self, batches: List[PairBatch]) -> StepResult:
@@ -294,7 +295,7 @@ class Training:
         model = self.state.model
         before = {name: value.clone() for name, value in model.state_dict().items()}
         model.load_state_dict(weights)
-        metrics = validate(self.objective, self.held_out, self.validation.samples, *self._validated_as)
+        metrics = validate(self.objective, self.held_out)
         model.load_state_dict(before)
         return metrics
 

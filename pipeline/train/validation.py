@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Callable, Dict, List
+from typing import Callable, Dict, List, NamedTuple
 
 import numpy as np
 import torch
@@ -29,15 +29,34 @@ CHUNK = 8  # pairs computed together; fixed, so that metrics do not depend on th
 MIN_IMAGES = 16
 
 
-def validate(
-    objective: MatchingObjective,
-    store: Store,
-    samples: List[Sample],
-    max_keypoints: int,
-    context: distributed.Context,
-    augmentation: Augmentation = NO_CHANGE,
-) -> Dict[str, float]:
-    """Mean loss with its parts, and precision and recall, over all `samples`, on every rank.
+class HeldOut(NamedTuple):
+    """Pairs to validate on: the `samples` of `store`, shared by the ranks of `context`.
+
+    max_keypoints, augmentation: see `loader.load_batch`.
+    """
+
+    store: Store
+    samples: List[Sample]
+    max_keypoints: int
+    context: distributed.Context
+    augmentation: Augmentation = NO_CHANGE
+
+    def sums(self, sums_of: Callable[[PairBatch], Dict[str, np.ndarray]]) -> Dict[str, np.ndarray]:
+        """The values of `sums_of` by name, added over all pairs, on every rank; each rank computes a part."""
+        chunks = [self.samples[start : start + CHUNK] for start in range(0, len(self.samples), CHUNK)]
+        mine = chunks[rank_slice(len(chunks), self.context.rank, self.context.world_size)]
+        batches = (load_batch(self.store, chunk, self.max_keypoints, self.augmentation) for chunk in mine)
+        computed = [sums_of(batch.to(self.context.device)) for batch in batches]
+        sums: Dict[str, np.ndarray] = {}
+        # every rank adds the same chunks in the same order: the bits do not depend on the number of processes
+        for part in [part for parts in distributed.all_gather(computed) for part in parts]:
+            for name, value in part.items():
+                sums[name] = sums.get(name, np.float64(0.0)) + value
+        return sums
+
+
+def validate(objective: MatchingObjective, held_out: HeldOut) -> Dict[str, float]:
+    """Mean loss with its parts, and precision and recall, over all pairs, on every rank.
 
     `f1` is the largest harmonic mean of precision and recall over all thresholds: confidences drift during a training,
     which would move F1 at a fixed threshold. `threshold`, `precision` and `recall` belong to it. `pairs` is the number
@@ -46,48 +65,19 @@ def validate(
     model = objective.model
     was_training = model.training
     model.eval()
-    sums = _over_ranks(partial(_sums, objective), store, samples, max_keypoints, context, augmentation)
+    sums = held_out.sums(partial(_sums, objective))
     model.train(was_training)
     pairs = max(float(sums["pairs"]), 1.0)
     losses = {name: float(sums[name]) / pairs for name in ("loss", "loss_positive", "loss_unmatched")}
     return {**losses, **_separation(sums), "pairs": float(sums["pairs"])}
 
 
-def ratio_test_f1(
-    objective: MatchingObjective,
-    store: Store,
-    samples: List[Sample],
-    max_keypoints: int,
-    context: distributed.Context,
-    augmentation: Augmentation = NO_CHANGE,
-) -> float:
+def ratio_test_f1(objective: MatchingObjective, held_out: HeldOut) -> float:
     """`f1` of the ratio test on the same pairs, over all ratios: the baseline of a training.
 
     Matches are mutual nearest neighbours, with the confidence 1 - nearest / second nearest distance (Lowe 2004).
     """
-    sums = _over_ranks(partial(_ratio_sums, objective), store, samples, max_keypoints, context, augmentation)
-    return _separation(sums)["f1"]
-
-
-def _over_ranks(
-    sums_of: Callable[[PairBatch], Dict[str, np.ndarray]],
-    store: Store,
-    samples: List[Sample],
-    max_keypoints: int,
-    context: distributed.Context,
-    augmentation: Augmentation,
-) -> Dict[str, np.ndarray]:
-    """`sums_of` of all samples, on every rank; each rank computes a part."""
-    chunks = [samples[start : start + CHUNK] for start in range(0, len(samples), CHUNK)]
-    mine = chunks[rank_slice(len(chunks), context.rank, context.world_size)]
-    batches = (load_batch(store, chunk, max_keypoints, augmentation) for chunk in mine)
-    computed = [sums_of(batch.to(context.device)) for batch in batches]
-    sums: Dict[str, np.ndarray] = {}
-    # every rank adds the same chunks in the same order: the bits do not depend on the number of processes
-    for part in [part for parts in distributed.all_gather(computed) for part in parts]:
-        for name, value in part.items():
-            sums[name] = sums.get(name, np.float64(0.0)) + value
-    return sums
+    return _separation(held_out.sums(partial(_ratio_sums, objective)))["f1"]
 
 
 @torch.no_grad()
