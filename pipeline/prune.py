@@ -19,7 +19,7 @@ from pipeline.train.resume import TrainPaths
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """List, ask, delete; 0."""
-    parser = argparse.ArgumentParser(prog=superseded.PRUNE[7:], description=str(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser(prog=superseded.PRUNE, description=str(__doc__).splitlines()[0])
     parser.add_argument("--out", type=Path, default=TrainPaths.out, help="folder of the checkpoints")
     out = parser.parse_args(argv).out
     held = superseded.places(out)

@@ -130,6 +130,7 @@ def from_pairs(
     """Batch pairs of views. H_0to1: (B, 3, 3) float64, true homographies, if known.
 
     dtype: of the records; None: ORIENTED if any record is ORIENTED or there are no pairs, else that of the first pair.
+    Raises TypeError for records of another dtype.
     """
     if dtype is None:
         dtypes = [records.dtype for pair in pairs for records in pair[:2]]

@@ -71,6 +71,9 @@ class Features(NamedTuple):
         count = len(keypoints)
         if keypoints.shape != (count, 2):
             raise RequestError(f"keypoints of shape {keypoints.shape}: must be (n, 2)")
+        for name, values in (("scales", scales), ("angles", angles), ("scores", scores)):
+            if np.shape(values) != (count,):
+                raise RequestError(f"{name} of shape {np.shape(values)}: must be ({count},), one for each keypoint")
         if descriptors.shape != (count, DESCRIPTOR):
             raise RequestError(f"descriptors of shape {descriptors.shape}: must be SIFT's, ({count}, {DESCRIPTOR})")
         if count and (descriptors.min() < 0 or descriptors.max() > 255 or descriptors.max() <= 1):
@@ -103,7 +106,10 @@ def extract(gray: np.ndarray, max_keypoints: int, resize: int = 0, extractor: Ex
 
 def gray_of(image: Union[np.ndarray, torch.Tensor]) -> np.ndarray:
     """Convert the pixels of an `Image` to (H, W) uint8. Raises RequestError for other pixels."""
-    pixels = _array(image) if isinstance(image, torch.Tensor) else np.asarray(image)
+    if not isinstance(image, (np.ndarray, torch.Tensor)):  # the channels of a PIL image are in another order
+        other = "of a PIL image, np.asarray(image)[..., ::-1]"
+        raise RequestError(f"an image of type {type(image).__name__}: must be a file, an array or a tensor; {other}")
+    pixels = _array(image) if isinstance(image, torch.Tensor) else image
     gray, color = pixels.ndim == 2, pixels.ndim == 3 and pixels.shape[-1] == 3
     if pixels.dtype != np.uint8 or not (gray or color) or 0 in pixels.shape:
         raise RequestError(f"an image of {pixels.dtype} {pixels.shape}: must be uint8, (H, W) gray or (H, W, 3) BGR")

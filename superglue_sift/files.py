@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import csv
+import errno
 import hashlib
 import io
 import os
+import tempfile
 import threading
 import zlib
 from pathlib import Path
 from typing import Any, Callable, Iterable, Union
 from zipfile import BadZipFile
+
+from superglue_sift.errors import RequestError
 
 DAMAGED = (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error)  # raised by a damaged `.npz`
 
@@ -23,7 +27,7 @@ def write_atomic(path: Union[str, Path], content: Union[str, bytes], at: Callabl
     """Write `content` to `path`, and create its folder. After a kill, the old or the new file is there, complete.
 
     Text is stored as UTF-8 (surrogateescape, for file names that are not UTF-8). `at` is called with "tmp", "fsync" and
-    "replace", before each of these steps. Raises OSError (a full disk).
+    "replace", before each of these steps. Raises OSError that names `path` (a full disk).
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,6 +43,10 @@ def write_atomic(path: Union[str, Path], content: Union[str, bytes], at: Callabl
             os.fsync(stream.fileno())
         at("replace")
         os.replace(temporary, path)
+    except OSError as error:
+        if error.filename == str(temporary):
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     directory = os.open(path.parent, os.O_RDONLY)
@@ -46,6 +54,20 @@ def write_atomic(path: Union[str, Path], content: Union[str, bytes], at: Callabl
         os.fsync(directory)  # the rename, too, must survive a power loss
     finally:
         os.close(directory)
+
+
+def check_writable(path: Union[str, Path]) -> None:
+    """Raise RequestError if `path` could not be written, before long work whose result it is. Writes nothing."""
+    folder = Path(path).absolute().parent
+    try:
+        if Path(path).is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        while not folder.exists():
+            folder = folder.parent
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be written: {error.strerror}; name another file") from None
 
 
 def write_csv(path: Union[str, Path], rows: Iterable[Iterable[Any]]) -> None:

@@ -116,11 +116,17 @@ class MatchResult(NamedTuple):
         return self.pair_score is None or len(self.matches) > 0
 
     def homography(self, threshold_px: float = INLIER_PX) -> geometry.Fit:
-        """Robust homography 0 -> 1, see `geometry.homography_with_inliers`."""
+        """Robust homography from pixels of image 0 to image 1; its model is None for fewer than four matches.
+
+        threshold_px: distance in image 1 up to which a match is an inlier. See `geometry.homography_with_inliers`.
+        """
         return geometry.homography_with_inliers(self.points0, self.points1, threshold_px, self.deviations)
 
     def fundamental(self, threshold_px: float = INLIER_PX) -> geometry.Fit:
-        """Robust fundamental matrix, see `geometry.fundamental_with_inliers`."""
+        """Robust fundamental matrix F, x1^T F x0 = 0; its model is None for fewer than eight matches.
+
+        threshold_px: distance from epipolar lines. See `geometry.fundamental_with_inliers`.
+        """
         return geometry.fundamental_with_inliers(self.points0, self.points1, threshold_px)
 
     def fits(self) -> Dict[str, geometry.Fit]:
@@ -128,7 +134,11 @@ class MatchResult(NamedTuple):
         return {"homography": self.homography(), "fundamental": self.fundamental()}
 
     def relative_pose(self, K0: np.ndarray, K1: np.ndarray, threshold_px: float = POSE_PX) -> geometry.Pose:
-        """Relative pose of two cameras with known intrinsics, see `geometry.relative_pose`."""
+        """Relative pose of two cameras with intrinsics K0, K1 (3, 3) in pixels; R and t are None without a solution.
+
+        threshold_px: inlier distance, in pixels of the mean focal length. Raises ValueError for intrinsics of another
+        shape. See `geometry.relative_pose`.
+        """
         return geometry.relative_pose(self.points0, self.points1, K0, K1, threshold_px, self.deviations)
 
     def show(self, image0: Optional[Image] = None, image1: Optional[Image] = None) -> drawing.Picture:

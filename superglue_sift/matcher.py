@@ -43,6 +43,7 @@ from superglue_sift.weights import choose_device, load_model, shipped_weights
 
 MAX_KEYPOINTS = 1024
 RESIZE = 1024  # px, longer side
+PRECISIONS = ("float32", "bfloat16", "float16")  # of the layers
 THRESHOLD = 0.2  # probability of a match, for models without their own (SuperGlue, section 5)
 
 
@@ -79,7 +80,7 @@ def match_pairs(model: Callable[..., Assignments], pairs: Sequence[Pair], device
     return [PairMatches(m[: len(pair.records0)], s[: len(pair.records0)]) for pair, m, s in rows]
 
 
-@dataclasses.dataclass(eq=False, repr=False)
+@dataclasses.dataclass(eq=False)
 class Matcher:
     """A trained network with the settings of its input. Create it with `Matcher.load`, which explains the settings.
 
@@ -89,18 +90,18 @@ class Matcher:
     model: on `device`, for inference, as `fuse_for_inference` returns it. extractor: None if it may not be run.
     """
 
-    model: SuperGlue
+    model: SuperGlue = dataclasses.field(repr=False)
     device: str = "cpu"
     max_keypoints: int = 1024
     resize: int = 1024
     threshold: float = THRESHOLD
-    extractor: Optional[Extractor] = DEFAULT
+    extractor: Optional[Extractor] = dataclasses.field(default=DEFAULT, repr=False)
     refine: bool = True
     rules: Optional[scenes.Rules] = None  # of scenes
     frame: str = UPRIGHT
     workers: int = dataclasses.field(default=1, init=False)
-    _turn: Any = dataclasses.field(default_factory=threading.Lock, init=False)
-    _network: Any = dataclasses.field(init=False)  # the model, on a GPU with CUDA graphs
+    _turn: Any = dataclasses.field(default_factory=threading.Lock, init=False, repr=False)
+    _network: Any = dataclasses.field(init=False, repr=False)  # the model, on a GPU with CUDA graphs
 
     def __post_init__(self) -> None:
         graphs = can_capture(torch.device(self.device))  # neither on torch 1.10 nor on devices other than CUDA
@@ -122,7 +123,9 @@ class Matcher:
         frame: str = UPRIGHT,
         **rules: Any,
     ) -> Matcher:
-        """Load a model file. Raises RequestError: no such file or device, or not a model of this project.
+        """Load a model file.
+
+        Raises RequestError: no such file or device, not a model of this project, or a setting out of range.
 
         Args:
             path: models/superglue.safetensors of a training, or any checkpoint; None: the shipped weights.
@@ -142,15 +145,13 @@ class Matcher:
                 "stored", like COLMAP (see `upright`).
             rules: fields of `scenes.Rules` that override the model's own, such as `accept=15`.
         """
-        if frame not in FRAMES:
-            raise RequestError(f"frame {frame!r}: must be 'upright' or 'stored'")
+        _check_settings(frame, precision, max_keypoints, resize, threshold)
+        _check_rules(rules, scene)
         device = choose_device(device)
         model, info = load_model(Path(path) if path else shipped_weights(), device)
         if threshold is None:
             threshold = match_threshold(info)
         extract = _extractor_of(model.config.extractor, extractor, scene)
-        if rules and not scene:
-            raise RequestError(f"{', '.join(rules)}: only with scene=True")
         max_keypoints = max_keypoints or (scenes.MAX_KEYPOINTS if scene else MAX_KEYPOINTS)
         side = resize if resize is not None else (scenes.RESIZE if scene else RESIZE)
         scene_rules = dataclasses.replace(scenes.Rules.of_model(info), **rules) if scene else None
@@ -221,8 +222,11 @@ class Matcher:
     ) -> Iterator[MatchResult]:
         """Match each pair, in order; `batch_size` pairs are read and matched at a time.
 
-        Batches are faster on a GPU; their scores differ from those of single pairs by rounding, up to 1e-5.
+        Batches are faster on a GPU; their scores differ from those of single pairs by rounding, up to 1e-5. Raises
+        RequestError, when its turn comes, for an image that cannot be read.
         """
+        if batch_size < 1:
+            raise RequestError(f"batch_size {batch_size}: must be 1 or more")
         waiting, aligned = iter(pairs), self.refine if refine is None else refine
         for group in iter(lambda: list(itertools.islice(waiting, batch_size)), []):
             sides = self.extract_all([side for pair in group for side in pair])
@@ -297,6 +301,28 @@ class Matcher:
             np.stack(columns, axis=1), seen.scores, self.threshold, (both[0], both[1]), self.rules
         )
         return seen._replace(matches=matches, scores=scores, pair_score=score)
+
+
+def _check_settings(
+    frame: str, precision: str, max_keypoints: Optional[int], resize: Optional[int], threshold: Optional[float]
+) -> None:
+    for name, value, allowed in (("frame", frame, FRAMES), ("precision", precision, PRECISIONS)):
+        if value not in allowed:
+            raise RequestError(f"{name} {value!r}: must be {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}")
+    if max_keypoints is not None and max_keypoints < 1:
+        raise RequestError(f"max_keypoints {max_keypoints}: must be 1 or more")
+    if resize is not None and resize < 0:
+        raise RequestError(f"resize {resize}: must be 0 or more")
+    if threshold is not None and not 0 <= threshold <= 1:
+        raise RequestError(f"threshold {threshold}: must be between 0 and 1")
+
+
+def _check_rules(rules: Mapping[str, Any], scene: bool) -> None:
+    for name in rules:
+        if name not in (field.name for field in dataclasses.fields(scenes.Rules)):
+            raise TypeError(f"Matcher.load() got an unexpected keyword argument {name!r}")
+    if rules and not scene:
+        raise RequestError(f"{', '.join(rules)}: only with scene=True")
 
 
 def _extractor_of(of_model: str, allowed: Optional[str], scene: bool) -> Optional[Extractor]:

@@ -34,6 +34,7 @@ from superglue_sift import errors
 from superglue_sift.batch import Pair
 from superglue_sift.errors import RequestError
 from superglue_sift.features import Features
+from superglue_sift.files import check_writable
 from superglue_sift.matcher import match_threshold
 from superglue_sift.network.orientation import choose_pair
 from superglue_sift.network.packing import Part
@@ -253,11 +254,12 @@ def export(
 
     threshold: minimum probability of a match; None: the model's own, else 0.2. The file's metadata contain it, and the
     model's limits for scenes. report: receives a line at the start of each step, since the export takes a minute or
-    more. Raises RequestError: no such model, wrong extension, or missing packages.
+    more. Raises RequestError: no such model, a file that cannot be written, wrong extension, or missing packages.
     """
     path = Path(path)
     if path.suffix != ".onnx":
         raise RequestError(f"{path}: must end in .onnx")
+    check_writable(path)
     try:
         import onnx
         import onnxscript  # noqa: F401 (torch's exporter needs it)

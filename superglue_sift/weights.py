@@ -79,7 +79,7 @@ def load_model_file(path: Union[str, Path]) -> Tuple[Tensors, Dict[str, Any]]:
             raise BadCheckpoint(f"{path}: the checksum does not fit: the file was altered after it was written")
         info = json.loads(header["info"])
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, MemoryError) as error:
-        raise BadCheckpoint(f"{path}: not readable as safetensors ({error})") from error
+        raise BadCheckpoint(f"{path}: not readable as safetensors, perhaps truncated ({error})") from error
     return {name: torch.from_numpy(array) for name, array in arrays.items()}, info
 
 
@@ -108,10 +108,9 @@ def load_model(
         model = SuperGlue(config)
         model.load_state_dict(weights)
     except FileNotFoundError:
-        other = "train one first, or name another with --model FILE.safetensors"
-        raise RequestError(f"{path}: no such model; {other}") from None
+        raise RequestError(f"{path}: no such model; train one first, or name another") from None
     except BadCheckpoint as error:
-        raise RequestError(str(error)) from error
+        raise RequestError(f"{error}; copy the file again, or name another model") from error
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise RequestError(f"{path}: not a SuperGlue model of this project ({reason})") from error
@@ -146,5 +145,7 @@ def choose_device(name: str) -> str:
     try:
         torch.zeros(1, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise RequestError(f"--device {name}: not available here ({str(error).splitlines()[0]})") from error
+        reason = str(error).splitlines()[0]
+        known = "auto, cpu, cuda or cuda:N"
+        raise RequestError(f"device {name}: not available here; name {known} ({reason:.80})") from error
     return name

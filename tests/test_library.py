@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -200,6 +201,11 @@ def test_a_result_is_one_short_line(matcher, photo, turned):
     assert "above" not in repr(found._replace(threshold=None))
 
 
+def test_a_matcher_is_one_short_line_with_its_settings(matcher):
+    line = repr(dataclasses.replace(matcher, threshold=0.25))
+    assert line.startswith("Matcher(device='cpu'") and "threshold=0.25" in line and len(line) < 200
+
+
 def test_a_result_shows_its_picture_in_colour(matcher, color_photo, tmp_path):
     bgr = np.ascontiguousarray(color_photo[..., ::-1])
     path = tmp_path / "a.png"
@@ -338,9 +344,9 @@ def test_an_image_without_structure_gives_no_match(matcher, photo):
         assert found.matches.shape == (0, 2) and found.scores.shape == (0,) and found.points1.shape == (0, 2)
 
 
-def features(count: int, width: int, value: float = 9.0) -> Features:
+def features(count: int, width: int, value: float = 9.0, scales: int = 5) -> Features:
     one = np.ones(count)
-    return Features.of(np.zeros((count, 2)), one, one, one, np.full((count, width), value), (64, 64))
+    return Features.of(np.zeros((count, 2)), np.ones(scales), one, one, np.full((count, width), value), (64, 64))
 
 
 @pytest.mark.parametrize(
@@ -354,15 +360,24 @@ def features(count: int, width: int, value: float = 9.0) -> Features:
         (lambda matcher, folder: matcher.extract(torch.zeros(9, 9, dtype=torch.int64)), "int64"),
         (lambda matcher, folder: features(5, 256), r"\(5, 256\): must be SIFT's, \(5, 128\)"),
         (lambda matcher, folder: features(5, 128, 0.1), "0 to 255"),
+        (lambda matcher, folder: features(5, 128, scales=4), r"scales of shape \(4,\): must be \(5,\)"),
         (lambda matcher, folder: Matcher.load(folder / "no.safetensors"), "no.safetensors: no such model"),
         (lambda matcher, folder: Matcher.load(folder / "text.safetensors"), "text.safetensors: not readable"),
         (lambda matcher, folder: Matcher.load(folder / "other.safetensors"), "not a SuperGlue model"),
-        (lambda matcher, folder: Matcher.load(device="toaster"), "toaster: not available"),
+        (lambda matcher, folder: Matcher.load(device="toaster"), "^device toaster: not available here; name auto, cpu"),
+        (lambda matcher, folder: Matcher.load(folder / "cut.safetensors"), "cut.safetensors: .*truncated.*copy"),
+        (lambda matcher, folder: Matcher.load(threshold=1.5), "threshold 1.5: must be between 0 and 1"),
+        (lambda matcher, folder: Matcher.load(max_keypoints=0), "max_keypoints 0: must be 1 or more"),
+        (lambda matcher, folder: Matcher.load(resize=-1), "resize -1: must be 0 or more"),
+        (lambda matcher, folder: Matcher.load(precision="fp16"), "precision 'fp16': must be 'float32', 'bfloat16' or"),
+        (lambda matcher, folder: next(matcher.match_batch([("a", "b")], 0)), "batch_size 0: must be 1 or more"),
+        (lambda matcher, folder: matcher.extract([[0, 1]]), "type list: must be a file, an array or a tensor"),
     ],
 )
 def test_a_wrong_request_is_one_line(matcher, tmp_path, ask, message):
     (tmp_path / "text.safetensors").write_text("hello")
     save_model_file(tmp_path / "other.safetensors", {"a": matcher.model.dustbin}, {"model": {"dim": 128}})
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "other.safetensors").read_bytes()[:-1])
     with pytest.raises(RequestError, match=message) as error:
         ask(matcher, tmp_path)
     assert "\n" not in str(error.value)

@@ -76,7 +76,7 @@ def test_all_pairs_of_a_folder_in_the_layout_that_others_read(work, capsys):
 def test_bad_images_are_listed_and_the_rest_is_done(work, capsys):
     (work / "photos" / "torn.jpg").write_bytes(b"\xff\xd8\xff\xe0 torn")
     assert run(work, work / "photos", "--out-dir", work / "found") == 1
-    assert "1 images cannot be read, the others are matched" in capsys.readouterr().err
+    assert "1 image cannot be read, the others are matched" in capsys.readouterr().err
     assert len(npz_names(work / "found")) == 6
     with (work / "found" / "bad_images.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -277,6 +277,13 @@ def test_threads_that_write_one_file_at_once_do_not_meet(tmp_path):
     assert path.read_bytes() == b"the same" and list(tmp_path.iterdir()) == [path]
 
 
+def test_an_error_of_writing_names_the_file_and_not_a_temporary_one(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError) as error:
+        write_atomic(tmp_path / "folder", b"")
+    assert error.value.filename == str(tmp_path / "folder") and list(tmp_path.iterdir()) == [tmp_path / "folder"]
+
+
 def test_words_need_nothing_that_opencv_5_took_out(monkeypatch):
     """Two groups around two directions, far apart: each word is of one group, and each group has some."""
     monkeypatch.delattr(cv2, "BOWKMeansTrainer", raising=False)
@@ -414,12 +421,14 @@ def test_memory_does_not_grow_with_the_number_of_images(work, tmp_path):
         (["empty", "--out-dir", "x"], "0 images; matching needs two"),
         (["nowhere", "--out-dir", "x"], "nowhere: no such folder or video"),
         (["text.avi", "--out-dir", "x"], "text.avi: OpenCV cannot open it"),
-        (["--pairs", "nowhere.txt", "--out-dir", "x"], "nowhere.txt: cannot be read"),
+        (["--pairs", "nowhere.txt", "--out-dir", "x"], "nowhere.txt: cannot be read: No such file or directory"),
+        (["--pairs", "binary.txt", "--out-dir", "x"], "binary.txt: is not a text file"),
         (["--pairs", "one.txt", "--out-dir", "x"], "one.txt:1: needs two names"),
         (["--pairs", "text.avi", "--out-dir", "x", "--k", "0"], "--k 0: must be 1"),
         (["a.png", "b.png", "--features", "kept"], "--features goes with --out-dir"),
         (["a.png", "b.png", "--out-dir", "x", "--colmap", "x.db"], "--colmap needs a folder"),
         (["a.png", "b.png", "--homography"], "--homography needs --out"),
+        (["--serve", "--port", "99999"], "--port 99999: must be between 0 and 65535"),
         (["--serve", "--frame", "stored"], "--frame stored goes with photographs"),
         (["walk.mp4", "--frame", "stored", "--out-dir", "x"], "--frame stored goes with photographs"),
     ],
@@ -429,6 +438,7 @@ def test_wrong_requests_are_one_line(work, monkeypatch, capfd, words, message):
     (work / "empty").mkdir()
     (work / "text.avi").write_text("hello")
     (work / "one.txt").write_text("a.png\n")
+    (work / "binary.txt").write_bytes(b"\xff\xd8\xff")
     assert run(work, *words) == 2
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and message in lines[0]

@@ -86,12 +86,15 @@ def test_images_without_structure(work, capsys):
         (["a.png", "b.jpg", "--threshold", "2"], "--threshold 2.0"),
         (["a.png", "b.jpg", "--resize", "-5"], "--resize -5"),
         (["a.png", "b.jpg", "--out", "m.pdf"], "m.pdf: must end in"),
-        (["a.png", "b.jpg", "--json", "text.jpg/m.json"], "cannot be written"),
+        (["a.png", "b.jpg", "--json", "text.jpg/m.json"], "text.jpg/m.json: cannot be written"),
+        (["a.png", "b.jpg", "--out", "folder.png"], "folder.png: cannot be written: Is a directory"),
+        (["--pairs", "pairs.txt", "--out-dir", "text.jpg/found"], "text.jpg/found/bad_images.csv: cannot be written"),
     ],
 )
 def test_wrong_requests_are_one_line(work, monkeypatch, capsys, words, message):
     monkeypatch.chdir(work)
     (work / "text.jpg").write_text("hello")
+    (work / "folder.png").mkdir(exist_ok=True)
     before = [] if "--model" in words else ["--model", "model.safetensors"]
     assert errors.run(match.main, [*before, *words]) == 2
     found = capsys.readouterr().err

@@ -237,10 +237,18 @@ class FakeRuntime:
 @pytest.mark.parametrize(
     ("built", "loads", "why"), [(False, False, "pip install onnxruntime-gpu"), (True, False, "cannot load CUDA")]
 )
-def test_onnx_runtime_that_would_go_on_on_the_cpu_is_refused(monkeypatch, built, loads, why):
+def test_onnx_runtime_that_would_go_on_on_the_cpu_is_refused(tmp_path, monkeypatch, built, loads, why):
     monkeypatch.setitem(sys.modules, "onnxruntime", FakeRuntime(built, loads))
+    path = tmp_path / "m.onnx"
+    path.touch()
     with pytest.raises(RequestError, match=why):
-        next(onnx_times.latencies(Path("m.onnx"), None, "cuda"))
+        next(onnx_times.latencies(path, None, "cuda"))
+
+
+def test_without_the_file_the_times_say_what_writes_it(tmp_path):
+    path = tmp_path / "m.onnx"
+    with pytest.raises(RequestError, match=rf"{path}: no such file; `python -m superglue_sift.onnx {path}` writes it"):
+        next(onnx_times.latencies(path, None))
 
 
 def test_onnx_runtime_takes_the_gpu_that_is_named(monkeypatch):

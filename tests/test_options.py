@@ -278,6 +278,12 @@ def test_validation_alone(bench, capsys):
         train.main([*arguments, "--validate-only"])
 
 
+def test_an_option_is_not_taken_for_a_longer_one(capsys):
+    with pytest.raises(SystemExit) as end:
+        train.main(["--batch", "8"])  # neither train.batch nor --batch-per-rank
+    assert end.value.code == 2 and "unrecognized arguments: --batch 8" in capsys.readouterr().err
+
+
 def test_options_that_exclude_each_other(make_params):
     with pytest.raises(RequestError, match="--checkpoint-layers"):
         make_params("train", checkpoint_layers=True, norm="batch")

@@ -1,6 +1,6 @@
 """Models of places with known cameras, from our matches and from COLMAP's own: `python -m benchmarks.dev.scenes`.
 
-  python -m benchmarks.dev.scenes ../shared/data/poses/strecha --cameras ../shared/data/poses/strecha/cameras_gt.txt
+  python -m benchmarks.dev.scenes /data/strecha --cameras /data/strecha/cameras_gt.txt
   python -m benchmarks.dev.scenes DIR --cameras FILE --only entry-P10 --every 3 --ways ours
   python -m benchmarks.dev.scenes DIR --cameras FILE --options "--accept 15" --name accept-15
 

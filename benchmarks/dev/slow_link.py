@@ -129,7 +129,8 @@ def step_seconds(args: argparse.Namespace) -> List[List[float]]:
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    prog, title = "python -m benchmarks.dev.slow_link", str(__doc__).splitlines()[0]
+    parser = argparse.ArgumentParser(prog=prog, description=title)
     parser.add_argument("--mbit", type=float, default=1000.0, help="rate of the link")
     parser.add_argument("--delay-ms", type=float, default=10.0, help="each way")
     parser.add_argument("--dim", type=int, default=128)

@@ -42,7 +42,7 @@ def next_steps(folder: Path, model: Path) -> List[str]:
 def main(argv: Optional[List[str]] = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipeline.report", description=__doc__)
     parser.add_argument("--evaluation", type=Path, default=Path("reports/evaluate"), help="folder with metrics.json")
-    parser.add_argument("--model", type=Path, default=Path("models/superglue.safetensors"))
+    parser.add_argument("--model", type=Path, default=Path("models/superglue.safetensors"), help="exported model")
     parser.add_argument("--open", action="store_true", help="open the page in a browser, where there is one")
     args = parser.parse_args(argv)
     path = args.evaluation / "metrics.json"

@@ -32,7 +32,7 @@ from pipeline.train.trainer import Training
 
 def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m pipeline.train", description=str(__doc__).splitlines()[0],
-                                     parents=[params.option_parser()])  # fmt: skip
+                                     parents=[params.option_parser()], allow_abbrev=False)  # fmt: skip
     add, usual = parser.add_argument, TrainPaths
     add("--keypoints", type=Path, default=usual.keypoints, help="folder of the stage keypoints")
     add("--out", type=Path, default=usual.out, help="folder of the checkpoints")

@@ -45,7 +45,7 @@ from superglue_sift import __version__, errors, scenes
 from superglue_sift.apps import many, results, retrieval
 from superglue_sift.errors import RequestError, WorkError
 from superglue_sift.extractors import DEFAULT
-from superglue_sift.files import file_sha256, write_csv
+from superglue_sift.files import check_writable, file_sha256, write_csv
 from superglue_sift.images import EXTENSIONS
 from superglue_sift.matcher import Matcher
 from superglue_sift.sift import WEAK
@@ -54,7 +54,11 @@ from superglue_sift.weights import shipped_weights
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 RULES = ("accept", "strict", "likely", "network_keypoints")  # fields of `scenes.Rules`
-RANGES = {"threshold": (0, 1), "strict": (0, 1), "resize": (0, math.inf), "likely": (0, math.inf)}  # of options
+BAD_IMAGES = "bad_images.csv"  # of --out-dir
+# Of options; port 0: any free one.
+RANGES = {
+    "threshold": (0, 1), "strict": (0, 1), "resize": (0, math.inf), "likely": (0, math.inf), "port": (0, 65535),
+}  # fmt: skip
 COUNTS = ("max_keypoints", "k", "every", "frames", "accept", "network_keypoints")  # options from 1 on
 
 
@@ -174,6 +178,9 @@ def _check_files(args: argparse.Namespace) -> None:
         raise RequestError("--colmap needs a folder or --pairs")
     if args.colmap and args.colmap.exists():
         raise RequestError(f"--colmap {args.colmap}: exists already; delete it or name another database")
+    listing = args.out_dir and args.out_dir / BAD_IMAGES
+    for path in filter(None, (args.out, args.json, args.colmap, listing)):
+        check_writable(path)
     _check_packages(args)
 
 
@@ -264,11 +271,12 @@ def match_many(args: argparse.Namespace) -> int:
     report(run, total)
     if args.colmap:
         print(f"{args.colmap}: in pixels as stored in the files, as COLMAP reads them")
-    path = args.out_dir / "bad_images.csv"
+    path = args.out_dir / BAD_IMAGES
     path.unlink(missing_ok=True)
     if bad:
         write_csv(path, [("image", "reason"), *bad.items()])
-        raise WorkError(f"{len(bad)} images cannot be read, the others are matched; see {path}")
+        images = "1 image" if len(bad) == 1 else f"{len(bad)} images"
+        raise WorkError(f"{images} cannot be read, the others are matched; see {path}")
     return 0
 
 

@@ -131,8 +131,10 @@ def listed_pairs(file: Path, root: Path) -> List[Tuple[Item, Item]]:
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{file}: cannot be read: {error}") from None
+    except OSError as error:
+        raise RequestError(f"{file}: cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise RequestError(f"{file}: is not a text file; a line is `a.jpg b.jpg`") from None
     pairs: Dict[Tuple[Path, Path], None] = {}
     for number, line in enumerate(lines, 1):
         words = line.split()

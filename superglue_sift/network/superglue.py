@@ -289,6 +289,8 @@ def mutual_matches(log_assignments: Sequence[Tensor], size: Tuple[int, int], thr
         log_assignments: output of `SuperGlue`, B matrices (m_i + 1, n_i + 1).
         size: (M, N) of the padded result, at least the largest (m_i, n_i).
         threshold: minimum probability of a match.
+
+    Returns tensors on the device of `log_assignments`.
     """
     B, (M, N) = len(log_assignments), size
     device = log_assignments[0].device if B else torch.device("cpu")
