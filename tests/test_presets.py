@@ -98,6 +98,7 @@ def test_every_preset_renders_to_a_valid_commented_file(name: str, tmp_path: Pat
     assert sections["train"].model_dump()["sinkhorn_iterations"] == iterations
     text = target.read_text(encoding="utf-8")
     assert text.startswith(f"# Preset {name}: ")
+    assert presets.describe(name).endswith(".")  # one line is a whole sentence
     assert text.count("  # ") == (ROOT / "params.yaml").read_text(encoding="utf-8").count("  # ")
 
 

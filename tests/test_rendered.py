@@ -223,7 +223,7 @@ def work(tmp_path, photo, root):
     write_model(tmp_path / "model.safetensors", about={"strict_threshold": 0.6, "accept_pairs": 9})
     write_image_set(tmp_path / "images", {"a.png": photo, "b.png": photo[:, ::-1]}, "test")
     (tmp_path / "params.yaml").write_text(
-        (root / "presets" / "sample.yaml").read_text().replace("image: 40", "image: 1")
+        (root / "presets" / "sample.yaml").read_text().replace("image: 20", "image: 1")
     )
     return tmp_path
 

@@ -217,10 +217,10 @@ def test_validation_alone_leaves_out_what_was_seen(training, tmp_path, capsys):
 
 def test_the_shipped_weights_name_the_photographs_they_were_trained_on(root, shared_data):
     known = trained_on.read(root / SHIPPED)
-    assert known is not None and len(known) == 2998
+    assert known is not None and len(known) == 2999
     for folder in ("train", "extra_gray", "extra_gray_512"):
         images = {entry(path.name).photograph for path in (shared_data / "coco" / folder).iterdir()}
-        assert len(images - known) == (folder == "extra_gray_512")  # one is too narrow for a view
+        assert images <= known
     assert not known & {entry(path.name).photograph for path in (shared_data / "coco" / "val").iterdir()}
 
 
