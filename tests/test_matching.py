@@ -372,6 +372,20 @@ class TestAttention:
             assert float((a - b).norm()) <= 0.01 * float(exact.grad.norm())
         assert torch.equal(cast.detach(), before)
 
+    def test_products_of_any_batch_have_few_shapes(self, monkeypatch):
+        """Each new shape of a bfloat16 product makes oneDNN compile a kernel."""
+        lengths = [packing.kernel_length(tokens) for tokens in range(1, 2049)]
+        assert all(tokens <= length <= max(1.25 * tokens, tokens + 15) for tokens, length in enumerate(lengths, 1))
+        assert len(set(lengths)) == 4 + 4 * 5 and packing.kernel_length(0) == 0
+        shapes, inner = set(), torch.bmm
+        monkeypatch.setattr(torch, "bmm", lambda a, b, **out: shapes.add((a.shape, b.shape)) or inner(a, b, **out))
+        counts = [90, 95, 65, 79]
+        edges = packing.Edges(packing.Packing(counts, torch.device("cpu")), [2, 3, 0, 1])
+        heads = torch.randn(sum(counts), 3, 2, 8).bfloat16().requires_grad_()
+        attention.ragged_attention(heads, edges).square().sum().backward()
+        lengths = {a[1] for a, _ in shapes} | {b[2] for _, b in shapes}
+        assert lengths == {80, 96, 8}
+
     def test_maps_of_all_layers_at_once_are_those_of_each(self):
         layers = scrambled(SuperGlueConfig(dim=32, layers=2))._layers
         together, each = attention.maps_of(layers), [layer.maps() for layer in layers]
@@ -392,7 +406,7 @@ class TestAttention:
             (slice(0, 6), slice(11, 17), 2), (slice(6, 9), slice(17, 20), 1), (slice(9, 11), slice(20, 22), 1),
             (slice(11, 17), slice(0, 6), 2), (slice(17, 20), slice(6, 9), 1), (slice(20, 22), slice(9, 11), 1),
         ]  # fmt: skip
-        assert [group.weights for group in edges.groups(1)] == [9, 9, 9, 4] * 2
+        assert [group.lengths for group in edges.groups(1)] == [(3, 3), (3, 3), (3, 3), (2, 2)] * 2
         gradients = []
         for scratch in (1, 4 * 18, 1 << 22):
             monkeypatch.setattr(attention, "MAX_SCRATCH", scratch)

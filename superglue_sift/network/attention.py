@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from superglue_sift import torch_compat
 from superglue_sift.network.chunked_attention import scaled_dot_product_attention
-from superglue_sift.network.packing import Edges
+from superglue_sift.network.packing import Edges, Group, kernel_length
 from superglue_sift.torch_compat import no_autocast
 
 # Maximum attention weights that the gradient on a CPU holds at a time: those of several short sequences.
@@ -104,7 +104,8 @@ class _WithOwnGradient(torch.autograd.Function):
     """`_fused` with a backward pass of plain products and recomputed weights.
 
     On a CPU, the backward pass of the fused kernel is slower in bfloat16 than in float32, while plain products use the
-    matrix units (docs/performance.md).
+    matrix units (docs/performance.md). For each new shape of a product oneDNN compiles a kernel, which takes as long as
+    eight products; therefore sequences are padded to few lengths.
     """
 
     @staticmethod
@@ -119,43 +120,53 @@ class _WithOwnGradient(torch.autograd.Function):
         d_heads = torch.empty_like(heads)
         groups = list(edges.groups(MAX_SCRATCH // heads.shape[2]))
         # one buffer for all groups, which stays in the cache
-        scratch = heads.new_empty((2, heads.shape[2] * max(group.weights for group in groups)))
+        sizes = [group.number * math.prod(map(kernel_length, group.lengths)) for group in groups]
+        scratch = heads.new_empty((2, heads.shape[2] * max(sizes)))
         with no_autocast("cpu"):
-            for own, others, number in groups:
+            for group in groups:
+                own, others = group.own, group.others
                 inputs = heads[own, 0], heads[others, 1], heads[others, 2], grad[own]
                 outputs = d_heads[own, 0], d_heads[others, 1], d_heads[others, 2]
-                _write_gradient(inputs, outputs, number, scratch)
+                _write_gradient(inputs, outputs, group, scratch)
         return d_heads, None
 
 
-def _write_gradient(inputs: Sequence[Tensor], outputs: Sequence[Tensor], number: int, scratch: Tensor) -> None:
-    """Write the gradient of attention of `number` sequences of length n to as many of length m.
+def _write_gradient(inputs: Sequence[Tensor], outputs: Sequence[Tensor], group: Group, scratch: Tensor) -> None:
+    """Write the gradient of attention of a group of sequences of n tokens to as many of m tokens.
 
     Args:
         inputs: q (number n, H, d), k, v (number m, H, d) and the gradient of the message, as q.
         outputs: for the gradients of q, k and v.
-        scratch: (2, at least number H n m), overwritten.
+        scratch: (2, at least the number of padded weights), overwritten.
     """
-    # (number, H, n, d); the inputs as contiguous copies
-    outputs, parts = (
-        [t.unflatten(0, (number, len(t) // number)).transpose(1, 2) for t in tensors] for tensors in (outputs, inputs)
-    )
-    q, k, v, grad = (t.clone(memory_format=torch.contiguous_format).flatten(0, 1) for t in parts)
-    shape = (len(q), q.shape[1], k.shape[1])
-    if 0 in shape:
+    n, m = group.lengths
+    if 0 in (n, m):
         for t in outputs:
             t.zero_()
         return
+    q, k, v, grad = (_padded_copy(t, group.number) for t in inputs)
+    shape = (len(q), q.shape[1], k.shape[1])
     weights, d_logits = (part[: math.prod(shape)].view(shape) for part in scratch)
     scale = 1 / math.sqrt(q.shape[-1])
     k.mul_(scale)
-    torch_compat.softmax_(torch.bmm(q, k.transpose(1, 2), out=weights))
+    torch.bmm(q, k.transpose(1, 2), out=weights)[..., m:] = -math.inf
+    torch_compat.softmax_(weights)
     d_v = torch.bmm(weights.transpose(1, 2), grad)
+    # of padding all gradients are zero: grad is, and the weights of padded keys are
     torch_compat.softmax_gradient_(torch.bmm(grad, v.transpose(1, 2), out=d_logits), weights)
     d_k = torch.bmm(d_logits.transpose(1, 2), q).mul_(scale)
     d_q = torch.bmm(d_logits, k)
-    for output, t in zip(outputs, (d_q, d_k, d_v)):
-        output.copy_(t.view(output.shape))
+    for output, t, length in zip(outputs, (d_q, d_k, d_v), (n, m, m)):
+        heads = t.unflatten(0, (group.number, -1))[:, :, :length].transpose(1, 2)
+        output.unflatten(0, (group.number, length)).copy_(heads)
+
+
+def _padded_copy(tokens: Tensor, number: int) -> Tensor:
+    """Tokens (number n, H, d) of sequences of n tokens -> (number H, `kernel_length(n)`, d), the rest zero."""
+    n, (H, d) = len(tokens) // number, tokens.shape[1:]
+    padded = tokens.new_zeros((number, H, kernel_length(n), d))
+    padded[:, :, :n] = tokens.unflatten(0, (number, n)).transpose(1, 2)
+    return padded.flatten(0, 1)
 
 
 def _packed(heads: Tensor, edges: Any) -> Tensor:

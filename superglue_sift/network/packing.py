@@ -27,6 +27,12 @@ def size_class(keypoints: int) -> int:
     return max(128, -(-keypoints // unit) * unit)
 
 
+def kernel_length(tokens: int) -> int:
+    """Round up to one of four lengths per octave from 64 on: 64, 80, 96, 112, 128, 160, ...; multiples of 16 below."""
+    unit = max(16, 1 << max(tokens - 1, 1).bit_length() >> 3)
+    return -(-tokens // unit) * unit
+
+
 def pair_by_pair(device: torch.device) -> bool:
     """Whether each pair is a separate part (`Layout.parts`)."""
     return device.type == "cpu"
@@ -90,9 +96,10 @@ class Group(NamedTuple):
     number: int
 
     @property
-    def weights(self) -> int:
-        """Number of attention weights per head."""
-        return (self.own.stop - self.own.start) * (self.others.stop - self.others.start) // self.number
+    def lengths(self) -> Tuple[int, int]:
+        """Tokens of each sequence and of each partner."""
+        own, others = ((rows.stop - rows.start) // self.number for rows in (self.own, self.others))
+        return own, others
 
 
 class Edges:
