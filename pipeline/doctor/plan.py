@@ -24,11 +24,11 @@ from pipeline.image_sets import manifest
 from pipeline.image_sets.sources import sample_folder
 from pipeline.keypoints.image import gray_views
 from pipeline.keypoints.pool import cores
+from pipeline.parameters.schema import TrainParams
 from pipeline.processes import machine
 from pipeline.processes.distributed import Context
 from pipeline.processes.machine import OK, Finding
 from pipeline.processes.memory import tune_process
-from pipeline.parameters.schema import TrainParams
 from pipeline.train import setup
 from pipeline.train.pairs.synthetic import synthetic_batch
 from pipeline.train.step import CLIP_NORM, train_step

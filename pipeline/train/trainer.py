@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Dict, Generator, List, Optional, Sequence
 
-import torch
 from torch import Tensor
 
 from pipeline import compat, tracking
