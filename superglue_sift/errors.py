@@ -1,10 +1,11 @@
-"""The two errors that are shown to users, and their exit codes."""
+"""The two errors that are shown to users, their exit codes, and a check of numbers."""
 
 from __future__ import annotations
 
 import errno
+import math
 import sys
-from typing import Callable, List, Optional
+from typing import Any, Callable, List, Optional
 
 Main = Callable[[Optional[List[str]]], int]
 
@@ -15,6 +16,14 @@ class RequestError(Exception):
 
 class WorkError(Exception):
     """A correct request that failed (exit code 1): one line with the reason."""
+
+
+def check_range(name: str, value: Any, least: float, most: float = math.inf) -> None:
+    """Raise RequestError unless `value` is None or a number from `least` to `most`."""
+    if value is None or (isinstance(value, (int, float)) and least <= value <= most):
+        return
+    rule = f"{least} or more" if most == math.inf else f"between {least} and {most}"
+    raise RequestError(f"{name} {value}: must be {rule}")
 
 
 def exit_code(main: Main, argv: Optional[List[str]] = None) -> int:

@@ -106,10 +106,7 @@ def extract(gray: np.ndarray, max_keypoints: int, resize: int = 0, extractor: Ex
 
 def gray_of(image: Union[np.ndarray, torch.Tensor]) -> np.ndarray:
     """Convert the pixels of an `Image` to (H, W) uint8. Raises RequestError for other pixels."""
-    if not isinstance(image, (np.ndarray, torch.Tensor)):  # the channels of a PIL image are in another order
-        other = "of a PIL image, np.asarray(image)[..., ::-1]"
-        raise RequestError(f"an image of type {type(image).__name__}: must be a file, an array or a tensor; {other}")
-    pixels = _array(image) if isinstance(image, torch.Tensor) else image
+    pixels = _array(image)
     gray, color = pixels.ndim == 2, pixels.ndim == 3 and pixels.shape[-1] == 3
     if pixels.dtype != np.uint8 or not (gray or color) or 0 in pixels.shape:
         raise RequestError(f"an image of {pixels.dtype} {pixels.shape}: must be uint8, (H, W) gray or (H, W, 3) BGR")
@@ -120,11 +117,16 @@ def photo_of(image: Image, frame: str) -> Photo:
     """An image to draw coordinates of `frame` on; arrays and tensors are assumed to be upright."""
     if isinstance(image, (str, Path)):
         return read_photo(image, frame)
-    return Photo(_array(image) if isinstance(image, torch.Tensor) else np.asarray(image), np.eye(3))
+    return Photo(_array(image), np.eye(3))
 
 
-def _array(image: torch.Tensor) -> np.ndarray:
-    """Convert a tensor of `Image` to the layout of OpenCV."""
+def _array(image: Union[np.ndarray, torch.Tensor]) -> np.ndarray:
+    """The pixels of an `Image` in the layout of OpenCV. Raises RequestError for another type."""
+    if isinstance(image, np.ndarray):
+        return image
+    if not isinstance(image, torch.Tensor):  # the channels of a PIL image are in another order
+        other = 'of a PIL image, np.asarray(image.convert("RGB"))[..., ::-1]'
+        raise RequestError(f"an image of type {type(image).__name__}: must be a file, an array or a tensor; {other}")
     image = image.detach().cpu()
     if image.is_floating_point():
         if not bool(((image >= 0) & (image <= 1)).all()):

@@ -27,7 +27,7 @@ def write_atomic(path: Union[str, Path], content: Union[str, bytes], at: Callabl
     """Write `content` to `path`, and create its folder. After a kill, the old or the new file is there, complete.
 
     Text is stored as UTF-8 (surrogateescape, for file names that are not UTF-8). `at` is called with "tmp", "fsync" and
-    "replace", before each of these steps. Raises OSError that names `path` (a full disk).
+    "replace", before each of these steps. Raises OSError that names `path`, such as for a full disk.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def write_atomic(path: Union[str, Path], content: Union[str, bytes], at: Callabl
         at("replace")
         os.replace(temporary, path)
     except OSError as error:
-        if error.filename == str(temporary):
+        if error.filename in (None, str(temporary)):
             error.filename = str(path)
         raise
     finally:
@@ -56,8 +56,11 @@ def write_atomic(path: Union[str, Path], content: Union[str, bytes], at: Callabl
         os.close(directory)
 
 
-def check_writable(path: Union[str, Path]) -> None:
-    """Raise RequestError if `path` could not be written, before long work whose result it is. Writes nothing."""
+def check_writable(path: Union[str, Path], named: Union[str, Path, None] = None) -> None:
+    """Raise RequestError if `path` could not be written, before long work whose result it is. Writes nothing.
+
+    named: the file or folder that the user gave and the message names; None: `path`.
+    """
     folder = Path(path).absolute().parent
     try:
         if Path(path).is_dir():
@@ -67,7 +70,7 @@ def check_writable(path: Union[str, Path]) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise RequestError(f"{path}: cannot be written: {error.strerror}; name another file") from None
+        raise RequestError(f"{named or path}: cannot be written: {error.strerror}; name another") from None
 
 
 def write_csv(path: Union[str, Path], rows: Iterable[Iterable[Any]]) -> None:

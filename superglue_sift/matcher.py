@@ -28,7 +28,7 @@ import torch
 from superglue_sift import scenes, threads
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.descriptors import kind_of
-from superglue_sift.errors import RequestError
+from superglue_sift.errors import RequestError, check_range
 from superglue_sift.extractors import DEFAULT, DENSE, Extractor
 from superglue_sift.extractors import load as load_extractor
 from superglue_sift.features import Features, Image, extract, gray_of
@@ -225,8 +225,7 @@ class Matcher:
         Batches are faster on a GPU; their scores differ from those of single pairs by rounding, up to 1e-5. Raises
         RequestError, when its turn comes, for an image that cannot be read.
         """
-        if batch_size < 1:
-            raise RequestError(f"batch_size {batch_size}: must be 1 or more")
+        check_range("batch_size", batch_size, 1)
         waiting, aligned = iter(pairs), self.refine if refine is None else refine
         for group in iter(lambda: list(itertools.islice(waiting, batch_size)), []):
             sides = self.extract_all([side for pair in group for side in pair])
@@ -309,12 +308,9 @@ def _check_settings(
     for name, value, allowed in (("frame", frame, FRAMES), ("precision", precision, PRECISIONS)):
         if value not in allowed:
             raise RequestError(f"{name} {value!r}: must be {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}")
-    if max_keypoints is not None and max_keypoints < 1:
-        raise RequestError(f"max_keypoints {max_keypoints}: must be 1 or more")
-    if resize is not None and resize < 0:
-        raise RequestError(f"resize {resize}: must be 0 or more")
-    if threshold is not None and not 0 <= threshold <= 1:
-        raise RequestError(f"threshold {threshold}: must be between 0 and 1")
+    check_range("max_keypoints", max_keypoints, 1)
+    check_range("resize", resize, 0)
+    check_range("threshold", threshold, 0, 1)
 
 
 def _check_rules(rules: Mapping[str, Any], scene: bool) -> None:

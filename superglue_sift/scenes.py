@@ -20,7 +20,7 @@ from typing import Any, Mapping, NamedTuple, Optional, Tuple
 import numpy as np
 
 from superglue_sift import classical, geometry
-from superglue_sift.errors import RequestError
+from superglue_sift.errors import RequestError, check_range
 from superglue_sift.sift import positions
 
 STRICT = 0.8  # minimum confidence of a strict match, for models without their own limit
@@ -38,7 +38,7 @@ RESIZE = 1600  # px, longer side to which photographs are reduced
 
 @dataclass(frozen=True)
 class Rules:
-    """How pairs of a scene are matched.
+    """How pairs of a scene are matched. Raises RequestError for a value out of range.
 
     strict: a match above this confidence is strict. accept: minimum number of strict matches of one geometry.
     likely: pairs with fewer classical matches of one geometry among the strongest keypoints are skipped.
@@ -50,6 +50,11 @@ class Rules:
     likely: int = LIKELY
     network_keypoints: int = NETWORK_KEYPOINTS
     guided: bool = True
+
+    def __post_init__(self) -> None:
+        check_range("strict", self.strict, 0, 1)
+        for name, least in (("accept", 1), ("likely", 0), ("network_keypoints", 1)):
+            check_range(name, getattr(self, name), least)
 
     @classmethod
     def of_model(cls, info: Mapping[str, Any]) -> Rules:

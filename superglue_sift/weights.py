@@ -72,14 +72,14 @@ def load_model_file(path: Union[str, Path]) -> Tuple[Tensors, Dict[str, Any]]:
         with safe_open(str(path), framework="numpy") as file:
             metadata = file.metadata() or {}
             if FORMAT not in metadata:
-                raise BadCheckpoint(f"{path}: not a model file of this project: its header lacks {FORMAT}")
+                raise BadCheckpoint(f"{path}: not a model file of this project: its header lacks {FORMAT}; train one")
             header = json.loads(metadata[FORMAT])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not iterable)
         if _digest(arrays, header["info"]) != header["sha256"]:
-            raise BadCheckpoint(f"{path}: the checksum does not fit: the file was altered after it was written")
+            raise BadCheckpoint(f"{path}: the checksum does not fit: the file was altered; copy it again")
         info = json.loads(header["info"])
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, MemoryError) as error:
-        raise BadCheckpoint(f"{path}: not readable as safetensors, perhaps truncated ({error})") from error
+        raise BadCheckpoint(f"{path}: not readable as safetensors ({error}); copy it again") from error
     return {name: torch.from_numpy(array) for name, array in arrays.items()}, info
 
 
@@ -110,7 +110,7 @@ def load_model(
     except FileNotFoundError:
         raise RequestError(f"{path}: no such model; train one first, or name another") from None
     except BadCheckpoint as error:
-        raise RequestError(f"{error}; copy the file again, or name another model") from error
+        raise RequestError(f"{error}, or name another model") from error
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise RequestError(f"{path}: not a SuperGlue model of this project ({reason})") from error

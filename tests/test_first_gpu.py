@@ -109,6 +109,11 @@ def test_losses_of_both_devices_stand_side_by_side(tmp_path):
         weights[name].write_bytes(b"weights")
     (weights["whole"].parent / "step-00000001.safetensors").write_bytes(b"older")
     far = "2 steps, largest relative difference of the loss 5.00e-01; resumed, "
-    assert first_gpu.compared(tmp_path)[-1] == f"{far}the bytes of the unbroken training at step-00000003"
+    lines, same = first_gpu.compared(tmp_path)
+    assert same and lines[-1] == f"{far}the bytes of the unbroken training at step-00000003"
     weights["curve"].write_bytes(b"others")
-    assert first_gpu.compared(tmp_path)[-1] == f"{far}OTHER BYTES of the unbroken training at step-00000003"
+    lines, same = first_gpu.compared(tmp_path)
+    assert not same and lines[-1] == f"{far}OTHER BYTES of the unbroken training at step-00000003"
+    weights["whole"].unlink()
+    lines, same = first_gpu.compared(tmp_path)
+    assert not same and lines[-1].endswith("no bytes to compare: resumed step-00000003, unbroken step-00000001")

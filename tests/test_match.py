@@ -88,7 +88,7 @@ def test_images_without_structure(work, capsys):
         (["a.png", "b.jpg", "--out", "m.pdf"], "m.pdf: must end in"),
         (["a.png", "b.jpg", "--json", "text.jpg/m.json"], "text.jpg/m.json: cannot be written"),
         (["a.png", "b.jpg", "--out", "folder.png"], "folder.png: cannot be written: Is a directory"),
-        (["--pairs", "pairs.txt", "--out-dir", "text.jpg/found"], "text.jpg/found/bad_images.csv: cannot be written"),
+        (["--pairs", "pairs.txt", "--out-dir", "text.jpg/found"], "text.jpg/found: cannot be written"),
     ],
 )
 def test_wrong_requests_are_one_line(work, monkeypatch, capsys, words, message):

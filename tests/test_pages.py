@@ -41,6 +41,12 @@ def test_no_two_pages_share_a_file(tmp_path, monkeypatch):
     assert len(read) == len(set(read)) == 30
 
 
+def test_a_folder_with_other_pages_is_refused(tmp_path, capsys):
+    (tmp_path / "train").mkdir()
+    assert errors.run(pages.main, [str(tmp_path), "--train", "2", "--held-out", "1"]) == 2
+    assert "not empty" in capsys.readouterr().err and not list((tmp_path / "train").iterdir())
+
+
 def test_more_pages_than_files_are_refused(tmp_path, capsys):
     assert errors.run(pages.main, [str(tmp_path), "--train", "100000"]) == 2
     assert "files of text" in capsys.readouterr().err

@@ -396,7 +396,7 @@ class TestRequests:
         """Without rotary positions the weights of one that has them would be left out, and nothing else misses them."""
         config = SuperGlueConfig(dim=16, layers=2, heads=2, rotary=True)
         save_model_file(tmp_path / "m.safetensors", SuperGlue(config).state_dict(), {"model": config.to_dict()})
-        mend = "train.rotary is false: set true, as these weights have it, to take all of them"
+        mend = "train.rotary is false: these weights were trained with true; set that to use them fully"
         for rotary in (False, True):
             keys = {"init_from": str(tmp_path / "m.safetensors"), "rotary": rotary, "neighbours": False}
             assert (

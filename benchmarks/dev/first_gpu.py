@@ -32,7 +32,7 @@ from pipeline.parameters import params
 
 PYTHON = [sys.executable, "-m"]
 GRACE = 60  # seconds to save after SIGTERM
-PATIENCE = 4  # times the limits: a rehearsal on a CPU, which other work may keep busy, costs no card's time
+PATIENCE = 4  # a rehearsal on a CPU gets this many times the limits, since other work may keep the CPU busy
 MIN_LEFT = 5.0  # no part starts with fewer seconds of the budget left
 
 
@@ -161,7 +161,8 @@ def parts(out: Path, device: str, sizes: Dict[str, Any]) -> List[Part]:
         Part("figures", 60, [*PYTHON, "pipeline.train", "--validate-only", "--params", str(out / "real.yaml"), *kept,
                              "--out", str(out / "real" / "checkpoints"), "--reports", str(out / "real" / "reports")]),
     ]  # fmt: skip
-    return [part._replace(seconds=PATIENCE * part.seconds) for part in found] if small else found
+    patience = {part.name: PATIENCE if small and part.name != "real" else 1 for part in found}
+    return [part._replace(seconds=patience[part.name] * part.seconds) for part in found]
 
 
 def _train(out: Path, file: str, name: str, kept: List[str]) -> List[str]:
@@ -175,8 +176,9 @@ def run(part: Part, args: argparse.Namespace, number: int) -> Tuple[str, bool]:
     begun = time.monotonic()
     try:
         if callable(part.work):
-            log.write_text("\n".join(part.work()) + "\n")
-            outcome = "ok"
+            lines, well = part.work()
+            log.write_text("\n".join(lines) + "\n")
+            outcome = "ok" if well else "FAILED"
         else:
             outcome = _command(part, args, log)
     except Exception as error:  # a failing part does not stop the others
@@ -216,8 +218,11 @@ def _watched(process: subprocess.Popen, part: Part, seen: Callable[[], bool]) ->
     return ended
 
 
-def compared(out: Path) -> List[str]:
-    """Compare the losses of a training on the device and on the CPU, and the bytes of resumed and unbroken weights."""
+def compared(out: Path) -> Tuple[List[str], bool]:
+    """Compare the losses of a training on the device and on the CPU, and the bytes of resumed and unbroken weights.
+
+    Returns the lines, and whether the bytes are equal.
+    """
     found = []
     for name in ("cpu", "curve"):
         with next((out / name / "reports").rglob("train.csv")).open() as stream:
@@ -225,14 +230,14 @@ def compared(out: Path) -> List[str]:
     steps = sorted(set(found[0]) & set(found[1]))
     lines = [f"step {step}: {found[0][step]:.5f} on the CPU, {found[1][step]:.5f} on the device" for step in steps]
     away = max((abs(found[0][step] - found[1][step]) / abs(found[0][step]) for step in steps), default=float("nan"))
-    resumed, whole = (_last_weights(out / name / "checkpoints") for name in ("curve", "whole"))
-    word = "the bytes" if resumed.name == whole.name and resumed.read_bytes() == whole.read_bytes() else "OTHER BYTES"
     how_far = f"{len(steps)} steps, largest relative difference of the loss {away:.2e}"
-    return [*lines, f"{how_far}; resumed, {word} of the unbroken training at {whole.stem}"]
-
-
-def _last_weights(folder: Path) -> Path:
-    return max(folder.glob("step-*.safetensors"))
+    both = [max((out / name / "checkpoints").glob("step-*.safetensors"), default=None) for name in ("curve", "whole")]
+    ends = [path.stem if path else "no checkpoint" for path in both]
+    if None in both or ends[0] != ends[1]:
+        return [*lines, f"{how_far}; no bytes to compare: resumed {ends[0]}, unbroken {ends[1]}"], False
+    same = both[0].read_bytes() == both[1].read_bytes()
+    word = "the bytes" if same else "OTHER BYTES"
+    return [*lines, f"{how_far}; resumed, {word} of the unbroken training at {ends[1]}"], same
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Images unlike photographs, to fine-tune on: pages of text as a scanner shows them, or maps of streets.
 
-    python -m benchmarks.dev.pages FOLDER --kind text --train 240 --held-out 120
+    python -m benchmarks.dev.pages FOLDER --kind text --train 200 --held-out 120
 
 Writes `FOLDER/train` and `FOLDER/held-out`, gray JPEG files of 1200x900 pixels. The words of each page, also the street
 names of a map, come from one file of Python's standard library, and no two pages share a file. The fonts are those of
 matplotlib. Text is set as source code, or in one or two columns with headings and tables. A map has streets, rows of
-equal houses, parks and labels. The same arguments and versions of Python and matplotlib write the same pages.
+equal houses, parks and labels. The same arguments and versions of Python and its packages write the same pages.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from superglue_sift.progress import Progress
 WIDTH, HEIGHT, MARGIN = 1200, 900, 40  # px
 FONTS = ("DejaVuSans", "DejaVuSerif", "DejaVuSansMono", "STIXGeneral", "DejaVuSans-Oblique", "STIXGeneralItalic")
 MIN_BYTES = 6000  # of a text: enough for a page
-OTHER = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # folders without plain words
+# folders without plain words, or whose files repeat each other
+OTHER = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
 
 Place = Tuple[int, int, int, int]  # left, top, width and height of a line, px
 
@@ -115,7 +116,7 @@ def map_page(text: str, rng: np.random.Generator) -> np.ndarray:
             draw.text((x, int(y)), next(words).strip(",.;:") + " street", ink, font, anchor="lm")
     turn = cv2.getRotationMatrix2D((sheet / 2, sheet / 2), float(rng.uniform(-25, 25)), 1.0)
     turn[:, 2] += (WIDTH - sheet) / 2, (HEIGHT - sheet) / 2
-    return cv2.warpAffine(np.array(image), turn, (WIDTH, HEIGHT), flags=cv2.INTER_AREA, borderValue=[ground])
+    return cv2.warpAffine(np.array(image), turn, (WIDTH, HEIGHT), flags=cv2.INTER_LINEAR, borderValue=[ground])
 
 
 def _houses(draw: Any, block: Sequence[int], shades: Tuple[int, int], rng: np.random.Generator) -> None:
@@ -173,15 +174,17 @@ KINDS: Dict[str, Callable[[str, np.random.Generator], np.ndarray]] = {"text": te
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dev.pages", description=str(__doc__).splitlines()[0])
-    parser.add_argument("folder", type=Path, help="folder to write")
+    parser.add_argument("folder", type=Path, help="folder to write, new or empty")
     parser.add_argument("--kind", choices=sorted(KINDS), default="text")
-    parser.add_argument("--train", type=int, default=240, help="pages to train on")
+    parser.add_argument("--train", type=int, default=200, help="pages to train on")
     parser.add_argument("--held-out", type=int, default=120, help="pages to validate and test on")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     found, count = texts(), args.train + args.held_out
     if count > len(found):
         raise RequestError(f"--train, --held-out: {count} pages, but Python has {len(found)} files of text")
+    if args.folder.exists() and any(args.folder.iterdir()):
+        raise RequestError(f"{args.folder}: not empty, and pages of two runs share texts; name another folder")
     order = np.random.default_rng(args.seed).permutation(len(found))[:count]
     for n, index in enumerate(Progress(order.tolist(), desc="pages", unit="page", total=count)):
         rng = np.random.default_rng((args.seed, n))

@@ -60,7 +60,7 @@ def _fast_on_cpu(dim: int, cpu_flags: AbstractSet[str]) -> Tuple[str, str]:
     if AMX in cpu_flags:
         return "bfloat16", "this CPU has AMX"
     if AVX512 not in cpu_flags:
-        return "float32", "this CPU has neither AMX nor AVX-512 for bfloat16"
+        return "float32", "this CPU, or this torch, has no fast bfloat16"
     wide = dim >= AVX512_DIM
     return "bfloat16" if wide else "float32", f"dim {dim} on a CPU with AVX-512 for bfloat16"
 

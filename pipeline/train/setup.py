@@ -34,7 +34,7 @@ ELASTIC_PARTS = 8
 # Mutual nearest keypoints closer than POSITIVE_PX are a true match; keypoints without a neighbour closer than
 # NEGATIVE_PX are unmatched; in between SIFT's positions are too uncertain to teach either.
 POSITIVE_PX, NEGATIVE_PX = 3.0, 5.0
-SHAPE = ("dim", "layers", "heads", "norm", "neighbours", "rotary")  # keys that decide which weights a network has
+SHAPE = ("dim", "layers", "heads", "norm", "neighbours", "rotary")  # keys that should fit initial weights
 LIMITS = ("match_threshold", "strict_threshold", "accept_pairs")  # of a model's description; a training keeps them
 
 
@@ -243,5 +243,5 @@ def _initialize(model: SuperGlue, path: str) -> Tuple[List[str], Dict[str, Any]]
     for name in SHAPE:
         if name in theirs and theirs[name] != ours[name]:
             now, before = (str(values[name]).lower() for values in (ours, theirs))
-            messages.append(f"  train.{name} is {now}: set {before}, as these weights have it, to take all of them")
+            messages.append(f"  train.{name} is {now}: these weights were trained with {before}; set that to use them fully")
     return messages, {name: info[name] for name in LIMITS if name in info}

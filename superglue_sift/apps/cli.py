@@ -43,7 +43,7 @@ import numpy as np
 
 from superglue_sift import __version__, errors, scenes
 from superglue_sift.apps import many, results, retrieval
-from superglue_sift.errors import RequestError, WorkError
+from superglue_sift.errors import RequestError, WorkError, check_range
 from superglue_sift.extractors import DEFAULT
 from superglue_sift.files import check_writable, file_sha256, write_csv
 from superglue_sift.images import EXTENSIONS
@@ -136,10 +136,7 @@ def _add_how(group) -> None:
 
 def _check(args: argparse.Namespace) -> None:
     for name, (least, most) in {**RANGES, **dict.fromkeys(COUNTS, (1, math.inf))}.items():
-        value = getattr(args, name)
-        if value is not None and not least <= value <= most:
-            rule = f"{least} or more" if most == math.inf else f"between {least} and {most}"
-            raise RequestError(f"--{name.replace('_', '-')} {value}: must be {rule}")
+        check_range(f"--{name.replace('_', '-')}", getattr(args, name), least, most)
     args.scene = args.colmap is not None if args.scene is None else args.scene
     for name in RULES:
         if getattr(args, name) is not None and not args.scene:
@@ -178,9 +175,10 @@ def _check_files(args: argparse.Namespace) -> None:
         raise RequestError("--colmap needs a folder or --pairs")
     if args.colmap and args.colmap.exists():
         raise RequestError(f"--colmap {args.colmap}: exists already; delete it or name another database")
-    listing = args.out_dir and args.out_dir / BAD_IMAGES
-    for path in filter(None, (args.out, args.json, args.colmap, listing)):
+    for path in filter(None, (args.out, args.json, args.colmap)):
         check_writable(path)
+    if args.out_dir:
+        check_writable(args.out_dir / BAD_IMAGES, named=args.out_dir)
     _check_packages(args)
 
 

@@ -13,7 +13,7 @@ from superglue_sift.network.chunked_attention import scaled_dot_product_attentio
 from superglue_sift.network.packing import Edges, Group, kernel_length
 from superglue_sift.torch_compat import no_autocast
 
-# Maximum attention weights that the gradient on a CPU holds at a time: those of several short sequences.
+# Maximum attention weights, before padding, that the gradient on a CPU holds: those of several short sequences.
 MAX_SCRATCH = 1 << 22
 
 SPREAD = 2.0  # initial standard deviation of the frequencies of rotary positions, radians over half an image

@@ -132,7 +132,7 @@ def _begin(worker: int, parent: int) -> None:
 
 
 def _silent_about_the_end(kind: Type[BaseException], error: BaseException, trace: Optional[TracebackType]) -> None:
-    """Print no traceback of a connection that the main process, which ends, left.
+    """Print no traceback when the main process ends and closes a connection.
 
     DataLoader sends exceptions of `make` to the main process. Only multiprocessing's thread that hands over a batch's
     file descriptors calls this.
