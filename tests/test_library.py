@@ -365,7 +365,10 @@ def features(count: int, width: int, value: float = 9.0, scales: int = 5) -> Fea
         (lambda matcher, folder: Matcher.load(folder / "text.safetensors"), "text.safetensors: not readable"),
         (lambda matcher, folder: Matcher.load(folder / "other.safetensors"), "not a SuperGlue model"),
         (lambda matcher, folder: Matcher.load(device="toaster"), "^device toaster: not available here; name auto, cpu"),
-        (lambda matcher, folder: Matcher.load(folder / "cut.safetensors"), "cut.safetensors: .*copy it again, or name another"),
+        (
+            lambda matcher, folder: Matcher.load(folder / "cut.safetensors"),
+            "cut.safetensors: .*copy it again, or name another",
+        ),
         (lambda matcher, folder: Matcher.load(threshold=1.5), "threshold 1.5: must be between 0 and 1"),
         (lambda matcher, folder: Matcher.load(max_keypoints=0), "max_keypoints 0: must be 1 or more"),
         (lambda matcher, folder: Matcher.load(resize=-1), "resize -1: must be 0 or more"),

@@ -28,7 +28,7 @@ from superglue_sift.weights import choose_device, load_model, shipped_weights
 
 
 def latencies(path: Path, model: Optional[Path], device: str = "cpu") -> Iterator[str]:
-    """Yield a line for each number of keypoints. Raises RequestError: no such file, or ONNX Runtime cannot use `device`."""
+    """Yield a line for each number of keypoints. Raises RequestError: no such file, or not for `device`."""
     if not path.is_file():
         raise RequestError(f"{path}: no such file; `python -m superglue_sift.onnx {path}` writes it")
     session = _session(path, torch.device(device))

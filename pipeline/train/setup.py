@@ -243,5 +243,7 @@ def _initialize(model: SuperGlue, path: str) -> Tuple[List[str], Dict[str, Any]]
     for name in SHAPE:
         if name in theirs and theirs[name] != ours[name]:
             now, before = (str(values[name]).lower() for values in (ours, theirs))
-            messages.append(f"  train.{name} is {now}: these weights were trained with {before}; set that to use them fully")
+            messages.append(
+                f"  train.{name} is {now}: these weights were trained with {before}; set that to use them fully"
+            )
     return messages, {name: info[name] for name in LIMITS if name in info}
