@@ -24,7 +24,10 @@ from pipeline.train.pairs.loader import load_batch, split_evenly
 from pipeline.train.pairs.order import PairOrder
 from pipeline.train.step_graphs import StepGraphs
 from superglue_sift.network.fixed_layout import size_of
+from superglue_sift.network.superglue import SuperGlueConfig
 from superglue_sift.weights import load_model_file
+
+NETWORK = SuperGlueConfig(sinkhorn_iterations=30)  # as in training
 
 
 def test_a_step_takes_a_tenth_of_the_launches():
@@ -191,9 +194,10 @@ class TestSizes:
 
     def test_padding_is_below_a_tenth_and_few_batches_fit_none(self):
         sizes = step_graphs.sizes_for(list(self.drawn(step_graphs.SAMPLED, 64, 0)))
-        found = step_graphs.padding(sizes, list(self.drawn(100, 64, 1)), 128)
+        found = step_graphs.padding(sizes, list(self.drawn(100, 64, 1)), NETWORK)
         assert len(sizes) == step_graphs.SIZES and sizes[0].tokens == max(size.tokens for size in sizes)
         assert 0 < found.layers < 0.1 and found.missed < 0.1 and 0 < found.products < 1
+        assert found.layers < found.total < 1.1 * found.layers  # which are most of the work
 
     def test_each_batch_is_held_by_the_largest(self):
         sampled = [*self.drawn(3, 8, 0), *self.drawn(3, 7, 1)]  # micro-batches of one pair more and less
@@ -203,14 +207,15 @@ class TestSizes:
 
     def test_padding_of_a_batch_that_fills_its_size(self):
         full = torch.full((8,), 256)
-        found = step_graphs.padding([size_of([256] * 8, 8 * 256, 256)], [(full, full), (full + 1, full)], 32)
-        assert found == (0.0, 0.0, 0.5)
+        found = step_graphs.padding([size_of([256] * 8, 8 * 256, 256)], [(full, full), (full + 1, full)], NETWORK)
+        assert found == (0.0, 0.0, 0.0, 0.5)
 
     def test_padding_counts_tokens_and_entries(self):
         """Half of the tokens: linear layers double; products of 128 instead of 64 keypoints are four times as many."""
-        counts = torch.full((8,), 64)
-        found = step_graphs.padding([size_of([128] * 8, 8 * 128, 128)], [(counts, counts)], 10**6)
+        counts, wide = torch.full((8,), 64), SuperGlueConfig(dim=4096)
+        found = step_graphs.padding([size_of([128] * 8, 8 * 128, 128)], [(counts, counts)], wide)
         assert found.layers == pytest.approx(1.0, rel=1e-3) and found.products == 3.0
+        assert found.total == pytest.approx(found.layers, rel=1e-3)
 
 
 class TestTraining:

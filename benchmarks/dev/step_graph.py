@@ -67,7 +67,7 @@ def compared(train: Any, store: Store, context: distributed.Context, steps: int)
     ways = {name: Way(train, store, context, None if name == "without" else sampled)
             for name in ("graph", "layout", "without")}  # fmt: skip
     graphs: StepGraphs = ways["graph"].graphs
-    lines = [ways["graph"].said, padding(sampled, [(b.counts0, b.counts1) for b in batches], train.dim)]
+    lines = [ways["graph"].said, padding(sampled, [(b.counts0, b.counts1) for b in batches], train)]
     fits = next((b for b in batches if step_graphs.smallest(graphs.sizes, (b.counts0, b.counts1)) is not None), None)
     if fits is None:
         return [*lines, "no batch fits a size"]
@@ -87,12 +87,13 @@ def compared(train: Any, store: Store, context: distributed.Context, steps: int)
     return [*lines, f"--cuda-graph ({how}): {ms['without'] / ms['graph']:.2f}x the speed, {faster}; {bits}"]
 
 
-def padding(sampled: Sequence[Counts], others: Sequence[Counts], dim: int) -> str:
+def padding(sampled: Sequence[Counts], others: Sequence[Counts], train: Any) -> str:
     """A line on the padding of `others` in the sizes for `sampled`."""
-    found = step_graphs.padding(step_graphs.sizes_for(sampled), others, dim)
+    found = step_graphs.padding(step_graphs.sizes_for(sampled), others, train)
     return (
         f"{len(others)} other batches: {100 * found.layers:.1f} % more work in the layers, "
-        f"{100 * found.products:.1f} % in products of pairs of keypoints; {100 * found.missed:.0f} % fit no size"
+        f"{100 * found.products:.1f} % in products of pairs of keypoints, {100 * found.total:.1f} % in all; "
+        f"{100 * found.missed:.0f} % fit no size"
     )
 
 
@@ -122,7 +123,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if args.padding:
             made, first = StepBatches(train, store, train.batch, context), step_graphs.SAMPLED
             counts = [counts for number in range(first + args.steps) for counts in made.counts(number)]
-            print(padding(counts[:first], counts[first:], train.dim))
+            print(padding(counts[:first], counts[first:], train))
         else:
             print(*compared(train, store, context, args.steps), sep="\n")
     return 0

@@ -25,6 +25,7 @@ from superglue_sift.batch import PairBatch
 from superglue_sift.network.cuda_graphs import SharedMemory, can_capture, capture_cuda_graph
 from superglue_sift.network.fixed_layout import FixedLayout, Size, size_of
 from superglue_sift.network.packing import Layout, size_class, to_device_async
+from superglue_sift.network.superglue import SIFT_DIM
 
 SIZES = 4  # more would save little padding (docs/performance.md) and take longer to capture
 SAMPLED = 32  # steps whose numbers of keypoints determine the sizes
@@ -68,16 +69,21 @@ class Padding(NamedTuple):
     """Work of batches in their sizes compared with the same batches without padding.
 
     layers: of linear layers and attention, in operations; products: of matrices of pairs of keypoints, in entries
-    compared with the parts of a `Layout` (which have padding too); missed: fraction of batches that fit no size.
+    compared with the parts of a `Layout` (which have padding too); total: of both, in operations; missed: fraction of
+    batches that fit no size.
     """
 
     layers: float
     products: float
+    total: float
     missed: float
 
 
-def padding(sizes: Sequence[Size], batches: Sequence[Counts], dim: int) -> Padding:
-    """`Padding` of these batches for a network of width `dim`; both fractions are of what is without padding."""
+def padding(sizes: Sequence[Size], batches: Sequence[Counts], config: Any) -> Padding:
+    """`Padding` of these batches; all fractions but `missed` are of what is without padding.
+
+    config: with `dim`, `layers` and `sinkhorn_iterations` of the network.
+    """
     needed, done, entries, padded, missed = 0.0, 0.0, 0.0, 0.0, 0
     for counts in batches:
         chosen = smallest(sizes, counts)
@@ -88,11 +94,16 @@ def padding(sizes: Sequence[Size], batches: Sequence[Counts], dim: int) -> Paddi
         fill0, fill1 = (
             torch.full((size.fillers,), (size.tokens - float(side.sum())) / size.fillers) for side in (m, n)
         )
-        work, filling = (float(torch.stack(layer_operations(*sides, dim)).sum()) for sides in ((m, n), (fill0, fill1)))
+        work, filling = (
+            float(torch.stack(layer_operations(*sides, config.dim)).sum()) for sides in ((m, n), (fill0, fill1))
+        )
         needed, done = needed + work, done + work + filling
         entries += _ragged_entries(counts)
         padded += sum(width**2 for width in size.widths)
-    return Padding(done / max(needed, 1) - 1, padded / max(entries, 1) - 1, missed / len(batches))
+    # of an entry: its score, its distance of descriptors, and the transport
+    entry = 2 * config.dim + 2 * SIFT_DIM + 4 * config.sinkhorn_iterations
+    total = (config.layers * done + entry * padded) / max(config.layers * needed + entry * entries, 1)
+    return Padding(done / max(needed, 1) - 1, padded / max(entries, 1) - 1, total - 1, missed / len(batches))
 
 
 def layer_operations(m: Any, n: Any, dim: int) -> Tuple[Any, Any]:
@@ -125,7 +136,7 @@ def impossible(train: TrainParams, device: torch.device) -> str:
 def prepared(objective: MatchingObjective, scaler: Any, sampled: Sequence[Counts], record: int) -> Tuple[Any, str]:
     """`StepGraphs` for batches such as those `sampled`, and a line to print. record: bytes of a keypoint's record."""
     sizes = sizes_for(sampled)
-    found = padding(sizes, sampled, objective.model.config.dim)
+    found = padding(sizes, sampled, objective.model.config)
     line = f"CUDA graphs of {len(sizes)} sizes of step: {100 * found.layers:.0f} % of the work in the layers is padding"
     return StepGraphs(objective, scaler, sizes, record), line
 
