@@ -385,6 +385,17 @@ class TestAttention:
         attention.ragged_attention(heads, edges).square().sum().backward()
         lengths = {a[1] for a, _ in shapes} | {b[2] for _, b in shapes}
         assert lengths == {80, 96, 8}
+        keys, inner_attention = set(), attention.scaled_dot_product_attention
+
+        def recorded(query, key, value, visible=None):
+            keys.add((query.shape[2], key.shape[2]))
+            return inner_attention(query, key, value, visible)
+
+        monkeypatch.setattr(attention, "scaled_dot_product_attention", recorded)
+        padded = attention.ragged_attention(heads.detach(), edges)
+        assert keys == {(96, 80), (96, 80), (80, 96), (80, 96)}
+        exact = attention.ragged_attention(heads.detach().float(), edges)
+        assert torch.allclose(padded.float(), exact, atol=2e-2)  # eight bits of mantissa
 
     def test_maps_of_all_layers_at_once_are_those_of_each(self):
         layers = scrambled(SuperGlueConfig(dim=32, layers=2))._layers

@@ -96,8 +96,23 @@ def _one_by_one(heads: Tensor, edges: Edges) -> Tensor:
             continue
         # (1, H, n, d) without a copy; the result is (n, H, d) in memory
         inputs = (t.transpose(0, 1).unsqueeze(0) for t in (queries[i], keys[j], values[j]))
-        messages.append(scaled_dot_product_attention(*inputs).squeeze(0).transpose(0, 1))
+        form = _of_few_shapes if heads.dtype == torch.bfloat16 else scaled_dot_product_attention
+        messages.append(form(*inputs).squeeze(0).transpose(0, 1))
     return torch.cat(messages)
+
+
+def _of_few_shapes(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of n queries (1, H, n, d) to m keys, both padded to `kernel_length`.
+
+    In bfloat16 torch compiles a kernel for each new shape and keeps it: ragged views would take ever more memory.
+    """
+    n, m = query.shape[2], key.shape[2]
+    N, M = kernel_length(n), kernel_length(m)
+    query, key, value = (
+        nn.functional.pad(t, (0, 0, 0, more)) for t, more in ((query, N - n), (key, M - m), (value, M - m))
+    )
+    visible = (torch.arange(M) < m)[None, None, None] if m < M else None
+    return scaled_dot_product_attention(query, key, value, visible)[:, :, :n]
 
 
 class _WithOwnGradient(torch.autograd.Function):
