@@ -108,6 +108,13 @@ def test_a_barrier_gives_up(monkeypatch):
     assert in_group(2, absent) == ["given up", "late"]
 
 
+def ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def fails(rank: int, port: int, pids) -> None:
     """Rank 0 fails while an exchange waits for rank 1, which does not come; rank 1 tells whether it is gone."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
@@ -118,9 +125,8 @@ def fails(rank: int, port: int, pids) -> None:
             pids.put(os.getpid())
             torch.distributed.all_reduce(torch.ones(3), async_op=True)
             raise KeyError("an error of rank 0 alone")
-        peer = psutil.Process(pids.get())
-        until = time.monotonic() + 60
-        while peer.is_running() and peer.status() != psutil.STATUS_ZOMBIE and time.monotonic() < until:
+        peer, until = pids.get(), time.monotonic() + 60
+        while not ended(peer) and time.monotonic() < until:
             time.sleep(0.05)
         pids.put(time.monotonic() < until)
         os._exit(0)

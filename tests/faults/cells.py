@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
 TRAIN = {
     "init_from": "",
+    "precision": "float32",  # auto would be bfloat16 on some machines
     "batch": 8,
     "steps": STEPS,
     "dim": 16,
