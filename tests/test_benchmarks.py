@@ -207,7 +207,7 @@ class TestRows:
         assert names[0].startswith("training, bfloat16") and found[0].target == 1.0 and found[0].met
         for what in ("training, ragged", "Sinkhorn of the step", "waits of the host"):
             assert sum(name.startswith(what) for name in names) == 1
-        assert sum(name.startswith("latency") for name in names) == 3
+        assert sum(name.startswith("latency") for name in names) == 4
         skipped = {each.what for each in found if each.skipped}
         assert skipped == {"attention, packed"}
         assert all(each.value > 0 for each in found if not each.skipped and "waits" not in each.what)

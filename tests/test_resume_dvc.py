@@ -137,4 +137,4 @@ def test_two_clones_end_with_one_lock_whatever_befell_the_first(clone, tmp_path_
         lock = YAML(typ="safe").load((each.folder / "dvc.lock").read_text())
         outs = lock["stages"]["train"]["outs"]
         tracked.append({out["path"]: out["md5"] for out in outs if out["path"].startswith("checkpoints/")})
-    assert tracked[0] == tracked[1] and len(tracked[0]) == 2
+    assert tracked[0] == tracked[1] and len(tracked[0]) == 3
