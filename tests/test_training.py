@@ -396,13 +396,13 @@ class TestRequests:
         """Without rotary positions the weights of one that has them would be left out, and nothing else misses them."""
         config = SuperGlueConfig(dim=16, layers=2, heads=2, rotary=True)
         save_model_file(tmp_path / "m.safetensors", SuperGlue(config).state_dict(), {"model": config.to_dict()})
-        mend = "train.rotary is false: these weights were trained with true; set that to use them fully"
+        line = "train.rotary is false: these weights were trained with true; set that to use them fully"
         for rotary in (False, True):
             keys = {"init_from": str(tmp_path / "m.safetensors"), "rotary": rotary, "neighbours": False}
             assert (
                 train.main(request_of(f"rotary-{rotary}", dim=16, layers=2, heads=2, steps=1, val_every=1, **keys)) == 0
             )
-            assert (mend in capsys.readouterr().out) == (not rotary)
+            assert (line in capsys.readouterr().out) == (not rotary)
 
     @pytest.mark.parametrize("f1, kept", [((0.9, 0.8), True), ((0.8, 0.9), False)])
     def test_one_line_says_that_the_weights_begun_from_were_kept(
