@@ -1,0 +1,129 @@
+"""A change of form changes no figure: losses and assignments as stored in golden.json, to rounding.
+
+`PYTHONPATH=.:tests python tests/golden/test_golden.py` writes the file anew, for a change that is meant to move them.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, Dict, List
+
+import numpy as np
+import pytest
+import torch
+from made_views import SIZE, made_image, made_store
+
+from pipeline.compat import grad_scaler
+from pipeline.features.store import Store
+from pipeline.train.objective import MatchingObjective
+from pipeline.train.pairs.loader import load_batch
+from pipeline.train.pairs.order import PairOrder
+from pipeline.train.step import train_step
+from superglue_sift import Pair, SuperGlue, SuperGlueConfig, from_pairs, load_model
+from superglue_sift.network.inference import fuse_for_inference
+from superglue_sift.weights import shipped_weights
+
+FILE = Path(__file__).with_name("golden.json")
+TOLERANCE = 1e-5  # of a loss and of a probability
+STEPS = 10
+NETWORKS: Dict[str, Dict[str, Any]] = {
+    "layer norm": {},
+    "batch norm": {"norm": "batch"},
+    "neighbours and rotary": {"neighbours": True, "rotary": True},
+}
+
+
+def compute_losses(folder: Path, **changes: Any) -> List[float]:
+    """The mean loss of each of ten steps of gradient descent; image 1 of the store has no keypoints."""
+    store = Store(made_store(folder))
+    order = PairOrder(0, len(store), store.views_per_image)
+    torch.manual_seed(0)
+    model = SuperGlue(SuperGlueConfig(dim=32, layers=2, sinkhorn_iterations=30, **changes))
+    with torch.no_grad():  # the zero start of the residual branches would hide most of the network
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+    objective = MatchingObjective(model, 3.0, 5.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    losses = []
+    for step in range(STEPS):
+        batch = load_batch(store, order.step(step, 6), 48)
+        done = train_step(objective, optimizer, grad_scaler(False), [batch], 6, 1, 1.0)
+        losses.append(done.sums["loss"] / 6)
+    return losses
+
+
+def made_pairs() -> List[Pair]:
+    """Three pairs of different sizes, and one with an empty side."""
+    rng = np.random.default_rng(7)
+    pairs = []
+    for points in (30, 90, 200):
+        first, second = made_image(rng, str(points), 2, points).records
+        pairs.append(Pair(first, second, SIZE, SIZE))
+    return [*pairs, Pair(pairs[0].records0, pairs[0].records1[:0], SIZE, SIZE)]
+
+
+def compute_assignments(fuse: bool) -> List[Dict[str, List[float]]]:
+    """With the shipped weights, of each pair: the largest entry of each row but the last, its place, the dustbins."""
+    model, _ = load_model(shipped_weights())
+    if fuse:
+        model = fuse_for_inference(model)
+    found = []
+    with torch.no_grad():
+        for log_P in model(from_pairs(made_pairs())):
+            P = log_P.exp()
+            best = P[:-1].max(1)
+            found.append(
+                {
+                    "best": best.values.tolist(),
+                    "place": best.indices.tolist(),
+                    "dustbin0": P[:-1, -1].tolist(),
+                    "dustbin1": P[-1, :-1].tolist(),
+                }
+            )
+    return found
+
+
+@pytest.fixture(scope="module")
+def golden() -> Dict[str, Any]:
+    return json.loads(FILE.read_text())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_losses_of_ten_steps(golden, tmp_path, name):
+    losses = compute_losses(tmp_path / "store", **NETWORKS[name])
+    assert np.abs(np.array(losses) - golden["losses"][name]).max() < TOLERANCE
+    assert losses[-1] < losses[0] - 100 * TOLERANCE  # it learns, so the gradient counts
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_assignments_of_the_shipped_weights(golden, fuse):
+    computed = compute_assignments(fuse)
+    assert len(computed) == len(golden["assignments"])
+    for found, stored in zip(computed, golden["assignments"]):
+        assert found["place"] == stored["place"]
+        for name in ("best", "dustbin0", "dustbin1"):
+            assert np.allclose(found[name], stored[name], rtol=0, atol=TOLERANCE)
+
+
+def _round(values: Any) -> Any:
+    """All numbers with seven digits after the point."""
+    if isinstance(values, dict):
+        return {name: _round(value) for name, value in values.items()}
+    if isinstance(values, list):
+        return [_round(value) for value in values]
+    return round(values, 7)
+
+
+def _write() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        losses = {name: compute_losses(Path(folder) / name, **changes) for name, changes in NETWORKS.items()}
+    figures = {"losses": losses, "assignments": compute_assignments(fuse=False)}
+    lines = json.dumps(_round(figures), separators=(",", ":")).replace("{", "\n{")
+    FILE.write_text(lines.strip() + "\n")
+
+
+if __name__ == "__main__":
+    _write()
