@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
-from pipeline.doctor import __main__ as doctor
-from pipeline.errors import RequestError
+from pipeline import doctor
 from pipeline.fetch import coco
+from pipeline.image_sets import manifest
+from pipeline.image_sets.manifest import Entry
 from pipeline.processes import machine
 from pipeline.processes.machine import FAIL, GIB, MIB, NOTE, OK, WARN
 from pipeline.train.pairs.workers import Plan, StepSize
@@ -155,34 +157,35 @@ def test_quick_prints_one_line_and_exits_2(root, tmp_path):
     assert done.stdout == ""
 
 
-def test_quick_prints_disk_and_hours_when_nothing_is_wrong(root, tmp_path, monkeypatch, capsys):
+def test_quick_prints_the_disk_when_nothing_is_wrong(root, tmp_path, monkeypatch, capsys):
     (tmp_path / "params.yaml").write_text((root / "params.yaml").read_text())
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pipeline.doctor.plan.measured", lambda *_: {"pair": 0.5, "pairs": 8, "image": 2.0})
     assert doctor.main(["--quick"]) == 0
-    subjects = [line.split(":")[0].split(None, 1)[1] for line in capsys.readouterr().out.splitlines()]
-    assert subjects == ["disk", "training", "keypoints"]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.split(":")[0].split() == ["ok", "disk"]
 
 
-def test_a_card_that_holds_no_pair_is_refused_in_one_line(root, tmp_path, monkeypatch, capsys):
-    (tmp_path / "params.yaml").write_text((root / "params.yaml").read_text())
+def test_memory_of_the_machine_and_of_each_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: (3 * GIB, (8 + index) * GIB))
+    found = list(doctor.memory())
+    assert [each.subject for each in found] == ["memory", "memory of GPU 0", "memory of GPU 1"]
+    assert found[2].text == "3.0 GiB free of 9.0 GiB" and "GiB free of" in found[0].text
+
+
+def test_packages_are_named_with_their_versions():
+    (found,) = doctor.packages()
+    assert f"numpy {np.__version__}" in found.text
+
+
+def test_photographs_of_a_folder_are_those_that_fetch_listed(make_params, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    too_small = machine.check_memory(0, 0, 64, 1, 256, 1 << 30, "a card")
-    monkeypatch.setattr("pipeline.doctor.plan.findings", lambda *_: iter([too_small]))
-    assert doctor.main(["--quick"]) == 2
-    printed = capsys.readouterr()
-    assert "one pair of 256 keypoints" in printed.err and len(printed.err.splitlines()) == 1
-    assert not printed.out
-
-
-def test_a_precision_the_card_lacks_stops_the_work_before_it_begins(root, tmp_path, monkeypatch, capsys):
-    (tmp_path / "params.yaml").write_text((root / "params.yaml").read_text())
-    monkeypatch.chdir(tmp_path)
-
-    def refused(*_):
-        raise RequestError("train.precision: bfloat16 needs Ampere")
-
-    monkeypatch.setattr("pipeline.doctor.plan.findings", refused)
-    assert doctor.main(["--quick"]) == 2
-    printed = capsys.readouterr()
-    assert "bfloat16 needs Ampere" in printed.err and len(printed.err.splitlines()) == 1 and not printed.out
+    folder = make_params("fetch", source="folder", path="photos")
+    assert doctor.photographs(folder) == 0
+    entries = [Entry(f"{number}.jpg", "train", "train", f"{number}.jpg", 9, "") for number in range(7)]
+    manifest.write(doctor.MANIFEST, entries)
+    assert doctor.photographs(folder) == 7
+    assert doctor.photographs(make_params("fetch")) == 16
+    doctor.MANIFEST.write_text("damaged\n1\n")
+    assert doctor.photographs(folder) == 0

@@ -106,26 +106,6 @@ def disk_needed(archives: int, images: int, views: int, keypoints: int, copies: 
     return archives + copies * int(0.75 * images * views * keypoints * ORIENTED.itemsize) + GIB
 
 
-def check_memory(
-    fitting: int, taken: float, pairs: int, parts: int, keypoints: int, free: float, place: str
-) -> Finding:
-    """Memory of a training step against that of the GPU.
-
-    Args:
-        fitting: number of the `pairs` of a micro-batch that fit; taken: bytes at the peak of their steps.
-        parts: micro-batches of a step (`train.accumulate`).
-        free: bytes for the process in `place`.
-    """
-    subject, available = "memory of a process", f"{size(free)} for it: {place}"
-    if not fitting:
-        text = f"one pair of {keypoints} keypoints does not fit into the {available}"
-        return Finding(FAIL, subject, f"{text}; set a smaller train.max_keypoints, train.dim or train.layers")
-    text = f"{size(taken)} for {fitting} pairs of {keypoints} keypoints at a time (measured here), {available}"
-    if fitting == pairs:
-        return Finding(OK, subject, text)
-    return Finding(WARN, subject, f"{text}; {pairs} do not fit; set train.accumulate: {-(-pairs * parts // fitting)}")
-
-
 def check_disk(free: int, needed: int, place: str, linked: Optional[int] = None) -> Finding:
     """Disk space for a preset; `linked`: bytes needed if DVC's cache.type is a link."""
     space = f"{size(free)} free in {place}, about {size(needed)} wanted"

@@ -84,15 +84,6 @@ def elastic_parts(batch: int) -> int:
     return parts
 
 
-def micro_batch(train: TrainParams, processes: int) -> int:
-    """Largest number of pairs in a micro-batch of one of `processes`."""
-    if train.bitwise_elastic:  # the same parts with any number of processes
-        batch = train.batch_per_rank * processes or train.batch
-        return batch // elastic_parts(batch)
-    pairs = train.batch_per_rank or -(-train.batch // processes)
-    return -(-pairs // train.accumulate)
-
-
 def step_size(train: TrainParams, pairs: int, world_size: int, keypoints: int, record: int) -> StepSize:
     """Size of one rank's step: `pairs` over all ranks, of at most `keypoints` records of `record` bytes a view."""
     parts = elastic_parts(pairs) if train.bitwise_elastic else train.accumulate

@@ -1,12 +1,13 @@
 """Check this machine before the work: `python -m pipeline.doctor` (all), `--quick` (what `repro` runs first).
 
-Exit code 0 if the work can start, 2 if something prevents it. `--quick` prints only that, or disk, memory and hours of
-the training.
+Driver, GPUs, memory, shared memory, disk, packages, and whether MLflow answers. Exit code 0 if the work can start, 2 if
+something prevents it. `--quick` prints only what does, or else the disk. How long a training takes, its progress says.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import getpass
 import os
 import platform
@@ -15,17 +16,20 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from importlib import metadata
 from pathlib import Path
-from typing import Callable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 from pipeline import errors, launch, tracking
+from pipeline.image_sets import manifest
 from pipeline.processes import machine
 from pipeline.processes.machine import FAIL, NOTE, OK, WARN, Finding
 
 SECONDS = 3.0
 MIN_OPEN_FILES = 256
-QUICK = ("gpus", "shared_memory", "user", "open_files", "disk", "training")
-PLAN = ("disk", "training")  # always printed by --quick
+QUICK = ("gpus", "shared_memory", "user", "open_files", "disk")
+PACKAGES = ("numpy", "opencv-python", "torchvision", "dvc", "mlflow", "nvidia-dali-cuda110", "nvidia-dali-cuda130")
+MANIFEST = Path("data/images/manifest.csv")
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -34,14 +38,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--quick", action="store_true", help="only what would stop the work, without the network")
     options = parser.parse_args(argv)
     found: List[Tuple[str, Finding]] = []
-    checks = (software, gpus, shared_memory, user, open_files, git, mlflow, disk, training)
+    checks = (software, packages, gpus, memory, shared_memory, user, open_files, git, mlflow, disk)
     for check in [check for check in checks if not options.quick or check.__name__ in QUICK]:
-        if check is not training or machine.worst([finding for _, finding in found]) != FAIL:
-            found += [(check.__name__, finding) for finding in guarded(check)]
+        found += [(check.__name__, finding) for finding in guarded(check)]
     failed = machine.worst([finding for _, finding in found]) == FAIL
     for name, finding in found:
         wrong = options.quick and finding.level == FAIL
-        if wrong or not options.quick or (name in PLAN and not failed):
+        if wrong or not options.quick or (name == "disk" and not failed):
             line = f"{finding.level:5} {finding.subject}: {finding.text}"
             print(line, file=sys.stderr if wrong else sys.stdout)
     return 2 if failed else 0
@@ -58,12 +61,21 @@ def guarded(check: Callable[[], Iterator[Finding]]) -> List[Finding]:
 
 
 def software() -> Iterator[Finding]:
-    """Python, torch, OpenCV, image."""
+    """Python, torch, CUDA, image."""
     import torch
 
     image, cuda = os.environ.get("IMAGE_STACK", "none"), torch.version.cuda or "none"
     versions = f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {cuda}, image {image}"
     yield Finding(OK, "software", versions)
+
+
+def packages() -> Iterator[Finding]:
+    """Versions of the packages of the locks that decide what works; DALI only where it is installed."""
+    found = []
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found.append(f"{name} {metadata.version(name)}")
+    yield Finding(OK, "packages", ", ".join(found) or "none of " + ", ".join(PACKAGES))
 
 
 def gpus() -> Iterator[Finding]:
@@ -80,6 +92,18 @@ def gpus() -> Iterator[Finding]:
     for index in range(count):
         name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
         yield machine.check_capability(name, capability, torch.cuda.get_arch_list(), cuda or "none")
+
+
+def memory() -> Iterator[Finding]:
+    """Memory of the machine and of each GPU."""
+    import psutil
+    import torch
+
+    held = psutil.virtual_memory()
+    yield Finding(OK, "memory", f"{machine.size(held.available)} free of {machine.size(held.total)}")
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = torch.cuda.mem_get_info(index)
+        yield Finding(OK, f"memory of GPU {index}", f"{machine.size(free)} free of {machine.size(total)}")
 
 
 def nvidia_driver() -> tuple[str, int]:
@@ -130,36 +154,31 @@ def shared_by_loader(gpus: int) -> int:
     return ranks * workers.Plan(wanted, workers.AHEAD).shared(step)
 
 
-def training() -> Iterator[Finding]:
-    """Memory of a process and hours of the training, by params.yaml."""
-    import torch
-
-    from pipeline.doctor import plan
-    from pipeline.train import setup
-
-    known = sections()
-    if {"fetch", "keypoints", "train"} <= set(known):
-        processes = setup.processes(known["train"], launch.processes_per_node())
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        yield from plan.findings(known, processes, device)
-
-
 def disk() -> Iterator[Finding]:
     """Free space against what the preset still needs."""
-    from pipeline.doctor import plan
     from pipeline.fetch import coco
 
     known = sections()
     if "fetch" not in known or "keypoints" not in known:
         return
     keypoints, fetch = known["keypoints"], known["fetch"]
-    expected = coco.expected(fetch.source, fetch.limit)[0], plan.photographs(fetch)
+    expected = coco.expected(fetch.source, fetch.limit)[0], photographs(fetch)
     needed, linked = (
         machine.disk_needed(*expected, keypoints.views_per_image, keypoints.max_keypoints, n) for n in (2, 1)
     )
     present = sum(path.stat().st_size for path in Path("data").rglob("*") if path.is_file())
     needed, linked = max(needed - present, 0), max(linked - present, 0)
     yield machine.check_disk(shutil.disk_usage(".").free, needed, os.getcwd(), linked)
+
+
+def photographs(fetch: Any) -> int:
+    """Number of photographs of a preset; of a folder those that `fetch` listed, 0 before it has run."""
+    from pipeline.fetch import coco
+
+    if fetch.source == "folder":
+        with contextlib.suppress(errors.RequestError):  # missing or damaged: `fetch` writes it
+            return len(manifest.read(MANIFEST))
+    return coco.expected(fetch.source, fetch.limit)[1]
 
 
 def user() -> Iterator[Finding]:
