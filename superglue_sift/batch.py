@@ -44,6 +44,8 @@ class PairBatch:
             from a GPU would be a device-to-host synchronisation.
         image_size0, image_size1: (B, 2) float32, width and height in px.
         H_0to1: (B, 3, 3) float64, maps pixels of view 0 to view 1; None if unknown.
+        cells: (B, 2, 3, 3) float64, maps pixels of view 0 and of view 1 to the unit square of the photograph that both
+            show; other photographs may lie outside it. None: there are none.
     """
 
     records0: Tensor
@@ -53,6 +55,7 @@ class PairBatch:
     image_size0: Tensor
     image_size1: Tensor
     H_0to1: Optional[Tensor] = None
+    cells: Optional[Tensor] = None
 
     def __len__(self) -> int:
         return self.counts0.shape[0]
@@ -125,9 +128,12 @@ def _pack(records: Sequence[np.ndarray], dtype: np.dtype) -> Tuple[Tensor, Tenso
 
 
 def from_pairs(
-    pairs: Sequence[Pair], H_0to1: Optional[np.ndarray] = None, dtype: Optional[np.dtype] = None
+    pairs: Sequence[Pair],
+    H_0to1: Optional[np.ndarray] = None,
+    dtype: Optional[np.dtype] = None,
+    cells: Optional[np.ndarray] = None,
 ) -> PairBatch:
-    """Batch pairs of views. H_0to1: (B, 3, 3) float64, true homographies, if known.
+    """Batch pairs of views. H_0to1: (B, 3, 3) float64, true homographies, if known; cells: see `PairBatch`.
 
     dtype: of the records; None: ORIENTED if any record is ORIENTED or there are no pairs, else that of the first pair.
     Raises TypeError for records of another dtype.
@@ -140,4 +146,5 @@ def from_pairs(
     size0 = torch.tensor([p.size0 for p in pairs], dtype=torch.float32).reshape(-1, 2)
     size1 = torch.tensor([p.size1 for p in pairs], dtype=torch.float32).reshape(-1, 2)
     H = None if H_0to1 is None else torch.from_numpy(H_0to1)
-    return PairBatch(records0, records1, counts0, counts1, size0, size1, H)
+    regions = None if cells is None else torch.from_numpy(cells)
+    return PairBatch(records0, records1, counts0, counts1, size0, size1, H, regions)

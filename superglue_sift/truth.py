@@ -71,11 +71,18 @@ def _inside(mapped: Tensor, size: Tensor) -> Tensor:
     return ((mapped >= -0.5) & (mapped <= size.double().unsqueeze(-2) - 0.5)).all(-1)
 
 
+def _inside_cell(points: Tensor, cell: Tensor) -> Tensor:
+    """(..., N) bool: points (..., N, 2) px that `cell` (..., 3, 3) maps into the unit square."""
+    place = transform(points.double(), cell)
+    return ((place >= 0.0) & (place <= 1.0)).all(-1)
+
+
 def ground_truth(batch, positive_px: float = 3.0, negative_px: float = 5.0, layout: Optional[Layout] = None) -> Truth:
     """Ground truth of a PairBatch with homographies: (B, M) and (B, N), IGNORED where padded.
 
     Mutual nearest neighbours closer than `positive_px` match. Other keypoints are unmatched if they lie outside the
-    other view or `negative_px` or more from their nearest neighbour, else ignored. layout: of the batch, if known.
+    other view or `negative_px` or more from their nearest neighbour, else ignored. Where a view is a cell of a larger
+    image, keypoints outside the cell have no neighbours. layout: of the batch, if known.
     """
     layout = layout or Layout(batch)
     widths = batch.keypoints0.shape[1], batch.keypoints1.shape[1]
@@ -86,9 +93,14 @@ def ground_truth(batch, positive_px: float = 3.0, negative_px: float = 5.0, layo
     mapped = transform(points.double(), torch.stack([H, _inverse(H)]))  # (2, B, W, 2)
     inside = _inside(mapped, torch.stack([batch.image_size1, batch.image_size0]))  # (2, B, W)
     padded = ~packing.valid.view(inside.shape)
-    # Padding is far from everything. Only one of the two is infinite, since inf - inf is nan.
-    points = _not_nan(points.float()).masked_fill_(padded.unsqueeze(-1), -FAR)
-    mapped = _not_nan(mapped.float()).masked_fill_(padded.unsqueeze(-1), math.inf)
+    alone = padded
+    if batch.cells is not None:
+        cells = batch.cells.transpose(0, 1)  # (2, B, 3, 3)
+        alone = padded | ~_inside_cell(points, cells)
+        inside &= _inside_cell(mapped, cells.flip(0))
+    # Padding and other photographs are far from everything. Only one of the two is infinite, since inf - inf is nan.
+    points = _not_nan(points.float()).masked_fill_(alone.unsqueeze(-1), -FAR)
+    mapped = _not_nan(mapped.float()).masked_fill_(alone.unsqueeze(-1), math.inf)
     best = torch.empty(inside.shape, device=layout.device)
     partner = torch.zeros(inside.shape, dtype=torch.int64, device=layout.device)
     for part in layout.parts:

@@ -30,5 +30,5 @@ def pair_truth(
     given = [t.unsqueeze(0) for t in (keypoints0, keypoints1, size0, size1, H_0to1)]
     names = "keypoints0", "keypoints1", "image_size0", "image_size1", "H_0to1"
     records = {"records0": given[0], "records1": given[1], "counts0": counts[0], "counts1": counts[1]}
-    batch = SimpleNamespace(**dict(zip(names, given)), **records)
+    batch = SimpleNamespace(**dict(zip(names, given)), **records, cells=None)
     return Truth(*(matches[0] for matches in ground_truth(batch, positive_px, negative_px)))

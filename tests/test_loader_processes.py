@@ -142,7 +142,7 @@ class TestRoom:
         assert workers.fitting(0, self.STEP, 4 << 30, 1024) == BY_THREAD
 
     def test_fewer_where_open_files_are_short(self):
-        step = self.STEP._replace(parts=16)  # 7 tensors of each of 16 micro-batches
+        step = self.STEP._replace(parts=16)  # 8 tensors of each of 16 micro-batches
         assert workers.fitting(4, step, 1 << 40, files=1024) == Plan(4, 1)
         assert workers.fitting(4, step, 1 << 40, files=256) == BY_THREAD
 
@@ -161,7 +161,7 @@ class TestRoom:
         real = sum(value.numel() * value.element_size() for value in vars(batch).values())
         widest = max(batch.records0.shape[1], batch.records1.shape[1])
         step = StepSize(4, widest, store.dtype.itemsize)
-        assert real <= step.bytes <= real + 4 * 2 * widest * 280 + 7 * 4096
+        assert real <= step.bytes <= real + 4 * 2 * widest * 280 + 8 * 4096
 
     def test_the_environment_asks(self, monkeypatch, capsys):
         cpu, step = torch.device("cpu"), StepSize(4, 30, 280)

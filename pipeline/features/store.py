@@ -37,6 +37,10 @@ SAMPLED_SHARDS = 3  # shards to hash with verify="sample"
 _DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64, "F64": np.float64}
 
 
+# The cell of a view that shows nothing but its image: every pixel is in the middle of the unit square.
+EVERYWHERE = np.array([[0.0, 0.0, 0.5], [0.0, 0.0, 0.5], [0.0, 0.0, 1.0]])
+
+
 class ImageViews(NamedTuple):
     """All views of one image."""
 
@@ -47,11 +51,12 @@ class ImageViews(NamedTuple):
 
 
 class View(NamedTuple):
-    """One stored view."""
+    """One view, as it is stored or augmented."""
 
     records: np.ndarray  # (n,) of the store's dtype, read-only, in mapped memory
     H_image_to_view: np.ndarray  # (3, 3) float64
     size: Tuple[int, int]  # width, height of the view
+    cell: np.ndarray = EVERYWHERE  # (3, 3) float64, maps pixels of the image to the unit square: see `PairBatch.cells`
 
 
 def shard_name(index: int) -> str:

@@ -236,4 +236,5 @@ def _one_buffer(parameters: Sequence[nn.Parameter]) -> Tensor:
 def _empty_batch(pairs: int, width: int, record: int, device: torch.device) -> PairBatch:
     records, counts = torch.zeros((pairs, width, record), dtype=torch.uint8), torch.zeros(pairs, dtype=torch.int64)
     sizes, H = torch.ones(pairs, 2), torch.eye(3, dtype=torch.float64).repeat(pairs, 1, 1)
-    return PairBatch(records, records.clone(), counts, counts, sizes, sizes.clone(), H).to(device)
+    cells = torch.zeros((pairs, 2, 3, 3), dtype=torch.float64)
+    return PairBatch(records, records.clone(), counts, counts, sizes, sizes.clone(), H, cells).to(device)

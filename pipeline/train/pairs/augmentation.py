@@ -15,7 +15,7 @@ from typing import Callable, Optional, Tuple
 
 import numpy as np
 
-from pipeline.features.store import View
+from pipeline.features.store import EVERYWHERE, View
 from superglue_sift.geometry import resizing
 
 # Draws another view of the store; None if the draw is one of the pair's own images.
@@ -146,14 +146,16 @@ def _rotated(view: View, degrees: float, in_place: bool) -> View:
         if name in (records.dtype.names or ()):
             moved[name] = np.mod(records[name] + degrees, 360.0)
     T = np.array([[c, -s, shift[0]], [s, c, shift[1]], [0.0, 0.0, 1.0]])
-    return View(moved, T @ view.H_image_to_view, (int(canvas[0]), int(canvas[1])))
+    cell = view.cell if view.cell is EVERYWHERE else view.cell @ np.linalg.inv(T)
+    return View(moved, T @ view.H_image_to_view, (int(canvas[0]), int(canvas[1])), cell)
 
 
 def mosaic(view: View, factor: float, min_scale: float, others: Others, random: np.random.Generator) -> View:
     """The view shrunk by `factor` and placed at random among others shrunk alike, on a canvas of its own size.
 
     Keypoints outside the canvas are dropped, and those below the scale `min_scale` (px), which no detector would
-    find. The rest stay ordered by falling score. Descriptors and angles do not change.
+    find. The rest stay ordered by falling score. Descriptors and angles do not change. The truth needs the `cell` of
+    the view: its homography also maps points onto the other photographs.
     """
     min_scale = min_scale or float(view.records["scale"].min(initial=np.inf))
     canvas = np.array(view.size, float)
@@ -175,7 +177,9 @@ def mosaic(view: View, factor: float, min_scale: float, others: Others, random: 
     order = order[np.argsort(-joined["score"][order], kind="stable")]
     shrink = resizing((1, 1), (1 / factor, 1 / factor))
     shrink[:2, 2] += corner
-    return View(_kept(joined, order), shrink @ view.H_image_to_view, view.size)
+    to_cell = np.diag([*1 / cell, 1.0])
+    to_cell[:2, 2] = (0.5 - corner) / cell
+    return View(_kept(joined, order), shrink @ view.H_image_to_view, view.size, to_cell)
 
 
 def _shrunk(view: View, factor: float, min_scale: float, corner: np.ndarray, cell: np.ndarray) -> np.ndarray:

@@ -33,7 +33,7 @@ def load_batch(
         augmentation: random changes of each pair, by its `sample.seed`, unless that is NO_AUGMENTATION.
     """
     if not samples:
-        return from_pairs([], np.zeros((0, 3, 3)), store.dtype)
+        return from_pairs([], np.zeros((0, 3, 3)), store.dtype, cells=np.zeros((0, 2, 3, 3)))
     changes = [NO_CHANGE if sample.seed == NO_AUGMENTATION else augmentation for sample in samples]
     images1 = [change.second_image(sample.image, len(store), sample.seed) for change, sample in zip(changes, samples)]
     views0, views1 = [], []
@@ -47,8 +47,9 @@ def load_batch(
     to0, to1 = (np.stack([view.H_image_to_view for view in side]) for side in (views0, views1))
     H_0to1 = normalized(to1 @ inv(to0))
     H_0to1[[image1 != sample.image for image1, sample in zip(images1, samples)]] = APART
+    cells = np.array([[one.cell, other.cell] for one, other in zip(views0, views1)])
     pairs = [Pair(one.records, other.records, one.size, other.size) for one, other in zip(views0, views1)]
-    return from_pairs(pairs, H_0to1)
+    return from_pairs(pairs, H_0to1, cells=cells)
 
 
 def _another_view(store: Store, shown: Tuple[int, int], random: np.random.Generator) -> Optional[View]:

@@ -28,7 +28,7 @@ Made = TypeVar("Made")
 
 MAX_PROCESSES, AHEAD = 4, 2  # of a GPU; steps that each loads in advance
 HELD = 2  # steps that the training holds: the current one and the next, which it takes before it frees the current
-TENSORS = 7  # of a PairBatch; each is a file in shared memory, of whole pages
+TENSORS = 8  # of a PairBatch; each is a file in shared memory, of whole pages
 PAGE, OTHER_FILES = 4096, 128
 SHARED = "/dev/shm"
 NUMBER = (
@@ -50,8 +50,8 @@ class StepSize(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Shared memory of the batches: for each pair records of two views, counts, sizes, homography."""
-        return self.pairs * (2 * (self.keypoints * self.record + 8 + 8) + 72) + self.parts * TENSORS * PAGE
+        """Shared memory of the batches: for each pair records of two views, counts, sizes, homography, cells."""
+        return self.pairs * (2 * (self.keypoints * self.record + 8 + 8 + 72) + 72) + self.parts * TENSORS * PAGE
 
     @property
     def files(self) -> int:
