@@ -23,12 +23,15 @@ use. `pipeline` trains the models. In reading order:
     drawing, progress             pictures of matches; progress of long work
     errors, files                 errors for the user; atomic writes
     threads, torch_compat         how threads wait; differences from torch 1.10 to 2.x
+    portable                      the same keypoints on every processor
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from superglue_sift import portable
 
 if TYPE_CHECKING:
     from superglue_sift.batch import Pair, PairBatch, from_pairs
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
     from superglue_sift.weights import load_model
 
 __version__ = "0.1.0"
+
+portable.prepare_opencv()  # before any module imports OpenCV
 
 _HOMES = {
     "Matcher": "matcher", "MatchResult": "match_result", "Features": "features", "RequestError": "errors",

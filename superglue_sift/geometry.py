@@ -31,17 +31,47 @@ SAMPSON_PX = 3.0  # maximum distance to the epipolar line of matches that a pose
 def transform(points, H):
     """Map points (..., N, 2) through homographies (..., 3, 3), both arrays or both tensors: (..., N, 2).
 
-    Points on the horizon line become inf or nan, without an error.
+    Points on the horizon line become inf or nan, without an error. Element by element: the sums of
+    a matrix product depend on the processor.
     """
-    mapped = points @ H[..., :2, :2].swapaxes(-1, -2) + H[..., None, :2, 2]
-    depth = points @ H[..., 2:, :2].swapaxes(-1, -2) + H[..., None, 2:, 2]
+    x = points[..., :1]
+    y = points[..., 1:]
+    H = H[..., None, :, :]
+    mapped = x * H[..., :2, 0] + y * H[..., :2, 1] + H[..., :2, 2]
+    depth = x * H[..., 2:, 0] + y * H[..., 2:, 1] + H[..., 2:, 2]
     with np.errstate(divide="ignore", invalid="ignore"):
         return mapped / depth
 
 
 def compose(*homographies: np.ndarray) -> np.ndarray:
-    """Chain homographies (3, 3), the last applied first: H_0to1 = compose(H_image_to_1, inv(H_image_to_0))."""
-    return normalized(functools.reduce(np.matmul, homographies, np.eye(3)))
+    """Chain homographies (3, 3), the last applied first.
+
+    H_0to1 = compose(H_image_to_1, inverse(H_image_to_0)).
+    """
+    product = functools.partial(np.einsum, "ij,jk->ik")  # no BLAS, see `transform`
+    return normalized(functools.reduce(product, homographies))
+
+
+def inverse(H: np.ndarray) -> np.ndarray:
+    """The inverse homography (3, 3), by the adjugate. Singular matrices raise no error."""
+    a, b, c = H.T
+    return normalized(np.stack([np.cross(b, c), np.cross(c, a), np.cross(a, b)]))
+
+
+def through_four_points(source: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Homography through four correspondences, (4, 2) each, in float64, without LAPACK."""
+    return compose(_of_unit_square(target), inverse(_of_unit_square(source)))
+
+
+def _of_unit_square(quad: np.ndarray) -> np.ndarray:
+    """Homography of (0, 0), (1, 0), (1, 1), (0, 1) to a quadrilateral (Heckbert 1989, 2.2.3)."""
+    (x0, y0), (x1, y1), (x2, y2), (x3, y3) = quad.tolist()
+    sum_x = x0 - x1 + x2 - x3
+    sum_y = y0 - y1 + y2 - y3
+    area = (x1 - x2) * (y3 - y2) - (x3 - x2) * (y1 - y2)
+    g = (sum_x * (y3 - y2) - (x3 - x2) * sum_y) / area
+    h = ((x1 - x2) * sum_y - sum_x * (y1 - y2)) / area
+    return np.array([[x1 - x0 + g * x1, x3 - x0 + h * x3, x0], [y1 - y0 + g * y1, y3 - y0 + h * y3, y0], [g, h, 1.0]])
 
 
 def normalized(H: np.ndarray) -> np.ndarray:
@@ -53,7 +83,7 @@ def normalized(H: np.ndarray) -> np.ndarray:
 def jacobians(H: np.ndarray, points: np.ndarray) -> np.ndarray:
     """(N, 2, 2) derivatives of a homography at points (N, 2)."""
     mapped = transform(points, H)
-    depth = points @ H[2, :2] + H[2, 2]
+    depth = points[:, 0] * H[2, 0] + points[:, 1] * H[2, 1] + H[2, 2]
     return (H[None, :2, :2] - mapped[:, :, None] * H[None, None, 2, :2]) / depth[:, None, None]
 
 

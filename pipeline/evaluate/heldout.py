@@ -18,7 +18,7 @@ from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet
 from pipeline.parameters.schema import EvaluateParams, Photometric
 from pipeline.views import homography, render
-from superglue_sift.geometry import compose
+from superglue_sift.geometry import compose, inverse
 from superglue_sift.images import BadImage, decode_color, decode_gray
 
 MAX_NEGATIVE_PAIRS = 100
@@ -57,7 +57,7 @@ class HeldOutPairs(Source):
             first, second = 2 * number, 2 * number + 1
             (view0, H_image_to_0), (view1, H_image_to_1) = (self._view(image, name, n) for n in (first, second))
             views += [view0, self.disturb(view1) if self.disturb else view1]
-            H_0to1 = compose(H_image_to_1, np.linalg.inv(H_image_to_0))
+            H_0to1 = compose(H_image_to_1, inverse(H_image_to_0))
             pairs.append(ViewPair(f"{name}#{number}", first, second, H_0to1))
         return Scene(name, views, pairs)
 

@@ -16,7 +16,7 @@ from typing import Any, Dict, Mapping, Optional, Tuple
 import numpy as np
 
 from pipeline.parameters.schema import Homography
-from superglue_sift.geometry import corners, jacobians, transform
+from superglue_sift.geometry import corners, inverse, jacobians, through_four_points, transform
 
 Size = Tuple[int, int]  # (width, height)
 
@@ -102,20 +102,25 @@ def _try_view(
     shift = limits.perspective * strength * rng.uniform(-1.0, 1.0, (4, 2))
     angle = math.radians(limits.rotation_deg) * strength * rng.uniform(-1.0, 1.0)
     rotation = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
-    quad = (outline + shift * np.array(view_size)) @ rotation.T
+    quad = _map(outline + shift * np.array(view_size), rotation)
     if limits.tilt_deg > 0.0:
-        quad = quad @ _foreshortening(math.radians(limits.tilt_deg) * strength, rng)
+        quad = _map(quad, _foreshortening(math.radians(limits.tilt_deg) * strength, rng))
     if not _convex(quad):
         return None
     largest = _largest(image_size, view_size)
     # bounds of the scale: the quadrilateral fits into the image, and is not magnified too much
     max_scale = min(largest, *((np.array(image_size) - 1) / np.ptp(quad, axis=0)))
-    min_scale = magnification(_through(quad, corners(view_size)), view_size).max() / limits.max_upscale
+    min_scale = magnification(through_four_points(quad, corners(view_size)), view_size).max() / limits.max_upscale
     if min_scale > max_scale:
         return None
     min_scale = min(max(largest * (1.0 - strength * (1.0 - limits.scale_min)), min_scale), max_scale)
     quad *= math.exp(rng.uniform(math.log(min_scale), math.log(max_scale)))
     return _place(rng, quad, image_size, view_size, strength)
+
+
+def _map(points: np.ndarray, A: np.ndarray) -> np.ndarray:
+    """Points (N, 2) through a linear map (2, 2), the same bits on every processor."""
+    return points[:, :1] * A[:, 0] + points[:, 1:] * A[:, 1]
 
 
 def _foreshortening(tilt: float, rng: np.random.Generator) -> np.ndarray:
@@ -138,17 +143,7 @@ def _place(
     margin = np.maximum(last - (high - low), 0.0)
     position = 0.5 + strength * rng.uniform(-0.5, 0.5, 2)
     inside = np.clip(quad - low + margin * position, 0.0, last)
-    return _through(inside, corners(view_size))
-
-
-def _through(source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Homography through four correspondences, (4, 2) each, in float64 (OpenCV rounds points to float32)."""
-    (x, y), (u, v) = source.T, target.T
-    zero, one = np.zeros(4), np.ones(4)
-    upper = np.stack([x, y, one, zero, zero, zero, -u * x, -u * y], 1)
-    lower = np.stack([zero, zero, zero, x, y, one, -v * x, -v * y], 1)
-    solved = np.linalg.solve(np.vstack([upper, lower]), np.concatenate([u, v]))
-    return np.append(solved, 1.0).reshape(3, 3)
+    return through_four_points(inside, corners(view_size))
 
 
 def _convex(quad: np.ndarray) -> bool:
@@ -165,5 +160,8 @@ def magnification(H: np.ndarray, view_size: Size) -> np.ndarray:
 
     The local scale of a homography has its extremes over a convex quadrilateral at the corners.
     """
-    points = transform(corners(view_size), np.linalg.inv(H))
-    return np.linalg.norm(jacobians(H, points), ord=2, axis=(-2, -1))
+    J = jacobians(H, transform(corners(view_size), inverse(H)))
+    # The larger singular value of each 2x2 matrix, in closed form.
+    (a, b), (c, d) = J.transpose(1, 2, 0)
+    larger = np.hypot(a + d, c - b) + np.hypot(a - d, b + c)
+    return 0.5 * larger

@@ -13,7 +13,7 @@ import cv2
 import numpy as np
 
 from pipeline.parameters.schema import Photometric
-from superglue_sift.geometry import compose, corners, resizing, transform
+from superglue_sift.geometry import compose, corners, inverse, resizing, transform
 
 SHRINK_BELOW = 0.7  # view pixels per image pixel; above it bilinear sampling hardly aliases
 JPEG_QUALITY = (40, 95)
@@ -34,7 +34,7 @@ def render(image: np.ndarray, H_image_to_view: np.ndarray, view_size: Tuple[int,
     if scale < SHRINK_BELOW:
         height, width = image.shape[:2]
         small = (max(round(width * scale), 1), max(round(height * scale), 1))
-        H = compose(H, np.linalg.inv(resizing((width, height), small)))
+        H = compose(H, inverse(resizing((width, height), small)))
         image = cv2.resize(image, small, interpolation=cv2.INTER_AREA)
     # rounding may reach a fraction of a pixel beyond the border
     return cv2.warpPerspective(image, H, view_size, flags=cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
@@ -42,8 +42,8 @@ def render(image: np.ndarray, H_image_to_view: np.ndarray, view_size: Tuple[int,
 
 def _scale(H: np.ndarray, view_size: Tuple[int, int]) -> float:
     """View pixels per image pixel over the whole view: the square root of the ratio of areas."""
-    x, y = transform(corners(view_size), np.linalg.inv(H)).T
-    area = 0.5 * abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1)))
+    x, y = transform(corners(view_size), inverse(H)).T
+    area = 0.5 * abs((x * np.roll(y, -1) - y * np.roll(x, -1)).sum())
     return float(np.sqrt((view_size[0] - 1) * (view_size[1] - 1) / area))
 
 
