@@ -53,7 +53,7 @@ class Trainer:
         config = setting.config
         same = {
             "dim": config.dim, "layers": config.layers, "heads": config.heads, "norm": config.norm,
-            "parallel": "ddp", "bitwise_elastic": False,
+            "parallel": "ddp",
             "compile": False, "cuda_graph": False, "init_from": "", "freeze": [], "accumulate": 1,
             "precision": "float32", "loader": "plain", "checkpoint_layers": False, "deterministic": False,
             "ema": 0.0, "optimizer": "adam", "max_keypoints": keypoints, "keypoint_drop": 0.0,

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import psutil
 
@@ -42,7 +42,7 @@ LAUNCHED = ("pipeline.keypoints", "pipeline.train", "pipeline.evaluate")
 def processes_per_node() -> int:
     """NPROC_PER_NODE as a number. Raises RequestError."""
     text = os.environ.get("NPROC_PER_NODE", "auto").strip()
-    if automatic():
+    if text == "auto":
         import torch
 
         return torch.cuda.device_count() or min(DEFAULT_CPU_PROCESSES, os.cpu_count() or 1)
@@ -59,29 +59,6 @@ def require_gpus(processes: int) -> None:
     if 0 < gpus < processes:
         several = "is 1 GPU" if gpus == 1 else f"are {gpus} GPUs"
         raise RequestError(f"NPROC_PER_NODE={processes}, but there {several} here: set it to {gpus} or auto")
-
-
-def accepted(check: Callable[[List[str], int], Any], arguments: List[str], processes: int) -> int:
-    """The number of local processes that the stage's `check` accepts; with auto the largest up to `processes`.
-
-    Raises RequestError if it accepts none, or not the requested number.
-    """
-    for fewer in range(processes, 0, -1):
-        try:
-            for world_size in world_sizes(fewer):
-                check(arguments, world_size)
-            break
-        except RequestError:
-            if not automatic() or fewer == 1:
-                raise
-    if fewer < processes:
-        print(f"{fewer} processes instead of {processes}: the batch cannot be split further", file=sys.stderr)
-    return fewer
-
-
-def automatic() -> bool:
-    """Whether NPROC_PER_NODE is auto."""
-    return os.environ.get("NPROC_PER_NODE", "auto").strip() == "auto"
 
 
 def free_port() -> int:
@@ -248,7 +225,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         processes = module.processes(rest, processes)
     if hasattr(module, "check"):
         require_gpus(processes)
-        processes = accepted(module.check, rest, processes)
+        for world_size in world_sizes(processes):
+            module.check(rest, world_size)
     if "DVC_STAGE" in os.environ:  # end with a checkpoint if dvc is killed, before it starts another run
         signals.end_with_parent(signal.SIGTERM)
     return Supervisor(name, rest, processes).run()

@@ -51,18 +51,6 @@ class TestRequest:
         monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
         launch.require_gpus(3)
 
-    def test_auto_takes_as_many_processes_as_the_stage_accepts(self, monkeypatch, capsys):
-        def check(_, world_size):
-            if 8 % world_size:
-                raise RequestError(f"8 micro-batches cannot be shared by {world_size}")
-
-        monkeypatch.delenv("NPROC_PER_NODE", raising=False)
-        assert launch.accepted(check, [], 7) == 4
-        assert "4 processes instead of 7" in capsys.readouterr().err
-        monkeypatch.setenv("NPROC_PER_NODE", "7")
-        with pytest.raises(RequestError, match="shared by 7"):
-            launch.accepted(check, [], 7)
-
     def test_static_and_c10d(self, monkeypatch):
         one = launch.command("pipeline.train", ["--out", "x"], 2)
         assert one[1:4] == ["-m", "pipeline.launch", launch.AGENT]
@@ -298,14 +286,6 @@ class TestNodes:
         both = [start_node(nodes, i, whole(bench, "run"), "2") for i in range(2)]
         outs = [process.communicate(timeout=PATIENCE)[0] for process in both]
         assert [process.returncode for process in both] == [0, 0], "\n".join(outs)
-        assert digest(bench.folder / "run") == expected
-
-    def test_elastic_loses_a_node_and_gets_it_back(self, bench, nodes):
-        """With bitwise_elastic the weights are those of a run that always had one node."""
-        keys = (("bitwise_elastic", True), ("steps", 300), ("val_every", 100), ("save_every", 10))
-        expected = bench.clean(1, keys)
-        out = lost_and_joined(bench, nodes, keys, first=1)
-        assert out.count("resuming at step") >= 1
         assert digest(bench.folder / "run") == expected
 
     def test_elastic_goes_on_with_three_processes_two_and_three_again(self, bench, nodes):

@@ -68,11 +68,11 @@ def test_matrices_of_the_layers_take_an_orthogonal_step_and_the_rest_that_of_ada
     assert muon == 8
 
 
-def stepped(context, alone: bool) -> np.ndarray:
+def stepped(context) -> np.ndarray:
     """All weights after two steps on the same gradients."""
     torch.manual_seed(0)
     model = SuperGlue(SuperGlueConfig(dim=32, heads=2, layers=2))
-    optimizer = Muon(model, lr=1e-3, alone=alone)
+    optimizer = Muon(model, lr=1e-3)
     for seed in range(2):
         set_gradients(model, seed)
         optimizer.step()
@@ -80,8 +80,8 @@ def stepped(context, alone: bool) -> np.ndarray:
 
 
 def test_ranks_that_share_the_matrices_take_the_step_of_one(monkeypatch):
-    whole = stepped(None, alone=True)
-    for part in in_group(3, stepped, False):  # forty matrices
+    whole = stepped(None)
+    for part in in_group(3, stepped):  # forty matrices
         assert np.array_equal(part, whole)
 
 

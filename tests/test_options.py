@@ -287,5 +287,3 @@ def test_an_option_is_not_taken_for_a_longer_one(capsys):
 def test_options_that_exclude_each_other(make_params):
     with pytest.raises(RequestError, match="--checkpoint-layers"):
         make_params("train", checkpoint_layers=True, norm="batch")
-    with pytest.raises(RequestError, match="accumulate"):
-        make_params("train", bitwise_elastic=True, accumulate=2)

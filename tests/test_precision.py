@@ -146,10 +146,10 @@ def test_compile_without_a_compiler_is_refused_in_one_line(make_params, monkeypa
     setup.check_device(make_params("train"))
 
 
-def test_bitwise_elastic_asks_for_deterministic_kernels(make_params, monkeypatch):
+def test_deterministic_asks_for_deterministic_kernels(make_params, monkeypatch):
     """Those of a GPU add in any order otherwise: the same run twice would differ."""
     asked = []
     monkeypatch.setattr("pipeline.train.setup.set_deterministic", lambda: asked.append(True))
-    for keys in ({}, {"bitwise_elastic": True}):
+    for keys in ({}, {"deterministic": True}):
         setup.build(make_params("train", dim=16, heads=2, layers=1, **keys), distributed.start())
         assert bool(asked) == bool(keys)

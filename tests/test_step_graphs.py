@@ -257,7 +257,7 @@ class TestTraining:
     @pytest.mark.parametrize(
         "keys, why",
         [({}, ""), ({"norm": "batch"}, "train.norm: batch"), ({"compile": True}, "--compile"),
-         ({"parallel": "dp"}, "--parallel dp"), ({"bitwise_elastic": True}, "--bitwise-elastic")],
+         ({"parallel": "dp"}, "--parallel dp")],
     )  # fmt: skip
     def test_what_it_does_not_go_with(self, make_params, monkeypatch, keys, why):
         monkeypatch.setattr(step_graphs, "can_capture", lambda device: True)

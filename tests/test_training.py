@@ -349,7 +349,7 @@ class TestRequests:
     @pytest.mark.parametrize(
         "keys, world_size, message",
         [
-            ({"bitwise_elastic": True}, 3, r"--bitwise-elastic: 4 micro-batches .* 3 processes: .*\[1, 2, 4\]"),
+            ({"parallel": "single"}, 3, r"--parallel single runs in one process: set NPROC_PER_NODE=1"),
             ({"init_from": "none.safetensors"}, 1, r"train\.init_from: none\.safetensors: no such file"),
         ],
     )
@@ -360,8 +360,6 @@ class TestRequests:
     def test_any_number_of_processes_shares_a_batch(self, make_params):
         for processes in (1, 3, 5, 6, 7, 100):
             assert setup.global_batch(make_params("train", batch=8), processes) == 8
-        with pytest.raises(RequestError, match=r"set NPROC_PER_NODE to one of \[1, 2, 4, 8\]"):
-            setup.global_batch(make_params("train", batch=64, bitwise_elastic=True), 6)
 
     def test_missing_views(self, request_of, tmp_path, capsys):
         arguments = request_of("run")
@@ -498,10 +496,10 @@ class TestLaunched:
         assert len(list((tmp_path / "run").glob("step-*.safetensors"))) == 1
 
     def test_a_wrong_request_is_one_line(self, request_of):
-        process = launched(request_of("run", batch=4, bitwise_elastic=True), 3)
+        process = launched(request_of("run", init_from="none.safetensors"), 3)
         _, err = process.communicate(timeout=HANGS)
         assert process.returncode == 2
-        assert err.strip().splitlines()[-1].startswith("error: --bitwise-elastic: 4 micro-batches")
+        assert err.strip().splitlines()[-1].startswith("error: train.init_from: none.safetensors: no such")
         assert "Traceback" not in err
 
 

@@ -91,9 +91,6 @@ class TrainOptions(Section):
         description="ddp: a process for each device, gradients averaged; dp: one process, torch's DataParallel; "
         "single: one process, one device",
     )
-    bitwise_elastic: bool = Field(
-        False, description="the same bytes of weights with 1, 2, 4 or 8 processes, at some cost in speed"
-    )
     batch_per_rank: int = Field(
         0, ge=0, le=65536, description="pairs of each process and step, instead of train.batch; 0: train.batch"
     )
@@ -163,8 +160,6 @@ class TrainParams(TrainOptions):
     def _keys_agree(self) -> TrainParams:
         if self.checkpoint_layers and self.norm == "batch":
             raise ValueError("options: --checkpoint-layers needs norm: layer (running statistics would move twice)")
-        if self.bitwise_elastic and self.accumulate > 1:
-            raise ValueError("accumulate > 1: --bitwise-elastic cuts the batch itself; set accumulate: 1")
         if self.dim % self.heads:
             raise ValueError(f"heads = {self.heads}: must divide dim ({self.dim})")
         if self.rotary and self.dim // self.heads % 2:

@@ -56,12 +56,10 @@ def from_blocks(squares: Tensor, shape: torch.Size) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon for the weights of a SuperGlue's attention layers, Adam for the rest.
 
-    lr: learning rate of both. alone: each rank computes all matrices, so that the rounding does not depend on the
-    number of ranks; otherwise they share the work.
+    lr: learning rate of both. The ranks share the work of Muon.
     """
 
-    def __init__(self, model: SuperGlue, lr: float, alone: bool = False) -> None:
-        self.alone = alone
+    def __init__(self, model: SuperGlue, lr: float) -> None:
         self.side = model.config.dim  # all matrices of the layers consist of squares of this side
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         matrices = [p for name, p in named if "attention" in name and p.ndim == 2]
@@ -94,8 +92,7 @@ class Muon(torch.optim.Optimizer):
             nesterov = torch.stack([gradient for _, gradient in alike]).lerp_(buffers, MOMENTUM)
             directions.append(blocks(nesterov, self.side))
         matrices = torch.cat(directions)
-        over_ranks = distributed.map_rows_over_ranks
-        steps = orthogonalized(matrices) if self.alone else over_ranks(orthogonalized, matrices)
+        steps = distributed.map_rows_over_ranks(orthogonalized, matrices)
         for alike, squares in zip(by_shape.values(), steps.split([len(squares) for squares in directions])):
             parameters = [p for p, _ in alike]
             updates = from_blocks(squares, torch.Size((len(alike), *parameters[0].shape)))

@@ -63,7 +63,7 @@ def make_optimizer(train: TrainParams, model: SuperGlue) -> torch.optim.Optimize
     if not parameters:
         raise RequestError("train.freeze: no parameter is left to train")
     if train.optimizer == "muon":
-        return Muon(model, train.lr, alone=train.bitwise_elastic)
+        return Muon(model, train.lr)
     if train.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=train.lr, momentum=0.9)
     kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[train.optimizer]

@@ -29,8 +29,6 @@ from superglue_sift.network import normalization
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.weights import BadCheckpoint, load_model_file
 
-# Micro-batches of a step with bitwise_elastic: 1, 2, 4 and 8 processes give the same bytes.
-ELASTIC_PARTS = 8
 # Mutual nearest keypoints closer than POSITIVE_PX are a true match; keypoints without a neighbour closer than
 # NEGATIVE_PX are unmatched; in between SIFT's positions are too uncertain to teach either.
 POSITIVE_PX, NEGATIVE_PX = 3.0, 5.0
@@ -61,33 +59,16 @@ def global_batch(train: TrainParams, world_size: int) -> int:
     """Pairs of one step over all ranks.
 
     Raises:
-        RequestError: `bitwise_elastic` needs another number of ranks, or `parallel` one rank.
+        RequestError: `parallel` needs one rank.
     """
     if world_size > 1 and train.parallel != "ddp":
         raise RequestError(f"--parallel {train.parallel} runs in one process: set NPROC_PER_NODE=1")
-    batch = train.batch_per_rank * world_size if train.batch_per_rank else train.batch
-    units = elastic_parts(batch)
-    if train.bitwise_elastic and units % world_size:
-        legal = [n for n in range(1, units + 1) if units % n == 0]
-        raise RequestError(
-            f"--bitwise-elastic: {units} micro-batches cannot be shared evenly by {world_size} processes: "
-            f"set NPROC_PER_NODE to one of {legal}, or leave out --bitwise-elastic"
-        )
-    return batch
-
-
-def elastic_parts(batch: int) -> int:
-    """Micro-batches of a step with `bitwise_elastic`: the largest power of two up to 8 that divides the batch."""
-    parts = ELASTIC_PARTS
-    while batch % parts:
-        parts //= 2
-    return parts
+    return train.batch_per_rank * world_size or train.batch
 
 
 def step_size(train: TrainParams, pairs: int, world_size: int, keypoints: int, record: int) -> StepSize:
     """Size of one rank's step: `pairs` over all ranks, of at most `keypoints` records of `record` bytes a view."""
-    parts = elastic_parts(pairs) if train.bitwise_elastic else train.accumulate
-    return StepSize(-(-pairs // world_size), keypoints, record, parts)
+    return StepSize(-(-pairs // world_size), keypoints, record, train.accumulate)
 
 
 def read_model(path: Union[str, Path], asked_by: str) -> Tuple[Dict[str, Tensor], dict]:
@@ -149,9 +130,7 @@ def build(
 
     chosen: the precision, the same on every rank; None: `choose_precision`.
     """
-    seed_everything(train.seed, train.deterministic or train.bitwise_elastic)
-    if train.bitwise_elastic:
-        torch.set_num_threads(1)  # the rounding of a product depends on the number of threads
+    seed_everything(train.seed, train.deterministic)
     model = network(train, store)
     chosen = chosen or choose_precision(train, context)
     messages: List[str] = []
@@ -165,8 +144,7 @@ def build(
     model.recompute = train.checkpoint_layers
     if train.checkpoint_layers:
         return_memory()
-    if not train.bitwise_elastic:
-        normalization.synchronize(model, distributed.differentiable_sum)
+    normalization.synchronize(model, distributed.differentiable_sum)
     if train.compile:  # the dense part; attention between ragged sets is not compiled
         for layer in (*model.self_attention, *model.cross_attention):
             layer.get_submodule("mlp").compile(dynamic=True)
@@ -187,7 +165,7 @@ def build(
 def _wrapped(train: TrainParams, objective: MatchingObjective) -> nn.Module:
     if train.parallel == "dp":
         return DataParallelObjective(objective)
-    return objective if train.bitwise_elastic else distributed.wrap(objective)
+    return distributed.wrap(objective)
 
 
 def seed_everything(seed: int, deterministic: bool = False) -> None:

@@ -76,49 +76,6 @@ def train_step(
     return _stepped(gradient, objective, optimizer, scaler, clip_norm, micro_batches[0].device)
 
 
-def elastic_step(
-    objective: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler,
-    micro_batches: Sequence[PairBatch],
-    pairs: int,
-    clip_norm: float,
-) -> StepResult:
-    """The same step with the same bytes at any world size: gradients are added in a fixed order.
-
-    The batch is cut into a fixed number of micro-batches. Ranks take contiguous runs of them and exchange the gradient
-    of each; every rank adds all gradients in the order of the batch. Batch normalisation uses each micro-batch's own
-    statistics; running statistics move by their mean. It costs a copy of the gradient per micro-batch, in memory and
-    in traffic.
-
-    Args: as `train_step`; `objective` is not in DistributedDataParallel, and every rank has equally many micro-batches.
-    """
-    parameters, buffers = _parameters(optimizer), _statistics(objective)
-    before = [b.clone() for b in buffers]
-
-    def gradient(wait: bool) -> Values:
-        values: Values = {}
-        rows = []
-        for batch in micro_batches:
-            optimizer.zero_grad()
-            _copy(before, buffers)
-            _backward(objective, batch, wait, scaler, 1.0 / pairs, values)
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            rows.append(torch.cat([t.detach().flatten() for t in (*gradients, *buffers)]))
-        gathered = distributed.all_gather_tensor(torch.stack(rows)).flatten(0, 1)
-        total = torch.zeros_like(gathered[0])
-        for row in gathered:  # one by one: libraries do not promise an order of summation
-            total += row
-        pieces = total.split([t.numel() for t in (*parameters, *buffers)])
-        for parameter, piece in zip(parameters, pieces):
-            parameter.grad = piece.view_as(parameter).clone()
-        for buffer, piece in zip(buffers, pieces[len(parameters) :]):
-            buffer.copy_(piece.view_as(buffer) / len(gathered))
-        return values
-
-    return _stepped(gradient, objective, optimizer, scaler, clip_norm, micro_batches[0].device)
-
-
 def _parameters(optimizer: torch.optim.Optimizer) -> List[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 

@@ -125,8 +125,11 @@ def _ragged_entries(counts: Counts) -> int:
 
 def impossible(train: TrainParams, device: torch.device) -> str:
     """Why `--cuda-graph` does nothing here, the same on all ranks; "" if it works."""
-    options = {"--parallel dp": train.parallel == "dp", "--compile": train.compile,
-               "--bitwise-elastic": train.bitwise_elastic, "train.norm: batch": train.norm == "batch"}  # fmt: skip
+    options = {
+        "--parallel dp": train.parallel == "dp",
+        "--compile": train.compile,
+        "train.norm: batch": train.norm == "batch",
+    }
     wrong = [name for name, given in options.items() if given]
     if wrong:
         return f"it does not go with {wrong[0]}"

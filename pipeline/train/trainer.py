@@ -26,7 +26,7 @@ from pipeline.train.pairs.loader import choose, split_evenly
 from pipeline.train.pairs.order import PairOrder, Sample, rank_slice
 from pipeline.train.pairs.workers import a_process_died
 from pipeline.train.replicas import Saved, Writes
-from pipeline.train.step import CLIP_NORM, StepResult, elastic_step, train_step
+from pipeline.train.step import CLIP_NORM, StepResult, train_step
 from pipeline.train.step_graphs import Counts
 from pipeline.train.validation import MIN_IMAGES, HeldOut, ratio_test_f1, validate
 from superglue_sift.batch import PairBatch
@@ -52,9 +52,6 @@ class StepBatches:
     def samples(self, step: int) -> List[List[Sample]]:
         """This rank's pairs of global step `step`, in micro-batches."""
         samples, context = self._order.step(step, self.pairs), self.context
-        if self.train.bitwise_elastic:
-            parts = split_evenly(samples, setup.elastic_parts(self.pairs))
-            return parts[rank_slice(len(parts), context.rank, context.world_size)]
         samples = samples[rank_slice(self.pairs, context.rank, context.world_size)]
         return split_evenly(samples, self.train.accumulate)
 
@@ -236,11 +233,10 @@ class Training:
         return LiveLine(self.train.steps, self.state.step, baseline, self.state.best, self.context.is_main)
 
     def _gradient_step(self, batches: List[PairBatch]) -> StepResult:
-        common = (self.ddp_model, self.state.optimizer, self.state.scaler, batches, self.pairs)
+        state = self.state
+        arguments = (self.ddp_model, state.optimizer, state.scaler, batches, self.pairs)
         try:
-            if self.train.bitwise_elastic:
-                return elastic_step(*common, CLIP_NORM)
-            return train_step(*common, self.context.world_size, CLIP_NORM, self.graphs)
+            return train_step(*arguments, self.context.world_size, CLIP_NORM, self.graphs)
         except RuntimeError as error:
             if "out of memory" not in str(error):
                 raise

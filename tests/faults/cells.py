@@ -75,13 +75,6 @@ def repeated() -> List[Cell]:
     return [Cell((2,), fault, keys) for fault in (twice, resuming) for keys in ((), *options)]
 
 
-def elastic() -> List[Cell]:
-    """Killed with one number of ranks and resumed with another, --bitwise-elastic, both norms: row 2."""
-    worlds = ((1, 2), (2, 1), (4, 2), (2, 4), (1, 4), (4, 1), (1, 2, 4), (4, 2, 1))
-    fault = "kill:rank=0,step=3,phase=backward;kill:rank=0,step=5,phase=forward"
-    return [Cell(w, fault, (("bitwise_elastic", True), ("norm", norm))) for w in worlds for norm in ("layer", "batch")]
-
-
 def signals() -> List[Cell]:
     """SIGTERM, SIGINT and SIGUSR1 to one rank, in training, validation and saving: row 7."""
     return [

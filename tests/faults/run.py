@@ -116,10 +116,6 @@ def rows(bench: cells.Workbench, every: int) -> Dict[str, Callable[[], Result]]:
     """Functions that run the rows, by name."""
     return {
         "1 repeat": lambda: repeats("two runs give the same bytes, with 1, 2 and 4 ranks", bench),
-        "2 elastic": lambda: of_cells(
-            "killed, then resumed with another number of ranks, `--bitwise-elastic`: the same bytes",
-            cells.elastic(), bench,
-        ),
         "4 kill": lambda: of_cells(
             "SIGKILL of any rank in any phase, from the first to the last step: the same bytes",
             cells.kills()[::every], bench,

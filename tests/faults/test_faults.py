@@ -49,19 +49,6 @@ def test_killed_again_and_again(bench, cell):
     ends_the_same(bench, cell, 4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("norm", ["layer", "batch"])
-def test_bitwise_elastic_gives_the_same_bytes_at_any_world_size(bench, norm):
-    keys = (("bitwise_elastic", True), ("norm", norm))
-    assert len({bench.clean(world, keys) for world in (1, 2, 4)}) == 1
-    plain = () if norm == "layer" else (("norm", norm),)  # that of the tests above
-    assert len({bench.clean(world, plain) for world in (1, 2, 4)}) > 1  # without it the bytes do differ
-
-
-def test_bitwise_elastic_survives_a_change_of_world_size(bench):
-    ends_the_same(bench, cells.elastic()[6], 3)
-
-
 def test_a_signal_saves_and_resumes_to_the_same_bytes(bench):
     cell = cells.Cell((2,), "usr1:rank=1,step=3,phase=backward")
     done = until_done(bench.folder / "cell", bench.arguments(), cell.worlds, cell.fault)
