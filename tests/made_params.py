@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict
 
-from pipeline.parameters.old_keys import flag
+from pipeline.parameters.params import flag
 from pipeline.parameters.schema import TrainOptions
 
 

@@ -1,1 +1,1 @@
-"""params.yaml: `schema` (the keys and their limits), `params` (reading it), `old_keys`."""
+"""params.yaml: `schema` (the keys and their limits), `params` (reading it)."""

@@ -15,7 +15,6 @@ from typing import Any, Dict, List, Mapping, NoReturn, Type, Union, get_args
 from pydantic import ValidationError
 
 from pipeline.errors import RequestError, typed
-from pipeline.parameters import old_keys
 from pipeline.parameters.schema import SECTIONS, FetchParams, Section, TrainOptions
 
 NO_OPTIONS: Mapping[str, Any] = {}
@@ -38,10 +37,7 @@ def load_all(path: Union[str, Path] = "params.yaml", options: Mapping[str, Any] 
 
 
 def parse_file(tree: Any, origin: str, options: Mapping[str, Any] = NO_OPTIONS) -> Dict[str, Section]:
-    """`parse` for the content of a params.yaml. RequestError lists every key of an older file, one a line."""
-    old = [f"{origin}: {line}" for line in old_keys.advice(tree)]
-    if old:
-        raise RequestError("\n".join([*old, f"or write a new file: `{typed('repro', preset='sample')}`"]))
+    """`parse` for the content of a params.yaml."""
     if isinstance(tree, dict) and "views" not in tree and ("keypoints" in tree or "evaluate" in tree):
         raise RequestError(f"{origin}: the section 'views' is missing")
     return parse(tree, origin, options)
@@ -92,6 +88,12 @@ def option_parser() -> argparse.ArgumentParser:
         else:
             parser.add_argument(option, type=kind, metavar="N", default=argparse.SUPPRESS, help=text)
     return parser
+
+
+def flag(name: str, value: Any) -> str:
+    """An option of a training as on its command line; `no --name` for a flag that is off."""
+    option = "--" + name.replace("_", "-")
+    return (option if value else f"no {option}") if isinstance(value, bool) else f"{option} {value}"
 
 
 class _Parser(argparse.ArgumentParser):

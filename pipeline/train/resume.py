@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from pipeline.errors import RequestError
-from pipeline.parameters.old_keys import flag
+from pipeline.parameters.params import flag
 from pipeline.parameters.schema import TrainOptions
 from pipeline.processes import distributed
 from pipeline.train import replicas, superseded
