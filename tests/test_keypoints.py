@@ -18,7 +18,6 @@ import pytest
 from made_params import file_of
 
 from pipeline.errors import RequestError, WorkError
-from pipeline.features import inspect
 from pipeline.features.store import Store
 from pipeline.fetch import __main__ as fetch
 from pipeline.keypoints import __main__ as keypoints
@@ -292,11 +291,11 @@ def _alive(pid: str) -> bool:
 
 def test_verify_names_the_damaged_shard(stage, pictures, tmp_path):
     out = stage(pictures)
-    assert inspect.main([str(out / "val"), "--verify"]) == 0
+    Store(out / "val", verify="all")
     damaged = out / "val" / "shard-00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     with pytest.raises(RequestError, match=r"val/shard-00000\.safetensors: SHA-256"):
-        inspect.main([str(out / "val"), "--verify"])
+        Store(out / "val", verify="all")
 
 
 def test_a_full_disk_is_said_and_finished_shards_are_kept(stage, pictures, monkeypatch, tmp_path):

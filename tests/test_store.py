@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.store_rows import store_rows
 from pipeline.errors import RequestError
-from pipeline.features import inspect, store
+from pipeline.features import store
 from pipeline.features.store import ImageViews, Store
 from superglue_sift.descriptors import record_dtype
 from superglue_sift.extractors import Extractor
@@ -161,36 +161,6 @@ def test_the_file_is_plain_safetensors(tmp_path):
     tensors = load_file(write(tmp_path, make_images(COUNTS)) / "shard-00000.safetensors")
     assert sorted(tensors) == ["homographies", "offsets", "records", "sizes"]
     assert tensors["records"].dtype == np.uint8 and tensors["records"].shape[1] == 280
-
-
-def test_inspect_describes_and_verifies(tmp_path, capsys):
-    folder = write(tmp_path / "store", valid_images())
-    assert inspect.main([str(folder), "--verify", "--image", "1"]) == 0
-    said = capsys.readouterr().out
-    for part in ("version 1", "3 images", "2 views of 320x240", "every shard", "image 1.jpg", "view 1:   40 key"):
-        assert part in said
-    assert inspect.main([str(folder), "--image", "image 2.jpg"]) == 0
-    assert "image 2: image 2.jpg" in capsys.readouterr().out
-
-
-def test_inspect_names_what_is_wrong(tmp_path):
-    folder = str(write(tmp_path / "store", valid_images()))
-    for arguments, message in (
-        (["--image", "mage 2"], "did you mean image 2.jpg"),
-        (["--image", "99"], "it has 3 images"),
-    ):
-        with pytest.raises(RequestError, match=message):
-            inspect.main([folder, *arguments])
-
-
-def valid_images():
-    """Three images with records."""
-    images = []
-    for index in range(3):
-        views = [np.zeros(n, ORIENTED) for n in (0, 40)]
-        views[1]["x"], views[1]["y"], views[1]["scale"] = np.arange(40) * 7, np.arange(40) * 5, 6
-        images.append(ImageViews(f"image {index}.jpg", (400, 300), np.array([np.eye(3)] * 2), views))
-    return images
 
 
 def test_the_benchmark_of_access_prints_views_and_batches(tmp_path):
