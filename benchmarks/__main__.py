@@ -66,7 +66,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def _whole_table(options: argparse.Namespace) -> int:
     from benchmarks import row, table
-    from pipeline.processes.memory import keep_memory
     from superglue_sift.network.superglue import SuperGlueConfig
     from superglue_sift.weights import choose_device
 
@@ -77,8 +76,6 @@ def _whole_table(options: argparse.Namespace) -> int:
     table.chosen(options.only)
     table.require_free(options.out or OUT, options.out is not None and not options.replace)
     options.out = options.out or OUT
-    # for both sides of each comparison: otherwise the order would decide which variant gets fresh memory
-    keep_memory()
     config = SuperGlueConfig(dim=options.dim, sinkhorn_iterations=options.iterations)
     setting = row.setting_for(
         choose_device(options.device),

@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any, Iterator, List, Optional, Sequence
 
+import cv2
+
 from benchmarks import dali_views
 from pipeline.image_sets.decode import gpu
 from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet, folder_entries, list_images
 from pipeline.keypoints.pool import decoder
-from pipeline.processes.memory import tune_process
 from superglue_sift.images import BadImage
 
 VIEW = (320, 240)
@@ -25,7 +26,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--way", required=True, help="a decoder, or opencv-views or dali-views")
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args(argv)
-    tune_process()
+    cv2.setNumThreads(1)
     names = [path.name for path in list_images(args.folder)]
     entries = folder_entries(args.folder, names, "train", "folder")
     images = ImageSet(entries, {"folder": str(args.folder)})

@@ -2,11 +2,11 @@
 
 Three ways over the same images, alternating, so that other load affects them equally:
 
-- floor: one process per core, heap trimming off, doing nothing but OpenCV's decode, warp and SIFT, from
+- floor: one process per core, doing nothing but OpenCV's decode, warp and SIFT, from
   bytes and homographies already in memory, on the views as the stage distorts them;
 - ours: the stage's own pool, from the manifest to the written shards;
 - plain: the straightforward way: `multiprocessing.Pool.imap` (spawned) over the same images,
-  read and extracted in the workers, OpenCV's threads and the allocator at their defaults; the same shards.
+  read and extracted in the workers, OpenCV's threads at their default; the same shards.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from pipeline.keypoints import image
 from pipeline.keypoints.image import gray_views
 from pipeline.keypoints.pool import Pool
 from pipeline.keypoints.shards import SHARD_IMAGES
-from pipeline.processes.memory import tune_process
 from pipeline.views import homography, render
 from superglue_sift import sift
 from superglue_sift.images import BadImage, decode_gray
@@ -156,7 +155,7 @@ def _floor(jobs: Sequence[Job], settings: Any, workers: int) -> Spent:
 
 
 def _bare(jobs: Sequence[Job], settings: Any, barrier: Any, ends: Any) -> None:
-    tune_process()
+    cv2.setNumThreads(1)
     prepared = [_prepared(*job, settings) for job in jobs]
     detector = sift.detector(sift.with_spare(settings.max_keypoints))
     for _, _, views in prepared[:1]:
@@ -202,7 +201,7 @@ def stage_seconds(images: ImageSet, entries: Sequence[Entry], settings: Any, wor
 
 def _plain(images: ImageSet, entries: Sequence[Entry], settings: Any, workers: int) -> Tuple[Spent, str]:
     extract = functools.partial(_plain_views, images.without_entries(), settings)
-    # spawn: a fork would inherit the tuning of this process where ours ran with one worker
+    # spawn: a fork would inherit the one thread of this process where ours ran with one worker
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         list(pool.imap(extract, entries[: 2 * workers]))
         meter = _Meter()

@@ -10,6 +10,8 @@ more into --out. docs/evaluation.md explains every file and metric.
 
 from __future__ import annotations
 
+import cv2
+
 from superglue_sift import threads
 
 if __name__ == "__main__":
@@ -36,7 +38,6 @@ from pipeline.image_sets import sources
 from pipeline.parameters import params
 from pipeline.parameters.schema import EvaluateParams
 from pipeline.processes import distributed
-from pipeline.processes.memory import tune_process
 from pipeline.provenance import made_from, repro, trained_on, workspace_lock
 from pipeline.provenance.code import code_digest
 from pipeline.report import outputs, summary
@@ -272,7 +273,7 @@ def made_from_inputs(args: argparse.Namespace) -> Dict[str, Any]:
 def main(argv: Optional[List[str]] = None) -> int:
     started = time.monotonic()
     args = parse(argv)
-    tune_process()
+    cv2.setNumThreads(1)  # the ranks of a machine share its cores
     workspace_lock.take()
     inputs = made_from_inputs(args)
     if made_from.restore(args.out, inputs):

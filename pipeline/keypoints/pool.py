@@ -14,6 +14,8 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, Callable, Iterable, Iterator, Optional, Union
 
+import cv2
+
 from pipeline import compat
 from pipeline.errors import WorkError
 from pipeline.features.store import ImageViews
@@ -21,7 +23,6 @@ from pipeline.image_sets import dali_decoder, decode
 from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet
 from pipeline.keypoints.image import gray_views
-from pipeline.processes.memory import huge_pages, tune_process
 from pipeline.processes.prefetch import in_order
 from pipeline.processes.signals import end_with_parent
 from superglue_sift.images import BadImage
@@ -85,9 +86,8 @@ class Pool:
 
     def __enter__(self) -> Pool:
         if self._workers == 1:
-            tune_process()
+            cv2.setNumThreads(1)
             return self
-        self._stack.enter_context(huge_pages())  # until the end, since workers start on demand
         self._executor = ProcessPoolExecutor(
             self._workers,
             mp_context=multiprocessing.get_context("spawn"),  # fork would copy locks of running threads
@@ -116,7 +116,7 @@ class Pool:
 
 
 def _start(parent: int) -> None:
-    """Initialize a worker: ignore Ctrl-C, end with the parent, tune the process."""
+    """Initialize a worker: ignore Ctrl-C, end with the parent, use one thread."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent=parent)
-    tune_process()
+    cv2.setNumThreads(1)  # several processes use the cores better than several threads

@@ -1,1 +1,1 @@
-"""Processes: `distributed` (ranks), `signals`, `faults` (for tests), `machine`, `memory` (malloc), `prefetch`."""
+"""Processes: `distributed` (ranks), `signals`, `faults` (for tests), `machine`, `prefetch`."""

@@ -24,7 +24,6 @@ CHANGES_NO_OUTPUT = (
     "pipeline.provenance.code",
     "pipeline.processes.faults",
     "pipeline.processes.machine",
-    "pipeline.processes.memory",
     "pipeline.provenance.made_from",
     "pipeline.processes.prefetch",  # results of others, in their order
     "superglue_sift.progress",

@@ -17,7 +17,6 @@ from pipeline.errors import RequestError
 from pipeline.features.store import Store
 from pipeline.parameters.schema import TrainParams
 from pipeline.processes import distributed
-from pipeline.processes.memory import return_memory
 from pipeline.train import precision, step_graphs
 from pipeline.train.objective import DataParallelObjective, MatchingObjective
 from pipeline.train.optimization import MovingAverage, freeze, make_optimizer
@@ -142,8 +141,6 @@ def build(
     messages += [f"frozen: {', '.join(frozen)}"] if frozen else []
     model.to(context.device)
     model.recompute = train.checkpoint_layers
-    if train.checkpoint_layers:
-        return_memory()
     normalization.synchronize(model, distributed.differentiable_sum)
     if train.compile:  # the dense part; attention between ragged sets is not compiled
         for layer in (*model.self_attention, *model.cross_attention):
