@@ -53,7 +53,6 @@ def modes(setting: Setting) -> Dict[str, Mode]:
         f"DDP, {most} processes, AMP": Mode({"parallel": "ddp", "precision": "auto"}, most),
         "gradient accumulation, 2 parts": Mode({"accumulate": 2}),
         "torch.compile": Mode({"compile": True}),
-        "loader: DALI": Mode({"loader": "dali"}),
         "loader: none (synthetic pairs)": Mode({"loader": "synthetic"}),
     }
 

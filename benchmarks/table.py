@@ -21,7 +21,7 @@ from pipeline.files import write_atomic
 
 WITHOUT_NETWORK = (
     "sinkhorn/", "keypoints/", "store/", "batches/", "memory/Sinkhorn", "decoders/",
-    "loader/plain loader alone", "loader/synthetic loader alone", "loader/DALI loader alone",
+    "loader/plain loader alone", "loader/synthetic loader alone",
 )  # fmt: skip
 
 

@@ -15,13 +15,12 @@ import torch
 from benchmarks import timing
 from benchmarks.row import Row, Setting
 from benchmarks.synthetic import made_batch, made_store
-from pipeline.errors import RequestError
 from pipeline.features.store import Store
 from pipeline.parameters import params
 from pipeline.processes import distributed
 from pipeline.train import setup
 from pipeline.train.objective import assignment_loss
-from pipeline.train.pairs.loader import choose, load_batch
+from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import PairOrder
 from pipeline.train.step import CLIP_NORM, train_step
 from pipeline.train.trainer import StepBatches
@@ -29,7 +28,7 @@ from superglue_sift.batch import PairBatch
 from superglue_sift.truth import ground_truth
 
 KEYPOINTS = 512
-LOADERS = {"plain loader": "plain", "synthetic loader": "synthetic", "DALI loader": "dali"}  # `--loader`
+LOADERS = {"plain loader": "plain", "synthetic loader": "synthetic"}  # `--loader`
 DRAWN = 32  # batches per call of a loader alone; many, because two are prefetched
 _ENDLESS = 10**9  # steps
 
@@ -102,21 +101,12 @@ def _row(group: str, name: str, pairs: int, own: timing.Seconds, base: timing.Se
 
 
 def _ahead(setting: Setting, store: Store, batch: int, stack: contextlib.ExitStack) -> Dict[str, Ahead]:
-    """One way for each loader that can run here; `stack` closes them."""
+    """One way for each loader; `stack` closes them."""
     ways = {}
     for name, kind in LOADERS.items():
-        if kind != "dali" or not _no_dali(setting):
-            ways[name] = Ahead(setting, store, batch, loader=kind)
-            stack.callback(ways[name].source.close)
+        ways[name] = Ahead(setting, store, batch, loader=kind)
+        stack.callback(ways[name].source.close)
     return ways
-
-
-def _no_dali(setting: Setting) -> str:
-    try:
-        choose("dali", setting.device)
-    except RequestError as error:
-        return str(error)
-    return ""
 
 
 def loader(setting: Setting) -> Iterator[Row]:
@@ -163,5 +153,3 @@ def _alone(setting: Setting, store: Store, batch: int) -> Iterator[Row]:
     for name, own in taken.items():
         what = f"{name} alone, N = {KEYPOINTS}, batch {batch}"
         yield _row("loader", what, DRAWN * batch, own, taken["plain loader"], "plain loader")
-    if _no_dali(setting):
-        yield Row("loader", "DALI loader alone", skipped=_no_dali(setting))

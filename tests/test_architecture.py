@@ -60,8 +60,8 @@ HOMES = {
 }
 # The store, the model that is served, and MLflow's monitors of the machine.
 MLFLOW_HOMES = tuple(f"pipeline/tracking/{name}.py" for name in ("mlflow_store", "matcher_model", "system_metrics"))
-# NVIDIA's DALI has three: it decodes images for the keypoint stage, carries batches for training, and is compared.
-DALI_HOMES = ("pipeline/image_sets/dali_decoder.py", "pipeline/train/pairs/dali_loader.py", "benchmarks/dali_views.py")
+# NVIDIA's DALI has two: it decodes images for the keypoint stage, and is compared.
+DALI_HOMES = ("pipeline/image_sets/dali_decoder.py", "benchmarks/dali_views.py")
 
 
 def module_of(name: str) -> str:

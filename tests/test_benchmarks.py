@@ -455,7 +455,6 @@ class TestStages:
                 way(), way()
             weights = {name: [p.detach() for p in way.parts.ddp_model.parameters()] for name, way in ways.items()}
         synthetic = weights.pop("synthetic loader")
-        assert len(weights) == 2 + (not training_rows._no_dali(setting()))
         assert all(torch.equal(a, b) for own in weights.values() for a, b in zip(own, weights["no loader"]))
         assert not all(torch.equal(a, b) for a, b in zip(synthetic, weights["no loader"]))
 
@@ -464,9 +463,8 @@ class TestStages:
         monkeypatch.setattr(training_rows, "DRAWN", 2)
         found = {each.what.split(", N")[0]: each for each in training_rows.loader(setting(seconds=0.1))}
         rows = [found.get(f"{name} alone") for name in training_rows.LOADERS]
-        assert [each.unit for each in rows[:2]] == ["pairs/s"] * 2 and rows[1].ratio.value > 0
+        assert [each.unit for each in rows] == ["pairs/s"] * 2 and rows[1].ratio.value > 0
         assert rows[1].against.startswith("plain loader")
-        assert rows[2].against.startswith("plain loader") or "pip install nvidia-dali" in rows[2].skipped
 
     def test_what_params_say_does_not_change_the_rows_of_training(self, tmp_path, make_params, monkeypatch):
         odd = {"checkpoint_layers": True, "ema": 0.9, "deterministic": True}

@@ -1,7 +1,8 @@
-"""DALI's and torchvision's image sources and DALI's pair loader give the same pixels and order as the plain ones."""
+"""DALI's and torchvision's image sources give the same pixels and order as the plain ones."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import sys
 import threading
@@ -23,11 +24,11 @@ from pipeline.image_sets.sources import ImageSet, folder_entries
 from pipeline.keypoints import shards
 from pipeline.keypoints.pool import Pool, decoder
 from pipeline.keypoints.shards import Folder, plan
-from pipeline.train.pairs import dali_loader as pairs_dali
 from pipeline.train.pairs import loader, synthetic
 from pipeline.train.pairs import workers as worker_processes
 from pipeline.train.pairs.augmentation import Augmentation
-from pipeline.train.pairs.order import PairOrder, rank_slice
+from pipeline.train.pairs.order import PairOrder
+from superglue_sift.batch import PairBatch
 from superglue_sift.images import BadImage
 
 try:
@@ -241,70 +242,11 @@ def shards_of(folder: Path, images: ImageSet, settings, workers: int) -> list:
     return [(folder.path / shard.file).read_bytes() for shard in folder.shards]
 
 
-def micro_batches(store: Store, rank: int, world_size: int, parts: int = 2):
-    """`make` of a training of 8 pairs a step."""
-    order = PairOrder(0, len(store), store.views_per_image)
-
-    def make(step: int):
-        own = order.step(step, 8)[rank_slice(8, rank, world_size)]
-        return [loader.load_batch(store, part, 30, Augmentation(drop=0.3)) for part in loader.split_evenly(own, parts)]
-
-    return make
+FIELDS = [field.name for field in dataclasses.fields(PairBatch)]
 
 
 def equal(one, other) -> bool:
-    return all(torch.equal(getattr(one, name).cpu(), getattr(other, name)) for name in pairs_dali.FIELDS)
-
-
-@needs_dali
-class TestPairs:
-    @pytest.mark.parametrize("rank, world_size, parts", [(0, 1, 1), (0, 1, 3), (1, 2, 2), (8, 9, 2)])
-    def test_every_step_brings_the_plain_batches(self, tmp_path, rank, world_size, parts):
-        """Also for a rank whose share is empty in part."""
-        store = Store(made_store(tmp_path / "store"))
-        make = micro_batches(store, rank, world_size, parts)
-        plain = list(loader.prefetched(make, range(3, 12)))
-        ours = list(loader.choose("dali", None)[1](make, range(3, 12)))
-        assert len(ours) == len(plain) == 9
-        for one, other in zip(ours, plain):
-            assert len(one) == len(other) and all(equal(a, b) for a, b in zip(one, other))
-
-    def test_batches_stay_as_they_were_while_later_ones_come(self, tmp_path):
-        store = Store(made_store(tmp_path / "store"))
-        make = micro_batches(store, 0, 1)
-        source = loader.choose("dali", None)[1](make, range(6))
-        first = next(source)
-        list(source)
-        assert all(equal(a, b) for a, b in zip(first, make(0)))
-
-    def test_an_error_is_raised_at_its_step(self, tmp_path):
-        store = Store(made_store(tmp_path / "store"))
-        make = micro_batches(store, 0, 1)
-
-        def failing(step: int):
-            if step == 3:
-                raise OSError("gone")
-            return make(step)
-
-        source = loader.choose("dali", None)[1](failing, range(6))
-        assert [len(next(source)) for _ in range(3)] == [2, 2, 2]
-        with pytest.raises(OSError, match="gone"):
-            next(source)
-
-    def test_no_steps_and_leaving_early(self, tmp_path):
-        make = micro_batches(Store(made_store(tmp_path / "store")), 0, 1)
-        assert list(loader.choose("dali", None)[1](make, range(0))) == []
-        source = loader.choose("dali", None)[1](make, range(100))
-        next(source)
-        source.close()
-
-    @pytest.mark.gpu
-    def test_batches_arrive_on_the_gpu(self, tmp_path):
-        make = micro_batches(Store(made_store(tmp_path / "store")), 0, 1)
-        device = torch.device("cuda", 0)
-        for step, batches in enumerate(loader.choose("dali", device)[1](make, range(5))):
-            assert all(batch.records0.device == device for batch in batches)
-            assert all(equal(a, b) for a, b in zip(batches, make(step)))
+    return all(torch.equal(getattr(one, name).cpu(), getattr(other, name)) for name in FIELDS)
 
 
 VIEW = (160, 120)
@@ -369,7 +311,7 @@ class TestChoice:
         samples = PairOrder(0, len(store), store.views_per_image).step(0, 6)
         batch = synthetic.load_batch(store, samples, 50, Augmentation(drop=0.3))
         stored = loader.load_batch(store, samples, 50)
-        for name in pairs_dali.FIELDS:
+        for name in FIELDS:
             assert getattr(batch, name).dtype == getattr(stored, name).dtype
         assert batch.counts0.tolist() == batch.counts1.tolist() == [50] * 6
         assert equal(batch, synthetic.load_batch(store, samples, 50))
@@ -404,19 +346,11 @@ class TestChoice:
         assert threads == ({"prefetch"} if locked else set())
         assert all(equal(one, other) for step, made in enumerate(steps) for one, other in zip(made, make(step)))
 
-    @pytest.mark.parametrize(
-        "asks, key",
-        [
-            (lambda: decoder("dali"), "keypoints.decoder: opencv"),
-            (lambda: loader.choose("dali", None), "leave out --loader"),
-        ],
-    )
-    def test_missing_dali_is_one_line_with_the_fix(self, monkeypatch, asks, key):
+    def test_missing_dali_is_one_line_with_the_fix(self, monkeypatch):
         for name in ("nvidia.dali", "nvidia.dali.plugin.pytorch"):
             monkeypatch.setitem(sys.modules, name, None)
-        with pytest.raises(RequestError) as error:
-            asks()
-        assert "pip install nvidia-dali-cuda1" in str(error.value) and key in str(error.value)
+        with pytest.raises(RequestError, match=r"pip install nvidia-dali-cuda1.*keypoints\.decoder: opencv") as error:
+            decoder("dali")
         assert "\n" not in str(error.value)
 
     def test_missing_torchvision_is_one_line_with_the_fix(self, monkeypatch):

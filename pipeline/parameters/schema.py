@@ -100,10 +100,8 @@ class TrainOptions(Section):
     ema: float = Field(
         0.0, ge=0.0, lt=1.0, description="decay of a moving average of the weights, to ship instead; 0: none"
     )
-    loader: Literal["plain", "dali", "synthetic"] = Field(
-        "plain",
-        description="where the pairs come from: plain: the store; dali: the same, carried to the GPU by NVIDIA's DALI; "
-        "synthetic: random keypoints, to measure the step alone",
+    loader: Literal["plain", "synthetic"] = Field(
+        "plain", description="plain: pairs from the store; synthetic: random keypoints, to measure the step alone"
     )
     sinkhorn_iterations: int = Field(
         30, ge=1, le=1000, description="Sinkhorn iterations while training; the paper's 100 take longer"

@@ -25,7 +25,6 @@ from pipeline.parameters import params
 from pipeline.parameters.schema import TrainOptions
 from pipeline.processes import distributed, signals
 from pipeline.train import resume, setup, unseen
-from pipeline.train.pairs.loader import choose
 from pipeline.train.resume import TrainPaths
 from pipeline.train.trainer import Training
 
@@ -72,7 +71,6 @@ def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[St
     setup.global_batch(train, world_size)
     setup.check_device(train)
     setup.check_features(train, stores[0])
-    choose(train.loader, None)
     if train.init_from:
         setup.read_model(train.init_from, "train.init_from")
         unseen.validation(train, stores[1], Path(train.init_from), args.keep_seen)

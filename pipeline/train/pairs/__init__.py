@@ -1,5 +1,5 @@
 """Pairs of views on their way to the network.
 
 `order` (which pair when), `loader` (from the store to batches), `augmentation`, `workers` (processes that load),
-`dali_loader` and `synthetic` (the same interface for comparison).
+`synthetic` (the same interface, to measure the step alone).
 """

@@ -73,24 +73,15 @@ def prefetched_page_locked(
 def choose(
     name: str, device: Optional[torch.device], step: Optional[StepSize] = None
 ) -> Tuple[Callable[..., PairBatch], Callable[..., Generator]]:
-    """(load_batch, prefetched) of `--loader`: plain, dali or synthetic; all have the same signatures.
+    """(load_batch, prefetched) of `--loader`: plain or synthetic; both have the same signatures.
 
     step: size of this rank's step; None: a thread loads the batches, never processes. On a CPU one thread does: the
     step needs the cores, and handing a batch between processes takes longer than loading it.
-
-    Raises RequestError if DALI is asked for and not installed.
     """
     by_thread = prefetched_page_locked if device is not None and device.type == "cuda" else prefetched
     if name == "synthetic":
         from pipeline.train.pairs import synthetic
 
         return synthetic.load_batch, by_thread
-    if name == "dali":
-        from pipeline.train.pairs import dali_loader
-
-        dali_loader.require()
-        return load_batch, lambda make, steps, ahead=2: dali_loader.copied(
-            prefetched(make, steps, ahead), device, ahead
-        )
     plan = workers.plan(device, step) if step else workers.BY_THREAD
     return load_batch, functools.partial(workers.prefetched, plan=plan) if plan.processes else by_thread
