@@ -23,13 +23,4 @@ What stages share:
 
 from __future__ import annotations
 
-from typing import Any
-
-import superglue_sift
-
-
-def __getattr__(name: str) -> Any:
-    """The library's public names, also from here: `from pipeline import SuperGlue`; loaded when they are asked for."""
-    if name in superglue_sift.__all__ and name != "__version__":
-        return getattr(superglue_sift, name)
-    raise AttributeError(f"module 'pipeline' has no attribute {name!r}")
+import superglue_sift  # noqa: F401 (prepares OpenCV before any module of the pipeline imports it)
