@@ -11,7 +11,7 @@ top, `python -m pipeline.<name>`; a stage is a folder, a section of params.yaml 
 What stages share:
 
     image_sets/   which photographs there are, how they are read
-    views/        random homographies without borders, rendering, photometric distortion; buildings with true cameras
+    views/        random homographies without borders, rendering, photometric distortion
     features/     the store of keypoints, which training maps into memory
     parameters/   params.yaml: its keys, limits and messages
     processes/    ranks, signals, memory, faults for tests

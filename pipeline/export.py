@@ -20,7 +20,6 @@ from pipeline.parameters.schema import flatten
 from pipeline.provenance import repro, trained_on, workspace_lock
 from superglue_sift import __version__
 from superglue_sift.matcher import match_threshold
-from superglue_sift.scenes import LIMITS
 from superglue_sift.weights import load_model, save_model_file
 
 INTERFACE = {
@@ -73,7 +72,6 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
     return {
         "model": model,
         "match_threshold": match_threshold(info),
-        **scene_limits(info, metrics),
         "interface": interface,
         "step": info.get("step"),
         "validation": info.get("validation", {}),
@@ -91,12 +89,6 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
         "params": {key: value for key, value in flat.items() if key not in PLACES},
         "trained_with": {k: v for k, v in info.get("train", {}).items() if f"train.{k}" not in PLACES},
     }
-
-
-def scene_limits(info: dict, metrics: dict) -> dict:
-    """Limits for scenes from the evaluation, else those of the model, if any."""
-    chosen = {name: metrics.get(f"{OURS}.{name}", info.get(name)) for name in LIMITS}
-    return {name: value for name, value in chosen.items() if value is not None}
 
 
 def main(argv: Optional[List[str]] = None) -> int:

@@ -143,7 +143,7 @@ class Matcher:
                 rejected, then filled with matches of all keypoints (see `scenes`).
             frame: of coordinates in files: "upright", rotated according to EXIF, like `cv2.imread` and browsers; or
                 "stored", like COLMAP (see `upright`).
-            rules: fields of `scenes.Rules` that override the model's own, such as `accept=15`.
+            rules: fields of `scenes.Rules`, such as `accept=15`.
         """
         _check_settings(frame, precision, max_keypoints, resize, threshold)
         _check_rules(rules, scene)
@@ -154,7 +154,7 @@ class Matcher:
         extract = _extractor_of(model.config.extractor, extractor, scene)
         max_keypoints = max_keypoints or (scenes.MAX_KEYPOINTS if scene else MAX_KEYPOINTS)
         side = resize if resize is not None else (scenes.RESIZE if scene else RESIZE)
-        scene_rules = dataclasses.replace(scenes.Rules.of_model(info), **rules) if scene else None
+        scene_rules = scenes.Rules(**rules) if scene else None
         network = fuse_for_inference(model, precision)
         refine = refine and not scene
         return cls(network, device, max_keypoints, side, threshold, extract, refine, scene_rules, frame)

@@ -40,7 +40,6 @@ from superglue_sift.network.orientation import choose_pair
 from superglue_sift.network.packing import Part
 from superglue_sift.network.superglue import SIFT_DIM, SuperGlue
 from superglue_sift.progress import clock
-from superglue_sift.scenes import LIMITS, Rules
 from superglue_sift.sift import positions
 from superglue_sift.torch_compat import can_export
 from superglue_sift.weights import load_model, shipped_weights
@@ -252,8 +251,8 @@ def export(
 ) -> Path:
     """Write a trained model (None: the shipped weights) as ONNX, opset 18, in one file that ends in .onnx.
 
-    threshold: minimum probability of a match; None: the model's own, else 0.2. The file's metadata contain it, and the
-    model's limits for scenes. report: receives a line at the start of each step, since the export takes a minute or
+    threshold: minimum probability of a match; None: the model's own, else 0.2. The file's metadata contain it.
+    report: receives a line at the start of each step, since the export takes a minute or
     more. Raises RequestError: no such model, a file that cannot be written, wrong extension, or missing packages.
     """
     path = Path(path)
@@ -267,8 +266,7 @@ def export(
         raise RequestError("ONNX needs more packages: pip install 'superglue-sift[onnx]'") from None
     network, info = load_model(model or shipped_weights())
     report("step 1 of 3: torch traces the network")
-    threshold, rules = match_threshold(info) if threshold is None else threshold, Rules.of_model(info)
-    metadata = {"match_threshold": threshold, **dict(zip(LIMITS, (rules.strict, rules.accept)))}
+    threshold = match_threshold(info) if threshold is None else threshold
     exported = program(network, threshold)
     names = {"input_names": INPUTS, "output_names": OUTPUTS}
     report("step 2 of 3: torch translates it to ONNX, the longest step")
@@ -276,7 +274,7 @@ def export(
     assert written is not None
     report(f"step 3 of 3: writing {path}")
     file = written.model_proto  # a property that returns a new object
-    onnx.helper.set_model_props(file, {name: repr(value) for name, value in metadata.items()})
+    onnx.helper.set_model_props(file, {"match_threshold": repr(threshold)})
     path.parent.mkdir(parents=True, exist_ok=True)
     onnx.save_model(file, str(path))
     return path

@@ -14,7 +14,7 @@ from made_scenes import write_model
 
 from pipeline import errors, export, tracking
 from pipeline.parameters import params
-from superglue_sift import Matcher, scenes, sift
+from superglue_sift import sift
 from superglue_sift.batch import Pair
 from superglue_sift.matcher import match_pairs
 from superglue_sift.weights import load_model, load_model_file, save_model_file, weights_of
@@ -59,20 +59,6 @@ def test_a_model_carries_the_threshold_chosen_for_it(work, capsys):
     assert run(work) == 0 and stated() == 0.3
     assert run(work, "--match-threshold", "1.5") == 2
     assert "--match-threshold 1.5: must be at least 0 and below 1" in capsys.readouterr().err
-
-
-def test_a_model_carries_the_limits_of_scenes_that_its_evaluation_chose(work):
-    def stated():
-        info = load_model_file(work / "models" / "superglue.safetensors")[1]
-        rules = Matcher.load(work / "models" / "superglue.safetensors", device="cpu", scene=True).rules
-        return info.get("strict_threshold"), info.get("accept_pairs"), rules
-
-    assert run(work) == 0 and stated() == (None, None, scenes.Rules())
-    write_model(work / "best.safetensors", about={"strict_threshold": 0.9, "accept_pairs": 30})
-    assert run(work) == 0 and stated() == (0.9, 30, scenes.Rules(0.9, 30))
-    chosen = {"superglue.strict_threshold": 0.75, "superglue.accept_pairs": 14, "shipped.accept_pairs": 9}
-    (work / "metrics.json").write_text(json.dumps(chosen))
-    assert run(work) == 0 and stated() == (0.75, 14, scenes.Rules(0.75, 14))
 
 
 def test_the_file_is_the_same_in_another_clone_at_another_commit(work, monkeypatch):

@@ -155,19 +155,6 @@ def test_a_pair_without_strict_matches_gives_nothing():
     assert len(scenes.filled(matches, nine, 0.5, sides, scenes.Rules(accept=9)).matches) == 200
 
 
-def test_a_model_states_its_own_limits():
-    assert scenes.Rules.of_model({"strict_threshold": 0.7, "accept_pairs": 15}) == scenes.Rules(0.7, 15)
-    assert scenes.Rules.of_model({}) == scenes.Rules(scenes.STRICT, scenes.ACCEPT)
-
-
-@pytest.mark.parametrize(
-    "stated", [{"strict_threshold": 2}, {"strict_threshold": "high"}, {"accept_pairs": 0}, {"accept_pairs": 2.5}]
-)
-def test_limits_that_are_none_are_refused(stated):
-    with pytest.raises(RequestError, match=r"the model states strict_threshold .* name another model"):
-        scenes.Rules.of_model(stated)
-
-
 def test_relative_pose_is_that_of_the_cameras():
     rng = np.random.default_rng(1)
     points = rng.uniform([-2, -2, 4], [2, 2, 9], (60, 3))

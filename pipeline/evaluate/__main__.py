@@ -27,7 +27,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from pipeline import errors, tracking
 from pipeline.errors import RequestError
-from pipeline.evaluate import estimators, lightglue, matchers, poses, protocol, rendered, unseen
+from pipeline.evaluate import estimators, lightglue, matchers, poses, protocol, unseen
 from pipeline.evaluate.heldout import HeldOutPairs
 from pipeline.evaluate.hpatches import HPatchesPairs
 from pipeline.evaluate.matchers import OURS, Matchers
@@ -75,25 +75,21 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add("--lightglue", type=Path, metavar="FILE", help="also LightGlue for SIFT, with these weights")
     add("--bound", action="store_true", help="also a row of the true matches, an upper bound for all matchers")
     add("--robustness", type=int, default=0, help="photographs tried under growing blur, noise, ...; 0: none")
-    add("--scenes", type=int, default=0, help="scenes rendered to choose the limits for pairs of a place; 0: none")
     add("--keep-seen", action="store_true", help="keep photographs that a model was trained on, and mark the table")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     args = parser.parse_args(argv)
     sources_given = [name for name in ("pairs", "poses", "paper") if getattr(args, name) is not None]
     if len(sources_given) > 1:
         raise RequestError(f"--{sources_given[0]} and --{sources_given[1]} are two evaluations: run one at a time")
-    for name in ("robustness", "scenes"):
-        if getattr(args, name) and (args.pairs or args.poses):
-            raise RequestError(f"--{name} needs held-out images: leave it out with --pairs and --poses")
-    if args.scenes and args.paper:
-        raise RequestError("--scenes: of the plain evaluation; leave it out with --paper")
+    if args.robustness and (args.pairs or args.poses):
+        raise RequestError("--robustness needs held-out images: leave it out with --pairs and --poses")
     if args.bound and args.poses:
         raise RequestError("--bound needs homographies: leave it out with --poses")
     if args.out.exists() and not args.out.is_dir():
         raise RequestError(f"--out {args.out}: is a file; name a folder for the results")
     if not 0.0 <= args.threshold < 1.0:
         raise RequestError(f"--threshold {args.threshold}: must be at least 0 and below 1")
-    for name, minimum in (("scenes", 0), ("pictures", 0), ("max_keypoints", 1), ("batch", 1), ("paper", 1)):
+    for name, minimum in (("pictures", 0), ("max_keypoints", 1), ("batch", 1), ("paper", 1)):
         value = getattr(args, name)
         if value is not None and value < minimum:
             raise RequestError(f"--{name.replace('_', '-')} {value}: must be {minimum} or more")
@@ -150,17 +146,6 @@ def choose_source(args: argparse.Namespace, section: EvaluateParams, chosen: uns
     folders = ", ".join(Path(container["path"]).name for container in fetched["containers"].values())
     name = folders if fetched.get("source", "folder") == "folder" else fetched["source"]
     return held_out, f"{name}: {len(held_out)} held-out images ({entries[0].split}){chosen.mark}"
-
-
-def chosen_scenes(args: argparse.Namespace, chosen: unseen.Choice) -> Tuple[int, List[str]]:
-    """The number of scenes to render, and a note where there are too few photographs."""
-    if not args.scenes:
-        return 0, []
-    count = len(sources.open_manifest(args.images).entries("val")) or len(chosen.entries)
-    if count >= rendered.ENOUGH_IMAGES:
-        return args.scenes, []
-    few = f"--scenes: {count} photographs are too few to choose limits on, {rendered.ENOUGH_IMAGES} are needed"
-    return 0, [f"{few}; the model keeps its own"]
 
 
 def chosen_estimators(args: argparse.Namespace) -> Tuple[str, ...]:
@@ -244,11 +229,10 @@ def evaluate(args: argparse.Namespace, context: distributed.Context) -> Tuple[Di
     chosen = chosen_photographs(args)
     compared, skipped = chosen_matchers(args, chosen.models, device)
     names, extractor = chosen_estimators(args), chosen_extractor(args, compared.networks[OURS])
-    scenes, few = chosen_scenes(args, chosen)
-    options = {"refine": args.refine, "pictures": args.pictures, "bound": args.bound, "scenes": scenes}
+    options = {"refine": args.refine, "pictures": args.pictures, "bound": args.bound}
     settings = Settings(section, names, args.batch, args.resize, args.robustness, extractor, **options)
     training = args.mlflow_run.parent / "train" / "curves" if args.mlflow_run else None
-    work = Evaluation(compared, settings, context, (*chosen.lines, *skipped, *few), training)
+    work = Evaluation(compared, settings, context, (*chosen.lines, *skipped), training)
     info = compared.networks[OURS].info
     if args.paper:
         return protocol.run_paper(work, lambda variant: choose_source(args, variant, chosen), args.out), info

@@ -94,7 +94,7 @@ class Matchers:
         for by_name, pair in zip(answers, pairs):
             if self.scene:
                 ours = self.networks[OURS]
-                by_name[SCENE] = scene_answer(pair, by_name[OURS], ours.threshold, scenes.Rules.of_model(ours.info))
+                by_name[SCENE] = scene_answer(pair, by_name[OURS], ours.threshold, scenes.Rules())
             by_name.update(match_baselines(pair))
             by_name.update({name: match(pair) for name, match in self.further.items()})
         return answers
@@ -105,18 +105,14 @@ class Matchers:
         return {name: found.above(limits[name]) if name in limits else found for name, found in answers.items()}
 
 
-def filled(pair: Pair, answer: PairMatches, threshold: float, rules: scenes.Rules) -> scenes.Filled:
-    """`scenes.filled` of a network's matches, without guided matching."""
-    none = Described(np.empty((0, 128), np.float32), np.empty(0, np.int64))
+def scene_answer(pair: Pair, answer: PairMatches, threshold: float, rules: scenes.Rules) -> PairMatches:
+    """Matches of a pair of a scene: those that agree with its geometry; none where the pair is not accepted."""
+    none = Described(np.empty((0, 128), np.float32), np.empty(0, np.int64))  # there is no guided matching here
     side0, side1 = (scenes.Side(positions(side).astype(np.float64), none) for side in (pair.records0, pair.records1))
     index0 = np.flatnonzero(answer.matches0 >= 0)
     matches = np.stack([index0, answer.matches0[index0]], axis=1)
-    return scenes.filled(matches, answer.scores0[index0], threshold, (side0, side1), replace(rules, guided=False))
-
-
-def scene_answer(pair: Pair, answer: PairMatches, threshold: float, rules: scenes.Rules) -> PairMatches:
-    """Matches of a pair of a scene: those that agree with its geometry; none where the pair is not accepted."""
-    accepted = filled(pair, answer, threshold, rules)
+    unguided = replace(rules, guided=False)
+    accepted = scenes.filled(matches, answer.scores0[index0], threshold, (side0, side1), unguided)
     matches0, scores0 = np.full_like(answer.matches0, -1), np.zeros_like(answer.scores0)
     index0, index1 = accepted.matches.T
     matches0[index0], scores0[index0] = index1, accepted.scores

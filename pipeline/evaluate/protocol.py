@@ -16,12 +16,11 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 
 from pipeline import bootstrap
 from pipeline.errors import RequestError, WorkError
-from pipeline.evaluate import acceptance, content, estimators, inputs, magnified, metrics, poses, scoring
-from pipeline.evaluate.heldout import LEVELS, SEED, HeldOutPairs, NegativePairs, disturbed
+from pipeline.evaluate import content, estimators, inputs, magnified, metrics, poses, scoring
+from pipeline.evaluate.heldout import LEVELS, HeldOutPairs, NegativePairs, disturbed
 from pipeline.evaluate.hpatches import HPatchesPairs
 from pipeline.evaluate.inputs import KnownPair, Source
-from pipeline.evaluate.matchers import OURS, Matchers, match_batches
-from pipeline.evaluate.rendered import RenderedScenes
+from pipeline.evaluate.matchers import OURS, Matchers
 from pipeline.evaluate.scoring import MatchCounts, PairResult, Results, Row, Settings, score_pair
 from pipeline.files import file_sha256
 from pipeline.parameters.schema import EvaluateParams
@@ -31,7 +30,6 @@ from pipeline.report import document, outputs, page, summary, tables
 from superglue_sift import drawing, extractors
 from superglue_sift.matcher import PairMatches
 from superglue_sift.progress import Progress
-from superglue_sift.scenes import NETWORK_KEYPOINTS
 
 # Width, height, keypoints: 640x480 of the paper (section 5.1), for which most photographs of COCO must be scaled up,
 # and 512x384, for which they need not.
@@ -60,22 +58,18 @@ class Evaluation:
         if not results.pairs:
             first = ": ".join(results.bad[0])
             raise WorkError(f"none of the {len(source)} images could be read; the first: {first}")
-        disturbed, negatives, scores = [], [], []
+        disturbed, negatives = [], []
         if isinstance(source, HeldOutPairs):
             disturbed, negatives = self.disturbed_lines(source), self.negative_rows(source)
-            scores = self.scene_scores(source)
         if not self.context.is_main:
             return None
         compared = metrics.compare(results.pairs, self.matchers.thresholds)
         compared.metrics.update(metrics.negative_pairs(negatives))
-        compared.metrics.update(acceptance.metrics(scores))
         drawn = content.draw_pictures(source, self.matchers, results, self.settings)
         pictures = [picture for picture, _ in drawn]
         about = self.describe(source, where)
         report = content.content(where, results, compared, disturbed, pictures, about, source.unit)
-        report.notes.extend([*self.skipped, *tables.acceptance(report.metrics)])
-        if scores:
-            report = replace(report, curves={**report.curves, "acceptance": acceptance.curve(scores)})
+        report.notes.extend(self.skipped)
         outputs.write(out, report, self.training)
         for picture, canvas in drawn:
             drawing.write(out / "pictures" / f"{picture.name}.png", canvas)
@@ -83,7 +77,7 @@ class Evaluation:
         print("\n".join(["", f"{where}, {len(results.pairs)} pairs", "", *summary.verdict(report), ""]))
         print(f"{scenes}{tables.comparison(report.metrics)}\n")
         print(tables.differences(report.differences))
-        print("\n".join([*tables.negative_pairs(report.metrics), "", *tables.acceptance(report.metrics)]))
+        print("\n".join([*tables.negative_pairs(report.metrics), ""]))
         bad = f"; {len(results.bad)} unreadable images left out, see bad_images.csv" if results.bad else ""
         print("\n".join([*self.skipped, "", f"written to {out}{bad}"]), flush=True)
         return report
@@ -127,37 +121,6 @@ class Evaluation:
             return PairResult(known.place, rows, {})
 
         return self.evaluate(NegativePairs(source), "negative pairs", scorer).rows
-
-    def scene_scores(self, source: HeldOutPairs) -> List[acceptance.Scores]:
-        """Scores of ours on pairs of `settings.scenes` rendered scenes.
-
-        Textures come from validation photographs where there are any, since the limits must not depend on the test.
-        """
-        count, batch, params = self.settings.scenes, self.settings.batch, self.settings.params
-        if not count:
-            return []
-        entries = source.images.entries("val") or source.entries
-        rendered = RenderedScenes(source.images, entries, count, params.views.photometric, SEED)
-        network, dense = self.matchers.networks[OURS].model, self.settings.extractor is extractors.DEFAULT
-        extractor = extractors.DENSE if dense else self.settings.extractor
-
-        def extract(unit: Sequence[int]) -> List[KnownPair]:
-            return inputs.extract(rendered, unit, NETWORK_KEYPOINTS, extractor)[0]
-
-        def match(known: List[KnownPair]) -> List[Tuple[KnownPair, PairMatches]]:
-            device = self.matchers.device
-            return list(zip(known, match_batches(network, [entry.pair for entry in known], batch, device)))
-
-        def score(matched: List[Tuple[KnownPair, PairMatches]]) -> List[acceptance.Scores]:
-            return [acceptance.scores_of(known, matches) for known, matches in matched]
-
-        scores: List[acceptance.Scores] = []
-        units = units_of(rendered, batch)
-        with Progress(total=count, desc="scenes", unit="scene", disable=not self.context.is_main) as bar:
-            for part in map_over_ranks(units, [], extract, match, score, self.context):
-                scores += part
-                bar.update(1 if part else 0)
-        return scores
 
     def describe(self, source: Source, where: str) -> Dict[str, object]:
         """protocol.json: everything that must be quoted with a metric."""

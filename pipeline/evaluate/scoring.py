@@ -34,13 +34,12 @@ class Settings:
     params: EvaluateParams
     estimators: Tuple[str, ...] = DEFAULT
     batch: int = 8  # pairs in one pass of a network
-    resize: int = 480  # shorter side of pairs that are not rendered, px; 0: as they are
+    resize: int = 480  # shorter side of pairs of a folder, px; 0: as they are
     robustness: int = 0  # photographs for the disturbances of robustness.csv
     extractor: Extractor = extractors.DEFAULT
     bound: bool = False  # add a row of the true matches
     refine: bool = True  # also report matches aligned by the pixels
     pictures: int = 8  # of best, median and worst pairs; two more show the gain of ours
-    scenes: int = 0  # rendered scenes on which the limits for scenes are chosen
 
 
 @dataclass(frozen=True)

@@ -183,20 +183,6 @@ def negative_pairs(metrics: Mapping[str, Optional[float]]) -> List[str]:
     return ["", *aligned(rows)]
 
 
-def acceptance(metrics: Mapping[str, Optional[float]]) -> List[str]:
-    """The limits chosen on rendered scenes, as a line; empty without them."""
-    strict, accept = (metrics.get(f"superglue.{name}") for name in ("strict_threshold", "accept_pairs"))
-    if strict is None or accept is None:
-        return []
-    near, apart, accepted, false = (
-        metrics[f"superglue.scene_{name}"] for name in ("pairs", "pairs_apart", "accepted", "false")
-    )
-    return [
-        f"pairs of a scene are accepted by {accept} matches above {strict:g}: of "
-        f"rendered ones {percent(accepted)} % of {near} that overlap, {percent(false)} % of {apart} of opposite sides"
-    ]
-
-
 def side_by_side(variants: Dict[str, Dict[str, Optional[float]]]) -> str:
     """Several evaluations in one table. variants: name -> metrics."""
     metrics = {}

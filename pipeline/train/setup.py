@@ -32,20 +32,19 @@ from superglue_sift.weights import BadCheckpoint, load_model_file
 # NEGATIVE_PX are unmatched; in between SIFT's positions are too uncertain to teach either.
 POSITIVE_PX, NEGATIVE_PX = 3.0, 5.0
 SHAPE = ("dim", "layers", "heads", "norm", "neighbours", "rotary")  # keys that should fit initial weights
-LIMITS = ("match_threshold", "strict_threshold", "accept_pairs")  # of a model's description; a training keeps them
 
 
 class Parts(NamedTuple):
     """The objective, its parallel wrapper (what a step calls), and the state to save.
 
     graphed: whether `--cuda-graph` is asked for and works here; then there is no wrapper.
-    init_limits: `match_threshold` and the limits for scenes of `train.init_from`, those that it states.
+    init_threshold: `match_threshold` of `train.init_from`; None without.
     """
 
     objective: MatchingObjective
     ddp_model: nn.Module
     state: TrainState
-    init_limits: Dict[str, Any]
+    init_threshold: Optional[float]
     graphed: bool = False
 
 
@@ -135,7 +134,7 @@ def build(
     messages: List[str] = []
     if train.parallel == "dp" and torch.cuda.device_count() < 2:
         messages.append("--parallel dp does nothing here: it needs several GPUs; leave it out")
-    loaded, init_limits = _initialize(model, train.init_from) if train.init_from else ([], {})
+    loaded, init_threshold = _initialize(model, train.init_from) if train.init_from else ([], None)
     messages += loaded
     frozen = freeze(model, train.freeze)
     messages += [f"frozen: {', '.join(frozen)}"] if frozen else []
@@ -156,7 +155,7 @@ def build(
         MovingAverage(model, train.ema),
     )
     wrapped = objective if graphed else _wrapped(train, objective)
-    return Parts(objective, wrapped, state, init_limits, graphed), messages
+    return Parts(objective, wrapped, state, init_threshold, graphed), messages
 
 
 def _wrapped(train: TrainParams, objective: MatchingObjective) -> nn.Module:
@@ -197,8 +196,8 @@ def augmentation(train: TrainParams) -> Augmentation:
     )
 
 
-def _initialize(model: SuperGlue, path: str) -> Tuple[List[str], Dict[str, Any]]:
-    """Load what fits of the model file `path`. Returns messages and the file's limits."""
+def _initialize(model: SuperGlue, path: str) -> Tuple[List[str], Optional[float]]:
+    """Load what fits of the model file `path`. Returns messages and the file's match threshold, if it has one."""
     tensors, info = read_model(path, "train.init_from")
     taken, skipped, missing = initialize_from(model, tensors)
     messages = [f"initial weights from {path}: {len(taken)} tensors taken"]
@@ -212,4 +211,4 @@ def _initialize(model: SuperGlue, path: str) -> Tuple[List[str], Dict[str, Any]]
             messages.append(
                 f"  train.{name} is {now}: these weights were trained with {before}; set that to use them fully"
             )
-    return messages, {name: info[name] for name in LIMITS if name in info}
+    return messages, info.get("match_threshold")

@@ -92,7 +92,7 @@ class Training:
         self.precision = setup.choose_precision(self.train, context)
         parts, self.messages = setup.build(self.train, context, store, self.precision)
         self.messages += self.validation.messages
-        self.objective, self.ddp_model, self.state, self._init_limits, self._graphed = parts
+        self.objective, self.ddp_model, self.state, self._init_threshold, self._graphed = parts
         self.graphs: Optional[step_graphs.StepGraphs] = None  # until `run`: they need the batches of many steps
         self.checkpoints = Checkpoints(paths.out)
         self._compared = -1  # step at which the replicas were last compared
@@ -310,7 +310,6 @@ class Training:
             "step": state.best_step,
             "precision": self.objective.precision,
             "validation": state.best_figures,
-            **self._init_limits,
             "match_threshold": self._threshold(),
             "skipped_steps": state.skipped,
             "finished": finished,
@@ -325,8 +324,8 @@ class Training:
 
     def _threshold(self) -> float:
         """The match threshold of the best model, from validation; with few images that of the initial weights."""
-        if self.validation.images < MIN_IMAGES and "match_threshold" in self._init_limits:
-            return self._init_limits["match_threshold"]
+        if self.validation.images < MIN_IMAGES and self._init_threshold is not None:
+            return self._init_threshold
         return self.state.best_figures["threshold"]
 
     def _save(self, logger: TrainingLogger) -> None:

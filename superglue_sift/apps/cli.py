@@ -115,9 +115,9 @@ def _add_how(group) -> None:
     add("--resize", type=int, help="reduce images to this longer side (default 1024, with --scene 1600; 0: never)")
     place = "photographs of one place: accept or reject pairs, then fill them (default with --colmap, else --no-scene)"
     add("--scene", action=argparse.BooleanOptionalAction, help=place)
-    sure = "with --scene: minimum number of strict matches of one geometry (default: the model's own, else "
-    add("--accept", type=int, metavar="N", help=f"{sure}{scenes.ACCEPT})")
-    strict = f"with --scene: matches above this confidence are strict (default: the model's own, else {scenes.STRICT})"
+    accept = f"with --scene: minimum number of strict matches of one geometry (default {scenes.ACCEPT})"
+    add("--accept", type=int, metavar="N", help=accept)
+    strict = f"with --scene: matches above this confidence are strict (default {scenes.STRICT})"
     add("--strict", type=float, metavar="P", help=strict)
     skip = f"with --scene: skip pairs with fewer classical matches of one geometry (default {scenes.LIKELY}; 0: none)"
     add("--likely", type=int, metavar="N", help=skip)
