@@ -18,7 +18,7 @@ use. `pipeline` trains the models. In reading order:
     scenes, classical             photographs of one place: which pairs are accepted, all keypoints matched
     weights                       model files
     apps/                         the command line, folders of photographs, the page in the browser
-    interop/                      COLMAP, hloc, OpenCV, kornia, LightGlue, transformers
+    interop/                      COLMAP, hloc, OpenCV, LightGlue
     onnx                          the network for ONNX Runtime
     drawing, progress             pictures of matches; progress of long work
     errors, files                 errors for the user; atomic writes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import List, NamedTuple, Tuple
 
 import cv2
@@ -67,30 +67,6 @@ def test_opencv_draws_our_matches_and_gives_them_back(matched, photo):
     assert drawn.shape == (400, 420 + 500, 3)
 
 
-# kornia
-
-
-def test_kornias_matcher_and_ours_hold_matches_alike(matched):
-    feature = pytest.importorskip("kornia.feature")
-    descriptors = [arrays.to_lightglue(features)["descriptors"][0] for features in matched[:2]]
-    distances, indices = feature.match_mnn(*descriptors)
-    theirs = arrays.from_kornia(distances, indices, *matched[:2])
-    ours = arrays.to_kornia(matched.found)
-    assert [each.shape[1:] for each in ours] == [distances.shape[1:], indices.shape[1:]]
-    assert [each.dtype for each in ours] == [distances.dtype, indices.dtype]
-    same(arrays.from_kornia(*ours, *matched[:2]), matched.found)
-    common = set(map(tuple, theirs.matches)) & set(map(tuple, matched.found.matches))
-    assert len(common) > 0.7 * len(matched.found.matches)
-
-
-def test_kornia_finds_the_shift_of_two_crops_from_our_matches(matched):
-    geometry = pytest.importorskip("kornia.geometry")
-    points = [torch.from_numpy(each)[None] for each in (matched.found.points0, matched.found.points1)]
-    weights = torch.from_numpy(matched.found.scores)[None]
-    H = geometry.find_homography_dlt_iterated(*points, weights, soft_inl_th=1.0, n_iter=10)[0]
-    assert torch.allclose(H / H[2, 2], torch.tensor([[1.0, 0, -100], [0, 1, 0], [0, 0, 1]]), atol=0.5)
-
-
 # LightGlue, glue-factory
 
 
@@ -121,35 +97,6 @@ def test_dictionaries_of_lightglue_come_back(matched, matcher):
     again = matcher.match(*back)
     common = set(map(tuple, again.matches)) & set(map(tuple, matched.found.matches))
     assert len(common) > 0.97 * len(matched.found.matches)
-
-
-# transformers
-
-
-def test_results_are_those_that_transformers_makes_of_the_same_matches(matched, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchvision", None)  # a build for another torch would fail at its import
-    home = pytest.importorskip("transformers.models.lightglue.image_processing_pil_lightglue")
-    found = matched.found._replace(aligned0=None, aligned1=None)  # theirs are the keypoints
-    sizes = [found.size0, found.size1]
-    most = max(len(found.keypoints0), len(found.keypoints1))
-    keypoints, mask = torch.zeros(1, 2, most, 2), torch.zeros(1, 2, most, dtype=torch.int32)
-    matches, scores = torch.full((1, 2, most), -1), torch.zeros(1, 2, most)
-    answer = arrays.to_lightglue_matches(found)
-    for side, (points, size) in enumerate(zip((found.keypoints0, found.keypoints1), sizes)):
-        keypoints[0, side, : len(points)] = torch.from_numpy(points / np.array(size, np.float32))
-        mask[0, side, : len(points)] = 1
-        matches[0, side, : len(points)] = answer[f"matches{side}"][0]
-        scores[0, side, : len(points)] = answer[f"matching_scores{side}"][0]
-    output = SimpleNamespace(matches=matches, matching_scores=scores, keypoints=keypoints, mask=mask)
-    process = home.LightGlueImageProcessorPil().post_process_keypoint_matching
-    theirs = process(output, [[size[::-1] for size in sizes]], threshold=0.0)[0]
-    ours = arrays.to_transformers(found)
-    assert set(ours) == set(theirs)
-    for name in ours:
-        assert ours[name].shape == theirs[name].shape, name
-        assert ours[name].dtype == theirs[name].dtype, name
-        # they cut off what we round
-        assert torch.allclose(ours[name].float(), theirs[name].float(), atol=1.0 if "key" in name else 1e-6), name
 
 
 # hloc

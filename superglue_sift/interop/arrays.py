@@ -1,8 +1,8 @@
-"""Convert matches and features for other libraries: OpenCV, kornia, LightGlue and glue-factory, transformers."""
+"""Convert matches and features for other libraries: OpenCV, LightGlue and glue-factory."""
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Sequence
 
 import cv2
 import numpy as np
@@ -30,16 +30,6 @@ def from_dmatches(matches: Sequence[cv2.DMatch], features0: Features, features1:
 def to_keypoints(features: Features) -> List[cv2.KeyPoint]:
     """Convert to OpenCV's keypoints, in the same order."""
     return [cv2.KeyPoint(*(float(record[name]) for name in GEOMETRY)) for record in features.records]
-
-
-def to_kornia(result: MatchResult) -> Tuple[Tensor, Tensor]:
-    """Convert to the output of kornia's matchers: distances (K, 1) float32, 1 - score, and indices (K, 2) int64."""
-    return torch.from_numpy(1.0 - result.scores).reshape(-1, 1), torch.from_numpy(result.matches)
-
-
-def from_kornia(distances: Tensor, indices: Tensor, features0: Features, features1: Features) -> MatchResult:
-    """Convert matches of kornia's matchers; the score is 1 - distance."""
-    return MatchResult.of(features0, features1, indices.cpu().numpy(), 1.0 - distances.cpu().numpy().ravel())
 
 
 def to_lightglue(features: Features) -> Dict[str, Tensor]:
@@ -109,12 +99,3 @@ def from_lightglue_matches(data: Mapping[str, Any], features0: Features, feature
     """Convert matches of LightGlue, glue-factory or any matcher that returns `matches0` and `matching_scores0`."""
     matches0, scores0 = (np.asarray(data[name]).reshape(-1) for name in ("matches0", "matching_scores0"))
     return MatchResult.of(features0, features1, matches0.astype(np.int64), scores0.astype(np.float32))
-
-
-def to_transformers(result: MatchResult) -> Dict[str, Tensor]:
-    """Convert to one entry of the output of `post_process_keypoint_matching` in transformers.
-
-    keypoints0, keypoints1 (K, 2) pixels, int32; matching_scores (K,).
-    """
-    points = [torch.from_numpy(p).round().to(torch.int32) for p in (result.points0, result.points1)]
-    return {"keypoints0": points[0], "keypoints1": points[1], "matching_scores": torch.from_numpy(result.scores)}
