@@ -242,7 +242,7 @@ def shards_of(folder: Path, images: ImageSet, settings, workers: int) -> list:
     return [(folder.path / shard.file).read_bytes() for shard in folder.shards]
 
 
-FIELDS = [field.name for field in dataclasses.fields(PairBatch)]
+FIELDS = [field.name for field in dataclasses.fields(PairBatch) if field.name != "cells"]  # of zoomed pairs only
 
 
 def equal(one, other) -> bool:
