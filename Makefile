@@ -91,11 +91,11 @@ format: $(SETUP_DEV)  ## rewrite what `make lint` would complain about
 
 ui: $(SETUP)  ## MLflow at http://127.0.0.1:5000
 	@case "$${MLFLOW_TRACKING_URI:-}" in \
-		http*) echo "the tracking server of MLFLOW_TRACKING_URI shows the runs: $$MLFLOW_TRACKING_URI" ;; \
+		http*) echo "the tracking server of MLFLOW_TRACKING_URI shows the runs" ;; \
 		*) echo "MLflow at http://127.0.0.1:$(UI_PORT), Ctrl-C ends it"; \
 			echo "results:  http://127.0.0.1:$(UI_PORT)/#/experiments/1/runs?viewStateShareKey=results"; \
-			exec mlflow server --backend-store-uri "$${MLFLOW_TRACKING_URI:-sqlite:///$(CURDIR)/mlflow.db}" \
-				--host 127.0.0.1 --port $(UI_PORT) --workers 1 ;; \
+			export MLFLOW_BACKEND_STORE_URI="$${MLFLOW_TRACKING_URI:-sqlite:///$(CURDIR)/mlflow.db}"; \
+			exec mlflow server --host 127.0.0.1 --port $(UI_PORT) --workers 1 ;; \
 	esac
 
 report: $(SETUP)  ## the table of the last evaluation; opens its page

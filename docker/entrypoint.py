@@ -68,7 +68,7 @@ def hand_over(command: str, rest: List[str]) -> int:
 def ui_command(uri: str, rest: List[str]) -> List[str]:
     """The MLflow server over this image's own store."""
     if uri.startswith(("http://", "https://")):
-        raise Wrong(f"MLFLOW_TRACKING_URI names a server, which shows its runs itself: {uri.rpartition('@')[2]}")
+        raise Wrong("MLFLOW_TRACKING_URI names a server, which shows its runs itself")
     words = ["mlflow", "server", "--backend-store-uri", uri, "--host", "0.0.0.0", "--port", "5000"]
     return [*words, "--workers", "1", *rest]
 

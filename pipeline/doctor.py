@@ -223,7 +223,7 @@ def git() -> Iterator[Finding]:
 
 def mlflow() -> Iterator[Finding]:
     """Whether the tracking store can be reached."""
-    uri = tracking.tracking_uri()
+    uri = tracking.redact(tracking.tracking_uri())
     if not uri.startswith(("http://", "https://")):
         folder = Path(uri.partition("///")[2]).resolve().parent
         fine = os.access(str(folder), os.W_OK)

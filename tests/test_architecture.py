@@ -58,8 +58,8 @@ HOMES = {
     "DataParallel": "pipeline/train/objective.py",
     "torchrun": "pipeline/launch.py",
 }
-# The store, the model that is served, and MLflow's monitors of the machine.
-MLFLOW_HOMES = tuple(f"pipeline/tracking/{name}.py" for name in ("mlflow_store", "matcher_model", "system_metrics"))
+# The store, and the model that is served.
+MLFLOW_HOMES = tuple(f"pipeline/tracking/{name}.py" for name in ("mlflow_store", "matcher_model"))
 # NVIDIA's DALI has two: it decodes images for the keypoint stage, and is compared.
 DALI_HOMES = ("pipeline/image_sets/dali_decoder.py", "benchmarks/dali_views.py")
 

@@ -1,4 +1,4 @@
-"""Tracking: the log comes first, every point arrives once, and no server can hold up or end the work."""
+"""Tracking: the log comes first, every point arrives, and no server can hold up or end the work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from pathlib import Path
 
@@ -19,27 +18,26 @@ from made_scenes import write_model
 
 from pipeline import tracking
 from pipeline.provenance.repro import main_root, provenance
-from pipeline.tracking import run as run_module
-from pipeline.tracking.mlflow_store import MlflowStore
-from pipeline.tracking.run_log import EventLog, recall_run, remember_run
+from pipeline.tracking import __main__ as command
+from pipeline.tracking import sender
+from pipeline.tracking.log import EventLog, recall_run, remember_run
+from pipeline.tracking.secrets import redact
 from pipeline.train import __main__ as train
 
 ROOT = Path(__file__).resolve().parents[1]
 PARAMS = {"train": {"lr": 1e-4, "layers": 5}}
-PATIENCE = 120  # seconds: a guard, for a busy machine on which a request outlasts its second again and again
+PATIENCE = 120  # seconds: a guard, for a busy machine on which a request outlasts its second
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Short pauses, long patience, and nothing inherited from the shell of the person who tests."""
-    monkeypatch.setattr(run_module, "wait_limit", lambda _: PATIENCE)
+    """Short pauses, and nothing inherited from the shell of the person who tests."""
     for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_NAME", "DVC_EXP_NAME", "DVC_ROOT", "DVC_STAGE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.2")
-    monkeypatch.setattr("pipeline.tracking.shipper.POLL_SECONDS", 0.1)
-    monkeypatch.setattr("pipeline.tracking.shipper.LONGEST_PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr(sender, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(sender, "LONGEST_PAUSE_SECONDS", 0.2)
 
 
 @pytest.fixture
@@ -49,25 +47,37 @@ def store(mlflow_store) -> str:
 
 @pytest.fixture
 def gate(store, monkeypatch):
+    """A server in front of the store, not yet started."""
     made = Gate(store)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", made.uri)
     yield made
     made.stop()
 
 
-def stored_run(store):
-    """The only run of the store, and its client."""
+def open_run(folder, **options):
+    return tracking.open_run(folder, PARAMS, **{"system_metrics": False, **options})
+
+
+def client_of(store):
     from mlflow.tracking import MlflowClient
 
-    client = MlflowClient(store, store)
+    return MlflowClient(store, store)
+
+
+def stored_run(store, run=None):
+    """The run of a store with this key, or its only one."""
+    client = client_of(store)
     runs = client.search_runs([e.experiment_id for e in client.search_experiments()])
+    if run is not None:
+        runs = [each for each in runs if each.data.tags["mlflow.superglue.run_key"] == run.key]
     assert len(runs) == 1
-    return client, runs[0]
+    return runs[0]
 
 
-def steps(store, name):
-    client, run = stored_run(store)
-    return [metric.step for metric in client.get_metric_history(run.info.run_id, name)]
+def steps(store, name, run=None):
+    """Steps of a metric, as often as they arrived."""
+    run_id = stored_run(store, run).info.run_id
+    return [metric.step for metric in client_of(store).get_metric_history(run_id, name)]
 
 
 def samples(reports):
@@ -85,19 +95,28 @@ def log_steps(run, start, stop):
         run.log({"train/loss": 1.0 / (step + 1)}, step)
 
 
+def wait_for(condition, seconds=PATIENCE):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.02)
+
+
 def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path):
     picture = tmp_path / "matches.png"
     picture.write_bytes(b"png")
     model = write_weights(tmp_path / "best.safetensors")
-    with tracking.open_run(tmp_path / "reports", PARAMS, {"world_size": 2}, name="sample") as run:
+    options = {"system_metrics": True, "tags": {"world_size": 2}, "name": "sample"}
+    with open_run(tmp_path / "reports", **options) as run:
         log_steps(run, 0, 50)
         run.log({"val/loss": float("nan")}, 10)
         run.artifact(picture, "pictures")
         run.dataset("keypoints", "sha256:" + "ab" * 32, "data/keypoints")
         run.model(model, step=50)
         wait_for(lambda: samples(tmp_path / "reports") >= 2)
-    client, stored = stored_run(store)
-    assert stored.info.status == "FINISHED"
+    client = client_of(store)
+    stored = stored_run(store)
+    assert stored.info.status == "FINISHED" and stored.info.run_name == "sample"
     assert {"train.lr", "train.layers", "version.torch", "host", "platform"} <= set(stored.data.params)
     assert stored.data.params["train.lr"] == "0.0001"
     assert steps(store, "train/loss") == list(range(50))
@@ -105,88 +124,27 @@ def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path):
     hidden = {f"mlflow.superglue.{name}" for name in ("git.commit", "git.dirty", "weights.sha256")}
     assert hidden < set(stored.data.tags)
     assert stored.inputs.dataset_inputs[0].dataset.digest == ("ab" * 32)[:36]
-    assert [f.path for f in client.list_artifacts(stored.info.run_id, "pictures")] == ["pictures/matches.png"]
+    files = client.list_artifacts(stored.info.run_id, "pictures")
+    assert [file.path for file in files] == ["pictures/matches.png"]
     version = client.get_model_version_by_alias("superglue-sift", "champion")
-    files = {path.name for path in (tmp_path / "mlartifacts").rglob("*") if path.is_file()}
-    assert {"MLmodel", "best.safetensors", "matcher_model.py", "input_example.json"} <= files
-    assert not [name for name in files if name.endswith((".pkl", ".pickle", ".pyc"))]
-    shown = [tag for tag in stored.data.tags if not tag.startswith("mlflow.")]  # the page hides the others
-    assert stored.info.run_name == "sample" and set(shown) <= {"world_size", "git.dirty"}  # more push down the rest
     assert version.run_id == stored.info.run_id
-    assert recall_run(tmp_path / "reports/run.json")["run_id"] == stored.info.run_id
+    names = {path.name for path in (tmp_path / "mlartifacts").rglob("*") if path.is_file()}
+    assert {"MLmodel", "best.safetensors", "matcher_model.py", "input_example.json"} <= names
+    assert not [name for name in names if name.endswith((".pkl", ".pickle", ".pyc"))]
+    shown = [tag for tag in stored.data.tags if not tag.startswith("mlflow.")]
+    assert set(shown) <= {"world_size", "git.dirty"}  # more push down the rest of the page
+    assert recall_run(tmp_path / "reports/run.json")["key"] == run.key
 
 
 def test_the_first_metric_of_a_run_is_not_of_the_machine(store, tmp_path):
     """MLflow compares runs by their first metric, which was the use of the CPU."""
-    with tracking.open_run(tmp_path / "reports", PARAMS) as run:
+    with open_run(tmp_path / "reports", system_metrics=True) as run:
         time.sleep(1.0)  # several samples
         assert samples(tmp_path / "reports") == 0
         run.log({"val/loss": 1.0}, 0)
         wait_for(lambda: samples(tmp_path / "reports") >= 2)
-    logged = list(stored_run(store)[1].data.metrics)
+    logged = list(stored_run(store).data.metrics)
     assert logged[0] == "val/loss" and logged[1].startswith("system/")
-
-
-def test_evaluate_adds_to_the_same_run_and_leaves_its_state(store, tmp_path):
-    tracking.open_run(tmp_path, PARAMS, system_metrics=False).close("KILLED")
-    with tracking.attach(tmp_path / "run.json", tmp_path / "evaluate") as run:
-        run.log({"test/auc_5px": 0.5}, 7)
-    _, stored = stored_run(store)
-    assert stored.data.metrics == {"test/auc_5px": 0.5}
-    assert stored.info.status == "KILLED"
-
-
-def test_a_run_with_the_weights_of_an_earlier_one_names_it(store, tmp_path):
-    """DVC evaluates equal weights once: the later run has no metrics of its own."""
-    from mlflow.tracking import MlflowClient
-
-    ids = []
-    for weights in ("same", "other", "same"):
-        model = write_weights(tmp_path / "best.safetensors", weights)
-        with tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False) as run:
-            run.model(model, step=50)
-        ids.append(run.run_id)
-    first, other, again = (MlflowClient(store).get_run(run_id).data.tags for run_id in ids)
-    digests = [tags["mlflow.superglue.weights.sha256"] for tags in (first, other, again)]
-    assert digests[0] == digests[2] != digests[1]
-    assert again["weights.same_as"] == ids[0]
-    assert "weights.same_as" not in {**first, **other}
-
-
-def test_a_retraining_to_the_same_weights_has_the_evaluation_in_its_own_run(store, tmp_path):
-    """The newest metrics and the report; a later evaluation replaces them."""
-    from mlflow.tracking import MlflowClient
-
-    client, noted = MlflowClient(store), tmp_path / "reports" / "run.json"
-    report = tmp_path / "index.html"
-
-    def trained(identity, weights):
-        write_weights(tmp_path / "best.safetensors", weights)
-        with tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False, training=identity) as run:
-            run.model(tmp_path / "best.safetensors", step=50)
-        return run.run_id
-
-    def evaluated(auc, identity):
-        report.write_text(f"auc {auc}")
-        with tracking.attach(noted, tmp_path / "evaluate", training=identity) as run:
-            run.log({"verdict/recall": auc, "auc_5": auc}, 50)
-            run.artifact(report, "test")
-            run.describe(f"AUC {auc}", f"AUC {auc} of {tracking.RUN_ID}")
-
-    first = trained("a", "same")
-    evaluated(0.25, "a")
-    evaluated(0.5, "a")
-    other = trained("b", "other")
-    again = trained("a", "same")
-    assert again != first
-    assert client.get_run(again).data.metrics == {"verdict/recall": 0.5, "auc_5": 0.5}
-    note = client.get_run(again).data.tags["mlflow.note.content"]
-    assert client.get_run(again).info.run_name.endswith(" · AUC 0.5") and note == f"AUC 0.5 of {again}"
-    assert client.get_run(again).data.tags["evaluation.taken_from"] == first
-    assert Path(client.download_artifacts(again, "test/index.html", str(tmp_path))).read_text() == "auc 0.5"
-    assert client.get_run(other).data.metrics == {}
-    evaluated(0.75, "a")
-    assert [client.get_run(r).data.metrics["auc_5"] for r in (first, again)] == [0.5, 0.75]
 
 
 def pairs_csv(path, errors, keypoints=9):
@@ -199,189 +157,182 @@ def pairs_csv(path, errors, keypoints=9):
 
 
 def test_the_champion_moves_only_to_a_model_that_is_surely_better_on_the_same_pairs(store, tmp_path):
-    from mlflow.tracking import MlflowClient
-
-    noted, client = tmp_path / "reports" / "run.json", MlflowClient(store, store)
+    noted = tmp_path / "reports" / "run.json"
+    client = client_of(store)
 
     def champion_after(name, errors, keypoints=9):
         model = write_weights(tmp_path / "best.safetensors", name)
-        with tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False, training=name) as run:
+        with open_run(tmp_path / "reports", training=name) as run:
             run.model(model, step=1)
         folder = tmp_path / name
         folder.mkdir()
-        with tracking.attach(noted, tmp_path / "evaluate", training=name) as run:
+        with tracking.attach(noted, training=name) as run:
             run.artifact(pairs_csv(folder / "pairs.csv", errors, keypoints), "test")
-            run.describe("AUC@5", f"Verdict on {name}.\n\n| a table |")
+            run.describe("AUC@5", f"Verdict on {name}, {tracking.RUN_ID}.\n\n| a table |")
             run.compare_with_champion(folder / "pairs.csv")
         return int(client.get_model_version_by_alias("superglue-sift", "champion").version)
 
     some = [1 + n % 3 for n in range(24)]
     assert champion_after("first", some) == 1
-    opening = "Version 1 is `champion`. Verdict on first.\n\nTwo images in, matches out."
+    opening = "Version 1 is `champion`. Verdict on first, "
     assert client.get_registered_model("superglue-sift").description.startswith(opening)
     assert champion_after("as good", some[1:] + some[:1]) == 1
     assert champion_after("other pairs", [0.1] * 24, keypoints=10) == 1
     assert champion_after("worse", [4.0] * 24) == 1
     assert client.get_registered_model("superglue-sift").description.startswith(opening)
     assert champion_after("better", [e / 2 for e in some]) == 5
-    said = [client.get_model_version("superglue-sift", str(n)).tags.get("champion", "") for n in range(1, 6)]
+    versions = [client.get_model_version("superglue-sift", str(n)) for n in range(1, 6)]
+    said = [version.tags.get("champion", "") for version in versions]
     assert said[0] == "" and "other pairs" in said[2] and "95 % interval" in said[4]
-    assert client.get_registered_model("superglue-sift").description.startswith("Version 5 is `champion`. Verdict on b")
-    assert client.get_model_version("superglue-sift", "4").description.startswith("Verdict on worse.")
+    text = client.get_registered_model("superglue-sift").description
+    assert text.startswith(f"Version 5 is `champion`. Verdict on better, {versions[4].run_id}.\n\nTwo images in")
+    assert versions[3].description.startswith("Verdict on worse")
 
 
 def test_the_columns_of_the_table_of_runs_show_whole_names(store, tmp_path):
     """MLflow shows some 14 letters of them."""
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(store)
-    with tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False) as run:
-        run.log({"train/loss": 1.0, "val/f1": 0.5}, 1)
-        run.log(dict.fromkeys((*tracking.LEADING, f"{tracking.HEADLINE}/recall"), 0.5), 1)
+    client = client_of(store)
+    with open_run(tmp_path / "reports") as run:
+        run.log({"val/f1": 0.5, **dict.fromkeys(tracking.LEADING, 0.5)}, 1)
     experiment = client.get_experiment_by_name(tracking.EXPERIMENT)
     columns = json.loads(experiment.tags["mlflow.sharedViewState.results"])["selectedColumns"]
     names = [name[len("metrics.`") : -1] for name in columns if name.startswith("metrics.")]
-    logged = client.get_run(run.run_id).data.metrics
-    assert set(names) <= set(logged) and max(map(len, names)) <= 14
+    assert set(names) <= set(stored_run(store).data.metrics) and max(map(len, names)) <= 14
     # a view of an earlier version is replaced
     client.set_experiment_tag(experiment.experiment_id, "mlflow.sharedViewState.results", "{}")
-    tracking.open_run(tmp_path / "again", PARAMS, system_metrics=False).close()
+    open_run(tmp_path / "again").close()
     tags = client.get_experiment_by_name(tracking.EXPERIMENT).tags
     assert json.loads(tags["mlflow.sharedViewState.results"])["selectedColumns"] == columns
 
 
 def test_metrics_find_the_run_of_their_training_also_after_another_one(store, tmp_path):
-    from mlflow.tracking import MlflowClient
-
-    ids = {}
+    noted = tmp_path / "reports" / "run.json"
+    runs = {}
     for training in ("old", "new"):
-        with tracking.open_run(tmp_path / training, PARAMS, system_metrics=False, training=training,
-                               noted_in=tmp_path / "run.json") as run:  # fmt: skip
-            pass
-        ids[training] = run.run_id
+        runs[training] = open_run(tmp_path / "reports", training=training)
+        runs[training].close("KILLED")
     for training in ("old", "unknown"):
-        with tracking.attach(tmp_path / "run.json", tmp_path, training=training) as run:
+        with tracking.attach(noted, training=training) as run:
             run.log({f"test/{training}": 1.0}, 0)
-    client = MlflowClient(store)
-    assert client.get_run(ids["old"]).data.metrics == {"test/old": 1.0}
-    assert client.get_run(ids["new"]).data.metrics == {}
-    assert tracking.known_run(tmp_path / "run.json", "old") == ids["old"]
-    assert tracking.known_run(tmp_path / "run.json", "unknown") is None
+    old = stored_run(store, runs["old"])
+    assert old.data.metrics == {"test/old": 1.0} and old.info.status == "KILLED"
+    assert stored_run(store, runs["new"]).data.metrics == {}
+    assert tracking.known_run(noted, "old") == runs["old"].key
+    assert tracking.known_run(noted, "unknown") is None
+    # the old one is resumed: its log is log.jsonl again, and the other's stays
+    with open_run(tmp_path / "reports", training="old", resume=runs["old"].key) as run:
+        run.log({"train/loss": 1.0}, 1)
+    assert stored_run(store, runs["old"]).data.metrics == {"test/old": 1.0, "train/loss": 1.0}
+    headers = {path.name: EventLog(path).header()["run"] for path in (tmp_path / "reports").glob("*.jsonl")}
+    assert headers.pop("log.jsonl") == runs["old"].key and list(headers.values()) == [runs["new"].key]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"runs": 1}', '{"latest": "a", "runs": {"a": {}}}'])
 def test_a_damaged_run_json_names_no_run(tmp_path, content):
     (tmp_path / "run.json").write_text(content)
     assert recall_run(tmp_path / "run.json") is None
-    remember_run(tmp_path / "run.json", "b", {"key": "k", "run_id": None, "experiment": "e"})
+    remember_run(tmp_path / "run.json", "b", {"key": "k", "log": "log.jsonl", "experiment": "e"})
     assert recall_run(tmp_path / "run.json", "b")["key"] == "k"
 
 
 def test_attach_without_a_run_and_other_ranks_do_nothing(tmp_path):
     with tracking.attach(tmp_path / "none.json") as run:
         run.log({"a": 1}, 0)
-    other = tracking.open_run(tmp_path, PARAMS, enabled=False)
+    other = open_run(tmp_path, enabled=False)
     other.log({"a": 1}, 0)
     other.close()
-    assert other.run_id is None
-    assert list(tmp_path.iterdir()) == []
+    assert other.key is None and list(tmp_path.iterdir()) == []
 
 
-def test_a_dead_server_holds_up_nothing_and_gets_all_points_after_it_is_back(gate, store, tmp_path, capfd, monkeypatch):
-    tried, connect = [], MlflowStore.open
-    monkeypatch.setattr(MlflowStore, "open", lambda *given: tried.append(1) or connect(*given))
-    run = tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False)
+def test_a_dead_server_holds_up_nothing_and_resend_sends_all(gate, store, tmp_path, capfd):
+    (tmp_path / "page.html").write_text("a report")
+    began = time.monotonic()
+    run = open_run(tmp_path / "train")
     log_steps(run, 0, 1000)
-    assert len(tried) < 100  # no point waits until the server has been tried
-    assert run.close(wait=2) is False
+    run.artifact(tmp_path / "page.html", "test")
+    assert time.monotonic() - began < 10  # no point waits until the server has been tried
+    wait_for(lambda: run._sender.error)
+    began = time.monotonic()
+    assert run.close() is False
+    assert time.monotonic() - began < 10  # by default
     said = capfd.readouterr().err
-    assert "1002 entries have not reached" in said and "log.jsonl keeps them" in said
+    assert "does not have 1002 entries, page.html" in said and "log.jsonl does" in said
+    assert "python -m pipeline.tracking resend" in said
+    assert command.main(["resend", "--reports", str(tmp_path), "--wait", "1"]) == 1
     gate.start()
-    assert tracking.open_run(tmp_path / "reports", PARAMS, resume_run_id=run.run_id, system_metrics=False).close()
+    assert command.main(["resend", "--reports", str(tmp_path)]) == 0
     assert steps(store, "train/loss") == list(range(1000))
+    stored = stored_run(store)
+    assert stored.info.status == "FINISHED"
+    assert [file.path for file in client_of(store).list_artifacts(stored.info.run_id)] == ["test"]
+    assert "1 of 1 runs" in capfd.readouterr().out
+    before = gate.requests
+    assert command.main(["resend", "--reports", str(tmp_path)]) == 0
+    assert gate.requests == before  # nothing is left
 
 
 def test_without_mlflow_one_line_is_said_and_nothing_waited_for(store, tmp_path, monkeypatch, capfd):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "mlflow", None)  # importing it raises ImportError
-        run = tracking.open_run(tmp_path, PARAMS, system_metrics=False)
+        run = open_run(tmp_path)
         log_steps(run, 0, 20)
-        run._uploader.join(PATIENCE)
-        assert not run._uploader.is_alive()  # whom closing would wait for
+        run._sender.join(PATIENCE)
+        assert not run._sender.is_alive()  # whom closing would wait for
         assert run.close() is False
     said = capfd.readouterr().err
-    assert said.count("tracking: ") == 1 and "mlflow" in said and "keeps all" in said
-    assert tracking.open_run(tmp_path, PARAMS, resume_run_id=run.run_id, system_metrics=False).close()
+    assert said.count("tracking: ") == 1 and "mlflow" in said and "22 entries" in said
+    assert open_run(tmp_path, resume=run.key).close()
     assert steps(store, "train/loss") == list(range(20))
 
 
-def test_the_next_run_ships_what_the_last_one_could_not(gate, tmp_path, store):
-    first = tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False)
-    log_steps(first, 0, 20)
-    first.close(wait=0.1)
-    gate.start()
-    tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False).close()
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(store)
-    runs = client.search_runs([e.experiment_id for e in client.search_experiments()])
-    assert sorted(len(client.get_metric_history(r.info.run_id, "train/loss")) for r in runs) == [0, 20]
-    assert not list((tmp_path / "reports" / "unshipped").glob("*"))
-
-
-def test_evaluate_ships_what_training_could_not(gate, store, tmp_path):
-    run = tracking.open_run(tmp_path, PARAMS, system_metrics=False)
+def test_evaluate_sends_what_training_could_not(gate, store, tmp_path):
+    run = open_run(tmp_path)
     log_steps(run, 0, 20)
     run.close(wait=0.1)
-    assert recall_run(tmp_path / "run.json")["run_id"] is None
     gate.start()
     with tracking.attach(tmp_path / "run.json") as again:
         again.log({"test/auc_5px": 0.5}, 20)
     assert steps(store, "train/loss") == list(range(20))
-    _, stored = stored_run(store)
+    stored = stored_run(store)
     assert (stored.info.status, stored.data.metrics["test/auc_5px"]) == ("FINISHED", 0.5)
 
 
 @pytest.mark.parametrize("fault", ["error", "hang", "deaf"])
 def test_a_server_that_fails_in_the_middle_gets_every_point_once(gate, store, tmp_path, fault, capfd):
     gate.start()
-    run = tracking.open_run(tmp_path, PARAMS, system_metrics=False)
+    run = open_run(tmp_path)
     log_steps(run, 0, 100)
     wait_for(lambda: gate.posts > 3)
     gate.mode = fault
     before = gate.requests
     log_steps(run, 100, 200)
     assert gate.requests - before < 100  # no point waits for an answer of its own
-    wait_for(lambda: run._uploader.error)
+    wait_for(lambda: run._sender.error)
+    assert "answers again" not in capfd.readouterr().err
     gate.mode = "up"
     log_steps(run, 200, 300)
     assert run.close(wait=PATIENCE)
     assert steps(store, "train/loss") == list(range(300))
-    said = capfd.readouterr().err
-    assert said.count("does not answer") == said.count("answers again") == 1
+    assert capfd.readouterr().err.count("answers again") == 1
 
 
-def curves_of_runs(store) -> list:
-    """For each run, oldest first: {name: steps, as often as they arrived}, without samples of the machine."""
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(store)
-    experiments = [e.experiment_id for e in client.search_experiments()]
-    runs = client.search_runs(experiments, order_by=["attributes.start_time ASC"])
-    names = [[n for n in run.data.metrics if not n.startswith("system/")] for run in runs]
-    return [
-        {n: [m.step for m in client.get_metric_history(run.info.run_id, n)] for n in own}
-        for run, own in zip(runs, names)
-    ]
+def test_closing_does_not_wait_for_the_answer_of_a_server_that_hangs(gate, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", str(PATIENCE))
+    gate.start()
+    gate.mode = "hang"
+    run = open_run(tmp_path)
+    began = time.monotonic()
+    assert run.close(wait=1) is False and time.monotonic() - began < PATIENCE / 2
 
 
 def test_the_weights_are_the_same_without_mlflow_with_it_and_while_it_hangs(gate, store, tmp_path, monkeypatch):
     bench = Workbench(tmp_path)
+    reports = tmp_path / "hanging-r"
 
     def trained(name: str) -> str:
         # MLflow's handlers, which run in this process, put their own store into the environment
         monkeypatch.setenv("MLFLOW_TRACKING_URI", gate.uri)
-        folders = ["--out", str(tmp_path / name), "--reports", str(tmp_path / f"{name}-r")]
+        folders = ["--out", str(tmp_path / name), "--reports", str(tmp_path / f"{name}-r" / "train")]
         assert train.main([*bench.arguments(), *folders]) == 0
         return digest(tmp_path / name)
 
@@ -392,78 +343,42 @@ def test_the_weights_are_the_same_without_mlflow_with_it_and_while_it_hangs(gate
     assert trained("with") == without
     gate.stop()
     silent = Silent(gate.port)
-    with monkeypatch.context() as patch:
-        patch.setattr(run_module, "wait_limit", lambda _: 5.0)
-        assert trained("hanging") == without
-    assert silent.taken
+    assert trained("hanging") == without and silent.taken
     silent.close()
-    assert len(curves_of_runs(store)) == 1
     gate.start()
-    assert trained("hanging") == without  # it is done: only what waits is shipped
-    first, second = curves_of_runs(store)
-    assert first == second
-    assert first["train/loss"] == [2, 4, 6, 8] and first["val/f1"] == [2, 4, 6, 8]
+    assert trained("hanging") == without  # it is done: only what waits is sent
+    for folder in ("with-r", "hanging-r"):
+        key = EventLog(tmp_path / folder / "train" / "log.jsonl").header()["run"]
+        run = type("Known", (), {"key": key})
+        for name in ("train/loss", "val/f1"):
+            assert steps(store, name, run) == [2, 4, 6, 8]
+    assert EventLog(reports / "train" / "log.jsonl").sent(gate.uri)
 
 
-def test_a_flapping_server_gets_every_point_once(gate, store, tmp_path):
-    gate.start()
-    run = tracking.open_run(tmp_path, PARAMS, system_metrics=False)
-    for step in range(200):
-        gate.mode = ("up", "deaf", "error")[step // 7 % 3]
-        run.log({"train/loss": step / 7}, step)
-        time.sleep(0.01)
-    gate.mode = "up"
-    assert run.close(wait=PATIENCE)
-    assert steps(store, "train/loss") == list(range(200))
-
-
-def test_closing_does_not_wait_for_the_answer_of_a_server_that_hangs(gate, tmp_path):
-    gate.start()
-    gate.mode = "hang"
-    run = tracking.open_run(tmp_path, PARAMS, system_metrics=False)
-    arrived: list = []
-    closing = threading.Thread(target=lambda: arrived.append(run.close(wait=1)), daemon=True)
-    closing.start()
-    closing.join(PATIENCE)
-    assert arrived == [False] and gate.mode == "hang"
-
-
-def test_a_resumed_run_goes_on_without_doubling_the_steps_since_the_checkpoint(store, tmp_path):
-    run = tracking.open_run(tmp_path, PARAMS)
+def test_a_resumed_run_continues_without_doubling_the_steps_since_the_checkpoint(store, tmp_path):
+    run = open_run(tmp_path, system_metrics=True)
     log_steps(run, 0, 57)
     wait_for(lambda: samples(tmp_path) >= 1)
     run.close("KILLED")
-    again = tracking.open_run(tmp_path, PARAMS, resume_run_id=run.run_id)
+    again = open_run(tmp_path, resume=run.key, system_metrics=True)
     log_steps(again, 50, 80)
     wait_for(lambda: samples(tmp_path) >= 2)
     again.close()
-    _, stored = stored_run(store)
     assert steps(store, "train/loss") == list(range(80))
-    assert stored.info.status == "FINISHED"
+    assert stored_run(store).info.status == "FINISHED"
     taken = steps(store, "system/cpu_utilization_percentage")
     assert len(set(taken)) == len(taken) >= 2
 
 
-def test_a_resumed_run_whose_log_is_lost_asks_the_server_what_it_has(store, tmp_path):
-    run = tracking.open_run(tmp_path / "one", PARAMS, system_metrics=False)
-    log_steps(run, 0, 57)
-    run.close("KILLED")
-    again = tracking.open_run(tmp_path / "two", PARAMS, resume_run_id=run.run_id, system_metrics=False)
-    log_steps(again, 50, 80)
-    again.close()
-    assert steps(store, "train/loss") == list(range(80))
-
-
-def test_a_new_store_gets_the_whole_log(store, empty_mlflow_store, tmp_path, monkeypatch):
-    run = tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False)
+def test_a_store_that_has_lost_the_run_gets_the_whole_log(store, empty_mlflow_store, tmp_path):
+    run = open_run(tmp_path / "reports")
     log_steps(run, 0, 30)
-    run.close("KILLED")
-    (tmp_path / "other.db").write_bytes(empty_mlflow_store.read_bytes())
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'other.db'}")
-    again = tracking.open_run(tmp_path / "reports", PARAMS, resume_run_id=run.run_id, system_metrics=False)
+    assert run.close("KILLED")
+    (tmp_path / "mlflow.db").write_bytes(empty_mlflow_store.read_bytes())
+    again = open_run(tmp_path / "reports", resume=run.key)
     log_steps(again, 30, 40)
     again.close()
-    assert steps(f"sqlite:///{tmp_path / 'other.db'}", "train/loss") == list(range(40))
+    assert steps(store, "train/loss") == list(range(40))
 
 
 SCRIPT = """
@@ -472,9 +387,8 @@ SCRIPT = """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tracking.open_run(sys.argv[1], {"train": {"lr": 1}}, system_metrics=False) as run:
         run.log({"train/loss": 1.0}, 0)
-        while not os.path.exists(os.path.join(sys.argv[1], "log.cursor.json")):
+        while run._sender._offset == 0:
             time.sleep(0.05)
-        time.sleep(0.3)
         {end}
 """
 
@@ -489,72 +403,112 @@ SCRIPT = """
 )
 def test_no_run_stays_running(store, tmp_path, end, status):
     script = textwrap.dedent(SCRIPT).replace("{end}", end)
-    command = [sys.executable, "-c", script, str(tmp_path / "reports")]
+    words = [sys.executable, "-c", script, str(tmp_path / "reports")]
     environment = dict(os.environ, PYTHONPATH=str(ROOT))
-    subprocess.run(command, cwd=ROOT, env=environment, timeout=5 * PATIENCE, check=False, stderr=subprocess.PIPE)
-    client, stored = stored_run(store)
-    assert stored.info.status == status
-    elsewhere = tracking.open_run(tmp_path / "elsewhere", PARAMS, system_metrics=False)
-    elsewhere.close()
-    state = client.get_run(stored.info.run_id).info.status
-    assert state == ("KILLED" if status == "RUNNING" else status)
+    subprocess.run(words, cwd=ROOT, env=environment, timeout=PATIENCE, check=False, stderr=subprocess.PIPE)
+    assert stored_run(store).info.status == status
+    assert command.main(["resend", "--reports", str(tmp_path)]) == 0
+    assert stored_run(store).info.status == ("KILLED" if status == "RUNNING" else status)
 
 
-def test_the_dead_run_of_another_container_is_closed_by_the_next_in_its_place(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_module, "_process_space", lambda: "boot pid:[1]")
-    run = tracking.open_run(tmp_path, PARAMS, system_metrics=False)
+def test_resend_leaves_alone_what_a_process_is_writing(store, tmp_path, capsys):
+    run = open_run(tmp_path / "reports")
+    assert command.main(["resend", "--reports", str(tmp_path)]) == 0
+    assert "a process is writing it" in capsys.readouterr().out
     run.log({"train/loss": 1.0}, 0)
-    wait_for(lambda: run._queue.run_id and not run._queue.pending())
-    run._closed = True  # as SIGKILL leaves it
-    monkeypatch.setattr(run_module, "_process_space", lambda: "boot pid:[2]")
-    tracking.open_run(tmp_path, PARAMS, system_metrics=False).close()
-    from mlflow.tracking import MlflowClient
-
-    assert MlflowClient(store).get_run(run.run_id).info.status == "KILLED"
+    assert run.close() and stored_run(store).info.status == "FINISHED"
 
 
-def test_a_metric_that_is_not_a_number_and_a_missing_file_stop_nothing(store, tmp_path, capfd):
-    run = tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False)
+def test_resend_says_in_one_line_that_there_is_no_folder(tmp_path, capsys):
+    from pipeline import errors
+
+    assert errors.run(command.main, ["resend", "--reports", str(tmp_path / "none")]) == 2
+    assert "none: no such folder" in capsys.readouterr().err
+
+
+def test_what_no_server_takes_holds_up_nothing_and_is_named(store, tmp_path, capfd):
+    (tmp_path / "torn.safetensors").write_bytes(b"weights")
+    run = open_run(tmp_path / "reports")
     run.log({"train/loss": "high"}, 0)
     run.artifact(tmp_path / "missing.png")
+    run.model(tmp_path / "torn.safetensors")
     run.log({"a bad name!": 1.0, "train/loss": 2.0}, 1)
     run.log({"train/loss": 3.0}, 2)
-    assert run.close()
-    assert steps(store, "train/loss")[-1] == 2
-    assert "not a number" in capfd.readouterr().err
-
-
-def test_a_file_that_cannot_be_read_holds_up_nothing_behind_it(store, tmp_path, capfd):
-    (tmp_path / "torn.safetensors").write_bytes(b"weights")
-    (tmp_path / "pictures").mkdir()
-    (tmp_path / "pictures" / "gone.png").symlink_to(tmp_path / "nowhere")
-    run = tracking.open_run(tmp_path / "reports", PARAMS, system_metrics=False)
-    run.model(tmp_path / "torn.safetensors")
-    run.model(tmp_path)  # a folder
-    run.artifact(tmp_path / "pictures")
-    run.log({"train/loss": 1.0}, 0)
     run.model(write_weights(tmp_path / "best.safetensors"))
-    assert run.close()
-    client, stored = stored_run(store)
-    assert stored.info.status == "FINISHED" and steps(store, "train/loss") == [0]
-    assert len(client.search_model_versions(f"run_id = '{run.run_id}'")) == 1
+    assert run.close() is False
+    stored = stored_run(store)
+    assert stored.info.status == "FINISHED" and steps(store, "train/loss")[-1] == 2
+    versions = client_of(store).search_model_versions(f"run_id = '{stored.info.run_id}'")
+    assert len(versions) == 1
     said = capfd.readouterr().err
-    assert said.count("tracking: ") == 1 and "torn.safetensors" in said
+    assert "not a number" in said and "a bad name!" in said
+    assert "missing.png, the model torn.safetensors" in said and "best.safetensors" not in said
 
 
-def test_a_torn_last_line_is_cut_off(tmp_path):
+def test_a_torn_line_is_left_out(tmp_path):
     log = EventLog(tmp_path / "log.jsonl")
-    log.append({"run": "local-1"})
+    log.append({"run": "1"})
     log.close()
     with open(log.path, "ab") as stream:
         stream.write(b'{"metrics": {"tra')
+    assert [event for event, _ in log.read()] == [{"run": "1"}]
     log.append({"end": "KILLED"})
-    assert list(log.events()) == [{"run": "local-1"}, {"end": "KILLED"}]
+    assert [event for event, _ in log.read() if event] == [{"run": "1"}, {"end": "KILLED"}]
 
 
-def test_passwords_stay_out_of_files_that_are_kept():
-    assert run_module.redacted("https://me:secret@host:5000/x") == "https://host:5000/x"
-    assert run_module.redacted("sqlite:////a@b/mlflow.db") == "sqlite:////a@b/mlflow.db"
+@pytest.mark.parametrize(
+    ("text", "redacted"),
+    [
+        ("https://me:secret@host:5000/x", "https://host:5000/x"),
+        ("port 'x': http://me:sec/ret@host", "port 'x': http://host"),
+        ("postgresql+psycopg2://me:s3cret@db/x?sslmode=require", "postgresql+psycopg2://db/x?sslmode=require"),
+        ("postgresql://db/x?user=me&password=s3cret&a=b", "postgresql://db/x?user=me&password=***&a=b"),
+        ("sqlite:////a@b/mlflow.db", "sqlite:////a@b/mlflow.db"),
+        ("denied: tok3n", "denied: ***"),
+    ],
+)
+def test_a_text_that_leaves_has_no_password(text, redacted, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "tok3n")
+    assert redact(text) == redacted
+
+
+@pytest.mark.parametrize("uri", ["http://me:hunter22@127.0.0.1:{port}", "http://127.0.0.1:{port}/?password=hunter22"])
+def test_the_password_of_a_server_is_neither_printed_nor_stored(gate, tmp_path, monkeypatch, capfd, uri):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri.format(port=gate.port))
+    run = open_run(tmp_path / "train", tags={"remote": uri}, noted_in=tmp_path / "run.json")
+    wait_for(lambda: run._sender.error)
+    run.close(wait=0.1)
+    with tracking.attach(tmp_path / "run.json") as again:
+        again.tags({"source": uri})
+        wait_for(lambda: again._sender.error)
+    said = capfd.readouterr()
+    assert "does not answer" in said.err and "hunter22" not in said.err + said.out
+    kept = [path.read_text() for path in tmp_path.rglob("*.json*")]
+    assert len(kept) == 2 and not [text for text in kept if "hunter22" in text]
+
+
+def test_the_address_of_a_run_comes_before_that_of_the_environment(tmp_path, monkeypatch):
+    default = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", default)
+    assert tracking.tracking_uri("http://mlflow:5000") == "http://mlflow:5000"
+    assert tracking.tracking_uri("") == default
+    assert tracking.tracking_uri("sqlite:////elsewhere/mlflow.db") == default  # of another container
+    (tmp_path / "other.db").touch()
+    assert tracking.tracking_uri(f"sqlite:///{tmp_path}/other.db") == f"sqlite:///{tmp_path}/other.db"
+    # the password, which is stored nowhere, is the environment's
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@mlflow:5000")
+    assert tracking.tracking_uri("http://mlflow:5000") == "http://me:secret@mlflow:5000"
+
+
+def test_the_evaluation_reaches_the_server_that_has_the_training(gate, store, tmp_path, monkeypatch):
+    """Where an image's default names another store, as in the last job of a cluster."""
+    gate.start()
+    open_run(tmp_path).close()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'image.db'}")
+    with tracking.attach(tmp_path / "run.json") as run:
+        run.log({"test/auc_5px": 0.5}, 7)
+    assert stored_run(store).data.metrics == {"test/auc_5px": 0.5}
+    assert not (tmp_path / "image.db").exists()
 
 
 def test_the_store_of_a_dvc_experiment_is_the_clones(tmp_path):
@@ -570,71 +524,3 @@ def test_provenance_names_commit_and_versions(monkeypatch):
     assert tags["image.digest"] == "sha256:1234"
     assert {"git.commit", "git.dirty", "host", "version.torch"} <= set(tags)
     assert all(isinstance(value, str) for value in tags.values())
-
-
-def wait_for(condition, seconds=PATIENCE):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.02)
-
-
-def test_a_file_has_time_by_its_size(monkeypatch):
-    """A second for each 50 kB, in addition to the five of any request, twice as long in the next try."""
-    from pipeline.tracking import uploads
-
-    monkeypatch.setenv(uploads.TIMEOUT, "5")
-    monkeypatch.delenv(uploads.RETRIES, raising=False)
-    for tries, seconds in ((0, "25"), (1, "45"), (2, "85")):
-        with uploads.patience(1_000_000, tries):
-            assert os.environ[uploads.TIMEOUT] == seconds and os.environ[uploads.RETRIES] == "0"
-    assert os.environ[uploads.TIMEOUT] == "5" and uploads.RETRIES not in os.environ
-
-
-class Store:
-    """A store that accepts metrics, and uploads only when `open`."""
-
-    def __init__(self):
-        self.taken, self.open_for_files = [], False
-
-    def open(self, header, run_id):
-        return run_id or "abc", not run_id
-
-    def send(self, run_id, events):
-        if any("artifact" in event for event in events) and not self.open_for_files:
-            raise ConnectionError("the network is down for files")
-        self.taken += [event.get("step", event.get("artifact")) for event in events]
-
-
-def test_metrics_and_files_have_a_cursor_each(tmp_path):
-    from pipeline.tracking.run_log import EventLog
-    from pipeline.tracking.shipper import LogQueue, Uploader
-
-    log, store = EventLog(tmp_path / "log.jsonl"), Store()
-    log.append({"run": "local-1"})
-    for event in ({"metrics": {"a": 1}, "step": 1}, {"artifact": "x"}, {"metrics": {"a": 2}, "step": 2}):
-        log.append(event)
-    uploader = Uploader([LogQueue(log, "uri")], lambda: store, "place")
-    assert not uploader._round() and store.taken[1:] == [1, 2]
-    assert uploader.queues[0].unsent() == [{"artifact": "x"}]
-    log.append({"metrics": {"a": 3}, "step": 3})
-    again = Uploader([LogQueue(log, "uri")], lambda: store, "place")  # another process
-    assert not again._round() and store.taken[1:] == [1, 2, 3]
-    store.open_for_files = True
-    assert again._round() and store.taken[1:] == [1, 2, 3, "x"] and not again.queues[0].pending()
-    assert not LogQueue(log, "uri").pending() and LogQueue(log, "another").pending()
-
-
-def test_a_cursor_of_one_lane_is_that_of_both(tmp_path):
-    """As written before there were two."""
-    from pipeline.tracking.run_log import EventLog
-    from pipeline.tracking.shipper import LogQueue
-
-    log = EventLog(tmp_path / "log.jsonl")
-    log.append({"run": "local-1"})
-    (tmp_path / "log.cursor.json").write_text(
-        json.dumps({"tracking_uri": "uri", "run_id": "abc", "offset": log.size()})
-    )
-    assert not LogQueue(log, "uri").pending()
-    log.append({"artifact": "x"})
-    assert LogQueue(log, "uri").unsent() == [{"artifact": "x"}]

@@ -35,7 +35,6 @@ from pipeline.image_sets import manifest
 from pipeline.processes import distributed, signals
 from pipeline.tracking import run
 from pipeline.tracking.mlflow_store import MlflowStore
-from pipeline.tracking.system_metrics import interval
 from pipeline.train.pairs.order import PairOrder
 from pipeline.train.resume import TrainPaths
 from pipeline.train.step import StepResult
@@ -260,25 +259,30 @@ class Simulated(Training):
         """Time the logger's points and the uploaded batches; wait until the server has everything."""
         from pipeline.train.logger import TrainingLogger
 
-        inner_point, inner_send, limit = TrainingLogger.log_point, MlflowStore.send, run.wait_limit
+        inner_point = TrainingLogger.log_point
+        inner_send = MlflowStore.send
+        inner_close = run.Run.close
 
         def log_point(logger: TrainingLogger, *arguments: Any) -> None:
             began = time.thread_time()
             inner_point(logger, *arguments)
             self.points.append(time.thread_time() - began)
 
-        def send(sink: MlflowStore, run_id: str, events: List[Any]) -> None:
+        def send(sink: MlflowStore, events: List[Any]) -> None:
             began = time.monotonic()
-            inner_send(sink, run_id, events)
+            inner_send(sink, events)
             if len(events) >= FULL:
                 self.shipping.append((time.monotonic() - began) / len(events))
 
-        TrainingLogger.log_point, MlflowStore.send = log_point, send
-        run.wait_limit = lambda _: 3600.0
+        TrainingLogger.log_point = log_point
+        MlflowStore.send = send
+        run.Run.close = lambda self, status="FINISHED": inner_close(self, status, 3600.0)
         try:
             yield
         finally:
-            TrainingLogger.log_point, MlflowStore.send, run.wait_limit = inner_point, inner_send, limit
+            TrainingLogger.log_point = inner_point
+            MlflowStore.send = inner_send
+            run.Run.close = inner_close
 
     def report(self) -> None:
         """Print the cost at the first and the last tenth of the run."""
@@ -344,5 +348,5 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", str(interval()))
+    os.environ.setdefault("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "10")
     raise SystemExit(errors.run(main))

@@ -125,7 +125,7 @@ def check_tracking(uri: str, status: Optional[int], error: str = "") -> Finding:
         text = f"{uri} refuses the name {host} (403): start it with --allowed-hosts '{host},localhost:*'"
     elif status is None or status >= 400:
         why = error or f"HTTP {status}"
-        text = f"{uri} does not answer ({why}); runs wait in reports/train and are sent later"
+        text = f"{uri} does not answer ({why}); runs wait in reports/train (pipeline.tracking resend)"
     return Finding(OK if status and status < 400 else WARN, "MLflow", text)
 
 

@@ -1,8 +1,8 @@
 """Tracking of runs, from rank 0; it never blocks or ends the work.
 
-A stage opens a run here and writes to its local log (`run`, `run_log`). A thread (`shipper`, `uploads`) sends the log
-to MLflow (`mlflow_store`). `matcher_model` is the registered model, `champion` compares it with the best so far,
-`system_metrics` samples the machine.
+A stage opens a run here (`run`) and writes to its `log`, which is its record and contains no `secrets`.
+One thread (`sender`) sends the log to MLflow (`mlflow_store`); `python -m pipeline.tracking resend` sends
+what a dead server missed. `matcher_model` is the registered model, `champion` compares it with the best.
 """
 
 from __future__ import annotations
@@ -12,46 +12,43 @@ import os
 import time
 import uuid
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, Optional
 
 from pipeline.parameters.schema import flatten
 from pipeline.provenance import repro
-from pipeline.tracking.mlflow_store import MlflowStore
-from pipeline.tracking.run import (
-    EVALUATION,
-    HEADLINE,
-    HIDDEN,
-    LEADING,
-    RUN_ID,
-    NullRun,
-    Run,
-    ending,
-    process_tags,
-    redacted,
-)  # fmt: skip
-from pipeline.tracking.run_log import RUN_FILE, Event, EventLog, now_ms, recall_run, remember_run
-from pipeline.tracking.shipper import LogQueue
+from pipeline.tracking.log import Event, EventLog, find_log, now_ms, recall_run, remember_run, take_log
+from pipeline.tracking.mlflow_store import EVALUATION, HEADLINE, HIDDEN, LEADING, RUN_ID
+from pipeline.tracking.run import NullRun, Run, ending
+from pipeline.tracking.secrets import redact
 
 __all__ = [
     "EVALUATION", "HEADLINE", "HIDDEN", "LEADING", "RUN_ID", "NullRun", "Run", "attach", "ending", "known_run",
-    "open_run", "send_pending", "tracking_uri",
+    "open_run", "redact", "tracking_uri",
 ]  # fmt: skip
 
 EXPERIMENT = "superglue-sift"
-MACHINE = ("version.", "image.", "host", "platform", "gpus")  # prefixes of provenance that become parameters of the run
-LOCAL = "local-"  # prefix of the key of a run without an MLflow id
+RUN_FILE = "run.json"
+MACHINE = ("version.", "image.", "host", "platform", "gpus")  # of provenance: parameters of the run
 
 
-def tracking_uri() -> str:
-    """MLFLOW_TRACKING_URI, else `mlflow.db` in the user's clone (also from a DVC experiment's copy)."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{repro.main_root() / 'mlflow.db'}"
+def tracking_uri(stored: str = "") -> str:
+    """The address to use: that of a run, `stored` without its password, or the default.
+
+    The default is MLFLOW_TRACKING_URI, else `mlflow.db` in the user's clone (also from a DVC
+    experiment's copy). A run's own address comes first, since the environment may be an image's.
+    A file that is not there belongs to another machine or container, and does not count.
+    """
+    default = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{repro.main_root() / 'mlflow.db'}"
+    scheme, _, path = stored.partition(":///")
+    is_lost = not stored or (scheme == "sqlite" and not Path(path).is_file())
+    return default if is_lost or stored == redact(default) else stored
 
 
 def open_run(
     reports_dir: Any,
     params: Dict[str, Any],
     tags: Optional[Dict[str, Any]] = None,
-    resume_run_id: Optional[str] = None,
+    resume: Optional[str] = None,
     enabled: bool = True,
     system_metrics: bool = True,
     training: str = "",
@@ -60,85 +57,60 @@ def open_run(
 ) -> NullRun:
     """Open a run, or continue an interrupted one.
 
-    `reports_dir` gets `log.jsonl` and its cursor. The file `noted_in` (default: run.json there) names the run of this
-    `training` for `attach` and `known_run`. The run's name is `name`, or the time. `params` may be nested:
-    {"train": {"lr": 1}} becomes `train.lr`. `resume_run_id` is `.run_id` of the interrupted process. With
+    `reports_dir` gets `log.jsonl`. The file `noted_in` (default: run.json there) names the run of this
+    `training` for `attach` and `known_run`. The run's name is `name`, or the time. `params` may be
+    nested: {"train": {"lr": 1}} becomes `train.lr`. `resume` is `.key` of the interrupted run. With
     `enabled=False` (every rank but the first) it does nothing.
     """
     if not enabled:
         return NullRun()
-    folder, uri = Path(reports_dir), tracking_uri()
+    folder = Path(reports_dir)
     noted = folder / RUN_FILE if noted_in is None else Path(noted_in)
-    log = EventLog(folder / "log.jsonl")
+    log = take_log(folder, resume)
     header = log.header()
-    ids = (header.get("run"), header.get("run_id"), log.cursor().get("run_id"))
-    if not resume_run_id or resume_run_id not in ids:
-        _set_aside(log)
-        header = _header(uri, params, tags or {}, resume_run_id, name)
-        log.append(header)
-    else:
+    if header:
+        uri = tracking_uri(header.get("tracking_uri", ""))
         log.append({"tags": _tags(tags or {}, repro.provenance()), "resumed": True, "time": now_ms()})
-
-    def note(run_id: Optional[str]) -> None:
-        """Write the file that names the run, with the store's address without password."""
-        kept = {name: header.get(name, "") for name in ("experiment", "name")}
-        place = {"tracking_uri": redacted(header["tracking_uri"]), "log": os.path.relpath(log.path, noted.parent)}
-        remember_run(noted, training, {"key": header["run"], "run_id": run_id, **kept, **place})
-
-    queue = LogQueue(log, uri, opened=note)
-    note(queue.run_id or header.get("run_id"))
-    run = Run(queue, [queue, *_leftovers(folder, uri)], lambda: MlflowStore(uri))
-    if system_metrics:
-        run.sample_system()
-    return run
+    else:
+        uri = tracking_uri()
+        header = _header(uri, params, tags or {}, resume, name)
+        log.append(header)
+    about = {key: header.get(key, "") for key in ("experiment", "name")}
+    place = {"tracking_uri": redact(uri), "log": os.path.relpath(log.path, noted.parent)}
+    remember_run(noted, training, {"key": header["run"], **about, **place})
+    return Run(log, uri, True, system_metrics)
 
 
 def known_run(noted_in: Any, training: str) -> Optional[str]:
-    """`resume_run_id` of a resumed training; None if its run is unknown (another clone or machine)."""
+    """`resume` of a resumed training; None if its run is unknown (another clone or machine)."""
     known = recall_run(Path(noted_in), training)
-    return (known["run_id"] or known["key"]) if known else None
+    return known["key"] if known else None
 
 
-def attach(noted_in: Any, reports_dir: Any = None, training: Optional[str] = None) -> NullRun:
+def attach(noted_in: Any, training: Optional[str] = None) -> NullRun:
     """Continue the run named in `noted_in` from another stage; without one return a run that does nothing.
 
-    `training`: identity of the training that the metrics belong to; None: the latest. The log is `attached.jsonl` in
-    `reports_dir`, or next to `noted_in`. Closing does not change the run's state. Unsent events of the training are
-    sent first.
+    `training`: identity of the training that the metrics belong to; None: the latest. Its log gets the
+    events. What the server does not have of it is sent first; if it has all, and nothing is added, it is
+    not called. Closing does not change the run's state.
     """
-    path = Path(noted_in)
-    known = recall_run(path, training)
-    if known is None:
-        return NullRun()
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or known.get("tracking_uri") or tracking_uri()
-    folder = path.parent if reports_dir is None else Path(reports_dir)
-    log = EventLog(folder / "attached.jsonl")
-    _set_aside(log)
-    about = {"run_id": known["run_id"], "experiment": known["experiment"], "name": known.get("name", "")}
-    log.append({"run": known["key"], **about, "tracking_uri": uri, "attached": True})
-    queue, before = LogQueue(log, uri), LogQueue(EventLog(path.parent / known.get("log", "log.jsonl")), uri)
-    first = [before] if before.log.header().get("run") == known["key"] and before.pending() else []
-    return Run(queue, [*first, queue, *_leftovers(folder, uri)], lambda: MlflowStore(uri))
-
-
-def send_pending(noted_in: Any, reports_dir: Any, training: str) -> None:
-    """Send the unsent events of a finished training, if any."""
     known = recall_run(Path(noted_in), training)
     if known is None:
-        return
-    log = EventLog(Path(noted_in).parent / known.get("log", "log.jsonl"))
-    if LogQueue(log, known.get("tracking_uri") or tracking_uri()).pending():
-        attach(noted_in, reports_dir, training).close()
+        return NullRun()
+    folder = (Path(noted_in).parent / known["log"]).parent
+    log = find_log(folder, known["key"])
+    if log is None:  # lost: a new one, which names the run
+        log = EventLog(folder / f"log-{known['key']}.jsonl")
+        about = {name: known.get(name, "") for name in ("experiment", "name", "tracking_uri")}
+        log.append({"run": known["key"], **about})
+    return Run(log, tracking_uri(known.get("tracking_uri", "")), False)
 
 
-def _header(uri: str, params: Dict[str, Any], tags: Dict[str, Any], run_id: Optional[str], name: str) -> Event:
-    local = run_id is not None and run_id.startswith(LOCAL)
+def _header(uri: str, params: Dict[str, Any], tags: Dict[str, Any], run: Optional[str], name: str) -> Event:
     given = os.environ.get("MLFLOW_RUN_NAME") or os.environ.get("DVC_EXP_NAME")
     provenance = repro.provenance()
     return {
-        "run": run_id if local else LOCAL + uuid.uuid4().hex,
-        "run_id": None if local else run_id,
-        "continues": bool(run_id),
+        "run": run or uuid.uuid4().hex,
         "tracking_uri": uri,
         "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT,
         "name": given or name or time.strftime("%Y-%m-%d %H.%M"),
@@ -158,30 +130,13 @@ def _tags(tags: Dict[str, Any], provenance: Dict[str, str]) -> Dict[str, str]:
     except (KeyError, OSError):  # a container's --user without an entry in passwd
         user = str(os.getuid())
     dirty = {"git.dirty": "true"} if provenance["git.dirty"] == "true" else {}
-    unseen = {f"{HIDDEN}{key}": value for key, value in provenance.items() if not key.startswith(MACHINE)}
+    hidden = {f"{HIDDEN}{key}": value for key, value in provenance.items() if not key.startswith(MACHINE)}
     return {
         **{str(key): str(value) for key, value in tags.items()},
         **dirty,
-        **unseen,
-        **process_tags(),
+        **hidden,
         "mlflow.source.name": f"pipeline.{provenance.get('dvc.stage', 'train')}",
         "mlflow.source.type": "LOCAL",
         "mlflow.source.git.commit": provenance["git.commit"],
         "mlflow.user": user,
     }
-
-
-def _set_aside(log: EventLog) -> None:
-    """Delete the old log, or move it to `unshipped/` if it has unsent events."""
-    header = log.header()
-    if header and not header.get("attached") and "end" not in log.last():
-        log.append({"end": "KILLED", "time": now_ms()})  # one writer at a time: its process has ended
-    if header and LogQueue(log, header["tracking_uri"]).pending():
-        log.move(log.path.parent / "unshipped" / f"{log.path.stem}-{now_ms()}.jsonl")
-    else:
-        log.delete()
-
-
-def _leftovers(folder: Path, uri: str) -> List[LogQueue]:
-    logs = [EventLog(path) for path in sorted((folder / "unshipped").glob("*.jsonl"))]
-    return [LogQueue(log, uri, leftover=True) for log in logs if log.header().get("tracking_uri") == uri]

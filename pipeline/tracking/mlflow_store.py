@@ -1,24 +1,31 @@
-"""Stores the events of a run log in MLflow (3.1 and later)."""
+"""Stores the events of a run's log in MLflow (3.1 and later), and samples the machine with it."""
 
 from __future__ import annotations
 
-import functools
-import itertools
+import contextlib
 import json
 import logging
+import math
 import os
 import tempfile
+import time
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Set, Tuple
 
-from pipeline.errors import RequestError
 from pipeline.files import file_sha256
 from pipeline.provenance import repro
-from pipeline.tracking.run import EVALUATION, HEADLINE, HIDDEN, LEADING, RUN_ID, SEPARATOR, is_gone
-from pipeline.tracking.run_log import Event
-from pipeline.tracking.shipper import PermanentError, say
-from pipeline.tracking.uploads import RETRIES, TIMEOUT, Uploads, files_below, size_of
+from pipeline.tracking.log import Event
+from pipeline.tracking.secrets import say
 
+MODEL = "superglue-sift"  # in the model registry
+SEPARATOR = " · "  # between a run's name and its result
+EVALUATION = "test"  # folder of the files of the stage `evaluate` in a run
+# Prefix of its metrics. MLflow orders charts by the alphabet: it comes after train and val.
+HEADLINE = "verdict"
+# Metrics without prefix: columns of MLflow's table of runs show their whole names.
+LEADING = ("auc_5", "auc_5_aligned", "auc_5_gain")
+RUN_ID = "{run_id}"  # in a tag: replaced when the run has its id
+HIDDEN = "mlflow.superglue."  # prefix of tags that MLflow does not show
 USAGE = """Two images in, matches out. `champion` is the best so far:
 
     import mlflow
@@ -34,13 +41,14 @@ NOTE_TAG = "mlflow.note.content"
 KEY_TAG = f"{HIDDEN}run_key"
 CHAMPION = "champion"
 WEIGHTS_TAG = f"{HIDDEN}weights.sha256"
+BYTES_PER_SECOND = 50_000  # of the slowest network on which files arrive in the first try
 METRICS_AT_ONCE = 1000  # MLflow's limits for one request
 PARAMS_AT_ONCE = 100
 DIGEST_LENGTH = 36
-FINAL_ERRORS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "INVALID_STATE")
+TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
 ENVIRONMENT = {
-    RETRIES: "1",  # the shipper retries
-    TIMEOUT: "5",  # for small requests; `uploads` sets more for files
+    TIMEOUT: "5",  # seconds, for small requests
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the sender tries again
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
@@ -50,42 +58,36 @@ ENVIRONMENT = {
 
 
 class MlflowStore:
-    """Stores events in MLflow. Sending an event again has no effect."""
+    """One run in MLflow. Sending an event again has no effect."""
 
     def __init__(self, uri: str) -> None:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         import mlflow
-        from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.ERROR)
-        self._uri, self._error = uri, MlflowException
-        # MLflow looks up a registered model's source with the global URI, not with the client's
+        # MLflow finds artifacts and the source of a model with the global address, not the client's
         mlflow.set_tracking_uri(uri)
         mlflow.set_registry_uri(uri)
         self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-        self._uploads = Uploads(lambda: self._client.search_experiments(max_results=1))
+        self._uri = uri
+        self.run_id = ""
+        self._sent: Set[Tuple[str, int, int]] = set()  # place, size and time of files
+        self._models = tempfile.TemporaryDirectory()  # kept from try to try
 
-    def open(self, header: Event, run_id: Optional[str]) -> Tuple[str, bool]:
-        """Find or create the run; True if it is new to this store. Raises the client's errors."""
+    def open(self, header: Event) -> bool:
+        """Find or create the run of a log. True if it is new to this store."""
         experiment = self._experiment(header["experiment"])
-        known = self._find(experiment, header["run"], run_id)
-        if known is None:
-            run_id, tags = None, {**header.get("tags", {}), KEY_TAG: header["run"]}
-            known = self._client.create_run(experiment, header.get("time"), tags, header.get("name")).info.run_id
-        if not header.get("attached"):
-            self._claim(experiment, known, header)
-        return known, run_id is None
-
-    def _claim(self, experiment: str, run_id: str, header: Event) -> None:
-        self._client.update_run(run_id, status="RUNNING")
-        self._params(run_id, header.get("params", {}))
-        running = self._client.search_runs([experiment], "attributes.status = 'RUNNING'", max_results=1000)
-        for run in running:
-            if run.info.run_id != run_id and is_gone(run.data.tags):
-                self._client.set_terminated(run.info.run_id, "KILLED")
+        known = self._client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{header['run']}'", max_results=1)
+        if known:
+            self.run_id = known[0].info.run_id
+        else:
+            tags = {**header.get("tags", {}), KEY_TAG: header["run"]}
+            new = self._client.create_run(experiment, header.get("time"), tags, header.get("name"))
+            self.run_id = new.info.run_id
+        return not known
 
     def _experiment(self, name: str) -> str:
         known = self._client.get_experiment_by_name(name)
@@ -94,232 +96,216 @@ class MlflowStore:
             # MLflow's default is the current directory, which may be a temporary copy of DVC
             place = (Path(path).resolve().parent / "mlartifacts" / name).as_uri() if scheme == "sqlite" else None
             tags = {"mlflow.experimentKind": "custom_model_development", VIEW_TAG: view()}
-            try:
-                return self._client.create_experiment(name, place, tags)
-            except self._error:
-                known = self._client.get_experiment_by_name(name)  # created by another process meanwhile
-                if known is None:
-                    raise
+            return self._client.create_experiment(name, place, tags)
         if known.tags.get(VIEW_TAG) != view():
             self._client.set_experiment_tag(known.experiment_id, VIEW_TAG, view())
         return known.experiment_id
 
-    def _find(self, experiment: str, key: str, run_id: Optional[str]) -> Optional[str]:
-        if run_id:
-            try:
-                run = self._client.get_run(run_id)
-                if run.info.lifecycle_stage == "active":
-                    return run_id
-            except self._error as error:
-                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                    raise
-        runs = self._client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{key}'", max_results=1)
-        return runs[0].info.run_id if runs else None
+    def send(self, events: List[Event]) -> None:
+        """Add metrics, params, tags, data and the state of the run, in order."""
+        from mlflow.entities import Metric
 
-    def _params(self, run_id: str, params: Dict[str, str]) -> None:
+        points = []
+        for event in events:
+            for name, value in event.get("metrics", {}).items():
+                points.append(Metric(name, float(value), event["time"], event["step"]))
+        for at in range(0, len(points), METRICS_AT_ONCE):
+            self._client.log_batch(self.run_id, metrics=points[at : at + METRICS_AT_ONCE])
+        for event in events:
+            if "params" in event:
+                self._begin(event["params"])
+            if "tags" in event and "run" not in event:
+                self._tag(event["tags"])
+            if "dataset" in event:
+                self._log_dataset(event["dataset"])
+            if "end" in event:
+                self._client.set_terminated(self.run_id, event["end"], event.get("time"))
+
+    def _begin(self, params: Dict[str, str]) -> None:
         from mlflow.entities import Param
+        from mlflow.exceptions import MlflowException
 
+        self._client.update_run(self.run_id, status="RUNNING")
         items = [Param(key, value) for key, value in params.items()]
         for at in range(0, len(items), PARAMS_AT_ONCE):
             try:
-                self._client.log_batch(run_id, params=items[at : at + PARAMS_AT_ONCE])
-            except self._error as error:
-                if error.error_code not in FINAL_ERRORS:
-                    raise  # else a resumed run changed a param, which keeps its first value
+                self._client.log_batch(self.run_id, params=items[at : at + PARAMS_AT_ONCE])
+            except MlflowException as error:
+                if error.error_code != "INVALID_PARAMETER_VALUE":
+                    raise  # else a resumed run changed a parameter, which keeps its first value
 
-    def last_steps(self, run_id: str) -> Dict[str, int]:
-        """The last step of each metric in the store."""
-        names = self._client.get_run(run_id).data.metrics
-        return {n: max(m.step for m in self._client.get_metric_history(run_id, n)) for n in names}
-
-    def send(self, run_id: str, events: List[Event]) -> None:
-        """Add events in order. Raises PermanentError if the store will never accept one of them."""
-        from mlflow.entities import Metric
-
-        try:
-            measured = ((event, *point) for event in events for point in event.get("metrics", {}).items())
-            self._points(run_id, [Metric(name, float(v), event["time"], event["step"]) for event, name, v in measured])
-            for event in events:
-                self._other(run_id, event)
-        except RequestError as error:  # a model that MLflow 3.1 cannot load
-            raise PermanentError(str(error)) from error
-        except self._error as error:
-            if error.error_code in FINAL_ERRORS:
-                raise PermanentError(str(error)) from error
-            raise
-
-    def _points(self, run_id: str, points: List[Any]) -> None:
-        for at in range(0, len(points), METRICS_AT_ONCE):
-            self._client.log_batch(run_id, metrics=points[at : at + METRICS_AT_ONCE])
-
-    def _other(self, run_id: str, event: Event) -> None:
-        if "artifact" in event:
-            self._artifact(run_id, Path(event["artifact"]), event.get("folder") or "")
-        if "dataset" in event:
-            self._dataset(run_id, event["dataset"])
-        if "model" in event:
-            self._model(run_id, event["model"])
-        if "challenge" in event:
-            self._compare_with_champion(run_id, event["challenge"])
-        if "tags" in event and "run" not in event:
-            self._tags(run_id, event["tags"])
-        if "end" in event:
-            self._client.set_terminated(run_id, event["end"], event.get("time"))
-
-    def _tags(self, run_id: str, tags: Dict[str, str]) -> None:
+    def _tag(self, tags: Dict[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        items = [RunTag(key, value.replace(RUN_ID, run_id)) for key, value in tags.items()]
-        self._client.log_batch(run_id, tags=items[:PARAMS_AT_ONCE])
+        items = [RunTag(key, value.replace(RUN_ID, self.run_id)) for key, value in tags.items()]
+        self._client.log_batch(self.run_id, tags=items)
 
-    def _artifact(self, run_id: str, path: Path, folder: str) -> None:
-        _check_readable(str(path))
-        for file, inside in files_below(path):
-            place = "/".join(filter(None, (folder, inside)))
-            send = functools.partial(self._client.log_artifact, run_id, str(file), place or None)
-            self._uploads.file(file, f"{run_id}/{place}", send)
-
-    def _dataset(self, run_id: str, event: Event) -> None:
+    def _log_dataset(self, event: Event) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         source = json.dumps({"uri": event["source"], "digest": event["digest"]})
-        short = event["digest"].rpartition(":")[2][:DIGEST_LENGTH]  # the store's limit; `source` has the whole digest
-        data = Dataset(event["name"], short, "local", source, profile=json.dumps({"digest": event["digest"]}))
-        tags = [InputTag("mlflow.data.context", event["context"])]
-        self._client.log_inputs(run_id, datasets=[DatasetInput(data, tags)])
+        short = event["digest"].rpartition(":")[2][:DIGEST_LENGTH]  # `source` has the whole digest
+        profile = json.dumps({"digest": event["digest"]})
+        data = Dataset(event["name"], short, "local", source, profile=profile)
+        tags = [InputTag("mlflow.data.context", "training")]
+        self._client.log_inputs(self.run_id, datasets=[DatasetInput(data, tags)])
 
-    def _model(self, run_id: str, event: Event) -> None:
-        """Log the weights as a model of the run and register a version; the first one becomes `champion`."""
-        name, tags = event["name"], {"step": str(event["step"])}
-        _check_readable(*event["files"])
-        _check_model(event["files"][0])
-        self._same_weights(run_id, event["files"][0])
-        done = self._client.search_model_versions(f"run_id = '{run_id}'")
+    def send_files(self, event: Event, patience: float) -> None:
+        """Send the files of an event, or compare its model; requests may take `patience` times as long.
+
+        This process sends a file once to a place, so a further try continues where one failed.
+        """
+        if "artifact" in event:
+            place = self._client.get_run(self.run_id).info.artifact_uri
+            self._upload(Path(event["artifact"]), str(place), event.get("folder") or "", patience)
+        if "model" in event:
+            self._register(event["model"], patience)
+        if "compare" in event:
+            self._compare_with_champion(event["compare"])
+
+    def _upload(self, path: Path, place: str, folder: str, patience: float) -> None:
+        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+        store = get_artifact_repository(place)
+        for file in files_below(path):
+            inside = file.parent.relative_to(path).parts if path.is_dir() else ()
+            target = "/".join(filter(None, (folder, *inside)))
+            about = file.stat()
+            key = (f"{place}/{target}/{file.name}", about.st_size, about.st_mtime_ns)
+            if key not in self._sent:
+                with request_timeout(patience * seconds_for(about.st_size)):
+                    store.log_artifact(str(file), target or None)
+                self._sent.add(key)
+
+    def _register(self, event: Event, patience: float) -> None:
+        """Log the weights as a model of the run, and register a version; the first is the champion."""
+        from superglue_sift.weights import load_model_file
+
+        load_model_file(event["files"][0])  # not every version of MLflow checks it
+        name = event["name"]
+        tags = {"step": str(event["step"]), WEIGHTS_TAG: file_sha256(Path(event["files"][0]))}
+        self._tag({WEIGHTS_TAG: tags[WEIGHTS_TAG]})
+        done = self._client.search_model_versions(f"run_id = '{self.run_id}'")
         if any(version.tags.get("step") == tags["step"] for version in done):
             return
-        model_id = self._logged_model(run_id, event)
+        model_id = self._log_model(event, tags, patience)
         if not self._client.search_registered_models(f"name = '{name}'"):
             self._client.create_registered_model(name, description=USAGE.replace("NAME", name))
-        source = f"models:/{model_id}"
-        version = self._client.create_model_version(name, source, run_id, tags, model_id=model_id, await_creation_for=0)
+        version = self._client.create_model_version(
+            name, f"models:/{model_id}", self.run_id, tags, model_id=model_id, await_creation_for=0
+        )
         champion = self._champion(name)
-        if champion is None or champion.run_id == run_id:
+        if champion is None or champion.run_id == self.run_id:
             self._client.set_registered_model_alias(name, CHAMPION, version.version)
 
-    def _champion(self, name: str):
+    def _log_model(self, event: Event, tags: Dict[str, str], patience: float) -> str:
+        """The id of the run's model of this step: complete, begun by an earlier try, or new."""
+        from mlflow.entities import LoggedModelOutput
+
+        experiment = self._client.get_run(self.run_id).info.experiment_id
+        known = self._client.search_logged_models([experiment], f"source_run_id = '{self.run_id}'")
+        same = [model for model in known if tags.items() <= model.tags.items()]
+        if same:
+            model = same[0]
+        else:
+            model = self._client.create_logged_model(experiment, event["name"], self.run_id, tags, model_type="matcher")
+        if model.status == "READY":
+            return model.model_id
+        folder = Path(self._models.name) / model.model_id
+        if not (folder / "MLmodel").exists():
+            save_model(folder, self.run_id, model.model_id, event["files"])
+        self._upload(folder, model.artifact_location, "", patience)
+        self._client.finalize_logged_model(model.model_id, "READY")
+        self._client.log_outputs(self.run_id, [LoggedModelOutput(model.model_id, event["step"])])
+        return model.model_id
+
+    def _champion(self, name: str) -> Optional[Any]:
         """The version with the alias; None if there is none."""
         version = self._client.get_registered_model(name).aliases.get(CHAMPION)
         return None if version is None else self._client.get_model_version(name, version)
 
-    def _compare_with_champion(self, run_id: str, event: Event) -> None:
-        """Give the alias to the run's model if it beats the champion on the same pairs; print the result."""
+    def _compare_with_champion(self, event: Event) -> None:
+        """Give the alias to the run's model if it beats the champion on the same pairs; print which."""
         from pipeline.tracking.champion import better_than  # imports numpy
 
         name = event["name"]
-        versions = self._client.search_model_versions(f"run_id = '{run_id}'")
+        versions = self._client.search_model_versions(f"run_id = '{self.run_id}'")
         if not versions:
             return
         version = max(versions, key=lambda version: int(version.version)).version
-        note = self._client.get_run(run_id).data.tags.get(NOTE_TAG, "")
-        if note:
-            self._client.update_model_version(name, version, note)
+        note = self._client.get_run(self.run_id).data.tags.get(NOTE_TAG, "")
+        self._client.update_model_version(name, version, note)
         champion = self._champion(name)
-        if champion is None or champion.run_id == run_id:
+        if champion is None or champion.run_id == self.run_id:
             self._describe(name, version, note)
             return
-        _check_readable(event["pairs"])
-        path, holder = f"{EVALUATION}/pairs.csv", str(champion.run_id)
-        evaluated = any(entry.path == path for entry in self._client.list_artifacts(holder, EVALUATION))
+        files = self._client.list_artifacts(champion.run_id, EVALUATION)
+        path = f"{EVALUATION}/pairs.csv"
+        theirs = None
         with tempfile.TemporaryDirectory() as folder:
-            theirs = Path(self._client.download_artifacts(holder, path, folder)) if evaluated else None
+            if any(file.path == path for file in files):
+                theirs = Path(self._client.download_artifacts(champion.run_id, path, folder))
             better, reason = better_than(Path(event["pairs"]), theirs)
         if better:
             self._client.set_registered_model_alias(name, CHAMPION, version)
             self._describe(name, version, note)
         result = f"against version {champion.version}: {reason}"
         self._client.set_model_version_tag(name, version, CHAMPION, result)
-        say(f"{name} version {version if better else champion.version} is {CHAMPION}; version {version} {result}")
+        best = version if better else champion.version
+        say(f"{name} version {best} is {CHAMPION}; version {version} {result}")
 
     def _describe(self, name: str, version: Any, note: str) -> None:
-        """Describe the registered model: its champion, with the first paragraph of its note, and the usage."""
+        """Describe the registered model: its champion, with the first line of its note, and the usage."""
         text = f"Version {version} is `{CHAMPION}`. {note.partition(chr(10))[0]}\n\n" if note else ""
         self._client.update_registered_model(name, text + USAGE.replace("NAME", name))
 
-    def _same_weights(self, run_id: str, file: str) -> None:
-        """Tag the run with the digest of its weights; copy the evaluation of earlier runs with the same weights.
 
-        DVC does not evaluate the same weights again, so their metrics would be only in the other run. An evaluation of
-        this run replaces the copy.
-        """
-        tags = {WEIGHTS_TAG: file_sha256(file)}
-        alike = f"tags.`{WEIGHTS_TAG}` = '{tags[WEIGHTS_TAG]}' AND attributes.run_id != '{run_id}'"
-        experiment, order = self._client.get_run(run_id).info.experiment_id, ["attributes.start_time ASC"]
-        runs = self._client.search_runs([experiment], alike, max_results=1000, order_by=order)
-        if runs:
-            tags["weights.same_as"] = runs[0].info.run_id
-        evaluated = [run for run in runs if _evaluation(run)]
-        if evaluated and not _evaluation(self._client.get_run(run_id)):
-            latest = max(evaluated, key=lambda run: self._last_point(run, _evaluation(run)[0]).timestamp)
-            tags.update(self._copy_evaluation(run_id, latest))
-            tags["evaluation.taken_from"] = latest.info.run_id
-        self._tags(run_id, tags)
+class Machine:
+    """Samples CPU, memory, disk, network and GPUs by MLflow's monitors, every 10 seconds by default."""
 
-    def _last_point(self, run, name: str):
-        return max(self._client.get_metric_history(run.info.run_id, name), key=lambda m: (m.step, m.timestamp))
+    def __init__(self, last_steps: Dict[str, int]) -> None:
+        """last_steps: of the metrics so far, to continue their steps."""
+        from mlflow.environment_variables import MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-    def _copy_evaluation(self, run_id: str, other) -> Dict[str, str]:
-        """Copy metrics (with their times) and files of another run's evaluation. Returns its name and note as tags."""
-        self._points(run_id, [self._last_point(other, name) for name in _evaluation(other)])
-        if any(entry.path == EVALUATION for entry in self._client.list_artifacts(other.info.run_id)):
-            with tempfile.TemporaryDirectory() as folder:
-                copied = self._client.download_artifacts(other.info.run_id, EVALUATION, folder)
-                self._client.log_artifacts(run_id, copied, EVALUATION)
-        result = str(other.info.run_name).partition(SEPARATOR)[2]
-        name = str(self._client.get_run(run_id).info.run_name).partition(SEPARATOR)[0]
-        tags = {"mlflow.runName": f"{name}{SEPARATOR}{result}"} if result else {}
-        note = other.data.tags.get(NOTE_TAG)
-        return {**tags, NOTE_TAG: note.replace(other.info.run_id, run_id)} if note else tags
+        self._monitor = SystemMetricsMonitor("")
+        self._interval = MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL.get() or 10.0
+        self._step = max((s + 1 for n, s in last_steps.items() if n.startswith("system/")), default=0)
+        self._last = time.monotonic()
 
-    def _logged_model(self, run_id: str, event: Event) -> str:
-        """The id of the run's model of this step: complete, begun by an earlier try, or new."""
-        from mlflow.entities import LoggedModelOutput
-
-        experiment = self._client.get_run(run_id).info.experiment_id
-        tags = {"step": str(event["step"]), WEIGHTS_TAG: file_sha256(event["files"][0])}
-        known = self._client.search_logged_models([experiment], f"source_run_id = '{run_id}'")
-        for model in known:
-            if model.tags.get("step") == tags["step"] and model.status == "READY":
-                return model.model_id
-        begun = [model for model in known if model.status == "PENDING" and tags.items() <= model.tags.items()]
-        create = self._client.create_logged_model
-        model = begun[0] if begun else create(experiment, event["name"], run_id, tags, model_type="matcher")
-        with tempfile.TemporaryDirectory() as folder:
-            save_model(Path(folder) / "model", run_id, model.model_id, event["files"])
-            send = functools.partial(self._client.log_model_artifacts, model.model_id, f"{folder}/model")
-            self._uploads.attempt(f"models/{model.model_id}", size_of(Path(folder)), send)
-        self._client.finalize_logged_model(model.model_id, "READY")
-        self._client.log_outputs(run_id, [LoggedModelOutput(model.model_id, event["step"])])
-        return model.model_id
+    def sample(self, record: Callable[[Dict[str, Any], int], None]) -> None:
+        """Call `record(metrics, step)` when the next sample is due."""
+        if time.monotonic() < self._last + self._interval:
+            return
+        self._last = time.monotonic()
+        with contextlib.suppress(Exception):  # a driver that fails: of various types
+            self._monitor.collect_metrics()
+            metrics = self._monitor.aggregate_metrics()
+            record({f"system/{name}": value for name, value in metrics.items()}, self._step)
+            self._step += 1
+            for monitor in self._monitor.monitors:
+                monitor.clear_metrics()
 
 
-def _check_readable(*paths: str) -> None:
-    """Raises PermanentError if a file, or one in a folder, cannot be read: retries would block later events."""
+def files_below(path: Path) -> List[Path]:
+    """The file itself, or all files of a folder."""
+    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+
+
+def seconds_for(size: int) -> float:
+    """Seconds that an upload of `size` bytes may take."""
+    return size / BYTES_PER_SECOND
+
+
+@contextlib.contextmanager
+def request_timeout(seconds: float) -> Iterator[None]:
+    """Within, MLflow's requests may take `seconds` more."""
+    before = os.environ[TIMEOUT]
+    os.environ[TIMEOUT] = str(math.ceil(float(before) + seconds))
     try:
-        inside = (file for path in map(Path, paths) for file in (path, *path.rglob("*")))
-        for file in itertools.filterfalse(Path.is_dir, inside):
-            file.open("rb").close()
-    except OSError as error:
-        raise PermanentError(str(error)) from error
-
-
-def _check_model(file: str) -> None:
-    """Raises PermanentError if the model file is damaged, which not every version of MLflow checks."""
-    from superglue_sift.weights import BadCheckpoint, load_model_file
-
-    try:
-        load_model_file(file)
-    except (FileNotFoundError, BadCheckpoint) as error:
-        raise PermanentError(str(error)) from error
+        yield
+    finally:
+        os.environ[TIMEOUT] = before
 
 
 def view() -> str:
@@ -335,13 +321,8 @@ def view() -> str:
     })  # fmt: skip
 
 
-def _evaluation(run) -> List[str]:
-    """Names of the metrics of the stage `evaluate` in a run."""
-    return sorted(name for name in run.data.metrics if name in LEADING or name.rpartition("/")[0] == HEADLINE)
-
-
 def save_model(folder: Path, run_id: str, model_id: str, files: List[str]) -> None:
-    """Write an MLflow model: the weights (the first of `files`), their description, the library, `matcher_model`."""
+    """Write an MLflow model: the weights (the first of `files`), their JSON, the library, `matcher_model`."""
     from mlflow import pyfunc
     from mlflow.models import Model
 

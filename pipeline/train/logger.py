@@ -70,7 +70,7 @@ class TrainingLogger:
             paths.reports,
             {**sections, "world_size": size},
             tags={"device": device, **chosen, f"{tracking.HIDDEN}training": identity},
-            resume_run_id=tracking.known_run(run_file, identity) if step else None,
+            resume=tracking.known_run(run_file, identity) if step else None,
             enabled=context.is_main,
             training=identity,
             noted_in=run_file,

@@ -151,7 +151,7 @@ class Training:
             other = identity.other_versions(info)
             if other:
                 print(f"it was trained under {other}; --resume never trains it again")
-            tracking.send_pending(reports.parent / "run.json", reports, info["training"])
+            tracking.attach(reports.parent / "run.json", info["training"]).close()
         return 0
 
     def validate_only(self) -> int:

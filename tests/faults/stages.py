@@ -23,7 +23,7 @@ from pipeline.fetch import coco, download
 from pipeline.keypoints import __main__ as keypoints
 from pipeline.keypoints import shards
 from pipeline.parameters import params
-from pipeline.tracking import run, shipper
+from pipeline.tracking import run, sender
 from pipeline.train import __main__ as train
 from superglue_sift.apps import cli
 from superglue_sift.weights import load_model_file
@@ -124,8 +124,10 @@ def download_main(argv: Sequence[str]) -> int:
 
 def tracked_main(argv: Sequence[str]) -> int:
     """`train` with a short wait for a tracking server at its end; runs in a separate process."""
-    run.wait_limit = lambda _: float(os.environ["SG_WAIT"])
-    shipper.POLL_SECONDS, shipper.LONGEST_PAUSE_SECONDS = 0.1, 0.2
+    close = run.Run.close
+    run.Run.close = lambda self, status="FINISHED": close(self, status, float(os.environ["SG_WAIT"]))
+    sender.POLL_SECONDS = 0.1
+    sender.LONGEST_PAUSE_SECONDS = 0.2
     return train.main(argv)
 
 

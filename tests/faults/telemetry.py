@@ -143,7 +143,7 @@ def measure(arguments: Sequence[str]) -> Dict[str, float]:
     closing = run.Run.close
 
     def close(self, *given):
-        clock = time.pthread_getcpuclockid(self._uploader.ident)
+        clock = time.pthread_getcpuclockid(self._sender.ident)
         thread["seconds"] = time.clock_gettime(clock)
         return closing(self, *given)
 

@@ -1,0 +1,143 @@
+"""The log of a run, which is its record, and the file that names a training's run.
+
+A log is a file of JSON lines, one event each: the header (`run`), `metrics`, `artifact`, `dataset`,
+`model`, `compare`, `tags`, `end` (the state of the run), and `sent`: the number of bytes before which
+everything has reached the server `place`. No line contains a secret.
+
+reports/run.json, in neither git nor DVC, maps trainings to runs. Checkpoints and models name their
+training, so metrics find their run also after `dvc checkout` of an older model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, BinaryIO, Dict, Iterator, Optional, Tuple
+
+from pipeline.files import write_atomic
+from pipeline.tracking.secrets import redact_all
+
+Event = Dict[str, Any]
+
+
+def now_ms() -> int:
+    """Milliseconds since 1970, MLflow's unit of time."""
+    return int(time.time() * 1000)
+
+
+class EventLog:
+    """An append-only file of events. Any thread may append."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self._stream: Optional[BinaryIO] = None
+
+    def append(self, event: Event) -> None:
+        """Append one event. Raises OSError if it cannot be written."""
+        line = json.dumps(redact_all(event), separators=(",", ":"), default=str).encode() + b"\n"
+        if self._stream is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._stream = open(self.path, "a+b", buffering=0)  # noqa: SIM115 (kept open)
+            with contextlib.suppress(OSError):  # so that `resend` leaves it to this process
+                fcntl.flock(self._stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            size = self.size()
+            if size and os.pread(self._stream.fileno(), 1, size - 1) != b"\n":
+                line = b"\n" + line  # a killed writer left a part of a line, which no reader takes
+        if self._stream.write(line) < len(line):
+            self.close()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def is_in_use(self) -> bool:
+        """Whether a process of this machine has it open for writing."""
+        with contextlib.suppress(OSError), open(self.path, "rb") as stream:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    def read(self, offset: int = 0) -> Iterator[Tuple[Event, int]]:
+        """The events from byte `offset`, each with the offset of its end, without a partial last line."""
+        with contextlib.suppress(FileNotFoundError), open(self.path, "rb") as stream:
+            stream.seek(offset)
+            for line in stream:
+                if not line.endswith(b"\n"):
+                    return
+                offset += len(line)
+                yield _parse(line), offset
+
+    def size(self) -> int:
+        """Bytes in the log; 0 if there is none."""
+        return self.path.stat().st_size if self.path.is_file() else 0
+
+    def header(self) -> Event:
+        """The first event; {} for an empty or foreign file."""
+        first = next((event for event, _ in self.read()), {})
+        return first if "run" in first else {}
+
+    def sent(self, place: str) -> int:
+        """Bytes of which the server `place` has everything."""
+        marks = (event["sent"] for event, _ in self.read() if event.get("place") == place)
+        return max(marks, default=0)
+
+    def last_steps(self) -> Dict[str, int]:
+        """The last step logged under each metric's name."""
+        last: Dict[str, int] = {}
+        for event, _ in self.read():
+            last.update({name: max(last.get(name, 0), event["step"]) for name in event.get("metrics", {})})
+        return last
+
+
+def find_log(folder: Path, run: str) -> Optional[EventLog]:
+    """The log of a run among those in a folder."""
+    logs = map(EventLog, sorted(folder.glob("log*.jsonl")))
+    return next((log for log in logs if log.header().get("run") == run), None)
+
+
+def take_log(folder: Path, run: Optional[str]) -> EventLog:
+    """`log.jsonl` for a run, with its events so far. The log of another run stays beside it."""
+    log = EventLog(folder / "log.jsonl")
+    known = find_log(folder, run) if run else None
+    if known is not None and known.path == log.path:
+        return log
+    if log.path.exists():
+        log.path.rename(folder / f"log-{log.path.stat().st_mtime_ns}.jsonl")
+    if known is not None:
+        known.path.rename(log.path)
+    return log
+
+
+def remember_run(path: Path, training: str, run: Event) -> None:
+    """Store the newest run of a training: `key`, `experiment`, `name`, `tracking_uri`, `log` (relative path)."""
+    runs = {**_runs(path).get("runs", {}), training: run}
+    write_atomic(path, json.dumps({"latest": training, "runs": runs}, indent=2) + "\n")
+
+
+def recall_run(path: Path, training: Optional[str] = None) -> Optional[Event]:
+    """The run of a training (None: the latest); None if the file does not name it."""
+    content = _runs(path)
+    run = content.get("runs", {}).get(content.get("latest") if training is None else training)
+    return run if isinstance(run, dict) and {"key", "experiment", "log"} <= run.keys() else None
+
+
+def _runs(path: Path) -> Event:
+    content = _parse(path.read_bytes()) if path.is_file() else {}
+    return content if isinstance(content.get("runs"), dict) else {}
+
+
+def _parse(text: bytes) -> Event:
+    try:
+        event = json.loads(text)
+    except ValueError:
+        return {}
+    return event if isinstance(event, dict) else {}
