@@ -85,7 +85,8 @@ class _Evaluation:
 
     def parts(self) -> Iterator[Row]:
         """Cost of each part on one core."""
-        px, thresholds = (scoring.CORRECT_PX, {matchers.OURS: self.matchers.networks[matchers.OURS].threshold})
+        px = scoring.CORRECT_PX
+        thresholds = self.matchers.thresholds
 
         def scored(names: Sequence[str]) -> None:
             for known, answers in zip(self.pairs, self.answers):

@@ -1,8 +1,11 @@
-"""A classical matcher for thousands of keypoints: mutual nearest RootSIFT with the ratio test in both directions.
+"""The ratio test (Lowe 2004) on unit descriptors, and a classical matcher for thousands of keypoints.
 
-A match must be nearer than RATIO times the second nearest neighbour (Lowe 2004), in both images, and than MAX_DISTANCE.
-The second nearest is searched in the whole other image: within an epipolar band the test loses its meaning, wrong
-matches slide along the line, and errors of the cameras triple.
+The confidence of a match is one minus the ratio of its distance to that of the second nearest
+neighbour. `neighbours` ranks some hundreds of keypoints exactly: the baselines of training and
+evaluation. `ratio_matches` is the classical matcher of scenes: mutual nearest neighbours that
+pass the test in both directions and are nearer than MAX_DISTANCE. The second nearest is searched
+in the whole other image: within an epipolar band the test loses its meaning, wrong matches slide
+along the line, and errors of the cameras triple.
 """
 
 from __future__ import annotations
@@ -21,6 +24,19 @@ MAX_DISTANCE = 0.8  # between descriptors of unit length
 BLOCK = 256  # rows of a product: 8 MiB of it at 8,192 keypoints, which stays in the cache
 STEPS = 360.0  # entries are rounded to 1 / STEPS if none exceeds 127 / STEPS, which is rare in RootSIFT
 MIN_PRODUCT = -(2**30)  # less than any product
+ROUNDING = 1e-6  # of 1 - cosine: two copies of a descriptor are equally near
+
+
+class Neighbours(NamedTuple):
+    """The nearest of m others to each of n rows.
+
+    nearest: (n,) int64, -1 where m is 0. ratio: (n,) float32, its distance over that of the second
+    nearest, 1 without a second. mutual: (n,) bool, whether the row is its nearest one's nearest.
+    """
+
+    nearest: np.ndarray
+    ratio: np.ndarray
+    mutual: np.ndarray
 
 
 class Ranked(NamedTuple):
@@ -42,21 +58,49 @@ class Described(NamedTuple):
 
 
 def described(records: np.ndarray) -> Described:
-    """Unit descriptors of records (n,): RootSIFT with a row for each orientation; other kinds with a row per keypoint.
-
-    Bits become -1 or +1: distances are then square roots of Hamming distances.
-    """
-    owner, kind = np.arange(len(records)), kind_of(records.dtype)[0]
-    if kind != "sift":
-        given = descriptors_of(records)
-        rows = np.unpackbits(given, axis=1).astype(np.float32) * 2 - 1 if kind == "binary" else given
-        return Described(rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12), owner)
-    rows = root_sift_of(records["descriptor"])
+    """Unit descriptors of records (n,): a row for each keypoint, and for its second orientation."""
+    rows = unit_rows(records)
+    owner = np.arange(len(records))
     if records.dtype == ORIENTED:
         two = np.flatnonzero(records["second_descriptor"].any(axis=1))
         rows = np.concatenate([rows, root_sift_of(records["second_descriptor"][two])])
         owner = np.concatenate([owner, two])
     return Described(rows, owner)
+
+
+def unit_rows(records: np.ndarray) -> np.ndarray:
+    """The (first) descriptors of records (n,) as (n, D) float32 of length 1: RootSIFT for SIFT.
+
+    Bits become -1 or +1: distances are then square roots of Hamming distances.
+    """
+    kind = kind_of(records.dtype)[0]
+    given = descriptors_of(records)
+    if kind == "sift":
+        return root_sift_of(given)
+    rows = np.unpackbits(given, axis=1).astype(np.float32) * 2 - 1 if kind == "binary" else given
+    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+
+
+def neighbours(rows: np.ndarray, others: np.ndarray) -> Neighbours:
+    """Rank unit vectors `others` (m, D) for each of `rows` (n, D), float32, by all products at once."""
+    count = len(rows)
+    if count == 0 or len(others) == 0:
+        nothing = np.full(count, -1, np.int64)
+        return Neighbours(nothing, np.ones(count, np.float32), np.zeros(count, bool))
+    cosine = rows @ others.T
+    at = np.arange(count)
+    nearest = cosine.argmax(axis=1)
+    mutual = cosine.argmax(axis=0)[nearest] == at
+    if len(others) == 1:
+        return Neighbours(nearest, np.ones(count, np.float32), mutual)
+    second = np.partition(cosine, -2, axis=1)[:, -2]
+    return Neighbours(nearest, ratio_of(cosine[at, nearest], second), mutual)
+
+
+def ratio_of(cosine: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """(n,) ratio of two distances by the cosines of unit vectors: |a - b|^2 = 2 - 2 cos."""
+    squares = [(1.0 - values).clip(0) + ROUNDING for values in (cosine, second)]
+    return np.sqrt(squares[0] / squares[1])
 
 
 def ranked(rows: np.ndarray, others: np.ndarray) -> Ranked:
@@ -98,13 +142,13 @@ def ratio_matches(side0: Described, side1: Described) -> Tuple[np.ndarray, np.nd
     kept = np.flatnonzero(_distinct(cosine, second))
     # the test in the other direction, which makes the matches mutual
     kept = kept[_distinct(cosine[kept], _rivals(rows, others, kept, nearest[kept], ranks.peaks))]
-    scores = 1.0 - np.sqrt((1.0 - cosine[kept]).clip(0) / np.maximum(1.0 - second[kept], 1e-6))
+    scores = 1.0 - ratio_of(cosine[kept], second[kept])
     return one_each(np.stack([side0.owner[kept], side1.owner[nearest[kept]]], axis=1), scores)
 
 
 def _distinct(cosine: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """(n,) bool: neighbours that are near and pass the ratio test; |a - b|^2 = 2 - 2 cos."""
-    return (cosine > 1.0 - MAX_DISTANCE**2 / 2) & (1.0 - cosine < RATIO**2 * (1.0 - second))
+    """(n,) bool: neighbours that are near and pass the ratio test."""
+    return (cosine > 1.0 - MAX_DISTANCE**2 / 2) & (ratio_of(cosine, second) < RATIO)
 
 
 def _rivals(

@@ -24,6 +24,7 @@ from made_scenes import SHIFT, TURN, write_image_set, write_model, write_sequenc
 from pipeline import errors
 from pipeline.evaluate import __main__ as evaluate
 from pipeline.evaluate import heldout, inputs, lightglue, protocol
+from pipeline.evaluate.estimators import DEFAULT
 from pipeline.evaluate.matchers import MATCHERS
 from pipeline.evaluate.protocol import map_over_ranks, units_of
 from pipeline.image_sets import sources
@@ -93,11 +94,13 @@ def test_held_out_images_from_end_to_end(done):
     lines = read_csv(out / "pairs.csv")
     assert len(lines) == 6 * len(MATCHERS)
     assert [line["pair"] for line in lines[:: len(MATCHERS)]] == [f"{n}.png#{k}" for n in "ab" for k in range(3)]
-    assert "2 held-out images (test), 6 pairs" in done.printed["out"] and "SuperGlue (ours)" in done.printed["out"]
+    printed = done.printed["out"]
+    assert "2 held-out images (test), 160x120, 100 keypoints, 6 pairs" in printed
+    assert "SuperGlue (ours)" in printed
     pictures = ["best-1", "gain-median", "gain-most", "median-1", "worst-1", "worst-2"]
     assert sorted(path.stem for path in (out / "pictures").glob("*.png")) == pictures
     assert {path.name for path in (out / "curves").iterdir()} == {
-        "error_ransac.csv", "error_dlt.csv", "error_ransac_aligned.csv", "error_dlt_aligned.csv", *CONFIDENCE
+        *(f"error_{name}{end}.csv" for name in DEFAULT for end in ("", "_aligned")), *CONFIDENCE
     }  # fmt: skip
     assert json.loads((out / "protocol.json").read_text())["model"]["step"] == 7
     assert read_csv(out / "bad_images.csv") == []
@@ -124,7 +127,7 @@ def test_an_auc_can_be_made_again_by_hand_from_pairs_csv(done):
     metrics = json.loads((out / "metrics.json").read_text())
     for matcher in MATCHERS:
         lines = [line for line in read_csv(out / "pairs.csv") if line["matcher"] == matcher]
-        for name in ("ransac", "dlt", "ransac_aligned", "dlt_aligned"):
+        for name in [f"{name}{end}" for name in DEFAULT for end in ("", "_aligned")]:
             found = [float(line[f"error_{name}"]) for line in lines]
             for pixels in (1, 3, 5, 10):
                 by_hand = sum(max(0.0, 1 - error / pixels) for error in found) / len(found)
@@ -273,11 +276,11 @@ def test_the_papers_protocol_and_its_variants(work, monkeypatch, capsys):
             "b.png#1",
         ]
     printed = capsys.readouterr().out
-    # as detected, aligned and of photographs with nothing in common; in the table of all as detected and aligned
-    assert printed.count("SuperGlue (ours)") == 2 * (3 + 2)
+    # two variants: matches, two tables of three estimators with aligned matches, negative pairs
+    assert printed.count("SuperGlue (ours)") == 2 * (6 + 5)
     last = printed.split("side by side")[1]
     named = [line.split()[0] for line in last.splitlines() if "SuperGlue (ours)" in line]
-    assert named == ["160x120-50", "120x96-80"] * 2
+    assert named == ["160x120-50", "120x96-80"] * 5
     assert "AUC RANSAC" in last and "AUC MAGSAC" in last and "AUC DLT" in last
     both = json.loads((work / "out" / "metrics.json").read_text())
     one = json.loads((work / "out" / "120x96-80" / "metrics.json").read_text())
@@ -397,7 +400,7 @@ def test_a_folder_of_pairs_from_end_to_end(work, photo, capsys):
     assert metrics["superglue.precision"] > 0.8 and metrics["superglue.auc_dlt_5"] > 0.5
     assert {line["scene"] for line in read_csv(work / "out" / "scenes.csv")} == {"shifted", "turned"}
     printed = capsys.readouterr().out
-    assert "pairs: 2 sequences, 4 pairs" in printed and "turned" in printed
+    assert "pairs: 2 sequences, short side 480, 100 keypoints, 4 pairs" in printed and "turned" in printed
 
 
 def test_pairs_need_no_params_file_at_hand(work, photo, monkeypatch):
@@ -541,7 +544,7 @@ def test_any_number_of_processes_gives_the_same_bytes(work, photo, root, process
     command = [sys.executable, *torchrun, "-m", "pipeline.evaluate", *words, "--out", "many"]
     done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("SuperGlue (ours)") == 3  # as detected, aligned, and pairs with nothing in common
+    assert done.stdout.count("SuperGlue (ours)") == 4  # matches, as detected, aligned, pairs with nothing in common
     for name in ("metrics.json", "pairs.csv", "scenes.csv", "bad_images.csv", "curves/calibration.csv"):
         assert (work / "out" / name).read_bytes() == (work / "many" / name).read_bytes(), name
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from processes import in_group
 
-from pipeline.evaluate.matchers import descriptor_distances, match_neighbours
 from pipeline.features.store import Store
 from pipeline.processes import distributed
 from pipeline.train.live_line import LiveLine
@@ -20,6 +19,7 @@ from pipeline.train.objective import MatchingObjective
 from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import validation_pairs
 from pipeline.train.validation import CONFIDENCE_BINS, HeldOut, ratio_test_f1
+from superglue_sift.classical import neighbours, unit_rows
 from superglue_sift.network.orientation import choose_orientations
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.progress import Progress
@@ -52,7 +52,9 @@ def by_hand(folder: str) -> float:
     for ratio in 1.0 - np.arange(CONFIDENCE_BINS) / CONFIDENCE_BINS:
         right = found = 0
         for own, other, partners in zip(*records, truth):
-            matches = match_neighbours(descriptor_distances(own, other), True, min(ratio, 1.0 - 1e-9)).matches0
+            near = neighbours(unit_rows(own), unit_rows(other))
+            passed = near.mutual & (near.ratio < min(ratio, 1.0 - 1e-9))
+            matches = np.where(passed, near.nearest, -1)
             asked = partners[: len(matches)]
             counted = (matches >= 0) & (asked != IGNORED)
             found, right = found + counted.sum(), right + (counted & (matches == asked)).sum()

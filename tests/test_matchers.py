@@ -8,18 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 
 from pipeline.evaluate import matchers
-from superglue_sift import scenes, sift
+from superglue_sift import classical, scenes, sift
 from superglue_sift.batch import Pair
 from superglue_sift.descriptors import root_sift_of
 from superglue_sift.matcher import PairMatches
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
-
-distance_matrices = arrays.arrays(
-    np.float32, st.tuples(st.integers(0, 8), st.integers(0, 8)), elements=st.floats(0, 2, width=32)
-)
 
 
 def pair_of(image0, image1, count=200):
@@ -35,7 +30,7 @@ def pair(photo):
 
 def test_ratio_and_mutual_agree_with_opencv(pair):
     descriptors = [root_sift_of(keys["descriptor"]) for keys in (pair.records0, pair.records1)]
-    answers = matchers.match_baselines(pair, ratio=0.8)
+    answers = matchers.match_baselines(pair)
     nearest = {m.queryIdx: m.trainIdx for m in cv2.BFMatcher(cv2.NORM_L2).match(*descriptors)}
     assert dict(enumerate(answers["nn"].matches0)) == nearest
     crossed = {m.queryIdx: m.trainIdx for m in cv2.BFMatcher(cv2.NORM_L2, crossCheck=True).match(*descriptors)}
@@ -44,7 +39,13 @@ def test_ratio_and_mutual_agree_with_opencv(pair):
     two = cv2.BFMatcher(cv2.NORM_L2).knnMatch(*descriptors, k=2)
     passed = {a.queryIdx: a.trainIdx for a, b in two if a.distance < 0.8 * b.distance}
     both = {i: j for i, j in passed.items() if crossed.get(i) == j}
-    assert {i: j for i, j in enumerate(answers["ratio_test"].matches0) if j >= 0} == both
+    chosen = answers["ratio_test"].above(matchers.RATIO_THRESHOLD)
+    assert {i: j for i, j in enumerate(chosen.matches0) if j >= 0} == both
+    # the cosine in float32 knows smaller distances to 0.001 only
+    ratios = {a.queryIdx: a.distance / b.distance for a, b in two if a.distance > 0.1}
+    assert len(ratios) > 20
+    for index, ratio in ratios.items():
+        assert answers["nn"].scores0[index] == pytest.approx(1 - ratio, abs=1e-3)
 
 
 def test_root_sift_has_length_one_and_zeros_stay(pair):
@@ -53,22 +54,33 @@ def test_root_sift_has_length_one_and_zeros_stay(pair):
     assert not root_sift_of(np.zeros((2, 128), np.uint8)).any()
 
 
-@given(distance_matrices)
-def test_properties_of_neighbours(distance):
-    nearest = matchers.match_neighbours(distance, mutual=False)
-    mutual = matchers.match_neighbours(distance, mutual=True)
-    strict = matchers.match_neighbours(distance, mutual=True, ratio=0.8)
-    for answer in (nearest, mutual, strict):
-        assert answer.matches0.shape == answer.scores0.shape == (distance.shape[0],)
-        assert ((answer.matches0 >= 0) == (answer.scores0 == 1)).all()
-    kept = mutual.matches0[mutual.matches0 >= 0]
+@given(st.integers(0, 2**32 - 1), st.integers(0, 8), st.integers(0, 8))
+def test_properties_of_neighbours(seed, count0, count1):
+    rng = np.random.default_rng(seed)
+    rows, others = (rng.integers(1, 9, (count, 4)).astype(np.float32) for count in (count0, count1))
+    unit = [side / np.linalg.norm(side, axis=1, keepdims=True) for side in (rows, others)]
+    found = classical.neighbours(*unit)
+    assert len(found.nearest) == len(found.ratio) == len(found.mutual) == count0
+    assert (found.ratio <= 1).all() and (found.ratio >= 0).all()
+    kept = found.nearest[found.mutual]
     assert len(set(kept.tolist())) == len(kept)  # no keypoint of image 1 twice
-    for answer, wider in ((mutual, nearest), (strict, mutual)):
-        assert ((answer.matches0 == -1) | (answer.matches0 == wider.matches0)).all()
+    for row in range(count0 if count1 else 0):
+        distance = np.linalg.norm(unit[0][row] - unit[1], axis=1)
+        assert distance[found.nearest[row]] == pytest.approx(distance.min(), abs=1e-3)
+        if count1 > 1 and distance.min() > 0.1:
+            ratio = distance.min() / np.sort(distance)[1]
+            assert found.ratio[row] == pytest.approx(ratio, abs=1e-3)
 
 
 def test_one_keypoint_has_no_second_nearest():
-    assert matchers.match_neighbours(np.zeros((3, 1), np.float32), True, ratio=0.8).matches0.tolist() == [-1] * 3
+    found = classical.neighbours(np.eye(3, dtype=np.float32), np.eye(3, dtype=np.float32)[:1])
+    assert found.nearest.tolist() == [0] * 3 and found.ratio.tolist() == [1] * 3
+    assert found.mutual.tolist() == [True, False, False]
+
+
+def test_two_equal_descriptors_do_not_pass_the_ratio_test():
+    row = np.eye(1, 128, dtype=np.float32)
+    assert classical.neighbours(row, np.concatenate([row, row])).ratio[0] == 1.0
 
 
 @settings(max_examples=20)

@@ -78,7 +78,8 @@ def test_a_few_sure_matches_do_not_decide_alone():
         points0 = generator.uniform(0, (640, 480), (64, 2))
         points1 = transform(points0, TURN) + generator.normal(0, 0.7, (64, 2))
         scores = np.where(np.arange(64) < 4, 1.0, 0.5)
-        fits = estimators.dlt(points0, points1, scores, 3.0, 0, 0), fit_dlt(points0, points1)
+        weights = estimators.weights_of("dlt", OURS, scores)
+        fits = fit_dlt(points0, points1, weights), fit_dlt(points0, points1)
         errors.append([corner_error(H, TURN, (640, 480)) for H in fits])
     weighted, alike = np.median(errors, axis=0)
     assert alike < 0.6 and weighted < 1.1 * alike
@@ -108,7 +109,7 @@ def test_pairs_without_keypoints_have_a_row(settings):
     for points0, points1 in (([], []), ([[1, 2]], []), ([], [[3, 4]])):
         known = pair_of(np.reshape(points0, (-1, 2)), np.reshape(points1, (-1, 2)), SHIFT)
         assert scoring.true_matches(known.pair, SHIFT, 3.0).shape == (len(points0),)
-        for answer in matchers.match_baselines(known.pair, 0.8).values():
+        for answer in matchers.match_baselines(known.pair).values():
             row = score(known, answer, settings)
             assert math.isinf(row.errors["ransac"]) and row.counts.truth == 0
 
@@ -244,7 +245,7 @@ def test_conditions_of_shifts_and_perspective():
     assert conditions_of(leaning, SIZE, SIZE)["perspective"] == pytest.approx(8.0)
 
 
-@pytest.mark.parametrize("name", ["ransac", "dlt", "opencv", "magsac", "poselib"])
+@pytest.mark.parametrize("name", ["ransac", "dlt", "surest", "opencv", "magsac", "poselib"])
 def test_every_estimator_finds_an_exact_homography(exact, make_params, name):
     known, partner = exact
     settings = scoring.Settings(make_params("evaluate"), estimators.choose([name]))
@@ -252,7 +253,32 @@ def test_every_estimator_finds_an_exact_homography(exact, make_params, name):
     assert score(known, answer, settings).errors[name] < 0.05
     for count in (0, 3):
         few = PairMatches(np.where(np.arange(20) < count, partner, -1), np.ones(20, np.float32))
-        assert math.isinf(scoring.estimate_errors(known, few, settings)[name])
+        assert math.isinf(scoring.estimate_errors(known, OURS, few, settings)[name])
+
+
+@pytest.mark.parametrize("matcher", [OURS, *matchers.BASELINES])
+@pytest.mark.parametrize("estimator", ["dlt", "surest"])
+def test_least_squares_uses_the_confidences_of_every_matcher(exact, settings, estimator, matcher):
+    """One wrong match, of which its matcher is unsure: with equal weights it would decide."""
+    known, partner = exact
+    scores = np.full(20, 0.95, np.float32)
+    wrong = partner.copy()
+    wrong[[0, 1]] = partner[[1, 0]]
+    scores[:2] = 0.1
+    answer = PairMatches(wrong, scores)
+    equal = PairMatches(wrong, np.full(20, 0.95, np.float32))
+    assert scoring.estimate_errors(known, matcher, answer, settings)[estimator] < 0.1
+    assert scoring.estimate_errors(known, matcher, equal, settings)[estimator] > 5
+
+
+def test_the_surest_of_few_matches_are_at_least_four():
+    for count in range(12):
+        scores = np.linspace(0.3, 0.9, count)
+        for matcher in (OURS, *matchers.BASELINES):
+            weights = estimators.weights_of("surest", matcher, scores)
+            fraction = estimators.SUREST.get(matcher, estimators.SUREST_OF_NETWORK)
+            assert weights.sum() == min(count, max(4, math.ceil(fraction * count)))
+            assert (np.diff(weights) >= 0).all()
 
 
 def test_estimators_are_checked():
@@ -265,7 +291,6 @@ def test_dlt_is_hardly_moved_by_wrong_matches_of_middling_confidence():
     points1 = transform(points0, TURN)
     points1[:10] += 80.0
     confidences = np.where(np.arange(100) < 10, 0.5, 0.99)
-    H = estimators.dlt(points0, points1, confidences, 3.0, 0, 0)
+    H = fit_dlt(points0, points1, estimators.weights_of("dlt", OURS, confidences))
     assert corner_error(H, TURN, SIZE) < 1.0 < corner_error(fit_dlt(points0, points1, confidences), TURN, SIZE)
-    alike = estimators.dlt(points0, points1, np.ones(100), 3.0, 0, 0)
-    assert np.allclose(alike, fit_dlt(points0, points1))
+    assert len(set(estimators.weights_of("dlt", OURS, np.ones(100)))) == 1

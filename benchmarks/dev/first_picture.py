@@ -16,7 +16,7 @@ from typing import Optional, Sequence, Tuple
 import cv2
 import numpy as np
 
-from pipeline.evaluate.matchers import match_baselines
+from pipeline.evaluate.matchers import RATIO_TEST, RATIO_THRESHOLD, match_baselines
 from pipeline.evaluate.scoring import reprojection_errors
 from superglue_sift import Matcher, drawing
 from superglue_sift.batch import Pair
@@ -24,7 +24,6 @@ from superglue_sift.match_result import MatchResult
 from superglue_sift.network.orientation import choose_pair
 
 CORRECT_PX = 3.0
-RATIO = 0.8
 QUALITY = 85  # of the JPEG
 ROWS = 400  # of the photograph, from its top
 
@@ -61,8 +60,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     matcher, (image0, image1, H) = Matcher.load(device="cpu"), views()
     sides = matcher.extract(image0), matcher.extract(image1)
     pair = choose_pair(Pair(sides[0].records, sides[1].records, sides[0].size, sides[1].size))
-    baseline = MatchResult.of(*sides, *match_baselines(pair, RATIO)["ratio_test"]).align(*sides)
-    panels = [panel("SuperGlue", matcher.match(*sides), H), panel("ratio test, which knows no confidence", baseline, H)]
+    passed = match_baselines(pair)[RATIO_TEST].above(RATIO_THRESHOLD)
+    baseline = MatchResult.of(*sides, *passed).align(*sides)
+    panels = [panel("SuperGlue", matcher.match(*sides), H), panel("ratio test", baseline, H)]
     picture = drawing.draw(image0, image1, panels)
     ok, encoded = cv2.imencode(".jpg", picture, [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
     assert ok

@@ -15,11 +15,11 @@ import json
 from pathlib import Path
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
+import numpy as np
 import torch
 
 from pipeline import errors
 from pipeline.errors import RequestError
-from pipeline.evaluate.matchers import match_neighbours
 from pipeline.features.store import Store
 from pipeline.parameters import params
 from pipeline.parameters.schema import TrainParams
@@ -29,12 +29,12 @@ from pipeline.train.objective import MatchingObjective
 from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import Sample, validation_pairs
 from pipeline.train.validation import HeldOut, validate
+from superglue_sift.classical import RATIO, neighbours
 from superglue_sift.descriptors import root_sift
 from superglue_sift.network.orientation import choose_orientations
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.truth import IGNORED, ground_truth
 
-RATIO = 0.8
 METRICS = ("loss", "precision", "recall", "f1")
 
 
@@ -80,11 +80,12 @@ def baselines(store: Store, samples: List[Sample], train: TrainParams) -> Dict[s
         truth = ground_truth(batch, setup.POSITIVE_PX, setup.NEGATIVE_PX).matches0[0, : int(batch.counts0)]
         true += int((truth >= 0).sum())
         batch = choose_orientations(batch)
-        unit0 = root_sift(batch.descriptors0[0, : int(batch.counts0)])
-        unit1 = root_sift(batch.descriptors1[0, : int(batch.counts1)])
-        distance = (2.0 - 2.0 * unit0 @ unit1.T).clamp(min=0.0).sqrt().numpy()
-        for name, ratio in zip(counts, (1.0, RATIO)):
-            matches = torch.from_numpy(match_neighbours(distance, mutual=True, ratio=ratio).matches0)
+        unit0 = root_sift(batch.descriptors0[0, : int(batch.counts0)]).numpy()
+        unit1 = root_sift(batch.descriptors1[0, : int(batch.counts1)]).numpy()
+        found = neighbours(unit0, unit1)
+        for name, ratio in zip(counts, (np.inf, RATIO)):
+            chosen = found.mutual & (found.ratio < ratio)
+            matches = torch.from_numpy(np.where(chosen, found.nearest, -1))
             scored = (matches >= 0) & (truth != IGNORED)
             counts[name][0] += int((scored & (matches == truth)).sum())
             counts[name][1] += int(scored.sum())

@@ -133,19 +133,22 @@ def chosen_photographs(args: argparse.Namespace) -> unseen.Choice:
 
 
 def choose_source(args: argparse.Namespace, section: EvaluateParams, chosen: unseen.Choice) -> Named:
-    """The source of pairs, by default held-out photographs, and its description."""
+    """The source of pairs, by default held-out photographs, and the title of its table."""
+    keypoints = f"{section.max_keypoints} keypoints"
+    size = f"short side {args.resize}" if args.resize else "full size"
     if args.pairs is not None:
         source = HPatchesPairs(args.pairs, args.resize)
-        return source, f"{args.pairs.resolve().name}: {len(source)} sequences"
+        return source, f"{args.pairs.resolve().name}: {len(source)} sequences, {size}, {keypoints}"
     if args.poses is not None:
         known = poses.PosePairs(args.poses, args.images, args.resize)
-        return known, f"{args.poses.name}: known cameras"
+        return known, f"{args.poses.name}: known cameras, {size}, {keypoints}"
     entries = chosen.entries
     held_out = HeldOutPairs(sources.open_manifest(args.images), entries, section, args.paper)
     fetched = json.loads((args.images / "source.json").read_text(encoding="utf-8"))
     folders = ", ".join(Path(container["path"]).name for container in fetched["containers"].values())
     name = folders if fetched.get("source", "folder") == "folder" else fetched["source"]
-    return held_out, f"{name}: {len(held_out)} held-out images ({entries[0].split}){chosen.mark}"
+    images = f"{len(held_out)} held-out images ({entries[0].split}){chosen.mark}"
+    return held_out, f"{name}: {images}, {section.width}x{section.height}, {keypoints}"
 
 
 def chosen_estimators(args: argparse.Namespace) -> Tuple[str, ...]:

@@ -90,7 +90,7 @@ def error_curve(rows: Sequence[Row], estimator: str) -> List[Line]:
 
 
 def precision_at_recall(sweeps: Mapping[str, confidence.Sweep]) -> List[Line]:
-    """The highest precision of each network at each recall that ours reaches."""
+    """The highest precision of each matcher with a confidence at each recall that ours reaches."""
     lines = []
     for recall in confidence.RECALLS:
         best = {
@@ -98,7 +98,8 @@ def precision_at_recall(sweeps: Mapping[str, confidence.Sweep]) -> List[Line]:
             for name, swept in sweeps.items()
         }
         if best[OURS] > 0:
-            lines.append({"recall": recall, **bootstrap.rounded(best)})
+            reached = {name: value if value > 0 else np.nan for name, value in best.items()}
+            lines.append({"recall": recall, **bootstrap.rounded(reached)})
     return lines
 
 
@@ -128,9 +129,10 @@ def draw_pictures(
             points = matched_points(known.pair, shown[matcher])
             correct = correct_matches(known, shown[matcher], scoring.CORRECT_PX)
             panels.append(drawing.Panel(f"{caption}   ({known.name})", *points, ~correct))
-            # all matches, for the slider of the page, in pixels of the two images side by side
-            points0, points1, scores = matched_points(known.pair, answers[matcher])
-            correct = correct_matches(known, answers[matcher], scoring.CORRECT_PX)
+            # in pixels of the two images side by side; all of ours, for the slider of the page
+            every = answers[matcher] if matcher in matchers.networks else shown[matcher]
+            points0, points1, scores = matched_points(known.pair, every)
+            correct = correct_matches(known, every, scoring.CORRECT_PX)
             points1 = points1.round(1) + np.array([known.pair.size0[0] + drawing.GAP, 0])
             lines[matcher] = np.column_stack([points0.round(1), points1, scores.round(3), correct]).tolist()
         canvas = drawing.side_by_side(image0, image1)

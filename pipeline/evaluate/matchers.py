@@ -9,10 +9,9 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 import numpy as np
 import torch
 
-from superglue_sift import scenes
+from superglue_sift import classical, scenes
 from superglue_sift.batch import Pair
-from superglue_sift.classical import RATIO, Described
-from superglue_sift.descriptors import descriptors_of, kind_of, root_sift_of
+from superglue_sift.descriptors import kind_of
 from superglue_sift.matcher import PairMatches, match_pairs, match_threshold
 from superglue_sift.network.inference import fuse_for_inference
 from superglue_sift.network.superglue import SuperGlue
@@ -21,7 +20,9 @@ from superglue_sift.weights import load_model
 
 OURS = "superglue"
 SINKHORN_ITERATIONS = 100  # of the paper, at inference
-BASELINES = ("nn", "mutual_nn", "ratio_test")
+RATIO_TEST = "ratio_test"
+RATIO_THRESHOLD = 1.0 - classical.RATIO  # of its confidence
+BASELINES = ("nn", "mutual_nn", RATIO_TEST)
 MATCHERS = (OURS, *BASELINES)  # always compared, in the order of every table
 BOUND = "true_matches"  # no matcher: the true matches, an upper bound with these keypoints
 SCENE = "superglue_scene"  # ours on pairs that the limits of scenes accept, no match on others
@@ -82,11 +83,15 @@ class Matchers:
 
     @property
     def thresholds(self) -> Dict[str, float]:
-        """Thresholds of the networks, by name."""
-        return {name: network.threshold for name, network in self.networks.items()}
+        """Thresholds of the confidence by name: of the networks, and of the ratio test."""
+        own = {name: network.threshold for name, network in self.networks.items()}
+        return {**own, RATIO_TEST: RATIO_THRESHOLD}
 
     def answers(self, pairs: Sequence[Pair], batch: int) -> List[Dict[str, PairMatches]]:
-        """Matches of each pair by matcher, `batch` pairs in one pass; of networks every mutual match (see `above`)."""
+        """Matches of each pair by matcher, `batch` pairs in one pass.
+
+        Those with a threshold return every mutual match (see `above`).
+        """
         answers: List[Dict[str, PairMatches]] = [{} for _ in pairs]
         for name, network in self.networks.items():
             for by_name, matches in zip(answers, match_batches(network.model, pairs, batch, self.device)):
@@ -100,14 +105,14 @@ class Matchers:
         return answers
 
     def above(self, answers: Mapping[str, PairMatches]) -> Dict[str, PairMatches]:
-        """The answers, of networks only the matches above their thresholds."""
+        """Drop the matches below the threshold of each matcher that has one."""
         limits = self.thresholds
         return {name: found.above(limits[name]) if name in limits else found for name, found in answers.items()}
 
 
 def scene_answer(pair: Pair, answer: PairMatches, threshold: float, rules: scenes.Rules) -> PairMatches:
     """Matches of a pair of a scene: those that agree with its geometry; none where the pair is not accepted."""
-    none = Described(np.empty((0, 128), np.float32), np.empty(0, np.int64))  # there is no guided matching here
+    none = classical.Described(np.empty((0, 128), np.float32), np.empty(0, np.int64))  # there is no guided matching here
     side0, side1 = (scenes.Side(positions(side).astype(np.float64), none) for side in (pair.records0, pair.records1))
     index0 = np.flatnonzero(answer.matches0 >= 0)
     matches = np.stack([index0, answer.matches0[index0]], axis=1)
@@ -119,47 +124,18 @@ def scene_answer(pair: Pair, answer: PairMatches, threshold: float, rules: scene
     return PairMatches(matches0, scores0)
 
 
-def descriptor_distances(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
-    """(M, N) float32 of records (M,), (N,): Euclidean of RootSIFT or unit vectors; Hamming of binary descriptors."""
-    kind, dim = kind_of(records0.dtype)
-    both = [descriptors_of(records) for records in (records0, records1)]
-    if kind == "binary":
-        signs = [2.0 * np.unpackbits(bits, axis=1).astype(np.float32) - 1.0 for bits in both]
-        return (dim - signs[0] @ signs[1].T) / 2.0
-    if kind == "sift":
-        unit = [root_sift_of(vectors) for vectors in both]
-    else:
-        unit = [vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12) for vectors in both]
-    return np.sqrt(np.maximum(2.0 - 2.0 * unit[0] @ unit[1].T, 0.0))
+def match_baselines(pair: Pair) -> Dict[str, PairMatches]:
+    """Nearest neighbours by descriptor, by name, with the confidence 1 - ratio of distances.
 
-
-def match_neighbours(distance: np.ndarray, mutual: bool, ratio: float = 1.0) -> PairMatches:
-    """Nearest neighbours in a (M, N) distance matrix, each with score 1.
-
-    mutual: only where each is the other's nearest. ratio: only where the nearest is closer than `ratio` times the
-    second nearest (Lowe 2004), never with a single keypoint in image 1; 1: no ratio test.
+    The ratio test is all mutual ones: its threshold on the confidence chooses, as a network's does.
     """
-    count0, count1 = distance.shape
-    if count0 == 0 or count1 == 0:
-        return PairMatches(np.full(count0, -1, np.int64), np.zeros(count0, np.float32))
-    nearest = distance.argmin(axis=1)
-    keep = np.ones(count0, bool)
-    if mutual:
-        keep &= distance.argmin(axis=0)[nearest] == np.arange(count0)
-    if ratio < 1.0:
-        second = np.partition(distance, 1, axis=1)[:, 1] if count1 > 1 else np.zeros(count0, np.float32)
-        keep &= distance[np.arange(count0), nearest] < ratio * second
-    return PairMatches(np.where(keep, nearest, -1).astype(np.int64), keep.astype(np.float32))
-
-
-def match_baselines(pair: Pair, ratio: float = RATIO) -> Dict[str, PairMatches]:
-    """All nearest-neighbour matchers on one pair, by name."""
-    distance = descriptor_distances(pair.records0, pair.records1)
-    return {
-        "nn": match_neighbours(distance, mutual=False),
-        "mutual_nn": match_neighbours(distance, mutual=True),
-        "ratio_test": match_neighbours(distance, mutual=True, ratio=ratio),
-    }
+    found = classical.neighbours(*map(classical.unit_rows, (pair.records0, pair.records1)))
+    binary = kind_of(pair.records0.dtype)[0] == "binary"
+    # the distances of bits are square roots of Hamming distances, whose ratio ORB's users test
+    scores = 1.0 - (found.ratio**2 if binary else found.ratio)
+    every = PairMatches(found.nearest, np.where(found.nearest >= 0, scores, 0.0))
+    mutual = PairMatches(np.where(found.mutual, every.matches0, -1), np.where(found.mutual, every.scores0, 0.0))
+    return {"nn": every, "mutual_nn": mutual, RATIO_TEST: mutual}
 
 
 def match_batches(model: torch.nn.Module, pairs: Sequence[Pair], size: int, device: str) -> Iterator[PairMatches]:

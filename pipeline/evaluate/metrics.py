@@ -17,12 +17,11 @@ from pipeline.bootstrap import DIGITS, MIN_CLUSTERS, Clusters, Estimate, Line, a
 from pipeline.evaluate import poses
 from pipeline.evaluate.conditions import BINS
 from pipeline.evaluate.confidence import Sweep, calibration, calibration_error, recall_at_precision, steps, sweep
-from pipeline.evaluate.matchers import OURS, UNRANKED
+from pipeline.evaluate.matchers import OURS, RATIO_TEST, UNRANKED
 from pipeline.evaluate.scoring import PairResult, Row, ScoredMatches, aligned_name, estimators_of, matchers_of
 
 AUC_PX = (1, 3, 5, 10)
 AUC_DEGREES = (5, 10, 20)  # of a pose
-RATIO_TEST = "ratio_test"  # its precision and recall are the operating points of the networks
 COMPARED = (OURS, RATIO_TEST)  # in tables by difficulty of the pairs
 CURVE_POINTS = 512  # of a resampled curve
 
@@ -105,7 +104,11 @@ class Comparison:
 
 
 def compare(results: Sequence[PairResult], thresholds: Mapping[str, float]) -> Comparison:
-    """Compute all metrics of an evaluation. thresholds: of the networks, by name."""
+    """Compute all metrics of an evaluation. thresholds: of the networks and of the ratio test.
+
+    The precision and recall of the ratio test are the operating points of the networks.
+    """
+    networks = [name for name in thresholds if name != RATIO_TEST]
     rows = {name: [result.rows[name] for result in results] for name in results[0].rows}
     scored = {name: [result.scored[name] for result in results] for name in results[0].scored}
     clusters = Clusters([row.scene for row in rows[OURS]])
@@ -114,15 +117,16 @@ def compare(results: Sequence[PairResult], thresholds: Mapping[str, float]) -> C
         for name, matcher_rows in rows.items()
     }
     sweeps, recall = {name: sweep(matches) for name, matches in scored.items()}, recall_name(rows[OURS])
-    for name in (*sweeps, *([RATIO_TEST] if sweeps else [])):
-        points = operating_points(estimates[RATIO_TEST], recall, sweeps.get(name), scored.get(name, ()), clusters)
+    for name in [*networks, RATIO_TEST] if OURS in sweeps else []:
+        swept = sweeps.get(name) if name in networks else None
+        points = operating_points(estimates[RATIO_TEST], recall, swept, scored.get(name, ()), clusters)
         first = {metric: estimates[name][metric] for metric in ("precision", recall)}
         estimates[name] = {**first, **points, **estimates[name]}
     metrics: Metrics = {}
     for name, matcher_rows in rows.items():
         summary = summarize(matcher_rows, estimates[name])
         metrics.update({f"{name}.{metric}": value for metric, value in summary.items()})
-        if name in thresholds:
+        if name in networks:
             metrics[f"{name}.threshold"] = plain(thresholds[name])
     bins = calibration(scored.get(OURS, ()))
     if scored:
@@ -132,7 +136,7 @@ def compare(results: Sequence[PairResult], thresholds: Mapping[str, float]) -> C
         for name, by_metric in estimates.items()
         for metric, estimate in by_metric.items()
     ]
-    lines = differences(estimates, tuple(thresholds), clusters.count)
+    lines = differences(estimates, networks, clusters.count)
     return Comparison(metrics, intervals, lines, sweeps, [rounded(line) for line in bins], clusters.count)
 
 

@@ -166,11 +166,10 @@ def run_paper(work: Evaluation, source_of: Callable[[EvaluateParams], Named], ou
     for width, height, keypoints in VARIANTS:
         asked = {"width": width, "height": height, "max_keypoints": keypoints}
         variant = work.settings.params.model_copy(update=asked)
-        source, where = source_of(variant)
-        title = f"{where}, {width}x{height}, {keypoints} keypoints"
+        named = source_of(variant)
         name = f"{width}x{height}-{keypoints}"
         part = replace(work, settings=replace(work.settings, params=variant))
-        report = part.run((source, title), out / name)
+        report = part.run(named, out / name)
         if report is not None:
             contents[name] = report
     if not contents:

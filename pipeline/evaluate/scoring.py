@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.evaluate import poses
 from pipeline.evaluate.conditions import conditions_of
-from pipeline.evaluate.estimators import DEFAULT, ESTIMATORS
+from pipeline.evaluate.estimators import DEFAULT, ESTIMATORS, weights_of
 from pipeline.evaluate.inputs import KnownPair, Pose
 from pipeline.evaluate.matchers import BOUND
 from pipeline.parameters.schema import EvaluateParams
@@ -181,25 +181,30 @@ def aligned_name(estimator: str) -> str:
     return f"{estimator}{ALIGNED}"
 
 
-def estimate_errors(known: KnownPair, matches: PairMatches, settings: Settings) -> Dict[str, float]:
-    """Error of each estimator, then, with `settings.refine`, of each from matches aligned as `Matcher.match` does."""
-    points0, points1, weights = matched_points(known.pair, matches)
-    errors = errors_of_points(known, points0, points1, weights, settings)
+def estimate_errors(known: KnownPair, matcher: str, matches: PairMatches, settings: Settings) -> Dict[str, float]:
+    """The error of each estimator from the matches of a matcher.
+
+    With `settings.refine` also from matches aligned as `Matcher.match` does.
+    """
+    points0, points1, scores = matched_points(known.pair, matches)
+    errors = errors_of_points(known, matcher, points0, points1, scores, settings)
     if settings.refine and known.images is not None:
         index0 = np.flatnonzero(matches.matches0 > UNMATCHED)
         records = known.pair.records0[index0], known.pair.records1[matches.matches0[index0]]
         moved = refine.align(*known.images, *records)
-        points0, points1 = moved.aligned0.astype(np.float64), moved.aligned1.astype(np.float64)
-        aligned = errors_of_points(known, points0, points1, weights, settings, moved.deviations)
+        points0 = moved.aligned0.astype(np.float64)
+        points1 = moved.aligned1.astype(np.float64)
+        aligned = errors_of_points(known, matcher, points0, points1, scores, settings, moved.deviations)
         errors.update({aligned_name(name): error for name, error in aligned.items()})
     return errors
 
 
 def errors_of_points(
     known: KnownPair,
+    matcher: str,
     points0: np.ndarray,
     points1: np.ndarray,
-    weights: np.ndarray,
+    scores: np.ndarray,
     settings: Settings,
     deviations: Optional[np.ndarray] = None,
 ) -> Dict[str, float]:
@@ -211,10 +216,15 @@ def errors_of_points(
             poses.REFINED: poses.estimate_refined(points0, points1, known.truth, deviations),
         }
         return {name: poses.pose_error(pose, known.truth) for name, pose in estimates.items()}
-    inputs = (points0, points1, weights, RANSAC_PX, RANSAC_ITERATIONS, seed, deviations)
-    enough = len(points0) >= geometry.MIN_POINTS
-    estimates = {name: ESTIMATORS[name](*inputs) if enough else None for name in settings.estimators}
-    return {name: geometry.corner_error(H, known.truth, known.pair.size0) for name, H in estimates.items()}
+    errors = {}
+    for name in settings.estimators:
+        H = None
+        if len(points0) >= geometry.MIN_POINTS:
+            weights = weights_of(name, matcher, scores)
+            limits = (RANSAC_PX, RANSAC_ITERATIONS, seed, deviations)
+            H = ESTIMATORS[name](points0, points1, weights, *limits)
+        errors[name] = geometry.corner_error(H, known.truth, known.pair.size0)
+    return errors
 
 
 def score_matches(known: KnownPair, matches: PairMatches, truth0: np.ndarray, correct_px: float) -> ScoredMatches:
@@ -229,7 +239,7 @@ def score_matches(known: KnownPair, matches: PairMatches, truth0: np.ndarray, co
 def score_pair(
     known: KnownPair, answers: Mapping[str, PairMatches], thresholds: Mapping[str, float], settings: Settings
 ) -> PairResult:
-    """Score all matchers on one pair. thresholds: of the networks, whose answers contain every match."""
+    """Score all matchers on one pair. thresholds: of those whose answers contain every match."""
     pair, px = known.pair, CORRECT_PX
     truth0, conditions = np.full(len(pair.records0), -1), {}
     if not isinstance(known.truth, Pose):
@@ -243,7 +253,7 @@ def score_pair(
         if name in thresholds:
             scored[name] = checked
             checked, matches = checked.above(thresholds[name]), matches.above(thresholds[name])
-        errors = estimate_errors(known, matches, settings)
+        errors = estimate_errors(known, name, matches, settings)
         sizes = len(pair.records0), len(pair.records1)
         rows[name] = Row(known.name, known.scene, name, *sizes, checked.counts, errors, conditions)
     return PairResult(known.place, rows, scored)

@@ -27,6 +27,12 @@ AT_RATIO = "_at_ratio_"  # in metrics where every threshold is tried: "at the ra
 ALIGNED = "_aligned"  # suffix of the estimator's name in metrics of aligned matches
 DETECTED, MOVED = "as detected", "aligned"  # headings of the two parts of a table
 POSES = ("AUC POSE", "AUC REFINED")
+ABREAST = 3  # estimators in one table, within 100 columns
+WORDS = {
+    "AUC RANSAC": "RANSAC: cv2.findHomography with UsacParams, 3 px; refined by least squares",
+    "AUC DLT": "DLT: least squares over all matches, weighted by their confidence",
+    "AUC SUREST": "SUREST: least squares over the surest matches, with equal weights",
+}
 MIN_PAIRS = 20  # tables mark metrics of fewer pairs
 FEW = f"* fewer than {MIN_PAIRS} pairs: too few to judge by"
 
@@ -117,31 +123,46 @@ def column_groups(names: Sequence[str]) -> List[Tuple[str, List[Tuple[str, str]]
 
 
 def comparison(metrics: Mapping[str, Optional[float]]) -> str:
-    """The table of an evaluation: one line per matcher, with percentages and the number of pairs.
-
-    The AUC of aligned matches, if any, follow below in the same columns.
-    """
-    groups, matchers = columns_of(metrics), matchers_in(metrics)
-    names = [name for group in groups.values() for name in group]
-    moved = [aligned_counterpart(name) for name in names]
-    both = any(f"{matcher}.{name}" in metrics for matcher in matchers for name in moved)
-    heads = [SHORT.get(name) or f"@{name.rpartition('_')[2]}" for name in names]
-    rows = [[DETECTED if both else "", "pairs", "matches", *heads]]
-    for matcher in matchers:
+    """The tables of an evaluation, a line per matcher: matches, then AUC of ABREAST estimators."""
+    groups = columns_of(metrics)
+    first = groups.pop("")
+    rows = [["", "pairs", "matches", *(SHORT[name] for name in first)]]
+    for matcher in matchers_in(metrics):
         matches = metrics.get(f"{matcher}.matches")
         counts = [str(metrics[f"{matcher}.pairs"]), "-" if matches is None else f"{matches:.0f}"]
-        rows.append([title(matcher), *counts, *(percent(metrics.get(f"{matcher}.{name}")) for name in names)])
-    below = [[MOVED, "", "", *(head if name else "" for head, name in zip(heads, moved))]]
-    for matcher in matchers:
-        cells = (percent(metrics.get(f"{matcher}.{name}")) if name else "" for name in moved)
-        below.append([title(matcher), "", "", *cells])
-    lines = aligned(rows + below) if both else aligned(rows)
-    lines[len(rows) : len(rows)] = [""] if both else []
-    starts = [word.start() for word in re.finditer(r"\S+", lines[0])][-len(names) :]  # after pairs and matches
+        cells = [percent(metrics.get(f"{matcher}.{name}")) for name in first]
+        rows.append([title(matcher), *counts, *cells])
+    lines = aligned(rows)
+    heads = list(groups)
+    for start in range(0, len(heads), ABREAST):
+        lines += ["", *areas(metrics, {head: groups[head] for head in heads[start : start + ABREAST]})]
+    return "\n".join([*lines, *notes(metrics)])
+
+
+def areas(metrics: Mapping[str, Optional[float]], groups: Mapping[str, Sequence[str]]) -> List[str]:
+    """A table of the AUC of some estimators; those of aligned matches, if any, follow below in the same columns.
+
+    groups: names of the metrics by heading.
+    """
+    names = [name for group in groups.values() for name in group]
+    matchers = matchers_in(metrics)
+    heads = [f"@{name.rpartition('_')[2]}" for name in names]
+    moved = [aligned_counterpart(name) for name in names]
+    both = any(f"{matcher}.{name}" in metrics for matcher in matchers for name in moved)
+    rows = []
+    for head, shown in ((DETECTED, names), (MOVED, moved)) if both else (("", names),):
+        rows.append([head, *heads])
+        for matcher in matchers:
+            cells = (percent(metrics.get(f"{matcher}.{name}")) for name in shown)
+            rows.append([title(matcher), *cells])
+    lines = aligned(rows)
+    starts = [word.start() for word in re.finditer(r"@", lines[0])]
     above = ""
     for head, group in groups.items():
-        above = above.ljust(starts[names.index(group[0])]) + f"{head} " if head else above
-    return "\n".join([above.rstrip(), *lines, *notes(metrics)])
+        above = above.ljust(starts[names.index(group[0])]) + f"{head} "
+    if both:
+        lines.insert(len(matchers) + 1, "")
+    return [above.rstrip(), *lines]
 
 
 def notes(metrics: Mapping[str, Optional[float]]) -> List[str]:
@@ -153,8 +174,9 @@ def notes(metrics: Mapping[str, Optional[float]]) -> List[str]:
         error = f"pose error up to {limits} degrees" if head in POSES else f"mean corner error up to {limits} px"
         columns.append(f"AUC of the {error}")
     lines = ["in %; " + "; ".join(dict.fromkeys(columns))]
+    lines += [words for head, words in WORDS.items() if head in groups]
     if any(ALIGNED in name for name in metrics):
-        lines.append(f"{MOVED}: all matchers' matches moved by the pixels around them; the rest is {DETECTED}")
+        lines.append(f"{MOVED}: the matches of every matcher moved by the pixels around them")
     thresholds = {title(name): metrics.get(f"{name}.threshold") for name in matchers}
     thresholds = {name: f"{value:g}" for name, value in thresholds.items() if value is not None}
     if thresholds:
@@ -218,8 +240,11 @@ def marked(pairs: int) -> str:
 
 
 def foremost(names: Sequence[str]) -> List[str]:
-    """The metrics to show first: all of SHORT, AUC@5 and AUC@10 (20) of two estimators, of the first also aligned."""
-    estimators = list(columns_of(names).values())[1:3]
+    """The metrics to show first: all of SHORT, AUC@5 and AUC@10 (20) of ABREAST estimators.
+
+    Of the first estimator also those of aligned matches.
+    """
+    estimators = list(columns_of(names).values())[1 : ABREAST + 1]
     areas = [[name for name in group if name.endswith("_5") or name == group[-1]] for group in estimators]
     shown = set(SHORT).union(*areas, *([map(aligned_counterpart, areas[0])] if areas else []))
     return [name for name in names if name in shown]

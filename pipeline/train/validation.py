@@ -16,6 +16,7 @@ from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.loader import NO_CHANGE, load_batch
 from pipeline.train.pairs.order import Sample, rank_slice
 from superglue_sift.batch import PairBatch
+from superglue_sift.classical import neighbours
 from superglue_sift.descriptors import unit_vectors
 from superglue_sift.network.orientation import choose_orientations
 from superglue_sift.network.packing import Layout
@@ -114,13 +115,9 @@ def _ratio_sums(objective: MatchingObjective, batch: PairBatch) -> Dict[str, np.
     matches = torch.full_like(truth.matches0, -1)
     scores = torch.zeros(matches.shape, device=batch.device)
     for i, (m, n) in enumerate(zip(batch.counts0.tolist(), batch.counts1.tolist())):
-        if m == 0 or n < 2:
-            continue
-        distances = (2.0 - 2.0 * units[0][i, :m] @ units[1][i, :n].T).clamp(min=0.0).sqrt()
-        nearest, index = distances.topk(2, largest=False)
-        mutual = distances.argmin(0)[index[:, 0]] == torch.arange(m, device=batch.device)
-        matches[i, :m] = index[:, 0].masked_fill(~mutual, -1)
-        scores[i, :m] = 1.0 - (nearest[:, 0] + 1e-6) / (nearest[:, 1] + 1e-6)
+        found = neighbours(units[0][i, :m].cpu().numpy(), units[1][i, :n].cpu().numpy())
+        matches[i, :m] = torch.from_numpy(np.where(found.mutual, found.nearest, -1))
+        scores[i, :m] = torch.from_numpy(1.0 - found.ratio)
     return _counts(matches, scores, truth)
 
 
