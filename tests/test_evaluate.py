@@ -400,7 +400,7 @@ def test_a_folder_of_pairs_from_end_to_end(work, photo, capsys):
     assert metrics["superglue.precision"] > 0.8 and metrics["superglue.auc_dlt_5"] > 0.5
     assert {line["scene"] for line in read_csv(work / "out" / "scenes.csv")} == {"shifted", "turned"}
     printed = capsys.readouterr().out
-    assert "pairs: 2 sequences, short side 480, 100 keypoints, 4 pairs" in printed and "turned" in printed
+    assert "pairs: 2 sequences, full size, 300 keypoints, 4 pairs" in printed and "turned" in printed
 
 
 def test_pairs_need_no_params_file_at_hand(work, photo, monkeypatch):

@@ -112,7 +112,8 @@ class Matchers:
 
 def scene_answer(pair: Pair, answer: PairMatches, threshold: float, rules: scenes.Rules) -> PairMatches:
     """Matches of a pair of a scene: those that agree with its geometry; none where the pair is not accepted."""
-    none = classical.Described(np.empty((0, 128), np.float32), np.empty(0, np.int64))  # there is no guided matching here
+    # there is no guided matching here
+    none = classical.Described(np.empty((0, 128), np.float32), np.empty(0, np.int64))
     side0, side1 = (scenes.Side(positions(side).astype(np.float64), none) for side in (pair.records0, pair.records1))
     index0 = np.flatnonzero(answer.matches0 >= 0)
     matches = np.stack([index0, answer.matches0[index0]], axis=1)
