@@ -4,12 +4,12 @@
 
     found = Matcher.load().match("A.jpg", "B.jpg")
 
-The library needs torch, numpy, scipy, OpenCV and safetensors. `onnx`, `serve` and GIFs need more, which is imported on
+The library needs torch, numpy, scipy, OpenCV, Pillow and safetensors. `onnx`, `serve` and HEIC need more, imported on
 use. `pipeline` trains the models. In reading order:
 
     matcher, match_result         images in, matches out; geometry and pictures of the matches
     feature_store                 features of many images, kept on disk
-    images, upright               a file to pixels, rotated upright or as stored
+    images                        a file to pixels, rotated upright or as stored
     sift, features, batch         pixels to keypoints, pairs to a batch: all shapes and units
     extractors, descriptors       other features and the kinds of their descriptors; opencv_features: two examples
     network/                      the SuperGlue network, its attention, its optimal transport, and fast inference

@@ -11,9 +11,8 @@ import torch
 
 from superglue_sift import sift
 from superglue_sift.errors import RequestError
-from superglue_sift.images import Photo, read_photo
+from superglue_sift.images import UPRIGHT, Photo, read_photo
 from superglue_sift.sift import KEYPOINT
-from superglue_sift.upright import UPRIGHT
 
 DESCRIPTOR = KEYPOINT["descriptor"].shape[0]
 Extract = Callable[[np.ndarray, int], np.ndarray]  # (gray, max_keypoints) -> records, as `sift.extract`
@@ -25,7 +24,7 @@ class Features(NamedTuple):
     records: (n,) of dtype `sift.ORIENTED` or `KEYPOINT`, or from `extractors.records_of`; in pixels of the image.
     gray: (H, W) uint8, the pixels for alignment; None if not available.
     image: the image, for pictures; None if not known.
-    frame, turned: upright or stored pixels, and the EXIF orientation that was undone (`upright`).
+    frame, turned: upright or stored pixels, and the EXIF orientation that was undone (`images`).
     """
 
     records: np.ndarray

@@ -1,44 +1,48 @@
-"""Decode image files, and reject damaged ones, if possible before decoding.
+"""Image files to pixels: Pillow reads, checks and orients them.
 
-Decoders do not detect damage: OpenCV fills the missing part of a truncated file, and every decoder accepts a hole of
-zeros. So the container is checked first, at a fraction of the cost of decoding. JPEG: an end-of-image marker after the
-first scan, no hole of zeros larger than the picture could explain. PNG: one header, at the start, and the CRC-32 of
-every chunk up to IEND. WebP: the length in its header. These and BMP, PNM and TIFF: a size in the header, within
-limits. The size of other formats that OpenCV reads is checked after decoding.
+The content decides the format, not the extension. Gray, colour, CMYK, palette, 16-bit and transparent
+files are all read as 8-bit. Of animations the first picture is read.
 
-The same rules hold everywhere in the project: the content decides the format, not the extension; gray, colour, CMYK,
-16-bit and transparent files are all read as 8-bit. Training and evaluation use pixels as stored; a matcher uses its
-`frame`, by default upright (`upright`). Pictures are always upright.
+Damage that Pillow does not see in a JPEG is looked for here: a missing end, and holes of zeros, which
+decoders show as gray. A file of more than `MAX_PIXELS` is refused by its header, before its pixels
+take memory. Only the formats of `FORMATS` are tried: Pillow knows some that run other programs.
+
+A camera held on its side stores rotated pixels, and EXIF tag 0x0112 (Exif 2.32, section 4.6.4) says
+how to rotate them upright, as browsers and `cv2.imread` do; COLMAP uses them as stored. Training and
+evaluation use pixels as stored; a matcher uses its `frame`, by default upright. Every result states
+the frame of its coordinates.
 """
 
 from __future__ import annotations
 
-import re
-import struct
-import zlib
+import io
 from pathlib import Path
-from typing import NamedTuple, Optional, Tuple, Union
+from typing import NamedTuple, Tuple, Union
 
 import cv2
 import numpy as np
+from PIL import Image
+from PIL.JpegImagePlugin import JpegImageFile
 
 from superglue_sift.errors import RequestError
-from superglue_sift.upright import AXES, STORED, TIFF, UPRIGHT, inverse, orientation, tiff_tags, to_upright, turned
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")  # of images in folders
+# of images in folders
+EXTENSIONS = (
+    ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm",
+    ".gif", ".jp2", ".avif", ".heic", ".heif",
+)  # fmt: skip
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "PPM", "GIF", "JPEG2000", "AVIF", "HEIF")
 MAX_PIXELS = 200_000_000  # a larger image could exceed a worker's memory
 HOLE_BYTES = 1024  # shortest run of zeros in coded JPEG data that counts as damage
+HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")  # brands of ISO 23008-12
 
-_JPEG = b"\xff\xd8\xff"
-_PNG = b"\x89PNG\r\n\x1a\n"
-_PNG_PIXELS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
-_JPEG_BARE = (0x01, *range(0xD0, 0xD9))  # markers without a length: TEM, RST0-7, SOI
-_JPEG_SIZE = (0xC0, 0xC1, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
-_GAP = rb"(?:\s|#[^\n]*\n)+"
-_PNM = re.compile(rb"P[1-6]" + _GAP + rb"(\d{1,18})" + _GAP + rb"(\d{1,18})")
-_PNM_HEADER = 65_536  # bytes, with comments
-_WIDTH, _HEIGHT = 256, 257  # TIFF tags
-_SIZED = (_JPEG, _PNG, b"BM", *TIFF, *(b"P%d" % kind for kind in range(1, 8)))  # formats with a size in the header
+UPRIGHT, STORED = FRAMES = ("upright", "stored")  # rotated according to EXIF; as in the file
+ORIENTATION = 0x0112  # EXIF tag
+# for each orientation, upright x and upright y as (step along stored x, step along stored y)
+AXES = {
+    1: ((1, 0), (0, 1)), 2: ((-1, 0), (0, 1)), 3: ((-1, 0), (0, -1)), 4: ((1, 0), (0, -1)),
+    5: ((0, 1), (1, 0)), 6: ((0, -1), (1, 0)), 7: ((0, -1), (-1, 0)), 8: ((0, 1), (-1, 0)),
+}  # fmt: skip
 
 
 class BadImage(Exception):
@@ -46,158 +50,18 @@ class BadImage(Exception):
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name}: {reason}")
-        self.name, self.reason = name, reason
+        self.name = name
+        self.reason = reason
 
     def __reduce__(self):  # worker processes pickle it with both arguments
         return type(self), (self.name, self.reason)
 
 
-def check(data: bytes, name: str) -> bytes:
-    """Return the bytes to decode, or raise BadImage. Only JPEG, PNG and WebP are checked for truncation."""
-    if not data:
-        raise BadImage(name, "empty file")
-    size = declared_size(data, name)
-    if size is not None:
-        check_size(*size, name)
-    if data[:3] == _JPEG:
-        _check_jpeg(data, name)
-    elif data[:8] == _PNG:
-        data = _check_png(data, name)
-    elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        promised = struct.unpack_from("<I", data, 4)[0] + 8
-        if len(data) < promised:
-            raise BadImage(name, f"truncated WebP: {len(data)} of {promised} bytes")
-    elif data[:1024].count(b"\0") == len(data[:1024]):
-        raise BadImage(name, "begins with nothing but zeros")
-    elif data[:512].lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
-        raise BadImage(name, "a web page, not an image")
-    if size is None and (data.startswith(_SIZED) or data[8:12] == b"WEBP"):
-        raise BadImage(name, "damaged: its header states no size")
-    return data
-
-
-def is_plain_jpeg(data: bytes) -> bool:
-    """Whether checked data is a JPEG of 8 bits with one or three components."""
-    return data[:3] == _JPEG and _jpeg_header(data, "")[3]
-
-
-def check_size(width: int, height: int, name: str) -> None:
-    """Raise BadImage for more than `MAX_PIXELS`."""
-    if width * height > MAX_PIXELS:
-        raise BadImage(name, f"too large: {width}x{height} pixels, at most {MAX_PIXELS // 1_000_000} megapixels")
-
-
-def _jpeg_header(data: bytes, name: str) -> Tuple[int, int, int, bool]:
-    """Width, height, offset of the first scan, and whether it is plain: 8 bits, one or three components.
-
-    Walks the segments, which skips thumbnails.
-    """
-    at, width, height, plain = 2, 0, 0, False
-    while at + 4 <= len(data):
-        if data[at] != 0xFF:
-            raise BadImage(name, f"damaged JPEG: no marker at byte {at}")
-        marker = data[at + 1]
-        if marker == 0xFF or marker in _JPEG_BARE:
-            at += 1 if marker == 0xFF else 2
-            continue
-        if marker == 0xDA:
-            return width, height, at, plain
-        length = struct.unpack_from(">H", data, at + 2)[0]
-        if marker in _JPEG_SIZE and at + 10 <= len(data):
-            bits, height, width, components = struct.unpack_from(">BHHB", data, at + 4)
-            plain = bits == 8 and components in (1, 3)
-        at += 2 + length
-    raise BadImage(name, "truncated JPEG: ends inside its header")
-
-
-def _check_jpeg(data: bytes, name: str) -> None:
-    width, height, scan, _ = _jpeg_header(data, name)
-    end = data.find(b"\xff\xd9", scan)
-    if end < 0:
-        raise BadImage(name, "truncated JPEG: no end-of-image marker")
-    # A flat 8x8 block takes at least two bits, so a run of zeros this long would code more blocks than the picture has.
-    hole = max(HOLE_BYTES, width * height // 64 // 4 * 3)
-    if data.find(bytes(hole), scan, end) >= 0:
-        raise BadImage(name, f"damaged JPEG: a hole of {hole} or more zero bytes in the coded data")
-
-
-def _check_png(data: bytes, name: str) -> bytes:
-    """Check every chunk, and drop chunks that do not affect pixels: libpng prints warnings about colour profiles."""
-    at, kept = len(_PNG), [_PNG]
-    while at + 12 <= len(data):
-        length, kind = struct.unpack_from(">I4s", data, at)
-        end = at + 12 + length
-        if (kind == b"IHDR") != (at == len(_PNG)):  # a decoder would read another size than `declared_size`
-            raise BadImage(name, "damaged PNG: its header is not the first chunk, or not the only one")
-        if end > len(data):
-            break
-        if zlib.crc32(data[at + 4 : end - 4]) != struct.unpack_from(">I", data, end - 4)[0]:
-            raise BadImage(name, f"damaged PNG: wrong CRC-32 in a {kind.decode('latin1')} chunk")
-        if kind in _PNG_PIXELS:
-            kept.append(data[at:end])
-        if kind == b"IEND":
-            return b"".join(kept)
-        at = end
-    raise BadImage(name, "truncated PNG: no IEND chunk")
-
-
-def declared_size(data: bytes, name: str = "image") -> Optional[Tuple[int, int]]:
-    """(width, height) in the header; None if it is truncated (JPEG: BadImage) or of another format."""
-    try:
-        if data[:3] == _JPEG:
-            return _jpeg_header(data, name)[:2]
-        if data[:8] == _PNG and data[12:16] == b"IHDR":
-            return struct.unpack_from(">II", data, 16)  # type: ignore[return-value]
-        if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-            return _webp(data)
-        if data[:2] == b"BM":
-            return _bmp(data)
-        if data[:4] in TIFF:
-            return _tiff(data)
-        if data[:2] == b"P7":
-            return _pam(data)
-        match = _PNM.match(data[:_PNM_HEADER])
-        return (int(match[1]), int(match[2])) if match else None
-    except struct.error:  # truncated header
-        return None
-
-
-def _webp(data: bytes) -> Optional[Tuple[int, int]]:
-    kind = data[12:16]
-    if kind == b"VP8 ":
-        width, height = struct.unpack_from("<HH", data, 26)
-        return width & 0x3FFF, height & 0x3FFF
-    if kind == b"VP8L":
-        bits = struct.unpack_from("<I", data, 21)[0]
-        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
-    if kind == b"VP8X":
-        low, high = struct.unpack_from("<IH", data, 24)  # two numbers of 24 bits
-        return (low & 0xFFFFFF) + 1, (low >> 24 | high << 8) + 1
-    return None
-
-
-def _pam(data: bytes) -> Optional[Tuple[int, int]]:
-    """The largest width and height in its lines."""
-    lines = [line.split(b"#")[0].split() for line in data[:_PNM_HEADER].partition(b"ENDHDR")[0].split(b"\n")]
-    stated = [(line[0], int(line[1])) for line in lines if len(line) > 1 and line[1].isdigit() and len(line[1]) < 19]
-    widths, heights = ([value for key, value in stated if key == name] for name in (b"WIDTH", b"HEIGHT"))
-    return (max(widths), max(heights)) if widths and heights else None
-
-
-def _bmp(data: bytes) -> Tuple[int, int]:
-    if struct.unpack_from("<I", data, 14)[0] == 12:
-        return struct.unpack_from("<HH", data, 18)  # type: ignore[return-value]
-    width, height = struct.unpack_from("<ii", data, 18)
-    return abs(width), abs(height)  # negative height: rows are stored from the top
-
-
-def _tiff(data: bytes) -> Optional[Tuple[int, int]]:
-    tags = tiff_tags(data, (_WIDTH, _HEIGHT))
-    return (tags[_WIDTH], tags[_HEIGHT]) if len(tags) == 2 else None
-
-
 class Photo(NamedTuple):
-    """An image to draw. pixels: (H, W) or (H, W, 3) uint8 BGR, upright; to_shown: (3, 3) maps a result to them."""
+    """An image to draw.
+
+    pixels: (H, W) or (H, W, 3) uint8 BGR, upright; to_shown: (3, 3) maps a result to them.
+    """
 
     pixels: np.ndarray
     to_shown: np.ndarray
@@ -205,30 +69,33 @@ class Photo(NamedTuple):
 
 def decode_gray(data: bytes, name: str = "image", frame: str = STORED) -> np.ndarray:
     """Decode the bytes of a file to (H, W) uint8. Raises BadImage with the reason if it is damaged."""
-    # directly to gray: JPEG by way of BGR takes 1.5 times as long and differs by up to two gray levels
-    return _decode(data, name, cv2.IMREAD_GRAYSCALE, frame)
+    return _decode(data, name, True, frame)[0]
 
 
 def decode_color(data: bytes, name: str = "image", frame: str = STORED) -> np.ndarray:
     """Decode to (H, W, 3) uint8 BGR, with the checks and errors of `decode_gray`."""
-    return _decode(data, name, cv2.IMREAD_COLOR, frame)
+    return _decode(data, name, False, frame)[0]
 
 
 def read_gray(path: Union[str, Path], frame: str = STORED) -> np.ndarray:
     """Read a file to (H, W) uint8. Raises RequestError if it is missing or damaged."""
-    return gray_of_file(read(path), path, frame)
+    return gray_of_file(read(path), path, frame)[0]
 
 
-def gray_of_file(data: bytes, path: Union[str, Path], frame: str = STORED) -> np.ndarray:
-    """`read_gray` for the bytes of a file."""
-    return _named(data, path, cv2.IMREAD_GRAYSCALE, frame)
+def gray_of_file(data: bytes, path: Union[str, Path], frame: str) -> Tuple[np.ndarray, int]:
+    """(H, W) uint8 from the bytes of a file, and its EXIF orientation. Raises RequestError."""
+    try:
+        return _decode(data, str(path), True, frame)
+    except BadImage as error:
+        raise RequestError(str(error)) from None
 
 
 def read_photo(path: Union[str, Path], frame: str) -> Photo:
-    """Read a file in colour and upright, to draw coordinates of `frame`. Raises RequestError as `read_gray`."""
-    data = read(path)
-    shown = _named(data, path, cv2.IMREAD_COLOR, UPRIGHT)
-    turn = orientation(data)
+    """Read a file in colour and upright, to draw coordinates of `frame`. Raises RequestError."""
+    try:
+        shown, turn = _decode(read(path), str(path), False, UPRIGHT)
+    except BadImage as error:
+        raise RequestError(str(error)) from None
     size = shown.shape[1::-1] if AXES[turn][0][0] else shown.shape[:2]
     return Photo(shown, to_upright(turn, size) if frame == STORED else np.eye(3))
 
@@ -241,23 +108,164 @@ def read(path: Union[str, Path]) -> bytes:
         raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _named(data: bytes, path: Union[str, Path], flag: int, frame: str) -> np.ndarray:
-    try:
-        return _decode(data, str(path), flag, frame)
-    except BadImage as error:
-        raise RequestError(f"{path}: {error.reason}") from None
+def open_image(data: bytes, name: str) -> Image.Image:
+    """Read the header of a file: size, format and mode. Raises BadImage if it cannot be used.
+
+    Of JPEG and PNG, all bytes are checked; other damage shows when the pixels are decoded.
+    """
+    image, stream = _open(data, name)
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        limit = f"at most {MAX_PIXELS // 1_000_000} megapixels"
+        raise BadImage(name, f"too large: {width}x{height} pixels, {limit}")
+    # libtiff takes memory for a whole tile, whatever the size of the image
+    tile = [int(getattr(image, "tag_v2", {}).get(tag, 0)) for tag in (322, 323)]
+    if tile[0] * tile[1] > MAX_PIXELS:
+        raise BadImage(name, f"too large: tiles of {tile[0]}x{tile[1]} pixels")
+    if image.format == "JPEG":
+        _check_jpeg(data, stream.tell(), width * height, name)
+    elif image.format == "PNG":
+        try:
+            image.verify()  # the checksum of every chunk; the file has to be opened again
+        except Exception as error:
+            raise BadImage(name, f"damaged PNG: {_line(error)}") from None
+        image = _open(data, name)[0]
+    return image
 
 
-def _decode(data: bytes, name: str, flag: int, frame: str) -> np.ndarray:
-    turn, is_tiff = orientation(data), data[:4] in TIFF
-    data = check(data, name)
+def is_plain_jpeg(data: bytes, name: str) -> bool:
+    """Whether it is a JPEG of 8 bits with one or three components. Raises BadImage as `open_image`."""
+    image = open_image(data, name)
+    return image.format == "JPEG" and image.mode in ("L", "RGB")
+
+
+def pixels_of(image: Image.Image, gray: bool) -> np.ndarray:
+    """Pixels of a PIL image: (H, W) uint8 gray, or (H, W, 3) uint8 BGR; transparency is ignored."""
+    deep = image.mode[0] in "IF"
+    if image.mode in ("1", "LA", "La") or (gray and image.mode in ("P", "PA")):
+        image.info.pop("transparency", None)  # of a palette: Pillow would warn
+        image = image.convert("L")
+    elif image.mode not in ("L", "RGB", "RGBA") and not deep:
+        image.info.pop("transparency", None)
+        image = image.convert("RGB")
+    pixels = np.asarray(image)
+    if deep:
+        pixels = _to_8_bits(pixels)
+    if pixels.ndim == 2:  # a copy can be written to
+        return pixels.copy() if gray else cv2.cvtColor(pixels, cv2.COLOR_GRAY2BGR)
+    return cv2.cvtColor(pixels[..., :3], cv2.COLOR_RGB2GRAY if gray else cv2.COLOR_RGB2BGR)
+
+
+def turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
+    """Rotate stored pixels (H, W) or (H, W, C) upright; may return the same array."""
+    across, down = AXES[orientation]
+    if not across[0]:
+        pixels = pixels.swapaxes(0, 1)
+    return np.ascontiguousarray(pixels[:: sum(down), :: sum(across)])
+
+
+def inverse(orientation: int) -> int:
+    """The orientation that undoes another."""
+    return {6: 8, 8: 6}.get(orientation, orientation)
+
+
+def to_upright(orientation: int, size: Tuple[int, int]) -> np.ndarray:
+    """(3, 3) float64 map from stored to upright pixel coordinates. size: stored (width, height)."""
+    H = np.eye(3)
+    H[:2, :2] = AXES[orientation]
+    H[:2, 2] = np.where(H[:2, :2] < 0, np.array(size) - 1.0, 0.0).sum(axis=1)
+    return H
+
+
+def _decode(data: bytes, name: str, gray: bool, frame: str) -> Tuple[np.ndarray, int]:
+    """Pixels in `frame`, and the EXIF orientation of the file, 1 to 8."""
+    image = open_image(data, name)
+    if gray and image.format == "JPEG":
+        # The luma of the file: faster than by way of RGB, and up to two gray levels closer.
+        image.draft("L", None)
+    deep_color = ";16" in str(image.tile) and image.mode[0] != "I"
     try:
-        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flag | cv2.IMREAD_IGNORE_ORIENTATION)
-    except cv2.error as error:
-        raise BadImage(name, f"OpenCV cannot decode it: {error.err}") from None
-    if pixels is None:
-        raise BadImage(name, "OpenCV cannot decode it (damaged, or an unknown format)")
-    check_size(pixels.shape[1], pixels.shape[0], name)
-    if is_tiff:  # OpenCV ignores IMREAD_IGNORE_ORIENTATION for TIFF
-        return turned(pixels, inverse(turn)) if frame == STORED else pixels
-    return turned(pixels, turn) if frame == UPRIGHT else pixels
+        if image.format == "PNG":
+            image.load()  # its EXIF data may follow its pixels
+        turn = _orientation(image)  # of a TIFF before decoding, after which it has none
+        pixels = pixels_of(image, gray)
+    except Exception as error:  # any: decoders of damaged data raise what they like
+        raise BadImage(name, f"damaged {image.format}: {_line(error)}") from None
+    if deep_color and pixels.max() < 16:  # Pillow reads the upper 8 bits
+        raise BadImage(name, "16-bit colour of which 12 bits or fewer are used: save it as 8-bit")
+    if image.format == "TIFF":  # Pillow has rotated it
+        return turned(pixels, inverse(turn)) if frame == STORED else pixels, turn
+    return turned(pixels, turn) if frame == UPRIGHT else pixels, turn
+
+
+def _open(data: bytes, name: str) -> Tuple[Image.Image, io.BytesIO]:
+    """The opened image, and its stream, which stands where the header ends.
+
+    Not by `Image.open`, whose limit of pixels is one number for the whole process.
+    """
+    if not data:
+        raise BadImage(name, "empty file")
+    reason = "not an image, or of a format that is not read"
+    if data[:512].lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
+        reason = "a web page, not an image"
+    lacks_heic = data[4:8] == b"ftyp" and data[8:12] in HEIC and not _register_heic()
+    Image.init()  # fills Image.OPEN, the first time
+    for kind in FORMATS:
+        factory, accept = Image.OPEN.get(kind, (None, None))
+        accepts = accept is not None and accept(data[:16])
+        if isinstance(accepts, str):  # the format is known, but this Pillow lacks its library
+            reason = accepts
+        if factory is None or not accepts or isinstance(accepts, str):
+            continue
+        stream = io.BytesIO(data)
+        try:
+            # of the pictures of an MPO the first, which is a JPEG
+            return (JpegImageFile if kind == "JPEG" else factory)(stream, ""), stream
+        except Exception as error:
+            reason = f"damaged {kind}: {_line(error)}"
+    if lacks_heic:
+        reason = "HEIC needs one more package: pip install 'superglue-sift[heic]'"
+    raise BadImage(name, reason)
+
+
+def _register_heic() -> bool:
+    try:
+        import pillow_heif
+    except ImportError:
+        return False
+    pillow_heif.register_heif_opener()
+    return True
+
+
+def _check_jpeg(data: bytes, scan: int, pixels: int, name: str) -> None:
+    """Raise BadImage for damage that decoders do not report. scan: where the coded data begin."""
+    end = data.find(b"\xff\xd9", scan)
+    if end < 0:
+        raise BadImage(name, "truncated JPEG: no end-of-image marker")
+    # A flat 8x8 block takes at least two bits, so a run of zeros this long would code more blocks
+    # than the picture has.
+    hole = max(HOLE_BYTES, pixels // 64 // 4 * 3)
+    if data.find(bytes(hole), scan, end) >= 0:
+        raise BadImage(name, f"damaged JPEG: a hole of {hole} or more zero bytes in the coded data")
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        turn = image.getexif().get(ORIENTATION, 1)
+    except Exception:  # damaged EXIF data
+        return 1
+    return turn if turn in AXES else 1
+
+
+def _to_8_bits(pixels: np.ndarray) -> np.ndarray:
+    """Scale gray pixels of more bits by those in use: cameras store 10, 12 or 14 bits in 16."""
+    if pixels.dtype.kind == "f":
+        pixels = np.nan_to_num(pixels, posinf=0.0)
+        return (np.clip(pixels / max(1.0, pixels.max()), 0, 1) * 255).round().astype(np.uint8)
+    unused = max(int(pixels.max()).bit_length(), 8) - 8
+    return (pixels.clip(0) >> unused).astype(np.uint8)
+
+
+def _line(error: Exception) -> str:
+    """The message of an error in one line."""
+    return " ".join(str(error).split()) or type(error).__name__

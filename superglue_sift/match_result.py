@@ -9,8 +9,7 @@ import numpy as np
 from superglue_sift import drawing, geometry, refine
 from superglue_sift.errors import RequestError
 from superglue_sift.features import Features, Image, photo_of
-from superglue_sift.images import Photo
-from superglue_sift.upright import UPRIGHT
+from superglue_sift.images import UPRIGHT, Photo
 
 FIT_NAMES = {"homography": "homography", "fundamental": "fundamental matrix"}  # keys of `fits`
 INLIER_PX = 3.0  # distance up to which a match fits a homography or an epipolar line
@@ -33,7 +32,7 @@ class MatchResult(NamedTuple):
         `scene`.
 
     threshold: all scores exceed it; None if it is not known.
-    frame: "upright", pixels rotated according to EXIF, or "stored" (`upright`); turned: the EXIF orientation of each
+    frame: "upright", pixels rotated according to EXIF, or "stored" (`images`); turned: the EXIF orientation of each
         image that was undone.
     images: the matched images, for `show`; None for features without their image.
     """

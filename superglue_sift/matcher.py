@@ -32,13 +32,12 @@ from superglue_sift.errors import RequestError, check_range
 from superglue_sift.extractors import DEFAULT, DENSE, Extractor
 from superglue_sift.extractors import load as load_extractor
 from superglue_sift.features import Features, Image, extract, gray_of
-from superglue_sift.images import gray_of_file, read
+from superglue_sift.images import FRAMES, UPRIGHT, gray_of_file, read
 from superglue_sift.match_result import MatchResult
 from superglue_sift.network.cuda_graphs import can_capture
 from superglue_sift.network.inference import CUDAGraphModel, fuse_for_inference
 from superglue_sift.network.packing import Assignments
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
-from superglue_sift.upright import FRAMES, UPRIGHT, orientation
 from superglue_sift.weights import choose_device, load_model, shipped_weights
 
 MAX_KEYPOINTS = 1024
@@ -142,7 +141,7 @@ class Matcher:
             scene: the images show one place, but not every two of them overlap: each pair is first accepted or
                 rejected, then filled with matches of all keypoints (see `scenes`).
             frame: of coordinates in files: "upright", rotated according to EXIF, like `cv2.imread` and browsers; or
-                "stored", like COLMAP (see `upright`).
+                "stored", like COLMAP (see `images`).
             rules: fields of `scenes.Rules`, such as `accept=15`.
         """
         _check_settings(frame, precision, max_keypoints, resize, threshold)
@@ -167,8 +166,9 @@ class Matcher:
 
     def extract_file(self, data: bytes, path: Union[str, Path]) -> Features:
         """`extract` for the bytes of a file."""
-        turned = orientation(data) if self.frame == UPRIGHT else 1
-        return self.extract_gray(gray_of_file(data, path, self.frame))._replace(image=path, turned=turned)
+        gray, turned = gray_of_file(data, path, self.frame)
+        features = self.extract_gray(gray)
+        return features._replace(image=path, turned=turned if self.frame == UPRIGHT else 1)
 
     def extract_gray(self, gray: np.ndarray) -> Features:
         """`extract` for gray pixels (H, W) uint8. Raises RequestError if the model's extractor may not be run."""

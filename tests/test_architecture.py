@@ -26,9 +26,10 @@ STAGES = {"fetch", "keypoints", "train", "evaluate", "export"}
 # What every package may import: errors, writing files, types of parameters, differences between the stacks.
 GROUND = {"errors", "files", "parameters.schema", "compat"}
 # What the library may import: nothing of the project but itself, and of others these alone.
-LIBRARY = {"cv2", "numpy", "safetensors", "scipy", "superglue_sift", "torch", *getattr(sys, "stdlib_module_names", ())}
+LIBRARY = {"PIL", "cv2", "numpy", "safetensors", "scipy", "superglue_sift", "torch"}
+LIBRARY |= set(getattr(sys, "stdlib_module_names", ()))
 # ... and of its extras inside functions, so that it works without them (tests/test_library.py imports it so).
-EXTRAS = {"PIL", "flask", "h5py", "hloc", "onnx", "onnxscript", "pycolmap", "werkzeug"}
+EXTRAS = {"flask", "h5py", "hloc", "onnx", "onnxscript", "pillow_heif", "pycolmap", "werkzeug"}
 # Packages and modules of `pipeline`, and what each may import besides itself, GROUND and the library. A name with a dot
 # is that module alone. Files at the top that are not listed are commands, which may import every package.
 MAY_IMPORT: Dict[str, Set[str]] = {

@@ -111,19 +111,18 @@ class TestImages:
         assert sorted(set(names)) == names and len(names) == len(entries)
         assert all(same(one, other) for (_, one), (_, other) in zip(*passes))
 
-    def test_what_dali_refuses_opencv_decides(self, photographs, monkeypatch, capfd):
+    def test_what_dali_refuses_pillow_decides(self, photographs, monkeypatch, capfd):
         """Without our checks a web page reaches DALI, which drops the whole batch."""
         images = image_set(photographs)
         entries = images.entries("train")
         expected = list(decode.decoded(images, entries))
-        monkeypatch.setattr(decode, "check", lambda data, name: data)
-        jpeg_or_page = decode.is_plain_jpeg
-        monkeypatch.setattr(decode, "is_plain_jpeg", lambda data: data[:1] == b"<" or jpeg_or_page(data))
+        plain = decode.is_plain_jpeg
+        monkeypatch.setattr(decode, "is_plain_jpeg", lambda data, name: data[:1] == b"<" or plain(data, name))
         ours = list(images_dali.decoded(images, entries, 4))
         assert [entry for entry, _ in ours] == entries
         if not torch.cuda.is_available():
             assert all(same(one, other) for (_, one), (_, other) in zip(ours, expected))
-        assert "OpenCV decodes it" in capfd.readouterr().err
+        assert "Pillow decodes it" in capfd.readouterr().err
 
     def test_no_image_and_no_jpeg(self, photographs):
         images = image_set(photographs)
@@ -192,11 +191,11 @@ class TestTorchvision:
         wrong = [entry.name for (entry, one), (_, other) in zip(ours, plain) if not same(one, other)]
         assert wrong == []
 
-    def test_what_torchvision_refuses_opencv_decides(self, photographs, monkeypatch):
+    def test_what_torchvision_refuses_pillow_decides(self, photographs, monkeypatch):
         images = image_set(photographs)
         entries = images.entries("train")
         expected = list(decode.decoded(images, entries))
-        monkeypatch.setattr(decode, "is_plain_jpeg", lambda data: True)  # PNG, CMYK and all
+        monkeypatch.setattr(decode, "is_plain_jpeg", lambda data, name: True)  # PNG, CMYK and all
         ours = list(decode.torchvision_decoded(images, entries))
         names = [entry.name for (entry, one), (_, other) in zip(ours, expected) if not same(one, other)]
         # torchvision's JPEG decoder takes CMYK as it is; the stage hands it none

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image, ImageFile, features
 
 from pipeline.errors import RequestError
 from pipeline.fetch import containers
@@ -34,16 +35,52 @@ def reason(data: bytes) -> str:
     return caught.value.reason
 
 
-@pytest.mark.parametrize("extension", [".jpg", ".png", ".webp", ".bmp", ".pgm"])
+@pytest.mark.parametrize("extension", [".jpg", ".png", ".webp", ".bmp", ".pgm", ".tiff", ".jp2"])
 def test_whole_files_of_every_kind_are_read(photo, extension):
     pixels = decode_gray(encode(photo, extension))
     assert pixels.shape == photo.shape and pixels.dtype == np.uint8
     assert np.abs(pixels.astype(int) - photo).mean() < 3
 
 
-def test_colour_sixteen_bit_transparent_and_cmyk_files_are_read(photo, color_photo):
-    from PIL import Image
+@pytest.mark.parametrize("kind", ["GIF", "AVIF", "HEIF"])
+def test_files_that_opencv_does_not_read(photo, kind):
+    if kind == "HEIF":
+        pytest.importorskip("pillow_heif").register_heif_opener()
+    elif kind == "AVIF" and not features.check("avif"):
+        pytest.skip("this Pillow is without AVIF")
+    stream = io.BytesIO()
+    Image.fromarray(photo).save(stream, kind)
+    assert np.abs(decode_gray(stream.getvalue()).astype(int) - photo).mean() < 4
 
+
+def test_heic_without_its_package_names_it(monkeypatch):
+    monkeypatch.setattr(image_files, "_register_heic", lambda: False)
+    monkeypatch.delitem(Image.OPEN, "HEIF", raising=False)
+    assert "pip install 'superglue-sift[heic]'" in reason(b"\0\0\0\x18ftypheic" + bytes(100))
+
+
+def test_gray_of_jpegs_is_the_luma_that_opencv_reads(shared_data):
+    """So keypoints keep their bytes, whichever of the two reads a file."""
+    for path in sorted((shared_data / "coco" / "val").glob("*.jpg"))[:40]:
+        data = np.frombuffer(path.read_bytes(), np.uint8)
+        np.testing.assert_array_equal(decode_gray(data.tobytes()), cv2.imdecode(data, cv2.IMREAD_GRAYSCALE))
+
+
+@pytest.mark.parametrize("bits", [9, 10, 12, 14, 16])
+@pytest.mark.parametrize("extension", [".png", ".tiff"])
+def test_gray_of_many_bits_is_scaled_by_those_in_use(photo, bits, extension):
+    deep = photo.astype(np.uint16) << (bits - 8)
+    deep[0, 0] = 2**bits - 1
+    np.testing.assert_array_equal(decode_gray(encode(deep, extension))[1:], photo[1:])
+
+
+def test_colour_of_twelve_bits_in_sixteen_is_named(color_photo):
+    assert "16-bit colour" in reason(encode(color_photo.astype(np.uint16) << 4, ".png"))
+    whole = decode_gray(encode(color_photo.astype(np.uint16) * 257, ".png"))
+    np.testing.assert_array_equal(whole, decode_gray(encode(color_photo, ".png")))
+
+
+def test_colour_sixteen_bit_transparent_and_cmyk_files_are_read(photo, color_photo):
     assert decode_gray(encode(color_photo)).ndim == 2
     wide = decode_gray(encode(photo.astype(np.uint16) * 257, ".png"))
     assert np.abs(wide.astype(int) - photo).max() <= 1
@@ -55,8 +92,6 @@ def test_colour_sixteen_bit_transparent_and_cmyk_files_are_read(photo, color_pho
 
 
 def test_exif_orientation_is_ignored(photo):
-    from PIL import Image
-
     turned = io.BytesIO()
     exif = Image.Exif()
     exif[0x0112] = 6  # "turn me by 90 degrees"
@@ -67,7 +102,8 @@ def test_exif_orientation_is_ignored(photo):
 @pytest.mark.parametrize("extension", [".jpg", ".png", ".webp"])
 def test_a_file_cut_anywhere_is_refused(photo, extension):
     data = encode(photo, extension)
-    for length in np.linspace(0, len(data) - 1, 60).astype(int):
+    whole = len(data) - 4 * (extension == ".png")  # without the checksum of an empty chunk, IEND
+    for length in np.linspace(0, whole - 1, 60).astype(int):
         reason(data[:length])
 
 
@@ -85,9 +121,8 @@ def test_holes_of_zeros_are_found_where_decoders_see_nothing(photo):
     holed = data[:20000] + bytes(4096) + data[24096:]
     assert cv2.imdecode(np.frombuffer(holed, np.uint8), 0) is not None
     assert "zero bytes" in reason(holed)
-    assert "zeros" in reason(bytes(len(data)))
     png = encode(photo, ".png")
-    assert "CRC-32" in reason(png[:20000] + bytes(4096) + png[24096:])
+    assert "checksum" in reason(png[:20000] + bytes(4096) + png[24096:])
 
 
 def test_a_flat_picture_is_not_taken_for_a_hole():
@@ -101,17 +136,15 @@ def test_a_flat_picture_is_not_taken_for_a_hole():
 def test_things_that_are_no_images_are_named():
     assert reason(b"") == "empty file"
     assert "web page" in reason(b"\n<!DOCTYPE html><html>404</html>")
-    assert "cannot decode" in reason(b"something else entirely" * 50)
-    assert "header" in reason(b"\xff\xd8\xff\xe0\x00\x10JFIF")
+    assert "not an image" in reason(b"something else entirely" * 50)
+    assert "not an image" in reason(b"%!PS-Adobe-3.0\n(would run Ghostscript)\n")
+    assert "damaged JPEG" in reason(b"\xff\xd8\xff\xe0\x00\x10JFIF")
 
 
-def test_huge_pictures_are_refused_before_they_take_memory():
-    def chunk(kind, body):
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    header = struct.pack(">IIBBBBB", 30000, 30000, 8, 0, 0, 0, 0)
-    bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
-    assert "too large: 30000x30000" in reason(bomb)
+@pytest.fixture
+def undecoded(monkeypatch) -> None:
+    """Fail when pixels are decoded."""
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded"))
 
 
 def png_of(*chunks: tuple) -> bytes:
@@ -126,35 +159,49 @@ def header_of(width: int, height: int) -> tuple:
 @pytest.mark.parametrize(
     "chunks",
     [
+        [header_of(30_000, 30_000)],
         [(b"tEXt", b"a\0b"), header_of(30_000, 30_000)],
         [header_of(8, 8), header_of(30_000, 30_000)],
         [(b"tEXt", b"IHDR\0\0\0\x08\0\0\0\x08"), header_of(30_000, 30_000)],
     ],
 )
-def test_a_png_whose_header_is_not_its_first_chunk_is_not_decoded(chunks, monkeypatch):
-    monkeypatch.setattr(image_files.cv2, "imdecode", lambda *_: pytest.fail("decoded"))
+def test_a_png_bomb_is_refused_wherever_its_header_is(chunks, undecoded):
     data = png_of(*chunks, (b"IDAT", zlib.compress(bytes(100))), (b"IEND", b""))
-    assert reason(data) == "damaged PNG: its header is not the first chunk, or not the only one"
+    assert "too large: 30000x30000" in reason(data)
+
+
+def tiff_of(*tags: tuple) -> bytes:
+    """A TIFF whose directory has these tags, and whose pixels are 100 MB of zeros, compressed."""
+    data = zlib.compress(bytes(100_000_000))
+    at = 14 + 12 * len(tags)
+    entries = [struct.pack("<HHII", tag, 4, 1, {"at": at, "length": len(data)}.get(v, v)) for tag, v in tags]
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + b"".join(entries) + bytes(4) + data
+
+
+def test_a_tiff_of_huge_tiles_is_refused(undecoded):
+    size = (256, 64), (257, 64), (258, 8), (259, 8), (262, 1), (277, 1)
+    tiles = (322, 60_000), (323, 60_000), (324, "at"), (325, "length")
+    assert "tiles of 60000x60000" in reason(tiff_of(*size, *tiles))
 
 
 @pytest.mark.parametrize(
     "data, said",
     [
         (b"P5\n#" + b"c" * 2000 + b"\n30000 30000\n255\n", "too large: 30000x30000"),
-        (b"P5\n#" + b"c" * 70_000 + b"\n30000 30000\n255\n", "its header states no size"),
-        (b"P530000 30000 255\n", "its header states no size"),
-        (b"P7\n# WIDTH 5 HEIGHT 5\nWIDTH 30000\nHEIGHT 30000\nDEPTH 1\nMAXVAL 255\nENDHDR\n", "too large: 30000x30000"),
-        (b"P7\nWIDTH 5\nHEIGHT 5\nWIDTH 30000\nHEIGHT 30000\nDEPTH 1\nMAXVAL 255\nENDHDR\n", "too large: 30000x30000"),
-        (b"RIFF\x16\0\0\0WEBPABCD" + bytes(14), "its header states no size"),
-        (b"II*\0\x08\0\0\0\0\0" + bytes(8), "its header states no size"),
+        (b"P530000 30000 255\n", "damaged PPM"),
+        (b"P7\nWIDTH 30000\nHEIGHT 30000\nDEPTH 1\nMAXVAL 255\nENDHDR\n", "not an image"),
+        (b"RIFF\x16\0\0\0WEBPABCD" + bytes(14), "not an image"),
+        (b"II*\0\x08\0\0\0\0\0" + bytes(8), "damaged TIFF"),
     ],
 )
-def test_a_size_that_is_hidden_from_the_check_is_not_decoded(data, said, monkeypatch):
-    monkeypatch.setattr(image_files.cv2, "imdecode", lambda *_: pytest.fail("decoded"))
+def test_a_size_that_is_hidden_is_found_or_the_file_refused(data, said, undecoded):
     assert said in reason(data)
 
 
-@given(st.binary(max_size=400), st.sampled_from([b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF1234WEBP"]))
+@given(
+    st.binary(max_size=400),
+    st.sampled_from([b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF1234WEBP", b"GIF89a", b"II*\0"]),
+)
 def test_any_bytes_give_pixels_or_bad_image(data, start):
     try:
         assert decode_gray(start + data).dtype == np.uint8
@@ -323,37 +370,14 @@ def claiming(extension: str, width: int, height: int) -> bytes:
 
 
 @pytest.mark.parametrize("extension", [".jpg", ".png", ".bmp", ".pgm", ".tiff"])
-def test_an_image_above_200_megapixels_is_refused_by_its_header(extension, monkeypatch):
+def test_an_image_above_200_megapixels_is_refused_by_its_header(extension, undecoded):
     """No decoder is asked, which would take a byte a pixel at the least."""
     assert image_files.MAX_PIXELS == 200_000_000
-    image_files.check(claiming(extension, 20_000, 10_000), "at the limit")
-    monkeypatch.setattr(image_files.cv2, "imdecode", lambda *_: pytest.fail("decoded"))
+    if extension != ".png":  # of which all bytes are checked
+        image_files.open_image(claiming(extension, 20_000, 10_000), "at the limit")
     data = claiming(extension, 20_000, 10_001)
     tracemalloc.start()
     with pytest.raises(BadImage, match="too large: 20000x10001 pixels, at most 200 megapixels"):
         decode_gray(data, "huge")
     assert tracemalloc.get_traced_memory()[1] < 1_000_000
     tracemalloc.stop()
-
-
-@pytest.mark.parametrize("options", [{}, {"lossless": True}, {"exif": b"Exif\0\0"}])
-def test_the_size_of_a_webp_is_read_from_each_kind_of_header(color_photo, options):
-    """WebP ends at 16383 x 16383 pixels, still above the limit."""
-    from PIL import Image
-
-    stream = io.BytesIO()
-    Image.fromarray(color_photo).save(stream, "WEBP", **options)
-    assert image_files.declared_size(stream.getvalue()) == color_photo.shape[1::-1]
-
-
-@pytest.mark.parametrize("extension", [".bmp", ".pgm", ".tiff"])
-def test_a_header_that_is_cut_promises_nothing(extension):
-    whole = claiming(extension, 24, 16)
-    assert image_files.declared_size(whole) == (24, 16)
-    for length in range(len(whole)):
-        assert image_files.declared_size(whole[:length]) in (None, (24, 16), (24, 1), (2, 16))
-
-
-def test_a_format_whose_header_is_not_read_is_checked_by_its_pixels(photo, monkeypatch):
-    monkeypatch.setattr(image_files, "MAX_PIXELS", 1000)
-    assert "too large: 600x400" in reason(encode(photo, ".jp2"))

@@ -163,13 +163,13 @@ def make_bad(folder: Path, photo) -> dict:
     png = cv2.imencode(".png", photo)[1].tobytes()
     kinds = {
         "truncated.jpg": (data[: len(data) // 2], "end-of-image"),
-        "truncated.png": (png[: len(png) // 2], "IEND"),
-        "zeroed.jpg": (bytes(len(data)), "zeros"),
+        "truncated.png": (png[: len(png) // 2], "damaged PNG"),
+        "zeroed.jpg": (bytes(len(data)), "not an image"),
         "hole.jpg": (data[:20000] + bytes(4096) + data[24096:], "zero bytes"),
         "empty.jpg": (b"", "empty"),
         "page.jpg": (b"<html><body>404</body></html>", "web page"),
         "pixel.png": (cv2.imencode(".png", photo[:1, :1])[1].tobytes(), "too small: 1x1"),
-        "noise.webp": (os.urandom(500), "cannot decode"),
+        "noise.webp": (os.urandom(500), "not an image"),
     }
     for name, (content, _) in kinds.items():
         (folder / name).write_bytes(content)

@@ -23,6 +23,7 @@ import cv2
 import numpy as np
 import pytest
 from made_scenes import TURN, write_model
+from PIL import Image
 
 from superglue_sift import Features, Matcher, RequestError, __version__, errors
 from superglue_sift.apps import cli, many, results, retrieval
@@ -204,7 +205,6 @@ def test_pairs_of_an_earlier_command_are_named(work, capsys):
 
 
 def test_files_asked_for_later_are_made_of_the_matches_that_are_there(work, monkeypatch, capsys):
-    pytest.importorskip("PIL.Image", reason="needs Pillow")
     asked = ("--pictures", "--json-files", "--homography")
     assert run(work, work / "photos", "--out-dir", work / "whole", *asked) == 0
     assert run(work, work / "photos", "--out-dir", work / "found") == 0
@@ -344,7 +344,6 @@ def test_another_video_of_the_same_frames_numbers_is_matched_again(work, photo, 
 
 
 def test_a_homography_is_shown_as_overlay_and_blinking(work):
-    image = pytest.importorskip("PIL.Image", reason="needs Pillow")
     pair = work / "photos" / "cup0.png", work / "photos" / "cup1.png"
     assert run(work, *pair, "--out", work / "m.png", "--homography") == 0
     overlay = cv2.imread(str(work / "m_overlay.jpg"), cv2.IMREAD_GRAYSCALE)
@@ -352,7 +351,7 @@ def test_a_homography_is_shown_as_overlay_and_blinking(work):
     second = cv2.imread(str(pair[1]), cv2.IMREAD_GRAYSCALE)
     inside = cv2.warpPerspective(np.full(second.shape, 255, np.uint8), TURN, second.shape[::-1]) == 255
     assert np.abs(overlay.astype(int) - second)[inside].mean() < 6
-    with image.open(work / "m_blink.gif") as gif:
+    with Image.open(work / "m_blink.gif") as gif:
         assert gif.n_frames == 2 and gif.info["loop"] == 0 and gif.size == (600, 400)
 
 
@@ -485,11 +484,7 @@ def test_auto_goes_on_to_the_neighbours_of_neighbours(shared_data, tmp_path, mon
 
 @pytest.mark.parametrize(
     ("module", "words", "extra"),
-    [
-        ("pycolmap", ["photos", "--out-dir", "x", "--colmap", "x.db"], "colmap"),
-        ("flask", ["--serve"], "serve"),
-        ("PIL", ["cup0.png", "cup1.png", "--out", "m.png", "--homography"], "gif"),
-    ],
+    [("pycolmap", ["photos", "--out-dir", "x", "--colmap", "x.db"], "colmap"), ("flask", ["--serve"], "serve")],
 )
 def test_a_missing_package_is_named_before_any_work(work, monkeypatch, capsys, module, words, extra):
     monkeypatch.chdir(work)

@@ -57,7 +57,7 @@ def test_the_card_of_the_weights_states_their_size_and_data():
     assert f"{count:,} COCO photographs" in card
 
 
-@pytest.mark.parametrize("name", ["torch", "numpy", "opencv-python", "safetensors", "scipy"])
+@pytest.mark.parametrize("name", ["torch", "numpy", "opencv-python", "pillow", "safetensors", "scipy"])
 def test_a_dependency_has_bounds_that_hold_the_pins_of_both_stacks(name):
     bounds = requirements_of("dependencies")[name].specifier
     assert {one.operator for one in bounds} == {">=", "<"}

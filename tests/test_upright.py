@@ -10,11 +10,10 @@ import pytest
 from made_scenes import TURN, write_model
 
 from pipeline import errors
-from superglue_sift import Matcher, RequestError, images, upright
+from superglue_sift import Matcher, RequestError, images
 from superglue_sift.apps import cli
 from superglue_sift.geometry import corner_error, transform
-from superglue_sift.images import decode_color, decode_gray, read_photo
-from superglue_sift.upright import STORED, UPRIGHT
+from superglue_sift.images import STORED, UPRIGHT, decode_color, decode_gray, gray_of_file, read_photo
 
 ALL = range(1, 9)
 # where the corner at the top left of the stored pixels lies upright (Exif 2.32, 4.6.4)
@@ -35,9 +34,9 @@ def save(path, pixels: np.ndarray, orientation: int) -> None:
     from PIL import Image
 
     exif = Image.Exif()
-    exif[upright.ORIENTATION] = orientation
+    exif[images.ORIENTATION] = orientation
     kind = {".tif": "TIFF", ".jpg": "JPEG", ".png": "PNG", ".webp": "WEBP"}[path.suffix]
-    options = {"tiffinfo": {upright.ORIENTATION: orientation}} if kind == "TIFF" else {"exif": exif}
+    options = {"tiffinfo": {images.ORIENTATION: orientation}} if kind == "TIFF" else {"exif": exif}
     options.update({"WEBP": {"lossless": True}, "JPEG": {"quality": 97}}.get(kind, {}))
     Image.fromarray(pixels if pixels.ndim == 2 else pixels[..., ::-1]).save(path, kind, **options)
 
@@ -54,7 +53,7 @@ def test_pixels_upright_and_stored(tmp_path, ending, orientation):
     path = tmp_path / f"a{ending}"
     save(path, marked(), orientation)
     data = path.read_bytes()
-    assert upright.orientation(data) == orientation
+    assert gray_of_file(data, path, STORED)[1] == orientation
     for decode in (decode_gray, decode_color):
         stored, turned = decode(data, frame=STORED), decode(data, frame=UPRIGHT)
         assert stored.shape[:2] == (40, 60) and white_corner(stored) == "top left"
@@ -69,25 +68,17 @@ def test_pixels_upright_and_stored(tmp_path, ending, orientation):
 @pytest.mark.parametrize("orientation", ALL)
 def test_positions_move_as_pixels_do(orientation):
     stored = np.arange(40 * 60, dtype=np.int64).reshape(40, 60)  # each pixel has its own number
-    shown = upright.turned(stored, orientation)
+    shown = images.turned(stored, orientation)
     y, x = (each.ravel() for each in np.mgrid[:40, :60])
-    moved = transform(np.stack([x, y], axis=1).astype(float), upright.to_upright(orientation, SIZE))
+    moved = transform(np.stack([x, y], axis=1).astype(float), images.to_upright(orientation, SIZE))
     np.testing.assert_array_equal(shown[tuple(moved.astype(int).T[::-1])], stored.ravel())
-    np.testing.assert_array_equal(upright.turned(shown, upright.inverse(orientation)), stored)
+    np.testing.assert_array_equal(images.turned(shown, images.inverse(orientation)), stored)
 
 
 @pytest.mark.parametrize("value", [0, 9, 65535])
 def test_an_orientation_that_is_none_turns_nothing(tmp_path, value):
     save(tmp_path / "a.jpg", marked(), value)
-    assert upright.orientation((tmp_path / "a.jpg").read_bytes()) == 1
-
-
-def test_data_cut_anywhere_turn_nothing_and_raise_nothing(tmp_path):
-    for ending in (".jpg", ".png", ".webp", ".tif"):
-        save(tmp_path / f"a{ending}", marked(), 6)
-        data = (tmp_path / f"a{ending}").read_bytes()
-        assert {upright.orientation(data[:length]) for length in range(min(len(data), 400))} <= {1, 6}
-    assert upright.orientation(b"") == 1
+    assert gray_of_file((tmp_path / "a.jpg").read_bytes(), "a.jpg", STORED)[1] == 1
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +88,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def matchers(model):
-    return {frame: Matcher.load(model, "cpu", frame=frame) for frame in upright.FRAMES}
+    return {frame: Matcher.load(model, "cpu", frame=frame) for frame in images.FRAMES}
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +100,7 @@ def views(photo):
 def turned_files(tmp_path, views):
     """Both views as files that are stored lying: the first by orientation 6, the second by 3."""
     for name, view, orientation in (("a.png", views[0], 6), ("b.png", views[1], 3)):
-        save(tmp_path / name, upright.turned(view, upright.inverse(orientation)), orientation)
+        save(tmp_path / name, images.turned(view, images.inverse(orientation)), orientation)
     return tmp_path / "a.png", tmp_path / "b.png"
 
 
@@ -144,7 +135,7 @@ def run(*words) -> int:
     return errors.run(cli.main, [str(word) for word in words])
 
 
-@pytest.mark.parametrize("frame", upright.FRAMES)
+@pytest.mark.parametrize("frame", images.FRAMES)
 def test_json_npz_and_overlay_of_the_command(model, turned_files, tmp_path, frame, capsys):
     common = ["--model", model, "--device", "cpu", "--frame", frame]
     words = ["--json", tmp_path / "m.json", "--out", tmp_path / "m.png", "--homography"]
@@ -169,7 +160,7 @@ def test_json_npz_and_overlay_of_the_command(model, turned_files, tmp_path, fram
 
 
 def test_results_of_one_frame_are_not_taken_for_those_of_the_other(model, turned_files, tmp_path, capsys):
-    for frame in upright.FRAMES:
+    for frame in images.FRAMES:
         words = ["--out-dir", tmp_path / "f", "--model", model, "--device", "cpu", "--frame", frame]
         assert run(*turned_files, *words) == 0
     said = capsys.readouterr()
@@ -178,7 +169,7 @@ def test_results_of_one_frame_are_not_taken_for_those_of_the_other(model, turned
         assert str(file["frame"]) == STORED
 
 
-@pytest.mark.parametrize("frame", upright.FRAMES)
+@pytest.mark.parametrize("frame", images.FRAMES)
 def test_a_colmap_database_is_of_stored_pixels_in_any_case(model, turned_files, tmp_path, frame, capsys):
     pycolmap = pytest.importorskip("pycolmap")
     folder = turned_files[0].parent

@@ -12,7 +12,7 @@ from typing import Any, Iterable, Iterator, List, Tuple, Union
 
 import numpy as np
 
-from pipeline.image_sets.decode import Outcome, by_opencv, gpu, plain_jpeg
+from pipeline.image_sets.decode import Outcome, by_pillow, gpu, plain_jpeg
 from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet
 from superglue_sift.images import BadImage
@@ -33,7 +33,7 @@ def require() -> None:
 
 
 def decoded(images: ImageSet, entries: Iterable[Entry], batch: int = BATCH) -> Iterator[Outcome]:
-    """Like `decode.decoded`. OpenCV decodes a batch that DALI refuses, and reports which file is bad and why.
+    """Like `decode.decoded`. Pillow decodes a batch that DALI refuses, and reports which file is bad and why.
 
     Raises RequestError where DALI is not installed.
     """
@@ -47,9 +47,9 @@ def decoded(images: ImageSet, entries: Iterable[Entry], batch: int = BATCH) -> I
         try:
             done = _finished(pipeline, before)
         except RuntimeError as error:
-            print(f"DALI gave up on a batch, OpenCV decodes it: {_last_line(error)}", file=sys.stderr)
+            print(f"DALI gave up on a batch, Pillow decodes it: {_last_line(error)}", file=sys.stderr)
             pipeline = None  # cannot be used after an error
-            done = [(entry, by_opencv(it, entry.name) if isinstance(it, bytes) else it) for entry, it in before]
+            done = [(entry, by_pillow(it, entry.name) if isinstance(it, bytes) else it) for entry, it in before]
         jpegs = [np.frombuffer(it, np.uint8) for _, it in batch_read if isinstance(it, bytes)]
         if jpegs:
             pipeline = pipeline or _pipeline(batch)

@@ -1,7 +1,7 @@
-"""Decode image files with OpenCV, or with torchvision (nvJPEG where there is a GPU, libjpeg on a CPU).
+"""Decode image files with Pillow, or with torchvision (nvJPEG where there is a GPU, libjpeg on a CPU).
 
 All decoders, including `dali_decoder`, have the same signature and order, and reject the same files. torchvision and
-DALI decode 8-bit JPEG of one or three components; OpenCV decodes all other files, and those they refuse. Gray is the
+DALI decode 8-bit JPEG of one or three components; Pillow decodes all other files, and those they refuse. Gray is the
 luma of the file (ITU-R BT.601): on a CPU all get the same pixels from libjpeg; nvJPEG may differ by a few levels.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet
-from superglue_sift.images import BadImage, check, decode_gray, is_plain_jpeg
+from superglue_sift.images import BadImage, decode_gray, is_plain_jpeg
 
 Outcome = Tuple[Entry, Union[np.ndarray, BadImage]]
 
@@ -52,20 +52,20 @@ def torchvision_decoded(images: ImageSet, entries: Iterable[Entry]) -> Iterator[
             try:
                 image = io.decode_jpeg(encoded, io.ImageReadMode.GRAY, device=device)[0].cpu().numpy()
             except RuntimeError:
-                image = by_opencv(image, entry.name)
+                image = by_pillow(image, entry.name)
         yield entry, image
 
 
 def plain_jpeg(images: ImageSet, entry: Entry) -> Union[bytes, np.ndarray, BadImage]:
-    """The checked bytes of an 8-bit JPEG of one or three components; of other files OpenCV's pixels or the reason."""
+    """The checked bytes of an 8-bit JPEG of one or three components; of other files Pillow's pixels or the reason."""
     try:
         data = images.read(entry)
-        return data if is_plain_jpeg(check(data, entry.name)) else decode_gray(data, entry.name)
+        return data if is_plain_jpeg(data, entry.name) else decode_gray(data, entry.name)
     except BadImage as bad:
         return bad
 
 
-def by_opencv(data: bytes, name: str) -> Union[np.ndarray, BadImage]:
+def by_pillow(data: bytes, name: str) -> Union[np.ndarray, BadImage]:
     """(H, W) uint8, or the reason why the file cannot be used."""
     try:
         return decode_gray(data, name)

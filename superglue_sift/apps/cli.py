@@ -46,10 +46,9 @@ from superglue_sift.apps import many, results, retrieval
 from superglue_sift.errors import RequestError, WorkError, check_range
 from superglue_sift.extractors import DEFAULT
 from superglue_sift.files import check_writable, file_sha256, write_csv
-from superglue_sift.images import EXTENSIONS
+from superglue_sift.images import EXTENSIONS, FRAMES, STORED, UPRIGHT
 from superglue_sift.matcher import Matcher
 from superglue_sift.sift import WEAK
-from superglue_sift.upright import FRAMES, STORED, UPRIGHT
 from superglue_sift.weights import shipped_weights
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
@@ -100,8 +99,8 @@ def _add_output(group) -> None:
     add("--out-dir", type=Path, metavar="DIR", help="for any number of images: A_B_matches.npz for each pair")
     add("--pictures", action="store_true", help="with --out-dir: also A_B_matches.jpg")
     add("--json-files", action="store_true", help="with --out-dir: also A_B_matches.json")
-    warped = "also the first image warped onto the second, A_B_overlay.jpg, and both blinking, A_B_blink.gif "
-    add("--homography", action="store_true", help=warped + "(pip install 'superglue-sift[gif]')")
+    warped = "also the first image warped onto the second, A_B_overlay.jpg, and both blinking, A_B_blink.gif"
+    add("--homography", action="store_true", help=warped)
     database = "for a folder or --pairs: also a COLMAP database, ready to map "
     add("--colmap", type=Path, metavar="FILE", help=database + "(pip install 'superglue-sift[colmap]')")
     add("--features", type=Path, metavar="DIR", help="folder of the features (default: OUT-DIR/features)")
@@ -184,8 +183,6 @@ def _check_files(args: argparse.Namespace) -> None:
 
 def _check_packages(args: argparse.Namespace) -> None:
     """Check optional packages before any work. Raises RequestError if one is missing."""
-    if args.homography:
-        results.gif_library()
     if args.colmap:
         from superglue_sift.interop import colmap
 

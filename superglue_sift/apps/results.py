@@ -15,6 +15,7 @@ from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Tuple
 import cv2
 import numpy as np
 import torch
+from PIL import Image
 
 from superglue_sift import __version__, drawing, geometry
 from superglue_sift.errors import RequestError
@@ -219,17 +220,8 @@ def write_overlay(stem: Path, found: MatchResult, H_0to1: np.ndarray) -> Tuple[P
     overlay, blink = (stem.with_name(stem.name + end) for end in ("_overlay.jpg", "_blink.gif"))
     drawing.write(overlay, cv2.addWeighted(warped, 0.5, image1, 0.5, 0))
     reduced = (drawing.reduced(picture, BLINK_SIDE)[0] for picture in (warped, image1))
-    first, second = (gif_library().fromarray(cv2.cvtColor(picture, cv2.COLOR_BGR2RGB)) for picture in reduced)
+    first, second = (Image.fromarray(cv2.cvtColor(picture, cv2.COLOR_BGR2RGB)) for picture in reduced)
     data = io.BytesIO()
     first.save(data, "GIF", save_all=True, append_images=[second], duration=BLINK_MS, loop=0)
     write_atomic(blink, data.getvalue())
     return overlay, blink
-
-
-def gif_library():
-    """Import Pillow's `Image`: OpenCV does not write GIF. Raises RequestError if it is not installed."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise RequestError("--homography needs one more package: pip install 'superglue-sift[gif]'") from None
-    return Image

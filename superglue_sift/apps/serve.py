@@ -23,10 +23,9 @@ import numpy as np
 from superglue_sift import drawing
 from superglue_sift.apps import results
 from superglue_sift.errors import RequestError
-from superglue_sift.images import BadImage, check, declared_size, decode_color
+from superglue_sift.images import UPRIGHT, BadImage, decode_color, open_image
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
-from superglue_sift.upright import UPRIGHT
 
 HOST = "127.0.0.1"
 MAX_BYTES = 32 << 20  # of a request: both images
@@ -151,8 +150,8 @@ def image_of(data: bytes, name: str) -> np.ndarray:
     if not (data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")) or data[8:12] == b"WEBP"):
         raise RequestError(f"{name}: not a JPEG, PNG or WebP image")
     try:
-        size = declared_size(check(data, name), name)
-        if size is None or size[0] * size[1] > MAX_PIXELS:
+        width, height = open_image(data, name).size
+        if width * height > MAX_PIXELS:
             raise RequestError(f"{name}: too large: at most {MAX_PIXELS // 1_000_000} megapixels")
         return decode_color(data, name, UPRIGHT)
     except BadImage as error:
