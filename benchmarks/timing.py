@@ -7,13 +7,16 @@ remain valid while others use the machine.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import time
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, NamedTuple, Sequence
 
 import numpy as np
 
 RESAMPLES = 2000
+M_TRIM_THRESHOLD = -1  # of glibc's malloc.h
+M_MMAP_THRESHOLD = -3
 
 
 class Seconds(NamedTuple):
@@ -24,33 +27,28 @@ class Seconds(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """How many times faster; the median over the rounds and its 95 % bootstrap interval, if it has one."""
+    """How many times faster; the median over the rounds and its 95 % bootstrap interval."""
 
     value: float
-    low: Optional[float] = None
-    high: Optional[float] = None
-
-    @property
-    def ends(self) -> Tuple[float, float]:
-        """Ends of the interval; the value itself if measured once."""
-        return (self.value, self.value) if self.low is None else (self.low, self.high)
+    low: float
+    high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.2f}x" + ("" if self.low is None else f" [{self.low:.2f}, {self.high:.2f}]")
+        return f"{self.value:.2f}x [{self.low:.2f}, {self.high:.2f}]"
 
 
 def nothing() -> None:
     """Do not wait: work on a CPU is done when the call returns."""
 
 
-def interleaved(
+def alternate(
     ways: Dict[str, Callable[[], object]], rounds: int = 5, seconds: float = 10.0, wait: Callable[[], None] = nothing
 ) -> Dict[str, Seconds]:
     """Time each way once a round, in an order that reverses each round, after one warm-up call of each.
 
     Args:
         rounds: the maximum; at least two run.
-        seconds: no new round starts after this much processor time, or four times as much wall time.
+        seconds: no new round starts after this much time.
         wait: called before the clock is read, for work that continues after the call (on a GPU).
     """
     for way in ways.values():
@@ -58,14 +56,14 @@ def interleaved(
     wait()
     taken = {name: Seconds([], []) for name in ways}
     names = list(ways)
-    begun, used = time.perf_counter(), time.process_time()
+    begun = time.perf_counter()
     for number in range(max(rounds, 2)):
-        spent = min(time.perf_counter() - begun, max(time.process_time() - used, (time.perf_counter() - begun) / 4))
-        if number >= 2 and spent > seconds:
+        if number >= 2 and time.perf_counter() - begun > seconds:
             break
         gc.collect()
         for name in names if number % 2 == 0 else reversed(names):
-            wall, cpu = time.perf_counter(), time.process_time()
+            wall = time.perf_counter()
+            cpu = time.process_time()
             ways[name]()
             wait()
             taken[name].wall.append(time.perf_counter() - wall)
@@ -73,15 +71,19 @@ def interleaved(
     return taken
 
 
-def speed_up(slow: Sequence[float], fast: Sequence[float], seed: int = 0) -> Ratio:
+def speed_up(slow: Sequence[float], fast: Sequence[float]) -> Ratio:
     """`slow` over `fast`, round by round."""
     ratios = np.asarray(slow, float) / np.maximum(np.asarray(fast, float), 1e-9)
-    return interval(ratios, seed)
+    draws = np.random.default_rng(0).integers(len(ratios), size=(RESAMPLES, len(ratios)))
+    low, high = np.percentile(np.median(ratios[draws], axis=1), [2.5, 97.5])
+    return Ratio(float(np.median(ratios)), float(low), float(high))
 
 
-def interval(values: Sequence[float], seed: int = 0) -> Ratio:
-    """Median and its 95 % bootstrap interval."""
-    array = np.asarray(values, float)
-    draws = np.random.default_rng(seed).integers(len(array), size=(RESAMPLES, len(array)))
-    low, high = np.percentile(np.median(array[draws], axis=1), [2.5, 97.5])
-    return Ratio(float(np.median(array)), float(low), float(high))
+def keep_memory() -> None:
+    """Make glibc keep freed memory. Otherwise the way that runs first gets fresh pages, and its time is larger."""
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+    except OSError:
+        return
+    libc.mallopt(M_TRIM_THRESHOLD, 1 << 30)
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)

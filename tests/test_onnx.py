@@ -12,7 +12,6 @@ import pytest
 import torch
 from made_scenes import TURN, write_model
 
-from benchmarks.dev import onnx_times
 from superglue_sift import (
     Matcher,
     Pair,
@@ -212,46 +211,3 @@ def test_a_wrong_request_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(RequestError, match=r"pip install 'superglue-sift\[onnx\]'"):
         onnx.export(tmp_path / "m.onnx")
-
-
-class FakeRuntime:
-    """ONNX Runtime built with CUDA or without, whose sessions load it or go on on the CPU, as the real one does."""
-
-    __version__ = "1.0"
-    SessionOptions = type("SessionOptions", (), {})
-
-    def __init__(self, built: bool, loads: bool) -> None:
-        self.built, self.loads = built, loads
-
-    def get_available_providers(self) -> List[str]:
-        return ["CUDAExecutionProvider"] * self.built + ["CPUExecutionProvider"]
-
-    def InferenceSession(self, path: str, options: object, providers: list):
-        names = [each if isinstance(each, str) else each[0] for each in providers]
-        used = [name for name in names if self.loads or name != "CUDAExecutionProvider"]
-        found = type("Session", (), {"asked": providers, "get_providers": lambda _: used})
-        return found()
-
-
-@pytest.mark.parametrize(
-    ("built", "loads", "why"), [(False, False, "pip install onnxruntime-gpu"), (True, False, "cannot load CUDA")]
-)
-def test_onnx_runtime_that_would_go_on_on_the_cpu_is_refused(tmp_path, monkeypatch, built, loads, why):
-    monkeypatch.setitem(sys.modules, "onnxruntime", FakeRuntime(built, loads))
-    path = tmp_path / "m.onnx"
-    path.touch()
-    with pytest.raises(RequestError, match=why):
-        next(onnx_times.latencies(path, None, "cuda"))
-
-
-def test_without_the_file_the_times_say_what_writes_it(tmp_path):
-    path = tmp_path / "m.onnx"
-    with pytest.raises(RequestError, match=rf"{path}: no such file; `python -m superglue_sift.onnx {path}` writes it"):
-        next(onnx_times.latencies(path, None))
-
-
-def test_onnx_runtime_takes_the_gpu_that_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "onnxruntime", FakeRuntime(True, True))
-    made = onnx_times._session(Path("m.onnx"), torch.device("cuda:1"))
-    assert made.asked == [("CUDAExecutionProvider", {"device_id": 1})]
-    assert onnx_times._session(Path("m.onnx"), torch.device("cpu")).asked == ["CPUExecutionProvider"]

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.store_rows import store_rows
 from pipeline.errors import RequestError
 from pipeline.features import store
 from pipeline.features.store import ImageViews, Store
@@ -161,10 +160,3 @@ def test_the_file_is_plain_safetensors(tmp_path):
     tensors = load_file(write(tmp_path, make_images(COUNTS)) / "shard-00000.safetensors")
     assert sorted(tensors) == ["homographies", "offsets", "records", "sizes"]
     assert tensors["records"].dtype == np.uint8 and tensors["records"].shape[1] == 280
-
-
-def test_the_benchmark_of_access_prints_views_and_batches(tmp_path):
-    rows = store_rows(write(tmp_path, make_images([[30, 30]] * 8)), rounds=2)
-    assert [row["what"].split(",")[0] for row in rows] == ["view", "view", *["batch of 64 pairs"] * 2]
-    assert all(row["microseconds"] > 0 and "30 keypoints" in row["what"] for row in rows)
-    assert rows[0]["of_bare"] == 1.0 and rows[2]["of_bare"] == ""
