@@ -1,1 +1,1 @@
-"""One-off studies behind statements in docs/; `python -m benchmarks.dev.<name> --help`."""
+"""Scenes, learning curves, the first picture, the notebook, a new GPU; `python -m benchmarks.dev.<name> --help`."""
