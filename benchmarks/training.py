@@ -1,12 +1,13 @@
 """Rows of training: the loader, the ways to train, and the peer's work end to end.
 
-`python -m benchmarks.training`, started by `modes` under torchrun, is one rank of a mode of several processes.
+`python -m benchmarks.training`, started by `modes`, is one rank of a mode of several processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -23,10 +24,11 @@ import torch
 from benchmarks import timing
 from benchmarks.peer import PeerTraining
 from benchmarks.photographs import photographs
-from benchmarks.row import Row, Setting
+from benchmarks.row import Row, Setting, run
 from benchmarks.synthetic import made_store
 from pipeline import compat
 from pipeline.features import store
+from pipeline.launch import free_port
 from pipeline.parameters import params
 from pipeline.processes import distributed
 from pipeline.train import setup
@@ -37,6 +39,7 @@ from pipeline.train.trainer import StepBatches
 from superglue_sift import sift
 from superglue_sift.network.superglue import SuperGlueConfig
 
+CLONE = Path(__file__).resolve().parents[1]  # ranks import `benchmarks` from here
 KEYPOINTS = 512
 PAIRS = {"cuda": 64, "cpu": 2}  # of a step, for each process
 PEER_PAIRS = 8
@@ -112,19 +115,31 @@ def modes(setting: Setting) -> Iterator[Row]:
                 yield Row(f"mode: {way}", skipped=reason)
                 continue
             count = pairs * (places if changes.get("parallel") == "dp" else 1)
-            calls = {"plain": Trainer(setting, folder, pairs), way: Trainer(setting, folder, count, **changes)}
-            taken = setting.time(calls)
-            yield _mode_row(way, taken[way].wall, count, taken["plain"].wall, pairs)
+            mode = functools.partial(_time_mode, way=way, folder=folder, count=count, changes=changes)
+            yield from run(f"mode: {way}", mode, setting)
         for processes in sorted({1, 2, places}):
             way = f"DDP, {processes} process{'es' * (processes > 1)}"
             if processes > places:
                 yield Row(f"mode: {way}", skipped=f"needs {processes} GPUs or cores")
                 continue
-            plain = {"plain": Trainer(setting, folder, pairs)}
-            before = setting.time(plain)["plain"].wall
-            own = _run_ranks(setting, folder, processes)
-            after = setting.time(plain)["plain"].wall
-            yield _mode_row(way, 2 * own, pairs * processes, before + after, pairs)
+            mode = functools.partial(_time_ranks, way=way, folder=folder, processes=processes)
+            yield from run(f"mode: {way}", mode, setting)
+
+
+def _time_mode(setting: Setting, way: str, folder: Path, count: int, changes: Dict[str, Any]) -> Iterator[Row]:
+    pairs = PAIRS[setting.device.type]
+    calls = {"plain": Trainer(setting, folder, pairs), way: Trainer(setting, folder, count, **changes)}
+    taken = setting.time(calls)
+    yield _mode_row(way, taken[way].wall, count, taken["plain"].wall, pairs)
+
+
+def _time_ranks(setting: Setting, way: str, folder: Path, processes: int) -> Iterator[Row]:
+    pairs = PAIRS[setting.device.type]
+    plain = {"plain": Trainer(setting, folder, pairs)}
+    before = setting.time(plain)["plain"].wall
+    own = _run_ranks(setting, folder, processes)
+    after = setting.time(plain)["plain"].wall
+    yield _mode_row(way, 2 * own, pairs * processes, before + after, pairs)
 
 
 def _mode_row(way: str, own: List[float], count: int, plain: List[float], pairs: int) -> Row:
@@ -137,17 +152,22 @@ def _mode_row(way: str, own: List[float], count: int, plain: List[float], pairs:
 
 def _run_ranks(setting: Setting, folder: Path, processes: int) -> List[float]:
     """Seconds of the steps of `processes` ranks. Raises RuntimeError."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command += ["-m", "benchmarks.training", str(folder), "--params", str(setting.params.resolve())]
+    command = [sys.executable, "-m", "benchmarks.training", str(folder), "--params", str(setting.params.resolve())]
     command += ["--config", json.dumps(setting.config.to_dict()), "--rounds", str(setting.rounds)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // processes, 1))}
+    group = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    group["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // processes, 1))
     if setting.device.type == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    clone = Path(__file__).resolve().parents[1]
-    done = subprocess.run(command, env=environment, cwd=clone, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError((re.findall(r"\w*Error: .*", done.stderr) or ["a rank failed"])[0])
-    return json.loads(done.stdout.splitlines()[-1])
+        group["CUDA_VISIBLE_DEVICES"] = ""
+    ranks = []
+    for number in range(processes):
+        environment = {**os.environ, **group, "RANK": str(number), "LOCAL_RANK": str(number)}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        ranks.append(subprocess.Popen(command, env=environment, cwd=CLONE, **pipes))
+    answers = [each.communicate() for each in ranks]
+    if any(each.returncode for each in ranks):
+        said = re.findall(r"\w*Error: .*", "".join(errors for _, errors in answers))
+        raise RuntimeError((said or ["a rank failed"])[0])
+    return json.loads(answers[0][0].splitlines()[-1])
 
 
 def run_rank(argv: Optional[List[str]] = None) -> int:
