@@ -15,7 +15,7 @@ from typing import Callable, Dict, Iterable, List, Optional, Sequence
 
 import torch
 
-from benchmarks import images, network, row, timing, training
+from benchmarks import images, network, row, training
 from benchmarks.row import Row, Setting
 from pipeline import errors
 from pipeline.errors import RequestError
@@ -65,7 +65,6 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Print the rows as they are measured."""
     options = parse(argv)
-    timing.keep_memory()
     config = SuperGlueConfig(dim=options.dim, sinkhorn_iterations=options.iterations)
     device = torch.device(choose_device(options.device))
     setting = Setting(device, config, options.rounds, options.seconds, options.images, options.params)

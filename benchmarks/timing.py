@@ -7,7 +7,6 @@ remain valid while others use the machine.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import time
 from typing import Callable, Dict, List, NamedTuple, Sequence
@@ -15,8 +14,6 @@ from typing import Callable, Dict, List, NamedTuple, Sequence
 import numpy as np
 
 RESAMPLES = 2000
-M_TRIM_THRESHOLD = -1  # of glibc's malloc.h
-M_MMAP_THRESHOLD = -3
 
 
 class Seconds(NamedTuple):
@@ -77,13 +74,3 @@ def speed_up(slow: Sequence[float], fast: Sequence[float]) -> Ratio:
     draws = np.random.default_rng(0).integers(len(ratios), size=(RESAMPLES, len(ratios)))
     low, high = np.percentile(np.median(ratios[draws], axis=1), [2.5, 97.5])
     return Ratio(float(np.median(ratios)), float(low), float(high))
-
-
-def keep_memory() -> None:
-    """Make glibc keep freed memory. Otherwise the way that runs first gets fresh pages, and its time is larger."""
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-    except OSError:
-        return
-    libc.mallopt(M_TRIM_THRESHOLD, 1 << 30)
-    libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)

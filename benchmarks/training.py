@@ -178,7 +178,6 @@ def run_rank(argv: Optional[List[str]] = None) -> int:
     parser.add_argument("--config", required=True, help="JSON of a SuperGlueConfig")
     parser.add_argument("--rounds", type=int, required=True)
     args = parser.parse_args(argv)
-    timing.keep_memory()
     with distributed.process_group() as context:
         setting = Setting(context.device, SuperGlueConfig(**json.loads(args.config)), params=args.params)
         pairs = PAIRS[context.device.type] * context.world_size
