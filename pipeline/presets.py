@@ -1,8 +1,8 @@
-"""Write a preset into params.yaml and show the change: `python -m pipeline.presets use NAME`.
+"""Copy a preset to params.yaml and show the change: `python -m pipeline.presets use NAME`.
 
-`presets/sample.yaml` is complete and explains every key; the other presets list only what differs from it. The written
-file keeps the comments and may be edited by hand. `--images` names a folder of images; the digest of its file names and
-sizes goes into `fetch.content`, so that a changed folder is fetched again.
+A preset is a whole params.yaml; `presets/sample.yaml` explains the keys. A params.yaml that holds the preset already
+keeps its edited keys. `--images` names a folder of images; the digest of its file names and sizes goes into
+`fetch.content`, so that a changed folder is fetched again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import difflib
 import io
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple, cast
+from typing import Any, Dict, List, Optional, cast
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
@@ -23,37 +23,41 @@ from pipeline.parameters import params
 from pipeline.parameters.schema import FetchParams, flatten
 
 FOLDER = Path(__file__).resolve().parents[1] / "presets"
-BASE = "sample"
+DEFAULT = "sample"
+IMAGES = ("fetch.path", "fetch.val_path", "fetch.content")  # what `--images` and `--val-images` write
 
 
 def names() -> List[str]:
     """Names of the presets, the default first."""
-    return sorted((path.stem for path in FOLDER.glob("*.yaml")), key=lambda name: (name != BASE, name))
+    return sorted((path.stem for path in FOLDER.glob("*.yaml")), key=lambda name: (name != DEFAULT, name))
 
 
 def describe(name: str) -> str:
-    """The purpose of a preset, from the first line of its comment."""
-    return _split(_text(name))[0].splitlines()[0].partition(": ")[2]
+    """The purpose of a preset, from its first line."""
+    return _text(name).splitlines()[0].partition(": ")[2]
 
 
-def render(name: str, images: str = "", val_images: str = "") -> str:
+def render(name: str, images: str = "", val_images: str = "", text: str = "") -> str:
     """The text of params.yaml for a preset; `images` and `val_images`: folders of the user's images.
+
+    text: a params.yaml of this preset whose edited keys to keep; "": the preset itself.
 
     Raises RequestError for an unknown preset, a missing or empty folder, too few or too small images, or a preset that
     takes no folder.
     """
-    header = _split(_text(name))[0]
-    tree = _yaml().load(_split(_text(BASE))[1])
-    if name != BASE:
-        _merge(tree, _yaml().load(_text(name)))
-    folders: Tuple[str, ...] = ()
-    if tree["fetch"]["source"] == "folder":
-        if not images:
-            raise RequestError(f"preset {name}: needs a folder of images; {typed('repro', images='~/photos')}")
-        folders = _folder(images), _folder(val_images) if val_images else ""
-    elif images or val_images:
-        raise RequestError(f"preset {name}: takes no folder of images; leave the preset out, or use the preset folder")
-    return _text_of(header, tree, folders, f"presets/{name}.yaml")
+    origin = "params.yaml" if text else f"presets/{name}.yaml"
+    text = text or _text(name)
+    source = cast(Dict[str, Any], YAML(typ="safe", pure=True).load(text))["fetch"]["source"]
+    if source != "folder":
+        if images or val_images:
+            raise RequestError(
+                f"preset {name}: takes no folder of images; leave the preset out, or use the preset folder"
+            )
+        params.parse(YAML(typ="safe", pure=True).load(text), origin)
+        return text
+    if not images:
+        raise RequestError(f"preset {name}: needs a folder of images; {typed('repro', images='~/photos')}")
+    return _with_images(text, _folder(images), _folder(val_images) if val_images else "", origin)
 
 
 def refresh(path: Path) -> bool:
@@ -61,8 +65,21 @@ def refresh(path: Path) -> bool:
     fetch = params.load("fetch", path)
     if fetch.source != "folder":
         return False
-    header, body = _split(path.read_text(encoding="utf-8"))
-    return write(path, _text_of(header, _yaml().load(body), (fetch.path, fetch.val_path), str(path)))
+    text = path.read_text(encoding="utf-8")
+    return write(path, _with_images(text, fetch.path, fetch.val_path, str(path)))
+
+
+def use(path: Path, name: str, images: str = "", val_images: str = "") -> None:
+    """Write a preset to `path`, or these images into a file that holds the preset already; print what changed."""
+    text = path.read_text(encoding="utf-8") if path.exists() and params.preset(path) == name else ""
+    changed = write(path, render(name, images, val_images, text))
+    usual = _flat(_text(name))
+    edits = [line for line in _flat(path.read_text(encoding="utf-8")) if line not in usual]
+    edits = [line for line in edits if line.partition(":")[0] not in IMAGES]
+    if edits:
+        print(f"{path} differs from preset {name}: {', '.join(edits)}; to start anew, delete {path} first")
+    elif not changed:
+        print(f"{path} already holds preset {name}")
 
 
 def write(path: Path, text: str) -> bool:
@@ -85,19 +102,21 @@ def _flat(text: str) -> List[str]:
     return [f"{key}: {value}" for key, value in flat.items()]
 
 
-def _text_of(header: str, tree: Any, folders: Tuple[str, ...], origin: str) -> str:
-    """The text of a params.yaml. folders: of the user's images, which are checked: RequestError."""
-    if folders:
-        from pipeline.fetch import containers, splits
-        from pipeline.views.homography import smallest_images
+def _with_images(text: str, images: str, val_images: str, origin: str) -> str:
+    """The params.yaml with these folders of the user's images, which are checked: RequestError."""
+    from pipeline.fetch import containers, splits
+    from pipeline.views.homography import smallest_images
 
-        tree["fetch"].update(path=folders[0], val_path=folders[1], content=containers.digest(*folders))
+    yaml = YAML()
+    yaml.preserve_quotes = True
+    yaml.width = 4096
+    tree = yaml.load(text)
+    tree["fetch"].update(path=images, val_path=val_images, content=containers.digest(images, val_images))
     stream = io.StringIO()
-    _yaml().dump(tree, stream)
-    sections = params.parse_file(YAML(typ="safe", pure=True).load(stream.getvalue()), origin)
-    if folders:
-        splits.require_usable(*splits.own(cast(FetchParams, sections["fetch"])), smallest_images(sections))
-    return (f"{header}\n\n" if header else "") + stream.getvalue()
+    yaml.dump(tree, stream)
+    sections = params.parse(YAML(typ="safe", pure=True).load(stream.getvalue()), origin)
+    splits.require_usable(*splits.own(cast(FetchParams, sections["fetch"])), smallest_images(sections))
+    return stream.getvalue()
 
 
 def _folder(path: str) -> str:
@@ -117,39 +136,16 @@ def _text(name: str) -> str:
     return (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
 
 
-def _split(text: str) -> Tuple[str, str]:
-    """The comment at the start of a file, and the rest after the empty line."""
-    head, _, body = text.partition("\n\n")
-    if all(line.startswith("#") for line in head.splitlines()):
-        return head, body
-    return "", text
-
-
-def _yaml() -> YAML:
-    yaml = YAML()
-    yaml.preserve_quotes = True
-    yaml.width = 4096
-    return yaml
-
-
-def _merge(tree: Any, changes: Dict[str, Any]) -> None:
-    for key, value in changes.items():
-        if isinstance(value, dict) and isinstance(tree.get(key), dict):
-            _merge(tree[key], value)
-        else:
-            tree[key] = value
-
-
 def main(argv: Optional[List[str]] = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipeline.presets", description=str(__doc__).splitlines()[0])
     parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="the file written")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="name the presets")
     commands.add_parser("refresh", help="look at the folders of images again")
-    use = commands.add_parser("use", help="write a preset into params.yaml and show the change")
-    use.add_argument("name", nargs="?", default="", help="the preset; 'folder' when --images is given")
-    use.add_argument("--images", default="", help="folder of training images")
-    use.add_argument("--val-images", default="", help="folder of held-out images")
+    chosen = commands.add_parser("use", help="copy a preset to params.yaml and show the change")
+    chosen.add_argument("name", nargs="?", default="", help="the preset; 'folder' when --images is given")
+    chosen.add_argument("--images", default="", help="folder of training images")
+    chosen.add_argument("--val-images", default="", help="folder of held-out images")
     args = parser.parse_args(argv)
     if args.command == "list":
         print("\n".join(f"{name:14} {describe(name)}" for name in names()))
@@ -158,9 +154,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     else:
         if args.val_images and not args.images:
             raise RequestError("VAL_IMAGES (--val-images) goes with IMAGES (--images): name the training images too")
-        name = args.name or ("folder" if args.images else BASE)
-        if not write(args.params, render(name, args.images, args.val_images)):
-            print(f"{args.params} already holds preset {name}")
+        use(args.params, args.name or ("folder" if args.images else DEFAULT), args.images, args.val_images)
     return 0
 
 

@@ -96,6 +96,7 @@ def make_params() -> Callable[..., Any]:
     `make_params("keypoints", views={"homography": {"scale_min": 0.8}})`.
     """
     from pipeline.parameters import params
+    from pipeline.parameters.schema import TrainOptions
 
     sections = params.load_all(ROOT / "presets" / "sample.yaml")
 
@@ -109,7 +110,8 @@ def make_params() -> Callable[..., Any]:
     def make(section: str, **changes: Any) -> Any:
         base = {"init_from": "", "precision": "float32"} if section == "train" else {}
         tree = changed({**sections[section].model_dump(), **base}, changes)
-        return params.parse({section: tree}, "params")[section]
+        options = {name: tree.pop(name) for name in TrainOptions.model_fields if name in tree}
+        return params.parse({section: tree}, "params", options)[section]
 
     return make
 

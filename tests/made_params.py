@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 from pipeline.parameters.params import flag
 from pipeline.parameters.schema import TrainOptions
 
 
 def file_of(sections: Dict[str, Dict[str, Any]]) -> Dict[str, Any]:
-    """The tree of a file with these sections and all their fields: options as text, views in one place."""
+    """The tree of a file with these sections: views in one place, no options of the training."""
     tree = {name: dict(values) for name, values in sections.items()}
-    train = tree.get("train", {})
-    given = {name: train.pop(name) for name in TrainOptions.model_fields if name in train}
-    words = [flag(name, value) for name, value in given.items() if value != TrainOptions.model_fields[name].default]
-    if train:
-        train["options"] = " ".join(words)
+    for name in TrainOptions.model_fields:
+        tree.get("train", {}).pop(name, None)
     for name in ("keypoints", "evaluate"):
         if name in tree:
             tree.setdefault("views", tree[name]["views"])
     tree.get("keypoints", {}).pop("views", None)
     return tree
+
+
+def words_of(train: Dict[str, Any]) -> List[str]:
+    """The options among these values of the section `train`, as on a command line."""
+    usual = {name: field.default for name, field in TrainOptions.model_fields.items()}
+    changed = [name for name in usual if train.get(name, usual[name]) != usual[name]]
+    return " ".join(flag(name, train[name]) for name in changed).split()

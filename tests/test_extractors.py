@@ -219,7 +219,6 @@ def write_params(path: Path, make_params, name: str, scale_angle: bool) -> None:
             "steps": 6,
             "batch": 4,
             "val_every": 3,
-            "save_every": 3,
             "val_pairs": 8,
             **blind,
         },

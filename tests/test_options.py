@@ -17,6 +17,7 @@ from pipeline import tracking
 from pipeline.compat import grad_scaler
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
+from pipeline.parameters import params
 from pipeline.processes import distributed
 from pipeline.tracking.run import NullRun
 from pipeline.train import __main__ as train
@@ -171,9 +172,8 @@ def test_float16_scales_the_loss(bench):
 
 
 def load(bench, **keys):
-    from pipeline.parameters import params
-
-    return params.load("train", bench.arguments(tuple(keys.items()))[-1])
+    args = train.parse(bench.arguments(tuple(keys.items())))
+    return params.load("train", args.params, train.options_of(args))
 
 
 def test_mixed_precision_reaches_the_layers_and_spares_the_transport(tmp_path):
@@ -278,10 +278,20 @@ def test_validation_alone(bench, capsys):
         train.main([*arguments, "--validate-only"])
 
 
-def test_an_option_is_not_taken_for_a_longer_one(capsys):
-    with pytest.raises(SystemExit) as end:
+def test_an_option_is_not_taken_for_a_longer_one():
+    with pytest.raises(RequestError, match="unrecognized arguments: --batch 8"):
         train.main(["--batch", "8"])  # neither train.batch nor --batch-per-rank
-    assert end.value.code == 2 and "unrecognized arguments: --batch 8" in capsys.readouterr().err
+
+
+def test_options_come_from_the_environment_too(monkeypatch):
+    monkeypatch.setenv("TRAIN_OPTIONS", "--save-every 7 --compile --resume never")
+    args = train.parse(["--save-every", "5"])
+    assert (args.save_every, args.compile, args.resume) == (5, True, "never")
+    for words, said in (("--savevery 7", "unrecognized arguments: --savevery 7"), ("'", "No closing quotation"),
+                        ("--parallel x", "argument --parallel: invalid choice: 'x'")):  # fmt: skip
+        monkeypatch.setenv("TRAIN_OPTIONS", words)
+        with pytest.raises(RequestError, match=f"TRAIN_OPTIONS: {said}"):
+            train.parse([])
 
 
 def test_options_that_exclude_each_other(make_params):

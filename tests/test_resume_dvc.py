@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Dict
 
 import pytest
-from made_params import file_of
+from made_params import file_of, words_of
 from made_views import made_keypoints
 from ruamel.yaml import YAML
 from test_training import SMALL
@@ -47,7 +47,8 @@ class Clone:
     def environment(self, **more: str) -> Dict[str, str]:
         names = {f"GIT_{who}_{what}": "t@t" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
         store = {"MLFLOW_TRACKING_URI": f"sqlite:///{self.folder / 'mlflow.db'}", "DVC_NO_ANALYTICS": "true"}
-        return {**os.environ, **names, **store, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRAIN_OPTIONS": self.options}
+        return {**os.environ, **names, **store, **own, **more}
 
     def params(self, **keys: Any) -> None:
         """Write params.yaml with these keys of `train`."""
@@ -56,6 +57,7 @@ class Clone:
             "keypoints": self.make_params("keypoints").model_dump(),
         }
         (self.folder / "params.yaml").write_text(json.dumps(file_of(sections), indent=1))
+        self.options = " ".join(words_of(sections["train"]))
 
     def commit(self) -> None:
         subprocess.run(["git", "add", "-A"], cwd=self.folder, check=True)

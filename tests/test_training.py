@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from made_params import file_of
+from made_params import file_of, words_of
 from made_views import made_keypoints, made_store
 from processes import in_group
 
@@ -209,7 +209,7 @@ def request_of(tmp_path, make_params, mlflow_store):
         file.write_text(json.dumps(file_of({"train": section.model_dump()})))  # JSON is YAML
         return [
             "--keypoints", str(keypoints), "--out", str(tmp_path / out),
-            "--reports", str(tmp_path / f"{out}-reports"), "--params", str(file),
+            "--reports", str(tmp_path / f"{out}-reports"), "--params", str(file), *words_of(section.model_dump()),
         ]  # fmt: skip
 
     return make

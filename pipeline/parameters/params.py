@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-import shlex
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NoReturn, Type, Union, get_args
 
@@ -29,55 +28,38 @@ def load(section: str, path: Union[str, Path] = "params.yaml", options: Mapping[
 
 
 def load_all(path: Union[str, Path] = "params.yaml", options: Mapping[str, Any] = NO_OPTIONS) -> Dict[str, Section]:
-    """Every section in the file at `path`, by name.
-
-    options: `TrainOptions` from a command line; they override those of `train.options`.
-    """
-    return parse_file(_read(Path(path)), str(path), options)
-
-
-def parse_file(tree: Any, origin: str, options: Mapping[str, Any] = NO_OPTIONS) -> Dict[str, Section]:
-    """`parse` for the content of a params.yaml."""
-    if isinstance(tree, dict) and "views" not in tree and ("keypoints" in tree or "evaluate" in tree):
-        raise RequestError(f"{origin}: the section 'views' is missing")
-    return parse(tree, origin, options)
+    """Every section in the file at `path`, by name. options: `TrainOptions` from a command line."""
+    return parse(_read(Path(path)), str(path), options)
 
 
 def parse(tree: Any, origin: str, options: Mapping[str, Any] = NO_OPTIONS) -> Dict[str, Section]:
-    """Check a tree of plain dicts. origin: file name for messages."""
+    """Check a tree of plain dicts, some or all of the sections of a file. origin: file name for messages."""
     if not isinstance(tree, dict):
         raise RequestError(f"{origin}: must have the sections {', '.join(SECTIONS)}")
-    tree = _completed(tree, origin, options)
     sections: Dict[str, Section] = {}
-    problems: List[str] = []
-    for name, values in sorted(
-        tree.items(), key=lambda item: item[0] != "views"
-    ):  # first: other sections repeat its errors
+    train = tree.get("train")
+    for name in TrainOptions.model_fields if isinstance(train, dict) else ():
+        if name in train:
+            raise RequestError(f"{origin}: train.{name}: not a key; TRAIN_OPTIONS='{flag(name, train[name])}' sets it")
+    for name, values in _completed(tree, options).items():
         if name not in SECTIONS:
-            problems.append(f"{name}: unknown section{_near(str(name), list(SECTIONS))}")
-            continue
+            raise RequestError(f"{origin}: {_word(name)}: unknown section{_near(str(name), list(SECTIONS))}")
         try:
             sections[name] = SECTIONS[name].model_validate(values)
         except ValidationError as error:
             # a misspelt key first: it explains why the right one is missing
-            found = sorted(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
-            if problems and "views" in tree and "views" not in sections:
-                found = [item for item in found if item["loc"][:1] != ("views",)]
-            problems += [_problem(name, SECTIONS[name], item) for item in found]
-    asked, stored = (getattr(sections.get(name), "max_keypoints", None) for name in ("train", "keypoints"))
-    if not problems and asked is not None and stored is not None and asked > stored:
+            first = min(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
+            raise RequestError(f"{origin}: {_problem(name, SECTIONS[name], first)}") from None
+    used, stored = (getattr(sections.get(name), "max_keypoints", 0) for name in ("train", "keypoints"))
+    if used > stored > 0:
         limit = f"keypoints.max_keypoints ({stored})"
-        problems = [f"train.max_keypoints = {asked}: must be at most {limit}, what a view stores"]
-    if problems:
-        first = " ".join(problems[0].split())  # one line, also for a key with line breaks
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise RequestError(f"{origin}: {first}{more}")
-    return {name: sections[name] for name in tree}
+        raise RequestError(f"{origin}: train.max_keypoints = {used}: must be at most {limit}, what a view stores")
+    return sections
 
 
-def option_parser() -> argparse.ArgumentParser:
-    """Parser of `TrainOptions`, for command lines and for `train.options`; its result has only the options given."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
+def option_parser() -> Parser:
+    """Parser of `TrainOptions`; its result has only the options given."""
+    parser = Parser(add_help=False, allow_abbrev=False)
     for name, field in TrainOptions.model_fields.items():
         kind: Any = field.annotation
         option, text = "--" + name.replace("_", "-"), f"{field.description} (default: {field.default})"
@@ -90,38 +72,30 @@ def option_parser() -> argparse.ArgumentParser:
     return parser
 
 
+class Parser(argparse.ArgumentParser):
+    """A wrong argument is a RequestError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise RequestError(message)
+
+
 def flag(name: str, value: Any) -> str:
     """An option of a training as on its command line; `no --name` for a flag that is off."""
     option = "--" + name.replace("_", "-")
     return (option if value else f"no {option}") if isinstance(value, bool) else f"{option} {value}"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise RequestError(message)
-
-
-def _completed(tree: Dict[str, Any], origin: str, options: Mapping[str, Any]) -> Dict[str, Any]:
-    """The tree with the keys that sections take from others, and with the options of the training."""
-    views, keypoints, train, evaluate = (tree.get(name) for name in ("views", "keypoints", "train", "evaluate"))
-    shared = keypoints if isinstance(keypoints, dict) else {}
-    sizes = {name: shared[name] for name in ("width", "height", "max_keypoints") if name in shared}
+def _completed(tree: Dict[Any, Any], options: Mapping[str, Any]) -> Dict[Any, Any]:
+    """The tree with the views of `keypoints` and `evaluate`, and with the options of the training."""
+    views = tree.get("views")
     full = dict(tree)
-    if isinstance(keypoints, dict) and "views" in tree:
-        full["keypoints"] = {"views": views, **keypoints}
-    if isinstance(train, dict):
-        limit = {name: value for name, value in sizes.items() if name == "max_keypoints"}
-        full["train"] = {**limit, **_options(train.get("options"), origin), **train, **options}
-    if isinstance(evaluate, dict):
-        full["evaluate"] = {**sizes, **evaluate, "views": _merged(views, evaluate.get("views", {}))}
+    if isinstance(tree.get("keypoints"), dict) and "views" in tree:
+        full["keypoints"] = {"views": views, **tree["keypoints"]}
+    if isinstance(tree.get("train"), dict):
+        full["train"] = {**tree["train"], **options}
+    if isinstance(tree.get("evaluate"), dict):
+        full["evaluate"] = {**tree["evaluate"], "views": _merged(views, tree["evaluate"].get("views", {}))}
     return full
-
-
-def _options(text: Any, origin: str) -> Dict[str, Any]:
-    try:
-        return vars(option_parser().parse_args(shlex.split(text) if isinstance(text, str) else []))
-    except (RequestError, ValueError) as error:
-        raise RequestError(f"{origin}: train.options: {error}") from None
 
 
 def _merged(tree: Any, changes: Any) -> Any:
@@ -162,22 +136,22 @@ def _read(path: Path) -> Any:
 
 def _problem(section: str, model: Type[Section], error: Any) -> str:
     """`train.lr = -1: must be greater than 0`, from one pydantic error."""
-    *path, last = [section, *(str(part) for part in error["loc"])]
+    *path, last = [section, *(_word(part) for part in error["loc"])]
     key, kind = ".".join([*path, last]), error["type"]
     if kind == "value_error":
         return f"{key}.{error['ctx']['error']}"
+    if kind == "missing":
+        return f"{key} is missing; copy its line from presets/sample.yaml"
     if kind == "extra_forbidden":
         owner: Any = model
         for name in path[1:]:
             owner = owner.model_fields[name].annotation
         known = [name for name in owner.model_fields if name not in TrainOptions.model_fields]
         return f"{key}: unknown key{_near(last, known)}"
-    if kind == "missing":
-        return f"{key} is missing"
-    rule = "must hold keys with values"
-    if kind != "model_type":
-        rule = re.sub("^(Input|String) should", "must", error["msg"])
-    return f"{key} = {_short(error['input'])}: {rule}"
+    rule = (
+        re.sub("^(Input|String) should", "must", error["msg"]) if kind != "model_type" else "must hold keys with values"
+    )
+    return f"{key} = {_word(repr(error['input']))}: {rule}"
 
 
 def _near(name: str, known: List[str]) -> str:
@@ -185,6 +159,7 @@ def _near(name: str, known: List[str]) -> str:
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
+def _word(value: Any) -> str:
+    """In one line, also a key with line breaks, and short."""
+    text = " ".join(str(value).split())
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,6 +1,7 @@
 """The sections of params.yaml: keys with types and limits; `presets/sample.yaml` documents each key.
 
-Settings that few trainings need are options of the command (`TrainOptions`).
+A key has no default, so that DVC sees every value that a result depends on. How a training is computed (`TrainOptions`)
+is no key: options of the command have defaults.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class KeypointsParams(Section):
 
 
 class TrainOptions(Section):
-    """Options of `python -m pipeline.train` that few trainings need; also allowed in `train.options`."""
+    """Options of `python -m pipeline.train`, also in the environment variable TRAIN_OPTIONS."""
 
     parallel: Literal["ddp", "dp", "single"] = Field(
         "ddp",
@@ -97,14 +98,11 @@ class TrainOptions(Section):
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
         "none", description="how the learning rate grows with the number of processes, for --batch-per-rank"
     )
-    ema: float = Field(
-        0.0, ge=0.0, lt=1.0, description="decay of a moving average of the weights, to ship instead; 0: none"
-    )
     loader: Literal["plain", "synthetic"] = Field(
         "plain", description="plain: pairs from the store; synthetic: random keypoints, to measure the step alone"
     )
-    sinkhorn_iterations: int = Field(
-        30, ge=1, le=1000, description="Sinkhorn iterations while training; the paper's 100 take longer"
+    accumulate: int = Field(
+        1, ge=1, le=4096, description="parts of a process's pairs, one after the other: less memory, the same steps"
     )
     checkpoint_layers: bool = Field(
         False, description="recompute activations in the backward pass: less memory, about a third more time"
@@ -123,10 +121,9 @@ class TrainOptions(Section):
 
 
 class TrainParams(TrainOptions):
-    """options: text such as "--ema 0.999"; the fields of `TrainOptions` hold its values."""
+    """The keys of the section `train`, and the options of its command."""
 
     batch: Annotated[int, Field(ge=1, le=65536)]
-    accumulate: Annotated[int, Field(ge=1, le=4096)]
     steps: Count
     max_keypoints: KeypointCount
     min_keypoints: CountOrZero
@@ -146,18 +143,19 @@ class TrainParams(TrainOptions):
     schedule: Literal["constant_decay", "cosine", "wsd"]
     warmup_steps: CountOrZero
     decay_start: CountOrZero
+    ema: Annotated[float, Field(ge=0.0, lt=1.0)]
+    sinkhorn_iterations: Annotated[int, Field(ge=1, le=1000)]
     precision: Literal["auto", "float32", "bfloat16", "float16"]
     init_from: str
     freeze: List[str]
     val_pairs: Count
     val_every: Count
     seed: Seed
-    options: str
 
     @model_validator(mode="after")
     def _keys_agree(self) -> TrainParams:
         if self.checkpoint_layers and self.norm == "batch":
-            raise ValueError("options: --checkpoint-layers needs norm: layer (running statistics would move twice)")
+            raise ValueError("norm = 'batch': --checkpoint-layers needs layer (running statistics would move twice)")
         if self.dim % self.heads:
             raise ValueError(f"heads = {self.heads}: must divide dim ({self.dim})")
         if self.rotary and self.dim // self.heads % 2:

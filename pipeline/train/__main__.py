@@ -16,10 +16,14 @@ if __name__ == "__main__":
     threads.wait_passively()  # before torch is loaded
 
 import argparse
+import os
+import shlex
+import sys
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence, Tuple
 
 from pipeline import errors
+from pipeline.errors import RequestError
 from pipeline.features.store import Store
 from pipeline.parameters import params
 from pipeline.parameters.schema import TrainOptions
@@ -28,16 +32,22 @@ from pipeline.train import resume, setup, unseen
 from pipeline.train.resume import TrainPaths
 from pipeline.train.trainer import Training
 
+OPTIONS = "TRAIN_OPTIONS"  # environment: options that come before those of the command line
+
 
 def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.train", description=str(__doc__).splitlines()[0],
-                                     parents=[params.option_parser()], allow_abbrev=False)  # fmt: skip
-    add, usual = parser.add_argument, TrainPaths
-    add("--keypoints", type=Path, default=usual.keypoints, help="folder of the stage keypoints")
-    add("--out", type=Path, default=usual.out, help="folder of the checkpoints")
-    add("--reports", type=Path, default=usual.reports, help="folder of metrics and curves")
-    add("--params", type=Path, default=usual.params)
-    add("--resume", default=usual.resume, metavar="{auto,must,never,FOLDER}",
+    parser = params.Parser(
+        prog="python -m pipeline.train",
+        description=str(__doc__).splitlines()[0],
+        parents=[params.option_parser()],
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--keypoints", type=Path, default=TrainPaths.keypoints, help="folder of the stage keypoints")
+    add("--out", type=Path, default=TrainPaths.out, help="folder of the checkpoints")
+    add("--reports", type=Path, default=TrainPaths.reports, help="folder of metrics and curves")
+    add("--params", type=Path, default=TrainPaths.params)
+    add("--resume", default=TrainPaths.resume, metavar="{auto,must,never,FOLDER}",
         help="auto: resume from a checkpoint that fits, else set aside what is there and start from scratch; "
         "must: refuse to start from scratch; never: start from scratch; FOLDER: resume what was set aside "
         "there")  # fmt: skip
@@ -48,7 +58,12 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
         help="print metrics of the best model (or train.init_from); no training")  # fmt: skip
     add("--keep-seen", action="store_true",
         help="validate also on photographs that the weights it starts from were trained on")  # fmt: skip
-    return parser.parse_args(argv)
+    try:
+        usual = shlex.split(os.environ.get(OPTIONS, ""))
+        parser.parse_args(usual)
+    except (RequestError, ValueError) as error:
+        raise RequestError(f"{OPTIONS}: {error}; `python -m pipeline.train --help` lists what it may hold") from None
+    return parser.parse_args([*usual, *(sys.argv[1:] if argv is None else argv)])
 
 
 def paths_of(args: argparse.Namespace) -> TrainPaths:

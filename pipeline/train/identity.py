@@ -44,7 +44,7 @@ SCHEDULE = ("decay_start", "lr", "schedule", "steps", "warmup_steps")
 
 def stated(train: TrainParams) -> Dict[str, Any]:
     """The section as JSON values; of `init_from` only the file name, since `initial_weights` has the digest."""
-    return {**train.model_dump(exclude={"options"}), "init_from": Path(train.init_from).name}
+    return {**train.model_dump(), "init_from": Path(train.init_from).name}
 
 
 def fingerprint(train: TrainParams, data_digest: str, world_size: int) -> Fingerprint:

@@ -271,7 +271,7 @@ def _first(keys: List[str], saved: Fingerprint) -> str:
     changes = [f"train.{name}: {value}" for name, value in named.items() if name not in TrainOptions.model_fields]
     options = [flag(name, value) for name, value in named.items() if name in TrainOptions.model_fields]
     words = [f"set {', '.join(changes)} in params.yaml"] if changes else []
-    words += [f"give {' '.join(options)}"] if options else []
+    words += [f"give {' '.join(options)} in TRAIN_OPTIONS"] if options else []
     words += ["restore the keypoints it was trained on"] if "data" in keys else []
     words += ["use as many processes"] if "world_size" in keys else []
     return f", {' and '.join(words)} and run" if words else ""

@@ -244,8 +244,8 @@ class Training:
             pairs = -(-self.pairs // world_size // train.accumulate)
             raise WorkError(
                 f"out of memory at step {self.state.step} with {pairs} pairs at a time: set "
-                f"train.accumulate: {train.accumulate * 2} (the same steps, {max(pairs // 2, 1)} pairs at a time), or "
-                f"train.batch: {max(self.pairs // 2, world_size)}"
+                f"TRAIN_OPTIONS='--accumulate {train.accumulate * 2}' (the same steps, {max(pairs // 2, 1)} pairs at a "
+                f"time), or train.batch: {max(self.pairs // 2, world_size)}"
             ) from error
 
     def _skipped(self, result: StepResult) -> None:

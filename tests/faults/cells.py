@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Tuple
 
-from made_params import file_of
+from made_params import file_of, words_of
 from made_views import made_keypoints
 
 from pipeline.parameters import params
@@ -113,7 +113,7 @@ class Workbench:
         section.update(dict(keys))
         file = self.folder / f"params-{hashlib.sha256(repr(keys).encode()).hexdigest()[:12]}.yaml"
         file.write_text(json.dumps(file_of({"train": section})))  # JSON is YAML
-        return ["--keypoints", str(self.keypoints), "--params", str(file)]
+        return ["--keypoints", str(self.keypoints), "--params", str(file), *words_of(section)]
 
     def clean(self, world: int, keys: Tuple[Tuple[str, Any], ...] = ()) -> str:
         """Digest of the same training without a fault, with `world` ranks."""
