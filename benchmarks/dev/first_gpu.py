@@ -87,8 +87,9 @@ def write_params(out: Path, images: str, small: bool) -> None:
     base["keypoints"].update(width=320, height=240, max_keypoints=keypoints, views_per_image=4 if small else 12)
     base["train"].update(batch=4 if small else 64, max_keypoints=keypoints, init_from="", neighbours=False)
     base["train"].update(layers=2 if small else 9, optimizer="adam", min_keypoints=0, val_pairs=8)
-    curve = {"steps": steps, "val_every": steps, "options": f"--log-every 1 --save-every {steps // 4}"}
-    real = {"steps": 40 if small else 1_000_000, "val_every": 5 if small else 500, "options": ""}
+    base["evaluate"].update(width=320, height=240, max_keypoints=keypoints)
+    curve = {"steps": steps, "val_every": steps}
+    real = {"steps": 40 if small else 1_000_000, "val_every": 5 if small else 500}
     for name, changes in (("curve", curve), ("real", real)):
         path = out / f"{name}.yaml"
         write_atomic(path, json.dumps({**base, "train": {**base["train"], **changes}}, indent=1))
@@ -103,7 +104,8 @@ def list_parts(out: Path, device: str) -> List[Part]:
     extract = ["--images", f"{out}/images", "--out", f"{out}/keypoints", "--reports", f"{out}/keypoints-report"]
     table = [*PYTHON, "pipeline.benchmark", "--device", device, "--params", f"{out}/curve.yaml"]
     table += ["--dim", "16", "--iterations", "5", "--seconds", "0.5", "--rounds", "2"] if small else ["--dim", "256"]
-    compared = ["--deterministic"]  # only then a GPU computes the same bytes twice
+    # only with --deterministic a GPU computes the same bytes twice
+    compared = ["--deterministic", "--log-every", "1", "--save-every", "2" if small else "50"]
     comparison = [*PYTHON, "benchmarks.dev.first_gpu", "--compare", "--out", str(out)]
     rows = {"parity": 50, "step,sinkhorn,latency": 120, "peer,loader,memory": 200, "modes,views": 230}
     return [

@@ -95,7 +95,7 @@ def test_too_many_bad_steps_end_the_run(bench, monkeypatch):
     assert codes == [1, 1] and "2 steps had a gradient that was not finite, more than 1;" in log.read_text()
 
 
-@pytest.mark.parametrize("kind, text", [("oom", "set train.accumulate: 2"), ("full", "No space left")])
+@pytest.mark.parametrize("kind, text", [("oom", "set TRAIN_OPTIONS='--accumulate 2'"), ("full", "No space left")])
 def test_the_message_names_the_fix(bench, kind, text):
     arguments = [*bench.arguments(), "--out", str(bench.folder / kind), "--reports", str(bench.folder / "r")]
     log = bench.folder / f"{kind}.log"

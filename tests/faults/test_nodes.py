@@ -102,8 +102,8 @@ def test_must_refuses_only_where_no_node_has_a_checkpoint(bench, nodes):
 
 
 def test_nodes_with_other_parameters_are_refused_in_one_line(bench, nodes):
-    params = [bench.arguments((("log_every", every),))[2:] for every in (2, 4)]
-    assert run(nodes, bench.arguments(), more=params).codes == [2, 2]
+    logged = [["--log-every", str(every)] for every in (2, 4)]
+    assert run(nodes, bench.arguments(), more=logged).codes == [2, 2]
     (line,) = [line for folder in nodes for line in text(folder).splitlines() if line.startswith("error")]
     assert "rank 1 has train.log_every: 4, rank 0 2" in line
 
