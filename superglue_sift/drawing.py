@@ -1,28 +1,32 @@
-"""Pictures of matches: two images side by side, joined by half transparent lines, coloured by confidence.
+"""Pictures of matches: two images side by side, joined by thin lines.
 
-Colours are viridis, which is perceptually uniform, also in gray: dark violet 0, yellow 1. The strongest `LINES` matches
-are lines, the others points, so that the images stay visible. Known wrong matches are red and end in crosses.
+The colour of a match is that of its place in the first image, yellow at the left to magenta at the right, so that the
+eye can follow a line; confidences, most of them near 1, would all look the same. `LINES` matches that are spread over
+the image are lines, the others dots, so that the images stay visible. Known wrong matches are red and end in crosses.
 """
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import List, Optional, Sequence, Tuple, Union
 
 import cv2
 import numpy as np
+from PIL import Image, ImageDraw, ImageFont
 
 from superglue_sift.files import write_atomic
 
-RED, WHITE, DARK = (40, 40, 240), (255, 255, 255), (40, 40, 40)  # BGR
-LINES = 150  # strongest matches of a pair, drawn as lines
-OPACITY = 0.55  # of lines; their ends are opaque
+RED = (40, 40, 240)  # BGR
+DARK = (40, 40, 40)
+HUES = (50.0, 300.0)  # degrees, at the left and right edge of the first image; red is for wrong matches
+LINES = 100  # matches of a pair that are lines
+CELLS = (8, 6)  # across and down the first image, from which the lines are taken in turn
+OPACITY = 0.75  # of lines; their ends are opaque
 SIDE = 1280  # maximum longer side of each image in the picture, pixels
 GAP = 8  # pixels between the two images
-BAR = 26  # height of a heading and of the legend in pixels
-FONT, FONT_SIZE = cv2.FONT_HERSHEY_SIMPLEX, 0.5
+BAR = 28  # height of a heading and of the legend in pixels
+FONT_SIZE = 15
 
 
 @dataclass(frozen=True)
@@ -58,21 +62,18 @@ class Picture:
         write(Path(path), self.pixels)
 
 
-@functools.lru_cache(maxsize=1)
-def colour_table() -> Tuple[Tuple[int, int, int], ...]:
-    """The 256 colours of confidences from 0 to 1, BGR."""
-    rows = cv2.applyColorMap(np.arange(256, dtype=np.uint8).reshape(-1, 1), cv2.COLORMAP_VIRIDIS)[:, 0]
-    return tuple((int(b), int(g), int(r)) for b, g, r in rows)
+def colours_of(points: np.ndarray, width: int) -> np.ndarray:
+    """(K, 3) uint8 BGR of places (K, 2) in an image of this width: their hue is that of x."""
+    across = np.clip((np.asarray(points, float).reshape(-1, 2)[:, 0] + 0.5) / max(width, 1), 0.0, 1.0)
+    hue = (HUES[0] + (HUES[1] - HUES[0]) * across) / 2  # OpenCV's unit is two degrees
+    hsv = np.full((len(across), 1, 3), 255, np.uint8)
+    hsv[:, 0, 0] = np.rint(hue)
+    return cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[:, 0] if len(hsv) else np.zeros((0, 3), np.uint8)
 
 
-def css_colours() -> List[str]:
-    """`colour_table` for CSS: 256 times #rrggbb."""
-    return [f"#{r:02x}{g:02x}{b:02x}" for b, g, r in colour_table()]
-
-
-def colour_of(score: float) -> Tuple[int, int, int]:
-    """BGR of a confidence from 0 to 1."""
-    return colour_table()[round(255 * min(max(float(score), 0.0), 1.0))]
+def css_colours(points: np.ndarray, width: int) -> List[str]:
+    """`colours_of` for CSS, #rrggbb."""
+    return [f"#{red:02x}{green:02x}{blue:02x}" for blue, green, red in colours_of(points, width)]
 
 
 def side_by_side(image0: np.ndarray, image1: np.ndarray) -> np.ndarray:
@@ -90,21 +91,31 @@ def drawing_order(panel: Panel) -> np.ndarray:
     return np.lexsort((panel.scores, wrong))
 
 
-def strongest(scores: np.ndarray) -> np.ndarray:
-    """(K,) bool: matches that are drawn as lines."""
-    chosen = np.zeros(len(scores), bool)
-    chosen[np.argsort(-np.asarray(scores), kind="stable")[:LINES]] = True
-    return chosen
+def spread(points: np.ndarray, scores: np.ndarray, size: Tuple[int, int]) -> np.ndarray:
+    """(K,) int64: matches in the order in which they become lines.
+
+    First the strongest of each cell of an image of `size` (width, height), then the second of each, and so on.
+    """
+    scaled = np.asarray(points, float).reshape(-1, 2) / np.array(size) * CELLS
+    across, down = np.clip(scaled.astype(int), 0, np.array(CELLS) - 1).T
+    cells = down * CELLS[0] + across
+    by_cell = np.lexsort((-np.asarray(scores), cells))
+    firsts = np.searchsorted(cells[by_cell], cells[by_cell])  # where the cell of each begins
+    turns = np.empty(len(cells), int)
+    turns[by_cell] = np.arange(len(cells)) - firsts
+    return np.lexsort((-np.asarray(scores), turns))
 
 
-def draw_lines(canvas: np.ndarray, panel: Panel, shift: int) -> None:
-    """Draw the matches of a panel, with points1 shifted `shift` pixels to the right."""
-    order, lines = drawing_order(panel), strongest(panel.scores)
+def draw_lines(canvas: np.ndarray, panel: Panel, size: Tuple[int, int]) -> None:
+    """Draw the matches of a panel on two images side by side; size: (width, height) of the first."""
+    order = drawing_order(panel)
+    lines = np.zeros(len(order), bool)
+    lines[spread(panel.points0, panel.scores, size)[:LINES]] = True
     wrong = np.zeros(len(lines), bool) if panel.wrong is None else np.asarray(panel.wrong, bool)
-    thickness = 1 + canvas.shape[1] // 1600
+    thickness = 1 + canvas.shape[1] // 2000
     # fixed-point coordinates for cv2: four fractional bits
-    ends = np.rint(16 * np.stack([panel.points0, panel.points1 + np.array([shift, 0])], axis=1)).astype(int)
-    colours = [RED if bad else colour_of(score) for bad, score in zip(wrong, panel.scores)]
+    ends = np.rint(16 * np.stack([panel.points0, panel.points1 + np.array([size[0] + GAP, 0])], axis=1)).astype(int)
+    colours = [RED if bad else colour.tolist() for bad, colour in zip(wrong, colours_of(panel.points0, size[0]))]
     below = canvas.copy()
     for index in order[lines[order]]:
         start, end = (tuple(point.tolist()) for point in ends[index])
@@ -115,51 +126,36 @@ def draw_lines(canvas: np.ndarray, panel: Panel, shift: int) -> None:
             _draw_end(canvas, point, colours[index], bool(wrong[index]), thickness)
 
 
-def _draw_end(canvas: np.ndarray, point: np.ndarray, colour: Tuple[int, int, int], wrong: bool, size: int) -> None:
+def _draw_end(canvas: np.ndarray, point: np.ndarray, colour: Sequence[int], wrong: bool, size: int) -> None:
     """Draw a dot, or a cross for a wrong match, at `point` in sixteenths of a pixel."""
     if not wrong:
         cv2.circle(canvas, tuple(point.tolist()), 16 * (2 + size), colour, -1, cv2.LINE_AA, 4)
         return
     for dx, dy in ((1, 1), (1, -1)):
         arm = 16 * (3 + size) * np.array([dx, dy])
-        cv2.line(canvas, tuple((point - arm).tolist()), tuple((point + arm).tolist()), colour, size, cv2.LINE_AA, 4)
+        ends = tuple((point - arm).tolist()), tuple((point + arm).tolist())
+        cv2.line(canvas, *ends, colour, size + 1, cv2.LINE_AA, 4)
 
 
-def heading_bar(width: int, text: str) -> np.ndarray:
-    """A dark bar (BAR, width, 3) with text, shrunk to fit."""
-    bar = np.full((BAR, width, 3), DARK, np.uint8)
-    (text_width, _), _ = cv2.getTextSize(text, FONT, FONT_SIZE, 1)
-    scale = min(FONT_SIZE, FONT_SIZE * (width - 12) / max(text_width, 1))
-    cv2.putText(bar, text, (6, BAR - 9), FONT, scale, WHITE, 1, cv2.LINE_AA)
-    return bar
+def text_bar(width: int, text: str) -> np.ndarray:
+    """A dark bar (BAR, width, 3) with text, in a smaller font where it does not fit."""
+    size = FONT_SIZE
+    while size > 6 and ImageFont.load_default(size).getlength(text) > width - 16:
+        size -= 1
+    bar = Image.new("RGB", (width, BAR), DARK)
+    place = (8, BAR // 2)
+    ImageDraw.Draw(bar).text(place, text, fill="white", font=ImageFont.load_default(size), anchor="lm")
+    return np.array(bar)  # white and gray: the same in RGB and BGR
 
 
-def legend_bar(width: int, panels: Sequence[Panel]) -> np.ndarray:
-    """A dark bar (BAR, width, 3) that explains the colours, shrunk to fit."""
-    items: List[np.ndarray] = [_word("confidence 0"), _swatches(colour_table()[::2]), _word("1")]
-    for means in dict.fromkeys(panel.wrong_means for panel in panels if panel.wrong is not None):
-        items += [_swatches([RED] * 24), _word(means)]
+def legend(panels: Sequence[Panel]) -> str:
+    """What lines, dots and crosses mean; names only what the panels use."""
+    words = ["colour: place in the first image"] if any(len(panel.scores) for panel in panels) else []
+    means = dict.fromkeys(panel.wrong_means for panel in panels if panel.wrong is not None and np.any(panel.wrong))
+    words += [f"red crosses: {each}" for each in means]
     if any(len(panel.scores) > LINES for panel in panels):
-        items.append(_word(f"lines: the {LINES} strongest; dots: the others"))
-    row = np.concatenate(items, axis=1)
-    if row.shape[1] > width:
-        row = cv2.resize(row, (width, max(1, BAR * width // row.shape[1])), interpolation=cv2.INTER_AREA)
-    bar = np.full((BAR, width, 3), DARK, np.uint8)
-    top = (BAR - len(row)) // 2
-    bar[top : top + len(row), : row.shape[1]] = row
-    return bar
-
-
-def _word(text: str) -> np.ndarray:
-    (text_width, _), _ = cv2.getTextSize(text, FONT, FONT_SIZE, 1)
-    return heading_bar(text_width + 14, text)
-
-
-def _swatches(colours: Sequence[Tuple[int, int, int]]) -> np.ndarray:
-    """A strip of colours, one pixel wide each."""
-    strip = np.full((BAR, len(colours), 3), DARK, np.uint8)
-    strip[7:-7] = np.array(colours, np.uint8)
-    return strip
+        words.append(f"lines: {LINES} matches spread over the image, dots: the others")
+    return ";   ".join(words)
 
 
 def draw(image0: np.ndarray, image1: np.ndarray, panels: Sequence[Panel]) -> np.ndarray:
@@ -167,15 +163,22 @@ def draw(image0: np.ndarray, image1: np.ndarray, panels: Sequence[Panel]) -> np.
 
     Images are reduced to a longer side of `SIDE`.
     """
-    (small0, scale0), (small1, scale1) = (reduced(image, SIDE) for image in (image0, image1))
+    small0, scale0 = reduced(image0, SIDE)
+    small1, scale1 = reduced(image1, SIDE)
     rows: List[np.ndarray] = []
     for panel in panels:
         canvas = side_by_side(small0, small1)
-        points0, points1 = (panel.points0 + 0.5) * scale0 - 0.5, (panel.points1 + 0.5) * scale1 - 0.5
-        shown = Panel(panel.heading, points0, points1, panel.scores, panel.wrong, panel.wrong_means)
-        draw_lines(canvas, shown, small0.shape[1] + GAP)
-        rows += [heading_bar(canvas.shape[1], panel.heading), canvas]
-    return np.concatenate([*rows, legend_bar(rows[0].shape[1], panels)], axis=0)
+        points0 = (panel.points0 + 0.5) * scale0 - 0.5
+        points1 = (panel.points1 + 0.5) * scale1 - 0.5
+        draw_lines(canvas, replace(panel, points0=points0, points1=points1), small0.shape[1::-1])
+        rows += [text_bar(canvas.shape[1], panel.heading), canvas]
+    return np.concatenate([*rows, text_bar(rows[0].shape[1], legend(panels))], axis=0)
+
+
+def overlay(warped: np.ndarray, image: np.ndarray, covered: np.ndarray, opacity: float) -> np.ndarray:
+    """Lay a warped image over another, (H, W, 3) uint8 each, where it covers it, (H, W) bool; the rest stays bright."""
+    mixed = cv2.addWeighted(warped, opacity, image, 1 - opacity, 0)
+    return np.where(covered[..., None], mixed, image)
 
 
 def reduced(image: np.ndarray, longer_side: int) -> Tuple[np.ndarray, float]:

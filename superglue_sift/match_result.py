@@ -175,4 +175,4 @@ class MatchResult(NamedTuple):
         """(K,) bool, the outliers of the fit with more inliers, or None without a fit; and a legend for them."""
         name = max(fitted, key=lambda key: int(fitted[key].inliers.sum()))
         fit = fitted[name]
-        return None if fit.model is None else ~fit.inliers, f"off the {FIT_NAMES[name]}"
+        return None if fit.model is None else ~fit.inliers, f"does not fit the {FIT_NAMES[name]}"

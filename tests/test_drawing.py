@@ -11,7 +11,7 @@ from superglue_sift.drawing import BAR, GAP, RED, Panel, draw
 
 BLACK = np.zeros((200, 300, 3), np.uint8)
 MIDDLE = 300 + GAP // 2  # of a picture of two such images: a column that lines alone cross
-VIOLET, YELLOW = np.array([84, 1, 68]), np.array([37, 231, 253])  # BGR, the ends of viridis
+LEFT, RIGHT = (drawing.colours_of(np.array([[x, 0]]), 300)[0] for x in (0, 299))
 
 
 def rows(*heights):
@@ -33,51 +33,71 @@ def crossing(picture, height):
     return (seen - (1 - drawing.OPACITY) * 255) / drawing.OPACITY
 
 
-def test_colours_are_viridis_from_0_to_1():
-    colours = np.array(drawing.colour_table())
-    np.testing.assert_allclose(colours[[0, 255]], [VIOLET, YELLOW], atol=2)
-    assert drawing.colour_of(-1) == drawing.colour_of(0) and drawing.colour_of(2) == drawing.colour_of(1)
-    light = cv2.cvtColor(colours[None].astype(np.uint8), cv2.COLOR_BGR2LAB)[0, :, 0].astype(int)
-    assert (np.diff(light) >= -1).all() and light[-1] - light[0] > 150, "brighter is surer, in gray prints too"
-    assert drawing.css_colours()[255] == "#{2:02x}{1:02x}{0:02x}".format(*drawing.colour_table()[255])
+def test_colours_are_places_from_left_to_right_and_never_red():
+    points = np.stack([np.arange(300.0), np.zeros(300)], axis=1)
+    colours = drawing.colours_of(points, 300).astype(int)
+    np.testing.assert_array_equal(colours[0], drawing.colours_of([[-5, 0]], 300)[0])
+    hues = cv2.cvtColor(colours[None].astype(np.uint8), cv2.COLOR_BGR2HSV)[0, :, 0].astype(int)
+    assert (np.diff(hues) >= 0).all() and hues[0] < 30 and hues[-1] > 140
+    assert np.abs(colours - RED).max(axis=1).min() > 100
+    assert drawing.css_colours([[0, 0]], 300) == ["#{2:02x}{1:02x}{0:02x}".format(*colours[0])]
+    assert drawing.colours_of(np.zeros((0, 2)), 300).shape == (0, 3)
 
 
-def test_lines_are_half_transparent_and_coloured_by_confidence():
-    picture = draw(BLACK, BLACK, [panel([40, 100], [0.0, 1.0])])
-    np.testing.assert_allclose(crossing(picture, 40), VIOLET, atol=26)
-    np.testing.assert_allclose(crossing(picture, 100), YELLOW, atol=26)
+def test_lines_shine_through_and_have_the_colour_of_their_place():
+    picture = draw(BLACK, BLACK, [panel([40], [1.0])])
+    middle = drawing.colours_of(rows(40), 300)[0]
+    np.testing.assert_allclose(crossing(picture, 40), middle, atol=30)
     np.testing.assert_array_equal(picture[BAR + 70, MIDDLE], 255)
-    np.testing.assert_allclose(picture[BAR + 40, 150], VIOLET, atol=4)  # ends are opaque
+    np.testing.assert_allclose(picture[BAR + 40, 150], middle, atol=4)  # ends are opaque
 
 
 def test_wrong_matches_are_red_crosses_and_over_the_right_ones():
     picture = draw(BLACK, BLACK, [panel([40, 40, 100], [0.9, 0.1, 0.9], [False, True, False])])
     np.testing.assert_allclose(crossing(picture, 40), RED, atol=26)
-    np.testing.assert_allclose(crossing(picture, 100), drawing.colour_of(0.9), atol=26)
+    np.testing.assert_allclose(crossing(picture, 100), drawing.colours_of(rows(100), 300)[0], atol=30)
     above = picture[BAR + 40 - 3, 145:149].astype(int)  # an arm of the cross reaches where a dot does not
     assert (np.abs(above - RED).max(axis=1) < 100).any()
 
 
-def test_of_many_matches_the_strongest_are_lines_and_the_others_points():
+def test_of_many_matches_those_spread_over_the_image_are_lines_and_the_others_points():
     heights = np.arange(0, 200, 1)
-    scores = np.random.default_rng(0).permutation(200) / 199.0
-    picture = draw(BLACK, BLACK, [panel(heights, scores)])
+    picture = draw(BLACK, BLACK, [panel(heights, np.ones(200))])
     crossed = (picture[BAR : BAR + 200, MIDDLE] != 255).any(axis=1)
-    weak = scores < 50 / 199  # the 50 weakest of 200
-    assert crossed[~weak].all()
-    alone = weak & np.r_[True, weak[:-1]] & np.r_[weak[1:], True]  # the antialiased edge of a line reaches a pixel far
-    assert alone.sum() >= 2 and not crossed[alone].any()
+    assert crossed.sum() < 200 and all(part.any() for part in np.split(crossed, 10))
     dots = picture[BAR : BAR + 200, 150]
     assert (dots.astype(int).sum(axis=1) > 0).all()
 
 
-def test_the_legend_says_what_is_there():
-    plain, marked = (drawing.legend_bar(700, [panel([1], [1.0], wrong)]) for wrong in (None, [True]))
-    many = drawing.legend_bar(700, [panel(range(151), np.ones(151))])
-    assert plain.shape == marked.shape == many.shape == (BAR, 700, 3)
-    assert not (plain == RED).all(axis=2).any() and (marked == RED).all(axis=2).any()
-    assert (many[:, 400:] != many[0, -1]).any() and not (plain[:, 400:] != plain[0, -1]).any()
-    assert drawing.legend_bar(40, [panel([1], [1.0], [True])]).shape == (BAR, 40, 3)
+def test_lines_are_taken_from_all_parts_of_the_image_in_turn():
+    """Three in one cell, one far away with the lowest score: that one comes second."""
+    points = np.array([[10.0, 10.0], [12.0, 10.0], [14.0, 10.0], [290.0, 190.0]])
+    order = drawing.spread(points, np.array([0.7, 0.9, 0.8, 0.1]), (300, 200))
+    assert order.tolist() == [1, 3, 2, 0]
+    assert drawing.spread(np.zeros((0, 2)), np.zeros(0), (300, 200)).tolist() == []
+
+
+def test_the_legend_names_what_is_there_and_nothing_else():
+    colour = "colour: place in the first image"
+    assert drawing.legend([panel([1], [1.0])]) == drawing.legend([panel([1], [1.0], [False])]) == colour
+    assert drawing.legend([panel([], [])]) == ""
+    many = [panel(range(200), np.ones(200), np.arange(200) == 3, wrong_means="off")]
+    assert (
+        drawing.legend(many)
+        == f"{colour};   red crosses: off;   lines: 100 matches spread over the image, dots: the others"
+    )
+
+
+def test_text_fits_into_its_bar():
+    wide, narrow = (drawing.text_bar(width, "x" * 100) for width in (2000, 700))
+    assert wide.shape == (BAR, 2000, 3) and narrow.shape == (BAR, 700, 3)
+    assert (narrow[:, -8:] == drawing.DARK).all() and (narrow != drawing.DARK).any()
+
+
+def test_an_overlay_keeps_the_rest_of_the_image_bright():
+    image, warped = np.full((2, 2, 3), 200, np.uint8), np.full((2, 2, 3), 100, np.uint8)
+    found = drawing.overlay(warped, image, np.array([[True, False]] * 2), 0.5)
+    assert (found[:, 0] == 150).all() and (found[:, 1] == 200).all()
 
 
 def test_panels_lie_below_each_other_and_photographs_stay_in_colour(tmp_path):
@@ -96,7 +116,9 @@ def test_large_images_are_reduced_and_points_with_them():
     ends = np.array([[1000.5, 100.5]])
     picture = draw(large, BLACK, [Panel("", ends, rows(100), np.ones(1))])
     assert picture.shape == (200 + 2 * BAR, drawing.SIDE + GAP + 300, 3)
-    np.testing.assert_allclose(picture[BAR + 50, 500], YELLOW, atol=4)  # the centre of 1000.5 is that of pixel 500
+    np.testing.assert_allclose(
+        picture[BAR + 50, 500], drawing.colours_of(ends / 2, drawing.SIDE)[0], atol=4
+    )  # the centre of 1000.5 is that of pixel 500
 
 
 def test_a_picture_of_no_matches():

@@ -59,6 +59,9 @@ MADE = {"commit": "abcdef01", "date": "2026-01-31"}
 MATCHES = {"superglue": [[1.0, 2.0, 101.0, 2.0, 0.9, 1.0], [3.0, 4.0, 150.0, 9.0, 0.3, 0.0]], "ratio_test": []}
 
 
+PICTURE = document.Picture("worst-1", "a & <blur>", "/9g=", 200, 100, MATCHES)
+
+
 def content(**changes):
     lines = [
         {"matcher": m, "figure": f, "value": 0.5, "low": 0.4, "high": 0.6, "pairs": 3}
@@ -80,7 +83,7 @@ def content(**changes):
             "calibration": [],
         },
         "robustness": [],
-        "pictures": [document.Picture("worst-1", "a & <blur>", "/9g=", 200, 100, MATCHES)],
+        "pictures": [PICTURE],
         "protocol": {"views": "640x480", "model": {"file": "m.safetensors", "sha256": "0123456789", "step": 7}},
         "notes": ["3 pairs"],
     }
@@ -154,16 +157,14 @@ def test_the_verdict_says_one_thing_and_opens_page_note_and_command(said, tmp_pa
 def test_pictures_show_matches_above_the_threshold_and_hold_all():
     text = page.render(content(), {}, MADE)
     shown = re.findall(r'<path d="([^"]*)" class="(\w+)"(?: stroke="([^"]*)")? data-score="([^"]*)"( hidden)?', text)
-    colour = drawing.css_colours()[round(255 * 0.9)]
+    colour = drawing.css_colours([[1.0, 2.0]], 96)[0]
     assert shown == [("M1 2L101 2", "right", colour, "0.9", ""), ("M3 4L150 9", "wrong", "", "0.3", " hidden")]
 
 
-@given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=400), st.floats(0, 1))
-def test_of_many_matches_the_strongest_are_lines_at_any_threshold(matches, threshold):
-    """What a threshold leaves are the strongest: as many lines as there may be, the others dots, wrong ones on top."""
-    marks = page.marks([[1.0, 2.0, 103.0, 4.0, score, float(right)] for score, right in matches])
-    left = [mark for mark in marks if mark.score > threshold]
-    assert sum(mark.line for mark in left) == min(len(left), drawing.LINES)
+@given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=400))
+def test_of_many_matches_some_are_lines_and_wrong_ones_on_top(matches):
+    marks = page.marks([[1.0, 2.0, 103.0, 4.0, score, float(right)] for score, right in matches], PICTURE)
+    assert sum(mark.line for mark in marks) == min(len(marks), drawing.LINES)
     assert {mark.path for mark in marks} <= {"M1 2L103 4", "M1 2h0M103 4h0"}
     assert [mark.right for mark in marks] == sorted((mark.right for mark in marks), reverse=True)
 

@@ -149,8 +149,10 @@ def test_the_picture_is_that_of_the_command(client, found, matcher, views, photo
     reply = client.post("/picture", data={**sent, **files}, base_url=HOME)
     picture = cv2.imdecode(np.frombuffer(reply.data, np.uint8), cv2.IMREAD_COLOR)
     expected = dataclasses.replace(matcher, threshold=0.5).match(photo, gray(views[1])).show().pixels
+    # through JPEG too, which dulls thin lines in bright colours
+    expected = cv2.imdecode(np.frombuffer(drawing.encode(".jpg", expected), np.uint8), cv2.IMREAD_COLOR)
     assert picture.shape == expected.shape
-    assert np.abs(picture[:, :600].astype(int) - expected[:, :600]).mean() < 6  # JPEG
+    assert np.abs(picture.astype(int) - expected).mean() < 1
 
 
 @pytest.mark.parametrize(
@@ -360,7 +362,7 @@ def test_both_files_dropped_anywhere_are_matched_and_counts_follow_the_threshold
     assert fewer[0] < above and fewer[2] < homography and fewer[3] < fundamental
     slide(page, 0)
     assert shown(page)[:2] == (every, every)
-    assert page.is_visible("#scale") and "off the" in page.inner_text("#legend")
+    assert "does not fit" in page.inner_text("#legend")
     width, height = page.evaluate("[picture.clientWidth, picture.clientHeight]")
     if page.viewport_size["width"] < 640:  # one above the other
         assert height > width > 340

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from pipeline.provenance import repro
 from pipeline.report import charts, summary, tables
-from pipeline.report.document import Content, load
+from pipeline.report.document import Content, Picture, load
 from superglue_sift import drawing
 
 Line = Mapping[str, Any]
@@ -60,13 +60,12 @@ def template() -> jinja2.Template:
         select_ours=lambda line: [name.partition(".")[2] for name in line if name.startswith("superglue.")],
     )
     environment.globals.update(min_pairs=tables.MIN_PAIRS, few=tables.FEW, ours=summary.OURS, short=tables.SHORT)
-    colours = ",".join(drawing.css_colours()[::15])
-    environment.globals.update(scale=colours, opacity=drawing.OPACITY, max_lines=drawing.LINES)
+    environment.globals.update(opacity=drawing.OPACITY, max_lines=drawing.LINES)
     return environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
 
 class Mark(NamedTuple):
-    """A match as the page draws it. path: of an SVG, a line or two dots; colour: of its confidence."""
+    """A match as the page draws it. path: of an SVG, a line or two dots; colour: of its place."""
 
     path: str
     line: bool
@@ -75,17 +74,20 @@ class Mark(NamedTuple):
     right: bool
 
 
-def marks(matches: Sequence[Sequence[float]]) -> List[Mark]:
-    """The matches of a `Picture` in the order and colours of `drawing`; the strongest are lines at any threshold."""
+def marks(matches: Sequence[Sequence[float]], picture: Picture) -> List[Mark]:
+    """The matches of a `Picture` in the order and colours of `drawing`, as many of them lines."""
     rows = np.array(matches, np.float64).reshape(-1, 6)
-    scores, wrong = rows[:, 4], rows[:, 5] == 0
-    lines, colours = drawing.strongest(scores), drawing.css_colours()
+    scores = rows[:, 4]
+    wrong = rows[:, 5] == 0
+    width = (picture.width - drawing.GAP) // 2
+    colours = drawing.css_colours(rows[:, :2], width)
+    lines = np.zeros(len(rows), bool)
+    lines[drawing.spread(rows[:, :2], scores, (width, picture.height))[: drawing.LINES]] = True
     drawn = []
     for index in drawing.drawing_order(drawing.Panel("", rows[:, :2], rows[:, 2:4], scores, wrong)):
         x0, y0, x1, y1, score, _ = rows[index].tolist()
         path = f"M{x0:g} {y0:g}L{x1:g} {y1:g}" if lines[index] else f"M{x0:g} {y0:g}h0M{x1:g} {y1:g}h0"
-        colour = colours[round(255 * min(max(score, 0.0), 1.0))]
-        drawn.append(Mark(path, bool(lines[index]), colour, score, not wrong[index]))
+        drawn.append(Mark(path, bool(lines[index]), colours[index], score, not wrong[index]))
     return drawn
 
 

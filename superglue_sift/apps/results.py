@@ -212,14 +212,17 @@ def write_picture(path: Path, found: MatchResult, fitted: Mapping[str, Fit]) -> 
 
 
 def write_overlay(stem: Path, found: MatchResult, H_0to1: np.ndarray) -> Tuple[Path, Path]:
-    """Warp image 0 onto image 1: STEM_overlay.jpg, both half transparent, and STEM_blink.gif, alternating."""
+    """Warp image 0 onto image 1: STEM_overlay.jpg, half transparent where it covers it, and STEM_blink.gif."""
     photo0, photo1 = found.photos()
     H_shown = geometry.compose(photo1.to_shown, H_0to1, np.linalg.inv(photo0.to_shown))
     image1 = photo1.pixels
-    warped = cv2.warpPerspective(photo0.pixels, H_shown, (image1.shape[1], image1.shape[0]))
+    size = image1.shape[1::-1]
+    warped = cv2.warpPerspective(photo0.pixels, H_shown, size)
+    covered = cv2.warpPerspective(np.full(photo0.pixels.shape[:2], 255, np.uint8), H_shown, size) == 255
     overlay, blink = (stem.with_name(stem.name + end) for end in ("_overlay.jpg", "_blink.gif"))
-    drawing.write(overlay, cv2.addWeighted(warped, 0.5, image1, 0.5, 0))
-    reduced = (drawing.reduced(picture, BLINK_SIDE)[0] for picture in (warped, image1))
+    drawing.write(overlay, drawing.overlay(warped, image1, covered, 0.5))
+    frames = [drawing.overlay(warped, image1, covered, opacity) for opacity in (1.0, 0.0)]
+    reduced = (drawing.reduced(frame, BLINK_SIDE)[0] for frame in frames)
     first, second = (Image.fromarray(cv2.cvtColor(picture, cv2.COLOR_BGR2RGB)) for picture in reduced)
     data = io.BytesIO()
     first.save(data, "GIF", save_all=True, append_images=[second], duration=BLINK_MS, loop=0)

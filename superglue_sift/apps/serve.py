@@ -130,8 +130,7 @@ def page_text() -> str:
     """The page, with the colours of `drawing`."""
     text = Path(__file__).with_name("serve.html").read_text(encoding="utf-8")
     blue, green, red = drawing.RED
-    drawn = {"colours": drawing.css_colours(), "red": f"rgb({red}, {green}, {blue})"}
-    drawn.update(lines=drawing.LINES, opacity=drawing.OPACITY)  # type: ignore[arg-type]
+    drawn = {"red": f"rgb({red}, {green}, {blue})", "lines": drawing.LINES, "opacity": drawing.OPACITY}
     return text.replace("/*drawing*/null", json.dumps(drawn))
 
 
@@ -176,6 +175,8 @@ def answer(matcher: Matcher, data0: bytes, data1: bytes) -> Dict[str, Any]:
         "pictures": [f"data:image/jpeg;base64,{file}" for file in files],
         "scales": [scale for _, scale in shown],
         "points": np.round(np.concatenate(points, axis=1).astype(float), 3).tolist(),
+        "colours": drawing.css_colours(points[0], shown[0][0].shape[1]),
+        "order": drawing.spread(points[0], found.scores, shown[0][0].shape[1::-1]).tolist(),
         "threshold": matcher.threshold,
         "record": results.record_of(found, {}, about),
         "fit": fitted(found, matcher.threshold, about),
