@@ -219,7 +219,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if name not in LAUNCHED:
         raise RequestError(f"{name!r} cannot be launched: must be one of {', '.join(LAUNCHED)}")
     workspace_lock.take()
-    module = importlib.import_module(name)
+    module = importlib.import_module(f"{name}.__main__")
     processes = processes_per_node()
     if hasattr(module, "processes"):  # a stage may want fewer
         processes = module.processes(rest, processes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import io
+import os
 from pathlib import Path
 from typing import Any, Dict, List, Optional, cast
 
@@ -20,7 +21,7 @@ from pipeline import errors
 from pipeline.errors import RequestError, typed
 from pipeline.files import write_atomic
 from pipeline.parameters import params
-from pipeline.parameters.schema import FetchParams, flatten
+from pipeline.parameters.schema import FetchParams, TrainParams, flatten
 
 FOLDER = Path(__file__).resolve().parents[1] / "presets"
 DEFAULT = "sample"
@@ -80,6 +81,24 @@ def use(path: Path, name: str, images: str = "", val_images: str = "") -> None:
         print(f"{path} differs from preset {name}: {', '.join(edits)}; to start anew, delete {path} first")
     elif not changed:
         print(f"{path} already holds preset {name}")
+
+
+def require_unseen(path: Path) -> None:
+    """Raises RequestError if the initial weights were trained on all photographs that would validate the training."""
+    from pipeline.fetch import splits
+    from pipeline.provenance import trained_on
+
+    sections = params.load_all(path)
+    fetch = cast(FetchParams, sections["fetch"])
+    model = cast(TrainParams, sections["train"]).init_from
+    if fetch.source != "folder" or not model or "--keep-seen" in os.environ.get("TRAIN_OPTIONS", ""):
+        return
+    seen = trained_on.read(Path(model)) or frozenset()
+    if all(entry.photograph in seen for entry in splits.entries_of("val", *splits.own(fetch))):
+        raise RequestError(
+            f'{path}: {model} was trained on all photographs held out of {fetch.path}: set train.init_from: "" (from '
+            "scratch), hold out others (VAL_IMAGES=...), or keep them with TRAIN_OPTIONS=--keep-seen"
+        )
 
 
 def write(path: Path, text: str) -> bool:
@@ -149,12 +168,14 @@ def main(argv: Optional[List[str]] = None) -> int:
     args = parser.parse_args(argv)
     if args.command == "list":
         print("\n".join(f"{name:14} {describe(name)}" for name in names()))
-    elif args.command == "refresh":
+        return 0
+    if args.command == "refresh":
         refresh(args.params)
+    elif args.val_images and not args.images:
+        raise RequestError("VAL_IMAGES (--val-images) goes with IMAGES (--images): name the training images too")
     else:
-        if args.val_images and not args.images:
-            raise RequestError("VAL_IMAGES (--val-images) goes with IMAGES (--images): name the training images too")
         use(args.params, args.name or ("folder" if args.images else DEFAULT), args.images, args.val_images)
+    require_unseen(args.params)
     return 0
 
 

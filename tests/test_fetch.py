@@ -88,10 +88,60 @@ def test_relative_folders_survive_a_move_of_both(run, image_folder, tmp_path, mo
 
 def test_a_folder_of_held_out_images_is_shared_among_val_and_test(run, image_folder, tmp_path):
     shutil.copytree(image_folder, tmp_path / "held")
+    with pytest.raises(RequestError, match=f"images: holds only copies of images in {tmp_path}/held"):
+        run(source="folder", path=str(image_folder), val_path=str(tmp_path / "held"))
+    for file in sources.list_images(tmp_path / "held"):
+        file.write_bytes(file.read_bytes() + b"other")
     folder = run(source="folder", path=str(image_folder), val_path=str(tmp_path / "held"), test_fraction=0.5)
     assert len(names(folder, "train")) == 4
     assert len(names(folder, "val")) + len(names(folder, "test")) == 4
     assert names(folder, "val") and names(folder, "test")
+
+
+def write_photographs(folder: Path, numbers) -> Path:
+    folder.mkdir(exist_ok=True)
+    for number in numbers:
+        (folder / f"{number:03d}.jpg").write_bytes(f"{number:5000d}".encode())
+    return folder
+
+
+def test_copies_of_a_photograph_share_a_split(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(splits, "require_usable", lambda *_: None)
+    folder = write_photographs(tmp_path / "many", range(20))
+    for copy in range(60):
+        shutil.copyfile(folder / f"{copy % 12:03d}.jpg", folder / f"copy-{copy}.jpg")
+    zipped = shutil.make_archive(str(tmp_path / "many"), "zip", folder)
+    for path in (str(folder), zipped):
+        images = open_manifest(run(f"out-{Path(path).name}", source="folder", path=path, val_fraction=0.3))
+        found = {split: {entry.crc32 for entry in images.entries(split)} for split in ("train", "val", "test")}
+        assert sum(map(len, found.values())) == len(set().union(*found.values())) == 20
+        assert min(map(len, found.values())) >= 3
+    only = tmp_path / "copies"
+    only.mkdir()
+    for copy in range(11):
+        shutil.copyfile(folder / "000.jpg", only / f"{copy}.jpg")
+    with pytest.raises(RequestError, match="copies: 1 different image, and none for val; at least two are needed"):
+        run(source="folder", path=str(only))
+
+
+def test_a_photograph_in_both_folders_is_held_out(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(splits, "require_usable", lambda *_: None)
+    ours = write_photographs(tmp_path / "ours", range(20))
+    held = write_photographs(tmp_path / "held", range(16, 30))
+    folder = run(source="folder", path=str(ours), val_path=str(held))
+    assert "fetch: 4 training images left out: copies of held-out ones" in capsys.readouterr().out
+    assert names(folder, "train") == [f"{number:03d}.jpg" for number in range(16)]
+    assert len(names(folder, "val")) + len(names(folder, "test")) == 14
+
+
+@pytest.mark.parametrize("count, least", [(40, 8), (200, 32), (12, 4), (3, 2), (2, 1)])
+def test_a_small_set_holds_out_its_fraction(run, tmp_path, monkeypatch, count, least):
+    monkeypatch.setattr(splits, "require_usable", lambda *_: None)
+    folder = run(source="folder", path=str(write_photographs(tmp_path / "few", range(count))), val_fraction=0.2)
+    counts = {split: len(names(folder, split)) for split in ("train", "val", "test")}
+    assert sum(counts.values()) == count and counts["val"] + counts["test"] >= least
+    assert counts["val"] >= least // 2 and counts["train"] >= 1
+    assert counts["test"] >= min(least // 2, 16)
 
 
 def test_the_order_of_files_on_disk_does_not_matter(run, image_folder, tmp_path):
@@ -112,7 +162,7 @@ def test_a_smaller_limit_takes_a_part_of_a_larger_one(run, tmp_path, photo):
     many = tmp_path / "many"
     many.mkdir()
     for index in range(12):
-        cv2.imwrite(str(many / f"{index}.png"), photo[:40, :40])
+        cv2.imwrite(str(many / f"{index}.png"), photo[index : index + 40, :40])
     large = run("a", source="folder", path=str(many), limit=5, val_fraction=0.3)
     small = run("b", source="folder", path=str(many), limit=2, val_fraction=0.3)
     assert len(names(small, "train")) == 2 and set(names(small, "train")) < set(names(large, "train"))
@@ -135,7 +185,7 @@ def test_one_image_or_small_ones_alone_are_said_before_anything_is_written(
 
     (tmp_path / "one").mkdir()
     shutil.copy(image_folder / "coffee.png", tmp_path / "one")
-    with pytest.raises(RequestError, match="one: 1 image, and none for val"):
+    with pytest.raises(RequestError, match="one: 1 different image, and none for val"):
         run(source="folder", path=str(tmp_path / "one"))
     (tmp_path / "small").mkdir()
     for number in range(5):

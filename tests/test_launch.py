@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -50,6 +51,18 @@ class TestRequest:
         launch.require_gpus(2)
         monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
         launch.require_gpus(3)
+
+    def test_a_wrong_training_is_refused_before_any_process_starts(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(launch, "Supervisor", None)
+        with pytest.raises(RequestError, match=r"params\.yaml: no such file"):
+            launch.main(["pipeline.train", "--params", str(tmp_path / "params.yaml")])
+
+    def test_a_training_of_one_process_starts_one(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("NPROC_PER_NODE", "2")
+        monkeypatch.setattr(launch, "Supervisor", lambda name, rest, processes: SimpleNamespace(run=lambda: processes))
+        bench = Workbench(tmp_path)
+        assert launch.main(["pipeline.train", *bench.arguments(), "--out", str(tmp_path / "out")]) == 2
+        assert launch.main(["pipeline.train", *bench.arguments(), "--parallel", "single"]) == 1
 
     def test_static_and_c10d(self, monkeypatch):
         one = launch.command("pipeline.train", ["--out", "x"], 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -15,8 +16,10 @@ from ruamel.yaml import YAML
 
 from pipeline import errors, presets
 from pipeline.fetch import containers
+from pipeline.image_sets.sources import list_images
 from pipeline.parameters import params
 from pipeline.parameters.schema import SECTIONS, TrainOptions, flatten
+from pipeline.provenance import trained_on
 
 ROOT = Path(__file__).resolve().parents[1]
 OFFERED = ["sample", "ci", "coco2014", "coco2017", "coco2017-val", "folder", "pretrained"]
@@ -105,6 +108,8 @@ def test_own_images_are_written_as_absolute_paths(
     monkeypatch.chdir(tmp_path)
     held_out = tmp_path / "held out: #1"
     shutil.copytree(image_folder, held_out)
+    for file in list_images(held_out):
+        file.write_bytes(file.read_bytes() + b"other")
     assert use(tmp_path / "params.yaml", "--images", "images", "--val-images", "held out: #1") == 0
     fetch = params.load("fetch", tmp_path / "params.yaml")
     assert (fetch.source, fetch.path, fetch.val_path) == ("folder", str(image_folder), str(held_out))
@@ -143,6 +148,23 @@ def test_a_file_that_holds_the_preset_keeps_its_edits(
     assert params.load("train", target).steps == params.load("train", ROOT / "presets" / "sample.yaml").steps
 
 
+def test_photographs_that_the_initial_weights_know_are_refused_at_once(
+    tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    known = [f"{zlib.crc32(file.read_bytes()):08x}-{file.stat().st_size}" for file in list_images(image_folder)]
+    monkeypatch.setattr(trained_on, "read", lambda model: frozenset(known))
+    target = tmp_path / "params.yaml"
+    assert use(target, "--images", str(image_folder)) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "was trained on all photographs held out of" in said
+    text = target.read_text(encoding="utf-8")
+    monkeypatch.setenv("TRAIN_OPTIONS", "--keep-seen")
+    assert use(target, "--images", str(image_folder)) == 0
+    monkeypatch.delenv("TRAIN_OPTIONS")
+    target.write_text(re.sub("  init_from: .*", '  init_from: ""', text), encoding="utf-8")
+    assert errors.run(presets.main, ["--params", str(target), "refresh"]) == 0
+
+
 def test_refresh_keeps_edits_and_leaves_other_sources_alone(tmp_path: Path, image_folder: Path) -> None:
     target = tmp_path / "params.yaml"
     shutil.copy(ROOT / "params.yaml", target)
@@ -166,9 +188,9 @@ def test_refresh_keeps_edits_and_leaves_other_sources_alone(tmp_path: Path, imag
         (["--images", "nowhere"], "nowhere: no such folder"),
         (["--images", "images", "--val-images", "nowhere"], "nowhere: no such folder"),
         (["--images", "empty"], "empty: holds no images (.jpg, "),
-        (["--images", "one"], "one: 1 image, and none for val; at least two are needed"),
+        (["--images", "one"], "one: 1 different image, and none for val; at least two are needed"),
         (["--images", "small"], "small: none of its 2 train images can be read and has the 257x193 pixels"),
-        (["--images", "images", "--val-images", "small"], "small: none of its 3 val images can be read and has"),
+        (["--images", "images", "--val-images", "small"], "small: none of its 2 val images can be read and has"),
         (["--images", "garbage"], "garbage: none of its 2 train images can be read"),
         (["--val-images", "images"], "goes with IMAGES"),
     ],
@@ -188,7 +210,7 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
     for number in range(4):
         pixels = np.full((192, 256), number, np.uint8)
         assert cv2.imwrite(str(tmp_path / "small" / f"{number}.png"), pixels)
-        (tmp_path / "garbage" / f"{number}.jpg").write_bytes(b"no image")
+        (tmp_path / "garbage" / f"{number}.jpg").write_bytes(b"no image" + bytes([number]))
     before = sorted(tmp_path.rglob("*"))
     target = tmp_path / "params.yaml"
     shutil.copy(ROOT / "params.yaml", target)

@@ -70,6 +70,9 @@ def _fetch(options: argparse.Namespace, settings: FetchParams, made_from: str) -
     if settings.source == "folder":
         own = splits.own(settings)
         splits.require_usable(*own, smallest_images(params.load_all(options.params)))
+        copies = len(own[1]["train"].names) - len(own[0]["train"])
+        if settings.val_path and copies and not settings.limit:
+            print(f"fetch: {copies} training images left out: copies of held-out ones")
     manifest.writable(options.out, options.archives, options.reports)
     if settings.source == "sample":
         entries, containers = sources.copy_sample(options.out / SAMPLE), {SAMPLE: {"kind": "folder", "path": SAMPLE}}

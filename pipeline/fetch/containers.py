@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Union
 
 from pipeline.errors import RequestError
+from pipeline.image_sets import sources
 from pipeline.image_sets.manifest import DEFLATED, STORED, Entry
 from pipeline.image_sets.sources import Tick, folder_entries, list_images
 from superglue_sift.images import EXTENSIONS
@@ -29,6 +30,12 @@ class Container:
     kind: str  # folder or zip
     names: List[str]
     facts: Dict[str, Any] = field(default_factory=dict)  # for source.json, such as the SHA-256 of an archive
+
+    def contents(self) -> Dict[str, str]:
+        """What tells images with other bytes apart, by name."""
+        if self.kind == "folder":
+            return sources.contents(self.path, self.names)
+        return {member.filename: f"{member.file_size}-{member.CRC:08x}" for member in image_members(self.path)}
 
     def entries(self, names: Sequence[str], split: str, key: str, tick: Tick = iter) -> List[Entry]:
         """Manifest entries of some of its images; key: name of this container in source.json."""

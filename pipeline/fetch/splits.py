@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Dict, Iterator, List, Mapping, Sequence, Tuple
+from typing import Dict, Iterable, Iterator, List, Mapping, Sequence, Tuple
 
 from pipeline.errors import RequestError
 from pipeline.fetch.containers import Container, open_container
 from pipeline.image_sets import manifest, sources
+from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet
 from pipeline.parameters.schema import FetchParams
 from superglue_sift.images import BadImage, decode_gray
@@ -25,28 +26,50 @@ def own(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
     """
     choice = (settings.root, tuple(filter(None, settings.categories.split(","))), settings.min_side)
     held = {"train": open_container(settings.path, *choice)}
+    contents = held["train"].contents()
     if settings.val_path:
         held["val"] = open_container(settings.val_path, *choice)
         if Path(settings.path).resolve() == Path(settings.val_path).resolve():
             raise RequestError("fetch.val_path: is the same as fetch.path; leave it empty instead")
-        splits = split(held["train"].names, held["val"].names, settings)
+        others = held["val"].contents()
+        copies = set(others.values())
+        train = [name for name in held["train"].names if contents[name] not in copies]
+        if not train:
+            raise RequestError(f"{settings.path}: holds only copies of images in {settings.val_path}; give others")
+        splits = split(train, held["val"].names, settings, others)
     else:
-        splits = hold_out(held["train"].names, settings)
+        splits = hold_out(held["train"].names, settings, contents)
     _require_some(splits, held)
     return splits, held
 
 
-def hold_out(names: Sequence[str], settings: FetchParams) -> Splits:
-    """Hold out a part of one set of images by the hash of their names."""
-    return split(*sources.hold_out(names, settings.val_fraction, SEED, sources.HELD_OUT_MIN), settings)
+def hold_out(names: Sequence[str], settings: FetchParams, contents: Mapping[str, str] = sources.NO_CONTENTS) -> Splits:
+    """Hold out a part of one set of images by the hash of their names, copies (by `contents`) together."""
+    different = _different(names, contents)
+    # in a small set chance would hold out too few: the fraction itself, and enough to say anything
+    at_least = max(2, min(8, different // 3), min(round(settings.val_fraction * different), 32))
+    parts = sources.hold_out(names, settings.val_fraction, SEED, at_least, contents=contents)
+    return split(*parts, settings, contents)
 
 
-def split(train: Sequence[str], held_out: Sequence[str], settings: FetchParams) -> Splits:
+def split(
+    train: Sequence[str],
+    held_out: Sequence[str],
+    settings: FetchParams,
+    contents: Mapping[str, str] = sources.NO_CONTENTS,
+) -> Splits:
     """Limit both sets, and split the held-out images into val and test."""
     train, held_out = _limit(train, settings), _limit(held_out, settings)
+    tested = round(settings.test_fraction * _different(held_out, contents))
+    least = [max(1, min(count, 16)) for count in (tested, _different(held_out, contents) - tested)]
     # another seed than that of the hold-out: the same hash would put every small value into test
-    val, test = sources.hold_out(held_out, settings.test_fraction, SEED + 1)
+    val, test = sources.hold_out(held_out, settings.test_fraction, SEED + 1, *least, contents)
     return {"train": train, "val": val, "test": test}
+
+
+def _different(names: Sequence[str], contents: Mapping[str, str]) -> int:
+    """Number of images, copies counted once."""
+    return len({contents.get(name, name) for name in names})
 
 
 def container_of(split: str, held: Mapping[str, Container]) -> str:
@@ -58,7 +81,7 @@ def require_usable(splits: Splits, held: Mapping[str, Container], smallest: Mapp
     """Raises RequestError if no image of a split can be read and is as large as `smallest[split]` (pixels)."""
     for split, size in smallest.items():
         names, key = splits[split], container_of(split, held)
-        sizes = _sizes(names, held[key], split, key)
+        sizes = _sizes(entries_of(split, splits, held), ImageSet((), {key: str(held[key].path)}))
         if names and not any(width >= size[0] and height >= size[1] for width, height in sizes):
             section = "evaluate" if split == "test" else "keypoints"
             raise RequestError(
@@ -74,27 +97,32 @@ def _require_some(splits: Splits, held: Mapping[str, Container]) -> None:
     if not empty:
         return
     container = held[container_of(empty[0], held)]
-    count = len(container.names)
+    count = len(set(container.contents().values()))
     raise RequestError(
-        f"{container.path}: {count} image{'s' * (count > 1)}, and none for {' and '.join(empty)}; at least two are "
-        "needed, one to train and one to validate: give more images, or change fetch.val_fraction and "
+        f"{container.path}: {count} different image{'s' * (count > 1)}, and none for {' and '.join(empty)}; at least "
+        "two are needed, one to train and one to validate: give more images, or change fetch.val_fraction and "
         "fetch.test_fraction"
     )
 
 
-def _sizes(names: Sequence[str], container: Container, split: str, key: str) -> Iterator[Size]:
-    """Sizes of the readable images, read in growing groups, since each group searches the zip."""
+def entries_of(split: str, splits: Splits, held: Mapping[str, Container]) -> Iterator[Entry]:
+    """The entries of a split, read in growing groups, since each group searches the zip."""
+    names, key = splits[split], container_of(split, held)
     start, count = 0, FIRST_CHECKED
     while start < len(names):
-        entries = container.entries(names[start : start + count], split, key)
-        images = ImageSet(entries, {key: str(container.path)})
-        for entry in entries:
-            try:
-                height, width = decode_gray(images.read(entry)).shape
-            except BadImage:
-                continue
-            yield width, height
-        start, count = start + count, 2 * count
+        yield from held[key].entries(names[start : start + count], split, key)
+        start += count
+        count *= 2
+
+
+def _sizes(entries: Iterable[Entry], images: ImageSet) -> Iterator[Size]:
+    """Sizes of the readable images."""
+    for entry in entries:
+        try:
+            height, width = decode_gray(images.read(entry)).shape
+        except BadImage:
+            continue
+        yield width, height
 
 
 def _limit(names: Sequence[str], settings: FetchParams) -> List[str]:

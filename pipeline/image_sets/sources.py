@@ -11,7 +11,7 @@ import shutil
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Callable, Dict, Iterable, List, Sequence, Tuple, Union
+from typing import Callable, Dict, Iterable, List, Mapping, Sequence, Tuple, Union
 
 from pipeline.errors import RequestError
 from pipeline.image_sets import manifest
@@ -28,7 +28,8 @@ SAMPLE: Dict[str, Tuple[str, ...]] = {
     "val": ("brick.png", "chelsea.png"),
     "test": ("camera.png", "coffee.png", "grass.png"),
 }  # fmt: skip
-HELD_OUT_MIN = 2  # images: one for val, one for test
+NO_CONTENTS: Mapping[str, str] = {}
+TAIL = 4096  # bytes at the end of an image file, by which `contents` tells files of one size apart
 
 Tick = Callable[[Iterable], Iterable]  # wraps an iterable in a progress display
 
@@ -148,13 +149,42 @@ def folder_entries(root: Path, names: Sequence[str], split: str, container: str,
         return list(tick(pool.map(entry, names)))
 
 
-def hold_out(names: Sequence[str], fraction: float, seed: int, at_least: int = 1) -> Tuple[List[str], List[str]]:
+def contents(root: Path, names: Sequence[str]) -> Dict[str, str]:
+    """Size and CRC-32 of the last bytes of each file that can be read: what tells photographs from their copies."""
+
+    def content(name: str) -> Tuple[str, str]:
+        try:
+            with (root / name).open("rb") as stream:
+                size = stream.seek(0, os.SEEK_END)
+                stream.seek(max(size - TAIL, 0))
+                return name, f"{size}-{zlib.crc32(stream.read()):08x}"
+        except OSError:
+            return name, name
+
+    with ThreadPoolExecutor(4) as pool:
+        return dict(pool.map(content, names))
+
+
+def hold_out(
+    names: Sequence[str],
+    fraction: float,
+    seed: int,
+    at_least: int = 1,
+    keep: int = 1,
+    contents: Mapping[str, str] = NO_CONTENTS,
+) -> Tuple[List[str], List[str]]:
     """(kept, held out), each sorted. The hash of a name decides, so other images do not move it.
 
-    With a fraction between 0 and 1, keeps at least one name, and holds out at least `at_least` if possible.
+    With a fraction between 0 and 1, keeps at least `keep` images, and holds out at least `at_least` if possible.
+    contents: what tells images apart. Copies go where the first of them goes, and count as one image.
     """
-    ranked = sorted(names, key=lambda name: (manifest.hash_fraction(seed, name), name))
+    first: Dict[str, str] = {}  # name of the first image with this content
+    for name in sorted(names):
+        first.setdefault(contents.get(name, name), name)
+    ranked = sorted(first.values(), key=lambda name: (manifest.hash_fraction(seed, name), name))
     count = sum(manifest.hash_fraction(seed, name) < fraction for name in ranked)
     if 0.0 < fraction < 1.0:
-        count = max(min(max(count, at_least), len(ranked) - 1), 0)
-    return sorted(ranked[count:]), sorted(ranked[:count])
+        count = max(min(max(count, at_least), len(ranked) - keep), 0)
+    chosen = set(ranked[:count])
+    held_out = {name for name in names if first[contents.get(name, name)] in chosen}
+    return sorted(set(names) - held_out), sorted(held_out)
