@@ -14,7 +14,7 @@ What stages share:
     views/        random homographies without borders, rendering, photometric distortion
     features/     the store of keypoints, which training maps into memory
     parameters/   params.yaml: its keys, limits and messages
-    processes/    ranks, signals, memory, faults for tests
+    processes/    ranks, signals, memory
     provenance/   what a result was made from
     tracking/     the local log of a run, and MLflow
     bootstrap     means over pairs and their confidence intervals

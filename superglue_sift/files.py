@@ -11,7 +11,7 @@ import tempfile
 import threading
 import zlib
 from pathlib import Path
-from typing import Any, Callable, Iterable, Union
+from typing import Any, Iterable, Union
 from zipfile import BadZipFile
 
 from superglue_sift.errors import RequestError
@@ -19,15 +19,11 @@ from superglue_sift.errors import RequestError
 DAMAGED = (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error)  # raised by a damaged `.npz`
 
 
-def nothing(moment: str) -> None:
-    """Default hook of `write_atomic`; fault tests use others."""
-
-
-def write_atomic(path: Union[str, Path], content: Union[str, bytes], at: Callable[[str], object] = nothing) -> None:
+def write_atomic(path: Union[str, Path], content: Union[str, bytes]) -> None:
     """Write `content` to `path`, and create its folder. After a kill, the old or the new file is there, complete.
 
-    Text is stored as UTF-8 (surrogateescape, for file names that are not UTF-8). `at` is called with "tmp", "fsync" and
-    "replace", before each of these steps. Raises OSError that names `path`, such as for a full disk.
+    Text is stored as UTF-8 (surrogateescape, for file names that are not UTF-8). Raises OSError that
+    names `path`, such as for a full disk.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,12 +32,9 @@ def write_atomic(path: Union[str, Path], content: Union[str, bytes], at: Callabl
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with temporary.open("wb") as stream:
-            at("tmp")
             stream.write(data)
             stream.flush()
-            at("fsync")
             os.fsync(stream.fileno())
-        at("replace")
         os.replace(temporary, path)
     except OSError as error:
         if error.filename in (None, str(temporary)):

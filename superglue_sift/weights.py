@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, Mapping, Optional, Tuple, Union
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from safetensors.numpy import save
 from torch import Tensor
 
 from superglue_sift.errors import RequestError
-from superglue_sift.files import nothing, write_atomic
+from superglue_sift.files import write_atomic
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.torch_compat import exact_float32
 
@@ -51,16 +51,11 @@ def model_file(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> bytes:
     return save({k: np.asarray(a, order="C") for k, a in arrays.items()}, metadata=header)
 
 
-def save_model_file(
-    path: Union[str, Path],
-    tensors: Mapping[str, Tensor],
-    info: Mapping[str, Any],
-    at: Callable[[str], object] = nothing,
-) -> None:
-    """Write a `model_file` to `path` (.safetensors), and `info` to a .json of the same name. at: see `write_atomic`."""
+def save_model_file(path: Union[str, Path], tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
+    """Write a `model_file` to `path` (.safetensors), and `info` to a .json of the same name."""
     path, text = Path(path), json.dumps(info, indent=2, sort_keys=True) + "\n"
     for file, content in ((path, model_file(tensors, info)), (path.with_suffix(".json"), text)):
-        write_atomic(file, content, at)
+        write_atomic(file, content)
 
 
 def load_model_file(path: Union[str, Path]) -> Tuple[Tensors, Dict[str, Any]]:

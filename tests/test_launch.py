@@ -94,7 +94,8 @@ class TestRequest:
 
 
 def launcher(arguments, prefix=(), **environment) -> subprocess.Popen:
-    values = {**os.environ, "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "2", **environment}
+    own = {"OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "2", "PYTHONPATH": str(ROOT / "tests/faults/start")}
+    values = {**os.environ, **own, **environment}
     command = [*prefix, sys.executable, "-m", "pipeline.launch", "pipeline.train", *arguments]
     return subprocess.Popen(command, cwd=ROOT, env=values, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 

@@ -47,7 +47,8 @@ class Clone:
     def environment(self, **more: str) -> Dict[str, str]:
         names = {f"GIT_{who}_{what}": "t@t" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
         store = {"MLFLOW_TRACKING_URI": f"sqlite:///{self.folder / 'mlflow.db'}", "DVC_NO_ANALYTICS": "true"}
-        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRAIN_OPTIONS": self.options}
+        path = f"{ROOT}/tests/faults/start:{ROOT}"
+        own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRAIN_OPTIONS": self.options}
         return {**os.environ, **names, **store, **own, **more}
 
     def params(self, **keys: Any) -> None:

@@ -142,13 +142,6 @@ class TestStep:
         assert found[0][0] and found[0][1] == found[1][1]
         assert all(torch.equal(one, other) for one, other in zip(found[0][2], found[1][2]))
 
-    def test_a_nan_that_a_test_asks_for(self, monkeypatch):
-        monkeypatch.setenv("SG_FAULT", "nan")
-        objective = objective_of()
-        optimizer, batches = torch.optim.SGD(objective.parameters(), lr=0.1), in_parts(COUNTS, 1)
-        done = step.train_step(objective, optimizer, grad_scaler(False), batches, 6, 1, 1.0, graphs_of(objective))
-        assert not done.applied and done.bad_pairs == list(range(6))
-
 
 def a_step_on_ranks(context, folder: str, shares: list, with_graphs: bool) -> np.ndarray:
     """All weights after two steps; rank r has `shares[r]` of the pairs, and only rank 0 a size that fits."""

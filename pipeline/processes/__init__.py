@@ -1,1 +1,1 @@
-"""Processes: `distributed` (ranks), `signals`, `faults` (for tests), `machine`, `prefetch`."""
+"""Processes: `distributed` (ranks), `signals`, `machine`, `prefetch`."""

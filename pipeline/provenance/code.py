@@ -22,7 +22,6 @@ CHANGES_NO_OUTPUT = (
     "pipeline.launch",
     "pipeline.parameters",
     "pipeline.provenance.code",
-    "pipeline.processes.faults",
     "pipeline.processes.machine",
     "pipeline.provenance.made_from",
     "pipeline.processes.prefetch",  # results of others, in their order

@@ -7,12 +7,7 @@ from typing import Any, Dict, Mapping, Optional, Tuple, Union
 
 from torch import Tensor
 
-from pipeline.processes import faults
 from superglue_sift.weights import BadCheckpoint, Tensors, load_model_file, save_model_file
-
-
-def _at(moment: str) -> None:
-    faults.at(f"ckpt_{moment}")
 
 
 class Checkpoints:
@@ -26,8 +21,7 @@ class Checkpoints:
         for partial in self.folder.glob(".*.tmp"):  # of killed writers, which would fill the disk
             partial.unlink(missing_ok=True)
         path = self.folder / f"step-{step:08d}.safetensors"
-        save_model_file(path, tensors, info, _at)
-        faults.at("ckpt_prune")
+        save_model_file(path, tensors, info)
         for old in self._newest_first()[self.keep :]:
             old.with_suffix(".json").unlink(missing_ok=True)
             old.unlink(missing_ok=True)
@@ -35,7 +29,7 @@ class Checkpoints:
 
     def save_best(self, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
         """Replace the best model."""
-        save_model_file(self.folder / "best.safetensors", tensors, info, _at)
+        save_model_file(self.folder / "best.safetensors", tensors, info)
 
     def load_newest(self) -> Tuple[Optional[Tuple[Tensors, Dict[str, Any]]], list]:
         """The newest undamaged checkpoint, or None, and one line for each newer damaged one."""

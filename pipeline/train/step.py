@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import compat
-from pipeline.processes import distributed, faults
+from pipeline.processes import distributed
 from pipeline.train.step_graphs import StepGraphs
 from superglue_sift.batch import PairBatch
 
@@ -98,13 +98,9 @@ def _backward(
     values: Values,
     graphs: Optional[StepGraphs] = None,
 ) -> None:
-    poisoned = faults.at("forward")
-    parts = graphs.add(batch, weight) if graphs and not (wait or poisoned) else None
+    parts = graphs.add(batch, weight) if graphs and not wait else None
     if parts is None:
         total, parts = objective(batch, wait)
-        faults.at("backward")
-        if poisoned:
-            total, parts["loss"] = total * math.nan, parts["loss"] * math.nan
         scaler.scale(total.sum() * weight).backward()
     for name, value in parts.items():
         values.setdefault(name, []).append(value)
@@ -137,7 +133,6 @@ def _stepped(
             break
         _copy(before, statistics)
         scaler.update()
-    faults.at("opt_step")
     if applied:
         scaler.step(optimizer)
         scaler.update()

@@ -15,7 +15,7 @@ from pipeline.features.store import Store
 from pipeline.files import json_digest
 from pipeline.parameters import params
 from pipeline.parameters.schema import TrainParams
-from pipeline.processes import distributed, faults, signals
+from pipeline.processes import distributed, signals
 from pipeline.provenance import trained_on
 from pipeline.train import identity, precision, replicas, resume, setup, step_graphs, unseen
 from pipeline.train.checkpoint import Checkpoints
@@ -57,16 +57,12 @@ class StepBatches:
 
     def load(self, step: int) -> List[PairBatch]:
         """The PairBatches of `samples`, on the host."""
-        faults.at("load_batch", step)
-        return self._loaded(step)
-
-    def _loaded(self, step: int) -> List[PairBatch]:
         train = self.train
         return [self._load(self.store, part, train.max_keypoints, self._augmentation) for part in self.samples(step)]
 
     def counts(self, step: int) -> List[Counts]:
         """The numbers of keypoints of each of `load(step)`."""
-        return [(batch.counts0, batch.counts1) for batch in self._loaded(step)]
+        return [(batch.counts0, batch.counts1) for batch in self.load(step)]
 
     def prefetched(self, steps: Sequence[int]) -> Generator[List[PairBatch], None, None]:
         """`load` of each of `steps`, in advance; closing the generator ends the thread or processes."""
@@ -202,7 +198,6 @@ class Training:
 
     def _step(self, micro_batches: List[PairBatch], logger: TrainingLogger, waited: float) -> None:
         state, train = self.state, self.train
-        faults.at_step(state.step)
         distributed.write_heartbeat(state.step)
         lr = learning_rate(train, state.step, self.context.world_size)
         for group in state.optimizer.param_groups:
@@ -277,7 +272,6 @@ class Training:
     def _validate(self) -> Dict[str, float]:
         """Metrics of the weights that would be shipped; kept as `best` if they are the best."""
         state = self.state
-        faults.at("eval")
         self._compare_replicas()
         state.validated = state.step
         metrics = self._metrics_of(state.weights())

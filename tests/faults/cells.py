@@ -32,7 +32,7 @@ TRAIN = {
     "keypoint_drop": 0.2,
 }
 COMPUTING = ("load_batch", "forward", "backward", "opt_step")
-SAVING = ("ckpt_tmp", "ckpt_fsync", "ckpt_replace", "ckpt_prune")
+SAVING = ("ckpt_fsync", "ckpt_replace", "ckpt_prune")  # the last deletes the oldest of three
 
 
 class Cell(NamedTuple):
@@ -59,7 +59,7 @@ def kills() -> List[Cell]:
             ]
             cells += [Cell((world,), f"kill:rank={rank},step={step},phase=eval") for step in (1, 3, STEPS - 1)]
         cells += [
-            Cell((world,), f"kill:rank=0,step={step},phase={phase}") for phase in SAVING for step in (1, 3, STEPS - 1)
+            Cell((world,), f"kill:rank=0,step={step},phase={phase}") for phase in SAVING for step in (5, STEPS - 1)
         ]
     return cells
 

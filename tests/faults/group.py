@@ -18,6 +18,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
+from faults import inject
 from pipeline import errors, tracking
 from pipeline.launch import free_port
 from pipeline.processes.signals import STOP_SIGNALS
@@ -62,6 +63,7 @@ def fork(
         sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, errors="backslashreplace")  # as stderr is
         os.chdir(folder or ".")
         os.environ.update(environment)
+        inject.install()
         torch.set_num_threads(1)
         if not tracked:
             tracking.open_run = lambda *_, **__: NullRun()

@@ -1,0 +1,155 @@
+"""Fault injection: `install` patches the training of this process, a fork or a command that a test started.
+
+SG_FAULT="kill:rank=1,step=7,phase=ckpt_replace;nan:step=3" names faults, each a kind and a place
+(rank, step and phase may be left out). SG_FAULT_ONCE names a folder in which each fault leaves a mark,
+so that it does not strike again after a restart.
+
+Kinds: a signal of `SIGNALS` to itself, group-term (or another) to its process group, torchrun (SIGKILL
+the parent), oom (CUDA's out-of-memory error), full (disk full), nan (a loss that is not a number).
+Phases, in the order of a step: `PHASES`.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any, Callable, Dict, List, NamedTuple, Optional
+
+SIGNALS = {name: getattr(signal, f"SIG{name.upper()}") for name in ("kill", "term", "int", "usr1", "stop")}
+GROUP = "group-"
+KINDS = (*SIGNALS, *(GROUP + name for name in SIGNALS), "torchrun", "oom", "full", "nan")
+PHASES = ("load_batch", "forward", "backward", "opt_step", "eval", "ckpt_fsync", "ckpt_replace", "ckpt_prune")
+
+_now: Dict[str, Any] = {"step": 0, "saving": False}
+
+
+class Fault(NamedTuple):
+    """One fault of SG_FAULT: its kind and its conditions by name."""
+
+    kind: str
+    conditions: Dict[str, str]
+    index: int
+
+
+def parse(text: str) -> List[Fault]:
+    """The faults named by `text`. Raises ValueError."""
+    faults = []
+    for index, part in enumerate(filter(None, text.split(";"))):
+        kind, _, rest = part.strip().partition(":")
+        conditions = dict(item.split("=", 1) for item in rest.split(",") if item)
+        if kind not in KINDS or not set(conditions) <= {"rank", "step", "phase"}:
+            raise ValueError(f"SG_FAULT: {part!r}: must be one of {', '.join(KINDS)} with rank, step, phase")
+        if conditions.get("phase", PHASES[0]) not in PHASES:
+            raise ValueError(f"SG_FAULT: phase {conditions['phase']!r}: must be one of {', '.join(PHASES)}")
+        faults.append(Fault(kind, conditions, index))
+    return faults
+
+
+def at(phase: str, step: Optional[int] = None) -> bool:
+    """Inject the faults planned for this place. True if the caller has to carry one out (nan)."""
+    here = {"rank": os.environ.get("RANK", "0"), "phase": phase}
+    here["step"] = str(_now["step"] if step is None else step)
+    struck = False
+    for fault in parse(os.environ["SG_FAULT"]):
+        # a fault without a phase strikes at the start of the forward pass
+        wanted = {"phase": "forward", **fault.conditions}
+        if all(here[name] == value for name, value in wanted.items()) and _is_first_time(fault):
+            struck = _strike(fault.kind) or struck
+    return struck
+
+
+def _is_first_time(fault: Fault) -> bool:
+    folder = os.environ.get("SG_FAULT_ONCE")
+    if not folder:
+        return True
+    # a fault without a rank strikes every rank once
+    mark = os.path.join(folder, f"fault-{fault.index}-rank-{os.environ.get('RANK', '0')}")
+    try:
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _strike(kind: str) -> bool:
+    if kind in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[kind])
+    elif kind.startswith(GROUP):
+        os.killpg(0, SIGNALS[kind[len(GROUP) :]])
+    elif kind == "torchrun":
+        os.kill(os.getppid(), signal.SIGKILL)
+    elif kind == "oom":
+        raise RuntimeError("CUDA out of memory (a fault on purpose)")
+    elif kind == "full":
+        raise OSError(errno.ENOSPC, "No space left on device (a fault on purpose)")
+    return kind == "nan"
+
+
+def install() -> None:
+    """Patch the training of this process, if SG_FAULT names faults."""
+    if not os.environ.get("SG_FAULT"):
+        return
+    from pipeline.train import checkpoint, objective, trainer
+
+    _wrap(trainer.StepBatches, "load", lambda inner, self, step: (at("load_batch", step), inner(self, step))[1])
+    _wrap(trainer.Training, "_step", _step)
+    _wrap(trainer.Training, "_validate", lambda inner, self: (at("eval"), inner(self))[1])
+    _wrap(objective.MatchingObjective, "forward", _forward)
+    for name in ("save", "save_best"):
+        _wrap(checkpoint.Checkpoints, name, _save)
+    for name, phase in (("fsync", "ckpt_fsync"), ("replace", "ckpt_replace")):
+        _wrap(os, name, functools.partial(_write, phase))
+    _wrap(Path, "unlink", _unlink)
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace `owner.name` by a function that calls `around(the function, its arguments)`."""
+    inner = getattr(owner, name)
+
+    @functools.wraps(inner)
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        return around(inner, *arguments, **named)
+
+    setattr(owner, name, wrapped)
+
+
+def _step(inner: Callable[..., Any], self: Any, *arguments: Any) -> Any:
+    _now["step"] = self.state.step
+    optimizer = self.state.optimizer
+    if "step" not in vars(optimizer):
+        _wrap(optimizer, "step", lambda step, *given, **named: (at("opt_step"), step(*given, **named))[1])
+    return inner(self, *arguments)
+
+
+def _forward(inner: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    is_poisoned = at("forward")
+    total, parts = inner(*arguments, **named)
+    at("backward")
+    if is_poisoned:
+        total = total * math.nan
+        parts["loss"] = parts["loss"] * math.nan
+    return total, parts
+
+
+def _save(inner: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    _now["saving"] = True
+    try:
+        return inner(*arguments, **named)
+    finally:
+        _now["saving"] = False
+
+
+def _write(phase: str, inner: Callable[..., Any], *arguments: Any) -> Any:
+    if _now["saving"]:
+        at(phase)
+    return inner(*arguments)
+
+
+def _unlink(inner: Callable[..., Any], self: Path, *arguments: Any, **named: Any) -> Any:
+    if _now["saving"] and self.name.startswith("step-"):
+        at("ckpt_prune")
+    return inner(self, *arguments, **named)
