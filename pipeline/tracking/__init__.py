@@ -1,8 +1,9 @@
 """Tracking of runs, from rank 0; it never blocks or ends the work.
 
-A stage opens a run here (`run`) and writes to its `log`, which is its record and contains no `secrets`.
-One thread (`sender`) sends the log to MLflow (`mlflow_store`); `python -m pipeline.tracking resend` sends
-what a dead server missed. `matcher_model` is the registered model, `champion` compares it with the best.
+A stage opens a run here (`run`) and writes to its `log`, which is its record and contains no
+`secrets`. One thread (`sender`) sends the log to MLflow (`mlflow_store`), and `python -m
+pipeline.tracking resend` sends what a dead server missed. `matcher_model` is the registered model,
+`champion` compares it with the best.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ def open_run(
 ) -> NullRun:
     """Open a run, or continue an interrupted one.
 
-    `reports_dir` gets `log.jsonl`. The file `noted_in` (default: run.json there) names the run of this
-    `training` for `attach` and `known_run`. The run's name is `name`, or the time. `params` may be
-    nested: {"train": {"lr": 1}} becomes `train.lr`. `resume` is `.key` of the interrupted run. With
-    `enabled=False` (every rank but the first) it does nothing.
+    `reports_dir` gets `log.jsonl`. The file `noted_in` (default: run.json there) names the run of
+    this `training` for `attach` and `known_run`. The run's name is `name`, or the time. `params` may
+    be nested: {"train": {"lr": 1}} becomes `train.lr`. `resume` is `.key` of the interrupted run.
+    With `enabled=False` (every rank but the first) it does nothing.
     """
     if not enabled:
         return NullRun()
@@ -88,11 +89,11 @@ def known_run(noted_in: Any, training: str) -> Optional[str]:
 
 
 def attach(noted_in: Any, training: Optional[str] = None) -> NullRun:
-    """Continue the run named in `noted_in` from another stage; without one return a run that does nothing.
+    """Continue the run named in `noted_in` from another stage; without one, a run that does nothing.
 
-    `training`: identity of the training that the metrics belong to; None: the latest. Its log gets the
-    events. What the server does not have of it is sent first; if it has all, and nothing is added, it is
-    not called. Closing does not change the run's state.
+    `training`: identity of the training that the metrics belong to; None: the latest. Its log gets
+    the events. What the server does not have of it is sent first; if it has all, and nothing is
+    added, it is not called. Closing does not change the run's state.
     """
     known = recall_run(Path(noted_in), training)
     if known is None:
@@ -124,7 +125,7 @@ def _header(uri: str, params: Dict[str, Any], tags: Dict[str, Any], run: Optiona
 
 
 def _tags(tags: Dict[str, Any], provenance: Dict[str, str]) -> Dict[str, str]:
-    """The given tags; others are hidden, since they would push a run's description down the page."""
+    """The given tags, and hidden ones, which do not push a run's description down the page."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's --user without an entry in passwd

@@ -14,11 +14,11 @@ from pipeline.tracking.run import Run
 def main(argv: Optional[List[str]] = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipeline.tracking", description=__doc__)
     parser.add_argument("command", choices=["resend"])
-    parser.add_argument("--reports", type=Path, default=Path("reports"), help="folder with the logs (default: reports)")
-    parser.add_argument("--wait", type=float, default=3600, help="seconds for each run (default: 3600)")
+    parser.add_argument("--reports", type=Path, default=Path("reports"), help="folder with the logs")
+    parser.add_argument("--wait", type=float, default=3600, help="seconds for each run")
     args = parser.parse_args(argv)
     if not args.reports.is_dir():
-        raise errors.RequestError(f"{args.reports}: no such folder; --reports names the one of the trainings")
+        raise errors.RequestError(f"{args.reports}: no such folder; --reports names another")
     logs = [log for log in map(EventLog, sorted(args.reports.rglob("log*.jsonl"))) if log.header()]
     results = [resend(log, args.wait) for log in logs]
     print(f"{sum(results)} of {len(logs)} runs in {args.reports} are complete")

@@ -1,8 +1,8 @@
 """The log of a run, which is its record, and the file that names a training's run.
 
 A log is a file of JSON lines, one event each: the header (`run`), `metrics`, `artifact`, `dataset`,
-`model`, `compare`, `tags`, `end` (the state of the run), and `sent`: the number of bytes before which
-everything has reached the server `place`. No line contains a secret.
+`model`, `compare`, `tags`, `end` (the state of the run), and `sent`: the number of bytes before
+which everything has reached the server `place`. No line contains a secret.
 
 reports/run.json, in neither git nor DVC, maps trainings to runs. Checkpoints and models name their
 training, so metrics find their run also after `dvc checkout` of an older model.
@@ -67,7 +67,7 @@ class EventLog:
         return False
 
     def read(self, offset: int = 0) -> Iterator[Tuple[Event, int]]:
-        """The events from byte `offset`, each with the offset of its end, without a partial last line."""
+        """The events from byte `offset`, each with the offset of its end. No partial last line."""
         with contextlib.suppress(FileNotFoundError), open(self.path, "rb") as stream:
             stream.seek(offset)
             for line in stream:
@@ -118,7 +118,7 @@ def take_log(folder: Path, run: Optional[str]) -> EventLog:
 
 
 def remember_run(path: Path, training: str, run: Event) -> None:
-    """Store the newest run of a training: `key`, `experiment`, `name`, `tracking_uri`, `log` (relative path)."""
+    """Store the newest run of a training: key, experiment, name, tracking_uri, log."""
     runs = {**_runs(path).get("runs", {}), training: run}
     write_atomic(path, json.dumps({"latest": training, "runs": runs}, indent=2) + "\n")
 

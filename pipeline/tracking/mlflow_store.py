@@ -151,9 +151,10 @@ class MlflowStore:
         self._client.log_inputs(self.run_id, datasets=[DatasetInput(data, tags)])
 
     def send_files(self, event: Event, patience: float) -> None:
-        """Send the files of an event, or compare its model; requests may take `patience` times as long.
+        """Send the files of an event, or compare its model.
 
-        This process sends a file once to a place, so a further try continues where one failed.
+        Uploads may take `patience` times as long as those of a first try. This process sends a file
+        once to a place, so a further try continues where one failed.
         """
         if "artifact" in event:
             place = self._client.get_run(self.run_id).info.artifact_uri
@@ -178,7 +179,7 @@ class MlflowStore:
                 self._sent.add(key)
 
     def _register(self, event: Event, patience: float) -> None:
-        """Log the weights as a model of the run, and register a version; the first is the champion."""
+        """Log the weights as a model of the run, and register a version. The first is champion."""
         from superglue_sift.weights import load_model_file
 
         load_model_file(event["files"][0])  # not every version of MLflow checks it
@@ -225,7 +226,7 @@ class MlflowStore:
         return None if version is None else self._client.get_model_version(name, version)
 
     def _compare_with_champion(self, event: Event) -> None:
-        """Give the alias to the run's model if it beats the champion on the same pairs; print which."""
+        """Give the alias to the run's model if it beats the champion on the same pairs."""
         from pipeline.tracking.champion import better_than  # imports numpy
 
         name = event["name"]
@@ -255,13 +256,13 @@ class MlflowStore:
         say(f"{name} version {best} is {CHAMPION}; version {version} {result}")
 
     def _describe(self, name: str, version: Any, note: str) -> None:
-        """Describe the registered model: its champion, with the first line of its note, and the usage."""
-        text = f"Version {version} is `{CHAMPION}`. {note.partition(chr(10))[0]}\n\n" if note else ""
+        """Describe the registered model: its champion, the first line of its note, and the usage."""
+        text = f"Version {version} is `{CHAMPION}`. {note.splitlines()[0]}\n\n" if note else ""
         self._client.update_registered_model(name, text + USAGE.replace("NAME", name))
 
 
 class Machine:
-    """Samples CPU, memory, disk, network and GPUs by MLflow's monitors, every 10 seconds by default."""
+    """Samples CPU, memory, disk, network and GPUs by MLflow's monitors, every 10 s by default."""
 
     def __init__(self, last_steps: Dict[str, int]) -> None:
         """last_steps: of the metrics so far, to continue their steps."""
@@ -322,7 +323,7 @@ def view() -> str:
 
 
 def save_model(folder: Path, run_id: str, model_id: str, files: List[str]) -> None:
-    """Write an MLflow model: the weights (the first of `files`), their JSON, the library, `matcher_model`."""
+    """Write an MLflow model. files: the weights, and their JSON."""
     from mlflow import pyfunc
     from mlflow.models import Model
 

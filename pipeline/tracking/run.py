@@ -26,7 +26,7 @@ class NullRun:
         """
 
     def artifact(self, path: Any, folder: str = "") -> None:
-        """Add a file, or all files of a folder, under `folder` of the run. It is sent at the end."""
+        """Add a file, or all files of a folder, under `folder` of the run. Sent at the end."""
         self._append({"artifact": str(Path(path).resolve()), "folder": folder})
 
     def dataset(self, name: str, digest: str, source: str = "") -> None:
@@ -39,7 +39,7 @@ class NullRun:
         self.tags({"mlflow.runName": f"{name}{SEPARATOR}{result}", "mlflow.note.content": note})
 
     def compare_with_champion(self, pairs: Any, name: str = MODEL) -> None:
-        """Compare the run's model with the `champion` of `name`, by the pairs.csv of its evaluation."""
+        """Compare the run's model with the `champion`, by the pairs.csv of its evaluation."""
         self._append({"compare": {"name": name, "pairs": str(Path(pairs).resolve())}})
 
     def model(self, *paths: Any, name: str = MODEL, step: int = 0) -> None:
@@ -103,7 +103,7 @@ class Run(NullRun):
             self._has_metrics = True
 
     def _sample(self, metrics: Dict[str, Any], step: int) -> None:
-        """Log the use of the machine. MLflow compares runs by their first metric: not by this one."""
+        """Log the use of the machine, but not first: MLflow compares runs by that metric."""
         if self._has_metrics:
             self.log(metrics, step)
 

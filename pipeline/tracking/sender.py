@@ -1,8 +1,8 @@
 """The one thread that sends a run's log to MLflow. The log is its queue.
 
-Points and tags are sent while the run is open; files and the model when it ends. What fails is tried
-again, so everything is sent at least once. MLflow identifies a point by (run, name, time, step,
-value), so it stores a point once.
+Points and tags are sent while the run is open; files and the model when it ends. What fails is
+tried again, so everything is sent at least once. MLflow identifies a point by (run, name, time,
+step, value), so it stores a point once.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Sender(threading.Thread):
             return False
         except Exception as error:  # of any kind: the work continues
             if self.error is None:
-                say(f"{self.place} does not answer ({_reason(error)}); the work continues, the log keeps all")
+                say(f"{self.place} does not answer ({_reason(error)}); the log keeps all")
             self.error = _reason(error)
             return False
         return True
@@ -167,7 +167,7 @@ class Sender(threading.Thread):
                     self._store.send_files(event, 2**attempt)
                     self._files.remove(event)
                     self.error = None
-                except Exception as error:  # of MLflow, HTTP, an object store, or a file that is gone
+                except Exception as error:  # of MLflow, HTTP, an object store
                     self.error = _reason(error)
             if not self._files:
                 return

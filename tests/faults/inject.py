@@ -1,11 +1,12 @@
-"""Fault injection: `install` patches the training of this process, a fork or a command that a test started.
+"""Fault injection: `install` patches the training of this process, which a test started.
 
 SG_FAULT="kill:rank=1,step=7,phase=ckpt_replace;nan:step=3" names faults, each a kind and a place
-(rank, step and phase may be left out). SG_FAULT_ONCE names a folder in which each fault leaves a mark,
-so that it does not strike again after a restart.
+(rank, step and phase may be left out). SG_FAULT_ONCE names a folder in which each fault leaves a
+mark, so that it does not strike again after a restart.
 
-Kinds: a signal of `SIGNALS` to itself, group-term (or another) to its process group, torchrun (SIGKILL
-the parent), oom (CUDA's out-of-memory error), full (disk full), nan (a loss that is not a number).
+Kinds: a signal of `SIGNALS` to itself, group-term (or another) to its process group, torchrun
+(SIGKILL the parent), oom (CUDA's out-of-memory error), full (disk full), nan (a loss that is not a
+number).
 Phases, in the order of a step: `PHASES`.
 """
 
