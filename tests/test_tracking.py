@@ -379,6 +379,10 @@ def test_a_store_that_has_lost_the_run_gets_the_whole_log(store, empty_mlflow_st
     log_steps(again, 30, 40)
     again.close()
     assert steps(store, "train/loss") == list(range(40))
+    (tmp_path / "other.db").write_bytes(empty_mlflow_store.read_bytes())
+    other = f"sqlite:///{tmp_path / 'other.db'}"
+    assert command.main(["resend", "--reports", str(tmp_path), "--to", other]) == 0
+    assert steps(other, "train/loss") == list(range(40))
 
 
 SCRIPT = """

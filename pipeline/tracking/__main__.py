@@ -16,18 +16,19 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser.add_argument("command", choices=["resend"])
     parser.add_argument("--reports", type=Path, default=Path("reports"), help="folder with the logs")
     parser.add_argument("--wait", type=float, default=3600, help="seconds for each run")
+    parser.add_argument("--to", metavar="URI", help="another server than that of each run")
     args = parser.parse_args(argv)
     if not args.reports.is_dir():
         raise errors.RequestError(f"{args.reports}: no such folder; --reports names another")
     logs = [log for log in map(EventLog, sorted(args.reports.rglob("log*.jsonl"))) if log.header()]
-    results = [resend(log, args.wait) for log in logs]
+    results = [resend(log, args.wait, args.to) for log in logs]
     print(f"{sum(results)} of {len(logs)} runs in {args.reports} are complete")
     return 0 if all(results) else 1
 
 
-def resend(log: EventLog, wait: float) -> bool:
+def resend(log: EventLog, wait: float, to: Optional[str] = None) -> bool:
     """Send what is missing of one run. True if the server has all of it then."""
-    uri = tracking_uri(log.header().get("tracking_uri", ""))
+    uri = to or tracking_uri(log.header().get("tracking_uri", ""))
     if log.is_in_use():
         print(f"{log.path}: a process is writing it, and sends it itself")
         return True
