@@ -176,7 +176,7 @@ def test_the_curves_of_the_training_are_drawn_where_they_are(tmp_path):
     text = page.render(content(), page.training_curves(tmp_path), MADE)
     Balanced(text)
     first = text[text.index("<h2>Training</h2>") :]
-    assert first.index("polyline") < first.index("Training and validation loss")
+    assert first.index("<svg") < first.index("Training and validation loss")
 
 
 def test_a_page_is_made_again_from_its_json(tmp_path):
@@ -278,12 +278,22 @@ def test_a_further_model_has_its_own_sentence_in_the_summary():
     assert "Worse than the best baseline in: precision." in text and "Better than shipped in: precision." in text
 
 
-def test_chart_places_points_and_cuts_off_at_the_frame():
-    svg = charts.line_chart({"a": [(0, 0), (10, 1), (20, 5)]}, "x", "y", (0, 10))
-    points = re.search('polyline points="([^"]*)"', svg).group(1).split()
-    left, bottom = charts.LEFT, charts.HEIGHT - charts.BOTTOM
-    assert points[0] == f"{left:.1f},{bottom:.1f}"
-    assert points[1] == points[2] == f"{charts.WIDTH - charts.RIGHT:.1f},{charts.TOP:.1f}"
+def test_a_chart_has_a_line_and_a_name_for_each_series():
+    points = [(x / 30, x / 60) for x in range(30)]
+    svg = charts.line_chart({"a & b": points, "c": [(0, 0), (1, 1)], "none": []}, "x <1>", "y", (0, 1), diagonal=True)
+    Balanced(svg)
+    assert svg == charts.line_chart(
+        {"a & b": points, "c": [(0, 0), (1, 1)], "none": []}, "x <1>", "y", (0, 1), diagonal=True
+    )
+    assert svg.count(charts.COLOURS[0]) > 1 and svg.count(charts.COLOURS[1]) > 1 and "currentColor" in svg
+    assert all(f">{word}</text>" in svg for word in ("a &amp; b", "c", "x &lt;1&gt;", "y"))
+    assert 'aria-label="y, x &lt;1&gt;"' in svg and charts.INK not in svg
+
+
+def test_the_legend_names_only_the_verdicts_that_are_there():
+    line = {"figure": "precision", "baseline": "nn", "value": 0.1, "low": 0.05, "high": 0.2, "pairs": 40}
+    text = page.render(content(differences=[{**line, "clusters": 40, "verdict": "worse"}]), {}, MADE)
+    assert re.findall(r'<i class="(better|worse|few)"></i>', text) == ["worse"]
 
 
 def test_names_of_metrics():
