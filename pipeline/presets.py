@@ -118,7 +118,7 @@ def _flat(text: str) -> List[str]:
         flat = flatten(YAML(typ="safe", pure=True).load(text))
     except (YAMLError, AttributeError):
         return text.splitlines()
-    return [f"{key}: {value}" for key, value in flat.items()]
+    return [f"{key}: {repr(value) if value == '' else value}" for key, value in flat.items()]
 
 
 def _with_images(text: str, images: str, val_images: str, origin: str) -> str:

@@ -12,8 +12,9 @@ from test_matching import pair, related, scrambled
 
 from pipeline.compat import grad_scaler
 from pipeline.features.store import View
-from pipeline.train import setup, step
+from pipeline.train import step
 from pipeline.train.objective import MatchingObjective
+from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.order import PairOrder, rank_slice
 from superglue_sift import torch_compat
 from superglue_sift.network import sinkhorn, sinkhorn_kernel
@@ -44,7 +45,7 @@ def views_of_photographs():
 
 def longest_views(views, train, batch, ranks, steps):
     """(M, N) of rank 0's padded batch at each step: with the order and the keypoint drop of the trainer."""
-    order, augmentation = PairOrder(0, len(views), VIEWS), setup.augmentation(train)
+    order, augmentation = PairOrder(0, len(views), VIEWS), Augmentation.of(train)
     for number in range(steps):
         samples = order.step(number, batch * ranks)[rank_slice(batch * ranks, 0, ranks)]
         yield tuple(

@@ -9,6 +9,7 @@ import re
 
 import numpy as np
 import pytest
+from made_scenes import write_model
 
 from pipeline import errors
 from pipeline.evaluate.content import error_curve
@@ -110,10 +111,17 @@ def test_report_command(tmp_path, capsys):
     assert "pictures" not in printed.split("Where to look next")[1].replace("parameters, pictures and models", "")
 
 
+def test_the_hint_names_the_extractor_of_a_model_of_other_features(tmp_path):
+    model = write_model(tmp_path / "model.safetensors")
+    assert report.next_steps(tmp_path, model)[-1].endswith("A.jpg B.jpg --model models/superglue.safetensors")
+    write_model(model, extractor="mine:orb", descriptor="binary", descriptor_dim=256)
+    assert report.next_steps(tmp_path, model)[-1].endswith("superglue.safetensors --extractor mine:orb")
+
+
 def test_in_an_image_no_hint_names_make(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("IMAGE_STACK", "modern")
     (tmp_path / "metrics.json").write_text(json.dumps(FIGURES))
-    (tmp_path / "model.safetensors").touch()
+    write_model(tmp_path / "model.safetensors")
     report.main(["--evaluation", str(tmp_path), "--model", str(tmp_path / "model.safetensors")])
     printed = capsys.readouterr().out
     assert "docker run ... ui" in printed and "docker run ... match A.jpg B.jpg" in printed

@@ -26,6 +26,7 @@ from pipeline.parameters.schema import TrainParams
 from pipeline.processes import distributed
 from pipeline.train import setup
 from pipeline.train.objective import MatchingObjective
+from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import Sample, validation_pairs
 from pipeline.train.validation import HeldOut, validate
@@ -76,7 +77,7 @@ def baselines(store: Store, samples: List[Sample], train: TrainParams) -> Dict[s
     counts = {"mutual nearest neighbour": [0, 0], "ratio test, mutual": [0, 0]}
     true = 0
     for sample in samples:
-        batch = load_batch(store, [sample], train.max_keypoints, setup.augmentation(train))
+        batch = load_batch(store, [sample], train.max_keypoints, Augmentation.of(train))
         truth = ground_truth(batch, setup.POSITIVE_PX, setup.NEGATIVE_PX).matches0[0, : int(batch.counts0)]
         true += int((truth >= 0).sum())
         batch = choose_orientations(batch)
@@ -103,7 +104,7 @@ def untrained(store: Store, samples: List[Sample], train: TrainParams) -> Dict[s
     model = SuperGlue(SuperGlueConfig(layers=1, sinkhorn_iterations=train.sinkhorn_iterations))
     objective = MatchingObjective(model, setup.POSITIVE_PX, setup.NEGATIVE_PX)
     context = distributed.Context(0, 1, 0, torch.device("cpu"))
-    return validate(objective, HeldOut(store, samples, train.max_keypoints, context, setup.augmentation(train)))
+    return validate(objective, HeldOut(store, samples, train.max_keypoints, context, Augmentation.of(train)))
 
 
 def crossing(points: List[Point], f1: float) -> Optional[Point]:

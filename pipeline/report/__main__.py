@@ -35,7 +35,10 @@ def next_steps(folder: Path, model: Path) -> List[str]:
     lines.append(f"  runs      {typed('ui')}  ({port}curves, parameters, pictures and models at http://127.0.0.1:5000)")
     if model.exists():
         match = typed("match") if in_image() else ".venv/bin/python -m pipeline.match"
-        lines.append(f"  use it    {match} A.jpg B.jpg --model models/superglue.safetensors")
+        about = read_json(model.with_suffix(".json"), "no description of the model; run `dvc repro export`")
+        name = about["model"].get("extractor", "sift")  # code, which runs only if a person names it
+        allowed = "" if name == "sift" else f" --extractor {name}"
+        lines.append(f"  use it    {match} A.jpg B.jpg --model models/superglue.safetensors{allowed}")
     return lines
 
 

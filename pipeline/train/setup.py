@@ -20,7 +20,6 @@ from pipeline.processes import distributed
 from pipeline.train import precision, step_graphs
 from pipeline.train.objective import DataParallelObjective, MatchingObjective
 from pipeline.train.optimization import MovingAverage, freeze, make_optimizer
-from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.workers import StepSize
 from pipeline.train.state import TrainState, initialize_from
 from superglue_sift.descriptors import kind_of
@@ -182,18 +181,6 @@ def set_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
-
-
-def augmentation(train: TrainParams) -> Augmentation:
-    """The augmentation of the training pairs."""
-    return Augmentation(
-        drop=train.keypoint_drop,
-        rotation_deg=train.rotation_deg,
-        window=train.window,
-        negatives=train.negatives,
-        min_keypoints=train.min_keypoints,
-        zoom_fraction=train.zoom,
-    )
 
 
 def _initialize(model: SuperGlue, path: str) -> Tuple[List[str], Optional[float]]:

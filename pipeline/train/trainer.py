@@ -22,6 +22,7 @@ from pipeline.train.checkpoint import Checkpoints
 from pipeline.train.live_line import LiveLine
 from pipeline.train.logger import TrainingLogger, Window, profiled, write_metrics
 from pipeline.train.optimization import learning_rate
+from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.loader import choose, split_evenly
 from pipeline.train.pairs.order import PairOrder, Sample, rank_slice
 from pipeline.train.pairs.workers import a_process_died
@@ -44,7 +45,7 @@ class StepBatches:
     def __init__(self, train: TrainParams, store: Store, pairs: int, context: distributed.Context) -> None:
         self.train, self.store, self.pairs, self.context = train, store, pairs, context
         self._order = PairOrder(train.seed, len(store), store.views_per_image)
-        self._augmentation = setup.augmentation(train)
+        self._augmentation = Augmentation.of(train)
         keypoints = min(train.max_keypoints, int(store.counts.max(initial=1)))
         size = setup.step_size(train, pairs, context.world_size, keypoints, store.dtype.itemsize)
         self._load, self._prefetched = choose(train.loader, context.device, size)
@@ -82,7 +83,7 @@ class Training:
         self.batches = StepBatches(self.train, store, self.pairs, context)
         initial = Path(self.train.init_from) if self.train.init_from else None
         self.validation = unseen.validation(self.train, held_out, initial, paths.keep_seen)
-        augmentation = setup.augmentation(self.train)
+        augmentation = Augmentation.of(self.train)
         self.held_out = HeldOut(held_out, self.validation.samples, self.train.max_keypoints, context, augmentation)
         self.trained_on = unseen.trained_with(self.train, store)
         self.precision = setup.choose_precision(self.train, context)

@@ -16,6 +16,7 @@ from typing import Callable, Optional, Tuple
 import numpy as np
 
 from pipeline.features.store import EVERYWHERE, View
+from pipeline.parameters.schema import TrainParams
 from superglue_sift.geometry import resizing
 
 # Draws another view of the store; None if the draw is one of the pair's own images.
@@ -47,6 +48,18 @@ class Augmentation:
     negatives: float = 0.0
     min_keypoints: int = 0
     zoom_fraction: float = 0.0
+
+    @classmethod
+    def of(cls, train: TrainParams) -> Augmentation:
+        """The changes that the section `train` of the parameters asks for."""
+        return cls(
+            drop=train.keypoint_drop,
+            rotation_deg=train.rotation_deg,
+            window=train.window,
+            negatives=train.negatives,
+            min_keypoints=train.min_keypoints,
+            zoom_fraction=train.zoom,
+        )
 
     def second_image(self, image: int, images: int, seed: int) -> int:
         """Image of the second view: `image` itself, or in a negative pair another of the `images`."""
