@@ -75,7 +75,7 @@ def one_batch(folder: Path):
         {"optimizer": "adam"},
         {"schedule": "wsd", "decay_start": 1},
         {"neighbours": False},
-        {"rotation_deg": 0.0},
+        {"rotation_deg": 90.0},
         {"window": 0.5},
         {"negatives": 0.9},
         {"zoom": 0.9},

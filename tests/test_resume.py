@@ -71,8 +71,8 @@ class TestCauses:
         printed = capsys.readouterr().out
         (place,) = aside(tmp_path / "run")
         assert weights(newest(place)) == saved
-        assert "train.lr: 0.0002 in the checkpoint, 0.001 now" in printed and "set train.lr: 0.0002" in printed
-        with pytest.raises(RequestError, match=r"train\.lr: 0\.0002"):
+        assert "train.lr: 0.005 in the checkpoint, 0.001 now" in printed and "set train.lr: 0.005" in printed
+        with pytest.raises(RequestError, match=r"train\.lr: 0\.005"):
             train.main(printed_command(printed))  # params.yaml is still the other one
         request_of("run")  # writes the parameters as they were
         assert train.main(printed_command(printed)) == 0
@@ -370,6 +370,6 @@ class TestRequests:
         assert train.main(request_of("run", lr=0.001)) == 0
         (place,) = aside(tmp_path / "run")
         before = sorted(path for path in (tmp_path / "run").rglob("*"))
-        with pytest.raises(RequestError, match=r"train\.lr: 0\.0002 in the checkpoint, 0\.001 now"):
+        with pytest.raises(RequestError, match=r"train\.lr: 0\.005 in the checkpoint, 0\.001 now"):
             train.main([*request_of("run", lr=0.001), "--resume", str(place)])
         assert sorted(path for path in (tmp_path / "run").rglob("*")) == before

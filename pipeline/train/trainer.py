@@ -176,7 +176,7 @@ class Training:
             contextlib.closing(self.batches.prefetched(steps)) as loader,
             profiled(profile_steps, self.paths.reports / "profile") as step_profiled,
         ):
-            initial = state.step == 0 and train.init_from  # the initial weights may stay the best
+            initial = state.step == 0  # the curve begins at the initial weights
             if initial or (state.step == train.steps != state.validated):  # stopped before its last validation
                 self._report_validation(logger, line)
             waiting = time.perf_counter()
@@ -271,12 +271,15 @@ class Training:
         line.validated(self.state.step, metrics)
 
     def _validate(self) -> Dict[str, float]:
-        """Metrics of the weights that would be shipped; kept as `best` if they are the best."""
+        """Metrics of the weights that would be shipped; kept as `best` if they are the best.
+
+        Initial weights of `init_from` may stay the best, an untrained network may not.
+        """
         state = self.state
         self._compare_replicas()
         state.validated = state.step
         metrics = self._metrics_of(state.weights())
-        if state.keep_best(metrics):
+        if (state.step > 0 or self.train.init_from) and state.keep_best(metrics):
             self._save_best()
         return metrics
 
