@@ -81,7 +81,6 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
         "provenance": {
             "data.digest": info.get("data", ""),
             "initial_weights.digest": info.get("initial_weights", ""),
-            "code.digest": info.get("code", ""),
             "source.sha256": file_sha256(source),
             "version": __version__,
             **{f"version.{name}": version for name, version in repro.pinned(repro.WEIGHTY).items()},

@@ -1,7 +1,7 @@
 """dvc.yaml against the imports of its stages: `python tests/import_closure.py` names what differs (exit 1).
 
 A stage depends on packages (folders) or single files that together hold every module its command imports, but for
-`CHANGES_NO_OUTPUT` of `pipeline.provenance.code`.
+`CHANGES_NO_OUTPUT`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,79 @@ import ast
 import re
 import sys
 from pathlib import Path
-from typing import Dict, List
+from typing import Dict, Iterator, List, Optional, Sequence
 
 from ruamel.yaml import YAML
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where it is started by hand
-
-from pipeline.provenance.code import CHANGES_NO_OUTPUT, PACKAGES, closure
-
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("pipeline", "superglue_sift")
+# Modules and packages that change no byte of an output, given the parameters, which DVC compares by value.
+CHANGES_NO_OUTPUT = (
+    "pipeline.errors",
+    "pipeline.files",  # a file is written whole or not at all, with the bytes it is given
+    "pipeline.launch",
+    "pipeline.parameters",
+    "pipeline.processes.faults",
+    "pipeline.processes.machine",
+    "pipeline.processes.prefetch",  # results of others, in their order
+    "pipeline.processes.signals",
+    "pipeline.provenance.workspace_lock",
+    "pipeline.tracking",
+    "pipeline.train.live_line",
+    "superglue_sift.errors",
+    "superglue_sift.files",
+    "superglue_sift.progress",
+    "superglue_sift.threads",
+)
+
+
+def module_file(module: str) -> Optional[str]:
+    """The file of a module; None for a name inside a module and for modules of other projects."""
+    if module.split(".")[0] not in PACKAGES:
+        return None
+    base = module.replace(".", "/")
+    return next((path for path in (f"{base}.py", f"{base}/__init__.py") if (ROOT / path).is_file()), None)
+
+
+def imports(path: Path, module: str) -> List[str]:
+    """Modules (or names in them) of the project that the file imports, except under `if TYPE_CHECKING`."""
+    names: List[str] = []
+    for node in _nodes(ast.parse(path.read_text(encoding="utf-8")), into_functions=module not in PACKAGES):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:  # imports are absolute (ruff's TID252)
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return [name for name in names if name.split(".")[0] in PACKAGES]
+
+
+def _nodes(node: ast.AST, into_functions: bool) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            continue
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) and not into_functions:
+            continue
+        yield child
+        yield from _nodes(child, into_functions)
+
+
+def closure(modules: Sequence[str], without: Sequence[str] = ()) -> Dict[str, str]:
+    """Module name -> path, for these modules and all that they import of the project, also in functions.
+
+    The modules and packages of `without` and the `__init__.py` of the two packages are not followed.
+    """
+    found: Dict[str, str] = {}
+    waiting = list(modules)
+    while waiting:
+        name = waiting.pop()
+        path = module_file(name)
+        if name in found or path is None or any(name == other or name.startswith(other + ".") for other in without):
+            continue
+        found[name] = path
+        parts = name.split(".")
+        waiting += [".".join(parts[:end]) for end in range(1, len(parts))]
+        if name not in PACKAGES:
+            waiting += imports(ROOT / path, name)
+    return found
 
 
 def modules_in(command: str) -> List[str]:
@@ -27,13 +91,13 @@ def modules_in(command: str) -> List[str]:
     return [f"{name}.__main__" if (ROOT / name.replace(".", "/")).is_dir() else name for name in found]
 
 
-def code_of(cmd: str, root: Path = ROOT) -> List[str]:
+def code_of(command: str) -> List[str]:
     """Files whose change can change the output of a command: what it imports, with more in it than a docstring."""
-    files = closure(modules_in(cmd), CHANGES_NO_OUTPUT, root)
-    return sorted(path for name, path in files.items() if name not in PACKAGES and _says_something(root / path))
+    files = closure(modules_in(command), CHANGES_NO_OUTPUT)
+    return sorted(path for name, path in files.items() if name not in PACKAGES and _has_code(ROOT / path))
 
 
-def _says_something(path: Path) -> bool:
+def _has_code(path: Path) -> bool:
     return any(
         not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
         for node in ast.parse(path.read_text(encoding="utf-8")).body
@@ -45,12 +109,12 @@ def covers(dependency: str, path: str) -> bool:
     return path == dependency or path.startswith(dependency + "/")
 
 
-def differences(tree: Dict, root: Path = ROOT) -> List[str]:
+def differences(tree: Dict) -> List[str]:
     """One line for each file that no dependency of its stage contains, and for each useless dependency."""
     lines = []
     for name, stage in tree["stages"].items():
         held = [path for path in stage["deps"] if path.split("/")[0] in PACKAGES]
-        files = code_of(stage["cmd"], root)
+        files = code_of(stage["cmd"])
         lines += [
             f"{name}: deps lack {path}" for path in files if not any(covers(dependency, path) for dependency in held)
         ]

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Dict, Iterator, List, Set, Tuple
 
 import pytest
-
-from pipeline.provenance.code import imports
+from import_closure import imports
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted(

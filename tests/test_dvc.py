@@ -13,7 +13,6 @@ import pytest
 from ruamel.yaml import YAML
 
 from pipeline.parameters.schema import SECTIONS
-from pipeline.provenance import code
 
 ROOT = Path(__file__).resolve().parents[1]
 TREE: Dict[str, Any] = YAML(typ="safe", pure=True).load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))
@@ -58,13 +57,13 @@ def test_what_a_stage_really_loads_is_among_its_dependencies(name: str) -> None:
     modules = import_closure.modules_in(TREE["stages"][name]["cmd"])
     script = (
         f"import importlib, sys; [importlib.import_module(name) for name in {modules!r}];"
-        f"print('\\n'.join(name for name in sys.modules if name.split('.')[0] in {code.PACKAGES!r}))"
+        f"print('\\n'.join(name for name in sys.modules if name.split('.')[0] in {import_closure.PACKAGES!r}))"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, check=True)
-    of_no_matter = code.closure(code.CHANGES_NO_OUTPUT)  # with what they load in their turn
+    of_no_matter = import_closure.closure(import_closure.CHANGES_NO_OUTPUT)  # with what they load in their turn
     for module in done.stdout.decode().split():
-        path = code.module_file(module)
-        excluded = any(module.startswith(f"{package}.") for package in code.CHANGES_NO_OUTPUT)
+        path = import_closure.module_file(module)
+        excluded = any(module.startswith(f"{package}.") for package in import_closure.CHANGES_NO_OUTPUT)
         if path.endswith("__init__.py") or module in of_no_matter or excluded:
             continue
         assert any(import_closure.covers(dependency, path) for dependency in TREE["stages"][name]["deps"]), path
@@ -85,7 +84,7 @@ def test_dvc_yaml_is_short_enough_to_be_read() -> None:
 def test_the_data_a_stage_needs_is_what_an_earlier_one_leaves() -> None:
     left: List[str] = []
     for stage in TREE["stages"].values():
-        data = [path for path in stage["deps"] if path.split("/")[0] not in code.PACKAGES]
+        data = [path for path in stage["deps"] if path.split("/")[0] not in import_closure.PACKAGES]
         for path in data:
             assert path in SHIPPED or any(path == out or path.startswith(out + "/") for out in left), path
         left += left_by(stage)

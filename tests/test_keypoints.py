@@ -21,7 +21,7 @@ from pipeline.errors import RequestError, WorkError
 from pipeline.features.store import Store
 from pipeline.fetch import __main__ as fetch
 from pipeline.keypoints import __main__ as keypoints
-from pipeline.keypoints import shards
+from pipeline.keypoints import image, shards
 from pipeline.keypoints.image import gray_views
 from superglue_sift.images import BadImage, read_gray
 
@@ -345,3 +345,19 @@ def test_memory_does_not_grow_with_the_number_of_images(make_params):
         for seen, result in enumerate(pool.map(entries(20_000))):
             assert isinstance(result, BadImage) and len(made) - seen <= 2 * pools._IN_FLIGHT + 1
     assert len(made) == 20_000
+
+
+# Of three views of a photograph, by VERSION of `pipeline.keypoints.image`: number of keypoints, and the sums of their
+# x, y and descriptors.
+GOLDEN = {1: [[190, 30253, 25630, 594838], [200, 34855, 22656, 606367], [141, 25182, 19934, 424917]]}
+
+
+@pytest.mark.skipif(cv2.__version__ != "4.11.0", reason="another OpenCV finds other keypoints")
+def test_a_shard_that_changes_has_another_version(make_params, photo):
+    """Shards are kept by their parameters, photographs and VERSION: without a new one old shards would stay."""
+    settings = make_params("keypoints", views_per_image=3)
+    found = []
+    for records in gray_views(photo, "coffee.png", settings).records:
+        sums = [records["x"].sum(), records["y"].sum(), records["descriptor"].sum(dtype=np.int64)]
+        found.append([len(records), *(round(float(value)) for value in sums)])
+    assert {image.VERSION: found} == GOLDEN, "raise VERSION in pipeline/keypoints/image.py, and put what is found here"

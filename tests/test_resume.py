@@ -105,21 +105,6 @@ class TestCauses:
         assert "resuming at step 4 of 6" in capsys.readouterr().out
         assert weights(tmp_path / "run" / "best.safetensors") == whole
 
-    def test_changed_code(self, tmp_path, request_of, monkeypatch, capsys, whole):  # noqa: F811
-        saved = interrupted(request_of("run"), monkeypatch)
-        capsys.readouterr()
-        monkeypatch.setattr("pipeline.train.identity.code_digest", lambda *_: "changed")
-        assert train.main(request_of("run")) == 0
-        printed = capsys.readouterr().out
-        (place,) = aside(tmp_path / "run")
-        assert place.name.endswith("-code") and weights(newest(place)) == saved
-        assert printed_command(printed)[-2:] == ["--accept", "code"]
-        assert train.main(printed_command(printed)) == 0
-        assert "resuming at step 4 of 6" in capsys.readouterr().out
-        assert weights(tmp_path / "run" / "best.safetensors") == whole
-        assert train.main(request_of("run")) == 0
-        assert "nothing to do" in capsys.readouterr().out  # accepted once, for good
-
     def test_resume_never(self, tmp_path, request_of, monkeypatch, capsys, whole):  # noqa: F811
         saved = interrupted(request_of("run"), monkeypatch)
         capsys.readouterr()

@@ -303,16 +303,6 @@ class TestResume:
         now = json.loads((tmp_path / "run" / "best.json").read_text())["precision"]
         assert "resuming at step 3" in said and now == ("bfloat16" if able else "float32")
 
-    def test_changed_code_is_accepted_on_request(self, tmp_path, request_of, monkeypatch, capsys):
-        with monkeypatch.context() as patch:
-            stop_after(patch, 3)
-            assert train.main(request_of("run")) == 143
-        monkeypatch.setattr("pipeline.train.identity.code_digest", lambda *_: "changed")
-        with pytest.raises(RequestError, match="code: "):
-            train.main([*request_of("run"), "--resume", "must"])
-        assert train.main([*request_of("run"), "--resume", "must", "--accept", "code"]) == 0
-        assert "resuming at step 3 of 6" in capsys.readouterr().out
-
     def test_a_damaged_newest_checkpoint_is_passed_over(self, tmp_path, request_of, monkeypatch, capsys):
         assert train.main(request_of("whole")) == 0
         with monkeypatch.context() as patch:

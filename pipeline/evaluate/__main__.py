@@ -33,13 +33,11 @@ from pipeline.evaluate.hpatches import HPatchesPairs
 from pipeline.evaluate.matchers import OURS, Matchers
 from pipeline.evaluate.protocol import Evaluation, Named
 from pipeline.evaluate.scoring import Settings
-from pipeline.files import file_sha256
 from pipeline.image_sets import sources
 from pipeline.parameters import params
 from pipeline.parameters.schema import EvaluateParams
 from pipeline.processes import distributed
-from pipeline.provenance import made_from, repro, trained_on, workspace_lock
-from pipeline.provenance.code import code_digest
+from pipeline.provenance import workspace_lock
 from pipeline.report import outputs, summary
 from pipeline.report.document import Content
 from superglue_sift import extractors
@@ -243,34 +241,15 @@ def evaluate(args: argparse.Namespace, context: distributed.Context) -> Tuple[Di
     return {"": content} if content else {}, info
 
 
-def made_from_inputs(args: argparse.Namespace) -> Dict[str, Any]:
-    """Everything that the results of the stage depend on, as JSON values."""
-    places = ("out", "mlflow_run", "params")
-    models = args.models.values()
-    files = (*models, *map(trained_on.list_of, models), args.images / "manifest.csv")
-    return {
-        "arguments": {name: str(value) for name, value in vars(args).items() if name not in places},
-        "files": [file_sha256(path) for path in files if path.is_file()],
-        "section": section_of(args).model_dump(),
-        "code": code_digest(("pipeline.evaluate.__main__",)),
-        "versions": repro.versions((*repro.COMPUTING, *PACKAGES)),
-    }
-
-
 def main(argv: Optional[List[str]] = None) -> int:
     started = time.monotonic()
     args = parse(argv)
     cv2.setNumThreads(1)  # the ranks of a machine share its cores
     workspace_lock.take()
-    inputs = made_from_inputs(args)
-    if made_from.restore(args.out, inputs):
-        print(f"{args.out}: evaluated with this model, these images, parameters, code and versions: nothing to do")
-        return 0
     with distributed.process_group() as context:
         contents, info = evaluate(args, context)
         if contents:
             track(args, contents, info)
-            made_from.keep(args.out, inputs)
             print(f"took {time.monotonic() - started:.0f} s")
     return 0
 

@@ -25,15 +25,12 @@ from pipeline.image_sets.manifest import Entry
 from pipeline.parameters import params
 from pipeline.parameters.schema import FetchParams
 from pipeline.provenance import workspace_lock
-from pipeline.provenance.code import code_digest
 from pipeline.views.homography import smallest_images
 from superglue_sift.progress import Progress
 
 MIB = 1 << 20
 SAMPLE = "sample"  # container and folder of the bundled photographs
-# code that determines the list of images; archives are verified by their SHA-256
-CODE = ("pipeline.fetch.__main__",)
-OUTSIDE = ("pipeline.fetch.download", "pipeline.views", "superglue_sift")
+VERSION = 1  # of the manifest; raise it when this code lists or splits the same images otherwise
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -93,9 +90,9 @@ def _fetch(options: argparse.Namespace, settings: FetchParams, made_from: str) -
 
 
 def _made_from(settings: FetchParams) -> str:
-    """Digest of what the manifest depends on: parameters, the user's own images, code."""
+    """Digest of what the manifest depends on: parameters, the user's own images, VERSION."""
     folders = (settings.path, settings.val_path) if settings.source == "folder" else ()
-    return json_digest([settings.model_dump(), digest(*folders) if folders else "", code_digest(CODE, OUTSIDE)])
+    return json_digest([settings.model_dump(), digest(*folders) if folders else "", VERSION])
 
 
 def _up_to_date(options: argparse.Namespace, made_from: str) -> Optional[List[Entry]]:

@@ -2,7 +2,7 @@
 
 A shard is a fixed run of manifest rows, so its bytes depend only on these and on the parameters. During the work each
 finished shard has a note next to it; in the end the notes become store.json. A shard with another fingerprint
-(parameters, rows, code, OpenCV) is deleted; an undamaged one is not computed again.
+(parameters, rows, VERSION, OpenCV) is deleted; an undamaged one is not computed again.
 """
 
 from __future__ import annotations
@@ -20,18 +20,9 @@ from pipeline.features import store
 from pipeline.features.store import ImageViews
 from pipeline.files import write_atomic
 from pipeline.image_sets.manifest import Entry
-from pipeline.provenance.code import code_digest
+from pipeline.keypoints import image
 from superglue_sift import extractors
 from superglue_sift.images import BadImage
-
-CODE = (
-    "pipeline.keypoints.image",
-    "pipeline.image_sets.decode",
-    "pipeline.image_sets.dali_decoder",
-    "pipeline.features.store",
-)
-# not these: the fingerprint has the CRC-32 of an image's bytes, which may be read from anywhere
-OUTSIDE = ("pipeline.image_sets.manifest", "pipeline.image_sets.sources")
 
 # A kill loses at most the current shard of each process.
 SHARD_IMAGES = 64
@@ -50,7 +41,7 @@ def plan(entries: Sequence[Entry], settings: Any) -> List[Shard]:
     """Cut the rows of a split (sorted, as the manifest gives them) into shards."""
     common = {
         "settings": settings.model_dump(),
-        "code": code_digest(CODE, OUTSIDE),
+        "version": image.VERSION,
         "opencv": cv2.__version__,
         "extractor": extractors.load(settings.extractor).code,
     }

@@ -51,8 +51,6 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
         help="auto: resume from a checkpoint that fits, else set aside what is there and start from scratch; "
         "must: refuse to start from scratch; never: start from scratch; FOLDER: resume what was set aside "
         "there")  # fmt: skip
-    add("--accept", choices=("code",), action="append", default=[],
-        help="resume from a checkpoint although the training code has changed since")  # fmt: skip
     add("--verify", action="store_true", help="check every shard of the keypoints, not a sample")
     add("--validate-only", action="store_true",
         help="print metrics of the best model (or train.init_from); no training")  # fmt: skip
@@ -68,7 +66,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
 
 def paths_of(args: argparse.Namespace) -> TrainPaths:
     places = args.keypoints, args.out, args.reports, args.params
-    return TrainPaths(*places, args.resume, tuple(args.accept), args.keep_seen, options_of(args))
+    return TrainPaths(*places, args.resume, args.keep_seen, options_of(args))
 
 
 def options_of(args: argparse.Namespace) -> Dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Identity of a training: the parameters, data and code that determine its weights so far.
+"""Identity of a training: the parameters and data that determine its weights so far.
 
 Parameters that affect no weight may change at any time; those of the schedule as long as the learning rates of the
 steps done stay the same. Nothing here can change a weight.
@@ -13,24 +13,12 @@ from typing import Any, Dict, List
 from pipeline.files import file_sha256, json_digest
 from pipeline.parameters.schema import TrainParams
 from pipeline.provenance import repro
-from pipeline.provenance.code import code_digest
 from pipeline.train.optimization import learning_rate
 
 Fingerprint = Dict[str, Any]
 
-CODE = ("pipeline.train.trainer",)  # with its imports: everything that can change a weight
-# except code that writes files (whose bytes are verified), compares or reports
-OUTSIDE = (
-    "pipeline.train.checkpoint",
-    "pipeline.train.identity",
-    "pipeline.train.logger",
-    "pipeline.train.resume",
-    "pipeline.train.superseded",
-    "superglue_sift.weights",
-)
-
 # Keys of a fingerprint besides the parameters; a best model's JSON has the same.
-OF_THE_RUN = ("world_size", "initial_weights", "data", "code")
+OF_THE_RUN = ("world_size", "initial_weights", "data")
 
 # Keys and options of `train` that affect no weight.
 OPERATIONAL = (
@@ -48,7 +36,7 @@ def stated(train: TrainParams) -> Dict[str, Any]:
 
 
 def fingerprint(train: TrainParams, data_digest: str, world_size: int) -> Fingerprint:
-    """Parameters, data and code, by which runs of one training are compared.
+    """Parameters and data, by which runs of one training are compared.
 
     It includes the number of processes only if that determines the batch or the learning rate.
     """
@@ -58,7 +46,6 @@ def fingerprint(train: TrainParams, data_digest: str, world_size: int) -> Finger
     if train.init_from:
         values["initial_weights"] = file_sha256(train.init_from)[:16]
     values["data"] = data_digest
-    values["code"] = code_digest(CODE, OUTSIDE)
     return values
 
 
@@ -80,7 +67,7 @@ def identity(values: Fingerprint) -> str:
 
     A training keeps it if its schedule changes later.
     """
-    without = {"code", *(f"train.{key}" for key in OPERATIONAL)}
+    without = {f"train.{key}" for key in OPERATIONAL}
     return json_digest({key: value for key, value in values.items() if key not in without})
 
 

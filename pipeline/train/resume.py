@@ -13,7 +13,7 @@ import shlex
 import shutil
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional
 
 from pipeline.errors import RequestError
 from pipeline.parameters.params import flag
@@ -38,11 +38,10 @@ class TrainPaths:
     reports: Path = Path("reports/train")
     params: Path = Path("params.yaml")
     resume: str = AUTO
-    accept: Tuple[str, ...] = ()  # keys of the fingerprint that may differ
     keep_seen: bool = False  # validate also on photographs that the initial weights were trained on
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the `TrainOptions` given
 
-    def command(self, place: Path, accept: Sequence[str]) -> str:
+    def command(self, place: Path) -> str:
         """The command that resumes the training set aside in `place`."""
         words = ["python", "-m", "pipeline.launch", "pipeline.train"]
         for name in ("keypoints", "out", "reports", "params"):
@@ -50,8 +49,6 @@ class TrainPaths:
             words += [f"--{name}", str(given)] if given != getattr(TrainPaths, name) else []
         words += [word for name, value in self.options.items() for word in flag(name, value).split()]
         words += ["--resume", str(place)]
-        for key in accept:
-            words += ["--accept", key]
         return " ".join(shlex.quote(word) for word in words)
 
 
@@ -75,7 +72,7 @@ class Start(NamedTuple):
 
 
 def agree(ours: Fingerprint, is_main: bool) -> None:
-    """RequestError on rank 0 if another rank has other parameters, data or code; the others exit silently."""
+    """RequestError on rank 0 if another rank has other parameters or data; the others exit silently."""
     disagreement = replicas.disagreement(ours)
     _refuse(
         f"{disagreement}; give every node the same parameters, keypoints and code" if disagreement and is_main else ""
@@ -205,8 +202,7 @@ class _Resume:
         return Fit(keys, [f"{key}: {saved.get(key)} in the checkpoint, {self.ours.get(key)} now" for key in keys])
 
     def _misfits(self, info: Dict[str, Any]) -> List[str]:
-        keys = misfits(fingerprint_of(info), self.ours, steps_done(info))
-        return [key for key in keys if key not in self.paths.accept]
+        return misfits(fingerprint_of(info), self.ours, steps_done(info))
 
     def _make_room(self, why: Fit, spare: Optional[Path] = None) -> None:
         """Set aside what is there. Prints what lies where and the command that resumes it."""
@@ -220,9 +216,8 @@ class _Resume:
         line = f"{self.out} held another training ({'; '.join(why.reasons)}). It is set aside in {place}. "
         saved = newest[1] if newest else best if best and best.get("finished") else None
         if saved:
-            accept = ["code"] if "code" in why.keys else []
             first = _first(why.keys, fingerprint_of(saved))
-            line += f"To resume it{first}: {self.paths.command(place, accept)}"
+            line += f"To resume it{first}: {self.paths.command(place)}"
         else:
             line += "It has no checkpoint to resume from."
         print(line)
@@ -278,8 +273,6 @@ def _first(keys: List[str], saved: Fingerprint) -> str:
 
 
 def _fix(keys: List[str]) -> str:
-    if keys == ["code"]:
-        return "; --accept code resumes with the current code"
     return "; make them equal again to resume" if EMPTY.keys != keys else ""
 
 

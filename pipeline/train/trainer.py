@@ -138,13 +138,11 @@ class Training:
         """Report that this training is finished; write what is missing."""
         if self.context.is_main:
             path, reports = self.paths.out / "best.safetensors", self.paths.reports
-            weights, info = load_model_file(path)
-            if info["code"] != self.fingerprint["code"]:  # accepted by --accept: the next run need not ask
-                self.checkpoints.save_best(weights, {**info, "code": self.fingerprint["code"]})
+            info = load_model_file(path)[1]
             if not trained_on.list_of(path).is_file():
                 trained_on.write(path, self.trained_on)
             write_metrics(reports, info)
-            print(f"{path}: trained with these parameters, data and code, to the last step: nothing to do")
+            print(f"{path}: trained with these parameters and data, to the last step: nothing to do")
             other = identity.other_versions(info)
             if other:
                 print(f"it was trained under {other}; --resume never trains it again")

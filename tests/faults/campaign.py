@@ -164,15 +164,6 @@ def warm() -> None:
     import mlflow.server.handlers  # noqa: F401
     import torch._dynamo  # noqa: F401
 
-    from pipeline.fetch import __main__ as fetch
-    from pipeline.keypoints import shards
-    from pipeline.provenance.code import code_digest
-    from pipeline.train import identity
-
-    for home in (fetch, shards, identity):
-        code_digest(home.CODE, home.OUTSIDE)
-    code_digest(("pipeline.evaluate.__main__",))
-
 
 def archive(base: stages.Base) -> Tuple[FaultyServer, bytes]:
     """A server of an archive of the photographs, laid out as COCO's, and the archive's bytes."""
