@@ -5,7 +5,7 @@ top, `python -m pipeline.<name>`; a stage is a folder, a section of params.yaml 
 
     fetch/ keypoints/ train/ evaluate/ export    the five stages
     launch        starts a stage on all processes of this machine
-    presets, doctor, report/, prune              write params.yaml; check the machine; show results; delete trainings
+    presets, doctor, report/                     write params.yaml; check the machine; show results
     match, benchmark                             match two images; measure speed
 
 What stages share:

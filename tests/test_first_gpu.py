@@ -54,7 +54,7 @@ def test_losses_of_both_devices_stand_side_by_side(tmp_path, capsys):
         rows = "".join(f"{step},{loss}\n" for step, loss in enumerate(losses, 1))
         (folder / "train.csv").write_text(f"step,loss\n{rows}")
     for name in ("curve", "whole"):
-        weights = tmp_path / name / "checkpoints" / "step-00000003.safetensors"
+        weights = tmp_path / name / "checkpoints" / "training" / "step-00000003.safetensors"
         weights.parent.mkdir(parents=True)
         weights.write_bytes(b"weights")
     command = ["--compare", "--out", str(tmp_path)]

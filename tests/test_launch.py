@@ -176,7 +176,7 @@ class TestFaults:
         dvc.kill()
         dvc.wait()
         wait_until(lambda: not ranks_of(bench.folder), PATIENCE)  # they save, and hand on their log
-        saved = [int(file.stem[5:]) for file in (bench.folder / "run").glob("step-*.safetensors")]
+        saved = [int(file.stem[5:]) for file in (bench.folder / "run").glob("*/step-*.safetensors")]
         assert len(saved) == 1 and 0 < saved[0] < 200
         subprocess.run([*command, "repro"], cwd=workspace, check=True, timeout=PATIENCE)
         assert digest(bench.folder / "run") == expected
@@ -216,7 +216,7 @@ class TestFaults:
             os.kill(each.pid, signal.SIGTERM)
         out, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 143 and "the same command resumes there" in out, out
-        saved = [int(file.stem[5:]) for file in (bench.folder / "run").glob("step-*.safetensors")]
+        saved = [int(file.stem[5:]) for file in (bench.folder / "run").glob("*/step-*.safetensors")]
         assert len(saved) == 1 and 0 < saved[0] < 200
 
     def test_a_killed_process_that_makes_batches_is_a_lost_rank(self, bench, monkeypatch):
@@ -315,7 +315,7 @@ class TestNodes:
 
 
 def newest_step(checkpoints: Path) -> int:
-    return max((int(file.stem[5:]) for file in checkpoints.glob("step-*.safetensors")), default=0)
+    return max((int(file.stem[5:]) for file in checkpoints.glob("*/step-*.safetensors")), default=0)
 
 
 def lost_and_joined(bench, nodes, keys, first: int) -> str:

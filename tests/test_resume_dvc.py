@@ -13,7 +13,8 @@ import pytest
 from made_params import file_of, words_of
 from made_views import made_keypoints
 from ruamel.yaml import YAML
-from test_training import SMALL
+from test_resume import newest
+from test_training import SMALL, home
 
 from superglue_sift.weights import load_model_file
 
@@ -78,7 +79,7 @@ class Clone:
     def killed(self) -> Dict[str, bytes]:
         """A training killed at step 5; what its checkpoint holds."""
         self.dvc("repro", code=1, SG_FAULT=KILL)
-        return weights(self.folder / "checkpoints" / "step-00000004.safetensors")
+        return weights(newest(self.folder / "checkpoints"))
 
     def best(self) -> Dict[str, bytes]:
         return weights(self.folder / "checkpoints" / "best.safetensors")
@@ -93,13 +94,17 @@ def clone(tmp_path, make_params) -> Clone:
     return Clone(tmp_path, make_params)
 
 
+def files_of(folder: Path) -> Dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_repro_with_force_goes_on_and_a_finished_training_stays_as_it_is(clone):
     clone.killed()
     assert "resuming at step 4 of 6" in clone.dvc("repro", "-f")
-    before = {path.name: path.read_bytes() for path in (clone.folder / "checkpoints").iterdir()}
+    before = files_of(clone.folder / "checkpoints")
     lock = (clone.folder / "dvc.lock").read_bytes()
     assert "nothing to do" in clone.dvc("repro", "-f")
-    assert {path.name: path.read_bytes() for path in (clone.folder / "checkpoints").iterdir()} == before
+    assert files_of(clone.folder / "checkpoints") == before
     assert (clone.folder / "dvc.lock").read_bytes() == lock
 
 
@@ -107,23 +112,23 @@ def test_checkout_leaves_the_checkpoints_of_a_killed_training(clone):
     clone.dvc("repro")
     clone.commit()
     first = clone.best()
+    finished = home(clone.folder / "checkpoints")
+    before = files_of(finished)
     clone.params(lr=0.002)
-    saved = clone.killed()
+    clone.killed()
     assert clone.best() != first
     clone.dvc("checkout", "--force")
     assert clone.best() == first  # that of dvc.lock
-    assert weights(clone.folder / "checkpoints" / "step-00000004.safetensors") == saved
     assert "resuming at step 4 of 6" in clone.dvc("repro")
-    (place,) = [path for path in (clone.folder / "checkpoints" / "superseded").iterdir() if list(path.glob("step-*"))]
-    assert weights(place / "best.safetensors") == first and (place / "step-00000006.safetensors").is_file()
+    assert clone.best() != first and files_of(finished) == before
 
 
-def test_an_experiment_sets_a_killed_training_aside(clone):
-    saved = clone.killed()
-    printed = clone.dvc("exp", "run", "-S", "train.lr=0.002")
-    assert "is set aside in checkpoints/superseded/" in printed
-    (place,) = (clone.folder / "checkpoints" / "superseded").iterdir()
-    assert weights(place / "step-00000004.safetensors") == saved
+def test_an_experiment_leaves_a_killed_training_as_it_is(clone):
+    clone.killed()
+    killed = home(clone.folder / "checkpoints")
+    before = files_of(killed)
+    clone.dvc("exp", "run", "-S", "train.lr=0.002")
+    assert files_of(killed) == before
     clone.params()  # as they were
     assert "resuming at step 4 of 6" in clone.dvc("repro")
 

@@ -12,7 +12,7 @@ from made_views import made_store
 from processes import in_group
 from test_fixed_layout import CONFIG, COUNTS, FIXED, OTHERS, batch_of, graphs_of, objective_of, padded
 from test_matching import scrambled
-from test_training import request_of, stop_after  # noqa: F401 (a fixture)
+from test_training import home, request_of, stop_after  # noqa: F401 (a fixture)
 
 from pipeline.compat import grad_scaler
 from pipeline.features.store import Store
@@ -229,8 +229,9 @@ class TestTraining:
         assert train.main(request_of("parts", **keys)) == 0
         assert train.main(request_of("without", **{**keys, "cuda_graph": False})) == 0
         last = "step-00000006.safetensors"
-        assert (tmp_path / "whole" / last).read_bytes() == (tmp_path / "parts" / last).read_bytes()
-        one, other = (load_model_file(tmp_path / run / last)[0] for run in ("whole", "without"))
+        homes = {run: home(tmp_path / run) for run in ("whole", "parts", "without")}
+        assert (homes["whole"] / last).read_bytes() == (homes["parts"] / last).read_bytes()
+        one, other = (load_model_file(homes[run] / last)[0] for run in ("whole", "without"))
         weights = [name for name in one if name.startswith("model.")]
         assert max(float((one[name] - other[name]).abs().max()) for name in weights) < 2e-3  # Adam, see test_options
         assert float(torch.cat([(one[name] - other[name]).abs().flatten() for name in weights]).median()) < 1e-6

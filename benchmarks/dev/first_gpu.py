@@ -114,7 +114,7 @@ def list_parts(out: Path, device: str) -> List[Part]:
         Part("fetch", 30, [*PYTHON, "pipeline.fetch", *stage, *fetch]),
         Part("keypoints", 90, [*PYTHON, "pipeline.keypoints", *stage, *extract]),
         Part("train-cpu", 60, train(out, "curve", "cpu", compared), expected=(0, 143)),
-        Part("train-killed", 50, train(out, "curve", "curve", compared), "curve/checkpoints/step-*.json", (0, 143)),
+        Part("train-killed", 50, train(out, "curve", "curve", compared), "curve/checkpoints/*/step-*.json", (0, 143)),
         Part("train-resumed", 60, train(out, "curve", "curve", compared)),
         Part("train-whole", 60, train(out, "curve", "whole", compared)),
         Part("compare", 10, comparison),
@@ -172,7 +172,7 @@ def compare(out: Path) -> int:
     away = max((abs(losses[0][step] / losses[1][step] - 1) for step in both), default=float("nan"))
     ends: List[Tuple[str, Any]] = []
     for name in ("curve", "whole"):
-        path = max((out / name / "checkpoints").glob("step-*.safetensors"))
+        path = max((out / name / "checkpoints").glob("*/step-*.safetensors"), key=lambda file: file.name)
         ends.append((path.name, path.read_bytes()))
     same = ends[0] == ends[1]
     word = "the bytes" if same else "OTHER BYTES"

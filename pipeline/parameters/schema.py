@@ -115,9 +115,6 @@ class TrainOptions(Section):
     log_every: int = Field(10, ge=1, description="steps between points of the training curves")
     save_every: int = Field(0, ge=0, description="steps between checkpoints; 0: train.val_every")
     profile_steps: int = Field(0, ge=0, description="number of steps to profile into reports/train/profile; 0: none")
-    superseded_gb: float = Field(
-        0.0, ge=0.0, description="GB that old trainings may take before the oldest are deleted; 0: no limit"
-    )
 
 
 class TrainParams(TrainOptions):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import socket
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Dict, Optional, Sequence
 
 from pipeline.files import file_sha256
+from superglue_sift import __version__
 
 PACKAGES = ("torch", "numpy", "scipy", "opencv-python", "safetensors", "dvc", "mlflow", "nvidia-dali-cuda110")
 
@@ -47,6 +49,16 @@ def git_state(root: Optional[Path] = None) -> Dict[str, str]:
     # dvc.lock and the reports change while the pipeline runs; they are not code.
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!dvc.lock", ":!reports")
     return {"commit": commit, "dirty": "unknown" if changed is None else str(bool(changed)).lower()}
+
+
+@functools.lru_cache(maxsize=1)
+def code_version() -> str:
+    """The commit of this code, with a + if files differ from it; of an installed package its version."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return os.environ.get("IMAGE_REVISION") or __version__
+    git = git_state(root)
+    return git["commit"][:12] + ("+" if git["dirty"] == "true" else "")
 
 
 def _git(folder: Path, *args: str) -> Optional[str]:

@@ -28,7 +28,7 @@ from pipeline.features.store import Store
 from pipeline.parameters import params
 from pipeline.parameters.schema import TrainOptions
 from pipeline.processes import distributed, signals
-from pipeline.train import resume, setup, unseen
+from pipeline.train import setup, unseen
 from pipeline.train.resume import TrainPaths
 from pipeline.train.trainer import Training
 
@@ -47,10 +47,8 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     add("--out", type=Path, default=TrainPaths.out, help="folder of the checkpoints")
     add("--reports", type=Path, default=TrainPaths.reports, help="folder of metrics and curves")
     add("--params", type=Path, default=TrainPaths.params)
-    add("--resume", default=TrainPaths.resume, metavar="{auto,must,never,FOLDER}",
-        help="auto: resume from a checkpoint that fits, else set aside what is there and start from scratch; "
-        "must: refuse to start from scratch; never: start from scratch; FOLDER: resume what was set aside "
-        "there")  # fmt: skip
+    add("--fresh", action="store_true",
+        help="begin anew, in a new folder, although there is a training with these parameters and data")  # fmt: skip
     add("--verify", action="store_true", help="check every shard of the keypoints, not a sample")
     add("--validate-only", action="store_true",
         help="print metrics of the best model (or train.init_from); no training")  # fmt: skip
@@ -66,7 +64,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
 
 def paths_of(args: argparse.Namespace) -> TrainPaths:
     places = args.keypoints, args.out, args.reports, args.params
-    return TrainPaths(*places, args.resume, args.keep_seen, options_of(args))
+    return TrainPaths(*places, args.fresh, args.keep_seen, options_of(args))
 
 
 def options_of(args: argparse.Namespace) -> Dict[str, Any]:
@@ -78,7 +76,6 @@ def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[St
     """Check the request before any process starts: RequestError. Returns the opened train and val stores."""
     args = parse(argv)
     train = params.load("train", args.params, options_of(args))
-    resume.check(paths_of(args))
     how = "all" if args.verify else "sample"
     stores = Store(args.keypoints / "train", how), Store(args.keypoints / "val", how)
     setup.global_batch(train, world_size)

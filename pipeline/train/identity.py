@@ -1,14 +1,14 @@
-"""Identity of a training: the parameters and data that determine its weights so far.
+"""Identity of a training: the parameters and data that determine its weights, and the name of its folder.
 
-Parameters that affect no weight may change at any time; those of the schedule as long as the learning rates of the
-steps done stay the same. Nothing here can change a weight.
+Parameters that affect no weight may change at any time. Those of the schedule give another training, which begins from
+the other's checkpoint if the learning rates of the steps done are the same. Nothing here can change a weight.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Set
 
 from pipeline.files import file_sha256, json_digest
 from pipeline.parameters.schema import TrainParams
@@ -19,10 +19,11 @@ Fingerprint = Dict[str, Any]
 
 # Keys of a fingerprint besides the parameters; a best model's JSON has the same.
 OF_THE_RUN = ("world_size", "initial_weights", "data")
+CODE = "code"  # the commit, among the versions of a checkpoint
 
 # Keys and options of `train` that affect no weight.
 OPERATIONAL = (
-    "log_every", "profile_steps", "save_every", "superseded_gb", "val_every", "val_pairs",
+    "log_every", "profile_steps", "save_every", "val_every", "val_pairs",
 )  # fmt: skip
 # These change how a step is computed: with norm `layer` the same up to rounding.
 COMPUTED = ("accumulate", "checkpoint_layers", "compile", "cuda_graph", "parallel")
@@ -57,18 +58,10 @@ def fingerprint_of(info: Dict[str, Any]) -> Fingerprint:
     return {**values, **{k: info[k] for k in OF_THE_RUN if k in info}}
 
 
-def steps_done(info: Dict[str, Any]) -> int:
-    """The step of a checkpoint or a best model; the last step for a finished best model."""
-    return info["train"]["steps"] if info.get("finished") else info["step"]
-
-
-def identity(values: Fingerprint) -> str:
-    """The name of a training that began with this fingerprint, on any machine and for any version of the code.
-
-    A training keeps it if its schedule changes later.
-    """
-    without = {f"train.{key}" for key in OPERATIONAL}
-    return json_digest({key: value for key, value in values.items() if key not in without})
+def name_of(values: Fingerprint) -> str:
+    """The name of a training with this fingerprint, on any machine and for any version of the code."""
+    free = _free_keys(values, values)
+    return json_digest({key: value for key, value in values.items() if key not in free})
 
 
 def changed_keys(saved: Fingerprint, ours: Fingerprint) -> List[str]:
@@ -78,16 +71,22 @@ def changed_keys(saved: Fingerprint, ours: Fingerprint) -> List[str]:
 
 def misfits(saved: Fingerprint, ours: Fingerprint, step: int) -> List[str]:
     """The keys that make the first `step` steps of our training differ from the saved ones."""
-    free = {f"train.{key}" for key in OPERATIONAL}
-    if saved.get("train.norm") == ours.get("train.norm") == "layer":
-        free |= {f"train.{key}" for key in COMPUTED}
-    if "initial_weights" in saved and "initial_weights" in ours:
-        free.add("train.init_from")  # only a file name
+    free = _free_keys(saved, ours)
     differ = [key for key in changed_keys(saved, ours) if key not in free]
     scheduled = {f"train.{key}" for key in SCHEDULE}
     if scheduled & set(differ) and _same_rates(saved, ours, step):
         return [key for key in differ if key not in scheduled]
     return differ
+
+
+def _free_keys(one: Fingerprint, other: Fingerprint) -> Set[str]:
+    """The keys that may differ at any time."""
+    free = {f"train.{key}" for key in OPERATIONAL}
+    if one.get("train.norm") == other.get("train.norm") == "layer":
+        free |= {f"train.{key}" for key in COMPUTED}
+    if "initial_weights" in one and "initial_weights" in other:
+        free.add("train.init_from")  # only a file name
+    return free
 
 
 def _same_rates(saved: Fingerprint, ours: Fingerprint, step: int) -> bool:
@@ -122,14 +121,23 @@ def changes(saved: Fingerprint, ours: Fingerprint) -> List[str]:
 
 
 def versions() -> Dict[str, str]:
-    """Versions of the packages that compute."""
-    return repro.pinned(repro.COMPUTING)
+    """Versions of the packages that compute, and of this code."""
+    return {**repro.pinned(repro.COMPUTING), CODE: repro.code_version()}
+
+
+def without_code(versions: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """Versions of the packages alone: the best model is the same file at any commit that computes the same."""
+    kept: List[Dict[str, Any]] = []
+    for each in versions:
+        packages = {name: version for name, version in each.items() if name != CODE}
+        if not kept or {**packages, "step": 0} != {**kept[-1], "step": 0}:
+            kept.append(packages)
+    return kept
 
 
 def other_versions(info: Dict[str, Any]) -> str:
     """How the last `versions` of a checkpoint or best model differ from ours: `torch 2.4.0 (now 2.13.0)`, or ""."""
     now = versions()
-    before = {**info["versions"][-1]} if info.get("versions") else dict(now)  # older files have none
-    before.pop("step", None)
-    names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
-    return ", ".join(f"{name} {before.get(name, 'none')} (now {now.get(name, 'none')})" for name in names)
+    before = info["versions"][-1]
+    names = [name for name in sorted(now) if name in before and before[name] != now[name]]
+    return ", ".join(f"{name} {before[name]} (now {now[name]})" for name in names)

@@ -8,14 +8,11 @@ also have what depends on the machine.
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import json
-import os
 import resource
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, TextIO
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, TextIO
 
 import torch
 
@@ -28,7 +25,9 @@ from pipeline.train.precision import Choice
 from pipeline.train.resume import TrainPaths
 from pipeline.train.step import StepResult
 
-CURVES = {"train": "curves/train.csv", "val": "curves/validation.csv", "timing": "timing.csv"}
+CURVES = {"train": "train.csv", "val": "validation.csv"}  # in the folder `curves`, and in every checkpoint
+TIMING = "timing.csv"  # of this machine, so in no checkpoint
+NO_CURVES: Mapping[str, str] = {}
 Window = List[Dict[str, float]]  # each rank's sums since the last point
 
 
@@ -36,24 +35,26 @@ class TrainingLogger:
     """The record of one run; a context manager that closes the run as FINISHED, FAILED or KILLED.
 
     Args:
-        curves: whether this rank writes curves; one rank does in each folder of reports.
+        writes: whether this rank writes curves; one rank does in each folder of reports.
         identity: of the training (`identity.identity`).
         precision: of the network's layers, and why.
         pairs: of a step, over all ranks.
         step: steps done before; 0: a training from scratch, which gets a new run.
         window: `window()` of the checkpoint that the training resumes from.
+        curves: the text of each curve in that checkpoint.
     """
 
     def __init__(
         self,
         paths: TrainPaths,
         context: distributed.Context,
-        curves: bool,
+        writes: bool,
         identity: str,
         precision: Choice,
         pairs: int,
         step: int = 0,
         window: Optional[Window] = None,
+        curves: Mapping[str, str] = NO_CURVES,
     ) -> None:
         self.paths, self.context, self.pairs = paths, context, pairs
         self.sums = _own_share(window or [], context)
@@ -76,8 +77,10 @@ class TrainingLogger:
             noted_in=run_file,
             name=" ".join(dict.fromkeys(name for name in names if name)),
         )
-        files = {kind: CurveFile(paths.reports / name, step) for kind, name in CURVES.items()}
-        self.curves = files if curves else {}
+        files = {kind: paths.reports / "curves" / name for kind, name in CURVES.items()}
+        self.curves = {kind: Curve(file if writes else None, curves.get(kind, "")) for kind, file in files.items()}
+        timing = paths.reports / TIMING
+        self.timing = Curve(timing, points_until(timing, step)) if writes else Curve(None)
 
     def __enter__(self) -> TrainingLogger:
         return self
@@ -85,7 +88,7 @@ class TrainingLogger:
     def __exit__(self, kind, error, trace) -> None:
         if kind is not None:
             self.status = tracking.ending(kind)
-        for curve in self.curves.values():
+        for curve in (*self.curves.values(), self.timing):
             curve.close()
         self.run.close(self.status)
 
@@ -113,7 +116,8 @@ class TrainingLogger:
         seconds = max(time.perf_counter() - self.window_began, 1e-9)
         speed, wait = self.pairs * self.timed_steps / seconds, self.waited / seconds
         timing = {"pairs_per_s": speed, "data_wait": wait, "memory_gib": _memory_gib(self.context.device)}
-        self._point("timing", step, timing, "train")
+        self._track("train", step, timing)
+        self.timing.append(step, timing)
         self._restart_clock()
         self.sums = {}
 
@@ -125,10 +129,8 @@ class TrainingLogger:
     def window(self) -> Window:
         """Each rank's sums since the last point, for the checkpoint; all ranks call it.
 
-        They make the next point after a resume equal that of an uninterrupted run. Points so far are synced to disk.
+        They make the next point after a resume equal that of an uninterrupted run.
         """
-        for curve in self.curves.values():
-            curve.sync()
         window = distributed.all_gather(self.sums)
         return window if any(window) else []
 
@@ -160,11 +162,13 @@ class TrainingLogger:
     def _restart_clock(self) -> None:
         self.window_began, self.waited, self.timed_steps = time.perf_counter(), 0.0, 0
 
-    def _point(self, kind: str, step: int, point: Dict[str, float], tracked_as: str = "") -> None:
+    def _point(self, kind: str, step: int, point: Dict[str, float]) -> None:
+        self._track(kind, step, point)
+        self.curves[kind].append(step, point)
+
+    def _track(self, kind: str, step: int, point: Dict[str, float]) -> None:
         if self.context.is_main:
-            self.run.log({f"{tracked_as or kind}/{name}": value for name, value in point.items()}, step)
-        if kind in self.curves:
-            self.curves[kind].append(step, point)
+            self.run.log({f"{kind}/{name}": value for name, value in point.items()}, step)
 
 
 def _own_share(window: Window, context: distributed.Context) -> Dict[str, float]:
@@ -196,48 +200,51 @@ def _memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-class CurveFile:
+class Curve:
     """A CSV file with the column `step` and one column per metric, appended to.
 
-    A training resumed at `last_step` keeps the points up to it. The first new point removes later ones and the partial
-    line of a killed writer, so that the file ends as that of an uninterrupted run.
+    path: None if another process writes the file. text: what it begins with, of the steps done before; it replaces
+    whatever else the file holds.
     """
 
-    def __init__(self, path: Path, last_step: int) -> None:
-        self.path, self.last_step = Path(path), last_step
+    def __init__(self, path: Optional[Path], text: str = "") -> None:
+        self.path = path
+        self._parts = [text] if text else []
         self._stream: Optional[TextIO] = None
+
+    @property
+    def text(self) -> str:
+        """All points so far, as a checkpoint holds them."""
+        return "".join(self._parts)
 
     def append(self, step: int, point: Mapping[str, float]) -> None:
         """Append the point of `step`. Every point has the same metrics. Raises OSError (a full disk)."""
         row = {"step": str(step), **{name: f"{value:.6g}" for name, value in point.items()}}
-        if self._stream is None:
-            # points of an older version keep the columns that still exist
-            write_atomic(self.path, "".join(_line(row, kept) for kept in [dict(zip(row, row)), *self._kept()]))
-            self._stream = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (kept open from point to point)
-        self._stream.write(_line(row, row))
-        self._stream.flush()
-
-    def _kept(self) -> List[Dict[str, str]]:
-        """The points of the existing file up to `last_step`."""
-        if self.last_step <= 0 or not self.path.is_file():
-            return []
-        whole_lines = self.path.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0]
-        rows = csv.DictReader(io.StringIO(whole_lines))
-        return [row for row in rows if (row.get("step") or "").isdigit() and int(row["step"]) <= self.last_step]
-
-    def sync(self) -> None:
-        """Sync all points to disk, so that a checkpoint never outlives the points before it."""
+        if not self._parts:
+            self._parts.append(",".join(row) + "\n")
+        line = ",".join(row.values()) + "\n"
+        self._parts.append(line)
         if self._stream is not None:
-            os.fsync(self._stream.fileno())
+            self._stream.write(line)
+            self._stream.flush()
+        elif self.path is not None:
+            write_atomic(self.path, self.text)
+            self._stream = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (kept open from point to point)
 
     def close(self) -> None:
         if self._stream is not None:
             self._stream.close()
+        elif self.path is not None and self._parts:  # no new point
+            write_atomic(self.path, self.text)
 
 
-def _line(columns: Iterable[str], row: Mapping[str, str]) -> str:
-    """One line of the file: names and numbers need no quotes."""
-    return ",".join(row.get(name) or "" for name in columns) + "\n"
+def points_until(path: Path, step: int) -> str:
+    """The whole lines of a curve's file up to `step`; "" without a file or at step 0."""
+    if step <= 0 or not path.is_file():
+        return ""
+    header, *lines = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0].split("\n")
+    kept = [line for line in lines if line.partition(",")[0].isdigit() and int(line.partition(",")[0]) <= step]
+    return "".join(f"{line}\n" for line in (header, *kept))
 
 
 SKIPPED = 3  # first steps, which are slower

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import Dict, Generator, List, Optional, Sequence
+from typing import Any, Dict, Generator, List, Optional, Sequence, Tuple
 
+import torch
 from torch import Tensor
 
 from pipeline import compat, tracking
 from pipeline.errors import STOPPED, WorkError, end_as_lost
 from pipeline.features.store import Store
-from pipeline.files import json_digest
+from pipeline.files import json_digest, write_atomic
 from pipeline.parameters import params
 from pipeline.parameters.schema import TrainParams
 from pipeline.processes import distributed, signals
@@ -20,7 +21,7 @@ from pipeline.provenance import trained_on
 from pipeline.train import identity, precision, replicas, resume, setup, step_graphs, unseen
 from pipeline.train.checkpoint import Checkpoints
 from pipeline.train.live_line import LiveLine
-from pipeline.train.logger import TrainingLogger, Window, profiled, write_metrics
+from pipeline.train.logger import CURVES, TrainingLogger, Window, profiled, write_metrics
 from pipeline.train.optimization import learning_rate
 from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.loader import choose, split_evenly
@@ -31,8 +32,8 @@ from pipeline.train.step import CLIP_NORM, StepResult, train_step
 from pipeline.train.step_graphs import Counts
 from pipeline.train.validation import MIN_IMAGES, HeldOut, ratio_test_f1, validate
 from superglue_sift.batch import PairBatch
-from superglue_sift.weights import load_model_file
 
+CURVE = "curve."  # of the tensors of a checkpoint that hold the text of a curve
 MAX_SKIPPED = 20  # steps without a finite gradient: more mean that the training diverges
 
 
@@ -91,27 +92,30 @@ class Training:
         self.messages += self.validation.messages
         self.objective, self.ddp_model, self.state, self._init_threshold, self._graphed = parts
         self.graphs: Optional[step_graphs.StepGraphs] = None  # until `run`: they need the batches of many steps
-        self.checkpoints = Checkpoints(paths.out)
+        self.checkpoints: Optional[Checkpoints] = None  # until `run`
         self._compared = -1  # step at which the replicas were last compared
         self.fingerprint = identity.fingerprint(self.train, self.store.digest, context.world_size)
-        self.identity = identity.identity(self.fingerprint)  # a resumed training keeps its first one
-        self.versions = [{"step": 0, **identity.versions()}]  # of packages, from each step on
+        self.identity = identity.name_of(self.fingerprint)  # a longer schedule keeps that of the shorter one
+        self.versions = [{"step": 0, **identity.versions()}]  # of packages and code, from each step on
 
     def run(self) -> int:
         """Train to the last step, or until asked to stop; 0 or 143."""
         self.writes = Writes(
             *(distributed.writes(folder, self.context) for folder in (self.paths.out, self.paths.reports))
         )
-        resume.agree(
-            {**self.fingerprint, "validation pairs": json_digest(self.validation.samples)}, self.context.is_main
-        )
-        start = resume.prepare(self.paths, self.fingerprint, self.writes, self.context.is_main)
-        if start.finished:
-            return self._already_finished()
+        decisive = {
+            "validation pairs": json_digest(self.validation.samples),
+            identity.CODE: identity.versions()[identity.CODE],
+        }
+        resume.agree({**self.fingerprint, **decisive}, self.context.is_main)
+        start = resume.prepare(self.paths, self.fingerprint, self.writes.checkpoints)
+        self.checkpoints = Checkpoints(start.folder)
+        if start.best:
+            return self._already_finished(start.folder, start.best)
         self.graphs = self._step_graphs() if self._graphed else None
-        window = self._resume(start.saved) if start.saved else None
+        window, curves = self._resume(start.saved) if start.saved else (None, {})
         self._compare_replicas()
-        about = (self.identity, self.precision, self.pairs, self.state.step, window)
+        about = (self.identity, self.precision, self.pairs, self.state.step, window, curves)
         with TrainingLogger(self.paths, self.context, self.writes.curves, *about) as logger:
             weights = sum(p.numel() for p in self.state.model.parameters())
             logger.log_start(weights, self.store, [str(self.precision), *self.messages])
@@ -134,18 +138,22 @@ class Training:
             logger.log_finish(self.state.best_step, self.state.best_figures, self.train.init_from)
         return 0
 
-    def _already_finished(self) -> int:
-        """Report that this training is finished; write what is missing."""
+    def _already_finished(self, folder: Path, info: Dict[str, Any]) -> int:
+        """Report that this training is finished, and publish it; `info` describes its best model."""
         if self.context.is_main:
-            path, reports = self.paths.out / "best.safetensors", self.paths.reports
-            info = load_model_file(path)[1]
-            if not trained_on.list_of(path).is_file():
-                trained_on.write(path, self.trained_on)
+            reports, saved = self.paths.reports, self.checkpoints.load_newest()[0]
+            if saved:
+                resume.publish(folder, self.paths.out)
+                for kind, text in _curves_of(saved[0]).items():
+                    write_atomic(reports / "curves" / CURVES[kind], text)
+            published = self.paths.out / resume.BEST
+            if not trained_on.list_of(published).is_file():
+                trained_on.write(published, self.trained_on)
             write_metrics(reports, info)
-            print(f"{path}: trained with these parameters and data, to the last step: nothing to do")
-            other = identity.other_versions(info)
+            print(f"{folder}: trained with these parameters and data, to the last step: nothing to do")
+            other = identity.other_versions(saved[1] if saved else info)
             if other:
-                print(f"it was trained under {other}; --resume never trains it again")
+                print(f"it was trained under {other}; --fresh trains it anew, in a new folder")
             tracking.attach(reports.parent / "run.json", info["training"]).close()
         return 0
 
@@ -310,13 +318,15 @@ class Training:
             "skipped_steps": state.skipped,
             "finished": finished,
             "training": self.identity,
-            "versions": self.versions,
+            "versions": identity.without_code(self.versions),
             "train": identity.stated(self.train),
             trained_on.KEY: trained_on.digest(self.trained_on or ()),
             **{key: self.fingerprint[key] for key in identity.OF_THE_RUN if key in self.fingerprint},
         }
-        trained_on.write(self.checkpoints.folder / "best.safetensors", self.trained_on)
+        folder = self.checkpoints.folder
+        trained_on.write(folder / resume.BEST, self.trained_on)
         self.checkpoints.save_best(state.best_weights, info)
+        resume.publish(folder, self.paths.out)
 
     def _threshold(self) -> float:
         """The match threshold of the best model, from validation; with few images that of the initial weights."""
@@ -330,16 +340,17 @@ class Training:
             info = {**self.state.info(), "fingerprint": self.fingerprint, "log_window": window}
             chosen = {"precision": self.precision.precision, "precision_reason": self.precision.reason}
             info.update(chosen, training=self.identity, versions=self.versions)
-            self.checkpoints.save(self.state.step, self.state.tensors(), info)
+            curves = {f"{CURVE}{kind}": curve.text for kind, curve in logger.curves.items() if curve.text}
+            texts = {name: torch.tensor(list(text.encode()), dtype=torch.uint8) for name, text in curves.items()}
+            self.checkpoints.save(self.state.step, {**self.state.tensors(), **texts}, info)
         distributed.barrier()
 
-    def _resume(self, saved: Saved) -> Optional[Window]:
-        """Restore the checkpoint that `resume.prepare` found. Returns its `TrainingLogger.window`."""
+    def _resume(self, saved: Saved) -> Tuple[Optional[Window], Dict[str, str]]:
+        """Restore the checkpoint that `resume.prepare` found. Returns its `TrainingLogger.window`, and its curves."""
         tensors, info = saved
         self.state.restore(tensors, info)
         before, other = info["fingerprint"], identity.other_versions(info)
-        self.identity = info.get("training") or identity.identity(before)
-        self.versions = info.get("versions", self.versions)
+        self.identity, self.versions = info["training"], info["versions"]
         if other:
             self.versions = [*self.versions, {"step": self.state.step, **identity.versions()}]
         began = info.get("precision", self.precision.precision)
@@ -356,8 +367,8 @@ class Training:
             if before.get("train.val_pairs") != self.train.val_pairs:
                 metrics = self._metrics_of(self.state.best_weights)
                 self.state.best, self.state.best_figures = metrics["f1"], metrics
-            self._save_best()  # the file may be another training's, or missing
-        return info.get("log_window")
+            self._save_best()  # the published file may be another training's
+        return info.get("log_window"), _curves_of(tensors)
 
     def _keep_precision(self, began: str) -> None:
         """Go on in the precision in which the training began, where all ranks can (`precision.resumed`)."""
@@ -365,3 +376,12 @@ class Training:
         kept = precision.resumed(self.train.precision, began, self.precision, gpu, compat.cpu_flags())
         self.precision = setup.agreed(kept)
         self.objective.precision = self.precision.precision
+
+
+def _curves_of(tensors: Dict[str, Tensor]) -> Dict[str, str]:
+    """The text of each curve in a checkpoint."""
+    return {
+        name[len(CURVE) :]: bytes(tensor.tolist()).decode()
+        for name, tensor in tensors.items()
+        if name.startswith(CURVE)
+    }

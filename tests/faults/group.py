@@ -148,7 +148,7 @@ def until_done(
 
 def digest(checkpoints: Path) -> str:
     """SHA-256 over all tensors of the newest checkpoint and of the best model."""
-    newest = sorted(checkpoints.glob("step-*.safetensors"))[-1]
+    newest = max(checkpoints.glob("*/step-*.safetensors"), key=lambda path: path.name)
     found = hashlib.sha256()
     for file in (newest, checkpoints / "best.safetensors"):
         for name, tensor in sorted(load_model_file(file)[0].items()):

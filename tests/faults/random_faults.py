@@ -242,7 +242,7 @@ def after_stop(cell: Cell, in_steps: bool) -> None:
     codes = set(cell.codes[-1])
     if not in_steps:
         return
-    saved = files(cell.folder, ("checkpoints/step-*.safetensors",))
+    saved = files(cell.folder, ("checkpoints/*/step-*.safetensors",))
     if not codes <= {0, 143} or (codes != {0} and not saved):
         cell.problems.append(f"ended with {sorted(codes)} and {len(saved)} checkpoints instead of 143 and one")
 

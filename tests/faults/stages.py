@@ -68,7 +68,7 @@ def _start(main: Callable[..., int], words: str, *environment: Tuple[str, str]) 
 STORE = ("keypoints/*/*",)
 MODEL = "--model checkpoints/best.safetensors --device cpu"
 TRAINING = "--params params.json --keypoints keypoints --out checkpoints --reports reports/train"
-WEIGHTS = ("checkpoints/best.safetensors", "checkpoints/step-*.safetensors")
+WEIGHTS = ("checkpoints/best.safetensors", "checkpoints/*/step-*.safetensors")
 IMAGES = ("images/manifest.csv", "images/source.json")
 
 
@@ -203,7 +203,7 @@ class Base:
         for name in (*stage.needs, "params.json", "remote.json", "remote-archive.json", "mlflow.db"):
             source = self.folder / name
             if source.is_dir():
-                shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("step-*", "superseded"))
+                shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("step-*"))
             elif source.is_file():
                 shutil.copy2(source, folder / name)
         return folder
