@@ -242,7 +242,7 @@ class TestResume:
             with monkeypatch.context() as patch:
                 stop_after(patch, step)
                 assert train.main(request_of("parts", **keys)) == 143
-            assert (tmp_path / "parts" / f"step-{step:08d}.safetensors").is_file()
+            assert (home(tmp_path / "parts") / f"step-{step:08d}.safetensors").is_file()
         assert train.main(request_of("parts", **keys)) == 0
         for name in ("step-00000006.safetensors", "step-00000006.json", "best.safetensors", "best.json"):
             files = [home(tmp_path / run) / name for run in ("whole", "parts")]
