@@ -25,30 +25,34 @@ READ = 1 << 17  # most bytes per read of a connection
 TIMEOUT = (10.0, 30.0)  # seconds to connect, seconds without a byte
 MIN_SPEED = 2048  # bytes per second below which a connection is closed
 SPEED_WINDOW = 20.0  # seconds over which the speed is measured
-TRIES = 5  # failures in a row without progress
+TRIES = 5  # further tries after a failure without progress
 PROGRESS = 1 << 16  # bytes that count as progress
-PERMANENT = (400, 401, 403, 404, 405, 410, 451)  # HTTP codes after which no retry helps
+BUSY = (408, 416, 425, 429, 500, 502, 503, 504)  # HTTP codes after which a retry may help
 
 sleep = time.sleep  # a test replaces it
 
 
 class Interrupted(Exception):
-    """The transfer stopped. wait: seconds that the server asked to wait; final: no retry helps."""
-
-    def __init__(self, reason: str, wait: float = 0.0, final: bool = False) -> None:
-        super().__init__(reason)
-        self.wait, self.final = wait, final
+    """The transfer failed, and trying again does not help."""
 
 
 class Remote:
-    """A file of `size` bytes at `url`; several threads may use it, and connections are reused."""
+    """A file of `size` bytes at `url`; several threads may use it, and connections are reused.
+
+    urllib3 tries again when there is no connection or the server is busy; a body that breaks off is continued here.
+    """
 
     def __init__(self, url: str, size: int) -> None:
         import requests
+        from requests.adapters import HTTPAdapter
+        from urllib3 import Retry
 
         self.url, self.size = url, size
         self._http = requests.Session()
         self._http.headers["Accept-Encoding"] = "identity"
+        retry = Retry(TRIES, backoff_factor=0.5, backoff_max=30, status_forcelist=BUSY, retry_after_max=60)
+        for scheme in ("http://", "https://"):
+            self._http.mount(scheme, HTTPAdapter(max_retries=retry))
 
     def close(self) -> None:
         self._http.close()
@@ -56,77 +60,72 @@ class Remote:
     def read(self, start: int, end: Optional[int] = None) -> Iterator[bytes]:
         """The bytes [start, end) as they arrive; end None: to the end of the file.
 
-        After a broken connection the next request asks for the rest. A server without ranges can serve a file to its
-        end; the bytes before `start` are dropped.
+        A server without ranges can serve a file to its end; the bytes before `start` are dropped.
 
-        Raises Interrupted after `TRIES` failures in a row without progress, or a final one.
+        Raises Interrupted for an answer that no retry changes, or after `TRIES` bodies without progress.
         """
+        import requests
+        import urllib3
+
         failures, last = 0, self.size if end is None else end
         while start < last:
-            begun = start
+            begun, problem = start, "the connection was closed"
             try:
                 for piece in self._answer(start, last, end is not None):
                     start += len(piece)
                     yield piece
-                if start < last:
-                    raise Interrupted(f"closed {last - start} bytes before the end")
-            except Interrupted as error:
+            except requests.exceptions.RetryError as error:
+                raise Interrupted(str(error.args[0].reason)) from None
+            except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            if start < last:
                 failures = 0 if start - begun >= PROGRESS else failures + 1
-                if error.final or failures > TRIES:
-                    raise
-                sleep(max(error.wait, min(2.0**failures / 2 - 0.5, 30.0)))
+                if failures > TRIES:
+                    raise Interrupted(f"{problem}, {last - start} bytes before the end")
+                sleep(min(2.0**failures / 2 - 0.5, 30.0))
 
     def _answer(self, start: int, last: int, part: bool) -> Iterator[bytes]:
-        """The bytes of one request for [start, last), perhaps fewer. Network errors are raised as Interrupted."""
-        import requests
-        import urllib3
-
+        """The bytes of one request for [start, last), perhaps fewer."""
         headers = {"Range": f"bytes={start}-{last - 1 if part else ''}"} if start or part else {}
-        try:
-            with self._http.get(self.url, headers=headers, stream=True, timeout=TIMEOUT) as answer:
-                whole = self._is_whole(answer, start, part)
-                answer.raw.enforce_content_length = False  # else the last bytes before a broken connection are lost
-                yield from _pieces(answer.raw, start if whole else 0, last - start)
-        except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
-            raise Interrupted(f"{type(error).__name__}: {error}") from None
+        with self._http.get(self.url, headers=headers, stream=True, timeout=TIMEOUT) as answer:
+            skipped = start if self._is_whole(answer, start, part) else 0
+            answer.raw.enforce_content_length = False  # else the last bytes before a broken connection are lost
+            yield from _pieces(answer.raw, skipped, last - start)
 
     def _is_whole(self, answer: Any, start: int, part: bool) -> bool:
-        """True for the whole file, False for its part from `start` on. Raises Interrupted for anything else."""
-        code, given = answer.status_code, answer.headers
-        if code not in (200, 206):
-            after = given.get("Retry-After", "")
-            raise Interrupted(
-                f"HTTP {code}", min(float(after), 60.0) if after.isdigit() else 0.0, final=code in PERMANENT
-            )
-        if code == 200 and part:
-            raise Interrupted("answers a request for a part with the whole file", final=True)
-        size = given.get("Content-Length", "")
-        if code == 206:
-            text = given.get("Content-Range", "")
+        """True for the whole file, False for its part from `start` on. Raises for anything else."""
+        if answer.status_code not in (200, 206):
+            raise Interrupted(f"HTTP {answer.status_code}")
+        if answer.status_code == 200 and part:
+            raise Interrupted("answers a request for a part with the whole file")
+        size = answer.headers.get("Content-Length", "")
+        if answer.status_code == 206:
+            text = answer.headers.get("Content-Range", "")
             match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", text.strip())
             if not match or int(match.group(1)) != start:
-                raise Interrupted(f"asked from byte {start}, got '{text}'")
+                raise OSError(f"asked from byte {start}, got '{text}'")
             size = match.group(2)
         if size.isdigit() and int(size) != self.size:
-            raise Interrupted(f"the file has {size} bytes there, {self.size} are expected")
-        return code == 200
+            raise OSError(f"the file has {size} bytes there, {self.size} are expected")
+        return answer.status_code == 200
 
 
-def _pieces(raw: Any, dropped: int, wanted: int) -> Iterator[bytes]:
-    """The bytes of a connection after the first `dropped`, up to `wanted`. Raises Interrupted if it is too slow."""
+def _pieces(raw: Any, skipped: int, wanted: int) -> Iterator[bytes]:
+    """The bytes of a connection after the first `skipped`, up to `wanted`. Raises OSError if it is too slow."""
     begun, received = time.monotonic(), 0
     while wanted > 0:
         piece = raw.read1(READ)
         if not piece:
             return
         received += len(piece)
-        now = time.monotonic()
-        if now - begun > SPEED_WINDOW:
-            if received < MIN_SPEED * (now - begun):
-                raise Interrupted(f"too slow: {received} bytes in {now - begun:.0f} s")
-            begun, received = now, 0
-        cut = min(dropped, len(piece))
-        dropped, piece = dropped - cut, piece[cut : cut + wanted]
+        seconds = time.monotonic() - begun
+        if seconds > SPEED_WINDOW:
+            if received < MIN_SPEED * seconds:
+                raise OSError(f"too slow: {received} bytes in {seconds:.0f} s")
+            begun, received = time.monotonic(), 0
+        cut = min(skipped, len(piece))
+        skipped -= cut
+        piece = piece[cut : cut + wanted]
         wanted -= len(piece)
         if piece:
             yield piece
@@ -148,7 +147,7 @@ def download(urls: List[str], target: Path, md5: str, size: int) -> Iterator[int
             if file.tell() > size:
                 file.truncate(0)  # of another file
             _require_space(part, size - os.path.getsize(part))
-            yield from _filled(file, urls, size, target.name)
+            yield from _append(file, urls, size, target.name)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -174,7 +173,7 @@ def _require_space(part: Path, missing: int) -> None:
         )
 
 
-def _filled(file: BinaryIO, urls: List[str], size: int, name: str) -> Iterator[int]:
+def _append(file: BinaryIO, urls: List[str], size: int, name: str) -> Iterator[int]:
     """Append to the file up to `size`, from the first address that works. Yields its length."""
     have = os.fstat(file.fileno()).st_size
     yield have
