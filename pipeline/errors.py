@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import List, NoReturn, Optional
+from pathlib import Path
+from typing import Dict, List, NoReturn, Optional
 
 from superglue_sift.errors import Main, RequestError, WorkError, exit_code
 
 __all__ = [
     "AGENT_PID",
     "EXIT_FOLDER",
+    "LOST_PEER",
     "STOPPED",
+    "STOPPING",
+    "LostPeer",
     "RequestError",
     "WorkError",
+    "codes_of",
     "end_as_lost",
     "in_image",
+    "lost_ranks",
     "run",
     "typed",
 ]
@@ -23,6 +29,12 @@ __all__ = [
 EXIT_FOLDER = "SG_EXIT_FOLDER"  # set by pipeline.launch: folder for the exit code of each local rank
 AGENT_PID = "SG_AGENT_PID"  # set by pipeline.launch: the process with which its ranks end
 STOPPED = 143  # stopped by a signal, after a checkpoint
+STOPPING = "stopping"  # file in EXIT_FOLDER: the launcher was told to stop
+LOST_PEER = "lost peer"  # in place of an exit code: the rank ended because another one is gone
+
+
+class LostPeer(WorkError):
+    """Another rank died or hangs: torchrun starts all ranks again."""
 
 
 def in_image() -> bool:
@@ -44,29 +56,65 @@ def run(main: Main, argv: Optional[List[str]] = None) -> int:
 
     0: done; 1: the work failed; 2: the request was wrong; 130: Ctrl-C; 143: stopped by a signal after a checkpoint.
     """
-    folder = os.environ.get(EXIT_FOLDER)
-    if not folder:
+    if not os.environ.get(EXIT_FOLDER):
         return exit_code(main, argv)
-    left = os.path.join(folder, os.environ.get("LOCAL_RANK", "0"))
-    if os.path.exists(left):  # by a process that torchrun restarted
-        os.unlink(left)
-    code = 1  # of an unexpected exception, which propagates
+    folder, attempt = Path(os.environ[EXIT_FOLDER]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if attempt and _is_over(folder, attempt - 1):
+        return 0  # the launcher reads how it ended
+    if attempt and os.environ.get("LOCAL_RANK") == "0":
+        lost = lost_ranks(folder, attempt - 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        print(f"{lost}starting again from the newest checkpoint", file=sys.stderr)
+    text = "1"  # of an unexpected exception, which propagates
+
+    def watched(arguments: Optional[List[str]]) -> int:
+        nonlocal text
+        try:
+            return main(arguments)
+        except LostPeer:
+            text = LOST_PEER
+            raise
+
     try:
-        code = exit_code(main, argv)
+        code = exit_code(watched, argv)
+        text = text if text == LOST_PEER else str(code)
     except SystemExit as end:  # another rank reports the reason
-        code = end.code if isinstance(end.code, int) else 1
+        text = str(end.code if isinstance(end.code, int) else 1)
         raise
     finally:
-        with open(left, "w") as file:
-            file.write(str(code))
+        (folder / f"{os.environ.get('LOCAL_RANK', '0')}.{attempt}").write_text(text)
     # torchrun reports any other code than 0 as a crash; the launcher reads the file instead
     return 0 if code == STOPPED else code
+
+
+def codes_of(folder: Path, attempt: int) -> Dict[int, str]:
+    """What each local rank of an attempt left in EXIT_FOLDER: its exit code, or LOST_PEER; a lost rank leaves none."""
+    return {int(file.stem): file.read_text() for file in folder.glob(f"*.{attempt}")}
+
+
+def lost_ranks(folder: Path, attempt: int, processes: int) -> str:
+    """A line that names the local ranks without an exit code and their last step; "" without one."""
+    left = codes_of(folder, attempt)
+    names = []
+    for rank in range(processes):
+        seen = folder / f"{rank}.step"
+        if rank not in left:
+            names.append(f"rank {rank}" + (f", last seen at step {seen.read_text()}," if seen.is_file() else ""))
+    return f"{' and '.join(names)} died or hung (killed, stopped, or out of memory)\n" if names else ""
+
+
+def _is_over(folder: Path, attempt: int) -> bool:
+    """Whether a rank failed by its own error, or the run was stopped: torchrun restarts it nevertheless.
+
+    Several nodes restart together, since the others do not know.
+    """
+    own = [code for code in codes_of(folder, attempt).values() if code not in ("0", LOST_PEER)]
+    return (folder / STOPPING).exists() or (bool(own) and os.environ.get("NNODES", "1") == "1")
 
 
 def end_as_lost(line: str) -> NoReturn:
     """Print a line and end at once, as a lost rank.
 
-    It leaves no exit code in EXIT_FOLDER, so the launcher restarts the run from its newest checkpoint.
+    It leaves no exit code in EXIT_FOLDER, so the run starts again from its newest checkpoint.
     """
     print(" ".join(line.split()), file=sys.stderr)
     sys.stdout.flush()

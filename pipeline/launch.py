@@ -1,8 +1,8 @@
 """Start a stage on all local processes: `python -m pipeline.launch pipeline.train [its arguments]`.
 
 It checks the request first, so that an error is one line and exit code 2, not a traceback of every rank. It chooses the
-number of processes (NPROC_PER_NODE, never part of a stage's hash), runs torchrun, forwards signals, and returns the
-stage's own exit code, which torchrun does not.
+number of processes (NPROC_PER_NODE, never part of a stage's hash), runs torchrun, which restarts a run that lost a
+process, forwards signals, and returns the stage's own exit code, which torchrun does not.
 
 NPROC_PER_NODE: a number, or auto (the default): the number of GPUs, else 2, or 1 on a single core.
 Several nodes: set NNODES (2, or 1:2 for an elastic job) and RDZV_ENDPOINT (host:port of one of them), the same on
@@ -24,12 +24,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence
 
 import psutil
 
 from pipeline import errors
-from pipeline.errors import AGENT_PID, EXIT_FOLDER, STOPPED, RequestError
+from pipeline.errors import AGENT_PID, EXIT_FOLDER, LOST_PEER, STOPPED, STOPPING, RequestError
 from pipeline.processes import signals
 from pipeline.provenance import workspace_lock
 from superglue_sift import threads
@@ -69,30 +69,36 @@ def free_port() -> int:
 
 
 def command(module: str, arguments: Sequence[str], processes: int) -> List[str]:
-    """The torchrun command line, with underscores in its options for torch 1.10."""
-    torchrun = [sys.executable, "-m", "pipeline.launch", AGENT, f"--nproc_per_node={processes}"]
-    nodes, endpoint = os.environ.get("NNODES", "1"), os.environ.get("RDZV_ENDPOINT", "")
-    if nodes == "1":
-        # not --standalone, which resolves the host's name; containers may fail to
-        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        port = os.environ.get("MASTER_PORT") or free_port()
-        torchrun += [f"--master_addr={address}", f"--master_port={port}"]
-    elif endpoint:
-        # torchrun restarts: its agents agree to restart all nodes together
-        torchrun += [f"--nnodes={nodes}", "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}"]
-        torchrun += [f"--rdzv_id={os.environ.get('RDZV_ID', 'pipeline')}", f"--max_restarts={max_restarts()}"]
-        own = os.environ.get("LOCAL_ADDR")
-        if own:  # torchrun cannot tell from an address which node has the endpoint
-            torchrun += [f"--rdzv_conf=is_host={'true' if endpoint.rsplit(':', 1)[0] == own else 'false'}"]
-    else:
+    """The torchrun command line, with underscores in its options for torch 1.10.
+
+    One node, too, has a c10d rendezvous: restarted ranks of a static one read a dead peer's address, and hang.
+    """
+    nodes = os.environ.get("NNODES", "1")
+    own = local_address()
+    endpoint = os.environ.get("RDZV_ENDPOINT", "")
+    if nodes == "1":  # not --standalone, which resolves the host's name; containers may fail to
+        endpoint = f"{own}:{os.environ.get('MASTER_PORT') or free_port()}"
+    if not endpoint:
         raise RequestError(f"NNODES={nodes} needs RDZV_ENDPOINT=host:port, the same on every node")
+    torchrun = [sys.executable, "-m", "pipeline.launch", AGENT, f"--nproc_per_node={processes}", f"--nnodes={nodes}"]
+    torchrun += [f"--max_restarts={max_restarts()}", "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}"]
+    torchrun.append(f"--rdzv_id={os.environ.get('RDZV_ID', 'pipeline')}")
+    if own:  # torchrun cannot tell from an address which node has the endpoint
+        torchrun.append(f"--rdzv_conf=is_host={'true' if endpoint.rsplit(':', 1)[0] == own else 'false'}")
     return [*torchrun, "-m", module, *arguments]
+
+
+def local_address() -> str:
+    """The address by which other ranks reach this node; "": its host name."""
+    if os.environ.get("NNODES", "1") == "1":
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+    return os.environ.get("LOCAL_ADDR", "")
 
 
 def _agent(arguments: Sequence[str]) -> int:
     """torchrun without its traceback and log about a failed rank; 1 if one failed, else 0.
 
-    A rank that raised has shown its own traceback, and the supervisor names one that was killed.
+    A rank that raised has shown its own traceback, and the launcher names one that was killed.
     """
     from torch.distributed import run
     from torch.distributed.elastic.agent.server import api
@@ -103,7 +109,7 @@ def _agent(arguments: Sequence[str]) -> int:
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     os.environ[AGENT_PID] = str(os.getpid())
     try:
-        run.main([*own_address(os.environ.get("LOCAL_ADDR", ""), LaunchConfig, api), *arguments])
+        run.main([*own_address(local_address(), LaunchConfig, api), *arguments])
     except (ChildFailedError, SignalException):  # some schedulers signal every process; the ranks have saved
         return 1
     return 0
@@ -158,50 +164,33 @@ def environment(processes: int, exit_folder: Path) -> Dict[str, str]:
     return values
 
 
-class Supervisor:
-    """Runs torchrun, forwards signals, and restarts a run that lost a process other than by its own error."""
+class Run:
+    """Runs torchrun, forwards signals to its ranks, and reads how they ended."""
 
-    def __init__(self, module: str, arguments: Sequence[str], processes: int) -> None:
-        self.module, self.arguments, self.processes = module, arguments, processes
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder  # EXIT_FOLDER of the ranks
         self.torchrun: Optional[subprocess.Popen] = None
-        self.stopping = False
 
-    def run(self) -> int:
+    def run(self, module: str, arguments: Sequence[str], processes: int) -> int:
         """The stage's own exit code."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._forward)
-        several_nodes = os.environ.get("NNODES", "1") != "1"
-        left = most = 0 if several_nodes else max_restarts()
-        while True:
-            with tempfile.TemporaryDirectory(prefix="launch-") as folder:
-                code, lost = self._once(Path(folder), restarted=left < most)
-            if lost:
-                print(f"{' and '.join(lost)} died or hung (killed, stopped, or out of memory)", file=sys.stderr)
-            if not lost or self.stopping or left == 0:
-                return code
-            left -= 1
-            print(f"starting again from the newest checkpoint; {left} more times at most", file=sys.stderr)
-
-    def _once(self, folder: Path, restarted: bool) -> Tuple[int, List[str]]:
-        """Exit code of one run of torchrun, and the ranks that left no exit code."""
-        values = environment(self.processes, folder)
-        if restarted:  # `--resume never` has taken effect
-            values["SG_RESTARTED"] = "1"
-        line = command(self.module, self.arguments, self.processes)
+        line, values = command(module, arguments, processes), environment(processes, self.folder)
         # torchrun ends with a killed launcher, and the ranks with torchrun
         self.torchrun = subprocess.Popen(line, env=values, preexec_fn=signals.end_with_parent)
         code = self.torchrun.wait()
-        codes = {int(file.name): int(file.read_text() or 1) for file in folder.iterdir() if not file.suffix}
-        if code != 0 and len(codes) < self.processes:
-            lost = {rank: folder / f"{rank}.step" for rank in range(self.processes) if rank not in codes}
-            seen = {rank: f", last seen at step {file.read_text()}," for rank, file in lost.items() if file.is_file()}
-            return (STOPPED if self.stopping else 1), [f"rank {rank}{seen.get(rank, '')}" for rank in lost]
+        attempt = max((int(file.suffix[1:]) for file in self.folder.glob("*.[0-9]*")), default=0)
+        lost = errors.lost_ranks(self.folder, attempt, processes)
+        if code and lost:
+            print(lost, end="", file=sys.stderr)
+            return STOPPED if (self.folder / STOPPING).exists() else 1
         # not torchrun's own code: torch 1.10's agents may fail after all ranks are done
-        return next((codes[rank] for rank in sorted(codes) if codes[rank]), 0), []
+        ends = [end for _, end in sorted(errors.codes_of(self.folder, attempt).items()) if end != "0"]
+        return next((int(end) for end in ends if end != LOST_PEER), 1 if ends else 0)
 
     def _forward(self, number: int, frame) -> None:
         """Forward to the ranks, not to torchrun, which would kill them 30 s later, saved or not."""
-        self.stopping = True
+        (self.folder / STOPPING).touch()
         ranks: List[psutil.Process] = []
         with contextlib.suppress(psutil.Error):
             ranks = psutil.Process(self.torchrun.pid).children() if self.torchrun else []
@@ -229,7 +218,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             module.check(rest, world_size)
     if "DVC_STAGE" in os.environ:  # end with a checkpoint if dvc is killed, before it starts another run
         signals.end_with_parent(signal.SIGTERM)
-    return Supervisor(name, rest, processes).run()
+    with tempfile.TemporaryDirectory(prefix="launch-") as folder:
+        return Run(Path(folder)).run(name, rest, processes)
 
 
 if __name__ == "__main__":

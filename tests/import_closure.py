@@ -22,7 +22,6 @@ CHANGES_NO_OUTPUT = (
     "pipeline.files",  # a file is written whole or not at all, with the bytes it is given
     "pipeline.launch",
     "pipeline.parameters",
-    "pipeline.processes.faults",
     "pipeline.processes.machine",
     "pipeline.processes.prefetch",  # results of others, in their order
     "pipeline.processes.signals",

@@ -24,7 +24,7 @@ import torch.distributed.nn  # here, because its functions keep the group that i
 from torch import Tensor, nn
 
 from pipeline import compat
-from pipeline.errors import AGENT_PID, EXIT_FOLDER, RequestError
+from pipeline.errors import AGENT_PID, EXIT_FOLDER, LostPeer, RequestError
 from pipeline.processes import signals
 from superglue_sift.torch_compat import exact_float32
 
@@ -330,7 +330,9 @@ def process_group() -> Iterator[Context]:
     context = start()
     try:
         yield context
-    except BaseException:
+    except BaseException as error:
         abandon()
+        if not isinstance(error, LostPeer) and lost_peer(error):
+            raise LostPeer(f"rank {context.rank}: another rank died or hangs: {error}") from error
         raise
     finish()

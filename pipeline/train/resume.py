@@ -153,5 +153,5 @@ def _of_another(out: Path, ours: Fingerprint) -> Optional[Saved]:
 
 
 def _restarted() -> bool:
-    """Whether the launcher or torchrun restarted us after a lost rank: `--fresh` has taken effect already."""
-    return "SG_RESTARTED" in os.environ or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    """Whether torchrun restarted us after a lost rank: `--fresh` has taken effect already."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

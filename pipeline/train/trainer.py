@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline import compat, tracking
-from pipeline.errors import STOPPED, WorkError, end_as_lost
+from pipeline.errors import STOPPED, LostPeer, WorkError, end_as_lost
 from pipeline.features.store import Store
 from pipeline.files import json_digest, write_atomic
 from pipeline.parameters import params
@@ -127,7 +127,7 @@ class Training:
                     end_as_lost(f"{where}: a process that loads batches died (killed, or out of memory): {error}")
                 if not distributed.lost_peer(error):
                     raise
-                raise WorkError(
+                raise LostPeer(
                     f"rank {self.context.rank} at step {self.state.step}: another rank died or hangs "
                     f"({str(error).splitlines()[0]})"
                 ) from error
