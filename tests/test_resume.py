@@ -14,7 +14,7 @@ from test_training import home, request_of, stop_after  # noqa: F401 (a fixture)
 from pipeline import tracking
 from pipeline.tracking.run import NullRun
 from pipeline.train import __main__ as train
-from pipeline.train import identity
+from pipeline.train import identity, trainer
 from superglue_sift.weights import load_model_file
 
 
@@ -97,6 +97,21 @@ class TestFolders:
         assert train.main([*request_of("run"), "--fresh"]) == 0
         assert "resuming at step 4 of 6" in capsys.readouterr().out
         home(tmp_path / "run")  # the only one
+
+    def test_a_fresh_training_killed_before_its_first_checkpoint_is_still_fresh(
+        self, tmp_path, request_of, monkeypatch, capsys, whole  # noqa: F811
+    ):  # fmt: skip
+        assert train.main(request_of("run")) == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.Training, "_step", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                train.main([*request_of("run"), "--fresh"])
+        capsys.readouterr()
+        assert train.main(request_of("run")) == 0
+        said = capsys.readouterr().out
+        assert "resuming" not in said and "nothing to do" not in said
+        assert weights(tmp_path / "run" / "best.safetensors") == whole
+        assert len(list((tmp_path / "run").glob("*/step-00000006.safetensors"))) == 2
 
     def test_damaged_checkpoints_stay_as_they_are(self, tmp_path, request_of, monkeypatch, capsys):  # noqa: F811
         interrupted(request_of("run"), monkeypatch, step=1)

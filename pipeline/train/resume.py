@@ -84,8 +84,10 @@ def prepare(paths: TrainPaths, ours: Fingerprint, writes: bool) -> Start:
     if source is None and distributed.any_rank(lambda: damaged)():
         folder = _folder(paths.out, name, last + 1)  # the damaged files stay as they are
     if source is None and not fresh:
-        saved = _of_another(paths.out, ours) if writes else None
+        saved = _of_another(paths.out, name, ours) if writes else None
         source = replicas.furthest(saved[1]["step"] if saved else -1)
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)  # also before the first checkpoint: a restart goes on in it
     if source is None:
         return Start(folder)
     newest = replicas.shared(saved, source)
@@ -120,7 +122,7 @@ def _last_number(out: Path, name: str) -> int:
 def _finished(folder: Path, paths: TrainPaths, name: str) -> Optional[Dict[str, Any]]:
     """Description of the finished best model in `folder`, or of the one that is published; None without one."""
     places = [folder]
-    if all((paths.reports / "curves" / curve).is_file() for curve in CURVES):
+    if not folder.is_dir() and all((paths.reports / "curves" / curve).is_file() for curve in CURVES):
         places.append(paths.out)  # as after `dvc pull`: outputs are there, checkpoints are not
     for place in places:
         with contextlib.suppress(FileNotFoundError, BadCheckpoint):
@@ -138,10 +140,12 @@ def _newest(folder: Path) -> Tuple[Optional[Saved], bool]:
     return saved, bool(warnings)
 
 
-def _of_another(out: Path, ours: Fingerprint) -> Optional[Saved]:
+def _of_another(out: Path, name: str, ours: Fingerprint) -> Optional[Saved]:
     """The undamaged checkpoint of most steps of another training whose steps so far are those of ours."""
     fitting = []
     for path in out.glob("*/step-*.json"):
+        if path.parent.name.partition("-")[0] == name:
+            continue
         with contextlib.suppress(OSError, ValueError, KeyError):
             info = json.loads(path.read_text(encoding="utf-8"))
             if not misfits(fingerprint_of(info), ours, info["step"]):
