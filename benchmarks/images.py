@@ -23,7 +23,7 @@ from superglue_sift.extractors import DENSE
 from superglue_sift.features import Features
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
-from superglue_sift.network.inference import fuse_for_inference
+from superglue_sift.weights import fuse_for_inference
 
 ALIGNED = 250  # matches
 LARGE = (2048, 1536)

@@ -17,11 +17,11 @@ from benchmarks.row import Row, Setting, compare
 from benchmarks.synthetic import made_batch
 from pipeline import compat
 from pipeline.train.objective import MatchingObjective
-from superglue_sift.network import sinkhorn
-from superglue_sift.network.inference import fuse_for_inference
-from superglue_sift.network.superglue import SuperGlue, mutual_matches
+from superglue_sift import sinkhorn
+from superglue_sift.superglue import SuperGlue, mutual_matches
 from superglue_sift.torch_compat import autocast
 from superglue_sift.truth import ground_truth
+from superglue_sift.weights import fuse_for_inference
 
 Call = Callable[[], object]
 PRECISIONS = ("float32", "bfloat16")
@@ -104,7 +104,8 @@ def sinkhorn_call(device: str, way: str, keypoints: int, pairs: int, iterations:
         if way == "plain":
             found = plain.sinkhorn(scores, dustbin, iterations)
         else:
-            found = sinkhorn.log_optimal_transport(list(scores), dustbin, iterations)
+            full = torch.ones(scores.shape[:2], dtype=torch.bool, device=device)
+            found, _ = sinkhorn.log_optimal_transport(scores, full, full, dustbin, iterations)
         sum(P[::7, ::7].sum() for P in found).backward()
         return scores.grad
 
@@ -217,7 +218,7 @@ def answer(model: SuperGlue, batch: Any, precision: str) -> Answer:
     total, values = MatchingObjective(model, 3.0, 5.0, precision)(batch)
     (SCALE * total.sum()).backward()
     gradient = torch.cat([p.grad.double().flatten() for p in model.parameters()]) / SCALE
-    matches = mutual_matches(log_P, (batch.records0.shape[1], batch.records1.shape[1])).matches0
+    matches = mutual_matches(log_P).matches0
     return Answer(log_P, matches, float(values["loss"].mean()), gradient)
 
 

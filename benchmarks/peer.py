@@ -19,7 +19,7 @@ from benchmarks.plain import PlainSuperGlue
 from superglue_sift import sift
 from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.geometry import transform
-from superglue_sift.network.superglue import SuperGlueConfig
+from superglue_sift.superglue import SuperGlueConfig
 
 CONFIG = SuperGlueConfig(dim=128, layers=9, heads=4, norm="batch", scale_angle=False, sinkhorn_iterations=20)
 

@@ -13,9 +13,10 @@ from typing import List
 import torch
 from torch import Tensor, nn
 
+from superglue_sift.batch import Images, Keypoints
 from superglue_sift.descriptors import root_sift
-from superglue_sift.network.orientation import choose_orientations
-from superglue_sift.network.superglue import ENCODER_WIDTHS, SIFT_DIM, SuperGlue, SuperGlueConfig, geometry_of
+from superglue_sift.pair_inputs import choose_orientations
+from superglue_sift.superglue import ENCODER_WIDTHS, SIFT_DIM, SuperGlue, SuperGlueConfig, geometry_of
 from superglue_sift.truth import UNMATCHED, Truth
 
 
@@ -103,7 +104,10 @@ class PlainSuperGlue(nn.Module):
     def _encoded(self, batch, side: str) -> Tensor:
         dtype = self.dustbin.dtype
         descriptors = root_sift(getattr(batch, "descriptors" + side)).to(dtype).transpose(1, 2)
-        geometry = geometry_of(batch, side, self.config.scale_angle).to(dtype).transpose(1, 2)
+        fields = ("keypoints", "scores", "scales", "angles", "descriptors")
+        size = getattr(batch, "image_size" + side)[:, None]
+        keypoints = Keypoints(*(getattr(batch, name + side) for name in fields), size, Images([], [], []))
+        geometry = geometry_of(keypoints, self.config.scale_angle).to(dtype).transpose(1, 2)
         return self.projection(descriptors) + self.encoder(geometry)
 
 

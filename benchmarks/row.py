@@ -12,7 +12,7 @@ import torch
 from benchmarks import timing
 from benchmarks.timing import Ratio, Seconds
 from pipeline.errors import RequestError
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
 
 @dataclasses.dataclass(frozen=True)

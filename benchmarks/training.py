@@ -26,7 +26,6 @@ from benchmarks.peer import PeerTraining
 from benchmarks.photographs import photographs
 from benchmarks.row import Row, Setting, run
 from benchmarks.synthetic import made_store
-from pipeline import compat
 from pipeline.features import store
 from pipeline.launch import free_port
 from pipeline.parameters import params
@@ -36,8 +35,8 @@ from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import PairOrder
 from pipeline.train.step import CLIP_NORM, train_step
 from pipeline.train.trainer import StepBatches
-from superglue_sift import sift
-from superglue_sift.network.superglue import SuperGlueConfig
+from superglue_sift import sift, torch_compat
+from superglue_sift.superglue import SuperGlueConfig
 
 CLONE = Path(__file__).resolve().parents[1]  # ranks import `benchmarks` from here
 KEYPOINTS = 512
@@ -105,7 +104,7 @@ def modes(setting: Setting) -> Iterator[Row]:
         "AMP, bfloat16": ({"precision": "bfloat16"}, ""),
         "AMP, float16": ({"precision": "float16"}, "" if on_gpu else "needs a GPU: its gradients are scaled there"),
         "gradient accumulation, 2 parts": ({"accumulate": 2}, ""),
-        "torch.compile": ({"compile": True}, compat.no_compiler(setting.device.type)),
+        "torch.compile": ({"compile": True}, torch_compat.no_compiler(setting.device.type)),
     }
     pairs = PAIRS[setting.device.type]
     with tempfile.TemporaryDirectory() as name:

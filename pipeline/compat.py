@@ -7,8 +7,6 @@ of the network; no other code checks versions.
 from __future__ import annotations
 
 import math
-import os
-import shutil
 from pathlib import Path
 from typing import Any, Dict, FrozenSet, List
 
@@ -67,17 +65,6 @@ def cpu_flags() -> FrozenSet[str]:
     file = Path("/proc/cpuinfo")
     text = file.read_text() if can_compile() and file.is_file() else ""
     return frozenset(next((line for line in text.splitlines() if line.startswith("flags")), "").split())
-
-
-def no_compiler(device_type: str) -> str:
-    """Why `torch.compile` cannot run here; "" if it can. torch 2 needs a C++ compiler, on a GPU a C compiler."""
-    if not can_compile():
-        return "this torch has no compiler"
-    names = ("cc", "gcc", "clang") if device_type == "cuda" else ("g++", "clang++")
-    asked = os.environ.get("CC" if device_type == "cuda" else "CXX", names[0])
-    if any(shutil.which(name) for name in (asked, *names)):
-        return ""
-    return f"there is no C{'' if device_type == 'cuda' else '++'} compiler ({' or '.join(names[-2:])})"
 
 
 def torchvision_io() -> Any:

@@ -12,7 +12,7 @@ use. `pipeline` trains the models. In reading order:
     images                        a file to pixels, rotated upright or as stored
     sift, features, batch         pixels to keypoints, pairs to a batch: all shapes and units
     extractors, descriptors       other features and the kinds of their descriptors; opencv_features: two examples
-    network/                      the SuperGlue network, its attention, its optimal transport, and fast inference
+    superglue                     the network, with attention, normalization, sinkhorn (optimal transport), pair_inputs
     geometry, truth               homographies; which keypoints correspond
     refine, local_maps, tracks    positions of matches to a fraction of a pixel
     scenes, classical             photographs of one place: which pairs are accepted, all keypoints matched
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from superglue_sift.features import Features
     from superglue_sift.match_result import MatchResult
     from superglue_sift.matcher import Matcher
-    from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
     from superglue_sift.sift import extract as extract_sift
+    from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
     from superglue_sift.weights import load_model
 
 __version__ = "0.1.0"
@@ -49,8 +49,8 @@ portable.prepare_opencv()  # before any module imports OpenCV
 
 _HOMES = {
     "Matcher": "matcher", "MatchResult": "match_result", "Features": "features", "RequestError": "errors",
-    "SuperGlue": "network.superglue", "SuperGlueConfig": "network.superglue",
-    "mutual_matches": "network.superglue", "load_model": "weights",
+    "SuperGlue": "superglue", "SuperGlueConfig": "superglue",
+    "mutual_matches": "superglue", "load_model": "weights",
     "extract_sift": "sift", "Pair": "batch", "PairBatch": "batch", "from_pairs": "batch",
 }  # fmt: skip
 

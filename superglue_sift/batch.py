@@ -1,21 +1,27 @@
-"""PairBatch: shapes and units of the network's input.
+"""Pairs of images and their keypoints in padded tensors: all shapes and units.
 
-A batch of B pairs of views holds two byte buffers of keypoint records, padded to the longest of the batch. They are
-moved to the device as bytes and cast there. Suffix 0 is the first view, 1 the second. R is the number of bytes of a
-record: 280 for SIFT with its orientations (`sift.ORIENTED`), 148 with one of them (`sift.KEYPOINT`), and other numbers
-for other features (`descriptors.record_dtype`).
+A `PairBatch` of B pairs holds two byte buffers of keypoint records, (B, M, R) and (B, N, R), padded to
+the longest image of the batch. They are moved to the device as bytes and cast there. Suffix 0 is the
+first image, 1 the second. R is the number of bytes of a record: 280 for SIFT with its orientations
+(`sift.ORIENTED`), 148 with one of them (`sift.KEYPOINT`), and other numbers for other features
+(`descriptors.record_dtype`).
+
+Pairs of different sizes are sorted into a few batches with little padding (`PairBatch.size_classes`).
+The network reads the keypoints of all images of these batches as one tensor (T, ...), padding included
+(`Keypoints`), since only attention and transport need to know which image a keypoint belongs to
+(`Images`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Callable, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from superglue_sift.network.packing import to_device_async
 from superglue_sift.sift import KEYPOINT, ORIENTED
 from superglue_sift.torch_compat import floats_of_bytes
 
@@ -23,6 +29,7 @@ _FIELDS = dict(KEYPOINT.fields or {})
 DESCRIPTOR_AT = _FIELDS["descriptor"][1]  # byte offset inside a record
 ON_HOST = ("counts0", "counts1")  # fields that always stay in host memory
 _COLUMN = {"position": slice(2), **{name: _FIELDS[name][1] // 4 for name in ("scale", "angle", "score")}}
+MAX_PADDING = 1 / 32  # of a size class on a CPU, compared with its keypoints
 
 
 class Pair(NamedTuple):
@@ -39,9 +46,9 @@ class PairBatch:
     """B pairs of views; the keypoints of a view come first, then padding.
 
     Attributes:
-        records0, records1: (B, N0, R), (B, N1, R) uint8, N at least 1; zeros where padded.
-        counts0, counts1: (B,) int64 numbers of keypoints, always on the host: they decide shapes, and reading them
-            from a GPU would be a device-to-host synchronisation.
+        records0, records1: (B, M, R), (B, N, R) uint8, M and N at least 1; zeros where padded.
+        counts0, counts1: (B,) int64 numbers of keypoints, always on the host: they decide shapes, and
+            reading them from a GPU would make the host wait.
         image_size0, image_size1: (B, 2) float32, width and height in px.
         H_0to1: (B, 3, 3) float64, maps pixels of view 0 to view 1; None if unknown.
         cells: (B, 2, 3, 3) float64, maps pixels of view 0 and of view 1 to the unit square of the photograph that both
@@ -65,6 +72,11 @@ class PairBatch:
         """Device of the keypoints."""
         return self.records0.device
 
+    @property
+    def width(self) -> int:
+        """The larger of M and N."""
+        return max(self.records0.shape[1], self.records1.shape[1])
+
     def to(self, device, non_blocking: bool = True) -> PairBatch:
         """Copy to `device`."""
         return self._with(lambda t: t.to(device, non_blocking=non_blocking))
@@ -73,39 +85,167 @@ class PairBatch:
         """Copy to page-locked memory, from which copies to a GPU are asynchronous."""
         return self._with(Tensor.pin_memory)
 
-    def clone(self) -> PairBatch:
-        """Copy to new memory."""
-        return self._with(Tensor.clone)
-
-    def copy_(self, other: PairBatch) -> None:
-        """Copy the tensors of a batch with the same counts into this one."""
-        for name, value in vars(self).items():
-            source = getattr(other, name)
-            if value is not None and source is not None and name not in ON_HOST:
-                value.copy_(source)
-
     def select(self, pairs: Sequence[int]) -> PairBatch:
-        """Batch of the given pairs, in this order."""
+        """Batch of the given pairs, in this order, padded to their longest images."""
         chosen = torch.tensor(pairs, dtype=torch.int64)
         there = to_device_async(chosen, self.device)
-        moved = self._with(lambda t: t.index_select(0, there))
-        return dataclasses.replace(moved, counts0=self.counts0[chosen], counts1=self.counts1[chosen])
+        counts0 = self.counts0[chosen]
+        counts1 = self.counts1[chosen]
+        batch = self._with(lambda t: t.index_select(0, there))
+        return dataclasses.replace(
+            batch,
+            counts0=counts0,
+            counts1=counts1,
+            records0=batch.records0[:, : max([*counts0.tolist(), 1])],
+            records1=batch.records1[:, : max([*counts1.tolist(), 1])],
+        )
+
+    def size_classes(self) -> Tuple[List[int], List[PairBatch]]:
+        """Split into batches of pairs of similar size; and the indices of their pairs, in this order.
+
+        On a GPU there is one class: the launches of another class take longer than its padding.
+        """
+        if self.device.type != "cpu" or len(self) < 2:
+            return list(range(len(self))), [self]
+        classes = similar_sizes(self.counts0.tolist(), self.counts1.tolist(), MAX_PADDING)
+        return [pair for pairs in classes for pair in pairs], [self.select(pairs) for pairs in classes]
+
+    def pad(self, pairs: int, keypoints: int) -> PairBatch:
+        """The same pairs in the shapes (pairs, keypoints, R), followed by pairs without keypoints."""
+        more = pairs - len(self)
+        sizes = ("image_size0", "image_size1")
+        changes = {}
+        for name, value in vars(self).items():
+            if name.startswith("records"):
+                value = pad(value, (0, 0, 0, keypoints - value.shape[1]))
+            if value is not None:
+                last = (0, 0) * (value.dim() - 1)
+                changes[name] = pad(value, (*last, 0, more), value=1.0 if name in sizes else 0.0)
+        return dataclasses.replace(self, **changes)
+
+    def mask(self, side: int) -> Tensor:
+        """(B, M) or (B, N) bool, True for keypoints, on the device."""
+        counts = (self.counts0, self.counts1)[side]
+        width = (self.records0, self.records1)[side].shape[1]
+        return to_device_async(torch.arange(width) < counts[:, None], self.device)
 
     def _with(self, function: Callable[[Tensor], Tensor]) -> PairBatch:
         """Apply `function` to all tensors but the counts."""
         tensors = {name: value for name, value in vars(self).items() if value is not None and name not in ON_HOST}
         return dataclasses.replace(self, **{name: function(value) for name, value in tensors.items()})
 
-    keypoints0 = property(lambda self: _column(self.records0, "position"), doc="(B, N0, 2) float32, px")
-    keypoints1 = property(lambda self: _column(self.records1, "position"), doc="(B, N1, 2) float32, px")
-    scales0 = property(lambda self: _column(self.records0, "scale"), doc="(B, N0) float32, diameter in px")
-    scales1 = property(lambda self: _column(self.records1, "scale"), doc="(B, N1) float32, diameter in px")
-    angles0 = property(lambda self: _column(self.records0, "angle"), doc="(B, N0) float32, degrees")
-    angles1 = property(lambda self: _column(self.records1, "angle"), doc="(B, N1) float32, degrees")
-    scores0 = property(lambda self: _column(self.records0, "score"), doc="(B, N0) float32")
-    scores1 = property(lambda self: _column(self.records1, "score"), doc="(B, N1) float32")
-    descriptors0 = property(lambda self: self.records0[..., DESCRIPTOR_AT:], doc="(B, N0, R - 20) uint8")
-    descriptors1 = property(lambda self: self.records1[..., DESCRIPTOR_AT:], doc="(B, N1, R - 20) uint8")
+    keypoints0 = property(lambda self: _column(self.records0, "position"), doc="(B, M, 2) float32, px")
+    keypoints1 = property(lambda self: _column(self.records1, "position"), doc="(B, N, 2) float32, px")
+    scales0 = property(lambda self: _column(self.records0, "scale"), doc="(B, M) float32, diameter in px")
+    scales1 = property(lambda self: _column(self.records1, "scale"), doc="(B, N) float32, diameter in px")
+    angles0 = property(lambda self: _column(self.records0, "angle"), doc="(B, M) float32, degrees")
+    angles1 = property(lambda self: _column(self.records1, "angle"), doc="(B, N) float32, degrees")
+    scores0 = property(lambda self: _column(self.records0, "score"), doc="(B, M) float32")
+    scores1 = property(lambda self: _column(self.records1, "score"), doc="(B, N) float32")
+    descriptors0 = property(lambda self: self.records0[..., DESCRIPTOR_AT:], doc="(B, M, R - 20) uint8")
+    descriptors1 = property(lambda self: self.records1[..., DESCRIPTOR_AT:], doc="(B, N, R - 20) uint8")
+
+
+def to_device_async(values: Tensor, device: torch.device) -> Tensor:
+    """Copy from the host to `device`; to a GPU asynchronously, through page-locked memory."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+def size_class(keypoints: int) -> int:
+    """Round up to one of two sizes per octave: 128, 192, 256, 384, ..."""
+    unit = max(64, 1 << max(keypoints - 1, 1).bit_length() >> 2)
+    return max(128, -(-keypoints // unit) * unit)
+
+
+def similar_sizes(counts0: Sequence[int], counts1: Sequence[int], padding: float) -> List[List[int]]:
+    """Indices of the pairs of each size class, from the largest pair to the smallest.
+
+    padding: of a class, at most, compared with its keypoints. A class has at least one pair.
+    """
+    classes: List[List[int]] = []
+    width0 = width1 = keypoints = 0
+    for i in sorted(range(len(counts0)), key=lambda i: -(counts0[i] + counts1[i])):
+        m = counts0[i]
+        n = counts1[i]
+        padded = (max(width0, m) + max(width1, n)) * (len(classes[-1]) + 1) if classes else 0
+        if not classes or padded > (1 + padding) * (keypoints + m + n):
+            classes.append([])
+            width0 = width1 = keypoints = 0
+        classes[-1].append(i)
+        width0 = max(width0, m)
+        width1 = max(width1, n)
+        keypoints += m + n
+    return classes
+
+
+class Images:
+    """The images of several batches, whose keypoints are in one tensor (T, ...).
+
+    Order: images 0 of the first batch, its images 1, images 0 of the second batch, ... so that the
+    partners of images i are images `i ^ 1`.
+
+    masks: (B, N) bool each, True for keypoints. visible: (B, 1, 1, N) bool each, the keypoints to which
+    others attend; None: all. occupied: (B, 1, 1, 1) bool each, whether there is any keypoint; None:
+    always. valid: (T,) bool, True for keypoints; None: there is no padding.
+    """
+
+    def __init__(self, masks: Sequence[Tensor], padded: Sequence[bool], empty: Sequence[bool]) -> None:
+        """padded: whether some image has padding; empty: whether some image has no keypoints."""
+        self.masks = list(masks)
+        self.visible: List[Optional[Tensor]] = []
+        self.occupied: List[Optional[Tensor]] = []
+        for mask, has_padding, has_empty in zip(masks, padded, empty):
+            some = mask.any(1, keepdim=True) if has_empty else None
+            # an image without keypoints shows its padding: a softmax over nothing is nan
+            visible = mask if some is None else mask | ~some
+            self.visible.append(visible[:, None, None] if has_padding else None)
+            self.occupied.append(None if some is None else some[:, :, None, None])
+        self.valid = torch.cat([mask.flatten() for mask in masks]) if any(padded) else None
+
+    @classmethod
+    def of(cls, batches: Sequence[PairBatch]) -> Images:
+        """The images of these batches."""
+        masks = [batch.mask(side) for batch in batches for side in (0, 1)]
+        counts = [side for batch in batches for side in (batch.counts0, batch.counts1)]
+        padded = [bool((count < mask.shape[1]).any()) for count, mask in zip(counts, masks)]
+        return cls(masks, padded, [bool((count == 0).any()) for count in counts])
+
+    def split(self, tokens: Tensor) -> List[Tensor]:
+        """(T, ...) -> (B, N, ...) for the images of each side of each batch."""
+        parts = tokens.split([mask.shape[0] * mask.shape[1] for mask in self.masks])
+        return [part.view(*mask.shape, *part.shape[1:]) for part, mask in zip(parts, self.masks)]
+
+    def join(self, sides: Sequence[Tensor]) -> Tensor:
+        """Inverse of `split`."""
+        return torch.cat([side.flatten(0, 1) for side in sides])
+
+
+class Keypoints(NamedTuple):
+    """All keypoints of some images, with their padding.
+
+    positions (T, 2) float32, px; scores (T,); scales (T,), diameter in px; angles (T,), degrees;
+    descriptors (T, C) uint8, the bytes of records from the descriptor on; image_size (T, 2), width and
+    height in px.
+    """
+
+    positions: Tensor
+    scores: Tensor
+    scales: Tensor
+    angles: Tensor
+    descriptors: Tensor
+    image_size: Tensor
+    images: Images
+
+    @classmethod
+    def of(cls, batches: Sequence[PairBatch]) -> Keypoints:
+        """The keypoints of these batches."""
+        images = Images.of(batches)
+        records = images.join([records for batch in batches for records in (batch.records0, batch.records1)])
+        sizes = [size for batch in batches for size in (batch.image_size0, batch.image_size1)]
+        size = images.join([size[:, None].expand(*mask.shape, 2) for size, mask in zip(sizes, images.masks)])
+        floats = floats_of_bytes(records[:, :DESCRIPTOR_AT])
+        columns = (floats[:, _COLUMN[name]] for name in ("position", "score", "scale", "angle"))
+        return cls(*columns, records[:, DESCRIPTOR_AT:], size, images)
 
 
 def _column(records: Tensor, name: str) -> Tensor:

@@ -20,13 +20,13 @@ import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
 
 from superglue_sift import scenes, threads
-from superglue_sift.batch import Pair, from_pairs
+from superglue_sift.batch import Pair, from_pairs, size_class
 from superglue_sift.descriptors import kind_of
 from superglue_sift.errors import RequestError, check_range
 from superglue_sift.extractors import DEFAULT, DENSE, Extractor
@@ -34,11 +34,9 @@ from superglue_sift.extractors import load as load_extractor
 from superglue_sift.features import Features, Image, extract, gray_of
 from superglue_sift.images import FRAMES, UPRIGHT, gray_of_file, read
 from superglue_sift.match_result import MatchResult
-from superglue_sift.network.cuda_graphs import can_capture
-from superglue_sift.network.inference import CUDAGraphModel, fuse_for_inference
-from superglue_sift.network.packing import Assignments
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
-from superglue_sift.weights import choose_device, load_model, shipped_weights
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
+from superglue_sift.torch_compat import no_compiler
+from superglue_sift.weights import choose_device, fuse_for_inference, load_model, shipped_weights
 
 MAX_KEYPOINTS = 1024
 RESIZE = 1024  # px, longer side
@@ -69,14 +67,21 @@ class PairMatches(NamedTuple):
         return PairMatches(np.where(keep, self.matches0, -1), np.where(keep, self.scores0, 0.0))
 
 
-def match_pairs(model: Callable[..., Assignments], pairs: Sequence[Pair], device: str) -> List[PairMatches]:
-    """All mutual matches of the network for these pairs, in one batch, whatever their scores."""
-    batch = from_pairs(pairs).to(device)
-    with torch.no_grad():
-        size = (batch.records0.shape[1], batch.records1.shape[1])
-        matches = mutual_matches(model(batch), size, threshold=0.0)
-    rows = zip(pairs, matches.matches0.cpu().numpy(), matches.matching_scores0.cpu().numpy())
-    return [PairMatches(m[: len(pair.records0)], s[: len(pair.records0)]) for pair, m, s in rows]
+@torch.no_grad()
+def match_pairs(model: SuperGlue, pairs: Sequence[Pair], device: str) -> List[PairMatches]:
+    """All mutual matches of the network for these pairs, whatever their scores, computed together."""
+    order, batches = from_pairs(pairs).to(device).size_classes()
+    if model.compiled:
+        batches = [part.pad(len(part), size_class(part.width)) for part in batches]
+    found: Dict[int, PairMatches] = {}
+    places = iter(order)
+    for log_P in model.assign(batches)[0]:
+        matches = mutual_matches(log_P, threshold=0.0)
+        for row, scores in zip(matches.matches0.cpu().numpy(), matches.matching_scores0.cpu().numpy()):
+            place = next(places)
+            count = len(pairs[place].records0)
+            found[place] = PairMatches(row[:count], scores[:count])
+    return [found[place] for place in range(len(pairs))]
 
 
 @dataclasses.dataclass(eq=False)
@@ -100,11 +105,6 @@ class Matcher:
     frame: str = UPRIGHT
     workers: int = dataclasses.field(default=1, init=False)
     _turn: Any = dataclasses.field(default_factory=threading.Lock, init=False, repr=False)
-    _network: Any = dataclasses.field(init=False, repr=False)  # the model, on a GPU with CUDA graphs
-
-    def __post_init__(self) -> None:
-        graphs = can_capture(torch.device(self.device))  # neither on torch 1.10 nor on devices other than CUDA
-        self._network = CUDAGraphModel(self.model) if graphs else self.model
 
     @classmethod
     def load(
@@ -116,6 +116,7 @@ class Matcher:
         resize: Optional[int] = None,
         threshold: Optional[float] = None,
         precision: str = "float32",
+        compile: bool = False,
         extractor: Optional[str] = None,
         refine: bool = True,
         scene: bool = False,
@@ -134,10 +135,10 @@ class Matcher:
                 pixels of the original image. None: 1,024, with `scene` 1,600.
             threshold: minimum probability of a match; None: the model's own, else 0.2.
             precision: of the layers: float32, bfloat16 (faster on GPUs and on CPUs with AMX) or float16.
+            compile: compile the layers by torch 2, for each of a few sizes of images (docs/performance.md).
             extractor: required for non-SIFT models: their `module:function`. Naming it here allows its code to run;
                 without it, such a model matches `Features` only.
-            refine: align matches by the pixels, if available, to a fraction of a pixel (`MatchResult.aligned1`);
-                ignored with `scene`.
+            refine: align matches by the pixels, if available (`MatchResult.aligned1`); ignored with `scene`.
             scene: the images show one place, but not every two of them overlap: each pair is first accepted or
                 rejected, then filled with matches of all keypoints (see `scenes`).
             frame: of coordinates in files: "upright", rotated according to EXIF, like `cv2.imread` and browsers; or
@@ -154,9 +155,8 @@ class Matcher:
         max_keypoints = max_keypoints or (scenes.MAX_KEYPOINTS if scene else MAX_KEYPOINTS)
         side = resize if resize is not None else (scenes.RESIZE if scene else RESIZE)
         scene_rules = scenes.Rules(**rules) if scene else None
-        network = fuse_for_inference(model, precision)
-        refine = refine and not scene
-        return cls(network, device, max_keypoints, side, threshold, extract, refine, scene_rules, frame)
+        network = _prepare(model, precision, compile)
+        return cls(network, device, max_keypoints, side, threshold, extract, refine and not scene, scene_rules, frame)
 
     def extract(self, image: Image) -> Features:
         """Extract the keypoints of an image, for `match`. Raises RequestError if it cannot be read."""
@@ -268,7 +268,7 @@ class Matcher:
         likely = [self._likely(*pair) for pair in sides]
         chosen = [pair for pair, is_likely in zip(pairs, likely) if is_likely]
         with self._turn:
-            matches = iter(match_pairs(self._network, chosen, self.device) if chosen else [])
+            matches = iter(match_pairs(self.model, chosen, self.device) if chosen else [])
         results = [self._result(*pair, next(matches) if is_likely else None) for pair, is_likely in zip(sides, likely)]
         return [result.align(*pair, self.device) if aligned else result for result, pair in zip(results, sides)]
 
@@ -300,6 +300,17 @@ class Matcher:
             np.stack(columns, axis=1), seen.scores, self.threshold, (both[0], both[1]), self.rules
         )
         return seen._replace(matches=matches, scores=scores, pair_score=score)
+
+
+def _prepare(model: SuperGlue, precision: str, compile: bool) -> SuperGlue:
+    """The network of `Matcher.load`, for inference. Raises RequestError if nothing can compile it."""
+    network = fuse_for_inference(model, precision)
+    missing = no_compiler(network.dustbin.device.type) if compile else ""
+    if missing:
+        raise RequestError(f"compile: {missing}; install it, or leave out compile")
+    if compile:
+        network.compile_layers()
+    return network
 
 
 def _check_settings(

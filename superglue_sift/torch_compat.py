@@ -3,48 +3,51 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
+import shutil
 from typing import Any, Callable, ContextManager, Optional
 
 import torch
 from torch import Tensor, nn
 
+MAX_WEIGHTS = 1 << 26  # of attention at a time, in torch 1.10: 256 MiB in float32
 
-def without_cudnn() -> ContextManager[Any]:
+
+def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor] = None) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v of q (B, H, M, d), k and v (B, H, N, d), without storing the weights.
+
+    visible: (B, 1, 1, N) bool, True for keys to attend to; None: all.
+    torch 1.10 has no kernel for it: there chunks of queries are computed one by one, and again for the gradient.
+    """
+    kernel = getattr(torch.nn.functional, "scaled_dot_product_attention", None)
+    if kernel is not None:
+        with _without_cudnn() if q.is_cuda else contextlib.nullcontext():
+            return kernel(q, k, v, attn_mask=visible)
+    rows = max(MAX_WEIGHTS // max(q.shape[0] * q.shape[1] * k.shape[2], 1), 1)
+    function = recomputed if torch.is_grad_enabled() else _call
+    return torch.cat([function(plain_attention, part, k, v, visible) for part in q.split(rows, 2)], 2)
+
+
+def _call(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    return function(*arguments)
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]) -> Tensor:
+    """`scaled_dot_product_attention` with plain products; softmax in float32 or wider."""
+    logits = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.shape[-1])
+    if visible is not None:
+        logits = logits.masked_fill(~visible, -math.inf)
+    return logits.softmax(-1).to(q.dtype) @ v
+
+
+def _without_cudnn() -> ContextManager[Any]:
     """A context without cuDNN, which plans for each new shape: 70 ms of a core on an H100."""
     try:
         from torch.nn.attention import SDPBackend, sdpa_kernel
     except ImportError:  # torch 2.2 or older
         return contextlib.nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-
-
-def has_fused_attention() -> bool:
-    """Whether there is a fused attention kernel (torch 2.0)."""
-    return hasattr(torch.nn.functional, "scaled_dot_product_attention")
-
-
-def has_packed_attention(q: Tensor) -> bool:
-    """Whether there is a fused kernel for packed sequences of any length (torch 2.10, Ampere, half precision)."""
-    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and q.dtype in (torch.float16, torch.bfloat16)
-    return fits and q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 0) and _varlen() is not None
-
-
-def _varlen() -> Optional[Callable[..., Any]]:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn
-
-
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, partner_starts: Tensor, longest: int) -> Tensor:
-    """Attention of packed sequences q (S, H, d), k and v (S', H, d). Needs `has_packed_attention`.
-
-    starts, partner_starts: (B + 1,) int32, the start of each sequence. longest: length of the longest sequence.
-    """
-    varlen = _varlen()
-    assert varlen is not None
-    return varlen(q, k, v, starts, partner_starts, longest, longest)
 
 
 def has_byte_products() -> bool:
@@ -58,32 +61,15 @@ def byte_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     return torch._int_mm(a, b, out=out)  # pyright: ignore
 
 
-def softmax_(logits: Tensor) -> None:
-    """Softmax over the last axis, in place; torch 1.10 lacks `out=`."""
-    if has_fused_attention():
-        torch.softmax(logits, -1, out=logits)
-    else:
-        logits.copy_(logits.softmax(-1))
-
-
-def softmax_gradient_(grad: Tensor, weights: Tensor) -> None:
-    """Overwrite `grad`, the gradient of `weights` = softmax(logits, -1), with that of the logits.
-
-    torch 1.10 takes a tensor of the input's dtype, later versions the dtype.
-    """
-    if has_fused_attention():
-        torch._softmax_backward_data(grad, weights, -1, weights.dtype, grad_input=grad)  # pyright: ignore
-    else:
-        grad.copy_(torch._softmax_backward_data(grad, weights, -1, weights))  # pyright: ignore
-
-
 def exact_float32() -> None:
     """Disable TF32, the default of torch 1.10: scores reach 40, where TF32 has errors of 0.02."""
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def no_autocast(device_type: str):
+def no_autocast(device_type: str) -> ContextManager[Any]:
     """A context without autocast; on the CPU, torch 1.10 accepts only an explicit bfloat16."""
+    if _autocast_dtype(device_type) is None:
+        return contextlib.nullcontext()
     if device_type == "cpu":
         return torch.autocast("cpu", dtype=torch.bfloat16, enabled=False)
     return torch.autocast(device_type, enabled=False)
@@ -96,13 +82,20 @@ def autocast(device_type: str, precision: str):
 
 
 def cast_as_autocast(x: Tensor) -> Tensor:
-    """Cast `x` as autocast casts inputs of products; torch 1.10 has a separate function for each device."""
-    kind = x.device.type
+    """Cast `x` as autocast casts inputs of products."""
+    dtype = _autocast_dtype(x.device.type)
+    return x if dtype is None else x.to(dtype)
+
+
+def _autocast_dtype(kind: str) -> Optional[torch.dtype]:
+    """The dtype of autocast, None without; torch 1.10 has separate functions for each device, and `meta` has none."""
+    if kind == "meta":
+        return None
     if can_compile():
-        return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     if kind == "cpu":
-        return x.to(torch.get_autocast_cpu_dtype()) if torch.is_autocast_cpu_enabled() else x
-    return x.to(torch.get_autocast_gpu_dtype()) if torch.is_autocast_enabled() else x
+        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
 
 
 class _WideLayerNorm(nn.LayerNorm):
@@ -118,6 +111,23 @@ def layer_norm(channels: int) -> nn.LayerNorm:
 def can_compile() -> bool:
     """Whether torch can compile a module in place (2.x)."""
     return hasattr(torch.nn.Module, "compile")
+
+
+def no_compiler(device_type: str) -> str:
+    """Why `torch.compile` cannot run here; "" if it can. torch 2 needs a C++ compiler, on a GPU a C compiler."""
+    if not can_compile():
+        return "this torch has no compiler"
+    names = ("cc", "gcc", "clang") if device_type == "cuda" else ("g++", "clang++")
+    asked = os.environ.get("CC" if device_type == "cuda" else "CXX", names[0])
+    if any(shutil.which(name) for name in (asked, *names)):
+        return ""
+    return f"there is no C{'' if device_type == 'cuda' else '++'} compiler ({' or '.join(names[-2:])})"
+
+
+def is_traced() -> bool:
+    """Whether `torch.compile` or `torch.export` reads the code (torch 2.1)."""
+    compiler = getattr(torch, "compiler", None)
+    return hasattr(compiler, "is_compiling") and compiler.is_compiling()
 
 
 def can_export() -> bool:

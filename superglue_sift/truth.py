@@ -6,13 +6,14 @@ The loss, validation and evaluation share this definition of a correct match.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from superglue_sift.batch import PairBatch
 from superglue_sift.geometry import transform
-from superglue_sift.network.packing import Layout, Packing
 
 UNMATCHED = -1  # no counterpart: belongs in the dustbin
 IGNORED = -2  # not counted: too near to be unmatched, not near enough to be a match
@@ -77,22 +78,21 @@ def _inside_cell(points: Tensor, cell: Tensor) -> Tensor:
     return ((place >= 0.0) & (place <= 1.0)).all(-1)
 
 
-def ground_truth(batch, positive_px: float = 3.0, negative_px: float = 5.0, layout: Optional[Layout] = None) -> Truth:
-    """Ground truth of a PairBatch with homographies: (B, M) and (B, N), IGNORED where padded.
+def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float = 5.0) -> Truth:
+    """Ground truth of a batch with homographies: (B, M) and (B, N), IGNORED where padded.
 
     Mutual nearest neighbours closer than `positive_px` match. Other keypoints are unmatched if they lie outside the
     other view or `negative_px` or more from their nearest neighbour, else ignored. Where a view is a cell of a larger
-    image, keypoints outside the cell have no neighbours. layout: of the batch, if known.
+    image, keypoints outside the cell have no neighbours.
     """
-    layout = layout or Layout(batch)
-    widths = batch.keypoints0.shape[1], batch.keypoints1.shape[1]
-    width = max(*widths, 1)
-    packing = layout.both if layout.both.width == width else Packing(layout.both.counts, layout.device, width)
-    points = _stacked(batch.keypoints0, batch.keypoints1, width)  # (2, B, W, 2)
+    assert batch.H_0to1 is not None
     H = batch.H_0to1.double()
-    mapped = transform(points.double(), torch.stack([H, _inverse(H)]))  # (2, B, W, 2)
+    M = batch.records0.shape[1]
+    N = batch.records1.shape[1]
+    points = _stack(batch.keypoints0, batch.keypoints1)  # (2, B, W, 2), W the larger of M and N
+    mapped = transform(points.double(), torch.stack([H, _inverse(H)]))
     inside = _inside(mapped, torch.stack([batch.image_size1, batch.image_size0]))  # (2, B, W)
-    padded = ~packing.valid.view(inside.shape)
+    padded = ~_stack(batch.mask(0).unsqueeze(2), batch.mask(1).unsqueeze(2)).squeeze(3)
     alone = padded
     if batch.cells is not None:
         cells = batch.cells.transpose(0, 1)  # (2, B, 3, 3)
@@ -101,27 +101,23 @@ def ground_truth(batch, positive_px: float = 3.0, negative_px: float = 5.0, layo
     # Padding and other photographs are far from everything. Only one of the two is infinite, since inf - inf is nan.
     points = _not_nan(points.float()).masked_fill_(alone.unsqueeze(-1), -FAR)
     mapped = _not_nan(mapped.float()).masked_fill_(alone.unsqueeze(-1), math.inf)
-    best = torch.empty(inside.shape, device=layout.device)
-    partner = torch.zeros(inside.shape, dtype=torch.int64, device=layout.device)
-    for part in layout.parts:
-        m, n = (side.width for side in part.sides)
-        pairs = max(1, MAX_BYTES // (4 * m * n))
-        for start in range(part.pairs.start, part.pairs.stop, pairs):
-            rows = slice(start, min(start + pairs, part.pairs.stop))
-            error = _errors(points[0, rows, :m], points[1, rows, :n], mapped[0, rows, :m], mapped[1, rows, :n])
-            torch.min(error, -1, out=(best[0, rows, :m], partner[0, rows, :m]))
-            torch.min(error, -2, out=(best[1, rows, :n], partner[1, rows, :n]))
-    itself = torch.arange(packing.width, device=layout.device)
+    best = torch.empty(inside.shape, device=batch.device)
+    partner = torch.zeros(inside.shape, dtype=torch.int64, device=batch.device)
+    # on a CPU one pair at a time, whose errors stay in the cache
+    pairs = 1 if batch.device.type == "cpu" else max(1, MAX_BYTES // (4 * M * N))
+    for start in range(0, len(batch), pairs):
+        rows = slice(start, start + pairs)
+        error = _errors(points[0, rows, :M], points[1, rows, :N], mapped[0, rows, :M], mapped[1, rows, :N])
+        torch.min(error, -1, out=(best[0, rows, :M], partner[0, rows, :M]))
+        torch.min(error, -2, out=(best[1, rows, :N], partner[1, rows, :N]))
+    itself = torch.arange(partner.shape[2], device=batch.device)
     positive = (partner.flip(0).gather(-1, partner) == itself) & (best < positive_px)
     matches = torch.full_like(partner, UNMATCHED).masked_fill_((best < negative_px) & inside, IGNORED)
     matches = torch.where(positive, partner, matches).masked_fill_(padded, IGNORED)
-    return Truth(matches[0, :, : widths[0]], matches[1, :, : widths[1]])
+    return Truth(matches[0, :, :M], matches[1, :, :N])
 
 
-def _stacked(side0: Tensor, side1: Tensor, width: int) -> Tensor:
-    """(B, M, 2) and (B, N, 2) -> (2, B, width, 2), zeros where padded."""
-    if side0.shape[1] == side1.shape[1] == width:
-        return torch.stack([side0, side1])
-    both = side0.new_zeros((2, len(side0), width, 2))
-    both[0, :, : side0.shape[1]], both[1, :, : side1.shape[1]] = side0, side1
-    return both
+def _stack(side0: Tensor, side1: Tensor) -> Tensor:
+    """(B, M, C) and (B, N, C) -> (2, B, W, C), W the larger of M and N, zeros where padded."""
+    width = max(side0.shape[1], side1.shape[1])
+    return torch.stack([pad(side, (0, 0, 0, width - side.shape[1])) for side in (side0, side1)])

@@ -7,22 +7,25 @@ description for people and tools.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import itertools
 import json
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
-from torch import Tensor
+from torch import Tensor, nn
 
+from superglue_sift.attention import MLP
 from superglue_sift.errors import RequestError
 from superglue_sift.files import write_atomic
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.normalization import TokenBatchNorm
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.torch_compat import exact_float32
 
 FORMAT = "superglue-sift/1"  # the only key of the header: safetensors does not keep the order of several
@@ -130,6 +133,39 @@ def weights_of(tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
     weights = {name[len("model.") :]: value for name, value in tensors.items() if name.startswith("model.")}
     average = {name[len("average.") :]: value for name, value in tensors.items() if name.startswith("average.")}
     return {**weights, **average} or tensors
+
+
+def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlue:
+    """A faster copy of `model` for matching, in float32 equal up to rounding.
+
+    Multiplies what is linear: the merge of the heads into the first map of the MLP, and a BatchNorm into the map
+    before it. The layers' weights are cast once to `precision`: float32, bfloat16 or float16.
+    """
+    fused = copy.deepcopy(model).eval().requires_grad_(False)
+    fused.keypoint_encoder = _without_batch_norm(fused.keypoint_encoder)
+    for layer in fused.layers:
+        first: Any = layer.mlp[0]
+        merge = layer.merge.double()
+        dim = len(merge.weight)
+        of_message = first.weight[:, dim:].double()
+        first.bias.data += (of_message @ merge.bias).to(first.bias.dtype)
+        first.weight.data[:, dim:] = of_message @ merge.weight
+        layer.merge = nn.Identity()
+        layer.mlp = _without_batch_norm(layer.mlp)
+        layer.to(getattr(torch, precision))
+    return fused
+
+
+def _without_batch_norm(mlp: MLP) -> MLP:
+    """Multiply each BatchNorm in evaluation into the map before it."""
+    modules: List[Any] = list(mlp)
+    for before, norm in zip(modules, modules[1:]):
+        if isinstance(norm, TokenBatchNorm):
+            scale = norm.weight.double() * torch.rsqrt(norm.running_var.double() + norm.eps)
+            shift = norm.bias.double() - norm.running_mean.double() * scale
+            before.weight.data.copy_(scale[:, None] * before.weight.double())
+            before.bias.data.copy_(scale * before.bias.double() + shift)
+    return MLP(*(module for module in modules if not isinstance(module, TokenBatchNorm)))
 
 
 def choose_device(name: str) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pipeline.image_sets import manifest, sources
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.weights import save_model_file
 
 IDENTITY = np.eye(3)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-import torch
+import numpy as np
 from torch import Tensor
 
+from superglue_sift.batch import Pair, from_pairs
+from superglue_sift.sift import KEYPOINT
 from superglue_sift.truth import Truth, ground_truth
 
 
@@ -26,9 +26,12 @@ def pair_truth(
         H_0to1: (3, 3) float64.
         size0, size1: (2,) width and height, px.
     """
-    counts = [torch.tensor([len(keypoints)]) for keypoints in (keypoints0, keypoints1)]
-    given = [t.unsqueeze(0) for t in (keypoints0, keypoints1, size0, size1, H_0to1)]
-    names = "keypoints0", "keypoints1", "image_size0", "image_size1", "H_0to1"
-    records = {"records0": given[0], "records1": given[1], "counts0": counts[0], "counts1": counts[1]}
-    batch = SimpleNamespace(**dict(zip(names, given)), **records, cells=None)
-    return Truth(*(matches[0] for matches in ground_truth(batch, positive_px, negative_px)))
+    sides = []
+    for keypoints in (keypoints0, keypoints1):
+        records = np.zeros(len(keypoints), KEYPOINT)
+        records["x"], records["y"] = keypoints.numpy().T
+        sides.append(records)
+    pair = Pair(*sides, tuple(size0.tolist()), tuple(size1.tolist()))
+    batch = from_pairs([pair], H_0to1.numpy()[None])
+    found = ground_truth(batch, positive_px, negative_px)
+    return Truth(*(matches[0, : len(side)] for matches, side in zip(found, sides)))

@@ -24,7 +24,7 @@ from benchmarks.row import Row, Setting, run
 from benchmarks.synthetic import made_batch, made_store
 from pipeline.errors import RequestError
 from pipeline.train.objective import assignment_loss
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.truth import ground_truth
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -28,7 +28,7 @@ from superglue_sift.descriptors import descriptors_of, kind_of, unit_vectors
 from superglue_sift.features import Features
 from superglue_sift.interop.arrays import to_lightglue
 from superglue_sift.matcher import Matcher
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.weights import model_file
 
 ORB, KAZE = "superglue_sift.opencv_features:orb", "superglue_sift.opencv_features:kaze"

@@ -20,10 +20,10 @@ from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import validation_pairs
 from pipeline.train.validation import CONFIDENCE_BINS, HeldOut, ratio_test_f1
 from superglue_sift.classical import neighbours, unit_rows
-from superglue_sift.network.orientation import choose_orientations
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.pair_inputs import choose_orientations
 from superglue_sift.progress import Progress
 from superglue_sift.sift import KEYPOINT
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.truth import IGNORED, ground_truth
 
 FIGURES = {"loss": 0.951, "precision": 0.845, "recall": 0.637, "f1": 0.7266}

@@ -14,7 +14,7 @@ from superglue_sift import classical, scenes, sift
 from superglue_sift.batch import Pair
 from superglue_sift.descriptors import root_sift_of
 from superglue_sift.matcher import PairMatches
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
 
 def pair_of(image0, image1, count=200):

@@ -9,7 +9,7 @@ from processes import in_group
 
 from pipeline.train.muon import Muon, blocks, from_blocks, orthogonalized
 from pipeline.train.optimization import optimizer_tensors, restore_optimizer
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
 pytestmark = pytest.mark.cu111
 

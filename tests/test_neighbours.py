@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from made_views import SIZE, made_store
 
 from pipeline.features.store import Store
-from superglue_sift.batch import Pair, from_pairs
+from superglue_sift.batch import Images, Keypoints, Pair, from_pairs
 from superglue_sift.descriptors import root_sift
-from superglue_sift.network import neighbours, packing
-from superglue_sift.network.orientation import choose_orientations
-from superglue_sift.network.packing import Layout
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, geometry_of, mutual_matches
-from superglue_sift.sift import KEYPOINT
+from superglue_sift.pair_inputs import choose_orientations, neighbour_features
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig, geometry_of, mutual_matches
 
 pytestmark = pytest.mark.cu111
 
@@ -39,8 +35,9 @@ def found_of(degrees0, degrees1):
     descriptors = torch.cat([torch.stack([side.cos(), side.sin()], 1) for side in sides])
     geometry = torch.zeros(len(descriptors), 6, dtype=torch.float64)
     geometry[:, 0] = torch.cat([torch.arange(len(side)) for side in sides])
-    layout = Layout(from_pairs([Pair(*(np.zeros(len(side), KEYPOINT) for side in sides), SIZE, SIZE)]))
-    return neighbours.neighbour_features(descriptors, geometry, layout).split([len(side) for side in sides])
+    masks = [torch.ones(1, len(side), dtype=torch.bool) for side in sides]
+    found = neighbour_features(descriptors, geometry, Images(masks, [False] * 2, [False] * 2))
+    return found.split([len(side) for side in sides])
 
 
 def test_known_values_of_two_and_three_descriptors():
@@ -59,16 +56,25 @@ def test_one_descriptor_alone_has_no_distinctive_neighbour():
     assert torch.allclose(found, torch.ones_like(found))
 
 
-def test_padded_features_are_those_of_each_pair_alone(monkeypatch, batch):
-    batch = choose_orientations(batch)
-    layout = Layout(batch)
-    geometry = layout.pack_sides(*(geometry_of(batch, side, True) for side in "01"))
-    descriptors = layout.pack_sides(root_sift(batch.descriptors0), root_sift(batch.descriptors1))
-    ragged = neighbours.neighbour_features(descriptors, geometry, layout)
-    monkeypatch.setattr(packing, "pair_by_pair", lambda device: False)
-    padded = neighbours.neighbour_features(descriptors, geometry, Layout(batch))
-    assert ragged.shape == (sum(layout.both.counts), neighbours.FEATURES) and torch.isfinite(ragged).all()
-    assert torch.allclose(ragged, padded, atol=1e-5)
+def inputs_of(batch):
+    """Unit descriptors, geometry and images of a batch."""
+    keypoints = Keypoints.of([choose_orientations(batch)])
+    return root_sift(keypoints.descriptors), geometry_of(keypoints, True), keypoints.images
+
+
+def test_padded_features_are_those_of_each_pair_alone(batch):
+    images = inputs_of(batch)[2]
+    together = images.split(neighbour_features(*inputs_of(batch)))
+    for i in range(len(batch)):
+        for side, alone in enumerate(neighbour_features(*inputs_of(batch.select([i]))).split(alone_sizes(batch, i))):
+            assert torch.isfinite(alone).all()
+            valid = images.masks[side][i]
+            assert torch.allclose(together[side][i][valid], alone[: int(valid.sum())], atol=1e-5)
+
+
+def alone_sizes(batch, i):
+    """Keypoints of both images of pair i alone, at least one each."""
+    return [max(int(counts[i]), 1) for counts in (batch.counts0, batch.counts1)]
 
 
 def test_the_untrained_network_is_still_the_nearest_neighbour_matcher(batch):
@@ -77,19 +83,16 @@ def test_the_untrained_network_is_still_the_nearest_neighbour_matcher(batch):
         torch.manual_seed(0)
         model = SuperGlue(SuperGlueConfig(layers=1, neighbours=seen)).eval()
         with torch.no_grad():
-            answers.append(mutual_matches(model(batch), (100, 100)).matches0)
+            answers.append(mutual_matches(model(batch)).matches0)
     assert torch.equal(*answers) and (answers[0] >= 0).any()
 
 
 def test_a_turn_of_both_images_leaves_what_relates_the_neighbours(batch):
-    batch = choose_orientations(batch)
-    layout = Layout(batch)
-    geometry = layout.pack_sides(*(geometry_of(batch, side, True) for side in "01"))
-    descriptors = layout.pack_sides(root_sift(batch.descriptors0), root_sift(batch.descriptors1))
+    descriptors, geometry, images = inputs_of(batch)
     c, s = math.cos(1.0), math.sin(1.0)
     turn = torch.tensor([[c, s], [-s, c]])
     turned = torch.cat([geometry[:, :2] @ turn, geometry[:, 2:4], geometry[:, 4:6] @ turn], 1)
-    before, after = (neighbours.neighbour_features(descriptors, g, layout) for g in (geometry, turned))
+    before, after = (neighbour_features(descriptors, g, images) for g in (geometry, turned))
     kept = [0, 1, 2, 5, 6, 7]
     assert torch.allclose(before[:, kept], after[:, kept], atol=1e-5)
     assert torch.allclose(before[:, 3:5] @ turn, after[:, 3:5], atol=1e-5)

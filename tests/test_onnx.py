@@ -24,7 +24,7 @@ from superglue_sift import (
     torch_compat,
 )
 from superglue_sift.matcher import extract
-from superglue_sift.network.orientation import choose_orientations
+from superglue_sift.pair_inputs import choose_orientations
 from superglue_sift.sift import KEYPOINT
 from superglue_sift.weights import shipped_weights
 
@@ -74,7 +74,7 @@ def assert_same(model, run, pairs: Sequence[Pair], threshold: float, tolerance: 
     batch = from_pairs(pairs)
     with torch.no_grad():
         log_P = model(batch)
-    expected = mutual_matches(log_P, (batch.records0.shape[1], batch.records1.shape[1]), threshold)
+    expected = mutual_matches(log_P, threshold)
     found = dict(zip(onnx.OUTPUTS, run(inputs(batch))))
     for side in "01":
         matches, scores = (getattr(expected, f"{kind}{side}").numpy() for kind in ("matches", "matching_scores"))

@@ -1,4 +1,4 @@
-"""superglue_sift/network/orientation.py: by which of its two orientations a keypoint is matched."""
+"""superglue_sift/pair_inputs.py: by which of its two orientations a keypoint is matched."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from pipeline.features.store import View
 from pipeline.train.pairs.augmentation import Augmentation
+from superglue_sift import pair_inputs
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.geometry import jacobians, transform
-from superglue_sift.network import orientation, packing
-from superglue_sift.network.orientation import choose_orientations, choose_pair
+from superglue_sift.pair_inputs import choose_orientations, choose_pair
 from superglue_sift.sift import KEYPOINT, ORIENTED, extract
 
 SIZE = (320, 240)
@@ -81,7 +81,7 @@ def test_keypoints_with_and_without_a_second_orientation_can_be_paired():
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4), st.integers(0, 99))
-def test_the_padded_form_of_a_gpu_and_chunks_of_rows_choose_as_whole_pairs_do(counts, seed):
+def test_chunks_of_rows_choose_as_whole_pairs_do(counts, seed):
     rng = np.random.default_rng(seed)
 
     def view(count: int) -> np.ndarray:
@@ -91,13 +91,10 @@ def test_the_padded_form_of_a_gpu_and_chunks_of_rows_choose_as_whole_pairs_do(co
         return records
 
     batch = from_pairs([Pair(view(m), view(n), SIZE, SIZE) for m, n in counts])
-    ragged = choose_orientations(batch)
-    with mock.patch.object(packing, "pair_by_pair", lambda device: False):
-        padded = choose_orientations(batch)
-    with mock.patch.object(orientation, "MAX_BYTES", 40):  # a row or two at a time
+    whole = choose_orientations(batch)
+    with mock.patch.object(pair_inputs, "MAX_BYTES", 40):  # a row or two at a time
         by_rows = choose_orientations(batch)
-    for other in (padded, by_rows):
-        assert torch.equal(ragged.records0, other.records0) and torch.equal(ragged.records1, other.records1)
+    assert torch.equal(whole.records0, by_rows.records0) and torch.equal(whole.records1, by_rows.records1)
 
 
 @pytest.mark.parametrize("degrees", [0.0, 100.0])

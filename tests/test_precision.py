@@ -12,7 +12,7 @@ from pipeline.errors import RequestError
 from pipeline.processes import distributed
 from pipeline.train import optimization, precision, setup
 from pipeline.train.state import TrainState
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
 pytestmark = pytest.mark.cu111
 

@@ -187,8 +187,6 @@ class TestWhatMayChange:
             ({}, 50, {"lr": 0.001}, False),
             ({}, 50, {"log_every": 7, "save_every": 7, "val_every": 7, "val_pairs": 7, "profile_steps": 7}, True),
             ({}, 50, {"accumulate": 2, "compile": True, "checkpoint_layers": True, "parallel": "single"}, True),
-            ({}, 50, {"cuda_graph": True}, True),
-            ({"norm": "batch"}, 50, {"cuda_graph": True}, False),
             ({"norm": "batch"}, 50, {"accumulate": 2}, False),  # statistics of half as many pairs
             ({}, 50, {"seed": 1}, False),
             ({}, 50, {"batch": 16}, False),

@@ -17,7 +17,7 @@ from pipeline.train.objective import MatchingObjective
 from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import PairOrder
 from pipeline.train.step import CLIP_NORM, train_step
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.truth import Truth
 
 LIMITS = setup.POSITIVE_PX, setup.NEGATIVE_PX

@@ -32,8 +32,8 @@ from pipeline.train.pairs.order import Sample, validation_pairs
 from pipeline.train.validation import HeldOut, validate
 from superglue_sift.classical import RATIO, neighbours
 from superglue_sift.descriptors import root_sift
-from superglue_sift.network.orientation import choose_orientations
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.pair_inputs import choose_orientations
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.truth import IGNORED, ground_truth
 
 METRICS = ("loss", "precision", "recall", "f1")

@@ -107,9 +107,8 @@ class TrainOptions(Section):
     checkpoint_layers: bool = Field(
         False, description="recompute activations in the backward pass: less memory, about a third more time"
     )
-    compile: bool = Field(False, description="compile the dense part of the layers (torch 2)")
-    cuda_graph: bool = Field(
-        False, description="launch forward and backward pass as one CUDA graph: less work for the CPU; needs a GPU"
+    compile: bool = Field(
+        False, description="compile the layers, on a GPU as CUDA graphs, for views padded to max_keypoints (torch 2)"
     )
     deterministic: bool = Field(False, description="use deterministic kernels only; slower on a GPU")
     log_every: int = Field(10, ge=1, description="steps between points of the training curves")

@@ -26,7 +26,7 @@ OPERATIONAL = (
     "log_every", "profile_steps", "save_every", "val_every", "val_pairs",
 )  # fmt: skip
 # These change how a step is computed: with norm `layer` the same up to rounding.
-COMPUTED = ("accumulate", "checkpoint_layers", "compile", "cuda_graph", "parallel")
+COMPUTED = ("accumulate", "checkpoint_layers", "compile", "parallel")
 # These act only through the learning rate.
 SCHEDULE = ("decay_start", "lr", "schedule", "steps", "warmup_steps")
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.compat import lerp_
 from pipeline.processes import distributed
-from superglue_sift.network.superglue import SuperGlue
+from superglue_sift.superglue import SuperGlue
 
 # Newton-Schulz iteration of degree five, coefficients of Jordan's report: singular values end between 0.7 and 1.2.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

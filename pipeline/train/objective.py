@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Dict, NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from superglue_sift.batch import ON_HOST, PairBatch
-from superglue_sift.network.packing import Assignments, Layout
-from superglue_sift.network.superglue import SuperGlue
+from superglue_sift.superglue import SuperGlue
 from superglue_sift.torch_compat import autocast
 from superglue_sift.truth import UNMATCHED, Truth, ground_truth
 
@@ -32,25 +31,27 @@ class PairLoss(NamedTuple):
     unmatched1: Tensor
 
 
-def assignment_loss(log_assignments: Assignments, truth: Truth) -> PairLoss:
+def assignment_loss(log_P: Tensor, truth: Truth) -> PairLoss:
     """Loss of each pair.
 
     Args:
-        log_assignments: of B pairs, the output of `SuperGlue`.
+        log_P: (B, M + 1, N + 1), log assignments from `SuperGlue`.
         truth: of the batch, (B, M) and (B, N).
 
     Returns:
         PairLoss; a pair without any keypoint has loss 0.
     """
-    losses = -log_assignments.at(truth.matches0, truth.matches1)  # (B, M + N)
-    M = truth.matches0.shape[1]
-    matches = torch.cat([truth.matches0, truth.matches1], 1)
-    matched, unmatched = matches[:, :M] >= 0, matches == UNMATCHED
-    none = losses.new_zeros(())
-    right = torch.where(matched, losses[:, :M], none)
-    lost = torch.where(unmatched, losses, none).split([M, losses.shape[1] - M], 1)
-    sums = torch.stack([part.sum(1) for part in (right, *lost)])
-    numbers = torch.stack([matched.sum(1), unmatched[:, :M].sum(1), unmatched[:, M:].sum(1)])
+    columns = torch.where(truth.matches0 >= 0, truth.matches0, log_P.shape[2] - 1)
+    losses0 = -log_P[:, :-1].gather(2, columns.unsqueeze(2)).squeeze(2)  # (B, M): the match, or the dustbin
+    losses1 = -log_P[:, -1, :-1]  # (B, N): the dustbin
+    none = losses0.new_zeros(())
+    terms = (
+        (losses0, truth.matches0 >= 0),
+        (losses0, truth.matches0 == UNMATCHED),
+        (losses1, truth.matches1 == UNMATCHED),
+    )
+    sums = torch.stack([torch.where(counted, losses, none).sum(1) for losses, counted in terms])
+    numbers = torch.stack([counted.sum(1) for _, counted in terms])
     means = sums / numbers.clamp(min=1)
     total = sums.sum(0) / numbers.sum(0).clamp(min=1)
     return PairLoss(total, *means.detach())
@@ -65,14 +66,12 @@ class MatchingObjective(nn.Module):
         self.in_order = nn.ModuleList(model.in_order)
         self.model = model
         self.positive_px, self.negative_px, self.precision = positive_px, negative_px, precision
+        self.fixed_size: Optional[Tuple[int, int]] = None  # pairs, keypoints: pad each batch to these, for `compile`
 
-    def forward(
-        self, batch: PairBatch, wait: bool = True, layout: Optional[Layout] = None
-    ) -> Tuple[Tensor, Dict[str, Tensor]]:
+    def forward(self, batch: PairBatch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
         """Loss of a batch with homographies, any number of pairs, none included.
 
         Args:
-            layout: of the batch, if it is sorted as `Layout.sorted` does; None: sort it.
             wait: compute pairs that overflow float32 in the log domain, for which the host waits for the GPU;
                 otherwise their loss and the gradient are nan.
 
@@ -80,32 +79,37 @@ class MatchingObjective(nn.Module):
             The sum (not the mean) of the pairs' losses, (1,) float32, since this rank does not know the number of
             pairs of the whole step; and the values of each pair by name, (B,).
         """
-        if layout is None:
-            batch, layout = Layout.sorted(batch)
+        order, batches = self._size_classes(batch)
         # before the network: its large matrices are freed before activations take memory
-        truth = ground_truth(batch, self.positive_px, self.negative_px, layout)
-        with autocast(layout.device.type, self.precision):
-            descriptors = self.model.matching_descriptors(batch, layout)
-            finite = None
-            if wait:
-                log_assignments = self.model.assign(descriptors, layout)
-            else:
-                log_assignments, finite = self.model.transport(descriptors, layout)
-        losses = assignment_loss(log_assignments, truth)
-        if finite is not None:
-            one_or_nan = losses.total.new_ones(()).masked_fill(~finite, math.nan)
+        truths = [self.truth(part) for part in batches]
+        with autocast(batch.device.type, self.precision):
+            log_P, finite = self.model.assign(batches, wait)
+        parts = [assignment_loss(*each) for each in zip(log_P, truths)]
+        losses = PairLoss(*(torch.cat(values) for values in zip(*parts)))
+        if not wait:
+            one_or_nan = torch.ones_like(losses.total).masked_fill(~finite, math.nan)
             losses = losses._replace(total=losses.total * one_or_nan)
-        # Every rank needs every parameter in its graph, even without a match to learn from: otherwise the other ranks
-        # wait for a gradient that this one does not compute.
-        total = losses.total.sum()
-        if wait or not layout.sizes:  # else the gradient of `transport` reaches every parameter
-            total = total + 0.0 * (descriptors.float().sum() + self.model.dustbin)
         values = {
             "loss": losses.total.detach(),
             "loss_positive": losses.positive,
             "loss_unmatched": (losses.unmatched0 + losses.unmatched1) / 2,
         }
-        return total.reshape(1), {name: layout.unsorted(value) for name, value in values.items()}
+        if order == sorted(order):
+            values = {name: value[: len(batch)] for name, value in values.items()}
+        else:
+            places = torch.tensor(order).argsort()
+            values = {name: value[places] for name, value in values.items()}
+        return losses.total.sum().reshape(1), values
+
+    def _size_classes(self, batch: PairBatch) -> Tuple[List[int], List[PairBatch]]:
+        """`PairBatch.size_classes`; if compiled, one batch of the fixed size, which may end with empty pairs."""
+        if not self.fixed_size:
+            return batch.size_classes()
+        return [], [batch.pad(*self.fixed_size)]
+
+    def truth(self, batch: PairBatch) -> Truth:
+        """The true matches of a batch."""
+        return ground_truth(batch, self.positive_px, self.negative_px)
 
 
 class DataParallelObjective(nn.Module):

@@ -17,14 +17,14 @@ from pipeline.errors import RequestError
 from pipeline.features.store import Store
 from pipeline.parameters.schema import TrainParams
 from pipeline.processes import distributed
-from pipeline.train import precision, step_graphs
+from pipeline.train import precision
 from pipeline.train.objective import DataParallelObjective, MatchingObjective
 from pipeline.train.optimization import MovingAverage, freeze, make_optimizer
 from pipeline.train.pairs.workers import StepSize
 from pipeline.train.state import TrainState, initialize_from
+from superglue_sift import normalization, torch_compat
 from superglue_sift.descriptors import kind_of
-from superglue_sift.network import normalization
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.weights import BadCheckpoint, load_model_file
 
 # Mutual nearest keypoints closer than POSITIVE_PX are a true match; keypoints without a neighbour closer than
@@ -36,7 +36,6 @@ SHAPE = ("dim", "layers", "heads", "norm", "neighbours", "rotary")  # keys that 
 class Parts(NamedTuple):
     """The objective, its parallel wrapper (what a step calls), and the state to save.
 
-    graphed: whether `--cuda-graph` is asked for and works here; then there is no wrapper.
     init_threshold: `match_threshold` of `train.init_from`; None without.
     """
 
@@ -44,7 +43,6 @@ class Parts(NamedTuple):
     ddp_model: nn.Module
     state: TrainState
     init_threshold: Optional[float]
-    graphed: bool = False
 
 
 def processes(train: TrainParams, proposed: int) -> int:
@@ -80,7 +78,7 @@ def check_device(train: TrainParams) -> None:
     """Raises RequestError if this machine lacks what `train` needs."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     precision.on(train.precision, train.dim, torch.device(kind))
-    missing = compat.no_compiler(kind) if train.compile else ""
+    missing = torch_compat.no_compiler(kind) if train.compile else ""
     if missing:
         raise RequestError(f"--compile: {missing}; install it, or leave out --compile")
 
@@ -140,21 +138,18 @@ def build(
     model.to(context.device)
     model.recompute = train.checkpoint_layers
     normalization.synchronize(model, distributed.differentiable_sum)
-    if train.compile:  # the dense part; attention between ragged sets is not compiled
-        for layer in (*model.self_attention, *model.cross_attention):
-            layer.get_submodule("mlp").compile(dynamic=True)
-    why_not = step_graphs.impossible(train, context.device) if train.cuda_graph else ""
-    messages += [f"--cuda-graph does nothing here: {why_not}"] if why_not else []
-    graphed = train.cuda_graph and not why_not
     objective = MatchingObjective(model, POSITIVE_PX, NEGATIVE_PX, chosen.precision)
+    if train.compile:
+        model.compile_layers()
+        pairs = -(-global_batch(train, context.world_size) // context.world_size)
+        objective.fixed_size = (-(-pairs // train.accumulate), train.max_keypoints)
     state = TrainState(
         model,
         make_optimizer(train, model),
         compat.grad_scaler(chosen.precision == "float16"),
         MovingAverage(model, train.ema),
     )
-    wrapped = objective if graphed else _wrapped(train, objective)
-    return Parts(objective, wrapped, state, init_threshold, graphed), messages
+    return Parts(objective, _wrapped(train, objective), state, init_threshold), messages
 
 
 def _wrapped(train: TrainParams, objective: MatchingObjective) -> nn.Module:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.train.optimization import MovingAverage, optimizer_tensors, restore_optimizer
-from superglue_sift.network.superglue import SuperGlue
+from superglue_sift.superglue import SuperGlue
 
 BEST_PREFIX = "best."  # of the best model's tensors inside a checkpoint
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from pipeline import compat
-from pipeline.processes import distributed
-from pipeline.train.step_graphs import StepGraphs
 from superglue_sift.batch import PairBatch
 
 CLIP_NORM = 1.0  # largest norm of the gradient: no single batch moves the weights far
@@ -40,7 +38,6 @@ def train_step(
     pairs: int,
     world_size: int,
     clip_norm: float,
-    graphs: Optional[StepGraphs] = None,
 ) -> StepResult:
     """One step over this rank's micro-batches.
 
@@ -54,18 +51,11 @@ def train_step(
         micro_batches: one or more PairBatches, on the device; gradients are exchanged with the last.
         pairs: pairs in this step over all ranks and micro-batches.
         clip_norm: largest norm of the gradient; 0: no clipping.
-        graphs: of the step's CUDA graphs; then `objective` is not in DistributedDataParallel.
     """
     last = len(micro_batches) - 1
 
     def gradient(wait: bool) -> Values:
         values: Values = {}
-        if graphs:
-            graphs.gradient.zero_()
-            for batch in micro_batches:
-                _backward(objective, batch, wait, scaler, 1.0 / pairs, values, graphs)
-            distributed.all_reduce_sum(graphs.gradient)
-            return values
         optimizer.zero_grad()
         no_sync = getattr(objective, "no_sync", contextlib.nullcontext)
         for i, batch in enumerate(micro_batches):
@@ -89,19 +79,9 @@ def _copy(sources: List[Tensor], targets: List[Tensor]) -> None:
         target.copy_(source)
 
 
-def _backward(
-    objective: nn.Module,
-    batch: PairBatch,
-    wait: bool,
-    scaler,
-    weight: float,
-    values: Values,
-    graphs: Optional[StepGraphs] = None,
-) -> None:
-    parts = graphs.add(batch, weight) if graphs and not wait else None
-    if parts is None:
-        total, parts = objective(batch, wait)
-        scaler.scale(total.sum() * weight).backward()
+def _backward(objective: nn.Module, batch: PairBatch, wait: bool, scaler, weight: float, values: Values) -> None:
+    total, parts = objective(batch, wait)
+    scaler.scale(total.sum() * weight).backward()
     for name, value in parts.items():
         values.setdefault(name, []).append(value)
 

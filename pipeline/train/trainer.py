@@ -18,7 +18,7 @@ from pipeline.parameters import params
 from pipeline.parameters.schema import TrainParams
 from pipeline.processes import distributed, signals
 from pipeline.provenance import trained_on
-from pipeline.train import identity, precision, replicas, resume, setup, step_graphs, unseen
+from pipeline.train import identity, precision, replicas, resume, setup, unseen
 from pipeline.train.checkpoint import Checkpoints
 from pipeline.train.live_line import LiveLine
 from pipeline.train.logger import CURVES, TrainingLogger, Window, profiled, write_metrics
@@ -29,7 +29,6 @@ from pipeline.train.pairs.order import PairOrder, Sample, rank_slice
 from pipeline.train.pairs.workers import a_process_died
 from pipeline.train.replicas import Saved, Writes
 from pipeline.train.step import CLIP_NORM, StepResult, train_step
-from pipeline.train.step_graphs import Counts
 from pipeline.train.validation import MIN_IMAGES, HeldOut, ratio_test_f1, validate
 from superglue_sift.batch import PairBatch
 
@@ -62,10 +61,6 @@ class StepBatches:
         train = self.train
         return [self._load(self.store, part, train.max_keypoints, self._augmentation) for part in self.samples(step)]
 
-    def counts(self, step: int) -> List[Counts]:
-        """The numbers of keypoints of each of `load(step)`."""
-        return [(batch.counts0, batch.counts1) for batch in self.load(step)]
-
     def prefetched(self, steps: Sequence[int]) -> Generator[List[PairBatch], None, None]:
         """`load` of each of `steps`, in advance; closing the generator ends the thread or processes."""
         return self._prefetched(self.load, steps)
@@ -90,8 +85,7 @@ class Training:
         self.precision = setup.choose_precision(self.train, context)
         parts, self.messages = setup.build(self.train, context, store, self.precision)
         self.messages += self.validation.messages
-        self.objective, self.ddp_model, self.state, self._init_threshold, self._graphed = parts
-        self.graphs: Optional[step_graphs.StepGraphs] = None  # until `run`: they need the batches of many steps
+        self.objective, self.ddp_model, self.state, self._init_threshold = parts
         self.checkpoints: Optional[Checkpoints] = None  # until `run`
         self._compared = -1  # step at which the replicas were last compared
         self.fingerprint = identity.fingerprint(self.train, self.store.digest, context.world_size)
@@ -112,7 +106,6 @@ class Training:
         self.checkpoints = Checkpoints(start.folder)
         if start.best:
             return self._already_finished(start.folder, start.best)
-        self.graphs = self._step_graphs() if self._graphed else None
         window, curves = self._resume(start.saved) if start.saved else (None, {})
         self._compare_replicas()
         about = (self.identity, self.precision, self.pairs, self.state.step, window, curves)
@@ -221,14 +214,6 @@ class Training:
             metrics = {"lr": lr, "grad_norm": result.grad_norm, "dustbin": dustbin}
             logger.log_point(state.step, {**metrics, "skipped_steps": float(state.skipped)})
 
-    def _step_graphs(self) -> step_graphs.StepGraphs:
-        """Graphs for batches like those of the first steps."""
-        sampled = [counts for step in range(step_graphs.SAMPLED) for counts in self.batches.counts(step)]
-        record = self.store.dtype.itemsize
-        graphs, line = step_graphs.prepared(self.objective, self.state.scaler, sampled, record)
-        self.messages.append(line)
-        return graphs
-
     def _live_line(self) -> LiveLine:
         """The progress line, on rank 0."""
         baseline = ratio_test_f1(self.objective, self.held_out)
@@ -238,7 +223,7 @@ class Training:
         state = self.state
         arguments = (self.ddp_model, state.optimizer, state.scaler, batches, self.pairs)
         try:
-            return train_step(*arguments, self.context.world_size, CLIP_NORM, self.graphs)
+            return train_step(*arguments, self.context.world_size, CLIP_NORM)
         except RuntimeError as error:
             if "out of memory" not in str(error):
                 raise

@@ -18,10 +18,9 @@ from pipeline.train.pairs.order import Sample, rank_slice
 from superglue_sift.batch import PairBatch
 from superglue_sift.classical import neighbours
 from superglue_sift.descriptors import unit_vectors
-from superglue_sift.network.orientation import choose_orientations
-from superglue_sift.network.packing import Layout
-from superglue_sift.network.superglue import mutual_matches
-from superglue_sift.truth import IGNORED, Truth, ground_truth
+from superglue_sift.pair_inputs import choose_orientations
+from superglue_sift.superglue import mutual_matches
+from superglue_sift.truth import IGNORED, Truth
 
 CONFIDENCE_BINS = 500  # of the histograms from which a threshold is chosen: steps of 0.002
 CHUNK = 8  # pairs computed together; fixed, so that metrics do not depend on the number of processes
@@ -47,7 +46,7 @@ class HeldOut(NamedTuple):
         chunks = [self.samples[start : start + CHUNK] for start in range(0, len(self.samples), CHUNK)]
         mine = chunks[rank_slice(len(chunks), self.context.rank, self.context.world_size)]
         batches = (load_batch(self.store, chunk, self.max_keypoints, self.augmentation) for chunk in mine)
-        computed = [sums_of(batch.to(self.context.device)) for batch in batches]
+        computed = [sums_of(part) for batch in batches for part in batch.to(self.context.device).size_classes()[1]]
         sums: Dict[str, np.ndarray] = {}
         # every rank adds the same chunks in the same order: the bits do not depend on the number of processes
         for part in [part for parts in distributed.all_gather(computed) for part in parts]:
@@ -90,12 +89,10 @@ def _sums(objective: MatchingObjective, batch: PairBatch) -> Dict[str, np.ndarra
         (CONFIDENCE_BINS,) float64, by confidence: `predicted`, mutual best matches whose keypoint in image 0 is not
         ignored by the truth, and `correct`, those that equal the truth.
     """
-    layout = Layout(batch)
-    log_assignments = objective.model(batch, layout)
-    truth = ground_truth(batch, objective.positive_px, objective.negative_px, layout)
-    losses = assignment_loss(log_assignments, truth)
-    size = (batch.records0.shape[1], batch.records1.shape[1])
-    answers = mutual_matches(log_assignments, size, threshold=0.0)
+    log_P = objective.model(batch)
+    truth = objective.truth(batch)
+    losses = assignment_loss(log_P, truth)
+    answers = mutual_matches(log_P, threshold=0.0)
     return {
         "pairs": np.asarray(float(len(batch))),
         **_counts(answers.matches0, answers.matching_scores0, truth),
@@ -111,7 +108,7 @@ def _ratio_sums(objective: MatchingObjective, batch: PairBatch) -> Dict[str, np.
     batch, config = choose_orientations(batch), objective.model.config
     sides = (batch.descriptors0, batch.descriptors1)
     units = [unit_vectors(side, config.descriptor, config.descriptor_dim) for side in sides]
-    truth = ground_truth(batch, objective.positive_px, objective.negative_px)
+    truth = objective.truth(batch)
     matches = torch.full_like(truth.matches0, -1)
     scores = torch.zeros(matches.shape, device=batch.device)
     for i, (m, n) in enumerate(zip(batch.counts0.tolist(), batch.counts1.tolist())):

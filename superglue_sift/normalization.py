@@ -1,8 +1,8 @@
-"""Normalisation of packed tokens (S, C), which have no padding."""
+"""Normalisation of keypoints (T, C), padding included."""
 
 from __future__ import annotations
 
-from typing import Callable, Optional
+from typing import Callable, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,10 @@ Reduce = Callable[[Tensor], Tensor]  # sums a tensor over all ranks, differentia
 
 
 class TokenBatchNorm(nn.Module):
-    """Batch normalisation over all tokens of the batch, with `reduce` of all ranks.
+    """Batch normalisation over all keypoints of the batch, with `reduce` of all ranks.
 
-    Statistics equal those of one process with the whole batch, for any numbers of tokens per rank (torch's
-    SyncBatchNorm needs a GPU). A batch without tokens does not change the running statistics.
+    Statistics equal those of one process with the whole batch, for any numbers of keypoints per rank
+    (torch's SyncBatchNorm needs a GPU). A batch without keypoints does not change the running statistics.
     """
 
     weight: nn.Parameter
@@ -32,19 +32,27 @@ class TokenBatchNorm(nn.Module):
         self.momentum, self.eps = momentum, eps
         self.reduce: Optional[Reduce] = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (S, C) -> (S, C), computed in float32 also under autocast."""
+    def forward(self, x: Tensor, valid: Optional[Tensor] = None) -> Tensor:
+        """x (T, C) -> (T, C), computed in float32 also under autocast.
+
+        valid: (T,) bool, False for padding, which does not count; None: there is none.
+        """
         x32 = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        mean, var = self._statistics(x32) if self.training else (self.running_mean, self.running_var)
+        mean, var = self._statistics(x32, valid) if self.training else (self.running_mean, self.running_var)
         return ((x32 - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
 
-    def _statistics(self, x: Tensor):
+    def _statistics(self, x: Tensor, valid: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
         """Mean, then variance, in two passes: a difference of large squares would lose digits."""
         reduce = self.reduce or (lambda tensor: tensor)
-        first = reduce(torch.cat([x.sum(0), x.new_tensor([float(x.shape[0])])]))
+        counted = x.new_ones((x.shape[0], 1)) if valid is None else valid.to(x.dtype).unsqueeze(1)
+
+        def add_up(values: Tensor) -> Tensor:
+            return values.sum(0) if valid is None else (values * counted).sum(0)
+
+        first = reduce(torch.cat([add_up(x), counted.sum(0)]))
         count = first[-1].detach().clamp(min=1.0)
         mean = first[:-1] / count
-        var = reduce((x - mean).square().sum(0)) / count
+        var = reduce(add_up((x - mean).square())) / count
         with torch.no_grad():
             # a tensor, which avoids a device-to-host synchronisation
             step = self.momentum * (first[-1] > 0).to(first.dtype)

@@ -1,0 +1,148 @@
+"""Multi-head attention between the keypoints of two images (SuperGlue, section 3.1, equations 3 to 5)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Optional, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from superglue_sift.batch import Images
+from superglue_sift.normalization import TokenBatchNorm, token_norm
+from superglue_sift.torch_compat import can_compile, cast_as_autocast, scaled_dot_product_attention
+
+SPREAD = 2.0  # initial standard deviation of the frequencies of rotary positions, radians over half an image
+
+
+class MLP(nn.Sequential):
+    """A perceptron of keypoints, whose BatchNorm leaves out padding."""
+
+    def forward(self, inputs: Sequence[Tensor], valid: Optional[Tensor] = None) -> Tensor:
+        """(T, C) from the concatenation of `inputs`, (T, C0), (T, C1), ...
+
+        The products of each input are added, so that the concatenation, a fifth of what a training step keeps for
+        the gradient, need not exist. valid: (T,) bool, False for padding; None: there is none.
+        """
+        first: Any = self[0]
+        weights = cast_as_autocast(first.weight).split([each.shape[1] for each in inputs], 1)
+        x = nn.functional.linear(inputs[0], weights[0], first.bias)
+        for each, weight in zip(inputs[1:], weights[1:]):
+            x = torch.addmm(x, each, weight.t())
+        for module in list(self)[1:]:
+            x = module(x, valid) if isinstance(module, TokenBatchNorm) else module(x)
+        return x
+
+
+class AttentionalLayer(nn.Module):
+    """One update of every keypoint: x <- x + MLP([x, message]) (equation 3)."""
+
+    def __init__(self, dim: int, heads: int, norm: str) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query_key_value = nn.Linear(dim, 3 * dim)
+        self.merge: nn.Module = nn.Linear(dim, dim)
+        first = nn.Linear(2 * dim, 2 * dim)
+        last = nn.Linear(2 * dim, dim)
+        self.mlp = MLP(first, token_norm(norm, 2 * dim), nn.ReLU(inplace=True), last)
+        # the layer starts as the identity: the untrained network is then a soft nearest-neighbour matcher
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+
+    def forward(self, x: Tensor, images: Images, cross: bool, rotation: Optional[Tensor] = None) -> Tensor:
+        """x (T, D) -> (T, D), in float32 also under autocast: the residual stream is not rounded.
+
+        cross: whether each image attends to the other image of its pair, else to itself.
+        rotation: of queries and keys, (2, T, d / 2), see `rotate`.
+        """
+        state = cast_as_autocast(x.to(self.query_key_value.weight.dtype))
+        return x + self.mlp([state, self.attend(state, images, cross, rotation)], images.valid)
+
+    def attend(self, x: Tensor, images: Images, cross: bool, rotation: Optional[Tensor]) -> Tensor:
+        """Messages (T, D), from the merged heads (equations 4 and 5)."""
+        heads = self.query_key_value(x).unflatten(-1, (3, self.heads, -1))  # (T, 3, H, d)
+        if rotation is not None:
+            heads = torch.cat([rotate(heads[:, :2], rotation[:, :, None, None]), heads[:, 2:]], 1)
+        sides = [side.permute(2, 0, 3, 1, 4).unbind() for side in images.split(heads)]  # 3 x (B, H, N, d) each
+        messages = []
+        for i, (query, _, _) in enumerate(sides):
+            source = i ^ 1 if cross else i
+            _, key, value = sides[source]
+            message = attention(query, key, value, images.visible[source])
+            if images.occupied[source] is not None:  # nothing comes from an image without keypoints
+                message = message * images.occupied[source]
+            messages.append(self.merge(message.transpose(1, 2).flatten(2)))  # (B, N, D)
+        return images.join(messages)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, visible: Optional[Tensor]) -> Tensor:
+    """`scaled_dot_product_attention`, with a faster gradient for bfloat16 on a CPU."""
+    learns = torch.is_grad_enabled() and query.requires_grad
+    if learns and query.dtype == torch.bfloat16 and query.device.type == "cpu" and can_compile():
+        return _PlainGradient.apply(query, key, value, visible)
+    return scaled_dot_product_attention(query, key, value, visible)
+
+
+class _PlainGradient(torch.autograd.Function):
+    """Attention whose gradient takes plain products and computes the weights again, image by image.
+
+    On a CPU the fused kernel's gradient is no faster in bfloat16 than in float32, while plain products use the matrix
+    units: a training step of 8 pairs of up to 512 keypoints takes 0.8 of the time. Softmax and its gradient are in
+    place, in memory that stays in the cache.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, visible: Optional[Tensor]) -> Tensor:
+        ctx.save_for_backward(query, key, value, visible)
+        return scaled_dot_product_attention(query, key, value, visible)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor):
+        query, key, value, visible = ctx.saved_tensors
+        B, H, M, d = query.shape
+        gradients = [torch.empty_like(t) for t in (query, key, value)]
+        weights, d_logits = query.new_empty((2, H, M, key.shape[2]))
+        for i in range(B):
+            q, k, v, g = (t[i].contiguous() for t in (query, key, value, grad))
+            k = k / math.sqrt(d)
+            torch.bmm(q, k.transpose(1, 2), out=weights)
+            if visible is not None:
+                weights[..., int(visible[i].sum()) :] = -math.inf  # padding comes last
+            torch.softmax(weights, -1, out=weights)
+            torch.bmm(g, v.transpose(1, 2), out=d_logits)
+            torch._softmax_backward_data(d_logits, weights, -1, weights.dtype, grad_input=d_logits)  # pyright: ignore
+            gradients[0][i] = torch.bmm(d_logits, k)
+            gradients[1][i] = torch.bmm(d_logits.transpose(1, 2), q).div_(math.sqrt(d))
+            gradients[2][i] = torch.bmm(weights.transpose(1, 2), g)
+        return (*gradients, None)
+
+
+class RotaryPositions(nn.Module):
+    """Rotary embedding of 2-D positions, with learned frequencies (Su et al. 2021; LightGlue, section 3.1).
+
+    Inner products of rotated queries and keys depend on the relative positions of keypoints.
+    """
+
+    def __init__(self, channels: int) -> None:
+        """channels: d of each head, even."""
+        super().__init__()
+        if channels % 2:
+            raise ValueError(f"rotary positions need an even number of channels per head, not {channels}")
+        self.frequencies = nn.Parameter(SPREAD * torch.randn(2, channels // 2))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """positions (T, 2) of order one -> cos and sin (2, T, d / 2), for `rotate`."""
+        angles = positions @ self.frequencies
+        return torch.stack([angles.cos(), angles.sin()])
+
+
+def rotate(vectors: Tensor, rotation: Tensor) -> Tensor:
+    """Rotate vectors (..., d): entries i and i + d / 2 are a point of the plane; keeps the dtype.
+
+    rotation: cos and sin of the angles, (2, ..., d / 2), broadcast.
+    """
+    a, b = vectors.chunk(2, -1)
+    cos, sin = rotation.to(vectors.dtype).unbind(0)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)

@@ -1,0 +1,225 @@
+"""Optimal transport between two sets of keypoints with a dustbin each (SuperGlue, section 3.2).
+
+The paper runs T Sinkhorn iterations in the log domain,
+
+    u <- log mu - logsumexp_j(Z + v),    v <- log nu - logsumexp_i(Z + u),    log P = Z + u + v.
+
+Here the same iterates are computed as products with a kernel: with r_i = max_j Z_ij, K = exp(Z - r),
+a = exp(u + r) and b = exp(v), one iteration is a <- mu / (K b), b <- nu / (K^T a): two matrix-vector
+products instead of two passes of exp and log. The dustbin row is flat, so every column of K contains
+1, and every row has maximum 1: no row or column can underflow entirely.
+
+The gradient is exact for the unrolled loop and needs only the vectors a_t and b_t: walking back gives
+rank-one terms, which one matrix product adds up at the end.
+
+If the iterates of a pair, or the products of a and b in its gradient, leave the range of the dtype,
+the pair is computed in the log domain: in float32, if rival scores lead by more than about 65.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Iterator, List, NamedTuple, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from superglue_sift.torch_compat import is_traced, no_autocast
+
+# a * b must stay this factor below the dtype's maximum, or the backward pass, which multiplies them
+# further, overflows. The factor also excludes the range where exp(Z - r) is subnormal.
+GRADIENT_HEADROOM = 1e12
+
+
+class Problem(NamedTuple):
+    """B padded problems with the dustbins in the last row and column.
+
+    Z (B, M + 1, N + 1): scores. mu (B, M + 1, 1), nu (B, N + 1, 1): marginals of total mass 1
+    (equation 8, divided by m + n), 0 for padding. log_mass (B, 1, 1): log(m + n).
+    """
+
+    Z: Tensor
+    mu: Tensor
+    nu: Tensor
+    log_mass: Tensor
+
+
+def log_optimal_transport(
+    scores: Tensor, mask0: Tensor, mask1: Tensor, dustbin: Tensor, iterations: int, wait: bool = True
+) -> Tuple[Tensor, Tensor]:
+    """Log of the partial assignment of each pair (SuperGlue, equations 8 and 9), dustbins last.
+
+    Computed in float32 or wider, also under autocast, which would round each product.
+
+    Args:
+        scores: (B, M, N) similarities; of padding anything finite.
+        mask0: (B, M) bool, True for keypoints. mask1: (B, N).
+        dustbin: scalar, the score of leaving a keypoint unmatched.
+        iterations: T, 1 or more.
+        wait: compute pairs that overflow in the log domain, for which the host waits for the GPU.
+
+    Returns:
+        log P (B, M + 1, N + 1), -inf for padding. P has mass m + n; its rows and columns but the last
+        sum to 1 at convergence, so P is the probability of a match. If an image has no keypoints,
+        those of the other are unmatched with log P = 0.
+        And (B,) bool, whether the pair, and in training its gradient, are finite. For others log P is
+        wrong and has no gradient, unless `wait`.
+    """
+    with no_autocast(scores.device.type):
+        problem = _problem(scores if scores.dtype == torch.float64 else scores.float(), mask0, mask1, dustbin)
+        if torch.is_grad_enabled() and problem.Z.requires_grad:
+            log_P, finite = _Sinkhorn.apply(*problem, iterations)
+        else:
+            log_P, finite, _ = _solve(problem, iterations, learning=False)
+        if wait and not bool(finite.all()):
+            wrong = torch.nonzero(~finite)[:, 0]
+            exact = _log_domain(Problem(*(t[wrong] for t in problem)), iterations)
+            log_P = log_P.index_copy(0, wrong, exact)
+    return log_P, finite
+
+
+def _problem(scores: Tensor, mask0: Tensor, mask1: Tensor, dustbin: Tensor) -> Problem:
+    """Add the dustbins. Padding has the dustbin's score and no mass.
+
+    The score keeps the products of rows and columns of padding above 0, so that its quotients are 0 and not
+    0/0. For the same reason the corner of a pair without keypoints has mass.
+    """
+    dtype = scores.dtype
+    ones0 = mask0.to(dtype)
+    ones1 = mask1.to(dtype)
+    m = ones0.sum(1, keepdim=True)
+    n = ones1.sum(1, keepdim=True)
+    nothing = (m + n == 0).to(dtype)
+    mass = m + n + nothing
+    mu = torch.cat([ones0, n + nothing], 1) / mass  # every keypoint, and all of the other image
+    nu = torch.cat([ones1, m + nothing], 1) / mass
+    core = pad(mask0.unsqueeze(2) & mask1.unsqueeze(1), (0, 1, 0, 1))
+    Z = torch.where(core, pad(scores, (0, 1, 0, 1)), dustbin.to(dtype))
+    return Problem(Z, mu.unsqueeze(2), nu.unsqueeze(2), mass.log().unsqueeze(2))
+
+
+class _Sinkhorn(torch.autograd.Function):
+    """`_solve` with the gradient of its log P with respect to Z."""
+
+    @staticmethod
+    def forward(ctx: Any, Z: Tensor, mu: Tensor, nu: Tensor, log_mass: Tensor, iterations: int):
+        log_P, finite, iterates = _solve(Problem(Z, mu, nu, log_mass), iterations, learning=True)
+        a, b = iterates
+        ctx.save_for_backward(Z, mu, nu, a, b)
+        ctx.mark_non_differentiable(finite)
+        return log_P, finite
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Any):
+        Z, mu, nu, a, b = ctx.saved_tensors
+        of_Z = [_gradient(Z[c], mu[c], nu[c], a[:, c], b[:, c], grad[c]) for c in _chunks(Z)]
+        return torch.cat(of_Z), None, None, None, None
+
+
+def _chunks(Z: Tensor) -> Iterator[slice]:
+    """Pairs to iterate together: all on a GPU; on a CPU one, whose kernel stays in the cache."""
+    if Z.device.type != "cpu" or is_traced():
+        yield slice(None)
+        return
+    for start in range(max(len(Z), 1)):
+        yield slice(start, start + 1)
+
+
+def _solve(problem: Problem, iterations: int, learning: bool) -> Tuple[Tensor, Tensor, Tuple[Tensor, Tensor]]:
+    """log P, whether each pair is finite, and the iterates a (T, B, M + 1, 1), b (T + 1, B, N + 1, 1).
+
+    Not `learning`: only the last iterates.
+    """
+    Z, mu, nu, log_mass = problem
+    parts = [_iterate(Z[c], mu[c], nu[c], iterations, learning) for c in _chunks(Z)]
+    a, b, r = (torch.cat(part, part[0].dim() - 3) for part in zip(*parts))
+    u = a[-1].log() - r
+    v = b[-1].log()
+    finite = _is_finite(u, mu) & _is_finite(v, nu)
+    if learning:
+        reach = a.amax((0, 2)) * b.amax((0, 2)) * GRADIENT_HEADROOM  # (B, 1)
+        finite = finite & (reach < math.inf).squeeze(1)
+        for iterates in (a, b):  # a pair that is not finite gets a gradient of zero
+            iterates.masked_fill_(~finite[:, None, None], 1.0)
+    log_P = (Z + (u + log_mass)).add_(v.transpose(1, 2))
+    return log_P, finite, (a, b)
+
+
+def _kernel(Z: Tensor) -> Tuple[Tensor, Tensor]:
+    """K = exp(Z - r) and r, the row maxima (B, M + 1, 1).
+
+    Rows start at multiples of 64 bytes, which halves the time of products with K^T on a CPU.
+    """
+    r = Z.amax(2, keepdim=True)
+    if is_traced():
+        return (Z - r).exp(), r
+    width = Z.shape[2]
+    K = Z.new_empty((*Z.shape[:2], -(-width // 16) * 16))[..., :width]
+    return torch.sub(Z, r, out=K).exp_(), r
+
+
+def _iterate(Z: Tensor, mu: Tensor, nu: Tensor, iterations: int, learning: bool) -> Tuple[Tensor, Tensor, Tensor]:
+    """a (T or 1, B, M + 1, 1), b (T + 1 or 1, B, N + 1, 1) and r (B, M + 1, 1)."""
+    K, r = _kernel(Z)
+    K_t = K.transpose(1, 2)
+    a: List[Tensor] = []
+    b: List[Tensor] = [(nu > 0).to(nu.dtype)]
+    for _ in range(iterations):
+        a.append(mu / torch.bmm(K, b[-1]))
+        b.append(nu / torch.bmm(K_t, a[-1]))
+    if not learning:
+        return a[-1].unsqueeze(0), b[-1].unsqueeze(0), r
+    return torch.stack(a), torch.stack(b), r
+
+
+def _gradient(Z: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor, grad: Tensor) -> Tensor:
+    """Gradient with respect to Z of <grad, log P>, exact for the unrolled iterations.
+
+    With w_v = (gradient of v_t) b_t / nu and w_u = (gradient of u_t) a_t / mu, each computed from the
+    next one, the gradient is grad - K o sum_t (a_t w_v^T + w_u b_{t-1}^T). The same holds for s a and
+    b / s: with equal maxima, their squares stay in the range of float32, which the square of a leaves
+    if a score leads by 45.
+    """
+    K, _ = _kernel(Z)
+    K_t = K.transpose(1, 2)
+    s = (b.amax((0, 2)) / a.amax((0, 2))).sqrt().unsqueeze(2)
+    a = a * s
+    b = b / s
+    per_mu = (1 / mu).masked_fill_(mu == 0, 0.0)
+    per_nu = (1 / nu).masked_fill_(nu == 0, 0.0)
+    down = (a.square() * -per_mu).unbind()
+    back = (b.square() * -per_nu).unbind()
+    w_u: List[Tensor] = []  # from the last iteration to the first
+    w_v = [grad.sum(1).unsqueeze(2) * b[-1] * per_nu]
+    direct = grad.sum(2, keepdim=True) * a[-1] * per_mu
+    for t in range(len(down) - 1, -1, -1):
+        step = torch.bmm(K, w_v[-1]) * down[t]
+        w_u.append(step + direct if not w_u else step)
+        if t > 0:
+            w_v.append(torch.bmm(K_t, w_u[-1]) * back[t])
+    left = torch.cat([a, torch.stack(w_u[::-1])]).squeeze(3).permute(1, 2, 0)  # (B, M + 1, 2 T)
+    right = torch.cat([torch.stack(w_v[::-1]), b[:-1]]).squeeze(3).permute(1, 0, 2)  # (B, 2 T, N + 1)
+    product = torch.bmm(left, right).mul_(K)
+    return torch.sub(grad, product, out=product)
+
+
+def _is_finite(potential: Tensor, mass: Tensor) -> Tensor:
+    """(B,) bool: whether all potentials (B, M + 1, 1) are finite, except those without mass."""
+    largest = potential.masked_fill(mass == 0, 0.0).abs().amax((1, 2))  # propagates nan
+    return largest < math.inf
+
+
+def _log_domain(problem: Problem, iterations: int) -> Tensor:
+    """log P by the paper's iterations, differentiated by autograd: slower, without overflow."""
+    Z, mu, nu, log_mass = problem
+    log_mu = mu.log()
+    log_nu = nu.log().transpose(1, 2)
+    v = torch.zeros_like(log_nu).masked_fill(log_nu == -math.inf, -math.inf)  # padding has no part
+    u = log_mu
+    for _ in range(iterations):
+        u = log_mu - torch.logsumexp(Z + v, 2, keepdim=True)
+        v = log_nu - torch.logsumexp(Z + u, 1, keepdim=True)
+    return Z + (u + log_mass) + v

@@ -1,0 +1,262 @@
+"""SuperGlue for SIFT: a graph neural network that matches two sets of local features (arXiv 1911.11763).
+
+    keypoints, descriptors -> keypoint encoder -> L x (self-, cross-attention) -> scores -> transport
+
+Written from the paper. What differs from it, and why:
+
+- Descriptors are SIFT's, converted to RootSIFT inside the network (Arandjelovic 2012), or others, as unit
+  vectors (`descriptors.unit_vectors`). A keypoint with two orientations gets the better one for the pair, and
+  the encoder may also see its nearest neighbour in the other image (`pair_inputs`).
+- The keypoint encoder also sees SIFT's scale and angle (`scale_angle`), which SuperPoint does not have.
+- Self-attention may use relative positions by rotary embedding (`rotary`), which was published later.
+- Each residual branch starts at zero and the projections as the identity, so that the untrained network is
+  the softmax nearest-neighbour matcher of its descriptors and training can only improve on it.
+- The hidden norm is LayerNorm by default (`norm: layer`); the paper's BatchNorm is `norm: batch`. LayerNorm
+  makes a pair's result independent of the rest of the batch, needs no collective, and has no train/eval mismatch.
+
+Shapes: B pairs of images with M and N keypoints, padded (`batch`); T keypoints of all images together, with
+their padding; D the width of a keypoint's state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from superglue_sift.attention import MLP, AttentionalLayer, RotaryPositions
+from superglue_sift.batch import Images, Keypoints, PairBatch
+from superglue_sift.descriptors import unit_vectors
+from superglue_sift.normalization import token_norm
+from superglue_sift.pair_inputs import FEATURES, choose_orientations, neighbour_features
+from superglue_sift.sinkhorn import log_optimal_transport
+from superglue_sift.torch_compat import no_autocast, recomputed
+
+SIFT_DIM = 128
+ENCODER_WIDTHS = (32, 64, 128, 256)  # hidden layers of the keypoint encoder (appendix, "keypoint encoder")
+
+# Typical SIFT values at 512x384, so that the encoder's inputs are of order one.
+TYPICAL_SCORE, TYPICAL_SCALE = 0.03, 4.0
+
+# Initial score: SHARPNESS * cosine of RootSIFT, and the dustbin at the cosine of a doubtful match. These minimize the
+# loss of the untrained network on COCO views (1.51, precision 0.91, recall 0.70).
+SHARPNESS, DOUBTFUL_COSINE = 40.0, 0.78
+# The same for ORB, where half of the bits agree by chance: loss 2.2 on views of photographs, 10.2 with the above.
+BINARY_SHARPNESS, BINARY_DOUBTFUL_COSINE = 12.0, 0.2
+
+# Limits of a configuration, since a model file may come from anyone.
+LIMITS = {"dim": 4096, "layers": 256, "heads": 1024, "sinkhorn_iterations": 1000, "descriptor_dim": 65536}
+NORMS, KINDS = ("layer", "batch"), ("sift", "float", "binary")
+
+
+@dataclasses.dataclass(frozen=True)
+class SuperGlueConfig:
+    """Shape and meaning of the weights. Raises ValueError for a value out of range."""
+
+    dim: int = 128  # D, width of a keypoint's state; the paper: 128 for SIFT, 256 for SuperPoint
+    layers: int = 9  # pairs of one self- and one cross-attention layer
+    heads: int = 4
+    norm: str = "layer"  # layer | batch
+    scale_angle: bool = True  # also encode SIFT's scale and angle
+    neighbours: bool = False  # also encode each keypoint's nearest neighbour in the other image (pair_inputs.py)
+    rotary: bool = False  # relative positions in self-attention (attention.py)
+    sinkhorn_iterations: int = 100  # T, in training; inference may use another
+    extractor: str = "sift"  # of the keypoints (extractors.py)
+    descriptor: str = "sift"  # kind of descriptor: sift | float | binary (descriptors.py)
+    descriptor_dim: int = 128  # entries of a descriptor; of a binary one, bits
+
+    def __post_init__(self) -> None:
+        for name, limit in LIMITS.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= limit:
+                raise ValueError(f"{name} = {value!r}: must be a whole number from 1 to {limit}")
+        if self.dim % self.heads:
+            raise ValueError(f"heads = {self.heads}: must divide dim ({self.dim})")
+        if self.norm not in NORMS or self.descriptor not in KINDS:
+            raise ValueError(f"norm {self.norm!r}, descriptor {self.descriptor!r}: must be of {NORMS} and of {KINDS}")
+
+    def to_dict(self) -> dict:
+        """Plain values for JSON; `SuperGlueConfig(**values)` reads them back."""
+        return dataclasses.asdict(self)
+
+
+class Matches(NamedTuple):
+    """Mutual matches. matches0: (B, M) int64 index into image 1 or -1, matching_scores0: (B, M) float32; and back."""
+
+    matches0: Tensor
+    matching_scores0: Tensor
+    matches1: Tensor
+    matching_scores1: Tensor
+
+
+class SuperGlue(nn.Module):
+    """The network."""
+
+    def __init__(self, config: SuperGlueConfig = SuperGlueConfig()) -> None:
+        super().__init__()
+        self.config = config
+        self.recompute = False  # gradient checkpointing of each layer
+        self.compiled = False  # see `compile_layers`
+        dim = config.dim
+        self.descriptor_projection = nn.Linear(config.descriptor_dim, dim)
+        self.keypoint_encoder = _keypoint_encoder(_encoder_inputs(config), dim, config.norm)
+        self.rotary = RotaryPositions(dim // config.heads) if config.rotary else None
+        self.self_attention = nn.ModuleList(_layer(config) for _ in range(config.layers))
+        self.cross_attention = nn.ModuleList(_layer(config) for _ in range(config.layers))
+        self.final_projection = nn.Linear(dim, dim)
+        binary = config.descriptor == "binary"
+        sharpness = BINARY_SHARPNESS if binary else SHARPNESS
+        doubtful = BINARY_DOUBTFUL_COSINE if binary else DOUBTFUL_COSINE
+        self.dustbin = nn.Parameter(torch.tensor(sharpness * doubtful))
+        self._start_as_identity(sharpness)
+
+    def forward(self, batch: PairBatch) -> Tensor:
+        """Log assignment of each pair, (B, M + 1, N + 1) float32, dustbins last.
+
+        exp() of an entry is the probability of that match; of padding it is 0.
+        """
+        log_P, _ = self.assign([batch])
+        return log_P[0]
+
+    def assign(self, batches: Sequence[PairBatch], wait: bool = True) -> Tuple[List[Tensor], Tensor]:
+        """Log assignments of batches of different sizes (`PairBatch.size_classes`), together.
+
+        Returns:
+            log P (B, M + 1, N + 1) of each batch; and (pairs,) bool, whether each pair is finite, see
+            `sinkhorn.log_optimal_transport`, also for `wait`.
+        """
+        keypoints = Keypoints.of([choose_orientations(batch) for batch in batches])
+        descriptors = self.describe(keypoints)
+        return self.transport(descriptors, keypoints.images, wait)
+
+    def describe(self, keypoints: Keypoints) -> Tensor:
+        """Matching descriptors of all keypoints (equation 6), (T, D).
+
+        Autocast applies to the layers only, as half precision does when weights are fused.
+        """
+        kind = self.dustbin.device.type
+        with no_autocast(kind):
+            x, rotation = self.encode(keypoints)
+        for number, layer in enumerate(self.layers):
+            cross = number % 2 == 1
+            edges = (keypoints.images, cross, None if cross else rotation)
+            x = recomputed(layer, x, *edges) if self.recompute and self.training else layer(x, *edges)
+        with no_autocast(kind):
+            return self.final_projection(x)
+
+    def encode(self, keypoints: Keypoints) -> Tuple[Tensor, Optional[Tensor]]:
+        """Initial states (T, D): descriptors and encoded keypoints (equation 2); their rotation (2, T, d / 2)."""
+        geometry = geometry_of(keypoints, self.config.scale_angle)  # (T, 3 or 6)
+        descriptors = unit_vectors(keypoints.descriptors, self.config.descriptor, self.config.descriptor_dim)
+        inputs = geometry
+        if self.config.neighbours:
+            inputs = torch.cat([geometry, neighbour_features(descriptors, geometry, keypoints.images)], -1)
+        dtype = self.dustbin.dtype
+        encoded = self.keypoint_encoder([inputs.to(dtype)], keypoints.images.valid)
+        rotation = self.rotary(geometry[:, :2].to(dtype)) if self.rotary else None
+        return self.descriptor_projection(descriptors.to(dtype)) + encoded, rotation
+
+    def transport(self, descriptors: Tensor, images: Images, wait: bool = True) -> Tuple[List[Tensor], Tensor]:
+        """`assign` from matching descriptors (T, D): scores (equation 7) and optimal transport (8 and 9)."""
+        log_Ps: List[Tensor] = []
+        finite: List[Tensor] = []
+        for scores, mask0, mask1 in self.scores(descriptors, images):
+            result = log_optimal_transport(scores, mask0, mask1, self.dustbin, self.config.sinkhorn_iterations, wait)
+            log_Ps.append(result[0])
+            finite.append(result[1])
+        return log_Ps, torch.cat(finite)
+
+    def scores(self, descriptors: Tensor, images: Images) -> List[Tuple[Tensor, Tensor, Tensor]]:
+        """Scores (B, M, N) of each batch, <f0, f1> / sqrt(D); and the masks (B, M) and (B, N) of its keypoints."""
+        # in float32 also under autocast: scores reach 40, where bfloat16 resolves 0.25
+        wide = descriptors if descriptors.dtype == torch.float64 else descriptors.float()
+        sides = images.split(wide / self.config.dim**0.25)
+        found = []
+        with no_autocast(descriptors.device.type):
+            for i in range(0, len(sides), 2):
+                scores = torch.bmm(sides[i], sides[i + 1].transpose(1, 2))
+                found.append((scores, images.masks[i], images.masks[i + 1]))
+        return found
+
+    def compile_layers(self) -> None:
+        """Compile `describe` (torch 2), on a GPU as CUDA graphs: once for each shape, so shapes should be few."""
+        self.describe = torch.compile(self.describe, mode="reduce-overhead", dynamic=False)
+        self.compiled = True
+
+    @property
+    def layers(self) -> List[nn.Module]:
+        """Layers in order of use: self, cross, self, ..."""
+        return [layer for both in zip(self.self_attention, self.cross_attention) for layer in both]
+
+    @property
+    def in_order(self) -> List[nn.Module]:
+        """All modules with weights, in order of use."""
+        encoders = [self.descriptor_projection, self.keypoint_encoder, *([self.rotary] if self.rotary else [])]
+        return [*encoders, *self.layers, self.final_projection]
+
+    def _start_as_identity(self, sharpness: float) -> None:
+        dim = self.config.dim
+        with torch.no_grad():
+            for linear in (self.descriptor_projection, self.final_projection):
+                nn.init.zeros_(linear.bias)
+            if dim == self.config.descriptor_dim:
+                nn.init.eye_(self.descriptor_projection.weight)
+            else:  # keeps inner products when dim is the larger, nearly so below
+                nn.init.orthogonal_(self.descriptor_projection.weight)
+            nn.init.eye_(self.final_projection.weight)
+            # unit descriptors scaled to entries of order one, then <f0, f1> / sqrt(D) = sharpness * cosine
+            self.descriptor_projection.weight.mul_(math.sqrt(dim))
+            self.final_projection.weight.mul_(math.sqrt(sharpness / math.sqrt(dim)))
+
+
+def _layer(config: SuperGlueConfig) -> AttentionalLayer:
+    return AttentionalLayer(config.dim, config.heads, config.norm)
+
+
+def _encoder_inputs(config: SuperGlueConfig) -> int:
+    if config.neighbours and not config.scale_angle:
+        raise ValueError("neighbours needs scale_angle")
+    return (6 if config.scale_angle else 3) + (FEATURES if config.neighbours else 0)
+
+
+def _keypoint_encoder(inputs: int, dim: int, norm: str) -> MLP:
+    layers: List[nn.Module] = []
+    for width in ENCODER_WIDTHS:
+        layers += [nn.Linear(inputs, width), token_norm(norm, width), nn.ReLU()]
+        inputs = width
+    last = nn.Linear(inputs, dim)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    return MLP(*layers, last)
+
+
+def geometry_of(keypoints: Keypoints, scale_angle: bool) -> Tensor:
+    """Inputs of the keypoint encoder, (T, 3 or 6), of order one: position, score, log scale, direction."""
+    size = keypoints.image_size
+    position = (keypoints.positions - (size - 1) / 2) / (size.amax(-1, keepdim=True) / 2)
+    score = (keypoints.scores.clamp(min=1e-6) / TYPICAL_SCORE).log().unsqueeze(-1)
+    if not scale_angle:
+        return torch.cat([position, score], -1)
+    scale = (keypoints.scales.clamp(min=1e-3) / TYPICAL_SCALE).log().unsqueeze(-1)
+    angle = torch.deg2rad(keypoints.angles).unsqueeze(-1)
+    return torch.cat([position, score, scale, angle.cos(), angle.sin()], -1)
+
+
+def mutual_matches(log_P: Tensor, threshold: float = 0.2) -> Matches:
+    """Mutual best matches with a probability above `threshold` (section 5, 0.2 in the paper).
+
+    log_P: (B, M + 1, N + 1), output of `SuperGlue`.
+    """
+    inner = log_P.detach()[:, :-1, :-1].float()
+    best0 = inner.max(2)
+    best1 = inner.max(1)
+    sides = []
+    for best, other in ((best0, best1), (best1, best0)):
+        itself = torch.arange(best.indices.shape[1], device=log_P.device)
+        scores = best.values.exp()
+        good = (other.indices.gather(1, best.indices) == itself) & (scores > threshold)
+        sides += [best.indices.masked_fill(~good, -1), scores.masked_fill(~good, 0.0)]
+    return Matches(*sides)

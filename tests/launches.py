@@ -1,0 +1,155 @@
+"""Count the kernels that a training step launches on a GPU, without a GPU.
+
+A step on tensors of the device `meta`, which have shapes and no memory, takes a GPU's path through the code, and a
+dispatch mode sees its operators. An operator counts as one launch, one over a list of tensors as many as torch's
+kernel for lists needs, attention as one like the fused kernels; views and allocations count as none.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from typing import Any, Counter, Dict, Iterator, Optional, Sequence
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline.compat import grad_scaler
+from pipeline.train import optimization, step
+from pipeline.train.muon import Muon
+from pipeline.train.objective import MatchingObjective
+from superglue_sift import attention, pair_inputs, sinkhorn, superglue
+from superglue_sift.batch import PairBatch
+from superglue_sift.sift import ORIENTED
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+
+META = torch.device("meta")
+NO_LAUNCH = (
+    "view", "_unsafe_view", "_reshape_alias", "transpose", "t", "permute", "unsqueeze", "squeeze", "expand", "slice",
+    "select", "split", "split_with_sizes", "unbind", "detach", "alias", "as_strided", "diagonal", "lift_fresh", "empty",
+    "empty_like", "empty_strided", "new_empty", "new_empty_strided",
+)  # fmt: skip
+# Tensors of each list that one launch of a kernel over 1, 2, ... lists takes (torch's MultiTensorApply.cuh).
+TENSORS_OF_A_LAUNCH = (110, 64, 48, 36, 30)
+
+
+class Launches(TorchDispatchMode):
+    """Counts launches by operator; a read from the device is an error, because `meta` tensors have no memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        found = function(*arguments, **(keywords or {}))
+        first = _first(found)
+        if first is None:
+            first = _first(arguments)
+        name = str(function).split(".")[1]
+        if first is not None and first.device == META and name not in NO_LAUNCH:
+            self.counted[name] += _launches(name, arguments, found)
+        return found
+
+
+def _first(values: Any) -> Optional[Tensor]:
+    while isinstance(values, (list, tuple)) and values:
+        values = values[0]
+    return values if isinstance(values, Tensor) else None
+
+
+def _launches(name: str, arguments: Sequence[Any], found: Any) -> int:
+    if not name.startswith("_foreach"):
+        return 1
+    lists = [each for each in (*arguments, found) if isinstance(each, (list, tuple)) and _first(each) is not None]
+    return -(-len(lists[0]) // TENSORS_OF_A_LAUNCH[min(len(lists), len(TENSORS_OF_A_LAUNCH)) - 1])
+
+
+class Autocast(TorchFunctionMode):
+    """Autocast to bfloat16 for `meta`, which has none: as on a GPU, each weight is cast once."""
+
+    PRODUCTS = (nn.functional.linear, torch.bmm, torch.addmm)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = True
+        self._cast: Dict[Tensor, Tensor] = {}
+
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        if self.on and any(function is each for each in self.PRODUCTS):
+            arguments = tuple(self.half(each) for each in arguments)
+        elif self.on and function is nn.functional.layer_norm:
+            arguments = (arguments[0].float(), *arguments[1:])
+        return function(*arguments, **(keywords or {}))
+
+    def half(self, value: Any) -> Any:
+        if not (isinstance(value, Tensor) and value.dtype == torch.float32):
+            return value
+        if not isinstance(value, nn.Parameter):
+            return value.to(torch.bfloat16)
+        return self._cast.setdefault(value, value.to(torch.bfloat16)) if value not in self._cast else self._cast[value]
+
+    @contextlib.contextmanager
+    def off(self, kind: str) -> Iterator[None]:
+        """Stand in for `no_autocast`."""
+        before, self.on = self.on, False
+        try:
+            yield
+        finally:
+            self.on = before
+
+
+class _Attention(torch.autograd.Function):
+    """The shapes of attention, in one launch."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        B, H, N, d = q.shape
+        return q.new_zeros((B, N, H, d)).transpose(1, 2)  # the kernels' order in memory
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        q, k, v = ctx.saved_tensors
+        return torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def batch_of(counts: Sequence[int]) -> PairBatch:
+    """Pairs of views of `counts` keypoints each, on `meta`."""
+    records = [torch.empty((len(counts), max(counts), ORIENTED.itemsize), dtype=torch.uint8, device=META) for _ in "01"]
+    sizes = [torch.empty((len(counts), 2), device=META) for _ in "01"]
+    H = torch.empty((len(counts), 3, 3), dtype=torch.float64, device=META)
+    return PairBatch(*records, torch.tensor(counts), torch.tensor(counts), *sizes, H)
+
+
+def launches_of_a_step(counts: Sequence[int], precision: str = "float32", iterations: int = 30) -> Counter[str]:
+    """Network, truth, loss, gradient, clipping, Muon and moving average: D = 128, 9 + 9 layers, neighbours."""
+    model = SuperGlue(SuperGlueConfig(neighbours=True, sinkhorn_iterations=iterations)).to(META).train()
+    objective = MatchingObjective(model, 3.0, 5.0)
+    optimizer, scaler = Muon(model, lr=0.1), grad_scaler(False)
+    average = optimization.MovingAverage(model, 0.9)
+    batch = batch_of(counts)
+    counting = Launches()
+    for _ in range(2):  # the first step creates the optimiser's state
+        counting.counted.clear()
+        autocast = Autocast()
+        with contextlib.ExitStack() as stack:
+            for module in (superglue, sinkhorn, pair_inputs):
+                stack.enter_context(mock.patch.object(module, "no_autocast", autocast.off))
+            attend = lambda q, k, v, visible: _Attention.apply(q, k, v)  # noqa: E731
+            stack.enter_context(mock.patch.object(attention, "scaled_dot_product_attention", attend))
+            cast = lambda x: autocast.half(x) if autocast.on and precision != "float32" else x  # noqa: B023, E731
+            stack.enter_context(mock.patch.object(attention, "cast_as_autocast", cast))
+            if precision != "float32":
+                stack.enter_context(autocast)
+            stack.enter_context(counting)
+            values: step.Values = {}
+            optimizer.zero_grad()
+            step._backward(objective, batch, False, scaler, 1.0, values)
+            with autocast.off("meta"):
+                step._enqueued(values, optimizer, scaler, 1.0)
+                optimizer.step()
+                average.update(model, 5)
+    return counting.counted
