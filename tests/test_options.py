@@ -284,9 +284,9 @@ def test_an_option_is_not_taken_for_a_longer_one():
 
 
 def test_options_come_from_the_environment_too(monkeypatch):
-    monkeypatch.setenv("TRAIN_OPTIONS", "--save-every 7 --compile --resume never")
+    monkeypatch.setenv("TRAIN_OPTIONS", "--save-every 7 --compile --fresh")
     args = train.parse(["--save-every", "5"])
-    assert (args.save_every, args.compile, args.resume) == (5, True, "never")
+    assert (args.save_every, args.compile, args.fresh) == (5, True, True)
     for words, said in (("--savevery 7", "unrecognized arguments: --savevery 7"), ("'", "No closing quotation"),
                         ("--parallel x", "argument --parallel: invalid choice: 'x'")):  # fmt: skip
         monkeypatch.setenv("TRAIN_OPTIONS", words)

@@ -10,13 +10,15 @@ a run killed anywhere resumes from its newest checkpoint and ends with the same 
 
 from __future__ import annotations
 
+import os
+
 from superglue_sift import threads
 
-if __name__ == "__main__":
-    threads.wait_passively()  # before torch is loaded
+if __name__ == "__main__":  # before torch is loaded
+    threads.wait_passively()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of every rank: the flag of `distributed.wrap` is meant
 
 import argparse
-import os
 import shlex
 import sys
 from pathlib import Path
