@@ -183,7 +183,7 @@ def _decode(data: bytes, name: str, gray: bool, frame: str) -> Tuple[np.ndarray,
     if gray and image.format == "JPEG":
         # The luma of the file: faster than by way of RGB, and up to two gray levels closer.
         image.draft("L", None)
-    deep_color = ";16" in str(image.tile) and image.mode[0] != "I"
+    deep_color = ";16" in str(getattr(image, "tile", "")) and image.mode[0] != "I"
     try:
         if image.format == "PNG":
             image.load()  # its EXIF data may follow its pixels

@@ -61,9 +61,10 @@ def split(
     """Limit both sets, and split the held-out images into val and test."""
     train, held_out = _limit(train, settings), _limit(held_out, settings)
     tested = round(settings.test_fraction * _different(held_out, contents))
-    least = [max(1, min(count, 16)) for count in (tested, _different(held_out, contents) - tested)]
+    least_test = max(1, min(tested, 16))
+    least_val = max(1, min(_different(held_out, contents) - tested, 16))
     # another seed than that of the hold-out: the same hash would put every small value into test
-    val, test = sources.hold_out(held_out, settings.test_fraction, SEED + 1, *least, contents)
+    val, test = sources.hold_out(held_out, settings.test_fraction, SEED + 1, least_test, least_val, contents)
     return {"train": train, "val": val, "test": test}
 
 

@@ -38,8 +38,8 @@ def parse(tree: Any, origin: str, options: Mapping[str, Any] = NO_OPTIONS) -> Di
         raise RequestError(f"{origin}: must have the sections {', '.join(SECTIONS)}")
     sections: Dict[str, Section] = {}
     train = tree.get("train")
-    for name in TrainOptions.model_fields if isinstance(train, dict) else ():
-        if name in train:
+    for name in TrainOptions.model_fields:
+        if isinstance(train, dict) and name in train:
             raise RequestError(f"{origin}: train.{name}: not a key; TRAIN_OPTIONS='{flag(name, train[name])}' sets it")
     for name, values in _completed(tree, options).items():
         if name not in SECTIONS:

@@ -42,7 +42,8 @@ def line_chart(
     series: name -> (x, y) points; diagonal: add a dashed diagonal, for calibration.
     """
     ink = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
-    with matplotlib.rc_context({**STYLE, **ink}):
+    settings: Any = {**STYLE, **ink}
+    with matplotlib.rc_context(settings):
         figure = Figure(figsize=(5.6, 3.8), layout="constrained")
         axes = figure.subplots()
         if diagonal:

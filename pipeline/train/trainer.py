@@ -86,7 +86,7 @@ class Training:
         parts, self.messages = setup.build(self.train, context, store, self.precision)
         self.messages += self.validation.messages
         self.objective, self.ddp_model, self.state, self._init_threshold = parts
-        self.checkpoints: Optional[Checkpoints] = None  # until `run`
+        self.checkpoints: Checkpoints  # set by `run`
         self._compared = -1  # step at which the replicas were last compared
         self.fingerprint = identity.fingerprint(self.train, self.store.digest, context.world_size)
         self.identity = identity.name_of(self.fingerprint)  # a longer schedule keeps that of the shorter one
