@@ -25,6 +25,7 @@ SCATTER_PX = 0.5  # scatter of true matches: the best of 0.25 to 2 on validation
 MIN_DEVIATION_PX = 0.25
 MODEL_SCATTER, MODEL_LIMITS_PX = 1.5, (0.05, 0.5)
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution
+MIRRORED = 2.0  # times the inliers of a homography: a pair of which so many fit a mirror image is one
 SAMPSON_PX = 3.0  # maximum distance to the epipolar line of matches that a pose is fitted to
 
 
@@ -93,6 +94,11 @@ def resizing(before: Tuple[float, float], after: Tuple[float, float]) -> np.ndar
     return np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1.0]])
 
 
+def unit_of(size: Tuple[float, float], side: int) -> float:
+    """Length in px of an image of `size` (width, height) of what is a pixel after reducing it to a longer `side`."""
+    return max(1.0, max(size) / side)
+
+
 def corners(size: Tuple[int, int]) -> np.ndarray:
     """Centres of the four corner pixels of an image of `size` (width, height): (4, 2) float64, clockwise."""
     w, h = size
@@ -124,7 +130,7 @@ def fit_ransac(
 
     points0, points1: (N, 2) matched pixels, float32 to OpenCV. threshold_px: inlier distance in image 1. iterations:
     maximum number of samples. deviations: (N,) px of aligned matches, see `refine_homography`. Returns (3, 3) float64,
-    or None for fewer than four matches or if OpenCV finds no model.
+    or None for fewer than four matches, if OpenCV finds no model, or if it is one of a mirror image (`is_mirroring`).
     """
     if len(points0) < MIN_POINTS:
         return None
@@ -134,7 +140,19 @@ def fit_ransac(
     params.threshold, params.confidence = threshold_px, CONFIDENCE
     params.maxIterations, params.randomGeneratorState = iterations, seed
     H = cv2.findHomography(points0, points1, params)[0]
-    return None if H is None else refine_homography(H, points0, points1, threshold_px, deviations)
+    if H is None:
+        return None
+    H = refine_homography(H, points0, points1, threshold_px, deviations)
+    return None if is_mirroring(H, points0[_within(H, points0, points1, threshold_px)]) else H
+
+
+def is_mirroring(H: np.ndarray, points: np.ndarray) -> bool:
+    """Whether a homography (3, 3) reverses the orientation at most points (N, 2), as no view of a surface does.
+
+    Where it does, only details that are symmetric themselves were matched.
+    """
+    with np.errstate(all="ignore"):
+        return bool(np.mean(np.linalg.det(jacobians(H, points)) < 0) > 0.5) if len(points) else False
 
 
 def refine_homography(
@@ -217,11 +235,21 @@ class Fit(NamedTuple):
 def homography_with_inliers(
     points0: np.ndarray, points1: np.ndarray, threshold_px: float = 3.0, deviations: Optional[np.ndarray] = None
 ) -> Fit:
-    """`fit_ransac` with the inliers: matches (K, 2) that it maps to within `threshold_px` in image 1."""
+    """`fit_ransac` with the inliers: matches (K, 2) that it maps to within `threshold_px` in image 1.
+
+    None for a mirror image, of which OpenCV finds a few matches that fit by chance: more fit if image 1 is mirrored.
+    """
+    none = Fit(None, np.zeros(len(points0), bool))
     H = fit_ransac(points0, points1, threshold_px, deviations=deviations)
     if H is None:
-        return Fit(None, np.zeros(len(points0), bool))
-    return Fit(H, _within(H, points0, points1, threshold_px))
+        return none
+    fit = Fit(H, _within(H, points0, points1, threshold_px))
+    if 2 * fit.inliers.sum() > len(points0):
+        return fit
+    mirrored = points1 * np.array([-1, 1], points1.dtype)
+    H = fit_ransac(points0, mirrored, threshold_px)
+    more = H is not None and _within(H, points0, mirrored, threshold_px).sum() > MIRRORED * fit.inliers.sum()
+    return none if more else fit
 
 
 def fundamental_with_inliers(points0: np.ndarray, points1: np.ndarray, threshold_px: float = 3.0) -> Fit:

@@ -11,12 +11,11 @@ of 21x21 samples of image 0, warped by the local affine map between the images, 
 - Blur: if one image is blurred more (focus, motion), the other is blurred as much, and aligned again. Patches of
   unequal sharpness have no common minimum: at 2 px of blur, this reduces errors to a fifth.
 - Deviation: from the covariance of the shift, sigma^2 (J^T J)^-1 (Gruen 1985). Along a direction without structure, as
-  along a straight edge, the match does not move.
+  along a straight edge, the match does not move. Blur that is added makes the residuals of neighbouring samples alike.
 """
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Callable, List, NamedTuple, Optional, Tuple, Union
 
@@ -25,20 +24,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from superglue_sift import geometry
+from superglue_sift import patches
 from superglue_sift.local_maps import local_maps, similarities
 
-SMOOTHING_PX = 0.7  # Gaussian blur of images before they are sampled
 MAX_ZOOM = 8.0  # maximum magnification between the images
 COARSE_PX = 6.0  # a keypoint of twice this diameter starts one level up
 COARSER = 3  # maximum number of coarser levels
-CORRELATED = 6.0  # samples of a smoothed image per independent one
-FLAT = 0.5  # standard deviation, gray levels, below which a patch has no structure
 SETTLED = 0.003  # samples: a match with a shorter step has converged
 BLURRED = 0.35  # log ratio of gradient energies above which one image counts as blurred more
 SHARPER = 0.85  # ratio of deviations, with and without equal sharpness, below which the former is kept
 MAX_BLUR = 8.0  # samples: maximum deviation of the added blur
-EDGE = 0.02  # ratio of eigenvalues of the Hessian below which the weaker direction has no structure
 
 
 @dataclass(frozen=True)
@@ -124,9 +119,10 @@ def align_points(
         work.run(levels)
         sharpness = work.sharpness()
         if abs(sharpness) > BLURRED:
-            again = begun(*_equally_sharp(gray0, gray1, work, sharpness > 0, begun))
-            again.run(levels)
-            if torch.isnan(work.deviation).all() or torch.nanmedian(again.deviation / work.deviation) < SHARPER:
+            images, blur = _equally_sharp(gray0, gray1, work, sharpness > 0, begun)
+            again = begun(*images)
+            again.run(levels, blur)
+            if torch.isnan(work.deviation).all() or torch.nanmedian(again.plain / work.deviation) < SHARPER:
                 work = again
         shift, deviations, correlations = (x.cpu().numpy() for x in (work.shift, work.deviation, work.correlation))
     return Aligned(start0, start1 + shift, deviations, correlations)
@@ -134,8 +130,11 @@ def align_points(
 
 def _equally_sharp(
     gray0: np.ndarray, gray1: np.ndarray, work: _Work, first: bool, begun: Callable[[np.ndarray, np.ndarray], _Work]
-) -> List[np.ndarray]:
-    """Blur the sharper image until patches of both have the same gradient energy. first: image 0 is the sharper one."""
+) -> Tuple[List[np.ndarray], float]:
+    """Blur the sharper image until patches of both have the same gradient energy. first: image 0 is the sharper one.
+
+    Returns both images, and the deviation of the added blur in samples.
+    """
     pixel = float((work.frame0[:, 0, 0] if first else work.step1).median())  # of a sample, in the image to be blurred
 
     def blurred(deviation: float) -> List[np.ndarray]:
@@ -147,14 +146,15 @@ def _equally_sharp(
         middle = (least + most) / 2
         still = begun(*blurred(middle)).sharpness()
         least, most = (middle, most) if (still > 0) == first else (least, middle)
-    return blurred((least + most) / 2)
+    middle = (least + most) / 2
+    return blurred(middle), middle
 
 
 class _Pyramid:
     """Levels of an image, each half as large as the previous one, stacked vertically in one float32 picture."""
 
     def __init__(self, gray: np.ndarray, levels: int, device: Union[str, torch.device]) -> None:
-        pictures = [cv2.GaussianBlur(gray.astype(np.float32), (0, 0), SMOOTHING_PX)]
+        pictures = [cv2.GaussianBlur(gray.astype(np.float32), (0, 0), patches.SMOOTHING_PX)]
         for _ in range(levels):
             pictures.append(cv2.pyrDown(pictures[-1]))
         sizes = np.array([picture.shape[::-1] for picture in pictures])
@@ -190,7 +190,10 @@ class _Pyramid:
 
 
 class _Work:
-    """State of K matches: shift (K, 2) in px of image 1; deviation and correlation (K,), NaN where unknown."""
+    """State of K matches: shift (K, 2) in px of image 1; deviation and correlation (K,), NaN where unknown.
+
+    plain: the deviation without regard to added blur.
+    """
 
     def __init__(self, gray0, gray1, points0, points1, maps, settings: Settings, device) -> None:
         self.settings, self.device = settings, device
@@ -215,10 +218,16 @@ class _Work:
         self.pyramid0, self.pyramid1 = (_Pyramid(gray, levels, device) for gray in (gray0, gray1))
         self.shift = torch.zeros_like(self.points1)
         self.deviation = torch.full_like(self.step1, float("nan"))
+        self.plain = torch.full_like(self.step1, float("nan"))
         self.correlation = torch.full_like(self.step1, float("nan"))
+        self.blur = 0.0
 
-    def run(self, coarsest: Tensor) -> None:
-        """Align each match from its coarsest level (K,) to the finest; retry failures from one level up."""
+    def run(self, coarsest: Tensor, blur: float = 0.0) -> None:
+        """Align each match from its coarsest level (K,) to the finest; retry failures from one level up.
+
+        blur: deviation of the blur that was added to one image, in samples of the finest level.
+        """
+        self.blur = blur
         for level in range(COARSER, -1, -1):
             self._align(level, coarsest >= level)
         again = torch.isnan(self.deviation) & (coarsest == 0)
@@ -231,12 +240,16 @@ class _Work:
         Uses SIFT's positions, which are accurate enough. 0 without patches inside both images.
         """
         level0, level1 = self.octaves.round().long()
-        offsets, weight = _patch(self.settings, self.device)
+        offsets, weight = patches.patch(self.settings, self.device)
         at0 = self.points0[:, None] + offsets @ self.frame0.transpose(1, 2)
         at1 = self.points1[:, None] + offsets @ self.frame1.transpose(1, 2)
-        inside = self.pyramid0.holds(_corners(at0), level0) & self.pyramid1.holds(_corners(at1), level1) & self.usable
-        energy0 = _energy(self.pyramid0.read(self.pyramid0.grid(at0, level0)), weight)
-        energy1 = _energy(self.pyramid1.read(self.pyramid1.grid(at1, level1)), weight)
+        inside = (
+            self.pyramid0.holds(patches.corners(at0), level0)
+            & self.pyramid1.holds(patches.corners(at1), level1)
+            & self.usable
+        )
+        energy0 = patches.energy(self.pyramid0.read(self.pyramid0.grid(at0, level0)), weight)
+        energy1 = patches.energy(self.pyramid1.read(self.pyramid1.grid(at1, level1)), weight)
         ratios = torch.log(energy0 / energy1)[inside & (energy0 > 0) & (energy1 > 0)]
         return float(ratios.median()) if len(ratios) else 0.0
 
@@ -247,19 +260,20 @@ class _Work:
             return
         limits, new = self.settings, self._descend(level, rows)
         good = (new.correlation > limits.correlation) & (new.moved < limits.farthest) & (new.deviation < limits.edge)
-        deviation = new.deviation * self.step1[rows] * float(2**level)
+        sample = self.step1[rows] * float(2**level)
         unset = torch.isnan(self.deviation[rows])
         self.correlation[rows] = torch.where(good | unset, new.correlation, self.correlation[rows])
-        self.deviation[rows] = torch.where(good, deviation, self.deviation[rows])
+        self.plain[rows] = torch.where(good, new.deviation * sample, self.plain[rows])
+        self.deviation[rows] = torch.where(good, new.blurred * sample, self.deviation[rows])
         self.shift[rows] = torch.where(good[:, None], new.shift, self.shift[rows])
 
     def _descend(self, level: int, rows: Tensor) -> _Descent:
         level0, level1 = (self.octaves[:, rows] + level).round().long()
         frame0, frame1 = self.frame0[rows] * 2.0**level, self.frame1[rows] * 2.0**level
-        offsets, weight = _patch(self.settings, self.device)
+        offsets, weight = patches.patch(self.settings, self.device)
         at0 = self.points0[rows][:, None] + offsets @ frame0.transpose(1, 2)
-        inside = self.pyramid0.holds(_corners(at0), level0)
-        template = _Template(self.pyramid0.read(self.pyramid0.grid(at0, level0)), weight)
+        inside = self.pyramid0.holds(patches.corners(at0), level0)
+        template = patches.Template(self.pyramid0.read(self.pyramid0.grid(at0, level0)), weight)
         start = self.points1[rows] + self.shift[rows]
         at1 = start[:, None] + offsets[template.inner] @ frame1.transpose(1, 2)
         grid1, unit1 = self.pyramid1.grid(at1, level1), self.pyramid1.unit[level1]
@@ -279,112 +293,21 @@ class _Work:
                 break
         shift = (frame1 @ moved[..., None])[..., 0]
         _, correlation = template.step(self.pyramid1.read(grid1 + (shift * unit1)[:, None]))
-        inside &= self.pyramid1.holds(_corners(at1) + shift[:, None], level1)
+        inside &= self.pyramid1.holds(patches.corners(at1) + shift[:, None], level1)
         correlation = torch.where(inside, correlation, torch.full_like(correlation, float("nan")))
-        return _Descent(self.shift[rows] + shift, moved.norm(dim=1), template.deviation(correlation), correlation)
+        deviations = (template.deviation(correlation, blur) for blur in (0.0, self.blur / 2.0**level))
+        return _Descent(self.shift[rows] + shift, moved.norm(dim=1), *deviations, correlation)
 
 
 class _Descent(NamedTuple):
     """Alignment of n matches on one level.
 
-    shift: (n, 2) px of image 1, from SIFT's position. moved: (n,) samples of this level. deviation: (n,) of the same
-    unit. correlation: (n,), NaN outside the image or without structure.
+    shift: (n, 2) px of image 1, from SIFT's position. moved: (n,) samples of this level. deviation, blurred: (n,) of
+    the same unit, without and with regard to added blur. correlation: (n,), NaN outside the image or without structure.
     """
 
     shift: Tensor
     moved: Tensor
     deviation: Tensor
+    blurred: Tensor
     correlation: Tensor
-
-
-class _Template:
-    """Patches of image 0, prepared for Gauss-Newton.
-
-    Samples are normalized to weighted mean 0 and deviation 1. Gain and offset are projected out of the gradient, so
-    that the shift is solved for jointly with both.
-    """
-
-    def __init__(self, samples: Tensor, weight: Tensor) -> None:
-        """samples: (n, s s) with a margin of one sample; weight: ((s - 2)^2,) of the inner samples, with sum 1."""
-        side = round(samples.shape[1] ** 0.5)
-        numbers = torch.arange(side * side, device=samples.device).view(side, side)
-        self.inner, self.weight = numbers[1:-1, 1:-1].reshape(-1), weight
-        inner, x, y = _inner_and_gradient(samples)
-        self.mean = samples.mean(1, keepdim=True)
-        centred = inner - self.mean
-        centred = centred - (centred @ weight)[:, None]
-        self.spread = ((centred**2) @ weight).sqrt()
-        template = centred / self.spread.clamp(min=FLAT)[:, None]
-        gradient = torch.stack([x, y], 1) / self.spread.clamp(min=FLAT)[:, None, None]
-        gradient = gradient - (gradient @ weight)[..., None]
-        gradient = gradient - (gradient @ (template * weight)[..., None]) * template[:, None]
-        weighted = gradient * weight
-        self.inverse, self.unknown = _inverse(weighted @ gradient.transpose(1, 2))
-        self.scatter = self.inverse @ (weighted @ weighted.transpose(1, 2)) @ self.inverse
-        plain = weight.expand_as(template)[:, None]
-        self.rows = torch.cat([weighted, (template * weight)[:, None], plain], 1)  # (n, 4, s s)
-
-    def only(self, chosen: Tensor) -> _Template:
-        """The chosen patches (n,) bool, for `step` only."""
-        part = copy.copy(self)
-        part.mean, part.spread, part.inverse, part.rows = (
-            values[chosen] for values in (self.mean, self.spread, self.inverse, self.rows)
-        )
-        return part
-
-    def step(self, samples: Tensor) -> Tuple[Tensor, Tensor]:
-        """For samples of image 1 (n, s s): the shift (n, 2) to undo, and the correlation (n,) with the template."""
-        samples = samples - self.mean
-        sums = (self.rows @ samples[..., None])[..., 0]
-        spread = ((samples**2) @ self.weight - sums[:, 3] ** 2).clamp(min=0).sqrt()
-        flat = (spread < FLAT) | (self.spread < FLAT)
-        spread = spread.clamp(min=FLAT)
-        correlation = torch.where(flat, torch.full_like(spread, float("nan")), sums[:, 2] / spread)
-        return (self.inverse @ (sums[:, :2] / spread[:, None])[..., None])[..., 0], correlation
-
-    def deviation(self, correlation: Tensor) -> Tensor:
-        """(n,) standard deviation of the shift along each axis, in samples, from the residual."""
-        residual = (2.0 - 2.0 * correlation).clamp(min=0)  # weighted mean square of the difference
-        trace = self.scatter.diagonal(dim1=1, dim2=2).sum(1)
-        # along an edge, only SIFT's position is known
-        return ((CORRELATED * residual * trace + geometry.SCATTER_PX**2 * self.unknown) / 2).sqrt()
-
-
-def _patch(settings: Settings, device) -> Tuple[Tensor, Tensor]:
-    """Offsets ((2 radius + 3)^2, 2) of samples with a margin of one; weights of the inner samples, with sum 1."""
-    line = torch.arange(-settings.radius - 1, settings.radius + 2, device=device, dtype=torch.float32)
-    columns = line[None].expand(len(line), len(line))
-    inner = torch.exp(-0.5 * (line[1:-1] / settings.weight) ** 2)
-    weight = (inner[:, None] * inner).reshape(-1)
-    return torch.stack([columns.reshape(-1), columns.t().reshape(-1)], 1), weight / weight.sum()
-
-
-def _inner_and_gradient(samples: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-    """Inner samples (n, (s - 2)^2) of patches (n, s s) with a margin of one, and their gradients in x and y."""
-    side = round(samples.shape[1] ** 0.5)
-    square = samples.view(-1, side, side)
-    x = (square[:, 1:-1, 2:] - square[:, 1:-1, :-2]).flatten(1) / 2
-    y = (square[:, 2:, 1:-1] - square[:, :-2, 1:-1]).flatten(1) / 2
-    return square[:, 1:-1, 1:-1].flatten(1), x, y
-
-
-def _energy(samples: Tensor, weight: Tensor) -> Tensor:
-    """(n,) gradient energy over variance of patches (n, s s) with a margin of one sample; 0 for flat patches."""
-    inner, x, y = _inner_and_gradient(samples)
-    variance = (inner**2) @ weight - (inner @ weight) ** 2
-    flat = variance < FLAT**2
-    return torch.where(flat, torch.zeros_like(variance), ((x**2 + y**2) @ weight) / variance.clamp(min=FLAT**2))
-
-
-def _corners(points: Tensor) -> Tensor:
-    """(n, 4, 2) corners of the points (n, s s, 2) of a patch."""
-    side = round(points.shape[1] ** 0.5)
-    return points[:, [0, side - 1, side * (side - 1), side * side - 1]]
-
-
-def _inverse(hessian: Tensor) -> Tuple[Tensor, Tensor]:
-    """(n, 2, 2) inverse except for directions without structure, and the number of these (n,)."""
-    values, vectors = torch.linalg.eigh(hessian)
-    kept = values > (EDGE * values[:, 1:]).clamp(min=1e-6)
-    inverse = torch.where(kept, 1.0 / values.clamp(min=1e-6), torch.zeros_like(values))
-    return (vectors * inverse[:, None]) @ vectors.transpose(1, 2), (~kept).sum(1)

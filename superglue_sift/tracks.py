@@ -3,7 +3,8 @@
 Alignment gives a keypoint a different position in each pair; a reconstruction needs one. As in Dusmanu et al. 2020
 (arXiv 2003.08348), all positions are solved for together: alignment of a match (a, b) places the point at a at a
 distance d from b. With A the local affine map from a's image to b's, corrections x of both must satisfy
-d + A x_a = x_b, weighted by the deviation of the match, and each x is small, weighted by SIFT's scatter.
+d + A x_a = x_b, weighted by the deviation of the match, and each x is small, weighted by SIFT's scatter. Lengths are
+those of images of SIDE_PX, as SIFT's scatter grows with larger ones.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from typing import Iterable, List, Sequence, Tuple
 
 import numpy as np
 
-from superglue_sift.geometry import SCATTER_PX
+from superglue_sift.geometry import SCATTER_PX, unit_of
 from superglue_sift.local_maps import MIN_AGREEING, nearest_affine
 from superglue_sift.match_result import MatchResult
 
+SIDE_PX = 1600  # longer side to which photographs of a scene are reduced (`scenes.RESIZE`)
 DIRECT = 500_000  # maximum number of keypoints for a direct solver
 ROUNDS = 4  # of reweighting, which reduces the weight of equations that others contradict
 MIN_DEVIATION_PX = 0.03  # smaller deviations of alignments are raised to this
@@ -32,25 +34,31 @@ def refine_tracks(keypoints: Sequence[np.ndarray], pairs: Iterable[Tuple[int, in
     Returns (N, 2) float32 px for each image; keypoints without an aligned match are unchanged.
     """
     starts = np.concatenate([[0], np.cumsum([len(points) for points in keypoints])]).astype(np.int64)
-    systems = [_equations(starts[i], starts[j], result) for i, j, result in pairs if result.deviations is not None]
+    systems, units = [], np.ones(len(keypoints))
+    for i, j, result in pairs:
+        if result.deviations is not None:
+            units[[i, j]] = unit_of(result.size0, SIDE_PX), unit_of(result.size1, SIDE_PX)
+            systems.append(_equations(starts[i], starts[j], result, units[i], units[j]))
     positions = [np.asarray(points, np.float64).reshape(-1, 2) for points in keypoints]
     if sum(len(system[0]) for system in systems):
         corrections = _solve(int(starts[-1]), *(np.concatenate(part) for part in zip(*systems)))
-        positions = [points + corrections[a:b] for points, a, b in zip(positions, starts, starts[1:])]
+        moves = [unit * corrections[a:b] for unit, a, b in zip(units, starts, starts[1:])]
+        positions = [points + move for points, move in zip(positions, moves)]
     return [points.astype(np.float32) for points in positions]
 
 
-def _equations(start0: int, start1: int, result: MatchResult) -> Tuple[np.ndarray, ...]:
-    """For aligned matches: indices of both keypoints (n,), map (n, 2, 2), shift (n, 2) px, deviation (n,) px."""
+def _equations(start0: int, start1: int, result: MatchResult, unit0: float, unit1: float) -> Tuple[np.ndarray, ...]:
+    """For aligned matches: indices of both keypoints (n,), map (n, 2, 2), shift (n, 2) and deviation (n,) in units."""
     deviations = np.asarray(result.deviations)
     aligned = np.isfinite(deviations)
     if aligned.sum() < MIN_AGREEING:
         aligned[:] = False
     index0, index1 = result.matches[aligned].T
-    p, q = result.points0[aligned].astype(np.float64), result.points1[aligned].astype(np.float64)
+    p, q = result.points0[aligned].astype(np.float64) / unit0, result.points1[aligned].astype(np.float64) / unit1
+    before0, before1 = result.keypoints0[index0] / unit0, result.keypoints1[index1] / unit1
     maps = nearest_affine(p, q, np.ones(len(p), bool)) if len(p) else np.zeros((0, 2, 2))
-    shift = q - result.keypoints1[index1] - np.einsum("nij,nj->ni", maps, p - result.keypoints0[index0])
-    return start0 + index0, start1 + index1, maps, shift, np.maximum(deviations[aligned], MIN_DEVIATION_PX)
+    shift = q - before1 - np.einsum("nij,nj->ni", maps, p - before0)
+    return start0 + index0, start1 + index1, maps, shift, np.maximum(deviations[aligned] / unit1, MIN_DEVIATION_PX)
 
 
 def _solve(

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from superglue_sift import geometry, local_maps, refine
+from superglue_sift import Matcher, geometry, local_maps, refine
 from superglue_sift.features import Features
 from superglue_sift.match_result import MatchResult
 from superglue_sift.sift import KEYPOINT
@@ -123,6 +123,42 @@ def test_the_deviation_is_the_size_of_the_error():
     aligned = np.isfinite(found.deviations)
     ratio = np.sqrt((errors(found, TURN)[aligned] ** 2).mean() / 2) / found.deviations[aligned].mean()
     assert 0.5 < ratio < 2.0
+
+
+@pytest.mark.parametrize("blur", [1, 2, 3, 4])
+def test_the_deviation_is_the_size_of_the_error_under_blur(blur):
+    rng = np.random.default_rng(5)
+    _, _, records = scattered(TURN, 250)
+    images = [np.clip(texture(H) + rng.normal(0, 3, SIZE[::-1]), 0, 255) for H in (np.eye(3), TURN)]
+    images[1] = cv2.GaussianBlur(images[1], (0, 0), blur)
+    images = [image.astype(np.uint8) for image in images]
+    assert 1 / 1.7 < calibration(images, records, TURN) < 1.7
+
+
+@pytest.mark.parametrize("blur", [2, 3, 4])
+def test_the_deviation_is_the_size_of_the_error_between_blurred_photographs(shared_data, blur):
+    """With the keypoints of the matcher, which finds large ones alone in a blurred photograph."""
+    turn = np.array([[0.92, -0.16, 40], [0.14, 0.9, -12], [1e-4, -5e-5, 1]])
+    matcher = Matcher.load(device="cpu")
+    ratios = []
+    for path in sorted((shared_data / "coco" / "val").glob("*.jpg"))[:3]:
+        image = cv2.imread(str(path), cv2.IMREAD_GRAYSCALE)
+        view = cv2.warpPerspective(image, turn, image.shape[::-1], flags=cv2.INTER_CUBIC)
+        found = matcher.match(image, cv2.GaussianBlur(view, (0, 0), blur))
+        off = np.linalg.norm(geometry.transform(found.aligned0.astype(float), turn) - found.aligned1, axis=1)
+        ratios.append((off / found.deviations)[np.isfinite(found.deviations) & (off < 3)])
+    assert 1 / 1.7 < np.median(np.concatenate(ratios)) / RAYLEIGH < 1.7
+
+
+RAYLEIGH = np.sqrt(2 * np.log(2))  # median length of an error with deviation 1 along each axis
+
+
+def calibration(images, records, H: np.ndarray) -> float:
+    """Median error of aligned matches over their deviations; 1 where the deviations are right."""
+    found = refine.align(*images, *records)
+    aligned = np.isfinite(found.deviations)
+    assert aligned.mean() > 0.9
+    return float(np.median(errors(found, H)[aligned] / found.deviations[aligned]) / RAYLEIGH)
 
 
 @functools.lru_cache(maxsize=1)
@@ -262,6 +298,21 @@ def test_positions_of_a_track_agree_after_refinement():
     assert [one.dtype for one in refined] == [np.float32] * 3
     away = [np.linalg.norm(p - q, axis=1).mean() for p, q in zip(refined, truth)]
     assert np.mean(away) < 0.45  # the mean of three: 0.63 px / sqrt(3)
+
+
+def test_tracks_of_photographs_three_times_as_large_are_the_same():
+    rng = np.random.default_rng(0)
+    points = rng.uniform(0, 1200, (80, 2))
+    keypoints = [(geometry.transform(points, H) + rng.normal(0, 0.5, points.shape)) for H in (np.eye(3), SHIFT)]
+    enlarge = np.diag([3.0, 3.0, 1.0])
+    refined = []
+    for unit, H in ((1, SHIFT), (3, geometry.compose(enlarge, SHIFT, np.linalg.inv(enlarge)))):
+        sides = [(unit * side).astype(np.float32) for side in keypoints]
+        size = (1600 * unit, 1200 * unit)
+        found = result(*sides, H, 0.05 * unit)._replace(size0=size, size1=size)
+        refined.append([side / unit for side in refine_tracks(sides, [(0, 1, found)])])
+    for one, other in zip(*refined):
+        np.testing.assert_allclose(one, other, atol=2e-3)
 
 
 def test_tracks_without_alignment_stay_as_they_are():

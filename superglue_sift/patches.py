@@ -1,0 +1,127 @@
+"""Square patches of an image, and the shift that aligns one with another (`refine`): gradients, Hessian, deviation."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Tuple
+
+import torch
+from torch import Tensor
+
+from superglue_sift import geometry
+
+SMOOTHING_PX = 0.7  # Gaussian blur of images before they are sampled
+CORRELATED = 6.0  # samples of a smoothed image per independent one
+FLAT = 0.5  # standard deviation, gray levels, below which a patch has no structure
+EDGE = 0.02  # ratio of eigenvalues of the Hessian below which the weaker direction has no structure
+
+
+class Template:
+    """Patches of image 0, prepared for Gauss-Newton.
+
+    Samples are normalized to weighted mean 0 and deviation 1. Gain and offset are projected out of the gradient, so
+    that the shift is solved for jointly with both.
+    """
+
+    def __init__(self, samples: Tensor, weight: Tensor) -> None:
+        """samples: (n, s s) with a margin of one sample; weight: ((s - 2)^2,) of the inner samples, with sum 1."""
+        side = round(samples.shape[1] ** 0.5)
+        numbers = torch.arange(side * side, device=samples.device).view(side, side)
+        self.inner, self.weight = numbers[1:-1, 1:-1].reshape(-1), weight
+        inner, x, y = inner_and_gradient(samples)
+        self.mean = samples.mean(1, keepdim=True)
+        centred = inner - self.mean
+        centred = centred - (centred @ weight)[:, None]
+        self.spread = ((centred**2) @ weight).sqrt()
+        template = centred / self.spread.clamp(min=FLAT)[:, None]
+        gradient = torch.stack([x, y], 1) / self.spread.clamp(min=FLAT)[:, None, None]
+        gradient = gradient - (gradient @ weight)[..., None]
+        gradient = gradient - (gradient @ (template * weight)[..., None]) * template[:, None]
+        weighted = gradient * weight
+        self.inverse, self.unknown = _inverse(weighted @ gradient.transpose(1, 2))
+        plain = weight.expand_as(template)[:, None]
+        self.rows = torch.cat([weighted, (template * weight)[:, None], plain], 1)  # (n, 4, s s)
+
+    def only(self, chosen: Tensor) -> Template:
+        """The chosen patches (n,) bool, for `step` only."""
+        part = copy.copy(self)
+        part.mean, part.spread, part.inverse, part.rows = (
+            values[chosen] for values in (self.mean, self.spread, self.inverse, self.rows)
+        )
+        return part
+
+    def step(self, samples: Tensor) -> Tuple[Tensor, Tensor]:
+        """For samples of image 1 (n, s s): the shift (n, 2) to undo, and the correlation (n,) with the template."""
+        samples = samples - self.mean
+        sums = (self.rows @ samples[..., None])[..., 0]
+        spread = ((samples**2) @ self.weight - sums[:, 3] ** 2).clamp(min=0).sqrt()
+        flat = (spread < FLAT) | (self.spread < FLAT)
+        spread = spread.clamp(min=FLAT)
+        correlation = torch.where(flat, torch.full_like(spread, float("nan")), sums[:, 2] / spread)
+        return (self.inverse @ (sums[:, :2] / spread[:, None])[..., None])[..., 0], correlation
+
+    def deviation(self, correlation: Tensor, blur: float = 0.0) -> Tensor:
+        """(n,) standard deviation of the shift along each axis, in samples, from the residual.
+
+        blur: added to one image, in samples. The residuals of two samples at a distance d correlate by
+        exp(-d^2 / (4 s^2)), s the deviation of all smoothing, and the covariance sums over all pairs of samples. What
+        they have in common in the whole patch is not in the residual, as its mean was made 0. Without added blur, the
+        covariance is CORRELATED times that of independent samples.
+        """
+        residual = (2.0 - 2.0 * correlation).clamp(min=0)  # weighted mean square of the difference
+        weighted = self.rows[:, :2]
+        smoothed, factor = weighted, CORRELATED
+        if blur:
+            side = round(weighted.shape[2] ** 0.5)
+            line = torch.arange(side, device=weighted.device, dtype=weighted.dtype)
+            alike = torch.exp(-((line[:, None] - line) ** 2) / (4 * (SMOOTHING_PX**2 + blur**2)))
+            smoothed = (alike @ weighted.view(-1, 2, side, side) @ alike).flatten(2)
+            weight = self.weight.view(side, side)
+            factor = 1.0 / (1.0 - float((weight * (alike @ weight @ alike)).sum()))
+        scatter = self.inverse @ (weighted @ smoothed.transpose(1, 2)) @ self.inverse
+        trace = scatter.diagonal(dim1=1, dim2=2).sum(1)
+        # along an edge, only SIFT's position is known
+        return ((factor * residual * trace + geometry.SCATTER_PX**2 * self.unknown) / 2).sqrt()
+
+
+def patch(settings: Any, device) -> Tuple[Tensor, Tensor]:
+    """Offsets ((2 radius + 3)^2, 2) of samples with a margin of one; weights of the inner samples, with sum 1.
+
+    settings: `refine.Settings`.
+    """
+    line = torch.arange(-settings.radius - 1, settings.radius + 2, device=device, dtype=torch.float32)
+    columns = line[None].expand(len(line), len(line))
+    inner = torch.exp(-0.5 * (line[1:-1] / settings.weight) ** 2)
+    weight = (inner[:, None] * inner).reshape(-1)
+    return torch.stack([columns.reshape(-1), columns.t().reshape(-1)], 1), weight / weight.sum()
+
+
+def inner_and_gradient(samples: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    """Inner samples (n, (s - 2)^2) of patches (n, s s) with a margin of one, and their gradients in x and y."""
+    side = round(samples.shape[1] ** 0.5)
+    square = samples.view(-1, side, side)
+    x = (square[:, 1:-1, 2:] - square[:, 1:-1, :-2]).flatten(1) / 2
+    y = (square[:, 2:, 1:-1] - square[:, :-2, 1:-1]).flatten(1) / 2
+    return square[:, 1:-1, 1:-1].flatten(1), x, y
+
+
+def energy(samples: Tensor, weight: Tensor) -> Tensor:
+    """(n,) gradient energy over variance of patches (n, s s) with a margin of one sample; 0 for flat patches."""
+    inner, x, y = inner_and_gradient(samples)
+    variance = (inner**2) @ weight - (inner @ weight) ** 2
+    flat = variance < FLAT**2
+    return torch.where(flat, torch.zeros_like(variance), ((x**2 + y**2) @ weight) / variance.clamp(min=FLAT**2))
+
+
+def corners(points: Tensor) -> Tensor:
+    """(n, 4, 2) corners of the points (n, s s, 2) of a patch."""
+    side = round(points.shape[1] ** 0.5)
+    return points[:, [0, side - 1, side * (side - 1), side * side - 1]]
+
+
+def _inverse(hessian: Tensor) -> Tuple[Tensor, Tensor]:
+    """(n, 2, 2) inverse except for directions without structure, and the number of these (n,)."""
+    values, vectors = torch.linalg.eigh(hessian)
+    kept = values > (EDGE * values[:, 1:]).clamp(min=1e-6)
+    inverse = torch.where(kept, 1.0 / values.clamp(min=1e-6), torch.zeros_like(values))
+    return (vectors * inverse[:, None]) @ vectors.transpose(1, 2), (~kept).sum(1)
