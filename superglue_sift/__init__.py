@@ -14,8 +14,8 @@ use. `pipeline` trains the models. In reading order:
     extractors, descriptors       other features and the kinds of their descriptors; opencv_features: two examples
     superglue                     the network, with attention, normalization, sinkhorn (optimal transport), pair_inputs
     geometry, truth               homographies; which keypoints correspond
-    refine, local_maps, tracks    positions of matches to a fraction of a pixel
-    scenes, classical             photographs of one place: which pairs are accepted, all keypoints matched
+    refine, patches, local_maps, tracks    positions of matches to a fraction of a pixel
+    scenes, classical, stamps     photographs of one place: which pairs are accepted, all keypoints matched
     weights                       model files
     apps/                         the command line, folders of photographs, the page in the browser
     interop/                      COLMAP, hloc, OpenCV, LightGlue

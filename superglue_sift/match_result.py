@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 import numpy as np
 
-from superglue_sift import drawing, geometry, refine
+from superglue_sift import drawing, geometry, refine, stamps
 from superglue_sift.errors import RequestError
 from superglue_sift.features import Features, Image, photo_of
 from superglue_sift.images import UPRIGHT, Photo
@@ -14,6 +14,7 @@ from superglue_sift.images import UPRIGHT, Photo
 FIT_NAMES = {"homography": "homography", "fundamental": "fundamental matrix"}  # keys of `fits`
 INLIER_PX = 3.0  # distance up to which a match fits a homography or an epipolar line
 POSE_PX = 1.0  # the same for an essential matrix
+Fitted = TypeVar("Fitted", geometry.Fit, geometry.Pose)
 
 
 class MatchResult(NamedTuple):
@@ -114,19 +115,33 @@ class MatchResult(NamedTuple):
         """False if a pair of a scene was rejected."""
         return self.pair_score is None or len(self.matches) > 0
 
+    def stamped(self) -> np.ndarray:
+        """(K,) bool: matches of a date bar, a logo or a watermark of both images (`stamps`); no geometry uses them."""
+        sides = (self.points0, self.points1, self.keypoints0, self.keypoints1)
+        return stamps.find_stamps(*sides, self.size0, self.size1)
+
     def homography(self, threshold_px: float = INLIER_PX) -> geometry.Fit:
         """Robust homography from pixels of image 0 to image 1; its model is None for fewer than four matches.
 
-        threshold_px: distance in image 1 up to which a match is an inlier. See `geometry.homography_with_inliers`.
+        None, too, where matches only fit a mirror image. threshold_px: distance in image 1 up to which a match is an
+        inlier. See `geometry.homography_with_inliers`.
         """
-        return geometry.homography_with_inliers(self.points0, self.points1, threshold_px, self.deviations)
+        return self._fit(lambda r: geometry.homography_with_inliers(r.points0, r.points1, threshold_px, r.deviations))
 
     def fundamental(self, threshold_px: float = INLIER_PX) -> geometry.Fit:
         """Robust fundamental matrix F, x1^T F x0 = 0; its model is None for fewer than eight matches.
 
         threshold_px: distance from epipolar lines. See `geometry.fundamental_with_inliers`.
         """
-        return geometry.fundamental_with_inliers(self.points0, self.points1, threshold_px)
+        return self._fit(lambda r: geometry.fundamental_with_inliers(r.points0, r.points1, threshold_px))
+
+    def _fit(self, fit: Callable[[MatchResult], Fitted]) -> Fitted:
+        """`fit` of the matches that lie on no stamp; the others are outliers."""
+        kept = ~self.stamped()
+        found = fit(self.only(kept))
+        inliers = np.zeros(len(kept), bool)
+        inliers[kept] = found.inliers
+        return found._replace(inliers=inliers)
 
     def fits(self) -> Dict[str, geometry.Fit]:
         """The robust homography and fundamental matrix, by name."""
@@ -138,7 +153,7 @@ class MatchResult(NamedTuple):
         threshold_px: inlier distance, in pixels of the mean focal length. Raises ValueError for intrinsics of another
         shape. See `geometry.relative_pose`.
         """
-        return geometry.relative_pose(self.points0, self.points1, K0, K1, threshold_px, self.deviations)
+        return self._fit(lambda r: geometry.relative_pose(r.points0, r.points1, K0, K1, threshold_px, r.deviations))
 
     def show(self, image0: Optional[Image] = None, image1: Optional[Image] = None) -> drawing.Picture:
         """Draw the matches (`drawing`); a notebook shows the picture, `.save("matches.png")` writes it.

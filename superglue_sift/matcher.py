@@ -264,42 +264,53 @@ class Matcher:
     def _match(self, sides: Sequence[Tuple[Features, Features]], aligned: bool) -> List[MatchResult]:
         for pair in sides:
             check_features(self.model.config, *pair)
-        pairs = [Pair(a.records[self._seen(a)], b.records[self._seen(b)], a.size, b.size) for a, b in sides]
-        likely = [self._likely(*pair) for pair in sides]
-        chosen = [pair for pair, is_likely in zip(pairs, likely) if is_likely]
-        with self._turn:
-            matches = iter(match_pairs(self.model, chosen, self.device) if chosen else [])
-        results = [self._result(*pair, next(matches) if is_likely else None) for pair, is_likely in zip(sides, likely)]
+        if self.rules is not None:
+            results = self._match_scene(sides, self.rules)
+        else:
+            answers = self._ask([Pair(a.records, b.records, a.size, b.size) for a, b in sides])
+            results = [
+                MatchResult.of(*pair, *answer.above(self.threshold))._replace(threshold=self.threshold)
+                for pair, answer in zip(sides, answers)
+            ]
         return [result.align(*pair, self.device) if aligned else result for result, pair in zip(results, sides)]
 
-    def _seen(self, side: Features) -> Union[slice, np.ndarray]:
-        """Indices of the keypoints that the network sees: all; in a scene, the strongest."""
-        if self.rules is None:
-            return slice(None)
-        return scenes.strongest(side.records, self.rules.network_keypoints)
+    def _ask(self, pairs: Sequence[Pair]) -> List[PairMatches]:
+        with self._turn:
+            return match_pairs(self.model, pairs, self.device) if pairs else []
 
-    def _likely(self, side0: Features, side1: Features) -> bool:
-        """Whether the network is run: in a scene, only if the classical matcher finds something in common."""
-        if self.rules is None or not self.rules.likely:
-            return True
-        few = [side.records[scenes.strongest(side.records, scenes.LIKELY_KEYPOINTS)] for side in (side0, side1)]
-        both = (scenes.side_of(few[0], side0.size, self.resize), scenes.side_of(few[1], side1.size, self.resize))
-        return scenes.agreeing(both) >= self.rules.likely
+    def _match_scene(self, sides: Sequence[Tuple[Features, Features]], rules: scenes.Rules) -> List[MatchResult]:
+        """Run the network only on pairs in which the classical matcher finds something in common."""
+        screened = [scenes.screen(*pair, self.resize) for pair in sides]
+        likely = [each.agreeing >= rules.likely for each in screened]
+        asked = []
+        for each, is_likely in zip(screened, likely):
+            if is_likely:
+                one, other = (side.records[: rules.network_keypoints] for side in each.sides)
+                asked.append(Pair(one, other, each.sides[0].size, each.sides[1].size))
+        answers = iter(self._ask(asked))
+        return [
+            self._fill(pair, each, next(answers) if is_likely else None, rules)
+            for pair, each, is_likely in zip(sides, screened, likely)
+        ]
 
-    def _result(self, side0: Features, side1: Features, answer: Optional[PairMatches]) -> MatchResult:
-        """The result of a pair. answer: the network's matches of the keypoints it saw; None if it was not run."""
+    def _fill(
+        self,
+        pair: Tuple[Features, Features],
+        screened: scenes.Screened,
+        answer: Optional[PairMatches],
+        rules: scenes.Rules,
+    ) -> MatchResult:
+        """The result of a pair of a scene. answer: matches of the strongest keypoints; None if they were not asked."""
         if answer is None:
-            nothing = MatchResult.of(side0, side1, np.empty((0, 2), np.int64), np.empty(0, np.float32))
+            nothing = MatchResult.of(*pair, np.empty((0, 2), np.int64), np.empty(0, np.float32))
             return nothing._replace(pair_score=0)
-        if self.rules is None:
-            return MatchResult.of(side0, side1, *answer.above(self.threshold))._replace(threshold=self.threshold)
-        seen = MatchResult.of(side0, side1, *answer.above(0.0))
-        columns = [np.arange(len(s.records))[self._seen(s)][index] for s, index in zip((side0, side1), seen.matches.T)]
-        both = [scenes.side_of(side.records, side.size, self.resize) for side in (side0, side1)]
-        matches, scores, score = scenes.filled(
-            np.stack(columns, axis=1), seen.scores, self.threshold, (both[0], both[1]), self.rules
-        )
-        return seen._replace(matches=matches, scores=scores, pair_score=score)
+        seen = MatchResult.of(*screened.sides, *answer.above(0.0))
+        seen = seen.only(~seen.stamped())
+        one, other = (scenes.side_of(side.records, side.size, self.resize) for side in screened.sides)
+        found = scenes.filled(seen.matches, seen.scores, self.threshold, (one, other), rules)
+        matches = np.stack([kept[index] for kept, index in zip(screened.kept, found.matches.T)], axis=1)
+        order = np.argsort(matches[:, 0])
+        return MatchResult.of(*pair, matches[order], found.scores[order])._replace(pair_score=found.score)
 
 
 def _prepare(model: SuperGlue, precision: str, compile: bool) -> SuperGlue:

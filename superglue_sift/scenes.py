@@ -19,8 +19,11 @@ from typing import NamedTuple, Optional, Tuple
 
 import numpy as np
 
-from superglue_sift import classical, geometry
+from superglue_sift import classical, geometry, stamps
 from superglue_sift.errors import check_range
+from superglue_sift.features import Features
+from superglue_sift.local_maps import MIN_AGREEING, nearest_affine
+from superglue_sift.match_result import MatchResult
 from superglue_sift.sift import positions
 
 # Minimum confidence of a strict match, and minimum number of strict matches of one geometry in an accepted pair. Chosen
@@ -33,6 +36,7 @@ LIKELY_KEYPOINTS = 2048  # strongest keypoints that the classical matcher matche
 STRICT_PX = 1.5  # of the robust fits
 BAND_PX = 1.2  # distance to the epipolar line up to which a match is kept, in both images
 EXACT_PX = 0.8  # the same for keypoints that the pixels of all pairs aligned
+MIRRORED = 0.75  # fraction of negative determinants: 0.88 to 1 of mirrored photographs, 0 to 0.5 of true pairs
 NETWORK_KEYPOINTS = 1024
 MAX_KEYPOINTS = 8192
 RESIZE = 1600  # px, longer side to which photographs are reduced
@@ -68,7 +72,7 @@ class Side(NamedTuple):
 
 def side_of(records: np.ndarray, size: Tuple[int, int], resize: int) -> Side:
     """Side of a photograph of `size` (width, height); records: (n,), found after reducing it to `resize`."""
-    unit = max(1.0, max(size) / resize) if resize else 1.0
+    unit = geometry.unit_of(size, resize) if resize else 1.0
     return Side(positions(records).astype(np.float64) / unit, classical.described(records))
 
 
@@ -77,15 +81,41 @@ def strongest(records: np.ndarray, count: int) -> np.ndarray:
     return np.argsort(-records["score"], kind="stable")[:count]
 
 
-def agreeing(sides: Tuple[Side, Side]) -> int:
-    """Number of classical matches of two photographs that agree with one fundamental matrix."""
-    matches = classical.ratio_matches(sides[0].described, sides[1].described)[0]
-    points0, points1 = (side.points[matches[:, number]] for number, side in enumerate(sides))
-    return int(geometry.fundamental_with_inliers(points0, points1, STRICT_PX).inliers.sum())
+class Screened(NamedTuple):
+    """Two photographs after a first look.
+
+    agreeing: number of classical matches that agree with one fundamental matrix. kept: (m,) indices of each
+    photograph's keypoints that lie on no stamp of both (`stamps`), strongest first. sides: features of these.
+    """
+
+    agreeing: int
+    kept: Tuple[np.ndarray, np.ndarray]
+    sides: Tuple[Features, Features]
 
 
-def consistent(points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
-    """(K,) bool: matches (K, 2) of exactly placed keypoints near their epipolar lines; all without a geometry."""
+def screen(side0: Features, side1: Features, resize: int) -> Screened:
+    """Look at two photographs with the classical matcher alone; resize: see `side_of`."""
+    few = [side._replace(records=side.records[strongest(side.records, LIKELY_KEYPOINTS)]) for side in (side0, side1)]
+    one, other = (side_of(side.records, side.size, resize) for side in few)
+    matches, scores = classical.ratio_matches(one.described, other.described)
+    found = MatchResult.of(few[0], few[1], matches, scores)
+    stamped = found.stamped()
+    index0, index1 = matches[~stamped].T
+    fit = geometry.fundamental_with_inliers(one.points[index0], other.points[index1], STRICT_PX)
+    kept, sides = [], []
+    for side, stamp in ((side0, found.points0[stamped]), (side1, found.points1[stamped])):
+        order = strongest(side.records, len(side.records))
+        kept.append(order[~stamps.near(side.keypoints[order], stamp, side0.size, side1.size)])
+        sides.append(side._replace(records=side.records[kept[-1]]))
+    return Screened(int(fit.inliers.sum()), (kept[0], kept[1]), (sides[0], sides[1]))
+
+
+def consistent(points0: np.ndarray, points1: np.ndarray, units: Tuple[float, float] = (1.0, 1.0)) -> np.ndarray:
+    """(K,) bool: matches (K, 2) of exactly placed keypoints near their epipolar lines; all without a geometry.
+
+    units: `geometry.unit_of` of both images for RESIZE, at which EXACT_PX was chosen.
+    """
+    points0, points1 = points0 / units[0], points1 / units[1]
     F = geometry.fundamental_with_inliers(points0, points1, EXACT_PX).model
     return np.ones(len(points0), bool) if F is None else epipolar_distances(F, points0, points1) <= EXACT_PX
 
@@ -136,10 +166,27 @@ def filled(matches: np.ndarray, scores: np.ndarray, threshold: float, sides: Tup
 
 
 def _geometry(sides: Tuple[Side, Side], matches: np.ndarray, strict: np.ndarray) -> Tuple[Optional[np.ndarray], int]:
-    """F (3, 3) of `matches` (K, 2), or None, and how many `strict` matches (S, 2) fit it."""
+    """F (3, 3) of `matches` (K, 2), and how many `strict` matches (S, 2) fit it; None and 0 for a mirror image."""
     points0, points1 = (side.points[matches[:, number]] for number, side in enumerate(sides))
     F = geometry.fundamental_with_inliers(points0, points1, STRICT_PX).model
-    return F, 0 if F is None else int((_distances(F, sides, strict) <= STRICT_PX).sum())
+    if F is None:
+        return None, 0
+    agreeing = strict[_distances(F, sides, strict) <= STRICT_PX]
+    if _is_mirrored(sides[0].points[agreeing[:, 0]], sides[1].points[agreeing[:, 1]]):
+        return None, 0
+    return F, len(agreeing)
+
+
+def _is_mirrored(points0: np.ndarray, points1: np.ndarray) -> bool:
+    """Whether the maps around most matches (K, 2) reverse the orientation, as no view of a surface does.
+
+    A photograph fits its mirror image by one F, as details that are symmetric themselves match. Between true views,
+    matches at different depths may change order, so that up to half of the maps do.
+    """
+    if len(points0) < MIN_AGREEING:
+        return False
+    maps = nearest_affine(points0, points1, np.ones(len(points0), bool))
+    return bool((np.linalg.det(maps) < 0).mean() > MIRRORED)
 
 
 def _distances(F: np.ndarray, sides: Tuple[Side, Side], matches: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from superglue_sift.apps import cli
-from superglue_sift.errors import RequestError
+from superglue_sift.errors import RequestError, exit_code
 from superglue_sift.features import Features
 from superglue_sift.interop import arrays, hloc
 from superglue_sift.interop.colmap import CENTRE, ColmapDatabase
@@ -275,6 +275,20 @@ def test_a_database_holds_what_was_written(matched, tmp_path):
     assert descriptors.shape == (len(matched.features1.records), 128)
     assert np.allclose(np.linalg.norm(descriptors.astype(float), axis=1), 512, rtol=0.1)
     read.close()
+
+
+def test_photographs_that_colmap_cannot_read_get_a_guessed_camera(photo, tmp_path, monkeypatch, capsys):
+    pycolmap = pytest.importorskip("pycolmap")
+    (tmp_path / "photos").mkdir()
+    for number, crop in enumerate((photo[:, :420], photo[:, 100:520])):
+        cv2.imwrite(str(tmp_path / "photos" / f"{number}.webp"), np.ascontiguousarray(crop))
+    monkeypatch.chdir(tmp_path)
+    words = ["photos", "--out-dir", "found", "--no-scene", "--max-keypoints", "300", "--device", "cpu"]
+    assert exit_code(cli.main, [*words, "--colmap", "x.db"]) == 0
+    assert "0.webp and 1 more: COLMAP cannot read" in capsys.readouterr().err
+    with pycolmap.Database.open("x.db") as database:
+        assert [camera.params[0] for camera in database.read_all_cameras()] == [1.2 * 420] * 2
+        assert database.num_matches() > 50
 
 
 @pytest.mark.parametrize("module", ["pycolmap", "h5py"])

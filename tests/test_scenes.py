@@ -144,6 +144,8 @@ def test_at_exact_places_a_match_a_pixel_off_its_line_is_left_out():
     # one whose line runs up and down may still lie on it
     assert kept[~off].all() and (off & ~kept).sum() >= 8
     assert scenes.consistent(points0[:5], points1[:5]).all()
+    # a photograph three times as large, in which keypoints scatter three times as far
+    np.testing.assert_array_equal(scenes.consistent(3 * points0, points1, (3.0, 1.0)), kept)
 
 
 def test_a_pair_without_strict_matches_gives_nothing():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple, Union
 
@@ -58,12 +59,19 @@ class ColmapDatabase:
         self._database = pycolmap.Database.open(str(path))
         self._shared = camera and self._write_camera(camera)
         self._known: Dict[str, Tuple[int, Any]] = {}  # image id and camera
+        self._unread: List[str] = []  # images that COLMAP cannot read
 
     def __enter__(self) -> ColmapDatabase:
         return self
 
     def __exit__(self, *_error: Any) -> None:
         self._database.close()
+        if self._unread:
+            count = f"{self._unread[0]}" + (f" and {len(self._unread) - 1} more" if self._unread[1:] else "")
+            guess = f"the focal length in the database is a guess, {FOCAL} times the longer side"
+            print(
+                f"{count}: COLMAP cannot read the file; {guess}; save as JPEG or PNG to use its EXIF", file=sys.stderr
+            )
 
     def add(self, name0: str, name1: str, features0: Features, features1: Features, result: MatchResult) -> int:
         """Write the matches and the two-view geometry of two images; returns the number of its inliers.
@@ -74,12 +82,13 @@ class ColmapDatabase:
         (id0, camera0), (id1, camera1) = self._image(name0, features0), self._image(name1, features1)
         if not result.accepted:
             return 0
-        matches = result.matches.astype(np.uint32)
+        matches = result.matches[~result.stamped()].astype(np.uint32)
         self._database.write_matches(id0, id1, matches)
         points0, points1 = (_points(side).astype(np.float64) for side in (features0, features1))
         geometry = self._pycolmap.estimate_two_view_geometry(camera0, points0, camera1, points1, matches)
         inliers = len(geometry.inlier_matches)
-        if inliers >= MIN_INLIERS:
+        # its mapper would also use what its own test calls a watermark
+        if inliers >= MIN_INLIERS and geometry.config != self._pycolmap.TwoViewGeometryConfiguration.WATERMARK:
             self._database.write_two_view_geometry(id0, id1, geometry)
         return inliers
 
@@ -104,7 +113,10 @@ class ColmapDatabase:
 
     def _guessed_camera(self, name: str, size: Tuple[int, int]) -> Any:
         if self._images is not None and (self._images / name).is_file():
-            return self._pycolmap.infer_camera_from_image(str(self._images / name))
+            try:
+                return self._pycolmap.infer_camera_from_image(str(self._images / name))
+            except (ValueError, RuntimeError):  # a format that COLMAP does not read
+                self._unread.append(name)
         return self._pycolmap.Camera.create_from_model_name(0, "SIMPLE_RADIAL", FOCAL * max(size), *size)
 
     def _write_camera(self, camera: Any) -> Any:
@@ -141,7 +153,8 @@ def database_of(path: Path, root: Path, store: FeatureStore, refine: bool = True
             side0, side1 = (store(photo).moved(moved[photo]) for photo in (photo0, photo1))
             if refine and result.pair_score is not None:
                 index0, index1 = result.matches.T
-                result = result.only(scenes.consistent(moved[photo0][index0], moved[photo1][index1]))
+                units = tuple(geometry.unit_of(size, scenes.RESIZE) for size in (result.size0, result.size1))
+                result = result.only(scenes.consistent(moved[photo0][index0], moved[photo1][index1], units))
             name0, name1 = (os.path.relpath(photo.image, root) for photo in (photo0, photo1))
             database.add(name0, name1, side0, side1, result)
     os.replace(partial, path)

@@ -1,0 +1,214 @@
+"""A date bar, a logo or a watermark does not make unrelated photographs one place, nor hides what they show."""
+
+from __future__ import annotations
+
+import itertools
+
+import cv2
+import numpy as np
+import pytest
+from made_stamps import STAMPS
+from test_scenes import made_pair
+
+from superglue_sift import Matcher, geometry, scenes, sift
+from superglue_sift.features import Features
+from superglue_sift.interop.colmap import ColmapDatabase
+from superglue_sift.match_result import MatchResult
+
+SIZE = (640, 480)
+TURN = np.array([[0.92, -0.16, 40], [0.14, 0.9, -12], [1e-4, -5e-5, 1]])
+
+
+def result_of(points0: np.ndarray, points1: np.ndarray, more: int = 600, sizes=(SIZE, SIZE)) -> MatchResult:
+    """All these points matched in order, among `more` other keypoints anywhere in both images."""
+    rng = np.random.default_rng(7)
+    sides = [
+        np.concatenate([points, rng.uniform(0, np.array(size) - 1, (more, 2))]).astype(np.float32)
+        for points, size in zip((points0, points1), sizes)
+    ]
+    numbers = np.arange(len(points0))
+    return MatchResult(*sides, np.stack([numbers] * 2, 1), np.ones(len(numbers), np.float32), *sizes)
+
+
+def points_in(left: float, top: float, right: float, bottom: float, count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).uniform([left, top], [right, bottom], (count, 2))
+
+
+def scatter(points: np.ndarray, seed: int = 1) -> np.ndarray:
+    return points + np.random.default_rng(seed).normal(0, 0.3, points.shape)
+
+
+@pytest.mark.parametrize(
+    "box",
+    [(8, 4, 320, 28), (8, 452, 320, 476), (370, 450, 636, 472), (560, 10, 630, 110), (190, 200, 450, 280)],
+    ids=["bar at the top", "bar at the bottom", "corner", "logo", "middle"],
+)
+def test_matches_at_one_place_in_a_small_part_of_both_images_are_a_stamps(box):
+    stamp = points_in(*box, 60)
+    right = points_in(60, 60, 580, 420, 60, seed=3)
+    moved = geometry.transform(right, TURN)
+    low = np.array(box[:2]) - 20
+    high = np.array(box[2:]) + 20
+    covered = [((points > low) & (points < high)).all(1) for points in (right, moved)]
+    right = right[~covered[0] & ~covered[1]][:30]  # nothing is seen under a stamp
+    moved = geometry.transform(right, TURN)
+    found = result_of(np.concatenate([stamp, right]), np.concatenate([scatter(stamp), moved]))
+    stamped = found.stamped()
+    assert len(right) == 30 and stamped[:60].mean() > 0.95 and not stamped[60:].any()
+    # though two thirds of the matches are the stamp's, both geometries are those of the rest
+    H = found.homography()
+    assert geometry.corner_error(H.model, TURN, SIZE) < 1
+    assert not H.inliers[:60][stamped[:60]].any() and H.inliers[60:].all()
+    F = found.fundamental()
+    assert not F.inliers[:60][stamped[:60]].any() and F.inliers[60:].sum() >= 28
+    alone = result_of(stamp, scatter(stamp))
+    assert alone.homography().model is None and alone.fundamental().model is None
+
+
+def test_a_stamp_at_the_lower_right_of_images_of_two_sizes():
+    sizes = ((640, 480), (480, 640))
+    stamp = points_in(370, 450, 636, 472, 60)
+    found = result_of(stamp, scatter(stamp + np.subtract(sizes[1], sizes[0])), sizes=sizes)
+    assert found.stamped().all()
+
+
+@pytest.mark.parametrize("count", [15, 60, 400])
+def test_photographs_of_one_tripod_have_no_stamp(count):
+    points = points_in(5, 5, 634, 474, count)
+    assert not result_of(points, scatter(points)).stamped().any()
+
+
+def test_where_a_moving_camera_sees_a_place_stand_still_is_no_stamp():
+    """Around the fixed point of a zoom matches stay where they were, but those beside them move a little."""
+    zoom = geometry.compose(
+        np.array([[1, 0, -320.0], [0, 1, -240], [0, 0, 1]]),
+        np.diag([1.06, 1.06, 1]),
+        np.array([[1, 0, 320.0], [0, 1, 240], [0, 0, 1]]),
+    )
+    points = points_in(5, 5, 634, 474, 600)
+    assert not result_of(points, scatter(geometry.transform(points, zoom))).stamped().any()
+
+
+def test_no_matches_have_no_stamp():
+    assert result_of(np.zeros((0, 2)), np.zeros((0, 2))).stamped().shape == (0,)
+
+
+def test_lengths_follow_the_size_of_the_images():
+    stamp = points_in(8, 4, 320, 28, 60) * 6
+    found = result_of(stamp, stamp + 6 * (scatter(stamp) - stamp), sizes=((3840, 2880), (3840, 2880)))
+    assert found.stamped().mean() > 0.95
+
+
+def test_a_colmap_database_holds_no_matches_of_a_stamp(tmp_path):
+    pycolmap = pytest.importorskip("pycolmap")
+    stamp = points_in(8, 4, 320, 28, 60)
+    right = points_in(60, 60, 580, 420, 40, seed=3)
+    for name, more in (("stamp", right[:0]), ("both", right)):
+        moved = np.concatenate([scatter(stamp), geometry.transform(more, TURN)])
+        found = result_of(np.concatenate([stamp, more]), moved)
+        sides = [features_at(keypoints) for keypoints in (found.keypoints0, found.keypoints1)]
+        with ColmapDatabase(tmp_path / f"{name}.db") as database:
+            inliers = database.add("a.jpg", "b.jpg", sides[0], sides[1], found)
+        assert inliers >= len(more) - 2 if len(more) else inliers == 0
+        with pycolmap.Database.open(str(tmp_path / f"{name}.db")) as database:
+            assert database.num_verified_image_pairs() == int(len(more) > 0)
+            assert len(more) - 2 <= database.num_matches() <= len(more) + 3
+
+
+def features_at(keypoints: np.ndarray) -> Features:
+    records = np.zeros(len(keypoints), sift.KEYPOINT)
+    records["x"], records["y"] = keypoints.T
+    records["descriptor"] = 1
+    return Features(records, SIZE)
+
+
+# Mirror images
+
+
+def test_a_mirror_image_has_no_homography():
+    points = points_in(5, 5, 634, 474, 80)
+    mirrored = scatter(points * [-1, 1] + [639, 0])
+    assert geometry.fit_ransac(points, mirrored) is None
+    assert result_of(points, mirrored).homography().model is None
+    # two thirds wrong, and the rest is no mirror image
+    mixed = np.concatenate([geometry.transform(points, TURN), points_in(0, 0, 639, 479, 160, seed=5)])
+    found = result_of(np.concatenate([points, points_in(0, 0, 639, 479, 160, seed=6)]), mixed).homography()
+    assert geometry.corner_error(found.model, TURN, SIZE) < 0.5
+
+
+def test_a_homography_that_reverses_its_inliers_is_a_mirrors():
+    points = points_in(5, 5, 634, 474, 20)
+    assert geometry.is_mirroring(np.diag([-1.0, 1, 1]), points)
+    assert not geometry.is_mirroring(TURN, points) and not geometry.is_mirroring(TURN, points[:0])
+
+
+def test_a_scene_does_not_accept_its_mirror_image():
+    sides, matches = made_pair(right=200, wrong=0)
+    scores = np.full(200, 0.95, np.float32)
+    assert scenes.filled(matches, scores, 0.5, sides, scenes.Rules()).score > 150
+    mirrored = sides[0], sides[1]._replace(points=sides[1].points * [-1, 1])
+    found = scenes.filled(matches, scores, 0.5, mirrored, scenes.Rules())
+    assert found.score == 0 and len(found.matches) == 0
+
+
+# Real photographs
+
+
+@pytest.fixture(scope="module")
+def place() -> Matcher:
+    return Matcher.load(device="cpu", max_keypoints=3000, resize=768, scene=True)
+
+
+def photographs(shared_data, count: int) -> list:
+    paths = sorted((shared_data / "coco" / "val").glob("*.jpg"))[:count]
+    return [cv2.imread(str(path), cv2.IMREAD_GRAYSCALE) for path in paths]
+
+
+@pytest.mark.parametrize("name", STAMPS)
+def test_unrelated_photographs_with_one_stamp_are_not_accepted(shared_data, place, name):
+    sides = [place.extract(STAMPS[name](image, n)) for n, image in enumerate(photographs(shared_data, 7)[3:])]
+    for one, other in itertools.combinations(sides, 2):
+        found = place.match(one, other)
+        assert not found.accepted and found.pair_score < 5
+        assert one.size != other.size or place.match(one, one).accepted
+
+
+@pytest.mark.parametrize("name", STAMPS)
+def test_a_stamp_does_not_hide_the_place(shared_data, place, name):
+    """As many matches fit the true geometry as without it, but for those that it covers."""
+    folder = shared_data / "pairs" / "oxford_affine" / "boat"
+    H = np.loadtxt(folder / "H_1_5")
+    images = [cv2.imread(str(folder / f"{number}.png"), cv2.IMREAD_GRAYSCALE) for number in (1, 5)]
+    drawn = [STAMPS[name](image, number) for number, image in enumerate(images)]
+    hidden = [cv2.dilate((a != b).astype(np.uint8), np.ones((25, 25))) > 0 for a, b in zip(images, drawn)]
+
+    def right(found: MatchResult) -> np.ndarray:
+        """(K,) bool: right, and not where the stamps are."""
+        off = np.linalg.norm(geometry.transform(found.points0.astype(float), H) - found.points1, axis=1)
+        for points, covered in zip((found.points0, found.points1), hidden):
+            x, y = np.rint(points).astype(int).clip(0, np.array(covered.shape[::-1]) - 1).T
+            off[covered[y, x]] = np.inf
+        return off < 4
+
+    plain = place.match(*images)
+    found = place.match(*drawn)
+    assert found.accepted and not found.stamped().any()
+    assert right(found).sum() > 0.95 * right(plain).sum() > 40
+
+
+def test_a_photograph_and_its_mirror_image_are_not_one_place(shared_data, place):
+    for image in photographs(shared_data, 4):
+        mirrored = np.ascontiguousarray(image[:, ::-1])
+        found = place.match(image, mirrored)
+        assert not found.accepted and found.pair_score == 0
+        assert place.match(image, image).accepted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STAMPS)
+def test_of_45_unrelated_pairs_with_one_stamp_none_is_accepted(shared_data, name):
+    matcher = Matcher.load(device="cpu", scene=True)
+    sides = [matcher.extract(STAMPS[name](image, n)) for n, image in enumerate(photographs(shared_data, 10))]
+    scores = [matcher.match(one, other).pair_score for one, other in itertools.combinations(sides, 2)]
+    assert len(scores) == 45 and max(scores) < 6
+    assert all(matcher.match(side, side).accepted for side in sides)
