@@ -57,6 +57,13 @@ def in_the_log_domain(scores, dustbin, iterations):
     return found
 
 
+def gradient_of(total, model):
+    """Gradients of all parameters, by `backward`: checkpoints of torch 1.10, as in its attention, know no `grad`."""
+    model.zero_grad(set_to_none=True)
+    total.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
 class TestSinkhorn:
     def test_equal_scores_have_a_closed_form(self):
         ((log_P,), _) = transport([torch.zeros(2, 3)], torch.tensor(0.0), 50)
@@ -154,6 +161,7 @@ class TestSinkhorn:
         scores = torch.randn(2, 5, 6, requires_grad=True)
         log_P, _ = log_optimal_transport(scores, masks([3, 5], 5), masks([6, 2], 6), torch.tensor(1.0), 20)
         log_P.exp().square().sum().backward()
+        log_P = log_P.detach()
         for i, (m, n) in enumerate(((3, 6), (5, 2))):
             assert not log_P[i, m:-1].exp().any() and not log_P[i, :, n:-1].exp().any()
             assert not scores.grad[i, m:].any() and not scores.grad[i, :, n:].any()
@@ -268,7 +276,7 @@ class TestBatches:
             total, values = ours(batch, wait=False)
             assert values["loss"].shape == (4,)
             totals.append(total)
-        gradients = [torch.autograd.grad(total, model.parameters()) for total in totals]
+        gradients = [gradient_of(total, model) for total in totals]
         assert torch.allclose(*totals, atol=1e-5)
         for a, b in zip(*gradients):
             assert torch.allclose(a, b, atol=1e-5 * max(1.0, float(a.abs().max())))
@@ -281,8 +289,10 @@ class TestSuperGlue:
         rng = np.random.default_rng(0)
         pairs = [pair(rng, *counts) for counts in ((20, 33), (0, 4), (60, 1), (7, 7), (2, 0))]
         model = scrambled(SuperGlueConfig(dim=dim, layers=2, norm=norm))
-        # float32 adds up in another order for other shapes; scores reach 20, where one rounding is 1.9e-6
-        for kind, atol in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
+        # float32 adds up in another order for other shapes; scores reach 20, where one rounding is 1.9e-6. torch 1.10
+        # has no fused attention and rounds more.
+        rounding = 1e-5 if torch_compat.can_compile() else 5e-5
+        for kind, atol in ((torch.float32, rounding), (torch.float64, 1e-10)):
             model = model.to(kind)
             with torch.no_grad():
                 together = model(from_pairs(pairs)).exp()
@@ -393,7 +403,7 @@ class TestSuperGlue:
             monkeypatch.setattr(batches, "MAX_PADDING", padding)
             model = scrambled(config).train()
             total, values = objective.MatchingObjective(model, 3.0, 5.0)(batch)
-            answers.append((len(batch.size_classes()[1]), values, torch.autograd.grad(total, model.parameters())))
+            answers.append((len(batch.size_classes()[1]), values, gradient_of(total, model)))
         assert [number for number, *_ in answers] == [6, 1]
         for name, value in answers[0][1].items():
             assert torch.allclose(answers[1][1][name], value, atol=2e-5), name
