@@ -15,7 +15,7 @@ import numpy as np
 from superglue_sift import __version__, sift
 from superglue_sift.errors import RequestError
 from superglue_sift.extractors import DEFAULT, DENSE
-from superglue_sift.features import Features
+from superglue_sift.features import ALIGNED_AT, Features, reduce
 from superglue_sift.files import DAMAGED, write_atomic
 from superglue_sift.images import read_gray
 from superglue_sift.matcher import Matcher
@@ -45,7 +45,7 @@ class FeatureStore:
         asked = f"{matcher.max_keypoints} {matcher.resize} {matcher.frame}"
         self._settings = f"{asked} {versions} {own}{extractor.dtype.descr}"
         self._memory: OrderedDict[str, Features] = collections.OrderedDict()
-        self._read = functools.lru_cache(MAX_GRAYS)(functools.partial(read_gray, frame=matcher.frame))
+        self._read = functools.lru_cache(MAX_GRAYS)(self._read_gray)
         self._digests: Dict[str, str] = {}
 
     def __call__(self, item: Item) -> Features:
@@ -59,8 +59,17 @@ class FeatureStore:
 
     def with_pixels(self, item: Item) -> Features:
         """The features with the gray pixels, which alignment needs. Raises RequestError."""
-        gray = self._read(item.image) if isinstance(item.image, Path) else cv2.cvtColor(item.image, cv2.COLOR_BGR2GRAY)
+        if isinstance(item.image, Path):
+            gray = self._read(item.image)
+        else:
+            gray = self._reduce(cv2.cvtColor(item.image, cv2.COLOR_BGR2GRAY))
         return self(item)._replace(gray=gray)
+
+    def _read_gray(self, path: Path) -> np.ndarray:
+        return self._reduce(read_gray(path, self.matcher.frame))
+
+    def _reduce(self, gray: np.ndarray) -> np.ndarray:
+        return reduce(gray, ALIGNED_AT * self.matcher.resize)
 
     def digest(self, item: Item) -> str:
         """SHA-256 of the image's content. Raises RequestError if it cannot be read."""

@@ -10,6 +10,7 @@ from superglue_sift import drawing, geometry, refine, stamps
 from superglue_sift.errors import RequestError
 from superglue_sift.features import Features, Image, photo_of
 from superglue_sift.images import UPRIGHT, Photo
+from superglue_sift.sift import positions
 
 FIT_NAMES = {"homography": "homography", "fundamental": "fundamental matrix"}  # keys of `fits`
 INLIER_PX = 3.0  # distance up to which a match fits a homography or an epipolar line
@@ -29,8 +30,8 @@ class MatchResult(NamedTuple):
     aligned0, aligned1: (K, 2) float32 px, aligned positions of each match; SIFT's where alignment failed.
     deviations: (K,) float32, standard deviation in px of image 1 along each axis; NaN where alignment failed.
     correlations: (K,) float32, -1 to 1, of both patches; NaN where a patch leaves its image or is flat.
-    pair_score: number of strict matches that agree with one geometry (`Matcher.load(scene=True)`); None without
-        `scene`.
+    pair_score: number of strict matches that agree with one geometry (`Matcher.load(scene=True)`), -1 of a
+        pair that was skipped; None without `scene`.
 
     threshold: all scores exceed it; None if it is not known.
     frame: "upright", pixels rotated according to EXIF, or "stored" (`images`); turned: the EXIF orientation of each
@@ -106,9 +107,17 @@ class MatchResult(NamedTuple):
         """Align the positions by the pixels of both images (`refine.align`); without pixels, return self."""
         if features0.gray is None or features1.gray is None:
             return self
-        records0, records1 = features0.records[self.matches[:, 0]], features1.records[self.matches[:, 1]]
-        aligned = refine.align(features0.gray, features1.gray, records0, records1, device=device)
-        return self._replace(**aligned._asdict())
+        small0, small1 = (side.resized(side.gray.shape[::-1]) for side in (features0, features1))
+        records0, records1 = small0.records[self.matches[:, 0]], small1.records[self.matches[:, 1]]
+        aligned = refine.align(small0.gray, small1.gray, records0, records1, device=device)
+        if features0.size == small0.size and features1.size == small1.size:
+            return self._replace(**aligned._asdict())
+        points0, points1 = self.keypoints0[self.matches[:, 0]], self.keypoints1[self.matches[:, 1]]
+        unit = np.float32(max(features1.size) / max(small1.size))
+        points1 = points1 + (aligned.aligned1 - positions(records1)) * unit
+        return self._replace(
+            aligned0=points0, aligned1=points1, deviations=aligned.deviations * unit, correlations=aligned.correlations
+        )
 
     @property
     def accepted(self) -> bool:

@@ -267,12 +267,18 @@ class Matcher:
         if self.rules is not None:
             results = self._match_scene(sides, self.rules)
         else:
-            answers = self._ask([Pair(a.records, b.records, a.size, b.size) for a, b in sides])
+            answers = self._ask([self._pair(*pair) for pair in sides])
             results = [
                 MatchResult.of(*pair, *answer.above(self.threshold))._replace(threshold=self.threshold)
                 for pair, answer in zip(sides, answers)
             ]
         return [result.align(*pair, self.device) if aligned else result for result, pair in zip(results, sides)]
+
+    def _pair(self, one: Features, other: Features) -> Pair:
+        """What the network sees, the reduced images: in pixels of the files, it would see a zoom that is not there."""
+        one = one.as_found(self.resize)
+        other = other.as_found(self.resize)
+        return Pair(one.records, other.records, one.size, other.size)
 
     def _ask(self, pairs: Sequence[Pair]) -> List[PairMatches]:
         with self._turn:
@@ -285,8 +291,8 @@ class Matcher:
         asked = []
         for each, is_likely in zip(screened, likely):
             if is_likely:
-                one, other = (side.records[: rules.network_keypoints] for side in each.sides)
-                asked.append(Pair(one, other, each.sides[0].size, each.sides[1].size))
+                few = (side._replace(records=side.records[: rules.network_keypoints]) for side in each.sides)
+                asked.append(self._pair(*few))
         answers = iter(self._ask(asked))
         return [
             self._fill(pair, each, next(answers) if is_likely else None, rules)
@@ -303,7 +309,7 @@ class Matcher:
         """The result of a pair of a scene. answer: matches of the strongest keypoints; None if they were not asked."""
         if answer is None:
             nothing = MatchResult.of(*pair, np.empty((0, 2), np.int64), np.empty(0, np.float32))
-            return nothing._replace(pair_score=0)
+            return nothing._replace(pair_score=scenes.SKIPPED)
         seen = MatchResult.of(*screened.sides, *answer.above(0.0))
         seen = seen.only(~seen.stamped())
         one, other = (scenes.side_of(side.records, side.size, self.resize) for side in screened.sides)

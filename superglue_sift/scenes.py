@@ -32,6 +32,7 @@ from superglue_sift.sift import positions
 STRICT = 0.85
 ACCEPT = 12
 LIKELY = 9  # minimum classical matches of one geometry to run the network; any eight may agree by chance
+SKIPPED = -1  # the score of a pair of which the network was not run
 LIKELY_KEYPOINTS = 2048  # strongest keypoints that the classical matcher matches first
 STRICT_PX = 1.5  # of the robust fits
 BAND_PX = 1.2  # distance to the epipolar line up to which a match is kept, in both images

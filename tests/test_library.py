@@ -18,10 +18,14 @@ import pytest
 import torch
 from made_scenes import TURN, write_model
 from packaging.requirements import Requirement
+from PIL import Image
 
 from superglue_sift import Features, Matcher, RequestError, weights
+from superglue_sift.features import extract, reduce
 from superglue_sift.geometry import corner_error, transform
-from superglue_sift.sift import KEYPOINT
+from superglue_sift.images import read_gray
+from superglue_sift.scenes import epipolar_distances
+from superglue_sift.sift import KEYPOINT, MIN_SCALE
 from superglue_sift.weights import save_model_file
 
 NEEDS = ("torch", "numpy", "opencv-python", "pillow", "safetensors", "scipy")
@@ -256,6 +260,54 @@ def test_tensors_give_the_matches_of_the_same_pixels(matcher, color_photo):
     assert_same(expected, matcher.match(rgb / 255, bgr[50:]))
     gray = torch.from_numpy(cv2.cvtColor(bgr, cv2.COLOR_BGR2GRAY))
     assert_same(expected, matcher.match(gray, gray[None, 50:] / 255.0))
+    assert_same(expected, matcher.match(rgb[None], gray[None, None, 50:]))
+
+
+def test_pil_images_give_the_matches_of_the_same_pixels(matcher, color_photo):
+    bgr = np.ascontiguousarray(color_photo[..., ::-1])
+    expected = matcher.match(bgr, bgr[50:])
+    image = Image.fromarray(color_photo)
+    found = matcher.match(image, image.convert("RGBA").crop((0, 50, *image.size)))
+    assert_same(expected, found)
+    np.testing.assert_array_equal(found.photos()[0].pixels, bgr)
+
+
+def check_resolution(shared_data: Path, side: int) -> None:
+    """The second photograph, reduced to 1,024 px and resized to `side`, has the matches that it has at 1,024."""
+    matcher = Matcher.load(device="cpu")
+    folder = shared_data / "poses" / "strecha"
+    paths = [folder / f"Herz-Jesus-P25_{number:04d}.jpg" for number in (3, 4)]
+    first, second = (reduce(read_gray(path), 1024) for path in paths)
+    size = (side, round(side * second.shape[0] / second.shape[1]))
+    expected = matcher.match(first, second)
+    found = matcher.match(first, cv2.resize(second, size, interpolation=cv2.INTER_CUBIC))
+    assert abs(len(found.matches) / len(expected.matches) - 1) < 0.03
+    aligned = [int(np.isfinite(each.deviations).sum()) for each in (expected, found)]
+    assert abs(aligned[1] / aligned[0] - 1) < 0.03 and aligned[0] > 300
+    # in pixels of the file
+    F = expected.fundamental().model
+    there = (found.points1 + 0.5) * (second.shape[1] / side) - 0.5
+    assert np.median(epipolar_distances(F, found.points0, there)) < 0.5
+
+
+def test_the_resolution_of_a_file_does_not_change_its_matches(shared_data):
+    check_resolution(shared_data, 4096)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", [1536, 2048, 8192, 16384])
+def test_nor_does_any_other_resolution(shared_data, side):
+    check_resolution(shared_data, side)
+
+
+def test_keypoints_of_your_own_sift_of_a_large_image_stay_as_they_are(photo):
+    """Only what was found in a reduced image is handed to the network in its pixels."""
+    large = cv2.resize(photo, (2400, 1600), interpolation=cv2.INTER_CUBIC)
+    reduced = extract(large, 256, 1024)
+    assert reduced.as_found(1024).size == (1024, 683) and reduced.size == (2400, 1600)
+    np.testing.assert_allclose(reduced.as_found(1024).records["scale"].min(), MIN_SCALE, rtol=0.2)
+    whole = extract(large, 2000)
+    assert whole.as_found(1024).records["scale"].min() >= MIN_SCALE * 0.999
 
 
 def test_one_image_against_many_computes_its_features_once(matcher, photo, turned, monkeypatch):
@@ -376,7 +428,10 @@ def features(count: int, width: int, value: float = 9.0, scales: int = 5) -> Fea
         (lambda matcher, folder: Matcher.load(scene=True, accept="x"), "accept x: must be 1 or more"),
         (lambda matcher, folder: matcher.match(*[np.zeros((9, 9), np.uint8)] * 2).show([[0]], [[0]]), "type list"),
         (lambda matcher, folder: next(matcher.match_batch([("a", "b")], 0)), "batch_size 0: must be 1 or more"),
-        (lambda matcher, folder: matcher.extract([[0, 1]]), "type list: must be a file, an array or a tensor"),
+        (
+            lambda matcher, folder: matcher.extract([[0, 1]]),
+            "type list: must be a file, a PIL image, an array or a tensor",
+        ),
     ],
 )
 def test_a_wrong_request_is_one_line(matcher, tmp_path, ask, message):

@@ -253,7 +253,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(work):
 
 
 def test_a_pairs_file_names_what_is_matched(work):
-    (work / "pairs.txt").write_text("# comment\ncup0.png cup1.png 0 0\n\ncup0.png cup1.png\ncup1.png gone.png\n")
+    (work / "pairs.txt").write_text('# comment\n"cup0.png" cup1.png\n\ncup0.png cup1.png\ncup1.png gone.png\n')
     assert run(work, "--pairs", work / "pairs.txt", "--root", work / "photos", "--out-dir", work / "found") == 1
     assert npz_names(work / "found") == {"cup0_cup1_matches.npz"}
     assert "gone" in (work / "found" / "bad_images.csv").read_text()
@@ -411,7 +411,15 @@ def test_memory_does_not_grow_with_the_number_of_images(work, tmp_path):
     "words, message",
     [
         ([], "name two images"),
-        (["a.png", "b.png", "c.png"], "3 images: name two"),
+        (["a.png", "b.png", "c.png"], "--out-dir DIR"),
+        (["photos", "b.png", "--out-dir", "x"], "photos: a folder among 2 inputs"),
+        (["a.png", "a.png", "--out-dir", "x"], "a.png: named twice"),
+        (["a.png", "b.png", "--out-dir", "x", "--out", "m.png"], "are for two images; with --out-dir, use"),
+        (["a.png", "b.png", "--every", "2"], "--every goes with a video"),
+        (["photos", "--out-dir", "x", "--frames", "2"], "--frames goes with a video"),
+        (["a.png", "b.png", "--pairing", "nearest"], "--pairing goes with a folder"),
+        (["a.png", "b.png", "--k", "2"], "--k goes with a folder"),
+        (["--pairs", "three.txt", "--out-dir", "x"], "three.txt:1: needs two names, has 'a b.png c.png'; put names"),
         (["a.png"], "a.png: one image; matching needs two: superglue-match a.png OTHER.png"),
         (["nowhere.JPG", "--out-dir", "x"], "nowhere.JPG: one image; matching needs two"),
         (["photos", "--camera", "0"], "name two images"),
@@ -437,10 +445,28 @@ def test_wrong_requests_are_one_line(work, monkeypatch, capfd, words, message):
     (work / "empty").mkdir()
     (work / "text.avi").write_text("hello")
     (work / "one.txt").write_text("a.png\n")
+    (work / "three.txt").write_text("a b.png c.png\n")
     (work / "binary.txt").write_bytes(b"\xff\xd8\xff")
     assert run(work, *words) == 2
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and message in lines[0]
+
+
+def test_files_that_the_shell_lists_are_matched_as_their_folder_is(work):
+    shutil.copy(work / "photos" / "cats" / "cat0.png", work / "photos" / "cat0.png")
+    names = sorted((work / "photos").glob("*.png"))
+    assert run(work, *names, "--out-dir", work / "found") == 0
+    shutil.rmtree(work / "photos" / "cats")
+    assert run(work, work / "photos", "--out-dir", work / "whole") == 0
+    assert all_files(work / "found") == all_files(work / "whole") and len(names) == 3
+
+
+def test_names_with_spaces_in_a_list_of_pairs(tmp_path):
+    lines = ['"a 1.jpg" b.jpg', "a 1.jpg\tc d.jpg", "it's.jpg  b.jpg", "# a b", "", '"a 1.jpg"\t"b.jpg"']
+    (tmp_path / "pairs.txt").write_text("\n".join(lines))
+    pairs = many.listed_pairs(tmp_path / "pairs.txt", tmp_path)
+    names = [[item.image.name for item in pair] for pair in pairs]
+    assert names == [["a 1.jpg", "b.jpg"], ["a 1.jpg", "c d.jpg"], ["it's.jpg", "b.jpg"]]
 
 
 def found(score: int):

@@ -4,6 +4,7 @@
   superglue-match A.jpg B.jpg --json matches.json          keypoints, matches, scores, homography
   superglue-match A.jpg B.jpg --out m.png --homography     also m_overlay.jpg and m_blink.gif: A warped onto B
   superglue-match photos/ --out-dir found                  all pairs of a folder (5 photos: 10 pairs)
+  superglue-match photos/*.jpg --out-dir found             all pairs of these files
   superglue-match photos/ --out-dir found --pairing nearest --k 10      each with the 10 most similar
   superglue-match photos/ --out-dir found --pairing sequential --k 5    each with the 5 before it by name
   superglue-match photos/ --out-dir found --colmap database.db           also a COLMAP database, ready to map
@@ -36,7 +37,7 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import ContextManager, Dict, Optional, Sequence, Tuple
+from typing import ContextManager, Dict, List, Optional, Sequence, Tuple
 
 import cv2
 import numpy as np
@@ -66,7 +67,7 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     title, _, examples = str(__doc__).partition("\n\n")
     parser = argparse.ArgumentParser("superglue-match", description=title, epilog="examples:\n" + examples)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("inputs", nargs="*", type=Path, help="two images, or a folder, or a video")
+    parser.add_argument("inputs", nargs="*", type=Path, help="two or more images, or a folder, or a video")
     parser.add_argument("--version", action="version", version=f"superglue-sift {__version__}")
     _add_what(parser.add_argument_group("what to match"))
     _add_output(parser.add_argument_group("what to write"))
@@ -81,14 +82,14 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
 
 def _add_what(group) -> None:
     add = group.add_argument
-    add("--pairs", type=Path, metavar="FILE", help="text file, `a b` in each line")
+    add("--pairs", type=Path, metavar="FILE", help='text file, `a b` in each line; names with spaces in "quotes"')
     add("--root", type=Path, help="folder of the images in --pairs (default: that of the file)")
     add("--camera", type=int, metavar="N", help="camera N of this machine, until Ctrl-C or --frames")
     pairing = "pairs of a folder: all; each image with the K before it by name, or with the K most similar; or auto "
     pairing += f"(default): all pairs of up to {many.MAX_EXHAUSTIVE} images, else the K most similar"
-    add("--pairing", default="auto", choices=("auto", "exhaustive", *many.NEIGHBOURS), help=pairing)
+    add("--pairing", choices=("auto", "exhaustive", *many.NEIGHBOURS), help=pairing)
     add("--k", type=int, help="for sequential and video (default 5) and nearest (default 20)")
-    add("--every", type=int, default=1, metavar="N", help="use every N-th frame of a video or camera (default 1)")
+    add("--every", type=int, metavar="N", help="use every N-th frame of a video or camera (default 1)")
     add("--frames", type=int, metavar="N", help="use at most N frames of a video or camera")
 
 
@@ -151,23 +152,38 @@ def _check_inputs(args: argparse.Namespace) -> None:
     one = args.inputs[0] if len(args.inputs) == 1 else None
     if one is not None and one.suffix.lower() in EXTENSIONS and not one.is_dir():
         raise RequestError(f"{one}: one image; matching needs two: superglue-match {one} OTHER{one.suffix}")
-    if len(args.inputs) > 2:
-        raise RequestError(f"{len(args.inputs)} images: name two, or for more their folder or --pairs FILE")
+    folder = next((path for path in args.inputs if path.is_dir()), None)
+    if len(args.inputs) > 1 and folder is not None:
+        raise RequestError(f"{folder}: a folder among {len(args.inputs)} inputs; name it alone")
     if sum(asked) != 1:
         sources = "two images, a folder, a video, --pairs FILE, --camera N or --serve"
         raise RequestError(f"name {sources}; see --help for examples")
+    _check_choice(args)
     if args.frame == STORED and (args.serve or args.camera is not None or (one is not None and not one.is_dir())):
         raise RequestError("--frame stored goes with photographs: a video and the page are shown upright")
 
 
+def _check_choice(args: argparse.Namespace) -> None:
+    """Refuse options that choose frames or pairs where there is nothing to choose."""
+    moving = args.camera is not None or (len(args.inputs) == 1 and not args.inputs[0].is_dir())
+    many_images = len(args.inputs) > 2 or (len(args.inputs) == 1 and not moving)
+    for name in ("every", "frames"):
+        if getattr(args, name) and not moving:
+            raise RequestError(f"--{name} goes with a video or --camera")
+    if args.pairing and not many_images:
+        raise RequestError("--pairing goes with a folder or more than two images")
+    if args.k and not (many_images or moving):
+        raise RequestError("--k goes with a folder, more than two images, a video or --camera")
+
+
 def _check_files(args: argparse.Namespace) -> None:
-    if not args.out_dir and not args.serve and len(args.inputs) < 2:
+    if not args.out_dir and not args.serve and len(args.inputs) != 2:
         raise RequestError("--out-dir DIR: name the folder for the results")
     for name in ("features", "pictures", "json_files", "colmap"):
         if getattr(args, name) and not args.out_dir:
             raise RequestError(f"--{name.replace('_', '-')} goes with --out-dir DIR")
-    if len(args.inputs) != 2 and (args.out or args.json):
-        raise RequestError("--out and --json are for two images; use --out-dir --pictures --json-files")
+    if (len(args.inputs) != 2 or args.out_dir) and (args.out or args.json):
+        raise RequestError("--out and --json are for two images; with --out-dir, use --pictures --json-files")
     if args.homography and not (args.out or args.out_dir):
         raise RequestError("--homography needs --out or --out-dir")
     if args.colmap and not (args.pairs or (len(args.inputs) == 1 and args.inputs[0].is_dir())):
@@ -240,25 +256,27 @@ def match_many(args: argparse.Namespace) -> int:
     if matcher.extractor is None:
         name = matcher.model.config.extractor
         raise RequestError(f"--extractor {name}: required, since the model needs this code to find keypoints")
-    if matcher.extractor.name != DEFAULT.name and args.pairing == "nearest":
+    pairing = args.pairing or "auto"
+    if matcher.extractor.name != DEFAULT.name and pairing == "nearest":
         raise RequestError("--pairing nearest compares SIFT features; use exhaustive or sequential")
     store = many.FeatureStore(matcher, args.features or args.out_dir / "features")
     camera = args.camera is not None
     settings = settings_of(args, matcher)
     output = many.Output(args.out_dir, args.json_files, args.pictures, args.homography, camera, settings)
     bad, expansion = {}, None
-    source = args.inputs[0] if len(args.inputs) == 1 else None
-    if camera or (source is not None and not source.is_dir()):
-        pairs, total = many.sequential(open_video(args), args.k or many.NEIGHBOURS["sequential"]), None
-    elif source is not None:
-        photos, bad = many.prepare(many.photos_in(source, args.out_dir), store)
-        pairs, total = many.choose_pairs(photos, store, args.pairing, args.k)
-        if matcher.rules and args.pairing == "auto" and many.resolved(photos, store, "auto") == "nearest":
-            expansion = retrieval.Expansion(photos)
-    else:
+    if args.pairs:
         pairs, bad = listed(args, store)
         total = len(pairs)
-    listing = results.pair_list(args.out_dir) if matcher.rules else contextlib.nullcontext()
+    elif camera or (len(args.inputs) == 1 and not args.inputs[0].is_dir()):
+        pairs, total = many.sequential(open_video(args), args.k or many.NEIGHBOURS["sequential"]), None
+    else:
+        photos, bad = many.prepare(named_inputs(args), store)
+        pairs, total = many.choose_pairs(photos, store, pairing, args.k)
+        if matcher.rules and pairing == "auto" and many.resolved(photos, store, "auto") == "nearest":
+            expansion = retrieval.Expansion(photos)
+    listing = contextlib.nullcontext()
+    if matcher.rules:
+        listing = results.pair_list(args.out_dir, root_of(args))
     with database(args, store) as add, listing as add_row:
         run = many.Run(store, output, list(filter(None, (add, add_row, expansion))))
         run.match(pairs, total)
@@ -320,18 +338,32 @@ def database(args: argparse.Namespace, store: many.FeatureStore) -> ContextManag
         return contextlib.nullcontext()
     from superglue_sift.interop import colmap
 
-    root = args.inputs[0] if args.inputs else args.root or args.pairs.parent
-    return colmap.database_of(args.colmap, root, store, args.refine)
+    return colmap.database_of(args.colmap, root_of(args), store, args.refine)
+
+
+def root_of(args: argparse.Namespace) -> Path:
+    """The folder below which images are named: the one of the command, or of its list, or of all its files."""
+    if args.pairs:
+        return args.root or args.pairs.parent
+    if len(args.inputs) < 2:
+        return args.inputs[0] if args.inputs else Path()
+    return Path(os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in args.inputs]))
+
+
+def named_inputs(args: argparse.Namespace) -> List[many.Item]:
+    """The images of a folder, or those of the command line."""
+    if len(args.inputs) == 1:
+        return many.photos_in(args.inputs[0], args.out_dir)
+    given = {Path(os.path.abspath(path)): path for path in args.inputs}
+    if len(given) < 2:
+        raise RequestError(f"{args.inputs[0]}: named twice; matching needs two images")
+    items = many.named(list(given), root_of(args))
+    return [item._replace(image=given[item.image]) for item in items]
 
 
 def listed(args: argparse.Namespace, store: many.FeatureStore) -> Tuple:
-    """Pairs from --pairs or two images, without unreadable images; and these with the reasons."""
-    if args.pairs:
-        pairs = many.listed_pairs(args.pairs, args.root or args.pairs.parent)
-    else:
-        paths = [Path(os.path.abspath(path)) for path in args.inputs]
-        items = many.named(paths, Path(os.path.commonpath([path.parent for path in paths])))
-        pairs = [tuple(item._replace(image=path) for item, path in zip(items, args.inputs))]
+    """Pairs from --pairs without unreadable images; and these with the reasons."""
+    pairs = many.listed_pairs(args.pairs, root_of(args))
     photos, bad = many.prepare(list(dict.fromkeys(photo for pair in pairs for photo in pair)), store)
     readable = set(photos)
     return [pair for pair in pairs if readable.issuperset(pair)], bad
@@ -345,7 +377,7 @@ def open_video(args: argparse.Namespace):
     if not capture.isOpened():
         name = args.inputs[0] if args.camera is None else f"--camera {args.camera}"
         raise RequestError(f"{name}: OpenCV cannot open it as a video")
-    return many.frames(capture, args.every, args.frames)
+    return many.frames(capture, args.every or 1, args.frames)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import itertools
 import json
+import shlex
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -125,9 +126,10 @@ def named(paths: Sequence[Path], root: Path) -> List[Item]:
 
 
 def listed_pairs(file: Path, root: Path) -> List[Tuple[Item, Item]]:
-    """Pairs of a text file, `a b` in each line, below `root`. Ignores further words, and lines that start with `#`.
+    """Pairs of a text file, `a b` in each line, below `root`. Lines that start with `#` are ignored.
 
-    Raises RequestError for an unreadable file or a line with one name.
+    Names with spaces stand in double quotes, or with a tab between the two.
+    Raises RequestError for an unreadable file or a line without two names.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -137,17 +139,33 @@ def listed_pairs(file: Path, root: Path) -> List[Tuple[Item, Item]]:
         raise RequestError(f"{file}: is not a text file; a line is `a.jpg b.jpg`") from None
     pairs: Dict[Tuple[Path, Path], None] = {}
     for number, line in enumerate(lines, 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
+        if not line.strip() or line.lstrip().startswith("#"):
             continue
-        if len(words) < 2:
-            raise RequestError(f"{file}:{number}: needs two names, has {line.strip()!r}")
+        words = _names(line)
+        if len(words) != 2:
+            fix = "put names with spaces in double quotes, or a tab between the two"
+            raise RequestError(f"{file}:{number}: needs two names, has {line.strip()!r}; {fix}")
         pairs[root / words[0], root / words[1]] = None
     if not pairs:
         raise RequestError(f"{file}: has no pairs; a line is `a.jpg b.jpg`")
     paths = list(dict.fromkeys(path for pair in pairs for path in pair))
     photo = dict(zip(paths, named(paths, root)))
     return [(photo[a], photo[b]) for a, b in pairs]
+
+
+def _names(line: str) -> List[str]:
+    """The names in a line: between tabs if there are any, else words, with spaces if in double quotes."""
+    if "\t" in line.strip():
+        return [name.strip().strip('"') for name in line.split("\t") if name.strip()]
+    words = shlex.shlex(line, posix=True)
+    words.whitespace_split = True
+    words.quotes = '"'
+    words.escape = ""
+    words.commenters = ""
+    try:
+        return list(words)
+    except ValueError:  # a quote that is not closed
+        return []
 
 
 def frames(capture: cv2.VideoCapture, every: int, most: Optional[int]) -> Iterator[Item]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from superglue_sift import __version__, drawing, geometry
+from superglue_sift import __version__, drawing, geometry, scenes
 from superglue_sift.errors import RequestError
 from superglue_sift.files import DAMAGED, write_atomic
 from superglue_sift.geometry import Fit
@@ -191,16 +191,29 @@ def read_npz(path: Path, size0: Tuple[int, int], size1: Tuple[int, int]) -> Matc
 
 
 @contextlib.contextmanager
-def pair_list(folder: Path) -> Iterator[Callable[[Any, Any, MatchResult], None]]:
-    """A function that adds pairs of a scene with their scores to FOLDER/pairs.csv."""
+def pair_list(folder: Path, root: Path) -> Iterator[Callable[[Any, Any, MatchResult], None]]:
+    """A function that adds pairs of a scene to FOLDER/pairs.csv.
+
+    Each has the names of its files below `root`, and its score or why it has none.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{PAIR_LIST}.partial"
     with partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(["image0", "image1", "matches", "pair_score", "accepted"])
+        rows.writerow(["image0", "image1", "matches", "pair_score", "accepted", "reason"])
+
+        def name(item: Any) -> str:
+            is_file = isinstance(item.image, Path)  # frames of a video are not
+            return os.path.relpath(item.image, root) if is_file else item.name
 
         def add(item0: Any, item1: Any, found: MatchResult) -> None:
-            rows.writerow([item0.name, item1.name, len(found.matches), found.pair_score, int(found.accepted)])
+            names = [name(item) for item in (item0, item1)]
+            score = found.pair_score
+            reason = "" if found.accepted else "not accepted"
+            if score == scenes.SKIPPED:
+                score = ""
+                reason = "skipped: too few classical matches"
+            rows.writerow([*names, len(found.matches), score, int(found.accepted), reason])
 
         yield add
     os.replace(partial, folder / PAIR_LIST)
