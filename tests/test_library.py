@@ -20,7 +20,7 @@ from made_scenes import TURN, write_model
 from packaging.requirements import Requirement
 from PIL import Image
 
-from superglue_sift import Features, Matcher, RequestError, weights
+from superglue_sift import Features, Matcher, RequestError, drawing, weights
 from superglue_sift.features import extract, reduce
 from superglue_sift.geometry import corner_error, transform
 from superglue_sift.images import read_gray
@@ -213,11 +213,11 @@ def test_a_result_shows_its_picture_in_colour(matcher, color_photo, tmp_path):
     path = tmp_path / "a.png"
     cv2.imwrite(str(path), bgr)
     picture = matcher.match(path, torch.from_numpy(color_photo.copy()).permute(2, 0, 1)).show()
-    assert repr(picture) == f"Picture({2 * 451 + 8}x{300 + 2 * 26} px; .save(path) writes it)"
+    assert repr(picture) == f"Picture({2 * 451 + 8}x{300 + 2 * drawing.BAR} px; .save(path) writes it)"
     shown = cv2.imdecode(np.frombuffer(picture._repr_jpeg_(), np.uint8), cv2.IMREAD_COLOR)
     assert shown.shape == picture.pixels.shape
     for left in (0, 451 + 8):  # between the lines both halves are the photograph
-        own = picture.pixels[26:-26, left : left + 451]
+        own = picture.pixels[drawing.BAR : -drawing.BAR, left : left + 451]
         assert (own == bgr).all(axis=2).mean() > 0.3
     picture.save(tmp_path / "new" / "m.png")
     np.testing.assert_array_equal(cv2.imread(str(tmp_path / "new" / "m.png")), picture.pixels)
