@@ -45,7 +45,10 @@ class FeatureStore:
         asked = f"{matcher.max_keypoints} {matcher.resize} {matcher.frame}"
         self._settings = f"{asked} {versions} {own}{extractor.dtype.descr}"
         self._memory: OrderedDict[str, Features] = collections.OrderedDict()
-        self._read = functools.lru_cache(MAX_GRAYS)(self._read_gray)
+        self._aligned_at = ALIGNED_AT * matcher.resize
+        # without `self`, which would keep a store and its features in memory until the next garbage collection
+        read = functools.partial(_read_reduced, frame=matcher.frame, longer=self._aligned_at)
+        self._read = functools.lru_cache(MAX_GRAYS)(read)
         self._digests: Dict[str, str] = {}
 
     def __call__(self, item: Item) -> Features:
@@ -62,14 +65,8 @@ class FeatureStore:
         if isinstance(item.image, Path):
             gray = self._read(item.image)
         else:
-            gray = self._reduce(cv2.cvtColor(item.image, cv2.COLOR_BGR2GRAY))
+            gray = reduce(cv2.cvtColor(item.image, cv2.COLOR_BGR2GRAY), self._aligned_at)
         return self(item)._replace(gray=gray)
-
-    def _read_gray(self, path: Path) -> np.ndarray:
-        return self._reduce(read_gray(path, self.matcher.frame))
-
-    def _reduce(self, gray: np.ndarray) -> np.ndarray:
-        return reduce(gray, ALIGNED_AT * self.matcher.resize)
 
     def digest(self, item: Item) -> str:
         """SHA-256 of the image's content. Raises RequestError if it cannot be read."""
@@ -105,3 +102,7 @@ class FeatureStore:
         while not isinstance(source, bytes) and len(self._digests) > self.held:  # a camera's frames never end
             del self._digests[next(iter(self._digests))]
         return source, digest
+
+
+def _read_reduced(path: Path, frame: str, longer: int) -> np.ndarray:
+    return reduce(read_gray(path, frame), longer)
