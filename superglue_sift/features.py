@@ -10,7 +10,7 @@ import numpy as np
 import PIL.Image
 import torch
 
-from superglue_sift import sift
+from superglue_sift import geometry, sift
 from superglue_sift.descriptors import kind_of
 from superglue_sift.errors import RequestError
 from superglue_sift.images import UPRIGHT, Photo, pixels_of, read_photo
@@ -53,7 +53,7 @@ class Features(NamedTuple):
         resize: longer side to which images are reduced; 0: they are not. SIFT finds no keypoint below
         `sift.MIN_SCALE`: where this would make one smaller, your own SIFT saw a larger image.
         """
-        unit = max(1.0, max(self.size) / resize) if resize else 1.0
+        unit = geometry.unit_of(self.size, resize) if resize else 1.0
         scales = self.records["scale"]
         if len(scales) and kind_of(self.records.dtype)[0] == "sift":
             unit = max(1.0, min(unit, float(scales.min()) / sift.MIN_SCALE))
