@@ -23,7 +23,7 @@ EVALUATION = "test"  # folder of the files of the stage `evaluate` in a run
 # Prefix of its metrics. MLflow orders charts by the alphabet: it comes after train and val.
 HEADLINE = "verdict"
 # Metrics without prefix: columns of MLflow's table of runs show their whole names.
-LEADING = ("auc_5", "auc_5_aligned", "auc_5_gain")
+LEADING = ("auc_5", "recall_at_p", "auc_5_gain")
 RUN_ID = "{run_id}"  # in a tag: replaced when the run has its id
 HIDDEN = "mlflow.superglue."  # prefix of tags that MLflow does not show
 USAGE = """Two images in, matches out. `champion` is the best so far:
@@ -311,7 +311,7 @@ def request_timeout(seconds: float) -> Iterator[None]:
 
 def view() -> str:
     """Columns of the experiment's table at the address that `make ui` prints."""
-    columns = ["attributes.`Created`", *(f"metrics.`{name}`" for name in COLUMNS)]
+    columns = [f"metrics.`{name}`" for name in COLUMNS]
     columns += [f"params.`{name}`" for name in ("fetch.source", "train.steps", "train.lr")]
     # MLflow 3.1 shows an error if one of these keys is missing
     return json.dumps({
