@@ -327,7 +327,7 @@ class TestChoice:
 
         def pin_memory(batch):
             threads.add(threading.current_thread().name)
-            copies.append(batch.clone())
+            copies.append(dataclasses.replace(batch))
             return copies[-1]
 
         monkeypatch.setattr(loader.PairBatch, "pin_memory", pin_memory)

@@ -131,7 +131,7 @@ def test_folders_without_sequences(tmp_path, small):
 def test_unreadable_image_is_named(tmp_path, small):
     folder = write_sequence(tmp_path / "a", small, {2: SHIFT})
     (folder / "2.png").write_bytes((folder / "2.png").read_bytes()[:500])
-    with pytest.raises(RequestError, match=r"2\.png: truncated PNG"):
+    with pytest.raises(RequestError, match=r"2\.png: damaged PNG"):
         HPatchesPairs(tmp_path).load(0)
 
 
