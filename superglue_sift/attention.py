@@ -70,8 +70,9 @@ class AttentionalLayer(nn.Module):
             source = i ^ 1 if cross else i
             _, key, value = sides[source]
             message = attention(query, key, value, images.visible[source])
-            if images.occupied[source] is not None:  # nothing comes from an image without keypoints
-                message = message * images.occupied[source]
+            occupied = images.occupied[source]
+            if occupied is not None:  # nothing comes from an image without keypoints
+                message = message * occupied
             messages.append(self.merge(message.transpose(1, 2).flatten(2)))  # (B, N, D)
         return images.join(messages)
 

@@ -244,8 +244,15 @@ class Keypoints(NamedTuple):
         sizes = [size for batch in batches for size in (batch.image_size0, batch.image_size1)]
         size = images.join([size[:, None].expand(*mask.shape, 2) for size, mask in zip(sizes, images.masks)])
         floats = floats_of_bytes(records[:, :DESCRIPTOR_AT])
-        columns = (floats[:, _COLUMN[name]] for name in ("position", "score", "scale", "angle"))
-        return cls(*columns, records[:, DESCRIPTOR_AT:], size, images)
+        return cls(
+            positions=floats[:, _COLUMN["position"]],
+            scores=floats[:, _COLUMN["score"]],
+            scales=floats[:, _COLUMN["scale"]],
+            angles=floats[:, _COLUMN["angle"]],
+            descriptors=records[:, DESCRIPTOR_AT:],
+            image_size=size,
+            images=images,
+        )
 
 
 def _column(records: Tensor, name: str) -> Tensor:

@@ -60,8 +60,9 @@ class PaddedSuperGlue(nn.Module):
         named = dict(zip(INPUTS, inputs))
         sides = [_with_padding({name: named[name + side] for name in SIDE}) for side in "01"]
         images = Images([side["mask"] for side in sides], padded=[True, True], empty=[True, True])
-        columns = [images.join([side[name] for side in sides]) for name in Keypoints._fields[:-1]]
-        descriptors = self.model.describe(Keypoints(*columns, images))
+        names = Keypoints._fields[:-1]
+        columns = {name: images.join([side[name] for side in sides]) for name in names}
+        descriptors = self.model.describe(Keypoints(**columns, images=images))
         ((scores, mask0, mask1),) = self.model.scores(descriptors, images)
         # float64, whose range is sufficient for trained scores: a graph cannot fall back to the log domain
         iterations = self.model.config.sinkhorn_iterations

@@ -295,8 +295,9 @@ class _Work:
         _, correlation = template.step(self.pyramid1.read(grid1 + (shift * unit1)[:, None]))
         inside &= self.pyramid1.holds(patches.corners(at1) + shift[:, None], level1)
         correlation = torch.where(inside, correlation, torch.full_like(correlation, float("nan")))
-        deviations = (template.deviation(correlation, blur) for blur in (0.0, self.blur / 2.0**level))
-        return _Descent(self.shift[rows] + shift, moved.norm(dim=1), *deviations, correlation)
+        sharp = template.deviation(correlation, 0.0)
+        blurred = template.deviation(correlation, self.blur / 2.0**level)
+        return _Descent(self.shift[rows] + shift, moved.norm(dim=1), sharp, blurred, correlation)
 
 
 class _Descent(NamedTuple):

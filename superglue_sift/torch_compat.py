@@ -126,7 +126,7 @@ def no_compiler(device_type: str) -> str:
 
 def is_traced() -> bool:
     """Whether `torch.compile` or `torch.export` reads the code (torch 2.1)."""
-    compiler = getattr(torch, "compiler", None)
+    compiler: Any = getattr(torch, "compiler", None)
     return hasattr(compiler, "is_compiling") and compiler.is_compiling()
 
 

@@ -143,8 +143,9 @@ def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlu
     """
     fused = copy.deepcopy(model).eval().requires_grad_(False)
     fused.keypoint_encoder = _without_batch_norm(fused.keypoint_encoder)
-    for layer in fused.layers:
-        first: Any = layer.mlp[0]
+    layers: Any = fused.layers
+    for layer in layers:
+        first = layer.mlp[0]
         merge = layer.merge.double()
         dim = len(merge.weight)
         of_message = first.weight[:, dim:].double()

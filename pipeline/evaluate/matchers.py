@@ -138,7 +138,7 @@ def match_baselines(pair: Pair) -> Dict[str, PairMatches]:
     return {"nn": every, "mutual_nn": mutual, RATIO_TEST: mutual}
 
 
-def match_batches(model: torch.nn.Module, pairs: Sequence[Pair], size: int, device: str) -> Iterator[PairMatches]:
+def match_batches(model: SuperGlue, pairs: Sequence[Pair], size: int, device: str) -> Iterator[PairMatches]:
     """All mutual matches of a network, `size` consecutive pairs in one batch. Equal batches give equal bits."""
     for start in range(0, len(pairs), size):
         yield from match_pairs(model, pairs[start : start + size], device)

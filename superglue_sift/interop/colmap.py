@@ -153,8 +153,10 @@ def database_of(path: Path, root: Path, store: FeatureStore, refine: bool = True
             side0, side1 = (store(photo).moved(moved[photo]) for photo in (photo0, photo1))
             if refine and result.pair_score is not None:
                 index0, index1 = result.matches.T
-                units = tuple(geometry.unit_of(size, scenes.RESIZE) for size in (result.size0, result.size1))
-                result = result.only(scenes.consistent(moved[photo0][index0], moved[photo1][index1], units))
+                unit0 = geometry.unit_of(result.size0, scenes.RESIZE)
+                unit1 = geometry.unit_of(result.size1, scenes.RESIZE)
+                agree = scenes.consistent(moved[photo0][index0], moved[photo1][index1], (unit0, unit1))
+                result = result.only(agree)
             name0, name1 = (os.path.relpath(photo.image, root) for photo in (photo0, photo1))
             database.add(name0, name1, side0, side1, result)
     os.replace(partial, path)
