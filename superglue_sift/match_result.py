@@ -107,9 +107,11 @@ class MatchResult(NamedTuple):
         """Align the positions by the pixels of both images (`refine.align`); without pixels, return self."""
         if features0.gray is None or features1.gray is None:
             return self
-        small0, small1 = (side.resized(side.gray.shape[::-1]) for side in (features0, features1))
+        gray0, gray1 = features0.gray, features1.gray
+        small0 = features0.resized((gray0.shape[1], gray0.shape[0]))
+        small1 = features1.resized((gray1.shape[1], gray1.shape[0]))
         records0, records1 = small0.records[self.matches[:, 0]], small1.records[self.matches[:, 1]]
-        aligned = refine.align(small0.gray, small1.gray, records0, records1, device=device)
+        aligned = refine.align(gray0, gray1, records0, records1, device=device)
         if features0.size == small0.size and features1.size == small1.size:
             return self._replace(**aligned._asdict())
         points0, points1 = self.keypoints0[self.matches[:, 0]], self.keypoints1[self.matches[:, 1]]
