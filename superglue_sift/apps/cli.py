@@ -358,7 +358,7 @@ def named_inputs(args: argparse.Namespace) -> List[many.Item]:
     if len(given) < 2:
         raise RequestError(f"{args.inputs[0]}: named twice; matching needs two images")
     items = many.named(list(given), root_of(args))
-    return [item._replace(image=given[item.image]) for item in items]
+    return [item._replace(image=given[Path(str(item.image))]) for item in items]
 
 
 def listed(args: argparse.Namespace, store: many.FeatureStore) -> Tuple:
