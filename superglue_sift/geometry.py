@@ -25,7 +25,7 @@ SCATTER_PX = 0.5  # scatter of true matches: the best of 0.25 to 2 on validation
 MIN_DEVIATION_PX = 0.25
 MODEL_SCATTER, MODEL_LIMITS_PX = 1.5, (0.05, 0.5)
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution
-MIRRORED = 2.0  # times the inliers of a homography: a pair of which so many fit a mirror image is one
+MIRRORED = 2.0  # times the inliers of a homography: if so many fit a mirror image, it is one
 SAMPSON_PX = 3.0  # maximum distance to the epipolar line of matches that a pose is fitted to
 
 
@@ -95,7 +95,7 @@ def resizing(before: Tuple[float, float], after: Tuple[float, float]) -> np.ndar
 
 
 def unit_of(size: Tuple[float, float], side: int) -> float:
-    """Length in px of an image of `size` (width, height) of what is a pixel after reducing it to a longer `side`."""
+    """Length in px, in an image of `size`, of a pixel of the image reduced to a longer `side`."""
     return max(1.0, max(size) / side)
 
 
@@ -147,7 +147,7 @@ def fit_ransac(
 
 
 def is_mirroring(H: np.ndarray, points: np.ndarray) -> bool:
-    """Whether a homography (3, 3) reverses the orientation at most points (N, 2), as no view of a surface does.
+    """Whether a homography (3, 3) reverses most points (N, 2), as no view of a surface does.
 
     Where it does, only details that are symmetric themselves were matched.
     """
@@ -237,7 +237,8 @@ def homography_with_inliers(
 ) -> Fit:
     """`fit_ransac` with the inliers: matches (K, 2) that it maps to within `threshold_px` in image 1.
 
-    None for a mirror image, of which OpenCV finds a few matches that fit by chance: more fit if image 1 is mirrored.
+    None for a mirror image, of which OpenCV finds a few matches that fit by chance: more fit if
+    image 1 is mirrored.
     """
     none = Fit(None, np.zeros(len(points0), bool))
     H = fit_ransac(points0, points1, threshold_px, deviations=deviations)

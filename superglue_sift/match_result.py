@@ -127,15 +127,18 @@ class MatchResult(NamedTuple):
         return self.pair_score is None or len(self.matches) > 0
 
     def stamped(self) -> np.ndarray:
-        """(K,) bool: matches of a date bar, a logo or a watermark of both images (`stamps`); no geometry uses them."""
+        """(K,) bool: matches of a date bar, a logo or a watermark of both images (`stamps`).
+
+        No geometry uses them.
+        """
         sides = (self.points0, self.points1, self.keypoints0, self.keypoints1)
         return stamps.find_stamps(*sides, self.size0, self.size1)
 
     def homography(self, threshold_px: float = INLIER_PX) -> geometry.Fit:
         """Robust homography from pixels of image 0 to image 1; its model is None for fewer than four matches.
 
-        None, too, where matches only fit a mirror image. threshold_px: distance in image 1 up to which a match is an
-        inlier. See `geometry.homography_with_inliers`.
+        None, too, where matches only fit a mirror image. threshold_px: distance in image 1 up to
+        which a match is an inlier. See `geometry.homography_with_inliers`.
         """
         return self._fit(lambda r: geometry.homography_with_inliers(r.points0, r.points1, threshold_px, r.deviations))
 

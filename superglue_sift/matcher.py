@@ -285,7 +285,7 @@ class Matcher:
             return match_pairs(self.model, pairs, self.device) if pairs else []
 
     def _match_scene(self, sides: Sequence[Tuple[Features, Features]], rules: scenes.Rules) -> List[MatchResult]:
-        """Run the network only on pairs in which the classical matcher finds something in common."""
+        """Run the network only where the classical matcher finds something in common."""
         screened = [scenes.screen(*pair, self.resize) for pair in sides]
         likely = [each.agreeing >= rules.likely for each in screened]
         asked = []
@@ -306,7 +306,7 @@ class Matcher:
         answer: Optional[PairMatches],
         rules: scenes.Rules,
     ) -> MatchResult:
-        """The result of a pair of a scene. answer: matches of the strongest keypoints; None if they were not asked."""
+        """The result of a pair of a scene. answer: None if the network was not run."""
         if answer is None:
             nothing = MatchResult.of(*pair, np.empty((0, 2), np.int64), np.empty(0, np.float32))
             return nothing._replace(pair_score=scenes.SKIPPED)

@@ -1,4 +1,4 @@
-"""Square patches of an image, and the shift that aligns one with another (`refine`): gradients, Hessian, deviation."""
+"""Square patches of an image, and the shift that aligns one with another (`refine`)."""
 
 from __future__ import annotations
 
@@ -63,14 +63,16 @@ class Template:
     def deviation(self, correlation: Tensor, blur: float = 0.0) -> Tensor:
         """(n,) standard deviation of the shift along each axis, in samples, from the residual.
 
-        blur: added to one image, in samples. The residuals of two samples at a distance d correlate by
-        exp(-d^2 / (4 s^2)), s the deviation of all smoothing, and the covariance sums over all pairs of samples. What
-        they have in common in the whole patch is not in the residual, as its mean was made 0. Without added blur, the
-        covariance is CORRELATED times that of independent samples.
+        blur: added to one image, in samples. The residuals of two samples at a distance d correlate
+        by exp(-d^2 / (4 s^2)), s the deviation of all smoothing, and the covariance sums over all
+        pairs of samples. What they have in common in the whole patch is not in the residual, as its
+        mean was made 0. Without added blur, the covariance is CORRELATED times that of independent
+        samples.
         """
         residual = (2.0 - 2.0 * correlation).clamp(min=0)  # weighted mean square of the difference
         weighted = self.rows[:, :2]
-        smoothed, factor = weighted, CORRELATED
+        smoothed = weighted
+        factor = CORRELATED
         if blur:
             side = round(weighted.shape[2] ** 0.5)
             line = torch.arange(side, device=weighted.device, dtype=weighted.dtype)

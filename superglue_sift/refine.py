@@ -11,7 +11,7 @@ of 21x21 samples of image 0, warped by the local affine map between the images, 
 - Blur: if one image is blurred more (focus, motion), the other is blurred as much, and aligned again. Patches of
   unequal sharpness have no common minimum: at 2 px of blur, this reduces errors to a fifth.
 - Deviation: from the covariance of the shift, sigma^2 (J^T J)^-1 (Gruen 1985). Along a direction without structure, as
-  along a straight edge, the match does not move. Blur that is added makes the residuals of neighbouring samples alike.
+  along a straight edge, the match does not move. Added blur makes residuals of neighbours alike.
 """
 
 from __future__ import annotations
@@ -295,9 +295,9 @@ class _Work:
         _, correlation = template.step(self.pyramid1.read(grid1 + (shift * unit1)[:, None]))
         inside &= self.pyramid1.holds(patches.corners(at1) + shift[:, None], level1)
         correlation = torch.where(inside, correlation, torch.full_like(correlation, float("nan")))
-        sharp = template.deviation(correlation, 0.0)
+        plain = template.deviation(correlation)
         blurred = template.deviation(correlation, self.blur / 2.0**level)
-        return _Descent(self.shift[rows] + shift, moved.norm(dim=1), sharp, blurred, correlation)
+        return _Descent(self.shift[rows] + shift, moved.norm(dim=1), plain, blurred, correlation)
 
 
 class _Descent(NamedTuple):

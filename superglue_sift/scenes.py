@@ -37,7 +37,7 @@ LIKELY_KEYPOINTS = 2048  # strongest keypoints that the classical matcher matche
 STRICT_PX = 1.5  # of the robust fits
 BAND_PX = 1.2  # distance to the epipolar line up to which a match is kept, in both images
 EXACT_PX = 0.8  # the same for keypoints that the pixels of all pairs aligned
-MIRRORED = 0.75  # fraction of negative determinants: 0.88 to 1 of mirrored photographs, 0 to 0.5 of true pairs
+MIRRORED = 0.75  # of the local maps: 0.88 to 1 of mirrored photographs, 0 to 0.5 of true pairs
 NETWORK_KEYPOINTS = 1024
 MAX_KEYPOINTS = 8192
 RESIZE = 1600  # px, longer side to which photographs are reduced
@@ -85,8 +85,9 @@ def strongest(records: np.ndarray, count: int) -> np.ndarray:
 class Screened(NamedTuple):
     """Two photographs after a first look.
 
-    agreeing: number of classical matches that agree with one fundamental matrix. kept: (m,) indices of each
-    photograph's keypoints that lie on no stamp of both (`stamps`), strongest first. sides: features of these.
+    agreeing: number of classical matches that agree with one fundamental matrix. kept: (m,) indices
+    of each photograph's keypoints that lie on no stamp of both (`stamps`), strongest first. sides:
+    features of these.
     """
 
     agreeing: int
@@ -103,7 +104,8 @@ def screen(side0: Features, side1: Features, resize: int) -> Screened:
     stamped = found.stamped()
     index0, index1 = matches[~stamped].T
     fit = geometry.fundamental_with_inliers(one.points[index0], other.points[index1], STRICT_PX)
-    kept, sides = [], []
+    kept = []
+    sides = []
     for side, stamp in ((side0, found.points0[stamped]), (side1, found.points1[stamped])):
         order = strongest(side.records, len(side.records))
         kept.append(order[~stamps.near(side.keypoints[order], stamp, side0.size, side1.size)])
@@ -179,10 +181,11 @@ def _geometry(sides: Tuple[Side, Side], matches: np.ndarray, strict: np.ndarray)
 
 
 def _is_mirrored(points0: np.ndarray, points1: np.ndarray) -> bool:
-    """Whether the maps around most matches (K, 2) reverse the orientation, as no view of a surface does.
+    """Whether the maps around most matches (K, 2) reverse them, as no view of a surface does.
 
-    A photograph fits its mirror image by one F, as details that are symmetric themselves match. Between true views,
-    matches at different depths may change order, so that up to half of the maps do.
+    A photograph fits its mirror image by one F, as details that are symmetric themselves match.
+    Between true views, matches at different depths may change order, so that up to half of the maps
+    do.
     """
     if len(points0) < MIN_AGREEING:
         return False

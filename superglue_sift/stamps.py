@@ -1,9 +1,10 @@
 """Date bars, logos and watermarks: matches of what was drawn on both images, not of what they show.
 
-A stamp lies at the same place in both images, so its matches share one translation, and any F = [e]x fits them: two
-unrelated photographs with one date bar would show the same place. COLMAP's watermark test looks for a translation among
-matches near the border. Here, such matches are set aside before a geometry is fitted, also those in the middle: two
-photographs that are identical, or of one tripod, agree all over the picture, a stamp in a small part of it.
+A stamp lies at the same place in both images, so its matches share one translation, and any
+F = [e]x fits them: two unrelated photographs with one date bar would show the same place. COLMAP's
+watermark test looks for a translation among matches near the border. Here, such matches are set
+aside before a geometry is fitted, also those in the middle: photographs that are identical, or of
+one tripod, agree all over the picture, a stamp in a small part of it.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ import numpy as np
 
 from superglue_sift import geometry
 
-REFERENCE_PX = 1024  # longer side of an image to which the following lengths belong; they grow with larger ones
+REFERENCE_PX = 1024  # longer side of an image to which these lengths belong; they grow with it
 SAME_PX = 1.5  # scatter of the translations of one stamp
 PLACE_PX = 10.0  # maximum distance from the same place in both images
 AROUND_PX = 16.0  # letters this far from a stamp's matches belong to it
 FEWEST = 4  # matches of a stamp
 BORDER = 0.12  # width of the border, of the shorter side
-SPREAD = 0.28  # ratio of areas: stamps in the middle reach 0.16, photographs of one tripod 0.42 as the worst JPEG
-ALONE = 2.0  # minimum ratio of a stamp's matches to those of similar translations: true motion is smooth
-SIMILAR = 4.0  # times SAME_PX: the similar translations
+SPREAD = 0.28  # ratio of areas: 0.16 for a plate in the middle, 0.42 for a copy as JPEG of quality 10
+# True motion is smooth: a few matches share a translation, and many more have similar ones.
+ALONE = 2.0  # minimum ratio of a stamp's matches to those
+SIMILAR = 4.0  # times SAME_PX: limit of similar translations
 
 Size = Tuple[int, int]
 
@@ -41,15 +43,16 @@ def find_stamps(
         stamp = _one_translation(shifts, offset, unit)
         if stamp.sum() < FEWEST:
             continue
-        both = (points0[stamp], all0, size0), (points1[stamp], all1, size1)
-        if min(_spread(*side) for side in both) < SPREAD:
+        spread0 = _spread(points0[stamp], all0, size0)
+        spread1 = _spread(points1[stamp], all1, size1)
+        if min(spread0, spread1) < SPREAD:
             # wrong matches between two letters of the stamp, which lie on one line, also fit one F
             found |= near(points0, points0[stamp], size0, size1) & near(points1, points1[stamp], size0, size1)
     return found
 
 
 def near(points: np.ndarray, stamp: np.ndarray, size0: Size, size1: Size) -> np.ndarray:
-    """(n,) bool: points (n, 2) of one image that lie on the stamp whose matches are at `stamp` (k, 2) there."""
+    """(n,) bool: points (n, 2) of one image on the stamp whose matches are at `stamp` (k, 2)."""
     from scipy.spatial import KDTree
 
     if not len(stamp):
@@ -63,14 +66,15 @@ def _unit(size0: Size, size1: Size) -> float:
 
 
 def _offsets(size0: Size, size1: Size) -> List[np.ndarray]:
-    """Translations (2,) of a stamp at a fixed distance from two edges, or from the centre; one for equal sizes."""
-    wider, higher = size1[0] - size0[0], size1[1] - size0[1]
+    """Translations (2,) of a stamp at a fixed place from two edges or the centre."""
+    wider = size1[0] - size0[0]
+    higher = size1[1] - size0[1]
     every = [(x, y) for x in (0, wider / 2, wider) for y in (0, higher / 2, higher)]
     return [np.array(offset) for offset in dict.fromkeys(every)]
 
 
 def _one_translation(shifts: np.ndarray, offset: np.ndarray, unit: float) -> np.ndarray:
-    """(K,) bool: shifts (K, 2) that agree with the most frequent one near `offset`, if this one stands out."""
+    """(K,) bool: shifts (K, 2) like the most frequent one near `offset`, if it stands out."""
     from scipy.spatial import KDTree
 
     here = np.flatnonzero(np.linalg.norm(shifts - offset, axis=1) <= PLACE_PX * unit)
@@ -85,14 +89,16 @@ def _one_translation(shifts: np.ndarray, offset: np.ndarray, unit: float) -> np.
 
 
 def _spread(stamp: np.ndarray, every: np.ndarray, size: Size) -> float:
-    """Area over which `stamp` (k, 2) scatters, over that of all keypoints `every` (n, 2); 0 for matches at the border.
+    """Area over which `stamp` (k, 2) scatters, over that of all keypoints `every` (n, 2).
 
-    An area is the square root of the determinant of the covariance.
+    An area is the square root of the determinant of the covariance. What lies at the border does
+    not count; 0 if no match is left.
     """
     border = BORDER * min(size)
     high = np.array(size) - 1 - border
-    stamp, every = (points[((points >= border) & (points <= high)).all(1)] for points in (stamp, every))
+    stamp = stamp[((stamp >= border) & (stamp <= high)).all(1)]
+    every = every[((every >= border) & (every <= high)).all(1)]
     if len(stamp) < 3:
         return 0.0
-    areas = np.linalg.det(np.cov(stamp.T)), np.linalg.det(np.cov(every.T))
-    return float(np.sqrt(max(areas[0], 0.0) / max(areas[1], 1e-12)))
+    area = np.linalg.det(np.cov(stamp.T))
+    return float(np.sqrt(max(area, 0.0) / max(np.linalg.det(np.cov(every.T)), 1e-12)))

@@ -34,10 +34,12 @@ def refine_tracks(keypoints: Sequence[np.ndarray], pairs: Iterable[Tuple[int, in
     Returns (N, 2) float32 px for each image; keypoints without an aligned match are unchanged.
     """
     starts = np.concatenate([[0], np.cumsum([len(points) for points in keypoints])]).astype(np.int64)
-    systems, units = [], np.ones(len(keypoints))
+    systems = []
+    units = np.ones(len(keypoints))
     for i, j, result in pairs:
         if result.deviations is not None:
-            units[[i, j]] = unit_of(result.size0, SIDE_PX), unit_of(result.size1, SIDE_PX)
+            units[i] = unit_of(result.size0, SIDE_PX)
+            units[j] = unit_of(result.size1, SIDE_PX)
             systems.append(_equations(starts[i], starts[j], result, units[i], units[j]))
     positions = [np.asarray(points, np.float64).reshape(-1, 2) for points in keypoints]
     if sum(len(system[0]) for system in systems):
@@ -48,14 +50,16 @@ def refine_tracks(keypoints: Sequence[np.ndarray], pairs: Iterable[Tuple[int, in
 
 
 def _equations(start0: int, start1: int, result: MatchResult, unit0: float, unit1: float) -> Tuple[np.ndarray, ...]:
-    """For aligned matches: indices of both keypoints (n,), map (n, 2, 2), shift (n, 2) and deviation (n,) in units."""
+    """For aligned matches: both keypoints (n,), map (n, 2, 2), shift (n, 2), deviation (n,)."""
     deviations = np.asarray(result.deviations)
     aligned = np.isfinite(deviations)
     if aligned.sum() < MIN_AGREEING:
         aligned[:] = False
     index0, index1 = result.matches[aligned].T
-    p, q = result.points0[aligned].astype(np.float64) / unit0, result.points1[aligned].astype(np.float64) / unit1
-    before0, before1 = result.keypoints0[index0] / unit0, result.keypoints1[index1] / unit1
+    p = result.points0[aligned].astype(np.float64) / unit0
+    q = result.points1[aligned].astype(np.float64) / unit1
+    before0 = result.keypoints0[index0] / unit0
+    before1 = result.keypoints1[index1] / unit1
     maps = nearest_affine(p, q, np.ones(len(p), bool)) if len(p) else np.zeros((0, 2, 2))
     shift = q - before1 - np.einsum("nij,nj->ni", maps, p - before0)
     return start0 + index0, start1 + index1, maps, shift, np.maximum(deviations[aligned] / unit1, MIN_DEVIATION_PX)

@@ -155,8 +155,9 @@ def database_of(path: Path, root: Path, store: FeatureStore, refine: bool = True
                 index0, index1 = result.matches.T
                 unit0 = geometry.unit_of(result.size0, scenes.RESIZE)
                 unit1 = geometry.unit_of(result.size1, scenes.RESIZE)
-                agree = scenes.consistent(moved[photo0][index0], moved[photo1][index1], (unit0, unit1))
-                result = result.only(agree)
+                points0 = moved[photo0][index0]
+                points1 = moved[photo1][index1]
+                result = result.only(scenes.consistent(points0, points1, (unit0, unit1)))
             name0, name1 = (os.path.relpath(photo.image, root) for photo in (photo0, photo1))
             database.add(name0, name1, side0, side1, result)
     os.replace(partial, path)
