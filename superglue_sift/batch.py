@@ -111,8 +111,13 @@ class PairBatch:
         return [pair for pairs in classes for pair in pairs], [self.select(pairs) for pairs in classes]
 
     def pad(self, pairs: int, keypoints: int) -> PairBatch:
-        """The same pairs in the shapes (pairs, keypoints, R), followed by pairs without keypoints."""
+        """The same pairs in the shapes (pairs, keypoints, R), followed by pairs without keypoints.
+
+        Raises ValueError if the batch is larger.
+        """
         more = pairs - len(self)
+        if more < 0 or keypoints < self.width:
+            raise ValueError(f"{len(self)} pairs of {self.width} keypoints do not fit {pairs}, {keypoints}")
         sizes = ("image_size0", "image_size1")
         changes = {}
         for name, value in vars(self).items():

@@ -9,7 +9,7 @@ one tripod, agree all over the picture, a stamp in a small part of it.
 
 from __future__ import annotations
 
-from typing import List, Tuple
+from typing import Iterator, List, Tuple
 
 import numpy as np
 
@@ -37,18 +37,27 @@ def find_stamps(
     all0, all1: (M, 2), (N, 2) all keypoints of both images. size0, size1: (width, height).
     """
     found = np.zeros(len(points0), bool)
-    unit = _unit(size0, size1)
-    shifts = points1 - points0
-    for offset in _offsets(size0, size1):
-        stamp = _one_translation(shifts, offset, unit)
-        if stamp.sum() < FEWEST:
-            continue
+    for stamp in _candidates(points0, points1, size0, size1):
         spread0 = _spread(points0[stamp], all0, size0)
         spread1 = _spread(points1[stamp], all1, size1)
         if min(spread0, spread1) < SPREAD:
             # wrong matches between two letters of the stamp, which lie on one line, also fit one F
             found |= near(points0, points0[stamp], size0, size1) & near(points1, points1[stamp], size0, size1)
     return found
+
+
+def _candidates(points0: np.ndarray, points1: np.ndarray, size0: Size, size1: Size) -> Iterator[np.ndarray]:
+    """(K,) bool each: at least FEWEST matches that share one translation.
+
+    A stamp is drawn in pixels, or grows with the image that it is drawn on.
+    """
+    unit = _unit(size0, size1)
+    for scale in dict.fromkeys((1.0, max(size1) / max(size0))):
+        shifts = points1 - scale * points0
+        for offset in _offsets((scale * size0[0], scale * size0[1]), size1):
+            stamp = _one_translation(shifts, offset, unit)
+            if stamp.sum() >= FEWEST:
+                yield stamp
 
 
 def near(points: np.ndarray, stamp: np.ndarray, size0: Size, size1: Size) -> np.ndarray:
@@ -65,7 +74,7 @@ def _unit(size0: Size, size1: Size) -> float:
     return max(geometry.unit_of(size, REFERENCE_PX) for size in (size0, size1))
 
 
-def _offsets(size0: Size, size1: Size) -> List[np.ndarray]:
+def _offsets(size0: Tuple[float, float], size1: Size) -> List[np.ndarray]:
     """Translations (2,) of a stamp at a fixed place from two edges or the centre."""
     wider = size1[0] - size0[0]
     higher = size1[1] - size0[1]

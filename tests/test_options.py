@@ -58,9 +58,9 @@ def usual(tmp_path_factory) -> np.ndarray:
         return weights(run(Workbench(tmp_path_factory.mktemp("usual"))))
 
 
-def one_batch(folder: Path):
+def one_batch(folder: Path, keypoints: int = 40):
     store = Store(made_store(folder))
-    return load_batch(store, PairOrder(0, 5, 3).step(0, 6), 40)
+    return load_batch(store, PairOrder(0, 5, 3).step(0, 6), keypoints)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_deterministic_kernels(bench):
 def test_compiled_layers_compute_the_same(bench, tmp_path):
     if not can_compile() or not shutil.which("g++"):
         pytest.skip("needs torch 2 and a C++ compiler")
-    batch = one_batch(tmp_path / "store")
+    batch = one_batch(tmp_path / "store", load(bench).max_keypoints)
     losses = {}
     for compiled in (False, True):
         parts, _ = setup.build(load(bench, compile=compiled), distributed.start())

@@ -159,7 +159,9 @@ class TestRandomFaults:
         good = [random_faults.run(base, clock, stage, random_faults.torn, str(seed)) for seed in range(3)]
         assert any(each.struck for each in good) and not any(each.problems for each in good)
         # takes whatever is there for its own
-        monkeypatch.setattr(fetch, "_up_to_date", lambda out, _: [] if (out / "manifest.csv").is_file() else None)
+        monkeypatch.setattr(
+            fetch, "_up_to_date", lambda options, _: [] if (options.out / "manifest.csv").is_file() else None
+        )
         seen = [random_faults.run(base, clock, stage, random_faults.torn, str(seed)) for seed in range(8)]
         assert any(each.silent for each in seen)
 
