@@ -215,7 +215,7 @@ def request_of(tmp_path, make_params, mlflow_store):
 
 def home(out: Path) -> Path:
     """The folder of the only training in `out`."""
-    (folder,) = out.glob("*/")
+    (folder,) = (path for path in out.iterdir() if path.is_dir())
     return folder
 
 
