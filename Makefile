@@ -65,7 +65,8 @@ test: $(SETUP_DEV)  ## the tests, without the slow ones, in two processes
 	@python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-all: $(SETUP_DEV)  ## all tests, also the slow ones
-	@python -m pytest -n 2 --dist loadfile
+	@python -m pytest tests/faults -n 2 --dist loadfile  # these fork: before any library has started threads
+	@python -m pytest --ignore tests/faults -n 2 --dist loadfile
 
 test-cu111:  ## the tests on the CUDA 11.1 stack, Python 3.9 and torch 1.10 (.venv-cu111)
 	@requirements/test-cu111.sh

@@ -42,23 +42,39 @@ GROUPS: Dict[str, Callable[[Setting], Iterable[Row]]] = {
 
 def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     """The command line. Raises RequestError."""
-    parser = argparse.ArgumentParser(prog="python -m pipeline.benchmark", description=str(__doc__).split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.benchmark", description=str(__doc__).split("\n")[0]
+    )
     add = parser.add_argument
     add("--only", default="", help=f"groups of rows, separated by commas: {', '.join(GROUPS)}")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--dim", type=int, default=128, help="D, width of the network (default 128)")
     add("--iterations", type=int, default=100, help="T, Sinkhorn iterations (default 100)")
-    add("--seconds", type=float, default=15.0, help="of a comparison, at least two rounds (default 15)")
+    add(
+        "--seconds",
+        type=float,
+        default=15.0,
+        help="of a comparison, at least two rounds (default 15)",
+    )
     add("--rounds", type=int, default=7, help="of a comparison at most (default 7)")
     add("--images", type=Path, help="folder of photographs (default: those inside scikit-image)")
-    add("--params", type=Path, default=Path("params.yaml"), help="file with the sections keypoints and train")
+    add(
+        "--params",
+        type=Path,
+        default=Path("params.yaml"),
+        help="file with the sections keypoints and train",
+    )
     add("--json", type=Path, metavar="FILE", help="write the rows to this file")
     options = parser.parse_args(argv)
     if options.rounds < 2 or options.dim % 4 or options.dim < 8 or options.iterations < 1:
-        raise RequestError("--rounds must be 2 or more, --dim a multiple of 4 from 8 on, --iterations 1 or more")
+        raise RequestError(
+            "--rounds must be 2 or more, --dim a multiple of 4 from 8 on, --iterations 1 or more"
+        )
     unknown = [name for name in options.only.split(",") if name and name not in GROUPS]
     if unknown:
-        raise RequestError(f"--only {unknown[0]}: no such group of rows; there are {', '.join(GROUPS)}")
+        raise RequestError(
+            f"--only {unknown[0]}: no such group of rows; there are {', '.join(GROUPS)}"
+        )
     return options
 
 
@@ -67,7 +83,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     options = parse(argv)
     config = SuperGlueConfig(dim=options.dim, sinkhorn_iterations=options.iterations)
     device = torch.device(choose_device(options.device))
-    setting = Setting(device, config, options.rounds, options.seconds, options.images, options.params)
+    setting = Setting(
+        device, config, options.rounds, options.seconds, options.images, options.params
+    )
     about = describe_machine(setting)
     print(about, flush=True)
     rows: List[Row] = []
@@ -83,8 +101,15 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def describe_machine(setting: Setting) -> str:
     """A line on device, load, torch and the network."""
-    name = torch.cuda.get_device_name(setting.device) if setting.device.type == "cuda" else platform.processor()
-    load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name(setting.device)
+        if setting.device.type == "cuda"
+        else platform.processor()
+    )
+    load = (
+        f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, {torch.get_num_threads()}"
+        " threads"
+    )
     size = f"D = {setting.config.dim}, T = {setting.config.sinkhorn_iterations}"
     return f"{name or platform.machine()}, {load}, torch {torch.__version__}; {size}"
 

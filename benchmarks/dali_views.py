@@ -1,9 +1,10 @@
-"""Photographs to pairs of views with the homography between them, as the DALI guides feed a training: external source,
-decode, resize, crop, mirror and brightness in one pipeline, PyTorch's iterator. And the same work by OpenCV.
+"""Photographs to pairs of views with the homography between them, as the DALI guides feed a
+training: external source, decode, resize, crop, mirror and brightness in one pipeline, PyTorch's
+iterator. And the same work by OpenCV.
 
-The project's own views (perspective, rotation, no border) are made by `pipeline.views`; this is the guides' loader, to
-be compared with OpenCV and to show that geometry can be kept: the resize, crop and mirror of a view are a 3x3 matrix,
-and the homography of a pair follows from its two.
+The project's own views (perspective, rotation, no border) are made by `pipeline.views`; this is the
+guides' loader, to be compared with OpenCV and to show that geometry can be kept: the resize, crop
+and mirror of a view are a 3x3 matrix, and the homography of a pair follows from its two.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import numpy as np
 from pipeline import compat
 from pipeline.errors import RequestError
 
-Batch = Tuple[Any, Any, np.ndarray]  # views 0 and 1 (B, 1, H, W) uint8, and H_0to1 (B, 3, 3) float64
+# Views 0 and 1 (B, 1, H, W) uint8, and H_0to1 (B, 3, 3) float64
+Batch = Tuple[Any, Any, np.ndarray]
 
 
 class Draw(NamedTuple):
-    """A view: the photograph resized to `size` (w, h) px, cut out at `corner` (x, y), perhaps mirrored, brightened."""
+    """A view: the photograph resized to `size` (w, h) px, cut out at `corner` (x, y), perhaps
+    mirrored, brightened.
+    """
 
     size: Tuple[int, int]
     corner: Tuple[int, int]
@@ -37,8 +41,11 @@ def draw(rng: np.random.Generator, view: Tuple[int, int]) -> Draw:
 
 
 def to_view(drawn: Draw, image: Tuple[int, int], view: Tuple[int, int]) -> np.ndarray:
-    """(3, 3) float64: from pixels of a photograph of `image` (w, h) to those of the view; centres at whole numbers."""
-    (sx, sy), (x, y) = (np.array(drawn.size) / np.array(image)), drawn.corner
+    """(3, 3) float64: from pixels of a photograph of `image` (w, h) to those of the view; centres
+    at whole numbers.
+    """
+    sx, sy = np.array(drawn.size) / np.array(image)
+    x, y = drawn.corner
     resized = np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1]])
     cut = np.array([[1, 0, -x], [0, 1, -y], [0, 0, 1.0]])
     mirror = np.array([[-1, 0, view[0] - 1], [0, 1, 0], [0, 0, 1.0]]) if drawn.mirror else np.eye(3)
@@ -54,7 +61,9 @@ def between(drawn: Sequence[Draw], image: Tuple[int, int], view: Tuple[int, int]
 def opencv_views(files: Sequence[bytes], view: Tuple[int, int], seed: int = 0) -> Iterator[Batch]:
     """One photograph at a time."""
     for index, data in enumerate(files):
-        gray = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE | cv2.IMREAD_IGNORE_ORIENTATION)
+        gray = cv2.imdecode(
+            np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE | cv2.IMREAD_IGNORE_ORIENTATION
+        )
         drawn = _draws(seed, index, view)
         made = [_by_opencv(gray, each, view)[None, None] for each in drawn]
         yield made[0], made[1], between(drawn, gray.shape[::-1], view)[None]
@@ -62,22 +71,32 @@ def opencv_views(files: Sequence[bytes], view: Tuple[int, int], seed: int = 0) -
 
 def _by_opencv(gray: np.ndarray, drawn: Draw, view: Tuple[int, int]) -> np.ndarray:
     x, y = drawn.corner
-    cut = cv2.resize(gray, drawn.size, interpolation=cv2.INTER_LINEAR)[y : y + view[1], x : x + view[0]]
+    cut = cv2.resize(gray, drawn.size, interpolation=cv2.INTER_LINEAR)[
+        y : y + view[1], x : x + view[0]
+    ]
     return cv2.convertScaleAbs(cut[:, ::-1] if drawn.mirror else cut, alpha=drawn.brightness)
 
 
 def dali_views(
-    files: Sequence[bytes], view: Tuple[int, int], batch: int = 32, seed: int = 0, device: Optional[int] = None
+    files: Sequence[bytes],
+    view: Tuple[int, int],
+    batch: int = 32,
+    seed: int = 0,
+    device: Optional[int] = None,
 ) -> Iterator[Batch]:
     """The same by DALI, on GPU `device` or the CPU; the last batch holds what is left."""
     try:
         from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
     except ImportError:
-        raise RequestError(f"NVIDIA DALI is not installed; `pip install {compat.dali_package()}`") from None
+        raise RequestError(
+            f"NVIDIA DALI is not installed; `pip install {compat.dali_package()}`"
+        ) from None
 
     names = ["view0", "view1", "shape"]
     pipeline = _pipeline(_Source(files, view, batch, seed), view, batch, device)
-    iterator = DALIGenericIterator([pipeline], names, size=len(files), last_batch_policy=LastBatchPolicy.PARTIAL)
+    iterator = DALIGenericIterator(
+        [pipeline], names, size=len(files), last_batch_policy=LastBatchPolicy.PARTIAL
+    )
     index = 0
     for (found,) in iterator:
         shapes = found["shape"].tolist()
@@ -95,13 +114,19 @@ def _draws(seed: int, index: int, view: Tuple[int, int]) -> List[Draw]:
 
 
 class _Source:
-    """The bytes of a batch, and for each of its two views size, crop position, mirror and brightness.
+    """The bytes of a batch, and for each of its two views size, crop position, mirror and
+    brightness.
 
     The last batch is padded with its last photograph; the iterator cuts the padding off.
     """
 
-    def __init__(self, files: Sequence[bytes], view: Tuple[int, int], batch: int, seed: int) -> None:
-        self.files, self.view, self.batch, self.seed = files, view, batch, seed
+    def __init__(
+        self, files: Sequence[bytes], view: Tuple[int, int], batch: int, seed: int
+    ) -> None:
+        self.files = files
+        self.view = view
+        self.batch = batch
+        self.seed = seed
 
     def __call__(self, iteration: int) -> List[Any]:
         first = iteration * self.batch
@@ -112,9 +137,15 @@ class _Source:
         for side in range(2):
             drawn = [_draws(self.seed, i, self.view)[side] for i in places]
             # DALI gives the crop's position as a fraction of the space around it
-            room = [[max(whole - side, 1) for whole, side in zip(each.size, self.view)] for each in drawn]
+            room = [
+                [max(whole - side, 1) for whole, side in zip(each.size, self.view)]
+                for each in drawn
+            ]
             columns.append(np.array([each.size[::-1] for each in drawn], np.float32))
-            columns += [np.array([each.corner[k] / r[k] for each, r in zip(drawn, room)], np.float32) for k in (0, 1)]
+            columns += [
+                np.array([each.corner[k] / r[k] for each, r in zip(drawn, room)], np.float32)
+                for k in (0, 1)
+            ]
             columns.append(np.array([each.mirror for each in drawn], np.int32))
             columns.append(np.array([each.brightness for each in drawn], np.float32))
         return columns
@@ -123,19 +154,24 @@ class _Source:
 def _pipeline(source: _Source, view: Tuple[int, int], batch: int, device: Optional[int]) -> Any:
     from nvidia.dali import fn, pipeline_def, types
 
-    floats, kind = types.FLOAT, "cpu" if device is None else "mixed"
+    floats = types.FLOAT
+    kind = "cpu" if device is None else "mixed"
 
     @pipeline_def(batch_size=batch, num_threads=2, device_id=device)
     def viewing():
         given = [types.UINT8] + 2 * [floats, floats, floats, types.INT32, floats]
-        encoded, *numbers = fn.external_source(source, num_outputs=len(given), batch=True, dtype=given)
+        encoded, *numbers = fn.external_source(
+            source, num_outputs=len(given), batch=True, dtype=given
+        )
         image = fn.decoders.image(encoded, device=kind, output_type=types.GRAY)
         views = []
         for size, x, y, mirror, brightness in (numbers[:5], numbers[5:]):
             resized = fn.resize(image, size=size, interp_type=types.INTERP_LINEAR, antialias=False)
             bright = fn.brightness(resized, brightness=brightness)
             cut = {"crop": (view[1], view[0]), "crop_pos_x": x, "crop_pos_y": y, "mirror": mirror}
-            views.append(fn.crop_mirror_normalize(bright, **cut, dtype=types.UINT8, output_layout="CHW"))
+            views.append(
+                fn.crop_mirror_normalize(bright, **cut, dtype=types.UINT8, output_layout="CHW")
+            )
         return (*views, fn.peek_image_shape(encoded))
 
     built = viewing()

@@ -1,4 +1,6 @@
-"""Rows that begin with pixels: SIFT, two files to matches, alignment, the fill of a scene, views by DALI."""
+"""Rows that begin with pixels: SIFT, two files to matches, alignment, the fill of a scene, views by
+DALI.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def one_thread() -> Iterator[None]:
 
 
 def keypoints(setting: Setting) -> Iterator[Row]:
-    """The keypoints stage's work on a photograph, per view, compared with OpenCV's SIFT alone on as many views."""
+    """The keypoints stage's work on a photograph, per view, compared with OpenCV's SIFT alone on as
+    many views.
+    """
     settings = params.load("keypoints", setting.params)
     photograph = photographs(setting.images, 1)[0]
     view = cv2.resize(photograph, (settings.width, settings.height))
@@ -58,7 +62,9 @@ def keypoints(setting: Setting) -> Iterator[Row]:
             detector.detectAndCompute(view, None)
 
     with one_thread():
-        taken = setting.time({"stage": lambda: gray_views(photograph, "a.jpg", settings), "SIFT": detect})
+        taken = setting.time(
+            {"stage": lambda: gray_views(photograph, "a.jpg", settings), "SIFT": detect}
+        )
     each = 1e3 * statistics.median(taken["stage"].cpu) / count
     ratio = timing.speed_up(taken["SIFT"].wall, taken["stage"].wall)
     cpu = timing.speed_up(taken["SIFT"].cpu, taken["stage"].cpu)
@@ -68,33 +74,51 @@ def keypoints(setting: Setting) -> Iterator[Row]:
 
 def files(setting: Setting) -> Iterator[Row]:
     """Two JPEG files of 640x480 to matches at 512 keypoints, SIFT of both in two threads."""
-    matcher = Matcher(fuse_for_inference(setting.model()), setting.device, max_keypoints=512, resize=0)
+    matcher = Matcher(
+        fuse_for_inference(setting.model()), setting.device, max_keypoints=512, resize=0
+    )
     with tempfile.TemporaryDirectory() as folder:
         paths = _write_pair(Path(folder), photographs(setting.images, 1)[0])
         seconds = setting.time({"call": lambda: matcher.match(*paths)})["call"].wall
     note = f"{min(seconds):.3f} to {max(seconds):.3f}"
-    yield Row("two JPEG files to matches, 512 keypoints", statistics.median(seconds), "s", note=note)
+    yield Row(
+        "two JPEG files to matches, 512 keypoints", statistics.median(seconds), "s", note=note
+    )
 
 
 def aligned(setting: Setting) -> Iterator[Row]:
-    """Alignment of 250 matches by the pixels, and two JPEG files to matches at 1,024 keypoints, one thread each."""
+    """Alignment of 250 matches by the pixels, and two JPEG files to matches at 1,024 keypoints, one
+    thread each.
+    """
     matcher = Matcher(fuse_for_inference(setting.model()), setting.device, refine=False)
     with tempfile.TemporaryDirectory() as folder, one_thread():
         paths = _write_pair(Path(folder), photographs(setting.images, 1)[0])
         sides = matcher.extract_all(paths)
         found = _true_matches(*sides).only(np.arange(ALIGNED))
-        ways = {"files": lambda: matcher.match(*paths), "align": lambda: found.align(*sides, str(setting.device))}
+        ways = {
+            "files": lambda: matcher.match(*paths),
+            "align": lambda: found.align(*sides, str(setting.device)),
+        }
         taken = setting.time(ways)
     share = statistics.median(np.asarray(taken["align"].cpu) / np.asarray(taken["files"].cpu))
     note = f"{share:.1%} of the time of two JPEG files to matches, 1,024 keypoints, one thread"
-    yield Row(f"aligning {len(found.matches)} matches", 1e3 * statistics.median(taken["align"].cpu), "ms", note=note)
+    yield Row(
+        f"aligning {len(found.matches)} matches",
+        1e3 * statistics.median(taken["align"].cpu),
+        "ms",
+        note=note,
+    )
 
 
 def filled(setting: Setting) -> Iterator[Row]:
-    """The fill of a pair of a scene (`scenes.filled`): classical matches of 8,192 keypoints of each of two views."""
+    """The fill of a pair of a scene (`scenes.filled`): classical matches of 8,192 keypoints of each
+    of two views.
+    """
     image = cv2.resize(photographs(setting.images, 1)[0], LARGE, interpolation=cv2.INTER_CUBIC)
     image = noise(image, 8.0)  # for more keypoints than a small photograph has
-    rotated = cv2.warpAffine(image, cv2.getRotationMatrix2D((LARGE[0] / 2, LARGE[1] / 2), 10, 1.0), LARGE)
+    rotated = cv2.warpAffine(
+        image, cv2.getRotationMatrix2D((LARGE[0] / 2, LARGE[1] / 2), 10, 1.0), LARGE
+    )
     records = [DENSE(view, scenes.MAX_KEYPOINTS) for view in (image, rotated)]
     sides = scenes.side_of(records[0], LARGE, 0), scenes.side_of(records[1], LARGE, 0)
     matches, scores = classical.ratio_matches(*(side.described for side in sides))
@@ -102,13 +126,20 @@ def filled(setting: Setting) -> Iterator[Row]:
     given = strict, np.ones(len(strict), np.float32), 0.5, sides, scenes.Rules()
     seconds = setting.time({"fill": lambda: scenes.filled(*given)})["fill"].wall
     name = f"filling a pair of {len(records[0]):,} and {len(records[1]):,} keypoints"
-    yield Row(name, statistics.median(seconds), "s", note=f"{min(seconds):.3f} to {max(seconds):.3f}")
+    yield Row(
+        name, statistics.median(seconds), "s", note=f"{min(seconds):.3f} to {max(seconds):.3f}"
+    )
 
 
 def views(setting: Setting) -> Iterator[Row]:
-    """JPEG files to pairs of views with their homographies (`dali_views`): DALI compared with OpenCV."""
+    """JPEG files to pairs of views with their homographies (`dali_views`): DALI compared with
+    OpenCV.
+    """
     found = photographs(setting.images, 8)
-    jpegs = [cv2.imencode(".jpg", found[i % 8], [cv2.IMWRITE_JPEG_QUALITY, 95])[1].tobytes() for i in range(DECODED)]
+    jpegs = [
+        cv2.imencode(".jpg", found[i % 8], [cv2.IMWRITE_JPEG_QUALITY, 95])[1].tobytes()
+        for i in range(DECODED)
+    ]
     gpu = setting.device.index or 0 if setting.device.type == "cuda" else None
     ways = {
         "OpenCV": lambda: list(dali_views.opencv_views(jpegs, VIEW)),
@@ -118,7 +149,13 @@ def views(setting: Setting) -> Iterator[Row]:
         taken = setting.time(ways)
     rate = DECODED / statistics.median(taken["DALI"].wall)
     ratio = timing.speed_up(taken["OpenCV"].wall, taken["DALI"].wall)
-    yield Row("mode: JPEG files to pairs of views by DALI", rate, "images/s", ratio, note="of OpenCV in one thread")
+    yield Row(
+        "mode: JPEG files to pairs of views by DALI",
+        rate,
+        "images/s",
+        ratio,
+        note="of OpenCV in one thread",
+    )
 
 
 def _true_matches(side0: Features, side1: Features) -> MatchResult:

@@ -1,4 +1,6 @@
-"""Rows of the network, ours compared with the plain one of `plain.py`: step, Sinkhorn, latency, memory, parity."""
+"""Rows of the network, ours compared with the plain one of `plain.py`: step, Sinkhorn, latency,
+memory, parity.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def forward_call(model: nn.Module, batch: Any) -> Call:
 
 
 def training_call(model: nn.Module, batch: Any, precision: str = "float32") -> Call:
-    """A training step with Adam: truth, loss, gradient, update. Works for our network and the plain one."""
+    """A training step with Adam: truth, loss, gradient, update. Works for our network and the plain
+    one.
+    """
     ours = isinstance(model, SuperGlue)
     objective = MatchingObjective(model, 3.0, 5.0, precision) if ours else None
     fused = compat.fused_adam() if ours else {}
@@ -45,7 +49,11 @@ def training_call(model: nn.Module, batch: Any, precision: str = "float32") -> C
 
     def call() -> None:
         optimizer.zero_grad(set_to_none=True)
-        loss = objective(batch)[0] if objective else plain.dense_loss(model(batch), ground_truth(batch))
+        loss = (
+            objective(batch)[0]
+            if objective
+            else plain.dense_loss(model(batch), ground_truth(batch))
+        )
         loss.sum().backward()
         optimizer.step()
 
@@ -53,7 +61,9 @@ def training_call(model: nn.Module, batch: Any, precision: str = "float32") -> C
 
 
 def step(setting: Setting) -> Iterator[Row]:
-    """A training step, compared with the plain network with our LayerNorm or the paper's BatchNorm: the faster one."""
+    """A training step, compared with the plain network with our LayerNorm or the paper's BatchNorm:
+    the faster one.
+    """
     for keypoints, pairs in ((512, 2), (1024, 1)):
         batch = made_batch(keypoints, pairs).to(setting.device)
         ways: Dict[str, Call] = {}
@@ -87,16 +97,25 @@ def latency(setting: Setting) -> Iterator[Row]:
 def transport(setting: Setting) -> Iterator[Row]:
     """Sinkhorn alone, T = 100, forward and backward, compared with autograd in the log domain."""
     for keypoints, pairs in ((512, 8), (1024, 4)):
-        ways = {way: sinkhorn_call(str(setting.device), way, keypoints, pairs) for way in ("plain", "ours")}
+        ways = {
+            way: sinkhorn_call(str(setting.device), way, keypoints, pairs)
+            for way in ("plain", "ours")
+        }
         taken = setting.time(ways)
         name = f"Sinkhorn, forward and backward, N = {keypoints}, batch {pairs}"
         yield compare(name, taken["ours"], taken["plain"], "autograd in the log domain", pairs)
 
 
 def sinkhorn_call(device: str, way: str, keypoints: int, pairs: int, iterations: int = 100) -> Call:
-    """A call of Sinkhorn on random scores in the range of a network. Returns the gradient of the scores."""
+    """A call of Sinkhorn on random scores in the range of a network. Returns the gradient of the
+    scores.
+    """
     generator = torch.Generator().manual_seed(0)
-    scores = (torch.randn(pairs, keypoints, keypoints, generator=generator) * 5).to(device).requires_grad_()
+    scores = (
+        (torch.randn(pairs, keypoints, keypoints, generator=generator) * 5)
+        .to(device)
+        .requires_grad_()
+    )
     dustbin = torch.tensor(1.0, device=device, requires_grad=True)
 
     def call() -> Tensor:
@@ -130,14 +149,20 @@ def memory(setting: Setting) -> Iterator[Row]:
         base = peak_mib(work, str(setting.device), "plain", *arguments)
         for way in ways:
             own = max(peak_mib(work, str(setting.device), way, *arguments), 0.1)
-            yield Row(f"memory: {name}, {way}", own, "MiB", note=f"{base / own:.1f}x less than plain, {base:.0f} MiB")
+            yield Row(
+                f"memory: {name}, {way}",
+                own,
+                "MiB",
+                note=f"{base / own:.1f}x less than plain, {base:.0f} MiB",
+            )
 
 
 def peak_mib(work: Callable[..., Call], device: str, *arguments: Any) -> float:
     """MiB by which one call raises the memory in use at its peak, in a process of its own.
 
     Args:
-        work: a module-level function; `work(device, *arguments)` prepares and returns the call to be measured.
+        work: a module-level function; `work(device, *arguments)` prepares and returns the call to
+            be measured.
     """
     context = multiprocessing.get_context("spawn")
     answer = context.SimpleQueue()
@@ -199,7 +224,9 @@ def parity(setting: Setting) -> Iterator[Row]:
 
 
 def perturb(model: SuperGlue) -> SuperGlue:
-    """A copy with noise on its weights: the branches of an untrained network end in zeros, in any precision."""
+    """A copy with noise on its weights: the branches of an untrained network end in zeros, in any
+    precision.
+    """
     generator = torch.Generator().manual_seed(0)
     made = copy.deepcopy(model)
     with torch.no_grad():
@@ -223,7 +250,9 @@ def answer(model: SuperGlue, batch: Any, precision: str) -> Answer:
 
 
 def equal(a: Tensor, b: Tensor) -> float:
-    """Fraction of the keypoints matched in either that have the same match in both; nan without any."""
+    """Fraction of the keypoints matched in either that have the same match in both; nan without
+    any.
+    """
     found = (a >= 0) | (b >= 0)
     return float((a[found] == b[found]).float().mean())
 

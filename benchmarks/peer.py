@@ -1,9 +1,9 @@
 """The work of the best-known trainer of SuperGlue on SIFT, for comparison: the work, not the code.
 
-As its users run it: a batch of one pair; the view warped and SIFT computed on both at every access, in the process that
-trains; truth by double-precision distances; the whole network in float64, D = 128, T = 20; a loss gathered in a Python
-loop of -log(exp(.)) over the matches; Adam. Written by us from that description and the paper, on the plain network of
-`benchmarks.plain`.
+As its users run it: a batch of one pair; the view warped and SIFT computed on both at every access,
+in the process that trains; truth by double-precision distances; the whole network in float64, D =
+128, T = 20; a loss gathered in a Python loop of -log(exp(.)) over the matches; Adam. Written by us
+from that description and the paper, on the plain network of `benchmarks.plain`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,21 @@ from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.geometry import transform
 from superglue_sift.superglue import SuperGlueConfig
 
-CONFIG = SuperGlueConfig(dim=128, layers=9, heads=4, norm="batch", scale_angle=False, sinkhorn_iterations=20)
+CONFIG = SuperGlueConfig(
+    dim=128, layers=9, heads=4, norm="batch", scale_angle=False, sinkhorn_iterations=20
+)
 
 
 class PeerTraining:
     """One optimiser step per call, cycling through the images."""
 
-    def __init__(self, images: Sequence[np.ndarray], keypoints: int, device: torch.device, seed: int = 0) -> None:
+    def __init__(
+        self, images: Sequence[np.ndarray], keypoints: int, device: torch.device, seed: int = 0
+    ) -> None:
         torch.manual_seed(seed)
-        self.images, self.keypoints, self.device = images, keypoints, device
+        self.images = images
+        self.keypoints = keypoints
+        self.device = device
         self.model = PlainSuperGlue(CONFIG).double().to(device).train()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
         self.random = np.random.default_rng(seed)
@@ -49,7 +55,9 @@ class PeerTraining:
         return float(loss.detach())
 
     def load(self, image: np.ndarray) -> Tuple[Pair, np.ndarray]:
-        """Warp the image (H, W) uint8 by random corners and extract both; the pair and its H_0to1."""
+        """Warp the image (H, W) uint8 by random corners and extract both; the pair and its
+        H_0to1.
+        """
         height, width = image.shape
         corners = np.array([[0, 0], [width, 0], [width, height], [0, height]], np.float32)
         moved = corners + self.random.uniform(-80, 80, (4, 2)).astype(np.float32)
@@ -68,9 +76,11 @@ def _truth(pair: Pair, H_0to1: np.ndarray):
     points0 = np.stack([pair.records0["x"], pair.records0["y"]], 1).astype(np.float64)
     points1 = np.stack([pair.records1["x"], pair.records1["y"]], 1).astype(np.float64)
     distance = np.linalg.norm(transform(points0, H_0to1)[:, None] - points1[None], axis=-1)
-    best0, best1 = distance.argmin(1), distance.argmin(0)
+    best0 = distance.argmin(1)
+    best1 = distance.argmin(0)
     matches = [(i, int(j)) for i, j in enumerate(best0) if best1[j] == i and distance[i, j] < 3.0]
-    taken0, taken1 = {i for i, _ in matches}, {j for _, j in matches}
+    taken0 = {i for i, _ in matches}
+    taken1 = {j for _, j in matches}
     lone0 = [i for i in range(len(points0)) if i not in taken0]
     lone1 = [j for j in range(len(points1)) if j not in taken1]
     return matches, lone0, lone1

@@ -1,4 +1,6 @@
-"""Photographs of 640x480 to measure on: those of a folder, else the ones that ship inside scikit-image."""
+"""Photographs of 640x480 to measure on: those of a folder, else the ones that ship inside
+scikit-image.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,17 @@ BUNDLED = ("astronaut", "coffee", "chelsea", "rocket", "brick", "grass", "gravel
 
 
 def photographs(folder: Optional[Path], count: int) -> List[np.ndarray]:
-    """`count` gray images, (480, 640) uint8, scaled to fill it and cut to their middle; repeated if there are fewer."""
+    """`count` gray images, (480, 640) uint8, scaled to fill it and cut to their middle; repeated if
+    there are fewer.
+    """
     if folder is None:
         from skimage import data
 
         found = [np.asarray(getattr(data, name)()) for name in BUNDLED]
     else:
-        files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png"))
+        files = sorted(
+            path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg", ".png")
+        )
         found = [cv2.imread(str(path)) for path in files[:count]]
     views = [_cut(image) for image in found if image is not None]
     if not views:

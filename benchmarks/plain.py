@@ -1,8 +1,9 @@
-"""A plain SuperGlue to compare with, written from the paper (arXiv 1911.11763) the way a reader would first write it.
+"""A plain SuperGlue to compare with, written from the paper (arXiv 1911.11763) the way a reader
+would first write it.
 
-Convolutions of width 1 over (B, D, N), attention by einsum with all weights stored, autograd through Sinkhorn in the
-log domain, a dense target for the loss. With our weights (`plain_from`) both compute the same. All views of a batch
-have the same number of keypoints.
+Convolutions of width 1 over (B, D, N), attention by einsum with all weights stored, autograd
+through Sinkhorn in the log domain, a dense target for the loss. With our weights (`plain_from`)
+both compute the same. All views of a batch have the same number of keypoints.
 """
 
 from __future__ import annotations
@@ -16,19 +17,29 @@ from torch import Tensor, nn
 from superglue_sift.batch import Images, Keypoints
 from superglue_sift.descriptors import root_sift
 from superglue_sift.pair_inputs import choose_orientations
-from superglue_sift.superglue import ENCODER_WIDTHS, SIFT_DIM, SuperGlue, SuperGlueConfig, geometry_of
+from superglue_sift.superglue import (
+    ENCODER_WIDTHS,
+    SIFT_DIM,
+    SuperGlue,
+    SuperGlueConfig,
+    geometry_of,
+)
 from superglue_sift.truth import UNMATCHED, Truth
 
 
 def sinkhorn(scores: Tensor, dustbin: Tensor, iterations: int) -> Tensor:
-    """Log assignment (B, M + 1, N + 1) from scores (B, M, N), equation 9 as it stands, in the log domain."""
+    """Log assignment (B, M + 1, N + 1) from scores (B, M, N), equation 9 as it stands, in the log
+    domain.
+    """
     B, m, n = scores.shape
-    right, below = dustbin.expand(B, m, 1), dustbin.expand(B, 1, n + 1)
+    right = dustbin.expand(B, m, 1)
+    below = dustbin.expand(B, 1, n + 1)
     Z = torch.cat([torch.cat([scores, right], 2), below], 1)
     norm = -math.log(m + n)
     log_mu = torch.cat([scores.new_zeros(m), scores.new_tensor([math.log(n)])]) + norm
     log_nu = torch.cat([scores.new_zeros(n), scores.new_tensor([math.log(m)])]) + norm
-    u, v = torch.zeros_like(Z[:, :, 0]), torch.zeros_like(Z[:, 0, :])
+    u = torch.zeros_like(Z[:, :, 0])
+    v = torch.zeros_like(Z[:, 0, :])
     for _ in range(iterations):
         u = log_mu - torch.logsumexp(Z + v.unsqueeze(1), dim=2)
         v = log_nu - torch.logsumexp(Z + u.unsqueeze(2), dim=1)
@@ -36,7 +47,9 @@ def sinkhorn(scores: Tensor, dustbin: Tensor, iterations: int) -> Tensor:
 
 
 class ChannelNorm(nn.Module):
-    """LayerNorm over the channels of (B, C, N); contiguous, because the next layer would copy it at more cost."""
+    """LayerNorm over the channels of (B, C, N); contiguous, because the next layer would copy it at
+    more cost.
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -88,7 +101,9 @@ class PlainSuperGlue(nn.Module):
         self.projection = nn.Conv1d(SIFT_DIM, dim, 1)
         inputs = 6 if config.scale_angle else 3
         self.encoder = _perceptron([inputs, *ENCODER_WIDTHS, dim], config.norm)
-        self.layers = nn.ModuleList(PlainLayer(dim, config.heads, config.norm) for _ in range(2 * config.layers))
+        self.layers = nn.ModuleList(
+            PlainLayer(dim, config.heads, config.norm) for _ in range(2 * config.layers)
+        )
         self.final = nn.Conv1d(dim, dim, 1)
         self.dustbin = nn.Parameter(torch.tensor(1.0))
 
@@ -97,7 +112,8 @@ class PlainSuperGlue(nn.Module):
         x0, x1 = (self._encoded(batch, side) for side in "01")
         for i, layer in enumerate(self.layers):
             source0, source1 = (x0, x1) if i % 2 == 0 else (x1, x0)
-            x0, x1 = x0 + layer(x0, source0), x1 + layer(x1, source1)
+            x0 = x0 + layer(x0, source0)
+            x1 = x1 + layer(x1, source1)
         scores = torch.einsum("bdn,bdm->bnm", self.final(x0), self.final(x1)) / self.config.dim**0.5
         return sinkhorn(scores, self.dustbin, self.config.sinkhorn_iterations)
 
@@ -106,7 +122,9 @@ class PlainSuperGlue(nn.Module):
         descriptors = root_sift(getattr(batch, "descriptors" + side)).to(dtype).transpose(1, 2)
         fields = ("keypoints", "scores", "scales", "angles", "descriptors")
         size = getattr(batch, "image_size" + side)[:, None]
-        keypoints = Keypoints(*(getattr(batch, name + side) for name in fields), size, Images([], [], []))
+        keypoints = Keypoints(
+            *(getattr(batch, name + side) for name in fields), size, Images([], [], [])
+        )
         geometry = geometry_of(keypoints, self.config.scale_angle).to(dtype).transpose(1, 2)
         return self.projection(descriptors) + self.encoder(geometry)
 
@@ -127,7 +145,9 @@ def dense_loss(log_P: Tensor, truth: Truth) -> Tensor:
 
 
 def plain_from(model: SuperGlue) -> PlainSuperGlue:
-    """A plain network with the weights of ours, in the same mode. Raises ValueError for missing options."""
+    """A plain network with the weights of ours, in the same mode. Raises ValueError for missing
+    options.
+    """
     plain = PlainSuperGlue(model.config)
     ours = dict(model.state_dict())
     with torch.no_grad():
@@ -162,5 +182,6 @@ def _copy_all(sequence: nn.Sequential, ours: dict, name: str) -> None:
 def _copy(module: nn.Module, ours: dict, name: str) -> None:
     target = getattr(module, "norm", module)
     for key in [key for key in ours if key.startswith(name + ".")]:
-        value, held = ours.pop(key), getattr(target, key[len(name) + 1 :])
+        value = ours.pop(key)
+        held = getattr(target, key[len(name) + 1 :])
         held.copy_(value.unsqueeze(-1) if held.dim() == 3 else value)

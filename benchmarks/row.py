@@ -19,7 +19,8 @@ from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 class Row:
     """A measurement with its unit, or the reason why it was skipped.
 
-    ratio: to what `note` names, by wall time; cpu: the same by processor time, which other load hardly changes.
+    ratio: to what `note` names, by wall time; cpu: the same by processor time, which other load
+    hardly changes.
     """
 
     name: str
@@ -41,7 +42,9 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Settings of a run. seconds: of a row, about; images: folder of photographs, None: those in scikit-image."""
+    """Settings of a run. seconds: of a row, about; images: folder of photographs, None: those in
+    scikit-image.
+    """
 
     device: torch.device
     config: SuperGlueConfig
@@ -58,7 +61,9 @@ class Setting:
     def time(self, ways: Dict[str, Callable[[], object]]) -> Dict[str, Seconds]:
         """`timing.alternate` within this setting's budget."""
         on_gpu = self.device.type == "cuda"
-        return timing.alternate(ways, self.rounds, self.seconds, torch.cuda.synchronize if on_gpu else timing.nothing)
+        return timing.alternate(
+            ways, self.rounds, self.seconds, torch.cuda.synchronize if on_gpu else timing.nothing
+        )
 
 
 def compare(name: str, own: Seconds, base: Seconds, other: str, pairs: int = 1) -> Row:
@@ -70,7 +75,9 @@ def compare(name: str, own: Seconds, base: Seconds, other: str, pairs: int = 1) 
 
 
 def run(name: str, group: Callable[[Setting], Iterable[Row]], setting: Setting) -> Iterator[Row]:
-    """The rows of a group. An exception costs only its remaining rows; a row with its name reports it."""
+    """The rows of a group. An exception costs only its remaining rows; a row with its name reports
+    it.
+    """
     try:
         yield from group(setting)
     except RequestError as error:

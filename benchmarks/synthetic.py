@@ -19,9 +19,12 @@ SHARED = 0.6  # fraction of keypoints visible in the other view, as in real pair
 
 
 def made_pair(keypoints: int, rng: np.random.Generator) -> Tuple[Pair, np.ndarray]:
-    """Two views of `keypoints` each under a mild homography, H_0to1 (3, 3); similar descriptors for one point."""
+    """Two views of `keypoints` each under a mild homography, H_0to1 (3, 3); similar descriptors for
+    one point.
+    """
     H = np.eye(3) + rng.normal(0, [[0.05, 0.05, 15], [0.05, 0.05, 15], [5e-5, 5e-5, 0]])
-    records0, records1 = _view(keypoints, rng), _view(keypoints, rng)
+    records0 = _view(keypoints, rng)
+    records1 = _view(keypoints, rng)
     seen = rng.permutation(keypoints)[: int(SHARED * keypoints)]
     xy = np.stack([records0["x"], records0["y"]], 1)[seen].astype(np.float64)
     moved = transform(xy, H)
@@ -33,12 +36,16 @@ def made_pair(keypoints: int, rng: np.random.Generator) -> Tuple[Pair, np.ndarra
 
 def _view(keypoints: int, rng: np.random.Generator) -> np.ndarray:
     records = np.zeros(keypoints, ORIENTED)
-    records["x"], records["y"] = rng.uniform(0, SIZE[0], keypoints), rng.uniform(0, SIZE[1], keypoints)
-    records["scale"], records["angle"] = rng.uniform(2, 20, keypoints), rng.uniform(0, 360, keypoints)
+    records["x"] = rng.uniform(0, SIZE[0], keypoints)
+    records["y"] = rng.uniform(0, SIZE[1], keypoints)
+    records["scale"] = rng.uniform(2, 20, keypoints)
+    records["angle"] = rng.uniform(0, 360, keypoints)
     records["score"] = np.sort(rng.uniform(0.01, 0.1, keypoints))[::-1]
     records["descriptor"] = np.clip(rng.exponential(30, (keypoints, 128)), 0, 255)
     several = rng.random(keypoints) < SEVERAL
-    records["second_descriptor"][several] = np.clip(rng.exponential(30, (several.sum(), 128)), 0, 255)
+    records["second_descriptor"][several] = np.clip(
+        rng.exponential(30, (several.sum(), 128)), 0, 255
+    )
     return records
 
 
@@ -55,7 +62,9 @@ def made_batch(keypoints: int, pairs: int, seed: int = 0) -> PairBatch:
 
 
 def ragged_batch(counts: Sequence[int], seed: int = 0) -> PairBatch:
-    """A batch whose pairs have `counts` keypoints in the first view, and in reverse order in the second."""
+    """A batch whose pairs have `counts` keypoints in the first view, and in reverse order in the
+    second.
+    """
     rng = np.random.default_rng(seed)
     made = [made_pair(max(counts), rng) for _ in counts]
     cut = [

@@ -1,8 +1,8 @@
 """Time two or more ways of the same work, alternating, with the interval of their ratio.
 
-A machine's speed varies from minute to minute by more than most improvements. So the ways alternate, each round gives
-one ratio, and the interval is a bootstrap over the rounds. Processor seconds are measured too: with one thread they
-remain valid while others use the machine.
+A machine's speed varies from minute to minute by more than most improvements. So the ways
+alternate, each round gives one ratio, and the interval is a bootstrap over the rounds. Processor
+seconds are measured too: with one thread they remain valid while others use the machine.
 """
 
 from __future__ import annotations
@@ -39,9 +39,13 @@ def nothing() -> None:
 
 
 def alternate(
-    ways: Dict[str, Callable[[], object]], rounds: int = 5, seconds: float = 10.0, wait: Callable[[], None] = nothing
+    ways: Dict[str, Callable[[], object]],
+    rounds: int = 5,
+    seconds: float = 10.0,
+    wait: Callable[[], None] = nothing,
 ) -> Dict[str, Seconds]:
-    """Time each way once a round, in an order that reverses each round, after one warm-up call of each.
+    """Time each way once a round, in an order that reverses each round, after one warm-up call of
+    each.
 
     Args:
         rounds: the maximum; at least two run.

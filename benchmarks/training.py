@@ -51,21 +51,46 @@ class Trainer:
     """
 
     def __init__(
-        self, setting: Setting, folder: Path, pairs: int, context: Optional[distributed.Context] = None, **changes: Any
+        self,
+        setting: Setting,
+        folder: Path,
+        pairs: int,
+        context: Optional[distributed.Context] = None,
+        **changes: Any,
     ) -> None:
         config = setting.config
         plain = {
-            "dim": config.dim, "layers": config.layers, "heads": config.heads, "norm": config.norm,
-            "neighbours": config.neighbours, "parallel": "single", "compile": False, "init_from": "", "freeze": [],
-            "accumulate": 1, "precision": "float32", "loader": "plain", "checkpoint_layers": False,
-            "deterministic": False, "ema": 0.0, "optimizer": "adam", "max_keypoints": KEYPOINTS,
-            "keypoint_drop": 0.0, "min_keypoints": 0, "rotation_deg": 0.0, "window": 1.0, "negatives": 0.0, "zoom": 0.0,
-        }  # fmt: skip
+            "dim": config.dim,
+            "layers": config.layers,
+            "heads": config.heads,
+            "norm": config.norm,
+            "neighbours": config.neighbours,
+            "parallel": "single",
+            "compile": False,
+            "init_from": "",
+            "freeze": [],
+            "accumulate": 1,
+            "precision": "float32",
+            "loader": "plain",
+            "checkpoint_layers": False,
+            "deterministic": False,
+            "ema": 0.0,
+            "optimizer": "adam",
+            "max_keypoints": KEYPOINTS,
+            "keypoint_drop": 0.0,
+            "min_keypoints": 0,
+            "rotation_deg": 0.0,
+            "window": 1.0,
+            "negatives": 0.0,
+            "zoom": 0.0,
+        }
         self.train = params.load("train", setting.params).model_copy(update={**plain, **changes})
         self.context = context or distributed.Context(0, 1, 0, setting.device)
         self.state_and_model, _ = setup.build(self.train, self.context)
         model = self.state_and_model.state.model
-        model.config = dataclasses.replace(model.config, sinkhorn_iterations=config.sinkhorn_iterations)
+        model.config = dataclasses.replace(
+            model.config, sinkhorn_iterations=config.sinkhorn_iterations
+        )
         self.batches = StepBatches(self.train, store.Store(folder), pairs, self.context)
         self.pairs = pairs
         self.number = 0
@@ -102,7 +127,10 @@ def modes(setting: Setting) -> Iterator[Row]:
     ways: Dict[str, Tuple[Dict[str, Any], str]] = {
         "DataParallel": ({"parallel": "dp"}, "" if on_gpu and places > 1 else "needs two GPUs"),
         "AMP, bfloat16": ({"precision": "bfloat16"}, ""),
-        "AMP, float16": ({"precision": "float16"}, "" if on_gpu else "needs a GPU: its gradients are scaled there"),
+        "AMP, float16": (
+            {"precision": "float16"},
+            "" if on_gpu else "needs a GPU: its gradients are scaled there",
+        ),
         "gradient accumulation, 2 parts": ({"accumulate": 2}, ""),
         "torch.compile": ({"compile": True}, torch_compat.no_compiler(setting.device.type)),
     }
@@ -114,7 +142,9 @@ def modes(setting: Setting) -> Iterator[Row]:
                 yield Row(f"mode: {way}", skipped=reason)
                 continue
             count = pairs * (places if changes.get("parallel") == "dp" else 1)
-            mode = functools.partial(_time_mode, way=way, folder=folder, count=count, changes=changes)
+            mode = functools.partial(
+                _time_mode, way=way, folder=folder, count=count, changes=changes
+            )
             yield from run(f"mode: {way}", mode, setting)
         for processes in sorted({1, 2, places}):
             way = f"DDP, {processes} process{'es' * (processes > 1)}"
@@ -125,9 +155,14 @@ def modes(setting: Setting) -> Iterator[Row]:
             yield from run(f"mode: {way}", mode, setting)
 
 
-def _time_mode(setting: Setting, way: str, folder: Path, count: int, changes: Dict[str, Any]) -> Iterator[Row]:
+def _time_mode(
+    setting: Setting, way: str, folder: Path, count: int, changes: Dict[str, Any]
+) -> Iterator[Row]:
     pairs = PAIRS[setting.device.type]
-    calls = {"plain": Trainer(setting, folder, pairs), way: Trainer(setting, folder, count, **changes)}
+    calls = {
+        "plain": Trainer(setting, folder, pairs),
+        way: Trainer(setting, folder, count, **changes),
+    }
     taken = setting.time(calls)
     yield _mode_row(way, taken[way].wall, count, taken["plain"].wall, pairs)
 
@@ -151,9 +186,20 @@ def _mode_row(way: str, own: List[float], count: int, plain: List[float], pairs:
 
 def _run_ranks(setting: Setting, folder: Path, processes: int) -> List[float]:
     """Seconds of the steps of `processes` ranks. Raises RuntimeError."""
-    command = [sys.executable, "-m", "benchmarks.training", str(folder), "--params", str(setting.params.resolve())]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.training",
+        str(folder),
+        "--params",
+        str(setting.params.resolve()),
+    ]
     command += ["--config", json.dumps(setting.config.to_dict()), "--rounds", str(setting.rounds)]
-    group = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    group = {
+        "WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     group["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // processes, 1))
     if setting.device.type == "cpu":
         group["CUDA_VISIBLE_DEVICES"] = ""
@@ -178,7 +224,9 @@ def run_rank(argv: Optional[List[str]] = None) -> int:
     parser.add_argument("--rounds", type=int, required=True)
     args = parser.parse_args(argv)
     with distributed.process_group() as context:
-        setting = Setting(context.device, SuperGlueConfig(**json.loads(args.config)), params=args.params)
+        setting = Setting(
+            context.device, SuperGlueConfig(**json.loads(args.config)), params=args.params
+        )
         pairs = PAIRS[context.device.type] * context.world_size
         step = Trainer(setting, args.folder, pairs, context, parallel="ddp")
         # every rank has to make the same number of rounds, so there is no limit of time
@@ -190,14 +238,18 @@ def run_rank(argv: Optional[List[str]] = None) -> int:
 
 
 def peer(setting: Setting) -> Iterator[Row]:
-    """Training end to end in one process, compared with the peer's online float64 work, one pair in a step."""
+    """Training end to end in one process, compared with the peer's online float64 work, one pair in
+    a step.
+    """
     found = photographs(setting.images, 8)
     images = [image for image in found if len(sift.extract(image, KEYPOINTS)) == KEYPOINTS] or found
     theirs = PeerTraining(images, KEYPOINTS, setting.device)
     with tempfile.TemporaryDirectory() as name:
         folder = _write_store(theirs, images, Path(name))
         ways: Dict[str, Any] = {"peer": theirs}
-        small = dataclasses.replace(setting, config=dataclasses.replace(setting.config, sinkhorn_iterations=20))
+        small = dataclasses.replace(
+            setting, config=dataclasses.replace(setting.config, sinkhorn_iterations=20)
+        )
         for precision in ("float32", "bfloat16"):
             ways[precision] = Trainer(small, folder, PEER_PAIRS, dim=128, precision=precision)
         taken = setting.time(ways)
@@ -208,7 +260,14 @@ def peer(setting: Setting) -> Iterator[Row]:
         ratio = timing.speed_up(base.wall, each)
         note = f"of the peer's work, {statistics.median(base.wall):.2f} s/pair; D = 128, T = 20"
         name = f"end to end, {KEYPOINTS} keypoints, {precision}"
-        yield Row(name, 1 / statistics.median(each), "pairs/s", ratio, timing.speed_up(base.cpu, cpu), note)
+        yield Row(
+            name,
+            1 / statistics.median(each),
+            "pairs/s",
+            ratio,
+            timing.speed_up(base.cpu, cpu),
+            note,
+        )
 
 
 def _write_store(theirs: PeerTraining, images: List[np.ndarray], folder: Path) -> Path:
@@ -217,7 +276,11 @@ def _write_store(theirs: PeerTraining, images: List[np.ndarray], folder: Path) -
     for number, image in enumerate(images):
         pair, H = theirs.load(image)
         homographies = np.stack([np.eye(3), H])
-        made.append(store.ImageViews(f"{number:03d}", pair.size0, homographies, [pair.records0, pair.records1]))
+        made.append(
+            store.ImageViews(
+                f"{number:03d}", pair.size0, homographies, [pair.records0, pair.records1]
+            )
+        )
     rows = [store.write_shard(folder / store.shard_name(0), made)]
     (folder / store.INDEX).write_text(json.dumps(store.index(rows, 2, made[0].size)))
     return folder

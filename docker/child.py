@@ -9,14 +9,18 @@ import time
 from pathlib import Path
 from typing import Dict, List, Optional
 
-WORK_FAILED, BAD_REQUEST, STOPPED = 1, 2, 143
+WORK_FAILED = 1
+BAD_REQUEST = 2
+STOPPED = 143
 
 
 class Child:
-    """One command in a session of its own, so that Ctrl-C and SIGTERM reach it through `stop` alone.
+    """One command in a session of its own, so that Ctrl-C and SIGTERM reach it through `stop`
+    alone.
 
-    A stop that comes before the command has started, or between two commands, stops the next one. The command inherits
-    the descriptor `keep`, which may be a lock, so that a kill of this process alone does not release it.
+    A stop that comes before the command has started, or between two commands, stops the next one.
+    The command inherits the descriptor `keep`, which may be a lock, so that a kill of this process
+    alone does not release it.
     """
 
     stopped = False
@@ -31,13 +35,18 @@ class Child:
             self.stop()
 
     def stop(self, *_signal: object) -> None:
-        """Pass the stop on: to the trainer's launcher, else to the running stage, else to the command itself."""
+        """Pass the stop on: to the trainer's launcher, else to the running stage, else to the
+        command itself.
+        """
         Child.stopped = True
         if self.process is None or self.process.poll() is not None:
             return
         target = self.target = trainer(self.process.pid) or self.process.pid
         name = "the trainer" if target != self.process.pid else "the command"
-        print(f"stopping: SIGTERM to {name} (process {target}), which may take a while to save", flush=True)
+        print(
+            f"stopping: SIGTERM to {name} (process {target}), which may take a while to save",
+            flush=True,
+        )
         try:
             os.kill(target, signal.SIGTERM)
         except ProcessLookupError:
@@ -47,7 +56,8 @@ class Child:
         """The exit code a person can count on; DVC's own codes mean that a stage failed."""
         code = self.process.wait()
         if Child.stopped:
-            while alive(self.target):  # some schedulers signal DVC as well, which ends before the trainer has saved
+            # Some schedulers signal DVC as well, which ends before the trainer has saved
+            while alive(self.target):
                 time.sleep(0.1)
             return STOPPED
         return code if code in (0, BAD_REQUEST) else WORK_FAILED
@@ -71,7 +81,9 @@ def trainer(root: int) -> Optional[int]:
 def alive(pid: int) -> bool:
     """Whether a process still runs; a zombie does not."""
     try:
-        return pid > 0 and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return (
+            pid > 0 and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        )
     except (OSError, IndexError):
         return False
 
@@ -82,7 +94,8 @@ def descendants(root: int) -> List[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             children.setdefault(parent(entry), []).append(int(entry.name))
-    found, front = [], [root]
+    found = []
+    front = [root]
     while front:
         front = [child for pid in front for child in sorted(children.get(pid, []))]
         found += front
@@ -98,6 +111,9 @@ def parent(entry: Path) -> int:
 
 def cmdline(pid: int) -> List[str]:
     try:
-        return [word.decode("utf-8", "replace") for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+        return [
+            word.decode("utf-8", "replace")
+            for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        ]
     except OSError:
         return []

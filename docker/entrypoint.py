@@ -1,9 +1,12 @@
-"""Entrypoint of both images: `repro` (the default), `ui`, `match`, `doctor`, `shell` and more; see USAGE.
+"""Entrypoint of both images: `repro` (the default), `ui`, `match`, `doctor`, `shell` and more; see
+USAGE.
 
 It runs under tini with the standard library alone. What it adds to `dvc repro`:
-- one writer for a workspace, across containers and the host (DVC's own lock knows the processes of one container);
+- one writer for a workspace, across containers and the host (DVC's own lock knows the processes of
+  one container);
 - SIGTERM reaches the trainer and not DVC, so that `docker stop` leaves a checkpoint;
-- a workspace that is empty gets the project's files from the image, and one that another image filled is refused.
+- a workspace that is empty gets the project's files from the image, and one that another image
+  filled is refused.
 Exit codes: 0 done, 1 the work failed, 2 the request was wrong, 143 stopped after a checkpoint.
 """
 
@@ -27,7 +30,17 @@ USAGE = """usage: docker run [--gpus all] -v "$PWD:/workspace" IMAGE [COMMAND ..
   doctor                         what this machine and these docker options can do
   shell                          a shell in the workspace
   any other program of the image, with its arguments"""
-MODULES = ("match", "evaluate", "export", "benchmark", "report", "doctor", "fetch", "keypoints", "presets")
+MODULES = (
+    "match",
+    "evaluate",
+    "export",
+    "benchmark",
+    "report",
+    "doctor",
+    "fetch",
+    "keypoints",
+    "presets",
+)
 PREPARING = ("fetch", "keypoints")  # stages that may run where no training could
 BAD_REQUEST = 2
 
@@ -74,7 +87,9 @@ def ui_command(uri: str, rest: List[str]) -> List[str]:
 
 
 def repro(options: List[str]) -> int:
-    """Check the machine, set the preset, run DVC, show the result; under the lock of the workspace."""
+    """Check the machine, set the preset, run DVC, show the result; under the lock of the
+    workspace.
+    """
     workspace = Path.cwd()
     seed(workspace)
     with WorkspaceLock(workspace / ".dvc" / "tmp" / "workspace.lock") as lock:
@@ -100,18 +115,25 @@ def plan(options: List[str]) -> List[List[str]]:
 
 
 def preset_options(options: List[str]) -> Tuple[List[str], List[str]]:
-    """`--preset P --images D --val-images D` as pipeline.presets takes them, and the stages asked for."""
+    """`--preset P --images D --val-images D` as pipeline.presets takes them, and the stages asked
+    for.
+    """
     name: List[str] = []
     more: List[str] = []
     stages: List[str] = []
-    words = [part for word in options for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    words = [
+        part
+        for word in options
+        for part in (word.split("=", 1) if word.startswith("--") else [word])
+    ]
     while words:
         key = words.pop(0)
         if not key.startswith("-"):
             stages.append(key)
         elif key not in ("--preset", "--images", "--val-images") or not words:
             raise Wrong(
-                f"repro takes --preset NAME, --images DIR, --val-images DIR and stages; not {' '.join(options)!r}"
+                "repro takes --preset NAME, --images DIR, --val-images DIR and stages; not"
+                f" {' '.join(options)!r}"
             )
         elif key == "--preset":
             name = [words.pop(0)]

@@ -2,9 +2,10 @@
 
     python docker/wheels.py docker/locks/torch-cu111.lock https://.../torch_stable.html wheels.txt
 
-Each wheel is downloaded and compared with the lock: its SHA-256 with `--hash`, its size with the comment before the
-name, such as `# 2137.7 MB`. One line for each wheel, in the output and in the last file, says what was found. A wheel
-of another hash or size is not installed: exit code 2. A lock without hashes is compared with nothing, and says so.
+Each wheel is downloaded and compared with the lock: its SHA-256 with `--hash`, its size with the
+comment before the name, such as `# 2137.7 MB`. One line for each wheel, in the output and in the
+last file, says what was found. A wheel of another hash or size is not installed: exit code 2. A
+lock without hashes is compared with nothing, and says so.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ BAD_REQUEST = 2
 
 
 class Wanted(NamedTuple):
-    """A line of the lock: `name==version`, its hashes, the size in MB as pip prints it where it is known."""
+    """A line of the lock: `name==version`, its hashes, the size in MB as pip prints it where it is
+    known.
+    """
 
     line: str
     hashes: Set[str]
@@ -32,11 +35,9 @@ class Wanted(NamedTuple):
 def wanted(lock: str) -> Dict[str, Wanted]:
     """{name: what the text of a lock says of it}."""
     found = {}
-    size, line, rest = (
-        r"(?:^# (?P<size>[0-9.]+ MB)\n)?",
-        r"^(?P<line>(?P<name>[\w-]+)==[^\s\\]+)",
-        r"(?P<rest>(?:.*\\\n)*.*)",
-    )
+    size = r"(?:^# (?P<size>[0-9.]+ MB)\n)?"
+    line = r"^(?P<line>(?P<name>[\w-]+)==[^\s\\]+)"
+    rest = r"(?P<rest>(?:.*\\\n)*.*)"
     for match in re.finditer(size + line + rest, lock, re.MULTILINE):
         hashes = set(re.findall(r"--hash=sha256:([0-9a-f]{64})", match["rest"]))
         found[match["name"].lower()] = Wanted(match["line"], hashes, match["size"])
@@ -61,10 +62,14 @@ def described(wheel: Path, wish: Wanted) -> str:
 
 
 def download(lock: Dict[str, Wanted], links: str, folder: Path) -> List[Path]:
-    """The wheels, in the order of the lock. pip compares no hash here: `described` does, and says which it found."""
+    """The wheels, in the order of the lock. pip compares no hash here: `described` does, and says
+    which it found.
+    """
     for wish in lock.values():
         where = ["--find-links", links] if links else []
-        subprocess.run([*PIP, "download", "--no-deps", "--dest", str(folder), *where, wish.line], check=True)
+        subprocess.run(
+            [*PIP, "download", "--no-deps", "--dest", str(folder), *where, wish.line], check=True
+        )
     return [next(folder.glob(f"{name}-*")) for name in lock]
 
 
@@ -84,7 +89,9 @@ def main(words: List[str]) -> int:
             return BAD_REQUEST
         print("\n".join(lines), flush=True)
         Path(record).write_text("\n".join(lines) + "\n")
-        return subprocess.run([*PIP, "install", "--no-deps", *map(str, files)], check=False).returncode
+        return subprocess.run(
+            [*PIP, "install", "--no-deps", *map(str, files)], check=False
+        ).returncode
 
 
 if __name__ == "__main__":

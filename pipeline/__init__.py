@@ -1,7 +1,8 @@
 """Train SuperGlue on SIFT keypoints, and use it.
 
-The network itself is the library `superglue_sift`, which knows nothing of this package. What can be typed stands at the
-top, `python -m pipeline.<name>`; a stage is a folder, a section of params.yaml and a stage of dvc.yaml:
+The network itself is the library `superglue_sift`, which knows nothing of this package. What can be
+typed stands at the top, `python -m pipeline.<name>`; a stage is a folder, a section of params.yaml
+and a stage of dvc.yaml:
 
     fetch/ keypoints/ train/ evaluate/ export    the five stages
     launch        starts a stage on all processes of this machine

@@ -1,4 +1,5 @@
-"""The speed table of this machine: `python -m pipeline.benchmark`, short for `python -m benchmarks` in a clone.
+"""The speed table of this machine: `python -m pipeline.benchmark`, short for `python -m benchmarks`
+in a clone.
 
 The rows are in `benchmarks/`, which the wheel does not contain.
 """
@@ -17,7 +18,10 @@ from pipeline.errors import RequestError
 def main(_argv: Optional[Sequence[str]] = None) -> int:
     root = Path(__file__).resolve().parents[1]
     if not (root / "benchmarks" / "__main__.py").is_file():
-        raise RequestError(f"{root / 'benchmarks'}: not there; the benchmark comes with a clone, not with the wheel")
+        raise RequestError(
+            f"{root / 'benchmarks'}: not there; the benchmark comes with a clone, not with the"
+            " wheel"
+        )
     sys.path.insert(0, str(root))
     runpy.run_module("benchmarks", run_name="__main__")
     return 0

@@ -9,8 +9,11 @@ from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union
 import numpy as np
 
 DIGITS = 6  # decimals of written metrics, beyond which float32 sums are noise
-RESAMPLES, SEED, LEVEL = 2000, 0, 0.95
-MIN_CLUSTERS = 6  # photographs (scenes): five agree by chance with a probability of 2 ** (1 - 5) = 0.06
+RESAMPLES = 2000
+SEED = 0
+LEVEL = 0.95
+# Photographs (scenes): five agree by chance with a probability of 2 ** (1 - 5) = 0.06
+MIN_CLUSTERS = 6
 
 Line = Dict[str, Any]
 
@@ -28,7 +31,8 @@ def rounded(line: Mapping[str, float]) -> Line:
 
 
 def auc_by_pair(errors: Sequence[float], threshold: float) -> np.ndarray:
-    """Contribution of each pair to the AUC of the recall curve up to `threshold`, 0 to 1: the AUC is their mean.
+    """Contribution of each pair to the AUC of the recall curve up to `threshold`, 0 to 1: the AUC
+    is their mean.
 
     errors: one per pair, inf (or NaN) for a pair without an estimate, which counts as a failure.
     """
@@ -49,14 +53,18 @@ def mean_finite(values: Union[Sequence[float], np.ndarray]) -> Tuple[float, int]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A metric. pairs: number in its mean; samples: its value on each resample, empty with a single cluster."""
+    """A metric. pairs: number in its mean; samples: its value on each resample, empty with a single
+    cluster.
+    """
 
     value: float
     pairs: int
     samples: np.ndarray
 
     def line(self) -> Line:
-        """value, low, high (percentile bootstrap, Efron and Tibshirani 1993, chapter 13) and pairs."""
+        """value, low, high (percentile bootstrap, Efron and Tibshirani 1993, chapter 13) and
+        pairs.
+        """
         ends = 100 * np.array([(1 - LEVEL) / 2, (1 + LEVEL) / 2])
         known = self.samples[np.isfinite(self.samples)]
         low, high = np.percentile(known, ends) if known.size else (math.nan, math.nan)
@@ -64,14 +72,18 @@ class Estimate:
 
 
 class Clusters:
-    """Photographs or sequences, resampled with replacement. names: of the photograph (sequence) of each pair."""
+    """Photographs or sequences, resampled with replacement. names: of the photograph (sequence) of
+    each pair.
+    """
 
     def __init__(self, names: Sequence[str]):
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         self.count = len(numbers)
         self.of_pair = np.array([numbers[name] for name in names], np.int64)
         resamples = RESAMPLES if self.count > 1 else 0
-        drawn = np.random.default_rng(SEED).integers(max(self.count, 1), size=(resamples, self.count))
+        drawn = np.random.default_rng(SEED).integers(
+            max(self.count, 1), size=(resamples, self.count)
+        )
         counts = [np.bincount(resample, minlength=self.count) for resample in drawn]
         self.weights = np.array(counts, np.float64).reshape(resamples, self.count)
 
@@ -82,7 +94,8 @@ class Clusters:
     def mean(self, values: np.ndarray) -> Estimate:
         """The mean of the finite values, (P,)."""
         known = np.flatnonzero(np.isfinite(values))
-        sums, counts = self.per_cluster(known, values[known]), self.per_cluster(known, np.ones(len(known)))
+        sums = self.per_cluster(known, values[known])
+        counts = self.per_cluster(known, np.ones(len(known)))
         with np.errstate(invalid="ignore"):
             samples = (self.weights @ sums) / (self.weights @ counts)
         return Estimate(*mean_finite(values), samples)

@@ -1,7 +1,7 @@
 """Differences between the two software stacks, one function each, with the reason.
 
-Stack "cu111": Python 3.9 + torch 1.10. Stack "modern": Python 3.11 + torch 2.x. `superglue_sift.torch_compat` has those
-of the network; no other code checks versions.
+Stack "cu111": Python 3.9 + torch 1.10. Stack "modern": Python 3.11 + torch 2.x.
+`superglue_sift.torch_compat` has those of the network; no other code checks versions.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ def grad_scaler(enabled: bool):
 
 
 def fused_adam() -> Dict[str, bool]:
-    """Options of Adam for one pass over all parameters, in a quarter of the time; torch 1.10 has none."""
+    """Options of Adam for one pass over all parameters, in a quarter of the time; torch 1.10 has
+    none.
+    """
     return {"fused": True} if can_compile() else {}
 
 
 def lerp_(values: List[Tensor], targets: List[Tensor], weight: float) -> None:
-    """Interpolate each value towards its target by `weight`, in one launch; torch 1.10 needs one for each."""
+    """Interpolate each value towards its target by `weight`, in one launch; torch 1.10 needs one
+    for each.
+    """
     foreach = getattr(torch, "_foreach_lerp_", None)
     if foreach is not None:
         foreach(values, targets, weight)
@@ -40,7 +44,9 @@ def lerp_(values: List[Tensor], targets: List[Tensor], weight: float) -> None:
 
 
 def clip_grad_norm_(parameters: List[nn.Parameter], max_norm: float) -> Tensor:
-    """torch's function, with the same bits, in a few launches; that of 1.10 needs several for each parameter."""
+    """torch's function, with the same bits, in a few launches; that of 1.10 needs several for each
+    parameter.
+    """
     norms_of, multiply = (getattr(torch, name, None) for name in ("_foreach_norm", "_foreach_mul_"))
     gradients = [p.grad for p in parameters if p.grad is not None]
     # versions in between have both, but cannot multiply by a tensor
@@ -54,7 +60,9 @@ def clip_grad_norm_(parameters: List[nn.Parameter], max_norm: float) -> Tensor:
 
 
 def backend(device_type: str) -> str:
-    """Backend of torch.distributed: NCCL for GPU tensors, gloo for the rest; torch 1.10 allows only one."""
+    """Backend of torch.distributed: NCCL for GPU tensors, gloo for the rest; torch 1.10 allows only
+    one.
+    """
     if device_type != "cuda":
         return "gloo"
     return "cpu:gloo,cuda:nccl" if can_compile() else "nccl"
@@ -64,14 +72,16 @@ def cpu_flags() -> FrozenSet[str]:
     """The CPU flags of /proc/cpuinfo; none with torch 1.10, which does not use AMX."""
     file = Path("/proc/cpuinfo")
     text = file.read_text() if can_compile() and file.is_file() else ""
-    return frozenset(next((line for line in text.splitlines() if line.startswith("flags")), "").split())
+    return frozenset(
+        next((line for line in text.splitlines() if line.startswith("flags")), "").split()
+    )
 
 
 def torchvision_io() -> Any:
     """torchvision's image decoders. Raises RequestError if torchvision or its decoders are missing.
 
-    Its CUDA build does not load with a CPU build of torch, which shows only when a decoder is used: torch 1.10 raises
-    RuntimeError, torch 2 AttributeError.
+    Its CUDA build does not load with a CPU build of torch, which shows only when a decoder is used:
+    torch 1.10 raises RuntimeError, torch 2 AttributeError.
     """
     try:
         from torchvision import io
@@ -79,14 +89,17 @@ def torchvision_io() -> Any:
         assert torch.ops.image.decode_jpeg
     except (ImportError, RuntimeError, AttributeError):
         raise RequestError(
-            "keypoints.decoder = torchvision: torchvision is not installed, or is one for another torch than "
-            f"{torch.__version__}, and cannot decode; install the one for this torch, or set keypoints.decoder: opencv"
+            "keypoints.decoder = torchvision: torchvision is not installed, or is one for another"
+            f" torch than {torch.__version__}, and cannot decode; install the one for this torch,"
+            " or set keypoints.decoder: opencv"
         ) from None
     return io
 
 
 def dali_package() -> str:
-    """pip requirement of NVIDIA DALI; later cuda110 packages only fetch the wheel from NVIDIA's index."""
+    """pip requirement of NVIDIA DALI; later cuda110 packages only fetch the wheel from NVIDIA's
+    index.
+    """
     return "nvidia-dali-cuda130==2.4.0" if can_compile() else "nvidia-dali-cuda110==1.34.0"
 
 

@@ -1,7 +1,9 @@
-"""Check this machine before the work: `python -m pipeline.doctor` (all), `--quick` (what `repro` runs first).
+"""Check this machine before the work: `python -m pipeline.doctor` (all), `--quick` (what `repro`
+runs first).
 
-Driver, GPUs, memory, shared memory, disk, packages, and whether MLflow answers. Exit code 0 if the work can start, 2 if
-something prevents it. `--quick` prints only what does, or else the disk. How long a training takes, its progress says.
+Driver, GPUs, memory, shared memory, disk, packages, and whether MLflow answers. Exit code 0 if the
+work can start, 2 if something prevents it. `--quick` prints only what does, or else the disk. How
+long a training takes, its progress says.
 """
 
 from __future__ import annotations
@@ -28,14 +30,26 @@ from pipeline.processes.machine import FAIL, NOTE, OK, WARN, Finding
 SECONDS = 3.0
 MIN_OPEN_FILES = 256
 QUICK = ("gpus", "shared_memory", "user", "open_files", "disk")
-PACKAGES = ("numpy", "opencv-python", "torchvision", "dvc", "mlflow", "nvidia-dali-cuda110", "nvidia-dali-cuda130")
+PACKAGES = (
+    "numpy",
+    "opencv-python",
+    "torchvision",
+    "dvc",
+    "mlflow",
+    "nvidia-dali-cuda110",
+    "nvidia-dali-cuda130",
+)
 MANIFEST = Path("data/images/manifest.csv")
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Print the findings; 0 or 2."""
-    parser = argparse.ArgumentParser(prog="python -m pipeline.doctor", description=str(__doc__).splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="only what would stop the work, without the network")
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.doctor", description=str(__doc__).splitlines()[0]
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="only what would stop the work, without the network"
+    )
     options = parser.parse_args(argv)
     found: List[Tuple[str, Finding]] = []
     checks = (software, packages, gpus, memory, shared_memory, user, open_files, git, mlflow, disk)
@@ -57,20 +71,31 @@ def guarded(check: Callable[[], Iterator[Finding]]) -> List[Finding]:
     except errors.RequestError as error:
         return [Finding(FAIL, check.__name__.replace("_", " "), str(error))]
     except Exception as error:  # of any kind, on an unusual machine
-        return [Finding(WARN, check.__name__.replace("_", " "), f"not checked: {type(error).__name__}: {error}")]
+        return [
+            Finding(
+                WARN,
+                check.__name__.replace("_", " "),
+                f"not checked: {type(error).__name__}: {error}",
+            )
+        ]
 
 
 def software() -> Iterator[Finding]:
     """Python, torch, CUDA, image."""
     import torch
 
-    image, cuda = os.environ.get("IMAGE_STACK", "none"), torch.version.cuda or "none"
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {cuda}, image {image}"
+    image = os.environ.get("IMAGE_STACK", "none")
+    cuda = torch.version.cuda or "none"
+    versions = (
+        f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {cuda}, image {image}"
+    )
     yield Finding(OK, "software", versions)
 
 
 def packages() -> Iterator[Finding]:
-    """Versions of the packages of the locks that decide what works; DALI only where it is installed."""
+    """Versions of the packages of the locks that decide what works; DALI only where it is
+    installed.
+    """
     found = []
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -90,7 +115,8 @@ def gpus() -> Iterator[Finding]:
     processes = os.environ.get("NPROC_PER_NODE", "auto")
     yield machine.check_gpu_count(count, processes, known, cuda)
     for index in range(count):
-        name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+        name = torch.cuda.get_device_name(index)
+        capability = torch.cuda.get_device_capability(index)
         yield machine.check_capability(name, capability, torch.cuda.get_arch_list(), cuda or "none")
 
 
@@ -100,10 +126,14 @@ def memory() -> Iterator[Finding]:
     import torch
 
     held = psutil.virtual_memory()
-    yield Finding(OK, "memory", f"{machine.size(held.available)} free of {machine.size(held.total)}")
+    yield Finding(
+        OK, "memory", f"{machine.size(held.available)} free of {machine.size(held.total)}"
+    )
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(index)
-        yield Finding(OK, f"memory of GPU {index}", f"{machine.size(free)} free of {machine.size(total)}")
+        yield Finding(
+            OK, f"memory of GPU {index}", f"{machine.size(free)} free of {machine.size(total)}"
+        )
 
 
 def nvidia_driver() -> tuple[str, int]:
@@ -113,7 +143,9 @@ def nvidia_driver() -> tuple[str, int]:
 
         pynvml.nvmlInit()
         version = pynvml.nvmlSystemGetDriverVersion()
-        return version.decode() if isinstance(version, bytes) else version, pynvml.nvmlDeviceGetCount()
+        return (
+            version.decode() if isinstance(version, bytes) else version
+        ), pynvml.nvmlDeviceGetCount()
     except Exception:  # NVML's own error types, one of them for "no driver"
         return "", 0
 
@@ -135,7 +167,9 @@ def shared_memory() -> Iterator[Finding]:
     if os.path.isdir("/dev/shm"):
         gpus = min(launch.processes_per_node(), torch.cuda.device_count())
         needed = machine.shared_memory_needed(gpus)
-        yield machine.check_shared_memory(shutil.disk_usage("/dev/shm").free, needed, shared_by_loader(gpus))
+        yield machine.check_shared_memory(
+            shutil.disk_usage("/dev/shm").free, needed, shared_by_loader(gpus)
+        )
 
 
 def shared_by_loader(gpus: int) -> int:
@@ -147,7 +181,8 @@ def shared_by_loader(gpus: int) -> int:
     known = sections()
     if not {"keypoints", "train"} <= set(known) or known["train"].loader != "plain":
         return 0
-    train, ranks = known["train"], setup.processes(known["train"], launch.processes_per_node())
+    train = known["train"]
+    ranks = setup.processes(known["train"], launch.processes_per_node())
     wanted = workers.wanted(gpus > 0, ranks)
     limit = min(train.max_keypoints, known["keypoints"].max_keypoints)
     step = setup.step_size(train, setup.global_batch(train, ranks), ranks, limit, ORIENTED.itemsize)
@@ -161,18 +196,23 @@ def disk() -> Iterator[Finding]:
     known = sections()
     if "fetch" not in known or "keypoints" not in known:
         return
-    keypoints, fetch = known["keypoints"], known["fetch"]
+    keypoints = known["keypoints"]
+    fetch = known["fetch"]
     expected = coco.expected(fetch.source, fetch.limit)[0], photographs(fetch)
     needed, linked = (
-        machine.disk_needed(*expected, keypoints.views_per_image, keypoints.max_keypoints, n) for n in (2, 1)
+        machine.disk_needed(*expected, keypoints.views_per_image, keypoints.max_keypoints, n)
+        for n in (2, 1)
     )
     present = sum(path.stat().st_size for path in Path("data").rglob("*") if path.is_file())
-    needed, linked = max(needed - present, 0), max(linked - present, 0)
+    needed = max(needed - present, 0)
+    linked = max(linked - present, 0)
     yield machine.check_disk(shutil.disk_usage(".").free, needed, os.getcwd(), linked)
 
 
 def photographs(fetch: Any) -> int:
-    """Number of photographs of a preset; of a folder those that `fetch` listed, 0 before it has run."""
+    """Number of photographs of a preset; of a folder those that `fetch` listed, 0 before it has
+    run.
+    """
     from pipeline.fetch import coco
 
     if fetch.source == "folder":
@@ -190,9 +230,17 @@ def user() -> Iterator[Finding]:
         yield Finding(FAIL, "user", f"uid {uid} has no name, which DVC needs: set USER to any name")
         return
     if not os.access(".", os.W_OK):
-        yield Finding(FAIL, "user", f"{os.getcwd()} cannot be written by {name}: docker run --user $(id -u):$(id -g)")
+        yield Finding(
+            FAIL,
+            "user",
+            f"{os.getcwd()} cannot be written by {name}: docker run --user $(id -u):$(id -g)",
+        )
     elif uid == 0 and os.environ.get("IMAGE_STACK") and os.stat(".").st_uid != 0:
-        yield Finding(WARN, "user", "root writes files that their owner cannot change: --user $(id -u):$(id -g)")
+        yield Finding(
+            WARN,
+            "user",
+            "root writes files that their owner cannot change: --user $(id -u):$(id -g)",
+        )
     else:
         yield Finding(OK, "user", f"{name} (uid {uid}) can write here")
 
@@ -201,7 +249,8 @@ def open_files() -> Iterator[Finding]:
     """The limit on open files."""
     import resource
 
-    soft, fix = resource.getrlimit(resource.RLIMIT_NOFILE)[0], "ulimit -n 4096, or docker run --ulimit nofile=4096"
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    fix = "ulimit -n 4096, or docker run --ulimit nofile=4096"
     enough = soft >= MIN_OPEN_FILES
     text = f"limit {soft}" if enough else f"limit {soft}, {MIN_OPEN_FILES} wanted: {fix}"
     yield Finding(OK if enough else FAIL, "open files", text)
@@ -227,7 +276,11 @@ def mlflow() -> Iterator[Finding]:
     if not uri.startswith(("http://", "https://")):
         folder = Path(uri.partition("///")[2]).resolve().parent
         fine = os.access(str(folder), os.W_OK)
-        yield Finding(OK if fine else WARN, "MLflow", f"{uri}{'' if fine else ': the folder cannot be written'}")
+        yield Finding(
+            OK if fine else WARN,
+            "MLflow",
+            f"{uri}{'' if fine else ': the folder cannot be written'}",
+        )
         return
     address = f"{uri}/api/2.0/mlflow/experiments/get?experiment_id=0"
     try:

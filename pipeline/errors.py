@@ -26,7 +26,9 @@ __all__ = [
     "typed",
 ]
 
-EXIT_FOLDER = "SG_EXIT_FOLDER"  # set by pipeline.launch: folder for the exit code of each local rank
+EXIT_FOLDER = (  # set by pipeline.launch: folder for the exit code of each local rank
+    "SG_EXIT_FOLDER"
+)
 AGENT_PID = "SG_AGENT_PID"  # set by pipeline.launch: the process with which its ranks end
 STOPPED = 143  # stopped by a signal, after a checkpoint
 STOPPING = "stopping"  # file in EXIT_FOLDER: the launcher was told to stop
@@ -43,7 +45,9 @@ def in_image() -> bool:
 
 
 def typed(command: str, **options: str) -> str:
-    """A command as the user types it: `make repro PRESET=ci`, in an image `docker run ... repro --preset ci`."""
+    """A command as the user types it: `make repro PRESET=ci`, in an image `docker run ... repro
+    --preset ci`.
+    """
     if in_image():
         words = ["docker run ...", command, *(f"--{key} {value}" for key, value in options.items())]
     else:
@@ -54,11 +58,13 @@ def typed(command: str, **options: str) -> str:
 def run(main: Main, argv: Optional[List[str]] = None) -> int:
     """Run a command's `main`. Returns its exit code.
 
-    0: done; 1: the work failed; 2: the request was wrong; 130: Ctrl-C; 143: stopped by a signal after a checkpoint.
+    0: done; 1: the work failed; 2: the request was wrong; 130: Ctrl-C; 143: stopped by a signal
+    after a checkpoint.
     """
     if not os.environ.get(EXIT_FOLDER):
         return exit_code(main, argv)
-    folder, attempt = Path(os.environ[EXIT_FOLDER]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    folder = Path(os.environ[EXIT_FOLDER])
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if attempt and _is_over(folder, attempt - 1):
         return 0  # the launcher reads how it ended
     if attempt and os.environ.get("LOCAL_RANK") == "0":
@@ -87,23 +93,33 @@ def run(main: Main, argv: Optional[List[str]] = None) -> int:
 
 
 def codes_of(folder: Path, attempt: int) -> Dict[int, str]:
-    """What each local rank of an attempt left in EXIT_FOLDER: its exit code, or LOST_PEER; a lost rank leaves none."""
+    """What each local rank of an attempt left in EXIT_FOLDER: its exit code, or LOST_PEER; a lost
+    rank leaves none.
+    """
     return {int(file.stem): file.read_text() for file in folder.glob(f"*.{attempt}")}
 
 
 def lost_ranks(folder: Path, attempt: int, processes: int) -> str:
-    """A line that names the local ranks without an exit code and their last step; "" without one."""
+    """A line that names the local ranks without an exit code and their last step; "" without
+    one.
+    """
     left = codes_of(folder, attempt)
     names = []
     for rank in range(processes):
         seen = folder / f"{rank}.step"
         if rank not in left:
-            names.append(f"rank {rank}" + (f", last seen at step {seen.read_text()}," if seen.is_file() else ""))
-    return f"{' and '.join(names)} died or hung (killed, stopped, or out of memory)\n" if names else ""
+            names.append(
+                f"rank {rank}"
+                + (f", last seen at step {seen.read_text()}," if seen.is_file() else "")
+            )
+    return (
+        f"{' and '.join(names)} died or hung (killed, stopped, or out of memory)\n" if names else ""
+    )
 
 
 def _is_over(folder: Path, attempt: int) -> bool:
-    """Whether a rank failed by its own error, or the run was stopped: torchrun restarts it nevertheless.
+    """Whether a rank failed by its own error, or the run was stopped: torchrun restarts it
+    nevertheless.
 
     Several nodes restart together, since the others do not know.
     """

@@ -2,8 +2,8 @@
 
     python -m pipeline.export --model checkpoints/best.safetensors --out models
 
-Writes models/superglue.safetensors (weights, configuration, provenance), models/superglue.json (without the weights)
-and models/superglue.trained_on.txt (which photographs it was trained on).
+Writes models/superglue.safetensors (weights, configuration, provenance), models/superglue.json
+(without the weights) and models/superglue.trained_on.txt (which photographs it was trained on).
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from superglue_sift.weights import load_model, save_model_file
 
 INTERFACE = {
     "keypoints0, keypoints1": "(B, N, 2) float32, pixels, centre of the first pixel at (0, 0)",
-    "descriptors0, descriptors1": "(B, N, 128) uint8, OpenCV SIFT; RootSIFT is taken inside the network",
+    "descriptors0, descriptors1": (
+        "(B, N, 128) uint8, OpenCV SIFT; RootSIFT is taken inside the network"
+    ),
     "scores, scales, angles": "(B, N) float32: SIFT response, diameter in pixels, degrees",
     "matches0": "(B, M) int64, index into image 1, -1 without a match",
     "matching_scores0": "(B, M) float32, probability of the match",
@@ -37,18 +39,32 @@ OF_OTHERS = {
 
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.export", description=str(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.export", description=str(__doc__).splitlines()[0]
+    )
     add = parser.add_argument
-    add("--model", type=Path, default=Path("checkpoints/best.safetensors"), help="weights to export")
+    add(
+        "--model", type=Path, default=Path("checkpoints/best.safetensors"), help="weights to export"
+    )
     add("--metrics", type=Path, help="metrics.json of their evaluation, to store with them")
-    add("--match-threshold", type=float, help="minimum confidence of a match (default: the model's own, else 0.2)")
+    add(
+        "--match-threshold",
+        type=float,
+        help="minimum confidence of a match (default: the model's own, else 0.2)",
+    )
     add("--half", action="store_true", help="store the weights in float16: half the bytes")
     add("--out", type=Path, default=Path("models"), help="folder for the model")
-    add("--mlflow-run", type=Path, help="reports/run.json, to name the model in the run of the training")
+    add(
+        "--mlflow-run",
+        type=Path,
+        help="reports/run.json, to name the model in the run of the training",
+    )
     add("--params", type=Path, default=Path("params.yaml"), help="parameters")
     args = parser.parse_args(argv)
     if args.match_threshold is not None and not 0.0 <= args.match_threshold < 1.0:
-        raise RequestError(f"--match-threshold {args.match_threshold}: must be at least 0 and below 1")
+        raise RequestError(
+            f"--match-threshold {args.match_threshold}: must be at least 0 and below 1"
+        )
     return args
 
 
@@ -61,11 +77,13 @@ PLACES = ("fetch.path", "fetch.val_path", "fetch.root", "train.init_from")
 def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
     """The description of the weights, the same in every clone. info: stored with them by training.
 
-    Commit, dvc.lock (which contains the digest of this file), machine, paths and time are only in the MLflow run.
+    Commit, dvc.lock (which contains the digest of this file), machine, paths and time are only in
+    the MLflow run.
     """
     model = info["model"]
     flat = flatten(sections)
-    interface, kind = dict(INTERFACE), model.get("descriptor", "sift")
+    interface = dict(INTERFACE)
+    kind = model.get("descriptor", "sift")
     if kind != "sift":
         descriptors = f"{OF_OTHERS[kind].format(dim=model['descriptor_dim'])}: {model['extractor']}"
         interface["descriptors0, descriptors1"] = descriptors
@@ -86,7 +104,9 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
             **{f"version.{name}": version for name, version in repro.pinned(repro.WEIGHTY).items()},
         },
         "params": {key: value for key, value in flat.items() if key not in PLACES},
-        "trained_with": {k: v for k, v in info.get("train", {}).items() if f"train.{k}" not in PLACES},
+        "trained_with": {
+            k: v for k, v in info.get("train", {}).items() if f"train.{k}" not in PLACES
+        },
     }
 
 
@@ -97,7 +117,11 @@ def main(argv: Optional[List[str]] = None) -> int:
     model, info = load_model(args.model)
     if args.match_threshold is not None:
         info = {**info, "match_threshold": args.match_threshold}
-    metrics = read_json(args.metrics, "no such file; run `python -m pipeline.evaluate` first") if args.metrics else {}
+    metrics = (
+        read_json(args.metrics, "no such file; run `python -m pipeline.evaluate` first")
+        if args.metrics
+        else {}
+    )
     description = describe(info, sections, metrics, args.model)
     path = args.out / f"{OURS}.safetensors"
     weights = model.state_dict()
@@ -110,7 +134,10 @@ def main(argv: Optional[List[str]] = None) -> int:
             run.tags({f"{tracking.HIDDEN}export.sha256": file_sha256(path)})
             run.artifact(path.with_suffix(".json"), "export")
     parameters = sum(weight.numel() for weight in model.parameters())
-    print(f"{path}: {parameters:,} parameters, {path.stat().st_size / 1e6:.1f} MB, step {info.get('step')}")
+    print(
+        f"{path}: {parameters:,} parameters, {path.stat().st_size / 1e6:.1f} MB, step"
+        f" {info.get('step')}"
+    )
     print(f"{path.with_suffix('.json')}: configuration, provenance and metrics")
     return 0
 

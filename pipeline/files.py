@@ -14,7 +14,9 @@ __all__ = ["file_sha256", "json_digest", "read_json", "write_atomic", "write_csv
 
 
 def read_json(path: Path, missing: str) -> Any:
-    """The content of a JSON file. Raises RequestError, with the text `missing` if there is no such file."""
+    """The content of a JSON file. Raises RequestError, with the text `missing` if there is no such
+    file.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

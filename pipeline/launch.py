@@ -1,15 +1,17 @@
 """Start a stage on all local processes: `python -m pipeline.launch pipeline.train [its arguments]`.
 
-It checks the request first, so that an error is one line and exit code 2, not a traceback of every rank. It chooses the
-number of processes (NPROC_PER_NODE, never part of a stage's hash), runs torchrun, which restarts a run that lost a
-process, forwards signals, and returns the stage's own exit code, which torchrun does not.
+It checks the request first, so that an error is one line and exit code 2, not a traceback of every
+rank. It chooses the number of processes (NPROC_PER_NODE, never part of a stage's hash), runs
+torchrun, which restarts a run that lost a process, forwards signals, and returns the stage's own
+exit code, which torchrun does not.
 
 NPROC_PER_NODE: a number, or auto (the default): the number of GPUs, else 2, or 1 on a single core.
-Several nodes: set NNODES (2, or 1:2 for an elastic job) and RDZV_ENDPOINT (host:port of one of them), the same on
-each node; RDZV_ID tells jobs at one endpoint apart. One node: MASTER_ADDR and MASTER_PORT choose another address.
-LOCAL_ADDR: the address by which other nodes reach this one, if not its host name (torch's GLOO_SOCKET_IFNAME or
-NCCL_SOCKET_IFNAME name the network interface).
-SG_MAX_RESTARTS (3): how often a run that lost a process is restarted from its newest checkpoint.
+Several nodes: set NNODES (2, or 1:2 for an elastic job) and RDZV_ENDPOINT (host:port of one of
+them), the same on each node; RDZV_ID tells jobs at one endpoint apart. One node: MASTER_ADDR and
+MASTER_PORT choose another address.
+LOCAL_ADDR: the address by which other nodes reach this one, if not its host name (torch's
+GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME name the network interface). SG_MAX_RESTARTS (3): how often
+a run that lost a process is restarted from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ def require_gpus(processes: int) -> None:
     gpus = torch.cuda.device_count()
     if 0 < gpus < processes:
         several = "is 1 GPU" if gpus == 1 else f"are {gpus} GPUs"
-        raise RequestError(f"NPROC_PER_NODE={processes}, but there {several} here: set it to {gpus} or auto")
+        raise RequestError(
+            f"NPROC_PER_NODE={processes}, but there {several} here: set it to {gpus} or auto"
+        )
 
 
 def free_port() -> int:
@@ -71,7 +75,8 @@ def free_port() -> int:
 def command(module: str, arguments: Sequence[str], processes: int) -> List[str]:
     """The torchrun command line, with underscores in its options for torch 1.10.
 
-    One node, too, has a c10d rendezvous: restarted ranks of a static one read a dead peer's address, and hang.
+    One node, too, has a c10d rendezvous: restarted ranks of a static one read a dead peer's
+    address, and hang.
     """
     nodes = os.environ.get("NNODES", "1")
     own = local_address()
@@ -80,11 +85,24 @@ def command(module: str, arguments: Sequence[str], processes: int) -> List[str]:
         endpoint = f"{own}:{os.environ.get('MASTER_PORT') or free_port()}"
     if not endpoint:
         raise RequestError(f"NNODES={nodes} needs RDZV_ENDPOINT=host:port, the same on every node")
-    torchrun = [sys.executable, "-m", "pipeline.launch", AGENT, f"--nproc_per_node={processes}", f"--nnodes={nodes}"]
-    torchrun += [f"--max_restarts={max_restarts()}", "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "pipeline.launch",
+        AGENT,
+        f"--nproc_per_node={processes}",
+        f"--nnodes={nodes}",
+    ]
+    torchrun += [
+        f"--max_restarts={max_restarts()}",
+        "--rdzv_backend=c10d",
+        f"--rdzv_endpoint={endpoint}",
+    ]
     torchrun.append(f"--rdzv_id={os.environ.get('RDZV_ID', 'pipeline')}")
     if own:  # torchrun cannot tell from an address which node has the endpoint
-        torchrun.append(f"--rdzv_conf=is_host={'true' if endpoint.rsplit(':', 1)[0] == own else 'false'}")
+        torchrun.append(
+            f"--rdzv_conf=is_host={'true' if endpoint.rsplit(':', 1)[0] == own else 'false'}"
+        )
     return [*torchrun, "-m", module, *arguments]
 
 
@@ -110,16 +128,20 @@ def _agent(arguments: Sequence[str]) -> int:
     os.environ[AGENT_PID] = str(os.getpid())
     try:
         run.main([*own_address(local_address(), LaunchConfig, api), *arguments])
-    except (ChildFailedError, SignalException):  # some schedulers signal every process; the ranks have saved
+    except (
+        ChildFailedError,
+        SignalException,
+    ):  # some schedulers signal every process; the ranks have saved
         return 1
     return 0
 
 
 def own_address(address: str, config: type, agent: Any) -> List[str]:
-    """torchrun's option for the address by which other nodes reach this one; none for "": the host name.
+    """torchrun's option for the address by which other nodes reach this one; none for "": the host
+    name.
 
-    torch 1.10's torchrun has no such option, nor its class `config` (LaunchConfig): its module `agent` gets another
-    host name instead.
+    torch 1.10's torchrun has no such option, nor its class `config` (LaunchConfig): its module
+    `agent` gets another host name instead.
     """
     if not address:
         return []
@@ -130,7 +152,9 @@ def own_address(address: str, config: type, agent: Any) -> List[str]:
 
 
 def world_sizes(processes: int) -> List[int]:
-    """All numbers of ranks the run may have: several with an elastic NNODES such as 1:2. Raises RequestError."""
+    """All numbers of ranks the run may have: several with an elastic NNODES such as 1:2. Raises
+    RequestError.
+    """
     text = os.environ.get("NNODES", "1")
     bounds = text.split(":")
     if not all(part.isdigit() and int(part) > 0 for part in bounds) or len(bounds) > 2:
@@ -151,10 +175,13 @@ def environment(processes: int, exit_folder: Path) -> Dict[str, str]:
     values = dict(os.environ)
     values.setdefault("OMP_NUM_THREADS", str(max(1, threads.usable_cores() // processes)))
     threads.wait_passively(values)
-    # a restarted rank must not read a dead peer's address from a shared store: it would hang (pytorch#135712)
+    # a restarted rank must not read a dead peer's address from a shared store: it would hang
+    # (pytorch#135712)
     values.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    values.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "90")  # seconds for a rank to save after SIGTERM
-    values.setdefault("PYTHONWARNINGS", "ignore:pkg_resources:UserWarning")  # torch 1.10, at every import
+    # Seconds for a rank to save after SIGTERM
+    values.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "90")
+    # Torch 1.10, at every import
+    values.setdefault("PYTHONWARNINGS", "ignore:pkg_resources:UserWarning")
     # torch's C++ warnings; failures raise in Python
     values.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # a rank that waits for a dead one must fail; the name changed with torch 2.2
@@ -175,7 +202,8 @@ class Run:
         """The stage's own exit code."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._forward)
-        line, values = command(module, arguments, processes), environment(processes, self.folder)
+        line = command(module, arguments, processes)
+        values = environment(processes, self.folder)
         # torchrun ends with a killed launcher, and the ranks with torchrun
         self.torchrun = subprocess.Popen(line, env=values, preexec_fn=signals.end_with_parent)
         code = self.torchrun.wait()
@@ -185,7 +213,9 @@ class Run:
             print(lost, end="", file=sys.stderr)
             return STOPPED if (self.folder / STOPPING).exists() else 1
         # not torchrun's own code: torch 1.10's agents may fail after all ranks are done
-        ends = [end for _, end in sorted(errors.codes_of(self.folder, attempt).items()) if end != "0"]
+        ends = [
+            end for _, end in sorted(errors.codes_of(self.folder, attempt).items()) if end != "0"
+        ]
         return next((int(end) for end in ends if end != LOST_PEER), 1 if ends else 0)
 
     def _forward(self, number: int, frame) -> None:
@@ -204,7 +234,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if arguments else 2
-    name, rest = arguments[0], arguments[1:]
+    name = arguments[0]
+    rest = arguments[1:]
     if name not in LAUNCHED:
         raise RequestError(f"{name!r} cannot be launched: must be one of {', '.join(LAUNCHED)}")
     workspace_lock.take()
@@ -216,7 +247,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         require_gpus(processes)
         for world_size in world_sizes(processes):
             module.check(rest, world_size)
-    if "DVC_STAGE" in os.environ:  # end with a checkpoint if dvc is killed, before it starts another run
+    # End with a checkpoint if dvc is killed, before it starts another run
+    if "DVC_STAGE" in os.environ:
         signals.end_with_parent(signal.SIGTERM)
     with tempfile.TemporaryDirectory(prefix="launch-") as folder:
         return Run(Path(folder)).run(name, rest, processes)

@@ -1,6 +1,7 @@
 """Match two images with a trained model: `superglue-match` by another name.
 
-`python -m pipeline.match A.jpg B.jpg --model models/superglue.safetensors --out matches.png --json matches.json`
+`python -m pipeline.match A.jpg B.jpg --model models/superglue.safetensors --out matches.png --json
+matches.json`
 """
 
 from __future__ import annotations

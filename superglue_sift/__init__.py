@@ -4,18 +4,21 @@
 
     found = Matcher.load().match("A.jpg", "B.jpg")
 
-The library needs torch, numpy, scipy, OpenCV, Pillow and safetensors. `onnx`, `serve` and HEIC need more, imported on
-use. `pipeline` trains the models. In reading order:
+The library needs torch, numpy, scipy, OpenCV, Pillow and safetensors. `onnx`, `serve` and HEIC need
+more, imported on use. `pipeline` trains the models. In reading order:
 
     matcher, match_result         images in, matches out; geometry and pictures of the matches
     feature_store                 features of many images, kept on disk
     images                        a file to pixels, rotated upright or as stored
     sift, features, batch         pixels to keypoints, pairs to a batch: all shapes and units
-    extractors, descriptors       other features and the kinds of their descriptors; opencv_features: two examples
-    superglue                     the network, with attention, normalization, sinkhorn (optimal transport), pair_inputs
+    extractors, descriptors       other features and the kinds of their descriptors;
+                                  opencv_features: two examples
+    superglue                     the network, with attention, normalization, sinkhorn (optimal
+                                  transport), pair_inputs
     geometry, truth               homographies; which keypoints correspond
     refine, patches, local_maps, tracks    positions of matches to a fraction of a pixel
-    scenes, classical, stamps     photographs of one place: which pairs are accepted, all keypoints matched
+    scenes, classical, stamps     photographs of one place: which pairs are accepted, all keypoints
+                                  matched
     weights                       model files
     apps/                         the command line, folders of photographs, the page in the browser
     interop/                      COLMAP, hloc, OpenCV, LightGlue
@@ -48,16 +51,35 @@ __version__ = "0.1.0"
 portable.prepare_opencv()  # before any module imports OpenCV
 
 _HOMES = {
-    "Matcher": "matcher", "MatchResult": "match_result", "Features": "features", "RequestError": "errors",
-    "SuperGlue": "superglue", "SuperGlueConfig": "superglue",
-    "mutual_matches": "superglue", "load_model": "weights",
-    "extract_sift": "sift", "Pair": "batch", "PairBatch": "batch", "from_pairs": "batch",
-}  # fmt: skip
+    "Matcher": "matcher",
+    "MatchResult": "match_result",
+    "Features": "features",
+    "RequestError": "errors",
+    "SuperGlue": "superglue",
+    "SuperGlueConfig": "superglue",
+    "mutual_matches": "superglue",
+    "load_model": "weights",
+    "extract_sift": "sift",
+    "Pair": "batch",
+    "PairBatch": "batch",
+    "from_pairs": "batch",
+}
 
 __all__ = [
-    "Features", "MatchResult", "Matcher", "Pair", "PairBatch", "RequestError", "SuperGlue", "SuperGlueConfig",
-    "__version__", "extract_sift", "from_pairs", "load_model", "mutual_matches",
-]  # fmt: skip
+    "Features",
+    "MatchResult",
+    "Matcher",
+    "Pair",
+    "PairBatch",
+    "RequestError",
+    "SuperGlue",
+    "SuperGlueConfig",
+    "__version__",
+    "extract_sift",
+    "from_pairs",
+    "load_model",
+    "mutual_matches",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,6 @@
-"""The command `superglue-match`, also `python -m superglue_sift`: configures threads, then imports the rest."""
+"""The command `superglue-match`, also `python -m superglue_sift`: configures threads, then imports
+the rest.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Multi-head attention between the keypoints of two images (SuperGlue, section 3.1, equations 3 to 5)."""
+"""Multi-head attention between the keypoints of two images (SuperGlue, section 3.1, equations 3 to
+5).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from superglue_sift.batch import Images
 from superglue_sift.normalization import TokenBatchNorm, token_norm
 from superglue_sift.torch_compat import can_compile, cast_as_autocast, scaled_dot_product_attention
 
-SPREAD = 2.0  # initial standard deviation of the frequencies of rotary positions, radians over half an image
+# Initial standard deviation of the frequencies of rotary positions, radians over half an image
+SPREAD = 2.0
 
 
 class MLP(nn.Sequential):
@@ -22,8 +25,9 @@ class MLP(nn.Sequential):
     def forward(self, inputs: Sequence[Tensor], valid: Optional[Tensor] = None) -> Tensor:
         """(T, C) from the concatenation of `inputs`, (T, C0), (T, C1), ...
 
-        The products of each input are added, so that the concatenation, a fifth of what a training step keeps for
-        the gradient, need not exist. valid: (T,) bool, False for padding; None: there is none.
+        The products of each input are added, so that the concatenation, a fifth of what a training
+        step keeps for the gradient, need not exist. valid: (T,) bool, False for padding; None:
+        there is none.
         """
         first: Any = self[0]
         weights = cast_as_autocast(first.weight).split([each.shape[1] for each in inputs], 1)
@@ -46,11 +50,14 @@ class AttentionalLayer(nn.Module):
         first = nn.Linear(2 * dim, 2 * dim)
         last = nn.Linear(2 * dim, dim)
         self.mlp = MLP(first, token_norm(norm, 2 * dim), nn.ReLU(inplace=True), last)
-        # the layer starts as the identity: the untrained network is then a soft nearest-neighbour matcher
+        # the layer starts as the identity: the untrained network is then a soft nearest-neighbour
+        # matcher
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
 
-    def forward(self, x: Tensor, images: Images, cross: bool, rotation: Optional[Tensor] = None) -> Tensor:
+    def forward(
+        self, x: Tensor, images: Images, cross: bool, rotation: Optional[Tensor] = None
+    ) -> Tensor:
         """x (T, D) -> (T, D), in float32 also under autocast: the residual stream is not rounded.
 
         cross: whether each image attends to the other image of its pair, else to itself.
@@ -64,7 +71,8 @@ class AttentionalLayer(nn.Module):
         heads = self.query_key_value(x).unflatten(-1, (3, self.heads, -1))  # (T, 3, H, d)
         if rotation is not None:
             heads = torch.cat([rotate(heads[:, :2], rotation[:, :, None, None]), heads[:, 2:]], 1)
-        sides = [side.permute(2, 0, 3, 1, 4).unbind() for side in images.split(heads)]  # 3 x (B, H, N, d) each
+        # 3 x (B, H, N, d) each
+        sides = [side.permute(2, 0, 3, 1, 4).unbind() for side in images.split(heads)]
         messages = []
         for i, (query, _, _) in enumerate(sides):
             source = i ^ 1 if cross else i
@@ -88,13 +96,15 @@ def attention(query: Tensor, key: Tensor, value: Tensor, visible: Optional[Tenso
 class _PlainGradient(torch.autograd.Function):
     """Attention whose gradient takes plain products and computes the weights again, image by image.
 
-    On a CPU the fused kernel's gradient is no faster in bfloat16 than in float32, while plain products use the matrix
-    units: a training step of 8 pairs of up to 512 keypoints takes 0.8 of the time. Softmax and its gradient are in
-    place, in memory that stays in the cache.
+    On a CPU the fused kernel's gradient is no faster in bfloat16 than in float32, while plain
+    products use the matrix units: a training step of 8 pairs of up to 512 keypoints takes 0.8 of
+    the time. Softmax and its gradient are in place, in memory that stays in the cache.
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, visible: Optional[Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, visible: Optional[Tensor]
+    ) -> Tensor:
         ctx.save_for_backward(query, key, value, visible)
         return scaled_dot_product_attention(query, key, value, visible)
 
@@ -121,7 +131,8 @@ class _PlainGradient(torch.autograd.Function):
 
 
 class RotaryPositions(nn.Module):
-    """Rotary embedding of 2-D positions, with learned frequencies (Su et al. 2021; LightGlue, section 3.1).
+    """Rotary embedding of 2-D positions, with learned frequencies (Su et al. 2021; LightGlue,
+    section 3.1).
 
     Inner products of rotated queries and keys depend on the relative positions of keypoints.
     """
@@ -130,7 +141,9 @@ class RotaryPositions(nn.Module):
         """channels: d of each head, even."""
         super().__init__()
         if channels % 2:
-            raise ValueError(f"rotary positions need an even number of channels per head, not {channels}")
+            raise ValueError(
+                f"rotary positions need an even number of channels per head, not {channels}"
+            )
         self.frequencies = nn.Parameter(SPREAD * torch.randn(2, channels // 2))
 
     def forward(self, positions: Tensor) -> Tensor:

@@ -1,15 +1,15 @@
 """Pairs of images and their keypoints in padded tensors: all shapes and units.
 
-A `PairBatch` of B pairs holds two byte buffers of keypoint records, (B, M, R) and (B, N, R), padded to
-the longest image of the batch. They are moved to the device as bytes and cast there. Suffix 0 is the
-first image, 1 the second. R is the number of bytes of a record: 280 for SIFT with its orientations
-(`sift.ORIENTED`), 148 with one of them (`sift.KEYPOINT`), and other numbers for other features
-(`descriptors.record_dtype`).
+A `PairBatch` of B pairs holds two byte buffers of keypoint records, (B, M, R) and (B, N, R), padded
+to the longest image of the batch. They are moved to the device as bytes and cast there. Suffix 0 is
+the first image, 1 the second. R is the number of bytes of a record: 280 for SIFT with its
+orientations (`sift.ORIENTED`), 148 with one of them (`sift.KEYPOINT`), and other numbers for other
+features (`descriptors.record_dtype`).
 
-Pairs of different sizes are sorted into a few batches with little padding (`PairBatch.size_classes`).
-The network reads the keypoints of all images of these batches as one tensor (T, ...), padding included
-(`Keypoints`), since only attention and transport need to know which image a keypoint belongs to
-(`Images`).
+Pairs of different sizes are sorted into a few batches with little padding
+(`PairBatch.size_classes`). The network reads the keypoints of all images of these batches as one
+tensor (T, ...), padding included (`Keypoints`), since only attention and transport need to know
+which image a keypoint belongs to (`Images`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,17 @@ from superglue_sift.torch_compat import floats_of_bytes
 _FIELDS = dict(KEYPOINT.fields or {})
 DESCRIPTOR_AT = _FIELDS["descriptor"][1]  # byte offset inside a record
 ON_HOST = ("counts0", "counts1")  # fields that always stay in host memory
-_COLUMN = {"position": slice(2), **{name: _FIELDS[name][1] // 4 for name in ("scale", "angle", "score")}}
+_COLUMN = {
+    "position": slice(2),
+    **{name: _FIELDS[name][1] // 4 for name in ("scale", "angle", "score")},
+}
 MAX_PADDING = 1 / 32  # of a size class on a CPU, compared with its keypoints
 
 
 class Pair(NamedTuple):
-    """Two views to match. records0, records1: (n,) keypoint records; size0, size1: (width, height) px."""
+    """Two views to match. records0, records1: (n,) keypoint records; size0, size1: (width, height)
+    px.
+    """
 
     records0: np.ndarray
     records1: np.ndarray
@@ -47,12 +52,12 @@ class PairBatch:
 
     Attributes:
         records0, records1: (B, M, R), (B, N, R) uint8, M and N at least 1; zeros where padded.
-        counts0, counts1: (B,) int64 numbers of keypoints, always on the host: they decide shapes, and
-            reading them from a GPU would make the host wait.
+        counts0, counts1: (B,) int64 numbers of keypoints, always on the host: they decide shapes,
+            and reading them from a GPU would make the host wait.
         image_size0, image_size1: (B, 2) float32, width and height in px.
         H_0to1: (B, 3, 3) float64, maps pixels of view 0 to view 1; None if unknown.
-        cells: (B, 2, 3, 3) float64, maps pixels of view 0 and of view 1 to the unit square of the photograph that both
-            show; other photographs may lie outside it. None: there are none.
+        cells: (B, 2, 3, 3) float64, maps pixels of view 0 and of view 1 to the unit square of the
+            photograph that both show; other photographs may lie outside it. None: there are none.
     """
 
     records0: Tensor
@@ -101,14 +106,17 @@ class PairBatch:
         )
 
     def size_classes(self) -> Tuple[List[int], List[PairBatch]]:
-        """Split into batches of pairs of similar size; and the indices of their pairs, in this order.
+        """Split into batches of pairs of similar size; and the indices of their pairs, in this
+        order.
 
         On a GPU there is one class: the launches of another class take longer than its padding.
         """
         if self.device.type != "cpu" or len(self) < 2:
             return list(range(len(self))), [self]
         classes = similar_sizes(self.counts0.tolist(), self.counts1.tolist(), MAX_PADDING)
-        return [pair for pairs in classes for pair in pairs], [self.select(pairs) for pairs in classes]
+        return [pair for pairs in classes for pair in pairs], [
+            self.select(pairs) for pairs in classes
+        ]
 
     def pad(self, pairs: int, keypoints: int) -> PairBatch:
         """The same pairs in the shapes (pairs, keypoints, R), followed by pairs without keypoints.
@@ -117,7 +125,9 @@ class PairBatch:
         """
         more = pairs - len(self)
         if more < 0 or keypoints < self.width:
-            raise ValueError(f"{len(self)} pairs of {self.width} keypoints do not fit {pairs}, {keypoints}")
+            raise ValueError(
+                f"{len(self)} pairs of {self.width} keypoints do not fit {pairs}, {keypoints}"
+            )
         sizes = ("image_size0", "image_size1")
         changes = {}
         for name, value in vars(self).items():
@@ -136,24 +146,46 @@ class PairBatch:
 
     def _with(self, function: Callable[[Tensor], Tensor]) -> PairBatch:
         """Apply `function` to all tensors but the counts."""
-        tensors = {name: value for name, value in vars(self).items() if value is not None and name not in ON_HOST}
-        return dataclasses.replace(self, **{name: function(value) for name, value in tensors.items()})
+        tensors = {
+            name: value
+            for name, value in vars(self).items()
+            if value is not None and name not in ON_HOST
+        }
+        return dataclasses.replace(
+            self, **{name: function(value) for name, value in tensors.items()}
+        )
 
-    keypoints0 = property(lambda self: _column(self.records0, "position"), doc="(B, M, 2) float32, px")
-    keypoints1 = property(lambda self: _column(self.records1, "position"), doc="(B, N, 2) float32, px")
-    scales0 = property(lambda self: _column(self.records0, "scale"), doc="(B, M) float32, diameter in px")
-    scales1 = property(lambda self: _column(self.records1, "scale"), doc="(B, N) float32, diameter in px")
+    keypoints0 = property(
+        lambda self: _column(self.records0, "position"), doc="(B, M, 2) float32, px"
+    )
+    keypoints1 = property(
+        lambda self: _column(self.records1, "position"), doc="(B, N, 2) float32, px"
+    )
+    scales0 = property(
+        lambda self: _column(self.records0, "scale"), doc="(B, M) float32, diameter in px"
+    )
+    scales1 = property(
+        lambda self: _column(self.records1, "scale"), doc="(B, N) float32, diameter in px"
+    )
     angles0 = property(lambda self: _column(self.records0, "angle"), doc="(B, M) float32, degrees")
     angles1 = property(lambda self: _column(self.records1, "angle"), doc="(B, N) float32, degrees")
     scores0 = property(lambda self: _column(self.records0, "score"), doc="(B, M) float32")
     scores1 = property(lambda self: _column(self.records1, "score"), doc="(B, N) float32")
-    descriptors0 = property(lambda self: self.records0[..., DESCRIPTOR_AT:], doc="(B, M, R - 20) uint8")
-    descriptors1 = property(lambda self: self.records1[..., DESCRIPTOR_AT:], doc="(B, N, R - 20) uint8")
+    descriptors0 = property(
+        lambda self: self.records0[..., DESCRIPTOR_AT:], doc="(B, M, R - 20) uint8"
+    )
+    descriptors1 = property(
+        lambda self: self.records1[..., DESCRIPTOR_AT:], doc="(B, N, R - 20) uint8"
+    )
 
 
 def to_device_async(values: Tensor, device: torch.device) -> Tensor:
     """Copy from the host to `device`; to a GPU asynchronously, through page-locked memory."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+    return (
+        values.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else values.to(device)
+    )
 
 
 def size_class(keypoints: int) -> int:
@@ -162,7 +194,9 @@ def size_class(keypoints: int) -> int:
     return max(128, -(-keypoints // unit) * unit)
 
 
-def similar_sizes(counts0: Sequence[int], counts1: Sequence[int], padding: float) -> List[List[int]]:
+def similar_sizes(
+    counts0: Sequence[int], counts1: Sequence[int], padding: float
+) -> List[List[int]]:
     """Indices of the pairs of each size class, from the largest pair to the smallest.
 
     padding: of a class, at most, compared with its keypoints. A class has at least one pair.
@@ -189,12 +223,14 @@ class Images:
     Order: images 0 of the first batch, its images 1, images 0 of the second batch, ... so that the
     partners of images i are images `i ^ 1`.
 
-    masks: (B, N) bool each, True for keypoints. visible: (B, 1, 1, N) bool each, the keypoints to which
-    others attend; None: all. occupied: (B, 1, 1, 1) bool each, whether there is any keypoint; None:
-    always. valid: (T,) bool, True for keypoints; None: there is no padding.
+    masks: (B, N) bool each, True for keypoints. visible: (B, 1, 1, N) bool each, the keypoints to
+    which others attend; None: all. occupied: (B, 1, 1, 1) bool each, whether there is any keypoint;
+    None: always. valid: (T,) bool, True for keypoints; None: there is no padding.
     """
 
-    def __init__(self, masks: Sequence[Tensor], padded: Sequence[bool], empty: Sequence[bool]) -> None:
+    def __init__(
+        self, masks: Sequence[Tensor], padded: Sequence[bool], empty: Sequence[bool]
+    ) -> None:
         """padded: whether some image has padding; empty: whether some image has no keypoints."""
         self.masks = list(masks)
         self.visible: List[Optional[Tensor]] = []
@@ -229,8 +265,8 @@ class Keypoints(NamedTuple):
     """All keypoints of some images, with their padding.
 
     positions (T, 2) float32, px; scores (T,); scales (T,), diameter in px; angles (T,), degrees;
-    descriptors (T, C) uint8, the bytes of records from the descriptor on; image_size (T, 2), width and
-    height in px.
+    descriptors (T, C) uint8, the bytes of records from the descriptor on; image_size (T, 2), width
+    and height in px.
     """
 
     positions: Tensor
@@ -245,9 +281,13 @@ class Keypoints(NamedTuple):
     def of(cls, batches: Sequence[PairBatch]) -> Keypoints:
         """The keypoints of these batches."""
         images = Images.of(batches)
-        records = images.join([records for batch in batches for records in (batch.records0, batch.records1)])
+        records = images.join(
+            [records for batch in batches for records in (batch.records0, batch.records1)]
+        )
         sizes = [size for batch in batches for size in (batch.image_size0, batch.image_size1)]
-        size = images.join([size[:, None].expand(*mask.shape, 2) for size, mask in zip(sizes, images.masks)])
+        size = images.join(
+            [size[:, None].expand(*mask.shape, 2) for size, mask in zip(sizes, images.masks)]
+        )
         floats = floats_of_bytes(records[:, :DESCRIPTOR_AT])
         return cls(
             positions=floats[:, _COLUMN["position"]],
@@ -271,7 +311,9 @@ def _pack(records: Sequence[np.ndarray], dtype: np.dtype) -> Tuple[Tensor, Tenso
     buffer = torch.empty((len(records), max([*counts, 1]), dtype.itemsize), dtype=torch.uint8)
     for row, r in zip(buffer.numpy(), records):
         if r.dtype != dtype and (r.dtype, dtype) != (KEYPOINT, ORIENTED):
-            raise TypeError(f"records of dtype {r.dtype}: must be {dtype}, like others of the batch")
+            raise TypeError(
+                f"records of dtype {r.dtype}: must be {dtype}, like others of the batch"
+            )
         size = r.dtype.itemsize  # a KEYPOINT is the beginning of an ORIENTED
         row[: len(r), :size] = np.ascontiguousarray(r).view(np.uint8).reshape(len(r), size)
         row[: len(r), size:] = 0
@@ -285,10 +327,11 @@ def from_pairs(
     dtype: Optional[np.dtype] = None,
     cells: Optional[np.ndarray] = None,
 ) -> PairBatch:
-    """Batch pairs of views. H_0to1: (B, 3, 3) float64, true homographies, if known; cells: see `PairBatch`.
+    """Batch pairs of views. H_0to1: (B, 3, 3) float64, true homographies, if known; cells: see
+    `PairBatch`.
 
-    dtype: of the records; None: ORIENTED if any record is ORIENTED or there are no pairs, else that of the first pair.
-    Raises TypeError for records of another dtype.
+    dtype: of the records; None: ORIENTED if any record is ORIENTED or there are no pairs, else that
+    of the first pair. Raises TypeError for records of another dtype.
     """
     if dtype is None:
         dtypes = [records.dtype for pair in pairs for records in pair[:2]]

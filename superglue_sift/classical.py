@@ -1,4 +1,5 @@
-"""The ratio test (Lowe 2004) on unit descriptors, and a classical matcher for thousands of keypoints.
+"""The ratio test (Lowe 2004) on unit descriptors, and a classical matcher for thousands of
+keypoints.
 
 The confidence of a match is one minus the ratio of its distance to that of the second nearest
 neighbour. `neighbours` ranks some hundreds of keypoints exactly: the baselines of training and
@@ -22,7 +23,8 @@ from superglue_sift.torch_compat import byte_product, has_byte_products
 RATIO = 0.8  # of distances
 MAX_DISTANCE = 0.8  # between descriptors of unit length
 BLOCK = 256  # rows of a product: 8 MiB of it at 8,192 keypoints, which stays in the cache
-STEPS = 360.0  # entries are rounded to 1 / STEPS if none exceeds 127 / STEPS, which is rare in RootSIFT
+# Entries are rounded to 1 / STEPS if none exceeds 127 / STEPS, which is rare in RootSIFT
+STEPS = 360.0
 MIN_PRODUCT = -(2**30)  # less than any product
 ROUNDING = 1e-6  # of 1 - cosine: two copies of a descriptor are equally near
 
@@ -82,7 +84,9 @@ def unit_rows(records: np.ndarray) -> np.ndarray:
 
 
 def neighbours(rows: np.ndarray, others: np.ndarray) -> Neighbours:
-    """Rank unit vectors `others` (m, D) for each of `rows` (n, D), float32, by all products at once."""
+    """Rank unit vectors `others` (m, D) for each of `rows` (n, D), float32, by all products at
+    once.
+    """
     count = len(rows)
     if count == 0 or len(others) == 0:
         nothing = np.full(count, -1, np.int64)
@@ -104,19 +108,25 @@ def ratio_of(cosine: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def ranked(rows: np.ndarray, others: np.ndarray) -> Ranked:
-    """Rank `others` (m, D), m at least 2, for each of `rows` (n, D), in one pass over their products.
+    """Rank `others` (m, D), m at least 2, for each of `rows` (n, D), in one pass over their
+    products.
 
-    Where torch multiplies int8 fast, entries are rounded to 1 / STEPS, which takes a third of the time. It may swap
-    neighbours whose cosines differ by less than 0.003.
+    Where torch multiplies int8 fast, entries are rounded to 1 / STEPS, which takes a third of the
+    time. It may swap neighbours whose cosines differ by less than 0.003.
     """
-    count, whole = len(rows), has_byte_products() and max(np.abs(rows).max(), np.abs(others).max()) * STEPS < 128
-    first, second = np.empty(count, np.int64), np.empty(count, np.int64)
-    peaks, out = [], torch.empty((BLOCK, len(others)), dtype=torch.int32 if whole else torch.float32)
-    left, right = _factor(rows, whole), _factor(others, whole).T
+    count = len(rows)
+    whole = has_byte_products() and max(np.abs(rows).max(), np.abs(others).max()) * STEPS < 128
+    first = np.empty(count, np.int64)
+    second = np.empty(count, np.int64)
+    peaks = []
+    out = torch.empty((BLOCK, len(others)), dtype=torch.int32 if whole else torch.float32)
+    left = _factor(rows, whole)
+    right = _factor(others, whole).T
     for start in range(0, count, BLOCK):
         part = left[start : start + BLOCK]
         product = (byte_product if whole else torch.mm)(part, right, out=out[: len(part)]).numpy()
-        here, at = slice(start, start + len(part)), np.arange(len(part))
+        here = slice(start, start + len(part))
+        at = np.arange(len(part))
         peaks.append(product.max(axis=0))
         first[here] = best = product.argmax(axis=1)
         product[at, best] = MIN_PRODUCT
@@ -130,15 +140,21 @@ def _factor(rows: np.ndarray, whole: bool) -> torch.Tensor:
 
 
 def ratio_matches(side0: Described, side1: Described) -> Tuple[np.ndarray, np.ndarray]:
-    """Matches (K, 2) int64 of keypoints, each at most once, and their scores (K,): one minus the ratio of distances."""
-    rows, others = side0.rows, side1.rows
+    """Matches (K, 2) int64 of keypoints, each at most once, and their scores (K,): one minus the
+    ratio of distances.
+    """
+    rows = side0.rows
+    others = side1.rows
     if min(len(rows), len(others)) < 2:
         return np.empty((0, 2), np.int64), np.empty(0, np.float32)
     ranks = ranked(rows, others)
     # exact cosines, which may swap the two
-    first, second = (np.einsum("nd,nd->n", rows, others[index]) for index in (ranks.first, ranks.second))
+    first, second = (
+        np.einsum("nd,nd->n", rows, others[index]) for index in (ranks.first, ranks.second)
+    )
     nearest = np.where(first >= second, ranks.first, ranks.second)
-    cosine, second = np.maximum(first, second), np.minimum(first, second)
+    cosine = np.maximum(first, second)
+    second = np.minimum(first, second)
     kept = np.flatnonzero(_distinct(cosine, second))
     # the test in the other direction, which makes the matches mutual
     kept = kept[_distinct(cosine[kept], _rivals(rows, others, kept, nearest[kept], ranks.peaks))]
@@ -154,16 +170,21 @@ def _distinct(cosine: np.ndarray, second: np.ndarray) -> np.ndarray:
 def _rivals(
     rows: np.ndarray, others: np.ndarray, own: np.ndarray, partner: np.ndarray, peaks: np.ndarray
 ) -> np.ndarray:
-    """(K,) largest cosine of others[partner] with any row except rows[own], for pairs own, partner (K,).
+    """(K,) largest cosine of others[partner] with any row except rows[own], for pairs own, partner
+    (K,).
 
-    Only two blocks can contain it: the block of `own`, and the other block with the largest product.
+    Only two blocks can contain it: the block of `own`, and the other block with the largest
+    product.
     """
-    block, rest = own // BLOCK, peaks[:, partner]
+    block = own // BLOCK
+    rest = peaks[:, partner]
     rest[block, np.arange(len(own))] = MIN_PRODUCT
-    other, nearest = rest.argmax(axis=0), np.full(len(own), -1.0, np.float32)
+    other = rest.argmax(axis=0)
+    nearest = np.full(len(own), -1.0, np.float32)
     for number, start in enumerate(range(0, len(rows), BLOCK)):
         here = np.flatnonzero((block == number) | (other == number))
-        few, part = torch.from_numpy(others[partner[here]]), torch.from_numpy(rows[start : start + BLOCK])
+        few = torch.from_numpy(others[partner[here]])
+        part = torch.from_numpy(rows[start : start + BLOCK])
         product = torch.mm(part, few.T).numpy()
         inside = np.flatnonzero(block[here] == number)
         product[own[here[inside]] - start, inside] = -1.0
@@ -172,7 +193,9 @@ def _rivals(
 
 
 def one_each(matches: np.ndarray, scores: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
-    """Matches (K, 2), scores (K,) without those that share a keypoint with a better one, in the order of image 0."""
+    """Matches (K, 2), scores (K,) without those that share a keypoint with a better one, in the
+    order of image 0.
+    """
     order = np.argsort(-scores, kind="stable")
     for side in (0, 1):
         order = order[np.sort(np.unique(matches[order, side], return_index=True)[1])]

@@ -1,13 +1,16 @@
 """Keypoint records of any extractor, and the meaning of their descriptors.
 
-A record holds x, y, scale, angle and score as in `sift.KEYPOINT`, then a descriptor of one of three kinds:
+A record holds x, y, scale, angle and score as in `sift.KEYPOINT`, then a descriptor of one of three
+kinds:
 
-    sift    `descriptor` (128,) uint8    OpenCV's SIFT; compared as RootSIFT; may have a second (`orientation`)
+    sift    `descriptor` (128,) uint8    OpenCV's SIFT; compared as RootSIFT; may have a second
+                                         (`orientation`)
     float   `descriptor` (D,) float32    SuperPoint, KAZE, ...: normalized to unit length
-    binary  `bits` (D / 8,) uint8        ORB, BRISK, ...: D bits, 8 per byte; compared by Hamming distance
+    binary  `bits` (D / 8,) uint8        ORB, BRISK, ...: D bits, 8 per byte; compared by Hamming
+                                         distance
 
-The network sees unit vectors of all three. Bits are padded with zeros to a multiple of 32, so that records can be read
-as float32.
+The network sees unit vectors of all three. Bits are padded with zeros to a multiple of 32, so that
+records can be read as float32.
 """
 
 from __future__ import annotations
@@ -43,33 +46,40 @@ def kind_of(dtype: np.dtype) -> Tuple[str, int]:
 
 
 def descriptors_of(records: np.ndarray) -> np.ndarray:
-    """The (first) descriptors of (n,) records: (n, D) float32 or uint8, for bits (n, D / 8) uint8."""
+    """The (first) descriptors of (n,) records: (n, D) float32 or uint8, for bits (n, D / 8)
+    uint8.
+    """
     return records["bits" if "bits" in (records.dtype.names or ()) else "descriptor"]
 
 
 def unit_vectors(data: Tensor, kind: str, dim: int) -> Tensor:
     """Descriptors as unit vectors, float32 (..., dim); zeros stay zeros.
 
-    sift: RootSIFT. float: divided by their length. binary: every bit becomes -1 or +1, so that the cosine at Hamming
-    distance h is 1 - 2 h / dim. data: (..., K) uint8, the bytes of records from the descriptor on
-    (`PairBatch.descriptors0`).
+    sift: RootSIFT. float: divided by their length. binary: every bit becomes -1 or +1, so that the
+    cosine at Hamming distance h is 1 - 2 h / dim. data: (..., K) uint8, the bytes of records from
+    the descriptor on (`PairBatch.descriptors0`).
     """
     if kind == "sift":
         return root_sift(data)
     if kind == "float":
         return nn.functional.normalize(floats_of_bytes(data), dim=-1)
-    place = 2 ** torch.arange(7, -1, -1, device=data.device)  # highest bit first, as numpy.unpackbits
+    # Highest bit first, as numpy.unpackbits
+    place = 2 ** torch.arange(7, -1, -1, device=data.device)
     bits = (data.unsqueeze(-1) & place.to(torch.uint8)) != 0
     return (bits.flatten(-2).float() * 2 - 1) / math.sqrt(dim)
 
 
 def root_sift(descriptors: Tensor) -> Tensor:
-    """RootSIFT of uint8 (or float) SIFT descriptors (..., 128): float32, unit length; zeros stay zeros."""
+    """RootSIFT of uint8 (or float) SIFT descriptors (..., 128): float32, unit length; zeros stay
+    zeros.
+    """
     values = descriptors.float()
     return (values / values.sum(-1, keepdim=True).clamp(min=1.0)).sqrt()
 
 
 def root_sift_of(descriptors: np.ndarray) -> np.ndarray:
-    """`root_sift` of an array (n, 128), bitwise equal on every machine, which torch's square root is not."""
+    """`root_sift` of an array (n, 128), bitwise equal on every machine, which torch's square root
+    is not.
+    """
     values = descriptors.astype(np.float32)
     return np.sqrt(values / np.maximum(values.sum(axis=1, keepdims=True), 1.0))

@@ -1,8 +1,9 @@
 """Pictures of matches: two images side by side, joined by thin lines.
 
-The colour of a match is that of its place in the first image, yellow at the left to magenta at the right, so that the
-eye can follow a line; confidences, most of them near 1, would all look the same. `LINES` matches that are spread over
-the image are lines, the others dots, so that the images stay visible. Known wrong matches are red and end in crosses.
+The colour of a match is that of its place in the first image, yellow at the left to magenta at the
+right, so that the eye can follow a line; confidences, most of them near 1, would all look the same.
+`LINES` matches that are spread over the image are lines, the others dots, so that the images stay
+visible. Known wrong matches are red and end in crosses.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from superglue_sift.files import write_atomic
 
 RED = (40, 40, 240)  # BGR
 DARK = (40, 40, 40)
-HUES = (50.0, 300.0)  # degrees, at the left and right edge of the first image; red is for wrong matches
+# Degrees, at the left and right edge of the first image; red is for wrong matches
+HUES = (50.0, 300.0)
 LINES = 100  # matches of a pair that are lines
 CELLS = (8, 6)  # across and down the first image, from which the lines are taken in turn
 OPACITY = 0.75  # of lines; their ends are opaque
@@ -33,7 +35,8 @@ FONT_SIZE = 15
 class Panel:
     """The matches of one matcher.
 
-    points0, points1: (K, 2) pixels. scores: (K,) confidence, 0 to 1. wrong: (K,) bool, None if not known.
+    points0, points1: (K, 2) pixels. scores: (K,) confidence, 0 to 1. wrong: (K,) bool, None if not
+    known.
     wrong_means: legend for the wrong ones.
     """
 
@@ -64,7 +67,9 @@ class Picture:
 
 def colours_of(points: np.ndarray, width: int) -> np.ndarray:
     """(K, 3) uint8 BGR of places (K, 2) in an image of this width: their hue is that of x."""
-    across = np.clip((np.asarray(points, float).reshape(-1, 2)[:, 0] + 0.5) / max(width, 1), 0.0, 1.0)
+    across = np.clip(
+        (np.asarray(points, float).reshape(-1, 2)[:, 0] + 0.5) / max(width, 1), 0.0, 1.0
+    )
     hue = (HUES[0] + (HUES[1] - HUES[0]) * across) / 2  # OpenCV's unit is two degrees
     hsv = np.full((len(across), 1, 3), 255, np.uint8)
     hsv[:, 0, 0] = np.rint(hue)
@@ -78,23 +83,32 @@ def css_colours(points: np.ndarray, width: int) -> List[str]:
 
 def side_by_side(image0: np.ndarray, image1: np.ndarray) -> np.ndarray:
     """(H0, W0) and (H1, W1) uint8, gray or BGR -> (max H, W0 + gap + W1, 3) uint8."""
-    left, right = (cv2.cvtColor(i, cv2.COLOR_GRAY2BGR) if i.ndim == 2 else i for i in (image0, image1))
-    canvas = np.full((max(len(left), len(right)), left.shape[1] + GAP + right.shape[1], 3), 255, np.uint8)
+    left, right = (
+        cv2.cvtColor(i, cv2.COLOR_GRAY2BGR) if i.ndim == 2 else i for i in (image0, image1)
+    )
+    canvas = np.full(
+        (max(len(left), len(right)), left.shape[1] + GAP + right.shape[1], 3), 255, np.uint8
+    )
     canvas[: len(left), : left.shape[1]] = left
     canvas[: len(right), left.shape[1] + GAP :] = right
     return canvas
 
 
 def drawing_order(panel: Panel) -> np.ndarray:
-    """(K,) int64: correct matches from weak to strong, then wrong ones, which stay visible on top."""
-    wrong = np.zeros(len(panel.scores), bool) if panel.wrong is None else np.asarray(panel.wrong, bool)
+    """(K,) int64: correct matches from weak to strong, then wrong ones, which stay visible on
+    top.
+    """
+    wrong = (
+        np.zeros(len(panel.scores), bool) if panel.wrong is None else np.asarray(panel.wrong, bool)
+    )
     return np.lexsort((panel.scores, wrong))
 
 
 def spread(points: np.ndarray, scores: np.ndarray, size: Tuple[int, int]) -> np.ndarray:
     """(K,) int64: matches in the order in which they become lines.
 
-    First the strongest of each cell of an image of `size` (width, height), then the second of each, and so on.
+    First the strongest of each cell of an image of `size` (width, height), then the second of each,
+    and so on.
     """
     scaled = np.asarray(points, float).reshape(-1, 2) / np.array(size) * CELLS
     across, down = np.clip(scaled.astype(int), 0, np.array(CELLS) - 1).T
@@ -107,15 +121,22 @@ def spread(points: np.ndarray, scores: np.ndarray, size: Tuple[int, int]) -> np.
 
 
 def draw_lines(canvas: np.ndarray, panel: Panel, size: Tuple[int, int]) -> None:
-    """Draw the matches of a panel on two images side by side; size: (width, height) of the first."""
+    """Draw the matches of a panel on two images side by side; size: (width, height) of the
+    first.
+    """
     order = drawing_order(panel)
     lines = np.zeros(len(order), bool)
     lines[spread(panel.points0, panel.scores, size)[:LINES]] = True
     wrong = np.zeros(len(lines), bool) if panel.wrong is None else np.asarray(panel.wrong, bool)
     thickness = 1 + canvas.shape[1] // 2000
     # fixed-point coordinates for cv2: four fractional bits
-    ends = np.rint(16 * np.stack([panel.points0, panel.points1 + np.array([size[0] + GAP, 0])], axis=1)).astype(int)
-    colours = [RED if bad else colour.tolist() for bad, colour in zip(wrong, colours_of(panel.points0, size[0]))]
+    ends = np.rint(
+        16 * np.stack([panel.points0, panel.points1 + np.array([size[0] + GAP, 0])], axis=1)
+    ).astype(int)
+    colours = [
+        RED if bad else colour.tolist()
+        for bad, colour in zip(wrong, colours_of(panel.points0, size[0]))
+    ]
     below = canvas.copy()
     for index in order[lines[order]]:
         start, end = (tuple(point.tolist()) for point in ends[index])
@@ -126,7 +147,9 @@ def draw_lines(canvas: np.ndarray, panel: Panel, size: Tuple[int, int]) -> None:
             _draw_end(canvas, point, colours[index], bool(wrong[index]), thickness)
 
 
-def _draw_end(canvas: np.ndarray, point: np.ndarray, colour: Sequence[int], wrong: bool, size: int) -> None:
+def _draw_end(
+    canvas: np.ndarray, point: np.ndarray, colour: Sequence[int], wrong: bool, size: int
+) -> None:
     """Draw a dot, or a cross for a wrong match, at `point` in sixteenths of a pixel."""
     if not wrong:
         cv2.circle(canvas, tuple(point.tolist()), 16 * (2 + size), colour, -1, cv2.LINE_AA, 4)
@@ -144,14 +167,20 @@ def text_bar(width: int, text: str) -> np.ndarray:
         size -= 1
     bar = Image.new("RGB", (width, BAR), DARK)
     place = (8, BAR // 2)
-    ImageDraw.Draw(bar).text(place, text, fill="white", font=ImageFont.load_default(size), anchor="lm")
+    ImageDraw.Draw(bar).text(
+        place, text, fill="white", font=ImageFont.load_default(size), anchor="lm"
+    )
     return np.array(bar)  # white and gray: the same in RGB and BGR
 
 
 def legend(panels: Sequence[Panel]) -> str:
     """What lines, dots and crosses mean; names only what the panels use."""
-    words = ["colour: place in the first image"] if any(len(panel.scores) for panel in panels) else []
-    means = dict.fromkeys(panel.wrong_means for panel in panels if panel.wrong is not None and np.any(panel.wrong))
+    words = (
+        ["colour: place in the first image"] if any(len(panel.scores) for panel in panels) else []
+    )
+    means = dict.fromkeys(
+        panel.wrong_means for panel in panels if panel.wrong is not None and np.any(panel.wrong)
+    )
     words += [f"red crosses: {each}" for each in means]
     if any(len(panel.scores) > LINES for panel in panels):
         words.append(f"lines: {LINES} matches spread over the image, dots: the others")
@@ -159,7 +188,8 @@ def legend(panels: Sequence[Panel]) -> str:
 
 
 def draw(image0: np.ndarray, image1: np.ndarray, panels: Sequence[Panel]) -> np.ndarray:
-    """Draw one picture, (H, W, 3) uint8 BGR: panels with headings below each other, then the legend.
+    """Draw one picture, (H, W, 3) uint8 BGR: panels with headings below each other, then the
+    legend.
 
     Images are reduced to a longer side of `SIDE`.
     """
@@ -175,8 +205,12 @@ def draw(image0: np.ndarray, image1: np.ndarray, panels: Sequence[Panel]) -> np.
     return np.concatenate([*rows, text_bar(rows[0].shape[1], legend(panels))], axis=0)
 
 
-def overlay(warped: np.ndarray, image: np.ndarray, covered: np.ndarray, opacity: float) -> np.ndarray:
-    """Lay a warped image over another, (H, W, 3) uint8 each, where it covers it, (H, W) bool; the rest stays bright."""
+def overlay(
+    warped: np.ndarray, image: np.ndarray, covered: np.ndarray, opacity: float
+) -> np.ndarray:
+    """Lay a warped image over another, (H, W, 3) uint8 each, where it covers it, (H, W) bool; the
+    rest stays bright.
+    """
     mixed = cv2.addWeighted(warped, opacity, image, 1 - opacity, 0)
     return np.where(covered[..., None], mixed, image)
 
@@ -194,7 +228,9 @@ def write(path: Path, picture: np.ndarray) -> None:
 
 
 def encode(ending: str, picture: np.ndarray) -> bytes:
-    """Encode a BGR picture in the format of an extension such as ".jpg". Raises OSError if OpenCV cannot."""
+    """Encode a BGR picture in the format of an extension such as ".jpg". Raises OSError if OpenCV
+    cannot.
+    """
     ok, encoded = cv2.imencode(ending, picture)
     if not ok:
         raise OSError(0, "the picture could not be encoded", ending)

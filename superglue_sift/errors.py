@@ -27,7 +27,9 @@ def check_range(name: str, value: Any, least: float, most: float = math.inf) -> 
 
 
 def exit_code(main: Main, argv: Optional[List[str]] = None) -> int:
-    """Run a command's `main` and return its exit code, or that of an error above, printed to stderr; 130: Ctrl-C."""
+    """Run a command's `main` and return its exit code, or that of an error above, printed to
+    stderr; 130: Ctrl-C.
+    """
     try:
         return main(argv)
     except RequestError as error:
@@ -43,7 +45,8 @@ def exit_code(main: Main, argv: Optional[List[str]] = None) -> int:
         sys.stderr.close()  # the reader of stdout is gone
         return 0
     except OSError as error:
-        # errors of a file or a full disk, which users can fix; others (a network, a pipe) keep their traceback
+        # errors of a file or a full disk, which users can fix; others (a network, a pipe) keep
+        # their traceback
         if error.errno != errno.ENOSPC and error.filename is None:
             raise
         print(f"failed: {error.strerror}: {error.filename or 'the disk is full'}", file=sys.stderr)

@@ -2,15 +2,18 @@
 
     def function(gray, max_keypoints):         # (H, W) uint8; number of keypoints, more are dropped
         return {
-            "keypoints": ...,                  # (n, 2) pixels, the centre of the first pixel at (0, 0)
+            "keypoints": ...,                  # (n, 2) pixels, the centre of the first pixel at (0,
+                                               0)
             "scores": ...,                     # (n,), 0 or more; the highest are kept
-            "descriptors": ...,                # (n, D): float32, of any length; or uint8, 8 bits per byte
+            "descriptors": ...,                # (n, D): float32, of any length; or uint8, 8 bits
+                                               per byte
             "scales": ...,                     # (n,) diameters in pixels, above 0
-            "angles": ...,                     # (n,) degrees, clockwise; both scales and angles, or neither
+            "angles": ...,                     # (n,) degrees, clockwise; both scales and angles, or
+                                               neither
         }
 
-Values are arrays, or tensors on the CPU. Equal images must give equal values. The module must be importable.
-`superglue_sift.opencv_features` has two examples.
+Values are arrays, or tensors on the CPU. Equal images must give equal values. The module must be
+importable. `superglue_sift.opencv_features` has two examples.
 """
 
 from __future__ import annotations
@@ -31,9 +34,11 @@ from superglue_sift.files import file_sha256
 
 @dataclass(frozen=True)
 class Extractor:
-    """An extractor, "sift" or "module:function". Call it as `sift.extract`; returns records of `dtype`.
+    """An extractor, "sift" or "module:function". Call it as `sift.extract`; returns records of
+    `dtype`.
 
-    scale_angle: whether it provides scale and angle (else they are 0). code: SHA-256 of the module's file, "" for SIFT.
+    scale_angle: whether it provides scale and angle (else they are 0). code: SHA-256 of the
+    module's file, "" for SIFT.
     """
 
     name: str
@@ -43,7 +48,9 @@ class Extractor:
     code: str = ""
 
     def __call__(self, gray: np.ndarray, max_keypoints: int) -> np.ndarray:
-        """(n,) records, n <= max_keypoints, strongest first, positions distinct. Raises RequestError."""
+        """(n,) records, n <= max_keypoints, strongest first, positions distinct. Raises
+        RequestError.
+        """
         if self.name == DEFAULT.name:
             return self.function(gray, max_keypoints)
         records = records_of(self.name, self.function(gray, max_keypoints))
@@ -79,12 +86,15 @@ def load(name: str) -> Extractor:
     records = records_of(name, values)
     if not len(records):
         raise RequestError(f"extractor {name}: finds no keypoint on a pattern full of them")
-    return Extractor(name, records.dtype, bool(records["scale"][0]), function, file_sha256(home.__file__ or ""))
+    return Extractor(
+        name, records.dtype, bool(records["scale"][0]), function, file_sha256(home.__file__ or "")
+    )
 
 
 def test_pattern() -> np.ndarray:
     """(480, 640) uint8: smooth blobs of many sizes, for any detector; always the same."""
-    rng, total = np.random.default_rng(0), np.zeros((480, 640))
+    rng = np.random.default_rng(0)
+    total = np.zeros((480, 640))
     for cells in (6, 12, 24, 48):
         noise = rng.normal(0.0, 1.0, (cells, cells * 4 // 3))
         total += cv2.resize(noise, (640, 480), interpolation=cv2.INTER_CUBIC)
@@ -92,32 +102,43 @@ def test_pattern() -> np.ndarray:
 
 
 def records_of(name: str, values: Mapping[str, Any]) -> np.ndarray:
-    """Convert the return value of extractor `name` to (n,) records. Raises RequestError if it is invalid."""
+    """Convert the return value of extractor `name` to (n,) records. Raises RequestError if it is
+    invalid.
+    """
 
     def wrong(reason: str) -> RequestError:
         return RequestError(f"extractor {name}: {reason} (see docs/features.md)")
 
     try:
-        keypoints, scores, descriptors = (np.asarray(values[key]) for key in ("keypoints", "scores", "descriptors"))
+        keypoints, scores, descriptors = (
+            np.asarray(values[key]) for key in ("keypoints", "scores", "descriptors")
+        )
     except (KeyError, TypeError, IndexError) as error:
         raise wrong("must return a dictionary with keypoints, scores and descriptors") from error
     count = len(keypoints)
     if not count:
         return np.empty(0, sift.ORIENTED)
     if keypoints.shape != (count, 2) or scores.shape != (count,):
-        raise wrong(f"keypoints {keypoints.shape} and scores {scores.shape}: must be (n, 2) and (n,)")
+        raise wrong(
+            f"keypoints {keypoints.shape} and scores {scores.shape}: must be (n, 2) and (n,)"
+        )
     if descriptors.ndim != 2 or len(descriptors) != count or not descriptors.shape[1]:
         raise wrong(f"descriptors {descriptors.shape} of {count} keypoints: must be (n, D)")
     if descriptors.dtype != np.uint8 and descriptors.dtype.kind != "f":
         raise wrong(f"descriptors of {descriptors.dtype}: must be float32, or uint8 for bits")
-    binary, width = descriptors.dtype == np.uint8, descriptors.shape[1]
-    records = np.zeros(count, record_dtype("binary", -(-width // 4) * 32) if binary else record_dtype("float", width))
+    binary = descriptors.dtype == np.uint8
+    width = descriptors.shape[1]
+    records = np.zeros(
+        count,
+        record_dtype("binary", -(-width // 4) * 32) if binary else record_dtype("float", width),
+    )
     records["x"], records["y"] = keypoints.T
     records["score"] = scores
     if ("scales" in values) != ("angles" in values):
         raise wrong("must return scales and angles, or neither")
     if "scales" in values:
-        records["scale"], records["angle"] = np.asarray(values["scales"]), np.asarray(values["angles"])
+        records["scale"] = np.asarray(values["scales"])
+        records["angle"] = np.asarray(values["angles"])
         if not (records["scale"] > 0).all():
             raise wrong("scales must be above 0")
     descriptors_of(records)[:, :width] = descriptors

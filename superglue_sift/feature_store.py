@@ -1,4 +1,6 @@
-"""Features of many images, computed once and kept on disk, by the content of the image and the settings."""
+"""Features of many images, computed once and kept on disk, by the content of the image and the
+settings.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ MAX_GRAYS = 32  # images whose pixels stay in memory
 
 
 class Item(NamedTuple):
-    """An image to match. name: the stem of its output files; image: a file, or (H, W, 3) uint8 BGR of a video."""
+    """An image to match. name: the stem of its output files; image: a file, or (H, W, 3) uint8 BGR
+    of a video.
+    """
 
     name: str
     image: Union[Path, np.ndarray]
@@ -35,8 +39,12 @@ class FeatureStore:
     """Features of images: all on disk, the recently used ones in memory."""
 
     def __init__(self, matcher: Matcher, folder: Path, held: int = MAX_FEATURES) -> None:
-        """folder: for the files, created with the first one. held: the number of images in memory."""
-        self.matcher, self.folder, self.held = matcher, folder, held
+        """folder: for the files, created with the first one. held: the number of images in
+        memory.
+        """
+        self.matcher = matcher
+        self.folder = folder
+        self.held = held
         extractor = matcher.extractor or DEFAULT
         self.is_sift = extractor.name == DEFAULT.name
         own = "" if self.is_sift else f"{extractor.name}{extractor.code} "
@@ -46,7 +54,8 @@ class FeatureStore:
         self._settings = f"{asked} {versions} {own}{extractor.dtype.descr}"
         self._memory: OrderedDict[str, Features] = collections.OrderedDict()
         self._aligned_at = ALIGNED_AT * matcher.resize
-        # without `self`, which would keep a store and its features in memory until the next garbage collection
+        # without `self`, which would keep a store and its features in memory until the next garbage
+        # collection
         read = functools.partial(_read_reduced, frame=matcher.frame, longer=self._aligned_at)
         self._read = functools.lru_cache(MAX_GRAYS)(read)
         self._digests: Dict[str, str] = {}
@@ -77,14 +86,22 @@ class FeatureStore:
     def prepare(self, item: Item) -> Features:
         """Read the features from disk, or compute and write them. Thread-safe."""
         source, digest = self._content(item)
-        path = self.folder / f"{hashlib.sha256(f'{self._settings} {digest}'.encode()).hexdigest()[:32]}.npz"
+        path = (
+            self.folder
+            / f"{hashlib.sha256(f'{self._settings} {digest}'.encode()).hexdigest()[:32]}.npz"
+        )
         try:
             with np.load(path, allow_pickle=False) as file:
-                size, turned = tuple(file["size"].tolist()), int(file["turned"])
+                size = tuple(file["size"].tolist())
+                turned = int(file["turned"])
                 return Features(file["records"], size, frame=self.matcher.frame, turned=turned)
         except DAMAGED:  # or missing
             is_file = isinstance(source, bytes)
-            features = self.matcher.extract_file(source, str(item.image)) if is_file else self.matcher.extract(source)
+            features = (
+                self.matcher.extract_file(source, str(item.image))
+                if is_file
+                else self.matcher.extract(source)
+            )
         data = io.BytesIO()
         np.savez(data, records=features.records, size=features.size, turned=features.turned)
         write_atomic(path, data.getvalue())
@@ -97,9 +114,12 @@ class FeatureStore:
         except OSError as error:
             raise RequestError(f"{item.image}: cannot be read: {error.strerror}") from None
         shape = b"" if isinstance(source, bytes) else str(source.shape).encode()
-        digest = hashlib.sha256(shape + (source if isinstance(source, bytes) else source.tobytes())).hexdigest()
+        digest = hashlib.sha256(
+            shape + (source if isinstance(source, bytes) else source.tobytes())
+        ).hexdigest()
         self._digests[item.name] = digest
-        while not isinstance(source, bytes) and len(self._digests) > self.held:  # a camera's frames never end
+        # A camera's frames never end
+        while not isinstance(source, bytes) and len(self._digests) > self.held:
             del self._digests[next(iter(self._digests))]
         return source, digest
 

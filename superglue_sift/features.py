@@ -1,4 +1,6 @@
-"""Features of an image: keypoints with descriptors, extracted from its pixels or provided by the caller."""
+"""Features of an image: keypoints with descriptors, extracted from its pixels or provided by the
+caller.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,20 @@ from superglue_sift.errors import RequestError
 from superglue_sift.images import UPRIGHT, Photo, pixels_of, read_photo
 from superglue_sift.sift import KEYPOINT
 
-# Longer side of the pixels that alignment gets, per longer side that SIFT gets. Photographs of 1,536 px, SIFT at 512,
-# known homographies: median error 0.07 px of the file with 1, 0.05 with 2, 0.06 with 3 and deviations too small.
+# Longer side of the pixels that alignment gets, per longer side that SIFT gets. Photographs of
+# 1,536 px, SIFT at 512, known homographies: median error 0.07 px of the file with 1, 0.05 with 2,
+# 0.06 with 3 and deviations too small.
 ALIGNED_AT = 2
 DESCRIPTOR = KEYPOINT["descriptor"].shape[0]
-Extract = Callable[[np.ndarray, int], np.ndarray]  # (gray, max_keypoints) -> records, as `sift.extract`
+# (gray, max_keypoints) -> records, as `sift.extract`
+Extract = Callable[[np.ndarray, int], np.ndarray]
 
 
 class Features(NamedTuple):
     """Features of one image of `size` (width, height).
 
-    records: (n,) of dtype `sift.ORIENTED` or `KEYPOINT`, or from `extractors.records_of`; in pixels of the image.
+    records: (n,) of dtype `sift.ORIENTED` or `KEYPOINT`, or from `extractors.records_of`; in pixels
+    of the image.
     gray: (H, W) uint8, the pixels for alignment, which may be reduced; None if not available.
     image: the image, for pictures; None if not known.
     frame, turned: upright or stored pixels, and the EXIF orientation that was undone (`images`).
@@ -48,10 +53,11 @@ class Features(NamedTuple):
         return sift.positions(self.records)
 
     def as_found(self, resize: int) -> Features:
-        """The keypoints in pixels of the image in which they were found, which is what the network gets.
+        """The keypoints in pixels of the image in which they were found, which is what the network
+        gets.
 
-        resize: longer side to which images are reduced; 0: they are not. SIFT finds no keypoint below
-        `sift.MIN_SCALE`: where this would make one smaller, your own SIFT saw a larger image.
+        resize: longer side to which images are reduced; 0: they are not. SIFT finds no keypoint
+        below `sift.MIN_SCALE`: where this would make one smaller, your own SIFT saw a larger image.
         """
         unit = geometry.unit_of(self.size, resize) if resize else 1.0
         scales = self.records["scale"]
@@ -89,35 +95,48 @@ class Features(NamedTuple):
 
         Args:
             keypoints: (n, 2) pixels, distinct.
-            scales, angles, scores: (n,) diameter in pixels, degrees, response: OpenCV's `size`, `angle`, `response`.
+            scales, angles, scores: (n,) diameter in pixels, degrees, response: OpenCV's `size`,
+                `angle`, `response`.
             descriptors: (n, 128) SIFT with entries from 0 to 255, as from OpenCV.
             size: (width, height) of the image.
         """
-        keypoints, descriptors = np.asarray(keypoints), np.asarray(descriptors)
+        keypoints = np.asarray(keypoints)
+        descriptors = np.asarray(descriptors)
         count = len(keypoints)
         if keypoints.shape != (count, 2):
             raise RequestError(f"keypoints of shape {keypoints.shape}: must be (n, 2)")
         for name, values in (("scales", scales), ("angles", angles), ("scores", scores)):
             if np.shape(values) != (count,):
-                raise RequestError(f"{name} of shape {np.shape(values)}: must be ({count},), one for each keypoint")
+                raise RequestError(
+                    f"{name} of shape {np.shape(values)}: must be ({count},), one for each keypoint"
+                )
         if descriptors.shape != (count, DESCRIPTOR):
-            raise RequestError(f"descriptors of shape {descriptors.shape}: must be SIFT's, ({count}, {DESCRIPTOR})")
+            raise RequestError(
+                f"descriptors of shape {descriptors.shape}: must be SIFT's, ({count}, {DESCRIPTOR})"
+            )
         if count and (descriptors.min() < 0 or descriptors.max() > 255 or descriptors.max() <= 1):
             raise RequestError("descriptors must be whole numbers from 0 to 255, not normalised")
         records = np.zeros(count, KEYPOINT)
         records["x"], records["y"] = keypoints.T
-        records["scale"], records["angle"], records["score"] = scales, angles, scores
+        records["scale"] = scales
+        records["angle"] = angles
+        records["score"] = scores
         records["descriptor"] = descriptors
         return cls(records, size)
 
 
-# A file; or a PIL image; or pixels as in OpenCV: uint8 (H, W) gray or (H, W, 3) BGR; or as in torch: a tensor on any
-# device, (H, W), (1, H, W) or (1, 1, H, W) gray, (3, H, W) or (1, 3, H, W) RGB, uint8 or float from 0 to 1.
+# A file; or a PIL image; or pixels as in OpenCV: uint8 (H, W) gray or (H, W, 3) BGR; or as in
+# torch: a tensor on any device, (H, W), (1, H, W) or (1, 1, H, W) gray, (3, H, W) or (1, 3, H, W)
+# RGB, uint8 or float from 0 to 1.
 Image = Union[str, Path, np.ndarray, torch.Tensor, PIL.Image.Image]
 
 
-def extract(gray: np.ndarray, max_keypoints: int, resize: int = 0, extractor: Extract = sift.extract) -> Features:
-    """Extract keypoints of a gray image (H, W) uint8, reduced to a longer side of `resize` pixels (0: not reduced)."""
+def extract(
+    gray: np.ndarray, max_keypoints: int, resize: int = 0, extractor: Extract = sift.extract
+) -> Features:
+    """Extract keypoints of a gray image (H, W) uint8, reduced to a longer side of `resize` pixels
+    (0: not reduced).
+    """
     size = (gray.shape[1], gray.shape[0])
     small = reduce(gray, resize)
     found = Features(extractor(small, max_keypoints), small.shape[::-1])
@@ -125,7 +144,9 @@ def extract(gray: np.ndarray, max_keypoints: int, resize: int = 0, extractor: Ex
 
 
 def reduce(gray: np.ndarray, longer: int) -> np.ndarray:
-    """Reduce gray pixels (H, W) to a longer side of `longer`; smaller ones, or with 0 all, are returned as they are."""
+    """Reduce gray pixels (H, W) to a longer side of `longer`; smaller ones, or with 0 all, are
+    returned as they are.
+    """
     if not longer or max(gray.shape) <= longer:
         return gray
     size = _divided((gray.shape[1], gray.shape[0]), max(gray.shape) / longer)
@@ -139,9 +160,13 @@ def _divided(size: Tuple[int, int], unit: float) -> Tuple[int, int]:
 def gray_of(image: Union[np.ndarray, torch.Tensor, PIL.Image.Image]) -> np.ndarray:
     """Convert the pixels of an `Image` to (H, W) uint8. Raises RequestError for other pixels."""
     pixels = _array(image)
-    gray, color = pixels.ndim == 2, pixels.ndim == 3 and pixels.shape[-1] == 3
+    gray = pixels.ndim == 2
+    color = pixels.ndim == 3 and pixels.shape[-1] == 3
     if pixels.dtype != np.uint8 or not (gray or color) or 0 in pixels.shape:
-        raise RequestError(f"an image of {pixels.dtype} {pixels.shape}: must be uint8, (H, W) gray or (H, W, 3) BGR")
+        raise RequestError(
+            f"an image of {pixels.dtype} {pixels.shape}: must be uint8, (H, W) gray or (H, W,"
+            " 3) BGR"
+        )
     return pixels if gray else cv2.cvtColor(pixels, cv2.COLOR_BGR2GRAY)
 
 
@@ -164,7 +189,9 @@ def _array(image: Any) -> np.ndarray:
     image = image.detach().cpu()
     if image.is_floating_point():
         if not bool(((image >= 0) & (image <= 1)).all()):
-            raise RequestError(f"an image of {image.dtype} {tuple(image.shape)}: floats must be from 0 to 1")
+            raise RequestError(
+                f"an image of {image.dtype} {tuple(image.shape)}: floats must be from 0 to 1"
+            )
         image = (image * 255).round().to(torch.uint8)
     if image.dim() == 4 and image.shape[0] == 1:
         image = image[0]
@@ -172,6 +199,7 @@ def _array(image: Any) -> np.ndarray:
         image = image.permute(1, 2, 0).flip(-1).squeeze(-1)
     elif image.dim() != 2:
         raise RequestError(
-            f"a tensor of shape {tuple(image.shape)}: must be (H, W), (1, H, W), (3, H, W) or (1, 3, H, W)"
+            f"a tensor of shape {tuple(image.shape)}: must be (H, W), (1, H, W), (3, H, W) or (1,"
+            " 3, H, W)"
         )
     return np.ascontiguousarray(image.numpy())

@@ -16,19 +16,22 @@ from zipfile import BadZipFile
 
 from superglue_sift.errors import RequestError
 
-DAMAGED = (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error)  # raised by a damaged `.npz`
+# Raised by a damaged `.npz`
+DAMAGED = (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error)
 
 
 def write_atomic(path: Union[str, Path], content: Union[str, bytes]) -> None:
-    """Write `content` to `path`, and create its folder. After a kill, the old or the new file is there, complete.
+    """Write `content` to `path`, and create its folder. After a kill, the old or the new file is
+    there, complete.
 
-    Text is stored as UTF-8 (surrogateescape, for file names that are not UTF-8). Raises OSError that
-    names `path`, such as for a full disk.
+    Text is stored as UTF-8 (surrogateescape, for file names that are not UTF-8). Raises OSError
+    that names `path`, such as for a full disk.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
-    # unique per thread: two threads may write the same path, such as features of a photograph and its copy
+    # unique per thread: two threads may write the same path, such as features of a photograph and
+    # its copy
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with temporary.open("wb") as stream:
@@ -50,7 +53,8 @@ def write_atomic(path: Union[str, Path], content: Union[str, bytes]) -> None:
 
 
 def check_writable(path: Union[str, Path], named: Union[str, Path, None] = None) -> None:
-    """Raise RequestError if `path` could not be written, before long work whose result it is. Writes nothing.
+    """Raise RequestError if `path` could not be written, before long work whose result it is.
+    Writes nothing.
 
     named: the file or folder that the user gave and the message names; None: `path`.
     """
@@ -63,7 +67,9 @@ def check_writable(path: Union[str, Path], named: Union[str, Path, None] = None)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise RequestError(f"{named or path}: cannot be written: {error.strerror}; name another") from None
+        raise RequestError(
+            f"{named or path}: cannot be written: {error.strerror}; name another"
+        ) from None
 
 
 def write_csv(path: Union[str, Path], rows: Iterable[Iterable[Any]]) -> None:

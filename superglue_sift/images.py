@@ -1,16 +1,17 @@
 """Image files to pixels: Pillow reads, checks and orients them.
 
-The content decides the format, not the extension. Gray, colour, CMYK, palette, 16-bit and transparent
-files are all read as 8-bit. Of animations the first picture is read.
+The content decides the format, not the extension. Gray, colour, CMYK, palette, 16-bit and
+transparent files are all read as 8-bit. Of animations the first picture is read.
 
-Damage that Pillow does not see in a JPEG is looked for here: a missing end, and holes of zeros, which
-decoders show as gray. A file of more than `MAX_PIXELS` is refused by its header, before its pixels
-take memory. Only the formats of `FORMATS` are tried: Pillow knows some that run other programs.
+Damage that Pillow does not see in a JPEG is looked for here: a missing end, and holes of zeros,
+which decoders show as gray. A file of more than `MAX_PIXELS` is refused by its header, before its
+pixels take memory. Only the formats of `FORMATS` are tried: Pillow knows some that run other
+programs.
 
 A camera held on its side stores rotated pixels, and EXIF tag 0x0112 (Exif 2.32, section 4.6.4) says
-how to rotate them upright, as browsers and `cv2.imread` do; COLMAP uses them as stored. Training and
-evaluation use pixels as stored; a matcher uses its `frame`, by default upright. Every result states
-the frame of its coordinates.
+how to rotate them upright, as browsers and `cv2.imread` do; COLMAP uses them as stored. Training
+and evaluation use pixels as stored; a matcher uses its `frame`, by default upright. Every result
+states the frame of its coordinates.
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ EXTENSIONS = (
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "PPM", "GIF", "JPEG2000", "AVIF", "HEIF")
 MAX_PIXELS = 200_000_000  # a larger image could exceed a worker's memory
 HOLE_BYTES = 1024  # shortest run of zeros in coded JPEG data that counts as damage
-HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")  # brands of ISO 23008-12
+# Brands of ISO 23008-12
+HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 
-UPRIGHT, STORED = FRAMES = ("upright", "stored")  # rotated according to EXIF; as in the file
+UPRIGHT = "upright"
+STORED = "stored"
+FRAMES = (UPRIGHT, STORED)  # rotated according to EXIF; as in the file
 ORIENTATION = 0x0112  # EXIF tag
 # for each orientation, upright x and upright y as (step along stored x, step along stored y)
 AXES = {
@@ -68,7 +72,9 @@ class Photo(NamedTuple):
 
 
 def decode_gray(data: bytes, name: str = "image", frame: str = STORED) -> np.ndarray:
-    """Decode the bytes of a file to (H, W) uint8. Raises BadImage with the reason if it is damaged."""
+    """Decode the bytes of a file to (H, W) uint8. Raises BadImage with the reason if it is
+    damaged.
+    """
     return _decode(data, name, True, frame)[0]
 
 
@@ -134,7 +140,9 @@ def open_image(data: bytes, name: str) -> Image.Image:
 
 
 def is_plain_jpeg(data: bytes, name: str) -> bool:
-    """Whether it is a JPEG of 8 bits with one or three components. Raises BadImage as `open_image`."""
+    """Whether it is a JPEG of 8 bits with one or three components. Raises BadImage as
+    `open_image`.
+    """
     image = open_image(data, name)
     return image.format == "JPEG" and image.mode in ("L", "RGB")
 

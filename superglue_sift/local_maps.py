@@ -15,19 +15,25 @@ MIN_AGREEING = 6  # inliers; with fewer, maps come from scale and angle
 
 
 def similarities(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
-    """(K, 2, 2) maps 0 -> 1 from the keypoints' scales and angles; the identity where they have none."""
+    """(K, 2, 2) maps 0 -> 1 from the keypoints' scales and angles; the identity where they have
+    none.
+    """
     known = (records0["scale"] > 0) & (records1["scale"] > 0)
-    ratio = np.where(known, records1["scale"] / np.where(known, records0["scale"], 1), 1.0).astype(np.float64)
+    ratio = np.where(known, records1["scale"] / np.where(known, records0["scale"], 1), 1.0).astype(
+        np.float64
+    )
     rotation = np.radians((records1["angle"] - records0["angle"]).astype(np.float64))
-    c, s = ratio * np.cos(rotation), ratio * np.sin(rotation)
+    c = ratio * np.cos(rotation)
+    s = ratio * np.sin(rotation)
     return np.stack([np.stack([c, -s], -1), np.stack([s, c], -1)], -2)
 
 
 def local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -> np.ndarray:
     """(K, 2, 2) local affine maps 0 -> 1 at K matches.
 
-    For inliers of a homography that fits most matches, its derivative. For others, the least-squares affine map of the
-    nearest inliers of one homography or epipolar geometry; without these, `fallback` (K, 2, 2).
+    For inliers of a homography that fits most matches, its derivative. For others, the
+    least-squares affine map of the nearest inliers of one homography or epipolar geometry; without
+    these, `fallback` (K, 2, 2).
     """
     given = points0.astype(np.float32), points1.astype(np.float32)
     plane = geometry.homography_with_inliers(*given, GEOMETRY_PX)
@@ -43,15 +49,19 @@ def local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -
 
 
 def nearest_affine(points0: np.ndarray, points1: np.ndarray, agreeing: np.ndarray) -> np.ndarray:
-    """(K, 2, 2) affine maps of the nearest `agreeing` matches, regularized by the map of all of these."""
+    """(K, 2, 2) affine maps of the nearest `agreeing` matches, regularized by the map of all of
+    these.
+    """
     from scipy.spatial import KDTree
 
-    own, theirs = points0[agreeing], points1[agreeing]
+    own = points0[agreeing]
+    theirs = points1[agreeing]
     count = min(NEIGHBOURS, len(own))
     distance, index = KDTree(own).query(points0, count)
     weight = 1.0 / (NEAR_PX + distance)
     weight = weight / weight.sum(1, keepdims=True)
-    p, q = own[index], theirs[index]
+    p = own[index]
+    q = theirs[index]
     p, q = (x - (weight[..., None] * x).sum(1, keepdims=True) for x in (p, q))
     centred = own - own.mean(0)
     whole = np.linalg.lstsq(centred, theirs - theirs.mean(0), rcond=None)[0]

@@ -6,7 +6,8 @@
     found = matcher.match("A.jpg", "B.jpg")
     found.points0, found.points1, found.scores        # (K, 2), (K, 2) pixels, (K,) probabilities
 
-    found.show()                                      # a picture, in a notebook; .save("matches.png")
+    found.show()                                      # a picture, in a notebook;
+                                                      .save("matches.png")
     found.homography().model, found.fundamental().inliers    # (3, 3) or None, (K,) bool
 
 To match an image several times, compute its features once: `a = matcher.extract("A.jpg")`, then
@@ -20,7 +21,20 @@ import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 import numpy as np
 import torch
@@ -51,12 +65,16 @@ def match_threshold(info: Mapping[str, Any]) -> float:
     """
     value = info.get("match_threshold", THRESHOLD)
     if type(value) not in (int, float) or not 0.0 <= value <= 1.0:
-        raise RequestError(f"the model's match_threshold is {value!r}: must be between 0 and 1; name another model")
+        raise RequestError(
+            f"the model's match_threshold is {value!r}: must be between 0 and 1; name another model"
+        )
     return float(value)
 
 
 class PairMatches(NamedTuple):
-    """Matches of one pair. matches0: (M,) int64, index in image 1 or -1; scores0: (M,) float, 0 to 1."""
+    """Matches of one pair. matches0: (M,) int64, index in image 1 or -1; scores0: (M,) float, 0 to
+    1.
+    """
 
     matches0: np.ndarray
     scores0: np.ndarray
@@ -69,7 +87,9 @@ class PairMatches(NamedTuple):
 
 @torch.no_grad()
 def match_pairs(model: SuperGlue, pairs: Sequence[Pair], device: str) -> List[PairMatches]:
-    """All mutual matches of the network for these pairs, whatever their scores, computed together."""
+    """All mutual matches of the network for these pairs, whatever their scores, computed
+    together.
+    """
     order, batches = from_pairs(pairs).to(device).size_classes()
     if model.compiled:
         batches = [part.pad(len(part), size_class(part.width)) for part in batches]
@@ -77,7 +97,9 @@ def match_pairs(model: SuperGlue, pairs: Sequence[Pair], device: str) -> List[Pa
     places = iter(order)
     for log_P in model.assign(batches)[0]:
         matches = mutual_matches(log_P, threshold=0.0)
-        for row, scores in zip(matches.matches0.cpu().numpy(), matches.matching_scores0.cpu().numpy()):
+        for row, scores in zip(
+            matches.matches0.cpu().numpy(), matches.matching_scores0.cpu().numpy()
+        ):
             place = next(places)
             count = len(pairs[place].records0)
             found[place] = PairMatches(row[:count], scores[:count])
@@ -86,12 +108,14 @@ def match_pairs(model: SuperGlue, pairs: Sequence[Pair], device: str) -> List[Pa
 
 @dataclasses.dataclass(eq=False)
 class Matcher:
-    """A trained network with the settings of its input. Create it with `Matcher.load`, which explains the settings.
+    """A trained network with the settings of its input. Create it with `Matcher.load`, which
+    explains the settings.
 
-    Equal input gives equal bytes on one device. Threads may share a matcher: they extract features in parallel and take
-    turns at the network, which uses all cores by itself.
+    Equal input gives equal bytes on one device. Threads may share a matcher: they extract features
+    in parallel and take turns at the network, which uses all cores by itself.
 
-    model: on `device`, for inference, as `fuse_for_inference` returns it. extractor: None if it may not be run.
+    model: on `device`, for inference, as `fuse_for_inference` returns it. extractor: None if it may
+    not be run.
     """
 
     model: SuperGlue = dataclasses.field(repr=False)
@@ -125,24 +149,29 @@ class Matcher:
     ) -> Matcher:
         """Load a model file.
 
-        Raises RequestError: no such file or device, not a model of this project, or a setting out of range.
+        Raises RequestError: no such file or device, not a model of this project, or a setting out
+        of range.
 
         Args:
-            path: models/superglue.safetensors of a training, or any checkpoint; None: the shipped weights.
+            path: models/superglue.safetensors of a training, or any checkpoint; None: the shipped
+                weights.
             device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1".
             max_keypoints: maximum number of keypoints per image; None: 1,024, with `scene` 8,192.
-            resize: longer side in pixels to which images are reduced for SIFT; 0: never. Keypoints are always in
-                pixels of the original image. None: 1,024, with `scene` 1,600.
+            resize: longer side in pixels to which images are reduced for SIFT; 0: never. Keypoints
+                are always in pixels of the original image. None: 1,024, with `scene` 1,600.
             threshold: minimum probability of a match; None: the model's own, else 0.2.
-            precision: of the layers: float32, bfloat16 (faster on GPUs and on CPUs with AMX) or float16.
-            compile: compile the layers by torch 2, for each of a few sizes of images (docs/performance.md).
-            extractor: required for non-SIFT models: their `module:function`. Naming it here allows its code to run;
-                without it, such a model matches `Features` only.
-            refine: align matches by the pixels, if available (`MatchResult.aligned1`); ignored with `scene`.
-            scene: the images show one place, but not every two of them overlap: each pair is first accepted or
-                rejected, then filled with matches of all keypoints (see `scenes`).
-            frame: of coordinates in files: "upright", rotated according to EXIF, like `cv2.imread` and browsers; or
-                "stored", like COLMAP (see `images`).
+            precision: of the layers: float32, bfloat16 (faster on GPUs and on CPUs with AMX) or
+                float16.
+            compile: compile the layers by torch 2, for each of a few sizes of images
+                (docs/performance.md).
+            extractor: required for non-SIFT models: their `module:function`. Naming it here allows
+                its code to run; without it, such a model matches `Features` only.
+            refine: align matches by the pixels, if available (`MatchResult.aligned1`); ignored with
+                `scene`.
+            scene: the images show one place, but not every two of them overlap: each pair is first
+                accepted or rejected, then filled with matches of all keypoints (see `scenes`).
+            frame: of coordinates in files: "upright", rotated according to EXIF, like `cv2.imread`
+                and browsers; or "stored", like COLMAP (see `images`).
             rules: fields of `scenes.Rules`, such as `accept=15`.
         """
         _check_settings(frame, precision, max_keypoints, resize, threshold)
@@ -156,10 +185,22 @@ class Matcher:
         side = resize if resize is not None else (scenes.RESIZE if scene else RESIZE)
         scene_rules = scenes.Rules(**rules) if scene else None
         network = _prepare(model, precision, compile)
-        return cls(network, device, max_keypoints, side, threshold, extract, refine and not scene, scene_rules, frame)
+        return cls(
+            network,
+            device,
+            max_keypoints,
+            side,
+            threshold,
+            extract,
+            refine and not scene,
+            scene_rules,
+            frame,
+        )
 
     def extract(self, image: Image) -> Features:
-        """Extract the keypoints of an image, for `match`. Raises RequestError if it cannot be read."""
+        """Extract the keypoints of an image, for `match`. Raises RequestError if it cannot be
+        read.
+        """
         if not isinstance(image, (str, Path)):
             return self.extract_gray(gray_of(image))._replace(image=image)
         return self.extract_file(read(image), image)
@@ -171,12 +212,18 @@ class Matcher:
         return features._replace(image=path, turned=turned if self.frame == UPRIGHT else 1)
 
     def extract_gray(self, gray: np.ndarray) -> Features:
-        """`extract` for gray pixels (H, W) uint8. Raises RequestError if the model's extractor may not be run."""
+        """`extract` for gray pixels (H, W) uint8. Raises RequestError if the model's extractor may
+        not be run.
+        """
         if self.extractor is None:
             name = self.model.config.extractor
             fix = f"allow it with extractor='{name}' (--extractor {name})"
-            raise RequestError(f"the model's keypoints come from {name}, code that runs only if allowed: {fix}")
-        return extract(gray, self.max_keypoints, self.resize, self.extractor)._replace(frame=self.frame)
+            raise RequestError(
+                f"the model's keypoints come from {name}, code that runs only if allowed: {fix}"
+            )
+        return extract(gray, self.max_keypoints, self.resize, self.extractor)._replace(
+            frame=self.frame
+        )
 
     def extract_all(self, images: Sequence[Union[Image, Features]]) -> List[Features]:
         """`extract` several images, two at a time; features are returned unchanged."""
@@ -186,13 +233,18 @@ class Matcher:
             return [image if isinstance(image, Features) else next(extracted) for image in images]
 
     def match(
-        self, image0: Union[Image, Features], image1: Union[Image, Features], *, refine: Optional[bool] = None
+        self,
+        image0: Union[Image, Features],
+        image1: Union[Image, Features],
+        *,
+        refine: Optional[bool] = None,
     ) -> MatchResult:
         """Match two images, each a file, its pixels or its features from `extract`.
 
-        An image without keypoints has no matches. Raises RequestError for an image that cannot be read.
-        refine: align the matches by the pixels of both images; None: as the matcher was loaded. For features without
-        pixels (`Features.of`), `aligned1` of the result is None.
+        An image without keypoints has no matches. Raises RequestError for an image that cannot be
+        read.
+        refine: align the matches by the pixels of both images; None: as the matcher was loaded. For
+        features without pixels (`Features.of`), `aligned1` of the result is None.
         """
         return next(self.match_batch([(image0, image1)], refine=refine))
 
@@ -205,12 +257,15 @@ class Matcher:
         refine: Optional[bool] = None,
         accepted_only: bool = False,
     ) -> Iterator[MatchResult]:
-        """Match one image with each of the others, in their order; features of `image` are computed once.
+        """Match one image with each of the others, in their order; features of `image` are computed
+        once.
 
         accepted_only: leave out the pairs of a scene that were not accepted.
         """
         features = self.extract_all([image])[0]
-        results = self.match_batch(((features, other) for other in others), batch_size, refine=refine)
+        results = self.match_batch(
+            ((features, other) for other in others), batch_size, refine=refine
+        )
         return (result for result in results if result.accepted or not accepted_only)
 
     def match_batch(
@@ -222,11 +277,12 @@ class Matcher:
     ) -> Iterator[MatchResult]:
         """Match each pair, in order; `batch_size` pairs are read and matched at a time.
 
-        Batches are faster on a GPU; their scores differ from those of single pairs by rounding, up to 1e-5. Raises
-        RequestError, when its turn comes, for an image that cannot be read.
+        Batches are faster on a GPU; their scores differ from those of single pairs by rounding, up
+        to 1e-5. Raises RequestError, when its turn comes, for an image that cannot be read.
         """
         check_range("batch_size", batch_size, 1)
-        waiting, aligned = iter(pairs), self.refine if refine is None else refine
+        waiting = iter(pairs)
+        aligned = self.refine if refine is None else refine
         for group in iter(lambda: list(itertools.islice(waiting, batch_size)), []):
             sides = self.extract_all([side for pair in group for side in pair])
             batch = list(zip(sides[::2], sides[1::2]))
@@ -236,11 +292,17 @@ class Matcher:
             for results in self._map(lambda pair: self._match([pair], aligned), batch):
                 yield from results
 
-    def align_batch(self, results: Iterable[Tuple[MatchResult, Features, Features]]) -> Iterator[MatchResult]:
-        """Align each result that is not aligned yet (`MatchResult.align`) with the features of its images, in order."""
+    def align_batch(
+        self, results: Iterable[Tuple[MatchResult, Features, Features]]
+    ) -> Iterator[MatchResult]:
+        """Align each result that is not aligned yet (`MatchResult.align`) with the features of its
+        images, in order.
+        """
 
         def align(item: Tuple[MatchResult, Features, Features]) -> MatchResult:
-            return item[0] if item[0].deviations is not None else item[0].align(*item[1:], self.device)
+            return (
+                item[0] if item[0].deviations is not None else item[0].align(*item[1:], self.device)
+            )
 
         waiting = iter(results)
         for group in iter(lambda: list(itertools.islice(waiting, 2 * self.workers)), []):
@@ -253,15 +315,17 @@ class Matcher:
     def side_by_side(self) -> None:
         """On a CPU, match one pair per core at a time, each with one thread; no effect on a GPU.
 
-        The steps of a pair are too short to be shared by threads, which would mostly wait for each other. This sets
-        torch's number of threads for the whole process.
+        The steps of a pair are too short to be shared by threads, which would mostly wait for each
+        other. This sets torch's number of threads for the whole process.
         """
         if self.device == "cpu":
             torch.set_num_threads(1)
             self.workers = threads.usable_cores()
             self._turn = threading.BoundedSemaphore(self.workers)
 
-    def _match(self, sides: Sequence[Tuple[Features, Features]], aligned: bool) -> List[MatchResult]:
+    def _match(
+        self, sides: Sequence[Tuple[Features, Features]], aligned: bool
+    ) -> List[MatchResult]:
         for pair in sides:
             check_features(self.model.config, *pair)
         if self.rules is not None:
@@ -269,13 +333,20 @@ class Matcher:
         else:
             answers = self._ask([self._pair(*pair) for pair in sides])
             results = [
-                MatchResult.of(*pair, *answer.above(self.threshold))._replace(threshold=self.threshold)
+                MatchResult.of(*pair, *answer.above(self.threshold))._replace(
+                    threshold=self.threshold
+                )
                 for pair, answer in zip(sides, answers)
             ]
-        return [result.align(*pair, self.device) if aligned else result for result, pair in zip(results, sides)]
+        return [
+            result.align(*pair, self.device) if aligned else result
+            for result, pair in zip(results, sides)
+        ]
 
     def _pair(self, one: Features, other: Features) -> Pair:
-        """What the network sees, the reduced images: in pixels of the files, it would see a zoom that is not there."""
+        """What the network sees, the reduced images: in pixels of the files, it would see a zoom
+        that is not there.
+        """
         one = one.as_found(self.resize)
         other = other.as_found(self.resize)
         return Pair(one.records, other.records, one.size, other.size)
@@ -284,14 +355,19 @@ class Matcher:
         with self._turn:
             return match_pairs(self.model, pairs, self.device) if pairs else []
 
-    def _match_scene(self, sides: Sequence[Tuple[Features, Features]], rules: scenes.Rules) -> List[MatchResult]:
+    def _match_scene(
+        self, sides: Sequence[Tuple[Features, Features]], rules: scenes.Rules
+    ) -> List[MatchResult]:
         """Run the network only where the classical matcher finds something in common."""
         screened = [scenes.screen(*pair, self.resize) for pair in sides]
         likely = [each.agreeing >= rules.likely for each in screened]
         asked = []
         for each, is_likely in zip(screened, likely):
             if is_likely:
-                few = (side._replace(records=side.records[: rules.network_keypoints]) for side in each.sides)
+                few = (
+                    side._replace(records=side.records[: rules.network_keypoints])
+                    for side in each.sides
+                )
                 asked.append(self._pair(*few))
         answers = iter(self._ask(asked))
         return [
@@ -312,15 +388,23 @@ class Matcher:
             return nothing._replace(pair_score=scenes.SKIPPED)
         seen = MatchResult.of(*screened.sides, *answer.above(0.0))
         seen = seen.only(~seen.stamped())
-        one, other = (scenes.side_of(side.records, side.size, self.resize) for side in screened.sides)
+        one, other = (
+            scenes.side_of(side.records, side.size, self.resize) for side in screened.sides
+        )
         found = scenes.filled(seen.matches, seen.scores, self.threshold, (one, other), rules)
-        matches = np.stack([kept[index] for kept, index in zip(screened.kept, found.matches.T)], axis=1)
+        matches = np.stack(
+            [kept[index] for kept, index in zip(screened.kept, found.matches.T)], axis=1
+        )
         order = np.argsort(matches[:, 0])
-        return MatchResult.of(*pair, matches[order], found.scores[order])._replace(pair_score=found.score)
+        return MatchResult.of(*pair, matches[order], found.scores[order])._replace(
+            pair_score=found.score
+        )
 
 
 def _prepare(model: SuperGlue, precision: str, compile: bool) -> SuperGlue:
-    """The network of `Matcher.load`, for inference. Raises RequestError if nothing can compile it."""
+    """The network of `Matcher.load`, for inference. Raises RequestError if nothing can compile
+    it.
+    """
     network = fuse_for_inference(model, precision)
     missing = no_compiler(network.dustbin.device.type) if compile else ""
     if missing:
@@ -331,11 +415,17 @@ def _prepare(model: SuperGlue, precision: str, compile: bool) -> SuperGlue:
 
 
 def _check_settings(
-    frame: str, precision: str, max_keypoints: Optional[int], resize: Optional[int], threshold: Optional[float]
+    frame: str,
+    precision: str,
+    max_keypoints: Optional[int],
+    resize: Optional[int],
+    threshold: Optional[float],
 ) -> None:
     for name, value, allowed in (("frame", frame, FRAMES), ("precision", precision, PRECISIONS)):
         if value not in allowed:
-            raise RequestError(f"{name} {value!r}: must be {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}")
+            raise RequestError(
+                f"{name} {value!r}: must be {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}"
+            )
     check_range("max_keypoints", max_keypoints, 1)
     check_range("resize", resize, 0)
     check_range("threshold", threshold, 0, 1)
@@ -358,7 +448,9 @@ def _extractor_of(of_model: str, allowed: Optional[str], scene: bool) -> Optiona
 
 
 def check_features(config: SuperGlueConfig, *sides: Features) -> None:
-    """Raise RequestError for descriptors that the network does not match, or keypoints without a scale it needs."""
+    """Raise RequestError for descriptors that the network does not match, or keypoints without a
+    scale it needs.
+    """
     for side in sides:
         kind = kind_of(side.records.dtype)
         if kind != (config.descriptor, config.descriptor_dim):

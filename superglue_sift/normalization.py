@@ -15,8 +15,9 @@ Reduce = Callable[[Tensor], Tensor]  # sums a tensor over all ranks, differentia
 class TokenBatchNorm(nn.Module):
     """Batch normalisation over all keypoints of the batch, with `reduce` of all ranks.
 
-    Statistics equal those of one process with the whole batch, for any numbers of keypoints per rank
-    (torch's SyncBatchNorm needs a GPU). A batch without keypoints does not change the running statistics.
+    Statistics equal those of one process with the whole batch, for any numbers of keypoints per
+    rank (torch's SyncBatchNorm needs a GPU). A batch without keypoints does not change the running
+    statistics.
     """
 
     weight: nn.Parameter
@@ -26,10 +27,12 @@ class TokenBatchNorm(nn.Module):
 
     def __init__(self, channels: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
         self.register_buffer("running_mean", torch.zeros(channels))
         self.register_buffer("running_var", torch.ones(channels))
-        self.momentum, self.eps = momentum, eps
+        self.momentum = momentum
+        self.eps = eps
         self.reduce: Optional[Reduce] = None
 
     def forward(self, x: Tensor, valid: Optional[Tensor] = None) -> Tensor:
@@ -38,7 +41,9 @@ class TokenBatchNorm(nn.Module):
         valid: (T,) bool, False for padding, which does not count; None: there is none.
         """
         x32 = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        mean, var = self._statistics(x32, valid) if self.training else (self.running_mean, self.running_var)
+        mean, var = (
+            self._statistics(x32, valid) if self.training else (self.running_mean, self.running_var)
+        )
         return ((x32 - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
 
     def _statistics(self, x: Tensor, valid: Optional[Tensor]) -> Tuple[Tensor, Tensor]:

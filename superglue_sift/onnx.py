@@ -1,18 +1,22 @@
-"""Export the network to ONNX: keypoints and descriptors to matches, for any batch size and number of keypoints.
+"""Export the network to ONNX: keypoints and descriptors to matches, for any batch size and number
+of keypoints.
 
     python -m superglue_sift.onnx superglue.onnx --model models/superglue.safetensors
 
-Inputs have the names of SuperGlue and LightGlue, with suffix 0 for the first image and 1 for the second:
+Inputs have the names of SuperGlue and LightGlue, with suffix 0 for the first image and 1 for the
+second:
 
-    keypoints0 (B, M, 2) float32, pixels       descriptors0 (B, M, 128) float32, SIFT's from 0 to 255
+    keypoints0 (B, M, 2) float32, pixels       descriptors0 (B, M, 128) float32, SIFT's from 0 to
+                                               255
     scores0, scales0, angles0 (B, M) float32   mask0 (B, M) bool, true for keypoints
     image_size0 (B, 2) float32, width, height
 
-Outputs: matches0 (B, M), matches1 (B, N) int64, -1 without a match; matching_scores0, matching_scores1 float32; as a
-list, matches (K, 3) int64 of batch, index 0, index 1 with mscores (K,) float32.
+Outputs: matches0 (B, M), matches1 (B, N) int64, -1 without a match; matching_scores0,
+matching_scores1 float32; as a list, matches (K, 3) int64 of batch, index 0, index 1 with mscores
+(K,) float32.
 
-The graph is that of the trained network itself. The export needs `pip install 'superglue-sift[onnx]'` and torch 2.5 or
-newer.
+The graph is that of the trained network itself. The export needs `pip install
+'superglue-sift[onnx]'` and torch 2.5 or newer.
 """
 
 from __future__ import annotations
@@ -53,7 +57,8 @@ class PaddedSuperGlue(nn.Module):
     def __init__(self, model: SuperGlue, threshold: float) -> None:
         """model: in evaluation mode. threshold: minimum probability of a match."""
         super().__init__()
-        self.model, self.threshold = model, threshold
+        self.model = model
+        self.threshold = threshold
 
     def forward(self, *inputs: Tensor) -> Tuple[Tensor, ...]:
         """INPUTS to OUTPUTS, see the module's docstring."""
@@ -64,35 +69,58 @@ class PaddedSuperGlue(nn.Module):
         columns = {name: images.join([side[name] for side in sides]) for name in names}
         descriptors = self.model.describe(Keypoints(**columns, images=images))
         ((scores, mask0, mask1),) = self.model.scores(descriptors, images)
-        # float64, whose range is sufficient for trained scores: a graph cannot fall back to the log domain
+        # float64, whose range is sufficient for trained scores: a graph cannot fall back to the log
+        # domain
         iterations = self.model.config.sinkhorn_iterations
-        log_P, _ = log_optimal_transport(scores.double(), mask0, mask1, self.model.dustbin, iterations, wait=False)
+        log_P, _ = log_optimal_transport(
+            scores.double(), mask0, mask1, self.model.dustbin, iterations, wait=False
+        )
         matches0, scores0, matches1, scores1 = mutual_matches(log_P, self.threshold)
-        matches0, scores0, matches1, scores1 = (t[:, :-1] for t in (matches0, scores0, matches1, scores1))
+        matches0, scores0, matches1, scores1 = (
+            t[:, :-1] for t in (matches0, scores0, matches1, scores1)
+        )
         batch, index0 = torch.where(matches0 >= 0)
         found = torch.stack([batch, index0, matches0[batch, index0]], 1)
         return matches0, matches1, scores0, scores1, found, scores0[batch, index0]
 
 
 def _with_padding(values: Dict[str, Tensor]) -> Dict[str, Tensor]:
-    """The SIDE of one image, by the names of `Keypoints`; with a masked row, since a maximum needs at least one."""
+    """The SIDE of one image, by the names of `Keypoints`; with a masked row, since a maximum needs
+    at least one.
+    """
     size = values["image_size"]
     rest = {name: t for name, t in values.items() if name != "image_size"}
-    padded = {name: torch.cat([t, t.new_zeros((t.shape[0], 1, *t.shape[2:]))], 1) for name, t in rest.items()}
+    padded = {
+        name: torch.cat([t, t.new_zeros((t.shape[0], 1, *t.shape[2:]))], 1)
+        for name, t in rest.items()
+    }
     padded["positions"] = padded.pop("keypoints")
     return {**padded, "image_size": size.unsqueeze(1).expand(-1, padded["mask"].shape[1], -1)}
 
 
-def example(batch: int = 2, counts: Tuple[int, int] = (7, 5), device: str = "cpu") -> Tuple[Tensor, ...]:
+def example(
+    batch: int = 2, counts: Tuple[int, int] = (7, 5), device: str = "cpu"
+) -> Tuple[Tensor, ...]:
     """INPUTS of synthetic keypoints; the last one of each image is masked."""
     generator = torch.Generator().manual_seed(0)
     values = []
     for count in counts:
-        drawn = [torch.rand((batch, count, *rest), generator=generator) for rest in ((2,), (SIFT_DIM,), (), (), ())]
+        drawn = [
+            torch.rand((batch, count, *rest), generator=generator)
+            for rest in ((2,), (SIFT_DIM,), (), (), ())
+        ]
         position, descriptors, scores, scales, angles = drawn
         mask = torch.arange(count).expand(batch, count) < max(count - 1, 0)
         size = torch.tensor([[640.0, 480.0]]).repeat(batch, 1)
-        values += [position * 400, (descriptors * 255).round(), scores / 10, 1 + scales * 9, angles * 360, size, mask]
+        values += [
+            position * 400,
+            (descriptors * 255).round(),
+            scores / 10,
+            1 + scales * 9,
+            angles * 360,
+            size,
+            mask,
+        ]
     return tuple(value.to(device) for value in values)
 
 
@@ -103,24 +131,38 @@ def inputs_of(side0: Features, side1: Features) -> Dict[str, np.ndarray]:
     for side, records, size in zip("01", pair[:2], pair[2:]):
         columns = {name + "s": records[name] for name in ("descriptor", "score", "scale", "angle")}
         columns.update(keypoints=positions(records), image_size=np.array(size))
-        values.update({name + side: value.astype(np.float32)[None] for name, value in columns.items()})
+        values.update(
+            {name + side: value.astype(np.float32)[None] for name, value in columns.items()}
+        )
         values["mask" + side] = np.ones((1, len(records)), bool)
     return values
 
 
 def program(model: SuperGlue, threshold: float) -> Any:
-    """`torch.export.ExportedProgram` for any batch size. Raises RequestError: torch before 2.5, or not for SIFT."""
+    """`torch.export.ExportedProgram` for any batch size. Raises RequestError: torch before 2.5, or
+    not for SIFT.
+    """
     if not can_export():
         raise RequestError(
-            f"torch {torch.__version__} cannot export a network with dynamic shapes: install 2.5 or newer"
+            f"torch {torch.__version__} cannot export a network with dynamic shapes: install 2.5 or"
+            " newer"
         )
     if model.config.descriptor != "sift":
-        raise RequestError(f"only models for SIFT can be exported to ONNX; this one is for {model.config.extractor}")
+        raise RequestError(
+            "only models for SIFT can be exported to ONNX; this one is for"
+            f" {model.config.extractor}"
+        )
     dim = torch.export.Dim
-    batch, counts = dim("batch"), {"0": dim("keypoints0"), "1": dim("keypoints1")}
-    shapes = [{0: batch} if name.startswith("image_size") else {0: batch, 1: counts[name[-1]]} for name in INPUTS]
+    batch = dim("batch")
+    counts = {"0": dim("keypoints0"), "1": dim("keypoints1")}
+    shapes = [
+        {0: batch} if name.startswith("image_size") else {0: batch, 1: counts[name[-1]]}
+        for name in INPUTS
+    ]
     with torch.no_grad():
-        return torch.export.export(PaddedSuperGlue(model, threshold).eval(), example(), dynamic_shapes=(tuple(shapes),))
+        return torch.export.export(
+            PaddedSuperGlue(model, threshold).eval(), example(), dynamic_shapes=(tuple(shapes),)
+        )
 
 
 def export(
@@ -129,11 +171,14 @@ def export(
     threshold: Optional[float] = None,
     report: Callable[[str], None] = lambda step: None,
 ) -> Path:
-    """Write a trained model (None: the shipped weights) as ONNX, opset 18, in one file that ends in .onnx.
+    """Write a trained model (None: the shipped weights) as ONNX, opset 18, in one file that ends in
+    .onnx.
 
-    threshold: minimum probability of a match; None: the model's own, else 0.2. The file's metadata contain it.
-    report: receives a line at the start of each step, since the export takes a minute or
-    more. Raises RequestError: no such model, a file that cannot be written, wrong extension, or missing packages.
+    threshold: minimum probability of a match; None: the model's own, else 0.2. The file's metadata
+    contain it.
+    report: receives a line at the start of each step, since the export takes a minute or more.
+    Raises RequestError: no such model, a file that cannot be written, wrong extension, or missing
+    packages.
     """
     path = Path(path)
     if path.suffix != ".onnx":
@@ -162,10 +207,14 @@ def export(
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Entry point of `python -m superglue_sift.onnx`."""
-    parser = argparse.ArgumentParser(prog="python -m superglue_sift.onnx", description=str(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m superglue_sift.onnx", description=str(__doc__).splitlines()[0]
+    )
     parser.add_argument("out", type=Path, help="the file to write (.onnx)")
     parser.add_argument("--model", type=Path, help="model file (default: the shipped weights)")
-    parser.add_argument("--threshold", type=float, help="minimum probability of a match (default: the model's own)")
+    parser.add_argument(
+        "--threshold", type=float, help="minimum probability of a match (default: the model's own)"
+    )
     args = parser.parse_args(argv)
     started = time.monotonic()
 

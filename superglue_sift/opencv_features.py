@@ -1,4 +1,6 @@
-"""Two example extractors from OpenCV, `superglue_sift.opencv_features:orb` and `...:kaze`. See `extractors.py`."""
+"""Two example extractors from OpenCV, `superglue_sift.opencv_features:orb` and `...:kaze`. See
+`extractors.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,22 @@ def orb(gray: np.ndarray, max_keypoints: int) -> Dict[str, np.ndarray]:
 
 
 def kaze(gray: np.ndarray, max_keypoints: int) -> Dict[str, np.ndarray]:
-    """KAZE (Alcantarilla et al. 2012): float descriptors of 64 entries. Raises RequestError if OpenCV lacks it."""
+    """KAZE (Alcantarilla et al. 2012): float descriptors of 64 entries. Raises RequestError if
+    OpenCV lacks it.
+    """
     if not hasattr(cv2, "KAZE"):
-        raise RequestError(f"OpenCV {cv2.__version__} has no KAZE, which 5.0 removed: pip install 'opencv-python<5'")
+        raise RequestError(
+            f"OpenCV {cv2.__version__} has no KAZE, which 5.0 removed: pip install"
+            " 'opencv-python<5'"
+        )
     return _features(cv2.KAZE.create(), gray)
 
 
 def _features(detector: cv2.Feature2D, gray: np.ndarray) -> Dict[str, np.ndarray]:
     points, descriptors = detector.detectAndCompute(gray, None)  # pyright: ignore
-    values = np.array([(*p.pt, p.size, p.angle, p.response) for p in points], np.float32).reshape(-1, 5)
+    values = np.array([(*p.pt, p.size, p.angle, p.response) for p in points], np.float32).reshape(
+        -1, 5
+    )
     return {
         "keypoints": values[:, :2],
         "scales": values[:, 2],

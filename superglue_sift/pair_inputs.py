@@ -1,13 +1,13 @@
 """Inputs of the network that depend on both images of a pair. No gradient passes through them.
 
-**Orientation.** SIFT has a descriptor for each strong orientation, and the strongest one changes between
-views. Lowe (2004, section 5) creates a keypoint for each. Here a point remains one keypoint, so that truth
-and matches are one to one, and its orientation is the one whose descriptor is closer to a descriptor of the
-other image.
+**Orientation.** SIFT has a descriptor for each strong orientation, and the strongest one changes
+between views. Lowe (2004, section 5) creates a keypoint for each. Here a point remains one
+keypoint, so that truth and matches are one to one, and its orientation is the one whose descriptor
+is closer to a descriptor of the other image.
 
 **Nearest neighbours** by descriptor in the other image. The first layers then need not search for
-candidates: they can compare how distinctive these are (Lowe's ratio, section 7.1), and whether other
-candidates moved, rotated and scaled alike.
+candidates: they can compare how distinctive these are (Lowe's ratio, section 7.1), and whether
+other candidates moved, rotated and scaled alike.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def choose_pair(pair: Pair) -> Pair:
     chosen = choose_orientations(from_pairs([pair]))
     records0, records1 = (
         records[0, :count].numpy().reshape(-1).view(KEYPOINT)
-        for records, count in ((chosen.records0, len(pair.records0)), (chosen.records1, len(pair.records1)))
+        for records, count in (
+            (chosen.records0, len(pair.records0)),
+            (chosen.records1, len(pair.records1)),
+        )
     )
     return Pair(records0, records1, pair.size0, pair.size1)
 
@@ -61,7 +64,9 @@ def _both_units(records: Tensor) -> Tensor:
     Padding and missing second descriptors are zero, so their cosine is the minimum, 0.
     """
     return root_sift(
-        torch.stack([records[..., DESCRIPTOR_AT:_ONE], records[..., _SECOND_ANGLE.stop :]], 2).flatten(1, 2)
+        torch.stack(
+            [records[..., DESCRIPTOR_AT:_ONE], records[..., _SECOND_ANGLE.stop :]], 2
+        ).flatten(1, 2)
     )
 
 
@@ -75,14 +80,17 @@ def _largest_cosines(units0: Tensor, units1: Tensor) -> Tuple[Tensor, Tensor]:
         chunk = slice(start, start + pairs)
         for first in range(0, units0.shape[1], fitting):
             rows = slice(first, first + fitting)
-            cosines = torch.bmm(units0[chunk, rows], units1[chunk].transpose(1, 2))  # (pairs, rows, 2 N)
+            # (pairs, rows, 2 N)
+            cosines = torch.bmm(units0[chunk, rows], units1[chunk].transpose(1, 2))
             best0[chunk, rows] = cosines.amax(2)
             torch.maximum(best1[chunk], cosines.amax(1), out=best1[chunk])
     return best0.unflatten(1, (-1, 2)), best1.unflatten(1, (-1, 2))
 
 
 def _choose(records: Tensor, best: Tensor) -> Tensor:
-    """Records (B, N, 280) to (B, N, 148): with the angle and descriptor of the better orientation."""
+    """Records (B, N, 280) to (B, N, 148): with the angle and descriptor of the better
+    orientation.
+    """
     first, second = best.unbind(2)
     parts = (
         records[..., : _ANGLE.start],
@@ -102,9 +110,10 @@ def neighbour_features(descriptors: Tensor, geometry: Tensor, images: Images) ->
         geometry: (T, 6): position, log score, log scale, cos and sin of the angle.
 
     Returns:
-        (T, FEATURES): distance of the descriptors, its ratio to that of the second nearest (1 without one),
-        whether they are mutual nearest neighbours; position of the neighbour 2, log ratio of the scales,
-        cos and sin of the angle between the orientations. Zeros if the other image is empty.
+        (T, FEATURES): distance of the descriptors, its ratio to that of the second nearest (1
+        without one), whether they are mutual nearest neighbours; position of the neighbour 2, log
+        ratio of the scales, cos and sin of the angle between the orientations. Zeros if the other
+        image is empty.
     """
     units = images.split(descriptors)
     places = images.split(geometry)
@@ -115,7 +124,9 @@ def neighbour_features(descriptors: Tensor, geometry: Tensor, images: Images) ->
     return images.join(features)
 
 
-def _features_of_pairs(units: List[Tensor], geometry: List[Tensor], masks: List[Tensor]) -> List[Tensor]:
+def _features_of_pairs(
+    units: List[Tensor], geometry: List[Tensor], masks: List[Tensor]
+) -> List[Tensor]:
     """`neighbour_features` of both sides of a batch: (B, M, FEATURES) and (B, N, FEATURES)."""
     cosines = torch.bmm(units[0], units[1].transpose(1, 2))  # (B, M, N)
     cosines = cosines.masked_fill(~(masks[0].unsqueeze(2) & masks[1].unsqueeze(1)), -torch.inf)
@@ -131,7 +142,10 @@ def _features_of_pairs(units: List[Tensor], geometry: List[Tensor], masks: List[
         mutual = best[1 - side].indices.gather(1, nearest) == itself
         ours = geometry[side]
         theirs = geometry[1 - side].gather(1, nearest.unsqueeze(2).expand(-1, -1, ours.shape[2]))
-        cos0, sin0, cos1, sin1 = ours[..., 4], ours[..., 5], theirs[..., 4], theirs[..., 5]
+        cos0 = ours[..., 4]
+        sin0 = ours[..., 5]
+        cos1 = theirs[..., 4]
+        sin1 = theirs[..., 5]
         columns = [
             distance,
             (distance / next_distance.clamp(min=1e-6)).clamp(max=1.0),

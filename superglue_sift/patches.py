@@ -19,15 +19,18 @@ EDGE = 0.02  # ratio of eigenvalues of the Hessian below which the weaker direct
 class Template:
     """Patches of image 0, prepared for Gauss-Newton.
 
-    Samples are normalized to weighted mean 0 and deviation 1. Gain and offset are projected out of the gradient, so
-    that the shift is solved for jointly with both.
+    Samples are normalized to weighted mean 0 and deviation 1. Gain and offset are projected out of
+    the gradient, so that the shift is solved for jointly with both.
     """
 
     def __init__(self, samples: Tensor, weight: Tensor) -> None:
-        """samples: (n, s s) with a margin of one sample; weight: ((s - 2)^2,) of the inner samples, with sum 1."""
+        """samples: (n, s s) with a margin of one sample; weight: ((s - 2)^2,) of the inner samples,
+        with sum 1.
+        """
         side = round(samples.shape[1] ** 0.5)
         numbers = torch.arange(side * side, device=samples.device).view(side, side)
-        self.inner, self.weight = numbers[1:-1, 1:-1].reshape(-1), weight
+        self.inner = numbers[1:-1, 1:-1].reshape(-1)
+        self.weight = weight
         inner, x, y = inner_and_gradient(samples)
         self.mean = samples.mean(1, keepdim=True)
         centred = inner - self.mean
@@ -51,7 +54,9 @@ class Template:
         return part
 
     def step(self, samples: Tensor) -> Tuple[Tensor, Tensor]:
-        """For samples of image 1 (n, s s): the shift (n, 2) to undo, and the correlation (n,) with the template."""
+        """For samples of image 1 (n, s s): the shift (n, 2) to undo, and the correlation (n,) with
+        the template.
+        """
         samples = samples - self.mean
         sums = (self.rows @ samples[..., None])[..., 0]
         spread = ((samples**2) @ self.weight - sums[:, 3] ** 2).clamp(min=0).sqrt()
@@ -87,11 +92,14 @@ class Template:
 
 
 def patch(settings: Any, device) -> Tuple[Tensor, Tensor]:
-    """Offsets ((2 radius + 3)^2, 2) of samples with a margin of one; weights of the inner samples, with sum 1.
+    """Offsets ((2 radius + 3)^2, 2) of samples with a margin of one; weights of the inner samples,
+    with sum 1.
 
     settings: `refine.Settings`.
     """
-    line = torch.arange(-settings.radius - 1, settings.radius + 2, device=device, dtype=torch.float32)
+    line = torch.arange(
+        -settings.radius - 1, settings.radius + 2, device=device, dtype=torch.float32
+    )
     columns = line[None].expand(len(line), len(line))
     inner = torch.exp(-0.5 * (line[1:-1] / settings.weight) ** 2)
     weight = (inner[:, None] * inner).reshape(-1)
@@ -99,7 +107,9 @@ def patch(settings: Any, device) -> Tuple[Tensor, Tensor]:
 
 
 def inner_and_gradient(samples: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-    """Inner samples (n, (s - 2)^2) of patches (n, s s) with a margin of one, and their gradients in x and y."""
+    """Inner samples (n, (s - 2)^2) of patches (n, s s) with a margin of one, and their gradients in
+    x and y.
+    """
     side = round(samples.shape[1] ** 0.5)
     square = samples.view(-1, side, side)
     x = (square[:, 1:-1, 2:] - square[:, 1:-1, :-2]).flatten(1) / 2
@@ -108,11 +118,15 @@ def inner_and_gradient(samples: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
 
 
 def energy(samples: Tensor, weight: Tensor) -> Tensor:
-    """(n,) gradient energy over variance of patches (n, s s) with a margin of one sample; 0 for flat patches."""
+    """(n,) gradient energy over variance of patches (n, s s) with a margin of one sample; 0 for
+    flat patches.
+    """
     inner, x, y = inner_and_gradient(samples)
     variance = (inner**2) @ weight - (inner @ weight) ** 2
     flat = variance < FLAT**2
-    return torch.where(flat, torch.zeros_like(variance), ((x**2 + y**2) @ weight) / variance.clamp(min=FLAT**2))
+    return torch.where(
+        flat, torch.zeros_like(variance), ((x**2 + y**2) @ weight) / variance.clamp(min=FLAT**2)
+    )
 
 
 def corners(points: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ EVERY_SECONDS = (15.0, 0.2)  # between updates in a log, on a terminal
 class Progress:
     """Iterate over it, or call `update(n)` and `close()`. A closed pipe does not stop the work.
 
-    total: number of items, if known. initial: number of items that were done before, not counted for the pace.
-    disable: show nothing (every rank but the first). terminal: whether stderr is one, so that lines can be overwritten.
+    total: number of items, if known. initial: number of items that were done before, not counted
+    for the pace.
+    disable: show nothing (every rank but the first). terminal: whether stderr is one, so that lines
+    can be overwritten.
     """
 
     def __init__(
@@ -27,8 +29,13 @@ class Progress:
         initial: int = 0,
         disable: bool = False,
     ) -> None:
-        self.total, self.n, self.initial = total, initial, initial
-        self._iterable, self._desc, self._unit, self._disable = iterable, desc, unit, disable
+        self.total = total
+        self.n = initial
+        self.initial = initial
+        self._iterable = iterable
+        self._desc = desc
+        self._unit = unit
+        self._disable = disable
         self.terminal = sys.stderr.isatty()
         self._text = ""
         self._started = self._printed = time.monotonic()
@@ -69,14 +76,20 @@ class Progress:
             return
         self._printed = time.monotonic()
         seconds = max(self._printed - self._started, 1e-9)
-        rate, unit = (self.n - self.initial) / seconds, self._unit
-        line = f"{self.n}/{self.total} {unit}, {self.n / self.total:.0%}" if self.total else f"{self.n} {unit}"
+        rate = (self.n - self.initial) / seconds
+        unit = self._unit
+        line = (
+            f"{self.n}/{self.total} {unit}, {self.n / self.total:.0%}"
+            if self.total
+            else f"{self.n} {unit}"
+        )
         line = f"{self._desc}: {line}"
         if last:
             line += f", took {clock(seconds)}"
         elif self.total and rate:
             line += f", ETA {clock((self.total - self.n) / rate)}"
-        line += f"{self._text}, {rate:.3g} {unit}/s"  # the pace last: narrow terminals truncate the line
+        # The pace last: narrow terminals truncate the line
+        line += f"{self._text}, {rate:.3g} {unit}/s"
         if self.terminal:
             line = "\r\033[K" + line[: shutil.get_terminal_size().columns - 1]
         self._write(line + ("\n" if last or not self.terminal else ""))

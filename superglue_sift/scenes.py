@@ -1,15 +1,17 @@
-"""Pairs of photographs of one place: decide whether two overlap, then find all matches that fit their geometry.
+"""Pairs of photographs of one place: decide whether two overlap, then find all matches that fit
+their geometry.
 
-0. The classical matcher matches the strongest keypoints, in a thirtieth of the network's time. A pair is skipped if
-   very few of these matches agree with one fundamental matrix (MAGSAC++).
-1. The network matches the strongest keypoints. A pair is rejected if too few of the strict matches, those of high
-   confidence, agree with one fundamental matrix.
-2. The classical matcher matches all keypoints, several times as many (`classical.ratio_matches`). The geometry is
-   fitted again to its matches and the strict ones. The number of strict matches that agree is the pair's score, which
-   decides again.
+0. The classical matcher matches the strongest keypoints, in a thirtieth of the network's time. A
+   pair is skipped if very few of these matches agree with one fundamental matrix (MAGSAC++).
+1. The network matches the strongest keypoints. A pair is rejected if too few of the strict matches,
+   those of high confidence, agree with one fundamental matrix.
+2. The classical matcher matches all keypoints, several times as many (`classical.ratio_matches`).
+   The geometry is fitted again to its matches and the strict ones. The number of strict matches
+   that agree is the pair's score, which decides again.
 3. All matches near their epipolar lines are kept, also less strict ones of the network.
 
-Repeated windows and opposite sides of a building give some matches that agree by chance, but few of high confidence.
+Repeated windows and opposite sides of a building give some matches that agree by chance, but few of
+high confidence.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ from superglue_sift.local_maps import MIN_AGREEING, nearest_affine
 from superglue_sift.match_result import MatchResult
 from superglue_sift.sift import positions
 
-# Minimum confidence of a strict match, and minimum number of strict matches of one geometry in an accepted pair. Chosen
-# with the shipped weights on rendered buildings whose opposite sides look alike and share nothing: at 0.85 at most 8 of
-# their matches agreed, and 12 is one and a half times that.
+# Minimum confidence of a strict match, and minimum number of strict matches of one geometry in an
+# accepted pair. Chosen with the shipped weights on rendered buildings whose opposite sides look
+# alike and share nothing: at 0.85 at most 8 of their matches agreed, and 12 is one and a half times
+# that.
 STRICT = 0.85
 ACCEPT = 12
-LIKELY = 9  # minimum classical matches of one geometry to run the network; any eight may agree by chance
+# Minimum classical matches of one geometry to run the network; any eight may agree by chance
+LIKELY = 9
 SKIPPED = -1  # the score of a pair of which the network was not run
 LIKELY_KEYPOINTS = 2048  # strongest keypoints that the classical matcher matches first
 STRICT_PX = 1.5  # of the robust fits
@@ -47,9 +51,12 @@ RESIZE = 1600  # px, longer side to which photographs are reduced
 class Rules:
     """How pairs of a scene are matched. Raises RequestError for a value out of range.
 
-    strict: a match above this confidence is strict. accept: minimum number of strict matches of one geometry.
-    likely: pairs with fewer classical matches of one geometry among the strongest keypoints are skipped.
-    network_keypoints: number of the strongest keypoints that the network matches. guided: also match the others.
+    strict: a match above this confidence is strict. accept: minimum number of strict matches of one
+    geometry.
+    likely: pairs with fewer classical matches of one geometry among the strongest keypoints are
+    skipped.
+    network_keypoints: number of the strongest keypoints that the network matches. guided: also
+    match the others.
     """
 
     strict: float = STRICT
@@ -65,14 +72,18 @@ class Rules:
 
 
 class Side(NamedTuple):
-    """A photograph. points: (n, 2) float64 pixels of the reduced image; described: their descriptors."""
+    """A photograph. points: (n, 2) float64 pixels of the reduced image; described: their
+    descriptors.
+    """
 
     points: np.ndarray
     described: classical.Described
 
 
 def side_of(records: np.ndarray, size: Tuple[int, int], resize: int) -> Side:
-    """Side of a photograph of `size` (width, height); records: (n,), found after reducing it to `resize`."""
+    """Side of a photograph of `size` (width, height); records: (n,), found after reducing it to
+    `resize`.
+    """
     unit = geometry.unit_of(size, resize) if resize else 1.0
     return Side(positions(records).astype(np.float64) / unit, classical.described(records))
 
@@ -97,7 +108,10 @@ class Screened(NamedTuple):
 
 def screen(side0: Features, side1: Features, resize: int) -> Screened:
     """Look at two photographs with the classical matcher alone; resize: see `side_of`."""
-    few = [side._replace(records=side.records[strongest(side.records, LIKELY_KEYPOINTS)]) for side in (side0, side1)]
+    few = [
+        side._replace(records=side.records[strongest(side.records, LIKELY_KEYPOINTS)])
+        for side in (side0, side1)
+    ]
     one, other = (side_of(side.records, side.size, resize) for side in few)
     matches, scores = classical.ratio_matches(one.described, other.described)
     found = MatchResult.of(few[0], few[1], matches, scores)
@@ -113,20 +127,29 @@ def screen(side0: Features, side1: Features, resize: int) -> Screened:
     return Screened(int(fit.inliers.sum()), (kept[0], kept[1]), (sides[0], sides[1]))
 
 
-def consistent(points0: np.ndarray, points1: np.ndarray, units: Tuple[float, float] = (1.0, 1.0)) -> np.ndarray:
-    """(K,) bool: matches (K, 2) of exactly placed keypoints near their epipolar lines; all without a geometry.
+def consistent(
+    points0: np.ndarray, points1: np.ndarray, units: Tuple[float, float] = (1.0, 1.0)
+) -> np.ndarray:
+    """(K,) bool: matches (K, 2) of exactly placed keypoints near their epipolar lines; all without
+    a geometry.
 
     units: `geometry.unit_of` of both images for RESIZE, at which EXACT_PX was chosen.
     """
-    points0, points1 = points0 / units[0], points1 / units[1]
+    points0 = points0 / units[0]
+    points1 = points1 / units[1]
     F = geometry.fundamental_with_inliers(points0, points1, EXACT_PX).model
-    return np.ones(len(points0), bool) if F is None else epipolar_distances(F, points0, points1) <= EXACT_PX
+    return (
+        np.ones(len(points0), bool)
+        if F is None
+        else epipolar_distances(F, points0, points1) <= EXACT_PX
+    )
 
 
 class Filled(NamedTuple):
     """matches (K, 2) int64 and scores (K,) float32 of a pair, empty if it was rejected.
 
-    score: number of strict matches that agree with the geometry, at least `Rules.accept` in an accepted pair.
+    score: number of strict matches that agree with the geometry, at least `Rules.accept` in an
+    accepted pair.
     """
 
     matches: np.ndarray
@@ -135,29 +158,43 @@ class Filled(NamedTuple):
 
 
 def epipolar_distances(F: np.ndarray, points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
-    """(K,) px: the larger distance of matched points (K, 2) from their epipolar lines in both images."""
+    """(K,) px: the larger distance of matched points (K, 2) from their epipolar lines in both
+    images.
+    """
     ones = np.ones((len(points0), 1))
-    homogeneous0, homogeneous1 = np.hstack([points0, ones]), np.hstack([points1, ones])
-    lines1, lines0 = homogeneous0 @ F.T, homogeneous1 @ F
+    homogeneous0 = np.hstack([points0, ones])
+    homogeneous1 = np.hstack([points1, ones])
+    lines1 = homogeneous0 @ F.T
+    lines0 = homogeneous1 @ F
     product = np.abs((homogeneous1 * lines1).sum(axis=1))
     shorter = np.minimum(np.hypot(lines0[:, 0], lines0[:, 1]), np.hypot(lines1[:, 0], lines1[:, 1]))
     return product / np.maximum(shorter, 1e-12)
 
 
-def filled(matches: np.ndarray, scores: np.ndarray, threshold: float, sides: Tuple[Side, Side], rules: Rules) -> Filled:
-    """Accept or reject a pair, and add classical matches to those of the network: `matches` (K, 2), `scores` (K,).
+def filled(
+    matches: np.ndarray,
+    scores: np.ndarray,
+    threshold: float,
+    sides: Tuple[Side, Side],
+    rules: Rules,
+) -> Filled:
+    """Accept or reject a pair, and add classical matches to those of the network: `matches` (K, 2),
+    `scores` (K,).
 
     The score of a classical match is one minus its ratio of distances, 0.2 to 1.
     threshold: minimum score of the network's matches in an accepted pair.
     """
-    strict, above = matches[scores > rules.strict], scores > threshold
+    strict = matches[scores > rules.strict]
+    above = scores > threshold
     F, score = _geometry(sides, strict, strict)
     if F is None or score < rules.accept:
         return Filled(matches[:0], scores[:0], score)
-    matches, scores = matches[above], scores[above]
+    matches = matches[above]
+    scores = scores[above]
     if rules.guided:
         more = classical.ratio_matches(sides[0].described, sides[1].described)
-        # strict matches alone are few in wide views, and may lie along a line, as on a row of windows
+        # strict matches alone are few in wide views, and may lie along a line, as on a row of
+        # windows
         F, score = _geometry(sides, np.concatenate([strict, more[0]]), strict)
         # a match of both matchers keeps the network's score
         matches, at = np.unique(np.concatenate([matches, more[0]]), axis=0, return_index=True)
@@ -168,8 +205,12 @@ def filled(matches: np.ndarray, scores: np.ndarray, threshold: float, sides: Tup
     return Filled(*classical.one_each(matches[kept], scores[kept]), score)
 
 
-def _geometry(sides: Tuple[Side, Side], matches: np.ndarray, strict: np.ndarray) -> Tuple[Optional[np.ndarray], int]:
-    """F (3, 3) of `matches` (K, 2), and how many `strict` matches (S, 2) fit it; None and 0 for a mirror image."""
+def _geometry(
+    sides: Tuple[Side, Side], matches: np.ndarray, strict: np.ndarray
+) -> Tuple[Optional[np.ndarray], int]:
+    """F (3, 3) of `matches` (K, 2), and how many `strict` matches (S, 2) fit it; None and 0 for a
+    mirror image.
+    """
     points0, points1 = (side.points[matches[:, number]] for number, side in enumerate(sides))
     F = geometry.fundamental_with_inliers(points0, points1, STRICT_PX).model
     if F is None:
@@ -194,4 +235,6 @@ def _is_mirrored(points0: np.ndarray, points1: np.ndarray) -> bool:
 
 
 def _distances(F: np.ndarray, sides: Tuple[Side, Side], matches: np.ndarray) -> np.ndarray:
-    return epipolar_distances(F, *(side.points[matches[:, number]] for number, side in enumerate(sides)))
+    return epipolar_distances(
+        F, *(side.points[matches[:, number]] for number, side in enumerate(sides))
+    )

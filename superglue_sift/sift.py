@@ -2,12 +2,14 @@
 
 Choices and the measurements behind them:
 
-- `enable_precise_upscale`: without it OpenCV doubles the image with a shift, and every keypoint lies 0.25 px too far
-  right and down (measured on blobs at known positions; 0.00 with it). Rotated views would not agree.
-- One keypoint per position, with up to two orientations: SIFT returns a keypoint for each strong orientation, and 18 %
-  of them share their position with another. Truth and mutual matching need distinct points. With one orientation per
-  point, the two views choose different ones in 15 % of the true matches of COCO views (22 % in oxford_affine), and
-  their descriptors have nothing in common; with the choice of `orientation` it is 5 % (13 %).
+- `enable_precise_upscale`: without it OpenCV doubles the image with a shift, and every keypoint
+  lies 0.25 px too far right and down (measured on blobs at known positions; 0.00 with it). Rotated
+  views would not agree.
+- One keypoint per position, with up to two orientations: SIFT returns a keypoint for each strong
+  orientation, and 18 % of them share their position with another. Truth and mutual matching need
+  distinct points. With one orientation per point, the two views choose different ones in 15 % of
+  the true matches of COCO views (22 % in oxford_affine), and their descriptors have nothing in
+  common; with the choice of `orientation` it is 5 % (13 %).
 - Descriptors are integers from 0 to 255 in OpenCV, so uint8 loses nothing.
 """
 
@@ -18,28 +20,35 @@ import functools
 import cv2
 import numpy as np
 
-# x, y: px, centre of the first pixel at 0. scale: diameter of the neighbourhood, px (OpenCV's `size`). angle: degrees,
-# 0 to 360, clockwise as seen on the screen. score: contrast of the extremum (OpenCV's `response`).
+# x, y: px, centre of the first pixel at 0. scale: diameter of the neighbourhood, px (OpenCV's
+# `size`). angle: degrees, 0 to 360, clockwise as seen on the screen. score: contrast of the
+# extremum (OpenCV's `response`).
 GEOMETRY = ("x", "y", "scale", "angle", "score")
 KEYPOINT = np.dtype([*((name, "<f4") for name in GEOMETRY), ("descriptor", "u1", (128,))])
-# Returned by `extract`: with the second orientation of the point. Its descriptor is zero if there is none.
+# Returned by `extract`: with the second orientation of the point. Its descriptor is zero if there
+# is none.
 ORIENTED = np.dtype([*KEYPOINT.descr, ("second_angle", "<f4"), ("second_descriptor", "u1", (128,))])
 
-# Minimum `scale` in px: sigma 1.6 of the doubled image, the first of three layers, half a layer below it.
+# Minimum `scale` in px: sigma 1.6 of the doubled image, the first of three layers, half a layer
+# below it.
 MIN_SCALE = 1.6 * 2 ** (1 / 6)
 
 CONTRAST = 0.04  # minimum contrast of a keypoint, OpenCV's default
-WEAK = 0.0133  # minimum contrast in scenes: 7,000 keypoints in photographs 1,024 px wide, 2,600 of them above CONTRAST
+# Minimum contrast in scenes: 7,000 keypoints in photographs 1,024 px wide, 2,600 of them above
+# CONTRAST
+WEAK = 0.0133
 _SPARE = 1.5  # keypoints to detect per wanted one: those at the same position are merged
 
 
 def extract(gray: np.ndarray, max_keypoints: int, contrast: float = CONTRAST) -> np.ndarray:
-    """Extract the strongest `max_keypoints` (1 or more) of an image (H, W) uint8. Equal input gives equal bytes.
+    """Extract the strongest `max_keypoints` (1 or more) of an image (H, W) uint8. Equal input gives
+    equal bytes.
 
-    contrast: OpenCV's `contrastThreshold`; a lower value adds weaker keypoints if there are fewer than wanted.
+    contrast: OpenCV's `contrastThreshold`; a lower value adds weaker keypoints if there are fewer
+    than wanted.
 
-    Returns (n,) records of dtype ORIENTED, n <= max_keypoints, at distinct positions, by decreasing score; the first
-    orientation is the one of smaller angle. (0,) for an image without structure.
+    Returns (n,) records of dtype ORIENTED, n <= max_keypoints, at distinct positions, by decreasing
+    score; the first orientation is the one of smaller angle. (0,) for an image without structure.
     """
     asked = with_spare(max_keypoints)
     while True:
@@ -102,7 +111,9 @@ def _records(points, descriptors) -> np.ndarray:
 
 def _strongest_first(records: np.ndarray) -> np.ndarray:
     """Order of decreasing score; ties by scale, position and angle, which makes it unique."""
-    return np.lexsort((records["angle"], records["x"], records["y"], -records["scale"], -records["score"]))
+    return np.lexsort(
+        (records["angle"], records["x"], records["y"], -records["scale"], -records["score"])
+    )
 
 
 def _first_of_each_position(records: np.ndarray) -> np.ndarray:

@@ -4,13 +4,13 @@ The paper runs T Sinkhorn iterations in the log domain,
 
     u <- log mu - logsumexp_j(Z + v),    v <- log nu - logsumexp_i(Z + u),    log P = Z + u + v.
 
-Here the same iterates are computed as products with a kernel: with r_i = max_j Z_ij, K = exp(Z - r),
-a = exp(u + r) and b = exp(v), one iteration is a <- mu / (K b), b <- nu / (K^T a): two matrix-vector
-products instead of two passes of exp and log. The dustbin row is flat, so every column of K contains
-1, and every row has maximum 1: no row or column can underflow entirely.
+Here the same iterates are computed as products with a kernel: with r_i = max_j Z_ij, K = exp(Z -
+r), a = exp(u + r) and b = exp(v), one iteration is a <- mu / (K b), b <- nu / (K^T a): two
+matrix-vector products instead of two passes of exp and log. The dustbin row is flat, so every
+column of K contains 1, and every row has maximum 1: no row or column can underflow entirely.
 
-The gradient is exact for the unrolled loop and needs only the vectors a_t and b_t: walking back gives
-rank-one terms, which one matrix product adds up at the end.
+The gradient is exact for the unrolled loop and needs only the vectors a_t and b_t: walking back
+gives rank-one terms, which one matrix product adds up at the end.
 
 If the iterates of a pair, or the products of a and b in its gradient, leave the range of the dtype,
 the pair is computed in the log domain: in float32, if rival scores lead by more than about 65.
@@ -47,7 +47,12 @@ class Problem(NamedTuple):
 
 
 def log_optimal_transport(
-    scores: Tensor, mask0: Tensor, mask1: Tensor, dustbin: Tensor, iterations: int, wait: bool = True
+    scores: Tensor,
+    mask0: Tensor,
+    mask1: Tensor,
+    dustbin: Tensor,
+    iterations: int,
+    wait: bool = True,
 ) -> Tuple[Tensor, Tensor]:
     """Log of the partial assignment of each pair (SuperGlue, equations 8 and 9), dustbins last.
 
@@ -61,14 +66,16 @@ def log_optimal_transport(
         wait: compute pairs that overflow in the log domain, for which the host waits for the GPU.
 
     Returns:
-        log P (B, M + 1, N + 1), -inf for padding. P has mass m + n; its rows and columns but the last
-        sum to 1 at convergence, so P is the probability of a match. If an image has no keypoints,
-        those of the other are unmatched with log P = 0.
-        And (B,) bool, whether the pair, and in training its gradient, are finite. For others log P is
-        wrong and has no gradient, unless `wait`.
+        log P (B, M + 1, N + 1), -inf for padding. P has mass m + n; its rows and columns but the
+        last sum to 1 at convergence, so P is the probability of a match. If an image has no
+        keypoints, those of the other are unmatched with log P = 0. And (B,) bool, whether the pair,
+        and in training its gradient, are finite. For others log P is wrong and has no gradient,
+        unless `wait`.
     """
     with no_autocast(scores.device.type):
-        problem = _problem(scores if scores.dtype == torch.float64 else scores.float(), mask0, mask1, dustbin)
+        problem = _problem(
+            scores if scores.dtype == torch.float64 else scores.float(), mask0, mask1, dustbin
+        )
         if torch.is_grad_enabled() and problem.Z.requires_grad:
             log_P, finite = _Sinkhorn.apply(*problem, iterations)
         else:
@@ -83,8 +90,8 @@ def log_optimal_transport(
 def _problem(scores: Tensor, mask0: Tensor, mask1: Tensor, dustbin: Tensor) -> Problem:
     """Add the dustbins. Padding has the dustbin's score and no mass.
 
-    The score keeps the products of rows and columns of padding above 0, so that its quotients are 0 and not
-    0/0. For the same reason the corner of a pair without keypoints has mass.
+    The score keeps the products of rows and columns of padding above 0, so that its quotients are 0
+    and not 0/0. For the same reason the corner of a pair without keypoints has mass.
     """
     dtype = scores.dtype
     ones0 = mask0.to(dtype)
@@ -128,8 +135,11 @@ def _chunks(Z: Tensor) -> Iterator[slice]:
         yield slice(start, start + 1)
 
 
-def _solve(problem: Problem, iterations: int, learning: bool) -> Tuple[Tensor, Tensor, Tuple[Tensor, Tensor]]:
-    """log P, whether each pair is finite, and the iterates a (T, B, M + 1, 1), b (T + 1, B, N + 1, 1).
+def _solve(
+    problem: Problem, iterations: int, learning: bool
+) -> Tuple[Tensor, Tensor, Tuple[Tensor, Tensor]]:
+    """log P, whether each pair is finite, and the iterates a (T, B, M + 1, 1), b (T + 1, B, N + 1,
+    1).
 
     Not `learning`: only the last iterates.
     """
@@ -161,7 +171,9 @@ def _kernel(Z: Tensor) -> Tuple[Tensor, Tensor]:
     return torch.sub(Z, r, out=K).exp_(), r
 
 
-def _iterate(Z: Tensor, mu: Tensor, nu: Tensor, iterations: int, learning: bool) -> Tuple[Tensor, Tensor, Tensor]:
+def _iterate(
+    Z: Tensor, mu: Tensor, nu: Tensor, iterations: int, learning: bool
+) -> Tuple[Tensor, Tensor, Tensor]:
     """a (T or 1, B, M + 1, 1), b (T + 1 or 1, B, N + 1, 1) and r (B, M + 1, 1)."""
     K, r = _kernel(Z)
     K_t = K.transpose(1, 2)
@@ -178,10 +190,10 @@ def _iterate(Z: Tensor, mu: Tensor, nu: Tensor, iterations: int, learning: bool)
 def _gradient(Z: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor, grad: Tensor) -> Tensor:
     """Gradient with respect to Z of <grad, log P>, exact for the unrolled iterations.
 
-    With w_v = (gradient of v_t) b_t / nu and w_u = (gradient of u_t) a_t / mu, each computed from the
-    next one, the gradient is grad - K o sum_t (a_t w_v^T + w_u b_{t-1}^T). The same holds for s a and
-    b / s: with equal maxima, their squares stay in the range of float32, which the square of a leaves
-    if a score leads by 45.
+    With w_v = (gradient of v_t) b_t / nu and w_u = (gradient of u_t) a_t / mu, each computed from
+    the next one, the gradient is grad - K o sum_t (a_t w_v^T + w_u b_{t-1}^T). The same holds for s
+    a and b / s: with equal maxima, their squares stay in the range of float32, which the square of
+    a leaves if a score leads by 45.
     """
     K, _ = _kernel(Z)
     K_t = K.transpose(1, 2)
@@ -201,7 +213,8 @@ def _gradient(Z: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor, grad: Ten
         if t > 0:
             w_v.append(torch.bmm(K_t, w_u[-1]) * back[t])
     left = torch.cat([a, torch.stack(w_u[::-1])]).squeeze(3).permute(1, 2, 0)  # (B, M + 1, 2 T)
-    right = torch.cat([torch.stack(w_v[::-1]), b[:-1]]).squeeze(3).permute(1, 0, 2)  # (B, 2 T, N + 1)
+    # (B, 2 T, N + 1)
+    right = torch.cat([torch.stack(w_v[::-1]), b[:-1]]).squeeze(3).permute(1, 0, 2)
     product = torch.bmm(left, right).mul_(K)
     return torch.sub(grad, product, out=product)
 

@@ -21,7 +21,8 @@ PLACE_PX = 10.0  # maximum distance from the same place in both images
 AROUND_PX = 16.0  # letters this far from a stamp's matches belong to it
 FEWEST = 4  # matches of a stamp
 BORDER = 0.12  # width of the border, of the shorter side
-SPREAD = 0.28  # ratio of areas: 0.16 for a plate in the middle, 0.42 for a copy as JPEG of quality 10
+# Ratio of areas: 0.16 for a plate in the middle, 0.42 for a copy as JPEG of quality 10
+SPREAD = 0.28
 # True motion is smooth: a few matches share a translation, and many more have similar ones.
 ALONE = 2.0  # minimum ratio of a stamp's matches to those
 SIMILAR = 4.0  # times SAME_PX: limit of similar translations
@@ -30,7 +31,12 @@ Size = Tuple[int, int]
 
 
 def find_stamps(
-    points0: np.ndarray, points1: np.ndarray, all0: np.ndarray, all1: np.ndarray, size0: Size, size1: Size
+    points0: np.ndarray,
+    points1: np.ndarray,
+    all0: np.ndarray,
+    all1: np.ndarray,
+    size0: Size,
+    size1: Size,
 ) -> np.ndarray:
     """(K,) bool: matches of stamps among the matched pixels (K, 2).
 
@@ -42,11 +48,15 @@ def find_stamps(
         spread1 = _spread(points1[stamp], all1, size1)
         if min(spread0, spread1) < SPREAD:
             # wrong matches between two letters of the stamp, which lie on one line, also fit one F
-            found |= near(points0, points0[stamp], size0, size1) & near(points1, points1[stamp], size0, size1)
+            found |= near(points0, points0[stamp], size0, size1) & near(
+                points1, points1[stamp], size0, size1
+            )
     return found
 
 
-def _candidates(points0: np.ndarray, points1: np.ndarray, size0: Size, size1: Size) -> Iterator[np.ndarray]:
+def _candidates(
+    points0: np.ndarray, points1: np.ndarray, size0: Size, size1: Size
+) -> Iterator[np.ndarray]:
     """(K,) bool each: at least FEWEST matches that share one translation.
 
     A stamp is drawn in pixels, or grows with the image that it is drawn on.

@@ -1,21 +1,28 @@
-"""SuperGlue for SIFT: a graph neural network that matches two sets of local features (arXiv 1911.11763).
+"""SuperGlue for SIFT: a graph neural network that matches two sets of local features (arXiv
+1911.11763).
 
-    keypoints, descriptors -> keypoint encoder -> L x (self-, cross-attention) -> scores -> transport
+    keypoints, descriptors -> keypoint encoder -> L x (self-, cross-attention) -> scores ->
+    transport
 
 Written from the paper. What differs from it, and why:
 
-- Descriptors are SIFT's, converted to RootSIFT inside the network (Arandjelovic 2012), or others, as unit
-  vectors (`descriptors.unit_vectors`). A keypoint with two orientations gets the better one for the pair, and
-  the encoder may also see its nearest neighbour in the other image (`pair_inputs`).
-- The keypoint encoder also sees SIFT's scale and angle (`scale_angle`), which SuperPoint does not have.
-- Self-attention may use relative positions by rotary embedding (`rotary`), which was published later.
-- Each residual branch starts at zero and the projections as the identity, so that the untrained network is
-  the softmax nearest-neighbour matcher of its descriptors and training can only improve on it.
-- The hidden norm is LayerNorm by default (`norm: layer`); the paper's BatchNorm is `norm: batch`. LayerNorm
-  makes a pair's result independent of the rest of the batch, needs no collective, and has no train/eval mismatch.
+- Descriptors are SIFT's, converted to RootSIFT inside the network (Arandjelovic 2012), or others,
+  as unit vectors (`descriptors.unit_vectors`). A keypoint with two orientations gets the better one
+  for the pair, and the encoder may also see its nearest neighbour in the other image
+  (`pair_inputs`).
+- The keypoint encoder also sees SIFT's scale and angle (`scale_angle`), which SuperPoint does not
+  have.
+- Self-attention may use relative positions by rotary embedding (`rotary`), which was published
+  later.
+- Each residual branch starts at zero and the projections as the identity, so that the untrained
+  network is the softmax nearest-neighbour matcher of its descriptors and training can only improve
+  on it.
+- The hidden norm is LayerNorm by default (`norm: layer`); the paper's BatchNorm is `norm: batch`.
+  LayerNorm makes a pair's result independent of the rest of the batch, needs no collective, and has
+  no train/eval mismatch.
 
-Shapes: B pairs of images with M and N keypoints, padded (`batch`); T keypoints of all images together, with
-their padding; D the width of a keypoint's state.
+Shapes: B pairs of images with M and N keypoints, padded (`batch`); T keypoints of all images
+together, with their padding; D the width of a keypoint's state.
 """
 
 from __future__ import annotations
@@ -36,20 +43,33 @@ from superglue_sift.sinkhorn import log_optimal_transport
 from superglue_sift.torch_compat import no_autocast, recomputed
 
 SIFT_DIM = 128
-ENCODER_WIDTHS = (32, 64, 128, 256)  # hidden layers of the keypoint encoder (appendix, "keypoint encoder")
+# Hidden layers of the keypoint encoder (appendix, "keypoint encoder")
+ENCODER_WIDTHS = (32, 64, 128, 256)
 
 # Typical SIFT values at 512x384, so that the encoder's inputs are of order one.
-TYPICAL_SCORE, TYPICAL_SCALE = 0.03, 4.0
+TYPICAL_SCORE = 0.03
+TYPICAL_SCALE = 4.0
 
-# Initial score: SHARPNESS * cosine of RootSIFT, and the dustbin at the cosine of a doubtful match. These minimize the
-# loss of the untrained network on COCO views (1.51, precision 0.91, recall 0.70).
-SHARPNESS, DOUBTFUL_COSINE = 40.0, 0.78
-# The same for ORB, where half of the bits agree by chance: loss 2.2 on views of photographs, 10.2 with the above.
-BINARY_SHARPNESS, BINARY_DOUBTFUL_COSINE = 12.0, 0.2
+# Initial score: SHARPNESS * cosine of RootSIFT, and the dustbin at the cosine of a doubtful match.
+# These minimize the loss of the untrained network on COCO views (1.51, precision 0.91, recall
+# 0.70).
+SHARPNESS = 40.0
+DOUBTFUL_COSINE = 0.78
+# The same for ORB, where half of the bits agree by chance: loss 2.2 on views of photographs, 10.2
+# with the above.
+BINARY_SHARPNESS = 12.0
+BINARY_DOUBTFUL_COSINE = 0.2
 
 # Limits of a configuration, since a model file may come from anyone.
-LIMITS = {"dim": 4096, "layers": 256, "heads": 1024, "sinkhorn_iterations": 1000, "descriptor_dim": 65536}
-NORMS, KINDS = ("layer", "batch"), ("sift", "float", "binary")
+LIMITS = {
+    "dim": 4096,
+    "layers": 256,
+    "heads": 1024,
+    "sinkhorn_iterations": 1000,
+    "descriptor_dim": 65536,
+}
+NORMS = ("layer", "batch")
+KINDS = ("sift", "float", "binary")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +81,8 @@ class SuperGlueConfig:
     heads: int = 4
     norm: str = "layer"  # layer | batch
     scale_angle: bool = True  # also encode SIFT's scale and angle
-    neighbours: bool = False  # also encode each keypoint's nearest neighbour in the other image (pair_inputs.py)
+    # Also encode each keypoint's nearest neighbour in the other image (pair_inputs.py)
+    neighbours: bool = False
     rotary: bool = False  # relative positions in self-attention (attention.py)
     sinkhorn_iterations: int = 100  # T, in training; inference may use another
     extractor: str = "sift"  # of the keypoints (extractors.py)
@@ -76,7 +97,10 @@ class SuperGlueConfig:
         if self.dim % self.heads:
             raise ValueError(f"heads = {self.heads}: must divide dim ({self.dim})")
         if self.norm not in NORMS or self.descriptor not in KINDS:
-            raise ValueError(f"norm {self.norm!r}, descriptor {self.descriptor!r}: must be of {NORMS} and of {KINDS}")
+            raise ValueError(
+                f"norm {self.norm!r}, descriptor {self.descriptor!r}: must be of {NORMS} and of"
+                f" {KINDS}"
+            )
 
     def to_dict(self) -> dict:
         """Plain values for JSON; `SuperGlueConfig(**values)` reads them back."""
@@ -84,7 +108,9 @@ class SuperGlueConfig:
 
 
 class Matches(NamedTuple):
-    """Mutual matches. matches0: (B, M) int64 index into image 1 or -1, matching_scores0: (B, M) float32; and back."""
+    """Mutual matches. matches0: (B, M) int64 index into image 1 or -1, matching_scores0: (B, M)
+    float32; and back.
+    """
 
     matches0: Tensor
     matching_scores0: Tensor
@@ -121,12 +147,14 @@ class SuperGlue(nn.Module):
         log_P, _ = self.assign([batch])
         return log_P[0]
 
-    def assign(self, batches: Sequence[PairBatch], wait: bool = True) -> Tuple[List[Tensor], Tensor]:
+    def assign(
+        self, batches: Sequence[PairBatch], wait: bool = True
+    ) -> Tuple[List[Tensor], Tensor]:
         """Log assignments of batches of different sizes (`PairBatch.size_classes`), together.
 
         Returns:
-            log P (B, M + 1, N + 1) of each batch; and (pairs,) bool, whether each pair is finite, see
-            `sinkhorn.log_optimal_transport`, also for `wait`.
+            log P (B, M + 1, N + 1) of each batch; and (pairs,) bool, whether each pair is finite,
+            see `sinkhorn.log_optimal_transport`, also for `wait`.
         """
         keypoints = Keypoints.of([choose_orientations(batch) for batch in batches])
         descriptors = self.describe(keypoints)
@@ -143,34 +171,52 @@ class SuperGlue(nn.Module):
         for number, layer in enumerate(self.layers):
             cross = number % 2 == 1
             edges = (keypoints.images, cross, None if cross else rotation)
-            x = recomputed(layer, x, *edges) if self.recompute and self.training else layer(x, *edges)
+            x = (
+                recomputed(layer, x, *edges)
+                if self.recompute and self.training
+                else layer(x, *edges)
+            )
         with no_autocast(kind):
             return self.final_projection(x)
 
     def encode(self, keypoints: Keypoints) -> Tuple[Tensor, Optional[Tensor]]:
-        """Initial states (T, D): descriptors and encoded keypoints (equation 2); their rotation (2, T, d / 2)."""
+        """Initial states (T, D): descriptors and encoded keypoints (equation 2); their rotation (2,
+        T, d / 2).
+        """
         geometry = geometry_of(keypoints, self.config.scale_angle)  # (T, 3 or 6)
-        descriptors = unit_vectors(keypoints.descriptors, self.config.descriptor, self.config.descriptor_dim)
+        descriptors = unit_vectors(
+            keypoints.descriptors, self.config.descriptor, self.config.descriptor_dim
+        )
         inputs = geometry
         if self.config.neighbours:
-            inputs = torch.cat([geometry, neighbour_features(descriptors, geometry, keypoints.images)], -1)
+            inputs = torch.cat(
+                [geometry, neighbour_features(descriptors, geometry, keypoints.images)], -1
+            )
         dtype = self.dustbin.dtype
         encoded = self.keypoint_encoder([inputs.to(dtype)], keypoints.images.valid)
         rotation = self.rotary(geometry[:, :2].to(dtype)) if self.rotary else None
         return self.descriptor_projection(descriptors.to(dtype)) + encoded, rotation
 
-    def transport(self, descriptors: Tensor, images: Images, wait: bool = True) -> Tuple[List[Tensor], Tensor]:
-        """`assign` from matching descriptors (T, D): scores (equation 7) and optimal transport (8 and 9)."""
+    def transport(
+        self, descriptors: Tensor, images: Images, wait: bool = True
+    ) -> Tuple[List[Tensor], Tensor]:
+        """`assign` from matching descriptors (T, D): scores (equation 7) and optimal transport (8
+        and 9).
+        """
         log_Ps: List[Tensor] = []
         finite: List[Tensor] = []
         for scores, mask0, mask1 in self.scores(descriptors, images):
-            result = log_optimal_transport(scores, mask0, mask1, self.dustbin, self.config.sinkhorn_iterations, wait)
+            result = log_optimal_transport(
+                scores, mask0, mask1, self.dustbin, self.config.sinkhorn_iterations, wait
+            )
             log_Ps.append(result[0])
             finite.append(result[1])
         return log_Ps, torch.cat(finite)
 
     def scores(self, descriptors: Tensor, images: Images) -> List[Tuple[Tensor, Tensor, Tensor]]:
-        """Scores (B, M, N) of each batch, <f0, f1> / sqrt(D); and the masks (B, M) and (B, N) of its keypoints."""
+        """Scores (B, M, N) of each batch, <f0, f1> / sqrt(D); and the masks (B, M) and (B, N) of
+        its keypoints.
+        """
         # in float32 also under autocast: scores reach 40, where bfloat16 resolves 0.25
         wide = descriptors if descriptors.dtype == torch.float64 else descriptors.float()
         sides = images.split(wide / self.config.dim**0.25)
@@ -182,7 +228,9 @@ class SuperGlue(nn.Module):
         return found
 
     def compile_layers(self) -> None:
-        """Compile `describe` (torch 2), on a GPU as CUDA graphs: once for each shape, so shapes should be few."""
+        """Compile `describe` (torch 2), on a GPU as CUDA graphs: once for each shape, so shapes
+        should be few.
+        """
         self.describe = torch.compile(self.describe, mode="reduce-overhead", dynamic=False)
         self.compiled = True
 
@@ -194,7 +242,11 @@ class SuperGlue(nn.Module):
     @property
     def in_order(self) -> List[nn.Module]:
         """All modules with weights, in order of use."""
-        encoders = [self.descriptor_projection, self.keypoint_encoder, *([self.rotary] if self.rotary else [])]
+        encoders = [
+            self.descriptor_projection,
+            self.keypoint_encoder,
+            *([self.rotary] if self.rotary else []),
+        ]
         return [*encoders, *self.layers, self.final_projection]
 
     def _start_as_identity(self, sharpness: float) -> None:
@@ -207,7 +259,8 @@ class SuperGlue(nn.Module):
             else:  # keeps inner products when dim is the larger, nearly so below
                 nn.init.orthogonal_(self.descriptor_projection.weight)
             nn.init.eye_(self.final_projection.weight)
-            # unit descriptors scaled to entries of order one, then <f0, f1> / sqrt(D) = sharpness * cosine
+            # unit descriptors scaled to entries of order one, then <f0, f1> / sqrt(D) = sharpness *
+            # cosine
             self.descriptor_projection.weight.mul_(math.sqrt(dim))
             self.final_projection.weight.mul_(math.sqrt(sharpness / math.sqrt(dim)))
 
@@ -234,7 +287,9 @@ def _keypoint_encoder(inputs: int, dim: int, norm: str) -> MLP:
 
 
 def geometry_of(keypoints: Keypoints, scale_angle: bool) -> Tensor:
-    """Inputs of the keypoint encoder, (T, 3 or 6), of order one: position, score, log scale, direction."""
+    """Inputs of the keypoint encoder, (T, 3 or 6), of order one: position, score, log scale,
+    direction.
+    """
     size = keypoints.image_size
     position = (keypoints.positions - (size - 1) / 2) / (size.amax(-1, keepdim=True) / 2)
     score = (keypoints.scores.clamp(min=1e-6) / TYPICAL_SCORE).log().unsqueeze(-1)

@@ -1,4 +1,6 @@
-"""Differences between torch 1.10 and 2.x, one function each. The rest of the library does not depend on the version."""
+"""Differences between torch 1.10 and 2.x, one function each. The rest of the library does not
+depend on the version.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,14 @@ from torch import Tensor, nn
 MAX_WEIGHTS = 1 << 26  # of attention at a time, in torch 1.10: 256 MiB in float32
 
 
-def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor] = None) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v of q (B, H, M, d), k and v (B, H, N, d), without storing the weights.
+def scaled_dot_product_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor] = None
+) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v of q (B, H, M, d), k and v (B, H, N, d), without storing the
+    weights.
 
-    visible: (B, 1, 1, N) bool, True for keys to attend to; None: all.
-    torch 1.10 has no kernel for it: there chunks of queries are computed one by one, and again for the gradient.
+    visible: (B, 1, 1, N) bool, True for keys to attend to; None: all. torch 1.10 has no kernel for
+    it: there chunks of queries are computed one by one, and again for the gradient.
     """
     kernel = getattr(torch.nn.functional, "scaled_dot_product_attention", None)
     if kernel is not None:
@@ -26,7 +31,9 @@ def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, visible: Optio
             return kernel(q, k, v, attn_mask=visible)
     rows = max(MAX_WEIGHTS // max(q.shape[0] * q.shape[1] * k.shape[2], 1), 1)
     function = recomputed if torch.is_grad_enabled() else _call
-    return torch.cat([function(plain_attention, part, k, v, visible) for part in q.split(rows, 2)], 2)
+    return torch.cat(
+        [function(plain_attention, part, k, v, visible) for part in q.split(rows, 2)], 2
+    )
 
 
 def _call(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -35,7 +42,9 @@ def _call(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]) -> Tensor:
     """`scaled_dot_product_attention` with plain products; softmax in float32 or wider."""
-    logits = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.shape[-1])
+    logits = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(
+        q.shape[-1]
+    )
     if visible is not None:
         logits = logits.masked_fill(~visible, -math.inf)
     return logits.softmax(-1).to(q.dtype) @ v
@@ -47,7 +56,9 @@ def _without_cudnn() -> ContextManager[Any]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
     except ImportError:  # torch 2.2 or older
         return contextlib.nullcontext()
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    return sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
 
 
 def has_byte_products() -> bool:
@@ -78,7 +89,11 @@ def no_autocast(device_type: str) -> ContextManager[Any]:
 def autocast(device_type: str, precision: str):
     """Autocast to `precision`: float32 (no effect), bfloat16 or float16."""
     mixed = precision != "float32"
-    return torch.autocast(device_type, dtype=getattr(torch, precision)) if mixed else contextlib.nullcontext()
+    return (
+        torch.autocast(device_type, dtype=getattr(torch, precision))
+        if mixed
+        else contextlib.nullcontext()
+    )
 
 
 def cast_as_autocast(x: Tensor) -> Tensor:
@@ -88,7 +103,9 @@ def cast_as_autocast(x: Tensor) -> Tensor:
 
 
 def _autocast_dtype(kind: str) -> Optional[torch.dtype]:
-    """The dtype of autocast, None without; torch 1.10 has separate functions for each device, and `meta` has none."""
+    """The dtype of autocast, None without; torch 1.10 has separate functions for each device, and
+    `meta` has none.
+    """
     if kind == "meta":
         return None
     if can_compile():
@@ -104,7 +121,9 @@ class _WideLayerNorm(nn.LayerNorm):
 
 
 def layer_norm(channels: int) -> nn.LayerNorm:
-    """LayerNorm of (..., channels), also under `autocast`: torch 1.10 on the CPU cannot mix bfloat16 and float32."""
+    """LayerNorm of (..., channels), also under `autocast`: torch 1.10 on the CPU cannot mix
+    bfloat16 and float32.
+    """
     return nn.LayerNorm(channels) if can_compile() else _WideLayerNorm(channels)
 
 
@@ -114,14 +133,18 @@ def can_compile() -> bool:
 
 
 def no_compiler(device_type: str) -> str:
-    """Why `torch.compile` cannot run here; "" if it can. torch 2 needs a C++ compiler, on a GPU a C compiler."""
+    """Why `torch.compile` cannot run here; "" if it can. torch 2 needs a C++ compiler, on a GPU a C
+    compiler.
+    """
     if not can_compile():
         return "this torch has no compiler"
     names = ("cc", "gcc", "clang") if device_type == "cuda" else ("g++", "clang++")
     asked = os.environ.get("CC" if device_type == "cuda" else "CXX", names[0])
     if any(shutil.which(name) for name in (asked, *names)):
         return ""
-    return f"there is no C{'' if device_type == 'cuda' else '++'} compiler ({' or '.join(names[-2:])})"
+    return (
+        f"there is no C{'' if device_type == 'cuda' else '++'} compiler ({' or '.join(names[-2:])})"
+    )
 
 
 def is_traced() -> bool:
@@ -136,8 +159,12 @@ def can_export() -> bool:
 
 
 def floats_of_bytes(data: Tensor) -> Tensor:
-    """View uint8 (..., 4 k) as little-endian float32 (..., k); torch 1.10's `view` cannot change the element size."""
-    return data.view(torch.float32) if hasattr(torch.Tensor, "untyped_storage") else join_bytes(data)
+    """View uint8 (..., 4 k) as little-endian float32 (..., k); torch 1.10's `view` cannot change
+    the element size.
+    """
+    return (
+        data.view(torch.float32) if hasattr(torch.Tensor, "untyped_storage") else join_bytes(data)
+    )
 
 
 def join_bytes(data: Tensor) -> Tensor:
@@ -148,9 +175,11 @@ def join_bytes(data: Tensor) -> Tensor:
 
 
 def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Call `function(*arguments)` with gradient checkpointing; torch 1.10 has only the reentrant form.
+    """Call `function(*arguments)` with gradient checkpointing; torch 1.10 has only the reentrant
+    form.
 
-    Without the state of random generators, of which the network uses none: a CUDA graph cannot read it.
+    Without the state of random generators, of which the network uses none: a CUDA graph cannot read
+    it.
     """
     from torch.utils.checkpoint import checkpoint
 

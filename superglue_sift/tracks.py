@@ -1,10 +1,11 @@
 """One position for each keypoint of several images, from matches that were aligned pair by pair.
 
-Alignment gives a keypoint a different position in each pair; a reconstruction needs one. As in Dusmanu et al. 2020
-(arXiv 2003.08348), all positions are solved for together: alignment of a match (a, b) places the point at a at a
-distance d from b. With A the local affine map from a's image to b's, corrections x of both must satisfy
-d + A x_a = x_b, weighted by the deviation of the match, and each x is small, weighted by SIFT's scatter. Lengths are
-those of images of SIDE_PX, as SIFT's scatter grows with larger ones.
+Alignment gives a keypoint a different position in each pair; a reconstruction needs one. As in
+Dusmanu et al. 2020 (arXiv 2003.08348), all positions are solved for together: alignment of a match
+(a, b) places the point at a at a distance d from b. With A the local affine map from a's image to
+b's, corrections x of both must satisfy d + A x_a = x_b, weighted by the deviation of the match, and
+each x is small, weighted by SIFT's scatter. Lengths are those of images of SIDE_PX, as SIFT's
+scatter grows with larger ones.
 """
 
 from __future__ import annotations
@@ -23,17 +24,21 @@ ROUNDS = 4  # of reweighting, which reduces the weight of equations that others 
 MIN_DEVIATION_PX = 0.03  # smaller deviations of alignments are raised to this
 
 
-def refine_tracks(keypoints: Sequence[np.ndarray], pairs: Iterable[Tuple[int, int, MatchResult]]) -> List[np.ndarray]:
+def refine_tracks(
+    keypoints: Sequence[np.ndarray], pairs: Iterable[Tuple[int, int, MatchResult]]
+) -> List[np.ndarray]:
     """Correct the positions of keypoints of several images so that aligned matches agree.
 
     Args:
         keypoints: (N, 2) px of each image, before alignment.
-        pairs: (i, j, result): the aligned matches of image i with image j. Results and matches that are not aligned are
-            ignored. Read once, one pair at a time.
+        pairs: (i, j, result): the aligned matches of image i with image j. Results and matches that
+            are not aligned are ignored. Read once, one pair at a time.
 
     Returns (N, 2) float32 px for each image; keypoints without an aligned match are unchanged.
     """
-    starts = np.concatenate([[0], np.cumsum([len(points) for points in keypoints])]).astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum([len(points) for points in keypoints])]).astype(
+        np.int64
+    )
     systems = []
     units = np.ones(len(keypoints))
     for i, j, result in pairs:
@@ -49,7 +54,9 @@ def refine_tracks(keypoints: Sequence[np.ndarray], pairs: Iterable[Tuple[int, in
     return [points.astype(np.float32) for points in positions]
 
 
-def _equations(start0: int, start1: int, result: MatchResult, unit0: float, unit1: float) -> Tuple[np.ndarray, ...]:
+def _equations(
+    start0: int, start1: int, result: MatchResult, unit0: float, unit1: float
+) -> Tuple[np.ndarray, ...]:
     """For aligned matches: both keypoints (n,), map (n, 2, 2), shift (n, 2), deviation (n,)."""
     deviations = np.asarray(result.deviations)
     aligned = np.isfinite(deviations)
@@ -62,11 +69,22 @@ def _equations(start0: int, start1: int, result: MatchResult, unit0: float, unit
     before1 = result.keypoints1[index1] / unit1
     maps = nearest_affine(p, q, np.ones(len(p), bool)) if len(p) else np.zeros((0, 2, 2))
     shift = q - before1 - np.einsum("nij,nj->ni", maps, p - before0)
-    return start0 + index0, start1 + index1, maps, shift, np.maximum(deviations[aligned] / unit1, MIN_DEVIATION_PX)
+    return (
+        start0 + index0,
+        start1 + index1,
+        maps,
+        shift,
+        np.maximum(deviations[aligned] / unit1, MIN_DEVIATION_PX),
+    )
 
 
 def _solve(
-    count: int, first: np.ndarray, second: np.ndarray, maps: np.ndarray, shift: np.ndarray, deviation: np.ndarray
+    count: int,
+    first: np.ndarray,
+    second: np.ndarray,
+    maps: np.ndarray,
+    shift: np.ndarray,
+    deviation: np.ndarray,
 ):
     """(count, 2) corrections by iteratively reweighted least squares with Cauchy weights."""
     from scipy.sparse import coo_matrix, identity, vstack
@@ -74,11 +92,14 @@ def _solve(
 
     equations = 2 * np.arange(len(first))[:, None] + [[0, 1]]  # (n, 2)
     rows = np.concatenate([np.repeat(equations, 2, axis=1).ravel(), equations.ravel()])
-    columns = np.concatenate([(2 * first[:, None] + [[0, 1, 0, 1]]).ravel(), (2 * second[:, None] + [[0, 1]]).ravel()])
+    columns = np.concatenate(
+        [(2 * first[:, None] + [[0, 1, 0, 1]]).ravel(), (2 * second[:, None] + [[0, 1]]).ravel()]
+    )
     values = np.concatenate([maps.reshape(-1), np.full(equations.size, -1.0)])
     system = coo_matrix((values, (rows, columns)), shape=(equations.size, 2 * count)).tocsr()
     right = -shift.ravel()
-    weight, x = np.ones(len(first)), np.zeros(2 * count)
+    weight = np.ones(len(first))
+    x = np.zeros(2 * count)
     for _ in range(ROUNDS):
         scale = np.repeat(np.sqrt(weight) / deviation, 2)
         whole = vstack([system.multiply(scale[:, None]), identity(2 * count) / SCATTER_PX]).tocsr()
@@ -87,7 +108,9 @@ def _solve(
             x = lsmr(whole, target, atol=1e-4, btol=1e-4)[0]
         else:  # a quarter of the time: tracks are short and separate, so there is little fill-in
             normal = (whole.T @ whole).tocsc()
-            x = splu(normal, permc_spec="MMD_AT_PLUS_A", options={"SymmetricMode": True}).solve(whole.T @ target)
+            x = splu(normal, permc_spec="MMD_AT_PLUS_A", options={"SymmetricMode": True}).solve(
+                whole.T @ target
+            )
         residual = ((system @ x - right).reshape(-1, 2) ** 2).sum(1) / deviation**2
         weight = 1.0 / (1.0 + residual / 9.0)  # three deviations
     return x.reshape(-1, 2)

@@ -22,7 +22,9 @@ FAR = 1e38  # px; its square is infinite
 
 
 class Truth(NamedTuple):
-    """matches0 (..., M) int64: index in image 1, UNMATCHED or IGNORED (also padding); matches1 (..., N): in image 0."""
+    """matches0 (..., M) int64: index in image 1, UNMATCHED or IGNORED (also padding); matches1
+    (..., N): in image 0.
+    """
 
     matches0: Tensor
     matches1: Tensor
@@ -31,16 +33,20 @@ class Truth(NamedTuple):
 def _errors(points0: Tensor, points1: Tensor, mapped0: Tensor, mapped1: Tensor) -> Tensor:
     """Symmetric error of all pairs of keypoints, (..., M, N) px: the larger of the two directions.
 
-    points0 (..., M, 2), points1 (..., N, 2); mapped0, mapped1: the same in the other view, without nan.
+    points0 (..., M, 2), points1 (..., N, 2); mapped0, mapped1: the same in the other view, without
+    nan.
     """
-    forward, back = _squared_distance(mapped0, points1), _squared_distance(points0, mapped1)
+    forward = _squared_distance(mapped0, points1)
+    back = _squared_distance(points0, mapped1)
     return torch.maximum(forward, back, out=forward).sqrt_()
 
 
 def _squared_distance(a: Tensor, b: Tensor) -> Tensor:
-    """(..., M, N) of points a (..., M, 2) and b (..., N, 2); at most one of two points is infinite."""
-    # Direct differences: the matrix-product form is wrong in the third digit at 640 px, and `torch.cdist` without it
-    # takes twice as long for 2D points.
+    """(..., M, N) of points a (..., M, 2) and b (..., N, 2); at most one of two points is
+    infinite.
+    """
+    # Direct differences: the matrix-product form is wrong in the third digit at 640 px, and
+    # `torch.cdist` without it takes twice as long for 2D points.
     x, y = (a[..., :, None, axis] - b[..., None, :, axis] for axis in (0, 1))
     return x.square_().addcmul_(y, y)
 
@@ -51,9 +57,11 @@ def _not_nan(points: Tensor) -> Tensor:
 
 
 def _inverse(H: Tensor) -> Tensor:
-    """Inverses of (..., 3, 3), without the check of `torch.linalg.inv`, a device-to-host synchronisation.
+    """Inverses of (..., 3, 3), without the check of `torch.linalg.inv`, a device-to-host
+    synchronisation.
 
-    On a GPU from cross products, since a CUDA graph cannot contain every library that inverts matrices.
+    On a GPU from cross products, since a CUDA graph cannot contain every library that inverts
+    matrices.
     """
     if H.device.type == "cpu":
         return torch.linalg.inv_ex(H).inverse
@@ -68,7 +76,9 @@ def _adjugate_inverse(H: Tensor) -> Tensor:
 
 
 def _inside(mapped: Tensor, size: Tensor) -> Tensor:
-    """(..., N) bool: points (..., N, 2) float64 inside an image of `size` (..., 2) (width, height)."""
+    """(..., N) bool: points (..., N, 2) float64 inside an image of `size` (..., 2) (width,
+    height).
+    """
     return ((mapped >= -0.5) & (mapped <= size.double().unsqueeze(-2) - 0.5)).all(-1)
 
 
@@ -81,9 +91,9 @@ def _inside_cell(points: Tensor, cell: Tensor) -> Tensor:
 def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float = 5.0) -> Truth:
     """Ground truth of a batch with homographies: (B, M) and (B, N), IGNORED where padded.
 
-    Mutual nearest neighbours closer than `positive_px` match. Other keypoints are unmatched if they lie outside the
-    other view or `negative_px` or more from their nearest neighbour, else ignored. Where a view is a cell of a larger
-    image, keypoints outside the cell have no neighbours.
+    Mutual nearest neighbours closer than `positive_px` match. Other keypoints are unmatched if they
+    lie outside the other view or `negative_px` or more from their nearest neighbour, else ignored.
+    Where a view is a cell of a larger image, keypoints outside the cell have no neighbours.
     """
     assert batch.H_0to1 is not None
     H = batch.H_0to1.double()
@@ -98,7 +108,8 @@ def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float 
         cells = batch.cells.transpose(0, 1)  # (2, B, 3, 3)
         alone = padded | ~_inside_cell(points, cells)
         inside &= _inside_cell(mapped, cells.flip(0))
-    # Padding and other photographs are far from everything. Only one of the two is infinite, since inf - inf is nan.
+    # Padding and other photographs are far from everything. Only one of the two is infinite, since
+    # inf - inf is nan.
     points = _not_nan(points.float()).masked_fill_(alone.unsqueeze(-1), -FAR)
     mapped = _not_nan(mapped.float()).masked_fill_(alone.unsqueeze(-1), math.inf)
     best = torch.empty(inside.shape, device=batch.device)
@@ -107,12 +118,16 @@ def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float 
     pairs = 1 if batch.device.type == "cpu" else max(1, MAX_BYTES // (4 * M * N))
     for start in range(0, len(batch), pairs):
         rows = slice(start, start + pairs)
-        error = _errors(points[0, rows, :M], points[1, rows, :N], mapped[0, rows, :M], mapped[1, rows, :N])
+        error = _errors(
+            points[0, rows, :M], points[1, rows, :N], mapped[0, rows, :M], mapped[1, rows, :N]
+        )
         torch.min(error, -1, out=(best[0, rows, :M], partner[0, rows, :M]))
         torch.min(error, -2, out=(best[1, rows, :N], partner[1, rows, :N]))
     itself = torch.arange(partner.shape[2], device=batch.device)
     positive = (partner.flip(0).gather(-1, partner) == itself) & (best < positive_px)
-    matches = torch.full_like(partner, UNMATCHED).masked_fill_((best < negative_px) & inside, IGNORED)
+    matches = torch.full_like(partner, UNMATCHED).masked_fill_(
+        (best < negative_px) & inside, IGNORED
+    )
     matches = torch.where(positive, partner, matches).masked_fill_(padded, IGNORED)
     return Truth(matches[0, :, :M], matches[1, :, :N])
 

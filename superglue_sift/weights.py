@@ -1,8 +1,9 @@
-"""Model files: safetensors with a JSON description inside, verified on reading; and loading a trained network.
+"""Model files: safetensors with a JSON description inside, verified on reading; and loading a
+trained network.
 
-The header holds the JSON description and a SHA-256 of the description and the tensors. A truncated, altered or foreign
-file is rejected before it is used, and nothing in a file can run code. A `.json` of the same name repeats the
-description for people and tools.
+The header holds the JSON description and a SHA-256 of the description and the tensors. A truncated,
+altered or foreign file is rejected before it is used, and nothing in a file can run code. A `.json`
+of the same name repeats the description for people and tools.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from superglue_sift.normalization import TokenBatchNorm
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.torch_compat import exact_float32
 
-FORMAT = "superglue-sift/1"  # the only key of the header: safetensors does not keep the order of several
+FORMAT = (  # the only key of the header: safetensors does not keep the order of several
+    "superglue-sift/1"
+)
 SHIPPED = Path("pretrained") / "superglue-sift.safetensors"
 Tensors = Dict[str, Tensor]
 
@@ -54,15 +57,20 @@ def model_file(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> bytes:
     return save({k: np.asarray(a, order="C") for k, a in arrays.items()}, metadata=header)
 
 
-def save_model_file(path: Union[str, Path], tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
+def save_model_file(
+    path: Union[str, Path], tensors: Mapping[str, Tensor], info: Mapping[str, Any]
+) -> None:
     """Write a `model_file` to `path` (.safetensors), and `info` to a .json of the same name."""
-    path, text = Path(path), json.dumps(info, indent=2, sort_keys=True) + "\n"
+    path = Path(path)
+    text = json.dumps(info, indent=2, sort_keys=True) + "\n"
     for file, content in ((path, model_file(tensors, info)), (path.with_suffix(".json"), text)):
         write_atomic(file, content)
 
 
 def load_model_file(path: Union[str, Path]) -> Tuple[Tensors, Dict[str, Any]]:
-    """Read and verify a `model_file`. Raises FileNotFoundError, or BadCheckpoint if it is truncated or altered."""
+    """Read and verify a `model_file`. Raises FileNotFoundError, or BadCheckpoint if it is truncated
+    or altered.
+    """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
@@ -70,14 +78,21 @@ def load_model_file(path: Union[str, Path]) -> Tuple[Tensors, Dict[str, Any]]:
         with safe_open(str(path), framework="numpy") as file:
             metadata = file.metadata() or {}
             if FORMAT not in metadata:
-                raise BadCheckpoint(f"{path}: not a model file of this project: its header lacks {FORMAT}; train one")
+                raise BadCheckpoint(
+                    f"{path}: not a model file of this project: its header lacks {FORMAT};"
+                    " train one"
+                )
             header = json.loads(metadata[FORMAT])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not iterable)
         if _digest(arrays, header["info"]) != header["sha256"]:
-            raise BadCheckpoint(f"{path}: the checksum does not fit: the file was altered; copy it again")
+            raise BadCheckpoint(
+                f"{path}: the checksum does not fit: the file was altered; copy it again"
+            )
         info = json.loads(header["info"])
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, MemoryError) as error:
-        raise BadCheckpoint(f"{path}: not readable as safetensors ({error}); copy it again") from error
+        raise BadCheckpoint(
+            f"{path}: not readable as safetensors ({error}); copy it again"
+        ) from error
     return {name: torch.from_numpy(array) for name, array in arrays.items()}, info
 
 
@@ -96,7 +111,8 @@ def load_model(
 ) -> Tuple[SuperGlue, dict]:
     """Load a network in evaluation mode on `device`, and its description.
 
-    sinkhorn_iterations: overrides the model's. Raises RequestError: no such file, damaged, or not a SuperGlue model.
+    sinkhorn_iterations: overrides the model's. Raises RequestError: no such file, damaged, or not a
+    SuperGlue model.
     """
     try:
         tensors, info = load_model_file(path)
@@ -118,7 +134,9 @@ def load_model(
 
 
 def _check_shapes(config: SuperGlueConfig, weights: Tensors) -> None:
-    """Raise ValueError if a network of this configuration would be larger than the file, before creating it."""
+    """Raise ValueError if a network of this configuration would be larger than the file, before
+    creating it.
+    """
     expected = {"descriptor_projection.weight": (config.dim, config.descriptor_dim)}
     for layer, kind in itertools.product(range(config.layers), ("self", "cross")):
         expected[f"{kind}_attention.{layer}.query_key_value.weight"] = (3 * config.dim, config.dim)
@@ -129,17 +147,26 @@ def _check_shapes(config: SuperGlueConfig, weights: Tensors) -> None:
 
 
 def weights_of(tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
-    """The network's weights: all tensors of a model; of a checkpoint, the moving `average.*`, else `model.*`."""
-    weights = {name[len("model.") :]: value for name, value in tensors.items() if name.startswith("model.")}
-    average = {name[len("average.") :]: value for name, value in tensors.items() if name.startswith("average.")}
+    """The network's weights: all tensors of a model; of a checkpoint, the moving `average.*`, else
+    `model.*`.
+    """
+    weights = {
+        name[len("model.") :]: value for name, value in tensors.items() if name.startswith("model.")
+    }
+    average = {
+        name[len("average.") :]: value
+        for name, value in tensors.items()
+        if name.startswith("average.")
+    }
     return {**weights, **average} or tensors
 
 
 def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlue:
     """A faster copy of `model` for matching, in float32 equal up to rounding.
 
-    Multiplies what is linear: the merge of the heads into the first map of the MLP, and a BatchNorm into the map
-    before it. The layers' weights are cast once to `precision`: float32, bfloat16 or float16.
+    Multiplies what is linear: the merge of the heads into the first map of the MLP, and a BatchNorm
+    into the map before it. The layers' weights are cast once to `precision`: float32, bfloat16 or
+    float16.
     """
     fused = copy.deepcopy(model).eval().requires_grad_(False)
     fused.keypoint_encoder = _without_batch_norm(fused.keypoint_encoder)
@@ -170,7 +197,9 @@ def _without_batch_norm(mlp: MLP) -> MLP:
 
 
 def choose_device(name: str) -> str:
-    """Resolve 'auto' to 'cuda' if available, else 'cpu'. Raises RequestError for a device that is not available."""
+    """Resolve 'auto' to 'cuda' if available, else 'cpu'. Raises RequestError for a device that is
+    not available.
+    """
     exact_float32()
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -179,5 +208,7 @@ def choose_device(name: str) -> str:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         known = "auto, cpu, cuda or cuda:N"
-        raise RequestError(f"device {name}: not available here; name {known} ({reason:.80})") from error
+        raise RequestError(
+            f"device {name}: not available here; name {known} ({reason:.80})"
+        ) from error
     return name

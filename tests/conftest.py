@@ -1,10 +1,13 @@
-"""Fixtures shared by all tests: small photographs, sections of params.yaml, real data where it is at hand."""
+"""Fixtures shared by all tests: small photographs, sections of params.yaml, real data where it is
+at hand.
+"""
 
 from __future__ import annotations
 
 import os
 
-# before torch is loaded: on the small tensors of tests the threads of several processes only fight for the cores
+# before torch is loaded: on the small tensors of tests the threads of several processes only fight
+# for the cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import contextlib
@@ -31,7 +34,9 @@ SERVER_SECONDS = 240  # a guard
 
 @pytest.fixture(autouse=True)
 def same_environment() -> Iterator[None]:
-    """Restore the environment after each test: a RANK left in it would make the next test wait for peers."""
+    """Restore the environment after each test: a RANK left in it would make the next test wait for
+    peers.
+    """
     before = dict(os.environ)
     yield
     if dict(os.environ) != before:
@@ -90,10 +95,11 @@ def image_folder(tmp_path: Path, photo: np.ndarray, color_photo: np.ndarray) -> 
 
 @pytest.fixture(scope="session")
 def make_params() -> Callable[..., Any]:
-    """`make_params("train", steps=3)`: a checked section, the sample preset with these keys changed.
+    """`make_params("train", steps=3)`: a checked section, the sample preset with these keys
+    changed.
 
-    A training starts from no weights, and is in float32 on every machine. A nested section is changed key by key:
-    `make_params("keypoints", views={"homography": {"scale_min": 0.8}})`.
+    A training starts from no weights, and is in float32 on every machine. A nested section is
+    changed key by key: `make_params("keypoints", views={"homography": {"scale_min": 0.8}})`.
     """
     from pipeline.parameters import params
     from pipeline.parameters.schema import TrainOptions
@@ -137,26 +143,37 @@ def mlflow_store(empty_mlflow_store, tmp_path: Path, monkeypatch) -> str:
 
 @pytest.fixture(scope="module")
 def start_server(tmp_path_factory) -> Iterator[Callable[..., int]]:
-    """`start_server(arguments, health, NAME=value)`: port of a server that answers, until the module's tests are done.
+    """`start_server(arguments, health, NAME=value)`: port of a server that answers, until the
+    module's tests are done.
 
-    `arguments` of this Python and the environment's values may hold {port} and {folder}, its own; PYTHONPATH is unset.
+    `arguments` of this Python and the environment's values may hold {port} and {folder}, its own;
+    PYTHONPATH is unset.
     """
     from pipeline.launch import free_port
 
     with contextlib.ExitStack() as stack:
 
         def start(arguments: List[str], health: str, **environment: str) -> int:
-            port, folder = free_port(), tmp_path_factory.mktemp("server")
+            port = free_port()
+            folder = tmp_path_factory.mktemp("server")
             words = [text.format(port=port, folder=folder) for text in arguments]
             own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
             own["PATH"] = f"{Path(sys.executable).parent}:{own['PATH']}"
-            own.update({name: text.format(port=port, folder=folder) for name, text in environment.items()})
+            own.update(
+                {name: text.format(port=port, folder=folder) for name, text in environment.items()}
+            )
             with (folder / "server.log").open("w") as log:
                 process = subprocess.Popen(
-                    [sys.executable, *words], cwd=folder, env=own, stdout=log, stderr=log, start_new_session=True
+                    [sys.executable, *words],
+                    cwd=folder,
+                    env=own,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
                 )
             stack.callback(process.wait, 30)
-            stack.callback(os.killpg, process.pid, signal.SIGTERM)  # called first, with all its children
+            # Called first, with all its children
+            stack.callback(os.killpg, process.pid, signal.SIGTERM)
             until = time.monotonic() + SERVER_SECONDS
             while not _answers(f"http://127.0.0.1:{port}{health}"):
                 running = time.monotonic() < until and process.poll() is None

@@ -1,4 +1,6 @@
-"""Local HTTP servers with faults on request: one of a file, for downloads, and one before another server."""
+"""Local HTTP servers with faults on request: one of a file, for downloads, and one before another
+server.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class _Quiet(ThreadingHTTPServer):
 
 
 class FaultyServer:
-    """Serves `data` under any path. Each GET first takes one fault from `faults`, when there is one.
+    """Serves `data` under any path. Each GET first takes one fault from `faults`, when there is
+    one.
 
     Faults: an int (break off after so many bytes of the body), or the name of a method `fault_...`.
     `sent` counts body bytes, `requests` the Range headers asked for, `cuts` the bodies broken off.
@@ -91,7 +94,9 @@ class FaultyServer:
         end = min(int(wanted.group(2)) + 1 if wanted.group(2) else len(self.data), len(self.data))
         return (206, start, end) if start < len(self.data) else (416, 0, 0)
 
-    def _serve(self, request: Any, cut: Optional[int] = None, pace: Callable[[], None] = lambda: None) -> None:
+    def _serve(
+        self, request: Any, cut: Optional[int] = None, pace: Callable[[], None] = lambda: None
+    ) -> None:
         code, start, end = self._span(request)
         more: Dict[str, str] = {}
         if code == 206:
@@ -105,7 +110,13 @@ class FaultyServer:
             with self._lock:
                 self.cuts += 1
 
-    def _send(self, request: Any, body: bytes, pace: Callable[[], None] = lambda: None, step: int = 1 << 16) -> None:
+    def _send(
+        self,
+        request: Any,
+        body: bytes,
+        pace: Callable[[], None] = lambda: None,
+        step: int = 1 << 16,
+    ) -> None:
         for at in range(0, len(body), step):
             try:
                 request.wfile.write(body[at : at + step])
@@ -142,7 +153,9 @@ class FaultyServer:
         """A Content-Length that lies, by half, and a body as short."""
         _, start, end = self._span(request)
         half = (end - start) // 2
-        self._headers(request, 200 if start == 0 else 206, half, Content_Range=f"bytes {start}-{end}/{half}")
+        self._headers(
+            request, 200 if start == 0 else 206, half, Content_Range=f"bytes {start}-{end}/{half}"
+        )
         self._send(request, self.data[start : start + half])
 
     def fault_too_long(self, request: Any) -> None:
@@ -165,13 +178,15 @@ class FaultyServer:
 class SlowProxy:
     """Hands requests on to a server on this machine, as a slow or strict network would.
 
-    The bodies of requests of more than `large` bytes are read at `pace` bytes a second; `faults` of the next ones:
-    "cut" ends the connection in the middle, a number is the status to answer with. `sent` names the paths of PUTs that
-    arrived whole.
+    The bodies of requests of more than `large` bytes are read at `pace` bytes a second; `faults` of
+    the next ones: "cut" ends the connection in the middle, a number is the status to answer with.
+    `sent` names the paths of PUTs that arrived whole.
     """
 
     def __init__(self, port: int, pace: float = float("inf"), large: int = 100_000) -> None:
-        self.port, self.pace, self.large = port, pace, large
+        self.port = port
+        self.pace = pace
+        self.large = large
         self.faults: List[Any] = []
         self.always: Optional[int] = None  # status for every large body
         self.sent: List[str] = []
@@ -202,7 +217,9 @@ class SlowProxy:
         assert not chunked
         is_large = length > self.large
         fault = (self.faults.pop(0) if self.faults else self.always) if is_large else None
-        body = self._read(request, length // 2 if fault == "cut" else length, self.pace if is_large else None)
+        body = self._read(
+            request, length // 2 if fault == "cut" else length, self.pace if is_large else None
+        )
         if fault == "cut":
             request.connection.close()
             request.close_connection = True
@@ -210,7 +227,13 @@ class SlowProxy:
         status, headers, answer = (fault, {}, b"no") if fault else self._ask(request, body)
         request.send_response(status)
         for name, value in headers.items():
-            if name.lower() not in ("content-length", "transfer-encoding", "connection", "date", "server"):
+            if name.lower() not in (
+                "content-length",
+                "transfer-encoding",
+                "connection",
+                "date",
+                "server",
+            ):
                 request.send_header(name, value)
         request.send_header("Content-Length", str(len(answer)))
         request.end_headers()
@@ -229,7 +252,9 @@ class SlowProxy:
     def _ask(self, request: Any, body: bytes) -> Any:
         headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request(request.command, request.path, body, {**headers, "Host": f"127.0.0.1:{self.port}"})
+        connection.request(
+            request.command, request.path, body, {**headers, "Host": f"127.0.0.1:{self.port}"}
+        )
         reply = connection.getresponse()
         found = reply.status, dict(reply.getheaders()), reply.read()
         connection.close()

@@ -1,7 +1,8 @@
-"""dvc.yaml against the imports of its stages: `python tests/import_closure.py` names what differs (exit 1).
+"""dvc.yaml against the imports of its stages: `python tests/import_closure.py` names what differs
+(exit 1).
 
-A stage depends on packages (folders) or single files that together hold every module its command imports, but for
-`CHANGES_NO_OUTPUT`.
+A stage depends on packages (folders) or single files that together hold every module its command
+imports, but for `CHANGES_NO_OUTPUT`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from ruamel.yaml import YAML
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("pipeline", "superglue_sift")
-# Modules and packages that change no byte of an output, given the parameters, which DVC compares by value.
+# Modules and packages that change no byte of an output, given the parameters, which DVC compares by
+# value.
 CHANGES_NO_OUTPUT = (
     "pipeline.errors",
     "pipeline.files",  # a file is written whole or not at all, with the bytes it is given
@@ -30,7 +32,8 @@ CHANGES_NO_OUTPUT = (
     "pipeline.train.live_line",
     "superglue_sift.errors",
     "superglue_sift.files",
-    "superglue_sift.portable",  # the same on every processor: tests/golden/test_processor.py holds its effect
+    # The same on every processor: tests/golden/test_processor.py holds its effect
+    "superglue_sift.portable",
     "superglue_sift.progress",
     "superglue_sift.threads",
 )
@@ -41,16 +44,24 @@ def module_file(module: str) -> Optional[str]:
     if module.split(".")[0] not in PACKAGES:
         return None
     base = module.replace(".", "/")
-    return next((path for path in (f"{base}.py", f"{base}/__init__.py") if (ROOT / path).is_file()), None)
+    return next(
+        (path for path in (f"{base}.py", f"{base}/__init__.py") if (ROOT / path).is_file()), None
+    )
 
 
 def imports(path: Path, module: str) -> List[str]:
-    """Modules (or names in them) of the project that the file imports, except under `if TYPE_CHECKING`."""
+    """Modules (or names in them) of the project that the file imports, except under `if
+    TYPE_CHECKING`.
+    """
     names: List[str] = []
-    for node in _nodes(ast.parse(path.read_text(encoding="utf-8")), into_functions=module not in PACKAGES):
+    for node in _nodes(
+        ast.parse(path.read_text(encoding="utf-8")), into_functions=module not in PACKAGES
+    ):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:  # imports are absolute (ruff's TID252)
+        elif (
+            isinstance(node, ast.ImportFrom) and node.module
+        ):  # imports are absolute (ruff's TID252)
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     return [name for name in names if name.split(".")[0] in PACKAGES]
 
@@ -66,16 +77,22 @@ def _nodes(node: ast.AST, into_functions: bool) -> Iterator[ast.AST]:
 
 
 def closure(modules: Sequence[str], without: Sequence[str] = ()) -> Dict[str, str]:
-    """Module name -> path, for these modules and all that they import of the project, also in functions.
+    """Module name -> path, for these modules and all that they import of the project, also in
+    functions.
 
-    The modules and packages of `without` and the `__init__.py` of the two packages are not followed.
+    The modules and packages of `without` and the `__init__.py` of the two packages are not
+    followed.
     """
     found: Dict[str, str] = {}
     waiting = list(modules)
     while waiting:
         name = waiting.pop()
         path = module_file(name)
-        if name in found or path is None or any(name == other or name.startswith(other + ".") for other in without):
+        if (
+            name in found
+            or path is None
+            or any(name == other or name.startswith(other + ".") for other in without)
+        ):
             continue
         found[name] = path
         parts = name.split(".")
@@ -86,15 +103,23 @@ def closure(modules: Sequence[str], without: Sequence[str] = ()) -> Dict[str, st
 
 
 def modules_in(command: str) -> List[str]:
-    """The modules of the project that a command runs: `python -m pipeline.launch pipeline.train` runs two."""
+    """The modules of the project that a command runs: `python -m pipeline.launch pipeline.train`
+    runs two.
+    """
     found = re.findall(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})\.[a-z_.]+", command)
-    return [f"{name}.__main__" if (ROOT / name.replace(".", "/")).is_dir() else name for name in found]
+    return [
+        f"{name}.__main__" if (ROOT / name.replace(".", "/")).is_dir() else name for name in found
+    ]
 
 
 def code_of(command: str) -> List[str]:
-    """Files whose change can change the output of a command: what it imports, with more in it than a docstring."""
+    """Files whose change can change the output of a command: what it imports, with more in it than
+    a docstring.
+    """
     files = closure(modules_in(command), CHANGES_NO_OUTPUT)
-    return sorted(path for name, path in files.items() if name not in PACKAGES and _has_code(ROOT / path))
+    return sorted(
+        path for name, path in files.items() if name not in PACKAGES and _has_code(ROOT / path)
+    )
 
 
 def _has_code(path: Path) -> bool:
@@ -110,13 +135,17 @@ def covers(dependency: str, path: str) -> bool:
 
 
 def differences(tree: Dict) -> List[str]:
-    """One line for each file that no dependency of its stage contains, and for each useless dependency."""
+    """One line for each file that no dependency of its stage contains, and for each useless
+    dependency.
+    """
     lines = []
     for name, stage in tree["stages"].items():
         held = [path for path in stage["deps"] if path.split("/")[0] in PACKAGES]
         files = code_of(stage["cmd"])
         lines += [
-            f"{name}: deps lack {path}" for path in files if not any(covers(dependency, path) for dependency in held)
+            f"{name}: deps lack {path}"
+            for path in files
+            if not any(covers(dependency, path) for dependency in held)
         ]
         lines += [
             f"{name}: deps hold {dependency}, of which nothing can change the output"

@@ -1,8 +1,9 @@
 """Count the kernels that a training step launches on a GPU, without a GPU.
 
-A step on tensors of the device `meta`, which have shapes and no memory, takes a GPU's path through the code, and a
-dispatch mode sees its operators. An operator counts as one launch, one over a list of tensors as many as torch's
-kernel for lists needs, attention as one like the fused kernels; views and allocations count as none.
+A step on tensors of the device `meta`, which have shapes and no memory, takes a GPU's path through
+the code, and a dispatch mode sees its operators. An operator counts as one launch, one over a list
+of tensors as many as torch's kernel for lists needs, attention as one like the fused kernels; views
+and allocations count as none.
 """
 
 from __future__ import annotations
@@ -28,16 +29,40 @@ from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
 META = torch.device("meta")
 NO_LAUNCH = (
-    "view", "_unsafe_view", "_reshape_alias", "transpose", "t", "permute", "unsqueeze", "squeeze", "expand", "slice",
-    "select", "split", "split_with_sizes", "unbind", "detach", "alias", "as_strided", "diagonal", "lift_fresh", "empty",
-    "empty_like", "empty_strided", "new_empty", "new_empty_strided",
-)  # fmt: skip
-# Tensors of each list that one launch of a kernel over 1, 2, ... lists takes (torch's MultiTensorApply.cuh).
+    "view",
+    "_unsafe_view",
+    "_reshape_alias",
+    "transpose",
+    "t",
+    "permute",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "slice",
+    "select",
+    "split",
+    "split_with_sizes",
+    "unbind",
+    "detach",
+    "alias",
+    "as_strided",
+    "diagonal",
+    "lift_fresh",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+)
+# Tensors of each list that one launch of a kernel over 1, 2, ... lists takes (torch's
+# MultiTensorApply.cuh).
 TENSORS_OF_A_LAUNCH = (110, 64, 48, 36, 30)
 
 
 class Launches(TorchDispatchMode):
-    """Counts launches by operator; a read from the device is an error, because `meta` tensors have no memory."""
+    """Counts launches by operator; a read from the device is an error, because `meta` tensors have
+    no memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +88,11 @@ def _first(values: Any) -> Optional[Tensor]:
 def _launches(name: str, arguments: Sequence[Any], found: Any) -> int:
     if not name.startswith("_foreach"):
         return 1
-    lists = [each for each in (*arguments, found) if isinstance(each, (list, tuple)) and _first(each) is not None]
+    lists = [
+        each
+        for each in (*arguments, found)
+        if isinstance(each, (list, tuple)) and _first(each) is not None
+    ]
     return -(-len(lists[0]) // TENSORS_OF_A_LAUNCH[min(len(lists), len(TENSORS_OF_A_LAUNCH)) - 1])
 
 
@@ -89,12 +118,17 @@ class Autocast(TorchFunctionMode):
             return value
         if not isinstance(value, nn.Parameter):
             return value.to(torch.bfloat16)
-        return self._cast.setdefault(value, value.to(torch.bfloat16)) if value not in self._cast else self._cast[value]
+        return (
+            self._cast.setdefault(value, value.to(torch.bfloat16))
+            if value not in self._cast
+            else self._cast[value]
+        )
 
     @contextlib.contextmanager
     def off(self, kind: str) -> Iterator[None]:
         """Stand in for `no_autocast`."""
-        before, self.on = self.on, False
+        before = self.on
+        self.on = False
         try:
             yield
         finally:
@@ -118,17 +152,27 @@ class _Attention(torch.autograd.Function):
 
 def batch_of(counts: Sequence[int]) -> PairBatch:
     """Pairs of views of `counts` keypoints each, on `meta`."""
-    records = [torch.empty((len(counts), max(counts), ORIENTED.itemsize), dtype=torch.uint8, device=META) for _ in "01"]
+    records = [
+        torch.empty((len(counts), max(counts), ORIENTED.itemsize), dtype=torch.uint8, device=META)
+        for _ in "01"
+    ]
     sizes = [torch.empty((len(counts), 2), device=META) for _ in "01"]
     H = torch.empty((len(counts), 3, 3), dtype=torch.float64, device=META)
     return PairBatch(*records, torch.tensor(counts), torch.tensor(counts), *sizes, H)
 
 
-def launches_of_a_step(counts: Sequence[int], precision: str = "float32", iterations: int = 30) -> Counter[str]:
-    """Network, truth, loss, gradient, clipping, Muon and moving average: D = 128, 9 + 9 layers, neighbours."""
-    model = SuperGlue(SuperGlueConfig(neighbours=True, sinkhorn_iterations=iterations)).to(META).train()
+def launches_of_a_step(
+    counts: Sequence[int], precision: str = "float32", iterations: int = 30
+) -> Counter[str]:
+    """Network, truth, loss, gradient, clipping, Muon and moving average: D = 128, 9 + 9 layers,
+    neighbours.
+    """
+    model = (
+        SuperGlue(SuperGlueConfig(neighbours=True, sinkhorn_iterations=iterations)).to(META).train()
+    )
     objective = MatchingObjective(model, 3.0, 5.0)
-    optimizer, scaler = Muon(model, lr=0.1), grad_scaler(False)
+    optimizer = Muon(model, lr=0.1)
+    scaler = grad_scaler(False)
     average = optimization.MovingAverage(model, 0.9)
     batch = batch_of(counts)
     counting = Launches()
@@ -139,7 +183,9 @@ def launches_of_a_step(counts: Sequence[int], precision: str = "float32", iterat
             for module in (superglue, sinkhorn, pair_inputs):
                 stack.enter_context(mock.patch.object(module, "no_autocast", autocast.off))
             attend = lambda q, k, v, visible: _Attention.apply(q, k, v)  # noqa: E731
-            stack.enter_context(mock.patch.object(attention, "scaled_dot_product_attention", attend))
+            stack.enter_context(
+                mock.patch.object(attention, "scaled_dot_product_attention", attend)
+            )
             cast = lambda x: autocast.half(x) if autocast.on and precision != "float32" else x  # noqa: B023, E731
             stack.enter_context(mock.patch.object(attention, "cast_as_autocast", cast))
             if precision != "float32":

@@ -1,4 +1,6 @@
-"""Small inputs for the tests of evaluation: an untrained model, sequences with exact homographies, image sets."""
+"""Small inputs for the tests of evaluation: an untrained model, sequences with exact homographies,
+image sets.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ def write_model(path: Path, about: Optional[dict] = None, **changes) -> Path:
     """
     torch.manual_seed(0)
     config = SuperGlueConfig(**{"layers": 1, "sinkhorn_iterations": 10, **changes})
-    info = {"model": config.to_dict(), "step": 7, "data": "abc", "code": "def", "training": "0123abcd"}
+    info = {
+        "model": config.to_dict(),
+        "step": 7,
+        "data": "abc",
+        "code": "def",
+        "training": "0123abcd",
+    }
     save_model_file(path, SuperGlue(config).state_dict(), {**info, **(about or {})})
     return path
 
@@ -42,7 +50,9 @@ def write_sequence(folder: Path, image: np.ndarray, homographies: Dict[int, np.n
     return folder
 
 
-def write_image_set(folder: Path, images: Dict[str, np.ndarray], split: str, broken: Sequence[str] = ()) -> Path:
+def write_image_set(
+    folder: Path, images: Dict[str, np.ndarray], split: str, broken: Sequence[str] = ()
+) -> Path:
     """What `fetch` leaves, for these images in one split; names in `broken` hold no image."""
     originals = folder / "originals"
     originals.mkdir(parents=True)
@@ -52,5 +62,7 @@ def write_image_set(folder: Path, images: Dict[str, np.ndarray], split: str, bro
         (originals / name).write_bytes(b"not an image")
     entries = sources.folder_entries(originals, [*images, *broken], split, "folder")
     manifest.write(folder / "manifest.csv", entries)
-    (folder / "source.json").write_text(json.dumps({"containers": {"folder": {"path": "originals"}}}))
+    (folder / "source.json").write_text(
+        json.dumps({"containers": {"folder": {"path": "originals"}}})
+    )
     return folder

@@ -15,10 +15,13 @@ SIZE = (320, 240)
 
 
 def made_records(rng: np.random.Generator, xy: np.ndarray, descriptors: np.ndarray) -> np.ndarray:
-    """ORIENTED records at `xy` (n, 2) px, with noisy copies of `descriptors` (n, 128), each of one orientation."""
+    """ORIENTED records at `xy` (n, 2) px, with noisy copies of `descriptors` (n, 128), each of one
+    orientation.
+    """
     records = np.zeros(len(xy), ORIENTED)
     records["x"], records["y"] = xy.T
-    records["scale"], records["angle"] = rng.uniform(2, 20, len(xy)), rng.uniform(0, 360, len(xy))
+    records["scale"] = rng.uniform(2, 20, len(xy))
+    records["angle"] = rng.uniform(0, 360, len(xy))
     records["score"] = np.sort(rng.uniform(0.01, 0.1, len(xy)))[::-1]
     noisy = descriptors + rng.normal(0, 20, descriptors.shape)
     records["descriptor"] = np.clip(noisy, 0, 255).astype(np.uint8)
@@ -29,22 +32,31 @@ def made_image(rng: np.random.Generator, name: str, views: int, points: int) -> 
     """One image: `points` points, of which each view sees those inside it, in another order."""
     xy = rng.uniform(0, 1, (points, 2)) * SIZE
     descriptors = rng.integers(0, 160, (points, 128))
-    homographies, records = [], []
+    homographies = []
+    records = []
     for _ in range(views):
         H = np.eye(3) + rng.normal(0, [[0.1, 0.1, 20], [0.1, 0.1, 20], [1e-4, 1e-4, 0]])
         seen = transform(xy, H)
         inside = np.flatnonzero(((seen >= 0) & (seen <= np.array(SIZE) - 1)).all(1))
         inside = rng.permutation(inside)
         homographies.append(H)
-        records.append(made_records(rng, seen[inside] + rng.normal(0, 0.3, (len(inside), 2)), descriptors[inside]))
+        records.append(
+            made_records(
+                rng, seen[inside] + rng.normal(0, 0.3, (len(inside), 2)), descriptors[inside]
+            )
+        )
     return store.ImageViews(name, SIZE, np.stack(homographies), records)
 
 
-def made_store(folder: Path, images: int = 5, views: int = 3, points: int = 40, seed: int = 0) -> Path:
+def made_store(
+    folder: Path, images: int = 5, views: int = 3, points: int = 40, seed: int = 0
+) -> Path:
     """A store of `images` synthetic images with varying numbers of points; one image has none."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    made = [made_image(rng, f"{i:03d}", views, (points + 7 * i) if i != 1 else 0) for i in range(images)]
+    made = [
+        made_image(rng, f"{i:03d}", views, (points + 7 * i) if i != 1 else 0) for i in range(images)
+    ]
     rows = [store.write_shard(folder / store.shard_name(0), made)]
     (folder / store.INDEX).write_text(json.dumps(store.index(rows, views, SIZE)))
     return folder

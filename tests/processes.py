@@ -33,13 +33,21 @@ def _work(environment: Dict[str, str], function: Callable, arguments: tuple, ans
 
 
 def in_group(world_size: int, function: Callable, *arguments: Any) -> List[Any]:
-    """`function(context, *arguments)` on each rank; its answers in rank order. AssertionError when a rank fails.
+    """`function(context, *arguments)` on each rank; its answers in rank order. AssertionError when
+    a rank fails.
 
     Answers must be plain values (numbers, lists, numpy arrays).
     """
     answers = CONTEXT.Queue()
-    group = {**os.environ, "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environments = [{**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+    group = {
+        **os.environ,
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    environments = [
+        {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)
+    ]
     processes = [
         CONTEXT.Process(target=_work, args=(environment, function, arguments, answers), daemon=True)
         for environment in environments

@@ -39,7 +39,9 @@ SETTING = Setting(
 
 @pytest.fixture(autouse=True)
 def no_collection(monkeypatch):
-    """`timing` collects garbage before each round, which takes half a second among the objects of all tests."""
+    """`timing` collects garbage before each round, which takes half a second among the objects of
+    all tests.
+    """
     monkeypatch.setattr(timing.gc, "collect", lambda: 0)
 
 
@@ -48,11 +50,14 @@ class TestPlain:
 
     @pytest.mark.parametrize("norm", ["layer", "batch"])
     def test_assignment_loss_and_gradient_equal_ours(self, norm):
-        model = scrambled(SuperGlueConfig(dim=32, layers=3, heads=4, norm=norm, sinkhorn_iterations=50)).double()
+        model = scrambled(
+            SuperGlueConfig(dim=32, layers=3, heads=4, norm=norm, sinkhorn_iterations=50)
+        ).double()
         twin = plain.plain_from(model).double()
         batch = made_batch(40, 3)
         truths = ground_truth(batch)
-        ours, theirs = model(batch), twin(batch)
+        ours = model(batch)
+        theirs = twin(batch)
         assert max(float((a - b).detach().abs().max()) for a, b in zip(ours, theirs)) < 1e-9
         losses = assignment_loss(ours, truths).total.sum(), plain.dense_loss(theirs, truths).sum()
         assert float((losses[0] - losses[1]).detach().abs()) < 1e-9
@@ -63,7 +68,10 @@ class TestPlain:
             (model.final_projection.weight.grad, twin.final.weight.grad[..., 0]),
             (model.descriptor_projection.weight.grad, twin.projection.weight.grad[..., 0]),
             (model.self_attention[0].merge.weight.grad, twin.layers[0].merge.weight.grad[..., 0]),
-            (model.cross_attention[2].mlp[0].weight.grad, twin.layers[5].mlp[0].weight.grad[..., 0]),
+            (
+                model.cross_attention[2].mlp[0].weight.grad,
+                twin.layers[5].mlp[0].weight.grad[..., 0],
+            ),
         ]
         for ours_grad, theirs_grad in pairs:
             assert torch.allclose(ours_grad, theirs_grad, atol=1e-9, rtol=1e-7)
@@ -89,7 +97,9 @@ class TestPlain:
 class TestTiming:
     def test_every_way_has_equally_many_rounds_in_turns(self):
         order = []
-        taken = timing.alternate({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=3)
+        taken = timing.alternate(
+            {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=3
+        )
         assert order == list("ab" + "abbaab")
         assert all(len(each.wall) == len(each.cpu) == 3 for each in taken.values())
 
@@ -130,11 +140,14 @@ class TestRows:
         assert few < 40 < 90 < many < 140
 
     def test_fraction_of_equal_matches(self):
-        a, b = torch.tensor([1, -1, 2, -1]), torch.tensor([1, -1, 3, 0])
+        a = torch.tensor([1, -1, 2, -1])
+        b = torch.tensor([1, -1, 3, 0])
         assert network.equal(a, b) == pytest.approx(1 / 3)
 
     def test_parity_compares_layers_that_do_something(self):
-        """An untrained network's branches are zero in every precision; float16 says why a CPU leaves it out."""
+        """An untrained network's branches are zero in every precision; float16 says why a CPU
+        leaves it out.
+        """
         config = SuperGlueConfig(dim=128, layers=1, sinkhorn_iterations=20)
         rows = list(network.parity(dataclasses.replace(SETTING, config=config)))
         assert "GPU" in rows.pop().skipped
@@ -144,11 +157,17 @@ class TestRows:
     def test_the_perturbed_network_uses_every_weight(self):
         model = network.perturb(SETTING.model())
         answer = network.answer(model, made_batch(30, 2), "float32")
-        moving = [bool(p.grad.abs().sum() > 0) for name, p in model.named_parameters() if "bias" not in name]
+        moving = [
+            bool(p.grad.abs().sum() > 0)
+            for name, p in model.named_parameters()
+            if "bias" not in name
+        ]
         assert all(moving) and not torch.equal(model.dustbin, SETTING.model().dustbin)
         assert answer.gradient.dtype == torch.float64 and answer.loss > 0
 
-    def test_what_params_say_does_not_change_the_rows_of_training(self, tmp_path, make_params, monkeypatch):
+    def test_what_params_say_does_not_change_the_rows_of_training(
+        self, tmp_path, make_params, monkeypatch
+    ):
         odd = {"checkpoint_layers": True, "ema": 0.9, "deterministic": True}
         section = make_params("train", **odd, optimizer="sgd", loader="synthetic", compile=True)
         monkeypatch.setattr(training.params, "load", lambda *_: section)
@@ -165,7 +184,9 @@ class TestRows:
         cv2.imwrite(str(tmp_path / "a.jpg"), photo[:100, :150])
         cv2.imwrite(str(tmp_path / "b.png"), cv2.resize(photo, (900, 500)))
         found = images.photographs(tmp_path, 3)
-        assert [each.shape for each in found] == [(480, 640)] * 3 and np.array_equal(found[0], found[2])
+        assert [each.shape for each in found] == [(480, 640)] * 3 and np.array_equal(
+            found[0], found[2]
+        )
         with pytest.raises(RequestError, match="holds no JPEG or PNG"):
             images.photographs(tmp_path / "none", 1)
 
@@ -191,7 +212,9 @@ class TestModes:
 
 
 class TestTable:
-    def test_it_is_printed_and_written_and_a_failing_group_costs_itself_alone(self, tmp_path, monkeypatch, capsys):
+    def test_it_is_printed_and_written_and_a_failing_group_costs_itself_alone(
+        self, tmp_path, monkeypatch, capsys
+    ):
         def good(_):
             yield Row("one", 1.5, "ms", timing.Ratio(2.0, 1.5, 2.5), note="of plain")
             yield Row("two", skipped="no such device")
@@ -218,7 +241,11 @@ class TestTable:
 
     @pytest.mark.parametrize(
         ("arguments", "said"),
-        [(["--only", "nothing"], "no such group"), (["--rounds", "1"], "--rounds"), (["--dim", "7"], "--dim")],
+        [
+            (["--only", "nothing"], "no such group"),
+            (["--rounds", "1"], "--rounds"),
+            (["--dim", "7"], "--dim"),
+        ],
     )
     def test_wrong_requests_are_named(self, arguments, said):
         with pytest.raises(RequestError, match=said):
@@ -228,8 +255,12 @@ class TestTable:
         """From any folder: neither the bench nor the packages have to be installed."""
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "pipeline.benchmark", "--only", "nothing"]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 2 and done.stderr.startswith("error: --only nothing: no such group of rows")
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 2 and done.stderr.startswith(
+            "error: --only nothing: no such group of rows"
+        )
 
     def test_a_package_without_its_bench_says_so_in_one_line(self, tmp_path):
         """As an installed wheel: the packages alone."""
@@ -237,7 +268,9 @@ class TestTable:
             shutil.copytree(ROOT / package, tmp_path / "installed" / package)
         environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
         command = [sys.executable, "-m", "pipeline.benchmark"]
-        done = subprocess.run(command, cwd=tmp_path / "installed", env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=tmp_path / "installed", env=environment, capture_output=True, text=True
+        )
         folder = tmp_path / "installed" / "benchmarks"
         assert done.returncode == 2 and done.stderr.splitlines() == [
             f"error: {folder}: not there; the benchmark comes with a clone, not with the wheel"
@@ -249,10 +282,17 @@ def test_the_first_picture_of_the_readme_is_what_its_command_draws(root, tmp_pat
     from benchmarks.dev import first_picture
 
     assert first_picture.main([str(tmp_path / "m.jpg")]) == 0
-    ours, baseline = (tuple(map(int, pair)) for pair in re.findall(r"(\d+) of (\d+)", capsys.readouterr().out))
+    ours, baseline = (
+        tuple(map(int, pair)) for pair in re.findall(r"(\d+) of (\d+)", capsys.readouterr().out)
+    )
     assert ours[0] > 2 * baseline[0] and ours[0] / ours[1] > baseline[0] / baseline[1] + 0.2
     readme = (root / "README.md").read_text(encoding="utf-8")
-    assert f"{ours[0]} of {ours[1]} matches right; below the ratio test, {baseline[0]} of {baseline[1]}" in readme
-    drawn, shipped = (cv2.imread(str(path)) for path in (tmp_path / "m.jpg", root / "docs" / "matches.jpg"))
+    assert (
+        f"{ours[0]} of {ours[1]} matches right; below the ratio test, {baseline[0]} of"
+        f" {baseline[1]}" in readme
+    )
+    drawn, shipped = (
+        cv2.imread(str(path)) for path in (tmp_path / "m.jpg", root / "docs" / "matches.jpg")
+    )
     assert drawn.shape == shipped.shape and np.abs(drawn.astype(int) - shipped).mean() < 2
     assert (root / "docs" / "matches.jpg").stat().st_size < 300_000

@@ -1,4 +1,6 @@
-"""Checkpoint files: what is written comes back, what is damaged is recognised, the newest whole one is used."""
+"""Checkpoint files: what is written comes back, what is damaged is recognised, the newest whole one
+is used.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ from superglue_sift.weights import BadCheckpoint, load_model_file, save_model_fi
 
 pytestmark = pytest.mark.cu111
 
-TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3), "step": torch.tensor(7), "none": torch.zeros(0, 4)}
+TENSORS = {
+    "a.weight": torch.arange(6.0).reshape(2, 3),
+    "step": torch.tensor(7),
+    "none": torch.zeros(0, 4),
+}
 
 
 def test_round_trip(tmp_path):
@@ -22,12 +28,15 @@ def test_round_trip(tmp_path):
     save_model_file(path, TENSORS, {"step": 7, "model": {"dim": 128}})
     tensors, info = load_model_file(path)
     assert info == {"step": 7, "model": {"dim": 128}}
-    assert set(tensors) == set(TENSORS) and all(torch.equal(tensors[k], TENSORS[k]) for k in TENSORS)
+    assert set(tensors) == set(TENSORS) and all(
+        torch.equal(tensors[k], TENSORS[k]) for k in TENSORS
+    )
     assert json.loads(path.with_suffix(".json").read_text()) == info
     first = path.read_bytes()
     save_model_file(path, TENSORS, info)
     assert path.read_bytes() == first
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.json", "m.safetensors"]  # no temporary file stays
+    # No temporary file stays
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.json", "m.safetensors"]
 
 
 def test_every_flip_and_every_cut_is_recognised(tmp_path):
@@ -46,11 +55,14 @@ def test_every_flip_and_every_cut_is_recognised(tmp_path):
             except BadCheckpoint as error:
                 assert str(path) in str(error)
             else:  # a flip in the header's padding changes nothing that is read
-                assert info == {"step": 7} and all(torch.equal(tensors[k], TENSORS[k]) for k in TENSORS)
+                assert info == {"step": 7} and all(
+                    torch.equal(tensors[k], TENSORS[k]) for k in TENSORS
+                )
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\x80\x04\x95", (2**40).to_bytes(8, "little") + b"{}", b"PK\x03\x04" * 9, b"\0" * 64]
+    "content",
+    [b"", b"\x80\x04\x95", (2**40).to_bytes(8, "little") + b"{}", b"PK\x03\x04" * 9, b"\0" * 64],
 )
 def test_other_files_are_refused(tmp_path, content):
     path = tmp_path / "m.safetensors"
@@ -64,7 +76,8 @@ def test_other_files_are_refused(tmp_path, content):
 def test_the_newest_two_stay_and_best_is_apart(tmp_path):
     folder = Checkpoints(tmp_path)
     for step in (1, 2, 10):
-        (tmp_path / f".step-{step:08d}.safetensors.99.tmp").write_bytes(b"half")  # of a writer that was killed
+        # Of a writer that was killed
+        (tmp_path / f".step-{step:08d}.safetensors.99.tmp").write_bytes(b"half")
         folder.save(step, {"w": torch.tensor([float(step)])}, {"step": step})
     folder.save_best({"w": torch.zeros(1)}, {"step": 2})
     assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == [

@@ -31,7 +31,9 @@ def test_a_curve_is_a_table_of_steps_and_metrics(whole: str) -> None:
 
 
 @pytest.mark.parametrize("checkpoint, killed_at", [(7, 7), (7, 12), (1, 30), (29, 30)])
-def test_the_points_of_the_checkpoint_replace_the_file(tmp_path, whole, checkpoint, killed_at) -> None:
+def test_the_points_of_the_checkpoint_replace_the_file(
+    tmp_path, whole, checkpoint, killed_at
+) -> None:
     path = tmp_path / "parts.csv"
     saved = write(tmp_path / "saved.csv", 1, checkpoint)
     write(path, 1, killed_at)

@@ -50,7 +50,9 @@ def jpeg(pixels: np.ndarray, mode: str = "RGB", **options) -> bytes:
 
 @pytest.fixture
 def photographs(tmp_path: Path, color_photo: np.ndarray) -> Path:
-    """23 files: JPEG of every kind DALI decodes, others that OpenCV does, and some that nobody can."""
+    """23 files: JPEG of every kind DALI decodes, others that OpenCV does, and some that nobody
+    can.
+    """
     from PIL import Image
 
     turned = Image.Exif()
@@ -79,7 +81,9 @@ def photographs(tmp_path: Path, color_photo: np.ndarray) -> Path:
 
 def image_set(folder: Path) -> ImageSet:
     names = sorted(path.name for path in folder.iterdir())
-    return ImageSet(folder_entries(folder, names, "train", "photographs"), {"photographs": str(folder)})
+    return ImageSet(
+        folder_entries(folder, names, "train", "photographs"), {"photographs": str(folder)}
+    )
 
 
 def same(one, other) -> bool:
@@ -100,7 +104,9 @@ class TestImages:
         assert [entry for entry, _ in ours] == [entry for entry, _ in plain] == entries
         if torch.cuda.is_available():
             pytest.skip("nvJPEG's pixels differ by a few levels")
-        wrong = [entry.name for (entry, one), (_, other) in zip(ours, plain) if not same(one, other)]
+        wrong = [
+            entry.name for (entry, one), (_, other) in zip(ours, plain) if not same(one, other)
+        ]
         assert wrong == []
 
     def test_a_second_pass_gives_the_same_and_nothing_twice(self, photographs):
@@ -117,7 +123,9 @@ class TestImages:
         entries = images.entries("train")
         expected = list(decode.decoded(images, entries))
         plain = decode.is_plain_jpeg
-        monkeypatch.setattr(decode, "is_plain_jpeg", lambda data, name: data[:1] == b"<" or plain(data, name))
+        monkeypatch.setattr(
+            decode, "is_plain_jpeg", lambda data, name: data[:1] == b"<" or plain(data, name)
+        )
         ours = list(images_dali.decoded(images, entries, 4))
         assert [entry for entry, _ in ours] == entries
         if not torch.cuda.is_available():
@@ -142,20 +150,29 @@ class TestImages:
             pytest.skip("nvJPEG's pixels differ by a few levels")
         written = {}
         for name in ("opencv", "dali"):
-            settings = make_params("keypoints", decoder=name, views_per_image=2, width=128, height=96)
+            settings = make_params(
+                "keypoints", decoder=name, views_per_image=2, width=128, height=96
+            )
             written[name] = shards_of(tmp_path / name, image_set(photographs), settings, workers)
         assert written["dali"] == written["opencv"] and len(written["dali"]) == 5
 
     def test_shards_stick_to_their_rank(self, photographs):
-        """Every pass over a rank's shards brings the same images, and the ranks together all of them."""
+        """Every pass over a rank's shards brings the same images, and the ranks together all of
+        them.
+        """
         images = image_set(photographs)
         entries = images.entries("train")
         seen = []
         for _ in range(2):
-            ranks = [[e.name for e, _ in images_dali.decoded(images, entries[rank::3], 4)] for rank in range(3)]
+            ranks = [
+                [e.name for e, _ in images_dali.decoded(images, entries[rank::3], 4)]
+                for rank in range(3)
+            ]
             seen.append(ranks)
         assert seen[0] == seen[1]
-        assert sorted(name for names in seen[0] for name in names) == [entry.name for entry in entries]
+        assert sorted(name for names in seen[0] for name in names) == [
+            entry.name for entry in entries
+        ]
 
     @pytest.mark.gpu
     def test_the_gpu_decodes_nearly_the_same(self, photographs):
@@ -188,7 +205,9 @@ class TestTorchvision:
         assert [entry for entry, _ in ours] == [entry for entry, _ in plain] == entries
         if torch.cuda.is_available():
             pytest.skip("nvJPEG's pixels differ by a few levels")
-        wrong = [entry.name for (entry, one), (_, other) in zip(ours, plain) if not same(one, other)]
+        wrong = [
+            entry.name for (entry, one), (_, other) in zip(ours, plain) if not same(one, other)
+        ]
         assert wrong == []
 
     def test_what_torchvision_refuses_pillow_decides(self, photographs, monkeypatch):
@@ -197,7 +216,9 @@ class TestTorchvision:
         expected = list(decode.decoded(images, entries))
         monkeypatch.setattr(decode, "is_plain_jpeg", lambda data, name: True)  # PNG, CMYK and all
         ours = list(decode.torchvision_decoded(images, entries))
-        names = [entry.name for (entry, one), (_, other) in zip(ours, expected) if not same(one, other)]
+        names = [
+            entry.name for (entry, one), (_, other) in zip(ours, expected) if not same(one, other)
+        ]
         # torchvision's JPEG decoder takes CMYK as it is; the stage hands it none
         assert [name for name in names if not _is_cmyk(photographs / name)] == []
 
@@ -206,7 +227,9 @@ class TestTorchvision:
             pytest.skip("nvJPEG's pixels differ by a few levels")
         written = {}
         for name in ("opencv", "torchvision"):
-            settings = make_params("keypoints", decoder=name, views_per_image=2, width=128, height=96)
+            settings = make_params(
+                "keypoints", decoder=name, views_per_image=2, width=128, height=96
+            )
             written[name] = shards_of(tmp_path / name, image_set(photographs), settings, 1)
         assert written["torchvision"] == written["opencv"] and len(written["torchvision"]) == 5
 
@@ -241,7 +264,8 @@ def shards_of(folder: Path, images: ImageSet, settings, workers: int) -> list:
     return [(folder.path / shard.file).read_bytes() for shard in folder.shards]
 
 
-FIELDS = [field.name for field in dataclasses.fields(PairBatch) if field.name != "cells"]  # of zoomed pairs only
+# Of zoomed pairs only
+FIELDS = [field.name for field in dataclasses.fields(PairBatch) if field.name != "cells"]
 
 
 def equal(one, other) -> bool:
@@ -252,9 +276,13 @@ VIEW = (160, 120)
 
 
 def jpegs(photo: np.ndarray, count: int) -> list:
-    """Files of different sizes, smoothed so that half a gray level of rounding is what the resizers may differ by."""
+    """Files of different sizes, smoothed so that half a gray level of rounding is what the resizers
+    may differ by.
+    """
     smooth = cv2.GaussianBlur(photo, (0, 0), 2)
-    return [jpeg(np.ascontiguousarray(smooth[3 * i :, 5 * i :]), "L", quality=95) for i in range(count)]
+    return [
+        jpeg(np.ascontiguousarray(smooth[3 * i :, 5 * i :]), "L", quality=95) for i in range(count)
+    ]
 
 
 def views_of(source) -> tuple:
@@ -264,21 +292,28 @@ def views_of(source) -> tuple:
 
 @needs_dali
 class TestViews:
-    """The guides' loader: resize, crop, mirror and brightness by DALI, and the homographies they make."""
+    """The guides' loader: resize, crop, mirror and brightness by DALI, and the homographies they
+    make.
+    """
 
     @pytest.mark.parametrize("batch", [1, 3, 7, 16])  # with a partial last one, and one batch only
     def test_views_and_homographies_are_those_of_opencv(self, photo, batch):
         files = jpegs(photo, 7)
         batches = list(dali_views.dali_views(files, VIEW, batch))
-        assert [len(H) for _, _, H in batches] == [batch] * (7 // batch) + [7 % batch] * bool(7 % batch)
-        ours, plain = views_of(batches), views_of(dali_views.opencv_views(files, VIEW))
+        assert [len(H) for _, _, H in batches] == [batch] * (7 // batch) + [7 % batch] * bool(
+            7 % batch
+        )
+        ours = views_of(batches)
+        plain = views_of(dali_views.opencv_views(files, VIEW))
         np.testing.assert_allclose(ours[2], plain[2])
         for side in range(2):
             assert ours[side].shape == plain[side].shape == (7, 1, VIEW[1], VIEW[0])
             assert np.abs(ours[side].astype(int) - plain[side]).mean((1, 2, 3)).max() < 0.5
 
     def test_a_mirrored_view_has_a_mirrored_homography(self, photo):
-        """View 0 warped by H is view 1 where both show the same; taken as not mirrored it is not."""
+        """View 0 warped by H is view 1 where both show the same; taken as not mirrored it is
+        not.
+        """
         files = jpegs(photo, 12)
         draws = [dali_views._draws(0, i, VIEW) for i in range(12)]
         mirrored = [one.mirror != other.mirror for one, other in draws]
@@ -287,7 +322,10 @@ class TestViews:
         assert [bool(np.linalg.det(each) < 0) for each in H] == mirrored
         for i, (one, other) in enumerate(draws):
             scale = other.brightness / one.brightness
-            errors = [difference(views0[i, 0] * scale, views1[i, 0], each) for each in (H[i], _unmirror(H[i]))]
+            errors = [
+                difference(views0[i, 0] * scale, views1[i, 0], each)
+                for each in (H[i], _unmirror(H[i]))
+            ]
             assert errors[0] < 4
             assert not mirrored[i] or errors[1] > 3 * errors[0]
 
@@ -297,7 +335,9 @@ def _unmirror(H: np.ndarray) -> np.ndarray:
 
 
 def difference(view0: np.ndarray, view1: np.ndarray, H: np.ndarray) -> float:
-    """Mean difference in gray levels where view 0, warped by H, covers view 1 and neither is saturated."""
+    """Mean difference in gray levels where view 0, warped by H, covers view 1 and neither is
+    saturated.
+    """
     warped = cv2.warpPerspective(view0.astype(np.float32), H, VIEW, borderValue=-1000.0)
     both = (warped > 0) & (warped < 250) & (view1 < 250)
     assert both.sum() > 500
@@ -321,9 +361,15 @@ class TestChoice:
 
     @pytest.mark.parametrize("name", ["synthetic", "plain"])
     @pytest.mark.parametrize("device, locked", [("cpu", 0), ("cuda", 4)])
-    def test_a_thread_locks_the_pages_of_batches_for_a_gpu(self, tmp_path, monkeypatch, name, device, locked):
-        """Without a GPU: `pin_memory` is replaced by one that copies, and notes the copy and its thread."""
-        store, copies, threads = Store(made_store(tmp_path / "store")), [], set()
+    def test_a_thread_locks_the_pages_of_batches_for_a_gpu(
+        self, tmp_path, monkeypatch, name, device, locked
+    ):
+        """Without a GPU: `pin_memory` is replaced by one that copies, and notes the copy and its
+        thread.
+        """
+        store = Store(made_store(tmp_path / "store"))
+        copies = []
+        threads = set()
 
         def pin_memory(batch):
             threads.add(threading.current_thread().name)
@@ -331,8 +377,11 @@ class TestChoice:
             return copies[-1]
 
         monkeypatch.setattr(loader.PairBatch, "pin_memory", pin_memory)
-        monkeypatch.setattr(worker_processes, "memory_of_rank", lambda *_: 0)  # no memory: no processes
-        load, ahead = loader.choose(name, torch.device(device), worker_processes.StepSize(4, 30, 280, 2))
+        # No memory: no processes
+        monkeypatch.setattr(worker_processes, "memory_of_rank", lambda *_: 0)
+        load, ahead = loader.choose(
+            name, torch.device(device), worker_processes.StepSize(4, 30, 280, 2)
+        )
         order = PairOrder(0, len(store), store.views_per_image)
 
         def make(step):
@@ -343,12 +392,18 @@ class TestChoice:
         assert len(batches) == 4 and len(copies) == locked
         assert all(any(batch is copy for copy in copies) for batch in batches) == bool(locked)
         assert threads == ({"prefetch"} if locked else set())
-        assert all(equal(one, other) for step, made in enumerate(steps) for one, other in zip(made, make(step)))
+        assert all(
+            equal(one, other)
+            for step, made in enumerate(steps)
+            for one, other in zip(made, make(step))
+        )
 
     def test_missing_dali_is_one_line_with_the_fix(self, monkeypatch):
         for name in ("nvidia.dali", "nvidia.dali.plugin.pytorch"):
             monkeypatch.setitem(sys.modules, name, None)
-        with pytest.raises(RequestError, match=r"pip install nvidia-dali-cuda1.*keypoints\.decoder: opencv") as error:
+        with pytest.raises(
+            RequestError, match=r"pip install nvidia-dali-cuda1.*keypoints\.decoder: opencv"
+        ) as error:
             decoder("dali")
         assert "\n" not in str(error.value)
 

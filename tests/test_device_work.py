@@ -1,4 +1,6 @@
-"""What a training step asks of a GPU: launches and waits. Counted without one, on tensors that have no memory."""
+"""What a training step asks of a GPU: launches and waits. Counted without one, on tensors that have
+no memory.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def launches():
 @pytest.mark.parametrize("precision, most", [("float32", 1500), ("bfloat16", 1920)])
 @pytest.mark.parametrize("least", [1024, 128])
 def test_a_step_takes_few_launches_and_reads_nothing_back(launches, precision, most, least):
-    """64 pairs of 1,024 keypoints, and of 1,024 to 128 as `train.min_keypoints` draws them; T = 30."""
+    """64 pairs of 1,024 keypoints, and of 1,024 to 128 as `train.min_keypoints` draws them; T =
+    30.
+    """
     counts = np.geomspace(1024, least, 64).round().astype(int).tolist()
     found = launches.launches_of_a_step(counts, precision)
     assert sum(found.values()) <= most, found
@@ -42,18 +46,26 @@ def test_a_read_from_the_device_is_an_error(launches):
 
 def test_lists_of_tensors_count_by_the_launches_of_their_kernel(launches):
     with launches.Launches() as counting:
-        torch._foreach_mul_([torch.zeros(3, device=META) for _ in range(203)], 2.0)  # 110 tensors a launch
-        torch._foreach_lerp_(*([torch.zeros(3, device=META) for _ in range(97)] for _ in "01"), 0.5)  # 64
+        # 110 tensors a launch
+        torch._foreach_mul_([torch.zeros(3, device=META) for _ in range(203)], 2.0)
+        # 64
+        torch._foreach_lerp_(*([torch.zeros(3, device=META) for _ in range(97)] for _ in "01"), 0.5)
     assert counting.counted == {"zeros": 203 + 2 * 97, "_foreach_mul_": 2, "_foreach_lerp_": 2}
 
 
 def test_a_device_is_asked_again_when_float32_cannot_hold_a_pair(monkeypatch):
-    """Without waiting the gradient is nan; the second attempt waits, and does that pair alone in the log domain."""
+    """Without waiting the gradient is nan; the second attempt waits, and does that pair alone in
+    the log domain.
+    """
     rng = np.random.default_rng(0)
     batch = related([pair(rng, *counts) for counts in ((20, 33), (25, 30), (9, 4))])
-    gradients, seen, steps = [], [], []
+    gradients = []
+    seen = []
+    steps = []
     log_domain = sinkhorn._log_domain
-    monkeypatch.setattr(sinkhorn, "_log_domain", lambda *problem: seen.append(1) or log_domain(*problem))
+    monkeypatch.setattr(
+        sinkhorn, "_log_domain", lambda *problem: seen.append(1) or log_domain(*problem)
+    )
     for attempts in ((True,), (False, True)):
         model = scrambled(SuperGlueConfig(dim=32, layers=1, norm="batch")).train()
         with torch.no_grad():  # the scores of one pair lead by more than float32 holds
@@ -62,6 +74,8 @@ def test_a_device_is_asked_again_when_float32_cannot_hold_a_pair(monkeypatch):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         monkeypatch.setattr(step, "_attempts", lambda device, attempts=attempts: attempts)
         steps.append(step.train_step(objective, optimizer, grad_scaler(False), [batch], 3, 1, 1.0))
-        gradients.append(torch.cat([p.detach().flatten() for p in (*model.parameters(), *model.buffers())]))
+        gradients.append(
+            torch.cat([p.detach().flatten() for p in (*model.parameters(), *model.buffers())])
+        )
     assert seen and all(done.applied for done in steps) and steps[0].sums == steps[1].sums
     assert torch.equal(*gradients)  # the running statistics moved once

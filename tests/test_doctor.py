@@ -80,14 +80,19 @@ def test_one_gpu_or_none_asks_for_no_shared_memory(gpus):
 
 
 def test_shared_memory_counts_the_batches_of_processes():
-    """4 processes, two steps each, and two in hand: 10 times 512 pairs of two views of 1,024 records of 280 bytes."""
+    """4 processes, two steps each, and two in hand: 10 times 512 pairs of two views of 1,024
+    records of 280 bytes.
+    """
     step = StepSize(pairs=512, keypoints=1024, record=280)
     batches = Plan(4, 2).shared(step)
     assert 10 * 512 * 2 * 1024 * 280 <= batches < 1.001 * 10 * 512 * 2 * 1024 * 280
     found = machine.check_shared_memory(2 * GIB, 0, batches)
     assert found.level == WARN and "--shm-size=3g" in found.text and "fewer processes" in found.text
     assert machine.check_shared_memory(3 * GIB, 0, batches).level == OK
-    assert machine.check_shared_memory(64 * MIB, machine.shared_memory_needed(8), batches).level == FAIL
+    assert (
+        machine.check_shared_memory(64 * MIB, machine.shared_memory_needed(8), batches).level
+        == FAIL
+    )
 
 
 def test_the_doctor_counts_the_processes_of_params_yaml(monkeypatch, tmp_path, root):
@@ -133,7 +138,11 @@ def test_a_tracking_server_that_refuses_its_name():
 def test_an_unreachable_server_is_a_warning(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter22@127.0.0.1:1")
     (found,) = doctor.mlflow()
-    assert found.level == WARN and "http://127.0.0.1:1 does not answer" in found.text and "hunter22" not in found.text
+    assert (
+        found.level == WARN
+        and "http://127.0.0.1:1 does not answer" in found.text
+        and "hunter22" not in found.text
+    )
 
 
 def test_a_check_that_breaks_is_a_warning():
@@ -148,7 +157,9 @@ def test_quick_prints_one_line_and_exits_2(root, tmp_path):
     (tmp_path / "params.yaml").write_text((root / "params.yaml").read_text())
     environment = dict(os.environ, PYTHONPATH=str(root))
     command = f"ulimit -n 64; exec {sys.executable} -m pipeline.doctor --quick"
-    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert (
         "open files: limit 64" in done.stderr
@@ -184,7 +195,9 @@ def test_photographs_of_a_folder_are_those_that_fetch_listed(make_params, tmp_pa
     monkeypatch.chdir(tmp_path)
     folder = make_params("fetch", source="folder", path="photos")
     assert doctor.photographs(folder) == 0
-    entries = [Entry(f"{number}.jpg", "train", "train", f"{number}.jpg", 9, "") for number in range(7)]
+    entries = [
+        Entry(f"{number}.jpg", "train", "train", f"{number}.jpg", 9, "") for number in range(7)
+    ]
     manifest.write(doctor.MANIFEST, entries)
     assert doctor.photographs(folder) == 7
     assert doctor.photographs(make_params("fetch")) == 16

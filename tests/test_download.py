@@ -19,7 +19,8 @@ from pipeline.fetch import download as downloads
 from pipeline.fetch.download import download, verified
 
 DATA = random.Random(0).randbytes(3_000_000)
-MD5, SIZE = hashlib.md5(DATA).hexdigest(), len(DATA)
+MD5 = hashlib.md5(DATA).hexdigest()
+SIZE = len(DATA)
 
 
 @pytest.fixture(autouse=True)
@@ -41,14 +42,18 @@ def server():
 def fetch(server, folder, size=SIZE):
     target = folder / "file.zip"
     seen = list(download([f"{server.url}/file.zip"], target, MD5, size))
-    assert target.read_bytes() == server.data and seen == sorted(seen) and seen[-1] == len(server.data)
+    assert (
+        target.read_bytes() == server.data and seen == sorted(seen) and seen[-1] == len(server.data)
+    )
     assert sorted(path.name for path in folder.iterdir()) == ["file.zip", "file.zip.json"]
     return target
 
 
 def once_over(server, allowance=1.02):
     """How many bytes were sent, against the size of the file."""
-    assert server.sent <= allowance * len(server.data), f"{server.sent / len(server.data):.3f} times the file"
+    assert server.sent <= allowance * len(server.data), (
+        f"{server.sent / len(server.data):.3f} times the file"
+    )
 
 
 CASES = {
@@ -64,7 +69,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("repeat", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 10))])
+@pytest.mark.parametrize(
+    "repeat", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 10))]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_each_fault_is_survived_with_hardly_a_byte_sent_twice(server, tmp_path, name, repeat):
     server.faults = list(CASES[name])
@@ -111,10 +118,13 @@ def test_a_second_address_takes_over_where_the_first_one_left(server, tmp_path):
 def test_it_gives_up_after_some_tries_and_keeps_what_it_has(server, tmp_path, no_waiting):
     server.faults = [1_000_000, *["503"] * 50]
     with pytest.raises(
-        WorkError, match=r"too many 503 error responses.*1000000 bytes are kept, run again.*COCO_MIRROR"
+        WorkError,
+        match=r"too many 503 error responses.*1000000 bytes are kept, run again.*COCO_MIRROR",
     ):
         fetch(server, tmp_path)
-    assert len(server.requests) == 1 + downloads.TRIES + 1 and no_waiting.count(1) == downloads.TRIES
+    assert (
+        len(server.requests) == 1 + downloads.TRIES + 1 and no_waiting.count(1) == downloads.TRIES
+    )
     server.faults = []
     fetch(server, tmp_path)
     once_over(server)
@@ -123,7 +133,9 @@ def test_it_gives_up_after_some_tries_and_keeps_what_it_has(server, tmp_path, no
 def test_a_wrong_checksum_is_put_aside_and_both_are_named(server, tmp_path):
     server.data = bytes([DATA[0] ^ 1]) + DATA[1:]
     wrong = hashlib.md5(server.data).hexdigest()
-    with pytest.raises(WorkError, match=f"wrong MD5 {wrong}, expected {MD5}; moved to .*file.zip.bad"):
+    with pytest.raises(
+        WorkError, match=f"wrong MD5 {wrong}, expected {MD5}; moved to .*file.zip.bad"
+    ):
         fetch(server, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["file.zip.bad"]
     (tmp_path / "file.zip.bad").unlink()
@@ -157,8 +169,8 @@ def test_killed_after_its_last_byte_it_asks_for_nothing(server, tmp_path):
 def test_killed_at_random_it_goes_on(server, tmp_path, root):
     """SIGKILL to the downloading process: what is in its file is not sent again."""
     program = (
-        "import sys; from pathlib import Path; from pipeline.fetch import download\n"
-        f"for have in download.download([sys.argv[1]], Path(sys.argv[2]), sys.argv[3], {len(DATA)}): pass\n"
+        "import sys; from pathlib import Path; from pipeline.fetch import download\nfor have in"
+        f" download.download([sys.argv[1]], Path(sys.argv[2]), sys.argv[3], {len(DATA)}): pass\n"
     )
     command = [sys.executable, "-c", program, server.url, str(tmp_path / "file.zip"), MD5]
     part = tmp_path / "file.zip.part"
@@ -171,7 +183,8 @@ def test_killed_at_random_it_goes_on(server, tmp_path, root):
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    kept, before = part.stat().st_size, -1
+    kept = part.stat().st_size
+    before = -1
     while before != server.sent:  # it still sends a piece or two to the one that was killed
         before = server.sent
         time.sleep(0.5)

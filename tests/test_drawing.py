@@ -27,7 +27,8 @@ def panel(heights, scores, wrong=None, **more):
 def crossing(picture, height):
     """The colour in which a level match crosses the white gap, freed of what shines through.
 
-    OpenCV's antialiased line covers nine tenths of the pixels it runs through, so this is right to a tenth of 255.
+    OpenCV's antialiased line covers nine tenths of the pixels it runs through, so this is right to
+    a tenth of 255.
     """
     seen = picture[BAR + height, MIDDLE].astype(float)
     return (seen - (1 - drawing.OPACITY) * 255) / drawing.OPACITY
@@ -55,8 +56,11 @@ def test_lines_shine_through_and_have_the_colour_of_their_place():
 def test_wrong_matches_are_red_crosses_and_over_the_right_ones():
     picture = draw(BLACK, BLACK, [panel([40, 40, 100], [0.9, 0.1, 0.9], [False, True, False])])
     np.testing.assert_allclose(crossing(picture, 40), RED, atol=26)
-    np.testing.assert_allclose(crossing(picture, 100), drawing.colours_of(rows(100), 300)[0], atol=30)
-    above = picture[BAR + 40 - 3, 145:149].astype(int)  # an arm of the cross reaches where a dot does not
+    np.testing.assert_allclose(
+        crossing(picture, 100), drawing.colours_of(rows(100), 300)[0], atol=30
+    )
+    # An arm of the cross reaches where a dot does not
+    above = picture[BAR + 40 - 3, 145:149].astype(int)
     assert (np.abs(above - RED).max(axis=1) < 100).any()
 
 
@@ -79,12 +83,17 @@ def test_lines_are_taken_from_all_parts_of_the_image_in_turn():
 
 def test_the_legend_names_what_is_there_and_nothing_else():
     colour = "colour: place in the first image"
-    assert drawing.legend([panel([1], [1.0])]) == drawing.legend([panel([1], [1.0], [False])]) == colour
+    assert (
+        drawing.legend([panel([1], [1.0])])
+        == drawing.legend([panel([1], [1.0], [False])])
+        == colour
+    )
     assert drawing.legend([panel([], [])]) == ""
     many = [panel(range(200), np.ones(200), np.arange(200) == 3, wrong_means="off")]
     assert (
         drawing.legend(many)
-        == f"{colour};   red crosses: off;   lines: 100 matches spread over the image, dots: the others"
+        == f"{colour};   red crosses: off;   lines: 100 matches spread over the image, dots: the"
+        " others"
     )
 
 
@@ -95,14 +104,18 @@ def test_text_fits_into_its_bar():
 
 
 def test_an_overlay_keeps_the_rest_of_the_image_bright():
-    image, warped = np.full((2, 2, 3), 200, np.uint8), np.full((2, 2, 3), 100, np.uint8)
+    image = np.full((2, 2, 3), 200, np.uint8)
+    warped = np.full((2, 2, 3), 100, np.uint8)
     found = drawing.overlay(warped, image, np.array([[True, False]] * 2), 0.5)
     assert (found[:, 0] == 150).all() and (found[:, 1] == 200).all()
 
 
 def test_panels_lie_below_each_other_and_photographs_stay_in_colour(tmp_path):
-    image0, image1 = np.full((60, 80), 90, np.uint8), np.full((50, 70, 3), (10, 90, 200), np.uint8)
-    one = Panel("x" * 200, rows(10)[:, ::-1] * 0 + 5, np.full((1, 2), 5.0), np.ones(1), np.array([False]))
+    image0 = np.full((60, 80), 90, np.uint8)
+    image1 = np.full((50, 70, 3), (10, 90, 200), np.uint8)
+    one = Panel(
+        "x" * 200, rows(10)[:, ::-1] * 0 + 5, np.full((1, 2), 5.0), np.ones(1), np.array([False])
+    )
     picture = draw(image0, image1, [one, one])
     assert picture.shape == (2 * (60 + BAR) + BAR, 80 + GAP + 70, 3)
     np.testing.assert_array_equal(picture[BAR + 40, 80 + GAP + 40], (10, 90, 200))
@@ -116,13 +129,16 @@ def test_large_images_are_reduced_and_points_with_them():
     ends = np.array([[1000.5, 100.5]])
     picture = draw(large, BLACK, [Panel("", ends, rows(100), np.ones(1))])
     assert picture.shape == (200 + 2 * BAR, drawing.SIDE + GAP + 300, 3)
+    # The centre of 1000.5 is that of pixel 500
     np.testing.assert_allclose(
         picture[BAR + 50, 500], drawing.colours_of(ends / 2, drawing.SIDE)[0], atol=4
-    )  # the centre of 1000.5 is that of pixel 500
+    )
 
 
 def test_a_picture_of_no_matches():
-    assert draw(BLACK, BLACK, [Panel("nothing", np.zeros((0, 2)), np.zeros((0, 2)), np.zeros(0))]).any()
+    assert draw(
+        BLACK, BLACK, [Panel("nothing", np.zeros((0, 2)), np.zeros((0, 2)), np.zeros(0))]
+    ).any()
 
 
 def test_what_cannot_be_encoded_is_an_os_error():

@@ -34,7 +34,8 @@ from superglue_sift.matcher import PairMatches
 
 PARAMS = """
 views:
-  homography: {scale_min: 0.6, perspective: 0.2, rotation_deg: 30.0, tilt_deg: 0.0, max_upscale: 2.0}
+  homography:
+    {scale_min: 0.6, perspective: 0.2, rotation_deg: 30.0, tilt_deg: 0.0, max_upscale: 2.0}
   photometric: {brightness: 0.1, contrast: 0.1, gamma: 0.1, blur: 0.3, noise: 0.01, jpeg: 0.2}
 evaluate:
   width: 160
@@ -42,7 +43,12 @@ evaluate:
   pairs_per_image: 3
   max_keypoints: 100
 """
-CONFIDENCE = ("precision_recall.csv", "precision_at_recall.csv", "operating_points.csv", "calibration.csv")
+CONFIDENCE = (
+    "precision_recall.csv",
+    "precision_at_recall.csv",
+    "operating_points.csv",
+    "calibration.csv",
+)
 
 
 def workspace(folder, photo):
@@ -61,8 +67,11 @@ def work(tmp_path, photo):
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory, photo):
-    """Evaluations without options and with `--bound`, run once: their folder, and what each printed."""
-    folder, printed = workspace(tmp_path_factory.mktemp("done"), photo), {}
+    """Evaluations without options and with `--bound`, run once: their folder, and what each
+    printed.
+    """
+    folder = workspace(tmp_path_factory.mktemp("done"), photo)
+    printed = {}
     for name, words in (("out", ()), ("bound", ("--bound",))):
         with contextlib.redirect_stdout(io.StringIO()) as stream:
             assert run(folder, *words, out=name) == 0
@@ -71,7 +80,14 @@ def done(tmp_path_factory, photo):
 
 
 def run(folder, *extra, out="out"):
-    words = ["--model", folder / "model.safetensors", "--params", folder / "params.yaml", "--out", folder / out]
+    words = [
+        "--model",
+        folder / "model.safetensors",
+        "--params",
+        folder / "params.yaml",
+        "--out",
+        folder / out,
+    ]
     words += ["--images", folder / "images", "--batch", "4", "--device", "cpu", "--pictures", "4"]
     words += ["--threshold", "0.1", *extra]
     return errors.run(evaluate.main, [str(word) for word in words])
@@ -93,7 +109,9 @@ def test_held_out_images_from_end_to_end(done):
     assert all(metrics[f"{matcher}.pairs"] == 6 for matcher in MATCHERS)
     lines = read_csv(out / "pairs.csv")
     assert len(lines) == 6 * len(MATCHERS)
-    assert [line["pair"] for line in lines[:: len(MATCHERS)]] == [f"{n}.png#{k}" for n in "ab" for k in range(3)]
+    assert [line["pair"] for line in lines[:: len(MATCHERS)]] == [
+        f"{n}.png#{k}" for n in "ab" for k in range(3)
+    ]
     printed = done.printed["out"]
     assert "2 held-out images (test), 160x120, 100 keypoints, 6 pairs" in printed
     assert "SuperGlue (ours)" in printed
@@ -113,7 +131,8 @@ def test_curves_of_precision_and_recall_agree_with_the_table(done):
     precision = [float(line["superglue"]) for line in swept]
     assert precision == sorted(precision, reverse=True) and len(precision) > 20
     asked = metrics["ratio_test.recall"]
-    below, above = math.floor(100 * asked), math.ceil(100 * asked)
+    below = math.floor(100 * asked)
+    above = math.ceil(100 * asked)
     assert precision[above] <= metrics["superglue.precision_at_ratio_recall"] <= precision[below]
     points = read_csv(out / "curves" / "operating_points.csv")
     for line in points:
@@ -139,18 +158,31 @@ def test_an_auc_can_be_made_again_by_hand_from_pairs_csv(done):
 def test_every_matcher_has_metrics_of_aligned_matches(work, done, capsys):
     """Only estimates from the matches change; `--no-refine` leaves them out."""
     assert run(work, "--no-refine", "--bound", out="plain") == 0
-    bound, printed = done.folder / "bound", done.printed["bound"]
-    both, plain = (json.loads((out / "metrics.json").read_text()) for out in (bound, work / "plain"))
+    bound = done.folder / "bound"
+    printed = done.printed["bound"]
+    both, plain = (
+        json.loads((out / "metrics.json").read_text()) for out in (bound, work / "plain")
+    )
     assert {name: value for name, value in both.items() if "aligned" not in name} == plain
     for matcher in (*MATCHERS, "true_matches"):
-        assert {f"{matcher}.auc_{name}_aligned_{px}" for name in ("ransac", "dlt") for px in (1, 3, 5, 10)} < set(both)
+        assert {
+            f"{matcher}.auc_{name}_aligned_{px}"
+            for name in ("ransac", "dlt")
+            for px in (1, 3, 5, 10)
+        } < set(both)
         assert both[f"{matcher}.estimated_ransac_aligned"] == both[f"{matcher}.estimated_ransac"]
-    for matcher in ("mutual_nn", "ratio_test", "true_matches"):  # views of a photograph: pixels know better than SIFT
+    # Views of a photograph: pixels know better than SIFT
+    for matcher in ("mutual_nn", "ratio_test", "true_matches"):
         assert both[f"{matcher}.auc_ransac_aligned_1"] > both[f"{matcher}.auc_ransac_1"] + 0.05
     for name in ("intervals.csv", "differences.csv"):
         assert "auc_ransac_aligned_3" in {line["figure"] for line in read_csv(bound / name)}
-    detected, aligned = printed.split("\naligned ")[0], printed.split("\naligned ")[1]
-    assert "as detected" in detected and "true matches (bound)" in detected and "true matches (bound)" in aligned
+    detected = printed.split("\naligned ")[0]
+    aligned = printed.split("\naligned ")[1]
+    assert (
+        "as detected" in detected
+        and "true matches (bound)" in detected
+        and "true matches (bound)" in aligned
+    )
     assert "AUC@5 RANSAC aligned" in printed and "aligned" not in capsys.readouterr().out
     assert "aligned" in json.loads((bound / "protocol.json").read_text())
     assert "aligned" not in (work / "plain" / "index.html").read_text()
@@ -160,7 +192,9 @@ def test_the_true_matches_are_a_row_and_no_baseline(work, done, capsys):
     assert "true matches (bound)" in done.printed["bound"]
     metrics = json.loads((done.folder / "bound" / "metrics.json").read_text())
     assert metrics["true_matches.precision"] == metrics["true_matches.recall"] == 1.0
-    assert "true_matches" not in {line["baseline"] for line in read_csv(done.folder / "bound" / "differences.csv")}
+    assert "true_matches" not in {
+        line["baseline"] for line in read_csv(done.folder / "bound" / "differences.csv")
+    }
     assert run(work, "--bound", "--poses", "x") == 2
     assert "--bound needs homographies" in capsys.readouterr().err
 
@@ -179,7 +213,9 @@ def test_other_estimators_lead_where_they_were_asked_for(work, done, capsys):
 
 
 def test_another_place_gives_the_same_bytes_of_every_file(work, monkeypatch):
-    """So that two clones end with one dvc.lock: no time, path or name of a machine in any output."""
+    """So that two clones end with one dvc.lock: no time, path or name of a machine in any
+    output.
+    """
     monkeypatch.setattr("pipeline.evaluate.protocol.LEVELS", {"blur (px)": (heldout.blur, (3.0,))})
     shutil.copytree(work, work / "elsewhere")
     assert run(work, "--robustness", "1") == run(work / "elsewhere", "--robustness", "1") == 0
@@ -196,9 +232,14 @@ def test_workers_and_other_images_do_not_matter(work, make_params, photo):
     images = sources.open_manifest(work / "images")
     entries = images.entries("test")
     source = heldout.HeldOutPairs(images, entries * 4, section)
-    threaded = list(prefetched(lambda unit: inputs.extract(source, unit, 60), [[n] for n in range(8)], 4, 4))
+    threaded = list(
+        prefetched(lambda unit: inputs.extract(source, unit, 60), [[n] for n in range(8)], 4, 4)
+    )
     both = [pair for found, _ in threaded[:2] for pair in found]
-    assert all(found[0].pair.records1.tobytes() == both[0].pair.records1.tobytes() for found, _ in threaded[::2])
+    assert all(
+        found[0].pair.records1.tobytes() == both[0].pair.records1.tobytes()
+        for found, _ in threaded[::2]
+    )
     only, _ = inputs.extract(heldout.HeldOutPairs(images, entries[1:], section), [0], 60)
     assert [pair.name for pair in both[2:]] == [pair.name for pair in only]
     for first, second in zip(both[2:], only):
@@ -217,14 +258,19 @@ def test_units_come_in_order_up_to_a_wrong_request():
         time.sleep(0.01 * (unit % 3))
         return unit
 
-    begun, found = [], []
+    begun = []
+    found = []
     with pytest.raises(errors.RequestError, match="unit 6 is wrong"):
-        found.extend(map_over_ranks(range(9), None, prepare, lambda unit: begun.append(unit) or unit, score))
+        found.extend(
+            map_over_ranks(range(9), None, prepare, lambda unit: begun.append(unit) or unit, score)
+        )
     assert found == begun == [0, 1, 2, 3, 4, 5]
 
 
 def test_pictures_have_the_colours_of_the_photograph(tmp_path, make_params, color_photo):
-    """With the brightness that was matched: only the two other channels differ from the gray view."""
+    """With the brightness that was matched: only the two other channels differ from the gray
+    view.
+    """
     bgr = np.ascontiguousarray(color_photo[..., ::-1])
     write_image_set(tmp_path / "images", {"cat.png": bgr}, "test")
     section = make_params("evaluate", width=160, height=120, pairs_per_image=1, max_keypoints=60)
@@ -239,12 +285,15 @@ def test_pictures_have_the_colours_of_the_photograph(tmp_path, make_params, colo
 
 def test_homography_of_a_pair_maps_its_pixels(work, make_params):
     quiet = dict.fromkeys(("brightness", "contrast", "gamma", "blur", "noise", "jpeg"), 0.0)
-    section = make_params("evaluate", width=160, height=120, pairs_per_image=2, views={"photometric": quiet})
+    section = make_params(
+        "evaluate", width=160, height=120, pairs_per_image=2, views={"photometric": quiet}
+    )
     images = sources.open_manifest(work / "images")
     source = heldout.HeldOutPairs(images, images.entries("test"), section)
     scene = source.load(0)
     for pair in scene.pairs:
-        image0, image1 = scene.images[pair.first], scene.images[pair.second]
+        image0 = scene.images[pair.first]
+        image1 = scene.images[pair.second]
         warped = cv2.warpPerspective(image0, pair.truth, (160, 120))
         shown = cv2.warpPerspective(np.full_like(image0, 255), pair.truth, (160, 120)) == 255
         shown = cv2.erode(shown.astype(np.uint8), np.ones((9, 9))) > 0
@@ -289,7 +338,9 @@ def test_the_papers_protocol_and_its_variants(work, monkeypatch, capsys):
     assert 'href="160x120-50/index.html"' in page and "&ndash;" in page
 
 
-def test_the_papers_protocol_takes_one_pair_of_a_photograph_where_that_is_enough(work, monkeypatch, capsys):
+def test_the_papers_protocol_takes_one_pair_of_a_photograph_where_that_is_enough(
+    work, monkeypatch, capsys
+):
     monkeypatch.setattr(protocol, "VARIANTS", ((160, 120, 50),))
     assert run(work, "--paper", "1", "--estimators", "dlt,ransac") == 0
     rows = read_csv(work / "out" / "160x120-50" / "pairs.csv")
@@ -318,7 +369,10 @@ def test_a_further_baseline_stands_in_every_table(work, monkeypatch, capsys):
     metrics = json.loads((work / "out" / "metrics.json").read_text())
     assert metrics["lightglue.pairs"] == 6 and metrics["lightglue.matches"] > 20
     assert len(read_csv(work / "out" / "pairs.csv")) == 6 * (len(MATCHERS) + 1)
-    assert {line["matcher"] for line in read_csv(work / "out" / "intervals.csv")} == {*MATCHERS, "lightglue"}
+    assert {line["matcher"] for line in read_csv(work / "out" / "intervals.csv")} == {
+        *MATCHERS,
+        "lightglue",
+    }
     assert "LightGlue" in (work / "out" / "index.html").read_text()
     assert "SKIP" not in capsys.readouterr().out
 
@@ -330,30 +384,60 @@ def test_a_further_model_stands_in_every_table(work, capsys):
     assert run(work, "--no-refine", "--also", named[0], "--also", named[1]) == 0
     found = json.loads((work / "out" / "metrics.json").read_text())
     assert found["shipped.pairs"] == found["further.pairs"] == 6
-    lines = [line for line in read_csv(work / "out" / "differences.csv") if line["figure"] == "precision"]
+    lines = [
+        line for line in read_csv(work / "out" / "differences.csv") if line["figure"] == "precision"
+    ]
     assert [line["baseline"] for line in lines][1:] == ["shipped", "further"]
-    assert float(lines[-1]["value"]) == pytest.approx(found["superglue.precision"] - found["further.precision"])
+    assert float(lines[-1]["value"]) == pytest.approx(
+        found["superglue.precision"] - found["further.precision"]
+    )
     models = json.loads((work / "out" / "protocol.json").read_text())["models beside it"]
-    assert models["shipped"]["file"].endswith("other.safetensors") and list(models) == ["shipped", "further"]
+    assert models["shipped"]["file"].endswith("other.safetensors") and list(models) == [
+        "shipped",
+        "further",
+    ]
     order = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "  6  " in line]
     assert order[:3] == ["SuperGlue", "shipped", "further"]
 
 
-def test_where_training_kept_its_weights_that_is_said_once_and_nothing_is_compared_with_itself(work, capsys):
+def test_where_training_kept_its_weights_that_is_said_once_and_nothing_is_compared_with_itself(
+    work, capsys
+):
     write_model(work / "model.safetensors", about={"step": 0})
     write_model(work / "begun_from.safetensors", about={"step": 2400})
     assert run(work, "--no-refine", "--also", f"shipped={work / 'begun_from.safetensors'}") == 0
-    said = "Training kept the weights it began with: shipped is the same model as ours, so it has no rows of its own"
+    said = (
+        "Training kept the weights it began with: shipped is the same model as ours, so it has no"
+        " rows of its own"
+    )
     assert capsys.readouterr().out.count(said) == 1
     assert (work / "out" / "index.html").read_text().count(said) == 1
-    assert not any(name.startswith("shipped.") for name in json.loads((work / "out" / "metrics.json").read_text()))
+    assert not any(
+        name.startswith("shipped.")
+        for name in json.loads((work / "out" / "metrics.json").read_text())
+    )
     baselines = {line["baseline"] for line in read_csv(work / "out" / "differences.csv")}
     assert baselines <= set(MATCHERS)
     # another threshold gives other matches, so these rows stay
     write_model(work / "begun_from.safetensors", about={"match_threshold": 0.05})
-    assert run(work, "--no-refine", "--threshold", "0", "--also", f"shipped={work / 'begun_from.safetensors'}") == 0
+    assert (
+        run(
+            work,
+            "--no-refine",
+            "--threshold",
+            "0",
+            "--also",
+            f"shipped={work / 'begun_from.safetensors'}",
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
-    assert printed.count("Training kept the weights it began with: shipped has the weights of ours and another") == 1
+    assert (
+        printed.count(
+            "Training kept the weights it began with: shipped has the weights of ours and another"
+        )
+        == 1
+    )
     assert "shipped.precision" in json.loads((work / "out" / "metrics.json").read_text())
 
 
@@ -361,7 +445,12 @@ def test_a_model_brings_its_own_threshold(work):
     """--threshold 0: the threshold of the model; another value is used for all models."""
     write_model(work / "model.safetensors", about={"match_threshold": 0.35})
     write_model(work / "other.safetensors")
-    assert run(work, "--no-refine", "--threshold", "0", "--also", f"other={work / 'other.safetensors'}") == 0
+    assert (
+        run(
+            work, "--no-refine", "--threshold", "0", "--also", f"other={work / 'other.safetensors'}"
+        )
+        == 0
+    )
     found = json.loads((work / "out" / "metrics.json").read_text())
     assert (found["superglue.threshold"], found["other.threshold"]) == (0.35, 0.2)
     assert found["superglue.matches"] < found["other.matches"]
@@ -370,9 +459,15 @@ def test_a_model_brings_its_own_threshold(work):
 
 
 def test_growing_disturbances(work, monkeypatch):
-    monkeypatch.setattr("pipeline.evaluate.protocol.LEVELS", {"blur (px)": (heldout.blur, (0.0, 3.0))})
+    monkeypatch.setattr(
+        "pipeline.evaluate.protocol.LEVELS", {"blur (px)": (heldout.blur, (0.0, 3.0))}
+    )
     assert run(work, "--no-refine", "--robustness", "2") == 0
-    lines = [line for line in read_csv(work / "out" / "robustness.csv") if line["condition"] == "blur (px)"]
+    lines = [
+        line
+        for line in read_csv(work / "out" / "robustness.csv")
+        if line["condition"] == "blur (px)"
+    ]
     assert [(line["level"], line["pairs"]) for line in lines] == [("0", "2"), ("3", "2")]
     page = (work / "out" / "index.html").read_text()
     assert "blur (px) 3" in page and "data:image/jpeg" in page
@@ -392,15 +487,22 @@ def test_unreadable_and_tiny_images_are_counted_and_listed(work, photo, capsys):
 
 def test_a_folder_of_pairs_from_end_to_end(work, photo, capsys):
     for name, H in (("shifted", SHIFT), ("turned", TURN)):
-        write_sequence(work / "pairs" / name, np.ascontiguousarray(photo[:240, :320]), {2: H, 3: np.eye(3)})
+        write_sequence(
+            work / "pairs" / name, np.ascontiguousarray(photo[:240, :320]), {2: H, 3: np.eye(3)}
+        )
     assert run(work, "--pairs", work / "pairs", "--resize", "0", "--max-keypoints", "300") == 0
     metrics = json.loads((work / "out" / "metrics.json").read_text())
     assert metrics["ratio_test.pairs"] == 4
     assert metrics["ratio_test.precision"] > 0.8 and metrics["ratio_test.auc_ransac_3"] > 0.5
     assert metrics["superglue.precision"] > 0.8 and metrics["superglue.auc_dlt_5"] > 0.5
-    assert {line["scene"] for line in read_csv(work / "out" / "scenes.csv")} == {"shifted", "turned"}
+    assert {line["scene"] for line in read_csv(work / "out" / "scenes.csv")} == {
+        "shifted",
+        "turned",
+    }
     printed = capsys.readouterr().out
-    assert "pairs: 2 sequences, full size, 300 keypoints, 4 pairs" in printed and "turned" in printed
+    assert (
+        "pairs: 2 sequences, full size, 300 keypoints, 4 pairs" in printed and "turned" in printed
+    )
 
 
 def test_pairs_need_no_params_file_at_hand(work, photo, monkeypatch):
@@ -488,16 +590,27 @@ def test_results_reach_the_run_of_the_training(work, monkeypatch):
     assert run(work, "--mlflow-run", "run.json") == 0
     metrics, step = events[0]
     assert step == 7 and {"auc_5", "recall_at_p", "auc_5_gain"} <= set(metrics)
-    assert sum(name.startswith("verdict/") for name in metrics) == len(metrics) - 3 and None not in metrics.values()
-    area, full = metrics["auc_5"], json.loads((work / "out" / "metrics.json").read_text())
+    assert (
+        sum(name.startswith("verdict/") for name in metrics) == len(metrics) - 3
+        and None not in metrics.values()
+    )
+    area = metrics["auc_5"]
+    full = json.loads((work / "out" / "metrics.json").read_text())
     assert metrics["verdict/auc_5_aligned"] == full["superglue.auc_ransac_aligned_5"]
     best = max(full[f"{name}.auc_ransac_5"] for name in MATCHERS[1:])
     assert metrics["auc_5_gain"] == pytest.approx(area - best, abs=2e-6)
     short = json.loads((work / "out" / "summary.json").read_text())
-    assert {name.rpartition("/")[2]: value for name, value in metrics.items()} == short and len(short) <= 10
+    assert {name.rpartition("/")[2]: value for name, value in metrics.items()} == short and len(
+        short
+    ) <= 10
     (note,) = (event[1] for event in events if event[0] == f"AUC@5 {100 * area:.1f}")
-    cells = ["SuperGlue (ours)", *(f"{100 * metrics[name]:.1f}" for name in ("auc_5", "verdict/auc_5_aligned"))]
-    assert f"| {' | '.join(cells)} |" in note.replace("&nbsp;&nbsp;&nbsp;", "").replace("&nbsp;", " ")
+    cells = [
+        "SuperGlue (ours)",
+        *(f"{100 * metrics[name]:.1f}" for name in ("auc_5", "verdict/auc_5_aligned")),
+    ]
+    assert f"| {' | '.join(cells)} |" in note.replace("&nbsp;&nbsp;&nbsp;", "").replace(
+        "&nbsp;", " "
+    )
     for name in ("gain-median", "gain-most"):
         assert f"get-artifact?path=test/pictures/{name}.png&run_uuid={{run_id}}" in note
         assert (work / "out" / "pictures" / f"{name}.png").is_file()
@@ -538,14 +651,38 @@ def test_any_number_of_processes_gives_the_same_bytes(work, photo, root, process
     write_image_set(work / "five", images, "test", broken=["bad.jpg"])
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     assert run(work, "--images", work / "five") == 0
-    words = ["--model", "model.safetensors", "--params", "params.yaml", "--images", "five", "--batch", "4"]
+    words = [
+        "--model",
+        "model.safetensors",
+        "--params",
+        "params.yaml",
+        "--images",
+        "five",
+        "--batch",
+        "4",
+    ]
     words += ["--threshold", "0.1"]
-    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port", str(free_port())]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        f"--nproc_per_node={processes}",
+        "--master_port",
+        str(free_port()),
+    ]
     command = [sys.executable, *torchrun, "-m", "pipeline.evaluate", *words, "--out", "many"]
-    done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=work, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("SuperGlue (ours)") == 4  # matches, as detected, aligned, pairs with nothing in common
-    for name in ("metrics.json", "pairs.csv", "scenes.csv", "bad_images.csv", "curves/calibration.csv"):
+    # Matches, as detected, aligned, pairs with nothing in common
+    assert done.stdout.count("SuperGlue (ours)") == 4
+    for name in (
+        "metrics.json",
+        "pairs.csv",
+        "scenes.csv",
+        "bad_images.csv",
+        "curves/calibration.csv",
+    ):
         assert (work / "out" / name).read_bytes() == (work / "many" / name).read_bytes(), name
 
 
@@ -553,9 +690,26 @@ def test_a_wrong_request_ends_every_process(work, photo, root):
     for name in "abc":
         write_sequence(work / "pairs" / name, np.ascontiguousarray(photo[:120, :160]), {2: SHIFT})
     (work / "pairs" / "b" / "2.png").write_bytes(b"nothing")
-    words = ["--model", "model.safetensors", "--params", "params.yaml", "--pairs", "pairs", "--batch", "1"]
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(free_port())]
+    words = [
+        "--model",
+        "model.safetensors",
+        "--params",
+        "params.yaml",
+        "--pairs",
+        "pairs",
+        "--batch",
+        "1",
+    ]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--master_port",
+        str(free_port()),
+    ]
     command = [sys.executable, *torchrun, "-m", "pipeline.evaluate", *words, "--out", "many"]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=work, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode != 0 and "2.png: not an image" in done.stderr, done.stderr

@@ -38,13 +38,18 @@ def test_export_keeps_weights_and_says_where_they_come_from(work, capsys):
     assert run(work) == 0
     tensors, info = load_model_file(work / "models" / "superglue.safetensors")
     original, _ = load_model_file(work / "best.safetensors")
-    assert set(tensors) == set(original) and all(torch.equal(tensors[name], original[name]) for name in original)
+    assert set(tensors) == set(original) and all(
+        torch.equal(tensors[name], original[name]) for name in original
+    )
     described = json.loads((work / "models" / "superglue.json").read_text())
     assert described == info
     assert info["model"]["layers"] == 1 and info["step"] == 7
     assert info["metrics"]["superglue.precision"] == 0.5
     assert info["params"]["train.lr"] > 0 and info["params"]["views.homography.scale_min"] > 0
-    assert info["provenance"]["data.digest"] == "abc" and len(info["provenance"]["source.sha256"]) == 64
+    assert (
+        info["provenance"]["data.digest"] == "abc"
+        and len(info["provenance"]["source.sha256"]) == 64
+    )
     assert info["provenance"]["version"] and info["provenance"]["version.torch"]
     assert "parameters" in capsys.readouterr().out
 
@@ -79,11 +84,15 @@ def test_the_file_is_the_same_in_another_clone_at_another_commit(work, monkeypat
 
 def test_the_file_names_no_place_of_the_machine_that_trained(work):
     places = {"path": "/home/me/photos", "val_path": "/home/me/held-out", "root": "/home/me"}
-    sections = json.loads(json.dumps(params.load_all(work / "params.yaml"), default=lambda one: one.model_dump()))
+    sections = json.loads(
+        json.dumps(params.load_all(work / "params.yaml"), default=lambda one: one.model_dump())
+    )
     sections["fetch"].update(source="folder", content="0123", **places)
     sections["train"]["init_from"] = "/home/me/model.safetensors"
     (work / "params.yaml").write_text(json.dumps(file_of(sections)))  # JSON is YAML
-    write_model(work / "best.safetensors", about={"train": sections["train"], "initial_weights": "4567"})
+    write_model(
+        work / "best.safetensors", about={"train": sections["train"], "initial_weights": "4567"}
+    )
     assert run(work) == 0
     assert all(b"/home" not in path.read_bytes() for path in (work / "models").iterdir())
     stated = json.loads((work / "models" / "superglue.json").read_text())
@@ -102,7 +111,9 @@ def test_the_run_of_the_training_names_the_exported_file(work, monkeypatch):
             calls.append(Path(path).name)
 
     asked = []
-    monkeypatch.setattr(tracking, "attach", lambda path, training: asked.append((path, training)) or Run())
+    monkeypatch.setattr(
+        tracking, "attach", lambda path, training: asked.append((path, training)) or Run()
+    )
     assert run(work, "--mlflow-run", work / "run.json") == 0
     digest = hashlib.sha256((work / "models" / "superglue.safetensors").read_bytes()).hexdigest()
     assert asked == [(work / "run.json", "0123abcd")]
@@ -111,7 +122,9 @@ def test_the_run_of_the_training_names_the_exported_file(work, monkeypatch):
 
 def test_the_exported_model_matches_as_the_checkpoint_does(work, photo):
     run(work)
-    keypoints = [sift.extract(image, 150) for image in (photo, np.ascontiguousarray(photo[:, ::-1]))]
+    keypoints = [
+        sift.extract(image, 150) for image in (photo, np.ascontiguousarray(photo[:, ::-1]))
+    ]
     pair = Pair(*keypoints, (600, 400), (600, 400))
     answers = []
     for path in (work / "best.safetensors", work / "models" / "superglue.safetensors"):
@@ -122,7 +135,8 @@ def test_the_exported_model_matches_as_the_checkpoint_does(work, photo):
 
 
 def test_weights_of_a_training_checkpoint():
-    one, two = torch.ones(1), torch.zeros(1)
+    one = torch.ones(1)
+    two = torch.zeros(1)
     assert weights_of({"a": one}) == {"a": one}
     assert weights_of({"model.a": one, "optimizer.a": two, "rng.cpu": two}) == {"a": one}
     assert weights_of({"model.a": one, "model.b": one, "average.a": two}) == {"a": two, "b": one}
@@ -150,7 +164,9 @@ def test_wrong_requests_are_one_line(work, capsys, extra, words):
 def test_files_that_are_not_ours(work, capsys):
     (work / "metrics.json").write_text("{")
     assert run(work) == 2
-    save_model_file(work / "best.safetensors", {"a": torch.ones(1)}, {"model": {"dim": 128, "layers": 1}})
+    save_model_file(
+        work / "best.safetensors", {"a": torch.ones(1)}, {"model": {"dim": 128, "layers": 1}}
+    )
     (work / "metrics.json").write_text("{}")
     assert run(work) == 2
     assert "not a SuperGlue model of this project" in capsys.readouterr().err
@@ -161,10 +177,13 @@ def test_files_that_are_not_ours(work, capsys):
 def test_half_as_many_bytes_give_the_same_weights_to_three_digits(work):
     assert run(work) == 0
     whole = work / "models" / "superglue.safetensors"
-    size, (tensors, _) = whole.stat().st_size, load_model_file(whole)
+    size = whole.stat().st_size
+    tensors, _ = load_model_file(whole)
     assert run(work, "--half") == 0
     halved, _ = load_model_file(whole)
-    assert whole.stat().st_size < 0.6 * size and {t.dtype for t in halved.values()} == {torch.float16}
+    assert whole.stat().st_size < 0.6 * size and {t.dtype for t in halved.values()} == {
+        torch.float16
+    }
     assert all(torch.allclose(halved[n].float(), tensors[n], rtol=1e-3, atol=1e-6) for n in tensors)
     model, _ = load_model(whole)
     assert {p.dtype for p in model.parameters()} == {torch.float32}

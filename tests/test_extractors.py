@@ -1,4 +1,6 @@
-"""Custom features: the return value of an extractor, distances, and the stages from photographs to matches."""
+"""Custom features: the return value of an extractor, distances, and the stages from photographs to
+matches.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ from superglue_sift.matcher import Matcher
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.weights import model_file
 
-ORB, KAZE = "superglue_sift.opencv_features:orb", "superglue_sift.opencv_features:kaze"
+ORB = "superglue_sift.opencv_features:orb"
+KAZE = "superglue_sift.opencv_features:kaze"
 UPRIGHT = "test_extractors:upright"
 
 
@@ -118,7 +121,9 @@ def test_kaze_where_opencv_has_none_is_refused_in_one_line(monkeypatch, photo):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "norm"), [(ORB, cv2.NORM_HAMMING), (KAZE, cv2.NORM_L2)], ids=["orb", "kaze"])
+@pytest.mark.parametrize(
+    ("name", "norm"), [(ORB, cv2.NORM_HAMMING), (KAZE, cv2.NORM_L2)], ids=["orb", "kaze"]
+)
 def test_nearest_neighbours_are_those_of_opencv(name, norm, photo):
     extract = extractors.load(name)
     records = [extract(image, 150) for image in (photo, cv2.GaussianBlur(photo, (0, 0), 1.0))]
@@ -134,7 +139,9 @@ def test_nearest_neighbours_are_those_of_opencv(name, norm, photo):
 def test_the_network_sees_unit_vectors_whose_cosine_counts_bits(photo):
     records = extractors.load(ORB)(photo, 60)
     batch = from_pairs([Pair(records, records[:10], (600, 400), (600, 400))])
-    unit0, unit1 = (unit_vectors(d[0], "binary", 256) for d in (batch.descriptors0, batch.descriptors1))
+    unit0, unit1 = (
+        unit_vectors(d[0], "binary", 256) for d in (batch.descriptors0, batch.descriptors1)
+    )
     bits = np.unpackbits(records["bits"], axis=1)
     hamming = (bits[:, None] != bits[None, :10]).sum(axis=-1)
     assert torch.allclose(unit0 @ unit1.T, torch.from_numpy(1 - hamming / 128).float(), atol=1e-6)
@@ -147,7 +154,9 @@ def test_the_network_sees_unit_vectors_whose_cosine_counts_bits(photo):
 
 def untrained(path: Path, name: str, **changes) -> Path:
     kind, dim = kind_of(extractors.load(name).dtype)
-    config = SuperGlueConfig(dim=16, layers=1, extractor=name, descriptor=kind, descriptor_dim=dim, **changes)
+    config = SuperGlueConfig(
+        dim=16, layers=1, extractor=name, descriptor=kind, descriptor_dim=dim, **changes
+    )
     path.write_bytes(model_file(SuperGlue(config).state_dict(), {"model": config.to_dict()}))
     return path
 
@@ -171,7 +180,9 @@ def test_keypoints_of_other_descriptors_are_refused(tmp_path, photo):
     of_sift = Features(sift.extract(photo, 50), (600, 400))
     with pytest.raises(RequestError, match="sift descriptors of 128 entries"):
         of_orb.match(of_sift, of_sift)
-    seeing = Matcher.load(untrained(tmp_path / "upright.safetensors", UPRIGHT), "cpu", extractor=UPRIGHT)
+    seeing = Matcher.load(
+        untrained(tmp_path / "upright.safetensors", UPRIGHT), "cpu", extractor=UPRIGHT
+    )
     with pytest.raises(RequestError, match="scale and angle"):
         seeing.match(photo, photo)
     blind = untrained(tmp_path / "blind.safetensors", UPRIGHT, scale_angle=False)
@@ -180,7 +191,8 @@ def test_keypoints_of_other_descriptors_are_refused(tmp_path, photo):
 
 def test_a_training_that_needs_scales_is_refused_without_them(make_params):
     class Features:
-        scale_angle, extractor = False, UPRIGHT
+        scale_angle = False
+        extractor = UPRIGHT
 
     with pytest.raises(RequestError, match=r"train\.neighbours"):
         setup.check_features(make_params("train"), Features())  # type: ignore[arg-type]
@@ -190,12 +202,21 @@ def test_a_training_that_needs_scales_is_refused_without_them(make_params):
 
 
 @pytest.mark.parametrize(
-    "words, message", [([], f"--extractor {ORB}"), (["--extractor", ORB, "--pairing", "nearest"], "compares SIFT")]
+    "words, message",
+    [([], f"--extractor {ORB}"), (["--extractor", ORB, "--pairing", "nearest"], "compares SIFT")],
 )
 def test_a_folder_is_refused_before_an_image_is_read(words, message, tmp_path, capsys):
     model = untrained(tmp_path / "orb.safetensors", ORB)
     (tmp_path / "photos").mkdir()
-    folders = [tmp_path / "photos", "--out-dir", tmp_path / "found", "--model", model, "--device", "cpu"]
+    folders = [
+        tmp_path / "photos",
+        "--out-dir",
+        tmp_path / "found",
+        "--model",
+        model,
+        "--device",
+        "cpu",
+    ]
     assert errors.run(cli.main, [str(word) for word in (*folders, *words)]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1 and not (tmp_path / "found").exists()
@@ -232,10 +253,16 @@ def write_params(path: Path, make_params, name: str, scale_angle: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "scale_angle", "precision"),  # of nearest neighbours; nine raw pixels tell little apart
+    (
+        "name",
+        "scale_angle",
+        "precision",
+    ),  # of nearest neighbours; nine raw pixels tell little apart
     [(ORB, True, 0.2), (KAZE, True, 0.2), (UPRIGHT, False, 0.01)],
 )
-def test_from_photographs_to_matches(name, scale_angle, precision, tmp_path, make_params, monkeypatch, photo, root):
+def test_from_photographs_to_matches(
+    name, scale_angle, precision, tmp_path, make_params, monkeypatch, photo, root
+):
     monkeypatch.setattr(tracking, "open_run", lambda *_, **__: NullRun())
     monkeypatch.chdir(tmp_path)
     write_params(tmp_path / "params.yaml", make_params, name, scale_angle)
@@ -245,10 +272,14 @@ def test_from_photographs_to_matches(name, scale_angle, precision, tmp_path, mak
     assert (store.extractor, store.dtype) == (name, extractors.load(name).dtype)
     assert train.main([]) == 0
     shipped = root / "pretrained" / "superglue-sift.safetensors"
-    assert evaluate.main(["--model", "checkpoints/best.safetensors", "--also", f"sift={shipped}"]) == 0
+    assert (
+        evaluate.main(["--model", "checkpoints/best.safetensors", "--also", f"sift={shipped}"]) == 0
+    )
     metrics = json.loads(Path("reports/evaluate/metrics.json").read_text())
     assert metrics["mutual_nn.precision"] > precision
-    assert not any(key.startswith("sift.") for key in metrics), "a matcher of other keypoints was scored"
+    assert not any(key.startswith("sift.") for key in metrics), (
+        "a matcher of other keypoints was scored"
+    )
     export.main([])
     described = json.loads(Path("models/superglue.json").read_text())
     assert described["model"]["extractor"] == name

@@ -1,4 +1,6 @@
-"""The stage `fetch`: sources, splits, what it writes, and what it says when the request is wrong."""
+"""The stage `fetch`: sources, splits, what it writes, and what it says when the request is
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def run(tmp_path, make_params, monkeypatch):
     def run_stage(out="out", views=None, mirror="", **changes) -> Path:
         monkeypatch.setenv(download.MIRROR, mirror)
         monkeypatch.setattr(fetch.params, "load", lambda *_: make_params("fetch", **changes))
-        monkeypatch.setattr(fetch.params, "load_all", lambda *_: {"keypoints": views} if views else {})
+        monkeypatch.setattr(
+            fetch.params, "load_all", lambda *_: {"keypoints": views} if views else {}
+        )
         arguments = ["--out", str(tmp_path / out), "--archives", str(tmp_path / "archives")]
         assert fetch.main([*arguments, "--reports", str(tmp_path / "reports")]) == 0
         return tmp_path / out
@@ -47,7 +51,9 @@ def test_the_sample_is_in_the_wheel_and_its_splits_are_fixed(run, tmp_path):
         assert names(folder, split) == sorted(expected)
     images = open_manifest(folder)
     assert all(images.read(entry) for split in sources.SAMPLE for entry in images.entries(split))
-    motorcycles = [split for split, listed in sources.SAMPLE.items() for name in listed if "motorcycle" in name]
+    motorcycles = [
+        split for split, listed in sources.SAMPLE.items() for name in listed if "motorcycle" in name
+    ]
     assert motorcycles == ["train", "train"]
     assert json.loads((tmp_path / "reports" / "metrics.json").read_text())["train_images"] == 11
 
@@ -78,7 +84,10 @@ def test_a_folder_stays_where_it_is_and_a_part_is_held_out(run, image_folder, tm
 def test_relative_folders_survive_a_move_of_both(run, image_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = run(source="folder", path="images")
-    assert json.loads((folder / "source.json").read_text())["containers"]["train"]["path"] == "../images"
+    assert (
+        json.loads((folder / "source.json").read_text())["containers"]["train"]["path"]
+        == "../images"
+    )
     (tmp_path / "moved").mkdir()
     shutil.move(str(image_folder), str(tmp_path / "moved"))
     shutil.move(str(folder), str(tmp_path / "moved"))
@@ -88,11 +97,15 @@ def test_relative_folders_survive_a_move_of_both(run, image_folder, tmp_path, mo
 
 def test_a_folder_of_held_out_images_is_shared_among_val_and_test(run, image_folder, tmp_path):
     shutil.copytree(image_folder, tmp_path / "held")
-    with pytest.raises(RequestError, match=f"images: holds only copies of images in {tmp_path}/held"):
+    with pytest.raises(
+        RequestError, match=f"images: holds only copies of images in {tmp_path}/held"
+    ):
         run(source="folder", path=str(image_folder), val_path=str(tmp_path / "held"))
     for file in sources.list_images(tmp_path / "held"):
         file.write_bytes(file.read_bytes() + b"other")
-    folder = run(source="folder", path=str(image_folder), val_path=str(tmp_path / "held"), test_fraction=0.5)
+    folder = run(
+        source="folder", path=str(image_folder), val_path=str(tmp_path / "held"), test_fraction=0.5
+    )
     assert len(names(folder, "train")) == 4
     assert len(names(folder, "val")) + len(names(folder, "test")) == 4
     assert names(folder, "val") and names(folder, "test")
@@ -112,15 +125,22 @@ def test_copies_of_a_photograph_share_a_split(run, tmp_path, monkeypatch):
         shutil.copyfile(folder / f"{copy % 12:03d}.jpg", folder / f"copy-{copy}.jpg")
     zipped = shutil.make_archive(str(tmp_path / "many"), "zip", folder)
     for path in (str(folder), zipped):
-        images = open_manifest(run(f"out-{Path(path).name}", source="folder", path=path, val_fraction=0.3))
-        found = {split: {entry.crc32 for entry in images.entries(split)} for split in ("train", "val", "test")}
+        images = open_manifest(
+            run(f"out-{Path(path).name}", source="folder", path=path, val_fraction=0.3)
+        )
+        found = {
+            split: {entry.crc32 for entry in images.entries(split)}
+            for split in ("train", "val", "test")
+        }
         assert sum(map(len, found.values())) == len(set().union(*found.values())) == 20
         assert min(map(len, found.values())) >= 3
     only = tmp_path / "copies"
     only.mkdir()
     for copy in range(11):
         shutil.copyfile(folder / "000.jpg", only / f"{copy}.jpg")
-    with pytest.raises(RequestError, match="copies: 1 different image, and none for val; at least two are needed"):
+    with pytest.raises(
+        RequestError, match="copies: 1 different image, and none for val; at least two are needed"
+    ):
         run(source="folder", path=str(only))
 
 
@@ -137,7 +157,11 @@ def test_a_photograph_in_both_folders_is_held_out(run, tmp_path, monkeypatch, ca
 @pytest.mark.parametrize("count, least", [(40, 8), (200, 32), (12, 4), (3, 2), (2, 1)])
 def test_a_small_set_holds_out_its_fraction(run, tmp_path, monkeypatch, count, least):
     monkeypatch.setattr(splits, "require_usable", lambda *_: None)
-    folder = run(source="folder", path=str(write_photographs(tmp_path / "few", range(count))), val_fraction=0.2)
+    folder = run(
+        source="folder",
+        path=str(write_photographs(tmp_path / "few", range(count))),
+        val_fraction=0.2,
+    )
     counts = {split: len(names(folder, split)) for split in ("train", "val", "test")}
     assert sum(counts.values()) == count and counts["val"] + counts["test"] >= least
     assert counts["val"] >= least // 2 and counts["train"] >= 1
@@ -165,7 +189,9 @@ def test_a_smaller_limit_takes_a_part_of_a_larger_one(run, tmp_path, photo):
         cv2.imwrite(str(many / f"{index}.png"), photo[index : index + 40, :40])
     large = run("a", source="folder", path=str(many), limit=5, val_fraction=0.3)
     small = run("b", source="folder", path=str(many), limit=2, val_fraction=0.3)
-    assert len(names(small, "train")) == 2 and set(names(small, "train")) < set(names(large, "train"))
+    assert len(names(small, "train")) == 2 and set(names(small, "train")) < set(
+        names(large, "train")
+    )
 
 
 def test_wrong_requests_are_named(run, image_folder, tmp_path):
@@ -190,24 +216,34 @@ def test_one_image_or_small_ones_alone_are_said_before_anything_is_written(
     (tmp_path / "small").mkdir()
     for number in range(5):
         cv2.imwrite(str(tmp_path / "small" / f"{number}.png"), photo[: 100 + number, :100])
-    with pytest.raises(RequestError, match=r"small: none of its \d train images can be read and has"):
+    with pytest.raises(
+        RequestError, match=r"small: none of its \d train images can be read and has"
+    ):
         run(views=make_params("keypoints"), source="folder", path=str(tmp_path / "small"))
     assert not (tmp_path / "out").exists() and not (tmp_path / "reports").exists()
 
 
 def test_a_manifest_that_fits_is_not_made_again(run, image_folder, tmp_path, monkeypatch):
-    before = {path.name: path.read_bytes() for path in run(source="folder", path=str(image_folder)).iterdir()}
+    before = {
+        path.name: path.read_bytes()
+        for path in run(source="folder", path=str(image_folder)).iterdir()
+    }
     with monkeypatch.context() as patch:
         patch.setattr(fetch, "_fetch", None)  # calling it would fail
         out = run(source="folder", path=str(image_folder))
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     with monkeypatch.context() as patch:
         patch.setattr(fetch, "VERSION", 0)
-        changed = json.loads((run(source="folder", path=str(image_folder)) / "source.json").read_text())
+        changed = json.loads(
+            (run(source="folder", path=str(image_folder)) / "source.json").read_text()
+        )
     assert changed["made_from"] != json.loads(before["source.json"])["made_from"]
     (image_folder / "coffee.png").unlink()
-    assert "coffee.png" not in {name for split in ("train", "val", "test")
-                                for name in names(run(source="folder", path=str(image_folder)), split)}  # fmt: skip
+    assert "coffee.png" not in {
+        name
+        for split in ("train", "val", "test")
+        for name in names(run(source="folder", path=str(image_folder)), split)
+    }
     (out / "manifest.csv").write_text("damaged")
     assert open_manifest(run(source="folder", path=str(image_folder))).entries("train")
 
@@ -232,7 +268,8 @@ def test_an_incomplete_output_is_named(tmp_path, run):
         open_manifest(folder)
 
 
-# --- archives over HTTP -----------------------------------------------------------------------------------
+# --- archives over HTTP
+# -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -240,7 +277,9 @@ def archive_server(image_folder, tmp_path, monkeypatch):
     """A server of an archive with COCO's layout, named as val2017.zip in the table of archives."""
     path = tmp_path / "made.zip"
     with zipfile.ZipFile(path, "w") as out:
-        for index, name in enumerate(["chelsea.jpg", "coffee.png", "flipped.webp", "nested/turned.JPG"]):
+        for index, name in enumerate(
+            ["chelsea.jpg", "coffee.png", "flipped.webp", "nested/turned.JPG"]
+        ):
             out.write(image_folder / name, f"val2017/{index:012d}.jpg")
     server = FaultyServer(path.read_bytes())
     made = coco.Archive("val2017.zip", hashlib.md5(server.data).hexdigest(), 4, len(server.data))
@@ -250,14 +289,22 @@ def archive_server(image_folder, tmp_path, monkeypatch):
     server.close()
 
 
-def test_an_archive_is_downloaded_once_checked_and_read_in_place(run, archive_server, image_folder, tmp_path):
+def test_an_archive_is_downloaded_once_checked_and_read_in_place(
+    run, archive_server, image_folder, tmp_path
+):
     folder = run(source="coco2017-val", mirror=archive_server.url)
     images = open_manifest(folder)
     entries = [entry for split in ("train", "val", "test") for entry in images.entries(split)]
-    assert sorted(entry.name for entry in entries)[0] == "val2017/000000000000.jpg" and len(entries) == 4
+    assert (
+        sorted(entry.name for entry in entries)[0] == "val2017/000000000000.jpg"
+        and len(entries) == 4
+    )
     chelsea = next(entry for entry in entries if entry.name.endswith("0.jpg"))
     assert images.read(chelsea) == (image_folder / "chelsea.jpg").read_bytes()
-    assert sorted(path.name for path in (tmp_path / "archives").iterdir()) == ["val2017.zip", "val2017.zip.json"]
+    assert sorted(path.name for path in (tmp_path / "archives").iterdir()) == [
+        "val2017.zip",
+        "val2017.zip.json",
+    ]
     note = json.loads((folder / "source.json").read_text())["containers"]["train"]
     assert note["sha256"] == hashlib.sha256(archive_server.data).hexdigest()
     run(source="coco2017-val", mirror=archive_server.url)
@@ -268,16 +315,23 @@ def test_a_cut_download_goes_on_where_it_stopped(run, archive_server):
     size = len(archive_server.data)
     archive_server.faults = [size // 100, size // 3]
     run(source="coco2017-val", mirror=archive_server.url)
-    assert archive_server.requests[1:] == [f"bytes={size // 100}-", f"bytes={size // 100 + size // 3}-"]
+    assert archive_server.requests[1:] == [
+        f"bytes={size // 100}-",
+        f"bytes={size // 100 + size // 3}-",
+    ]
     assert archive_server.sent == size
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_five_thousand_members_arrive_whole_through_twenty_cuts(run, tmp_path, monkeypatch, seed):
-    """A zip with COCO2014's layout, cut 20 times at random: every member read back, at most 2 % sent twice."""
+    """A zip with COCO2014's layout, cut 20 times at random: every member read back, at most 2 %
+    sent twice.
+    """
     rng = random.Random(seed)
     members = {
-        f"train2014/COCO_train2014_{index:012d}.jpg": b"\xff\xd8\xff" + rng.randbytes(rng.randrange(2_000, 20_000))
+        f"train2014/COCO_train2014_{index:012d}.jpg": (
+            b"\xff\xd8\xff" + rng.randbytes(rng.randrange(2_000, 20_000))
+        )
         for index in sorted(rng.sample(range(1, 600_000), 5_000))
     }
     with zipfile.ZipFile(tmp_path / "made.zip", "w") as out:
@@ -291,7 +345,9 @@ def test_five_thousand_members_arrive_whole_through_twenty_cuts(run, tmp_path, m
     monkeypatch.setattr(download, "sleep", lambda _: None)
     server.faults = [rng.randrange(1, size // 25) for _ in range(20)]
     folder = run(source="coco2014", mirror=server.url)
-    assert server.cuts == 20 and size <= server.sent <= 1.02 * size, f"{server.sent / size:.4f} times the file"
+    assert server.cuts == 20 and size <= server.sent <= 1.02 * size, (
+        f"{server.sent / size:.4f} times the file"
+    )
     images = open_manifest(folder)
     entries = [entry for split in ("train", "val", "test") for entry in images.entries(split)]
     assert {entry.name for entry in entries} == set(members)
@@ -312,15 +368,21 @@ def test_a_download_that_never_ends_well_keeps_what_it_has(run, archive_server, 
 def test_a_wrong_checksum_is_put_aside_and_both_are_named(run, archive_server, tmp_path):
     right = archive_server.data
     archive_server.data = bytes([right[0] ^ 1]) + right[1:]
-    with pytest.raises(WorkError, match=f"wrong MD5 {hashlib.md5(archive_server.data).hexdigest()}, expected"):
+    with pytest.raises(
+        WorkError, match=f"wrong MD5 {hashlib.md5(archive_server.data).hexdigest()}, expected"
+    ):
         run(source="coco2017-val", mirror=archive_server.url)
-    assert sorted(path.name for path in (tmp_path / "archives").glob("val2017.zip*")) == ["val2017.zip.bad"]
+    assert sorted(path.name for path in (tmp_path / "archives").glob("val2017.zip*")) == [
+        "val2017.zip.bad"
+    ]
     archive_server.data = right
     run(source="coco2017-val", mirror=archive_server.url)
 
 
 def test_a_small_limit_takes_single_images_out_of_the_remote_zip(run, tmp_path, monkeypatch, photo):
-    """2 of 40 images for training and 2 held out: a few per cent of the archive cross the network."""
+    """2 of 40 images for training and 2 held out: a few per cent of the archive cross the
+    network.
+    """
     import cv2
 
     pictures = [cv2.imencode(".png", photo[i : i + 300])[1].tobytes() for i in range(40)]
@@ -343,8 +405,11 @@ def test_a_small_limit_takes_single_images_out_of_the_remote_zip(run, tmp_path, 
     assert kept == {"val2017.part-of.zip", "val2017.part-of.zip.json"}
     note = json.loads((folder / "source.json").read_text())["containers"]["train"]
     assert note["partial"] and note["sha256"]
-    before, sent = (folder / "manifest.csv").read_bytes(), server.sent
-    assert (run(source="coco2017-val", mirror=server.url, limit=2) / "manifest.csv").read_bytes() == before
+    before = (folder / "manifest.csv").read_bytes()
+    sent = server.sent
+    assert (
+        run(source="coco2017-val", mirror=server.url, limit=2) / "manifest.csv"
+    ).read_bytes() == before
     assert server.sent == sent
     server.close()
 
@@ -360,7 +425,9 @@ def test_archives_that_are_here_are_not_downloaded(run, archive_server, image_fo
     given.mkdir()
     (given / "val2017.zip").write_bytes(archive_server.data)
     folder = run("a", source="coco2017-val", path=str(given), mirror="http://127.0.0.1:9")
-    again = run("b", source="coco2017-val", path=str(given / "val2017.zip"), mirror="http://127.0.0.1:9")
+    again = run(
+        "b", source="coco2017-val", path=str(given / "val2017.zip"), mirror="http://127.0.0.1:9"
+    )
     assert (folder / "manifest.csv").read_bytes() == (again / "manifest.csv").read_bytes()
     with zipfile.ZipFile(given / "val2017.zip") as zipped:
         zipped.extractall(given)
@@ -373,7 +440,8 @@ def test_archives_that_are_here_are_not_downloaded(run, archive_server, image_fo
 
 
 def test_a_folder_of_an_own_zip_a_list_and_annotations(run, image_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(splits, "_require_some", lambda *_: None)  # which are chosen, not whether they suffice
+    # Which are chosen, not whether they suffice
+    monkeypatch.setattr(splits, "_require_some", lambda *_: None)
     with zipfile.ZipFile(tmp_path / "own.zip", "w") as out:
         for path in image_folder.rglob("*.*"):
             out.write(path, path.relative_to(image_folder).as_posix())
@@ -413,7 +481,8 @@ ANNOTATIONS = {
 
 
 def test_wrong_lists_and_annotations_are_named(run, image_folder, tmp_path):
-    listed, boxes = tmp_path / "list.txt", tmp_path / "boxes.json"
+    listed = tmp_path / "list.txt"
+    boxes = tmp_path / "boxes.json"
     boxes.write_text(json.dumps(ANNOTATIONS))
     listed.write_text("../secret.jpg\n")
     with pytest.raises(RequestError, match=r"'../secret.jpg' leads outside"):
@@ -426,7 +495,9 @@ def test_wrong_lists_and_annotations_are_named(run, image_folder, tmp_path):
         run(source="folder", path=str(listed), root=str(image_folder))
     with pytest.raises(RequestError, match="nowhere: no such folder"):
         run(source="folder", path=str(listed), root=str(tmp_path / "nowhere"))
-    with pytest.raises(RequestError, match=r"fetch\.categories: 'dog' is not in .*; known are cat, cup"):
+    with pytest.raises(
+        RequestError, match=r"fetch\.categories: 'dog' is not in .*; known are cat, cup"
+    ):
         run(source="folder", path=str(boxes), root=str(image_folder), categories="dog")
     with pytest.raises(RequestError, match="no image fits"):
         run(source="folder", path=str(boxes), root=str(image_folder), min_side=5000)

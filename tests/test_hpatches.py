@@ -53,7 +53,8 @@ def test_resizing_takes_the_homography_along(tmp_path, photo):
     write_sequence(tmp_path / "a", photo, {2: TURN})
     scene = HPatchesPairs(tmp_path, short_side=200).load(0)
     assert scene.images[0].shape == (200, 300)
-    # outer edges stay together when an image is resized, so a point moves by (x + 0.5) * scale - 0.5
+    # outer edges stay together when an image is resized, so a point moves by (x + 0.5) * scale -
+    # 0.5
     points = np.array([[10.0, 20.0], [500.0, 300.0], [0.0, 0.0]])
     small = (points + 0.5) * 0.5 - 0.5
     expected = (transform(points, TURN) + 0.5) * 0.5 - 0.5

@@ -1,4 +1,6 @@
-"""images/: decoding and what it refuses, the manifest, reading images back from folders and archives."""
+"""images/: decoding and what it refuses, the manifest, reading images back from folders and
+archives.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def test_gray_of_jpegs_is_the_luma_that_opencv_reads(shared_data):
     """So keypoints keep their bytes, whichever of the two reads a file."""
     for path in sorted((shared_data / "coco" / "val").glob("*.jpg"))[:40]:
         data = np.frombuffer(path.read_bytes(), np.uint8)
-        np.testing.assert_array_equal(decode_gray(data.tobytes()), cv2.imdecode(data, cv2.IMREAD_GRAYSCALE))
+        np.testing.assert_array_equal(
+            decode_gray(data.tobytes()), cv2.imdecode(data, cv2.IMREAD_GRAYSCALE)
+        )
 
 
 @pytest.mark.parametrize("bits", [9, 10, 12, 14, 16])
@@ -84,7 +88,10 @@ def test_colour_sixteen_bit_transparent_and_cmyk_files_are_read(photo, color_pho
     assert decode_gray(encode(color_photo)).ndim == 2
     wide = decode_gray(encode(photo.astype(np.uint16) * 257, ".png"))
     assert np.abs(wide.astype(int) - photo).max() <= 1
-    assert decode_gray(encode(np.dstack([color_photo, photo[:300, :451]]), ".png")).shape == (300, 451)
+    assert decode_gray(encode(np.dstack([color_photo, photo[:300, :451]]), ".png")).shape == (
+        300,
+        451,
+    )
     cmyk = io.BytesIO()
     Image.fromarray(color_photo).convert("CMYK").save(cmyk, "JPEG")
     assert decode_gray(cmyk.getvalue()).shape == (300, 451)
@@ -108,10 +115,18 @@ def test_a_file_cut_anywhere_is_refused(photo, extension):
 
 
 def test_progressive_jpeg_and_trailing_bytes_are_fine_and_a_cut_thumbnail_does_not_fool(photo):
-    progressive = encode(photo, ".jpg", cv2.IMWRITE_JPEG_PROGRESSIVE, 1, cv2.IMWRITE_JPEG_OPTIMIZE, 1)
+    progressive = encode(
+        photo, ".jpg", cv2.IMWRITE_JPEG_PROGRESSIVE, 1, cv2.IMWRITE_JPEG_OPTIMIZE, 1
+    )
     assert decode_gray(progressive + b"\0" * 5000).shape == photo.shape
     thumbnail = encode(photo[:60, :60])
-    inside = progressive[:2] + b"\xff\xe1" + struct.pack(">H", len(thumbnail) + 2) + thumbnail + progressive[2:]
+    inside = (
+        progressive[:2]
+        + b"\xff\xe1"
+        + struct.pack(">H", len(thumbnail) + 2)
+        + thumbnail
+        + progressive[2:]
+    )
     assert decode_gray(inside).shape == photo.shape
     assert "end-of-image" in reason(inside[: len(inside) * 2 // 3])
 
@@ -148,7 +163,9 @@ def undecoded(monkeypatch) -> None:
 
 
 def png_of(*chunks: tuple) -> bytes:
-    body = (struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in chunks)
+    body = (
+        struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in chunks
+    )
     return b"\x89PNG\r\n\x1a\n" + b"".join(body)
 
 
@@ -174,7 +191,10 @@ def tiff_of(*tags: tuple) -> bytes:
     """A TIFF whose directory has these tags, and whose pixels are 100 MB of zeros, compressed."""
     data = zlib.compress(bytes(100_000_000))
     at = 14 + 12 * len(tags)
-    entries = [struct.pack("<HHII", tag, 4, 1, {"at": at, "length": len(data)}.get(v, v)) for tag, v in tags]
+    entries = [
+        struct.pack("<HHII", tag, 4, 1, {"at": at, "length": len(data)}.get(v, v))
+        for tag, v in tags
+    ]
     return b"II*\0" + struct.pack("<IH", 8, len(tags)) + b"".join(entries) + bytes(4) + data
 
 
@@ -200,7 +220,9 @@ def test_a_size_that_is_hidden_is_found_or_the_file_refused(data, said, undecode
 
 @given(
     st.binary(max_size=400),
-    st.sampled_from([b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF1234WEBP", b"GIF89a", b"II*\0"]),
+    st.sampled_from(
+        [b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF1234WEBP", b"GIF89a", b"II*\0"]
+    ),
 )
 def test_any_bytes_give_pixels_or_bad_image(data, start):
     try:
@@ -231,7 +253,9 @@ def test_list_images_is_nested_sorted_and_leaves_hidden_files_out(image_folder):
     (image_folder / "notes.txt").write_text("x")
     (image_folder / "folder.jpg").mkdir()
     (image_folder / "gone.jpg").symlink_to("nowhere")
-    names = [path.relative_to(image_folder).as_posix() for path in sources.list_images(image_folder)]
+    names = [
+        path.relative_to(image_folder).as_posix() for path in sources.list_images(image_folder)
+    ]
     assert names == ["chelsea.jpg", "coffee.png", "flipped.webp", "gone.jpg", "nested/turned.JPG"]
     with pytest.raises(RequestError, match="no such folder"):
         sources.list_images(image_folder / "nothing")
@@ -254,7 +278,9 @@ def test_a_damaged_manifest_names_its_line(tmp_path):
     path = tmp_path / "manifest.csv"
     with pytest.raises(RequestError, match="run `dvc repro fetch`"):
         manifest.read(path)
-    path.write_text("name,split,container,member,size,crc32,offset,packed,method\na,train,c,m,many,,0,0,0\n")
+    path.write_text(
+        "name,split,container,member,size,crc32,offset,packed,method\na,train,c,m,many,,0,0,0\n"
+    )
     with pytest.raises(RequestError, match="line 2"):
         manifest.read(path)
 
@@ -300,7 +326,9 @@ def test_images_inside_a_zip_are_read_in_place(zipped, image_folder):
         images.read(entries[0])
 
 
-@pytest.mark.parametrize("name", ["../out.jpg", "/etc/out.jpg", "a/../../b.jpg", "C:/x.jpg", "\\\\host\\x.jpg"])
+@pytest.mark.parametrize(
+    "name", ["../out.jpg", "/etc/out.jpg", "a/../../b.jpg", "C:/x.jpg", "\\\\host\\x.jpg"]
+)
 def test_archives_with_names_that_lead_outside_are_refused(tmp_path, name):
     with zipfile.ZipFile(tmp_path / "slip.zip", "w") as out:
         out.writestr(name, b"x")
@@ -334,7 +362,11 @@ def test_a_cut_archive_is_refused(zipped):
             containers.image_members(zipped)
 
 
-@given(st.lists(st.text(min_size=1, max_size=8), unique=True, max_size=40), st.floats(0, 1), st.integers(0, 5))
+@given(
+    st.lists(st.text(min_size=1, max_size=8), unique=True, max_size=40),
+    st.floats(0, 1),
+    st.integers(0, 5),
+)
 def test_hold_out_partitions_and_depends_on_names_alone(names, fraction, seed):
     kept, held = sources.hold_out(names, fraction, seed)
     assert sorted(kept + held) == sorted(names)

@@ -1,4 +1,6 @@
-"""Matches and features to other tools and back, each with the real package where it is installed."""
+"""Matches and features to other tools and back, each with the real package where it is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def matcher() -> Matcher:
 
 @pytest.fixture(scope="module")
 def matched(matcher, photo) -> Matched:
-    sides = [matcher.extract(np.ascontiguousarray(crop)) for crop in (photo[:, :420], photo[:, 100:])]
+    sides = [
+        matcher.extract(np.ascontiguousarray(crop)) for crop in (photo[:, :420], photo[:, 100:])
+    ]
     found = matcher.match(*sides)
     assert len(found.matches) > 50
     return Matched(*sides, found)
@@ -74,7 +78,9 @@ def test_kornias_lightglue_takes_our_features(matched):
     feature = pytest.importorskip("kornia.feature")
     torch.manual_seed(0)
     network = feature.LightGlue(features=None, input_dim=128, add_scale_ori=True).eval()
-    data = {f"image{side}": arrays.to_lightglue(features) for side, features in enumerate(matched[:2])}
+    data = {
+        f"image{side}": arrays.to_lightglue(features) for side, features in enumerate(matched[:2])
+    }
     with torch.no_grad():
         answer = network(data)
     ours = arrays.to_lightglue_matches(matched.found)
@@ -93,7 +99,10 @@ def test_dictionaries_of_lightglue_come_back(matched, matcher):
         assert np.allclose(again.records["angle"], features.records["angle"], atol=1e-3)
         off = np.abs(again.records["descriptor"].astype(int) - features.records["descriptor"])
         assert off.max() <= 3, "SIFT to RootSIFT and back is not the same to rounding"
-    same(arrays.from_lightglue_matches(arrays.to_lightglue_matches(matched.found), *matched[:2]), matched.found)
+    same(
+        arrays.from_lightglue_matches(arrays.to_lightglue_matches(matched.found), *matched[:2]),
+        matched.found,
+    )
     again = matcher.match(*back)
     common = set(map(tuple, again.matches)) & set(map(tuple, matched.found.matches))
     assert len(common) > 0.97 * len(matched.found.matches)
@@ -163,7 +172,8 @@ def test_hlocs_matcher_answers_as_ours(matched, base_model, monkeypatch):
     data = {}
     for side, features in enumerate(matched[:2]):
         own = arrays.to_lightglue(features)
-        own["scores"], own["descriptors"] = own.pop("keypoint_scores"), own["descriptors"].transpose(1, 2)
+        own["scores"] = own.pop("keypoint_scores")
+        own["descriptors"] = own["descriptors"].transpose(1, 2)
         width, height = features.size
         data.update({f"{name}{side}": value for name, value in own.items()})
         data[f"image{side}"] = torch.empty(1, 1, height, width)
@@ -177,9 +187,13 @@ def test_hlocs_matcher_answers_as_ours(matched, base_model, monkeypatch):
 
 
 def rendered_scene(photo: np.ndarray, views: int) -> Tuple[List[np.ndarray], np.ndarray]:
-    """Images (480, 640) of two textured planes at a right angle, and the (views, 3) centres of their cameras."""
-    images, centres = [], []
-    wall, floor = cv2.resize(photo[:, 100:500], (512, 512)), cv2.flip(photo, 1)
+    """Images (480, 640) of two textured planes at a right angle, and the (views, 3) centres of
+    their cameras.
+    """
+    images = []
+    centres = []
+    wall = cv2.resize(photo[:, 100:500], (512, 512))
+    floor = cv2.flip(photo, 1)
     K = np.array([[FOCAL, 0, 319.5], [0, FOCAL, 239.5], [0, 0, 1]])
     planes = [  # origin, and what a pixel is along the rows and the columns
         (wall, [-2.56, -4.12, 1.5], [0.01, 0, 0], [0, 0.01, 0]),
@@ -201,8 +215,11 @@ def rendered_scene(photo: np.ndarray, views: int) -> Tuple[List[np.ndarray], np.
 
 
 def misplaced(found: np.ndarray, known: np.ndarray) -> float:
-    """Largest distance between two sets of (N, 3) points once turned, shifted and scaled onto each other."""
-    a, b = found - found.mean(axis=0), known - known.mean(axis=0)
+    """Largest distance between two sets of (N, 3) points once turned, shifted and scaled onto each
+    other.
+    """
+    a = found - found.mean(axis=0)
+    b = known - known.mean(axis=0)
     U, S, Vt = np.linalg.svd(b.T @ a)
     signs = np.array([1.0, 1.0, np.sign(np.linalg.det(U @ Vt))])
     scale = (S * signs).sum() / np.square(a).sum()
@@ -224,16 +241,21 @@ def test_colmap_recovers_the_cameras_of_a_rendered_scene(matcher, photo, tmp_pat
     options = pycolmap.IncrementalPipelineOptions(
         ba_refine_focal_length=False, ba_refine_extra_params=False, extract_colors=False
     )
-    models = pycolmap.incremental_mapping(tmp_path / "database.db", tmp_path, tmp_path / "model", options)
+    models = pycolmap.incremental_mapping(
+        tmp_path / "database.db", tmp_path, tmp_path / "model", options
+    )
     model = models[0]
     assert model.num_reg_images() == len(images)
     assert model.compute_mean_reprojection_error() < 0.5
     placed = sorted(model.images.values(), key=lambda image: image.name)
-    assert misplaced(np.array([each.projection_center() for each in placed]), centres) < 0.02  # of a path of 2.4
+    # Of a path of 2.4
+    assert misplaced(np.array([each.projection_center() for each in placed]), centres) < 0.02
 
 
 @pytest.mark.slow
-def test_a_folder_goes_to_colmap_by_one_command_and_again_from_what_is_done(photo, tmp_path, monkeypatch):
+def test_a_folder_goes_to_colmap_by_one_command_and_again_from_what_is_done(
+    photo, tmp_path, monkeypatch
+):
     pycolmap = pytest.importorskip("pycolmap")
     images, centres = rendered_scene(photo, 4)
     (tmp_path / "photos" / "left").mkdir(parents=True)
@@ -241,9 +263,20 @@ def test_a_folder_goes_to_colmap_by_one_command_and_again_from_what_is_done(phot
     for name, image in zip(names, images):
         cv2.imwrite(str(tmp_path / "photos" / name), image)
     monkeypatch.chdir(tmp_path)
-    words = ["photos", "--out-dir", "found", "--max-keypoints", "400", "--device", "cpu", "--colmap"]
+    words = [
+        "photos",
+        "--out-dir",
+        "found",
+        "--max-keypoints",
+        "400",
+        "--device",
+        "cpu",
+        "--colmap",
+    ]
     assert cli.main([*words, "first.db"]) == 0
-    monkeypatch.setattr("superglue_sift.matcher.match_pairs", lambda *_: pytest.fail("matched twice"))
+    monkeypatch.setattr(
+        "superglue_sift.matcher.match_pairs", lambda *_: pytest.fail("matched twice")
+    )
     assert cli.main([*words, "again.db"]) == 0
     with pytest.raises(RequestError, match=r"again\.db"):
         cli.main([*words, "again.db"])
@@ -255,7 +288,8 @@ def test_a_folder_goes_to_colmap_by_one_command_and_again_from_what_is_done(phot
     model = pycolmap.incremental_mapping("again.db", "photos", "model")[0]
     placed = sorted(model.images.values(), key=lambda image: names.index(image.name))
     assert len(placed) == len(images)
-    assert misplaced(np.array([each.projection_center() for each in placed]), centres) < 0.1  # focal length guessed
+    # Focal length guessed
+    assert misplaced(np.array([each.projection_center() for each in placed]), centres) < 0.1
 
 
 def test_a_database_holds_what_was_written(matched, tmp_path):
@@ -277,13 +311,24 @@ def test_a_database_holds_what_was_written(matched, tmp_path):
     read.close()
 
 
-def test_photographs_that_colmap_cannot_read_get_a_guessed_camera(photo, tmp_path, monkeypatch, capsys):
+def test_photographs_that_colmap_cannot_read_get_a_guessed_camera(
+    photo, tmp_path, monkeypatch, capsys
+):
     pycolmap = pytest.importorskip("pycolmap")
     (tmp_path / "photos").mkdir()
     for number, crop in enumerate((photo[:, :420], photo[:, 100:520])):
         cv2.imwrite(str(tmp_path / "photos" / f"{number}.webp"), np.ascontiguousarray(crop))
     monkeypatch.chdir(tmp_path)
-    words = ["photos", "--out-dir", "found", "--no-scene", "--max-keypoints", "300", "--device", "cpu"]
+    words = [
+        "photos",
+        "--out-dir",
+        "found",
+        "--no-scene",
+        "--max-keypoints",
+        "300",
+        "--device",
+        "cpu",
+    ]
     assert exit_code(cli.main, [*words, "--colmap", "x.db"]) == 0
     assert "0.webp and 1 more: COLMAP cannot read" in capsys.readouterr().err
     with pycolmap.Database.open("x.db") as database:

@@ -27,7 +27,9 @@ from superglue_sift.images import BadImage, read_gray
 
 SMALL = {"views_per_image": 3, "width": 128, "height": 96, "max_keypoints": 50}
 # The stage in a separate process.
-IN_SHARDS_OF_3 = "from pipeline.keypoints import __main__, shards; shards.SHARD_IMAGES = 3; __main__.main()"
+IN_SHARDS_OF_3 = (
+    "from pipeline.keypoints import __main__, shards; shards.SHARD_IMAGES = 3; __main__.main()"
+)
 
 
 @pytest.fixture
@@ -36,20 +38,28 @@ def pictures(tmp_path, photo) -> Path:
     folder = tmp_path / "pictures"
     folder.mkdir()
     for index in range(9):
-        cv2.imwrite(str(folder / f"{index}.jpg"), np.roll(photo, 37 * index, axis=1)[: 200 + index, :300])
+        cv2.imwrite(
+            str(folder / f"{index}.jpg"), np.roll(photo, 37 * index, axis=1)[: 200 + index, :300]
+        )
     return folder
 
 
 @pytest.fixture
 def stage(tmp_path, make_params, root, monkeypatch):
-    """`stage(folder, ...)` fetches a folder and makes its keypoints, in shards of 3; gives the folder of the stores."""
+    """`stage(folder, ...)` fetches a folder and makes its keypoints, in shards of 3; gives the
+    folder of the stores.
+    """
     from ruamel.yaml import YAML
 
     monkeypatch.setattr(shards, "SHARD_IMAGES", 3)
 
     def write_params(folder, changes):
         tree = {
-            "fetch": make_params("fetch", source="folder", path=str(folder), val_fraction=0.4).model_dump(),
+            "fetch": (
+                make_params(
+                    "fetch", source="folder", path=str(folder), val_fraction=0.4
+                ).model_dump()
+            ),
             "keypoints": make_params("keypoints", **{**SMALL, **changes}).model_dump(),
         }
         with (tmp_path / "params.yaml").open("w") as stream:
@@ -68,7 +78,11 @@ def stage(tmp_path, make_params, root, monkeypatch):
 
 
 def files(folder: Path):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def bad_list(tmp_path):
@@ -84,7 +98,11 @@ def test_stores_hold_all_views_of_train_and_val(stage, pictures, tmp_path):
     assert sorted(path.name for path in out.iterdir()) == ["train", "val"]
     metrics = json.loads((tmp_path / "reports" / "metrics.json").read_text())
     for split, each in opened.items():
-        assert each.counts.shape == (len(each), 3) and each.view_size == (128, 96) and each.counts.max() <= 50
+        assert (
+            each.counts.shape == (len(each), 3)
+            and each.view_size == (128, 96)
+            and each.counts.max() <= 50
+        )
         assert metrics[split]["images"] == len(each) and metrics[split]["views"] == each.counts.size
         assert metrics[split]["keypoints_mean"] == pytest.approx(each.counts.mean(), abs=0.01)
     assert metrics["bad_images"] == 0 and bad_list(tmp_path) == {}
@@ -118,7 +136,11 @@ def test_what_is_done_is_not_done_twice(stage, pictures, monkeypatch, tmp_path):
     before = files(out)
     done = []
     original = shards.store.write_shard
-    monkeypatch.setattr(shards.store, "write_shard", lambda path, images: done.append(path) or original(path, images))
+    monkeypatch.setattr(
+        shards.store,
+        "write_shard",
+        lambda path, images: done.append(path) or original(path, images),
+    )
     stage(pictures)
     assert done == [] and files(out) == before
     damaged = out / "train" / "shard-00001.safetensors"
@@ -146,11 +168,16 @@ def test_a_changed_image_remakes_its_shard_alone(stage, pictures, photo):
     assert changed == {"train/shard-00000.safetensors", "train/store.json"}
 
 
-def test_a_finished_store_is_hashed_again_only_where_it_was_written_to(stage, pictures, monkeypatch):
+def test_a_finished_store_is_hashed_again_only_where_it_was_written_to(
+    stage, pictures, monkeypatch
+):
     out = stage(pictures)
-    before, hashed = files(out), set()
+    before = files(out)
+    hashed = set()
     original = shards.store.file_sha256
-    monkeypatch.setattr(shards.store, "file_sha256", lambda path: hashed.add(path) or original(path))
+    monkeypatch.setattr(
+        shards.store, "file_sha256", lambda path: hashed.add(path) or original(path)
+    )
     assert files(stage(pictures)) == before and not hashed
     damaged = out / "train" / "shard-00000.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
@@ -191,17 +218,22 @@ def make_odd(folder: Path, photo, color_photo) -> None:
     Image.fromarray(photo).save(folder / "turned.jpg", exif=exif)
 
 
-def test_exactly_the_bad_images_are_listed_and_none_is_used(stage, pictures, photo, color_photo, tmp_path, monkeypatch):
+def test_exactly_the_bad_images_are_listed_and_none_is_used(
+    stage, pictures, photo, color_photo, tmp_path, monkeypatch
+):
     make_odd(pictures, photo, color_photo)
     good = {path.name for path in pictures.iterdir()}
     expected = make_bad(pictures, photo)
     monkeypatch.setattr(keypoints, "MAX_BAD_FRACTION", 0.5)
     out = stage(pictures, workers=2)
-    listed, used = bad_list(tmp_path), []
+    listed = bad_list(tmp_path)
+    used = []
     for split in ("train", "val"):
         used += Store(out / split, verify="all").images
     held = {
-        row["name"] for row in csv.DictReader((tmp_path / "images" / "manifest.csv").open()) if row["split"] == "test"
+        row["name"]
+        for row in csv.DictReader((tmp_path / "images" / "manifest.csv").open())
+        if row["split"] == "test"
     }
     assert set(listed) == set(expected) - held and set(used) == good - held
     for name, text in expected.items():
@@ -217,7 +249,9 @@ def test_a_black_image_has_views_without_keypoints(stage, pictures, tmp_path):
 
 def test_too_many_bad_images_stop_the_stage_and_are_listed(stage, pictures, photo, tmp_path):
     expected = make_bad(pictures, photo)
-    with pytest.raises(WorkError, match=r"more than a fraction of 0.1; fix or remove them, see .*bad_images.csv"):
+    with pytest.raises(
+        WorkError, match=r"more than a fraction of 0.1; fix or remove them, see .*bad_images.csv"
+    ):
         stage(pictures)
     assert bad_list(tmp_path) and set(bad_list(tmp_path)) <= set(expected)
     assert not (tmp_path / "kp" / "train" / "store.json").exists()
@@ -230,7 +264,9 @@ def test_no_image_left_or_none_held_out_is_said(stage, pictures, tmp_path, monke
         path.write_bytes(b"")
     places = {"params": "params.yaml", "images": "images", "out": "other", "reports": "reports"}
     with pytest.raises(WorkError, match="no train image is left"):
-        keypoints.main([word for name, to in places.items() for word in (f"--{name}", str(tmp_path / to))])
+        keypoints.main(
+            [word for name, to in places.items() for word in (f"--{name}", str(tmp_path / to))]
+        )
     for path in sorted(pictures.iterdir())[1:]:
         path.unlink()
     with pytest.raises(RequestError, match="1 different image, and none for val"):
@@ -260,8 +296,12 @@ def test_gray_views_is_pure_and_refuses_small_images(photo, make_params):
 
 
 @pytest.mark.slow
-def test_killed_ten_times_gives_the_same_bytes_and_leaves_no_worker(stage, pictures, photo, tmp_path, root):
-    """SIGKILL to the parent at random moments: workers end too, whole shards stay, the result is the same."""
+def test_killed_ten_times_gives_the_same_bytes_and_leaves_no_worker(
+    stage, pictures, photo, tmp_path, root
+):
+    """SIGKILL to the parent at random moments: workers end too, whole shards stay, the result is
+    the same.
+    """
     for index in range(9, 60):
         cv2.imwrite(str(pictures / f"{index}.jpg"), np.roll(photo, 13 * index, axis=1)[:300, :500])
     reference = files(stage(pictures, "reference", workers=2))
@@ -269,7 +309,9 @@ def test_killed_ten_times_gives_the_same_bytes_and_leaves_no_worker(stage, pictu
     command += ["--images", str(tmp_path / "images"), "--out", str(tmp_path / "killed")]
     command += ["--reports", str(tmp_path / "reports"), "--workers", "2"]
     for attempt in range(10):
-        process = subprocess.Popen(command, cwd=root, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, cwd=root, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
         time.sleep(1.0 + 0.15 * attempt)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         process.send_signal(signal.SIGKILL)
@@ -316,7 +358,14 @@ def test_two_ranks_give_the_same_bytes(stage, pictures, tmp_path, root):
     """As torchrun starts them, but for its rendezvous, which the stage does not need."""
     reference = files(stage(pictures, "reference"))
     command = [sys.executable, "-c", IN_SHARDS_OF_3, "--params", str(tmp_path / "params.yaml")]
-    command += ["--images", str(tmp_path / "images"), "--out", str(tmp_path / "ranks"), "--workers", "1"]
+    command += [
+        "--images",
+        str(tmp_path / "images"),
+        "--out",
+        str(tmp_path / "ranks"),
+        "--workers",
+        "1",
+    ]
     command += ["--reports", str(tmp_path / "reports")]
     ranks = []
     for rank in range(2):
@@ -347,17 +396,23 @@ def test_memory_does_not_grow_with_the_number_of_images(make_params):
     assert len(made) == 20_000
 
 
-# Of three views of a photograph, by VERSION of `pipeline.keypoints.image`: number of keypoints, and the sums of their
-# x, y and descriptors.
-GOLDEN = {1: [[190, 30253, 25630, 594838], [200, 34855, 22656, 606367], [141, 25182, 19934, 424917]]}
+# Of three views of a photograph, by VERSION of `pipeline.keypoints.image`: number of keypoints, and
+# the sums of their x, y and descriptors.
+GOLDEN = {
+    1: [[190, 30253, 25630, 594838], [200, 34855, 22656, 606367], [141, 25182, 19934, 424917]]
+}
 
 
 @pytest.mark.skipif(cv2.__version__ != "4.11.0", reason="another OpenCV finds other keypoints")
 def test_a_shard_that_changes_has_another_version(make_params, photo):
-    """Shards are kept by their parameters, photographs and VERSION: without a new one old shards would stay."""
+    """Shards are kept by their parameters, photographs and VERSION: without a new one old shards
+    would stay.
+    """
     settings = make_params("keypoints", views_per_image=3)
     found = []
     for records in gray_views(photo, "coffee.png", settings).records:
         sums = [records["x"].sum(), records["y"].sum(), records["descriptor"].sum(dtype=np.int64)]
         found.append([len(records), *(round(float(value)) for value in sums)])
-    assert {image.VERSION: found} == GOLDEN, "raise VERSION in pipeline/keypoints/image.py, and put what is found here"
+    assert {image.VERSION: found} == GOLDEN, (
+        "raise VERSION in pipeline/keypoints/image.py, and put what is found here"
+    )

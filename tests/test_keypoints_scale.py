@@ -34,7 +34,9 @@ def digests(folder: Path) -> Dict[str, str]:
 
 @pytest.fixture
 def fetched(tmp_path, make_params):
-    """`fetched(folder, **views)` fetches a folder without test images; returns the command line of the stage."""
+    """`fetched(folder, **views)` fetches a folder without test images; returns the command line of
+    the stage.
+    """
     from ruamel.yaml import YAML
 
     def made(folder: Path, **views) -> Callable[..., List[str]]:
@@ -45,7 +47,12 @@ def fetched(tmp_path, make_params):
         }
         with (tmp_path / f"{folder.name}.yaml").open("w") as stream:
             YAML(typ="safe").dump(file_of(tree), stream)
-        shared = ["--params", str(tmp_path / f"{folder.name}.yaml"), "--reports", str(tmp_path / "reports")]
+        shared = [
+            "--params",
+            str(tmp_path / f"{folder.name}.yaml"),
+            "--reports",
+            str(tmp_path / "reports"),
+        ]
         images = str(tmp_path / f"images of {folder.name}")
         fetch.main([*shared, "--out", images, "--archives", str(tmp_path / "archives")])
 
@@ -64,7 +71,9 @@ def run(command: List[str], root: Path, **environment: str) -> None:
 
 
 @pytest.mark.slow
-def test_photographs_give_the_same_bytes_with_workers_and_ranks(fetched, shared_data, tmp_path, root):
+def test_photographs_give_the_same_bytes_with_workers_and_ranks(
+    fetched, shared_data, tmp_path, root
+):
     """One worker, two workers, and torchrun with two ranks: equal in every file."""
     photographs = sorted((shared_data / "coco").rglob("*.jpg"))[::5]
     folder = tmp_path / "coco"
@@ -84,8 +93,12 @@ def test_photographs_give_the_same_bytes_with_workers_and_ranks(fetched, shared_
 
 
 def peaks(command: List[str], root: Path) -> List[int]:
-    """Largest resident memory in KiB of a command and, after it, of its workers, seen while it runs."""
-    process = subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    """Largest resident memory in KiB of a command and, after it, of its workers, seen while it
+    runs.
+    """
+    process = subprocess.Popen(
+        command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     seen: Dict[int, int] = {}
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while process.poll() is None:

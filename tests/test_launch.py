@@ -1,4 +1,6 @@
-"""The launcher: how many processes, which torchrun, whose exit code; several nodes in network namespaces."""
+"""The launcher: how many processes, which torchrun, whose exit code; several nodes in network
+namespaces.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from pipeline import launch
 from pipeline.errors import AGENT_PID, RequestError
 
 ROOT = Path(__file__).resolve().parents[1]
-PATIENCE = 900  # seconds: a guard against a test that never ends; starts alone take minutes on a busy machine
+# Seconds: a guard against a test that never ends; starts alone take minutes on a busy machine
+PATIENCE = 900
 
 
 class TestRequest:
@@ -45,7 +48,9 @@ class TestRequest:
 
     def test_more_processes_than_gpus_are_refused_in_one_line(self, monkeypatch):
         monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-        with pytest.raises(RequestError, match="NPROC_PER_NODE=3, but there are 2 GPUs here: set it to 2 or auto"):
+        with pytest.raises(
+            RequestError, match="NPROC_PER_NODE=3, but there are 2 GPUs here: set it to 2 or auto"
+        ):
             launch.require_gpus(3)
         launch.require_gpus(2)
         monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
@@ -61,7 +66,9 @@ class TestRequest:
         started = SimpleNamespace(run=lambda name, rest, processes: processes)
         monkeypatch.setattr(launch, "Run", lambda folder: started)
         bench = Workbench(tmp_path)
-        assert launch.main(["pipeline.train", *bench.arguments(), "--out", str(tmp_path / "out")]) == 2
+        assert (
+            launch.main(["pipeline.train", *bench.arguments(), "--out", str(tmp_path / "out")]) == 2
+        )
         assert launch.main(["pipeline.train", *bench.arguments(), "--parallel", "single"]) == 1
 
     def test_one_node_and_several(self, monkeypatch):
@@ -78,7 +85,12 @@ class TestRequest:
             launch.command("m", [], 1)
         monkeypatch.setenv("RDZV_ENDPOINT", "head:29400")
         two = launch.command("m", [], 1)
-        assert {"--nnodes=1:2", "--rdzv_backend=c10d", "--rdzv_endpoint=head:29400", "--max_restarts=3"} <= set(two)
+        assert {
+            "--nnodes=1:2",
+            "--rdzv_backend=c10d",
+            "--rdzv_endpoint=head:29400",
+            "--max_restarts=3",
+        } <= set(two)
         monkeypatch.setenv("LOCAL_ADDR", "head")
         assert "--rdzv_conf=is_host=true" in launch.command("m", [], 1)
 
@@ -96,10 +108,16 @@ class TestRequest:
 
 
 def launcher(arguments, prefix=(), **environment) -> subprocess.Popen:
-    own = {"OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "2", "PYTHONPATH": str(ROOT / "tests/faults/start")}
+    own = {
+        "OMP_NUM_THREADS": "1",
+        "NPROC_PER_NODE": "2",
+        "PYTHONPATH": str(ROOT / "tests/faults/start"),
+    }
     values = {**os.environ, **own, **environment}
     command = [*prefix, sys.executable, "-m", "pipeline.launch", "pipeline.train", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, env=values, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=values, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
 
 
 @pytest.fixture
@@ -108,11 +126,19 @@ def bench(tmp_path, mlflow_store):
 
 
 def whole(bench, name, keys=()):
-    return [*bench.arguments(keys), "--out", str(bench.folder / name), "--reports", str(bench.folder / f"{name}-r")]
+    return [
+        *bench.arguments(keys),
+        "--out",
+        str(bench.folder / name),
+        "--reports",
+        str(bench.folder / f"{name}-r"),
+    ]
 
 
 def survived(bench, fault: str):
-    """Output of the launcher for a run that ended well after each fault struck once; and the number of faults."""
+    """Output of the launcher for a run that ended well after each fault struck once; and the number
+    of faults.
+    """
     marks = bench.folder / "marks"
     marks.mkdir()
     process = launcher(whole(bench, "run"), SG_FAULT=fault, SG_FAULT_ONCE=str(marks))
@@ -130,7 +156,8 @@ class TestFaults:
         fault = "kill:rank=1,step=3,phase=backward;kill:rank=0,step=5,phase=ckpt_replace"
         out, _ = survived(bench, fault)
         assert "rank 1, last seen at step 3, died" in out and "resuming at step 2 of 8" in out
-        assert "Traceback" not in out and "exitcode" not in out  # torchrun's own, which names no step
+        # Torchrun's own, which names no step
+        assert "Traceback" not in out and "exitcode" not in out
         assert digest(bench.folder / "run") == expected
 
     def test_an_error_of_a_rank_shows_where_it_happened(self, bench):
@@ -138,7 +165,11 @@ class TestFaults:
         out, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 1, out
         assert "ValueError: SG_FAULT: 'bomb'" in out and "in at\n" in out.replace("(", "\n")
-        assert "ChildFailedError" not in out and "starting again" not in out and out.count("Traceback") <= 4
+        assert (
+            "ChildFailedError" not in out
+            and "starting again" not in out
+            and out.count("Traceback") <= 4
+        )
 
     def test_a_torchrun_that_is_signalled_itself_shows_no_traceback(self, tmp_path):
         waiting = tmp_path / "waiting.py"
@@ -161,17 +192,26 @@ class TestFaults:
         assert digest(bench.folder / "run") == bench.clean(2)
 
     def test_after_a_killed_dvc_the_next_repro_goes_on(self, bench, monkeypatch):
-        """The launcher stops with a checkpoint, so that two trainings never write into one folder."""
+        """The launcher stops with a checkpoint, so that two trainings never write into one
+        folder.
+        """
         keys = (("steps", 200), ("save_every", 1000), ("val_every", 200))
         expected = bench.clean(2, keys)
         workspace = bench.folder / "workspace"
         workspace.mkdir()
-        for name, value in {"PYTHONPATH": str(ROOT), "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"}.items():
+        for name, value in {
+            "SHELL": "/bin/sh",  # DVC runs commands with it
+            "PYTHONPATH": str(ROOT),
+            "NPROC_PER_NODE": "2",
+            "OMP_NUM_THREADS": "1",
+        }.items():
             monkeypatch.setenv(name, value)
-        line = shlex.join([sys.executable, "-m", "pipeline.launch", "pipeline.train", *whole(bench, "run", keys)])
+        command = [sys.executable, "-m", "pipeline.launch", "pipeline.train"]
+        line = f"exec {shlex.join([*command, *whole(bench, 'run', keys)])}"  # as in dvc.yaml
         out = {str(bench.folder / "run"): {"persist": True, "cache": False}}
         stage = {"cmd": line, "outs": [out]}
-        (workspace / "dvc.yaml").write_text(json.dumps({"stages": {"train": stage}}))  # JSON is YAML
+        # JSON is YAML
+        (workspace / "dvc.yaml").write_text(json.dumps({"stages": {"train": stage}}))
         command = [sys.executable, "-m", "dvc"]
         subprocess.run([*command, "init", "-q", "--no-scm"], cwd=workspace, check=True)
         curve = bench.folder / "run-r" / "curves" / "train.csv"
@@ -186,7 +226,9 @@ class TestFaults:
         assert digest(bench.folder / "run") == expected
 
     def test_a_rank_that_hangs_is_named(self, bench):
-        process = launcher(whole(bench, "run"), SG_FAULT="stop:rank=1,step=3", SG_TIMEOUT="10", SG_MAX_RESTARTS="0")
+        process = launcher(
+            whole(bench, "run"), SG_FAULT="stop:rank=1,step=3", SG_TIMEOUT="10", SG_MAX_RESTARTS="0"
+        )
         wait_until((bench.folder / "run-r" / "curves" / "train.csv").is_file, PATIENCE)  # of step 2
         out, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 1, out
@@ -201,16 +243,23 @@ class TestFaults:
         wait_until(lambda: not ranks_of(bench.folder), 10)
 
     def test_a_rank_whose_torchrun_was_killed_before_it_began_ends_at_once(self, bench):
-        """It was still importing torch: Linux tells of a parent's end only those that have asked before."""
+        """It was still importing torch: Linux tells of a parent's end only those that have asked
+        before.
+        """
         arguments = [sys.executable, "-m", "pipeline.train", *whole(bench, "run")]
         gone = subprocess.Popen(["true"])
         gone.wait()
         own = {**os.environ, "TORCHELASTIC_RUN_ID": "none", AGENT_PID: str(gone.pid)}
-        assert subprocess.run(arguments, cwd=ROOT, env=own, timeout=PATIENCE, check=False).returncode == 1
+        assert (
+            subprocess.run(arguments, cwd=ROOT, env=own, timeout=PATIENCE, check=False).returncode
+            == 1
+        )
         assert not (bench.folder / "run").exists()
 
     def test_sigterm_to_every_process_of_the_job_gives_a_checkpoint(self, bench):
-        """As SLURM and some container runtimes send it; processes load the batches, as for a GPU."""
+        """As SLURM and some container runtimes send it; processes load the batches, as for a
+        GPU.
+        """
         keys = (("steps", 200), ("save_every", 1000), ("val_every", 200))
         process = launcher(whole(bench, "run", keys), SG_LOADER_PROCESSES="1")
         wait_until((bench.folder / "run-r" / "curves" / "train.csv").is_file, PATIENCE)
@@ -240,7 +289,9 @@ class TestFaults:
         }  # fmt: skip
         tasks = [
             subprocess.Popen(
-                arguments, cwd=ROOT, env={**os.environ, **job, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}
+                arguments,
+                cwd=ROOT,
+                env={**os.environ, **job, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)},
             )
             for i in range(2)
         ]
@@ -249,7 +300,9 @@ class TestFaults:
 
 
 def ranks_of(folder: Path) -> list:
-    found = subprocess.run(["pgrep", "-f", f"pipeline.train.*{folder}"], stdout=subprocess.PIPE, text=True, check=False)
+    found = subprocess.run(
+        ["pgrep", "-f", f"pipeline.train.*{folder}"], stdout=subprocess.PIPE, text=True, check=False
+    )
     return found.stdout.split()
 
 
@@ -268,7 +321,21 @@ def nodes():
     names = [f"sg{os.getpid()}{side}" for side in "ab"]
     made = [("ip", "netns", "add", name) for name in names]
     made.append(
-        ("ip", "link", "add", "sgv0", "netns", names[0], "type", "veth", "peer", "name", "sgv1", "netns", names[1])
+        (
+            "ip",
+            "link",
+            "add",
+            "sgv0",
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "sgv1",
+            "netns",
+            names[1],
+        )
     )
     for i, name in enumerate(names):
         inside = ("ip", "-n", name)
@@ -279,10 +346,15 @@ def nodes():
         ]
     try:
         for command in made:
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+            )
             if done.returncode:
                 pytest.skip(f"no network namespaces here: {done.stdout.strip()}")
-        yield [(("ip", "netns", "exec", name), f"10.77.0.{i + 1}", f"sgv{i}") for i, name in enumerate(names)]
+        yield [
+            (("ip", "netns", "exec", name), f"10.77.0.{i + 1}", f"sgv{i}")
+            for i, name in enumerate(names)
+        ]
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
@@ -307,7 +379,8 @@ class TestNodes:
 
     def test_elastic_goes_on_with_three_processes_two_and_three_again(self, bench, nodes):
         """Two processes on one node and one on the other share a batch of 8, evenly or not."""
-        keys = (("steps", 600), ("layers", 4), ("val_every", 200), ("save_every", 10))  # long enough to join in
+        # Long enough to join in
+        keys = (("steps", 600), ("layers", 4), ("val_every", 200), ("save_every", 10))
         lost_and_joined(bench, nodes, keys, first=2)
         lines = (bench.folder / "run-r" / "log.jsonl").read_text().splitlines()
         tags = [json.loads(line).get("tags", {}) for line in lines]
@@ -323,8 +396,11 @@ def newest_step(checkpoints: Path) -> int:
 
 
 def lost_and_joined(bench, nodes, keys, first: int) -> str:
-    """What a node with `first` processes prints of a training whose other node is killed and comes back."""
-    arguments, checkpoints = whole(bench, "run", keys), bench.folder / "run"
+    """What a node with `first` processes prints of a training whose other node is killed and comes
+    back.
+    """
+    arguments = whole(bench, "run", keys)
+    checkpoints = bench.folder / "run"
     one = start_node(nodes, 0, arguments, "1:2", first)
     other = start_node(nodes, 1, arguments, "1:2")
     wait_until(lambda: newest_step(checkpoints) >= 20, PATIENCE)

@@ -20,7 +20,9 @@ def made_run(folder, batch, speed, f1s):
     (folder / "reports" / "curves").mkdir(parents=True)
     (folder / "checkpoints" / "best.json").write_text(json.dumps({"train": {"batch": batch}}))
     steps = [10 * (i + 1) for i in range(len(f1s))]
-    rows = ["step,loss,precision,recall,f1"] + [f"{s},1.0,0.5,0.5,{f1}" for s, f1 in zip(steps, f1s)]
+    rows = ["step,loss,precision,recall,f1"] + [
+        f"{s},1.0,0.5,0.5,{f1}" for s, f1 in zip(steps, f1s)
+    ]
     (folder / "reports" / "curves" / "validation.csv").write_text("\n".join(rows) + "\n")
     (folder / "reports" / "timing.csv").write_text(
         "step,pairs_per_s\n" + "".join(f"{s},{speed}\n" for s in range(5, steps[-1] + 1, 5))
@@ -50,10 +52,13 @@ def test_the_ratio_test_is_the_more_precise_of_the_baselines(tmp_path, root):
     train = params.load("train", root / "presets" / "sample.yaml")
     samples = validation_pairs(0, len(store), store.views_per_image, 8)
     found = learning.baselines(store, samples, train)
-    mutual, ratio = found["mutual nearest neighbour"], found["ratio test, mutual"]
+    mutual = found["mutual nearest neighbour"]
+    ratio = found["ratio test, mutual"]
     # descriptors of the synthetic store differ by noise only, so both find nearly all true matches
     assert mutual["recall"] > 0.9 and ratio["precision"] >= mutual["precision"] > 0.5
-    assert all(np.isclose(f["f1"], 2 / (1 / f["precision"] + 1 / f["recall"])) for f in found.values())
+    assert all(
+        np.isclose(f["f1"], 2 / (1 / f["precision"] + 1 / f["recall"])) for f in found.values()
+    )
 
 
 def test_wrong_words_are_refused_in_one_line(tmp_path, capsys):

@@ -1,4 +1,6 @@
-"""The library alone: what it needs of others, what its wheel holds, and how it matches two images."""
+"""The library alone: what it needs of others, what its wheel holds, and how it matches two
+images.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,11 @@ def with_requirements(*names: str) -> Set[str]:
             continue
         found.add(name)
         asked = [Requirement(line) for line in metadata.requires(name) or ()]
-        waiting += [each.name for each in asked if each.marker is None or each.marker.evaluate({"extra": ""})]
+        waiting += [
+            each.name
+            for each in asked
+            if each.marker is None or each.marker.evaluate({"extra": ""})
+        ]
     return found
 
 
@@ -51,8 +57,12 @@ def top_level(names: Set[str]) -> Iterator[Path]:
     """What these distributions put into site-packages, files and folders."""
     for name in names:
         distribution = metadata.distribution(name)
-        tops = {file.parts[0] for file in distribution.files or () if not file.parts[0].startswith("..")}
-        yield from (Path(str(distribution.locate_file(top))) for top in tops if not top.endswith(".pth"))
+        tops = {
+            file.parts[0] for file in distribution.files or () if not file.parts[0].startswith("..")
+        }
+        yield from (
+            Path(str(distribution.locate_file(top))) for top in tops if not top.endswith(".pth")
+        )
 
 
 @pytest.fixture
@@ -71,19 +81,18 @@ def test_it_imports_and_matches_where_only_what_it_needs_is(bare, tmp_path, phot
     cv2.imwrite(str(tmp_path / "a.png"), photo)
     cv2.imwrite(str(tmp_path / "b.png"), cv2.warpPerspective(photo, TURN, (600, 400)))
     script = (
-        f"import sys; sys.path.append({str(bare)!r})\n"
-        "import importlib, pkgutil, superglue_sift\n"
-        "for module in pkgutil.iter_modules(superglue_sift.__path__):\n"
-        "    importlib.import_module('superglue_sift.' + module.name)\n"
-        "for name in superglue_sift.__all__:\n"
-        "    getattr(superglue_sift, name)\n"
-        "assert not {'pipeline', 'yaml', 'pydantic', 'mlflow', 'dvc', 'scipy'} & set(sys.modules)\n"
-        "from superglue_sift import __main__ as entry\n"
-        "sys.argv = ['superglue-match', 'a.png', 'b.png', '--model', 'model.safetensors', '--device', 'cpu',\n"
-        "            '--out', 'm.png', '--json', 'm.json']\n"
-        "sys.exit(entry.command())\n"
+        f"import sys; sys.path.append({str(bare)!r})\nimport importlib, pkgutil,"
+        " superglue_sift\nfor module in pkgutil.iter_modules(superglue_sift.__path__):\n   "
+        " importlib.import_module('superglue_sift.' + module.name)\nfor name in"
+        " superglue_sift.__all__:\n    getattr(superglue_sift, name)\nassert not {'pipeline',"
+        " 'yaml', 'pydantic', 'mlflow', 'dvc', 'scipy'} & set(sys.modules)\nfrom superglue_sift"
+        " import __main__ as entry\nsys.argv = ['superglue-match', 'a.png', 'b.png', '--model',"
+        " 'model.safetensors', '--device', 'cpu',\n            '--out', 'm.png', '--json',"
+        " 'm.json']\nsys.exit(entry.command())\n"
     )
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", script], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "homography inliers" in done.stdout and (tmp_path / "m.png").is_file()
 
@@ -103,8 +112,12 @@ def build_wheel(root: Path, folder: Path, with_weights: bool) -> Path:
         shutil.copy(root / name, source / name)
     if not with_weights:
         (source / weights.SHIPPED).write_bytes(b"weights")
-    script = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", script, str(folder)], cwd=source, capture_output=True, text=True)
+    script = (
+        "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(folder)], cwd=source, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return folder / done.stdout.split()[-1]
 
@@ -113,13 +126,17 @@ def test_the_wheel_holds_library_and_weights_and_nothing_else(tmp_path, root):
     with zipfile.ZipFile(build_wheel(root, tmp_path, with_weights=False)) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
         entry_points = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-        assert "superglue-match = superglue_sift.__main__:command" in wheel.read(entry_points).decode()
+        assert (
+            "superglue-match = superglue_sift.__main__:command" in wheel.read(entry_points).decode()
+        )
     files = {
         path.relative_to(root).as_posix()
         for path in (root / "superglue_sift").rglob("*.*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    pretrained = {f"superglue_sift/pretrained/{path.name}" for path in (root / "pretrained").iterdir()}
+    pretrained = {
+        f"superglue_sift/pretrained/{path.name}" for path in (root / "pretrained").iterdir()
+    }
     assert names == files | pretrained
 
 
@@ -130,11 +147,14 @@ def test_the_wheel_is_small_and_matches_where_nothing_else_is_installed(tmp_path
         pytest.skip(f"needs {weights.SHIPPED}")
     wheel = build_wheel(root, tmp_path, with_weights=True)
     assert wheel.stat().st_size <= 12e6
-    needed = tmp_path / "needed"  # what an index would give: what the wheel asks for, linked in instead of downloaded
+    # What an index would give: what the wheel asks for, linked in instead of downloaded
+    needed = tmp_path / "needed"
     needed.mkdir()
     for path in {path.name: path for path in top_level(with_requirements(*NEEDS))}.values():
         (needed / path.name).symlink_to(path)
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "env")], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "venv", str(tmp_path / "env")], check=True, capture_output=True
+    )
     site = next((tmp_path / "env" / "lib").glob("python3.*")) / "site-packages"
     (site / "needed.pth").write_text(f"{needed}\n")
     cv2.imwrite(str(tmp_path / "a.png"), photo)
@@ -142,12 +162,15 @@ def test_the_wheel_is_small_and_matches_where_nothing_else_is_installed(tmp_path
 
     def run(*words: str) -> subprocess.CompletedProcess:
         command = [str(tmp_path / "env" / "bin" / words[0]), *words[1:]]
-        return subprocess.run(command, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+        return subprocess.run(
+            command, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+        )
 
     # that of venv would stand before the one that torch asks for
     run("python", "-m", "pip", "uninstall", "--yes", "--quiet", "setuptools")
     done = run("python", "-m", "pip", "install", "--no-index", "--quiet", str(wheel))
-    assert done.returncode == 0, done.stderr  # also: the wheel asks for nothing that is not linked in
+    # Also: the wheel asks for nothing that is not linked in
+    assert done.returncode == 0, done.stderr
     shutil.rmtree(tmp_path / "source")
     done = run("superglue-match", "a.png", "b.png", "--out", "m.png")
     assert done.returncode == 0, done.stderr
@@ -159,7 +182,9 @@ def test_the_wheel_is_small_and_matches_where_nothing_else_is_installed(tmp_path
 
 @pytest.fixture(scope="module")
 def matcher(tmp_path_factory) -> Matcher:
-    return Matcher.load(write_model(tmp_path_factory.mktemp("model") / "m.safetensors", layers=2), "cpu")
+    return Matcher.load(
+        write_model(tmp_path_factory.mktemp("model") / "m.safetensors", layers=2), "cpu"
+    )
 
 
 @pytest.fixture
@@ -170,7 +195,10 @@ def turned(photo) -> np.ndarray:
 def test_matches_of_pixels_are_pairs_of_keypoints_that_correspond(matcher, photo, turned):
     found = matcher.match(photo, turned)
     assert found.size0 == found.size1 == (600, 400)
-    assert found.keypoints0.shape == (len(found.keypoints0), 2) and found.keypoints0.dtype == np.float32
+    assert (
+        found.keypoints0.shape == (len(found.keypoints0), 2)
+        and found.keypoints0.dtype == np.float32
+    )
     assert found.matches.shape == (len(found.scores), 2) and len(found.scores) > 30
     assert (found.scores > 0.2).all()
     assert len(set(found.matches[:, 0])) == len(set(found.matches[:, 1])) == len(found.matches)
@@ -178,11 +206,16 @@ def test_matches_of_pixels_are_pairs_of_keypoints_that_correspond(matcher, photo
     assert (error < 3).mean() > 0.8
 
 
-def test_files_pixels_and_features_give_the_same_matches(matcher, photo, turned, tmp_path, monkeypatch):
+def test_files_pixels_and_features_give_the_same_matches(
+    matcher, photo, turned, tmp_path, monkeypatch
+):
     cv2.imwrite(str(tmp_path / "a.png"), photo)
     cv2.imwrite(str(tmp_path / "b.png"), turned)
     expected = matcher.match(photo, turned)
-    features = [matcher.extract(tmp_path / "a.png"), matcher.extract(cv2.cvtColor(turned, cv2.COLOR_GRAY2BGR))]
+    features = [
+        matcher.extract(tmp_path / "a.png"),
+        matcher.extract(cv2.cvtColor(turned, cv2.COLOR_GRAY2BGR)),
+    ]
     monkeypatch.setattr("superglue_sift.sift.extract", lambda *_: pytest.fail("computed twice"))
     found = matcher.match(*features)
     assert_same(expected, found)
@@ -195,11 +228,18 @@ def test_a_result_is_one_short_line(matcher, photo, turned):
     assert (
         said
         == f"MatchResult({len(found.matches)} matches above 0.20; "
-        + ", ".join(f"600x400 px with {len(keypoints)} keypoints" for keypoints in (found.keypoints0, found.keypoints1))
+        + ", ".join(
+            f"600x400 px with {len(keypoints)} keypoints"
+            for keypoints in (found.keypoints0, found.keypoints1)
+        )
         + ")"
     )
-    assert "above 0.90" in repr(found.above(0.9)) and "above 0.90" in repr(found.above(0.9).above(0.5))
-    assert repr(matcher.extract(photo)) == f"Features({len(found.keypoints0)} keypoints; 600x400 px)"
+    assert "above 0.90" in repr(found.above(0.9)) and "above 0.90" in repr(
+        found.above(0.9).above(0.5)
+    )
+    assert (
+        repr(matcher.extract(photo)) == f"Features({len(found.keypoints0)} keypoints; 600x400 px)"
+    )
     assert "above" not in repr(found._replace(threshold=None))
 
 
@@ -213,7 +253,9 @@ def test_a_result_shows_its_picture_in_colour(matcher, color_photo, tmp_path):
     path = tmp_path / "a.png"
     cv2.imwrite(str(path), bgr)
     picture = matcher.match(path, torch.from_numpy(color_photo.copy()).permute(2, 0, 1)).show()
-    assert repr(picture) == f"Picture({2 * 451 + 8}x{300 + 2 * drawing.BAR} px; .save(path) writes it)"
+    assert (
+        repr(picture) == f"Picture({2 * 451 + 8}x{300 + 2 * drawing.BAR} px; .save(path) writes it)"
+    )
     shown = cv2.imdecode(np.frombuffer(picture._repr_jpeg_(), np.uint8), cv2.IMREAD_COLOR)
     assert shown.shape == picture.pixels.shape
     for left in (0, 451 + 8):  # between the lines both halves are the photograph
@@ -233,7 +275,9 @@ def test_features_without_their_image_are_shown_with_one_that_is_named(matcher, 
 
 def test_features_of_ones_own_sift_are_those_of_the_library(matcher, photo):
     gray = photo[:300, :300]
-    points, descriptors = cv2.SIFT_create(nfeatures=1536, enable_precise_upscale=True).detectAndCompute(gray, None)
+    points, descriptors = cv2.SIFT_create(
+        nfeatures=1536, enable_precise_upscale=True
+    ).detectAndCompute(gray, None)
     own = Features.of(
         np.array([p.pt for p in points]),
         np.array([p.size for p in points]),
@@ -273,7 +317,9 @@ def test_pil_images_give_the_matches_of_the_same_pixels(matcher, color_photo):
 
 
 def check_resolution(shared_data: Path, side: int) -> None:
-    """The second photograph, reduced to 1,024 px and resized to `side`, has the matches that it has at 1,024."""
+    """The second photograph, reduced to 1,024 px and resized to `side`, has the matches that it has
+    at 1,024.
+    """
     matcher = Matcher.load(device="cpu")
     folder = shared_data / "poses" / "strecha"
     paths = [folder / f"Herz-Jesus-P25_{number:04d}.jpg" for number in (3, 4)]
@@ -355,7 +401,8 @@ def test_homography_and_fundamental_matrix_explain_the_matches(matcher, photo, t
     F, inliers = found.fundamental(1.0)
     assert F.shape == (3, 3) and abs(np.linalg.det(F)) < 1e-6
     ones = np.ones((len(found.points0), 1))
-    x0, x1 = np.hstack([found.points0, ones]), np.hstack([found.points1, ones])
+    x0 = np.hstack([found.points0, ones])
+    x1 = np.hstack([found.points1, ones])
     line = x0 @ F.T
     distance = np.abs((line * x1).sum(1)) / np.linalg.norm(line[:, :2], axis=1)
     assert (distance[inliers] < 2).all() and inliers.mean() > 0.7
@@ -391,12 +438,18 @@ def test_an_image_without_structure_gives_no_match(matcher, photo):
     flat = np.full((200, 300), 99, np.uint8)
     for pair in ((flat, flat), (flat, photo), (photo, flat)):
         found = matcher.match(*pair)
-        assert found.matches.shape == (0, 2) and found.scores.shape == (0,) and found.points1.shape == (0, 2)
+        assert (
+            found.matches.shape == (0, 2)
+            and found.scores.shape == (0,)
+            and found.points1.shape == (0, 2)
+        )
 
 
 def features(count: int, width: int, value: float = 9.0, scales: int = 5) -> Features:
     one = np.ones(count)
-    return Features.of(np.zeros((count, 2)), np.ones(scales), one, one, np.full((count, width), value), (64, 64))
+    return Features.of(
+        np.zeros((count, 2)), np.ones(scales), one, one, np.full((count, width), value), (64, 64)
+    )
 
 
 @pytest.mark.parametrize(
@@ -405,29 +458,70 @@ def features(count: int, width: int, value: float = 9.0, scales: int = 5) -> Fea
         (lambda matcher, folder: matcher.extract(folder / "no.png"), "no.png: cannot be read"),
         (lambda matcher, folder: matcher.extract(np.zeros((9, 9))), "must be uint8"),
         (lambda matcher, folder: matcher.extract(np.zeros((9, 9, 4), np.uint8)), r"\(9, 9, 4\)"),
-        (lambda matcher, folder: matcher.extract(torch.zeros(9, 9, 3)), r"\(9, 9, 3\): must be \(H, W\)"),
+        (
+            lambda matcher, folder: matcher.extract(torch.zeros(9, 9, 3)),
+            r"\(9, 9, 3\): must be \(H, W\)",
+        ),
         (lambda matcher, folder: matcher.extract(torch.full((9, 9), 2.0)), "from 0 to 1"),
         (lambda matcher, folder: matcher.extract(torch.zeros(9, 9, dtype=torch.int64)), "int64"),
         (lambda matcher, folder: features(5, 256), r"\(5, 256\): must be SIFT's, \(5, 128\)"),
         (lambda matcher, folder: features(5, 128, 0.1), "0 to 255"),
-        (lambda matcher, folder: features(5, 128, scales=4), r"scales of shape \(4,\): must be \(5,\)"),
-        (lambda matcher, folder: Matcher.load(folder / "no.safetensors"), "no.safetensors: no such model"),
-        (lambda matcher, folder: Matcher.load(folder / "text.safetensors"), "text.safetensors: not readable"),
-        (lambda matcher, folder: Matcher.load(folder / "other.safetensors"), "not a SuperGlue model"),
-        (lambda matcher, folder: Matcher.load(device="toaster"), "^device toaster: not available here; name auto, cpu"),
+        (
+            lambda matcher, folder: features(5, 128, scales=4),
+            r"scales of shape \(4,\): must be \(5,\)",
+        ),
+        (
+            lambda matcher, folder: Matcher.load(folder / "no.safetensors"),
+            "no.safetensors: no such model",
+        ),
+        (
+            lambda matcher, folder: Matcher.load(folder / "text.safetensors"),
+            "text.safetensors: not readable",
+        ),
+        (
+            lambda matcher, folder: Matcher.load(folder / "other.safetensors"),
+            "not a SuperGlue model",
+        ),
+        (
+            lambda matcher, folder: Matcher.load(device="toaster"),
+            "^device toaster: not available here; name auto, cpu",
+        ),
         (
             lambda matcher, folder: Matcher.load(folder / "cut.safetensors"),
             "cut.safetensors: .*copy it again, or name another",
         ),
-        (lambda matcher, folder: Matcher.load(threshold=1.5), "threshold 1.5: must be between 0 and 1"),
-        (lambda matcher, folder: Matcher.load(max_keypoints=0), "max_keypoints 0: must be 1 or more"),
+        (
+            lambda matcher, folder: Matcher.load(threshold=1.5),
+            "threshold 1.5: must be between 0 and 1",
+        ),
+        (
+            lambda matcher, folder: Matcher.load(max_keypoints=0),
+            "max_keypoints 0: must be 1 or more",
+        ),
         (lambda matcher, folder: Matcher.load(resize=-1), "resize -1: must be 0 or more"),
-        (lambda matcher, folder: Matcher.load(precision="fp16"), "precision 'fp16': must be 'float32', 'bfloat16' or"),
+        (
+            lambda matcher, folder: Matcher.load(precision="fp16"),
+            "precision 'fp16': must be 'float32', 'bfloat16' or",
+        ),
         (lambda matcher, folder: Matcher.load(scene=True, accept=0), "accept 0: must be 1 or more"),
-        (lambda matcher, folder: Matcher.load(scene=True, strict=7), "strict 7: must be between 0 and 1"),
-        (lambda matcher, folder: Matcher.load(scene=True, accept="x"), "accept x: must be 1 or more"),
-        (lambda matcher, folder: matcher.match(*[np.zeros((9, 9), np.uint8)] * 2).show([[0]], [[0]]), "type list"),
-        (lambda matcher, folder: next(matcher.match_batch([("a", "b")], 0)), "batch_size 0: must be 1 or more"),
+        (
+            lambda matcher, folder: Matcher.load(scene=True, strict=7),
+            "strict 7: must be between 0 and 1",
+        ),
+        (
+            lambda matcher, folder: Matcher.load(scene=True, accept="x"),
+            "accept x: must be 1 or more",
+        ),
+        (
+            lambda matcher, folder: matcher.match(*[np.zeros((9, 9), np.uint8)] * 2).show(
+                [[0]], [[0]]
+            ),
+            "type list",
+        ),
+        (
+            lambda matcher, folder: next(matcher.match_batch([("a", "b")], 0)),
+            "batch_size 0: must be 1 or more",
+        ),
         (
             lambda matcher, folder: matcher.extract([[0, 1]]),
             "type list: must be a file, a PIL image, an array or a tensor",
@@ -436,7 +530,9 @@ def features(count: int, width: int, value: float = 9.0, scales: int = 5) -> Fea
 )
 def test_a_wrong_request_is_one_line(matcher, tmp_path, ask, message):
     (tmp_path / "text.safetensors").write_text("hello")
-    save_model_file(tmp_path / "other.safetensors", {"a": matcher.model.dustbin}, {"model": {"dim": 128}})
+    save_model_file(
+        tmp_path / "other.safetensors", {"a": matcher.model.dustbin}, {"model": {"dim": 128}}
+    )
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "other.safetensors").read_bytes()[:-1])
     with pytest.raises(RequestError, match=message) as error:
         ask(matcher, tmp_path)
@@ -464,14 +560,18 @@ def test_a_wrong_request_is_one_line(matcher, tmp_path, ask, message):
         ({"hidden": 1}, "hidden"),
     ],
 )
-def test_a_hostile_model_file_is_refused_before_anything_is_made_of_it(tmp_path, monkeypatch, changed, message):
+def test_a_hostile_model_file_is_refused_before_anything_is_made_of_it(
+    tmp_path, monkeypatch, changed, message
+):
     path = tmp_path / "m.safetensors"
     tensors, info = weights.load_model_file(write_model(path))
     save_model_file(path, tensors, {**info, "model": {**info["model"], **changed}})
     monkeypatch.setattr(weights, "SuperGlue", lambda *_: pytest.fail("made"))
     with pytest.raises(RequestError, match=message) as error:
         Matcher.load(path, "cpu")
-    assert "m.safetensors: not a SuperGlue model" in str(error.value) and "\n" not in str(error.value)
+    assert "m.safetensors: not a SuperGlue model" in str(error.value) and "\n" not in str(
+        error.value
+    )
 
 
 @pytest.mark.parametrize("value", ["much", None, [], -1, 2.0, float("nan"), True])

@@ -24,11 +24,15 @@ class Block(torch.nn.Module):
 
 
 class Made(torch.nn.Module):
-    """Takes the options of kornia's class and matches the nearest descriptors of what it is given."""
+    """Takes the options of kornia's class and matches the nearest descriptors of what it is
+    given.
+    """
 
     def __init__(self, features, **options):
         super().__init__()
-        assert features is None, "a package that is given a name of features downloads their weights"
+        assert features is None, (
+            "a package that is given a name of features downloads their weights"
+        )
         assert options == {
             "input_dim": 128, "add_scale_ori": True, "depth_confidence": -1, "width_confidence": -1,
         }  # fmt: skip
@@ -49,7 +53,10 @@ def weights(monkeypatch, tmp_path):
     package.LightGlue = Made
     monkeypatch.setitem(sys.modules, "made", package)
     monkeypatch.setattr(lightglue, "PACKAGES", ("no_such_package", "made"))
-    values = {"self_attn.0.weight": np.ones((1, 1), np.float32), "self_attn.0.bias": np.full(1, 0.5, np.float32)}
+    values = {
+        "self_attn.0.weight": np.ones((1, 1), np.float32),
+        "self_attn.0.bias": np.full(1, 0.5, np.float32),
+    }
     save_file(values, str(tmp_path / "weights.safetensors"))
     return tmp_path / "weights.safetensors"
 
@@ -66,7 +73,9 @@ def test_what_is_missing_is_said(monkeypatch, weights):
     assert match is None and "no weights at" in said and "nowhere" in said
     monkeypatch.setattr(lightglue, "PACKAGES", ("no_such_package",))
     match, said = lightglue.load(weights, "cpu")
-    assert match is None and said == "neither kornia nor lightglue is installed (`pip install kornia`)"
+    assert (
+        match is None and said == "neither kornia nor lightglue is installed (`pip install kornia`)"
+    )
 
 
 def test_a_file_of_something_else_is_a_wrong_request(weights):
@@ -93,8 +102,16 @@ def test_matches_come_with_its_own_scores(weights, pair):
 
 def test_it_is_given_pixels_diameters_and_radians(pair):
     given = lightglue.features(pair.records0, pair.size0, "cpu")
-    shapes = {"keypoints": (60, 2), "descriptors": (60, 128), "scales": (60,), "oris": (60,), "image_size": (2,)}
-    assert {name: tuple(given[name].shape) for name in shapes} == {name: (1, *s) for name, s in shapes.items()}
+    shapes = {
+        "keypoints": (60, 2),
+        "descriptors": (60, 128),
+        "scales": (60,),
+        "oris": (60,),
+        "image_size": (2,),
+    }
+    assert {name: tuple(given[name].shape) for name in shapes} == {
+        name: (1, *s) for name, s in shapes.items()
+    }
     assert all(value.dtype == torch.float32 for value in given.values())
     np.testing.assert_allclose(given["oris"][0], np.radians(pair.records0["angle"]), rtol=1e-5)
     np.testing.assert_array_equal(given["keypoints"][0, :, 0], pair.records0["x"])

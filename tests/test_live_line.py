@@ -42,11 +42,16 @@ def mark_of(context, folder: str) -> float:
 def by_hand(folder: str) -> float:
     """The best F1 over the ratios of the bins, pair by pair with the matcher of the evaluation."""
     store = Store(folder)
-    batch = choose_orientations(load_batch(store, validation_pairs(0, len(store), store.views_per_image, 12), 48))
+    batch = choose_orientations(
+        load_batch(store, validation_pairs(0, len(store), store.views_per_image, 12), 48)
+    )
     truth = ground_truth(batch, 3.0, 5.0).matches0.numpy()
     records = [
         [each[i, : counts[i]].numpy().reshape(-1).view(KEYPOINT) for i in range(len(batch))]
-        for each, counts in ((batch.records0, batch.counts0.tolist()), (batch.records1, batch.counts1.tolist()))
+        for each, counts in (
+            (batch.records0, batch.counts0.tolist()),
+            (batch.records1, batch.counts1.tolist()),
+        )
     ]
     best = 0.0
     for ratio in 1.0 - np.arange(CONFIDENCE_BINS) / CONFIDENCE_BINS:
@@ -57,7 +62,8 @@ def by_hand(folder: str) -> float:
             matches = np.where(passed, near.nearest, -1)
             asked = partners[: len(matches)]
             counted = (matches >= 0) & (asked != IGNORED)
-            found, right = found + counted.sum(), right + (counted & (matches == asked)).sum()
+            found = found + counted.sum()
+            right = right + (counted & (matches == asked)).sum()
         best = max(best, 2 * right / (found + (truth >= 0).sum()))
     return best
 
@@ -105,9 +111,13 @@ def test_on_a_terminal_a_training_is_one_line(monkeypatch):
     drawn = [one for one in terminal.written if one]
     assert all(one.startswith("\r\033[K") and len(one) - 4 <= 80 for one in drawn)
     assert [one.count("\n") for one in drawn] == [0, 0, 0, 1]  # drawn over, but for the last
-    assert "train: 401/2400 step, 17%, ETA 0:" in drawn[0] and ", ratio test 65.1, loss 0.50, " in drawn[0]
+    assert (
+        "train: 401/2400 step, 17%, ETA 0:" in drawn[0]
+        and ", ratio test 65.1, loss 0.50, " in drawn[0]
+    )
     assert ", F1 72.7 (+0.4), ratio test 65.1, loss 0.50" in drawn[1]
-    assert ", F1 72.2 (-0.5), ratio test 65.1, loss 0.60" in drawn[2]  # 0.9 of the loss before, 0.1 of 1.5
+    # 0.9 of the loss before, 0.1 of 1.5
+    assert ", F1 72.2 (-0.5), ratio test 65.1, loss 0.60" in drawn[2]
 
 
 def test_in_a_log_a_training_is_plain_lines(monkeypatch, capsys):
@@ -120,8 +130,14 @@ def test_in_a_log_a_training_is_plain_lines(monkeypatch, capsys):
     first, step, second = capsys.readouterr().err.splitlines()
     rest = "ratio test 65.1 %; loss 0.951, precision 84.5 %, recall 63.7 %"
     assert first == f"validation at step 0: F1 72.2 %; {rest}"
-    assert step.startswith("train: 1/100 step, 1%, ETA 0:") and "F1 72.2, ratio test 65.1, loss 0.50" in step
-    assert second == f"validation at step 1: F1 72.7 %, +0.4 from the best before; {rest}" and "\033" not in second
+    assert (
+        step.startswith("train: 1/100 step, 1%, ETA 0:")
+        and "F1 72.2, ratio test 65.1, loss 0.50" in step
+    )
+    assert (
+        second == f"validation at step 1: F1 72.7 %, +0.4 from the best before; {rest}"
+        and "\033" not in second
+    )
     other = LiveLine(100, 0, 0.65, None, False)  # of another rank
     other.step({"loss": 2.0, "pairs": 4.0})
     other.validated(1, FIGURES)

@@ -1,4 +1,6 @@
-"""Processes that load batches: the same batches, in the memory there is; they ignore signals, end with their parent."""
+"""Processes that load batches: the same batches, in the memory there is; they ignore signals, end
+with their parent.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ pytestmark = pytest.mark.cu111
 
 def made_by(store: Store, step: int):
     """A step's batch, in a function that every start method can carry."""
-    return loader.load_batch(store, PairOrder(0, len(store), store.views_per_image).step(step, 4), 30)
+    return loader.load_batch(
+        store, PairOrder(0, len(store), store.views_per_image).step(step, 4), 30
+    )
 
 
 def reported(step: int) -> tuple:
@@ -85,7 +89,9 @@ def test_a_killed_one_is_recognised_and_an_error_of_its_own_is_not():
 
 
 def left_while_it_hands_over(step: int) -> None:
-    """Connect to the thread that hands over file descriptors, and leave as a main process that ends does."""
+    """Connect to the thread that hands over file descriptors, and leave as a main process that ends
+    does.
+    """
     resource_sharer._resource_sharer._start()
     socket.socket(socket.AF_UNIX).connect(resource_sharer._resource_sharer._address)
     resource_sharer.stop(timeout=10)
@@ -104,7 +110,8 @@ def raising(step: int) -> None:
 def test_one_that_hangs_does_not_hold_up_the_end():
     """Deaf to SIGTERM, by which Python would end it, and then wait."""
     source = workers.prefetched(sleeping, range(9), Plan(1, 2))
-    pid, began = next(source), time.monotonic()
+    pid = next(source)
+    began = time.monotonic()
     source.close()
     for process in multiprocessing.active_children():
         process.join(5)
@@ -113,22 +120,25 @@ def test_one_that_hangs_does_not_hold_up_the_end():
 
 def test_they_end_with_a_training_that_is_killed(tmp_path):
     code = (
-        "import os, signal, sys; sys.path[:0] = sys.argv[1:]\n"
-        "from test_loader_processes import *\n"
-        "source = workers.prefetched(sleeping, range(9), Plan(2, 1)); print(next(source), flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; sys.path[:0] = sys.argv[1:]\nfrom test_loader_processes import"
+        " *\nsource = workers.prefetched(sleeping, range(9), Plan(2, 1)); print(next(source),"
+        " flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     tests = os.path.dirname(__file__)
     command = [sys.executable, "-c", code, tests, os.path.dirname(tests)]
     said, _ = psutil.Popen(command, stdout=-1).communicate(timeout=120)
     deadline = time.monotonic() + 10
-    while psutil.pid_exists(int(said)) and psutil.Process(int(said)).status() != psutil.STATUS_ZOMBIE:
+    while (
+        psutil.pid_exists(int(said)) and psutil.Process(int(said)).status() != psutil.STATUS_ZOMBIE
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
 class TestRoom:
-    """What fits, and what does not: the numbers of 512 pairs of 1,024 keypoints are those of a crash on 2 GiB."""
+    """What fits, and what does not: the numbers of 512 pairs of 1,024 keypoints are those of a
+    crash on 2 GiB.
+    """
 
     STEP = StepSize(pairs=512, keypoints=1024, record=280)
 
@@ -148,12 +158,18 @@ class TestRoom:
 
     @settings(max_examples=100, deadline=None)
     @given(
-        st.integers(1, 8), st.integers(1, 600), st.integers(1, 2048), st.integers(0, 1 << 33), st.integers(128, 4096)
+        st.integers(1, 8),
+        st.integers(1, 600),
+        st.integers(1, 2048),
+        st.integers(0, 1 << 33),
+        st.integers(128, 4096),
     )
     def test_a_plan_never_takes_more_than_there_is(self, most, pairs, keypoints, memory, files):
         step = StepSize(pairs, keypoints, 280)
         found = workers.fitting(most, step, memory, files)
-        assert found.processes <= most and found.shared(step) <= memory and found.files(step) <= files
+        assert (
+            found.processes <= most and found.shared(step) <= memory and found.files(step) <= files
+        )
 
     def test_the_bytes_are_those_of_a_real_batch(self, tmp_path):
         store = Store(made_store(tmp_path / "store"))
@@ -164,7 +180,8 @@ class TestRoom:
         assert real <= step.bytes <= real + 4 * 2 * widest * 280 + 8 * 4096
 
     def test_the_environment_asks(self, monkeypatch, capsys):
-        cpu, step = torch.device("cpu"), StepSize(4, 30, 280)
+        cpu = torch.device("cpu")
+        step = StepSize(4, 30, 280)
         assert workers.plan(cpu, step) == BY_THREAD
         monkeypatch.setenv("SG_LOADER_PROCESSES", "3")
         monkeypatch.setattr(workers, "memory_of_rank", lambda *_: 1 << 30)

@@ -28,13 +28,15 @@ def run(folder, *words):
 
 
 def test_matches_picture_and_json(work, capsys):
-    out, record = work / "new" / "m.png", work / "new" / "m.json"
+    out = work / "new" / "m.png"
+    record = work / "new" / "m.json"
     assert run(work, work / "a.png", work / "b.jpg", "--out", out, "--json", record) == 0
     found = json.loads(record.read_text())
     printed = capsys.readouterr().out
     count = len(found["matches"])
     assert count > 30 and f"matches {count}" in printed and "homography inliers" in printed
-    keypoints0, keypoints1 = np.array(found["keypoints0"]), np.array(found["keypoints1"])
+    keypoints0 = np.array(found["keypoints0"])
+    keypoints1 = np.array(found["keypoints1"])
     assert len(found["matches0"]) == len(found["matching_scores0"]) == len(keypoints0)
     for i, j, score in found["matches"]:
         assert found["matches0"][i] == j and found["matching_scores0"][i] == score > 0.2
@@ -49,7 +51,10 @@ def test_matches_picture_and_json(work, capsys):
 def test_keypoints_are_pixels_of_the_stored_image_whatever_the_resize(work, capsys):
     records = {}
     for resize in (0, 300):
-        assert run(work, work / "a.png", work / "a.png", "--resize", resize, "--json", work / "m.json") == 0
+        assert (
+            run(work, work / "a.png", work / "a.png", "--resize", resize, "--json", work / "m.json")
+            == 0
+        )
         records[resize] = json.loads((work / "m.json").read_text())
     assert records[300]["image_size0"] == [600, 400]
     keypoints = {name: np.array(record["keypoints0"]) for name, record in records.items()}
@@ -57,20 +62,29 @@ def test_keypoints_are_pixels_of_the_stored_image_whatever_the_resize(work, caps
     distance = np.linalg.norm(keypoints[300][:, None] - keypoints[0][None], axis=2).min(axis=1)
     assert np.median(distance) < 1.0
     shift = (
-        keypoints[300] - keypoints[0][np.linalg.norm(keypoints[300][:, None] - keypoints[0][None], axis=2).argmin(1)]
+        keypoints[300]
+        - keypoints[0][
+            np.linalg.norm(keypoints[300][:, None] - keypoints[0][None], axis=2).argmin(1)
+        ]
     )
     assert np.abs(np.median(shift[distance < 1.0], axis=0)).max() < 0.2
 
 
 def test_options_are_obeyed(work, capsys):
-    assert run(work, work / "a.png", work / "b.jpg", "--max-keypoints", "50", "--threshold", "1.0") == 0
+    assert (
+        run(work, work / "a.png", work / "b.jpg", "--max-keypoints", "50", "--threshold", "1.0")
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "keypoints 50 and 50, matches 0" in printed and "homography inliers 0" in printed
 
 
 def test_images_without_structure(work, capsys):
     out = work / "m.png"
-    assert run(work, work / "flat.png", work / "flat.png", "--out", out, "--json", work / "m.json") == 0
+    assert (
+        run(work, work / "flat.png", work / "flat.png", "--out", out, "--json", work / "m.json")
+        == 0
+    )
     assert json.loads((work / "m.json").read_text())["matches"] == []
     assert "keypoints 0 and 0, matches 0" in capsys.readouterr().out and out.is_file()
     assert run(work, work / "a.png", work / "flat.png") == 0
@@ -81,14 +95,23 @@ def test_images_without_structure(work, capsys):
     [
         (["a.png", "nowhere.png"], "nowhere.png: cannot be read"),
         (["a.png", "text.jpg"], "text.jpg"),
-        (["a.png", "b.jpg", "--model", "nowhere.safetensors"], "nowhere.safetensors: no such model"),
+        (
+            ["a.png", "b.jpg", "--model", "nowhere.safetensors"],
+            "nowhere.safetensors: no such model",
+        ),
         (["a.png", "b.jpg", "--max-keypoints", "0"], "--max-keypoints 0"),
         (["a.png", "b.jpg", "--threshold", "2"], "--threshold 2.0"),
         (["a.png", "b.jpg", "--resize", "-5"], "--resize -5"),
         (["a.png", "b.jpg", "--out", "m.pdf"], "m.pdf: must end in"),
         (["a.png", "b.jpg", "--json", "text.jpg/m.json"], "text.jpg/m.json: cannot be written"),
-        (["a.png", "b.jpg", "--out", "folder.png"], "folder.png: cannot be written: Is a directory"),
-        (["--pairs", "pairs.txt", "--out-dir", "text.jpg/found"], "text.jpg/found: cannot be written"),
+        (
+            ["a.png", "b.jpg", "--out", "folder.png"],
+            "folder.png: cannot be written: Is a directory",
+        ),
+        (
+            ["--pairs", "pairs.txt", "--out-dir", "text.jpg/found"],
+            "text.jpg/found: cannot be written",
+        ),
     ],
 )
 def test_wrong_requests_are_one_line(work, monkeypatch, capsys, words, message):

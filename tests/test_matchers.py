@@ -33,7 +33,10 @@ def test_ratio_and_mutual_agree_with_opencv(pair):
     answers = matchers.match_baselines(pair)
     nearest = {m.queryIdx: m.trainIdx for m in cv2.BFMatcher(cv2.NORM_L2).match(*descriptors)}
     assert dict(enumerate(answers["nn"].matches0)) == nearest
-    crossed = {m.queryIdx: m.trainIdx for m in cv2.BFMatcher(cv2.NORM_L2, crossCheck=True).match(*descriptors)}
+    crossed = {
+        m.queryIdx: m.trainIdx
+        for m in cv2.BFMatcher(cv2.NORM_L2, crossCheck=True).match(*descriptors)
+    }
     found = answers["mutual_nn"].matches0
     assert {i: j for i, j in enumerate(found) if j >= 0} == crossed
     two = cv2.BFMatcher(cv2.NORM_L2).knnMatch(*descriptors, k=2)
@@ -94,7 +97,12 @@ def test_ours_alone_and_in_a_batch(pair, photo):
     torch.manual_seed(0)
     model = SuperGlue(SuperGlueConfig(layers=2, sinkhorn_iterations=20)).eval()
     blank = np.full((100, 120), 127, np.uint8)
-    pairs = [pair, pair_of(photo, blank), pair_of(photo[:150, :200].copy(), photo, 50), pair_of(blank, blank)]
+    pairs = [
+        pair,
+        pair_of(photo, blank),
+        pair_of(photo[:150, :200].copy(), photo, 50),
+        pair_of(blank, blank),
+    ]
     together = list(matchers.match_batches(model, pairs, 4, "cpu"))
     alone = list(matchers.match_batches(model, pairs, 1, "cpu"))
     for first, second, one in zip(together, alone, pairs):
@@ -105,7 +113,9 @@ def test_ours_alone_and_in_a_batch(pair, photo):
 
 
 def test_the_row_of_scenes_holds_what_agrees_in_an_accepted_pair():
-    """40 points in depth before two cameras match rightly, 10 wrongly; 20 of the right matches are strict."""
+    """40 points in depth before two cameras match rightly, 10 wrongly; 20 of the right matches are
+    strict.
+    """
     rng = np.random.default_rng(0)
     points = rng.uniform([-1, -1, 4], [1, 1, 9], (50, 3))
     records = []

@@ -30,8 +30,10 @@ SIZE = (320, 240)
 def records(rng: np.random.Generator, count: int) -> np.ndarray:
     """`count` synthetic keypoints inside a 320x240 view."""
     made = np.zeros(count, KEYPOINT)
-    made["x"], made["y"] = rng.uniform(0, 319, count), rng.uniform(0, 239, count)
-    made["scale"], made["angle"] = rng.uniform(2, 20, count), rng.uniform(0, 360, count)
+    made["x"] = rng.uniform(0, 319, count)
+    made["y"] = rng.uniform(0, 239, count)
+    made["scale"] = rng.uniform(2, 20, count)
+    made["angle"] = rng.uniform(0, 360, count)
     made["score"] = rng.uniform(0.01, 0.1, count)
     made["descriptor"] = rng.integers(0, 200, (count, 128))
     return made
@@ -71,7 +73,11 @@ class TestTruth:
     size = torch.tensor([100.0, 100.0])
 
     def truth(self, keypoints0, keypoints1, H=None) -> Truth:
-        H = torch.eye(3, dtype=torch.float64) if H is None else torch.as_tensor(H, dtype=torch.float64)
+        H = (
+            torch.eye(3, dtype=torch.float64)
+            if H is None
+            else torch.as_tensor(H, dtype=torch.float64)
+        )
         return pair_truth(keypoints0, keypoints1, H, self.size, self.size)
 
     def test_bands(self):
@@ -85,13 +91,15 @@ class TestTruth:
     def test_outside_the_other_view_is_unmatched(self):
         shift = [[1, 0, 60], [0, 1, 0], [0, 0, 1]]
         truth = self.truth(points((41, 50), (5, 5)), points((97, 50), (65, 5)), shift)
-        # (41, 50) lands 4 px from a keypoint, but outside; that keypoint, seen from its side, is ignored
+        # (41, 50) lands 4 px from a keypoint, but outside; that keypoint, seen from its side, is
+        # ignored
         assert truth.matches0.tolist() == [UNMATCHED, 1]
         assert truth.matches1.tolist() == [IGNORED, 1]
 
     def test_error_is_the_larger_of_both_directions(self):
         double = [[2, 0, 0], [0, 2, 0], [0, 0, 1]]
-        # 2 px in view 1 (right by half of that in view 0): a match; 4 px there would be 2 px here, and is none
+        # 2 px in view 1 (right by half of that in view 0): a match; 4 px there would be 2 px here,
+        # and is none
         assert self.truth(points((10, 10)), points((22, 20)), double).matches0.tolist() == [0]
         assert self.truth(points((10, 10)), points((24, 20)), double).matches0.tolist() == [IGNORED]
 
@@ -107,10 +115,13 @@ class TestTruth:
         rng = np.random.default_rng(seed)
         H = np.eye(3) + rng.normal(0, [[0.1, 0.1, 5], [0.1, 0.1, 5], [1e-4, 1e-4, 0]])
         zero, one = (torch.from_numpy(rng.uniform(0, 100, (count, 2))).float() for _ in range(2))
-        truth, back = self.truth(zero, one, H), self.truth(one, zero, np.linalg.inv(H))
+        truth = self.truth(zero, one, H)
+        back = self.truth(one, zero, np.linalg.inv(H))
         for i, j in enumerate(truth.matches0.tolist()):
             assert j < 0 or truth.matches1[j] == i
-        assert torch.equal(truth.matches0, back.matches1) and torch.equal(truth.matches1, back.matches0)
+        assert torch.equal(truth.matches0, back.matches1) and torch.equal(
+            truth.matches1, back.matches0
+        )
 
     def test_a_padded_batch_has_the_truth_of_its_pairs(self):
         rng = np.random.default_rng(0)
@@ -151,12 +162,21 @@ class TestLoss:
     def test_a_gpu_finds_the_loss_and_the_gradient_of_the_cpu(self, precision, close):
         """Of ragged pairs, empty ones among them."""
         rng = np.random.default_rng(0)
-        batch = related([pair(rng, *counts) for counts in ((20, 33), (300, 9), (0, 5), (7, 207), (140, 150), (0, 0))])
+        batch = related(
+            [
+                pair(rng, *counts)
+                for counts in ((20, 33), (300, 9), (0, 5), (7, 207), (140, 150), (0, 0))
+            ]
+        )
         model = scrambled(SuperGlueConfig(dim=32, layers=2, neighbours=True, rotary=True)).train()
         answers = []
         for device, asked in (("cpu", "float32"), ("cuda", precision)):
-            total, parts = objective.MatchingObjective(model.to(device), 3.0, 5.0, asked)(batch.to(device), wait=False)
-            gradient = torch.cat([g.flatten().cpu() for g in torch.autograd.grad(total, list(model.parameters()))])
+            total, parts = objective.MatchingObjective(model.to(device), 3.0, 5.0, asked)(
+                batch.to(device), wait=False
+            )
+            gradient = torch.cat(
+                [g.flatten().cpu() for g in torch.autograd.grad(total, list(model.parameters()))]
+            )
             answers.append((parts["loss"].cpu(), gradient))
         (loss, gradient), (found, own) = answers
         assert torch.allclose(loss, found, rtol=close, atol=close)
@@ -178,14 +198,18 @@ class TestLoss:
         assert torch.isfinite(loss)
         if loss.requires_grad:
             loss.backward()
-            assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+            assert all(
+                torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None
+            )
 
     def test_identical_views_are_learnable(self):
         """Ten steps on one pair lower its loss: loss, gradient and optimiser point the same way."""
         rng = np.random.default_rng(0)
         one = records(rng, 40)
         noisy = one.copy()
-        noisy["descriptor"] = np.clip(one["descriptor"] + rng.normal(0, 60, (40, 128)), 0, 255).astype(np.uint8)
+        noisy["descriptor"] = np.clip(
+            one["descriptor"] + rng.normal(0, 60, (40, 128)), 0, 255
+        ).astype(np.uint8)
         batch = related([Pair(one, noisy, SIZE, SIZE)])
         torch.manual_seed(0)
         model = SuperGlue(SuperGlueConfig(dim=64, layers=2))
@@ -206,10 +230,13 @@ class TestHomography:
     def test_numpy_and_torch_agree(self):
         p = np.random.default_rng(0).uniform(0, 100, (7, 2))
         expected = geometry.transform(p, self.H)
-        assert np.allclose(geometry.transform(torch.from_numpy(p), torch.from_numpy(self.H)).numpy(), expected)
+        assert np.allclose(
+            geometry.transform(torch.from_numpy(p), torch.from_numpy(self.H)).numpy(), expected
+        )
         assert np.allclose(geometry.transform(expected, np.linalg.inv(self.H)), p)
 
-    # OpenCV's framework for RANSAC takes points as float32: 2e-5 px at 300, some hundred times that at the corners
+    # OpenCV's framework for RANSAC takes points as float32: 2e-5 px at 300, some hundred times that
+    # at the corners
     @pytest.mark.parametrize("fit, limit", [(geometry.fit_ransac, 5e-3), (geometry.fit_dlt, 1e-4)])
     def test_fits_exact_points(self, fit, limit):
         p = np.random.default_rng(0).uniform(0, 300, (40, 2))
@@ -222,7 +249,8 @@ class TestHomography:
         rng = np.random.default_rng(0)
         p = rng.uniform(0, 300, (200, 2))
         q = geometry.transform(p, self.H) + rng.normal(0, 0.5, p.shape)
-        q[:140] = rng.uniform(0, 300, (140, 2))  # seven in ten wrong: what nearest neighbours come to
+        # Seven in ten wrong: what nearest neighbours come to
+        q[:140] = rng.uniform(0, 300, (140, 2))
         found = [geometry.fit_ransac(p, q, seed=seed) for seed in (0, 1, 2, 0)]
         assert all(geometry.corner_error(H, self.H, (320, 240)) < 3.0 for H in found)
         assert geometry.corner_error(geometry.fit_dlt(p, q), self.H, (320, 240)) > 20.0
@@ -233,7 +261,8 @@ class TestHomography:
         for seed in range(10):
             rng = np.random.default_rng(seed)
             p = rng.uniform(0, 300, (200, 2))
-            spread = np.where(np.arange(200) < 150, 0.2, 2.0)[:, None]  # a quarter of large keypoints
+            # A quarter of large keypoints
+            spread = np.where(np.arange(200) < 150, 0.2, 2.0)[:, None]
             q = geometry.transform(p, self.H) + spread * rng.normal(size=p.shape)
             H = geometry.fit_ransac(p, q)
             inliers = np.linalg.norm(geometry.transform(p, H) - q, axis=1) < 3.0
@@ -243,21 +272,30 @@ class TestHomography:
         assert refined < 0.1 and refined < 0.5 * least_squares
 
     def test_the_lines_for_opencv_in_the_docs_are_closer_than_its_ransac_alone(self, root):
-        """OpenCV stops after a few samples and keeps the inliers of the best: docs/evaluation.md, Estimators."""
+        """OpenCV stops after a few samples and keeps the inliers of the best: docs/evaluation.md,
+        Estimators.
+        """
         section = (root / "docs" / "matching.md").read_text().split("### A homography by OpenCV")[1]
         lines = section.split("```python\n")[1].split("```")[0]
         errors = []
         for seed in range(20):
             rng = np.random.default_rng(seed)
             p = rng.uniform(0, 300, (200, 2))
-            spread = np.where(np.arange(200) < 150, 0.2, 2.0)[:, None]  # a quarter of large keypoints
+            # A quarter of large keypoints
+            spread = np.where(np.arange(200) < 150, 0.2, 2.0)[:, None]
             q = geometry.transform(p, self.H) + spread * rng.normal(size=p.shape)
             q[::10] = rng.uniform(0, 300, (20, 2))
             cv2.setRNGSeed(seed)
             plain = cv2.findHomography(p, q, cv2.RANSAC, 3.0)[0]
-            names = {"cv2": cv2, "geometry": geometry, "found": SimpleNamespace(points0=p, points1=q, deviations=None)}
+            names = {
+                "cv2": cv2,
+                "geometry": geometry,
+                "found": SimpleNamespace(points0=p, points1=q, deviations=None),
+            }
             exec(lines, names)
-            errors.append([geometry.corner_error(H, self.H, (320, 240)) for H in (names["H"], plain)])
+            errors.append(
+                [geometry.corner_error(H, self.H, (320, 240)) for H in (names["H"], plain)]
+            )
         refined, alone = np.mean(errors, axis=0)
         assert refined < 0.15 and refined < 0.5 * alone
 
@@ -266,7 +304,8 @@ class TestHomography:
         for seed in range(10):
             rng = np.random.default_rng(seed)
             p = rng.uniform(0, 300, (120, 2))
-            deviations = np.where(np.arange(120) < 40, 0.1, 0.5).astype(np.float32)  # a third was aligned
+            # A third was aligned
+            deviations = np.where(np.arange(120) < 40, 0.1, 0.5).astype(np.float32)
             q = geometry.transform(p, self.H) + deviations[:, None] * rng.normal(size=p.shape)
             deviations[deviations == 0.5] = np.nan
             fits = geometry.fit_ransac(p, q, deviations=deviations), geometry.fit_ransac(p, q)

@@ -20,7 +20,9 @@ def auc(errors, threshold):
     return bootstrap.mean_finite(bootstrap.auc_by_pair(errors, threshold))[0]
 
 
-errors_of_pairs = st.lists(st.one_of(st.floats(0, 50, allow_nan=False), st.just(float("inf"))), min_size=1, max_size=40)
+errors_of_pairs = st.lists(
+    st.one_of(st.floats(0, 50, allow_nan=False), st.just(float("inf"))), min_size=1, max_size=40
+)
 limits = st.floats(0.1, 20)
 
 
@@ -70,7 +72,9 @@ def test_auc_properties(errors, threshold):
     assert auc(list(reversed(errors)), threshold) == pytest.approx(value)
     assert auc(errors + errors, threshold) == pytest.approx(value)
     assert auc(errors, threshold * 2) >= value - 1e-12
-    assert auc([*errors, np.inf], threshold) == pytest.approx(value * len(errors) / (len(errors) + 1))
+    assert auc([*errors, np.inf], threshold) == pytest.approx(
+        value * len(errors) / (len(errors) + 1)
+    )
 
 
 def test_auc_without_pairs_is_no_number_and_bad_input_is_refused():
@@ -95,17 +99,24 @@ def test_reprojection_error_is_the_larger_direction():
     H = np.diag([2.0, 2.0, 1.0])  # one pixel in image 0 is two in image 1
     error = reprojection_errors(np.array([[10.0, 10.0]]), np.array([[24.0, 20.0]]), H)
     assert error == pytest.approx([4.0])
-    error = reprojection_errors(np.array([[24.0, 20.0]]), np.array([[10.0, 10.0]]), np.linalg.inv(H))
+    error = reprojection_errors(
+        np.array([[24.0, 20.0]]), np.array([[10.0, 10.0]]), np.linalg.inv(H)
+    )
     assert error == pytest.approx([4.0])
 
 
 def test_reprojection_error_agrees_with_opencv():
     rng = np.random.default_rng(0)
     H = np.array([[1.1, 0.05, 5], [-0.03, 0.95, 9], [1e-4, -2e-4, 1]])
-    points0, points1 = rng.uniform(0, 400, (50, 2)), rng.uniform(0, 400, (50, 2))
+    points0 = rng.uniform(0, 400, (50, 2))
+    points1 = rng.uniform(0, 400, (50, 2))
     forward = np.linalg.norm(cv2.perspectiveTransform(points0[None], H)[0] - points1, axis=1)
-    backward = np.linalg.norm(cv2.perspectiveTransform(points1[None], np.linalg.inv(H))[0] - points0, axis=1)
-    np.testing.assert_allclose(reprojection_errors(points0, points1, H), np.maximum(forward, backward), rtol=1e-9)
+    backward = np.linalg.norm(
+        cv2.perspectiveTransform(points1[None], np.linalg.inv(H))[0] - points0, axis=1
+    )
+    np.testing.assert_allclose(
+        reprojection_errors(points0, points1, H), np.maximum(forward, backward), rtol=1e-9
+    )
 
 
 def test_reprojection_error_on_the_horizon_and_of_nothing():
@@ -115,7 +126,12 @@ def test_reprojection_error_on_the_horizon_and_of_nothing():
 
 
 def test_recall_curve_counts_equality():
-    assert metrics.recall_curve([1.0, 2.0, np.inf, np.nan], [0.5, 1.0, 2.0, 1e9]).tolist() == [0, 0.25, 0.5, 0.5]
+    assert metrics.recall_curve([1.0, 2.0, np.inf, np.nan], [0.5, 1.0, 2.0, 1e9]).tolist() == [
+        0,
+        0.25,
+        0.5,
+        0.5,
+    ]
 
 
 def test_mean_finite():

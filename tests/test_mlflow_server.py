@@ -1,4 +1,6 @@
-"""The shared MLflow server as docker/mlflow starts it: who may call it, and that artifacts go through it."""
+"""The shared MLflow server as docker/mlflow starts it: who may call it, and that artifacts go
+through it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def server(start_server):
     """Port of a running server."""
     mlflow = pytest.importorskip("mlflow")
     if tuple(map(int, mlflow.__version__.split(".")[:2])) < (3, 5):
-        pytest.skip(f"mlflow {mlflow.__version__} has no --allowed-hosts; the server image has a later one")
+        pytest.skip(
+            f"mlflow {mlflow.__version__} has no --allowed-hosts; the server image has a later one"
+        )
     return start_server(
         [str(ROOT / "docker" / "mlflow" / "serve.py")],
         "/health",
@@ -43,7 +47,13 @@ def answer(port, path, host):
 
 @pytest.mark.parametrize(
     ("host", "status"),
-    [("mlflow:5000", 200), ("localhost:8080", 200), ("127.0.0.1:5000", 200), ("evil.example", 403), ("mlflow:80", 403)],
+    [
+        ("mlflow:5000", 200),
+        ("localhost:8080", 200),
+        ("127.0.0.1:5000", 200),
+        ("evil.example", 403),
+        ("mlflow:80", 403),
+    ],
 )
 def test_only_the_names_of_the_compose_file_are_served(server, host, status):
     assert answer(server, "/api/2.0/mlflow/experiments/get?experiment_id=0", host)[0] == status
@@ -51,7 +61,13 @@ def test_only_the_names_of_the_compose_file_are_served(server, host, status):
 
 @pytest.mark.parametrize(
     "path",
-    ["../../etc/passwd", "..%2F..%2Fetc%2Fpasswd", "%2e%2e/%2e%2e/etc/passwd", "/etc/passwd", "a/../../../etc/passwd"],
+    [
+        "../../etc/passwd",
+        "..%2F..%2Fetc%2Fpasswd",
+        "%2e%2e/%2e%2e/etc/passwd",
+        "/etc/passwd",
+        "a/../../../etc/passwd",
+    ],
 )
 def test_artifacts_cannot_be_read_from_elsewhere(server, path):
     status, body = answer(server, f"/api/2.0/mlflow-artifacts/artifacts/{path}", "localhost")
@@ -71,7 +87,9 @@ def network(server, monkeypatch):
 
 
 def close_run(folder, server, **close):
-    """Close a run with a model of 3 MB between two points. Whether all arrived, the client, the run there."""
+    """Close a run with a model of 3 MB between two points. Whether all arrived, the client, the run
+    there.
+    """
     from mlflow.tracking import MlflowClient
 
     weights = write_model(folder / "model.safetensors", layers=2)
@@ -89,11 +107,15 @@ def close_run(folder, server, **close):
 
 
 def states_of_models(client, run):
-    found = client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'")
+    found = client.search_logged_models(
+        [run.info.experiment_id], f"source_run_id = '{run.info.run_id}'"
+    )
     return [model.status for model in found]
 
 
-def test_a_model_arrives_over_a_network_that_needs_longer_than_a_small_request_may(server, network, tmp_path):
+def test_a_model_arrives_over_a_network_that_needs_longer_than_a_small_request_may(
+    server, network, tmp_path
+):
     """Closing waits for uploads: by default 20 seconds, and one more for each 50 kB."""
     size = write_model(tmp_path / "model.safetensors", layers=2).stat().st_size
     network.pace = size / 12.0  # seconds; a small request has 5
@@ -113,8 +135,12 @@ def test_a_try_after_a_broken_connection_takes_up_what_is_there(server, network,
 
 
 @pytest.mark.parametrize("status", [413, 500])
-def test_a_file_that_is_refused_holds_up_nothing_and_is_named(server, network, tmp_path, capfd, status):
-    """413: too large for a proxy; 500: a server whose store of artifacts is broken, for this file alone."""
+def test_a_file_that_is_refused_holds_up_nothing_and_is_named(
+    server, network, tmp_path, capfd, status
+):
+    """413: too large for a proxy; 500: a server whose store of artifacts is broken, for this file
+    alone.
+    """
     network.always = status
     arrived, client, run = close_run(tmp_path, server, wait=120)
     assert not arrived and run.data.metrics["train/loss"] == 0.5 and run.info.status == "FINISHED"

@@ -1,4 +1,6 @@
-"""Muon: orthogonal steps of the size of Adam's, Adam for the rest, and state that can be saved and taken up."""
+"""Muon: orthogonal steps of the size of Adam's, Adam for the rest, and state that can be saved and
+taken up.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_blocks_are_the_squares_of_a_matrix():
     assert torch.equal(blocks(matrix, 4)[1], matrix[:, 4:8])
     tall = torch.randn(12, 4)
     assert torch.equal(blocks(tall, 4)[2], tall[8:])
-    assert torch.equal(blocks(torch.arange(16.0).view(4, 4), 2)[:, 0, 0], torch.tensor([0.0, 2.0, 8.0, 10.0]))
+    assert torch.equal(
+        blocks(torch.arange(16.0).view(4, 4), 2)[:, 0, 0], torch.tensor([0.0, 2.0, 8.0, 10.0])
+    )
     for each in (matrix, tall, torch.randn(8, 8)):
         assert torch.equal(from_blocks(blocks(each, 4), each.shape), each)
 

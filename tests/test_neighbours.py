@@ -1,4 +1,6 @@
-"""Nearest neighbours by descriptor as the network sees them: known values, and the padded form equal to the ragged."""
+"""Nearest neighbours by descriptor as the network sees them: known values, and the padded form
+equal to the ragged.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def test_padded_features_are_those_of_each_pair_alone(batch):
     images = inputs_of(batch)[2]
     together = images.split(neighbour_features(*inputs_of(batch)))
     for i in range(len(batch)):
-        for side, alone in enumerate(neighbour_features(*inputs_of(batch.select([i]))).split(alone_sizes(batch, i))):
+        for side, alone in enumerate(
+            neighbour_features(*inputs_of(batch.select([i]))).split(alone_sizes(batch, i))
+        ):
             assert torch.isfinite(alone).all()
             valid = images.masks[side][i]
             assert torch.allclose(together[side][i][valid], alone[: int(valid.sum())], atol=1e-5)
@@ -89,7 +93,8 @@ def test_the_untrained_network_is_still_the_nearest_neighbour_matcher(batch):
 
 def test_a_turn_of_both_images_leaves_what_relates_the_neighbours(batch):
     descriptors, geometry, images = inputs_of(batch)
-    c, s = math.cos(1.0), math.sin(1.0)
+    c = math.cos(1.0)
+    s = math.sin(1.0)
     turn = torch.tensor([[c, s], [-s, c]])
     turned = torch.cat([geometry[:, :2] @ turn, geometry[:, 2:4], geometry[:, 4:6] @ turn], 1)
     before, after = (neighbour_features(descriptors, g, images) for g in (geometry, turned))

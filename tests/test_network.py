@@ -31,10 +31,15 @@ def masks(counts, width):
 
 
 def transport(scores, dustbin, iterations, **options):
-    """`log_optimal_transport` of matrices of different sizes as one batch, whose padding is nonsense: without it."""
+    """`log_optimal_transport` of matrices of different sizes as one batch, whose padding is
+    nonsense: without it.
+    """
     sides = [[s.shape[axis] for s in scores] for axis in (0, 1)]
     M, N = (max([*side, 1]) for side in sides)
-    padded = [torch.nn.functional.pad(s, (0, N - s.shape[1], 0, M - s.shape[0]), value=1e3) for s in scores]
+    padded = [
+        torch.nn.functional.pad(s, (0, N - s.shape[1], 0, M - s.shape[0]), value=1e3)
+        for s in scores
+    ]
     found = log_optimal_transport(
         torch.stack(padded), masks(sides[0], M), masks(sides[1], N), dustbin, iterations, **options
     )
@@ -58,7 +63,9 @@ def in_the_log_domain(scores, dustbin, iterations):
 
 
 def gradient_of(total, model):
-    """Gradients of all parameters, by `backward`: checkpoints of torch 1.10, as in its attention, know no `grad`."""
+    """Gradients of all parameters, by `backward`: checkpoints of torch 1.10, as in its attention,
+    know no `grad`.
+    """
     model.zero_grad(set_to_none=True)
     total.backward()
     return [p.grad.clone() for p in model.parameters()]
@@ -66,14 +73,19 @@ def gradient_of(total, model):
 
 class TestSinkhorn:
     def test_equal_scores_have_a_closed_form(self):
-        ((log_P,), _) = transport([torch.zeros(2, 3)], torch.tensor(0.0), 50)
+        (log_P,), _ = transport([torch.zeros(2, 3)], torch.tensor(0.0), 50)
         P = log_P.exp()  # mass spreads by the marginals alone, P = mu nu (m + n)
         assert torch.allclose(P[:2, :3], torch.full((2, 3), 1 / 5), atol=1e-6)
         assert torch.allclose(P[:2, 3], torch.full((2,), 2 / 5), atol=1e-6)
         assert torch.allclose(P[2, :3], torch.full((3,), 3 / 5), atol=1e-6)
 
     @settings(max_examples=30, deadline=None)
-    @given(m=st.integers(1, 12), n=st.integers(1, 12), spread=st.floats(0.1, 8), seed=st.integers(0, 99))
+    @given(
+        m=st.integers(1, 12),
+        n=st.integers(1, 12),
+        spread=st.floats(0.1, 8),
+        seed=st.integers(0, 99),
+    )
     def test_marginals(self, m, n, spread, seed):
         scores = torch.randn(m, n, generator=torch.Generator().manual_seed(seed)) * spread
         P = transport([scores, torch.zeros(9, 9)], torch.tensor(1.0), 400)[0][0].exp()
@@ -84,7 +96,9 @@ class TestSinkhorn:
     @pytest.mark.parametrize("spread", [1.0, 30.0, 300.0])
     def test_equals_the_log_domain_with_its_gradient(self, spread):
         torch.manual_seed(0)
-        scores = [torch.randn(m, n, dtype=torch.float64) * spread for m, n in ((30, 40), (5, 2), (1, 1))]
+        scores = [
+            torch.randn(m, n, dtype=torch.float64) * spread for m, n in ((30, 40), (5, 2), (1, 1))
+        ]
         scores.append(scores[0][[0, 0, 0, 0, 1]] - 3 * spread)  # duplicates, all below the dustbin
         leaves = [s.detach().requires_grad_() for s in scores]
         dustbin = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
@@ -103,13 +117,18 @@ class TestSinkhorn:
         a = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
         b = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
         dustbin = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
-        assert torch.autograd.gradcheck(lambda x, y, z: tuple(transport([x, y], z, 4)[0]), (a, b, dustbin))
+        assert torch.autograd.gradcheck(
+            lambda x, y, z: tuple(transport([x, y], z, 4)[0]), (a, b, dustbin)
+        )
 
     @pytest.mark.parametrize("lead", [20.0, 60.0, 100.0, 300.0])
     def test_the_float32_gradient_of_hard_scores_is_that_of_float64(self, lead):
-        """Two rows that want one column, duplicates, all below the dustbin: the squares of a leave float32 at 45."""
+        """Two rows that want one column, duplicates, all below the dustbin: the squares of a leave
+        float32 at 45.
+        """
         torch.manual_seed(3)
-        rivals, spread = torch.zeros(30, 30), torch.randn(40, 40) * lead / 4
+        rivals = torch.zeros(30, 30)
+        spread = torch.randn(40, 40) * lead / 4
         rivals[:2, 0] = lead
         spread[1] = spread[0]
         hard = [rivals, spread, -torch.rand(20, 10) * lead]
@@ -117,24 +136,36 @@ class TestSinkhorn:
         for dtype in (torch.float32, torch.float64):
             leaves = [s.to(dtype, copy=True).requires_grad_() for s in hard]
             found = transport(leaves, torch.tensor(1.0, dtype=dtype), 100)[0]
-            total = sum((P[:-1] * torch.linspace(-1, 1, P.shape[1], dtype=dtype)).sum() for P in found)
+            total = sum(
+                (P[:-1] * torch.linspace(-1, 1, P.shape[1], dtype=dtype)).sum() for P in found
+            )
             gradients.append(torch.autograd.grad(total, leaves))
         for ours, exact in zip(*gradients):
             assert torch.isfinite(ours).all()
-            # plain autograd through the log domain in float32 misses up to 4.5e-4 here, at a lead of 75
-            assert torch.allclose(ours.double(), exact, atol=2e-4 * max(1.0, float(exact.abs().max())))
+            # plain autograd through the log domain in float32 misses up to 4.5e-4 here, at a lead
+            # of 75
+            assert torch.allclose(
+                ours.double(), exact, atol=2e-4 * max(1.0, float(exact.abs().max()))
+            )
 
     def test_only_the_pair_that_float32_cannot_hold_goes_to_the_log_domain(self, monkeypatch):
         torch.manual_seed(1)
-        scores = [torch.randn(9, 12), torch.randn(30, 30) * 70]  # products of a and b beyond 1e38; log P is finite
+        # Products of a and b beyond 1e38; log P is finite
+        scores = [torch.randn(9, 12), torch.randn(30, 30) * 70]
         solved = []
         log_domain = sinkhorn._log_domain
-        monkeypatch.setattr(sinkhorn, "_log_domain", lambda p, *rest: solved.append(len(p.Z)) or log_domain(p, *rest))
+        monkeypatch.setattr(
+            sinkhorn,
+            "_log_domain",
+            lambda p, *rest: solved.append(len(p.Z)) or log_domain(p, *rest),
+        )
         leaves = [s.clone().requires_grad_() for s in scores]
         found, finite = transport(leaves, torch.tensor(1.0), 100)
         assert solved == [1] and finite.tolist() == [True, False]
         expected = in_the_log_domain(leaves, torch.tensor(1.0), 100)
-        gradients = [torch.autograd.grad(sum(P.sin().sum() for P in Ps), leaves) for Ps in (found, expected)]
+        gradients = [
+            torch.autograd.grad(sum(P.sin().sum() for P in Ps), leaves) for Ps in (found, expected)
+        ]
         for a, b in (*zip(found, expected), *zip(*gradients)):
             assert torch.isfinite(a).all() and torch.allclose(a, b, atol=2e-3, rtol=1e-4)
         assert not transport(leaves, torch.tensor(1.0), 100, wait=False)[1][1] and solved == [1]
@@ -143,7 +174,9 @@ class TestSinkhorn:
 
     def test_images_without_keypoints(self):
         shapes = [(0, 3), (2, 0), (0, 0), (1, 1)]
-        (left, right, none, full), finite = transport([torch.zeros(s) for s in shapes], torch.tensor(1.0), 5)
+        (left, right, none, full), finite = transport(
+            [torch.zeros(s) for s in shapes], torch.tensor(1.0), 5
+        )
         assert left.tolist() == [[0, 0, 0, -math.inf]]
         assert right.tolist() == [[0], [0], [-math.inf]]
         assert none.tolist() == [[0]]
@@ -159,7 +192,9 @@ class TestSinkhorn:
 
     def test_padding_has_no_probability_and_no_gradient(self):
         scores = torch.randn(2, 5, 6, requires_grad=True)
-        log_P, _ = log_optimal_transport(scores, masks([3, 5], 5), masks([6, 2], 6), torch.tensor(1.0), 20)
+        log_P, _ = log_optimal_transport(
+            scores, masks([3, 5], 5), masks([6, 2], 6), torch.tensor(1.0), 20
+        )
         log_P.exp().square().sum().backward()
         log_P = log_P.detach()
         for i, (m, n) in enumerate(((3, 6), (5, 2))):
@@ -177,9 +212,13 @@ class TestSinkhorn:
 
 class TestAttention:
     def test_is_the_formula_with_and_without_a_kernel(self, monkeypatch):
-        """Chunks of queries, as without a kernel (torch 1.10), give the same values and gradients."""
+        """Chunks of queries, as without a kernel (torch 1.10), give the same values and
+        gradients.
+        """
         torch.manual_seed(0)
-        q, k, v = (torch.randn(2, 4, n, 8, dtype=torch.float64, requires_grad=True) for n in (5, 7, 7))
+        q, k, v = (
+            torch.randn(2, 4, n, 8, dtype=torch.float64, requires_grad=True) for n in (5, 7, 7)
+        )
         visible = masks([7, 3], 7)[:, None, None]
         logits = torch.einsum("bhid,bhjd->bhij", q, k) / math.sqrt(8)
         weights = logits.masked_fill(~visible, -math.inf).softmax(-1)
@@ -204,7 +243,9 @@ class TestAttention:
         exact = [torch.randn(2, 4, 50, 8).bfloat16().float().requires_grad_() for _ in range(3)]
         cast = [t.detach().bfloat16().requires_grad_() for t in exact]
         for leaves in (exact, cast):
-            (attention.attention(*leaves, visible).float() * torch.linspace(-1, 1, 8)).sum().backward()
+            (
+                attention.attention(*leaves, visible).float() * torch.linspace(-1, 1, 8)
+            ).sum().backward()
         for a, b in zip(exact, cast):  # eight bits of mantissa in the weights and in each product
             assert float((a.grad - b.grad.float()).norm()) <= 0.01 * float(exact[2].grad.norm())
 
@@ -217,14 +258,20 @@ class TestAttention:
         assert not torch.allclose(messages[1][0], layer.merge.bias.expand(3, 32))
 
     def test_rotary_positions_are_relative(self):
-        """Self-attention is the same wherever all keypoints have moved to, and another where one has moved."""
+        """Self-attention is the same wherever all keypoints have moved to, and another where one
+        has moved.
+        """
         torch.manual_seed(0)
         layer = attention.AttentionalLayer(16, 2, "layer")
         rotary = RotaryPositions(8)
         images = Images([masks([9], 9)], [False], [False])
-        x, positions = torch.randn(9, 16), torch.randn(9, 2)
+        x = torch.randn(9, 16)
+        positions = torch.randn(9, 2)
         one_moved = positions.index_fill(0, torch.tensor([4]), 0.0)
-        found = [layer.attend(x, images, False, rotary(p)) for p in (positions, positions + 0.7, one_moved)]
+        found = [
+            layer.attend(x, images, False, rotary(p))
+            for p in (positions, positions + 0.7, one_moved)
+        ]
         assert torch.allclose(found[0], found[1], atol=1e-5)
         assert (found[0] - found[2]).abs().max() > 1e-3
 
@@ -232,7 +279,8 @@ class TestAttention:
 class TestNorms:
     def test_batch_norm_is_torchs_whatever_is_padded(self):
         torch.manual_seed(0)
-        ours, theirs = normalization.TokenBatchNorm(5), torch.nn.BatchNorm1d(5)
+        ours = normalization.TokenBatchNorm(5)
+        theirs = torch.nn.BatchNorm1d(5)
         for _ in range(3):
             x = torch.randn(15, 5) * 3 + 1
             valid = torch.rand(15) < 0.7
@@ -246,12 +294,16 @@ class TestNorms:
         norm = normalization.TokenBatchNorm(5)
         assert norm(torch.zeros(0, 5)).shape == (0, 5)
         norm(torch.ones(3, 5), torch.zeros(3, dtype=torch.bool))
-        assert torch.equal(norm.running_mean, torch.zeros(5)) and torch.equal(norm.running_var, torch.ones(5))
+        assert torch.equal(norm.running_mean, torch.zeros(5)) and torch.equal(
+            norm.running_var, torch.ones(5)
+        )
 
 
 class TestBatches:
     @settings(max_examples=50, deadline=None)
-    @given(st.lists(st.tuples(st.integers(0, 900), st.integers(0, 900)), max_size=20), st.floats(0, 1))
+    @given(
+        st.lists(st.tuples(st.integers(0, 900), st.integers(0, 900)), max_size=20), st.floats(0, 1)
+    )
     def test_size_classes_hold_each_pair_once_with_little_padding(self, counts, padding):
         classes = similar_sizes([m for m, _ in counts], [n for _, n in counts], padding)
         assert sorted(i for pairs in classes for i in pairs) == list(range(len(counts)))
@@ -289,8 +341,8 @@ class TestSuperGlue:
         rng = np.random.default_rng(0)
         pairs = [pair(rng, *counts) for counts in ((20, 33), (0, 4), (60, 1), (7, 7), (2, 0))]
         model = scrambled(SuperGlueConfig(dim=dim, layers=2, norm=norm))
-        # float32 adds up in another order for other shapes; scores reach 20, where one rounding is 1.9e-6. torch 1.10
-        # has no fused attention and rounds more.
+        # float32 adds up in another order for other shapes; scores reach 20, where one rounding is
+        # 1.9e-6. torch 1.10 has no fused attention and rounds more.
         rounding = 1e-5 if torch_compat.can_compile() else 5e-5
         for kind, atol in ((torch.float32, rounding), (torch.float64, 1e-10)):
             model = model.to(kind)
@@ -323,10 +375,13 @@ class TestSuperGlue:
         rng = np.random.default_rng(3)
         one = pair(rng, 15, 12)
         swapped = Pair(one.records1, one.records0, SIZE, SIZE)
-        # as many iterations as reach the fixed point: a half-iteration more for one side is not symmetric
+        # as many iterations as reach the fixed point: a half-iteration more for one side is not
+        # symmetric
         model = scrambled(SuperGlueConfig(dim=32, layers=2, sinkhorn_iterations=300))
         with torch.no_grad():
-            assert torch.allclose(model(from_pairs([one]))[0], model(from_pairs([swapped]))[0].T, atol=1e-3)
+            assert torch.allclose(
+                model(from_pairs([one]))[0], model(from_pairs([swapped]))[0].T, atol=1e-3
+            )
 
     def test_every_weight_receives_a_gradient(self):
         rng = np.random.default_rng(4)
@@ -344,7 +399,9 @@ class TestSuperGlue:
         for used in (True, False):
             model = scrambled(SuperGlueConfig(dim=32, layers=1, scale_angle=used))
             with torch.no_grad():
-                before, after = (model(from_pairs([one._replace(records0=r)]))[0] for r in (one.records0, turned))
+                before, after = (
+                    model(from_pairs([one._replace(records0=r)]))[0] for r in (one.records0, turned)
+                )
             assert torch.allclose(before, after) is not used
 
     def test_root_sift(self):
@@ -372,7 +429,8 @@ class TestSuperGlue:
         before = {name: value.clone() for name, value in model.state_dict().items()}
         batch = from_pairs([pair(rng, *counts) for counts in ((20, 33), (0, 4), (60, 1))])
         with torch.no_grad():
-            expected, found = model(batch), fuse_for_inference(model)(batch)
+            expected = model(batch)
+            found = fuse_for_inference(model)(batch)
         for a, b in zip(expected, found):
             assert torch.allclose(a, b, atol=5e-5, rtol=1e-6)  # values reach 20
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -396,8 +454,15 @@ class TestSuperGlue:
     def test_size_classes_do_not_matter(self, monkeypatch, norm):
         """Losses in the order of the pairs, and the gradient, also of BatchNorm in training."""
         rng = np.random.default_rng(0)
-        batch = related([pair(rng, *counts) for counts in ((20, 33), (300, 9), (0, 5), (7, 207), (140, 150), (0, 0))])
-        config = SuperGlueConfig(dim=32, layers=1, norm=norm, neighbours=True, rotary=True, sinkhorn_iterations=20)
+        batch = related(
+            [
+                pair(rng, *counts)
+                for counts in ((20, 33), (300, 9), (0, 5), (7, 207), (140, 150), (0, 0))
+            ]
+        )
+        config = SuperGlueConfig(
+            dim=32, layers=1, norm=norm, neighbours=True, rotary=True, sinkhorn_iterations=20
+        )
         answers = []
         for padding in (0.0, 1e9):
             monkeypatch.setattr(batches, "MAX_PADDING", padding)

@@ -1,4 +1,6 @@
-"""The network as ONNX and by torch.export gives what torch gives, whatever the batch and the numbers of keypoints."""
+"""The network as ONNX and by torch.export gives what torch gives, whatever the batch and the
+numbers of keypoints.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +31,27 @@ from superglue_sift.sift import KEYPOINT
 from superglue_sift.weights import shipped_weights
 
 # Rounding of float32 through all layers; ONNX Runtime has other kernels.
-IN_TORCH, IN_ONNX_RUNTIME = 1e-4, 1e-3
+IN_TORCH = 1e-4
+IN_ONNX_RUNTIME = 1e-3
 SIZE = (640, 480)
 
 
 def made(count: int, rng: np.random.Generator) -> np.ndarray:
     """Random keypoint records (count,)."""
     records = np.zeros(count, KEYPOINT)
-    records["x"], records["y"] = rng.uniform(0, SIZE[0], count), rng.uniform(0, SIZE[1], count)
-    records["scale"], records["angle"] = rng.uniform(1, 20, count), rng.uniform(0, 360, count)
-    records["score"], records["descriptor"] = (rng.uniform(0.01, 0.1, count), rng.integers(0, 120, (count, 128)))
+    records["x"] = rng.uniform(0, SIZE[0], count)
+    records["y"] = rng.uniform(0, SIZE[1], count)
+    records["scale"] = rng.uniform(1, 20, count)
+    records["angle"] = rng.uniform(0, 360, count)
+    records["score"] = rng.uniform(0.01, 0.1, count)
+    records["descriptor"] = rng.integers(0, 120, (count, 128))
     return records
 
 
 def made_pair(m: int, n: int, rng: np.random.Generator) -> Pair:
     """A pair half of whose keypoints correspond, moved and with noise in their descriptors."""
-    side0, side1 = made(m, rng), made(n, rng)
+    side0 = made(m, rng)
+    side1 = made(n, rng)
     shared = min(m, n) // 2
     noise = rng.integers(-9, 10, (shared, 128))
     side1[:shared] = side0[:shared]
@@ -65,11 +72,14 @@ def inputs(batch: PairBatch) -> Dict[str, np.ndarray]:
     return values
 
 
-def assert_same(model, run, pairs: Sequence[Pair], threshold: float, tolerance: float, doubtful: float = 0.0) -> int:
+def assert_same(
+    model, run, pairs: Sequence[Pair], threshold: float, tolerance: float, doubtful: float = 0.0
+) -> int:
     """Compare with torch; returns the number of matches.
 
-    tolerance: of the scores. doubtful: largest part of the keypoints whose answer may differ by more, because rounding
-    decides: between two neighbours as near as each other, or of a score at the threshold.
+    tolerance: of the scores. doubtful: largest part of the keypoints whose answer may differ by
+    more, because rounding decides: between two neighbours as near as each other, or of a score at
+    the threshold.
     """
     batch = from_pairs(pairs)
     with torch.no_grad():
@@ -77,7 +87,9 @@ def assert_same(model, run, pairs: Sequence[Pair], threshold: float, tolerance: 
     expected = mutual_matches(log_P, threshold)
     found = dict(zip(onnx.OUTPUTS, run(inputs(batch))))
     for side in "01":
-        matches, scores = (getattr(expected, f"{kind}{side}").numpy() for kind in ("matches", "matching_scores"))
+        matches, scores = (
+            getattr(expected, f"{kind}{side}").numpy() for kind in ("matches", "matching_scores")
+        )
         far = np.abs(found["matching_scores" + side] - scores) > tolerance
         assert (far | (found["matches" + side] != matches)).sum() <= doubtful * scores.size
     batch_index, index0, index1 = found["matches"].T
@@ -87,7 +99,10 @@ def assert_same(model, run, pairs: Sequence[Pair], threshold: float, tolerance: 
     return len(index0)
 
 
-VARIANTS = [{"neighbours": True, "rotary": True}, {"scale_angle": False, "norm": "batch", "heads": 2}]
+VARIANTS = [
+    {"neighbours": True, "rotary": True},
+    {"scale_angle": False, "norm": "batch", "heads": 2},
+]
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=["neighbours-rotary", "batch-norm"])
@@ -130,7 +145,10 @@ def in_torch(module):
 
     def run(values: Dict[str, np.ndarray]) -> List[np.ndarray]:
         with torch.no_grad():
-            return [found.numpy() for found in module(*(torch.from_numpy(values[k]) for k in onnx.INPUTS))]
+            return [
+                found.numpy()
+                for found in module(*(torch.from_numpy(values[k]) for k in onnx.INPUTS))
+            ]
 
     return run
 
@@ -138,7 +156,10 @@ def in_torch(module):
 def assert_same_on_all_shapes(model, run, tolerance: float = IN_TORCH) -> None:
     """Of a model that matches the synthetic pairs."""
     rng = np.random.default_rng(0)
-    found = [assert_same(model, run, [made_pair(m, n, rng) for m, n in shapes], 0.1, tolerance) for shapes in SHAPES]
+    found = [
+        assert_same(model, run, [made_pair(m, n, rng) for m, n in shapes], 0.1, tolerance)
+        for shapes in SHAPES
+    ]
     assert found[-1] > 10
 
 
@@ -182,7 +203,8 @@ def test_onnx_matches_pairs_of_any_shape(small, tmp_path):
 @pytest.mark.slow
 def test_the_shipped_weights_as_onnx_match_48_pairs_as_torch_does(tmp_path, photo, color_photo):
     needs_onnx()
-    run, model = session(onnx.export(tmp_path / "m.onnx")), load_model(shipped_weights())[0]
+    run = session(onnx.export(tmp_path / "m.onnx"))
+    model = load_model(shipped_weights())[0]
     threshold = load_model(shipped_weights())[1]["match_threshold"]
     rng = np.random.default_rng(1)
     counts = rng.integers(0, 300, (24, 2)).tolist()
@@ -196,12 +218,17 @@ def test_the_shipped_weights_as_onnx_match_48_pairs_as_torch_does(tmp_path, phot
         sides = [extract(view, 256) for view in views]
         pairs.append(Pair(sides[0].records, sides[1].records, sides[0].size, sides[1].size))
     batches = [pairs[at : at + 4] for at in range(0, len(pairs), 4)]
-    found = sum(assert_same(model, run, batch, threshold, IN_ONNX_RUNTIME, 0.002) for batch in batches)
+    found = sum(
+        assert_same(model, run, batch, threshold, IN_ONNX_RUNTIME, 0.002) for batch in batches
+    )
     assert found > 1200
     found = dict(zip(onnx.OUTPUTS, run(onnx.inputs_of(*sides))))
     expected = Matcher.load(device="cpu").match(*sides)
     np.testing.assert_array_equal(found["matches"][:, 1:], expected.matches)
-    assert assert_same(model, run, [made_pair(2048, 2048, rng)], threshold, IN_ONNX_RUNTIME, 0.002) > 500
+    assert (
+        assert_same(model, run, [made_pair(2048, 2048, rng)], threshold, IN_ONNX_RUNTIME, 0.002)
+        > 500
+    )
 
 
 def test_a_wrong_request_is_one_line(tmp_path, monkeypatch):

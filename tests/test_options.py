@@ -1,4 +1,6 @@
-"""Each option of a training has its documented effect; each test fails if the option does nothing."""
+"""Each option of a training has its documented effect; each test fails if the option does
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,21 @@ def run(bench, name: str = "run", **keys) -> dict:
     """Train; the tensors of the last checkpoint."""
     out = bench.folder / name
     shutil.rmtree(out, ignore_errors=True)
-    arguments = [*bench.arguments(tuple(keys.items())), "--out", str(out), "--reports", str(bench.folder / f"{name}-r")]
+    arguments = [
+        *bench.arguments(tuple(keys.items())),
+        "--out",
+        str(out),
+        "--reports",
+        str(bench.folder / f"{name}-r"),
+    ]
     assert train.main(arguments) == 0
     return load_model_file(sorted(out.glob("*/step-*.safetensors"))[-1])[0]
 
 
 def weights(tensors: dict) -> np.ndarray:
-    return np.concatenate([t.numpy().ravel() for n, t in sorted(tensors.items()) if n.startswith("model.")])
+    return np.concatenate(
+        [t.numpy().ravel() for n, t in sorted(tensors.items()) if n.startswith("model.")]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +109,9 @@ def test_the_same_keys_give_the_same_weights(bench, usual):
 
 
 @pytest.mark.parametrize(
-    "keys", [{"accumulate": 2}, {"checkpoint_layers": True}, {"parallel": "single"}, {"parallel": "dp"}], ids=str
+    "keys",
+    [{"accumulate": 2}, {"checkpoint_layers": True}, {"parallel": "single"}, {"parallel": "dp"}],
+    ids=str,
 )
 def test_ways_of_computing_change_nothing_but_rounding(bench, usual, keys):
     changed = weights(run(bench, **keys))
@@ -111,7 +123,9 @@ def test_accumulation_makes_smaller_batches(bench, monkeypatch):
     seen = []
     inner = MatchingObjective.forward
     monkeypatch.setattr(
-        MatchingObjective, "forward", lambda self, batch, *rest: seen.append(len(batch)) or inner(self, batch, *rest)
+        MatchingObjective,
+        "forward",
+        lambda self, batch, *rest: seen.append(len(batch)) or inner(self, batch, *rest),
     )
     run(bench, accumulate=4)
     assert set(seen) == {TRAIN["batch"] // 4}
@@ -123,7 +137,9 @@ def test_data_parallel_is_torchs(bench, tmp_path):
     assert isinstance(parts.ddp_model, DataParallelObjective)
     assert isinstance(parts.ddp_model.parallel, torch.nn.DataParallel)
     batch = one_batch(tmp_path / "store")
-    assert parts.ddp_model(batch)[0].item() == pytest.approx(parts.objective(batch)[0].item(), rel=1e-6)
+    assert parts.ddp_model(batch)[0].item() == pytest.approx(
+        parts.objective(batch)[0].item(), rel=1e-6
+    )
     assert setup.processes(section, 4) == 1 and setup.processes(load(bench), 4) == 4
     with pytest.raises(RequestError, match="NPROC_PER_NODE=1"):
         setup.global_batch(section, 2)
@@ -148,7 +164,9 @@ def test_micro_batches_exchange_once(bench, tmp_path):
             yield
 
     store = Store(made_store(tmp_path / "store"))
-    batches = [load_batch(store, part, 40) for part in split_evenly(PairOrder(0, 5, 3).step(0, 6), 3)]
+    batches = [
+        load_batch(store, part, 40) for part in split_evenly(PairOrder(0, 5, 3).step(0, 6), 3)
+    ]
     objective = Counting(SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2)), 3.0, 5.0)
     optimizer = torch.optim.SGD(objective.parameters(), lr=0.1)
     assert train_step(objective, optimizer, grad_scaler(False), batches, 6, 1, 1.0).applied
@@ -161,7 +179,9 @@ def test_data_parallel_over_two_devices(bench, tmp_path):
         pytest.skip("needs two CUDA devices")
     parts, _ = setup.build(load(bench, parallel="dp"), distributed.start())
     batch = one_batch(tmp_path / "store").to("cuda")
-    assert parts.ddp_model(batch)[0].item() == pytest.approx(parts.objective(batch)[0].item(), rel=1e-4)
+    assert parts.ddp_model(batch)[0].item() == pytest.approx(
+        parts.objective(batch)[0].item(), rel=1e-4
+    )
 
 
 @pytest.mark.gpu
@@ -178,7 +198,9 @@ def load(bench, **keys):
 
 def test_mixed_precision_reaches_the_layers_and_spares_the_transport(tmp_path):
     batch = one_batch(tmp_path)
-    objective = MatchingObjective(SuperGlue(SuperGlueConfig(dim=32, layers=1)), 3.0, 5.0, "bfloat16")
+    objective = MatchingObjective(
+        SuperGlue(SuperGlueConfig(dim=32, layers=1)), 3.0, 5.0, "bfloat16"
+    )
     kinds = {}
     layer = objective.model.cross_attention[0]
     layer.mlp.register_forward_hook(lambda _, __, out: kinds.update(layer=out.dtype))
@@ -190,10 +212,13 @@ def test_mixed_precision_reaches_the_layers_and_spares_the_transport(tmp_path):
 
 def test_recomputing_layers_keeps_less(tmp_path):
     batch = one_batch(tmp_path)
-    kept, gradients = {}, {}
+    kept = {}
+    gradients = {}
     for recompute in (False, True):
         torch.manual_seed(0)
-        objective = MatchingObjective(SuperGlue(SuperGlueConfig(dim=32, layers=3, rotary=True)), 3.0, 5.0)
+        objective = MatchingObjective(
+            SuperGlue(SuperGlueConfig(dim=32, layers=3, rotary=True)), 3.0, 5.0
+        )
         objective.model.recompute = recompute
         kept[recompute] = 0
 
@@ -212,7 +237,8 @@ def test_recomputing_layers_keeps_less(tmp_path):
 def test_the_moving_average_is_what_is_shipped(bench):
     tensors = run(bench, ema=0.9, val_every=8)
     best = load_model_file(bench.folder / "run" / "best.safetensors")[0]
-    raw, average = tensors["model.final_projection.weight"], tensors["average.final_projection.weight"]
+    raw = tensors["model.final_projection.weight"]
+    average = tensors["average.final_projection.weight"]
     assert torch.equal(best["final_projection.weight"], average) and not torch.equal(raw, average)
 
 
@@ -223,7 +249,9 @@ def test_frozen_weights_stay(bench):
         frozen = name.startswith("keypoint_encoder.") or name == "dustbin"
         if frozen:
             assert torch.equal(tensors[f"model.{name}"], value), name
-    assert not torch.equal(tensors["model.final_projection.weight"], before.state.model.final_projection.weight)
+    assert not torch.equal(
+        tensors["model.final_projection.weight"], before.state.model.final_projection.weight
+    )
 
 
 def test_initial_weights_are_taken(bench):
@@ -266,7 +294,13 @@ def test_compiled_layers_compute_the_same(bench, tmp_path):
 
 def test_validation_alone(bench, capsys):
     run(bench)
-    arguments = [*bench.arguments(), "--out", str(bench.folder / "run"), "--reports", str(bench.folder / "none")]
+    arguments = [
+        *bench.arguments(),
+        "--out",
+        str(bench.folder / "run"),
+        "--reports",
+        str(bench.folder / "none"),
+    ]
     capsys.readouterr()
     assert train.main([*arguments, "--validate-only"]) == 0
     said = capsys.readouterr().out
@@ -287,8 +321,11 @@ def test_options_come_from_the_environment_too(monkeypatch):
     monkeypatch.setenv("TRAIN_OPTIONS", "--save-every 7 --compile --fresh")
     args = train.parse(["--save-every", "5"])
     assert (args.save_every, args.compile, args.fresh) == (5, True, True)
-    for words, said in (("--savevery 7", "unrecognized arguments: --savevery 7"), ("'", "No closing quotation"),
-                        ("--parallel x", "argument --parallel: invalid choice: 'x'")):  # fmt: skip
+    for words, said in (
+        ("--savevery 7", "unrecognized arguments: --savevery 7"),
+        ("'", "No closing quotation"),
+        ("--parallel x", "argument --parallel: invalid choice: 'x'"),
+    ):
         monkeypatch.setenv("TRAIN_OPTIONS", words)
         with pytest.raises(RequestError, match=f"TRAIN_OPTIONS: {said}"):
             train.parse([])

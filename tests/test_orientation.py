@@ -31,8 +31,11 @@ def one_hot(*places: int) -> np.ndarray:
 def keypoints(*descriptors) -> np.ndarray:
     """A keypoint for each (first, second) descriptor; its angles are 10 and 90 degrees."""
     records = np.zeros(len(descriptors), ORIENTED)
-    records["x"], records["scale"], records["score"] = np.arange(len(descriptors)), 4.0, 0.1
-    records["angle"], records["second_angle"] = 10.0, 90.0
+    records["x"] = np.arange(len(descriptors))
+    records["scale"] = 4.0
+    records["score"] = 0.1
+    records["angle"] = 10.0
+    records["second_angle"] = 90.0
     for record, (first, second) in zip(records, descriptors):
         record["descriptor"] = first
         if second is not None:
@@ -52,13 +55,15 @@ def test_the_orientation_whose_descriptor_is_nearer_in_the_other_view_is_taken()
 
 
 def test_two_second_orientations_find_each_other():
-    here, there = keypoints((one_hot(1), one_hot(2))), keypoints((one_hot(3), one_hot(2)))
+    here = keypoints((one_hot(1), one_hot(2)))
+    there = keypoints((one_hot(3), one_hot(2)))
     chosen = choose_pair(Pair(here, there, SIZE, SIZE))
     assert chosen.records0["angle"][0] == chosen.records1["angle"][0] == 90.0
 
 
 def test_the_first_stays_where_neither_is_nearer_or_the_other_view_is_empty():
-    here, nothing = keypoints((one_hot(1), one_hot(2))), keypoints()
+    here = keypoints((one_hot(1), one_hot(2)))
+    nothing = keypoints()
     for there in (nothing, keypoints((one_hot(7), None)), keypoints((one_hot(1, 2), None))):
         chosen = choose_pair(Pair(here, there, SIZE, SIZE))
         assert chosen.records0["angle"].tolist() == [10.0] and len(chosen.records1) == len(there)
@@ -80,7 +85,10 @@ def test_keypoints_with_and_without_a_second_orientation_can_be_paired():
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4), st.integers(0, 99))
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4),
+    st.integers(0, 99),
+)
 def test_chunks_of_rows_choose_as_whole_pairs_do(counts, seed):
     rng = np.random.default_rng(seed)
 
@@ -94,12 +102,16 @@ def test_chunks_of_rows_choose_as_whole_pairs_do(counts, seed):
     whole = choose_orientations(batch)
     with mock.patch.object(pair_inputs, "MAX_BYTES", 40):  # a row or two at a time
         by_rows = choose_orientations(batch)
-    assert torch.equal(whole.records0, by_rows.records0) and torch.equal(whole.records1, by_rows.records1)
+    assert torch.equal(whole.records0, by_rows.records0) and torch.equal(
+        whole.records1, by_rows.records1
+    )
 
 
 @pytest.mark.parametrize("degrees", [0.0, 100.0])
 def test_on_a_photograph_chosen_orientations_agree_more_often(photo, degrees):
-    """Of the keypoints that are the same place: is one's angle, mapped by the homography, the other's?"""
+    """Of the keypoints that are the same place: is one's angle, mapped by the homography, the
+    other's?
+    """
     H = np.vstack([cv2.getRotationMatrix2D((256.0, 256.0), degrees, 0.9), [0, 0, 1]])
     H = H @ np.array([[1.0, 0.05, 3.0], [0.02, 1.0, -2.0], [1e-4, 5e-5, 1.0]])
     turned = cv2.warpPerspective(photo, H, (512, 512), flags=cv2.INTER_AREA)

@@ -14,7 +14,13 @@ from made_views import SIZE, made_records, made_store
 from pipeline.features.store import EVERYWHERE, Store, View
 from pipeline.train.pairs.augmentation import Augmentation, mosaic
 from pipeline.train.pairs.loader import load_batch, prefetched, split_evenly
-from pipeline.train.pairs.order import NO_AUGMENTATION, PairOrder, Sample, rank_slice, validation_pairs
+from pipeline.train.pairs.order import (
+    NO_AUGMENTATION,
+    PairOrder,
+    Sample,
+    rank_slice,
+    validation_pairs,
+)
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.geometry import compose, transform
 from superglue_sift.truth import IGNORED, UNMATCHED, ground_truth
@@ -24,7 +30,12 @@ pytestmark = pytest.mark.cu111
 
 class TestOrder:
     @settings(max_examples=30, deadline=None)
-    @given(seed=st.integers(0, 9), images=st.integers(1, 30), views=st.integers(2, 6), epoch=st.integers(0, 3))
+    @given(
+        seed=st.integers(0, 9),
+        images=st.integers(1, 30),
+        views=st.integers(2, 6),
+        epoch=st.integers(0, 3),
+    )
     def test_an_epoch_shows_every_image_once(self, seed, images, views, epoch):
         order = PairOrder(seed, images, views)
         samples = [order.sample(p) for p in range(epoch * images, (epoch + 1) * images)]
@@ -35,12 +46,17 @@ class TestOrder:
     @given(positions=st.lists(st.integers(0, 200), max_size=20))
     def test_position_alone_decides(self, positions):
         one = PairOrder(3, 17, 4)
-        assert [one.sample(p) for p in positions] == [PairOrder(3, 17, 4).sample(p) for p in positions]
+        assert [one.sample(p) for p in positions] == [
+            PairOrder(3, 17, 4).sample(p) for p in positions
+        ]
 
     def test_seed_and_epoch_matter(self):
-        first, other = PairOrder(0, 50, 6), PairOrder(1, 50, 6)
+        first = PairOrder(0, 50, 6)
+        other = PairOrder(1, 50, 6)
         assert [first.sample(p) for p in range(50)] != [other.sample(p) for p in range(50)]
-        assert [first.sample(p)[:3] for p in range(50)] != [first.sample(p)[:3] for p in range(50, 100)]
+        assert [first.sample(p)[:3] for p in range(50)] != [
+            first.sample(p)[:3] for p in range(50, 100)
+        ]
 
     @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
     def test_ranks_together_see_the_step_whatever_their_number(self, world_size):
@@ -66,13 +82,20 @@ class TestOrder:
 
     def test_every_second_validation_pair_is_augmented(self, tmp_path):
         for images in (4, 5):
-            kinds = [(p.image, p.seed == NO_AUGMENTATION) for p in validation_pairs(0, images, 4, 4 * images)]
+            kinds = [
+                (p.image, p.seed == NO_AUGMENTATION)
+                for p in validation_pairs(0, images, 4, 4 * images)
+            ]
             assert kinds.count((0, True)) == kinds.count((0, False)) == 2
             assert sum(plain for _, plain in kinds) == 2 * images
         store = Store(made_store(tmp_path))
         pairs = validation_pairs(0, len(store), store.views_per_image, 10)
-        plain, batch = (load_batch(store, pairs, 1000, Augmentation(negatives=s)) for s in (0.0, 1.0))
-        matched, matched_plain = ((ground_truth(each).matches0 >= 0).any(1) for each in (batch, plain))
+        plain, batch = (
+            load_batch(store, pairs, 1000, Augmentation(negatives=s)) for s in (0.0, 1.0)
+        )
+        matched, matched_plain = (
+            (ground_truth(each).matches0 >= 0).any(1) for each in (batch, plain)
+        )
         alone = torch.tensor([p.seed == NO_AUGMENTATION for p in pairs])
         assert matched.equal(matched_plain & alone) and matched_plain[~alone].any()
 
@@ -84,8 +107,13 @@ class TestOrder:
 class TestBatch:
     def test_fields_come_back_as_they_went_in(self):
         rng = np.random.default_rng(0)
-        sides = [made_records(rng, rng.uniform(0, 200, (n, 2)), rng.integers(0, 160, (n, 128))) for n in (4, 9, 0, 2)]
-        batch = from_pairs([Pair(sides[0], sides[1], SIZE, (64, 48)), Pair(sides[2], sides[3], SIZE, SIZE)])
+        sides = [
+            made_records(rng, rng.uniform(0, 200, (n, 2)), rng.integers(0, 160, (n, 128)))
+            for n in (4, 9, 0, 2)
+        ]
+        batch = from_pairs(
+            [Pair(sides[0], sides[1], SIZE, (64, 48)), Pair(sides[2], sides[3], SIZE, SIZE)]
+        )
         assert batch.counts0.tolist() == [4, 0] and batch.counts1.tolist() == [9, 2]
         assert batch.records0.shape == (2, 4, 280) and batch.records1.shape == (2, 9, 280)
         assert batch.image_size1.tolist() == [[64, 48], [320, 240]] and batch.H_0to1 is None
@@ -108,7 +136,8 @@ class TestBatch:
 
 class TestLoader:
     def test_homography_maps_points_of_view_0_to_view_1(self, tmp_path):
-        # synthetic, with a noise of 0.3 px in each view; a wrong direction or order of products gives tens of pixels
+        # synthetic, with a noise of 0.3 px in each view; a wrong direction or order of products
+        # gives tens of pixels
         store = Store(made_store(tmp_path))
         assert np.median(misses(load_batch(store, [Sample(3, 0, 2, 5)], 1000))) < 1.0
 
@@ -118,10 +147,13 @@ class TestLoader:
         assert torch.equal(few.records0, whole.records0[:, :8])
 
     def test_prefetching_changes_nothing(self, tmp_path):
-        store, order = Store(made_store(tmp_path)), PairOrder(0, 5, 3)
+        store = Store(made_store(tmp_path))
+        order = PairOrder(0, 5, 3)
 
         def make(step):
-            return load_batch(store, order.step(step, 4), 64, Augmentation(0.3, 180, 0.5, zoom_fraction=0.5))
+            return load_batch(
+                store, order.step(step, 4), 64, Augmentation(0.3, 180, 0.5, zoom_fraction=0.5)
+            )
 
         for step, batch in enumerate(prefetched(make, range(6))):
             assert torch.equal(batch.records0, make(step).records0)
@@ -161,7 +193,9 @@ class TestLoader:
 
 
 def misses(batch) -> np.ndarray:
-    """Of the first pair: how far each keypoint of view 0, mapped to view 1, is from the nearest one there, px."""
+    """Of the first pair: how far each keypoint of view 0, mapped to view 1, is from the nearest one
+    there, px.
+    """
     mapped = transform(batch.keypoints0[0].double().numpy(), batch.H_0to1[0].numpy())
     return np.linalg.norm(mapped[:, None] - batch.keypoints1[0].numpy(), axis=-1).min(1)
 
@@ -182,10 +216,15 @@ class TestAugmentation:
         matched = plain.matches0 >= 0
         assert torch.equal(truth.matches0[matched], plain.matches0[matched])
         cut = load_batch(store, samples, 1000, Augmentation(rotation_deg=180, window=0.5))
-        sides = ((cut.keypoints0, cut.image_size0, cut.counts0), (cut.keypoints1, cut.image_size1, cut.counts1))
+        sides = (
+            (cut.keypoints0, cut.image_size0, cut.counts0),
+            (cut.keypoints1, cut.image_size1, cut.counts1),
+        )
         for keypoints, size, counts in sides:
             for i, count in enumerate(counts.tolist()):
-                assert ((keypoints[i, :count] >= -0.51) & (keypoints[i, :count] <= size[i] - 0.49)).all()
+                assert (
+                    (keypoints[i, :count] >= -0.51) & (keypoints[i, :count] <= size[i] - 0.49)
+                ).all()
         found = ground_truth(cut).matches0
         if (found[0] >= 0).any():
             assert np.median(misses(cut)[found[0].numpy() >= 0]) < 1.0
@@ -195,11 +234,16 @@ class TestAugmentation:
         records, H, size, _ = Augmentation(rotation_deg=180).apply(view, seed=7, side=0)
         degrees = np.mod(records["angle"] - view.records["angle"], 360.0)
         assert np.allclose(degrees, degrees[0], atol=1e-3)
-        first, other = (np.stack([r["x"], r["y"]], 1).astype(float) for r in (view.records, records))
-        before, after = first[5] - first[0], other[5] - other[0]
+        first, other = (
+            np.stack([r["x"], r["y"]], 1).astype(float) for r in (view.records, records)
+        )
+        before = first[5] - first[0]
+        after = other[5] - other[0]
         angle = np.degrees(np.arctan2(after[1], after[0]) - np.arctan2(before[1], before[0]))
         assert np.isclose(np.mod(angle - degrees[0] + 180, 360), 180, atol=1e-2)
-        assert np.allclose(transform(first, H @ np.linalg.inv(view.H_image_to_view)), other, atol=1e-3)
+        assert np.allclose(
+            transform(first, H @ np.linalg.inv(view.H_image_to_view)), other, atol=1e-3
+        )
         assert (other >= -0.5).all() and (other <= np.array(size) - 0.5).all()
 
     def test_pairs_of_different_images_have_no_match(self, store):
@@ -207,23 +251,32 @@ class TestAugmentation:
         batch = load_batch(store, pairs, 1000, Augmentation(negatives=1.0))
         truth = ground_truth(batch)
         for matches, counts in ((truth.matches0, batch.counts0), (truth.matches1, batch.counts1)):
-            assert all((row[:count] == UNMATCHED).all() for row, count in zip(matches, counts.tolist()))
+            assert all(
+                (row[:count] == UNMATCHED).all() for row, count in zip(matches, counts.tolist())
+            )
         assert len({batch.records1[i].numpy().tobytes() for i in range(8)}) > 1
 
     def test_one_image_alone_has_no_other_to_be_paired_with(self, tmp_path):
         store = Store(made_store(tmp_path / "one", images=1))
         pairs = [Sample(0, 0, 1, seed) for seed in range(4)]
-        plain, batch = (load_batch(store, pairs, 1000, Augmentation(negatives=s)) for s in (0.0, 1.0))
-        assert torch.equal(batch.H_0to1, plain.H_0to1) and torch.equal(batch.records1, plain.records1)
+        plain, batch = (
+            load_batch(store, pairs, 1000, Augmentation(negatives=s)) for s in (0.0, 1.0)
+        )
+        assert torch.equal(batch.H_0to1, plain.H_0to1) and torch.equal(
+            batch.records1, plain.records1
+        )
 
     def test_numbers_of_keypoints_vary_between_the_limits(self, store):
-        batch = load_batch(store, [Sample(3, 0, 1, seed) for seed in range(50)], 40, Augmentation(min_keypoints=10))
+        batch = load_batch(
+            store, [Sample(3, 0, 1, seed) for seed in range(50)], 40, Augmentation(min_keypoints=10)
+        )
         assert batch.counts0.min() >= 10 and batch.counts0.max() <= 40
         assert len(set(batch.counts0.tolist())) > 5
 
     def test_the_seed_of_the_sample_decides_and_nothing_else(self, store):
         augmentation = Augmentation(0.5, 180.0, 0.5, 0.3, 10, 1.0)
-        one, other = Sample(3, 0, 1, 5), Sample(4, 2, 1, 6)
+        one = Sample(3, 0, 1, 5)
+        other = Sample(4, 2, 1, 6)
         alone = load_batch(store, [one], 30, augmentation)
         together = load_batch(store, [other, one], 30, augmentation)
         count = int(alone.counts0[0])
@@ -237,19 +290,26 @@ class TestAugmentation:
         factors = np.array([[zoom.zoom(pair.seed, side) for side in (0, 1)] for pair in pairs])
         changed = factors > 1.0
         assert not changed.all(1).any()
-        assert 0.25 < changed.any(1).mean() < 0.45 and 0.3 < changed[:, 0].sum() / changed.sum() < 0.7
+        assert (
+            0.25 < changed.any(1).mean() < 0.45 and 0.3 < changed[:, 0].sum() / changed.sum() < 0.7
+        )
         assert factors[changed].min() >= 1.5 and factors[changed].max() <= 8.0
         plain, batch = (load_batch(store, pairs, 1000, each) for each in (Augmentation(), zoom))
         for i, factor in enumerate(factors):
-            own = [not torch.equal(*(getattr(b, f"keypoints{side}")[i, :5] for b in (plain, batch))) for side in (0, 1)]
+            own = [
+                not torch.equal(*(getattr(b, f"keypoints{side}")[i, :5] for b in (plain, batch)))
+                for side in (0, 1)
+            ]
             assert own == list(factor > 1.0)
 
     @settings(max_examples=20, deadline=None)
     @given(seed=st.integers(0, 2**31 - 1), turn=st.sampled_from([0.0, 180.0]))
     def test_truth_follows_zoom(self, tmp_path_factory, seed, turn):
-        """What is left of the view keeps its partners: the truth is that of the view before, and nothing else matches.
+        """What is left of the view keeps its partners: the truth is that of the view before, and
+        nothing else matches.
 
-        Views whose points agree exactly, since of a pair at a distance of 0.5 px truth may choose another partner.
+        Views whose points agree exactly, since of a pair at a distance of 0.5 px truth may choose
+        another partner.
         """
         store = Store(made_store(tmp_path_factory.mktemp("store")))
         view = store.view(3, 0)
@@ -277,33 +337,52 @@ class TestAugmentation:
 
     def test_truth_of_a_zoomed_pair_joins_keypoints_of_one_photograph(self, tmp_path):
         store = Store(made_store(tmp_path / "dense", points=400))
-        own = {bytes(each) for view in range(3) for each in store.view(3, view).records["descriptor"]}
+        own = {
+            bytes(each) for view in range(3) for each in store.view(3, view).records["descriptor"]
+        }
         pairs = [Sample(3, 0, 1, seed) for seed in range(20)]
-        batch = load_batch(store, pairs, 400, Augmentation(rotation_deg=180, window=0.5, zoom_fraction=1.0))
+        batch = load_batch(
+            store, pairs, 400, Augmentation(rotation_deg=180, window=0.5, zoom_fraction=1.0)
+        )
         truth = ground_truth(batch)
-        for matches, descriptors in ((truth.matches0, batch.descriptors0), (truth.matches1, batch.descriptors1)):
+        for matches, descriptors in (
+            (truth.matches0, batch.descriptors0),
+            (truth.matches1, batch.descriptors1),
+        ):
             rows, columns = (matches >= 0).nonzero().T
             assert len(rows) > 200
             assert all(bytes(each[:128]) in own for each in descriptors[rows, columns].numpy())
             foreign = [bytes(each[:128]) not in own for each in descriptors.flatten(0, 1).numpy()]
-            assert set(matches.flatten()[torch.tensor(foreign)].tolist()) == {IGNORED, UNMATCHED}  # padding, others
+            # Padding, others
+            assert set(matches.flatten()[torch.tensor(foreign)].tolist()) == {IGNORED, UNMATCHED}
 
     def test_a_mosaic_by_hand(self):
-        """Two times smaller: positions about the outer edge, scales halved, small keypoints gone, ordered by score."""
-        xy = np.array([[90, 80], [150, 100], [210, 160.0]])  # so near the middle that none can be cut off
+        """Two times smaller: positions about the outer edge, scales halved, small keypoints gone,
+        ordered by score.
+        """
+        # So near the middle that none can be cut off
+        xy = np.array([[90, 80], [150, 100], [210, 160.0]])
         records = made_records(np.random.default_rng(0), xy, np.zeros((3, 128)))
-        records["scale"], records["angle"], records["score"] = [8, 3.5, 3.7], [10, 20, 30], [0.1, 0.3, 0.2]
+        records["scale"] = [8, 3.5, 3.7]
+        records["angle"] = [10, 20, 30]
+        records["score"] = [0.1, 0.3, 0.2]
         view = View(records, np.eye(3), SIZE)
         small = mosaic(view, 2.0, 1.8, lambda random: None, np.random.default_rng(3))
         assert small.size == SIZE and list(small.records["angle"]) == [30, 10]
-        assert np.allclose(small.records["scale"], [1.85, 4]) and np.allclose(small.records["score"], [0.2, 0.1])
+        assert np.allclose(small.records["scale"], [1.85, 4]) and np.allclose(
+            small.records["score"], [0.2, 0.1]
+        )
         step = np.array([small.records[name][0] - small.records[name][1] for name in "xy"])
         assert np.allclose(step, [60, 40])
-        H, corner = small.H_image_to_view, small.H_image_to_view[:2, 2]
+        H = small.H_image_to_view
+        corner = small.H_image_to_view[:2, 2]
         assert np.allclose(H[:2, :2], np.eye(2) / 2) and np.allclose(H[2], [0, 0, 1])
-        # the outer edge of the view, (-0.5, -0.5), comes to that of its cell, of which three quarters show at least
+        # the outer edge of the view, (-0.5, -0.5), comes to that of its cell, of which three
+        # quarters show at least
         edge = corner - 0.25
-        assert (edge + 0.5 >= -0.25 * np.array(SIZE) / 2).all() and (edge + 0.5 <= np.array(SIZE) * 0.625).all()
+        assert (edge + 0.5 >= -0.25 * np.array(SIZE) / 2).all() and (
+            edge + 0.5 <= np.array(SIZE) * 0.625
+        ).all()
 
     @settings(max_examples=20, deadline=None)
     @given(seed=st.integers(0, 2**31 - 1), factor=st.floats(1.5, 8.0))
@@ -319,12 +398,22 @@ class TestAugmentation:
         records, _, size, _ = mosaic(store.view(3, 1), factor, 1.8, others, random)
         assert len(drawn) <= 8 and (len(drawn) == 8 or factor < 3)
         assert (records["scale"] >= 1.8 - 1e-6).all() and (np.diff(records["score"]) <= 0).all()
-        assert all((records[n] >= -0.5).all() and (records[n] <= s - 0.5).all() for n, s in zip("xy", size))
+        assert all(
+            (records[n] >= -0.5).all() and (records[n] <= s - 0.5).all() for n, s in zip("xy", size)
+        )
 
     def test_views_around_are_of_neither_image_of_the_pair(self, store, monkeypatch):
-        asked, view = [], store.view
-        monkeypatch.setattr(store, "view", lambda image, number: (asked.append(image), view(image, number))[1])
-        load_batch(store, [Sample(3, 0, 1, seed) for seed in range(40)], 1000, Augmentation(zoom_fraction=1.0))
+        asked = []
+        view = store.view
+        monkeypatch.setattr(
+            store, "view", lambda image, number: (asked.append(image), view(image, number))[1]
+        )
+        load_batch(
+            store,
+            [Sample(3, 0, 1, seed) for seed in range(40)],
+            1000,
+            Augmentation(zoom_fraction=1.0),
+        )
         assert asked.count(3) == 80 and {0, 1, 2, 4} <= set(asked)
 
     def test_where_the_smallest_scale_is_unknown_it_is_that_of_the_view(self, store):
@@ -333,6 +422,11 @@ class TestAugmentation:
         assert small.records["scale"].min() >= view.records["scale"].min() - 1e-6
 
     def test_a_store_without_keypoints_gives_empty_views(self, store):
-        batch = load_batch(store, [Sample(1, 0, 1, 5)], 30, Augmentation(0.5, 180.0, 0.5, 0.3, 10, 1.0))
-        assert 0 in (int(batch.counts0[0]), int(batch.counts1[0])) and not (ground_truth(batch).matches0 >= 0).any()
+        batch = load_batch(
+            store, [Sample(1, 0, 1, 5)], 30, Augmentation(0.5, 180.0, 0.5, 0.3, 10, 1.0)
+        )
+        assert (
+            0 in (int(batch.counts0[0]), int(batch.counts1[0]))
+            and not (ground_truth(batch).matches0 >= 0).any()
+        )
         assert torch.isfinite(batch.H_0to1).all()

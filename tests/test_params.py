@@ -1,4 +1,6 @@
-"""params.yaml: what is accepted, and that every mistake is one line naming file, key, value and rule."""
+"""params.yaml: what is accepted, and that every mistake is one line naming file, key, value and
+rule.
+"""
 
 from __future__ import annotations
 
@@ -64,22 +66,49 @@ def test_sections_are_frozen() -> None:
         ("train", "lrr", 1, "train.lrr: unknown key; did you mean lr?"),
         ("train", "zzz", 1, "train.zzz: unknown key; known are "),
         ("train", "heads", 3, "train.heads = 3: must divide dim ("),
-        ("train", "max_keypoints", 16384, "train.max_keypoints = 16384: must be at most keypoints.max_keypoints ("),
+        (
+            "train",
+            "max_keypoints",
+            16384,
+            "train.max_keypoints = 16384: must be at most keypoints.max_keypoints (",
+        ),
         ("keypoints", "width", 321, "keypoints.width = 321: must be a multiple of 8"),
-        ("keypoints", "views_per_image", 1, "keypoints.views_per_image = 1: must be greater than or equal to 2"),
+        (
+            "keypoints",
+            "views_per_image",
+            1,
+            "keypoints.views_per_image = 1: must be greater than or equal to 2",
+        ),
         ("views", "homography", 3, "views.homography = 3: must hold keys with values"),
-        ("fetch", "source", "folder", "fetch.path = '': must name the folder of images when source is 'folder'"),
+        (
+            "fetch",
+            "source",
+            "folder",
+            "fetch.path = '': must name the folder of images when source is 'folder'",
+        ),
         ("fetch", "source", "coco2015", "fetch.source = 'coco2015': must be 'sample', 'folder', "),
-        ("fetch", "val_fraction", 0.95, "fetch.val_fraction = 0.95: must be less than or equal to 0.9"),
+        (
+            "fetch",
+            "val_fraction",
+            0.95,
+            "fetch.val_fraction = 0.95: must be less than or equal to 0.9",
+        ),
         ("keypoints", "extractor", "../x", "keypoints.extractor = '../x': must match pattern "),
         ("train", "ema", 2.0, "train.ema = 2.0: must be less than 1"),
-        ("train", "save_every", 9, "train.save_every: not a key; TRAIN_OPTIONS='--save-every 9' sets it"),
+        (
+            "train",
+            "save_every",
+            9,
+            "train.save_every: not a key; TRAIN_OPTIONS='--save-every 9' sets it",
+        ),
     ],
 )
 def test_a_wrong_value_is_named_with_the_rule(
     tree: Dict[str, Any], section: str, key: str, value: Any, said: str
 ) -> None:
-    assert f"params.yaml: {said}" in message(tree, lambda changed: changed[section].update({key: value}))
+    assert f"params.yaml: {said}" in message(
+        tree, lambda changed: changed[section].update({key: value})
+    )
 
 
 def test_a_missing_key_is_named(tree: Dict[str, Any]) -> None:
@@ -93,15 +122,25 @@ def test_a_nested_key_is_named_in_full(tree: Dict[str, Any]) -> None:
     said = message(tree, lambda changed: nested(changed).update({known + "x": 0.5}))
     assert said == f"params.yaml: views.homography.{known}x: unknown key; did you mean {known}?"
     said = message(tree, lambda changed: nested(changed).update({known: "wide"}))
-    assert said.startswith(f"params.yaml: views.homography.{known} = 'wide': must be a valid number")
+    assert said.startswith(
+        f"params.yaml: views.homography.{known} = 'wide': must be a valid number"
+    )
 
 
 def test_an_unknown_section_is_named(tree: Dict[str, Any]) -> None:
-    assert message(tree, lambda t: t.update(trian={})) == "params.yaml: trian: unknown section; did you mean train?"
-    assert message(tree, lambda t: t.update(train=None)) == "params.yaml: train = None: must hold keys with values"
+    assert (
+        message(tree, lambda t: t.update(trian={}))
+        == "params.yaml: trian: unknown section; did you mean train?"
+    )
+    assert (
+        message(tree, lambda t: t.update(train=None))
+        == "params.yaml: train = None: must hold keys with values"
+    )
 
 
-def test_every_section_is_checked_whichever_is_asked_for(tree: Dict[str, Any], tmp_path: Path) -> None:
+def test_every_section_is_checked_whichever_is_asked_for(
+    tree: Dict[str, Any], tmp_path: Path
+) -> None:
     path = tmp_path / "params.yaml"
     text = (ROOT / "params.yaml").read_text(encoding="utf-8")
     path.write_text(text.replace("\nevaluate:\n", "\nevaluate:\n  widht: 640\n"), encoding="utf-8")
@@ -140,7 +179,10 @@ def test_a_missing_file_names_the_fix(tmp_path: Path) -> None:
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | st.integers(), inner),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.text(max_size=8) | st.integers(), inner)
+        ),
         max_leaves=12,
     ),
     st.sampled_from([*SECTIONS, "nothing"]),
@@ -188,16 +230,27 @@ def test_evaluate_takes_what_it_does_not_say_from_views(tree: Dict[str, Any]) ->
     assert isinstance(alike, EvaluateParams) and isinstance(other, EvaluateParams)
     blurred = alike.views.photometric.model_copy(update={"blur": 3.0})
     views = alike.views.model_copy(update={"photometric": blurred})
-    assert alike.views.photometric.blur == 0.8 and other == alike.model_copy(update={"views": views})
+    assert alike.views.photometric.blur == 0.8 and other == alike.model_copy(
+        update={"views": views}
+    )
 
 
 def keys_of(section: Any, name: str) -> Dict[str, Any]:
-    """Every key of a section that a file may hold, in full: {"views.homography.tilt_deg": its field, ...}."""
+    """Every key of a section that a file may hold, in full: {"views.homography.tilt_deg": its
+    field, ...}.
+    """
     keys: Dict[str, Any] = {}
     for key, field in section.model_fields.items():
-        if not ((section is TrainParams and key in TrainOptions.model_fields) or f"{name}.{key}" == "keypoints.views"):
+        if not (
+            (section is TrainParams and key in TrainOptions.model_fields)
+            or f"{name}.{key}" == "keypoints.views"
+        ):
             keys[f"{name}.{key}"] = field
-            keys.update(keys_of(field.annotation, f"{name}.{key}") if hasattr(field.annotation, "model_fields") else {})
+            keys.update(
+                keys_of(field.annotation, f"{name}.{key}")
+                if hasattr(field.annotation, "model_fields")
+                else {}
+            )
     return keys
 
 
@@ -205,15 +258,24 @@ def test_every_key_that_the_docs_name_exists() -> None:
     known = {key for name, section in SECTIONS.items() for key in (name, *keys_of(section, name))}
     names = {key.rpartition(".")[2] for key in known} | {"persist"}  # of dvc.yaml
     seen = 0
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("pretrained/*.md"), *ROOT.glob("deploy/*/*")]:
+    for page in [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("pretrained/*.md"),
+        *ROOT.glob("deploy/*/*"),
+    ]:
         text = page.read_text(encoding="utf-8")
-        full = re.findall(rf"(?<![\w./])((?:{'|'.join(SECTIONS)})\.(?!yaml|sbatch)[a-z_][a-z_.]*\b)", text)
+        full = re.findall(
+            rf"(?<![\w./])((?:{'|'.join(SECTIONS)})\.(?!yaml|sbatch)[a-z_][a-z_.]*\b)", text
+        )
         assert set(full) <= known, f"{page.name}: {sorted(set(full) - known)}"
         short = re.findall(r"`([a-z_]+): [^`\n]*`", text)
         assert set(short) <= names, f"{page.name}: {sorted(set(short) - names)}"
         for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL):
             tree = YAML(typ="safe", pure=True).load(block)
-            assert {f"{name}.{key}" for name, keys in tree.items() for key in keys} <= known, page.name
+            assert {f"{name}.{key}" for name, keys in tree.items() for key in keys} <= known, (
+                page.name
+            )
         seen += len(full) + len(short)
     assert seen > 50
 
@@ -221,9 +283,12 @@ def test_every_key_that_the_docs_name_exists() -> None:
 def test_training_md_explains_existing_keys_and_every_option() -> None:
     text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     options = {"--" + name.replace("_", "-") for name in TrainOptions.model_fields}
-    tables = re.findall(r"^\| (?:key of `train`|option).*\n\|---.*\n((?:\| .*\n)+)", text, re.MULTILINE)
+    tables = re.findall(
+        r"^\| (?:key of `train`|option).*\n\|---.*\n((?:\| .*\n)+)", text, re.MULTILINE
+    )
     named = [
-        set(re.findall(r"`([^`]+)`", " ".join(row.split("|")[1] for row in table.splitlines()))) for table in tables
+        set(re.findall(r"`([^`]+)`", " ".join(row.split("|")[1] for row in table.splitlines())))
+        for table in tables
     ]
     assert len(named) == 3
     keys = {key.partition(".")[2] for key in keys_of(TrainParams, "train")}

@@ -56,7 +56,9 @@ def test_exact_matches_give_the_exact_pose():
 def test_outliers_are_wrong_matches_and_do_not_move_the_pose():
     points = scene(noise=0.2)
     points[1][:30] = np.random.default_rng(5).uniform([0, 0], [640, 480], (30, 2))
-    assert error_of(points) < 2.0 and 50 <= poses.correct_matches(*points, Pose(K, K, T)).sum() <= 56
+    assert (
+        error_of(points) < 2.0 and 50 <= poses.correct_matches(*points, Pose(K, K, T)).sum() <= 56
+    )
 
 
 @pytest.mark.parametrize("count", [0, 4])
@@ -66,7 +68,9 @@ def test_too_few_matches_are_an_infinite_error(count):
 
 @pytest.mark.parametrize("outliers", [0.0, 0.3])
 def test_least_squares_over_all_matches_are_closer_than_the_best_sample(outliers):
-    """Scatter as SIFT's; with a third of the matches exact, and deviations that say so, closer still."""
+    """Scatter as SIFT's; with a third of the matches exact, and deviations that say so, closer
+    still.
+    """
     errors = []
     for seed in range(8):
         points = scene(200, noise=0.5, seed=seed)
@@ -76,7 +80,10 @@ def test_least_squares_over_all_matches_are_closer_than_the_best_sample(outliers
         points = [np.where(rows[:, None], good, rough) for good, rough in zip(exact, points)]
         deviations = np.where(rows, 0.05, np.nan)
         known = Pose(K, K, T)
-        found = poses.estimate(*points, known, seed), poses.estimate_refined(*points, known, deviations)
+        found = (
+            poses.estimate(*points, known, seed),
+            poses.estimate_refined(*points, known, deviations),
+        )
         errors.append([poses.pose_error(pose, known) for pose in found])
     sampled, refined = np.mean(errors, axis=0)
     assert refined < (0.7 if outliers else 1.5) and refined < 0.6 * sampled
@@ -95,8 +102,11 @@ def test_epipolar_error_is_zero_on_the_truth_and_symmetric():
     assert poses.epipolar_errors(*flat, T).max() < 1e-20
     moved = flat[1] + [0, 0.01]
     there = poses.epipolar_errors(flat[0], moved, T)
-    np.testing.assert_allclose(there, poses.epipolar_errors(moved, flat[0], np.linalg.inv(T)), rtol=1e-6)
-    # both distances squared, summed: about twice 0.01 squared for epipolar lines that lie nearly level
+    np.testing.assert_allclose(
+        there, poses.epipolar_errors(moved, flat[0], np.linalg.inv(T)), rtol=1e-6
+    )
+    # both distances squared, summed: about twice 0.01 squared for epipolar lines that lie nearly
+    # level
     assert 0.5e-4 < np.median(there) < 2.5e-4
 
 
@@ -109,12 +119,15 @@ def test_epipolar_error_is_zero_on_the_truth_and_symmetric():
     ],
 )
 def test_pose_error_of_equal_poses(found, expected):
-    assert poses.pose_error((found[:3, :3], found[:3, 3]), Pose(K, K, T)) == pytest.approx(expected, abs=1e-4)
+    assert poses.pose_error((found[:3, :3], found[:3, 3]), Pose(K, K, T)) == pytest.approx(
+        expected, abs=1e-4
+    )
 
 
 def test_pose_error_is_the_larger_angle():
     base = Pose(K, K, pose([0, 0, 0], [1.0, 0, 0]))
-    turned, moved = pose([0, 7, 0], [1.0, 0, 0]), pose([0, 0, 0], [1.0, math.tan(math.radians(30)), 0])
+    turned = pose([0, 7, 0], [1.0, 0, 0])
+    moved = pose([0, 0, 0], [1.0, math.tan(math.radians(30)), 0])
     assert poses.pose_error((turned[:3, :3], turned[:3, 3]), base) == pytest.approx(7.0)
     assert poses.pose_error((moved[:3, :3], moved[:3, 3]), base) == pytest.approx(30.0)
     assert math.isinf(poses.pose_error(None, base))
@@ -149,7 +162,10 @@ def test_wrong_files_are_named(tmp_path, text, words):
 
 def test_means_keep_failures():
     counts = MatchCounts(8, 4, 0, 0), MatchCounts(0, 0, 0, 0)
-    rows = [Row("a", "s", "x", 10, 9, own, {"pose": error}, {}) for own, error in zip(counts, (2.5, math.inf))]
+    rows = [
+        Row("a", "s", "x", 10, 9, own, {"pose": error}, {})
+        for own, error in zip(counts, (2.5, math.inf))
+    ]
     found = metrics.summarize(rows)
     assert found["pairs"] == 2 and found["auc_pose_5"] == 0.25 and found["auc_pose_10"] == 0.375
     assert found["precision"] == 0.25 and found["matching_score"] == 0.2 and "recall" not in found
@@ -167,7 +183,8 @@ def test_without_folders_pairs_that_share_photographs_are_one_scene():
     pairs = [("b", "c"), ("e", "f"), ("a", "b"), ("g", "f"), ("h", "i")]
     assert poses.scene_names(pairs) == ["b", "e", "b", "e", "h"]
     assert poses.scene_names([*pairs, ("c", "g")]) == ["b", "b", "b", "b", "h", "b"]
-    joined = [("x/a", "y/b"), ("y/c", "y/d"), ("z/a", "z/b")]  # a pair across two folders makes them one scene
+    # A pair across two folders makes them one scene
+    joined = [("x/a", "y/b"), ("y/c", "y/d"), ("z/a", "z/b")]
     assert poses.scene_names(joined) == ["x", "x", "z"]
     assert poses.scene_names([]) == []
 
@@ -175,21 +192,35 @@ def test_without_folders_pairs_that_share_photographs_are_one_scene():
 def test_the_scenes_of_strecha_are_two(shared_data):
     source = poses.PosePairs(shared_data / "poses" / "strecha" / "pairs_with_gt.txt", shared_data)
     names = [source.scene_name(index) for index in range(len(source))]
-    assert {name: names.count(name) for name in names} == {"Herz-Jesus-P25_0000.jpg": 84, "entry-P10_0000.jpg": 26}
+    assert {name: names.count(name) for name in names} == {
+        "Herz-Jesus-P25_0000.jpg": 84,
+        "entry-P10_0000.jpg": 26,
+    }
 
 
 @pytest.fixture
 def plane(tmp_path, photo, root):
-    """Three pairs of a textured plane at depth 5 in front of camera 0; the words of a command that judges them."""
+    """Three pairs of a textured plane at depth 5 in front of camera 0; the words of a command that
+    judges them.
+    """
     small = pose([2, 5, 1], [0.5, 0.1, 0.0])
     H = K @ (small[:3, :3] + np.outer(small[:3, 3], [0, 0, 1]) / 5) @ np.linalg.inv(K)
     image = cv2.resize(photo, (640, 480))
     cv2.imwrite(str(tmp_path / "a.png"), image)
     cv2.imwrite(str(tmp_path / "b.png"), cv2.warpPerspective(image, H, (640, 480)))
     back = line("b.png", "a.png", pose_=np.linalg.inv(small))
-    (tmp_path / "pairs.txt").write_text("\n".join([line("a.png", "b.png", pose_=small), back, back]))
+    (tmp_path / "pairs.txt").write_text(
+        "\n".join([line("a.png", "b.png", pose_=small), back, back])
+    )
     write_model(tmp_path / "model.safetensors", layers=1)
-    words = ["--model", tmp_path / "model.safetensors", "--poses", tmp_path / "pairs.txt", "--images", tmp_path]
+    words = [
+        "--model",
+        tmp_path / "model.safetensors",
+        "--poses",
+        tmp_path / "pairs.txt",
+        "--images",
+        tmp_path,
+    ]
     words += ["--params", root / "presets" / "sample.yaml", "--device", "cpu", "--out"]
     return [str(word) for word in words]
 
@@ -216,7 +247,9 @@ def test_a_textured_plane_from_end_to_end(plane, tmp_path, capsys):
     assert "MS@P: matching score at the ratio test's precision" in printed and "R@P" not in printed
     page = (tmp_path / "out" / "index.html").read_text()
     assert "pose error in degrees" in page and "Relative pose from the essential matrix" in page
-    assert page.count("data:image/jpeg") == len(list((tmp_path / "out" / "pictures").iterdir())) == 5
+    assert (
+        page.count("data:image/jpeg") == len(list((tmp_path / "out" / "pictures").iterdir())) == 5
+    )
     assert "auc_pose_20" in (tmp_path / "out" / "intervals.csv").read_text()
     protocol = json.loads((tmp_path / "out" / "protocol.json").read_text())
     assert "epipolar" in protocol["truth"] and protocol["views"] == "shorter side 480 px"
@@ -228,10 +261,26 @@ def test_a_textured_plane_from_end_to_end(plane, tmp_path, capsys):
 @pytest.mark.slow
 def test_two_processes_share_the_pairs_and_write_the_same_bytes(plane, tmp_path, root):
     assert errors.run(evaluate.main, [*plane, str(tmp_path / "one")]) == 0
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "2"}
-    command = [sys.executable, "-m", "pipeline.launch", "pipeline.evaluate", *plane, str(tmp_path / "two")]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(root),
+        "OMP_NUM_THREADS": "1",
+        "NPROC_PER_NODE": "2",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "pipeline.launch",
+        "pipeline.evaluate",
+        *plane,
+        str(tmp_path / "two"),
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("written to") == 1  # one process prints
     for name in ("metrics.json", "pairs.csv", "intervals.csv", "curves/error_pose.csv"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), (
+            name
+        )

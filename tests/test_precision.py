@@ -45,10 +45,14 @@ def test_auto_takes_what_is_fast_on_the_device(capability, flags, dim, expected)
 
 
 def test_bfloat16_on_a_card_before_ampere_is_refused_in_one_line():
-    with pytest.raises(RequestError, match=r"bfloat16 needs .*8\.0.* has compute capability 7\.5: .*float16, or auto"):
+    with pytest.raises(
+        RequestError,
+        match=r"bfloat16 needs .*8\.0.* has compute capability 7\.5: .*float16, or auto",
+    ):
         precision.resolve("bfloat16", 128, (7, 5), AMX)
     assert precision.resolve("bfloat16", 128, (8, 0), NO_AMX).precision == "bfloat16"
-    assert precision.resolve("bfloat16", 32, None, NO_AMX).precision == "bfloat16"  # asked for is asked for
+    # Asked for is asked for
+    assert precision.resolve("bfloat16", 32, None, NO_AMX).precision == "bfloat16"
 
 
 def test_float16_on_a_cpu_says_that_it_does_nothing():
@@ -62,14 +66,18 @@ def test_ranks_on_different_devices_agree_on_what_all_can_do(make_params, monkey
     gathered = [tuple(precision.resolve("auto", 128, card, NO_AMX)) for card in cards]
     monkeypatch.setattr(distributed, "all_gather", lambda own: [own, *gathered])
     monkeypatch.setattr(compat, "cpu_flags", lambda: frozenset(AMX))
-    parts, _ = setup.build(make_params("train", precision="auto", dim=16, heads=2), distributed.start())
+    parts, _ = setup.build(
+        make_params("train", precision="auto", dim=16, heads=2), distributed.start()
+    )
     assert parts.objective.precision == "float16"
     assert "7.5" in str(setup.agreed(precision.on("auto", 128, torch.device("cpu"))))
 
 
 def test_what_does_nothing_here_is_said(make_params):
     keys = {"precision": "float16", "parallel": "dp", "dim": 16, "heads": 2, "layers": 1}
-    parts, messages = setup.build(make_params("train", **keys), distributed.Context(0, 1, 0, torch.device("cpu")))
+    parts, messages = setup.build(
+        make_params("train", **keys), distributed.Context(0, 1, 0, torch.device("cpu"))
+    )
     assert parts.objective.precision == "float32" and not parts.state.scaler.is_enabled()
     said = "\n".join(messages)
     assert torch.cuda.device_count() > 1 or "--parallel dp does nothing" in said
@@ -93,23 +101,37 @@ def test_a_training_from_scratch_has_the_same_precision_each_time(make_params, m
         ("auto", "float32", precision.Choice("bfloat16", "auto: dim"), False, NO_AMX, "float32"),
         ("auto", "bfloat16", precision.Choice("float32", "auto: dim"), False, NO_AMX, "bfloat16"),
         ("auto", "float32", precision.Choice("bfloat16", "auto: AMX"), False, AMX, "float32"),
-        ("auto", "bfloat16", precision.Choice("float32", "auto: no AMX"), False, set(), "float32"),  # emulated there
+        (
+            "auto",
+            "bfloat16",
+            precision.Choice("float32", "auto: no AMX"),
+            False,
+            set(),
+            "float32",
+        ),  # emulated there
         ("auto", "float16", precision.Choice("float32", "auto: no AMX"), False, NO_AMX, "float32"),
         ("auto", "float32", precision.Choice("bfloat16", "auto: Ampere"), True, NO_AMX, "bfloat16"),
         ("float32", "bfloat16", precision.Choice("float32", "as asked"), False, AMX, "float32"),
     ],
 )
-def test_a_resumed_training_keeps_its_precision_on_a_cpu_that_has_it(asked, before, now, gpu, flags, expected):
+def test_a_resumed_training_keeps_its_precision_on_a_cpu_that_has_it(
+    asked, before, now, gpu, flags, expected
+):
     found = precision.resumed(asked, before, now, gpu, flags)
     assert found.precision == expected
     if expected == before:
-        assert f"from scratch it would be {now.precision}: " in found.reason and found.reason.count("auto: ") == 1
+        assert (
+            f"from scratch it would be {now.precision}: " in found.reason
+            and found.reason.count("auto: ") == 1
+        )
     else:
         assert found == now
 
 
 def test_a_checkpoint_goes_on_in_another_precision():
-    """`auto` on another machine: bfloat16 has no loss scale to resume, and float16 starts with the default one."""
+    """`auto` on another machine: bfloat16 has no loss scale to resume, and float16 starts with the
+    default one.
+    """
 
     class Scaler:
         def __init__(self, values):
@@ -126,10 +148,14 @@ def test_a_checkpoint_goes_on_in_another_precision():
     def state(values):
         model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2))
         return TrainState(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), Scaler(values), optimization.MovingAverage(model, 0.0)
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            Scaler(values),
+            optimization.MovingAverage(model, 0.0),
         )
 
-    saved, resumed = state({}), state({"scale": 65536.0})
+    saved = state({})
+    resumed = state({"scale": 65536.0})
     resumed.restore(saved.tensors(), json.loads(json.dumps(saved.info())))
     assert resumed.scaler.values == {"scale": 65536.0}
     assert torch.equal(resumed.model.dustbin, saved.model.dustbin)
@@ -140,7 +166,9 @@ def test_compile_without_a_compiler_is_refused_in_one_line(make_params, monkeypa
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: kind == "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(RequestError, match=r"--compile: .*; install it, or leave out --compile") as error:
+    with pytest.raises(
+        RequestError, match=r"--compile: .*; install it, or leave out --compile"
+    ) as error:
         setup.check_device(make_params("train", compile=True))
     assert names in str(error.value) or not compat.can_compile()
     setup.check_device(make_params("train"))

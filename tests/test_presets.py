@@ -1,4 +1,6 @@
-"""Presets: complete, explained, rendered with comments, and written only when everything is right."""
+"""Presets: complete, explained, rendered with comments, and written only when everything is
+right.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,11 @@ def test_committed_params_are_the_sample_preset_rendered() -> None:
 
 def test_the_sample_explains_every_key() -> None:
     lines = (ROOT / "presets" / "sample.yaml").read_text(encoding="utf-8").splitlines()
-    explained, bare = "", []
-    for line in lines:  # a comment holds until the next one or an empty line: of width and height, too
+    explained = ""
+    bare = []
+    for (
+        line
+    ) in lines:  # a comment holds until the next one or an empty line: of width and height, too
         explained = line if line.strip().startswith("#") or not line.strip() else explained
         bare += [line] if re.match(r"  +\w+: \S", line) and "#" not in explained else []
     assert bare == []
@@ -62,14 +67,19 @@ def test_the_sample_explains_every_key() -> None:
 
 def keys_of(name: str) -> List[str]:
     """The keys of a preset, without the views of `evaluate`, which are those of `views` again."""
-    tree = YAML(typ="safe", pure=True).load((ROOT / "presets" / f"{name}.yaml").read_text(encoding="utf-8"))
+    tree = YAML(typ="safe", pure=True).load(
+        (ROOT / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
+    )
     return [key for key in flatten(tree) if not key.startswith("evaluate.views.")]
 
 
 @pytest.mark.parametrize("name", OFFERED)
 def test_every_preset_has_the_same_few_keys(name: str) -> None:
     known = {f"{section}.{key}" for section, model in SECTIONS.items() for key in keys(model)}
-    known -= {f"train.{key}" for key in TrainOptions.model_fields} | {"views.homography", "views.photometric"}
+    known -= {f"train.{key}" for key in TrainOptions.model_fields} | {
+        "views.homography",
+        "views.photometric",
+    }
     known = {key for key in known if not re.match(r"(keypoints|evaluate)\.views(\.|$)", key)}
     assert len(known) <= 60
     assert keys_of(name) == keys_of("sample") and set(keys_of(name)) == known
@@ -112,7 +122,11 @@ def test_own_images_are_written_as_absolute_paths(
         file.write_bytes(file.read_bytes() + b"other")
     assert use(tmp_path / "params.yaml", "--images", "images", "--val-images", "held out: #1") == 0
     fetch = params.load("fetch", tmp_path / "params.yaml")
-    assert (fetch.source, fetch.path, fetch.val_path) == ("folder", str(image_folder), str(held_out))
+    assert (fetch.source, fetch.path, fetch.val_path) == (
+        "folder",
+        str(image_folder),
+        str(held_out),
+    )
     assert fetch.content == containers.digest(str(image_folder), str(held_out))
 
 
@@ -135,23 +149,39 @@ def test_a_file_that_holds_the_preset_keeps_its_edits(
 ) -> None:
     target = tmp_path / "params.yaml"
     assert use(target, "--images", str(image_folder)) == 0
-    target.write_text(re.sub(r"  steps: \d+", "  steps: 7  # few", target.read_text(encoding="utf-8")))
+    target.write_text(
+        re.sub(r"  steps: \d+", "  steps: 7  # few", target.read_text(encoding="utf-8"))
+    )
     other = tmp_path / "other"
     shutil.copytree(image_folder, other)
     capsys.readouterr()
     assert use(target, "--images", str(other)) == 0
     said = capsys.readouterr().out
-    assert f"{target} differs from preset folder: train.steps: 7; to start anew, delete {target} first" in said
-    assert params.load("fetch", target).path == str(other) and params.load("train", target).steps == 7
+    assert (
+        f"{target} differs from preset folder: train.steps: 7; to start anew, delete {target} first"
+        in said
+    )
+    assert (
+        params.load("fetch", target).path == str(other) and params.load("train", target).steps == 7
+    )
     assert "  steps: 7  # few\n" in target.read_text(encoding="utf-8")
     assert use(target, "sample") == 0
-    assert params.load("train", target).steps == params.load("train", ROOT / "presets" / "sample.yaml").steps
+    assert (
+        params.load("train", target).steps
+        == params.load("train", ROOT / "presets" / "sample.yaml").steps
+    )
 
 
 def test_photographs_that_the_initial_weights_know_are_refused_at_once(
-    tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tmp_path: Path,
+    image_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
-    known = [f"{zlib.crc32(file.read_bytes()):08x}-{file.stat().st_size}" for file in list_images(image_folder)]
+    known = [
+        f"{zlib.crc32(file.read_bytes()):08x}-{file.stat().st_size}"
+        for file in list_images(image_folder)
+    ]
     monkeypatch.setattr(trained_on, "read", lambda model: frozenset(known))
     target = tmp_path / "params.yaml"
     assert use(target, "--images", str(image_folder)) == 2
@@ -165,13 +195,17 @@ def test_photographs_that_the_initial_weights_know_are_refused_at_once(
     assert errors.run(presets.main, ["--params", str(target), "refresh"]) == 0
 
 
-def test_refresh_keeps_edits_and_leaves_other_sources_alone(tmp_path: Path, image_folder: Path) -> None:
+def test_refresh_keeps_edits_and_leaves_other_sources_alone(
+    tmp_path: Path, image_folder: Path
+) -> None:
     target = tmp_path / "params.yaml"
     shutil.copy(ROOT / "params.yaml", target)
     assert not presets.refresh(target)
     assert target.read_bytes() == (ROOT / "params.yaml").read_bytes()
     assert use(target, "--images", str(image_folder)) == 0
-    target.write_text(re.sub(r"  steps: \d+", "  steps: 7", target.read_text(encoding="utf-8")), encoding="utf-8")
+    target.write_text(
+        re.sub(r"  steps: \d+", "  steps: 7", target.read_text(encoding="utf-8")), encoding="utf-8"
+    )
     (image_folder / "coffee.png").unlink()
     assert presets.refresh(target)
     assert params.load("train", target).steps == 7
@@ -189,8 +223,14 @@ def test_refresh_keeps_edits_and_leaves_other_sources_alone(tmp_path: Path, imag
         (["--images", "images", "--val-images", "nowhere"], "nowhere: no such folder"),
         (["--images", "empty"], "empty: holds no images (.jpg, "),
         (["--images", "one"], "one: 1 different image, and none for val; at least two are needed"),
-        (["--images", "small"], "small: none of its 2 train images can be read and has the 257x193 pixels"),
-        (["--images", "images", "--val-images", "small"], "small: none of its 2 val images can be read and has"),
+        (
+            ["--images", "small"],
+            "small: none of its 2 train images can be read and has the 257x193 pixels",
+        ),
+        (
+            ["--images", "images", "--val-images", "small"],
+            "small: none of its 2 val images can be read and has",
+        ),
         (["--images", "garbage"], "garbage: none of its 2 train images can be read"),
         (["--val-images", "images"], "goes with IMAGES"),
     ],
@@ -222,18 +262,24 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
     assert sorted(tmp_path.rglob("*")) == sorted([*before, target])
 
 
-def test_a_preset_with_a_wrong_key_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preset_with_a_wrong_key_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "presets"
     shutil.copytree(ROOT / "presets", folder)
     sample = (folder / "sample.yaml").read_text(encoding="utf-8")
     (folder / "mine.yaml").write_text(sample.replace("  lr: ", "  lrr: "), encoding="utf-8")
     monkeypatch.setattr(presets, "FOLDER", folder)
     assert "mine" in presets.names()
-    with pytest.raises(errors.RequestError, match=r"presets/mine.yaml: train.lrr: unknown key; did you mean lr\?"):
+    with pytest.raises(
+        errors.RequestError, match=r"presets/mine.yaml: train.lrr: unknown key; did you mean lr\?"
+    ):
         presets.render("mine")
 
 
 def test_list_names_them_all(capsys: pytest.CaptureFixture) -> None:
     assert errors.run(presets.main, ["list"]) == 0
-    lines: Dict[str, str] = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    lines: Dict[str, str] = dict(
+        line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()
+    )
     assert list(lines) == OFFERED

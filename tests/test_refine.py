@@ -23,9 +23,12 @@ SHIFT = np.array([[1.0, 0, 6.3], [0, 1, -4.6], [0, 0, 1]])
 
 
 def texture(H: np.ndarray, seed: int = 0, waves: int = 150) -> np.ndarray:
-    """(240, 320) uint8: what a camera at H (3, 3) sees of a sum of sines, exact at every place, rounded once."""
+    """(240, 320) uint8: what a camera at H (3, 3) sees of a sum of sines, exact at every place,
+    rounded once.
+    """
     rng = np.random.default_rng(seed)
-    frequency, phase = rng.normal(0, 0.35, (waves, 2)), rng.uniform(0, 2 * np.pi, waves)
+    frequency = rng.normal(0, 0.35, (waves, 2))
+    phase = rng.uniform(0, 2 * np.pi, waves)
     x, y = np.meshgrid(np.arange(SIZE[0]), np.arange(SIZE[1]))
     seen = geometry.transform(np.stack([x.ravel(), y.ravel()], 1).astype(float), np.linalg.inv(H))
     values = np.sin(seen @ frequency.T + phase).sum(1) / np.sqrt(waves / 2)
@@ -33,13 +36,20 @@ def texture(H: np.ndarray, seed: int = 0, waves: int = 150) -> np.ndarray:
 
 
 def scattered(H: np.ndarray, count: int = 150, scatter: float = 0.5, seed: int = 1):
-    """Points (K, 2) of image 0 whose patches both images hold, where they are in image 1, and SIFT-like records."""
+    """Points (K, 2) of image 0 whose patches both images hold, where they are in image 1, and
+    SIFT-like records.
+    """
     rng = np.random.default_rng(seed)
     points = rng.uniform(20, np.array(SIZE) - 21, (4 * count, 2))
     truth = geometry.transform(points, H)
     inside = ((truth > 20) & (truth < np.array(SIZE) - 21)).all(1)
-    points, truth = points[inside][:count], truth[inside][:count]
-    return points, truth, (records_at(points), records_at(truth + rng.normal(0, scatter, truth.shape)))
+    points = points[inside][:count]
+    truth = truth[inside][:count]
+    return (
+        points,
+        truth,
+        (records_at(points), records_at(truth + rng.normal(0, scatter, truth.shape))),
+    )
 
 
 def records_at(points: np.ndarray) -> np.ndarray:
@@ -50,10 +60,14 @@ def records_at(points: np.ndarray) -> np.ndarray:
 
 
 def errors(found: refine.Aligned, H: np.ndarray) -> np.ndarray:
-    return np.linalg.norm(geometry.transform(found.aligned0.astype(float), H) - found.aligned1, axis=1)
+    return np.linalg.norm(
+        geometry.transform(found.aligned0.astype(float), H) - found.aligned1, axis=1
+    )
 
 
-@pytest.mark.parametrize("H", [np.eye(3), SHIFT, TURN, geometry.compose(np.diag([1.6, 1.6, 1]), SHIFT)])
+@pytest.mark.parametrize(
+    "H", [np.eye(3), SHIFT, TURN, geometry.compose(np.diag([1.6, 1.6, 1]), SHIFT)]
+)
 def test_matches_of_views_without_noise_are_right_to_a_tenth_of_a_pixel(H):
     _, truth, records = scattered(H)
     found = refine.align(texture(np.eye(3)), texture(H), *records)
@@ -88,7 +102,9 @@ def test_a_smaller_view_is_aligned_without_aliasing():
         lambda image: cv2.convertScaleAbs(image, alpha=0.5, beta=60),
         lambda image: cv2.LUT(image, (255 * (np.arange(256) / 255) ** 1.5).astype(np.uint8)),
         lambda image: cv2.GaussianBlur(image, (0, 0), 1.2),
-        lambda image: np.clip(image + np.random.default_rng(0).normal(0, 5, image.shape), 0, 255).astype(np.uint8),
+        lambda image: np.clip(
+            image + np.random.default_rng(0).normal(0, 5, image.shape), 0, 255
+        ).astype(np.uint8),
     ],
     ids=["gain and offset", "gamma", "blur", "noise"],
 )
@@ -101,7 +117,9 @@ def test_light_blur_and_noise_leave_it_right(change):
 
 @pytest.mark.parametrize("deviation, limit_px", [(2.0, 0.05), (4.0, 0.2)])
 @pytest.mark.parametrize("which", [0, 1], ids=["image 0", "image 1"])
-def test_where_one_image_is_blurred_the_other_is_blurred_alike(which, deviation, limit_px, monkeypatch):
+def test_where_one_image_is_blurred_the_other_is_blurred_alike(
+    which, deviation, limit_px, monkeypatch
+):
     """Without that errors are several times as large, as the last line shows."""
     _, _, records = scattered(TURN, 150)
     images = [texture(np.eye(3)), texture(TURN)]
@@ -118,10 +136,15 @@ def test_where_one_image_is_blurred_the_other_is_blurred_alike(which, deviation,
 def test_the_deviation_is_the_size_of_the_error():
     rng = np.random.default_rng(5)
     _, _, records = scattered(TURN, 400)
-    noisy = [np.clip(texture(H) + rng.normal(0, 12, SIZE[::-1]), 0, 255).astype(np.uint8) for H in (np.eye(3), TURN)]
+    noisy = [
+        np.clip(texture(H) + rng.normal(0, 12, SIZE[::-1]), 0, 255).astype(np.uint8)
+        for H in (np.eye(3), TURN)
+    ]
     found = refine.align(*noisy, *records)
     aligned = np.isfinite(found.deviations)
-    ratio = np.sqrt((errors(found, TURN)[aligned] ** 2).mean() / 2) / found.deviations[aligned].mean()
+    ratio = (
+        np.sqrt((errors(found, TURN)[aligned] ** 2).mean() / 2) / found.deviations[aligned].mean()
+    )
     assert 0.5 < ratio < 2.0
 
 
@@ -145,7 +168,9 @@ def test_the_deviation_is_the_size_of_the_error_between_blurred_photographs(shar
         image = cv2.imread(str(path), cv2.IMREAD_GRAYSCALE)
         view = cv2.warpPerspective(image, turn, image.shape[::-1], flags=cv2.INTER_CUBIC)
         found = matcher.match(image, cv2.GaussianBlur(view, (0, 0), blur))
-        off = np.linalg.norm(geometry.transform(found.aligned0.astype(float), turn) - found.aligned1, axis=1)
+        off = np.linalg.norm(
+            geometry.transform(found.aligned0.astype(float), turn) - found.aligned1, axis=1
+        )
         ratios.append((off / found.deviations)[np.isfinite(found.deviations) & (off < 3)])
     assert 1 / 1.7 < np.median(np.concatenate(ratios)) / RAYLEIGH < 1.7
 
@@ -163,9 +188,12 @@ def calibration(images, records, H: np.ndarray) -> float:
 
 @functools.lru_cache(maxsize=1)
 def unshifted():
-    """Points, their start in image 1, maps, both images and the answer that shifts are compared with."""
+    """Points, their start in image 1, maps, both images and the answer that shifts are compared
+    with.
+    """
     points, _, records = scattered(SHIFT, 40)
-    images, maps = (texture(np.eye(3)), texture(SHIFT)), np.tile(np.eye(2), (len(points), 1, 1))
+    images = (texture(np.eye(3)), texture(SHIFT))
+    maps = np.tile(np.eye(2), (len(points), 1, 1))
     start = np.stack([records[1]["x"], records[1]["y"]], 1).astype(float)
     return points, start, maps, images, refine.align_points(*images, points, start, maps)
 
@@ -174,10 +202,13 @@ def unshifted():
 @given(st.integers(-7, 7), st.integers(-7, 7))
 def test_shifting_an_image_by_whole_pixels_shifts_the_answer(dx, dy):
     points, start, maps, (image0, image1), before = unshifted()
-    rolled, moved = np.roll(image1, (dy, dx), (0, 1)), start + np.array([dx, dy])
+    rolled = np.roll(image1, (dy, dx), (0, 1))
+    moved = start + np.array([dx, dy])
     inside = ((moved > 17) & (moved < np.array(SIZE) - 18) & (start > 17)).all(1)
     after = refine.align_points(image0, rolled, points, moved, maps)
-    np.testing.assert_allclose(after.aligned1[inside] - [dx, dy], before.aligned1[inside], atol=2e-3)
+    np.testing.assert_allclose(
+        after.aligned1[inside] - [dx, dy], before.aligned1[inside], atol=2e-3
+    )
 
 
 def test_along_a_straight_edge_a_match_moves_along_the_normal_alone():
@@ -202,16 +233,21 @@ def test_repeated_texture_does_not_jump_to_the_next_repeat():
 
 
 def test_at_a_depth_discontinuity_a_match_is_aligned_to_its_own_side_or_stays():
-    """The right half lies nearer and is shifted by 5 px more than the left: no match lands between the two."""
+    """The right half lies nearer and is shifted by 5 px more than the left: no match lands between
+    the two.
+    """
     near = texture(np.array([[1.0, 0, 5], [0, 1, 0], [0, 0, 1]]))
     image0 = texture(np.eye(3))
     image1 = np.where(np.arange(SIZE[0])[None] >= 160, near, image0).astype(np.uint8)
     rng = np.random.default_rng(4)
     y = rng.uniform(20, 219, 120)
-    points = np.stack([np.where(np.arange(120) % 2, rng.uniform(100, 156, 120), rng.uniform(164, 220, 120)), y], 1)
+    points = np.stack(
+        [np.where(np.arange(120) % 2, rng.uniform(100, 156, 120), rng.uniform(164, 220, 120)), y], 1
+    )
     truth = points + np.where(points[:, :1] >= 160 - 5, [[5.0, 0]], [[0.0, 0]])
     keep = (np.abs(truth[:, 0] - 160) > 3) & (np.abs(points[:, 0] - 157.5) > 6)
-    points, truth = points[keep], truth[keep]
+    points = points[keep]
+    truth = truth[keep]
     start = truth + rng.normal(0, 0.4, truth.shape)
     found = refine.align(image0, image1, records_at(points), records_at(start))
     before, after = (np.linalg.norm(p - truth, axis=1) for p in (start, found.aligned1))
@@ -220,9 +256,11 @@ def test_at_a_depth_discontinuity_a_match_is_aligned_to_its_own_side_or_stays():
 
 
 def test_what_cannot_be_aligned_stays_where_sift_put_it():
-    flat, image = np.full(SIZE[::-1], 90, np.uint8), texture(np.eye(3))
+    flat = np.full(SIZE[::-1], 90, np.uint8)
+    image = texture(np.eye(3))
     points = np.array([[100.0, 100.0], [3.0, 100.0], [200.0, 100.0]])
-    start = np.array([[100.0, 100.0], [3.5, 100.0], [60.0, 160.0]])  # fits; its patch leaves the image; is wrong
+    # Fits; its patch leaves the image; is wrong
+    start = np.array([[100.0, 100.0], [3.5, 100.0], [60.0, 160.0]])
     maps = np.tile(np.eye(2), (3, 1, 1))
     found = refine.align_points(image, image, points, start, maps)
     assert np.isfinite(found.deviations).tolist() == [True, False, False]
@@ -247,16 +285,20 @@ def test_wrong_maps_and_positions_harm_nobody():
     image = texture(np.eye(3))
     points = np.array([[100.0, 100.0]] * 6)
     maps = np.tile(np.eye(2), (6, 1, 1))
-    maps[0], maps[1], maps[2] = np.nan, 0.0, 1e6 * np.eye(2)
+    maps[0] = np.nan
+    maps[1] = 0.0
+    maps[2] = 1e6 * np.eye(2)
     start = points.copy()
-    start[3], start[4] = np.nan, 1e30
+    start[3] = np.nan
+    start[4] = 1e30
     found = refine.align_points(image, image, points, start, maps)
     assert np.isfinite(found.deviations).tolist() == [False] * 5 + [True]
 
 
 def test_sixteen_threads_at_once_give_the_same():
     _, _, records = scattered(TURN, 60)
-    images, found = (texture(np.eye(3)), texture(TURN)), {}
+    images = (texture(np.eye(3)), texture(TURN))
+    found = {}
 
     def work(number: int) -> None:
         found[number] = refine.align(*images, *records)
@@ -274,9 +316,13 @@ def result(keypoints0, keypoints1, H, deviation=0.05) -> MatchResult:
     """All keypoints matched in order; aligned exactly as H says."""
     count = len(keypoints0)
     numbers = np.arange(count)
-    made = MatchResult(keypoints0, keypoints1, np.stack([numbers] * 2, 1), np.ones(count, np.float32), SIZE, SIZE)
+    made = MatchResult(
+        keypoints0, keypoints1, np.stack([numbers] * 2, 1), np.ones(count, np.float32), SIZE, SIZE
+    )
     aligned1 = geometry.transform(keypoints0.astype(float), H).astype(np.float32)
-    return made._replace(aligned0=keypoints0, aligned1=aligned1, deviations=np.full(count, deviation, np.float32))
+    return made._replace(
+        aligned0=keypoints0, aligned1=aligned1, deviations=np.full(count, deviation, np.float32)
+    )
 
 
 def test_positions_of_a_track_agree_after_refinement():
@@ -285,13 +331,18 @@ def test_positions_of_a_track_agree_after_refinement():
     cameras = [np.eye(3), SHIFT, TURN]
     truth = [geometry.transform(points, H) for H in cameras]
     keypoints = [(p + rng.normal(0, 0.5, p.shape)).astype(np.float32) for p in truth]
-    maps = {(i, j): cameras[j] @ np.linalg.inv(cameras[i]) for i in range(3) for j in range(3) if i < j}
+    maps = {
+        (i, j): cameras[j] @ np.linalg.inv(cameras[i]) for i in range(3) for j in range(3) if i < j
+    }
     found = [(i, j, result(keypoints[i], keypoints[j], H)) for (i, j), H in maps.items()]
     refined = refine_tracks(keypoints, iter(found))
 
     def disagreement(given):
         return np.mean(
-            [np.linalg.norm(geometry.transform(given[i], H) - given[j], axis=1) for (i, j), H in maps.items()]
+            [
+                np.linalg.norm(geometry.transform(given[i], H) - given[j], axis=1)
+                for (i, j), H in maps.items()
+            ]
         )
 
     assert disagreement(keypoints) > 0.8 and disagreement(refined) < 0.05
@@ -303,7 +354,10 @@ def test_positions_of_a_track_agree_after_refinement():
 def test_tracks_of_photographs_three_times_as_large_are_the_same():
     rng = np.random.default_rng(0)
     points = rng.uniform(0, 1200, (80, 2))
-    keypoints = [(geometry.transform(points, H) + rng.normal(0, 0.5, points.shape)) for H in (np.eye(3), SHIFT)]
+    keypoints = [
+        (geometry.transform(points, H) + rng.normal(0, 0.5, points.shape))
+        for H in (np.eye(3), SHIFT)
+    ]
     enlarge = np.diag([3.0, 3.0, 1.0])
     refined = []
     for unit, H in ((1, SHIFT), (3, geometry.compose(enlarge, SHIFT, np.linalg.inv(enlarge)))):
@@ -316,15 +370,24 @@ def test_tracks_of_photographs_three_times_as_large_are_the_same():
 
 
 def test_tracks_without_alignment_stay_as_they_are():
-    keypoints = [np.random.default_rng(i).uniform(0, 100, (n, 2)).astype(np.float32) for i, n in enumerate((5, 0, 7))]
+    keypoints = [
+        np.random.default_rng(i).uniform(0, 100, (n, 2)).astype(np.float32)
+        for i, n in enumerate((5, 0, 7))
+    ]
     none = result(keypoints[0], keypoints[2][:5], np.eye(3))._replace(deviations=None)
-    for pairs in ([], [(0, 2, none)], [(0, 2, result(keypoints[0], keypoints[2][:5], np.eye(3), np.nan))]):
+    for pairs in (
+        [],
+        [(0, 2, none)],
+        [(0, 2, result(keypoints[0], keypoints[2][:5], np.eye(3), np.nan))],
+    ):
         for before, after in zip(keypoints, refine_tracks(keypoints, pairs)):
             np.testing.assert_array_equal(before, after)
 
 
 def test_a_homography_trusts_sure_matches():
-    """Half of the matches scatter by 1 px and say so: the fit is nearly as good as of the exact half alone."""
+    """Half of the matches scatter by 1 px and say so: the fit is nearly as good as of the exact
+    half alone.
+    """
     rng = np.random.default_rng(0)
     points = rng.uniform(0, 300, (60, 2))
     deviations = np.where(np.arange(60) % 2, 0.02, 1.0)
@@ -338,7 +401,10 @@ def test_a_homography_trusts_sure_matches():
 
 def test_a_result_stays_consistent():
     _, _, records = scattered(SHIFT, 50)
-    sides = Features(records[0], SIZE, texture(np.eye(3))), Features(records[1], SIZE, texture(SHIFT))
+    sides = (
+        Features(records[0], SIZE, texture(np.eye(3))),
+        Features(records[1], SIZE, texture(SHIFT)),
+    )
     scores = np.linspace(0, 0.98, len(records[0])).astype(np.float32)
     found = MatchResult.of(*sides, np.arange(len(records[0])), scores)
     assert found.aligned1 is None and found.align(sides[0], sides[1]._replace(gray=None)) is found
@@ -346,7 +412,13 @@ def test_a_result_stays_consistent():
     np.testing.assert_array_equal(aligned.keypoints1, found.keypoints1)
     np.testing.assert_array_equal(aligned.points1, aligned.aligned1)
     few = aligned.above(0.5)
-    assert len(few.aligned0) == len(few.aligned1) == len(few.deviations) == len(few.correlations) == len(few.matches)
+    assert (
+        len(few.aligned0)
+        == len(few.aligned1)
+        == len(few.deviations)
+        == len(few.correlations)
+        == len(few.matches)
+    )
     np.testing.assert_array_equal(few.points1, aligned.aligned1[found.scores > 0.5])
 
 

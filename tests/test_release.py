@@ -1,4 +1,6 @@
-"""The parts of a release agree: version, citation, changelog, licence of the weights, workflow, bounds."""
+"""The parts of a release agree: version, citation, changelog, licence of the weights, workflow,
+bounds.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,16 @@ def requirements_of(section: str) -> Dict[str, Requirement]:
 
 def test_version_and_date_are_those_of_citation_and_changelog():
     citation = yaml_of("CITATION.cff")
-    heading = re.search(r"^## (\S+), (\S+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    heading = re.search(
+        r"^## (\S+), (\S+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     version, date = heading.groups()
     assert version == citation["version"] == superglue_sift.__version__
     assert date == str(citation.get("date-released", "unreleased"))
-    for text in ((ROOT / "Dockerfile").read_text(), (ROOT / "docker" / "mlflow" / "Dockerfile").read_text()):
+    for text in (
+        (ROOT / "Dockerfile").read_text(),
+        (ROOT / "docker" / "mlflow" / "Dockerfile").read_text(),
+    ):
         assert set(re.findall(r"^ARG VERSION=(\S+)", text, re.MULTILINE)) <= {version}
 
 
@@ -57,19 +64,27 @@ def test_the_card_of_the_weights_states_their_size_and_data():
     assert f"{count:,} COCO photographs" in card
 
 
-@pytest.mark.parametrize("name", ["torch", "numpy", "opencv-python", "pillow", "safetensors", "scipy"])
+@pytest.mark.parametrize(
+    "name", ["torch", "numpy", "opencv-python", "pillow", "safetensors", "scipy"]
+)
 def test_a_dependency_has_bounds_that_hold_the_pins_of_both_stacks(name):
     bounds = requirements_of("dependencies")[name].specifier
     assert {one.operator for one in bounds} == {">=", "<"}
-    assert all(re.fullmatch(r"\d+", one.version) for one in bounds if one.operator == "<"), "below a major version"
-    pins = re.findall(rf"^{name}==([0-9.]+)", (ROOT / "requirements" / "same.in").read_text(), re.MULTILINE)
+    assert all(re.fullmatch(r"\d+", one.version) for one in bounds if one.operator == "<"), (
+        "below a major version"
+    )
+    pins = re.findall(
+        rf"^{name}==([0-9.]+)", (ROOT / "requirements" / "same.in").read_text(), re.MULTILINE
+    )
     assert pins and all(Version(pin) in bounds for pin in pins)
 
 
 def test_the_bounds_are_tried_by_the_workflow_and_name_the_pythons_of_pyproject():
     jobs = yaml_of(".github/workflows/ci.yml")["jobs"]
     tried = {one["bound"]: one["python"] for one in jobs["bounds"]["strategy"]["matrix"]["include"]}
-    python = re.search(r'requires-python = ">=3\.(\d+)[0-9.]*,<3\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    python = re.search(
+        r'requires-python = ">=3\.(\d+)[0-9.]*,<3\.(\d+)"', (ROOT / "pyproject.toml").read_text()
+    )
     assert tried == {"lowest": f"3.{python.group(1)}", "newest": f"3.{int(python.group(2)) - 1}"}
     script = (ROOT / "requirements" / "test-bounds.sh").read_text()
     assert all(f"python{version}" in script for version in tried.values())
@@ -77,8 +92,14 @@ def test_the_bounds_are_tried_by_the_workflow_and_name_the_pythons_of_pyproject(
 
 def test_the_workflow_runs_ci_builds_the_wheel_and_every_image():
     jobs = yaml_of(".github/workflows/ci.yml")["jobs"]
-    steps = {name: "\n".join(step.get("run", "") for step in job["steps"]) for name, job in jobs.items()}
-    assert "bash .ci/run" in steps["test"] and "pip wheel" in steps["wheel"] and "docker build" in steps["images"]
+    steps = {
+        name: "\n".join(step.get("run", "") for step in job["steps"]) for name, job in jobs.items()
+    }
+    assert (
+        "bash .ci/run" in steps["test"]
+        and "pip wheel" in steps["wheel"]
+        and "docker build" in steps["images"]
+    )
     options = " ".join(one["options"] for one in jobs["images"]["strategy"]["matrix"]["include"])
     stages = re.findall(r"^FROM .* AS (\w+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert stages and all(f"--target {stage} ." in options for stage in stages)

@@ -1,4 +1,6 @@
-"""One person trains, others have the same bytes: in another clone, from a remote, from the run cache."""
+"""One person trains, others have the same bytes: in another clone, from a remote, from the run
+cache.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,12 @@ class Clone:
         """Output of a command that must not fail."""
         path = f"{PYTHON.parent}{os.pathsep}{os.environ['PATH']}"
         store = f"sqlite:///{self.folder.parent / (self.folder.name + '.db')}"
-        own = {"PATH": path, "MLFLOW_TRACKING_URI": store, "NPROC_PER_NODE": "1", "DVC_NO_ANALYTICS": "1"}
+        own = {
+            "PATH": path,
+            "MLFLOW_TRACKING_URI": store,
+            "NPROC_PER_NODE": "1",
+            "DVC_NO_ANALYTICS": "1",
+        }
         done = subprocess.run(
             command,
             cwd=self.folder,
@@ -53,14 +60,23 @@ class Clone:
 
     def commit(self, message: str) -> None:
         self.run("git", "add", "-A")
-        who = ["-c", "user.name=tests", "-c", "user.email=tests@example.org", "-c", "commit.gpgsign=false"]
+        who = [
+            "-c",
+            "user.name=tests",
+            "-c",
+            "user.email=tests@example.org",
+            "-c",
+            "commit.gpgsign=false",
+        ]
         self.run("git", *who, "commit", "-q", "-m", message)
 
     def changed(self) -> str:
         return self.run("git", "status", "--porcelain")
 
     def lock(self) -> dict:
-        return YAML(typ="safe", pure=True).load((self.folder / "dvc.lock").read_text(encoding="utf-8"))
+        return YAML(typ="safe", pure=True).load(
+            (self.folder / "dvc.lock").read_text(encoding="utf-8")
+        )
 
 
 def stages_run(said: str) -> list:
@@ -72,7 +88,10 @@ def first(tmp_path_factory) -> Clone:
     """A clone of the working tree with preset `ci`, run and committed."""
     folder = tmp_path_factory.mktemp("first") / "clone"
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, stdout=subprocess.PIPE, check=True
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        check=True,
     )
     for name in listed.stdout.decode().splitlines():
         if (ROOT / name).is_file():
@@ -86,9 +105,13 @@ def first(tmp_path_factory) -> Clone:
     return clone
 
 
-def test_two_clones_at_different_places_end_with_the_same_bytes(first: Clone, tmp_path: Path) -> None:
+def test_two_clones_at_different_places_end_with_the_same_bytes(
+    first: Clone, tmp_path: Path
+) -> None:
     other = Clone.of(first, tmp_path / "elsewhere" / "another name")
-    said = other.dvc("repro", "--no-run-cache", TZ="Asia/Tokyo", LANG="C", DVC_EXP_NAME="named-otherwise")
+    said = other.dvc(
+        "repro", "--no-run-cache", TZ="Asia/Tokyo", LANG="C", DVC_EXP_NAME="named-otherwise"
+    )
     assert stages_run(said) == STAGES  # nothing was at hand: every byte was computed again
     assert other.lock() == first.lock()
     assert other.changed() == ""
@@ -97,11 +120,15 @@ def test_two_clones_at_different_places_end_with_the_same_bytes(first: Clone, tm
 def test_what_dvc_and_git_keep_names_no_machine_place_or_run(first: Clone) -> None:
     """Both clones of the test above share a host; so the words themselves are looked for."""
     runs = (first.folder / "reports" / "run.json").read_text(encoding="utf-8")
-    key = next(word for word in runs.split('"') if len(word) == 32 and set(word) <= set("0123456789abcdef"))
+    key = next(
+        word for word in runs.split('"') if len(word) == 32 and set(word) <= set("0123456789abcdef")
+    )
     commit = first.run("git", "rev-parse", "HEAD").strip()
     words = [key, commit, str(first.folder), socket.gethostname()]
     words = [word.encode() for word in words if len(word) > 5]
-    outs = [out["path"] for stage in first.lock()["stages"].values() for out in stage.get("outs", [])]
+    outs = [
+        out["path"] for stage in first.lock()["stages"].values() for out in stage.get("outs", [])
+    ]
     kept = [file for out in outs for file in [first.folder / out, *(first.folder / out).rglob("*")]]
     files = [file for file in kept if file.is_file()]
     assert len(files) > 20
@@ -118,7 +145,9 @@ def folder_remote(tmp_path: Path) -> Iterator[list]:
 def s3_remote(monkeypatch) -> Iterator[list]:
     """Commands that name a bucket of a real S3 server, moto's, on a free port."""
     pytest.importorskip("dvc_s3", reason="needs dvc-s3, which only the modern stack's lock has")
-    moto = pytest.importorskip("moto.server", reason="needs moto, which only the modern stack's lock has")
+    moto = pytest.importorskip(
+        "moto.server", reason="needs moto, which only the modern stack's lock has"
+    )
     import boto3
 
     for name, value in (("AWS_ACCESS_KEY_ID", "me"), ("AWS_SECRET_ACCESS_KEY", "secret")):
@@ -136,7 +165,9 @@ def s3_remote(monkeypatch) -> Iterator[list]:
 
 
 @pytest.mark.parametrize("kind", ["folder", "s3"])
-def test_another_clone_pulls_what_was_pushed_and_has_nothing_to_run(first, tmp_path, request, kind) -> None:
+def test_another_clone_pulls_what_was_pushed_and_has_nothing_to_run(
+    first, tmp_path, request, kind
+) -> None:
     remote = request.getfixturevalue(f"{kind}_remote")
     other = Clone.of(first, tmp_path / "other")
     for clone in (first, other):

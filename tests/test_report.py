@@ -19,10 +19,18 @@ from pipeline.report import __main__ as report
 from pipeline.report import document, outputs, tables
 
 FIGURES = {
-    "superglue.pairs": 4, "superglue.matches": 51.7, "superglue.precision": 0.8, "superglue.recall": None,
-    "superglue.auc_ransac_1": 0.1, "superglue.auc_ransac_3": 0.537, "superglue.auc_dlt_1": 0.0,
-    "superglue.auc_dlt_3": None, "superglue.threshold": 0.25, "ratio_test.pairs": 4, "ratio_test.matches": None,
-}  # fmt: skip
+    "superglue.pairs": 4,
+    "superglue.matches": 51.7,
+    "superglue.precision": 0.8,
+    "superglue.recall": None,
+    "superglue.auc_ransac_1": 0.1,
+    "superglue.auc_ransac_3": 0.537,
+    "superglue.auc_dlt_1": 0.0,
+    "superglue.auc_dlt_3": None,
+    "superglue.threshold": 0.25,
+    "ratio_test.pairs": 4,
+    "ratio_test.matches": None,
+}
 
 
 def test_table_shows_pairs_percentages_and_gaps():
@@ -41,17 +49,33 @@ def test_aligned_areas_stand_below_in_the_columns_of_the_others():
     text = tables.comparison({**FIGURES, **moved})
     heads, ours, _, gap, below, again, ratio = text.splitlines()[5:12]
     assert heads.startswith("as detected") and gap == "" and below.startswith("aligned")
-    assert below.split()[1:] == ["@1", "@3", "@1", "@3"] and again.split()[2:] == ["62.5", "87.5", "-", "-"]
+    assert below.split()[1:] == ["@1", "@3", "@1", "@3"] and again.split()[2:] == [
+        "62.5",
+        "87.5",
+        "-",
+        "-",
+    ]
     assert again.index("87.5") == ours.index("53.7") and ratio.startswith("ratio test")
-    assert len(tables.comparison(FIGURES).splitlines()) == len(text.splitlines()) - 5  # 3 lines, a gap and a note
+    # 3 lines, a gap and a note
+    assert len(tables.comparison(FIGURES).splitlines()) == len(text.splitlines()) - 5
     assert tables.metric_title("auc_ransac_aligned_3") == "AUC@3 RANSAC aligned"
 
 
 def test_the_headline_is_among_the_metrics_shown_first():
-    names = [f"auc_{name}_{limit}" for name in ("dlt", "ransac", "dlt_aligned") for limit in (1, 3, 5, 10)]
-    shown = ["precision", *(f"auc_{name}_{limit}" for name in ("dlt", "ransac", "dlt_aligned") for limit in (5, 10))]
+    names = [
+        f"auc_{name}_{limit}"
+        for name in ("dlt", "ransac", "dlt_aligned")
+        for limit in (1, 3, 5, 10)
+    ]
+    shown = [
+        "precision",
+        *(f"auc_{name}_{limit}" for name in ("dlt", "ransac", "dlt_aligned") for limit in (5, 10)),
+    ]
     assert tables.foremost(["precision", *names, "mean_error_dlt"]) == shown
-    assert tables.foremost(["auc_pose_5", "auc_pose_10", "auc_pose_20"]) == ["auc_pose_5", "auc_pose_20"]
+    assert tables.foremost(["auc_pose_5", "auc_pose_10", "auc_pose_20"]) == [
+        "auc_pose_5",
+        "auc_pose_20",
+    ]
 
 
 def test_table_says_how_many_pairs_the_recall_is_of():
@@ -62,7 +86,10 @@ def test_table_says_how_many_pairs_the_recall_is_of():
 
 
 def test_table_states_the_threshold_and_both_operating_points():
-    points = {"superglue.recall_at_ratio_precision": 0.91, "superglue.precision_at_ratio_recall": 0.97}
+    points = {
+        "superglue.recall_at_ratio_precision": 0.91,
+        "superglue.precision_at_ratio_recall": 0.97,
+    }
     lines = tables.comparison({**FIGURES, **points}).splitlines()
     assert lines[0].split()[2:6] == ["P", "R", "R@P", "P@R"] and "0.25" in " ".join(lines[4:])
     assert lines[1].split()[4:8] == ["80.0", "-", "91.0", "97.0"]
@@ -76,7 +103,12 @@ def test_table_by_scene_marks_those_of_few_pairs():
         for m in ("superglue", "nn")
     ]
     _, graf, wall, *note = tables.by_scene(lines).splitlines()
-    assert "25.0 | 100.0" in graf and graf.split()[1] == "5*" and wall.split()[1] == "20" and len(note) == 1
+    assert (
+        "25.0 | 100.0" in graf
+        and graf.split()[1] == "5*"
+        and wall.split()[1] == "20"
+        and len(note) == 1
+    )
     assert len(tables.by_scene(lines[2:]).splitlines()) == 2
     lines = [{**line, "auc_ransac_aligned_3": 0.5} for line in lines[2:]]
     head, wall = tables.by_scene(lines).splitlines()
@@ -89,7 +121,9 @@ def test_error_curve_has_the_auc_below_it():
     rows = [Row("p", "s", "superglue", 9, 9, counts, {"ransac": error}, {}) for error in found]
     lines = error_curve(rows, "ransac")
     fractions = np.array([line["superglue"] for line in lines])
-    assert (np.diff(fractions) >= 0).all() and fractions[-1] == 0.75 and lines[3]["superglue"] == 0.25
+    assert (
+        (np.diff(fractions) >= 0).all() and fractions[-1] == 0.75 and lines[3]["superglue"] == 0.25
+    )
     # left and right sums enclose the exact area
     assert fractions[:-1].mean() <= auc_by_pair(found, 10).mean() <= fractions[1:].mean()
 
@@ -108,14 +142,20 @@ def test_report_command(tmp_path, capsys):
     assert report.main(["--evaluation", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "SuperGlue (ours)" in printed and "pairs.csv" in printed and "make ui" in printed
-    assert "pictures" not in printed.split("Where to look next")[1].replace("parameters, pictures and models", "")
+    assert "pictures" not in printed.split("Where to look next")[1].replace(
+        "parameters, pictures and models", ""
+    )
 
 
 def test_the_hint_names_the_extractor_of_a_model_of_other_features(tmp_path):
     model = write_model(tmp_path / "model.safetensors")
-    assert report.next_steps(tmp_path, model)[-1].endswith("A.jpg B.jpg --model models/superglue.safetensors")
+    assert report.next_steps(tmp_path, model)[-1].endswith(
+        "A.jpg B.jpg --model models/superglue.safetensors"
+    )
     write_model(model, extractor="mine:orb", descriptor="binary", descriptor_dim=256)
-    assert report.next_steps(tmp_path, model)[-1].endswith("superglue.safetensors --extractor mine:orb")
+    assert report.next_steps(tmp_path, model)[-1].endswith(
+        "superglue.safetensors --extractor mine:orb"
+    )
 
 
 def test_in_an_image_no_hint_names_make(tmp_path, capsys, monkeypatch):

@@ -1,4 +1,6 @@
-"""The locks: compiled from the lists next to them, hashed throughout, and alike where the stacks must be."""
+"""The locks: compiled from the lists next to them, hashed throughout, and alike where the stacks
+must be.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ def locked(name: str) -> Dict[str, str]:
 
 def wanted(name: str, stack: str) -> List[Requirement]:
     """The requirements of an .in file that hold on a stack."""
-    lines = (line.split("#")[0].strip() for line in (REQUIREMENTS / name).read_text(encoding="utf-8").splitlines())
+    lines = (
+        line.split("#")[0].strip()
+        for line in (REQUIREMENTS / name).read_text(encoding="utf-8").splitlines()
+    )
     found = [Requirement(line) for line in lines if line]
     python = {"python_version": PYTHON[stack]}
     return [each for each in found if each.marker is None or each.marker.evaluate(python)]
@@ -32,7 +37,8 @@ def wanted(name: str, stack: str) -> List[Requirement]:
 @pytest.mark.parametrize("name", LOCKS)
 def test_a_lock_holds_what_its_list_asks_for(name: str) -> None:
     stack, _, source = name.partition("-")
-    source, lock = source or "same", locked(name)
+    source = source or "same"
+    lock = locked(name)
     for requirement in wanted(f"{source}.in", stack):
         name = requirement.name.lower().replace(".", "-").replace("_", "-")
         if name == "torch":
@@ -61,13 +67,15 @@ def test_tests_and_work_share_their_packages(stack: str) -> None:
 
 
 def test_the_stacks_agree_where_a_difference_would_show() -> None:
-    modern, cu111 = locked("modern"), locked("cu111")
+    modern = locked("modern")
+    cu111 = locked("cu111")
     for name in ("opencv-python", "dvc", "poselib", "ruamel-yaml", "psutil"):
         assert modern[name] == cu111[name], name
 
 
 def test_known_conflicts_stay_out() -> None:
-    modern, cu111 = locked("modern"), locked("cu111")
+    modern = locked("modern")
+    cu111 = locked("cu111")
     assert Version(cu111["setuptools"]) < Version("82")
     assert not cu111["setuptools"].startswith("70.")
     assert Version(cu111["numpy"]) < Version("2")

@@ -106,7 +106,9 @@ class TestFolders:
     ):  # fmt: skip
         assert train.main(request_of("run")) == 0
         with monkeypatch.context() as patch:
-            patch.setattr(trainer.Training, "_step", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(
+                trainer.Training, "_step", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+            )
             with pytest.raises(KeyboardInterrupt):
                 train.main([*request_of("run"), "--fresh"])
         capsys.readouterr()
@@ -123,15 +125,24 @@ class TestFolders:
         before = damaged.read_bytes()
         assert train.main(request_of("run")) == 0
         assert "there is no other" in capsys.readouterr().out
-        assert damaged.read_bytes() == before and sum(path.is_dir() for path in (tmp_path / "run").iterdir()) == 2
+        assert (
+            damaged.read_bytes() == before
+            and sum(path.is_dir() for path in (tmp_path / "run").iterdir()) == 2
+        )
 
 
 class TestPublished:
     """checkpoints/best.*, reports/train: those of the training that ran last."""
 
     def test_a_finished_training_is_published_again(self, tmp_path, request_of, capsys):  # noqa: F811
-        out, reports = tmp_path / "run", tmp_path / "run-reports"
-        files = [out / "best.safetensors", out / "best.json", out / "best.trained_on.txt", reports / "metrics.json"]
+        out = tmp_path / "run"
+        reports = tmp_path / "run-reports"
+        files = [
+            out / "best.safetensors",
+            out / "best.json",
+            out / "best.trained_on.txt",
+            reports / "metrics.json",
+        ]
         files += [reports / "curves" / name for name in ("train.csv", "validation.csv")]
         assert train.main(request_of("run")) == 0
         before = [file.read_bytes() for file in files]
@@ -143,7 +154,9 @@ class TestPublished:
         assert before == [file.read_bytes() for file in files]
 
     def test_a_resumed_training_publishes_its_own(self, tmp_path, request_of, monkeypatch, whole):  # noqa: F811
-        """`dvc checkout` restores the best model and the curves of another training while one is interrupted."""
+        """`dvc checkout` restores the best model and the curves of another training while one is
+        interrupted.
+        """
         interrupted(request_of("run"), monkeypatch, step=5)
         for other in ("best.safetensors", "best.json"):
             (tmp_path / "run" / other).unlink()
@@ -152,7 +165,10 @@ class TestPublished:
         assert train.main(request_of("run")) == 0
         assert weights(tmp_path / "run" / "best.safetensors") == whole
         for curve in (tmp_path / "run-reports" / "curves").iterdir():
-            assert curve.read_bytes() == (tmp_path / "whole-reports" / "curves" / curve.name).read_bytes()
+            assert (
+                curve.read_bytes()
+                == (tmp_path / "whole-reports" / "curves" / curve.name).read_bytes()
+            )
 
     def test_a_finished_best_model_alone_is_enough(self, tmp_path, request_of, capsys):  # noqa: F811
         """As in a clone after `dvc pull`: outputs are there, checkpoints are not."""
@@ -168,28 +184,60 @@ class TestPublished:
 
 def model_of(out: Path) -> Dict[str, bytes]:
     """Weights and optimiser of the newest checkpoint."""
-    return {name: value for name, value in weights(newest(out)).items() if name.startswith(("model.", "optimizer."))}
+    return {
+        name: value
+        for name, value in weights(newest(out)).items()
+        if name.startswith(("model.", "optimizer."))
+    }
 
 
 class TestWhatMayChange:
-    """A training resumes where its weights so far are those that the new parameters would have given."""
+    """A training resumes where its weights so far are those that the new parameters would have
+    given.
+    """
 
     @pytest.mark.parametrize(
         "before, step, after, fits",
         [
-            ({"schedule": "constant_decay", "decay_start": 99}, 50, {"steps": 500, "decay_start": 200}, True),
+            (
+                {"schedule": "constant_decay", "decay_start": 99},
+                50,
+                {"steps": 500, "decay_start": 200},
+                True,
+            ),
             ({"schedule": "constant_decay", "decay_start": 40}, 50, {"decay_start": 50}, False),
             ({"schedule": "constant_decay", "decay_start": 40}, 50, {"steps": 500}, True),
             ({"schedule": "constant_decay", "decay_start": 40}, 50, {"steps": 49}, False),
             ({"schedule": "wsd", "decay_start": 60}, 50, {"steps": 500, "decay_start": 450}, True),
-            ({"schedule": "wsd", "decay_start": 60}, 50, {"steps": 500, "schedule": "constant_decay"}, True),
+            (
+                {"schedule": "wsd", "decay_start": 60},
+                50,
+                {"steps": 500, "schedule": "constant_decay"},
+                True,
+            ),
             ({"schedule": "wsd", "decay_start": 40}, 50, {"steps": 500}, False),
             ({"schedule": "cosine"}, 50, {"steps": 500}, False),
             ({"schedule": "cosine", "warmup_steps": 60}, 50, {"steps": 500}, True),
             ({"schedule": "cosine"}, 50, {"decay_start": 7}, True),  # which it does not read
             ({}, 50, {"lr": 0.001}, False),
-            ({}, 50, {"log_every": 7, "save_every": 7, "val_every": 7, "val_pairs": 7, "profile_steps": 7}, True),
-            ({}, 50, {"accumulate": 2, "compile": True, "checkpoint_layers": True, "parallel": "single"}, True),
+            (
+                {},
+                50,
+                {
+                    "log_every": 7,
+                    "save_every": 7,
+                    "val_every": 7,
+                    "val_pairs": 7,
+                    "profile_steps": 7,
+                },
+                True,
+            ),
+            (
+                {},
+                50,
+                {"accumulate": 2, "compile": True, "checkpoint_layers": True, "parallel": "single"},
+                True,
+            ),
             ({"norm": "batch"}, 50, {"accumulate": 2}, False),  # statistics of half as many pairs
             ({}, 50, {"seed": 1}, False),
             ({}, 50, {"batch": 16}, False),
@@ -204,17 +252,26 @@ class TestWhatMayChange:
         assert (identity.misfits(saved, ours, step) == []) is fits
         assert len(identity.changes(saved, ours)) == len(after)
 
-    def test_what_only_reports_may_change_at_any_time(self, tmp_path, request_of, monkeypatch, capsys):  # noqa: F811
+    def test_what_only_reports_may_change_at_any_time(
+        self,
+        tmp_path,
+        request_of,  # noqa: F811
+        monkeypatch,
+        capsys,
+    ):
         assert train.main(request_of("whole")) == 0
         interrupted(request_of("run"), monkeypatch)
         capsys.readouterr()
-        assert train.main(request_of("run", log_every=1, save_every=5, val_every=2, val_pairs=6)) == 0
+        assert (
+            train.main(request_of("run", log_every=1, save_every=5, val_every=2, val_pairs=6)) == 0
+        )
         printed = capsys.readouterr().out.splitlines()
         assert "resuming at step 4 of 6" in printed
         assert "train.save_every changed on resume: 2 -> 5" in printed
         assert model_of(tmp_path / "run") == model_of(tmp_path / "whole") and home(tmp_path / "run")
         best = load_model_file(tmp_path / "run" / "best.safetensors")[1]
-        assert best["validation"]["pairs"] == 6  # also a best model of before, which was chosen on four
+        # Also a best model of before, which was chosen on four
+        assert best["validation"]["pairs"] == 6
         assert train.main(request_of("run", log_every=3)) == 0
         assert "nothing to do" in capsys.readouterr().out
 
@@ -227,14 +284,18 @@ class TestWhatMayChange:
         assert train.main(request_of("run", **constant, steps=9)) == 0
         printed = capsys.readouterr().out
         assert "resuming at step 6 of 9" in printed
-        assert "train.steps changed on resume: 6 -> 9: earlier steps have the same learning rates" in printed
+        assert (
+            "train.steps changed on resume: 6 -> 9: earlier steps have the same learning rates"
+            in printed
+        )
         assert model_of(tmp_path / "run") == model_of(tmp_path / "whole")
         best = load_model_file(tmp_path / "run" / "best.safetensors")[1]
         assert best["finished"] and best["training"] == named  # it stays in its run of MLflow
 
     def test_it_may_end_where_it_was_stopped(self, tmp_path, request_of, monkeypatch):  # noqa: F811
         constant = {"schedule": "constant_decay", "decay_start": 99}
-        interrupted(request_of("run", **constant), monkeypatch, step=2)  # before the first validation
+        # Before the first validation
+        interrupted(request_of("run", **constant), monkeypatch, step=2)
         assert train.main(request_of("run", **constant, steps=2)) == 0
         best = load_model_file(tmp_path / "run" / "best.safetensors")[1]
         assert best["finished"] and best["step"] == 2
@@ -242,6 +303,7 @@ class TestWhatMayChange:
     def test_other_versions_and_code_are_said_and_recorded(
         self, tmp_path, request_of, monkeypatch, capsys  # noqa: F811
     ):  # fmt: skip
+
         def under(torch: str, code: str) -> None:
             monkeypatch.setattr(identity, "versions", lambda: {"torch": torch, "code": code})
 
@@ -253,7 +315,10 @@ class TestWhatMayChange:
         under("2.0", "def")
         assert train.main(request_of("run")) == 0
         assert "changed on resume: torch 1.0 (now 2.0)" in capsys.readouterr().out
-        steps = [(each["step"], each["code"]) for each in load_model_file(newest(tmp_path / "run"))[1]["versions"]]
+        steps = [
+            (each["step"], each["code"])
+            for each in load_model_file(newest(tmp_path / "run"))[1]["versions"]
+        ]
         assert steps == [(0, "abc"), (2, "def"), (4, "def")]
         best = load_model_file(tmp_path / "run" / "best.safetensors")[1]
         assert best["versions"] == [{"step": 0, "torch": "1.0"}, {"step": 4, "torch": "2.0"}]

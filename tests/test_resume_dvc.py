@@ -1,4 +1,6 @@
-"""The same under DVC itself: what `dvc repro -f`, `dvc checkout` and `dvc exp run` do to a training that was killed."""
+"""The same under DVC itself: what `dvc repro -f`, `dvc checkout` and `dvc exp run` do to a training
+that was killed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from superglue_sift.weights import load_model_file
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
-STAGE = YAML(typ="safe", pure=True).load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"]["train"]
+STAGE = YAML(typ="safe", pure=True).load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"][
+    "train"
+]
 KILL = "kill:rank=0,step=5,phase=forward"  # after the checkpoint of step 4
 
 
@@ -29,7 +33,8 @@ class Clone:
     """A clone with the stage `train` of dvc.yaml, on synthetic views."""
 
     def __init__(self, folder: Path, make_params: Any) -> None:
-        self.folder, self.make_params = folder, make_params
+        self.folder = folder
+        self.make_params = make_params
         made_keypoints(folder / "data" / "keypoints")
         stage = {
             **STAGE,
@@ -46,8 +51,15 @@ class Clone:
         self.commit()
 
     def environment(self, **more: str) -> Dict[str, str]:
-        names = {f"GIT_{who}_{what}": "t@t" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-        store = {"MLFLOW_TRACKING_URI": f"sqlite:///{self.folder / 'mlflow.db'}", "DVC_NO_ANALYTICS": "true"}
+        names = {
+            f"GIT_{who}_{what}": "t@t"
+            for who in ("AUTHOR", "COMMITTER")
+            for what in ("NAME", "EMAIL")
+        }
+        store = {
+            "MLFLOW_TRACKING_URI": f"sqlite:///{self.folder / 'mlflow.db'}",
+            "DVC_NO_ANALYTICS": "true",
+        }
         path = f"{ROOT}/tests/faults/start:{ROOT}"
         own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRAIN_OPTIONS": self.options}
         return {**os.environ, **names, **store, **own, **more}
@@ -63,16 +75,22 @@ class Clone:
 
     def commit(self) -> None:
         subprocess.run(["git", "add", "-A"], cwd=self.folder, check=True)
-        subprocess.run(["git", "commit", "-qm", "x"], cwd=self.folder, check=True, env=self.environment())
+        subprocess.run(
+            ["git", "commit", "-qm", "x"], cwd=self.folder, check=True, env=self.environment()
+        )
 
     def dvc_command(self, *arguments: str) -> list:
         return [sys.executable, "-m", "dvc", *arguments]
 
     def dvc(self, *arguments: str, code: int = 0, **environment: str) -> str:
         done = subprocess.run(
-            self.dvc_command(*arguments), cwd=self.folder, env=self.environment(**environment), text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            self.dvc_command(*arguments),
+            cwd=self.folder,
+            env=self.environment(**environment),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         assert bool(done.returncode) == bool(code), done.stdout
         return done.stdout
 
@@ -95,7 +113,11 @@ def clone(tmp_path, make_params) -> Clone:
 
 
 def files_of(folder: Path) -> Dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_repro_with_force_goes_on_and_a_finished_training_stays_as_it_is(clone):
@@ -133,7 +155,9 @@ def test_an_experiment_leaves_a_killed_training_as_it_is(clone):
     assert "resuming at step 4 of 6" in clone.dvc("repro")
 
 
-def test_two_clones_end_with_one_lock_whatever_befell_the_first(clone, tmp_path_factory, make_params):
+def test_two_clones_end_with_one_lock_whatever_befell_the_first(
+    clone, tmp_path_factory, make_params
+):
     other = Clone(tmp_path_factory.mktemp("other"), make_params)
     clone.killed()
     clone.params(lr=0.002)
@@ -144,5 +168,7 @@ def test_two_clones_end_with_one_lock_whatever_befell_the_first(clone, tmp_path_
         each.dvc("repro")
         lock = YAML(typ="safe").load((each.folder / "dvc.lock").read_text())
         outs = lock["stages"]["train"]["outs"]
-        tracked.append({out["path"]: out["md5"] for out in outs if out["path"].startswith("checkpoints/")})
+        tracked.append(
+            {out["path"]: out["md5"] for out in outs if out["path"].startswith("checkpoints/")}
+        )
     assert tracked[0] == tracked[1] and len(tracked[0]) == 3

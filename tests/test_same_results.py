@@ -1,4 +1,6 @@
-"""No speed-up changes results beyond rounding: the sample run compared with the same run by the plain network."""
+"""No speed-up changes results beyond rounding: the sample run compared with the same run by the
+plain network.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ def photographs(tmp_path_factory, photo, make_params):
     """What the stage keypoints makes of two photographs, by the sample's settings."""
     folder = tmp_path_factory.mktemp("views")
     section = make_params("keypoints", views_per_image=3)
-    views = [gray_views(gray, name, section) for name, gray in (("coffee", photo), ("turned", photo.T.copy()))]
+    views = [
+        gray_views(gray, name, section)
+        for name, gray in (("coffee", photo), ("turned", photo.T.copy()))
+    ]
     rows = [store.write_shard(folder / store.shard_name(0), views)]
     size = (section.width, section.height)
     (folder / store.INDEX).write_text(json.dumps(store.index(rows, section.views_per_image, size)))
@@ -36,13 +41,19 @@ def photographs(tmp_path_factory, photo, make_params):
 
 
 class Run:
-    """Training by Adam, `batch` pairs a step, in `dtype`, and a plain network with the same weights."""
+    """Training by Adam, `batch` pairs a step, in `dtype`, and a plain network with the same
+    weights.
+    """
 
     def __init__(self, photographs, section, dtype: torch.dtype) -> None:
-        self.photographs, self.section = photographs, section
+        self.photographs = photographs
+        self.section = section
         self.order = PairOrder(section.seed, len(photographs), photographs.views_per_image)
         torch.manual_seed(section.seed)
-        keys = {key: getattr(section, key) for key in ("dim", "layers", "heads", "norm", "sinkhorn_iterations")}
+        keys = {
+            key: getattr(section, key)
+            for key in ("dim", "layers", "heads", "norm", "sinkhorn_iterations")
+        }
         self.model = SuperGlue(SuperGlueConfig(**keys)).to(dtype)
         self.twin = plain.plain_from(self.model).to(dtype)
         self.objective = MatchingObjective(self.model, *LIMITS)
@@ -52,12 +63,18 @@ class Run:
         """The mean loss of a step of ours."""
         self._rate(self.optimizers[0], number)
         pairs = self.section.batch
-        batch = load_batch(self.photographs, self.order.step(number, pairs), self.section.max_keypoints)
-        done = train_step(self.objective, self.optimizers[0], grad_scaler(False), [batch], pairs, 1, CLIP_NORM)
+        batch = load_batch(
+            self.photographs, self.order.step(number, pairs), self.section.max_keypoints
+        )
+        done = train_step(
+            self.objective, self.optimizers[0], grad_scaler(False), [batch], pairs, 1, CLIP_NORM
+        )
         return done.sums["loss"] / pairs
 
     def plain_loss(self, number: int, twin: plain.PlainSuperGlue) -> torch.Tensor:
-        """The mean loss of the same pairs, one after another: the plain network knows no padding."""
+        """The mean loss of the same pairs, one after another: the plain network knows no
+        padding.
+        """
         pairs = self.order.step(number, self.section.batch)
         losses = []
         for pair in pairs:
@@ -85,7 +102,9 @@ class Run:
 
 @pytest.mark.slow
 def test_the_sample_run_has_the_losses_of_the_plain_network(photographs, make_params):
-    """In float64, so that what float32 rounds, and Adam then magnifies, does not hide a wrong gradient."""
+    """In float64, so that what float32 rounds, and Adam then magnifies, does not hide a wrong
+    gradient.
+    """
     run = Run(photographs, make_params("train", batch=4, optimizer="adam", lr=5e-4), torch.float64)
     start = [p.detach().clone() for p in run.twin.parameters()]
     ours, theirs = zip(*((run.step(number), run.plain_step(number)) for number in range(12)))

@@ -1,4 +1,6 @@
-"""Photographs of a place: which pairs are accepted, with which matches they are filled, and what cameras they give."""
+"""Photographs of a place: which pairs are accepted, with which matches they are filled, and what
+cameras they give.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,22 @@ from made_scenes import IDENTITY, SHIFT, TURN
 
 from benchmarks.dev import scene_errors
 from benchmarks.dev import scenes as bench
-from superglue_sift import Matcher, RequestError, classical, errors, geometry, matcher, scenes, sift, torch_compat
+from superglue_sift import (
+    Matcher,
+    RequestError,
+    classical,
+    errors,
+    geometry,
+    matcher,
+    scenes,
+    sift,
+    torch_compat,
+)
 from superglue_sift.apps import cli
 from superglue_sift.descriptors import record_dtype, root_sift_of
 
-SIDEWAYS = np.array([[0, 0, 0], [0, 0, -1.0], [0, 1, 0]])  # F of a camera that moved along x: lines of equal y
+# F of a camera that moved along x: lines of equal y
+SIDEWAYS = np.array([[0, 0, 0], [0, 0, -1.0], [0, 1, 0]])
 
 
 def records_of(descriptors: np.ndarray, second: np.ndarray = None) -> np.ndarray:
@@ -33,14 +46,17 @@ def records_of(descriptors: np.ndarray, second: np.ndarray = None) -> np.ndarray
     return records
 
 
-def plain_matches(rows0: np.ndarray, rows1: np.ndarray, ratio: float = 0.8, farthest: float = 0.8) -> set:
+def plain_matches(
+    rows0: np.ndarray, rows1: np.ndarray, ratio: float = 0.8, farthest: float = 0.8
+) -> set:
     """Mutual nearest neighbours that pass the ratio test both ways, in the plainest way."""
     distance = np.sqrt(np.maximum(2 - 2 * rows0 @ rows1.T, 0))
     found = set()
     for i, row in enumerate(distance):
         j = int(row.argmin())
         column = distance[:, j]
-        (d, d2), (c, c2) = np.sort(row)[:2], np.sort(column)[:2]
+        d, d2 = np.sort(row)[:2]
+        c, c2 = np.sort(column)[:2]
         if column.argmin() == i and d < ratio * d2 and c < ratio * c2 and d < farthest:
             found.add((i, j))
     return found
@@ -60,11 +76,17 @@ def test_classical_matches_are_those_of_the_definition(whole, seed, count0, coun
     other = (copied + rng.normal(0, rng.uniform(0, 40), copied.shape)).clip(0, 255).astype(np.uint8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(classical, "has_byte_products", lambda: whole)
-        found, scores = classical.ratio_matches(*(classical.described(records_of(each)) for each in (one, other)))
+        found, scores = classical.ratio_matches(
+            *(classical.described(records_of(each)) for each in (one, other))
+        )
     rows = root_sift_of(one).astype(float), root_sift_of(other).astype(float)
     slack = 0.02 if whole else 1e-4  # a ratio within rounding of the limit may fall on either side
     matches = set(map(tuple, found.tolist()))
-    assert plain_matches(*rows, 0.8 - slack, 0.8 - slack) <= matches <= plain_matches(*rows, 0.8 + slack, 0.8 + slack)
+    assert (
+        plain_matches(*rows, 0.8 - slack, 0.8 - slack)
+        <= matches
+        <= plain_matches(*rows, 0.8 + slack, 0.8 + slack)
+    )
     assert ((scores > 0.2 - 1e-3) & (scores <= 1)).all()
     assert len(np.unique(found[:, 0])) == len(np.unique(found[:, 1])) == len(found)
 
@@ -80,7 +102,9 @@ def test_descriptors_of_other_kinds_match_too(kind):
         records["descriptor"] = rng.normal(size=(40, 256))
     found, scores = classical.ratio_matches(*(classical.described(side) for side in records))
     assert found.tolist() == [[n, n] for n in range(40)] and (scores > 0.7).all()
-    nothing = classical.ratio_matches(classical.described(records[0]), classical.described(records[1, ::-1][:0]))[0]
+    nothing = classical.ratio_matches(
+        classical.described(records[0]), classical.described(records[1, ::-1][:0])
+    )[0]
     assert len(nothing) == 0
 
 
@@ -101,34 +125,45 @@ def test_keypoints_too_few_for_a_ratio_give_no_match():
 
 
 def test_distances_of_a_camera_that_moved_sideways_are_those_of_rows():
-    points0, points1 = np.array([[10, 20.0], [30, 40]]), np.array([[55, 20.0], [7, 43]])
+    points0 = np.array([[10, 20.0], [30, 40]])
+    points1 = np.array([[55, 20.0], [7, 43]])
     np.testing.assert_allclose(scenes.epipolar_distances(SIDEWAYS, points0, points1), [0, 3])
 
 
 def made_pair(right: int, wrong: int, seed: int = 0):
-    """Two sides whose first `right` keypoints are the same points in depth, and matches of these and `wrong` others."""
+    """Two sides whose first `right` keypoints are the same points in depth, and matches of these
+    and `wrong` others.
+    """
     rng = np.random.default_rng(seed)
     count = right + wrong
     points = rng.uniform([-2, -2, 4], [2, 2, 9], (count, 3))
     views = [
-        500 * (points - [shift, 0, 0])[:, :2] / (points - [0, 0, depth])[:, 2:] for shift, depth in ((0, 0), (1, 0.5))
+        500 * (points - [shift, 0, 0])[:, :2] / (points - [0, 0, depth])[:, 2:]
+        for shift, depth in ((0, 0), (1, 0.5))
     ]
     views[1][right:] = rng.uniform(-250, 250, (wrong, 2))
     descriptors = rng.gamma(0.6, 40, (count, 128)).clip(0, 255).astype(np.uint8)
     other = descriptors.copy()
     other[right:] = rng.gamma(0.6, 40, (wrong, 128)).clip(0, 255)
-    sides = tuple(scenes.Side(v, classical.described(records_of(d))) for v, d in zip(views, (descriptors, other)))
+    sides = tuple(
+        scenes.Side(v, classical.described(records_of(d)))
+        for v, d in zip(views, (descriptors, other))
+    )
     return sides, np.stack([np.arange(count)] * 2, axis=1)
 
 
 def test_few_strict_matches_open_a_pair_and_all_that_agree_fill_it():
     sides, matches = made_pair(right=200, wrong=100)
-    network = np.concatenate([matches[:40], matches[200:]])  # the other 160 are left to the classical matcher
-    scores = np.concatenate([np.full(20, 0.95), np.full(20, 0.6), np.full(100, 0.7)]).astype(np.float32)
+    # The other 160 are left to the classical matcher
+    network = np.concatenate([matches[:40], matches[200:]])
+    scores = np.concatenate([np.full(20, 0.95), np.full(20, 0.6), np.full(100, 0.7)]).astype(
+        np.float32
+    )
     found = scenes.filled(network, scores, 0.5, sides, scenes.Rules())
     assert found.score == 20
     right = found.matches[:, 0] < 200
-    assert right.sum() == 200 and (~right).sum() < 5  # of 100 at random places few lie on their lines
+    # Of 100 at random places few lie on their lines
+    assert right.sum() == 200 and (~right).sum() < 5
     assert (found.matches[:, 0] == found.matches[:, 1]).all()
     alone = scenes.filled(network, scores, 0.5, sides, scenes.Rules(guided=False))
     assert (alone.matches[:, 0] < 200).sum() == 40
@@ -150,7 +185,9 @@ def test_at_exact_places_a_match_a_pixel_off_its_line_is_left_out():
 
 def test_a_pair_without_strict_matches_gives_nothing():
     sides, matches = made_pair(right=200, wrong=0)
-    found = scenes.filled(matches, np.full(200, 0.79, np.float32), 0.5, sides, scenes.Rules(strict=0.8))
+    found = scenes.filled(
+        matches, np.full(200, 0.79, np.float32), 0.5, sides, scenes.Rules(strict=0.8)
+    )
     assert found.score == 0 and found.matches.shape == (0, 2) and found.scores.shape == (0,)
     nine = np.where(np.arange(200) < 9, 0.9, 0.6).astype(np.float32)
     assert len(scenes.filled(matches, nine, 0.5, sides, scenes.Rules(accept=10)).matches) == 0
@@ -163,8 +200,10 @@ def test_relative_pose_is_that_of_the_cameras():
     angle = np.radians(7)
     R = np.array([[np.cos(angle), 0, np.sin(angle)], [0, 1, 0], [-np.sin(angle), 0, np.cos(angle)]])
     t = np.array([0.8, 0.1, -0.2])
-    K0, K1 = np.diag([500, 510, 1.0]), np.diag([640, 630, 1.0])
-    K0[:2, 2], K1[:2, 2] = (320, 240), (400, 300)
+    K0 = np.diag([500, 510, 1.0])
+    K1 = np.diag([640, 630, 1.0])
+    K0[:2, 2] = (320, 240)
+    K1[:2, 2] = (400, 300)
     views = [points @ K0.T, (points @ R.T + t) @ K1.T]
     flat = [view[:, :2] / view[:, 2:] for view in views]
     flat[1][:10] += 40
@@ -179,8 +218,22 @@ def test_relative_pose_is_that_of_the_cameras():
 
 def test_wrong_matches_at_which_opencv_fails_have_no_geometry():
     """Nine classical matches of two sides of the door of Herz-Jesus."""
-    points0 = [(154.1, 453.7), (565.3, 418.0), (562.3, 605.9), (553.7, 606.7), (817.8, 493.8), (288.1, 470.1)]
-    points1 = [(68.2, 522.9), (67.0, 531.7), (131.2, 609.4), (126.7, 609.8), (333.2, 555.6), (115.2, 538.9)]
+    points0 = [
+        (154.1, 453.7),
+        (565.3, 418.0),
+        (562.3, 605.9),
+        (553.7, 606.7),
+        (817.8, 493.8),
+        (288.1, 470.1),
+    ]
+    points1 = [
+        (68.2, 522.9),
+        (67.0, 531.7),
+        (131.2, 609.4),
+        (126.7, 609.8),
+        (333.2, 555.6),
+        (115.2, 538.9),
+    ]
     points0 += [(557.6, 602.0), (327.2, 476.6), (780.8, 307.8)]
     points1 += [(129.2, 607.3), (128.9, 542.2), (319.8, 419.8)]
     found = geometry.fundamental_with_inliers(np.array(points0), np.array(points1), 1.5)
@@ -212,14 +265,19 @@ def test_products_of_bytes_and_of_floats_give_the_same_matches(strecha, place, m
     assert len(exact) > 300 and len(fast ^ exact) < 0.01 * len(exact)
 
 
-def test_two_photographs_of_a_place_are_accepted_and_two_of_different_places_are_not(strecha, place):
+def test_two_photographs_of_a_place_are_accepted_and_two_of_different_places_are_not(
+    strecha, place
+):
     folder, cameras = strecha
     names = ["Herz-Jesus-P25_0005.jpg", "Herz-Jesus-P25_0007.jpg", "entry-P10_0003.jpg"]
     one, near, other = (place.extract(folder / name) for name in names)
     found = place.match(one, near)
     network = Matcher.load(device="cpu", resize=768).match(folder / names[0], folder / names[1])
-    # 917 and 474: not twice as many since the network alone sees reduced photographs, in which it finds more
-    assert found.accepted and found.pair_score > 50 and len(found.matches) > 1.8 * len(network.matches)
+    # 917 and 474: not twice as many since the network alone sees reduced photographs, in which it
+    # finds more
+    assert (
+        found.accepted and found.pair_score > 50 and len(found.matches) > 1.8 * len(network.matches)
+    )
     F = scene_errors.true_fundamental(cameras[names[0]], cameras[names[1]], 1.0)
     assert scene_errors.right_fraction(found.points0, found.points1, F) > 0.95
     pose = found.relative_pose(*(cameras[name].K(1.0) for name in names[:2]))
@@ -227,38 +285,68 @@ def test_two_photographs_of_a_place_are_accepted_and_two_of_different_places_are
     assert np.degrees(np.arccos((np.trace(pose.R @ true.T) - 1) / 2)) < 1
     whole = dataclasses.replace(place, rules=dataclasses.replace(place.rules, likely=0))
     for nothing in (place.match(one, other), whole.match(one, other)):
-        assert not nothing.accepted and nothing.pair_score < scenes.ACCEPT and len(nothing.matches) == 0
-    mixed = np.random.default_rng(0).permutation(len(one.records))  # features of others come in any order
+        assert (
+            not nothing.accepted
+            and nothing.pair_score < scenes.ACCEPT
+            and len(nothing.matches) == 0
+        )
+    # Features of others come in any order
+    mixed = np.random.default_rng(0).permutation(len(one.records))
     again = place.match(one._replace(records=one.records[mixed]), near)
-    same = set(map(tuple, np.stack([mixed[again.matches[:, 0]], again.matches[:, 1]], axis=1).tolist()))
+    same = set(
+        map(tuple, np.stack([mixed[again.matches[:, 0]], again.matches[:, 1]], axis=1).tolist())
+    )
     assert len(same & set(map(tuple, found.matches.tolist()))) > 0.97 * len(found.matches)
     both = list(place.match_many(one, [near, other], accepted_only=True))
     assert [len(each.matches) for each in both] == [len(found.matches)]
 
 
-def test_the_network_is_not_asked_about_pairs_that_descriptors_tell_apart(strecha, place, monkeypatch):
+def test_the_network_is_not_asked_about_pairs_that_descriptors_tell_apart(
+    strecha, place, monkeypatch
+):
     names = ["Herz-Jesus-P25_0005.jpg", "entry-P10_0003.jpg", "Herz-Jesus-P25_0006.jpg"]
     one, other, near = (place.extract(strecha[0] / name) for name in names)
-    asked, of_network = [], matcher.match_pairs
+    asked = []
+    of_network = matcher.match_pairs
     monkeypatch.setattr(
-        matcher, "match_pairs", lambda model, pairs, *more: asked.append(pairs) or of_network(model, pairs, *more)
+        matcher,
+        "match_pairs",
+        lambda model, pairs, *more: asked.append(pairs) or of_network(model, pairs, *more),
     )
     alone, *both = place.match(one, near), *place.match_batch([(one, other), (one, near)])
     assert [len(pairs) for pairs in asked] == [1, 1]
-    assert [found.accepted for found in both] == [False, True] and both[0].pair_score == scenes.SKIPPED
+    assert [found.accepted for found in both] == [False, True] and both[
+        0
+    ].pair_score == scenes.SKIPPED
     np.testing.assert_array_equal(both[1].matches, alone.matches)
-    list(dataclasses.replace(place, rules=dataclasses.replace(place.rules, likely=0)).match_batch([(one, other)]))
+    list(
+        dataclasses.replace(place, rules=dataclasses.replace(place.rules, likely=0)).match_batch(
+            [(one, other)]
+        )
+    )
     assert len(asked) == 3
 
 
-def test_a_folder_lists_its_pairs_and_the_database_holds_the_accepted_alone(strecha, tmp_path, capsys):
+def test_a_folder_lists_its_pairs_and_the_database_holds_the_accepted_alone(
+    strecha, tmp_path, capsys
+):
     pycolmap = pytest.importorskip("pycolmap")
     folder, _ = strecha
     (tmp_path / "photos").mkdir()
     for name in ("Herz-Jesus-P25_0005.jpg", "Herz-Jesus-P25_0006.jpg", "entry-P10_0003.jpg"):
         image = cv2.imread(str(folder / name), cv2.IMREAD_GRAYSCALE)
-        cv2.imwrite(str(tmp_path / "photos" / name), cv2.resize(image, (768, 512), interpolation=cv2.INTER_AREA))
-    words = [tmp_path / "photos", "--out-dir", tmp_path / "found", "--json-files", "--max-keypoints", 2000]
+        cv2.imwrite(
+            str(tmp_path / "photos" / name),
+            cv2.resize(image, (768, 512), interpolation=cv2.INTER_AREA),
+        )
+    words = [
+        tmp_path / "photos",
+        "--out-dir",
+        tmp_path / "found",
+        "--json-files",
+        "--max-keypoints",
+        2000,
+    ]
     words += ["--device", "cpu", "--colmap"]
     assert errors.exit_code(cli.main, [*map(str, words), str(tmp_path / "first.db")]) == 0
     with (tmp_path / "found" / "pairs.csv").open(newline="") as file:
@@ -271,7 +359,11 @@ def test_a_folder_lists_its_pairs_and_the_database_holds_the_accepted_alone(stre
             assert int(row["pair_score"]) < scenes.ACCEPT and row["reason"] == "not accepted"
         else:
             assert row["reason"] == "skipped: too few classical matches"
-    about = [json.loads(path.read_text()) for path in sorted((tmp_path / "found").glob("*.json")) if "_" in path.stem]
+    about = [
+        json.loads(path.read_text())
+        for path in sorted((tmp_path / "found").glob("*.json"))
+        if "_" in path.stem
+    ]
     assert [each["accepted"] for each in about] == [True, False, False]
     assert about[0]["pair_score"] == int(rows[0]["pair_score"])
     # again, from what is done
@@ -299,9 +391,15 @@ def test_hloc_asks_for_a_scene(monkeypatch):
     ("words", "line"),
     [
         (["a.png", "b.png", "--accept", "9"], "--accept goes with --scene"),
-        (["photos", "--out-dir", "x", "--scene", "--strict", "2"], "--strict 2.0: must be between 0 and 1"),
+        (
+            ["photos", "--out-dir", "x", "--scene", "--strict", "2"],
+            "--strict 2.0: must be between 0 and 1",
+        ),
         (["photos", "--out-dir", "x", "--scene", "--accept", "0"], "--accept 0: must be 1 or more"),
-        (["photos", "--out-dir", "x", "--scene", "--likely", "-1"], "--likely -1: must be 0 or more"),
+        (
+            ["photos", "--out-dir", "x", "--scene", "--likely", "-1"],
+            "--likely -1: must be 0 or more",
+        ),
     ],
 )
 def test_wrong_requests_are_one_line(words, line, capsys):
@@ -320,7 +418,9 @@ def test_rules_without_a_scene_are_refused():
 @given(st.integers(0, 2**32 - 1))
 def test_a_similarity_is_found_again(seed):
     rng = np.random.default_rng(seed)
-    points, s, t = rng.normal(size=(5, 3)), rng.uniform(0.1, 10), rng.normal(size=3)
+    points = rng.normal(size=(5, 3))
+    s = rng.uniform(0.1, 10)
+    t = rng.normal(size=3)
     Q, _ = np.linalg.qr(rng.normal(size=(3, 3)))
     R = Q * np.sign(np.linalg.det(Q))
     found = scene_errors.similarity(points, s * points @ R.T + t)
@@ -333,18 +433,26 @@ def test_true_epipolar_lines_are_those_of_published_pairs(strecha):
     folder, cameras = strecha
     words = (folder / "pairs_with_gt.txt").read_text().splitlines()[0].split()
     numbers = np.array(words[4:], float)
-    K0, K1, T = numbers[:9].reshape(3, 3), numbers[9:18].reshape(3, 3), numbers[18:].reshape(4, 4)
+    K0 = numbers[:9].reshape(3, 3)
+    K1 = numbers[9:18].reshape(3, 3)
+    T = numbers[18:].reshape(4, 4)
     x, y, z = T[:3, 3]
     E = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ T[:3, :3]
     published = np.linalg.inv(K1).T @ E @ np.linalg.inv(K0)
     F = scene_errors.true_fundamental(cameras[words[0]], cameras[words[1]], 1.0)
-    np.testing.assert_allclose(F / np.linalg.norm(F), published / np.linalg.norm(published), atol=1e-5)
+    np.testing.assert_allclose(
+        F / np.linalg.norm(F), published / np.linalg.norm(published), atol=1e-5
+    )
 
 
 def test_photographs_are_of_one_scene_up_to_their_number():
     names = ["castle_0001.jpg", "castle_0000.jpg", "entry-P10_0003.jpg", "7.png"]
     found = scene_errors.scenes_of(names)
-    assert found == {"scene": ["7.png"], "castle": ["castle_0000.jpg", "castle_0001.jpg"], "entry-P10": [names[2]]}
+    assert found == {
+        "scene": ["7.png"],
+        "castle": ["castle_0000.jpg", "castle_0001.jpg"],
+        "entry-P10": [names[2]],
+    }
 
 
 @pytest.mark.slow
@@ -353,14 +461,27 @@ def test_scenes_are_measured_by_one_command(strecha, tmp_path, capsys):
     folder, _ = strecha
     for number in (4, 5, 6, 7):
         shutil.copy(folder / f"Herz-Jesus-P25_000{number}.jpg", tmp_path)
-    words = [str(tmp_path), "--cameras", str(folder / "cameras_gt.txt"), "--width", "768", "--ways", "ours", "held"]
+    words = [
+        str(tmp_path),
+        "--cameras",
+        str(folder / "cameras_gt.txt"),
+        "--width",
+        "768",
+        "--ways",
+        "ours",
+        "held",
+    ]
     words += ["--seeds", "2"]
     assert errors.exit_code(bench.main, [*words, "--work", str(tmp_path / "work")]) == 0
     rows = json.loads((tmp_path / "work" / "rows.json").read_text())
     assert [row["way"] for row in rows] == ["ours", "held"]
     for row in rows:
         assert row["registered"] == row["of"] == 4 and row["false"] == 0 and row["pairs"] == 6
-        assert row["centre_percent"] < 1 and row["rotation"] < {"ours": 0.6, "held": 1.5}[row["way"]] and row["px"] < 1
+        assert (
+            row["centre_percent"] < 1
+            and row["rotation"] < {"ours": 0.6, "held": 1.5}[row["way"]]
+            and row["px"] < 1
+        )
         least, most = row["centre_range"]
         assert 0 < least <= row["centre"] <= most < 1.5 * least and row["cpu"] > 0
     assert rows[0]["points"] > rows[1]["points"]
@@ -369,7 +490,10 @@ def test_scenes_are_measured_by_one_command(strecha, tmp_path, capsys):
 
 def test_a_camera_file_that_is_wrong_is_named(tmp_path, capsys):
     (tmp_path / "cameras.txt").write_text("a.jpg 1 2 3\n")
-    assert errors.exit_code(bench.main, [str(tmp_path), "--cameras", str(tmp_path / "cameras.txt")]) == 2
+    assert (
+        errors.exit_code(bench.main, [str(tmp_path), "--cameras", str(tmp_path / "cameras.txt")])
+        == 2
+    )
     assert "cameras.txt line 1" in capsys.readouterr().err
 
 
@@ -387,7 +511,9 @@ def test_pairs_side_by_side_are_as_one_after_the_other(strecha):
 
 
 def test_keypoints_of_a_database_are_where_the_pixels_agree(photo, tmp_path, monkeypatch):
-    """Three views of one photograph: matched keypoints fit the true homography better than SIFT's places do."""
+    """Three views of one photograph: matched keypoints fit the true homography better than SIFT's
+    places do.
+    """
     pycolmap = pytest.importorskip("pycolmap")
     views = {"0.png": IDENTITY, "1.png": TURN, "2.png": SHIFT}
     (tmp_path / "photos").mkdir()
@@ -395,16 +521,30 @@ def test_keypoints_of_a_database_are_where_the_pixels_agree(photo, tmp_path, mon
         moved = cv2.warpPerspective(photo, H, photo.shape[::-1], flags=cv2.INTER_CUBIC)
         cv2.imwrite(str(tmp_path / "photos" / name), moved)
     monkeypatch.chdir(tmp_path)
-    words = ["photos", "--out-dir", "found", "--no-scene", "--max-keypoints", "300", "--device", "cpu", "--colmap"]
+    words = [
+        "photos",
+        "--out-dir",
+        "found",
+        "--no-scene",
+        "--max-keypoints",
+        "300",
+        "--device",
+        "cpu",
+        "--colmap",
+    ]
     scatter = {}
     for name, more in (("exact.db", []), ("sift.db", ["--no-refine"])):
         assert errors.exit_code(cli.main, [*words, name, *more]) == 0
         with pycolmap.Database.open(name) as database:
             points = {
-                i.name: (database.read_keypoints(i.image_id)[:, :2], i.image_id) for i in database.read_all_images()
+                i.name: (database.read_keypoints(i.image_id)[:, :2], i.image_id)
+                for i in database.read_all_images()
             }
-            (first, key0), (second, key1) = points["0.png"], points["1.png"]
+            first, key0 = points["0.png"]
+            second, key1 = points["1.png"]
             matches = database.read_matches(key0, key1)
         mapped = geometry.transform(first[matches[:, 0]] - 0.5, TURN)
-        scatter[name] = float(np.median(np.linalg.norm(mapped - second[matches[:, 1]] + 0.5, axis=1)))
+        scatter[name] = float(
+            np.median(np.linalg.norm(mapped - second[matches[:, 1]] + 0.5, axis=1))
+        )
     assert scatter["exact.db"] < 0.6 * scatter["sift.db"]

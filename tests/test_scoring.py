@@ -1,4 +1,6 @@
-"""Rows and means: exact answers on synthetic pairs, every pair in every mean, conditions of homographies."""
+"""Rows and means: exact answers on synthetic pairs, every pair in every mean, conditions of
+homographies.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,9 @@ def test_pairs_without_keypoints_have_a_row(settings):
 
 def row(error, matches=10, correct=5, truth=8, found=4, matcher=OURS, pair="p", scene="s"):
     counts = scoring.MatchCounts(matches, correct, truth, found)
-    return scoring.Row(pair, scene, matcher, 20, 20, counts, {"ransac": error, "dlt": error}, {"scale": 1.0})
+    return scoring.Row(
+        pair, scene, matcher, 20, 20, counts, {"ransac": error, "dlt": error}, {"scale": 1.0}
+    )
 
 
 def test_no_pair_is_dropped_from_a_mean():
@@ -139,20 +143,31 @@ def test_what_has_no_value_is_null_not_infinity():
 def test_metrics_by_scene_keep_their_order():
     rows = [row(1.0, scene=scene, matcher=matcher) for scene in "ba" for matcher in (OURS, "nn")]
     lines = metrics.by_scene(rows)
-    assert [(line["scene"], line["matcher"]) for line in lines] == [("b", OURS), ("b", "nn"), ("a", OURS), ("a", "nn")]
+    assert [(line["scene"], line["matcher"]) for line in lines] == [
+        ("b", OURS),
+        ("b", "nn"),
+        ("a", OURS),
+        ("a", "nn"),
+    ]
 
 
 SCORED = [
-    scoring.ScoredMatches(np.array([0.9, 0.3]), np.array([True, False]), np.array([True, False]), truth=2),
+    scoring.ScoredMatches(
+        np.array([0.9, 0.3]), np.array([True, False]), np.array([True, False]), truth=2
+    ),
     scoring.ScoredMatches(np.array([0.35]), np.array([True]), np.array([False]), truth=0),
 ]
 
 
 def test_threshold_curve_and_calibration():
     low, high, none = confidence.threshold_curve(confidence.sweep(SCORED), (0.0, 0.5, 0.95))
-    assert low["precision"] == pytest.approx((0.5 + 1.0) / 2) and low["recall"] == pytest.approx(0.5)
+    assert low["precision"] == pytest.approx((0.5 + 1.0) / 2) and low["recall"] == pytest.approx(
+        0.5
+    )
     assert (low["pairs"], low["recall_pairs"]) == (2, 1)
-    assert high["precision"] == pytest.approx((1.0 + 0.0) / 2) and high["matches"] == pytest.approx(0.5)
+    assert high["precision"] == pytest.approx((1.0 + 0.0) / 2) and high["matches"] == pytest.approx(
+        0.5
+    )
     assert (none["precision"], none["recall"], none["matches"]) == (0.0, 0.0, 0.0)
     lines = confidence.calibration(SCORED, bins=10)
     assert [line["matches"] for line in lines] == [2, 1]
@@ -165,7 +180,9 @@ def test_sweep_of_nothing():
     assert empty.recall_pairs == 0 and len(empty.precision) == 0
     (line,) = confidence.threshold_curve(empty, (0.2,))
     assert math.isnan(line["precision"]) and math.isnan(line["recall"])
-    unmatched = confidence.sweep([scoring.ScoredMatches(np.zeros(0), np.zeros(0, bool), np.zeros(0, bool), 3)])
+    unmatched = confidence.sweep(
+        [scoring.ScoredMatches(np.zeros(0), np.zeros(0, bool), np.zeros(0, bool), 3)]
+    )
     assert confidence.threshold_curve(unmatched, (0.2,))[0]["recall"] == 0.0
 
 
@@ -189,7 +206,9 @@ def test_operating_points_are_those_of_trying_every_threshold(cases, least):
     """With ties among confidences, pairs without matches and pairs without truth."""
     scored = []
     for matches, missed in cases:
-        scores, correct, found = (np.array(column) for column in zip(*matches)) if matches else [np.zeros(0)] * 3
+        scores, correct, found = (
+            (np.array(column) for column in zip(*matches)) if matches else [np.zeros(0)] * 3
+        )
         right = correct.astype(bool) & found.astype(bool)
         truth = int(right.sum()) + missed
         scored.append(scoring.ScoredMatches(scores / 10, correct.astype(bool), right, truth))
@@ -241,7 +260,8 @@ def test_conditions_of_shifts_and_perspective():
     half = np.array([[1.0, 0, 160], [0, 1, 0], [0, 0, 1]])
     assert conditions_of(half, SIZE, SIZE)["overlap"] == pytest.approx(0.5)
     assert conditions_of(np.diag([2.0, 1.0, 1.0]), SIZE, SIZE)["tilt"] == pytest.approx(2.0)
-    leaning = np.array([[1.0, 0, 0], [0, 1, 0], [1 / 319, 0, 1]])  # depth 1 at the left, 2 at the right
+    # Depth 1 at the left, 2 at the right
+    leaning = np.array([[1.0, 0, 0], [0, 1, 0], [1 / 319, 0, 1]])
     assert conditions_of(leaning, SIZE, SIZE)["perspective"] == pytest.approx(8.0)
 
 
@@ -292,5 +312,9 @@ def test_dlt_is_hardly_moved_by_wrong_matches_of_middling_confidence():
     points1[:10] += 80.0
     confidences = np.where(np.arange(100) < 10, 0.5, 0.99)
     H = fit_dlt(points0, points1, estimators.weights_of("dlt", OURS, confidences))
-    assert corner_error(H, TURN, SIZE) < 1.0 < corner_error(fit_dlt(points0, points1, confidences), TURN, SIZE)
+    assert (
+        corner_error(H, TURN, SIZE)
+        < 1.0
+        < corner_error(fit_dlt(points0, points1, confidences), TURN, SIZE)
+    )
     assert len(set(estimators.weights_of("dlt", OURS, np.ones(100)))) == 1

@@ -61,7 +61,9 @@ def png(width: int, height: int, data: bytes = b"") -> bytes:
         (b"IDAT", data or zlib.compress(bytes(width * height + height), 9)),
         (b"IEND", b""),
     ]
-    body = (struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in chunks)
+    body = (
+        struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in chunks
+    )
     return b"\x89PNG\r\n\x1a\n" + b"".join(body)
 
 
@@ -73,7 +75,9 @@ def matched(client, views, **options) -> dict:
 
 
 def ask(client, path, found, threshold, **options):
-    return client.post(path, json={"record": found["record"], "threshold": threshold}, base_url=HOME, **options)
+    return client.post(
+        path, json={"record": found["record"], "threshold": threshold}, base_url=HOME, **options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +90,8 @@ def gray(data: bytes) -> np.ndarray:
 
 
 def test_two_images_give_their_matches(found, matcher, views, photo):
-    rows, points = np.array(found["record"]["matches"]), np.array(found["points"])
+    rows = np.array(found["record"]["matches"])
+    points = np.array(found["points"])
     sure = rows[:, 2] > matcher.threshold
     expected = matcher.match(photo, gray(views[1]))
     assert sure.sum() == len(expected.matches) > 30
@@ -100,7 +105,8 @@ def test_two_images_give_their_matches(found, matcher, views, photo):
 def test_a_photograph_of_a_phone_is_shown_upright_and_matched_so(client, photo, views, matcher):
     from PIL import Image
 
-    lying, exif = io.BytesIO(), Image.Exif()
+    lying = io.BytesIO()
+    exif = Image.Exif()
     exif[images.ORIENTATION] = 6
     Image.fromarray(images.turned(photo, images.inverse(6))).save(lying, "PNG", exif=exif)
     found = matched(client, (lying.getvalue(), views[1]))
@@ -115,7 +121,9 @@ def test_counts_are_those_of_the_threshold(client, found, matcher, views, photo,
     reply = ask(client, "/fit", found, threshold).get_json()
     expected = dataclasses.replace(matcher, threshold=threshold).match(photo, gray(views[1]))
     counts = {name: int(fit.inliers.sum()) for name, fit in expected.fits().items()}
-    assert reply["record"]["matches"] == [row for row in found["record"]["matches"] if row[2] > threshold]
+    assert reply["record"]["matches"] == [
+        row for row in found["record"]["matches"] if row[2] > threshold
+    ]
     for name, count in counts.items():  # positions are rounded on their way
         assert abs(reply["record"]["inliers"][name] - count) <= 2
     assert [found["record"]["matches"][i] for i in reply["matches"]] == reply["record"]["matches"]
@@ -126,7 +134,9 @@ def test_counts_are_those_of_the_threshold(client, found, matcher, views, photo,
         assert reply["off"] == [] and reply["off_means"] == "" and reply["record"]["H_0to1"] is None
 
 
-def test_what_is_downloaded_is_what_the_command_writes(client, found, matcher, views, photo, tmp_path):
+def test_what_is_downloaded_is_what_the_command_writes(
+    client, found, matcher, views, photo, tmp_path
+):
     expected = dataclasses.replace(matcher, threshold=0.5).match(photo, gray(views[1]))
     record = ask(client, "/json", found, 0.5).get_json()
     results.write_json(tmp_path / "m.json", expected, expected.fits(), {})
@@ -148,9 +158,13 @@ def test_the_picture_is_that_of_the_command(client, found, matcher, views, photo
     files = {f"image{i}": (io.BytesIO(data), "a.png") for i, data in enumerate(views)}
     reply = client.post("/picture", data={**sent, **files}, base_url=HOME)
     picture = cv2.imdecode(np.frombuffer(reply.data, np.uint8), cv2.IMREAD_COLOR)
-    expected = dataclasses.replace(matcher, threshold=0.5).match(photo, gray(views[1])).show().pixels
+    expected = (
+        dataclasses.replace(matcher, threshold=0.5).match(photo, gray(views[1])).show().pixels
+    )
     # through JPEG too, which dulls thin lines in bright colours
-    expected = cv2.imdecode(np.frombuffer(drawing.encode(".jpg", expected), np.uint8), cv2.IMREAD_COLOR)
+    expected = cv2.imdecode(
+        np.frombuffer(drawing.encode(".jpg", expected), np.uint8), cv2.IMREAD_COLOR
+    )
     assert picture.shape == expected.shape
     assert np.abs(picture.astype(int) - expected).mean() < 1
 
@@ -204,7 +218,10 @@ def test_the_page_finds_keypoints_by_the_extractor_that_was_asked_for(matcher, v
         (b"%PDF-1.7", "not a JPEG, PNG or WebP"),
         (b"BM" + bytes(60), "not a JPEG, PNG or WebP"),
         (b"\xff\xd8\xff\xe0" + bytes(100), "damaged|truncated"),
-        (png(60_000, 60_000, zlib.compress(b"0")), "too large"),  # a bomb: 3.6 gigapixels in 100 bytes
+        (
+            png(60_000, 60_000, zlib.compress(b"0")),
+            "too large",
+        ),  # a bomb: 3.6 gigapixels in 100 bytes
         (png(9_000, 9_000, zlib.compress(b"0")), "too large: at most 50 megapixels"),
         (b"RIFF\xff\xff\xff\x7fWEBPVP8 ", "damaged WEBP"),
     ],
@@ -225,7 +242,10 @@ def test_an_image_of_few_lines_is_answered(client, views, width, height):
         assert reply.status_code == 200
         data = base64.b64decode(reply.get_json()["pictures"][0].partition(",")[2])
         shown = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)
-        assert max(shown.shape[:2]) == min(max(width, height), serve.SHOWN_SIDE) and min(shown.shape[:2]) == 1
+        assert (
+            max(shown.shape[:2]) == min(max(width, height), serve.SHOWN_SIDE)
+            and min(shown.shape[:2]) == 1
+        )
 
 
 def test_too_many_bytes_are_refused_before_they_are_read(client):
@@ -235,7 +255,9 @@ def test_too_many_bytes_are_refused_before_they_are_read(client):
 
 def test_the_name_of_a_file_does_nothing(client, views, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    reply = post(client, (views[0], "../../../etc/passwd"), (views[1], "<script>alert(1)</script>.png"))
+    reply = post(
+        client, (views[0], "../../../etc/passwd"), (views[1], "<script>alert(1)</script>.png")
+    )
     assert reply.status_code == 200 and "passwd" not in reply.text and "alert" not in reply.text
     assert list(tmp_path.rglob("*")) == []
 
@@ -308,7 +330,9 @@ def files(views, tmp_path):
 
 @pytest.fixture(params=[390, 1280])
 def page(request, browser, address):
-    """The page in a browser of this width; it must complain of nothing and never be wider than the window."""
+    """The page in a browser of this width; it must complain of nothing and never be wider than the
+    window.
+    """
     opened = browser.new_page(viewport={"width": request.param, "height": 800})
     complaints = []
     opened.on("console", lambda message: complaints.append(message.text))
@@ -324,23 +348,29 @@ def page(request, browser, address):
 DROP = """([files, selector]) => {
   const data = new DataTransfer();
   for (const [name, content] of files)
-    data.items.add(new File([Uint8Array.from(atob(content), c => c.charCodeAt(0))], name, { type: "image/png" }));
+    data.items.add(new File([Uint8Array.from(atob(content), c => c.charCodeAt(0))], name,
+        { type: "image/png" }));
   const target = document.querySelector(selector);
   for (const kind of ["dragover", "drop"])
-    if (target.dispatchEvent(new DragEvent(kind, { dataTransfer: data, bubbles: true, cancelable: true })))
+    if (target.dispatchEvent(
+        new DragEvent(kind, { dataTransfer: data, bubbles: true, cancelable: true })))
       throw new Error(`the browser itself would handle ${kind}`);
 }"""
 
 
 def drop(page, selector, *paths):
     """Drop files on an element, as a hand would."""
-    page.evaluate(DROP, [[(path.name, base64.b64encode(path.read_bytes()).decode()) for path in paths], selector])
+    page.evaluate(
+        DROP,
+        [[(path.name, base64.b64encode(path.read_bytes()).decode()) for path in paths], selector],
+    )
 
 
 def shown(page) -> Tuple[int, int, int, int]:
     """Matches above the threshold, all, and how many fit a homography and a fundamental matrix."""
     deadline = time.monotonic() + 60
-    while not re.search(r"\d+ fit one fundamental", page.inner_text("#said")):  # "..." until the counts are there
+    # "..." until the counts are there
+    while not re.search(r"\d+ fit one fundamental", page.inner_text("#said")):
         assert time.monotonic() < deadline, page.inner_text("#said") + page.inner_text("#error")
         page.wait_for_timeout(50)
     numbers = [int(word) for word in re.findall(r"\d+", page.inner_text("#said"))]
@@ -391,12 +421,20 @@ def test_the_first_image_is_warped_onto_the_second(page, files):
     page.set_input_files("#image0", files[:2])  # two chosen at once
     page.wait_for_selector("#picture:visible", timeout=60_000)
     page.check("input[value=warp]")
-    assert page.is_visible("#stage") and not page.is_visible("#picture") and page.is_visible("#opacity")
+    assert (
+        page.is_visible("#stage")
+        and not page.is_visible("#picture")
+        and page.is_visible("#opacity")
+    )
     page.fill("#opacity", "1")
     seen = gray(page.locator("#stage").screenshot())
     second = cv2.resize(gray(files[1].read_bytes()), seen.shape[::-1], interpolation=cv2.INTER_AREA)
-    inner = np.s_[seen.shape[0] // 4 : -seen.shape[0] // 4, seen.shape[1] // 4 : -seen.shape[1] // 4]
-    assert np.abs(seen[inner].astype(int) - second[inner]).mean() < 8, "the warped first image covers the second"
+    inner = np.s_[
+        seen.shape[0] // 4 : -seen.shape[0] // 4, seen.shape[1] // 4 : -seen.shape[1] // 4
+    ]
+    assert np.abs(seen[inner].astype(int) - second[inner]).mean() < 8, (
+        "the warped first image covers the second"
+    )
     page.evaluate("above.style.transform = ''")
     unwarped = gray(page.locator("#stage").screenshot())
     assert np.abs(unwarped[inner].astype(int) - second[inner]).mean() > 20

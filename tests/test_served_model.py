@@ -1,4 +1,6 @@
-"""The registered model as people use it: loaded by MLflow, and behind a real `mlflow models serve`."""
+"""The registered model as people use it: loaded by MLflow, and behind a real `mlflow models
+serve`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ pytestmark = pytest.mark.slow
 def images(root):
     """A photograph and the same turned by 15 degrees, (H, W) uint8."""
     skimage = pytest.importorskip("skimage")
-    image = cv2.imread(str(Path(skimage.__file__).parent / "data" / "camera.png"), cv2.IMREAD_GRAYSCALE)
+    image = cv2.imread(
+        str(Path(skimage.__file__).parent / "data" / "camera.png"), cv2.IMREAD_GRAYSCALE
+    )
     image = cv2.resize(image, (240, 180), interpolation=cv2.INTER_AREA)
     return image, cv2.warpAffine(image, cv2.getRotationMatrix2D((120, 90), 15, 1), (240, 180))
 
@@ -33,7 +37,9 @@ def images(root):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "model"
-    save_model(folder, "", "", [str(shipped_weights()), str(shipped_weights().parent / "README.md")])
+    save_model(
+        folder, "", "", [str(shipped_weights()), str(shipped_weights().parent / "README.md")]
+    )
     return folder
 
 
@@ -43,15 +49,30 @@ def file_text(image: np.ndarray) -> str:
 
 @pytest.fixture(scope="module")
 def server(model, start_server):
-    """Address of a server of the model, started in a folder of its own with nothing of the project on its path."""
-    words = ["-m", "mlflow", "models", "serve", "-m", str(model), "--env-manager", "local", "--port", "{port}"]
+    """Address of a server of the model, started in a folder of its own with nothing of the project
+    on its path.
+    """
+    words = [
+        "-m",
+        "mlflow",
+        "models",
+        "serve",
+        "-m",
+        str(model),
+        "--env-manager",
+        "local",
+        "--port",
+        "{port}",
+    ]
     port = start_server([*words, "--host", "127.0.0.1"], "/ping", MLFLOW_DISABLE_TELEMETRY="true")
     return f"http://127.0.0.1:{port}"
 
 
 def ask(address: str, body):
     """Status and JSON of an answer."""
-    request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        address, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     try:
         with urllib.request.urlopen(request, timeout=120) as reply:
             return reply.status, json.loads(reply.read())
@@ -79,12 +100,14 @@ def test_mlflow_loads_it_and_it_says_what_the_matcher_says(model, images):
 
 
 def test_mlflow_has_no_advice_when_it_is_saved_and_loaded(tmp_path, root):
-    """It coloured the log of a training with `UserWarning: Add type hints`, whatever filters were set."""
+    """It coloured the log of a training with `UserWarning: Add type hints`, whatever filters were
+    set.
+    """
     script = (
-        "import pathlib, sys; from pipeline.tracking.mlflow_store import save_model; from mlflow import pyfunc;"
-        "from superglue_sift.weights import shipped_weights as file;"
-        "save_model(pathlib.Path(sys.argv[1]), '', '', [str(file()), str(file().parent / 'README.md')]);"
-        "pyfunc.load_model(sys.argv[1])"
+        "import pathlib, sys; from pipeline.tracking.mlflow_store import save_model; from mlflow"
+        " import pyfunc;from superglue_sift.weights import shipped_weights as"
+        " file;save_model(pathlib.Path(sys.argv[1]), '', '', [str(file()), str(file().parent /"
+        " 'README.md')]);pyfunc.load_model(sys.argv[1])"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "model")]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
@@ -116,9 +139,16 @@ def test_a_server_answers_with_two_images(server, model, images):
     [
         ({"image0": "no base64 !", "image1": ""}, "image0: neither base64 nor pixels"),
         ({"image0": base64.b64encode(b"no image").decode(), "image1": ""}, "image0: not an image"),
-        ({"image0": [[1, 2], [3]], "image1": [[0]]}, "image0: must be base64 of an image file, or pixels"),
+        (
+            {"image0": [[1, 2], [3]], "image1": [[0]]},
+            "image0: must be base64 of an image file, or pixels",
+        ),
     ],
 )
 def test_a_server_says_in_one_line_what_is_no_image(server, row, words):
     status, answer = ask(f"{server}/invocations", {"dataframe_records": [row]})
-    assert status == 400 and words in answer["message"].splitlines()[-1] and "Traceback" not in str(answer)
+    assert (
+        status == 400
+        and words in answer["message"].splitlines()[-1]
+        and "Traceback" not in str(answer)
+    )

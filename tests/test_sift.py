@@ -65,7 +65,9 @@ def test_keypoints_lie_on_the_structure_without_a_bias():
     rng = np.random.default_rng(0)
     x, y = np.meshgrid(np.arange(128), np.arange(128))
     errors = []
-    for cx, cy, sigma in zip(rng.uniform(60, 68, 25), rng.uniform(60, 68, 25), rng.uniform(2, 6, 25)):
+    for cx, cy, sigma in zip(
+        rng.uniform(60, 68, 25), rng.uniform(60, 68, 25), rng.uniform(2, 6, 25)
+    ):
         blob = 30 + 180 * np.exp(-((x - cx) ** 2 + (y - cy) ** 2) / (2 * sigma**2))
         errors += [(best["x"] - cx, best["y"] - cy) for best in extract(blob.astype(np.uint8), 1)]
     assert len(errors) > 15 and np.abs(np.mean(errors, axis=0)).max() < 0.03
@@ -116,15 +118,23 @@ def test_any_picture_gives_valid_records(gray, limit):
     assert len(records) <= limit
     for name in ("x", "y", "scale", "angle", "score"):
         assert np.isfinite(records[name]).all()
-    assert ((records["angle"] >= 0) & (records["angle"] <= 360)).all() and (records["scale"] > 0).all()
+    assert ((records["angle"] >= 0) & (records["angle"] <= 360)).all() and (
+        records["scale"] > 0
+    ).all()
 
 
 def test_views_and_homographies_fit_together(photo):
     """The whole chain: nearest descriptors of two views are the same place under H_0to1."""
     limits = SimpleNamespace(
-        scale_min=0.6, perspective=0.1, rotation_deg=30.0, translation=1.0, tilt_deg=0.0, max_upscale=2.0
+        scale_min=0.6,
+        perspective=0.1,
+        rotation_deg=30.0,
+        translation=1.0,
+        tilt_deg=0.0,
+        max_upscale=2.0,
     )
-    size, view_size = photo.shape[::-1], (320, 240)
+    size = photo.shape[::-1]
+    view_size = (320, 240)
     H = [sample_view(generator(0, "chain", i), size, view_size, limits) for i in (0, 1)]
     first, second = (extract(render(photo, each, view_size), 300) for each in H)
     pairs = cv2.BFMatcher(cv2.NORM_L2, crossCheck=True).match(

@@ -36,15 +36,21 @@ def test_an_agent_without_the_option_gets_its_address():
 
     agent = Old()
     assert launch.own_address("", Old, agent) == [] and not vars(agent)
-    assert launch.own_address("10.0.0.2", New, agent) == ["--local_addr=10.0.0.2"] and not vars(agent)
-    assert launch.own_address("10.0.0.2", Old, agent) == [] and agent._get_fq_hostname() == "10.0.0.2"
+    assert launch.own_address("10.0.0.2", New, agent) == ["--local_addr=10.0.0.2"] and not vars(
+        agent
+    )
+    assert (
+        launch.own_address("10.0.0.2", Old, agent) == [] and agent._get_fq_hostname() == "10.0.0.2"
+    )
 
 
 def test_layer_norm_bears_mixed_precision():
-    norm, x = torch_compat.layer_norm(8), torch.randn(3, 8)
+    norm = torch_compat.layer_norm(8)
+    x = torch.randn(3, 8)
     with torch_compat.autocast("cpu", "bfloat16"):
         narrow = norm(x.bfloat16())
-    assert torch.allclose(narrow.float(), norm(x.bfloat16().float()), atol=0.02)  # bfloat16 resolves 0.8 % of 2
+    # Bfloat16 resolves 0.8 % of 2
+    assert torch.allclose(narrow.float(), norm(x.bfloat16().float()), atol=0.02)
     assert norm.double()(x.double()).dtype == torch.float64
 
 
@@ -55,5 +61,7 @@ def test_clipping_has_the_bits_of_torchs_own(most):
     for a, b in zip(own[1:], theirs[1:]):  # the first has no gradient
         a.grad = torch.randn_like(a)
         b.grad = a.grad.clone()
-    assert torch.equal(compat.clip_grad_norm_(own, most), torch.nn.utils.clip_grad_norm_(theirs, most))
+    assert torch.equal(
+        compat.clip_grad_norm_(own, most), torch.nn.utils.clip_grad_norm_(theirs, most)
+    )
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(own[1:], theirs[1:]))

@@ -1,4 +1,6 @@
-"""A date bar, a logo or a watermark does not make unrelated photographs one place, nor hides what they show."""
+"""A date bar, a logo or a watermark does not make unrelated photographs one place, nor hides what
+they show.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ SIZE = (640, 480)
 TURN = np.array([[0.92, -0.16, 40], [0.14, 0.9, -12], [1e-4, -5e-5, 1]])
 
 
-def result_of(points0: np.ndarray, points1: np.ndarray, more: int = 600, sizes=(SIZE, SIZE)) -> MatchResult:
+def result_of(
+    points0: np.ndarray, points1: np.ndarray, more: int = 600, sizes=(SIZE, SIZE)
+) -> MatchResult:
     """All these points matched in order, among `more` other keypoints anywhere in both images."""
     rng = np.random.default_rng(7)
     sides = [
@@ -27,10 +31,14 @@ def result_of(points0: np.ndarray, points1: np.ndarray, more: int = 600, sizes=(
         for points, size in zip((points0, points1), sizes)
     ]
     numbers = np.arange(len(points0))
-    return MatchResult(*sides, np.stack([numbers] * 2, 1), np.ones(len(numbers), np.float32), *sizes)
+    return MatchResult(
+        *sides, np.stack([numbers] * 2, 1), np.ones(len(numbers), np.float32), *sizes
+    )
 
 
-def points_in(left: float, top: float, right: float, bottom: float, count: int, seed: int = 0) -> np.ndarray:
+def points_in(
+    left: float, top: float, right: float, bottom: float, count: int, seed: int = 0
+) -> np.ndarray:
     return np.random.default_rng(seed).uniform([left, top], [right, bottom], (count, 2))
 
 
@@ -40,7 +48,13 @@ def scatter(points: np.ndarray, seed: int = 1) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "box",
-    [(8, 4, 320, 28), (8, 452, 320, 476), (370, 450, 636, 472), (560, 10, 630, 110), (190, 200, 450, 280)],
+    [
+        (8, 4, 320, 28),
+        (8, 452, 320, 476),
+        (370, 450, 636, 472),
+        (560, 10, 630, 110),
+        (190, 200, 450, 280),
+    ],
     ids=["bar at the top", "bar at the bottom", "corner", "logo", "middle"],
 )
 def test_matches_at_one_place_in_a_small_part_of_both_images_are_a_stamps(box):
@@ -79,7 +93,9 @@ def test_photographs_of_one_tripod_have_no_stamp(count):
 
 
 def test_where_a_moving_camera_sees_a_place_stand_still_is_no_stamp():
-    """Around the fixed point of a zoom matches stay where they were, but those beside them move a little."""
+    """Around the fixed point of a zoom matches stay where they were, but those beside them move a
+    little.
+    """
     zoom = geometry.compose(
         np.array([[1, 0, -320.0], [0, 1, -240], [0, 0, 1]]),
         np.diag([1.06, 1.06, 1]),
@@ -95,7 +111,9 @@ def test_no_matches_have_no_stamp():
 
 def test_lengths_follow_the_size_of_the_images():
     stamp = points_in(8, 4, 320, 28, 60) * 6
-    found = result_of(stamp, stamp + 6 * (scatter(stamp) - stamp), sizes=((3840, 2880), (3840, 2880)))
+    found = result_of(
+        stamp, stamp + 6 * (scatter(stamp) - stamp), sizes=((3840, 2880), (3840, 2880))
+    )
     assert found.stamped().mean() > 0.95
 
 
@@ -131,8 +149,12 @@ def test_a_mirror_image_has_no_homography():
     assert geometry.fit_ransac(points, mirrored) is None
     assert result_of(points, mirrored).homography().model is None
     # two thirds wrong, and the rest is no mirror image
-    mixed = np.concatenate([geometry.transform(points, TURN), points_in(0, 0, 639, 479, 160, seed=5)])
-    found = result_of(np.concatenate([points, points_in(0, 0, 639, 479, 160, seed=6)]), mixed).homography()
+    mixed = np.concatenate(
+        [geometry.transform(points, TURN), points_in(0, 0, 639, 479, 160, seed=5)]
+    )
+    found = result_of(
+        np.concatenate([points, points_in(0, 0, 639, 479, 160, seed=6)]), mixed
+    ).homography()
     assert geometry.corner_error(found.model, TURN, SIZE) < 0.5
 
 
@@ -166,7 +188,10 @@ def photographs(shared_data, count: int) -> list:
 
 @pytest.mark.parametrize("name", STAMPS)
 def test_unrelated_photographs_with_one_stamp_are_not_accepted(shared_data, place, name):
-    sides = [place.extract(STAMPS[name](image, n)) for n, image in enumerate(photographs(shared_data, 7)[3:])]
+    sides = [
+        place.extract(STAMPS[name](image, n))
+        for n, image in enumerate(photographs(shared_data, 7)[3:])
+    ]
     for one, other in itertools.combinations(sides, 2):
         found = place.match(one, other)
         assert not found.accepted and found.pair_score < 5
@@ -180,11 +205,15 @@ def test_a_stamp_does_not_hide_the_place(shared_data, place, name):
     H = np.loadtxt(folder / "H_1_5")
     images = [cv2.imread(str(folder / f"{number}.png"), cv2.IMREAD_GRAYSCALE) for number in (1, 5)]
     drawn = [STAMPS[name](image, number) for number, image in enumerate(images)]
-    hidden = [cv2.dilate((a != b).astype(np.uint8), np.ones((25, 25))) > 0 for a, b in zip(images, drawn)]
+    hidden = [
+        cv2.dilate((a != b).astype(np.uint8), np.ones((25, 25))) > 0 for a, b in zip(images, drawn)
+    ]
 
     def right(found: MatchResult) -> np.ndarray:
         """(K,) bool: right, and not where the stamps are."""
-        off = np.linalg.norm(geometry.transform(found.points0.astype(float), H) - found.points1, axis=1)
+        off = np.linalg.norm(
+            geometry.transform(found.points0.astype(float), H) - found.points1, axis=1
+        )
         for points, covered in zip((found.points0, found.points1), hidden):
             x, y = np.rint(points).astype(int).clip(0, np.array(covered.shape[::-1]) - 1).T
             off[covered[y, x]] = np.inf
@@ -208,7 +237,12 @@ def test_a_photograph_and_its_mirror_image_are_not_one_place(shared_data, place)
 @pytest.mark.parametrize("name", STAMPS)
 def test_of_45_unrelated_pairs_with_one_stamp_none_is_accepted(shared_data, name):
     matcher = Matcher.load(device="cpu", scene=True)
-    sides = [matcher.extract(STAMPS[name](image, n)) for n, image in enumerate(photographs(shared_data, 10))]
-    scores = [matcher.match(one, other).pair_score for one, other in itertools.combinations(sides, 2)]
+    sides = [
+        matcher.extract(STAMPS[name](image, n))
+        for n, image in enumerate(photographs(shared_data, 10))
+    ]
+    scores = [
+        matcher.match(one, other).pair_score for one, other in itertools.combinations(sides, 2)
+    ]
     assert len(scores) == 45 and max(scores) < 6
     assert all(matcher.match(side, side).accepted for side in sides)

@@ -28,7 +28,12 @@ def make_images(counts, seed=0):
     """One ImageViews per row of counts."""
     rng = np.random.default_rng(seed)
     return [
-        ImageViews(f"image {i}.jpg", (640 + i, 480), rng.normal(size=(len(row), 3, 3)), [records(n, rng) for n in row])
+        ImageViews(
+            f"image {i}.jpg",
+            (640 + i, 480),
+            rng.normal(size=(len(row), 3, 3)),
+            [records(n, rng) for n in row],
+        )
         for i, row in enumerate(counts)
     ]
 
@@ -36,7 +41,9 @@ def make_images(counts, seed=0):
 def write(folder: Path, images, per_shard=2, views=2):
     folder.mkdir(parents=True, exist_ok=True)
     pieces = [images[start : start + per_shard] for start in range(0, len(images), per_shard)]
-    rows = [store.write_shard(folder / store.shard_name(i), piece) for i, piece in enumerate(pieces)]
+    rows = [
+        store.write_shard(folder / store.shard_name(i), piece) for i, piece in enumerate(pieces)
+    ]
     (folder / store.INDEX).write_text(json.dumps(store.index(rows, views, (320, 240))))
     return folder
 
@@ -44,11 +51,18 @@ def write(folder: Path, images, per_shard=2, views=2):
 COUNTS = [[5, 0], [1, 2], [0, 0], [300, 7], [2, 2]]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.lists(st.integers(0, 20), min_size=3, max_size=3), min_size=1, max_size=9), st.integers(1, 4))
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(st.lists(st.integers(0, 20), min_size=3, max_size=3), min_size=1, max_size=9),
+    st.integers(1, 4),
+)
 def test_what_is_written_is_read(tmp_path_factory, counts, per_shard):
     images = make_images(counts)
-    opened = Store(write(tmp_path_factory.mktemp("store"), images, per_shard, views=3), verify="all")
+    opened = Store(
+        write(tmp_path_factory.mktemp("store"), images, per_shard, views=3), verify="all"
+    )
     assert len(opened) == len(images) and opened.images == [image.name for image in images]
     assert opened.views_per_image == 3 and opened.view_size == (320, 240)
     assert opened.counts.tolist() == counts
@@ -63,20 +77,35 @@ def test_what_is_written_is_read(tmp_path_factory, counts, per_shard):
 def test_a_store_of_sift_is_written_as_ever_and_one_of_other_features_says_so(tmp_path):
     folder = write(tmp_path / "sift", make_images(COUNTS))
     about = json.loads((folder / store.INDEX).read_text())
-    assert list(about) == ["format", "version", "views_per_image", "view_size", "record", "digest", "shards"]
+    assert list(about) == [
+        "format",
+        "version",
+        "views_per_image",
+        "view_size",
+        "record",
+        "digest",
+        "shards",
+    ]
     opened = Store(folder)
     assert (opened.extractor, opened.dtype, opened.scale_angle) == ("sift", ORIENTED, True)
     binary = Extractor("mine:bits", record_dtype("binary", 256), False, lambda *_: None)
     kept = np.frombuffer(np.random.default_rng(0).bytes(3 * binary.dtype.itemsize), binary.dtype)
-    row = store.write_shard(folder / store.shard_name(0), [ImageViews("a", (9, 9), np.zeros((1, 3, 3)), [kept])])
+    row = store.write_shard(
+        folder / store.shard_name(0), [ImageViews("a", (9, 9), np.zeros((1, 3, 3)), [kept])]
+    )
     (folder / store.INDEX).write_text(json.dumps(store.index([row], 1, (320, 240), binary)))
     opened = Store(folder)
-    assert (opened.extractor, opened.dtype, opened.scale_angle) == (binary.name, binary.dtype, False)
+    assert (opened.extractor, opened.dtype, opened.scale_angle) == (
+        binary.name,
+        binary.dtype,
+        False,
+    )
     assert opened.view(0, 0).records.tobytes() == kept.tobytes()
 
 
 def test_equal_images_give_equal_bytes_and_another_digest_otherwise(tmp_path):
-    first, second = write(tmp_path / "a", make_images(COUNTS)), write(tmp_path / "b", make_images(COUNTS))
+    first = write(tmp_path / "a", make_images(COUNTS))
+    second = write(tmp_path / "b", make_images(COUNTS))
     for path in first.iterdir():
         assert path.read_bytes() == (second / path.name).read_bytes()
     assert Store(first).digest == Store(second).digest
@@ -85,7 +114,10 @@ def test_equal_images_give_equal_bytes_and_another_digest_otherwise(tmp_path):
 
 def test_an_empty_shard_and_an_empty_store_are_fine(tmp_path):
     images = make_images(COUNTS)
-    rows = [store.write_shard(tmp_path / store.shard_name(i), piece) for i, piece in enumerate([[], images, []])]
+    rows = [
+        store.write_shard(tmp_path / store.shard_name(i), piece)
+        for i, piece in enumerate([[], images, []])
+    ]
     (tmp_path / store.INDEX).write_text(json.dumps(store.index(rows, 2, (320, 240))))
     assert Store(tmp_path, verify="all").counts.tolist() == COUNTS
     assert len(Store(write(tmp_path / "empty", []))) == 0

@@ -1,4 +1,6 @@
-"""The store under DVC: pushed and pulled whole; a damaged cache object, which DVC lets through, is caught."""
+"""The store under DVC: pushed and pulled whole; a damaged cache object, which DVC lets through, is
+caught.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def dvc(tmp_path):
     def run(*arguments):
         command = [sys.executable, "-m", "dvc", *arguments]
         env = {**os.environ, "DVC_NO_ANALYTICS": "true"}
-        subprocess.run(command, cwd=tmp_path / "repo", env=env, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            command, cwd=tmp_path / "repo", env=env, check=True, stdout=subprocess.DEVNULL
+        )
 
     (tmp_path / "repo").mkdir()
     run("init", "--no-scm", "-q")
@@ -40,7 +44,8 @@ def content(folder: Path):
 @pytest.mark.parametrize("link", ["copy", "hardlink", "symlink"])
 def test_shards_survive_push_and_pull_with_every_kind_of_link(dvc, tmp_path, link):
     store = tmp_path / "repo" / "data" / "keypoints"
-    before, digest = content(store), Store(store).digest
+    before = content(store)
+    digest = Store(store).digest
     dvc("config", "cache.type", link)
     dvc("add", "-q", "data/keypoints")
     dvc("push", "-q")
@@ -53,7 +58,9 @@ def test_shards_survive_push_and_pull_with_every_kind_of_link(dvc, tmp_path, lin
 def test_a_damaged_cache_object_is_caught(dvc, tmp_path):
     store = tmp_path / "repo" / "data" / "keypoints"
     dvc("add", "-q", "data/keypoints")
-    objects = sorted((tmp_path / "repo" / ".dvc" / "cache").rglob("*"), key=lambda path: path.stat().st_size)
+    objects = sorted(
+        (tmp_path / "repo" / ".dvc" / "cache").rglob("*"), key=lambda path: path.stat().st_size
+    )
     largest = [path for path in objects if path.is_file()][-1]
     data = bytearray(largest.read_bytes())
     data[len(data) // 2] ^= 1

@@ -1,4 +1,6 @@
-"""Waiting threads sleep in every command that computes: set before OpenMP is loaded, unless the user has set it."""
+"""Waiting threads sleep in every command that computes: set before OpenMP is loaded, unless the
+user has set it.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,15 @@ def spins_of(words, **said) -> str:
 
 def entry_point(root) -> str:
     """The script of `superglue-match`."""
-    words = re.search(r'^superglue-match = "([\w.]+):(\w+)"', (root / "pyproject.toml").read_text(), re.MULTILINE)
+    words = re.search(
+        r'^superglue-match = "([\w.]+):(\w+)"', (root / "pyproject.toml").read_text(), re.MULTILINE
+    )
     return SCRIPT.format(*words.groups(), words.group(2))
 
 
-@pytest.mark.parametrize("module", ["superglue_sift", "superglue_sift.apps.cli", "pipeline.evaluate", "pipeline.train"])
+@pytest.mark.parametrize(
+    "module", ["superglue_sift", "superglue_sift.apps.cli", "pipeline.evaluate", "pipeline.train"]
+)
 def test_threads_of_a_command_sleep_while_they_wait(module):
     assert spins_of(["-m", module, "--help"]) == "0"
 
@@ -53,4 +59,8 @@ def test_what_is_said_already_stays(name):
 def test_a_started_process_waits_passively():
     variables = {"OMP_NUM_THREADS": "4"}
     threads.wait_passively(variables)
-    assert variables == {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1"}
+    assert variables == {
+        "OMP_NUM_THREADS": "4",
+        "OMP_WAIT_POLICY": "passive",
+        "OPENBLAS_NUM_THREADS": "1",
+    }

@@ -32,7 +32,13 @@ PATIENCE = 120  # seconds: a guard, for a busy machine on which a request outlas
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Short pauses, and nothing inherited from the shell of the person who tests."""
-    for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_NAME", "DVC_EXP_NAME", "DVC_ROOT", "DVC_STAGE"):
+    for name in (
+        "MLFLOW_EXPERIMENT_NAME",
+        "MLFLOW_RUN_NAME",
+        "DVC_EXP_NAME",
+        "DVC_ROOT",
+        "DVC_STAGE",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.2")
@@ -117,7 +123,9 @@ def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path):
     client = client_of(store)
     stored = stored_run(store)
     assert stored.info.status == "FINISHED" and stored.info.run_name == "sample"
-    assert {"train.lr", "train.layers", "version.torch", "host", "platform"} <= set(stored.data.params)
+    assert {"train.lr", "train.layers", "version.torch", "host", "platform"} <= set(
+        stored.data.params
+    )
     assert stored.data.params["train.lr"] == "0.0001"
     assert steps(store, "train/loss") == list(range(50))
     assert len(steps(store, "system/cpu_utilization_percentage")) >= 2
@@ -151,12 +159,17 @@ def pairs_csv(path, errors, keypoints=9):
     """A pairs.csv of pairs in eight photographs with these errors of ours."""
     lines = ["pair,scene,matcher,keypoints0,error_ransac"]
     for number, error in enumerate(errors):
-        lines += [f"{number},{number % 8},superglue,{keypoints},{error}", f"{number},{number % 8},nn,{keypoints},9"]
+        lines += [
+            f"{number},{number % 8},superglue,{keypoints},{error}",
+            f"{number},{number % 8},nn,{keypoints},9",
+        ]
     path.write_text("\n".join(lines) + "\n")
     return path
 
 
-def test_the_champion_moves_only_to_a_model_that_is_surely_better_on_the_same_pairs(store, tmp_path):
+def test_the_champion_moves_only_to_a_model_that_is_surely_better_on_the_same_pairs(
+    store, tmp_path
+):
     noted = tmp_path / "reports" / "run.json"
     client = client_of(store)
 
@@ -185,7 +198,9 @@ def test_the_champion_moves_only_to_a_model_that_is_surely_better_on_the_same_pa
     said = [version.tags.get("champion", "") for version in versions]
     assert said[0] == "" and "other pairs" in said[2] and "95 % interval" in said[4]
     text = client.get_registered_model("superglue-sift").description
-    assert text.startswith(f"Version 5 is `champion`. Verdict on better, {versions[4].run_id}.\n\nTwo images in")
+    assert text.startswith(
+        f"Version 5 is `champion`. Verdict on better, {versions[4].run_id}.\n\nTwo images in"
+    )
     assert versions[3].description.startswith("Verdict on worse")
 
 
@@ -223,11 +238,17 @@ def test_metrics_find_the_run_of_their_training_also_after_another_one(store, tm
     with open_run(tmp_path / "reports", training="old", resume=runs["old"].key) as run:
         run.log({"train/loss": 1.0}, 1)
     assert stored_run(store, runs["old"]).data.metrics == {"test/old": 1.0, "train/loss": 1.0}
-    headers = {path.name: EventLog(path).header()["run"] for path in (tmp_path / "reports").glob("*.jsonl")}
-    assert headers.pop("log.jsonl") == runs["old"].key and list(headers.values()) == [runs["new"].key]
+    headers = {
+        path.name: EventLog(path).header()["run"] for path in (tmp_path / "reports").glob("*.jsonl")
+    }
+    assert headers.pop("log.jsonl") == runs["old"].key and list(headers.values()) == [
+        runs["new"].key
+    ]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"runs": 1}', '{"latest": "a", "runs": {"a": {}}}'])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"runs": 1}', '{"latest": "a", "runs": {"a": {}}}']
+)
 def test_a_damaged_run_json_names_no_run(tmp_path, content):
     (tmp_path / "run.json").write_text(content)
     assert recall_run(tmp_path / "run.json") is None
@@ -271,7 +292,9 @@ def test_a_dead_server_holds_up_nothing_and_resend_sends_all(gate, store, tmp_pa
     assert gate.requests == before  # nothing is left
 
 
-def test_without_mlflow_one_line_is_said_and_nothing_waited_for(store, tmp_path, monkeypatch, capfd):
+def test_without_mlflow_one_line_is_said_and_nothing_waited_for(
+    store, tmp_path, monkeypatch, capfd
+):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "mlflow", None)  # importing it raises ImportError
         run = open_run(tmp_path)
@@ -298,7 +321,9 @@ def test_evaluate_sends_what_training_could_not(gate, store, tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["error", "hang", "deaf"])
-def test_a_server_that_fails_in_the_middle_gets_every_point_once(gate, store, tmp_path, fault, capfd):
+def test_a_server_that_fails_in_the_middle_gets_every_point_once(
+    gate, store, tmp_path, fault, capfd
+):
     gate.start()
     run = open_run(tmp_path)
     log_steps(run, 0, 100)
@@ -325,14 +350,21 @@ def test_closing_does_not_wait_for_the_answer_of_a_server_that_hangs(gate, tmp_p
     assert run.close(wait=1) is False and time.monotonic() - began < PATIENCE / 2
 
 
-def test_the_weights_are_the_same_without_mlflow_with_it_and_while_it_hangs(gate, store, tmp_path, monkeypatch):
+def test_the_weights_are_the_same_without_mlflow_with_it_and_while_it_hangs(
+    gate, store, tmp_path, monkeypatch
+):
     bench = Workbench(tmp_path)
     reports = tmp_path / "hanging-r"
 
     def trained(name: str) -> str:
         # MLflow's handlers, which run in this process, put their own store into the environment
         monkeypatch.setenv("MLFLOW_TRACKING_URI", gate.uri)
-        folders = ["--out", str(tmp_path / name), "--reports", str(tmp_path / f"{name}-r" / "train")]
+        folders = [
+            "--out",
+            str(tmp_path / name),
+            "--reports",
+            str(tmp_path / f"{name}-r" / "train"),
+        ]
         assert train.main([*bench.arguments(), *folders]) == 0
         return digest(tmp_path / name)
 
@@ -409,7 +441,9 @@ def test_no_run_stays_running(store, tmp_path, end, status):
     script = textwrap.dedent(SCRIPT).replace("{end}", end)
     words = [sys.executable, "-c", script, str(tmp_path / "reports")]
     environment = dict(os.environ, PYTHONPATH=str(ROOT))
-    subprocess.run(words, cwd=ROOT, env=environment, timeout=PATIENCE, check=False, stderr=subprocess.PIPE)
+    subprocess.run(
+        words, cwd=ROOT, env=environment, timeout=PATIENCE, check=False, stderr=subprocess.PIPE
+    )
     assert stored_run(store).info.status == status
     assert command.main(["resend", "--reports", str(tmp_path)]) == 0
     assert stored_run(store).info.status == ("KILLED" if status == "RUNNING" else status)
@@ -465,8 +499,14 @@ def test_a_torn_line_is_left_out(tmp_path):
     [
         ("https://me:secret@host:5000/x", "https://host:5000/x"),
         ("port 'x': http://me:sec/ret@host", "port 'x': http://host"),
-        ("postgresql+psycopg2://me:s3cret@db/x?sslmode=require", "postgresql+psycopg2://db/x?sslmode=require"),
-        ("postgresql://db/x?user=me&password=s3cret&a=b", "postgresql://db/x?user=me&password=***&a=b"),
+        (
+            "postgresql+psycopg2://me:s3cret@db/x?sslmode=require",
+            "postgresql+psycopg2://db/x?sslmode=require",
+        ),
+        (
+            "postgresql://db/x?user=me&password=s3cret&a=b",
+            "postgresql://db/x?user=me&password=***&a=b",
+        ),
         ("sqlite:////a@b/mlflow.db", "sqlite:////a@b/mlflow.db"),
         ("denied: tok3n", "denied: ***"),
     ],
@@ -476,8 +516,12 @@ def test_a_text_that_leaves_has_no_password(text, redacted, monkeypatch):
     assert redact(text) == redacted
 
 
-@pytest.mark.parametrize("uri", ["http://me:hunter22@127.0.0.1:{port}", "http://127.0.0.1:{port}/?password=hunter22"])
-def test_the_password_of_a_server_is_neither_printed_nor_stored(gate, tmp_path, monkeypatch, capfd, uri):
+@pytest.mark.parametrize(
+    "uri", ["http://me:hunter22@127.0.0.1:{port}", "http://127.0.0.1:{port}/?password=hunter22"]
+)
+def test_the_password_of_a_server_is_neither_printed_nor_stored(
+    gate, tmp_path, monkeypatch, capfd, uri
+):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri.format(port=gate.port))
     run = open_run(tmp_path / "train", tags={"remote": uri}, noted_in=tmp_path / "run.json")
     wait_for(lambda: run._sender.error)
@@ -496,15 +540,20 @@ def test_the_address_of_a_run_comes_before_that_of_the_environment(tmp_path, mon
     monkeypatch.setenv("MLFLOW_TRACKING_URI", default)
     assert tracking.tracking_uri("http://mlflow:5000") == "http://mlflow:5000"
     assert tracking.tracking_uri("") == default
-    assert tracking.tracking_uri("sqlite:////elsewhere/mlflow.db") == default  # of another container
+    # Of another container
+    assert tracking.tracking_uri("sqlite:////elsewhere/mlflow.db") == default
     (tmp_path / "other.db").touch()
-    assert tracking.tracking_uri(f"sqlite:///{tmp_path}/other.db") == f"sqlite:///{tmp_path}/other.db"
+    assert (
+        tracking.tracking_uri(f"sqlite:///{tmp_path}/other.db") == f"sqlite:///{tmp_path}/other.db"
+    )
     # the password, which is stored nowhere, is the environment's
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@mlflow:5000")
     assert tracking.tracking_uri("http://mlflow:5000") == "http://me:secret@mlflow:5000"
 
 
-def test_the_evaluation_reaches_the_server_that_has_the_training(gate, store, tmp_path, monkeypatch):
+def test_the_evaluation_reaches_the_server_that_has_the_training(
+    gate, store, tmp_path, monkeypatch
+):
     """Where an image's default names another store, as in the last job of a cluster."""
     gate.start()
     open_run(tmp_path).close()

@@ -33,13 +33,21 @@ def entry(name: str, size: int = 100, crc32: str = "0badcafe") -> Entry:
 
 
 @pytest.mark.parametrize(
-    "name", ["000000000139.jpg", "val2017/000000000139.jpg", "COCO_val2014_000000000139.jpg", "x/000000000139.png"]
+    "name",
+    [
+        "000000000139.jpg",
+        "val2017/000000000139.jpg",
+        "COCO_val2014_000000000139.jpg",
+        "x/000000000139.png",
+    ],
 )
 def test_a_photograph_of_coco_is_known_by_its_number(name):
     assert entry(name).photograph == entry(name, 7, "").photograph == "139"
 
 
-@pytest.mark.parametrize("name", ["IMG_0001.jpg", "139.jpg", "a000000000139.jpg", "000000000139", "0000000000139.jpg"])
+@pytest.mark.parametrize(
+    "name", ["IMG_0001.jpg", "139.jpg", "a000000000139.jpg", "000000000139", "0000000000139.jpg"]
+)
 def test_any_other_is_known_by_its_bytes(name):
     assert entry(name).photograph == "0badcafe-100"
     assert entry(name, crc32="").photograph == ""
@@ -59,10 +67,19 @@ def test_zip_and_folder_give_a_photograph_one_name(tmp_path, photo, make_params)
             archive.write(path, f"val2017/{path.name}")
     found = {}
     for place in (folder, tmp_path / "val2017.zip"):
-        section = make_params("fetch", source="folder", path=str(place), val_fraction=0.5).model_dump()
+        section = make_params(
+            "fetch", source="folder", path=str(place), val_fraction=0.5
+        ).model_dump()
         (tmp_path / "params.yaml").write_text(json.dumps({"fetch": section}))
         out = tmp_path / f"images-{place.suffix}"
-        words = ["--params", tmp_path / "params.yaml", "--out", out, "--reports", tmp_path / "reports"]
+        words = [
+            "--params",
+            tmp_path / "params.yaml",
+            "--out",
+            out,
+            "--reports",
+            tmp_path / "reports",
+        ]
         assert fetch.main([*map(str, words), "--archives", str(tmp_path / "archives")]) == 0
         entries = manifest.read(out / "manifest.csv")
         found[place] = {one.name.rpartition("/")[2]: one.photograph for one in entries}
@@ -72,7 +89,9 @@ def test_zip_and_folder_give_a_photograph_one_name(tmp_path, photo, make_params)
 
 @pytest.fixture
 def work(tmp_path, photo):
-    """Three held-out photographs of COCO's names, and a model `ours` that was trained on another one."""
+    """Three held-out photographs of COCO's names, and a model `ours` that was trained on another
+    one.
+    """
     (tmp_path / "params.yaml").write_text(PARAMS)
     trained_on.write(write_model(tmp_path / "model.safetensors"), ["42"])
     pieces = (photo[:300, :400], photo[100:, 150:], photo[50:350, :450])
@@ -81,7 +100,9 @@ def work(tmp_path, photo):
 
 
 def run(folder: Path, *extra: str) -> int:
-    """An evaluation without alignment, which has no part in what is left out and takes half of the time."""
+    """An evaluation without alignment, which has no part in what is left out and takes half of the
+    time.
+    """
     return run_evaluation(folder, "--no-refine", *extra)
 
 
@@ -127,7 +148,10 @@ def test_a_model_that_saw_all_is_refused_in_one_line(work, capsys):
     trained_on.write(work / "model.safetensors", ["139", "285", "632"])
     assert run(work) == 2
     said = capsys.readouterr().err
-    assert "model.safetensors: was trained on all of the 3 held-out photographs" in said and "Traceback" not in said
+    assert (
+        "model.safetensors: was trained on all of the 3 held-out photographs" in said
+        and "Traceback" not in said
+    )
 
 
 def test_what_is_kept_on_request_is_marked(work, capsys):
@@ -158,7 +182,9 @@ def test_the_list_of_another_model_is_refused(work, capsys):
 
 @pytest.fixture
 def training(tmp_path, make_params, mlflow_store):
-    """`training(init_from)`: arguments of a training of a step on photographs 0.., validated on 100, 101, 102."""
+    """`training(init_from)`: arguments of a training of a step on photographs 0.., validated on
+    100, 101, 102.
+    """
     folder = made_keypoints(tmp_path / "keypoints")
     for split, first in (("train", 0), ("val", 100)):
         content = store.read_index(folder / split)
@@ -167,16 +193,33 @@ def training(tmp_path, make_params, mlflow_store):
         (folder / split / store.INDEX).write_text(json.dumps(content))
 
     def make(init_from: Path, *more: str) -> list:
-        small = {"dim": 16, "heads": 2, "layers": 1, "steps": 1, "val_every": 1, "val_pairs": 6, "batch": 2}
+        small = {
+            "dim": 16,
+            "heads": 2,
+            "layers": 1,
+            "steps": 1,
+            "val_every": 1,
+            "val_pairs": 6,
+            "batch": 2,
+        }
         section = make_params("train", init_from=str(init_from), **small)
         (tmp_path / "train.yaml").write_text(json.dumps(file_of({"train": section.model_dump()})))
-        words = ["--keypoints", folder, "--out", tmp_path / "run", "--reports", tmp_path / "reports/train"]
+        words = [
+            "--keypoints",
+            folder,
+            "--out",
+            tmp_path / "run",
+            "--reports",
+            tmp_path / "reports/train",
+        ]
         return [*map(str, words), "--params", str(tmp_path / "train.yaml"), *more]
 
     return make
 
 
-def test_a_training_records_its_photographs_and_those_of_its_initial_weights(training, tmp_path, make_params, capsys):
+def test_a_training_records_its_photographs_and_those_of_its_initial_weights(
+    training, tmp_path, make_params, capsys
+):
     begun_from = write_model(tmp_path / "begun.safetensors", dim=16, heads=2)
     trained_on.write(begun_from, ["7777", "101"])
     assert train.main(training(begun_from)) == 0
@@ -192,11 +235,15 @@ def test_a_training_records_its_photographs_and_those_of_its_initial_weights(tra
     assert trained_on.read(tmp_path / "models" / "superglue.safetensors") == {*own, "7777", "101"}
 
 
-def test_a_training_from_weights_of_unknown_origin_does_not_claim_to_know(training, tmp_path, capsys):
+def test_a_training_from_weights_of_unknown_origin_does_not_claim_to_know(
+    training, tmp_path, capsys
+):
     assert train.main(training(write_model(tmp_path / "begun.safetensors", dim=16, heads=2))) == 0
     assert "begun.safetensors was trained on is not known" in capsys.readouterr().out
     assert trained_on.read(tmp_path / "run" / "best.safetensors") is None
-    assert trained_on.list_of(tmp_path / "run" / "best.safetensors").is_file()  # an output of the stage
+    assert trained_on.list_of(
+        tmp_path / "run" / "best.safetensors"
+    ).is_file()  # an output of the stage
 
 
 def test_validation_alone_leaves_out_what_was_seen(training, tmp_path, capsys):
@@ -221,9 +268,13 @@ def test_the_shipped_weights_name_the_photographs_they_were_trained_on(root, sha
     for folder in ("train", "extra_gray", "extra_gray_512"):
         images = {entry(path.name).photograph for path in (shared_data / "coco" / folder).iterdir()}
         assert images <= known
-    assert not known & {entry(path.name).photograph for path in (shared_data / "coco" / "val").iterdir()}
+    assert not known & {
+        entry(path.name).photograph for path in (shared_data / "coco" / "val").iterdir()
+    }
 
 
 def test_the_sample_is_not_in_the_training_of_the_shipped_weights(root, tmp_path):
     known = trained_on.read(root / SHIPPED)
-    assert known is not None and not known & {one.photograph for one in sources.copy_sample(tmp_path)}
+    assert known is not None and not known & {
+        one.photograph for one in sources.copy_sample(tmp_path)
+    }

@@ -50,8 +50,12 @@ SMALL = {
 }
 
 
-def one_step(context, folder: str, norm: str, shares: list, accumulate: int, seed: int = 0) -> np.ndarray:
-    """All weights after two SGD steps, rank r taking `shares[r]` of the pairs; through the real step."""
+def one_step(
+    context, folder: str, norm: str, shares: list, accumulate: int, seed: int = 0
+) -> np.ndarray:
+    """All weights after two SGD steps, rank r taking `shares[r]` of the pairs; through the real
+    step.
+    """
     store = Store(folder)
     samples = PairOrder(0, len(store), store.views_per_image)
     torch.manual_seed(seed)
@@ -68,7 +72,9 @@ def one_step(context, folder: str, norm: str, shares: list, accumulate: int, see
         begin = sum(shares[: context.rank])
         own = samples.step(step, pairs)[begin : begin + shares[context.rank]]
         batches = [load_batch(store, part, 48) for part in split_evenly(own, accumulate)]
-        result = train_step(objective, optimizer, grad_scaler(False), batches, pairs, context.world_size, 1.0)
+        result = train_step(
+            objective, optimizer, grad_scaler(False), batches, pairs, context.world_size, 1.0
+        )
         assert result.applied and result.grad_norm > 0
     return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
 
@@ -77,15 +83,20 @@ NORMS = ("layer", "batch")
 
 
 def each_way(context, folder: str, shares: list) -> np.ndarray:
-    """`one_step` with each norm, and with accumulation; one after the other, since a group takes long to start."""
+    """`one_step` with each norm, and with accumulation; one after the other, since a group takes
+    long to start.
+    """
     ways = (*((norm, 1) for norm in NORMS), ("layer", 2))
-    return np.stack([one_step(context, folder, norm, shares, accumulate) for norm, accumulate in ways])
+    return np.stack(
+        [one_step(context, folder, norm, shares, accumulate) for norm, accumulate in ways]
+    )
 
 
 class TestGradients:
     @pytest.mark.parametrize(
         "shares",
-        [pytest.param(each, marks=pytest.mark.slow) for each in ([3, 3], [5, 1], [2, 0, 4])] + [[2, 3, 3]],
+        [pytest.param(each, marks=pytest.mark.slow) for each in ([3, 3], [5, 1], [2, 0, 4])]
+        + [[2, 3, 3]],
         ids=str,
     )
     def test_ranks_equal_one_process_with_the_whole_batch(self, tmp_path, shares):
@@ -112,11 +123,15 @@ class TestGradients:
         assert all(float(p.grad.abs().max()) == 0 for p in model.parameters())
 
     def test_parameters_lie_in_the_order_in_which_they_work(self):
-        """DistributedDataParallel fills its buckets from the last to the first: none waits for a gradient of later."""
+        """DistributedDataParallel fills its buckets from the last to the first: none waits for a
+        gradient of later.
+        """
         from test_matching import pair, related, scrambled
 
         model = scrambled(SuperGlueConfig(dim=16, layers=3, heads=2)).train()
-        objective, ready, named = MatchingObjective(model, 3.0, 5.0), [], {}
+        objective = MatchingObjective(model, 3.0, 5.0)
+        ready = []
+        named = {}
         for module in objective.in_order:
             first = next(module.parameters())
             named[first] = len(named)
@@ -150,9 +165,13 @@ class TestOptimization:
             section = make_params("train", lr=1.0, warmup_steps=2, steps=10, **keys)
             return [optimization.learning_rate(section, s, 4) for s in steps]
 
-        assert rates([0, 1, 2, 6, 10], schedule="cosine") == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.0])
+        assert rates([0, 1, 2, 6, 10], schedule="cosine") == pytest.approx(
+            [0.5, 1.0, 1.0, 0.5, 0.0]
+        )
         decay = {"schedule": "constant_decay", "decay_start": 4}
-        assert rates([1, 3, 4, 6, 8], **decay) == pytest.approx([1.0, 1.0, 1.0, np.exp(-0.2), np.exp(-0.4)])
+        assert rates([1, 3, 4, 6, 8], **decay) == pytest.approx(
+            [1.0, 1.0, 1.0, np.exp(-0.2), np.exp(-0.4)]
+        )
         assert rates([2], lr_scaling="linear") == [4.0] and rates([2], lr_scaling="sqrt") == [2.0]
 
     @pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
@@ -198,7 +217,9 @@ class TestOptimization:
 
 @pytest.fixture
 def request_of(tmp_path, make_params, mlflow_store):
-    """A training on synthetic views: `request_of(out, **train_keys)` gives the arguments of pipeline.train."""
+    """A training on synthetic views: `request_of(out, **train_keys)` gives the arguments of
+    pipeline.train.
+    """
     keypoints = made_keypoints(tmp_path / "keypoints")
 
     def make(out: str, **keys) -> list:
@@ -206,9 +227,16 @@ def request_of(tmp_path, make_params, mlflow_store):
         file = tmp_path / f"{out}.yaml"
         file.write_text(json.dumps(file_of({"train": section.model_dump()})))  # JSON is YAML
         return [
-            "--keypoints", str(keypoints), "--out", str(tmp_path / out),
-            "--reports", str(tmp_path / f"{out}-reports"), "--params", str(file), *words_of(section.model_dump()),
-        ]  # fmt: skip
+            "--keypoints",
+            str(keypoints),
+            "--out",
+            str(tmp_path / out),
+            "--reports",
+            str(tmp_path / f"{out}-reports"),
+            "--params",
+            str(file),
+            *words_of(section.model_dump()),
+        ]
 
     return make
 
@@ -233,7 +261,9 @@ def stop_after(monkeypatch, step: int) -> None:
 
 class TestResume:
     @pytest.mark.cu111
-    @pytest.mark.parametrize("keys", [{}, {"ema": 0.9, "norm": "batch", "optimizer": "sgd", "accumulate": 2}], ids=str)
+    @pytest.mark.parametrize(
+        "keys", [{}, {"ema": 0.9, "norm": "batch", "optimizer": "sgd", "accumulate": 2}], ids=str
+    )
     def test_a_stopped_run_ends_with_the_same_bytes(self, tmp_path, request_of, monkeypatch, keys):
         assert train.main(request_of("whole", **keys)) == 0
         for step in (1, 3, 5):
@@ -242,7 +272,12 @@ class TestResume:
                 assert train.main(request_of("parts", **keys)) == 143
             assert (home(tmp_path / "parts") / f"step-{step:08d}.safetensors").is_file()
         assert train.main(request_of("parts", **keys)) == 0
-        for name in ("step-00000006.safetensors", "step-00000006.json", "best.safetensors", "best.json"):
+        for name in (
+            "step-00000006.safetensors",
+            "step-00000006.json",
+            "best.safetensors",
+            "best.json",
+        ):
             files = [home(tmp_path / run) / name for run in ("whole", "parts")]
             assert files[0].read_bytes() == files[1].read_bytes(), name
         for name in ("curves/train.csv", "curves/validation.csv", "metrics.json"):
@@ -255,11 +290,15 @@ class TestResume:
         assert train.main(request_of("run")) == 0
         assert (tmp_path / "run" / "best.safetensors").read_bytes() == before
 
-    def test_parameters_of_other_stages_do_not_count(self, tmp_path, request_of, make_params, capsys):
+    def test_parameters_of_other_stages_do_not_count(
+        self, tmp_path, request_of, make_params, capsys
+    ):
         arguments = request_of("run")
         file = tmp_path / "run.yaml"
         for pairs in (1, 2):
-            other = file_of({"evaluate": make_params("evaluate", pairs_per_image=pairs).model_dump()})
+            other = file_of(
+                {"evaluate": make_params("evaluate", pairs_per_image=pairs).model_dump()}
+            )
             file.write_text(json.dumps({**json.loads(file.read_text()), **other}))
             assert train.main(arguments) == 0
         assert "nothing to do" in capsys.readouterr().out
@@ -280,14 +319,19 @@ class TestResume:
         def state(scale):
             model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            return TrainState(model, optimizer, Scaler(scale), optimization.MovingAverage(model, 0.0))
+            return TrainState(
+                model, optimizer, Scaler(scale), optimization.MovingAverage(model, 0.0)
+            )
 
-        saved, resumed = state(1024.0), state(65536.0)
+        saved = state(1024.0)
+        resumed = state(65536.0)
         resumed.restore(saved.tensors(), json.loads(json.dumps(saved.info())))
         assert resumed.scaler.values == {"scale": 1024.0}
 
     @pytest.mark.parametrize("able", [True, False])
-    def test_auto_keeps_its_precision_where_the_cpu_has_it(self, tmp_path, request_of, monkeypatch, capsys, able):
+    def test_auto_keeps_its_precision_where_the_cpu_has_it(
+        self, tmp_path, request_of, monkeypatch, capsys, able
+    ):
         monkeypatch.setattr(precision, "on", lambda *_: precision.Choice("bfloat16", "auto: AMX"))
         with monkeypatch.context() as patch:
             stop_after(patch, 3)
@@ -295,7 +339,9 @@ class TestResume:
         saved = json.loads((home(tmp_path / "run") / "step-00000003.json").read_text())
         assert (saved["precision"], saved["precision_reason"]) == ("bfloat16", "auto: AMX")
         monkeypatch.setattr(precision, "on", lambda *_: precision.Choice("float32", "auto: no AMX"))
-        monkeypatch.setattr(compat, "cpu_flags", lambda: frozenset({precision.AVX512} if able else ()))
+        monkeypatch.setattr(
+            compat, "cpu_flags", lambda: frozenset({precision.AVX512} if able else ())
+        )
         assert train.main(request_of("run", precision="auto")) == 0
         said = capsys.readouterr().out
         assert ("from scratch it would be float32: no AMX" in said) == able
@@ -303,7 +349,9 @@ class TestResume:
         now = json.loads((tmp_path / "run" / "best.json").read_text())["precision"]
         assert "resuming at step 3" in said and now == ("bfloat16" if able else "float32")
 
-    def test_a_damaged_newest_checkpoint_is_passed_over(self, tmp_path, request_of, monkeypatch, capsys):
+    def test_a_damaged_newest_checkpoint_is_passed_over(
+        self, tmp_path, request_of, monkeypatch, capsys
+    ):
         assert train.main(request_of("whole")) == 0
         with monkeypatch.context() as patch:
             stop_after(patch, 5)
@@ -315,7 +363,9 @@ class TestResume:
         out = capsys.readouterr().out
         assert "warning" in out and "step-00000005" in out and "resuming at step 4 of 6" in out
         last = "step-00000006.safetensors"
-        assert (home(tmp_path / "run") / last).read_bytes() == (home(tmp_path / "whole") / last).read_bytes()
+        assert (home(tmp_path / "run") / last).read_bytes() == (
+            home(tmp_path / "whole") / last
+        ).read_bytes()
 
 
 class TestRequests:
@@ -324,22 +374,35 @@ class TestRequests:
         metrics = json.loads((tmp_path / "run-reports" / "metrics.json").read_text())
         assert metrics["step"] == 30 and metrics["val_pairs"] == 4 and 0 < metrics["val_f1"] <= 1
         rows = (tmp_path / "run-reports" / "curves" / "train.csv").read_text().splitlines()
-        assert len(rows) == 16 and rows[0] == (
-            "step,loss,loss_positive,loss_unmatched,lr,grad_norm,dustbin,skipped_steps"
+        assert (
+            len(rows) == 16
+            and rows[0]
+            == "step,loss,loss_positive,loss_unmatched,lr,grad_norm,dustbin,skipped_steps"
         )
         timing = (tmp_path / "run-reports" / "timing.csv").read_text().splitlines()
         assert len(timing) == 16 and timing[0] == "step,pairs_per_s,data_wait,memory_gib"
         lines = (tmp_path / "run-reports" / "curves" / "validation.csv").read_text().splitlines()
-        assert lines[0] == "step,loss,loss_positive,loss_unmatched,precision,recall,f1,threshold,pairs"
-        assert [line.split(",")[0] for line in lines[1:]] == ["0", "15", "30"]  # from the untrained network on
+        assert (
+            lines[0] == "step,loss,loss_positive,loss_unmatched,precision,recall,f1,threshold,pairs"
+        )
+        # From the untrained network on
+        assert [line.split(",")[0] for line in lines[1:]] == ["0", "15", "30"]
         losses = [float(row.split(",")[1]) for row in rows[1:]]
         assert np.mean(losses[-3:]) < np.mean(losses[:3])
 
     @pytest.mark.parametrize(
         "keys, world_size, message",
         [
-            ({"parallel": "single"}, 3, r"--parallel single runs in one process: set NPROC_PER_NODE=1"),
-            ({"init_from": "none.safetensors"}, 1, r"train\.init_from: none\.safetensors: no such file"),
+            (
+                {"parallel": "single"},
+                3,
+                r"--parallel single runs in one process: set NPROC_PER_NODE=1",
+            ),
+            (
+                {"init_from": "none.safetensors"},
+                1,
+                r"train\.init_from: none\.safetensors: no such file",
+            ),
         ],
     )
     def test_wrong_requests_name_the_fix(self, request_of, keys, world_size, message):
@@ -366,28 +429,62 @@ class TestRequests:
 
     def test_initial_weights_of_another_shape(self, tmp_path, request_of, capsys):
         save_model_file(
-            tmp_path / "m.safetensors", SuperGlue(SuperGlueConfig(dim=16, layers=2, heads=2)).state_dict(), {}
+            tmp_path / "m.safetensors",
+            SuperGlue(SuperGlueConfig(dim=16, layers=2, heads=2)).state_dict(),
+            {},
         )
-        assert train.main(request_of("run", init_from=str(tmp_path / "m.safetensors"), steps=1, val_every=1)) == 0
+        assert (
+            train.main(
+                request_of("run", init_from=str(tmp_path / "m.safetensors"), steps=1, val_every=1)
+            )
+            == 0
+        )
         assert "tensors taken" in capsys.readouterr().out
         assert (
             train.main(
-                request_of("other", init_from=str(tmp_path / "m.safetensors"), dim=32, layers=3, steps=1, val_every=1)
+                request_of(
+                    "other",
+                    init_from=str(tmp_path / "m.safetensors"),
+                    dim=32,
+                    layers=3,
+                    steps=1,
+                    val_every=1,
+                )
             )
             == 0
         )
         said = capsys.readouterr().out
-        assert "skipped, another shape: " in said and "missing there: " in said and "self_attention.2." in said
+        assert (
+            "skipped, another shape: " in said
+            and "missing there: " in said
+            and "self_attention.2." in said
+        )
 
     def test_initial_weights_of_another_kind_of_network(self, tmp_path, request_of, capsys):
-        """Without rotary positions the weights of one that has them would be left out, and nothing else misses them."""
+        """Without rotary positions the weights of one that has them would be left out, and nothing
+        else misses them.
+        """
         config = SuperGlueConfig(dim=16, layers=2, heads=2, rotary=True)
-        save_model_file(tmp_path / "m.safetensors", SuperGlue(config).state_dict(), {"model": config.to_dict()})
-        line = "train.rotary is false: these weights were trained with true; set that to use them fully"
+        save_model_file(
+            tmp_path / "m.safetensors", SuperGlue(config).state_dict(), {"model": config.to_dict()}
+        )
+        line = (
+            "train.rotary is false: these weights were trained with true; set that to use them"
+            " fully"
+        )
         for rotary in (False, True):
-            keys = {"init_from": str(tmp_path / "m.safetensors"), "rotary": rotary, "neighbours": False}
+            keys = {
+                "init_from": str(tmp_path / "m.safetensors"),
+                "rotary": rotary,
+                "neighbours": False,
+            }
             assert (
-                train.main(request_of(f"rotary-{rotary}", dim=16, layers=2, heads=2, steps=1, val_every=1, **keys)) == 0
+                train.main(
+                    request_of(
+                        f"rotary-{rotary}", dim=16, layers=2, heads=2, steps=1, val_every=1, **keys
+                    )
+                )
+                == 0
             )
             assert (line in capsys.readouterr().out) == (not rotary)
 
@@ -401,7 +498,9 @@ class TestRequests:
         model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2))
         save_model_file(tmp_path / "m.safetensors", model.state_dict(), {})
         asked = {"dim": 16, "layers": 1, "heads": 2, "steps": 1, "val_every": 1}
-        assert train.main(request_of("run", init_from=str(tmp_path / "m.safetensors"), **asked)) == 0
+        assert (
+            train.main(request_of("run", init_from=str(tmp_path / "m.safetensors"), **asked)) == 0
+        )
         said = capsys.readouterr().out.splitlines()
         about = [line for line in said if line.startswith("validation kept the weights of")]
         assert len(about) == kept and all("m.safetensors" in line for line in about)
@@ -412,25 +511,38 @@ class TestRequests:
         """It is read when the training begins: the file may be gone later."""
         validate = trainer.validate
         monkeypatch.setattr(
-            trainer, "validate", lambda *own: (tmp_path / "m.safetensors").unlink(missing_ok=True) or validate(*own)
+            trainer,
+            "validate",
+            lambda *own: (tmp_path / "m.safetensors").unlink(missing_ok=True) or validate(*own),
         )
         model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2))
         save_model_file(tmp_path / "m.safetensors", model.state_dict(), {"match_threshold": 0.123})
         asked = {"dim": 16, "layers": 1, "heads": 2, "steps": 1, "val_every": 1}
         for name, begun_from in (("from", str(tmp_path / "m.safetensors")), ("nothing", "")):
             assert train.main(request_of(name, init_from=begun_from, **asked)) == 0
-        found = [json.loads((tmp_path / name / "best.json").read_text()) for name in ("from", "nothing")]
+        found = [
+            json.loads((tmp_path / name / "best.json").read_text()) for name in ("from", "nothing")
+        ]
         assert found[0]["match_threshold"] == 0.123
         assert found[1]["match_threshold"] == found[1]["validation"]["threshold"]
 
-    def test_initial_weights_are_known_by_what_they_are_not_by_where_they_lie(self, tmp_path, request_of, capsys):
+    def test_initial_weights_are_known_by_what_they_are_not_by_where_they_lie(
+        self, tmp_path, request_of, capsys
+    ):
         places = [tmp_path / name / "m.safetensors" for name in ("here", "there")]
         for seed, place in enumerate((*places, places[1])):
             if seed < 2:
                 torch.manual_seed(0)
             model = SuperGlue(SuperGlueConfig(dim=16, layers=2, heads=2))
             save_model_file(place, model.state_dict(), {})
-            asked = {"init_from": str(place), "dim": 16, "layers": 2, "heads": 2, "steps": 1, "val_every": 1}
+            asked = {
+                "init_from": str(place),
+                "dim": 16,
+                "layers": 2,
+                "heads": 2,
+                "steps": 1,
+                "val_every": 1,
+            }
             assert train.main(request_of("run", **asked)) == 0
             finished = "nothing to do" in capsys.readouterr().out
             assert finished == (seed == 1)
@@ -442,15 +554,17 @@ def curve(folder: Path) -> np.ndarray:
     return np.array([[float(v) for v in line.split(",")[1:4]] for line in lines])
 
 
-# Seconds after which launched ranks hang: more than the time-out of a collective (120), the last shipping to MLflow
-# (60) and four starts of Python with torch on two cores that others keep busy.
+# Seconds after which launched ranks hang: more than the time-out of a collective (120), the last
+# shipping to MLflow (60) and four starts of Python with torch on two cores that others keep busy.
 HANGS = 600
 
 
 def launched(arguments: list, processes: int, **options) -> subprocess.Popen:
     environment = {**train_environment(), "NPROC_PER_NODE": str(processes)}
     command = [sys.executable, "-m", "pipeline.launch", "pipeline.train", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stderr=subprocess.PIPE, **options)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, text=True, stderr=subprocess.PIPE, **options
+    )
 
 
 def train_environment() -> dict:
@@ -468,7 +582,10 @@ class TestLaunched:
         assert process.returncode == 0, err
         one, two = (curve(tmp_path / f"{name}-reports") for name in ("one", "three"))
         assert np.allclose(one, two, rtol=1e-4)
-        metrics = [json.loads((tmp_path / f"{n}-reports" / "metrics.json").read_text()) for n in ("one", "three")]
+        metrics = [
+            json.loads((tmp_path / f"{n}-reports" / "metrics.json").read_text())
+            for n in ("one", "three")
+        ]
         assert metrics[0]["val_loss"] == pytest.approx(metrics[1]["val_loss"], rel=1e-4)
 
     def test_sigterm_leaves_a_checkpoint_and_143(self, tmp_path, request_of):
@@ -488,7 +605,11 @@ class TestLaunched:
         process = launched(request_of("run", init_from="none.safetensors"), 3)
         _, err = process.communicate(timeout=HANGS)
         assert process.returncode == 2
-        assert err.strip().splitlines()[-1].startswith("error: train.init_from: none.safetensors: no such")
+        assert (
+            err.strip()
+            .splitlines()[-1]
+            .startswith("error: train.init_from: none.safetensors: no such")
+        )
         assert "Traceback" not in err
 
 

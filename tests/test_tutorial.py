@@ -1,4 +1,6 @@
-"""The notebook of the tutorial: run from its first cell to its last, and shipped with what that gave."""
+"""The notebook of the tutorial: run from its first cell to its last, and shipped with what that
+gave.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import pytest
 
 
 def placed(notebook) -> float:
-    """Largest error of the six cameras in percent of their path, from the output of the last cell."""
+    """Largest error of the six cameras in percent of their path, from the output of the last
+    cell.
+    """
     said = "".join(notebook["cells"][-1]["outputs"][0]["text"])
     found = re.fullmatch(r"6 of 6 images placed, largest error ([\d.]+) % .*\n", said)
     assert found, said
@@ -35,14 +39,20 @@ def test_the_notebook_ships_with_its_outputs(root):
     text = path.read_text()
     notebook = json.loads(text)
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1)), "run in order"
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1)), (
+        "run in order"
+    )
     assert placed(notebook) < 2
     outputs = [one for cell in code for one in cell["outputs"]]
-    assert not [one for one in outputs if one["output_type"] == "error" or one.get("name") == "stderr"]
+    assert not [
+        one for one in outputs if one["output_type"] == "error" or one.get("name") == "stderr"
+    ]
     pictures = [one["data"] for one in outputs if "data" in one]
     assert len(pictures) == 2
     for data in pictures:
-        ((_, content),) = ((kind, value) for kind, value in data.items() if kind.startswith("image/"))
+        ((_, content),) = (
+            (kind, value) for kind, value in data.items() if kind.startswith("image/")
+        )
         assert len(base64.b64decode("".join(content))) > 10_000
     assert path.stat().st_size < 500_000
     assert "MatchResult(" in text

@@ -1,4 +1,6 @@
-"""Photographs that a camera stored lying: all eight orientations of EXIF, in every format that carries them."""
+"""Photographs that a camera stored lying: all eight orientations of EXIF, in every format that
+carries them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from pipeline import errors
 from superglue_sift import Matcher, RequestError, images
 from superglue_sift.apps import cli
 from superglue_sift.geometry import corner_error, transform
-from superglue_sift.images import STORED, UPRIGHT, decode_color, decode_gray, gray_of_file, read_photo
+from superglue_sift.images import (
+    STORED,
+    UPRIGHT,
+    decode_color,
+    decode_gray,
+    gray_of_file,
+    read_photo,
+)
 
 ALL = range(1, 9)
 # where the corner at the top left of the stored pixels lies upright (Exif 2.32, 4.6.4)
@@ -44,7 +53,10 @@ def save(path, pixels: np.ndarray, orientation: int) -> None:
 def white_corner(image: np.ndarray) -> str:
     rows, columns = np.nonzero((image if image.ndim == 2 else image[..., 0]) > 128)
     height, width = image.shape[:2]
-    return f"{'bottom' if rows.mean() > height / 2 else 'top'} {'right' if columns.mean() > width / 2 else 'left'}"
+    return (
+        f"{'bottom' if rows.mean() > height / 2 else 'top'}"
+        f" {'right' if columns.mean() > width / 2 else 'left'}"
+    )
 
 
 @pytest.mark.parametrize("ending", [".jpg", ".png", ".webp", ".tif"])
@@ -55,7 +67,8 @@ def test_pixels_upright_and_stored(tmp_path, ending, orientation):
     data = path.read_bytes()
     assert gray_of_file(data, path, STORED)[1] == orientation
     for decode in (decode_gray, decode_color):
-        stored, turned = decode(data, frame=STORED), decode(data, frame=UPRIGHT)
+        stored = decode(data, frame=STORED)
+        turned = decode(data, frame=UPRIGHT)
         assert stored.shape[:2] == (40, 60) and white_corner(stored) == "top left"
         assert turned.shape[:2] == ((40, 60) if orientation < 5 else (60, 40))
         assert white_corner(turned) == CORNERS[orientation]
@@ -105,13 +118,21 @@ def turned_files(tmp_path, views):
 
 
 def test_a_matcher_finds_upright_what_it_finds_in_the_upright_pixels(matchers, views, turned_files):
-    found, expected = matchers[UPRIGHT].match(*turned_files), matchers[UPRIGHT].match(*views)
+    found = matchers[UPRIGHT].match(*turned_files)
+    expected = matchers[UPRIGHT].match(*views)
     np.testing.assert_array_equal(found.points1, expected.points1)
-    assert found.size0 == (600, 400) and found.frame == UPRIGHT and found.turned == (6, 3) and len(found.matches) > 30
+    assert (
+        found.size0 == (600, 400)
+        and found.frame == UPRIGHT
+        and found.turned == (6, 3)
+        and len(found.matches) > 30
+    )
     assert expected.turned == (1, 1)
 
 
-def test_of_stored_pixels_coordinates_are_stored_and_pictures_upright(matchers, views, turned_files):
+def test_of_stored_pixels_coordinates_are_stored_and_pictures_upright(
+    matchers, views, turned_files
+):
     found = matchers[STORED].match(*turned_files)
     assert found.size0 == (400, 600) and found.frame == STORED and found.turned == (1, 1)
     photos = found.photos()
@@ -151,7 +172,10 @@ def test_json_npz_and_overlay_of_the_command(model, turned_files, tmp_path, fram
     assert np.abs(overlay.astype(int) - second)[150:250, 250:350].mean() < 12
     assert run(*turned_files, "--out-dir", tmp_path / "found", "--pictures", *common) == 0
     with np.load(tmp_path / "found" / "a_b_matches.npz") as file:
-        assert str(file["frame"]) == frame and file["turned"].tolist() == [found["turned0"], found["turned1"]]
+        assert str(file["frame"]) == frame and file["turned"].tolist() == [
+            found["turned0"],
+            found["turned1"],
+        ]
         np.testing.assert_allclose(file["keypoints0"], found["keypoints0"], atol=1e-3)
         made = json.loads(str(file["made_from"]))
         assert made["frame"] == frame
@@ -159,7 +183,9 @@ def test_json_npz_and_overlay_of_the_command(model, turned_files, tmp_path, fram
     assert picture.shape[1] == 600 + 8 + 600  # upright
 
 
-def test_results_of_one_frame_are_not_taken_for_those_of_the_other(model, turned_files, tmp_path, capsys):
+def test_results_of_one_frame_are_not_taken_for_those_of_the_other(
+    model, turned_files, tmp_path, capsys
+):
     for frame in images.FRAMES:
         words = ["--out-dir", tmp_path / "f", "--model", model, "--device", "cpu", "--frame", frame]
         assert run(*turned_files, *words) == 0
@@ -170,10 +196,19 @@ def test_results_of_one_frame_are_not_taken_for_those_of_the_other(model, turned
 
 
 @pytest.mark.parametrize("frame", images.FRAMES)
-def test_a_colmap_database_is_of_stored_pixels_in_any_case(model, turned_files, tmp_path, frame, capsys):
+def test_a_colmap_database_is_of_stored_pixels_in_any_case(
+    model, turned_files, tmp_path, frame, capsys
+):
     pycolmap = pytest.importorskip("pycolmap")
     folder = turned_files[0].parent
-    words = ["--out-dir", tmp_path / "found", "--colmap", tmp_path / "d.db", "--no-scene", "--no-refine"]
+    words = [
+        "--out-dir",
+        tmp_path / "found",
+        "--colmap",
+        tmp_path / "d.db",
+        "--no-scene",
+        "--no-refine",
+    ]
     assert run(folder, *words, "--model", model, "--device", "cpu", "--frame", frame) == 0
     assert "pixels as stored" in capsys.readouterr().out
     database = pycolmap.Database.open(str(tmp_path / "d.db"))
@@ -181,9 +216,12 @@ def test_a_colmap_database_is_of_stored_pixels_in_any_case(model, turned_files, 
     stored = Matcher.load(model, "cpu", frame=STORED)
     for image in database.read_all_images():
         keypoints = database.read_keypoints(image.image_id)[:, :2]
-        camera, path = cameras[image.camera_id], folder / image.name
+        camera = cameras[image.camera_id]
+        path = folder / image.name
         own = pycolmap.Bitmap.read(str(path), False)
-        assert (camera.width, camera.height) == (own.width, own.height), "as COLMAP itself reads the file"
+        assert (camera.width, camera.height) == (own.width, own.height), (
+            "as COLMAP itself reads the file"
+        )
         # SIFT of the lying pixels finds most of the places that SIFT of the upright ones does
         expected = stored.extract(path).keypoints + 0.5
         nearest = np.linalg.norm(keypoints[:, None] - expected[None], axis=2).min(axis=1)

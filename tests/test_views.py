@@ -25,14 +25,21 @@ limits = st.builds(
     max_upscale=st.floats(MAX_UPSCALE, 8.0),
 )
 USUAL = SimpleNamespace(
-    scale_min=0.5, perspective=0.3, rotation_deg=45.0, translation=1.0, tilt_deg=0.0, max_upscale=MAX_UPSCALE
+    scale_min=0.5,
+    perspective=0.3,
+    rotation_deg=45.0,
+    translation=1.0,
+    tilt_deg=0.0,
+    max_upscale=MAX_UPSCALE,
 )
 LIGHT = SimpleNamespace(brightness=0.2, contrast=0.3, gamma=0.2, blur=0.8, noise=0.02, jpeg=0.3)
 DARK_OFF = SimpleNamespace(brightness=0.0, contrast=0.0, gamma=0.0, blur=0.0, noise=0.0, jpeg=0.0)
 
 
 def check_view(H, image_size, view_size, max_upscale=MAX_UPSCALE):
-    """Inside the image, convex, the same way round, magnified within the bound, at corners and between."""
+    """Inside the image, convex, the same way round, magnified within the bound, at corners and
+    between.
+    """
     quad = transform(corners(view_size), np.linalg.inv(H))
     assert quad.min() >= -1e-6 and (quad <= np.array(image_size) - 1 + 1e-6).all()
     edges = np.roll(quad, -1, axis=0) - quad
@@ -45,9 +52,18 @@ def check_view(H, image_size, view_size, max_upscale=MAX_UPSCALE):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(2, 5000), st.integers(2, 5000), sides, sides, limits, st.floats(0, 1), st.integers(0, 2**31))
+@given(
+    st.integers(2, 5000),
+    st.integers(2, 5000),
+    sides,
+    sides,
+    limits,
+    st.floats(0, 1),
+    st.integers(0, 2**31),
+)
 def test_views_are_border_free_convex_and_bounded(width, height, w, h, limits, difficulty, seed):
-    image_size, view_size = (width, height), (w, h)
+    image_size = (width, height)
+    view_size = (w, h)
     rng = generator(seed, "name", 1)
     if not homography.fits(image_size, view_size):
         smallest = homography.smallest_image(view_size)
@@ -64,7 +80,9 @@ def test_smallest_image_just_fits():
     for view_size in ((320, 240), (512, 384), (64, 72)):
         w, h = homography.smallest_image(view_size)
         assert homography.fits((w, h), view_size)
-        assert not homography.fits((w - 1, h), view_size) and not homography.fits((w, h - 1), view_size)
+        assert not homography.fits((w - 1, h), view_size) and not homography.fits(
+            (w, h - 1), view_size
+        )
 
 
 def test_a_view_depends_on_seed_name_and_index_alone():
@@ -77,7 +95,9 @@ def test_a_view_depends_on_seed_name_and_index_alone():
 
 
 def test_the_stream_of_random_numbers_is_pinned():
-    """Stores and reference pairs are reproducible across versions of numpy only while this holds."""
+    """Stores and reference pairs are reproducible across versions of numpy only while this
+    holds.
+    """
     H = sample_view(generator(7, "pinned.jpg", 3), (640, 480), (512, 384), USUAL)
     np.testing.assert_allclose(H, PINNED, rtol=1e-9)
 
@@ -93,7 +113,9 @@ PINNED = np.array(
 
 def test_views_overlap_enough_to_learn_from():
     H = [sample_view(generator(0, str(i), 1), (640, 480), (512, 384), USUAL) for i in range(400)]
-    grid = np.stack(np.meshgrid(np.linspace(0, 511, 12), np.linspace(0, 383, 12)), -1).reshape(-1, 2)
+    grid = np.stack(np.meshgrid(np.linspace(0, 511, 12), np.linspace(0, 383, 12)), -1).reshape(
+        -1, 2
+    )
     overlaps = []
     for first, second in zip(H[:-1], H[1:]):
         mapped = transform(grid, second @ np.linalg.inv(first))
@@ -108,7 +130,10 @@ def test_difficulty_zero_is_the_largest_upright_crop_and_more_is_further_away():
     np.testing.assert_allclose(H, centred, atol=1e-9)
 
     def spread(difficulty):
-        views = [sample_view(generator(0, "a", i), (640, 480), (512, 384), USUAL, difficulty) for i in range(60)]
+        views = [
+            sample_view(generator(0, "a", i), (640, 480), (512, 384), USUAL, difficulty)
+            for i in range(60)
+        ]
         quads = np.array([transform(corners((512, 384)), np.linalg.inv(view)) for view in views])
         return quads.std(axis=0).mean()
 
@@ -116,7 +141,9 @@ def test_difficulty_zero_is_the_largest_upright_crop_and_more_is_further_away():
 
 
 def test_a_tilt_squeezes_the_photograph_along_one_direction_by_up_to_its_cosine():
-    steep = SimpleNamespace(**{**vars(USUAL), "scale_min": 1.0, "perspective": 0.0, "tilt_deg": 60.0})
+    steep = SimpleNamespace(
+        **{**vars(USUAL), "scale_min": 1.0, "perspective": 0.0, "tilt_deg": 60.0}
+    )
     ratios = []
     for i in range(200):
         H = sample_view(generator(0, "a", i), (640, 480), (512, 384), steep)
@@ -143,7 +170,8 @@ def test_rendered_content_lies_where_the_homography_says(index):
     x, y = np.meshgrid(np.arange(512), np.arange(384))
     source = transform(np.stack([x, y], -1).reshape(-1, 2).astype(float), np.linalg.inv(H))
     expected = waves(source[:, 0], source[:, 1]).reshape(384, 512)
-    # bilinear sampling of a pattern of this curvature and OpenCV's 1/32 px grid stay below two levels
+    # bilinear sampling of a pattern of this curvature and OpenCV's 1/32 px grid stay below two
+    # levels
     assert np.abs(view - expected).max() < 2.5
     shifted = waves(source[:, 0] + 0.5, source[:, 1] + 0.5).reshape(384, 512)
     assert np.abs(view - expected).mean() < 0.3 * np.abs(view - shifted).mean()
@@ -179,7 +207,15 @@ def test_everything_off_changes_nothing(photo):
 
 
 @pytest.mark.parametrize(
-    "key, value", [("brightness", 0.5), ("contrast", 0.9), ("gamma", 0.9), ("blur", 3.0), ("noise", 0.2), ("jpeg", 1.0)]
+    "key, value",
+    [
+        ("brightness", 0.5),
+        ("contrast", 0.9),
+        ("gamma", 0.9),
+        ("blur", 3.0),
+        ("noise", 0.2),
+        ("jpeg", 1.0),
+    ],
 )
 def test_each_distortion_does_something_and_does_not_move_the_picture(photo, key, value):
     only = SimpleNamespace(**{**vars(DARK_OFF), key: value})
@@ -187,7 +223,8 @@ def test_each_distortion_does_something_and_does_not_move_the_picture(photo, key
     assert any(np.abs(out - photo).mean() > 0.5 for out in changed)
     for out in changed:
         likeness = [
-            np.corrcoef(np.roll(out, shift, 1)[:, 8:-8].ravel(), photo[:, 8:-8].ravel())[0, 1] for shift in (-2, 0, 2)
+            np.corrcoef(np.roll(out, shift, 1)[:, 8:-8].ravel(), photo[:, 8:-8].ravel())[0, 1]
+            for shift in (-2, 0, 2)
         ]
         assert likeness[1] == max(likeness) > 0.8
 

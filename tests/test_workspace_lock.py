@@ -1,4 +1,6 @@
-"""A stage of a plain `dvc repro` locks the workspace; under `make repro` the lock is already held."""
+"""A stage of a plain `dvc repro` locks the workspace; under `make repro` the lock is already
+held.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGE = "from pipeline import errors\nfrom pipeline.provenance import workspace_lock\n"
-STAGE += "def main(argv):\n    workspace_lock.take()\n    import time\n    print('working', flush=True)\n"
-STAGE += "    time.sleep(float(argv[0]))\n    return 0\nraise SystemExit(errors.run(main, {argv}))\n"
+STAGE += (
+    "def main(argv):\n    workspace_lock.take()\n    import time\n    print('working',"
+    " flush=True)\n"
+)
+STAGE += (
+    "    time.sleep(float(argv[0]))\n    return 0\nraise SystemExit(errors.run(main, {argv}))\n"
+)
 
 
 @pytest.fixture
@@ -22,11 +29,20 @@ def stage(tmp_path):
     """`stage(seconds)`: a stage as DVC starts it; with `prefix` as another program does."""
 
     def start(seconds: float = 0, *prefix: str, **environment: str) -> subprocess.Popen:
-        values = {**os.environ, "PYTHONPATH": str(ROOT), "DVC_ROOT": str(tmp_path), "DVC_STAGE": "fetch"}
+        values = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "DVC_ROOT": str(tmp_path),
+            "DVC_STAGE": "fetch",
+        }
         return subprocess.Popen(
             [*prefix, sys.executable, "-c", STAGE.replace("{argv}", repr([str(seconds)]))],
-            cwd=tmp_path, env={**values, **environment}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env={**values, **environment},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     return start
 
@@ -35,7 +51,9 @@ def test_a_stage_locks_the_workspace_and_says_so(stage, tmp_path):
     first = stage(60)
     assert "started by hand" in first.stdout.readline() and first.stdout.readline() == "working\n"
     out, err = stage().communicate()
-    assert "working" not in out and "is in use by container or host" in err and "Traceback" not in err
+    assert (
+        "working" not in out and "is in use by container or host" in err and "Traceback" not in err
+    )
     first.kill()
     first.wait()
     again = stage()

@@ -1,1 +1,3 @@
-"""Scenes, learning curves, the first picture, the notebook, a new GPU; `python -m benchmarks.dev.<name> --help`."""
+"""Scenes, learning curves, the first picture, the notebook, a new GPU; `python -m
+benchmarks.dev.<name> --help`.
+"""

@@ -1,12 +1,14 @@
-"""The first half hour on a GPU: everything that needs one, in order; a part that fails does not stop the others.
+"""The first half hour on a GPU: everything that needs one, in order; a part that fails does not
+stop the others.
 
     python -m benchmarks.dev.first_gpu [--images FOLDER] [--out reports/first-gpu]
     python -m benchmarks.dev.first_gpu --device cpu          the same parts in the same order, small
 
-Each part is a command with a time limit. Its output (`NN-name.log`) and its line of `summary.md` are written at once.
-Nothing is downloaded: photographs come from --images or from those inside scikit-image. On a GPU the limits add up to
-27 minutes. Run again with what is left: parts that succeeded are not repeated (`done.json`), and the training of real
-weights in OUT/real resumes.
+Each part is a command with a time limit. Its output (`NN-name.log`) and its line of `summary.md`
+are written at once.
+Nothing is downloaded: photographs come from --images or from those inside scikit-image. On a GPU
+the limits add up to 27 minutes. Run again with what is left: parts that succeeded are not repeated
+(`done.json`), and the training of real weights in OUT/real resumes.
 """
 
 from __future__ import annotations
@@ -30,13 +32,15 @@ from pipeline.parameters import params
 
 PYTHON = [sys.executable, "-m"]
 GRACE = 60  # seconds to save after SIGTERM
-PATIENCE = 4  # a rehearsal on a CPU gets this many times the limits, since other work may keep the CPU busy
+# A rehearsal on a CPU gets this many times the limits, since other work may keep the CPU busy
+PATIENCE = 4
 
 
 class Part(NamedTuple):
     """A command with its limit in seconds.
 
-    until: a pattern under OUT; when a new file matches it, SIGTERM stops the command, as it stops a preempted job.
+    until: a pattern under OUT; when a new file matches it, SIGTERM stops the command, as it stops a
+    preempted job.
     expected: exit codes that count as success.
     """
 
@@ -52,10 +56,16 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     title = str(__doc__).splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dev.first_gpu", description=title)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--images", default="", help="folder of photographs (default: those inside scikit-image)")
+    parser.add_argument(
+        "--images", default="", help="folder of photographs (default: those inside scikit-image)"
+    )
     parser.add_argument("--out", type=Path, default=Path("reports/first-gpu"))
-    parser.add_argument("--budget", type=float, default=28.0, help="minutes of this call (default 28)")
-    parser.add_argument("--compare", action="store_true", help="only compare the trainings that are in OUT")
+    parser.add_argument(
+        "--budget", type=float, default=28.0, help="minutes of this call (default 28)"
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="only compare the trainings that are in OUT"
+    )
     args = parser.parse_args(argv)
     if args.compare:
         return compare(args.out)
@@ -72,20 +82,28 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         rows[part.name] = run(part, args.out, f"{number:02d}-{part.name}.log", small)
         write_atomic(file, json.dumps(rows, indent=1) + "\n")
         lines = [f"| {name} | {row} |" for name, row in rows.items()]
-        write_atomic(args.out / "summary.md", "\n".join(["| part | outcome |", "|---|---|", *lines, ""]))
+        write_atomic(
+            args.out / "summary.md", "\n".join(["| part | outcome |", "|---|---|", *lines, ""])
+        )
         print(lines[list(rows).index(part.name)], flush=True)
     return 0
 
 
 def write_params(out: Path, images: str, small: bool) -> None:
-    """Write the parameters of a short training that is compared (`curve.yaml`) and of a real one (`real.yaml`)."""
+    """Write the parameters of a short training that is compared (`curve.yaml`) and of a real one
+    (`real.yaml`).
+    """
     text = presets.render("folder" if images else "sample", images)
     base = {name: dict(values) for name, values in YAML(typ="safe", pure=True).load(text).items()}
     keypoints = 64 if small else 512
     steps = 8 if small else 200
     base["fetch"]["limit"] = 6 if small else 0
-    base["keypoints"].update(width=320, height=240, max_keypoints=keypoints, views_per_image=4 if small else 12)
-    base["train"].update(batch=4 if small else 64, max_keypoints=keypoints, init_from="", neighbours=False)
+    base["keypoints"].update(
+        width=320, height=240, max_keypoints=keypoints, views_per_image=4 if small else 12
+    )
+    base["train"].update(
+        batch=4 if small else 64, max_keypoints=keypoints, init_from="", neighbours=False
+    )
     base["train"].update(layers=2 if small else 9, optimizer="adam", min_keypoints=0, val_pairs=8)
     base["evaluate"].update(width=320, height=240, max_keypoints=keypoints)
     curve = {"steps": steps, "val_every": steps}
@@ -101,20 +119,46 @@ def list_parts(out: Path, device: str) -> List[Part]:
     small = device == "cpu"
     stage = ["--params", f"{out}/curve.yaml"]
     fetch = ["--out", f"{out}/images", "--archives", f"{out}/archives", "--reports", f"{out}/fetch"]
-    extract = ["--images", f"{out}/images", "--out", f"{out}/keypoints", "--reports", f"{out}/keypoints-report"]
+    extract = [
+        "--images",
+        f"{out}/images",
+        "--out",
+        f"{out}/keypoints",
+        "--reports",
+        f"{out}/keypoints-report",
+    ]
     table = [*PYTHON, "pipeline.benchmark", "--device", device, "--params", f"{out}/curve.yaml"]
-    table += ["--dim", "16", "--iterations", "5", "--seconds", "0.5", "--rounds", "2"] if small else ["--dim", "256"]
+    table += (
+        ["--dim", "16", "--iterations", "5", "--seconds", "0.5", "--rounds", "2"]
+        if small
+        else ["--dim", "256"]
+    )
     # only with --deterministic a GPU computes the same bytes twice
     compared = ["--deterministic", "--log-every", "1", "--save-every", "2" if small else "50"]
     comparison = [*PYTHON, "benchmarks.dev.first_gpu", "--compare", "--out", str(out)]
-    rows = {"parity": 50, "step,sinkhorn,latency": 120, "peer,loader,memory": 200, "modes,views": 230}
+    rows = {
+        "parity": 50,
+        "step,sinkhorn,latency": 120,
+        "peer,loader,memory": 200,
+        "modes,views": 230,
+    }
     return [
         Part("doctor", 30, [*PYTHON, "pipeline.doctor"]),
-        Part("tests", 120, [*PYTHON, "pytest", "-q", "-m", "gpu", *(["tests/test_dali.py"] if small else [])]),
+        Part(
+            "tests",
+            120,
+            [*PYTHON, "pytest", "-q", "-m", "gpu", *(["tests/test_dali.py"] if small else [])],
+        ),
         Part("fetch", 30, [*PYTHON, "pipeline.fetch", *stage, *fetch]),
         Part("keypoints", 90, [*PYTHON, "pipeline.keypoints", *stage, *extract]),
         Part("train-cpu", 60, train(out, "curve", "cpu", compared), expected=(0, 143)),
-        Part("train-killed", 50, train(out, "curve", "curve", compared), "curve/checkpoints/*/step-*.json", (0, 143)),
+        Part(
+            "train-killed",
+            50,
+            train(out, "curve", "curve", compared),
+            "curve/checkpoints/*/step-*.json",
+            (0, 143),
+        ),
         Part("train-resumed", 60, train(out, "curve", "curve", compared)),
         Part("train-whole", 60, train(out, "curve", "whole", compared)),
         Part("compare", 10, comparison),
@@ -134,7 +178,9 @@ def train(out: Path, file: str, name: str, more: List[str]) -> List[str]:
 
 
 def run(part: Part, out: Path, log: str, small: bool) -> str:
-    """Run a part; returns its outcome, seconds and last line, with `ok` at the start if it succeeded."""
+    """Run a part; returns its outcome, seconds and last line, with `ok` at the start if it
+    succeeded.
+    """
     environment = dict(os.environ)
     environment.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{(out / 'mlflow.db').resolve()}")
     if small or part.name == "train-cpu":
@@ -144,7 +190,9 @@ def run(part: Part, out: Path, log: str, small: bool) -> str:
     end = begun + part.seconds
     stopped = ""
     with (out / log).open("w") as stream:
-        process = subprocess.Popen(part.command, env=environment, stdout=stream, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            part.command, env=environment, stdout=stream, stderr=subprocess.STDOUT
+        )
         while process.poll() is None:
             late = time.monotonic() > end
             if not stopped and (late or (part.until and set(out.glob(part.until)) - before)):
@@ -154,14 +202,22 @@ def run(part: Part, out: Path, log: str, small: bool) -> str:
             elif stopped and late:
                 process.kill()
             time.sleep(0.1)
-    outcome = "ok" if process.returncode in part.expected else f"FAILED with exit code {process.returncode}"
-    lines = [line for line in (out / log).read_text(errors="replace").splitlines() if line.strip()] or [""]
+    outcome = (
+        "ok"
+        if process.returncode in part.expected
+        else f"FAILED with exit code {process.returncode}"
+    )
+    lines = [
+        line for line in (out / log).read_text(errors="replace").splitlines() if line.strip()
+    ] or [""]
     last = lines[-1].strip()[-160:].replace("|", "/")
     return f"{outcome}{stopped}, {time.monotonic() - begun:.0f} s: {last}"
 
 
 def compare(out: Path) -> int:
-    """Print losses on the device and on the CPU, and whether resumed and unbroken weights are equal: 0, else 1."""
+    """Print losses on the device and on the CPU, and whether resumed and unbroken weights are
+    equal: 0, else 1.
+    """
     losses: List[Dict[str, float]] = []
     for name in ("cpu", "curve"):
         with next((out / name / "reports").rglob("train.csv")).open() as stream:
@@ -172,11 +228,16 @@ def compare(out: Path) -> int:
     away = max((abs(losses[0][step] / losses[1][step] - 1) for step in both), default=float("nan"))
     ends: List[Tuple[str, Any]] = []
     for name in ("curve", "whole"):
-        path = max((out / name / "checkpoints").glob("*/step-*.safetensors"), key=lambda file: file.name)
+        path = max(
+            (out / name / "checkpoints").glob("*/step-*.safetensors"), key=lambda file: file.name
+        )
         ends.append((path.name, path.read_bytes()))
     same = ends[0] == ends[1]
     word = "the bytes" if same else "OTHER BYTES"
-    print(f"{len(both)} steps, losses differ by {away:.2e} at most; resumed, {word} of the unbroken training")
+    print(
+        f"{len(both)} steps, losses differ by {away:.2e} at most; resumed, {word} of the unbroken"
+        " training"
+    )
     return 0 if same else 1
 
 

@@ -1,10 +1,12 @@
-"""The first picture of the README: one hard pair, our matches above those of the ratio test, with the shipped weights.
+"""The first picture of the README: one hard pair, our matches above those of the ratio test, with
+the shipped weights.
 
     python -m benchmarks.dev.first_picture docs/matches.jpg
 
-The photograph is NASA's portrait of Eileen Collins, in the public domain, which comes inside scikit-image; it was not
-used in training. The second view is synthetic: rotated by 130 degrees, tilted, blurred, darker, with noise. The pair
-was chosen because it is hard; docs/results.md has the averages.
+The photograph is NASA's portrait of Eileen Collins, in the public domain, which comes inside
+scikit-image; it was not used in training. The second view is synthetic: rotated by 130 degrees,
+tilted, blurred, darker, with noise. The pair was chosen because it is hard; docs/results.md has the
+averages.
 """
 
 from __future__ import annotations
@@ -34,13 +36,20 @@ def views() -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
 
     photo = np.ascontiguousarray(data.astronaut()[:ROWS, :, ::-1])
     height, width = photo.shape[:2]
-    middle, angle = np.array([(width - 1) / 2, (height - 1) / 2]), np.radians(130.0)
-    turn = np.array([[np.cos(angle), -np.sin(angle), 0], [np.sin(angle), np.cos(angle), 0], [0, 0, 1]])
+    middle = np.array([(width - 1) / 2, (height - 1) / 2])
+    angle = np.radians(130.0)
+    turn = np.array(
+        [[np.cos(angle), -np.sin(angle), 0], [np.sin(angle), np.cos(angle), 0], [0, 0, 1]]
+    )
     side = np.array([[1 / 2.5, 0, 0], [0, 1, 0], [0.001, 0, 1]])
-    to_middle, back = np.eye(3), np.eye(3)
-    to_middle[:2, 2], back[:2, 2] = -middle, middle
+    to_middle = np.eye(3)
+    back = np.eye(3)
+    to_middle[:2, 2] = -middle
+    back[:2, 2] = middle
     H = back @ np.diag([1.0, 1.0, 1.0 / 0.9]) @ side @ turn @ to_middle
-    seen = cv2.GaussianBlur(cv2.warpPerspective(photo, H, (width, height), flags=cv2.INTER_AREA), (0, 0), 1.0)
+    seen = cv2.GaussianBlur(
+        cv2.warpPerspective(photo, H, (width, height), flags=cv2.INTER_AREA), (0, 0), 1.0
+    )
     dark = 0.8 * 255 * (seen / 255.0) ** 1.5 + np.random.default_rng(0).normal(0, 4, seen.shape)
     return photo, np.clip(np.rint(dark), 0, 255).astype(np.uint8), H
 
@@ -54,10 +63,13 @@ def panel(name: str, found: MatchResult, H_0to1: np.ndarray) -> drawing.Panel:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Draw it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dev.first_picture", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.dev.first_picture", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("out", type=Path, help="the picture to write (.jpg)")
     args = parser.parse_args(argv)
-    matcher, (image0, image1, H) = Matcher.load(device="cpu"), views()
+    matcher = Matcher.load(device="cpu")
+    image0, image1, H = views()
     sides = matcher.extract(image0), matcher.extract(image1)
     pair = choose_pair(Pair(sides[0].records, sides[1].records, sides[0].size, sides[1].size))
     passed = match_baselines(pair)[RATIO_TEST].above(RATIO_THRESHOLD)

@@ -1,10 +1,13 @@
-"""Learning curves of several trainings: loss, precision, recall and F1 against pairs and processor minutes.
+"""Learning curves of several trainings: loss, precision, recall and F1 against pairs and processor
+minutes.
 
-    python -m benchmarks.dev.learning adam=runs/adam muon=runs/muon --keypoints data/keypoints --out reports/learning
+    python -m benchmarks.dev.learning adam=runs/adam muon=runs/muon --keypoints data/keypoints --out
+    reports/learning
 
-A run is the folder of a training that holds `checkpoints/` and `reports/`; `A+B` is one that continued from another's
-weights. All runs must have been validated on the same pairs. The untrained network, mutual nearest neighbours and the
-ratio test on those pairs are the horizontal lines. Writes learning.csv and learning.png.
+A run is the folder of a training that holds `checkpoints/` and `reports/`; `A+B` is one that
+continued from another's weights. All runs must have been validated on the same pairs. The untrained
+network, mutual nearest neighbours and the ratio test on those pairs are the horizontal lines.
+Writes learning.csv and learning.png.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ METRICS = ("loss", "precision", "recall", "f1")
 
 
 class Point(NamedTuple):
-    """One validation: pairs trained on before it, processor minutes spent on them, and its metrics by name."""
+    """One validation: pairs trained on before it, processor minutes spent on them, and its metrics
+    by name.
+    """
 
     pairs: int
     minutes: float
@@ -49,22 +54,32 @@ class Point(NamedTuple):
 
 def curve(folders: List[Path]) -> List[Point]:
     """The validations of one run, in order. Raises RequestError where a file is missing."""
-    points, pairs, minutes = [], 0, 0.0
+    points = []
+    pairs = 0
+    minutes = 0.0
     for folder in folders:
         batch = _json(folder / "checkpoints" / "best.json")["train"]["batch"]
         reports = folder / "reports"
-        timing = [(int(row["step"]), float(row["pairs_per_s"])) for row in _rows(reports / "timing.csv")]
+        timing = [
+            (int(row["step"]), float(row["pairs_per_s"])) for row in _rows(reports / "timing.csv")
+        ]
         for row in _rows(reports / "curves" / "validation.csv"):
             step = int(row["step"])
             metrics = {name: float(row[name]) for name in METRICS}
-            points.append(Point(pairs + step * batch, minutes + _minutes(timing, step, batch), metrics))
-        pairs, minutes = points[-1].pairs, points[-1].minutes
+            points.append(
+                Point(pairs + step * batch, minutes + _minutes(timing, step, batch), metrics)
+            )
+        pairs = points[-1].pairs
+        minutes = points[-1].minutes
     return points
 
 
 def _minutes(timing: List[Tuple[int, float]], until: int, batch: int) -> float:
-    """Minutes of all processes together that the steps up to `until` took; validation not counted."""
-    before, seconds = 0, 0.0
+    """Minutes of all processes together that the steps up to `until` took; validation not
+    counted.
+    """
+    before = 0
+    seconds = 0.0
     for step, pairs_per_s in timing:
         if before < until:
             seconds += (min(step, until) - before) * batch / pairs_per_s
@@ -72,13 +87,19 @@ def _minutes(timing: List[Tuple[int, float]], until: int, batch: int) -> float:
     return seconds / 60
 
 
-def baselines(store: Store, samples: List[Sample], train: TrainParams) -> Dict[str, Dict[str, float]]:
-    """Precision, recall and F1 of mutual nearest neighbours and of the ratio test, scored as `validate` does."""
+def baselines(
+    store: Store, samples: List[Sample], train: TrainParams
+) -> Dict[str, Dict[str, float]]:
+    """Precision, recall and F1 of mutual nearest neighbours and of the ratio test, scored as
+    `validate` does.
+    """
     counts = {"mutual nearest neighbour": [0, 0], "ratio test, mutual": [0, 0]}
     true = 0
     for sample in samples:
         batch = load_batch(store, [sample], train.max_keypoints, Augmentation.of(train))
-        truth = ground_truth(batch, setup.POSITIVE_PX, setup.NEGATIVE_PX).matches0[0, : int(batch.counts0)]
+        truth = ground_truth(batch, setup.POSITIVE_PX, setup.NEGATIVE_PX).matches0[
+            0, : int(batch.counts0)
+        ]
         true += int((truth >= 0).sum())
         batch = choose_orientations(batch)
         unit0 = root_sift(batch.descriptors0[0, : int(batch.counts0)]).numpy()
@@ -90,21 +111,32 @@ def baselines(store: Store, samples: List[Sample], train: TrainParams) -> Dict[s
             scored = (matches >= 0) & (truth != IGNORED)
             counts[name][0] += int((scored & (matches == truth)).sum())
             counts[name][1] += int(scored.sum())
-    return {name: _scores(correct, predicted, true) for name, (correct, predicted) in counts.items()}
+    return {
+        name: _scores(correct, predicted, true) for name, (correct, predicted) in counts.items()
+    }
 
 
 def _scores(correct: int, predicted: int, true: int) -> Dict[str, float]:
-    precision, recall = correct / max(predicted, 1), correct / max(true, 1)
-    return {"precision": precision, "recall": recall, "f1": 2 * precision * recall / max(precision + recall, 1e-12)}
+    precision = correct / max(predicted, 1)
+    recall = correct / max(true, 1)
+    return {
+        "precision": precision,
+        "recall": recall,
+        "f1": 2 * precision * recall / max(precision + recall, 1e-12),
+    }
 
 
 def untrained(store: Store, samples: List[Sample], train: TrainParams) -> Dict[str, float]:
-    """Metrics of the network before its first step; its layers are the identity, so their number does not matter."""
+    """Metrics of the network before its first step; its layers are the identity, so their number
+    does not matter.
+    """
     torch.manual_seed(train.seed)
     model = SuperGlue(SuperGlueConfig(layers=1, sinkhorn_iterations=train.sinkhorn_iterations))
     objective = MatchingObjective(model, setup.POSITIVE_PX, setup.NEGATIVE_PX)
     context = distributed.Context(0, 1, 0, torch.device("cpu"))
-    return validate(objective, HeldOut(store, samples, train.max_keypoints, context, Augmentation.of(train)))
+    return validate(
+        objective, HeldOut(store, samples, train.max_keypoints, context, Augmentation.of(train))
+    )
 
 
 def crossing(points: List[Point], f1: float) -> Optional[Point]:
@@ -119,8 +151,13 @@ def crossing(points: List[Point], f1: float) -> Optional[Point]:
 
 
 def table(runs: Dict[str, List[Point]], lines: Dict[str, Dict[str, float]]) -> str:
-    """The printed table: the baselines, then each run's last validation and when it passed the ratio test."""
-    rows = [f"{'':28}{'pairs':>9}{'proc. min':>11}{'loss':>7}{'P':>7}{'R':>7}{'F1':>7}  ahead of the ratio test after"]
+    """The printed table: the baselines, then each run's last validation and when it passed the
+    ratio test.
+    """
+    rows = [
+        f"{'':28}{'pairs':>9}{'proc. min':>11}{'loss':>7}{'P':>7}{'R':>7}{'F1':>7}  ahead of the"
+        " ratio test after"
+    ]
     for name, metrics in lines.items():
         rows.append(f"{name:28}{'':>20}" + _cells(metrics))
     for name, points in runs.items():
@@ -137,7 +174,9 @@ def _cells(metrics: Dict[str, float]) -> str:
 
 
 def draw(runs: Dict[str, List[Point]], lines: Dict[str, Dict[str, float]], path: Path) -> None:
-    """Draw four metrics against pairs (above) and processor minutes (below); the baselines are dashed."""
+    """Draw four metrics against pairs (above) and processor minutes (below); the baselines are
+    dashed.
+    """
     from matplotlib import pyplot
 
     axes_of: List[Tuple[str, Callable[[Point], float]]] = [
@@ -148,7 +187,12 @@ def draw(runs: Dict[str, List[Point]], lines: Dict[str, Dict[str, float]], path:
     for row, (label, at) in zip(grid, axes_of):
         for axes, name in zip(row, METRICS):
             for run, points in runs.items():
-                axes.plot([at(p) for p in points], [p.metrics[name] for p in points], marker=".", label=run)
+                axes.plot(
+                    [at(p) for p in points],
+                    [p.metrics[name] for p in points],
+                    marker=".",
+                    label=run,
+                )
             known = {line: metrics[name] for line, metrics in lines.items() if name in metrics}
             for style, (line, value) in zip((":", "--", "-."), known.items()):
                 axes.axhline(value, color="gray", linestyle=style, label=line)
@@ -161,13 +205,25 @@ def draw(runs: Dict[str, List[Point]], lines: Dict[str, Dict[str, float]], path:
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Entry of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dev.learning", description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER[+FOLDER]", help="trainings to show")
-    parser.add_argument("--keypoints", type=Path, default=Path("data/keypoints"), help="store they were validated on")
-    parser.add_argument(
-        "--params", type=Path, default=Path("params.yaml"), help="the validation's seed and number of pairs"
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.dev.learning", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--out", type=Path, default=Path("reports/learning"), help="folder for the results")
+    parser.add_argument("runs", nargs="+", metavar="NAME=FOLDER[+FOLDER]", help="trainings to show")
+    parser.add_argument(
+        "--keypoints",
+        type=Path,
+        default=Path("data/keypoints"),
+        help="store they were validated on",
+    )
+    parser.add_argument(
+        "--params",
+        type=Path,
+        default=Path("params.yaml"),
+        help="the validation's seed and number of pairs",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("reports/learning"), help="folder for the results"
+    )
     args = parser.parse_args(argv)
     runs = {}
     for word in args.runs:
@@ -175,9 +231,13 @@ def main(argv: Optional[List[str]] = None) -> int:
         if not folders:
             raise RequestError(f"{word}: must be NAME=FOLDER")
         runs[name] = curve([Path(folder) for folder in folders.split("+")])
-    train, store = params.load("train", args.params), Store(args.keypoints / "val")
+    train = params.load("train", args.params)
+    store = Store(args.keypoints / "val")
     samples = validation_pairs(train.seed, len(store), store.views_per_image, train.val_pairs)
-    lines = {"untrained network": untrained(store, samples, train), **baselines(store, samples, train)}
+    lines = {
+        "untrained network": untrained(store, samples, train),
+        **baselines(store, samples, train),
+    }
     print(table(runs, lines))
     args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / "learning.csv").open("w", newline="") as stream:
@@ -193,14 +253,18 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 def _rows(path: Path) -> List[Dict[str, str]]:
     if not path.is_file():
-        raise RequestError(f"{path}: no such file; name the folder of a training with checkpoints/ and reports/")
+        raise RequestError(
+            f"{path}: no such file; name the folder of a training with checkpoints/ and reports/"
+        )
     with path.open(newline="") as stream:
         return list(csv.DictReader(stream))
 
 
 def _json(path: Path) -> dict:
     if not path.is_file():
-        raise RequestError(f"{path}: no such file; name the folder of a training with checkpoints/ and reports/")
+        raise RequestError(
+            f"{path}: no such file; name the folder of a training with checkpoints/ and reports/"
+        )
     return json.loads(path.read_text(encoding="utf-8"))
 
 

@@ -41,13 +41,17 @@ class Matches(NamedTuple):
 
 
 def corner_error(found: Matches, fraction: float, power: int) -> float:
-    """Error in px of the fit to the surest `fraction` of the matches, weighted by a power of the confidence."""
+    """Error in px of the fit to the surest `fraction` of the matches, weighted by a power of the
+    confidence.
+    """
     if len(found.scores) < geometry.MIN_POINTS:
         return math.inf
     count = max(geometry.MIN_POINTS, math.ceil(fraction * len(found.scores)))
     kept = found.scores >= np.sort(found.scores)[-count]
     scores = found.scores[kept]
-    weights = estimators.weights_of("dlt", matchers.OURS, scores) if power == ODDS else scores**power
+    weights = (
+        estimators.weights_of("dlt", matchers.OURS, scores) if power == ODDS else scores**power
+    )
     H = geometry.fit_dlt(found.points0[kept], found.points1[kept], weights)
     return geometry.corner_error(H, found.known.truth, found.known.pair.size0)
 
@@ -83,8 +87,12 @@ def f1_by_ratio(answers: Sequence[dict], pairs: Sequence[inputs.KnownPair]) -> L
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Print the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dev.least_squares")
-    parser.add_argument("--images", type=Path, default=Path("data/images"), help="folder that `fetch` wrote")
-    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="size and number of the pairs")
+    parser.add_argument(
+        "--images", type=Path, default=Path("data/images"), help="folder that `fetch` wrote"
+    )
+    parser.add_argument(
+        "--params", type=Path, default=Path("params.yaml"), help="size and number of the pairs"
+    )
     args = parser.parse_args(argv)
     images = sources.open_manifest(args.images)
     section = params.load("evaluate", args.params)

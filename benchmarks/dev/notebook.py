@@ -2,8 +2,8 @@
 
     python -m benchmarks.dev.notebook docs/tutorial.ipynb
 
-Runs in an empty folder, so that no file is left next to the notebook. Needs nbclient, ipykernel, matplotlib,
-scikit-image and pycolmap.
+Runs in an empty folder, so that no file is left next to the notebook. Needs nbclient, ipykernel,
+matplotlib, scikit-image and pycolmap.
 """
 
 from __future__ import annotations
@@ -18,19 +18,26 @@ SECONDS = 600  # of a cell, at most
 
 
 def executed(path: Path, folder: Path) -> Any:
-    """The notebook (nbformat 4) of `path` with its outputs, run in `folder`. Raises nbclient's error of a cell."""
+    """The notebook (nbformat 4) of `path` with its outputs, run in `folder`. Raises nbclient's
+    error of a cell.
+    """
     import nbclient
     import nbformat
 
     notebook = nbformat.read(path, as_version=4)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (os.getcwd(), os.environ.get("PYTHONPATH")))
+    )
     resources = {"metadata": {"path": str(folder)}}
-    client = nbclient.NotebookClient(notebook, timeout=SECONDS, kernel_name="python3", resources=resources)
+    client = nbclient.NotebookClient(
+        notebook, timeout=SECONDS, kernel_name="python3", resources=resources
+    )
     client.record_timing = False
     client.execute()
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]  # progress, which takes time
+            # Progress, which takes time
+            cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]
     notebook.metadata = {name: notebook.metadata[name] for name in ("kernelspec", "language_info")}
     return notebook
 
@@ -39,7 +46,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run it and write it."""
     import nbformat
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dev.notebook", description=str(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.dev.notebook", description=str(__doc__).splitlines()[0]
+    )
     parser.add_argument("notebook", type=Path, help="run, and written with its outputs")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,6 @@
-"""Errors of a model of a scene: camera centres, rotations and false pairs, from the true cameras."""
+"""Errors of a model of a scene: camera centres, rotations and false pairs, from the true
+cameras.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,29 @@ BAND_PX = 4.0  # distance from the true epipolar line up to which a verified mat
 
 
 class Camera(NamedTuple):
-    """fx, fy, cx, cy in pixels of the photograph as stored; R (3, 3) world to camera; C (3,) centre in the world."""
+    """fx, fy, cx, cy in pixels of the photograph as stored; R (3, 3) world to camera; C (3,) centre
+    in the world.
+    """
 
     intrinsics: np.ndarray
     R: np.ndarray
     C: np.ndarray
 
     def K(self, scale: float) -> np.ndarray:
-        """(3, 3) calibration matrix of the photograph resized by `scale`; the centre of the first pixel at (0, 0)."""
+        """(3, 3) calibration matrix of the photograph resized by `scale`; the centre of the first
+        pixel at (0, 0).
+        """
         fx, fy, cx, cy = self.intrinsics
         moved = (scale - 1) / 2
-        return np.array([[fx * scale, 0, cx * scale + moved], [0, fy * scale, cy * scale + moved], [0, 0, 1.0]])
+        return np.array(
+            [[fx * scale, 0, cx * scale + moved], [0, fy * scale, cy * scale + moved], [0, 0, 1.0]]
+        )
 
 
 def read_cameras(path: Path) -> Dict[str, Camera]:
-    """Cameras of a text file by name: `name fx fy cx cy R(9) C(3)` in each line. Raises RequestError."""
+    """Cameras of a text file by name: `name fx fy cx cy R(9) C(3)` in each line. Raises
+    RequestError.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -44,7 +54,9 @@ def read_cameras(path: Path) -> Dict[str, Camera]:
         except ValueError as error:
             raise RequestError(f"--cameras {path} line {number}: {error}") from None
         if values.size != NUMBERS or not np.isfinite(values).all():
-            raise RequestError(f"--cameras {path} line {number}: needs a name, fx fy cx cy, nine of R, three of C")
+            raise RequestError(
+                f"--cameras {path} line {number}: needs a name, fx fy cx cy, nine of R, three of C"
+            )
         found[words[0]] = Camera(values[:4], values[4:13].reshape(3, 3), values[13:])
     if not found:
         raise RequestError(f"--cameras {path}: holds no camera")
@@ -62,7 +74,8 @@ def scenes_of(names: List[str]) -> Dict[str, List[str]]:
 
 def similarity(points: np.ndarray, target: np.ndarray) -> Tuple[float, np.ndarray, np.ndarray]:
     """(s, R, t) with target ~ s R points + t, least squares over (N, 3) points (Umeyama 1991)."""
-    mean, other = points.mean(0), target.mean(0)
+    mean = points.mean(0)
+    other = target.mean(0)
     U, values, Vt = np.linalg.svd((target - other).T @ (points - mean))
     sign = np.array([1.0, 1.0, np.sign(np.linalg.det(U @ Vt))])
     R = U @ np.diag(sign) @ Vt
@@ -71,13 +84,17 @@ def similarity(points: np.ndarray, target: np.ndarray) -> Tuple[float, np.ndarra
 
 
 def model_errors(model: Any, cameras: Dict[str, Camera]) -> Dict[str, float]:
-    """Errors of a pycolmap.Reconstruction's camera centres and rotations, after the best similarity of the centres.
+    """Errors of a pycolmap.Reconstruction's camera centres and rotations, after the best similarity
+    of the centres.
 
-    centre, centre_max: mean and largest distance, in the units of `cameras`; centre_percent: the mean in percent of
-    the largest distance between two true cameras of the scene. rotation: mean angle in degrees.
+    centre, centre_max: mean and largest distance, in the units of `cameras`; centre_percent: the
+    mean in percent of the largest distance between two true cameras of the scene. rotation: mean
+    angle in degrees.
     """
     names = [image.name for image in model.images.values() if image.has_pose]
-    poses = {image.name: image.cam_from_world() for image in model.images.values() if image.has_pose}
+    poses = {
+        image.name: image.cam_from_world() for image in model.images.values() if image.has_pose
+    }
     true = np.array([cameras[name].C for name in names])
     centres = np.array([poses[name].inverse().translation for name in names])
     s, R, t = similarity(centres, true)
@@ -108,5 +125,7 @@ def right_fraction(points0: np.ndarray, points1: np.ndarray, F: np.ndarray) -> f
     """Fraction of matched pixels (N, 2) within BAND_PX of the true epipolar line in image 1."""
     ones = np.ones((len(points0), 1))
     lines = np.hstack([points0, ones]) @ F.T
-    distances = np.abs((np.hstack([points1, ones]) * lines).sum(1)) / np.maximum(np.hypot(*lines.T[:2]), 1e-12)
+    distances = np.abs((np.hstack([points1, ones]) * lines).sum(1)) / np.maximum(
+        np.hypot(*lines.T[:2]), 1e-12
+    )
     return float((distances <= BAND_PX).mean())

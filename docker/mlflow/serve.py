@@ -1,9 +1,12 @@
-"""Start the MLflow server of docker/compose.yaml from its environment, or ask it for its health (`--health`).
+"""Start the MLflow server of docker/compose.yaml from its environment, or ask it for its health
+(`--health`).
 
 MLFLOW_ALLOWED_HOSTS  names under which the server may be called; others get 403
-POSTGRES_HOST         a PostgreSQL server instead of the SQLite file in /data; the password comes from the secret
+POSTGRES_HOST         a PostgreSQL server instead of the SQLite file in /data; the password comes
+                      from the secret
                       file, and without one the server does not start
-MLFLOW_ARTIFACTS      where artifacts lie, /data/artifacts or s3://bucket/folder; clients see them through the server
+MLFLOW_ARTIFACTS      where artifacts lie, /data/artifacts or s3://bucket/folder; clients see them
+                      through the server
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ def store(environment: Dict[str, str], password_file: Path = Path(PASSWORD_FILE)
         return environment.get("MLFLOW_BACKEND_STORE_URI") or "sqlite:////data/mlflow.db"
     password = password_file.read_text().strip() if password_file.is_file() else ""
     if not password:
-        print(f"error: POSTGRES_HOST is set and {password_file} is missing or empty", file=sys.stderr)
+        print(
+            f"error: POSTGRES_HOST is set and {password_file} is missing or empty", file=sys.stderr
+        )
         raise SystemExit(2)
     user = environment.get("POSTGRES_USER", "mlflow")
     name = environment.get("POSTGRES_DB", "mlflow")
@@ -34,9 +39,21 @@ def store(environment: Dict[str, str], password_file: Path = Path(PASSWORD_FILE)
 
 
 def command(environment: Dict[str, str]) -> List[str]:
-    """The server's command line; the store's address travels in the environment, where `ps` does not show it."""
+    """The server's command line; the store's address travels in the environment, where `ps` does
+    not show it.
+    """
     port = environment.get("MLFLOW_PORT") or "5000"
-    words = ["mlflow", "server", "--host", "0.0.0.0", "--port", port, "--workers", "1", "--serve-artifacts"]
+    words = [
+        "mlflow",
+        "server",
+        "--host",
+        "0.0.0.0",
+        "--port",
+        port,
+        "--workers",
+        "1",
+        "--serve-artifacts",
+    ]
     words += ["--artifacts-destination", environment.get("MLFLOW_ARTIFACTS") or "/data/artifacts"]
     return [*words, "--allowed-hosts", environment.get("MLFLOW_ALLOWED_HOSTS") or HOSTS]
 

@@ -1,11 +1,12 @@
-"""Stage `evaluate`: compare the trained matcher with baselines, on held-out images or a folder of pairs.
+"""Stage `evaluate`: compare the trained matcher with baselines, on held-out images or a folder of
+pairs.
 
     python -m pipeline.evaluate --model checkpoints/best.safetensors --out reports/evaluate
-    python -m pipeline.evaluate --pairs DIR --out DIR                                      (the shipped weights)
-    python -m pipeline.evaluate --model models/superglue.safetensors --pairs DIR --out DIR
+    python -m pipeline.evaluate --pairs DIR --out DIR                                      (the
+      shipped weights)
 
-Writes index.html (one page with everything), metrics.json (flat names), pairs.csv (one line per pair and matcher) and
-more into --out. docs/evaluation.md explains every file and metric.
+Writes index.html (one page with everything), metrics.json (flat names), pairs.csv (one line per
+pair and matcher) and more into --out. docs/evaluation.md explains every file and metric.
 """
 
 from __future__ import annotations
@@ -50,37 +51,96 @@ OWN_PARAMS = Path(__file__).resolve().parents[2] / "params.yaml"
 
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.evaluate", description=str(__doc__).splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.evaluate", description=str(__doc__).splitlines()[0]
+    )
     add = parser.add_argument
     add("--model", type=Path, help="model to evaluate (default: the shipped weights)")
-    add("--also", action="append", default=[], metavar="NAME=FILE", help="another model; repeat for more")
+    add(
+        "--also",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="another model; repeat for more",
+    )
     add("--images", type=Path, default=Path("data/images"), help="folder that `fetch` wrote")
     add("--pairs", type=Path, help="instead of held-out images: a folder in HPatches layout")
-    add("--poses", type=Path, help="instead: a pairs_with_gt.txt of pairs with cameras, images in --images")
+    add(
+        "--poses",
+        type=Path,
+        help="instead: a pairs_with_gt.txt of pairs with cameras, images in --images",
+    )
     add("--out", type=Path, default=Path("reports/evaluate"), help="folder for the results")
     add("--params", type=Path, help="parameters (default: params.yaml here, else the project's)")
-    add("--mlflow-run", type=Path, help="reports/run.json, to add the results to the run of the training")
+    add(
+        "--mlflow-run",
+        type=Path,
+        help="reports/run.json, to add the results to the run of the training",
+    )
     add("--max-keypoints", type=int, help="instead of evaluate.max_keypoints")
-    add("--threshold", type=float, default=0.0, help="minimum confidence of a match; 0: the model's own")
-    add("--no-refine", dest="refine", action="store_false", help="skip the metrics of aligned matches, to save time")
-    add("--pictures", type=int, default=8, help="pictures of matches: of the best, median and worst pairs; 0: none")
-    add("--resize", type=int, default=480, help="--pairs, --poses: shorter side in pixels; 0: keep the size")
+    add(
+        "--threshold",
+        type=float,
+        default=0.0,
+        help="minimum confidence of a match; 0: the model's own",
+    )
+    add(
+        "--no-refine",
+        dest="refine",
+        action="store_false",
+        help="skip the metrics of aligned matches, to save time",
+    )
+    add(
+        "--pictures",
+        type=int,
+        default=8,
+        help="pictures of matches: of the best, median and worst pairs; 0: none",
+    )
+    add(
+        "--resize",
+        type=int,
+        default=480,
+        help="--pairs, --poses: shorter side in pixels; 0: keep the size",
+    )
     add("--batch", type=int, default=8, help="pairs in one pass of the network")
-    paper = "the paper's protocol: 1,024 pairs (or PAIRS), 640x480 and 512x384, 512 and 1,024 keypoints"
+    paper = (
+        "the paper's protocol: 1,024 pairs (or PAIRS), 640x480 and 512x384, 512 and 1,024 keypoints"
+    )
     add("--paper", type=int, nargs="?", const=PAPER_PAIRS, metavar="PAIRS", help=paper)
     usual = f"default: {','.join(estimators.DEFAULT)}; --paper: all"
     add("--estimators", help=f"of: {', '.join(estimators.ESTIMATORS)}; the first leads ({usual})")
-    add("--lightglue", type=Path, metavar="FILE", help="also LightGlue for SIFT, with these weights")
-    add("--bound", action="store_true", help="also a row of the true matches, an upper bound for all matchers")
-    add("--robustness", type=int, default=0, help="photographs tried under growing blur, noise, ...; 0: none")
-    add("--keep-seen", action="store_true", help="keep photographs that a model was trained on, and mark the table")
+    add(
+        "--lightglue", type=Path, metavar="FILE", help="also LightGlue for SIFT, with these weights"
+    )
+    add(
+        "--bound",
+        action="store_true",
+        help="also a row of the true matches, an upper bound for all matchers",
+    )
+    add(
+        "--robustness",
+        type=int,
+        default=0,
+        help="photographs tried under growing blur, noise, ...; 0: none",
+    )
+    add(
+        "--keep-seen",
+        action="store_true",
+        help="keep photographs that a model was trained on, and mark the table",
+    )
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     args = parser.parse_args(argv)
-    sources_given = [name for name in ("pairs", "poses", "paper") if getattr(args, name) is not None]
+    sources_given = [
+        name for name in ("pairs", "poses", "paper") if getattr(args, name) is not None
+    ]
     if len(sources_given) > 1:
-        raise RequestError(f"--{sources_given[0]} and --{sources_given[1]} are two evaluations: run one at a time")
+        raise RequestError(
+            f"--{sources_given[0]} and --{sources_given[1]} are two evaluations: run one at a time"
+        )
     if args.robustness and (args.pairs or args.poses):
-        raise RequestError("--robustness needs held-out images: leave it out with --pairs and --poses")
+        raise RequestError(
+            "--robustness needs held-out images: leave it out with --pairs and --poses"
+        )
     if args.bound and args.poses:
         raise RequestError("--bound needs homographies: leave it out with --poses")
     if args.out.exists() and not args.out.is_dir():
@@ -92,7 +152,9 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
         if value is not None and value < minimum:
             raise RequestError(f"--{name.replace('_', '-')} {value}: must be {minimum} or more")
     args.models = models_of(args)
-    args.params = args.params or (Path("params.yaml") if Path("params.yaml").is_file() else OWN_PARAMS)
+    args.params = args.params or (
+        Path("params.yaml") if Path("params.yaml").is_file() else OWN_PARAMS
+    )
     return args
 
 
@@ -102,9 +164,13 @@ def models_of(args: argparse.Namespace) -> Dict[str, Path]:
     for word in args.also:
         name, _, file = word.partition("=")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) or not file:
-            raise RequestError(f"--also {word}: must be NAME=FILE, NAME of letters, digits, - and _")
+            raise RequestError(
+                f"--also {word}: must be NAME=FILE, NAME of letters, digits, - and _"
+            )
         if name in (*matchers.MATCHERS, *matchers.UNRANKED, lightglue.NAME, *models):
-            raise RequestError(f"--also {word}: there is a matcher called {name} already; choose another name")
+            raise RequestError(
+                f"--also {word}: there is a matcher called {name} already; choose another name"
+            )
         models[name] = Path(file)
     return models
 
@@ -112,25 +178,36 @@ def models_of(args: argparse.Namespace) -> Dict[str, Path]:
 def section_of(args: argparse.Namespace) -> EvaluateParams:
     """Section `evaluate` of params.yaml, with overrides from the command line."""
     section = params.load("evaluate", args.params)
-    return section.model_copy(update={"max_keypoints": args.max_keypoints}) if args.max_keypoints else section
+    return (
+        section.model_copy(update={"max_keypoints": args.max_keypoints})
+        if args.max_keypoints
+        else section
+    )
 
 
 def chosen_photographs(args: argparse.Namespace) -> unseen.Choice:
-    """Held-out photographs that no compared model was trained on, and the models; only the latter with other pairs."""
+    """Held-out photographs that no compared model was trained on, and the models; only the latter
+    with other pairs.
+    """
     if args.pairs is not None or args.poses is not None:
         return unseen.Choice([], args.models, [])
     images = sources.open_manifest(args.images)
     entries = images.entries("test")
     if not entries:
         entries = images.entries("val")
-        print("no test images: using the validation images, on which the checkpoint was chosen", file=sys.stderr)
+        print(
+            "no test images: using the validation images, on which the checkpoint was chosen",
+            file=sys.stderr,
+        )
     if not entries:
         fix = "raise fetch.val_fraction or add images, then run fetch again"
         raise RequestError(f"{args.images}: no held-out image; {fix}")
     return unseen.choose(entries, args.models, args.keep_seen)
 
 
-def choose_source(args: argparse.Namespace, section: EvaluateParams, chosen: unseen.Choice) -> Named:
+def choose_source(
+    args: argparse.Namespace, section: EvaluateParams, chosen: unseen.Choice
+) -> Named:
     """The source of pairs, by default held-out photographs, and the title of its table."""
     keypoints = f"{section.max_keypoints} keypoints"
     size = f"short side {args.resize}" if args.resize else "full size"
@@ -143,7 +220,9 @@ def choose_source(args: argparse.Namespace, section: EvaluateParams, chosen: uns
     entries = chosen.entries
     held_out = HeldOutPairs(sources.open_manifest(args.images), entries, section, args.paper)
     fetched = json.loads((args.images / "source.json").read_text(encoding="utf-8"))
-    folders = ", ".join(Path(container["path"]).name for container in fetched["containers"].values())
+    folders = ", ".join(
+        Path(container["path"]).name for container in fetched["containers"].values()
+    )
     name = folders if fetched.get("source", "folder") == "folder" else fetched["source"]
     images = f"{len(held_out)} held-out images ({entries[0].split}){chosen.mark}"
     return held_out, f"{name}: {images}, {section.width}x{section.height}, {keypoints}"
@@ -157,22 +236,29 @@ def chosen_estimators(args: argparse.Namespace) -> Tuple[str, ...]:
 
 
 def chosen_extractor(args: argparse.Namespace, network: matchers.Network) -> Extractor:
-    """The extractor of the evaluated model. Raises RequestError for one that params.yaml does not name."""
+    """The extractor of the evaluated model. Raises RequestError for one that params.yaml does not
+    name.
+    """
     name = network.model.config.extractor
     if name != extractors.DEFAULT.name and params.load("keypoints", args.params).extractor != name:
         raise RequestError(
-            f"{network.file}: matches keypoints of {name}, code that is run only when asked for: set "
-            f"keypoints.extractor: {name} in {args.params}"
+            f"{network.file}: matches keypoints of {name}, code that is run only when asked for:"
+            f" set keypoints.extractor: {name} in {args.params}"
         )
     return extractors.load(name)
 
 
-def chosen_matchers(args: argparse.Namespace, models: Mapping[str, Path], device: str) -> Tuple[Matchers, List[str]]:
+def chosen_matchers(
+    args: argparse.Namespace, models: Mapping[str, Path], device: str
+) -> Tuple[Matchers, List[str]]:
     """All compared matchers, and a note for each that is missing or matches other keypoints."""
-    networks, further, skipped = {}, {}, []
+    networks = {}
+    further = {}
+    skipped = []
     for name, file in models.items():
         network = matchers.load_network(file, device, args.threshold)
-        ours, extractor = networks.get(OURS, network).model.config.extractor, network.model.config.extractor
+        ours = networks.get(OURS, network).model.config.extractor
+        extractor = network.model.config.extractor
         if extractor == ours:
             networks[name] = network
         else:
@@ -191,52 +277,81 @@ def chosen_matchers(args: argparse.Namespace, models: Mapping[str, Path], device
 
 
 def check(argv: Optional[List[str]] = None, world_size: int = 1) -> None:
-    """Check the request before processes start, so that an error is printed once. Raises RequestError."""
+    """Check the request before processes start, so that an error is printed once. Raises
+    RequestError.
+    """
     args = parse(argv)
     networks = [matchers.load_network(file, "cpu", args.threshold) for file in args.models.values()]
     chosen_extractor(args, networks[0])
     choose_source(args, section_of(args), chosen_photographs(args))
 
 
-def track(args: argparse.Namespace, contents: Mapping[str, Content], info: Mapping[str, Any]) -> None:
-    """Add headline, files and description to the MLflow run of the training that the model's `info` names, if any.
+def track(
+    args: argparse.Namespace, contents: Mapping[str, Content], info: Mapping[str, Any]
+) -> None:
+    """Add headline, files and description to the MLflow run of the training that the model's `info`
+    names, if any.
 
     contents: of each variant by its folder below `--out`, "" for a single one.
     """
     if args.mlflow_run is None:
         return
     folder = args.pairs or args.poses
-    prefix = f"pairs/{folder.resolve().stem}" if folder else "paper" if args.paper else tracking.EVALUATION
+    prefix = (
+        f"pairs/{folder.resolve().stem}"
+        if folder
+        else "paper"
+        if args.paper
+        else tracking.EVALUATION
+    )
     is_main = prefix == tracking.EVALUATION  # of the data it was trained on
     with tracking.attach(args.mlflow_run, training=info.get("training")) as run:
         for variant, content in contents.items():
             group = "/".join(filter(None, (tracking.HEADLINE, "" if is_main else prefix, variant)))
             leading = tracking.LEADING if is_main else ()
             headline = summary.headline(content).items()
-            metrics = {name if name in leading else f"{group}/{name}": value for name, value in headline}
+            metrics = {
+                name if name in leading else f"{group}/{name}": value for name, value in headline
+            }
             run.log(metrics, int(info.get("step") or 0))
         for name in (*outputs.FILES, *outputs.FOLDERS):
             if (args.out / name).exists():
-                run.artifact(args.out / name, f"{prefix}/{name}" if name in outputs.FOLDERS else prefix)
+                run.artifact(
+                    args.out / name, f"{prefix}/{name}" if name in outputs.FOLDERS else prefix
+                )
         if is_main:
-            run.describe(summary.result(contents[""]), summary.note(contents[""], prefix, tracking.RUN_ID))
+            run.describe(
+                summary.result(contents[""]), summary.note(contents[""], prefix, tracking.RUN_ID)
+            )
             run.compare_with_champion(args.out / "pairs.csv")
 
 
-def evaluate(args: argparse.Namespace, context: distributed.Context) -> Tuple[Dict[str, Content], Mapping[str, Any]]:
-    """Evaluate: content by variant, on the first process of a group, empty on the others; and the model's info."""
+def evaluate(
+    args: argparse.Namespace, context: distributed.Context
+) -> Tuple[Dict[str, Content], Mapping[str, Any]]:
+    """Evaluate: content by variant, on the first process of a group, empty on the others; and the
+    model's info.
+    """
     section = section_of(args)
     device = choose_device(args.device) if context.world_size == 1 else str(context.device)
     chosen = chosen_photographs(args)
     compared, skipped = chosen_matchers(args, chosen.models, device)
-    names, extractor = chosen_estimators(args), chosen_extractor(args, compared.networks[OURS])
+    names = chosen_estimators(args)
+    extractor = chosen_extractor(args, compared.networks[OURS])
     options = {"refine": args.refine, "pictures": args.pictures, "bound": args.bound}
-    settings = Settings(section, names, args.batch, args.resize, args.robustness, extractor, **options)
+    settings = Settings(
+        section, names, args.batch, args.resize, args.robustness, extractor, **options
+    )
     training = args.mlflow_run.parent / "train" / "curves" if args.mlflow_run else None
     work = Evaluation(compared, settings, context, (*chosen.lines, *skipped), training)
     info = compared.networks[OURS].info
     if args.paper:
-        return protocol.run_paper(work, lambda variant: choose_source(args, variant, chosen), args.out), info
+        return (
+            protocol.run_paper(
+                work, lambda variant: choose_source(args, variant, chosen), args.out
+            ),
+            info,
+        )
     content = work.run(choose_source(args, section, chosen), args.out)
     return {"": content} if content else {}, info
 

@@ -22,18 +22,23 @@ BINS: Dict[str, Tuple[float, ...]] = {  # condition -> edges; a pair falls into 
 
 def overlap(H_0to1: np.ndarray, size0: Tuple[int, int], size1: Tuple[int, int]) -> float:
     """Fraction of image 0 that image 1 shows, 0..1, on a grid of points."""
-    grid = np.stack(np.meshgrid(*[(np.arange(GRID) + 0.5) / GRID * side - 0.5 for side in size0]), axis=-1)
+    grid = np.stack(
+        np.meshgrid(*[(np.arange(GRID) + 0.5) / GRID * side - 0.5 for side in size0]), axis=-1
+    )
     with np.errstate(all="ignore"):
         mapped = geometry.transform(grid.reshape(-1, 2), H_0to1)
         inside = (mapped >= -0.5) & (mapped <= np.array(size1) - 0.5)
     return float(inside.all(axis=1).mean())
 
 
-def conditions_of(H_0to1: np.ndarray, size0: Tuple[int, int], size1: Tuple[int, int]) -> Dict[str, float]:
+def conditions_of(
+    H_0to1: np.ndarray, size0: Tuple[int, int], size1: Tuple[int, int]
+) -> Dict[str, float]:
     """Conditions at the centre of image 0.
 
-    rotation_deg: 0..180, without sign; scale: 1 or more, the larger over the smaller; tilt: ratio of the two principal
-    stretches, 1 for a similarity; perspective: change of area between the corners, 1 for an affine map; overlap: 0..1.
+    rotation_deg: 0..180, without sign; scale: 1 or more, the larger over the smaller; tilt: ratio
+    of the two principal stretches, 1 for a similarity; perspective: change of area between the
+    corners, 1 for an affine map; overlap: 0..1.
     """
     H_0to1 = np.asarray(H_0to1, np.float64)
     centre = (np.array([size0]) - 1) / 2
@@ -45,6 +50,8 @@ def conditions_of(H_0to1: np.ndarray, size0: Tuple[int, int], size1: Tuple[int, 
         "rotation_deg": float(np.degrees(abs(np.arctan2(rotation[1, 0], rotation[0, 0])))),
         "scale": max(scale, 1 / scale) if scale > 0 else float("inf"),
         "tilt": float(stretches[0] / stretches[1]) if stretches[1] > 0 else float("inf"),
-        "perspective": float((depths.max() / depths.min()) ** 3) if depths.min() > 0 else float("inf"),
+        "perspective": (
+            float((depths.max() / depths.min()) ** 3) if depths.min() > 0 else float("inf")
+        ),
         "overlap": overlap(H_0to1, size0, size1),
     }

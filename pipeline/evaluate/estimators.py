@@ -34,9 +34,13 @@ def ransac(points0, points1, weights, px, iterations, seed, deviations=None):
 
 
 def opencv(points0, points1, weights, px, iterations, seed, deviations=None):
-    """cv2.findHomography with cv2.RANSAC: the "OpenCV" of published tables (LightGlue, glue-factory)."""
+    """cv2.findHomography with cv2.RANSAC: the "OpenCV" of published tables (LightGlue,
+    glue-factory).
+    """
     cv2.setRNGSeed(seed)
-    H, _ = cv2.findHomography(points0, points1, cv2.RANSAC, px, maxIters=iterations, confidence=geometry.CONFIDENCE)
+    H, _ = cv2.findHomography(
+        points0, points1, cv2.RANSAC, px, maxIters=iterations, confidence=geometry.CONFIDENCE
+    )
     return H
 
 
@@ -78,7 +82,11 @@ def poselib(points0, points1, weights, px, iterations, seed, deviations=None):
 
     options = {"max_reproj_error": px, "max_iterations": iterations, "seed": seed}
     H, info = library.estimate_homography(points0, points1, options, {})
-    return np.asarray(H) if info["num_inliers"] >= geometry.MIN_POINTS and np.isfinite(H).all() else None
+    return (
+        np.asarray(H)
+        if info["num_inliers"] >= geometry.MIN_POINTS and np.isfinite(H).all()
+        else None
+    )
 
 
 ESTIMATORS: Dict[str, Callable[..., Optional[np.ndarray]]] = {
@@ -90,12 +98,19 @@ ESTIMATORS: Dict[str, Callable[..., Optional[np.ndarray]]] = {
     "poselib": poselib,
 }
 WORDS = {
-    "ransac": "cv2.findHomography, UsacParams: uniform samples, MSAC score; then scipy's least_squares, Cauchy loss",
-    "dlt": "least squares over all matches, weighted by the odds of a network's confidence, "
-    f"by the power {BASELINE_POWER} of 1 - ratio of a baseline's",
-    "surest": f"least squares over the surest {SUREST_OF_NETWORK:.0%} of a network's matches, "
-    + ", ".join(f"{share:.0%} of {name}" for name, share in SUREST.items())
-    + ", equal weights",
+    "ransac": (
+        "cv2.findHomography, UsacParams: uniform samples, MSAC score; then scipy's least_squares,"
+        " Cauchy loss"
+    ),
+    "dlt": (
+        "least squares over all matches, weighted by the odds of a network's confidence, "
+        f"by the power {BASELINE_POWER} of 1 - ratio of a baseline's"
+    ),
+    "surest": (
+        f"least squares over the surest {SUREST_OF_NETWORK:.0%} of a network's matches, "
+        + ", ".join(f"{share:.0%} of {name}" for name, share in SUREST.items())
+        + ", equal weights"
+    ),
     "opencv": "cv2.findHomography, RANSAC",
     "magsac": "cv2.findHomography, USAC_MAGSAC",
     "poselib": "PoseLib LO-RANSAC",

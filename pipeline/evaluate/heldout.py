@@ -1,9 +1,9 @@
 """Synthetic pairs of held-out photographs; their homographies depend on the seed alone.
 
-The protocol of the SuperGlue paper (section 5.1): two views of one photograph, the first nearly the whole of it, the
-second through a random homography without borders, photometric distortion on both. Nothing depends on parameters of
-training, on the number of workers, or on other photographs. `LEVELS` disturbs the second views by fixed amounts, with
-the same homographies at every level.
+The protocol of the SuperGlue paper (section 5.1): two views of one photograph, the first nearly the
+whole of it, the second through a random homography without borders, photometric distortion on both.
+Nothing depends on parameters of training, on the number of workers, or on other photographs.
+`LEVELS` disturbs the second views by fixed amounts, with the same homographies at every level.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SEED = 0  # of the pairs: models are compared on the same ones
 class HeldOutPairs(Source):
     """`params.pairs_per_image` pairs of each entry, or `total` over all.
 
-    Photographs smaller than a view are scaled up, as in the paper (see docs/evaluation.md). disturb: applied to every
-    second view.
+    Photographs smaller than a view are scaled up, as in the paper (see docs/evaluation.md).
+    disturb: applied to every second view.
     """
 
     unit = "photographs"
@@ -42,20 +42,33 @@ class HeldOutPairs(Source):
         total: Optional[int] = None,
         disturb: Optional[Callable[[np.ndarray], np.ndarray]] = None,
     ):
-        self.images, self.entries = images, list(entries)[:total]
-        self.params, self.disturb, self.view_size = params, disturb, (params.width, params.height)
-        count, rest = params.pairs_per_image, 0
+        self.images = images
+        self.entries = list(entries)[:total]
+        self.params = params
+        self.disturb = disturb
+        self.view_size = (params.width, params.height)
+        count = params.pairs_per_image
+        rest = 0
         if total is not None:
             count, rest = divmod(total, len(self.entries) or 1)
-        self.scenes = [(entry.name, count + (index < rest)) for index, entry in enumerate(self.entries)]
+        self.scenes = [
+            (entry.name, count + (index < rest)) for index, entry in enumerate(self.entries)
+        ]
 
     def load(self, index: int) -> Scene:
-        """Render the pairs of one photograph. Raises BadImage for an unreadable or too small one."""
-        name, image = self.entries[index].name, self._image(index)
-        views, pairs = [], []
+        """Render the pairs of one photograph. Raises BadImage for an unreadable or too small
+        one.
+        """
+        name = self.entries[index].name
+        image = self._image(index)
+        views = []
+        pairs = []
         for number in range(self.pairs_in(index)):
-            first, second = 2 * number, 2 * number + 1
-            (view0, H_image_to_0), (view1, H_image_to_1) = (self._view(image, name, n) for n in (first, second))
+            first = 2 * number
+            second = 2 * number + 1
+            (view0, H_image_to_0), (view1, H_image_to_1) = (
+                self._view(image, name, n) for n in (first, second)
+            )
             views += [view0, self.disturb(view1) if self.disturb else view1]
             H_0to1 = compose(H_image_to_1, inverse(H_image_to_0))
             pairs.append(ViewPair(f"{name}#{number}", first, second, H_0to1))
@@ -79,22 +92,30 @@ class HeldOutPairs(Source):
         image = decode_gray(self.images.read(entry), entry.name)
         if not homography.fits(image_size(image), self.view_size):
             smallest = "x".join(str(side) for side in homography.smallest_image(self.view_size))
-            raise BadImage(entry.name, f"{image.shape[1]}x{image.shape[0]} pixels, smaller than {smallest}")
+            raise BadImage(
+                entry.name, f"{image.shape[1]}x{image.shape[0]} pixels, smaller than {smallest}"
+            )
         return image
 
     def _view(self, image: np.ndarray, name: str, number: int) -> Tuple[np.ndarray, np.ndarray]:
-        """View `number` of a photograph, (H, W) uint8, and H_image_to_view; even numbers are mild."""
+        """View `number` of a photograph, (H, W) uint8, and H_image_to_view; even numbers are
+        mild.
+        """
         H, rng = self._homography(image, name, number)
         return self._rendered(image, H, rng), H
 
-    def _homography(self, image: np.ndarray, name: str, number: int) -> Tuple[np.ndarray, np.random.Generator]:
+    def _homography(
+        self, image: np.ndarray, name: str, number: int
+    ) -> Tuple[np.ndarray, np.random.Generator]:
         rng = homography.generator(SEED, f"evaluate {name}", number)
         sizes = image_size(image), self.view_size
         if number % 2 == 0:
             return homography.mild_view(rng, *sizes), rng
         return homography.sample_view(rng, *sizes, self.params.views.homography), rng
 
-    def _rendered(self, image: np.ndarray, H_image_to_view: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def _rendered(
+        self, image: np.ndarray, H_image_to_view: np.ndarray, rng: np.random.Generator
+    ) -> np.ndarray:
         view = render.render(image, H_image_to_view, self.view_size)
         return render.distort(view, rng, self.params.views.photometric)
 
@@ -103,16 +124,22 @@ class NegativePairs(Source):
     """Pairs of views of two different photographs of a source."""
 
     def __init__(self, source: HeldOutPairs):
-        self.source, count = source, len(source)
+        self.source = source
+        count = len(source)
         possible = count * (count - 1) * source.params.pairs_per_image
         rounds = [divmod(pair, count) for pair in range(min(MAX_NEGATIVE_PAIRS, possible))]
         # both photographs, and the number of their views
-        self.pairs = [(first, (first + 1 + number % (count - 1)) % count, number) for number, first in rounds]
-        self.scenes = [(f"{source.scene_name(a)} and {source.scene_name(b)}", 1) for a, b, _ in self.pairs]
+        self.pairs = [
+            (first, (first + 1 + number % (count - 1)) % count, number) for number, first in rounds
+        ]
+        self.scenes = [
+            (f"{source.scene_name(a)} and {source.scene_name(b)}", 1) for a, b, _ in self.pairs
+        ]
 
     def load(self, index: int) -> Scene:
         """Render the two views. Raises BadImage as the source does."""
-        (first, second, number), name = self.pairs[index], self.scene_name(index)
+        first, second, number = self.pairs[index]
+        name = self.scene_name(index)
         views = [self.source.view(first, 2 * number), self.source.view(second, 2 * number + 1)]
         return Scene(name, views, [ViewPair(f"{name}#{number}", 0, 1, np.full((3, 3), np.nan))])
 
@@ -128,7 +155,9 @@ def blur(image: np.ndarray, deviation: float) -> np.ndarray:
 
 
 def noise(image: np.ndarray, deviation: float) -> np.ndarray:
-    """Gaussian noise with a standard deviation in gray levels, the same for every image of a size."""
+    """Gaussian noise with a standard deviation in gray levels, the same for every image of a
+    size.
+    """
     drawn = np.random.default_rng(0).normal(0.0, 1.0, image.shape) * deviation
     return np.clip(np.rint(image + drawn), 0, 255).astype(np.uint8)
 
@@ -142,9 +171,13 @@ LEVELS: Dict[str, Tuple[Callable, Tuple[float, ...]]] = {
 
 
 def disturbed(source: HeldOutPairs, count: int, disturb: Callable, level: float) -> HeldOutPairs:
-    """One pair of each of the first `count` photographs of a source, without photometric distortion, disturbed."""
+    """One pair of each of the first `count` photographs of a source, without photometric
+    distortion, disturbed.
+    """
     params = source.params
     clear = Photometric(**dict.fromkeys(Photometric.model_fields, 0.0))
     views = params.views.model_copy(update={"photometric": clear})
     params = params.model_copy(update={"views": views, "pairs_per_image": 1})
-    return HeldOutPairs(source.images, source.entries[:count], params, disturb=lambda x: disturb(x, level))
+    return HeldOutPairs(
+        source.images, source.entries[:count], params, disturb=lambda x: disturb(x, level)
+    )

@@ -1,7 +1,8 @@
-"""Folders in HPatches layout: sequences with images `1.png, 2.png, ...` and homographies `H_1_2, H_1_3, ...`.
+"""Folders in HPatches layout: sequences with images `1.png, 2.png, ...` and homographies `H_1_2,
+H_1_3, ...`.
 
-`H_1_k` is a text file of three rows of three numbers that maps pixels of image 1 to pixels of image k
-(Balntas et al., "HPatches", CVPR 2017).
+`H_1_k` is a text file of three rows of three numbers that maps pixels of image 1 to pixels of image
+k (Balntas et al., "HPatches", CVPR 2017).
 """
 
 from __future__ import annotations
@@ -35,15 +36,17 @@ class Sequence:
 class HPatchesPairs(Source):
     """Pairs (1, k) of every sequence below a folder.
 
-    short_side: images are resized to this shorter side in pixels, and homographies with them (480 in the protocol of
-    LightGlue and glue-factory); 0 keeps their size.
+    short_side: images are resized to this shorter side in pixels, and homographies with them (480
+    in the protocol of LightGlue and glue-factory); 0 keeps their size.
     """
 
     unit = "sequences"
 
     def __init__(self, folder: Path, short_side: int = 480):
         if short_side < 0:
-            raise RequestError(f"--resize {short_side}: must be 0 (leave as they are) or a side in pixels")
+            raise RequestError(
+                f"--resize {short_side}: must be 0 (leave as they are) or a side in pixels"
+            )
         self.short_side = short_side
         self.sequences = find_sequences(Path(folder))
         self.scenes = [(sequence.name, len(sequence.homographies)) for sequence in self.sequences]
@@ -52,21 +55,27 @@ class HPatchesPairs(Source):
                 read_homography(file)  # report a wrong file before the work begins
 
     def load(self, index: int) -> Scene:
-        """Read one sequence. Raises RequestError for an unreadable image: no pair is skipped silently."""
+        """Read one sequence. Raises RequestError for an unreadable image: no pair is skipped
+        silently.
+        """
         sequence = self.sequences[index]
-        images, scalings = {}, {}  # by number; (3, 3) original pixels to resized ones
+        # by number; (3, 3) original pixels to resized ones
+        images = {}
+        scalings = {}
         for number, path in sorted(sequence.images.items()):
             original = read_gray(path)
             images[number] = resize_short_side(original, self.short_side, path)
             scalings[number] = resizing(image_size(original), image_size(images[number]))
-        pairs, numbers = [], list(images)
+        pairs = []
+        numbers = list(images)
         for number in numbers:
             if number == REFERENCE:
                 continue
             H_0to1 = scalings[number] @ read_homography(sequence.homographies[number])
             H_0to1 = H_0to1 @ np.linalg.inv(scalings[REFERENCE])
             name = f"{sequence.name}/{REFERENCE}-{number}"
-            first, second = numbers.index(REFERENCE), numbers.index(number)
+            first = numbers.index(REFERENCE)
+            second = numbers.index(number)
             pairs.append(ViewPair(name, first, second, H_0to1 / H_0to1[2, 2]))
         return Scene(sequence.name, list(images.values()), pairs)
 
@@ -81,7 +90,9 @@ def in_color(path: Path, gray: np.ndarray) -> np.ndarray:
 
 
 def find_sequences(folder: Path) -> List[Sequence]:
-    """Sequences in `folder`, nested, sorted by name. Raises RequestError without any, or for one that lacks a file."""
+    """Sequences in `folder`, nested, sorted by name. Raises RequestError without any, or for one
+    that lacks a file.
+    """
     if not folder.is_dir():
         raise RequestError(f"--pairs {folder}: no such folder")
     folders = [folder, *sorted(path for path in folder.rglob("*") if path.is_dir())]
@@ -105,7 +116,9 @@ def read_sequence(path: Path, root: Path) -> Optional[Sequence]:
         elif file.stem.isdecimal() and file.suffix.lower() in EXTENSIONS:
             other = images.setdefault(int(file.stem), file)
             if other != file:
-                raise RequestError(f"{file}: image {int(file.stem)} exists twice, also as {other.name}; keep one")
+                raise RequestError(
+                    f"{file}: image {int(file.stem)} exists twice, also as {other.name}; keep one"
+                )
     if REFERENCE not in images:
         if not homographies:
             return None
@@ -113,7 +126,9 @@ def read_sequence(path: Path, root: Path) -> Optional[Sequence]:
     for number in sorted(set(images) - {REFERENCE} - set(homographies)):
         raise RequestError(f"{images[number]}: no homography H_1_{number} next to it")
     for number in sorted(set(homographies) - set(images)):
-        raise RequestError(f"{homographies[number]}: no image {number}.png (or ppm, jpg) next to it")
+        raise RequestError(
+            f"{homographies[number]}: no image {number}.png (or ppm, jpg) next to it"
+        )
     if len(images) < 2:
         raise RequestError(f"{path}: only image 1; expected 2.png with H_1_2 at least")
     name = path.relative_to(root).as_posix()
@@ -121,13 +136,19 @@ def read_sequence(path: Path, root: Path) -> Optional[Sequence]:
 
 
 def read_homography(path: Path) -> np.ndarray:
-    """(3, 3) float64 from a text file. Raises RequestError unless it is an invertible 3x3 matrix."""
+    """(3, 3) float64 from a text file. Raises RequestError unless it is an invertible 3x3
+    matrix.
+    """
     try:
-        H = np.array([line.split() for line in path.read_text().splitlines() if line.strip()], np.float64)
+        H = np.array(
+            [line.split() for line in path.read_text().splitlines() if line.strip()], np.float64
+        )
     except (OSError, ValueError) as error:
         raise RequestError(f"{path}: not a homography: {error}") from error
     if H.shape != (3, 3):
-        raise RequestError(f"{path}: not a homography: expected 3 rows of 3 numbers, found {H.shape}")
+        raise RequestError(
+            f"{path}: not a homography: expected 3 rows of 3 numbers, found {H.shape}"
+        )
     units = np.diag([1000.0, 1000.0, 1.0])  # thousands of pixels: entries of similar magnitude
     if not np.isfinite(H).all() or np.linalg.matrix_rank(np.linalg.inv(units) @ H @ units) < 3:
         raise RequestError(f"{path}: not a homography: the matrix cannot be inverted")
@@ -135,16 +156,21 @@ def read_homography(path: Path) -> np.ndarray:
 
 
 def resize_short_side(image: np.ndarray, short_side: int, path: Path) -> np.ndarray:
-    """Resize to a shorter side of `short_side` pixels, 0: unchanged. Raises RequestError beyond `MAX_SIDE`."""
-    shorter, longer = min(image.shape), max(image.shape)
+    """Resize to a shorter side of `short_side` pixels, 0: unchanged. Raises RequestError beyond
+    `MAX_SIDE`.
+    """
+    shorter = min(image.shape)
+    longer = max(image.shape)
     scale = short_side / shorter if short_side else 1.0
     if longer * scale > MAX_SIDE:
         now = "x".join(map(str, image_size(image)))
         raise RequestError(
-            f"{path}: {now} pixels, at --resize {short_side} {longer * scale:.0f} along the longer side; "
-            f"at most {MAX_SIDE} are possible"
+            f"{path}: {now} pixels, at --resize {short_side} {longer * scale:.0f} along the longer"
+            f" side; at most {MAX_SIDE} are possible"
         )
     if scale == 1.0:
         return image
     wanted = [max(1, round(side * short_side / shorter)) for side in image_size(image)]
-    return cv2.resize(image, wanted, interpolation=cv2.INTER_AREA if scale < 1.0 else cv2.INTER_LINEAR)
+    return cv2.resize(
+        image, wanted, interpolation=cv2.INTER_AREA if scale < 1.0 else cv2.INTER_LINEAR
+    )

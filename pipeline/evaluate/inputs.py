@@ -1,7 +1,7 @@
 """Pairs with ground truth, and their sources.
 
-`heldout`, `hpatches`, `poses` and others define a `Source`. Loading a scene twice gives the same bytes, so pictures
-are drawn afterwards without keeping the images of all pairs in memory.
+`heldout`, `hpatches`, `poses` and others define a `Source`. Loading a scene twice gives the same
+bytes, so pictures are drawn afterwards without keeping the images of all pairs in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from superglue_sift.pair_inputs import choose_pair
 
 @dataclass(frozen=True)
 class Pose:
-    """Two cameras. K0, K1: (3, 3) in pixels of the images as matched; T_0to1: (4, 4), points of camera 0 to 1."""
+    """Two cameras. K0, K1: (3, 3) in pixels of the images as matched; T_0to1: (4, 4), points of
+    camera 0 to 1.
+    """
 
     K0: np.ndarray
     K1: np.ndarray
@@ -51,7 +53,8 @@ class Scene:
 
 @dataclass(frozen=True)
 class KnownPair:
-    """The input of every matcher, with its ground truth. place: number of the scene, and of the pair in it.
+    """The input of every matcher, with its ground truth. place: number of the scene, and of the
+    pair in it.
 
     images: both, (H, W) uint8 gray, for the alignment of matches; optional.
     """
@@ -65,7 +68,9 @@ class KnownPair:
 
 
 class Source:
-    """Scenes by name and number of pairs. `load` raises BadImage for one to leave out. unit: word for its scenes."""
+    """Scenes by name and number of pairs. `load` raises BadImage for one to leave out. unit: word
+    for its scenes.
+    """
 
     scenes: Sequence[Tuple[str, int]]
     unit = "scenes"
@@ -83,7 +88,9 @@ class Source:
         raise NotImplementedError
 
     def in_color(self, index: int, image: int, gray: np.ndarray) -> np.ndarray:
-        """Image number `image` of scene `index`, which `load` gave as `gray`, for pictures: (H, W, 3) BGR or `gray`."""
+        """Image number `image` of scene `index`, which `load` gave as `gray`, for pictures: (H, W,
+        3) BGR or `gray`.
+        """
         return gray
 
 
@@ -93,9 +100,15 @@ def image_size(image: np.ndarray) -> Tuple[int, int]:
 
 
 def pairs_of_scene(
-    scene: Scene, index: int, max_keypoints: int, extractor: Extract = sift.extract, only: Optional[int] = None
+    scene: Scene,
+    index: int,
+    max_keypoints: int,
+    extractor: Extract = sift.extract,
+    only: Optional[int] = None,
 ) -> List[KnownPair]:
-    """The pairs of scene number `index`, or only pair number `only`; runs the extractor once on each image."""
+    """The pairs of scene number `index`, or only pair number `only`; runs the extractor once on
+    each image.
+    """
     keypoints: Dict[int, np.ndarray] = {}
     pairs = []
     for position, view in enumerate(scene.pairs):
@@ -104,7 +117,9 @@ def pairs_of_scene(
         for image in {view.first, view.second} - set(keypoints):
             keypoints[image] = extractor(scene.images[image], max_keypoints)
         images = scene.images[view.first], scene.images[view.second]
-        pair = choose_pair(Pair(keypoints[view.first], keypoints[view.second], *map(image_size, images)))
+        pair = choose_pair(
+            Pair(keypoints[view.first], keypoints[view.second], *map(image_size, images))
+        )
         pairs.append(KnownPair(view.name, scene.name, (index, position), pair, view.truth, images))
     return pairs
 
@@ -112,8 +127,11 @@ def pairs_of_scene(
 def extract(
     source: Source, scenes: Sequence[int], max_keypoints: int, extractor: Extract = sift.extract
 ) -> Tuple[List[KnownPair], List[Tuple[str, str]]]:
-    """Extract keypoints: all pairs of these scenes, in order, and (scene name, reason) of scenes left out."""
-    pairs, bad = [], []
+    """Extract keypoints: all pairs of these scenes, in order, and (scene name, reason) of scenes
+    left out.
+    """
+    pairs = []
+    bad = []
     for index in scenes:
         try:
             pairs += pairs_of_scene(source.load(index), index, max_keypoints, extractor)

@@ -1,7 +1,7 @@
 """LightGlue for SIFT (Lindenberger et al. 2023) as an optional baseline.
 
-The package `kornia` or `lightglue` has the network, a safetensors file its weights. We load them here, because the
-packages themselves would download and unpickle weights.
+The package `kornia` or `lightglue` has the network, a safetensors file its weights. We load them
+here, because the packages themselves would download and unpickle weights.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from superglue_sift.interop.arrays import to_lightglue
 from superglue_sift.matcher import PairMatches
 
 NAME = "lightglue"
-PACKAGES = ("kornia.feature", "lightglue")  # modules with a class `LightGlue`, in the order they are tried
+# Modules with a class `LightGlue`, in the order they are tried
+PACKAGES = ("kornia.feature", "lightglue")
 # All layers and keypoints for every pair: no early exit, no pruning.
 OPTIONS = {"depth_confidence": -1, "width_confidence": -1}
 SIFT = {"input_dim": 128, "add_scale_ori": True}
 
 
 def load(weights: Path, device: str) -> Tuple[Optional[Callable[[Pair], PairMatches]], str]:
-    """The matcher and its package; or None and a message that says which package or file is missing.
+    """The matcher and its package; or None and a message that says which package or file is
+    missing.
 
     Raises RequestError for a file without the weights of LightGlue for SIFT.
     """
@@ -42,15 +44,23 @@ def load(weights: Path, device: str) -> Tuple[Optional[Callable[[Pair], PairMatc
         return None, f"no weights at {weights} (docs/evaluation.md says where they come from)"
     model = network(features=None, **SIFT, **OPTIONS)
     try:
-        arrays = load_file(str(weights))  # the first version's self_attn.3.x is transformers.3.self_attn.x today
-        names = [re.sub(r"^(self_attn|cross_attn)\.(\d+)\.", r"transformers.\2.\1.", name) for name in arrays]
-        keys = model.load_state_dict(dict(zip(names, map(torch.from_numpy, arrays.values()))), strict=False)
+        # The first version's self_attn.3.x is transformers.3.self_attn.x today
+        arrays = load_file(str(weights))
+        names = [
+            re.sub(r"^(self_attn|cross_attn)\.(\d+)\.", r"transformers.\2.\1.", name)
+            for name in arrays
+        ]
+        keys = model.load_state_dict(
+            dict(zip(names, map(torch.from_numpy, arrays.values()))), strict=False
+        )
     except (SafetensorError, RuntimeError) as error:
         raise RequestError(f"--lightglue {weights}: {str(error).splitlines()[0]}") from None
     learned = dict(model.named_parameters())
     missing = [name for name in keys.missing_keys if name in learned]
     if missing:
-        raise RequestError(f"--lightglue {weights}: not LightGlue for SIFT, {missing[0]} is missing")
+        raise RequestError(
+            f"--lightglue {weights}: not LightGlue for SIFT, {missing[0]} is missing"
+        )
     model = model.eval().to(device)
     return lambda pair: match(model, pair, device), package
 
@@ -69,7 +79,10 @@ def match(model: torch.nn.Module, pair: Pair, device: str) -> PairMatches:
     if not count or not len(pair.records1):
         return PairMatches(np.full(count, -1, np.int64), np.zeros(count, np.float32))
     sides = zip((pair.records0, pair.records1), (pair.size0, pair.size1))
-    data = {f"image{side}": features(records, size, device) for side, (records, size) in enumerate(sides)}
+    data = {
+        f"image{side}": features(records, size, device)
+        for side, (records, size) in enumerate(sides)
+    }
     with torch.no_grad():
         output = model(data)
     matches0 = output["matches0"][0].cpu().numpy().astype(np.int64)
@@ -78,7 +91,9 @@ def match(model: torch.nn.Module, pair: Pair, device: str) -> PairMatches:
 
 
 def features(records: np.ndarray, size: Tuple[int, int], device: str) -> Dict[str, torch.Tensor]:
-    """LightGlue's input for one image, a batch of one; it requires all keypoints inside the image."""
+    """LightGlue's input for one image, a batch of one; it requires all keypoints inside the
+    image.
+    """
     data = to_lightglue(Features(records, size))
     data["keypoints"] = torch.minimum(data["keypoints"].clamp(min=0.0), torch.tensor(size).float())
     return {name: value.to(device) for name, value in data.items()}

@@ -1,8 +1,8 @@
 """A photograph matched with a part of it, magnified and rotated by fixed amounts.
 
-As when a landmark is seen from afar and from near: the more the part is magnified, the fewer keypoints of the whole
-have a true match. Photographs that would be scaled up more than `views.homography.max_upscale` times are left out, so
-only large ones reach the last levels.
+As when a landmark is seen from afar and from near: the more the part is magnified, the fewer
+keypoints of the whole have a true match. Photographs that would be scaled up more than
+`views.homography.max_upscale` times are left out, so only large ones reach the last levels.
 """
 
 from __future__ import annotations
@@ -24,43 +24,56 @@ ROTATED = (2.0, 4.0, 8.0)  # magnifications that are rotated too
 
 
 class MagnifiedPairs(HeldOutPairs):
-    """One pair of each of the first `count` photographs of a source, with its photometric distortion.
+    """One pair of each of the first `count` photographs of a source, with its photometric
+    distortion.
 
     magnification: 1 or more, view 1 over view 0; rotation_deg: of view 1, clockwise.
     """
 
-    def __init__(self, source: HeldOutPairs, count: int, magnification: float, rotation_deg: float = 0.0):
+    def __init__(
+        self, source: HeldOutPairs, count: int, magnification: float, rotation_deg: float = 0.0
+    ):
         params = source.params.model_copy(update={"pairs_per_image": 1})
         super().__init__(source.images, source.entries[:count], params)
-        self.magnification, self.rotation_deg = magnification, rotation_deg
+        self.magnification = magnification
+        self.rotation_deg = rotation_deg
 
     in_color = Source.in_color  # no pictures are drawn of these pairs
 
     def load(self, index: int) -> Scene:
         """Render the pair of one photograph. Raises BadImage for an unreadable or too small one."""
-        name, image = self.entries[index].name, self._image(index)
+        name = self.entries[index].name
+        image = self._image(index)
         rng = homography.generator(SEED, f"magnified {name}", 0)  # the same places at every level
         H_image_to_0 = homography.mild_view(rng, image_size(image), self.view_size)
         H_0to1 = part(rng, self.view_size, self.magnification, self.rotation_deg)
         H_image_to_1 = compose(H_0to1, H_image_to_0)
         upscale = homography.magnification(H_image_to_1, self.view_size).max()
         if upscale > self.params.views.homography.max_upscale:
-            raise BadImage(name, f"a part magnified {self.magnification:g} times has no pixels of its own")
+            raise BadImage(
+                name, f"a part magnified {self.magnification:g} times has no pixels of its own"
+            )
         views = [self._rendered(image, H, rng) for H in (H_image_to_0, H_image_to_1)]
         return Scene(name, views, [ViewPair(f"{name} x{self.magnification:g}", 0, 1, H_0to1)])
 
 
-def part(rng: np.random.Generator, size: Tuple[int, int], magnification: float, rotation_deg: float) -> np.ndarray:
-    """H_0to1 (3, 3) that magnifies a random part of a view to a view of the same `size` (width, height).
+def part(
+    rng: np.random.Generator, size: Tuple[int, int], magnification: float, rotation_deg: float
+) -> np.ndarray:
+    """H_0to1 (3, 3) that magnifies a random part of a view to a view of the same `size` (width,
+    height).
 
     Raises ValueError where the part is larger than the view.
     """
-    c, s = math.cos(math.radians(rotation_deg)), math.sin(math.radians(rotation_deg))
+    c = math.cos(math.radians(rotation_deg))
+    s = math.sin(math.radians(rotation_deg))
     rotation = np.array([[c, -s], [s, c]])
     middle = (np.array(size) - 1) / 2
     margin = middle - np.abs(rotation.T) @ middle / magnification
     if (margin < -1e-9).any():
-        raise ValueError(f"magnified {magnification} times and rotated by {rotation_deg}, no part fills {size}")
+        raise ValueError(
+            f"magnified {magnification} times and rotated by {rotation_deg}, no part fills {size}"
+        )
     centre = middle + rng.uniform(-1.0, 1.0, 2) * np.maximum(margin, 0.0)
     H = np.eye(3)
     H[:2, :2] = magnification * rotation
@@ -69,10 +82,16 @@ def part(rng: np.random.Generator, size: Tuple[int, int], magnification: float, 
 
 
 def levels(source: HeldOutPairs, count: int) -> Iterator[Tuple[str, str, MagnifiedPairs]]:
-    """Condition, level and pairs of each line of robustness.csv: magnified upright, then rotated."""
+    """Condition, level and pairs of each line of robustness.csv: magnified upright, then
+    rotated.
+    """
     for magnification in MAGNIFICATIONS:
         yield "magnification", f"{magnification:g}", MagnifiedPairs(source, count, magnification)
     for rotation in ROTATIONS_DEG:
         for magnification in ROTATED:
             condition = f"magnification, turned by {rotation:g} degrees"
-            yield condition, f"{magnification:g}", MagnifiedPairs(source, count, magnification, rotation)
+            yield (
+                condition,
+                f"{magnification:g}",
+                MagnifiedPairs(source, count, magnification, rotation),
+            )

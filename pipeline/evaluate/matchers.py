@@ -1,4 +1,6 @@
-"""The compared matchers: trained networks, and nearest neighbours by descriptor, on the same keypoints."""
+"""The compared matchers: trained networks, and nearest neighbours by descriptor, on the same
+keypoints.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ UNRANKED = (BOUND, SCENE)  # rows that are not baselines
 
 @dataclass(frozen=True)
 class Network:
-    """A trained network. threshold: confidence that its matches exceed; info: the description stored with it."""
+    """A trained network. threshold: confidence that its matches exceed; info: the description
+    stored with it.
+    """
 
     model: SuperGlue
     threshold: float
@@ -47,10 +51,12 @@ def load_network(file: Path, device: str, threshold: float = 0.0) -> Network:
 def without_copies(networks: Mapping[str, Network]) -> Tuple[Dict[str, Network], List[str]]:
     """The networks without copies of ours, and a note for each copy.
 
-    A network with our weights and another threshold stays: its matches differ. Another note is for a training that
-    kept its initial weights.
+    A network with our weights and another threshold stays: its matches differ. Another note is for
+    a training that kept its initial weights.
     """
-    ours, left, notes = networks[OURS], dict(networks), []
+    ours = networks[OURS]
+    left = dict(networks)
+    notes = []
     kept = "Training kept the weights it began with: " if ours.info.get("step") == 0 else ""
     for name, network in networks.items():
         if name == OURS or not same_weights(ours.model, network.model):
@@ -59,7 +65,9 @@ def without_copies(networks: Mapping[str, Network]) -> Tuple[Dict[str, Network],
             del left[name]
             notes.append(f"{kept}{name} is the same model as ours, so it has no rows of its own")
         else:
-            notes.append(f"{kept}{name} has the weights of ours and another threshold, {network.threshold:g}")
+            notes.append(
+                f"{kept}{name} has the weights of ours and another threshold, {network.threshold:g}"
+            )
     if kept and not notes:
         notes.append(f"{kept}no later step was better in validation")
     return left, notes
@@ -67,13 +75,18 @@ def without_copies(networks: Mapping[str, Network]) -> Tuple[Dict[str, Network],
 
 def same_weights(model0: torch.nn.Module, model1: torch.nn.Module) -> bool:
     """Whether both have the same tensors, bit by bit."""
-    state0, state1 = model0.state_dict(), model1.state_dict()
-    return state0.keys() == state1.keys() and all(torch.equal(state0[name], state1[name]) for name in state0)
+    state0 = model0.state_dict()
+    state1 = model1.state_dict()
+    return state0.keys() == state1.keys() and all(
+        torch.equal(state0[name], state1[name]) for name in state0
+    )
 
 
 @dataclass(frozen=True)
 class Matchers:
-    """All compared matchers. networks: ours first; further: baselines by name; scene: add a row SCENE."""
+    """All compared matchers. networks: ours first; further: baselines by name; scene: add a row
+    SCENE.
+    """
 
     networks: Mapping[str, Network]
     device: str
@@ -93,7 +106,9 @@ class Matchers:
         """
         answers: List[Dict[str, PairMatches]] = [{} for _ in pairs]
         for name, network in self.networks.items():
-            for by_name, matches in zip(answers, match_batches(network.model, pairs, batch, self.device)):
+            for by_name, matches in zip(
+                answers, match_batches(network.model, pairs, batch, self.device)
+            ):
                 by_name[name] = matches
         for by_name, pair in zip(answers, pairs):
             if self.scene:
@@ -106,21 +121,33 @@ class Matchers:
     def above(self, answers: Mapping[str, PairMatches]) -> Dict[str, PairMatches]:
         """Drop the matches below the threshold of each matcher that has one."""
         limits = self.thresholds
-        return {name: found.above(limits[name]) if name in limits else found for name, found in answers.items()}
+        return {
+            name: found.above(limits[name]) if name in limits else found
+            for name, found in answers.items()
+        }
 
 
-def scene_answer(pair: Pair, answer: PairMatches, threshold: float, rules: scenes.Rules) -> PairMatches:
-    """Matches of a pair of a scene: those that agree with its geometry; none where the pair is not accepted."""
+def scene_answer(
+    pair: Pair, answer: PairMatches, threshold: float, rules: scenes.Rules
+) -> PairMatches:
+    """Matches of a pair of a scene: those that agree with its geometry; none where the pair is not
+    accepted.
+    """
     # there is no guided matching here
     none = classical.Described(np.empty((0, 128), np.float32), np.empty(0, np.int64))
-    side0, side1 = (scenes.Side(positions(side).astype(np.float64), none) for side in (pair.records0, pair.records1))
+    side0, side1 = (
+        scenes.Side(positions(side).astype(np.float64), none)
+        for side in (pair.records0, pair.records1)
+    )
     index0 = np.flatnonzero(answer.matches0 >= 0)
     matches = np.stack([index0, answer.matches0[index0]], axis=1)
     unguided = replace(rules, guided=False)
     accepted = scenes.filled(matches, answer.scores0[index0], threshold, (side0, side1), unguided)
-    matches0, scores0 = np.full_like(answer.matches0, -1), np.zeros_like(answer.scores0)
+    matches0 = np.full_like(answer.matches0, -1)
+    scores0 = np.zeros_like(answer.scores0)
     index0, index1 = accepted.matches.T
-    matches0[index0], scores0[index0] = index1, accepted.scores
+    matches0[index0] = index1
+    scores0[index0] = accepted.scores
     return PairMatches(matches0, scores0)
 
 
@@ -134,11 +161,17 @@ def match_baselines(pair: Pair) -> Dict[str, PairMatches]:
     # the distances of bits are square roots of Hamming distances, whose ratio ORB's users test
     scores = 1.0 - (found.ratio**2 if binary else found.ratio)
     every = PairMatches(found.nearest, np.where(found.nearest >= 0, scores, 0.0))
-    mutual = PairMatches(np.where(found.mutual, every.matches0, -1), np.where(found.mutual, every.scores0, 0.0))
+    mutual = PairMatches(
+        np.where(found.mutual, every.matches0, -1), np.where(found.mutual, every.scores0, 0.0)
+    )
     return {"nn": every, "mutual_nn": mutual, RATIO_TEST: mutual}
 
 
-def match_batches(model: SuperGlue, pairs: Sequence[Pair], size: int, device: str) -> Iterator[PairMatches]:
-    """All mutual matches of a network, `size` consecutive pairs in one batch. Equal batches give equal bits."""
+def match_batches(
+    model: SuperGlue, pairs: Sequence[Pair], size: int, device: str
+) -> Iterator[PairMatches]:
+    """All mutual matches of a network, `size` consecutive pairs in one batch. Equal batches give
+    equal bits.
+    """
     for start in range(0, len(pairs), size):
         yield from match_pairs(model, pairs[start : start + size], device)

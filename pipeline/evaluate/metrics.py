@@ -1,8 +1,9 @@
 """Metrics of the results of pairs: means, their intervals, and ours compared with the baselines.
 
-Every metric is a mean of one value per pair, or is read off such means. Pairs of one photograph or sequence are alike,
-so the bootstrap resamples photographs (sequences) with all their pairs. All metrics of all matchers share the
-resamples: a difference is taken within each resample, so its interval is far narrower than those of its two sides.
+Every metric is a mean of one value per pair, or is read off such means. Pairs of one photograph or
+sequence are alike, so the bootstrap resamples photographs (sequences) with all their pairs. All
+metrics of all matchers share the resamples: a difference is taken within each resample, so its
+interval is far narrower than those of its two sides.
 """
 
 from __future__ import annotations
@@ -13,12 +14,36 @@ from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
-from pipeline.bootstrap import DIGITS, MIN_CLUSTERS, Clusters, Estimate, Line, auc_by_pair, mean_finite, plain, rounded
+from pipeline.bootstrap import (
+    DIGITS,
+    MIN_CLUSTERS,
+    Clusters,
+    Estimate,
+    Line,
+    auc_by_pair,
+    mean_finite,
+    plain,
+    rounded,
+)
 from pipeline.evaluate import poses
 from pipeline.evaluate.conditions import BINS
-from pipeline.evaluate.confidence import Sweep, calibration, calibration_error, recall_at_precision, steps, sweep
+from pipeline.evaluate.confidence import (
+    Sweep,
+    calibration,
+    calibration_error,
+    recall_at_precision,
+    steps,
+    sweep,
+)
 from pipeline.evaluate.matchers import OURS, RATIO_TEST, UNRANKED
-from pipeline.evaluate.scoring import PairResult, Row, ScoredMatches, aligned_name, estimators_of, matchers_of
+from pipeline.evaluate.scoring import (
+    PairResult,
+    Row,
+    ScoredMatches,
+    aligned_name,
+    estimators_of,
+    matchers_of,
+)
 
 AUC_PX = (1, 3, 5, 10)
 AUC_DEGREES = (5, 10, 20)  # of a pose
@@ -29,16 +54,23 @@ Metrics = Dict[str, Optional[float]]
 
 
 def recall_curve(errors: Sequence[float], limits: Sequence[float]) -> np.ndarray:
-    """Fraction of pairs with an error of at most each limit. errors: (P,), limits: (L,); returns (L,)."""
+    """Fraction of pairs with an error of at most each limit. errors: (P,), limits: (L,); returns
+    (L,).
+    """
     ordered = np.sort(np.asarray(errors, np.float64))  # NaN comes last: no estimate
     return np.searchsorted(ordered, limits, side="right") / (ordered.size or np.nan)
 
 
-def resampled_curves(clusters: Clusters, scored: Sequence[ScoredMatches]) -> Tuple[np.ndarray, np.ndarray]:
+def resampled_curves(
+    clusters: Clusters, scored: Sequence[ScoredMatches]
+) -> Tuple[np.ndarray, np.ndarray]:
     """Precision and recall on each resample while confidence falls, (R, CURVE_POINTS) each."""
     confidence, pair, *increments = steps(scored)
     column = np.arange(len(confidence)) * CURVE_POINTS // max(len(confidence), 1)
-    counted = (np.ones(len(scored)), np.array([matches.truth > 0 for matches in scored], np.float64))
+    counted = (
+        np.ones(len(scored)),
+        np.array([matches.truth > 0 for matches in scored], np.float64),
+    )
     curves = []
     for increment, weight in zip(increments, counted):
         sums = np.zeros((clusters.count, CURVE_POINTS))
@@ -50,7 +82,9 @@ def resampled_curves(clusters: Clusters, scored: Sequence[ScoredMatches]) -> Tup
 
 
 def values_of(rows: Sequence[Row]) -> Dict[str, np.ndarray]:
-    """One value per pair of each metric, (P,) float64; NaN where it is undefined (recall without true matches)."""
+    """One value per pair of each metric, (P,) float64; NaN where it is undefined (recall without
+    true matches).
+    """
     values = {"precision": np.array([row.counts.precision for row in rows], np.float64)}
     if recall_name(rows) == "matching_score":
         values["matching_score"] = np.array([row.matching_score for row in rows], np.float64)
@@ -69,14 +103,22 @@ def recall_name(rows: Sequence[Row]) -> str:
 
 
 def summarize(rows: Sequence[Row], means: Optional[Mapping[str, Estimate]] = None) -> Metrics:
-    """Metrics of one matcher's rows; `recall_pairs` and `estimated_*` count the pairs of means that leave some out.
+    """Metrics of one matcher's rows; `recall_pairs` and `estimated_*` count the pairs of means that
+    leave some out.
 
-    The median error is over all pairs, None when half of them have no estimate; the mean over `estimated_*` pairs.
+    The median error is over all pairs, None when half of them have no estimate; the mean over
+    `estimated_*` pairs.
     means: of `values_of` and more, where they are computed already.
     """
     if means is None:
-        means = {name: Estimate(*mean_finite(values), np.zeros(0)) for name, values in values_of(rows).items()}
-    metrics: Dict[str, float] = {"pairs": len(rows), "matches": mean_finite([row.counts.matches for row in rows])[0]}
+        means = {
+            name: Estimate(*mean_finite(values), np.zeros(0))
+            for name, values in values_of(rows).items()
+        }
+    metrics: Dict[str, float] = {
+        "pairs": len(rows),
+        "matches": mean_finite([row.counts.matches for row in rows])[0],
+    }
     for name, mean in means.items():
         if not name.startswith("auc_"):
             metrics[name] = mean.value
@@ -116,10 +158,13 @@ def compare(results: Sequence[PairResult], thresholds: Mapping[str, float]) -> C
         name: {metric: clusters.mean(values) for metric, values in values_of(matcher_rows).items()}
         for name, matcher_rows in rows.items()
     }
-    sweeps, recall = {name: sweep(matches) for name, matches in scored.items()}, recall_name(rows[OURS])
+    sweeps = {name: sweep(matches) for name, matches in scored.items()}
+    recall = recall_name(rows[OURS])
     for name in [*networks, RATIO_TEST] if OURS in sweeps else []:
         swept = sweeps.get(name) if name in networks else None
-        points = operating_points(estimates[RATIO_TEST], recall, swept, scored.get(name, ()), clusters)
+        points = operating_points(
+            estimates[RATIO_TEST], recall, swept, scored.get(name, ()), clusters
+        )
         first = {metric: estimates[name][metric] for metric in ("precision", recall)}
         estimates[name] = {**first, **points, **estimates[name]}
     metrics: Metrics = {}
@@ -137,7 +182,9 @@ def compare(results: Sequence[PairResult], thresholds: Mapping[str, float]) -> C
         for metric, estimate in by_metric.items()
     ]
     lines = differences(estimates, networks, clusters.count)
-    return Comparison(metrics, intervals, lines, sweeps, [rounded(line) for line in bins], clusters.count)
+    return Comparison(
+        metrics, intervals, lines, sweeps, [rounded(line) for line in bins], clusters.count
+    )
 
 
 def operating_points(
@@ -147,28 +194,38 @@ def operating_points(
     scored: Sequence[ScoredMatches],
     clusters: Clusters,
 ) -> Dict[str, Estimate]:
-    """Recall at the ratio test's precision and the reverse, over all confidences; only the resamples approximate.
+    """Recall at the ratio test's precision and the reverse, over all confidences; only the
+    resamples approximate.
 
-    recall_metric: see `recall_name`. swept, scored: of a network; None for the ratio test, which is one point.
+    recall_metric: see `recall_name`. swept, scored: of a network; None for the ratio test, which is
+    one point.
     """
     names = (f"{recall_metric}_at_ratio_precision", f"precision_at_ratio_{recall_metric}")
-    precision, recall = ratio_test["precision"], ratio_test[recall_metric]
+    precision = ratio_test["precision"]
+    recall = ratio_test[recall_metric]
     if swept is None:
         return dict(zip(names, (recall, precision)))
-    exact, resampled = (swept.precision, swept.recall), resampled_curves(clusters, scored)
+    exact = (swept.precision, swept.recall)
+    resampled = resampled_curves(clusters, scored)
     points = {}
-    for name, least, axis, pairs in ((names[0], precision, 0, swept.recall_pairs), (names[1], recall, 1, swept.pairs)):
+    for name, least, axis, pairs in (
+        (names[0], precision, 0, swept.recall_pairs),
+        (names[1], recall, 1, swept.pairs),
+    ):
         value = float(recall_at_precision(exact[axis], exact[1 - axis], np.array(least.value)))
         samples = recall_at_precision(resampled[axis], resampled[1 - axis], least.samples)
         points[name] = Estimate(value if swept.recall_pairs else math.nan, pairs, samples)
     return points
 
 
-def differences(estimates: Mapping[str, Mapping[str, Estimate]], networks: Sequence[str], clusters: int) -> List[Line]:
+def differences(
+    estimates: Mapping[str, Mapping[str, Estimate]], networks: Sequence[str], clusters: int
+) -> List[Line]:
     """Ours minus the best baseline, then minus each further network, for each metric.
 
-    The best baseline has the highest mean on these pairs: a choice in its favour. verdict: better or worse where the
-    interval excludes 0, equal where it contains 0, too few below MIN_CLUSTERS clusters.
+    The best baseline has the highest mean on these pairs: a choice in its favour. verdict: better
+    or worse where the interval excludes 0, equal where it contains 0, too few below MIN_CLUSTERS
+    clusters.
     """
     baselines = [name for name in estimates if name not in (*networks, *UNRANKED)]
     lines = []
@@ -176,21 +233,39 @@ def differences(estimates: Mapping[str, Mapping[str, Estimate]], networks: Seque
         for metric, ours in estimates[OURS].items():
             known = {name: estimates[name][metric] for name in others if metric in estimates[name]}
             best = max(known, key=lambda name: np.nan_to_num(known[name].value, nan=-1.0))
-            line = Estimate(ours.value - known[best].value, ours.pairs, ours.samples - known[best].samples).line()
+            line = Estimate(
+                ours.value - known[best].value, ours.pairs, ours.samples - known[best].samples
+            ).line()
             verdict = "too few"
             if clusters >= MIN_CLUSTERS and line["low"] is not None:
                 verdict = "better" if line["low"] > 0 else "worse" if line["high"] < 0 else "equal"
-            lines.append({"figure": metric, "baseline": best, **line, "clusters": clusters, "verdict": verdict})
+            lines.append(
+                {
+                    "figure": metric,
+                    "baseline": best,
+                    **line,
+                    "clusters": clusters,
+                    "verdict": verdict,
+                }
+            )
     return lines
 
 
 def negative_pairs(rows: Sequence[Row]) -> Metrics:
-    """Matches on pairs of different photographs, by matcher: mean, 95th percentile and the number of pairs."""
+    """Matches on pairs of different photographs, by matcher: mean, 95th percentile and the number
+    of pairs.
+    """
     metrics: Metrics = {}
     for matcher in matchers_of(rows):
         counts = [row.counts.matches for row in rows if row.matcher == matcher]
-        values = {"matches": np.mean(counts), "matches_p95": np.percentile(counts, 95), "pairs": len(counts)}
-        metrics.update({f"{matcher}.unrelated_{name}": plain(value) for name, value in values.items()})
+        values = {
+            "matches": np.mean(counts),
+            "matches_p95": np.percentile(counts, 95),
+            "pairs": len(counts),
+        }
+        metrics.update(
+            {f"{matcher}.unrelated_{name}": plain(value) for name, value in values.items()}
+        )
     return metrics
 
 
@@ -212,13 +287,19 @@ def by_condition(results: Sequence[PairResult]) -> List[Line]:
     for condition, edges in BINS.items():
         for low, high in zip(edges, edges[1:]):
             level = f"{low:g} ..{'' if math.isinf(high) else f' {high:g}'}"
-            inside = [pair for pair in results if low <= pair.rows[OURS].difficulty.get(condition, math.nan) < high]
+            inside = [
+                pair
+                for pair in results
+                if low <= pair.rows[OURS].difficulty.get(condition, math.nan) < high
+            ]
             lines += [condition_line(condition, level, inside)] if inside else []
     return lines
 
 
 def condition_line(condition: str, level: str, results: Sequence[PairResult]) -> Line:
-    """A line of robustness.csv: condition, level, pairs, and metrics of ours and of the ratio test."""
+    """A line of robustness.csv: condition, level, pairs, and metrics of ours and of the ratio
+    test.
+    """
     line: Line = {"condition": condition, "level": level}
     rows = [row for result in results for row in result.rows.values()]
     names = estimators_of(rows)
@@ -232,21 +313,33 @@ def condition_line(condition: str, level: str, results: Sequence[PairResult]) ->
         line.update({f"{matcher}.{name}": metrics[name] for name in shown})
     scored = [result.scored[OURS] for result in results if OURS in result.scored]
     if scored:
-        swept, least, recall_metric = sweep(scored), line[f"{RATIO_TEST}.precision"], recall_name(rows)
+        swept = sweep(scored)
+        least = line[f"{RATIO_TEST}.precision"]
+        recall_metric = recall_name(rows)
         recall = float(recall_at_precision(swept.precision, swept.recall, np.array(least)))
-        line[f"{OURS}.{recall_metric}_at_ratio_precision"] = plain(recall if swept.recall_pairs else math.nan)
-        line[f"{RATIO_TEST}.{recall_metric}_at_ratio_precision"] = line[f"{RATIO_TEST}.{recall_metric}"]
+        line[f"{OURS}.{recall_metric}_at_ratio_precision"] = plain(
+            recall if swept.recall_pairs else math.nan
+        )
+        line[f"{RATIO_TEST}.{recall_metric}_at_ratio_precision"] = line[
+            f"{RATIO_TEST}.{recall_metric}"
+        ]
     return line
 
 
 def pair_line(row: Row) -> Line:
     """A line of pairs.csv, from which every metric can be recomputed. `inf`: no estimate."""
-    counts, posed = row.counts, poses.NAME in row.errors
-    line: Line = {name: getattr(row, name) for name in ("pair", "scene", "matcher", "keypoints0", "keypoints1")}
+    counts = row.counts
+    posed = poses.NAME in row.errors
+    line: Line = {
+        name: getattr(row, name)
+        for name in ("pair", "scene", "matcher", "keypoints0", "keypoints1")
+    }
     line.update(matches=counts.matches, correct=counts.correct)
     line.update({} if posed else {"true_matches": counts.truth, "found": counts.found})
     metrics = {"precision": counts.precision}
     metrics.update({"matching_score": row.matching_score} if posed else {"recall": counts.recall})
     metrics.update({f"error_{name}": error for name, error in row.errors.items()})
-    line.update({name: round(value, DIGITS) for name, value in {**metrics, **row.conditions}.items()})
+    line.update(
+        {name: round(value, DIGITS) for name, value in {**metrics, **row.conditions}.items()}
+    )
     return line if posed or counts.truth else {**line, "recall": ""}

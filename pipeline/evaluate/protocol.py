@@ -1,7 +1,8 @@
-"""Run one evaluation from its source to its folder, or the variants of the SuperGlue paper's protocol.
+"""Run one evaluation from its source to its folder, or the variants of the SuperGlue paper's
+protocol.
 
-The work is cut into units of consecutive scenes. Each process takes every n-th unit and gathers the results of all
-after each round, so metrics have the same bits for any number of processes.
+The work is cut into units of consecutive scenes. Each process takes every n-th unit and gathers the
+results of all after each round, so metrics have the same bits for any number of processes.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from superglue_sift import drawing, extractors
 from superglue_sift.matcher import PairMatches
 from superglue_sift.progress import Progress
 
-# Width, height, keypoints: 640x480 of the paper (section 5.1), for which most photographs of COCO must be scaled up,
-# and 512x384, for which they need not.
+# Width, height, keypoints: 640x480 of the paper (section 5.1), for which most photographs of COCO
+# must be scaled up, and 512x384, for which they need not.
 VARIANTS = ((640, 480, 512), (640, 480, 1024), (512, 384, 512), (512, 384, 1024))
 MAX_THREADS = 8
 
@@ -43,7 +44,9 @@ Scorer = Callable[[KnownPair, Mapping[str, PairMatches]], PairResult]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Everything that all sources share. skipped: notes on what is left out; training: folder of its curves."""
+    """Everything that all sources share. skipped: notes on what is left out; training: folder of
+    its curves.
+    """
 
     matchers: Matchers
     settings: Settings
@@ -52,15 +55,19 @@ class Evaluation:
     training: Optional[Path] = None
 
     def run(self, named: Named, out: Path) -> Optional[document.Content]:
-        """Evaluate a source; the first process writes the report into `out` and returns it. Raises WorkError."""
+        """Evaluate a source; the first process writes the report into `out` and returns it. Raises
+        WorkError.
+        """
         source, where = named
         results = self.evaluate(source)
         if not results.pairs:
             first = ": ".join(results.bad[0])
             raise WorkError(f"none of the {len(source)} images could be read; the first: {first}")
-        disturbed, negatives = [], []
+        disturbed = []
+        negatives = []
         if isinstance(source, HeldOutPairs):
-            disturbed, negatives = self.disturbed_lines(source), self.negative_rows(source)
+            disturbed = self.disturbed_lines(source)
+            negatives = self.negative_rows(source)
         if not self.context.is_main:
             return None
         compared = metrics.compare(results.pairs, self.matchers.thresholds)
@@ -73,20 +80,36 @@ class Evaluation:
         outputs.write(out, report, self.training)
         for picture, canvas in drawn:
             drawing.write(out / "pictures" / f"{picture.name}.png", canvas)
-        scenes = tables.by_scene(report.scenes) + "\n\n" if isinstance(source, HPatchesPairs) else ""
-        print("\n".join(["", f"{where}, {len(results.pairs)} pairs", "", *summary.verdict(report), ""]))
+        scenes = (
+            tables.by_scene(report.scenes) + "\n\n" if isinstance(source, HPatchesPairs) else ""
+        )
+        print(
+            "\n".join(
+                ["", f"{where}, {len(results.pairs)} pairs", "", *summary.verdict(report), ""]
+            )
+        )
         print(f"{scenes}{tables.comparison(report.metrics)}\n")
         print(tables.differences(report.differences))
         print("\n".join([*tables.negative_pairs(report.metrics), ""]))
-        bad = f"; {len(results.bad)} unreadable images left out, see bad_images.csv" if results.bad else ""
+        bad = (
+            f"; {len(results.bad)} unreadable images left out, see bad_images.csv"
+            if results.bad
+            else ""
+        )
         print("\n".join([*self.skipped, "", f"written to {out}{bad}"]), flush=True)
         return report
 
-    def evaluate(self, source: Source, title: str = "evaluate", scorer: Optional[Scorer] = None) -> Results:
-        """Match and score all pairs, with progress on stderr. Every process of a group gets all results."""
+    def evaluate(
+        self, source: Source, title: str = "evaluate", scorer: Optional[Scorer] = None
+    ) -> Results:
+        """Match and score all pairs, with progress on stderr. Every process of a group gets all
+        results.
+        """
         results = Results()
         total = sum(source.pairs_in(index) for index in range(len(source)))
-        with Progress(total=total, desc=title, unit="pair", disable=not self.context.is_main) as bar:
+        with Progress(
+            total=total, desc=title, unit="pair", disable=not self.context.is_main
+        ) as bar:
             for part in results_by_unit(source, self.matchers, self.settings, self.context, scorer):
                 results.pairs += part.pairs
                 results.bad += part.bad
@@ -94,7 +117,9 @@ class Evaluation:
         return results
 
     def disturbed_lines(self, source: HeldOutPairs) -> List[metrics.Line]:
-        """Lines of robustness.csv: each disturbance at each level, on the first `settings.robustness` photographs."""
+        """Lines of robustness.csv: each disturbance at each level, on the first
+        `settings.robustness` photographs.
+        """
         count = self.settings.robustness
         if not count:
             return []
@@ -110,7 +135,9 @@ class Evaluation:
         return lines
 
     def negative_rows(self, source: HeldOutPairs) -> List[Row]:
-        """Rows of negative pairs (of different photographs), with the number of matches: each is wrong."""
+        """Rows of negative pairs (of different photographs), with the number of matches: each is
+        wrong.
+        """
 
         def scorer(known: KnownPair, answers: Mapping[str, PairMatches]) -> PairResult:
             sizes = len(known.pair.records0), len(known.pair.records1)
@@ -124,10 +151,17 @@ class Evaluation:
 
     def describe(self, source: Source, where: str) -> Dict[str, object]:
         """protocol.json: everything that must be quoted with a metric."""
-        params, resize, extractor = self.settings.params, self.settings.resize, self.settings.extractor
+        params = self.settings.params
+        resize = self.settings.resize
+        extractor = self.settings.extractor
         rules = {
-            "truth": f"mutual nearest reprojections under {scoring.CORRECT_PX} px, the larger of both directions",
-            "robust": f"inliers within {scoring.RANSAC_PX} px, {scoring.RANSAC_ITERATIONS} iterations",
+            "truth": (
+                f"mutual nearest reprojections under {scoring.CORRECT_PX} px, the larger of both"
+                " directions"
+            ),
+            "robust": (
+                f"inliers within {scoring.RANSAC_PX} px, {scoring.RANSAC_ITERATIONS} iterations"
+            ),
             "estimators": {name: estimators.WORDS[name] for name in self.settings.estimators},
         }
         resized = f"shorter side {resize} px" if resize else "as they are"
@@ -138,7 +172,9 @@ class Evaluation:
                 "sha256": file_sha256(network.file),
                 "network": network.info["model"],
                 "step": network.info.get("step"),
-                "validation_f1": bootstrap.plain(network.info.get("validation", {}).get("f1", math.nan)),
+                "validation_f1": bootstrap.plain(
+                    network.info.get("validation", {}).get("f1", math.nan)
+                ),
                 "threshold": network.threshold,
             }
             for name, network in self.matchers.networks.items()
@@ -146,7 +182,9 @@ class Evaluation:
         ours = models.pop(OURS)
         return {
             "pairs_from": where,
-            "views": f"{params.width}x{params.height}" if isinstance(source, HeldOutPairs) else resized,
+            "views": (
+                f"{params.width}x{params.height}" if isinstance(source, HeldOutPairs) else resized
+            ),
             "keypoints": f"{found_by}, at most {params.max_keypoints} in each view",
             **(poses.RULES if isinstance(source, poses.PosePairs) else rules),
             **({"aligned": scoring.ALIGNMENT} if self.settings.refine else {}),
@@ -156,11 +194,14 @@ class Evaluation:
         }
 
 
-def run_paper(work: Evaluation, source_of: Callable[[EvaluateParams], Named], out: Path) -> Dict[str, document.Content]:
-    """Evaluate all variants, each into its folder, and write metrics.json, protocols.csv and a page of all of them.
+def run_paper(
+    work: Evaluation, source_of: Callable[[EvaluateParams], Named], out: Path
+) -> Dict[str, document.Content]:
+    """Evaluate all variants, each into its folder, and write metrics.json, protocols.csv and a page
+    of all of them.
 
-    Names in metrics.json are `<variant>.<matcher>.<metric>`. Returns the content of each variant on the first process,
-    nothing on the others.
+    Names in metrics.json are `<variant>.<matcher>.<metric>`. Returns the content of each variant on
+    the first process, nothing on the others.
     """
     contents: Dict[str, document.Content] = {}
     for width, height, keypoints in VARIANTS:
@@ -175,13 +216,26 @@ def run_paper(work: Evaluation, source_of: Callable[[EvaluateParams], Named], ou
     if not contents:
         return {}
     by_variant = {name: report.metrics for name, report in contents.items()}
-    flat = {f"{name}.{metric}": value for name, values in by_variant.items() for metric, value in values.items()}
+    flat = {
+        f"{name}.{metric}": value
+        for name, values in by_variant.items()
+        for metric, value in values.items()
+    }
     outputs.write_json(out / "metrics.json", flat)
-    lines = [{"protocol": name, **line} for name in by_variant for line in tables.lines_by_matcher(by_variant[name])]
+    lines = [
+        {"protocol": name, **line}
+        for name in by_variant
+        for line in tables.lines_by_matcher(by_variant[name])
+    ]
     outputs.write_lines(out / "protocols.csv", lines)
-    overview = page.template().render(title="Evaluation: the paper's protocol and its variants", parts=contents)
+    overview = page.template().render(
+        title="Evaluation: the paper's protocol and its variants", parts=contents
+    )
     (out / "index.html").write_text(overview, encoding="utf-8")
-    print(f"\nAll variants side by side\n\n{tables.side_by_side(by_variant)}\n\nwritten to {out}", flush=True)
+    print(
+        f"\nAll variants side by side\n\n{tables.side_by_side(by_variant)}\n\nwritten to {out}",
+        flush=True,
+    )
     return contents
 
 
@@ -233,13 +287,15 @@ def map_over_ranks(
 ) -> Iterator[Any]:
     """Yield `score(match(prepare(unit)))` of every unit, in order, on every process of the group.
 
-    prepare and score run in threads, match in the caller. Threads suffice: decoding, warping, SIFT and robust
-    estimators release the GIL. nothing: the unit of a process without one in the last round. Raises RequestError on
-    all processes when `prepare` raises one on any.
+    prepare and score run in threads, match in the caller. Threads suffice: decoding, warping, SIFT
+    and robust estimators release the GIL. nothing: the unit of a process without one in the last
+    round. Raises RequestError on all processes when `prepare` raises one on any.
     """
     rank, world_size = (context.rank, context.world_size) if context else (0, 1)
     rounds = range(-(-len(units) // world_size))
-    mine = [units[i] if i < len(units) else nothing for i in (n * world_size + rank for n in rounds)]
+    mine = [
+        units[i] if i < len(units) else nothing for i in (n * world_size + rank for n in rounds)
+    ]
     workers = max(1, min((os.cpu_count() or 1) // world_size, MAX_THREADS))
 
     def matched() -> Iterator[Any]:
@@ -249,7 +305,9 @@ def map_over_ranks(
             yield str(error)  # in place of a result, so that all processes raise it
 
     failure = ""
-    for result in prefetched(lambda item: item if isinstance(item, str) else score(item), matched(), workers, workers):
+    for result in prefetched(
+        lambda item: item if isinstance(item, str) else score(item), matched(), workers, workers
+    ):
         for part in distributed.all_gather(result):
             if isinstance(part, str) or failure:
                 failure = failure or part
@@ -257,7 +315,9 @@ def map_over_ranks(
                 yield part
         if failure:
             break
-    with contextlib.suppress(RuntimeError):  # a peer may have left already; all results are gathered by now
-        distributed.barrier()  # a process that leaves early would close the connection before others have the results
+    # A peer may have left already; all results are gathered by now
+    with contextlib.suppress(RuntimeError):
+        # A process that leaves early would close the connection before others have the results
+        distributed.barrier()
     if failure:
         raise RequestError(failure)

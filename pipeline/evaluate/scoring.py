@@ -1,4 +1,6 @@
-"""Scores of one pair: a row of metrics per matcher, and which matches of each network are correct."""
+"""Scores of one pair: a row of metrics per matcher, and which matches of each network are
+correct.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,21 @@ from superglue_sift.extractors import Extractor
 from superglue_sift.matcher import PairMatches
 from superglue_sift.truth import UNMATCHED, ground_truth
 
-ALIGNMENT = "positions in image 1 moved by superglue_sift.refine, of every matcher alike; truth as detected"
+ALIGNMENT = (
+    "positions in image 1 moved by superglue_sift.refine, of every matcher alike; truth as detected"
+)
 
 # A match is correct within CORRECT_PX, as in the SuperGlue paper and HPatches' protocols.
-CORRECT_PX, RANSAC_PX, RANSAC_ITERATIONS = 3.0, 3.0, 3000
+CORRECT_PX = 3.0
+RANSAC_PX = 3.0
+RANSAC_ITERATIONS = 3000
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of an evaluation. params: section `evaluate`, with overrides from the command line."""
+    """Settings of an evaluation. params: section `evaluate`, with overrides from the command
+    line.
+    """
 
     params: EvaluateParams
     estimators: Tuple[str, ...] = DEFAULT
@@ -46,8 +54,8 @@ class Settings:
 class MatchCounts:
     """Counts of one pair, for precision and recall.
 
-    matches: predicted; correct: of these, reprojection error below the limit; truth: true matches; found: of these,
-    predicted exactly.
+    matches: predicted; correct: of these, reprojection error below the limit; truth: true matches;
+    found: of these, predicted exactly.
     """
 
     matches: int
@@ -70,7 +78,8 @@ class MatchCounts:
 class Row:
     """Metrics of one matcher on one pair.
 
-    errors: by estimator, in px (poses: degrees), inf without an estimate; of aligned matches under `aligned_name`.
+    errors: by estimator, in px (poses: degrees), inf without an estimate; of aligned matches under
+    `aligned_name`.
     """
 
     pair: str
@@ -100,10 +109,11 @@ class Row:
 
 @dataclass(frozen=True)
 class ScoredMatches:
-    """All K matches of a network on one pair, whatever their scores. correct, found: (K,) bool; truth: a count.
+    """All K matches of a network on one pair, whatever their scores. correct, found: (K,) bool;
+    truth: a count.
 
-    True matches between two cameras are unknown. There found is correct, and truth the number of keypoints of view 0,
-    so the recall is the matching score.
+    True matches between two cameras are unknown. There found is correct, and truth the number of
+    keypoints of view 0, so the recall is the matching score.
     """
 
     scores: np.ndarray
@@ -118,7 +128,9 @@ class ScoredMatches:
 
     @property
     def counts(self) -> MatchCounts:
-        return MatchCounts(len(self.scores), int(self.correct.sum()), self.truth, int(self.found.sum()))
+        return MatchCounts(
+            len(self.scores), int(self.correct.sum()), self.truth, int(self.found.sum())
+        )
 
 
 @dataclass(frozen=True)
@@ -144,7 +156,9 @@ class Results:
 
 
 def true_matches(pair: Pair, H_0to1: np.ndarray, correct_px: float) -> np.ndarray:
-    """(M,) index of the true match in image 1, negative without one: the ground truth of training."""
+    """(M,) index of the true match in image 1, negative without one: the ground truth of
+    training.
+    """
     batch = from_pairs([pair], np.asarray(H_0to1, np.float64)[None])
     return ground_truth(batch, correct_px, correct_px).matches0[0, : len(pair.records0)].numpy()
 
@@ -154,16 +168,26 @@ def matched_points(pair: Pair, matches: PairMatches) -> Tuple[np.ndarray, np.nda
     index0 = np.flatnonzero(matches.matches0 > UNMATCHED)
     points0 = sift.positions(pair.records0)[index0]
     points1 = sift.positions(pair.records1)[matches.matches0[index0]]
-    return points0.astype(np.float64), points1.astype(np.float64), matches.scores0[index0].astype(np.float64)
+    return (
+        points0.astype(np.float64),
+        points1.astype(np.float64),
+        matches.scores0[index0].astype(np.float64),
+    )
 
 
 def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.ndarray) -> np.ndarray:
-    """(K,) float64 pixels, the larger of both directions; inf where a point maps to infinity. points: (K, 2)."""
-    points0, points1 = (np.asarray(points, np.float64).reshape(-1, 2) for points in (points0, points1))
+    """(K,) float64 pixels, the larger of both directions; inf where a point maps to infinity.
+    points: (K, 2).
+    """
+    points0, points1 = (
+        np.asarray(points, np.float64).reshape(-1, 2) for points in (points0, points1)
+    )
     H_0to1 = np.asarray(H_0to1, np.float64)
     with np.errstate(all="ignore"):
         forward = np.linalg.norm(geometry.transform(points0, H_0to1) - points1, axis=-1)
-        backward = np.linalg.norm(geometry.transform(points1, np.linalg.inv(H_0to1)) - points0, axis=-1)
+        backward = np.linalg.norm(
+            geometry.transform(points1, np.linalg.inv(H_0to1)) - points0, axis=-1
+        )
         worst = np.maximum(forward, backward)
     return np.where(np.isfinite(worst), worst, np.inf)
 
@@ -181,7 +205,9 @@ def aligned_name(estimator: str) -> str:
     return f"{estimator}{ALIGNED}"
 
 
-def estimate_errors(known: KnownPair, matcher: str, matches: PairMatches, settings: Settings) -> Dict[str, float]:
+def estimate_errors(
+    known: KnownPair, matcher: str, matches: PairMatches, settings: Settings
+) -> Dict[str, float]:
     """The error of each estimator from the matches of a matcher.
 
     With `settings.refine` also from matches aligned as `Matcher.match` does.
@@ -194,7 +220,9 @@ def estimate_errors(known: KnownPair, matcher: str, matches: PairMatches, settin
         moved = refine.align(*known.images, *records)
         points0 = moved.aligned0.astype(np.float64)
         points1 = moved.aligned1.astype(np.float64)
-        aligned = errors_of_points(known, matcher, points0, points1, scores, settings, moved.deviations)
+        aligned = errors_of_points(
+            known, matcher, points0, points1, scores, settings, moved.deviations
+        )
         errors.update({aligned_name(name): error for name, error in aligned.items()})
     return errors
 
@@ -227,32 +255,49 @@ def errors_of_points(
     return errors
 
 
-def score_matches(known: KnownPair, matches: PairMatches, truth0: np.ndarray, correct_px: float) -> ScoredMatches:
-    """Check each match by the keypoints' positions. truth0: (M,) from `true_matches`, unused for a `Pose`."""
+def score_matches(
+    known: KnownPair, matches: PairMatches, truth0: np.ndarray, correct_px: float
+) -> ScoredMatches:
+    """Check each match by the keypoints' positions. truth0: (M,) from `true_matches`, unused for a
+    `Pose`.
+    """
     index0 = np.flatnonzero(matches.matches0 > UNMATCHED)
-    scores, correct = matches.scores0[index0].astype(np.float64), correct_matches(known, matches, correct_px)
+    scores = matches.scores0[index0].astype(np.float64)
+    correct = correct_matches(known, matches, correct_px)
     if isinstance(known.truth, Pose):
         return ScoredMatches(scores, correct, correct, max(len(known.pair.records0), 1))
-    return ScoredMatches(scores, correct, truth0[index0] == matches.matches0[index0], int((truth0 > UNMATCHED).sum()))
+    return ScoredMatches(
+        scores, correct, truth0[index0] == matches.matches0[index0], int((truth0 > UNMATCHED).sum())
+    )
 
 
 def score_pair(
-    known: KnownPair, answers: Mapping[str, PairMatches], thresholds: Mapping[str, float], settings: Settings
+    known: KnownPair,
+    answers: Mapping[str, PairMatches],
+    thresholds: Mapping[str, float],
+    settings: Settings,
 ) -> PairResult:
     """Score all matchers on one pair. thresholds: of those whose answers contain every match."""
-    pair, px = known.pair, CORRECT_PX
-    truth0, conditions = np.full(len(pair.records0), -1), {}
+    pair = known.pair
+    px = CORRECT_PX
+    truth0 = np.full(len(pair.records0), -1)
+    conditions = {}
     if not isinstance(known.truth, Pose):
         truth0 = true_matches(pair, known.truth, px)
         conditions = conditions_of(known.truth, pair.size0, pair.size1)
         if settings.bound:
-            answers = {**answers, BOUND: PairMatches(truth0, (truth0 > UNMATCHED).astype(np.float32))}
-    rows, scored = {}, {}
+            answers = {
+                **answers,
+                BOUND: PairMatches(truth0, (truth0 > UNMATCHED).astype(np.float32)),
+            }
+    rows = {}
+    scored = {}
     for name, matches in answers.items():
         checked = score_matches(known, matches, truth0, px)
         if name in thresholds:
             scored[name] = checked
-            checked, matches = checked.above(thresholds[name]), matches.above(thresholds[name])
+            checked = checked.above(thresholds[name])
+            matches = matches.above(thresholds[name])
         errors = estimate_errors(known, name, matches, settings)
         sizes = len(pair.records0), len(pair.records1)
         rows[name] = Row(known.name, known.scene, name, *sizes, checked.counts, errors, conditions)

@@ -2,14 +2,15 @@
 
 A folder with `store.json` and shards `shard-00000.safetensors`, each of some consecutive images:
 
-    records      uint8   (keypoints, R)       packed records of R bytes (280 of SIFT), view after view
+    records      uint8   (keypoints, R)       packed records of R bytes (280 of SIFT), view after
+                                              view
     offsets      int64   (images * views + 1) where each view's records begin
     homographies float64 (images, views, 3, 3) image pixels to view pixels
     sizes        int32   (images, 2)          width, height of the image
 
-One view is one contiguous slice of the file, so random access reads a few pages and decodes nothing. store.json lists
-format version, fields of a record, images, and the SHA-256 of every shard, since DVC does not notice a damaged cache
-object.
+One view is one contiguous slice of the file, so random access reads a few pages and decodes
+nothing. store.json lists format version, fields of a record, images, and the SHA-256 of every
+shard, since DVC does not notice a damaged cache object.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ SAMPLED_SHARDS = 3  # shards to hash with verify="sample"
 _DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64, "F64": np.float64}
 
 
-# The cell of a view that shows nothing but its image: every pixel is in the middle of the unit square.
+# The cell of a view that shows nothing but its image: every pixel is in the middle of the unit
+# square.
 EVERYWHERE = np.array([[0.0, 0.0, 0.5], [0.0, 0.0, 0.5], [0.0, 0.0, 1.0]])
 
 
@@ -56,7 +58,8 @@ class View(NamedTuple):
     records: np.ndarray  # (n,) of the store's dtype, read-only, in mapped memory
     H_image_to_view: np.ndarray  # (3, 3) float64
     size: Tuple[int, int]  # width, height of the view
-    cell: np.ndarray = EVERYWHERE  # (3, 3) float64, maps pixels of the image to the unit square: see `PairBatch.cells`
+    # (3, 3) float64, maps pixels of the image to the unit square: see `PairBatch.cells`
+    cell: np.ndarray = EVERYWHERE
 
 
 def shard_name(index: int) -> str:
@@ -66,8 +69,9 @@ def shard_name(index: int) -> str:
 def write_shard(path: Union[str, Path], images: Sequence[ImageViews]) -> Dict[str, Any]:
     """Write the images of one shard atomically (temporary file, fsync, rename).
 
-    Returns its row in store.json: file, images (their names), keypoints, bytes, sha256. Equal images give equal bytes.
-    Raises OSError (a full disk) without leaving a partial shard under the final name.
+    Returns its row in store.json: file, images (their names), keypoints, bytes, sha256. Equal
+    images give equal bytes. Raises OSError (a full disk) without leaving a partial shard under the
+    final name.
     """
     path = Path(path)
     records = [records for image in images for records in image.records]
@@ -94,9 +98,14 @@ def write_shard(path: Union[str, Path], images: Sequence[ImageViews]) -> Dict[st
 
 
 def index(
-    shards: Sequence[Dict[str, Any]], views: int, view_size: Tuple[int, int], extractor: Extractor = extractors.DEFAULT
+    shards: Sequence[Dict[str, Any]],
+    views: int,
+    view_size: Tuple[int, int],
+    extractor: Extractor = extractors.DEFAULT,
 ) -> Dict[str, Any]:
-    """The content of store.json for these rows of `write_shard`; names the extractor unless it is SIFT."""
+    """The content of store.json for these rows of `write_shard`; names the extractor unless it is
+    SIFT.
+    """
     dtype = extractor.dtype
     others = {"extractor": extractor.name, "scale_angle": extractor.scale_angle}
     return {
@@ -105,24 +114,29 @@ def index(
         **(others if extractor is not extractors.DEFAULT else {}),
         "views_per_image": views,
         "view_size": list(view_size),
-        "record": [[name, dtype[name].base.str, list(dtype[name].shape)] for name in dtype.names or ()],
+        "record": [
+            [name, dtype[name].base.str, list(dtype[name].shape)] for name in dtype.names or ()
+        ],
         "digest": _digest(shards),
         "shards": list(shards),
     }
 
 
 def _digest(shards: Sequence[Dict[str, Any]]) -> str:
-    lines = [f"{FORMAT} {VERSION}", *(f"{shard['sha256']} {name}" for shard in shards for name in shard["images"])]
+    lines = [
+        f"{FORMAT} {VERSION}",
+        *(f"{shard['sha256']} {name}" for shard in shards for name in shard["images"]),
+    ]
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
 class Store:
     """Read access to one split. Opening maps the shards; data is read on access.
 
-    Attributes: `images` names; `views_per_image`; `view_size` (width, height); `digest` SHA-256 over those of the
-    shards; `counts` (images, views) int64 keypoints; `sizes` (images, 2) int32 width and height of each image;
-    `extractor` name; `dtype` of the records; `scale_angle` whether they have scale and angle; `min_scale` of the
-    extractor in px, 0 if unknown.
+    Attributes: `images` names; `views_per_image`; `view_size` (width, height); `digest` SHA-256
+    over those of the shards; `counts` (images, views) int64 keypoints; `sizes` (images, 2) int32
+    width and height of each image; `extractor` name; `dtype` of the records; `scale_angle` whether
+    they have scale and angle; `min_scale` of the extractor in px, 0 if unknown.
     """
 
     def __init__(self, path: Union[str, Path], verify: str = "sample") -> None:
@@ -149,7 +163,9 @@ class Store:
         # lists, since indexing an array for a scalar takes several times as long
         self._shard_of: List[int] = np.repeat(np.arange(len(shards)), lengths).tolist()
         self._first: List[int] = np.concatenate([[0], np.cumsum(lengths)])[:-1].astype(int).tolist()
-        self._records = [tensors["records"].reshape(-1).view(self.dtype) for tensors in self._tensors]
+        self._records = [
+            tensors["records"].reshape(-1).view(self.dtype) for tensors in self._tensors
+        ]
         self._offsets = [memoryview(tensors["offsets"]) for tensors in self._tensors]
         self._homographies = [tensors["homographies"] for tensors in self._tensors]
         views = self.views_per_image
@@ -172,7 +188,8 @@ class Store:
             raise IndexError(f"view {view} of image {image}: the store has {self.counts.shape}")
         shard = self._shard_of[image]
         local = image - self._first[shard]
-        at, offsets = local * self.views_per_image + view, self._offsets[shard]
+        at = local * self.views_per_image + view
+        offsets = self._offsets[shard]
         records = self._records[shard][offsets[at] : offsets[at + 1]]
         return View(records, self._homographies[shard][local, view], self.view_size)
 
@@ -187,19 +204,28 @@ def check_shard(folder: Path, shard: Dict[str, Any], hashed: bool = True) -> Non
             raise RequestError(f"{path}: {size} bytes, {shard['bytes']} when it was written; {fix}")
         sha256 = file_sha256(path) if hashed else shard["sha256"]
     except OSError as error:
-        raise RequestError(f"{path}, which {folder / INDEX} names: cannot be read: {error.strerror}; {fix}") from None
+        raise RequestError(
+            f"{path}, which {folder / INDEX} names: cannot be read: {error.strerror}; {fix}"
+        ) from None
     if sha256 != shard["sha256"]:
-        raise RequestError(f"{path}: SHA-256 {sha256}, {shard['sha256']} when it was written; {fix}")
+        raise RequestError(
+            f"{path}: SHA-256 {sha256}, {shard['sha256']} when it was written; {fix}"
+        )
 
 
 def read_index(folder: Union[str, Path]) -> Dict[str, Any]:
-    """Read store.json. Raises RequestError for one that is missing, damaged or of another version."""
+    """Read store.json. Raises RequestError for one that is missing, damaged or of another
+    version.
+    """
     path = Path(folder) / INDEX
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        form, version = content["format"], content["version"]
+        form = content["format"]
+        version = content["version"]
     except OSError:
-        raise RequestError(f"{folder}: no keypoint store here; run `dvc repro keypoints` first") from None
+        raise RequestError(
+            f"{folder}: no keypoint store here; run `dvc repro keypoints` first"
+        ) from None
     except (ValueError, KeyError, TypeError):
         raise RequestError(f"{path}: damaged; run `dvc repro -f keypoints`") from None
     if form != FORMAT or version != VERSION:
@@ -208,7 +234,9 @@ def read_index(folder: Union[str, Path]) -> Dict[str, Any]:
             "run `dvc repro -f keypoints`"
         )
     if _digest(content["shards"]) != content["digest"]:
-        raise RequestError(f"{path}: its digest does not fit its shards; run `dvc repro -f keypoints`")
+        raise RequestError(
+            f"{path}: its digest does not fit its shards; run `dvc repro -f keypoints`"
+        )
     return content
 
 
@@ -221,8 +249,14 @@ def map_shard(path: Path) -> Dict[str, np.ndarray]:
         data = np.memmap(path, np.uint8, mode="r").view(np.ndarray)[8 + length :]
         header.pop("__metadata__", None)
         return {
-            name: data[slice(*entry["data_offsets"])].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+            name: (
+                data[slice(*entry["data_offsets"])]
+                .view(_DTYPES[entry["dtype"]])
+                .reshape(entry["shape"])
+            )
             for name, entry in header.items()
         }
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise RequestError(f"{path}: not a readable shard ({error}); run `dvc repro -f keypoints`") from None
+        raise RequestError(
+            f"{path}: not a readable shard ({error}); run `dvc repro -f keypoints`"
+        ) from None

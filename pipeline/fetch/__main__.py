@@ -1,7 +1,7 @@
 """Stage 1: list the photographs (`python -m pipeline.fetch`).
 
-Writes `manifest.csv` and `source.json` into --out. Your own folder stays where it is; a downloaded archive is read in
-place; only the small bundled sample is copied.
+Writes `manifest.csv` and `source.json` into --out. Your own folder stays where it is; a downloaded
+archive is read in place; only the small bundled sample is copied.
 """
 
 from __future__ import annotations
@@ -34,11 +34,19 @@ VERSION = 1  # of the manifest; raise it when this code lists or splits the same
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.fetch", description=str(__doc__).split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.fetch", description=str(__doc__).split("\n")[0]
+    )
     parser.add_argument("--params", default="params.yaml", help="file with the section `fetch`")
-    parser.add_argument("--out", type=Path, default=Path("data/images"), help="folder of the manifest")
-    parser.add_argument("--archives", type=Path, default=Path("data/archives"), help="folder of downloads")
-    parser.add_argument("--reports", type=Path, default=Path("reports/fetch"), help="folder of metrics.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path("data/images"), help="folder of the manifest"
+    )
+    parser.add_argument(
+        "--archives", type=Path, default=Path("data/archives"), help="folder of downloads"
+    )
+    parser.add_argument(
+        "--reports", type=Path, default=Path("reports/fetch"), help="folder of metrics.json"
+    )
     parser.add_argument("--limit", type=int, help="images of each set, instead of fetch.limit")
     options = parser.parse_args(argv)
     workspace_lock.take()
@@ -48,21 +56,28 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             raise RequestError(f"--limit {options.limit}: must be 0 (all) or more")
         settings = settings.model_copy(update={"limit": options.limit})
     made_from = _made_from(settings)
-    entries = None if settings.source == "sample" else _up_to_date(options, made_from)  # sample: always copied
+    # Sample: always copied
+    entries = None if settings.source == "sample" else _up_to_date(options, made_from)
     if entries is None:
         entries = _fetch(options, settings, made_from)
-    counts = {f"{split}_images": sum(entry.split == split for entry in entries) for split in manifest.SPLITS}
+    counts = {
+        f"{split}_images": sum(entry.split == split for entry in entries)
+        for split in manifest.SPLITS
+    }
     counts["bytes"] = sum(entry.size for entry in entries)
     write_atomic(options.reports / "metrics.json", json.dumps(counts, indent=1) + "\n")
     print(
-        f"fetch: {counts['train_images']} training, {counts['val_images']} validation and "
-        f"{counts['test_images']} test images ({counts['bytes'] / 1e6:.1f} MB) in {options.out}/manifest.csv"
+        f"fetch: {counts['train_images']} training, {counts['val_images']} validation and"
+        f" {counts['test_images']} test images ({counts['bytes'] / 1e6:.1f} MB) in"
+        f" {options.out}/manifest.csv"
     )
     return 0
 
 
 def _fetch(options: argparse.Namespace, settings: FetchParams, made_from: str) -> List[Entry]:
-    """Find or download the images and write the manifest. The user's own images are checked first."""
+    """Find or download the images and write the manifest. The user's own images are checked
+    first.
+    """
     own = None
     if settings.source == "folder":
         own = splits.own(settings)
@@ -72,7 +87,8 @@ def _fetch(options: argparse.Namespace, settings: FetchParams, made_from: str) -
             print(f"fetch: {copies} training images left out: copies of held-out ones")
     manifest.writable(options.out, options.archives, options.reports)
     if settings.source == "sample":
-        entries, containers = sources.copy_sample(options.out / SAMPLE), {SAMPLE: {"kind": "folder", "path": SAMPLE}}
+        entries = sources.copy_sample(options.out / SAMPLE)
+        containers = {SAMPLE: {"kind": "folder", "path": SAMPLE}}
     else:
         shutil.rmtree(options.out / SAMPLE, ignore_errors=True)
         found = own or _coco(settings, options.archives)
@@ -81,7 +97,9 @@ def _fetch(options: argparse.Namespace, settings: FetchParams, made_from: str) -
     content = {
         "source": settings.source,
         "containers": containers,
-        "images": {split: sum(entry.split == split for entry in entries) for split in manifest.SPLITS},
+        "images": {
+            split: sum(entry.split == split for entry in entries) for split in manifest.SPLITS
+        },
         "made_from": made_from,
         "manifest": file_sha256(options.out / "manifest.csv"),
     }
@@ -96,13 +114,17 @@ def _made_from(settings: FetchParams) -> str:
 
 
 def _up_to_date(options: argparse.Namespace, made_from: str) -> Optional[List[Entry]]:
-    """The entries of the existing manifest if its digest is `made_from` and its archives are undamaged; else None."""
+    """The entries of the existing manifest if its digest is `made_from` and its archives are
+    undamaged; else None.
+    """
     try:
         text = (options.out / "source.json").read_text(encoding="utf-8")
         source = json.loads(text)
         if text != _text(source) or source.pop("digest") != json_digest(source):
             return None
-        if source["made_from"] != made_from or source["manifest"] != file_sha256(options.out / "manifest.csv"):
+        if source["made_from"] != made_from or source["manifest"] != file_sha256(
+            options.out / "manifest.csv"
+        ):
             return None
         entries = manifest.read(options.out / "manifest.csv")
         roots = {key: options.out / value["path"] for key, value in source["containers"].items()}
@@ -115,7 +137,9 @@ def _up_to_date(options: argparse.Namespace, made_from: str) -> Optional[List[En
         if entry.offset:
             ends[root] = max(ends.get(root, 0), entry.offset + entry.packed)
     whole = all(
-        path.is_file() and path.stat().st_size >= end and _same_archive(path, sums[path], options.archives)
+        path.is_file()
+        and path.stat().st_size >= end
+        and _same_archive(path, sums[path], options.archives)
         for path, end in ends.items()
     )
     return entries if whole else None
@@ -126,7 +150,9 @@ def _text(source: Dict[str, Any]) -> str:
 
 
 def _same_archive(path: Path, sha256: Optional[str], notes: Path) -> bool:
-    """Whether the archive is unchanged since its SHA-256 was checked. True for the user's own zip."""
+    """Whether the archive is unchanged since its SHA-256 was checked. True for the user's own
+    zip.
+    """
     return sha256 is None or download.read_note(path, notes / path.name).get("sha256") == sha256
 
 
@@ -152,7 +178,9 @@ def _coco(settings: FetchParams, archives: Path) -> Tuple[splits.Splits, Dict[st
     source = coco.SOURCES[settings.source]
     wanted = {"train": source.train, **({"val": source.held_out} if source.held_out else {})}
     holdings = {
-        key: coco.Holding(archive, archives, settings.path, os.environ.get(MIRROR, ""), settings.limit > 0)
+        key: coco.Holding(
+            archive, archives, settings.path, os.environ.get(MIRROR, ""), settings.limit > 0
+        )
         for key, archive in wanted.items()
     }
     for holding in holdings.values():
@@ -160,13 +188,17 @@ def _coco(settings: FetchParams, archives: Path) -> Tuple[splits.Splits, Dict[st
     if "val" in holdings:
         names = holdings["val"].names
         fraction = min(1.0, coco.HELD_OUT / len(names))
-        chosen = splits.split(holdings["train"].names, sources.hold_out(names, fraction, splits.SEED)[1], settings)
+        chosen = splits.split(
+            holdings["train"].names, sources.hold_out(names, fraction, splits.SEED)[1], settings
+        )
     else:
         chosen = splits.hold_out(holdings["train"].names, settings)
     held_out = chosen["val"] + chosen["test"]
     needed = {"train": chosen["train"] + ([] if "val" in holdings else held_out), "val": held_out}
     tick = partial(Progress, unit="image")
-    return chosen, {key: holding.ensure(needed[key], _show_download, tick) for key, holding in holdings.items()}
+    return chosen, {
+        key: holding.ensure(needed[key], _show_download, tick) for key, holding in holdings.items()
+    }
 
 
 def _show_download(sizes: Iterator[int], size: Optional[int], name: str) -> None:

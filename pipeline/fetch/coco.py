@@ -1,6 +1,7 @@
 """COCO's archives: addresses, sizes, checksums, splits, and access to a local or remote archive.
 
-The official host's certificate does not match its name, so the TLS address of the same objects is tried first.
+The official host's certificate does not match its name, so the TLS address of the same objects is
+tried first.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ TLS = "https://s3.amazonaws.com/images.cocodataset.org/zips"
 PLAIN = "http://images.cocodataset.org/zips"
 MAX_PART = 0.5  # fraction of the archive's bytes above which all of it is downloaded
 
-Bytes = Callable[[Iterator[int], Optional[int], str], None]  # shows a download: bytes so far, their total, name
+# Shows a download: bytes so far, their total, name
+Bytes = Callable[[Iterator[int], Optional[int], str], None]
 Tick = Callable[..., Iterable]  # shows a loop: items, `total` and `desc`
 
 
@@ -43,11 +45,14 @@ VAL2014 = Archive("val2014.zip", "a3d79f5ed8d289b7a7554ce06a5782b3", 40_504, 6_6
 TRAIN2017 = Archive("train2017.zip", "cced6f7f71b7629ddf16f17bbcfab6b2", 118_287, 19_336_861_798)
 VAL2017 = Archive("val2017.zip", "442b8da7639aecaf257c1dceb8ba8c80", 5_000, 815_585_330)
 
-HELD_OUT = 5_000  # images of val2014 that are held out (as many as val2017 has); the others are not used
+# Images of val2014 that are held out (as many as val2017 has); the others are not used
+HELD_OUT = 5_000
 
 
 class Source(NamedTuple):
-    """train: archive of the training images; held_out: of the held-out ones; None: a part of `train`."""
+    """train: archive of the training images; held_out: of the held-out ones; None: a part of
+    `train`.
+    """
 
     train: Archive
     held_out: Optional[Archive]
@@ -76,8 +81,12 @@ class Holding:
     some: only a part of the images is needed, so read the remote directory before a download.
     """
 
-    def __init__(self, archive: Archive, archives: Path, given: str, mirror: str, some: bool) -> None:
-        self._archive, self._archives, self._path = archive, archives, archives / archive.file
+    def __init__(
+        self, archive: Archive, archives: Path, given: str, mirror: str, some: bool
+    ) -> None:
+        self._archive = archive
+        self._archives = archives
+        self._path = archives / archive.file
         self._urls = archive.urls(mirror)
         self._remote: Optional[partial.RemoteZip] = None
         self._members: Dict[str, zipfile.ZipInfo] = {}
@@ -105,7 +114,9 @@ class Holding:
         if sum(member.compress_size for member in members) > MAX_PART * total:
             return self._download(show)
         target = self._path.with_name(f"{self._path.stem}.part-of.zip")
-        shown = functools.partial(tick, total=len(members), desc=f"{len(members)} images of {self._archive.file}")
+        shown = functools.partial(
+            tick, total=len(members), desc=f"{len(members)} images of {self._archive.file}"
+        )
         with self._remote:
             return zip_container(target, **partial.fetch_zip(self._remote, members, target, shown))
 
@@ -126,7 +137,11 @@ class Holding:
 
     def _download(self, show: Bytes) -> Container:
         archive = self._archive
-        show(download.download(self._urls, self._path, archive.md5, archive.size), archive.size, archive.file)
+        show(
+            download.download(self._urls, self._path, archive.md5, archive.size),
+            archive.size,
+            archive.file,
+        )
         self._container = self._zip(self._path)
         assert self._container is not None
         return self._container

@@ -29,13 +29,17 @@ class Container:
     path: Path
     kind: str  # folder or zip
     names: List[str]
-    facts: Dict[str, Any] = field(default_factory=dict)  # for source.json, such as the SHA-256 of an archive
+    # For source.json, such as the SHA-256 of an archive
+    facts: Dict[str, Any] = field(default_factory=dict)
 
     def contents(self) -> Dict[str, str]:
         """What tells images with other bytes apart, by name."""
         if self.kind == "folder":
             return sources.contents(self.path, self.names)
-        return {member.filename: f"{member.file_size}-{member.CRC:08x}" for member in image_members(self.path)}
+        return {
+            member.filename: f"{member.file_size}-{member.CRC:08x}"
+            for member in image_members(self.path)
+        }
 
     def entries(self, names: Sequence[str], split: str, key: str, tick: Tick = iter) -> List[Entry]:
         """Manifest entries of some of its images; key: name of this container in source.json."""
@@ -52,7 +56,8 @@ def open_container(
     """Open a folder, a .zip, a .txt list of images or a .json in COCO's annotation format.
 
     Args:
-        root: folder (or zip) the names in a list or annotation file count from; "": the file's own folder.
+        root: folder (or zip) the names in a list or annotation file count from; "": the file's own
+            folder.
         categories: take the images of an annotation file with any of these; none: all.
         min_side: take those whose smaller side has at least this number of pixels.
 
@@ -70,18 +75,26 @@ def open_container(
         names = _listed(path) if kind == ".txt" else _annotated(path, categories, min_side)
         container = _chosen(path, Path(root) if root else path.parent, names)
     else:
-        raise RequestError(f"{path}: must be a folder, a .zip, a .txt list or a .json of COCO annotations")
+        raise RequestError(
+            f"{path}: must be a folder, a .zip, a .txt list or a .json of COCO annotations"
+        )
     if not container.names:
-        raise RequestError(f"{path}: holds no images ({', '.join(EXTENSIONS)}, nested folders included)")
+        raise RequestError(
+            f"{path}: holds no images ({', '.join(EXTENSIONS)}, nested folders included)"
+        )
     return container
 
 
 def digest(*paths: str) -> str:
-    """Digest (16 hexadecimal digits) of names and sizes of the images in folders or zips, or of the text of lists."""
+    """Digest (16 hexadecimal digits) of names and sizes of the images in folders or zips, or of the
+    text of lists.
+    """
     state = hashlib.sha256()
     for path in map(Path, filter(None, paths)):
         if path.is_file() and path.suffix.lower() == ".zip":
-            rows = [[member.filename, member.file_size, member.CRC] for member in image_members(path)]
+            rows = [
+                [member.filename, member.file_size, member.CRC] for member in image_members(path)
+            ]
             state.update(json.dumps(rows).encode())
         elif path.is_file():  # a list or an annotation file
             state.update(path.read_bytes())
@@ -95,7 +108,9 @@ def digest(*paths: str) -> str:
 
 
 def _folder(path: Path) -> Container:
-    return Container(path, "folder", [file.relative_to(path).as_posix() for file in list_images(path)])
+    return Container(
+        path, "folder", [file.relative_to(path).as_posix() for file in list_images(path)]
+    )
 
 
 def zip_container(path: Path, **facts: Any) -> Container:
@@ -104,17 +119,23 @@ def zip_container(path: Path, **facts: Any) -> Container:
 
 
 def _chosen(path: Path, root: Path, names: List[str]) -> Container:
-    """The container `root` with the names that a file lists; a missing file is reported when it is read.
+    """The container `root` with the names that a file lists; a missing file is reported when it is
+    read.
 
     COCO's annotations name files without their folder.
     """
     for name in names:
         if name.startswith("/") or ".." in name.split("/"):
-            raise RequestError(f"{path}: '{name}' leads outside {root}; set fetch.root to a folder above both")
+            raise RequestError(
+                f"{path}: '{name}' leads outside {root}; set fetch.root to a folder above both"
+            )
     if not root.exists():
-        raise RequestError(f"{root}: no such folder; fetch.root must hold the images that {path} lists")
+        raise RequestError(
+            f"{root}: no such folder; fetch.root must hold the images that {path} lists"
+        )
     whole = zip_container(root) if root.suffix.lower() == ".zip" else _folder(root)
-    paths, by_file = set(whole.names), {name.rpartition("/")[2]: name for name in reversed(whole.names)}
+    paths = set(whole.names)
+    by_file = {name.rpartition("/")[2]: name for name in reversed(whole.names)}
     chosen = {name if name in paths else by_file.get(name, name) for name in names}
     missing = [name for name in names if name not in paths and name not in by_file]
     if missing and (whole.kind == "zip" or len(missing) == len(names)):
@@ -133,7 +154,9 @@ def _listed(path: Path) -> List[str]:
 
 
 def _annotated(path: Path, categories: Sequence[str], min_side: int) -> List[str]:
-    """`file_name` of the images in a COCO annotation file that show one of the categories and are large enough."""
+    """`file_name` of the images in a COCO annotation file that show one of the categories and are
+    large enough.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         images = {image["id"]: image for image in content["images"]}
@@ -142,10 +165,14 @@ def _annotated(path: Path, categories: Sequence[str], min_side: int) -> List[str
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise RequestError(f"{path}: is not a COCO annotation file (images, annotations, categories)") from None
+        raise RequestError(
+            f"{path}: is not a COCO annotation file (images, annotations, categories)"
+        ) from None
     for name in categories:
         if name not in known:
-            raise RequestError(f"fetch.categories: '{name}' is not in {path}; known are {', '.join(known)}")
+            raise RequestError(
+                f"fetch.categories: '{name}' is not in {path}; known are {', '.join(known)}"
+            )
     if categories:
         wanted = {known[name] for name in categories}
         showing = {image for image, category in seen if category in wanted}
@@ -156,7 +183,9 @@ def _annotated(path: Path, categories: Sequence[str], min_side: int) -> List[str
         if min(image.get("width", min_side), image.get("height", min_side)) >= min_side
     ]
     if not chosen:
-        raise RequestError(f"{path}: no image fits fetch.categories and fetch.min_side; ask for less")
+        raise RequestError(
+            f"{path}: no image fits fetch.categories and fetch.min_side; ask for less"
+        )
     return chosen
 
 
@@ -164,12 +193,16 @@ def _annotated(path: Path, categories: Sequence[str], min_side: int) -> List[str
 
 
 def image_members(path: Path) -> List[zipfile.ZipInfo]:
-    """The images in the archive's directory. Raises RequestError for a damaged or unsafe archive."""
+    """The images in the archive's directory. Raises RequestError for a damaged or unsafe
+    archive.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
     except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        raise RequestError(f"{path}: not a whole zip archive ({error}); delete it and run again") from None
+        raise RequestError(
+            f"{path}: not a whole zip archive ({error}); delete it and run again"
+        ) from None
     return checked(members, path)
 
 
@@ -196,26 +229,33 @@ def _unsafe(member: zipfile.ZipInfo) -> Optional[str]:
         return "is a symbolic link"
     if member.compress_type not in (STORED, DEFLATED) or member.flag_bits & 1:
         return "is encrypted, or compressed by another method than stored and deflate"
-    if member.file_size > MAX_IMAGE_BYTES or member.file_size > MAX_RATIO * max(member.compress_size, 1024):
+    if member.file_size > MAX_IMAGE_BYTES or member.file_size > MAX_RATIO * max(
+        member.compress_size, 1024
+    ):
         return f"would grow from {member.compress_size} to {member.file_size} bytes"
     return None
 
 
-def zip_entries(path: Path, members: Sequence[zipfile.ZipInfo], split: str, container: str) -> List[Entry]:
+def zip_entries(
+    path: Path, members: Sequence[zipfile.ZipInfo], split: str, container: str
+) -> List[Entry]:
     """Entries of these members; reads their local headers for the offsets of the data."""
     entries = []
     with path.open("rb") as stream:
         for member in members:
             stream.seek(member.header_offset)
             offset = member.header_offset + header_length(stream.read(HEADER), member, path)
-            name, crc = member.filename, f"{member.CRC:08x}"
+            name = member.filename
+            crc = f"{member.CRC:08x}"
             place = (offset, member.compress_size, member.compress_type)
             entries.append(Entry(name, split, container, name, member.file_size, crc, *place))
     return entries
 
 
 def header_length(header: bytes, member: zipfile.ZipInfo, path: object) -> int:
-    """Bytes from the start of a member to its data, by its local header. Raises RequestError without one."""
+    """Bytes from the start of a member to its data, by its local header. Raises RequestError
+    without one.
+    """
     if len(header) < HEADER or header[:4] != b"PK\x03\x04":
         raise RequestError(f"{path}: refused, no data where its directory puts '{member.filename}'")
     *_, name_length, extra_length = _LOCAL_HEADER.unpack_from(header)

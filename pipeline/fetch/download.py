@@ -1,8 +1,9 @@
 """Download of one large file over one connection, resumable and verified.
 
-`NAME.part` grows at its end, so a killed download resumes at its length. Only a file with the right MD5 is renamed to
-`NAME`, next to `NAME.json` (size, MD5, SHA-256); others are moved to `NAME.bad`. The checksum protects against plain
-HTTP, against a file that changes between two requests, and against a wrong server.
+`NAME.part` grows at its end, so a killed download resumes at its length. Only a file with the right
+MD5 is renamed to `NAME`, next to `NAME.json` (size, MD5, SHA-256); others are moved to `NAME.bad`.
+The checksum protects against plain HTTP, against a file that changes between two requests, and
+against a wrong server.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Interrupted(Exception):
 class Remote:
     """A file of `size` bytes at `url`; several threads may use it, and connections are reused.
 
-    urllib3 tries again when there is no connection or the server is busy; a body that breaks off is continued here.
+    urllib3 tries again when there is no connection or the server is busy; a body that breaks off is
+    continued here.
     """
 
     def __init__(self, url: str, size: int) -> None:
@@ -47,10 +49,13 @@ class Remote:
         from requests.adapters import HTTPAdapter
         from urllib3 import Retry
 
-        self.url, self.size = url, size
+        self.url = url
+        self.size = size
         self._http = requests.Session()
         self._http.headers["Accept-Encoding"] = "identity"
-        retry = Retry(TRIES, backoff_factor=0.5, backoff_max=30, status_forcelist=BUSY, retry_after_max=60)
+        retry = Retry(
+            TRIES, backoff_factor=0.5, backoff_max=30, status_forcelist=BUSY, retry_after_max=60
+        )
         for scheme in ("http://", "https://"):
             self._http.mount(scheme, HTTPAdapter(max_retries=retry))
 
@@ -62,14 +67,17 @@ class Remote:
 
         A server without ranges can serve a file to its end; the bytes before `start` are dropped.
 
-        Raises Interrupted for an answer that no retry changes, or after `TRIES` bodies without progress.
+        Raises Interrupted for an answer that no retry changes, or after `TRIES` bodies without
+        progress.
         """
         import requests
         import urllib3
 
-        failures, last = 0, self.size if end is None else end
+        failures = 0
+        last = self.size if end is None else end
         while start < last:
-            begun, problem = start, "the connection was closed"
+            begun = start
+            problem = "the connection was closed"
             try:
                 for piece in self._answer(start, last, end is not None):
                     start += len(piece)
@@ -89,7 +97,8 @@ class Remote:
         headers = {"Range": f"bytes={start}-{last - 1 if part else ''}"} if start or part else {}
         with self._http.get(self.url, headers=headers, stream=True, timeout=TIMEOUT) as answer:
             skipped = start if self._is_whole(answer, start, part) else 0
-            answer.raw.enforce_content_length = False  # else the last bytes before a broken connection are lost
+            # Else the last bytes before a broken connection are lost
+            answer.raw.enforce_content_length = False
             yield from _pieces(answer.raw, skipped, last - start)
 
     def _is_whole(self, answer: Any, start: int, part: bool) -> bool:
@@ -111,8 +120,11 @@ class Remote:
 
 
 def _pieces(raw: Any, skipped: int, wanted: int) -> Iterator[bytes]:
-    """The bytes of a connection after the first `skipped`, up to `wanted`. Raises OSError if it is too slow."""
-    begun, received = time.monotonic(), 0
+    """The bytes of a connection after the first `skipped`, up to `wanted`. Raises OSError if it is
+    too slow.
+    """
+    begun = time.monotonic()
+    received = 0
     while wanted > 0:
         piece = raw.read1(READ)
         if not piece:
@@ -122,7 +134,8 @@ def _pieces(raw: Any, skipped: int, wanted: int) -> Iterator[bytes]:
         if seconds > SPEED_WINDOW:
             if received < MIN_SPEED * seconds:
                 raise OSError(f"too slow: {received} bytes in {seconds:.0f} s")
-            begun, received = time.monotonic(), 0
+            begun = time.monotonic()
+            received = 0
         cut = min(skipped, len(piece))
         skipped -= cut
         piece = piece[cut : cut + wanted]
@@ -138,7 +151,8 @@ def download(urls: List[str], target: Path, md5: str, size: int) -> Iterator[int
         urls: addresses of the same file, the best first; the next one is tried if one fails.
         md5, size: published checksum, and length in bytes.
 
-    Raises WorkError if all addresses fail, the checksum is wrong or the disk is too small. `NAME.part` is kept.
+    Raises WorkError if all addresses fail, the checksum is wrong or the disk is too small.
+    `NAME.part` is kept.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
@@ -151,7 +165,9 @@ def download(urls: List[str], target: Path, md5: str, size: int) -> Iterator[int
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise WorkError(f"{part}: cannot be written: {error.strerror}; the bytes so far are kept") from None
+        raise WorkError(
+            f"{part}: cannot be written: {error.strerror}; the bytes so far are kept"
+        ) from None
     found = digests(part)
     if found["md5"] != md5:
         bad = target.with_name(target.name + ".bad")
@@ -168,8 +184,8 @@ def _require_space(part: Path, missing: int) -> None:
     free = shutil.disk_usage(part.parent).free
     if missing > free:
         raise WorkError(
-            f"{part.name}: needs {missing / 1e9:.1f} GB, {free / 1e9:.1f} GB are free in {part.parent}; "
-            "make room or choose a smaller preset"
+            f"{part.name}: needs {missing / 1e9:.1f} GB, {free / 1e9:.1f} GB are free in"
+            f" {part.parent}; make room or choose a smaller preset"
         )
 
 
@@ -209,20 +225,25 @@ def verified(target: Path, md5: str, notes: Optional[Path] = None) -> Optional[D
         return known
     found = digests(target)
     if found["md5"] != md5:
-        raise RequestError(f"{target}: wrong MD5 {found['md5']}, expected {md5}; delete it to download it from scratch")
+        raise RequestError(
+            f"{target}: wrong MD5 {found['md5']}, expected {md5}; delete it to download it from"
+            " scratch"
+        )
     write_note(target, found, noted)
     return found
 
 
 def read_note(target: Path, noted: Optional[Path] = None) -> Dict[str, Any]:
-    """The content of `NOTED.json` about the file `target`; {} if it is missing, damaged, or about other bytes.
+    """The content of `NOTED.json` about the file `target`; {} if it is missing, damaged, or about
+    other bytes.
 
     A file with the noted size is the same if it has the note's time, or else the same SHA-256.
     """
     note = _note(noted or target)
     try:
         known = json.loads(note.read_text(encoding="utf-8"))
-        stat, time_ns = target.stat(), note.stat().st_mtime_ns
+        stat = target.stat()
+        time_ns = note.stat().st_mtime_ns
     except (OSError, ValueError):
         return {}
     if not isinstance(known, dict) or known.get("size") != stat.st_size:
@@ -249,7 +270,8 @@ def _note(target: Path) -> Path:
 
 def digests(path: Path) -> Dict[str, Any]:
     """Size, MD5 (published by COCO) and SHA-256 (used afterwards) in one pass."""
-    md5, sha256 = hashlib.md5(usedforsecurity=False), hashlib.sha256()
+    md5 = hashlib.md5(usedforsecurity=False)
+    sha256 = hashlib.sha256()
     with path.open("rb") as stream:
         for block in iter(lambda: stream.read(1 << 20), b""):
             md5.update(block)

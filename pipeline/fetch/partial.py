@@ -1,7 +1,7 @@
 """Some images of a remote zip, by Range requests for its directory and for single members.
 
-They are written to a small zip, each checked against the CRC-32 in the directory, since the published MD5 is that of
-the whole archive.
+They are written to a small zip, each checked against the CRC-32 in the directory, since the
+published MD5 is that of the whole archive.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ _SLACK = 128  # bytes: a local header may be longer than the directory says
 
 
 class RemoteZip(io.RawIOBase):
-    """A remote zip of `size` bytes as a file for `zipfile`, from the first address that serves ranges.
+    """A remote zip of `size` bytes as a file for `zipfile`, from the first address that serves
+    ranges.
 
     Its methods raise WorkError if no address does.
     """
 
     def __init__(self, urls: Sequence[str], size: int) -> None:
         super().__init__()
-        self._addresses, self._url = [Remote(url, size) for url in urls], urls[0]
-        self._size, self._at = size, 0
+        self._addresses = [Remote(url, size) for url in urls]
+        self._url = urls[0]
+        self._size = size
+        self._at = 0
 
     def close(self) -> None:
         for address in self._addresses:
@@ -55,7 +58,12 @@ class RemoteZip(io.RawIOBase):
 
     def _image(self, member: zipfile.ZipInfo) -> bytes:
         start = member.header_offset
-        guess = containers.HEADER + len(member.filename.encode()) + len(member.extra) + member.compress_size
+        guess = (
+            containers.HEADER
+            + len(member.filename.encode())
+            + len(member.extra)
+            + member.compress_size
+        )
         data = self._range(start, start + guess + _SLACK)
         begin = containers.header_length(data, member, self._url)
         packed = data[begin : begin + member.compress_size]
@@ -63,20 +71,27 @@ class RemoteZip(io.RawIOBase):
             packed += self._range(start + len(data), start + begin + member.compress_size)
         image = zlib.decompress(packed, -15) if member.compress_type == DEFLATED else packed
         if len(image) != member.file_size or zlib.crc32(image) != member.CRC:
-            raise WorkError(f"{self._url}: '{member.filename}' arrived with a wrong CRC-32; run again")
+            raise WorkError(
+                f"{self._url}: '{member.filename}' arrived with a wrong CRC-32; run again"
+            )
         return image
 
     def _range(self, start: int, end: int) -> bytes:
-        """The bytes [start, end), up to the end of the file; an address that fails is not used again."""
+        """The bytes [start, end), up to the end of the file; an address that fails is not used
+        again.
+        """
         problems = []
         for address in self._addresses:
             try:
                 return b"".join(address.read(start, min(end, self._size)))
             except Interrupted as error:
                 problems.append(f"{address.url}: {error}")
-                self._addresses = [other for other in self._addresses if other is not address] or [address]
+                self._addresses = [other for other in self._addresses if other is not address] or [
+                    address
+                ]
         raise WorkError(
-            f"the archive cannot be read ({'; '.join(problems)}); run again, set {MIRROR}, or fetch.limit to 0"
+            f"the archive cannot be read ({'; '.join(problems)}); run again, set {MIRROR}, or"
+            " fetch.limit to 0"
         )
 
     # --- methods that `zipfile` calls
@@ -99,7 +114,10 @@ class RemoteZip(io.RawIOBase):
 
 
 def fetch_zip(
-    remote: RemoteZip, members: Sequence[zipfile.ZipInfo], target: Path, tick: Callable[[Iterable], Iterable] = iter
+    remote: RemoteZip,
+    members: Sequence[zipfile.ZipInfo],
+    target: Path,
+    tick: Callable[[Iterable], Iterable] = iter,
 ) -> Any:
     """Write a zip of these members to `target`, unless it exists. Returns its facts."""
     rows = [[member.filename, member.file_size, member.CRC] for member in members]
@@ -112,6 +130,10 @@ def fetch_zip(
         for member, data in zip(members, tick(remote.fetch(members))):
             out.writestr(zipfile.ZipInfo(member.filename), data)
     os.replace(temporary, target)
-    facts = {**digests(target), "partial": "CRC-32 of each image checked, MD5 of the whole not", "members": wanted}
+    facts = {
+        **digests(target),
+        "partial": "CRC-32 of each image checked, MD5 of the whole not",
+        "members": wanted,
+    }
     write_note(target, facts)
     return facts

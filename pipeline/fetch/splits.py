@@ -1,4 +1,6 @@
-"""Splits of the images: training, validation, test; checks of the user's own images before anything is written."""
+"""Splits of the images: training, validation, test; checks of the user's own images before anything
+is written.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ FIRST_CHECKED = 16  # images of a split; then twice as many, and so on, until on
 
 
 def own(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
-    """The splits of the user's own images and their containers: one set with a part held out, or two sets.
+    """The splits of the user's own images and their containers: one set with a part held out, or
+    two sets.
 
     Raises RequestError if a path is wrong, or no image is left to train or to validate.
     """
@@ -35,7 +38,9 @@ def own(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
         copies = set(others.values())
         train = [name for name in held["train"].names if contents[name] not in copies]
         if not train:
-            raise RequestError(f"{settings.path}: holds only copies of images in {settings.val_path}; give others")
+            raise RequestError(
+                f"{settings.path}: holds only copies of images in {settings.val_path}; give others"
+            )
         splits = split(train, held["val"].names, settings, others)
     else:
         splits = hold_out(held["train"].names, settings, contents)
@@ -43,8 +48,12 @@ def own(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
     return splits, held
 
 
-def hold_out(names: Sequence[str], settings: FetchParams, contents: Mapping[str, str] = sources.NO_CONTENTS) -> Splits:
-    """Hold out a part of one set of images by the hash of their names, copies (by `contents`) together."""
+def hold_out(
+    names: Sequence[str], settings: FetchParams, contents: Mapping[str, str] = sources.NO_CONTENTS
+) -> Splits:
+    """Hold out a part of one set of images by the hash of their names, copies (by `contents`)
+    together.
+    """
     different = _different(names, contents)
     # in a small set chance would hold out too few: the fraction itself, and enough to say anything
     at_least = max(2, min(8, different // 3), min(round(settings.val_fraction * different), 32))
@@ -59,12 +68,15 @@ def split(
     contents: Mapping[str, str] = sources.NO_CONTENTS,
 ) -> Splits:
     """Limit both sets, and split the held-out images into val and test."""
-    train, held_out = _limit(train, settings), _limit(held_out, settings)
+    train = _limit(train, settings)
+    held_out = _limit(held_out, settings)
     tested = round(settings.test_fraction * _different(held_out, contents))
     least_test = max(1, min(tested, 16))
     least_val = max(1, min(_different(held_out, contents) - tested, 16))
     # another seed than that of the hold-out: the same hash would put every small value into test
-    val, test = sources.hold_out(held_out, settings.test_fraction, SEED + 1, least_test, least_val, contents)
+    val, test = sources.hold_out(
+        held_out, settings.test_fraction, SEED + 1, least_test, least_val, contents
+    )
     return {"train": train, "val": val, "test": test}
 
 
@@ -78,38 +90,47 @@ def container_of(split: str, held: Mapping[str, Container]) -> str:
     return "val" if split != "train" and "val" in held else next(iter(held))
 
 
-def require_usable(splits: Splits, held: Mapping[str, Container], smallest: Mapping[str, Size]) -> None:
-    """Raises RequestError if no image of a split can be read and is as large as `smallest[split]` (pixels)."""
+def require_usable(
+    splits: Splits, held: Mapping[str, Container], smallest: Mapping[str, Size]
+) -> None:
+    """Raises RequestError if no image of a split can be read and is as large as `smallest[split]`
+    (pixels).
+    """
     for split, size in smallest.items():
-        names, key = splits[split], container_of(split, held)
+        names = splits[split]
+        key = container_of(split, held)
         sizes = _sizes(entries_of(split, splits, held), ImageSet((), {key: str(held[key].path)}))
         if names and not any(width >= size[0] and height >= size[1] for width, height in sizes):
             section = "evaluate" if split == "test" else "keypoints"
             raise RequestError(
-                f"{held[key].path}: none of its {len(names)} {split} images can be read and has the "
-                f"{size[0]}x{size[1]} pixels that a view needs; give larger images, or lower {section}.width and "
-                f"{section}.height"
+                f"{held[key].path}: none of its {len(names)} {split} images can be read and has the"
+                f" {size[0]}x{size[1]} pixels that a view needs; give larger images, or lower"
+                f" {section}.width and {section}.height"
             )
 
 
 def _require_some(splits: Splits, held: Mapping[str, Container]) -> None:
-    """Raises RequestError without train or val images; without test images the evaluation takes those of val."""
+    """Raises RequestError without train or val images; without test images the evaluation takes
+    those of val.
+    """
     empty = [split for split in ("train", "val") if not splits[split]]
     if not empty:
         return
     container = held[container_of(empty[0], held)]
     count = len(set(container.contents().values()))
     raise RequestError(
-        f"{container.path}: {count} different image{'s' * (count > 1)}, and none for {' and '.join(empty)}; at least "
-        "two are needed, one to train and one to validate: give more images, or change fetch.val_fraction and "
-        "fetch.test_fraction"
+        f"{container.path}: {count} different image{'s' * (count > 1)}, and none for"
+        f" {' and '.join(empty)}; at least two are needed, one to train and one to validate: give"
+        " more images, or change fetch.val_fraction and fetch.test_fraction"
     )
 
 
 def entries_of(split: str, splits: Splits, held: Mapping[str, Container]) -> Iterator[Entry]:
     """The entries of a split, read in growing groups, since each group searches the zip."""
-    names, key = splits[split], container_of(split, held)
-    start, count = 0, FIRST_CHECKED
+    names = splits[split]
+    key = container_of(split, held)
+    start = 0
+    count = FIRST_CHECKED
     while start < len(names):
         yield from held[key].entries(names[start : start + count], split, key)
         start += count
@@ -127,7 +148,11 @@ def _sizes(entries: Iterable[Entry], images: ImageSet) -> Iterator[Size]:
 
 
 def _limit(names: Sequence[str], settings: FetchParams) -> List[str]:
-    """At most `fetch.limit` names, by the smallest hashes: a larger limit keeps the choice of a smaller one."""
+    """At most `fetch.limit` names, by the smallest hashes: a larger limit keeps the choice of a
+    smaller one.
+    """
     if not settings.limit or len(names) <= settings.limit:
         return sorted(names)
-    return sorted(sorted(names, key=lambda n: manifest.hash_fraction(SEED + 2, n))[: settings.limit])
+    return sorted(
+        sorted(names, key=lambda n: manifest.hash_fraction(SEED + 2, n))[: settings.limit]
+    )

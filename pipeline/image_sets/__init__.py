@@ -1,1 +1,3 @@
-"""Photographs that stages share: `manifest` (the list), `sources` (reading files), `decode`, `dali_decoder`."""
+"""Photographs that stages share: `manifest` (the list), `sources` (reading files), `decode`,
+`dali_decoder`.
+"""

@@ -1,7 +1,8 @@
 """Decode images with NVIDIA DALI: on the GPU where there is one, else on the CPU.
 
-DALI runs in the process that feeds the workers, which then get pixels instead of bytes: one pipeline per rank, not one
-CUDA context per worker. OpenCV does warping and photometric distortion (docs/data.md says why).
+DALI runs in the process that feeds the workers, which then get pixels instead of bytes: one
+pipeline per rank, not one CUDA context per worker. OpenCV does warping and photometric distortion
+(docs/data.md says why).
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ def require() -> None:
     try:
         import nvidia.dali  # noqa: F401
     except ImportError:
-        raise compat.without_dali("keypoints.decoder = dali", "set keypoints.decoder: opencv") from None
+        raise compat.without_dali(
+            "keypoints.decoder = dali", "set keypoints.decoder: opencv"
+        ) from None
 
 
 def decoded(images: ImageSet, entries: Iterable[Entry], batch: int = BATCH) -> Iterator[Outcome]:
-    """Like `decode.decoded`. Pillow decodes a batch that DALI refuses, and reports which file is bad and why.
+    """Like `decode.decoded`. Pillow decodes a batch that DALI refuses, and reports which file is
+    bad and why.
 
     Raises RequestError where DALI is not installed.
     """
@@ -47,9 +51,14 @@ def decoded(images: ImageSet, entries: Iterable[Entry], batch: int = BATCH) -> I
         try:
             done = _finished(pipeline, before)
         except RuntimeError as error:
-            print(f"DALI gave up on a batch, Pillow decodes it: {_last_line(error)}", file=sys.stderr)
+            print(
+                f"DALI gave up on a batch, Pillow decodes it: {_last_line(error)}", file=sys.stderr
+            )
             pipeline = None  # cannot be used after an error
-            done = [(entry, by_pillow(it, entry.name) if isinstance(it, bytes) else it) for entry, it in before]
+            done = [
+                (entry, by_pillow(it, entry.name) if isinstance(it, bytes) else it)
+                for entry, it in before
+            ]
         jpegs = [np.frombuffer(it, np.uint8) for _, it in batch_read if isinstance(it, bytes)]
         if jpegs:
             pipeline = pipeline or _pipeline(batch)
@@ -82,7 +91,9 @@ def _pipeline(batch: int) -> Any:
 
 
 def _finished(pipeline: Any, scheduled: List[Read]) -> List[Outcome]:
-    """The scheduled batch with pixels in place of bytes. Raises RuntimeError where DALI refuses one of the files."""
+    """The scheduled batch with pixels in place of bytes. Raises RuntimeError where DALI refuses one
+    of the files.
+    """
     places = [place for place, (_, it) in enumerate(scheduled) if isinstance(it, bytes)]
     done: List[Any] = list(scheduled)
     if places:
@@ -96,5 +107,9 @@ def _finished(pipeline: Any, scheduled: List[Read]) -> List[Outcome]:
 
 
 def _last_line(error: RuntimeError) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if "Error in thread" in line or "Assert" in line]
+    lines = [
+        line.strip()
+        for line in str(error).splitlines()
+        if "Error in thread" in line or "Assert" in line
+    ]
     return (lines or [str(error).splitlines()[0]])[-1]

@@ -1,8 +1,10 @@
-"""Decode image files with Pillow, or with torchvision (nvJPEG where there is a GPU, libjpeg on a CPU).
+"""Decode image files with Pillow, or with torchvision (nvJPEG where there is a GPU, libjpeg on a
+CPU).
 
-All decoders, including `dali_decoder`, have the same signature and order, and reject the same files. torchvision and
-DALI decode 8-bit JPEG of one or three components; Pillow decodes all other files, and those they refuse. Gray is the
-luma of the file (ITU-R BT.601): on a CPU all get the same pixels from libjpeg; nvJPEG may differ by a few levels.
+All decoders, including `dali_decoder`, have the same signature and order, and reject the same
+files. torchvision and DALI decode 8-bit JPEG of one or three components; Pillow decodes all other
+files, and those they refuse. Gray is the luma of the file (ITU-R BT.601): on a CPU all get the same
+pixels from libjpeg; nvJPEG may differ by a few levels.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def gpu() -> Optional[int]:
 
 
 def decoded(images: ImageSet, entries: Iterable[Entry]) -> Iterator[Outcome]:
-    """Yield each entry in order with its gray pixels (H, W) uint8, or the reason why it cannot be used."""
+    """Yield each entry in order with its gray pixels (H, W) uint8, or the reason why it cannot be
+    used.
+    """
     for entry in entries:
         try:
             yield entry, decode_gray(images.read(entry), entry.name)
@@ -42,7 +46,8 @@ def torchvision_decoded(images: ImageSet, entries: Iterable[Entry]) -> Iterator[
 
     from pipeline import compat
 
-    io, index = compat.torchvision_io(), gpu()
+    io = compat.torchvision_io()
+    index = gpu()
     device = "cpu" if index is None else f"cuda:{index}"
     for entry in entries:
         image = plain_jpeg(images, entry)
@@ -50,14 +55,18 @@ def torchvision_decoded(images: ImageSet, entries: Iterable[Entry]) -> Iterator[
             # copied, since torch warns about read-only memory
             encoded = torch.from_numpy(np.frombuffer(image, np.uint8).copy())
             try:
-                image = io.decode_jpeg(encoded, io.ImageReadMode.GRAY, device=device)[0].cpu().numpy()
+                image = (
+                    io.decode_jpeg(encoded, io.ImageReadMode.GRAY, device=device)[0].cpu().numpy()
+                )
             except RuntimeError:
                 image = by_pillow(image, entry.name)
         yield entry, image
 
 
 def plain_jpeg(images: ImageSet, entry: Entry) -> Union[bytes, np.ndarray, BadImage]:
-    """The checked bytes of an 8-bit JPEG of one or three components; of other files Pillow's pixels or the reason."""
+    """The checked bytes of an 8-bit JPEG of one or three components; of other files Pillow's pixels
+    or the reason.
+    """
     try:
         data = images.read(entry)
         return data if is_plain_jpeg(data, entry.name) else decode_gray(data, entry.name)

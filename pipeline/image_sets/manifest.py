@@ -1,7 +1,8 @@
 """The manifest of the stage `fetch`: one row per image.
 
-Its columns are the fields of `Entry`. An image is `packed` bytes at `offset` of a file: of `member` in a folder, of the
-archive for a zip. Any number of processes read a zip in place, without its index.
+Its columns are the fields of `Entry`. An image is `packed` bytes at `offset` of a file: of `member`
+in a folder, of the archive for a zip. Any number of processes read a zip in place, without its
+index.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from pipeline.errors import RequestError
 from pipeline.files import write_csv
 
 SPLITS = ("train", "val", "test")
-STORED, DEFLATED = 0, 8  # zip's own numbers
-_COCO = re.compile(r"(?:COCO_(?:train|val|test)20\d\d_)?(\d{12})\.\w+")  # file names of 2014, of 2017
+# zip's own numbers
+STORED = 0
+DEFLATED = 8
+# File names of 2014, of 2017
+_COCO = re.compile(r"(?:COCO_(?:train|val|test)20\d\d_)?(\d{12})\.\w+")
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,14 @@ class Entry:
     def photograph(self) -> str:
         """Identifier of the photograph, to recognize what a model was trained on; "": unknown.
 
-        For COCO its number, which is unique over all years, and so the same for smaller or gray copies. For others
-        CRC-32 and size of the file, which do not depend on its name but change when it is encoded again.
+        For COCO its number, which is unique over all years, and so the same for smaller or gray
+        copies. For others CRC-32 and size of the file, which do not depend on its name but change
+        when it is encoded again.
         """
         numbered = _COCO.fullmatch(self.name.rpartition("/")[2])
-        return str(int(numbered[1])) if numbered else f"{self.crc32}-{self.size}" if self.crc32 else ""
+        return (
+            str(int(numbered[1])) if numbered else f"{self.crc32}-{self.size}" if self.crc32 else ""
+        )
 
 
 def sort(entries: Iterable[Entry]) -> List[Entry]:
@@ -54,7 +61,10 @@ def sort(entries: Iterable[Entry]) -> List[Entry]:
 
 def write(path: Union[str, Path], entries: Iterable[Entry]) -> None:
     """Write the sorted manifest atomically; the same entries give the same bytes."""
-    write_csv(path, [[field.name for field in fields(Entry)], *(astuple(entry) for entry in sort(entries))])
+    write_csv(
+        path,
+        [[field.name for field in fields(Entry)], *(astuple(entry) for entry in sort(entries))],
+    )
 
 
 def read(path: Union[str, Path]) -> List[Entry]:
@@ -71,7 +81,9 @@ def read(path: Union[str, Path]) -> List[Entry]:
             numbers = {key: int(row[key]) for key in ("size", "offset", "packed", "method")}
             entries.append(Entry(**{**row, **numbers}))
         except (KeyError, TypeError, ValueError):
-            raise RequestError(f"{path} line {line}: not a manifest row; run `dvc repro -f fetch`") from None
+            raise RequestError(
+                f"{path} line {line}: not a manifest row; run `dvc repro -f fetch`"
+            ) from None
     return entries
 
 
@@ -87,6 +99,10 @@ def writable(*folders: Union[str, Path]) -> None:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RequestError(f"{folder}: cannot be created: {error.strerror}; name another folder") from None
+            raise RequestError(
+                f"{folder}: cannot be created: {error.strerror}; name another folder"
+            ) from None
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise RequestError(f"{folder}: cannot be written to; change its rights or name another folder")
+            raise RequestError(
+                f"{folder}: cannot be written to; change its rights or name another folder"
+            )

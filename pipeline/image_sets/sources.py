@@ -1,6 +1,8 @@
-"""Sources of photographs: the sample bundled with scikit-image, folders, and the image sets that `fetch` lists.
+"""Sources of photographs: the sample bundled with scikit-image, folders, and the image sets that
+`fetch` lists.
 
-`fetch` writes `manifest.csv` (`manifest`) and `source.json`, which contains the path of each container.
+`fetch` writes `manifest.csv` (`manifest`) and `source.json`, which contains the path of each
+container.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from pipeline.image_sets import manifest
 from pipeline.image_sets.manifest import DEFLATED, Entry
 from superglue_sift.images import EXTENSIONS, BadImage
 
-# Photographs of scikit-image's wheel with corners and blobs to detect, without drawings and screenshots. The two
-# motorcycle frames show one scene and so share a split.
+# Photographs of scikit-image's wheel with corners and blobs to detect, without drawings and
+# screenshots. The two motorcycle frames show one scene and so share a split.
 SAMPLE: Dict[str, Tuple[str, ...]] = {
     "train": (
         "astronaut.png", "coins.png", "gravel.png", "hubble_deep_field.jpg", "ihc.png", "moon.png",
@@ -35,17 +37,22 @@ Tick = Callable[[Iterable], Iterable]  # wraps an iterable in a progress display
 
 
 class ImageSet:
-    """The images that `fetch` lists: entries by split, and their bytes. Cheap to open and pickle; keeps no handle."""
+    """The images that `fetch` lists: entries by split, and their bytes. Cheap to open and pickle;
+    keeps no handle.
+    """
 
     def __init__(self, entries: Sequence[Entry], containers: Dict[str, str]) -> None:
-        self._entries, self._containers = list(entries), containers
+        self._entries = list(entries)
+        self._containers = containers
 
     def entries(self, split: str) -> List[Entry]:
         """The entries of `train`, `val` or `test`, sorted by name."""
         return [entry for entry in self._entries if entry.split == split]
 
     def without_entries(self) -> ImageSet:
-        """The same containers without the list of entries, enough for `read` in a worker process."""
+        """The same containers without the list of entries, enough for `read` in a worker
+        process.
+        """
         return ImageSet((), self._containers)
 
     def read(self, entry: Entry) -> bytes:
@@ -72,24 +79,29 @@ def open_manifest(folder: Union[str, Path]) -> ImageSet:
         source = json.loads((folder / "source.json").read_text(encoding="utf-8"))
         roots = {key: str(folder / value["path"]) for key, value in source["containers"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise RequestError(f"{folder}/source.json: missing or damaged; run `dvc repro -f fetch`") from None
+        raise RequestError(
+            f"{folder}/source.json: missing or damaged; run `dvc repro -f fetch`"
+        ) from None
     for entry in entries:
         if entry.container not in roots:
             raise RequestError(
-                f"{folder}/manifest.csv names '{entry.container}', which {folder}/source.json does not have; "
-                "run `dvc repro -f fetch`"
+                f"{folder}/manifest.csv names '{entry.container}', which {folder}/source.json does"
+                " not have; run `dvc repro -f fetch`"
             )
     for key in sorted({entry.container for entry in entries}):
         if not os.path.exists(roots[key]):
             place = os.path.normpath(roots[key])
-            raise RequestError(f"{place}: no images there; `dvc repro -f -s fetch` finds or downloads them")
+            raise RequestError(
+                f"{place}: no images there; `dvc repro -f -s fetch` finds or downloads them"
+            )
     return ImageSet(entries, roots)
 
 
 def _unpack(data: bytes, entry: Entry) -> bytes:
     if entry.method == DEFLATED:
         try:
-            data = zlib.decompressobj(-15).decompress(data, entry.size + 1)  # bounded, against zip bombs
+            # Bounded, against zip bombs
+            data = zlib.decompressobj(-15).decompress(data, entry.size + 1)
         except zlib.error as error:
             raise BadImage(entry.name, f"damaged inside its archive: {error}") from None
     if len(data) != entry.size:
@@ -107,14 +119,18 @@ def sample_folder() -> Path:
 
 
 def copy_sample(target: Path) -> List[Entry]:
-    """Copy the bundled photographs into `target` and return their entries, with the splits of `SAMPLE`."""
+    """Copy the bundled photographs into `target` and return their entries, with the splits of
+    `SAMPLE`.
+    """
     origin = sample_folder()
     target.mkdir(parents=True, exist_ok=True)
     entries: List[Entry] = []
     for split, names in SAMPLE.items():
         for name in names:
             if not (origin / name).is_file():
-                raise RequestError(f"{origin / name}: not in this scikit-image; install the pinned version")
+                raise RequestError(
+                    f"{origin / name}: not in this scikit-image; install the pinned version"
+                )
             shutil.copyfile(origin / name, target / name)
         entries += folder_entries(target, names, split, "sample")
     for stale in {path.name for path in target.iterdir()} - {entry.name for entry in entries}:
@@ -125,32 +141,45 @@ def copy_sample(target: Path) -> List[Entry]:
 def list_images(folder: Union[str, Path]) -> List[Path]:
     """Image files under `folder`, by extension, sorted, with nested folders, without hidden ones.
 
-    Lists dangling links too: reading them reports the error. Raises RequestError when the folder is missing.
+    Lists dangling links too: reading them reports the error. Raises RequestError when the folder is
+    missing.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise RequestError(f"{folder}: no such folder; give the folder that holds the images")
-    images = (path for path in folder.rglob("*") if path.suffix.lower() in EXTENSIONS and not path.is_dir())
+    images = (
+        path
+        for path in folder.rglob("*")
+        if path.suffix.lower() in EXTENSIONS and not path.is_dir()
+    )
     names = {path.relative_to(folder).as_posix(): path for path in images}
     return [path for name, path in sorted(names.items()) if "/." not in f"/{name}"]
 
 
-def folder_entries(root: Path, names: Sequence[str], split: str, container: str, tick: Tick = iter) -> List[Entry]:
-    """Entries of the files `names` under `root`, including unreadable files, which `keypoints` reports."""
+def folder_entries(
+    root: Path, names: Sequence[str], split: str, container: str, tick: Tick = iter
+) -> List[Entry]:
+    """Entries of the files `names` under `root`, including unreadable files, which `keypoints`
+    reports.
+    """
 
     def entry(name: str) -> Entry:
         try:
             data = (root / name).read_bytes()
         except OSError:
             return Entry(name, split, container, name, 0, "")
-        return Entry(name, split, container, name, len(data), f"{zlib.crc32(data):08x}", packed=len(data))
+        return Entry(
+            name, split, container, name, len(data), f"{zlib.crc32(data):08x}", packed=len(data)
+        )
 
     with ThreadPoolExecutor(4) as pool:  # CRC-32 and reading release the GIL
         return list(tick(pool.map(entry, names)))
 
 
 def contents(root: Path, names: Sequence[str]) -> Dict[str, str]:
-    """Size and CRC-32 of the last bytes of each file that can be read: what tells photographs from their copies."""
+    """Size and CRC-32 of the last bytes of each file that can be read: what tells photographs from
+    their copies.
+    """
 
     def content(name: str) -> Tuple[str, str]:
         try:
@@ -175,8 +204,10 @@ def hold_out(
 ) -> Tuple[List[str], List[str]]:
     """(kept, held out), each sorted. The hash of a name decides, so other images do not move it.
 
-    With a fraction between 0 and 1, keeps at least `keep` images, and holds out at least `at_least` if possible.
-    contents: what tells images apart. Copies go where the first of them goes, and count as one image.
+    With a fraction between 0 and 1, keeps at least `keep` images, and holds out at least `at_least`
+    if possible.
+    contents: what tells images apart. Copies go where the first of them goes, and count as one
+    image.
     """
     first: Dict[str, str] = {}  # name of the first image with this content
     for name in sorted(names):

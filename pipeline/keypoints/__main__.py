@@ -1,6 +1,7 @@
 """Stage 2: views of every image and their SIFT keypoints (`python -m pipeline.keypoints`).
 
-Fills --out/train and --out/val with keypoint stores (`pipeline.features.store`); `evaluate` uses the test images.
+Fills --out/train and --out/val with keypoint stores (`pipeline.features.store`); `evaluate` uses
+the test images.
 It may be killed at any time: finished shards stay. Under torchrun the ranks share the shards.
 """
 
@@ -40,7 +41,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     settings = params.load("keypoints", options.params)
     decoder(settings.decoder)  # RequestError if it is not installed
     images = open_manifest(options.images)
-    folders = {split: Folder(options.out / split, plan(images.entries(split), settings)) for split in SPLITS}
+    folders = {
+        split: Folder(options.out / split, plan(images.entries(split), settings))
+        for split in SPLITS
+    }
     for split, folder in folders.items():
         if not folder.shards:
             raise RequestError(
@@ -48,7 +52,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
                 "or change fetch.val_fraction and fetch.test_fraction"
             )
     writable(options.out, options.reports)
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     started = time.monotonic()
     count = _extract(folders, images, settings, options.workers or cores(), rank, ranks)
     if rank:
@@ -64,21 +69,32 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     metrics = _metrics(options.out, bad)
     write_atomic(options.reports / "metrics.json", json.dumps(metrics, indent=1) + "\n")
     rate = f"{count / seconds:.3g} images/s" if count else "nothing was missing"
-    train, val = metrics["train"], metrics["val"]
+    train = metrics["train"]
+    val = metrics["val"]
     print(
-        f"keypoints: {train['images']} training and {val['images']} validation images, "
-        f"{train['views'] + val['views']} views, {train['keypoints_mean']:.0f} keypoints each on average, "
-        f"{len(bad)} bad images left out; {rate}; in {options.out}"
+        f"keypoints: {train['images']} training and {val['images']} validation images,"
+        f" {train['views'] + val['views']} views, {train['keypoints_mean']:.0f} keypoints each on"
+        f" average, {len(bad)} bad images left out; {rate}; in {options.out}"
     )
     return 0
 
 
 def _arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.keypoints", description=str(__doc__).split("\n")[0])
-    parser.add_argument("--params", default="params.yaml", help="file with the sections `views` and `keypoints`")
-    parser.add_argument("--images", type=Path, default=Path("data/images"), help="folder `fetch` wrote")
-    parser.add_argument("--out", type=Path, default=Path("data/keypoints"), help="folder of the stores")
-    parser.add_argument("--reports", type=Path, default=Path("reports/keypoints"), help="folder of the lists")
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.keypoints", description=str(__doc__).split("\n")[0]
+    )
+    parser.add_argument(
+        "--params", default="params.yaml", help="file with the sections `views` and `keypoints`"
+    )
+    parser.add_argument(
+        "--images", type=Path, default=Path("data/images"), help="folder `fetch` wrote"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("data/keypoints"), help="folder of the stores"
+    )
+    parser.add_argument(
+        "--reports", type=Path, default=Path("reports/keypoints"), help="folder of the lists"
+    )
     parser.add_argument("--workers", type=int, default=0, help="processes; 0: one per core")
     options = parser.parse_args(argv)
     if options.workers < 0:
@@ -86,7 +102,9 @@ def _arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     return options
 
 
-def _extract(folders: Dict[str, Folder], images: ImageSet, settings: Any, workers: int, rank: int, ranks: int) -> int:
+def _extract(
+    folders: Dict[str, Folder], images: ImageSet, settings: Any, workers: int, rank: int, ranks: int
+) -> int:
     """Write this rank's missing shards. Returns the number of images processed."""
     todo: Work = []
     for folder in folders.values():
@@ -97,7 +115,9 @@ def _extract(folders: Dict[str, Folder], images: ImageSet, settings: Any, worker
         for folder in folders.values():
             (folder.path / INDEX).unlink(missing_ok=True)  # out of date
     entries = [entry for _, shard in todo for entry in shard.entries]
-    total = sum(len(shard.entries) for folder in folders.values() for shard in folder.shards[rank::ranks])
+    total = sum(
+        len(shard.entries) for folder in folders.values() for shard in folder.shards[rank::ranks]
+    )
     shown = {"total": total, "initial": total - len(entries), "desc": "keypoints", "unit": "image"}
     with Pool(images, settings, max(min(workers, len(entries)), 1)) as pool:
         results = iter(Progress(pool.map(entries), disable=rank > 0, **shown))
@@ -106,8 +126,8 @@ def _extract(folders: Dict[str, Folder], images: ImageSet, settings: Any, worker
                 folder.write(shard, islice(results, len(shard.entries)))
             except OSError as error:
                 raise WorkError(
-                    f"{folder.path / shard.file}: cannot be written: {error.strerror}; finished shards are kept; "
-                    "`python -m pipeline.doctor` forecasts the space"
+                    f"{folder.path / shard.file}: cannot be written: {error.strerror}; finished"
+                    " shards are kept; `python -m pipeline.doctor` forecasts the space"
                 ) from None
     return len(entries)
 
@@ -126,8 +146,8 @@ def _check(bad: Sequence[Any], total: int, rows: Dict[str, Any], reports: Path) 
     listed = f"see {reports / 'bad_images.csv'}"
     if len(bad) > MAX_BAD_FRACTION * total:
         raise WorkError(
-            f"{len(bad)} of {total} images are bad, more than a fraction of {MAX_BAD_FRACTION}; fix or remove them, "
-            f"{listed}"
+            f"{len(bad)} of {total} images are bad, more than a fraction of {MAX_BAD_FRACTION}; fix"
+            f" or remove them, {listed}"
         )
     for split in SPLITS:
         if not any(row["images"] for row in rows[split]):

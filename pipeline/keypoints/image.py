@@ -1,4 +1,6 @@
-"""All views of one image: decode, render, distort, keypoints. A pure function of bytes, name and parameters."""
+"""All views of one image: decode, render, distort, keypoints. A pure function of bytes, name and
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +13,43 @@ from pipeline.views import homography, render
 from superglue_sift import extractors
 from superglue_sift.images import BadImage
 
-# Of the shards. Raise it when the same photograph and parameters give other views or keypoints: shards of another
-# version are made again. tests/test_keypoints.py fails when a golden shard changes and this does not.
+# Of the shards. Raise it when the same photograph and parameters give other views or keypoints:
+# shards of another version are made again. tests/test_keypoints.py fails when a golden shard
+# changes and this does not.
 VERSION = 1
 SEED = 0  # draws depend on the image's name and the index of the view, too
 
 
 def gray_views(gray: np.ndarray, name: str, settings: Any) -> ImageViews:
-    """The views of an image (`gray`: (H, W) uint8) with their keypoints, by the section `keypoints`.
+    """The views of an image (`gray`: (H, W) uint8) with their keypoints, by the section
+    `keypoints`.
 
-    View 0 is a mild crop without photometric distortion; the others are random homographies with it. Views with few or
-    no keypoints are kept, for training. `name` and the parameters determine every draw.
+    View 0 is a mild crop without photometric distortion; the others are random homographies with
+    it. Views with few or no keypoints are kept, for training. `name` and the parameters determine
+    every draw.
 
     Raises BadImage with the reason if the image cannot be used.
     """
-    size, view_size = (gray.shape[1], gray.shape[0]), (settings.width, settings.height)
+    size = (gray.shape[1], gray.shape[0])
+    view_size = (settings.width, settings.height)
     if not homography.fits(size, view_size):
         needed = "x".join(str(side) for side in homography.smallest_image(view_size))
         raise BadImage(name, f"too small: {size[0]}x{size[1]}, a view needs {needed} pixels")
     extract = extractors.load(settings.extractor)
-    homographies, records = [], []
+    homographies = []
+    records = []
     for index in range(settings.views_per_image):
         rng = homography.generator(SEED, name, index)
         if index == 0:
             H = homography.mild_view(rng, size, view_size)
             view = render.render(gray, H, view_size)
         else:
-            H = homography.sample_view(rng, size, view_size, settings.views.homography, _strength(settings, index))
-            view = render.distort(render.render(gray, H, view_size), rng, settings.views.photometric)
+            H = homography.sample_view(
+                rng, size, view_size, settings.views.homography, _strength(settings, index)
+            )
+            view = render.distort(
+                render.render(gray, H, view_size), rng, settings.views.photometric
+            )
         homographies.append(H)
         records.append(extract(view, settings.max_keypoints))
     return ImageViews(name, size, np.array(homographies), records)

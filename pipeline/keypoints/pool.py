@@ -36,7 +36,8 @@ _IN_FLIGHT = 4  # images per worker
 
 
 def decoder(name: str) -> Decoder:
-    """The decoder of `keypoints.decoder`: opencv, torchvision or dali; all have the signature of `decode.decoded`.
+    """The decoder of `keypoints.decoder`: opencv, torchvision or dali; all have the signature of
+    `decode.decoded`.
 
     Raises RequestError if its package is missing or cannot decode here.
     """
@@ -53,34 +54,46 @@ class ImageExtractor:
     """The function of a worker: from an image to its views."""
 
     def __init__(self, images: ImageSet, settings: Any) -> None:
-        self.images, self.settings = images.without_entries(), settings
+        self.images = images.without_entries()
+        self.settings = settings
         self.decoded = decoder(settings.decoder)
 
     def __call__(self, work: Work) -> Result:
-        """The views of an image, or the reason why it cannot be used; does not raise for bad images."""
+        """The views of an image, or the reason why it cannot be used; does not raise for bad
+        images.
+        """
         entry, gray = next(self.decoded(self.images, [work])) if isinstance(work, Entry) else work
         try:
-            return gray if isinstance(gray, BadImage) else gray_views(gray, entry.name, self.settings)
+            return (
+                gray if isinstance(gray, BadImage) else gray_views(gray, entry.name, self.settings)
+            )
         except BadImage as bad:
             return bad
 
     def source(self, entries: Iterable[Entry]) -> Iterable[Work]:
-        """Input of the workers: entries, or decoded images if a GPU or DALI's threads decode for all workers."""
-        if self.settings.decoder == "dali" or (self.settings.decoder == "torchvision" and decode.gpu() is not None):
+        """Input of the workers: entries, or decoded images if a GPU or DALI's threads decode for
+        all workers.
+        """
+        if self.settings.decoder == "dali" or (
+            self.settings.decoder == "torchvision" and decode.gpu() is not None
+        ):
             return self.decoded(self.images, entries)
         return entries
 
 
 def cores() -> int:
     """Cores for this process; the ranks of this machine share its cores."""
-    return max(len(os.sched_getaffinity(0)) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 1)
+    return max(
+        len(os.sched_getaffinity(0)) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 1
+    )
 
 
 class Pool:
     """A context with `map(entries)`; with one worker it works in this process."""
 
     def __init__(self, images: ImageSet, settings: Any, workers: int) -> None:
-        self._extract, self._workers = ImageExtractor(images, settings), workers
+        self._extract = ImageExtractor(images, settings)
+        self._workers = workers
         self._executor: Optional[ProcessPoolExecutor] = None
         self._stack = contextlib.ExitStack()
 
@@ -88,9 +101,10 @@ class Pool:
         if self._workers == 1:
             cv2.setNumThreads(1)
             return self
+        # Fork would copy locks of running threads
         self._executor = ProcessPoolExecutor(
             self._workers,
-            mp_context=multiprocessing.get_context("spawn"),  # fork would copy locks of running threads
+            mp_context=multiprocessing.get_context("spawn"),
             initializer=_start,
             initargs=(os.getpid(),),
         )
@@ -107,7 +121,9 @@ class Pool:
             return
         submit = functools.partial(self._executor.submit, self._extract)
         try:
-            yield from in_order(submit, self._extract.source(entries), _IN_FLIGHT * self._workers - 1)
+            yield from in_order(
+                submit, self._extract.source(entries), _IN_FLIGHT * self._workers - 1
+            )
         except BrokenProcessPool:
             raise WorkError(
                 "a worker process died (out of memory, or killed); finished shards are kept: "

@@ -1,8 +1,9 @@
 """The shards of one split: plan, finished shards, index.
 
-A shard is a fixed run of manifest rows, so its bytes depend only on these and on the parameters. During the work each
-finished shard has a note next to it; in the end the notes become store.json. A shard with another fingerprint
-(parameters, rows, VERSION, OpenCV) is deleted; an undamaged one is not computed again.
+A shard is a fixed run of manifest rows, so its bytes depend only on these and on the parameters.
+During the work each finished shard has a note next to it; in the end the notes become store.json. A
+shard with another fingerprint (parameters, rows, VERSION, OpenCV) is deleted; an undamaged one is
+not computed again.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def plan(entries: Sequence[Entry], settings: Any) -> List[Shard]:
         "opencv": cv2.__version__,
         "extractor": extractors.load(settings.extractor).code,
     }
-    pieces = [entries[start : start + SHARD_IMAGES] for start in range(0, len(entries), SHARD_IMAGES)]
+    pieces = [
+        entries[start : start + SHARD_IMAGES] for start in range(0, len(entries), SHARD_IMAGES)
+    ]
     shards = []
     for index, piece in enumerate(pieces):
         rows = [[entry.name, entry.size, entry.crc32] for entry in piece]
@@ -59,7 +62,8 @@ class Folder:
     """The folder of one split while it is filled. shards: the plan."""
 
     def __init__(self, path: Path, shards: Sequence[Shard]) -> None:
-        self.path, self.shards = path, list(shards)
+        self.path = path
+        self.shards = list(shards)
 
     def open(self, mine: Sequence[Shard]) -> List[Shard]:
         """Keep undamaged shards that fit, delete others. Returns the missing ones of `mine`."""
@@ -77,33 +81,49 @@ class Folder:
         return missing
 
     def discard_unknown(self) -> None:
-        """Delete files that are not in the plan: shards of other parameters, partial files after a kill."""
-        known = {shard.file for shard in self.shards} | {self._note_path(shard).name for shard in self.shards}
+        """Delete files that are not in the plan: shards of other parameters, partial files after a
+        kill.
+        """
+        known = {shard.file for shard in self.shards} | {
+            self._note_path(shard).name for shard in self.shards
+        }
         for path in self.path.iterdir() if self.path.is_dir() else ():
             if path.name not in known and path.name != store.INDEX and not path.is_dir():
                 path.unlink()
 
     def write(self, shard: Shard, results: Iterable[Any]) -> None:
-        """Write one shard from its results (ImageViews or BadImage, in the order of its entries)."""
+        """Write one shard from its results (ImageViews or BadImage, in the order of its
+        entries).
+        """
         done = list(results)
         bad = [[result.name, result.reason] for result in done if isinstance(result, BadImage)]
-        row = store.write_shard(self.path / shard.file, [result for result in done if isinstance(result, ImageViews)])
+        row = store.write_shard(
+            self.path / shard.file, [result for result in done if isinstance(result, ImageViews)]
+        )
         self._note(shard, {**row, "bad": bad, "fingerprint": shard.fingerprint})
 
     def rows(self) -> List[Optional[Dict[str, Any]]]:
         """The row of every planned shard; None for unfinished ones."""
         known = self._known_rows()
         rows = [known.get(shard.file, {}) for shard in self.shards]
-        return [row if row.get("fingerprint") == shard.fingerprint else None for shard, row in zip(self.shards, rows)]
+        return [
+            row if row.get("fingerprint") == shard.fingerprint else None
+            for shard, row in zip(self.shards, rows)
+        ]
 
     def close(self, rows: Sequence[Dict[str, Any]], settings: Any) -> None:
         """Write store.json and delete the notes."""
         extractor = extractors.load(settings.extractor)
-        photographs = [{entry.name: entry.photograph for entry in shard.entries} for shard in self.shards]
-        named = [
-            {**row, "photographs": [known[name] for name in row["images"]]} for known, row in zip(photographs, rows)
+        photographs = [
+            {entry.name: entry.photograph for entry in shard.entries} for shard in self.shards
         ]
-        content = store.index(named, settings.views_per_image, (settings.width, settings.height), extractor)
+        named = [
+            {**row, "photographs": [known[name] for name in row["images"]]}
+            for known, row in zip(photographs, rows)
+        ]
+        content = store.index(
+            named, settings.views_per_image, (settings.width, settings.height), extractor
+        )
         write_atomic(self.path / store.INDEX, json.dumps(content, indent=1) + "\n")
         for shard in self.shards:
             self._note_path(shard).unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """Loading params.yaml: typed, frozen sections, and one line about the first error.
 
-All sections are checked, so that a misspelt key of the last stage is reported before the first one runs.
+All sections are checked, so that a misspelt key of the last stage is reported before the first one
+runs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from pipeline.parameters.schema import SECTIONS, FetchParams, Section, TrainOpti
 NO_OPTIONS: Mapping[str, Any] = {}
 
 
-def load(section: str, path: Union[str, Path] = "params.yaml", options: Mapping[str, Any] = NO_OPTIONS) -> Any:
+def load(
+    section: str, path: Union[str, Path] = "params.yaml", options: Mapping[str, Any] = NO_OPTIONS
+) -> Any:
     """One section of the file at `path`; all are checked. Raises RequestError."""
     sections = load_all(path, options)
     if section not in sections:
@@ -27,33 +30,46 @@ def load(section: str, path: Union[str, Path] = "params.yaml", options: Mapping[
     return sections[section]
 
 
-def load_all(path: Union[str, Path] = "params.yaml", options: Mapping[str, Any] = NO_OPTIONS) -> Dict[str, Section]:
+def load_all(
+    path: Union[str, Path] = "params.yaml", options: Mapping[str, Any] = NO_OPTIONS
+) -> Dict[str, Section]:
     """Every section in the file at `path`, by name. options: `TrainOptions` from a command line."""
     return parse(_read(Path(path)), str(path), options)
 
 
 def parse(tree: Any, origin: str, options: Mapping[str, Any] = NO_OPTIONS) -> Dict[str, Section]:
-    """Check a tree of plain dicts, some or all of the sections of a file. origin: file name for messages."""
+    """Check a tree of plain dicts, some or all of the sections of a file. origin: file name for
+    messages.
+    """
     if not isinstance(tree, dict):
         raise RequestError(f"{origin}: must have the sections {', '.join(SECTIONS)}")
     sections: Dict[str, Section] = {}
     train = tree.get("train")
     for name in TrainOptions.model_fields:
         if isinstance(train, dict) and name in train:
-            raise RequestError(f"{origin}: train.{name}: not a key; TRAIN_OPTIONS='{flag(name, train[name])}' sets it")
+            raise RequestError(
+                f"{origin}: train.{name}: not a key; TRAIN_OPTIONS='{flag(name, train[name])}'"
+                " sets it"
+            )
     for name, values in _completed(tree, options).items():
         if name not in SECTIONS:
-            raise RequestError(f"{origin}: {_word(name)}: unknown section{_near(str(name), list(SECTIONS))}")
+            raise RequestError(
+                f"{origin}: {_word(name)}: unknown section{_near(str(name), list(SECTIONS))}"
+            )
         try:
             sections[name] = SECTIONS[name].model_validate(values)
         except ValidationError as error:
             # a misspelt key first: it explains why the right one is missing
             first = min(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
             raise RequestError(f"{origin}: {_problem(name, SECTIONS[name], first)}") from None
-    used, stored = (getattr(sections.get(name), "max_keypoints", 0) for name in ("train", "keypoints"))
+    used, stored = (
+        getattr(sections.get(name), "max_keypoints", 0) for name in ("train", "keypoints")
+    )
     if used > stored > 0:
         limit = f"keypoints.max_keypoints ({stored})"
-        raise RequestError(f"{origin}: train.max_keypoints = {used}: must be at most {limit}, what a view stores")
+        raise RequestError(
+            f"{origin}: train.max_keypoints = {used}: must be at most {limit}, what a view stores"
+        )
     return sections
 
 
@@ -62,13 +78,20 @@ def option_parser() -> Parser:
     parser = Parser(add_help=False, allow_abbrev=False)
     for name, field in TrainOptions.model_fields.items():
         kind: Any = field.annotation
-        option, text = "--" + name.replace("_", "-"), f"{field.description} (default: {field.default})"
+        option = "--" + name.replace("_", "-")
+        text = f"{field.description} (default: {field.default})"
         if kind is bool:
-            parser.add_argument(option, action="store_true", default=argparse.SUPPRESS, help=field.description)
+            parser.add_argument(
+                option, action="store_true", default=argparse.SUPPRESS, help=field.description
+            )
         elif get_args(kind):
-            parser.add_argument(option, choices=get_args(kind), default=argparse.SUPPRESS, help=text)
+            parser.add_argument(
+                option, choices=get_args(kind), default=argparse.SUPPRESS, help=text
+            )
         else:
-            parser.add_argument(option, type=kind, metavar="N", default=argparse.SUPPRESS, help=text)
+            parser.add_argument(
+                option, type=kind, metavar="N", default=argparse.SUPPRESS, help=text
+            )
     return parser
 
 
@@ -86,7 +109,9 @@ def flag(name: str, value: Any) -> str:
 
 
 def _completed(tree: Dict[Any, Any], options: Mapping[str, Any]) -> Dict[Any, Any]:
-    """The tree with the views of `keypoints` and `evaluate`, and with the options of the training."""
+    """The tree with the views of `keypoints` and `evaluate`, and with the options of the
+    training.
+    """
     views = tree.get("views")
     full = dict(tree)
     if isinstance(tree.get("keypoints"), dict) and "views" in tree:
@@ -94,7 +119,10 @@ def _completed(tree: Dict[Any, Any], options: Mapping[str, Any]) -> Dict[Any, An
     if isinstance(tree.get("train"), dict):
         full["train"] = {**tree["train"], **options}
     if isinstance(tree.get("evaluate"), dict):
-        full["evaluate"] = {**tree["evaluate"], "views": _merged(views, tree["evaluate"].get("views", {}))}
+        full["evaluate"] = {
+            **tree["evaluate"],
+            "views": _merged(views, tree["evaluate"].get("views", {})),
+        }
     return full
 
 
@@ -125,19 +153,24 @@ def _read(path: Path) -> Any:
     try:
         return YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise RequestError(f"{path}: no such file; `{typed('repro', preset='sample')}` writes one") from None
+        raise RequestError(
+            f"{path}: no such file; `{typed('repro', preset='sample')}` writes one"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{path}: cannot be read: {error}") from None
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
-        raise RequestError(f"{path}{where}: is not valid YAML: {getattr(error, 'problem', error)}") from None
+        raise RequestError(
+            f"{path}{where}: is not valid YAML: {getattr(error, 'problem', error)}"
+        ) from None
 
 
 def _problem(section: str, model: Type[Section], error: Any) -> str:
     """`train.lr = -1: must be greater than 0`, from one pydantic error."""
     *path, last = [section, *(_word(part) for part in error["loc"])]
-    key, kind = ".".join([*path, last]), error["type"]
+    key = ".".join([*path, last])
+    kind = error["type"]
     if kind == "value_error":
         return f"{key}.{error['ctx']['error']}"
     if kind == "missing":
@@ -149,7 +182,9 @@ def _problem(section: str, model: Type[Section], error: Any) -> str:
         known = [name for name in owner.model_fields if name not in TrainOptions.model_fields]
         return f"{key}: unknown key{_near(last, known)}"
     rule = (
-        re.sub("^(Input|String) should", "must", error["msg"]) if kind != "model_type" else "must hold keys with values"
+        re.sub("^(Input|String) should", "must", error["msg"])
+        if kind != "model_type"
+        else "must hold keys with values"
     )
     return f"{key} = {_word(repr(error['input']))}: {rule}"
 

@@ -1,7 +1,8 @@
-"""The sections of params.yaml: keys with types and limits; `presets/sample.yaml` documents each key.
+"""The sections of params.yaml: keys with types and limits; `presets/sample.yaml` documents each
+key.
 
-A key has no default, so that DVC sees every value that a result depends on. How a training is computed (`TrainOptions`)
-is no key: options of the command have defaults.
+A key has no default, so that DVC sees every value that a result depends on. How a training is
+computed (`TrainOptions`) is no key: options of the command have defaults.
 """
 
 from __future__ import annotations
@@ -89,31 +90,56 @@ class TrainOptions(Section):
 
     parallel: Literal["ddp", "dp", "single"] = Field(
         "ddp",
-        description="ddp: a process for each device, gradients averaged; dp: one process, torch's DataParallel; "
-        "single: one process, one device",
+        description=(
+            "ddp: a process for each device, gradients averaged; dp: one process, torch's"
+            " DataParallel; single: one process, one device"
+        ),
     )
     batch_per_rank: int = Field(
-        0, ge=0, le=65536, description="pairs of each process and step, instead of train.batch; 0: train.batch"
+        0,
+        ge=0,
+        le=65536,
+        description="pairs of each process and step, instead of train.batch; 0: train.batch",
     )
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="how the learning rate grows with the number of processes, for --batch-per-rank"
+        "none",
+        description=(
+            "how the learning rate grows with the number of processes, for --batch-per-rank"
+        ),
     )
     loader: Literal["plain", "synthetic"] = Field(
-        "plain", description="plain: pairs from the store; synthetic: random keypoints, to measure the step alone"
+        "plain",
+        description=(
+            "plain: pairs from the store; synthetic: random keypoints, to measure the step alone"
+        ),
     )
     accumulate: int = Field(
-        1, ge=1, le=4096, description="parts of a process's pairs, one after the other: less memory, the same steps"
+        1,
+        ge=1,
+        le=4096,
+        description="parts of a process's pairs, one after the other: less memory, the same steps",
     )
     checkpoint_layers: bool = Field(
-        False, description="recompute activations in the backward pass: less memory, about a third more time"
+        False,
+        description=(
+            "recompute activations in the backward pass: less memory, about a third more time"
+        ),
     )
     compile: bool = Field(
-        False, description="compile the layers, on a GPU as CUDA graphs, for views padded to max_keypoints (torch 2)"
+        False,
+        description=(
+            "compile the layers, on a GPU as CUDA graphs, for views padded to max_keypoints"
+            " (torch 2)"
+        ),
     )
-    deterministic: bool = Field(False, description="use deterministic kernels only; slower on a GPU")
+    deterministic: bool = Field(
+        False, description="use deterministic kernels only; slower on a GPU"
+    )
     log_every: int = Field(10, ge=1, description="steps between points of the training curves")
     save_every: int = Field(0, ge=0, description="steps between checkpoints; 0: train.val_every")
-    profile_steps: int = Field(0, ge=0, description="number of steps to profile into reports/train/profile; 0: none")
+    profile_steps: int = Field(
+        0, ge=0, description="number of steps to profile into reports/train/profile; 0: none"
+    )
 
 
 class TrainParams(TrainOptions):
@@ -151,11 +177,16 @@ class TrainParams(TrainOptions):
     @model_validator(mode="after")
     def _keys_agree(self) -> TrainParams:
         if self.checkpoint_layers and self.norm == "batch":
-            raise ValueError("norm = 'batch': --checkpoint-layers needs layer (running statistics would move twice)")
+            raise ValueError(
+                "norm = 'batch': --checkpoint-layers needs layer (running statistics would move"
+                " twice)"
+            )
         if self.dim % self.heads:
             raise ValueError(f"heads = {self.heads}: must divide dim ({self.dim})")
         if self.rotary and self.dim // self.heads % 2:
-            raise ValueError(f"rotary = True: needs an even dim / heads, not {self.dim // self.heads}")
+            raise ValueError(
+                f"rotary = True: needs an even dim / heads, not {self.dim // self.heads}"
+            )
         return self
 
 
@@ -179,9 +210,15 @@ SECTIONS: Dict[str, Type[Section]] = {
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Dict[str, Any]:
-    """`{"train.lr": 0.0001, "views.homography.scale_min": 0.5, ...}` of sections, or of plain dicts, by name."""
+    """`{"train.lr": 0.0001, "views.homography.scale_min": 0.5, ...}` of sections, or of plain
+    dicts, by name.
+    """
     flat: Dict[str, Any] = {}
     for key, value in tree.items():
         value = value.model_dump() if isinstance(value, Section) else value
-        flat.update(flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+        flat.update(
+            flatten(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
     return flat

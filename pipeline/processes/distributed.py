@@ -20,7 +20,9 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # here, because its functions keep the group that is there when it is imported
+
+# Here, because its functions keep the group that is there when it is imported
+import torch.distributed.nn
 from torch import Tensor, nn
 
 from pipeline import compat
@@ -28,7 +30,8 @@ from pipeline.errors import AGENT_PID, EXIT_FOLDER, LostPeer, RequestError
 from pipeline.processes import signals
 from superglue_sift.torch_compat import exact_float32
 
-# Seconds after which a rendezvous or a collective counts as a lost rank; SG_TIMEOUT sets another limit.
+# Seconds after which a rendezvous or a collective counts as a lost rank; SG_TIMEOUT sets another
+# limit.
 TIMEOUT_SECONDS = 120
 BUCKET_MB = 4  # faster on a slow link than torch's 25 (docs/performance.md)
 
@@ -56,15 +59,20 @@ def _integer(name: str, fallback: int) -> int:
 
 
 def _adopt_slurm() -> None:
-    """Use SLURM's variables as ranks (`srun python -m pipeline.train`); torchrun's have precedence."""
+    """Use SLURM's variables as ranks (`srun python -m pipeline.train`); torchrun's have
+    precedence.
+    """
     names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-    # SLURM_PROCID alone is also set inside an sbatch script that starts torchrun or one process itself
+    # SLURM_PROCID alone is also set inside an sbatch script that starts torchrun or one process
+    # itself
     if "RANK" in os.environ or "SLURM_STEP_ID" not in os.environ or _integer("SLURM_NTASKS", 1) < 2:
         return
     for ours, theirs in names.items():
         os.environ[ours] = os.environ[theirs]
     # rank 0 runs on the first node of its step; the job may have been started on a login node
-    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+    nodes = (
+        os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+    )
     os.environ.setdefault("MASTER_ADDR", first_host(nodes))
     os.environ.setdefault("MASTER_PORT", str(20000 + _integer("SLURM_JOB_ID", 0) % 20000))
 
@@ -86,10 +94,12 @@ def start() -> Context:
         RequestError: an environment variable is not a number.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # without torchrun this rank would hold its GPU for ever and write into the next run's folder
+        # without torchrun this rank would hold its GPU for ever and write into the next run's
+        # folder
         signals.end_with_parent(parent=_integer(AGENT_PID, os.getppid()))
     _adopt_slurm()
-    rank, world_size = _integer("RANK", 0), _integer("WORLD_SIZE", 1)
+    rank = _integer("RANK", 0)
+    world_size = _integer("WORLD_SIZE", 1)
     local_rank = _integer("LOCAL_RANK", 0)
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -115,18 +125,22 @@ _finished: List[Any] = []  # groups that this process has left
 
 @atexit.register
 def _join_threads() -> None:
-    """Release the groups, whose destructor joins gloo's threads, at the one moment when neither can go wrong.
+    """Release the groups, whose destructor joins gloo's threads, at the one moment when neither can
+    go wrong.
 
-    A thread may still need the GIL to free the tensors of the last collective. Earlier, DistributedDataParallel may
-    have the last reference, and its destructor holds the GIL: a finished training hangs. Later, Python ends a thread
-    that asks for the GIL, which C++ answers with an abort. Each happened about once in some hundred runs.
+    A thread may still need the GIL to free the tensors of the last collective. Earlier,
+    DistributedDataParallel may have the last reference, and its destructor holds the GIL: a
+    finished training hangs. Later, Python ends a thread that asks for the GIL, which C++ answers
+    with an abort. Each happened about once in some hundred runs.
     """
     gc.collect()  # DistributedDataParallel is part of reference cycles
     _finished.clear()  # the last reference, which releases the GIL first
 
 
 def abandon() -> None:
-    """Leave the group after a failure, without waiting for the other ranks, which see the connection close."""
+    """Leave the group after a failure, without waiting for the other ranks, which see the
+    connection close.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return
     group = dist.distributed_c10d._get_default_group()
@@ -148,7 +162,15 @@ def write_heartbeat(step: int) -> None:
 
 def lost_peer(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone or hangs."""
-    signs = ("Connection closed by peer", "Connection reset", "Broken pipe", "imed out", "imeout", "NCCL", "gloo")
+    signs = (
+        "Connection closed by peer",
+        "Connection reset",
+        "Broken pipe",
+        "imed out",
+        "imeout",
+        "NCCL",
+        "gloo",
+    )
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
@@ -199,8 +221,8 @@ def weighted_means(sums: Mapping[str, float], weight: float) -> Dict[str, float]
 def any_rank(flag: Callable[[], bool]) -> Callable[[], bool]:
     """A function that returns True on every rank if the flag is True on one.
 
-    On GPUs the flag is read and sent now, so that the exchange overlaps with other work. On CPUs, and in a single
-    process, it is read when the function is called.
+    On GPUs the flag is read and sent now, so that the exchange overlaps with other work. On CPUs,
+    and in a single process, it is read when the function is called.
     """
     if not several():
         return flag
@@ -219,7 +241,9 @@ def any_rank(flag: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def all_gather(item: Any) -> List[Any]:
-    """The item of every rank, in rank order; any object the standard library can serialise between processes."""
+    """The item of every rank, in rank order; any object the standard library can serialise between
+    processes.
+    """
     if not several():
         return [item]
     items: List[Any] = [None] * dist.get_world_size()
@@ -237,7 +261,9 @@ def all_gather_tensor(tensor: Tensor) -> Tensor:
 
 
 def map_rows_over_ranks(work: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """`work(rows)` for a `work` that treats rows (K, ...) independently and keeps shapes: ranks share the rows."""
+    """`work(rows)` for a `work` that treats rows (K, ...) independently and keeps shapes: ranks
+    share the rows.
+    """
     if not several():
         return work(rows)
     count = -(-len(rows) // dist.get_world_size())
@@ -260,10 +286,16 @@ def broadcast_tensors(tensors: Mapping[str, Tensor], source: int) -> Dict[str, T
     """The tensors of rank `source` by name, on every rank and on the host."""
     if not several():
         return dict(tensors)
-    shapes = broadcast({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, source)
-    sends, device, received = dist.get_rank() == source, _collective_device(), {}
+    shapes = broadcast(
+        {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, source
+    )
+    sends = dist.get_rank() == source
+    device = _collective_device()
+    received = {}
     for name, (dtype, shape) in shapes.items():
-        tensor = tensors[name].to(device) if sends else torch.empty(shape, dtype=dtype, device=device)
+        tensor = (
+            tensors[name].to(device) if sends else torch.empty(shape, dtype=dtype, device=device)
+        )
         dist.broadcast(tensor.contiguous(), src=source)
         received[name] = tensor.cpu()
     return received
@@ -273,17 +305,19 @@ def all_equal(number: int) -> bool:
     """Whether the number is the same on every rank. One collective."""
     if not several():
         return True
-    both = torch.tensor([number, -number], device=_collective_device())  # the maximum of -x is the minimum of x
+    # The maximum of -x is the minimum of x
+    both = torch.tensor([number, -number], device=_collective_device())
     dist.all_reduce(both, op=dist.ReduceOp.MAX)
     largest, negated_smallest = both.tolist()
     return largest == -negated_smallest
 
 
 def writes(folder: Path, context: Context) -> bool:
-    """Whether this rank writes to `folder`: the first rank of those that share it. All ranks call it.
+    """Whether this rank writes to `folder`: the first rank of those that share it. All ranks call
+    it.
 
-    These are rank 0, and the first rank of each node with a folder of its own under this name. Raises OSError if rank 0
-    cannot write there.
+    These are rank 0, and the first rank of each node with a folder of its own under this name.
+    Raises OSError if rank 0 cannot write there.
     """
     name = broadcast(uuid.uuid4().hex)  # unique: no file system has cached it as missing
     marks = [folder / f".{name}-{rank}.tmp" for rank in range(context.world_size)]
@@ -309,12 +343,14 @@ def _collective_device() -> torch.device:
 
 
 def wrap(module: nn.Module) -> nn.Module:
-    """DistributedDataParallel around `module` in a group of several ranks; `module` itself otherwise.
+    """DistributedDataParallel around `module` in a group of several ranks; `module` itself
+    otherwise.
 
-    Buckets are small, so that the first are exchanged while the rest of the gradient is computed; parameters should be
-    registered in the order of the forward pass. `find_unused_parameters` is set for a side effect: the buckets keep
-    their layout. Otherwise they change after the first step, but not at the same step of a resumed run, and with three
-    or more ranks the ring adds in another order: the resumed weights would differ in their last bits.
+    Buckets are small, so that the first are exchanged while the rest of the gradient is computed;
+    parameters should be registered in the order of the forward pass. `find_unused_parameters` is
+    set for a side effect: the buckets keep their layout. Otherwise they change after the first
+    step, but not at the same step of a resumed run, and with three or more ranks the ring adds in
+    another order: the resumed weights would differ in their last bits.
     """
     if not several():
         return module

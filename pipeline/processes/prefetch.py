@@ -1,4 +1,6 @@
-"""Prefetching: results computed in advance, in the order of their items, with a bounded number in flight."""
+"""Prefetching: results computed in advance, in the order of their items, with a bounded number in
+flight.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ def in_order(
 ) -> Generator[Result, None, None]:
     """The result of each item; `submit` gets the items up to `ahead` in advance.
 
-    An exception of the work is raised here, at its item. Closing the iterator cancels what has not started.
+    An exception of the work is raised here, at its item. Closing the iterator cancels what has not
+    started.
     """
     waiting: Deque[Future[Result]] = deque()
     try:
@@ -42,7 +45,10 @@ def prefetched(
     """
     queue: SimpleQueue = SimpleQueue()
     # no executor: the end of the process would wait for its threads
-    started = [threading.Thread(target=_work, args=(make, queue), name="prefetch", daemon=True) for _ in range(threads)]
+    started = [
+        threading.Thread(target=_work, args=(make, queue), name="prefetch", daemon=True)
+        for _ in range(threads)
+    ]
 
     def submit(item: Any) -> Future[Result]:
         future: Future[Result] = Future()

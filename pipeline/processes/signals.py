@@ -1,4 +1,6 @@
-"""Signals: a request to stop, which takes effect between two steps; ending with the parent process."""
+"""Signals: a request to stop, which takes effect between two steps; ending with the parent
+process.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import sys
 import threading
 from typing import Iterator, Optional
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the container, Ctrl-C, SLURM before preemption
+# The container, Ctrl-C, SLURM before preemption
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -44,7 +47,9 @@ def serve(parent: int) -> None:
 
 
 class Stop:
-    """`requested` becomes True when one of the signals arrives; a second Ctrl-C ends the process at once."""
+    """`requested` becomes True when one of the signals arrives; a second Ctrl-C ends the process at
+    once.
+    """
 
     def __init__(self) -> None:
         self.requested = False

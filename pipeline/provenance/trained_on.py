@@ -1,7 +1,9 @@
-"""List of the photographs that a model was trained on, next to its file, so that nobody tests on them by accident.
+"""List of the photographs that a model was trained on, next to its file, so that nobody tests on
+them by accident.
 
-`best.safetensors` has `best.trained_on.txt`: one photograph a line (`image_sets.manifest.Entry.photograph`), including
-those of the initial weights. The description inside the model file has the list's digest.
+`best.safetensors` has `best.trained_on.txt`: one photograph a line
+(`image_sets.manifest.Entry.photograph`), including those of the initial weights. The description
+inside the model file has the list's digest.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from superglue_sift.weights import BadCheckpoint, load_model_file
 
 KEY = "trained_on"  # of a model's description
 _UNKNOWN = "unknown"
-_TITLE = "# Photographs the weights were trained on: COCO's number, or CRC-32 and bytes of the file.\n"
+_TITLE = (
+    "# Photographs the weights were trained on: COCO's number, or CRC-32 and bytes of the file.\n"
+)
 
 
 def list_of(model: Path) -> Path:
@@ -30,8 +34,14 @@ def digest(photographs: Iterable[str]) -> str:
 
 
 def write(model: Path, photographs: Optional[Iterable[str]]) -> None:
-    """Write the list of a model atomically; None: unknown. The same photographs give the same bytes."""
-    lines = [_UNKNOWN] if photographs is None else sorted(photographs, key=lambda name: (len(name), name))
+    """Write the list of a model atomically; None: unknown. The same photographs give the same
+    bytes.
+    """
+    lines = (
+        [_UNKNOWN]
+        if photographs is None
+        else sorted(photographs, key=lambda name: (len(name), name))
+    )
     write_atomic(list_of(model), _TITLE + "".join(f"{line}\n" for line in lines))
 
 
@@ -46,7 +56,9 @@ def read(model: Path) -> Optional[FrozenSet[str]]:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise RequestError(f"{path}: cannot be read ({error}); put the list back that came with the model") from None
+        raise RequestError(
+            f"{path}: cannot be read ({error}); put the list back that came with the model"
+        ) from None
     photographs = frozenset(line for line in lines if line and not line.startswith("#"))
     if _UNKNOWN in photographs:
         return None
@@ -55,11 +67,17 @@ def read(model: Path) -> Optional[FrozenSet[str]]:
     except (FileNotFoundError, BadCheckpoint):  # reported where the model is loaded
         stated = None
     if stated is not None and stated != digest(photographs):
-        raise RequestError(f"{path}: is not the list of {model.name}; put the one back that was written with it")
+        raise RequestError(
+            f"{path}: is not the list of {model.name}; put the one back that was written with it"
+        )
     return photographs
 
 
 def unknown(model: Path) -> str:
     """Message about a model without a list."""
-    why = "its training did not know either" if list_of(model).is_file() else f"no {list_of(model).name} beside it"
+    why = (
+        "its training did not know either"
+        if list_of(model).is_file()
+        else f"no {list_of(model).name} beside it"
+    )
     return f"what {model.name} was trained on is not known ({why}): no photograph is left out"

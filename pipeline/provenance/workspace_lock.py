@@ -40,10 +40,19 @@ def take() -> None:
     except BlockingIOError:
         holder = _holder(stream)
         stream.close()
-        ancestors = {process.pid for process in psutil.Process().parents()}  # ids are valid within one container only
-        if holder.get("host") != socket.gethostname() or not {holder.get("pid"), holder.get("dvc")} & ancestors:
-            since = f"container or host {holder.get('host', 'unknown')}, since {holder.get('since', 'unknown')}"
-            raise RequestError(f"{root} is in use by {since}; wait until it is done, or stop it") from None
+        # Ids are valid within one container only
+        ancestors = {process.pid for process in psutil.Process().parents()}
+        if (
+            holder.get("host") != socket.gethostname()
+            or not {holder.get("pid"), holder.get("dvc")} & ancestors
+        ):
+            since = (
+                f"container or host {holder.get('host', 'unknown')}, since"
+                f" {holder.get('since', 'unknown')}"
+            )
+            raise RequestError(
+                f"{root} is in use by {since}; wait until it is done, or stop it"
+            ) from None
         return
     except OSError as error:  # a network file system without locks
         print(f"note: {path}: {error.strerror}; nothing keeps a second run away")
@@ -52,7 +61,11 @@ def take() -> None:
     _held.append(stream)
     stream.truncate(0)
     # without the id of DVC's process: another stage of the same run may take the lock
-    stream.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")}))
+    stream.write(
+        json.dumps(
+            {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")}
+        )
+    )
     stream.flush()
     locks = f"the workspace is locked stage by stage; `{typed('repro')}` locks it throughout"
     print(f"note: this DVC was started by hand: {locks}")

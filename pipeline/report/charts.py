@@ -41,7 +41,9 @@ def line_chart(
 
     series: name -> (x, y) points; diagonal: add a dashed diagonal, for calibration.
     """
-    ink = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
+    ink = dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
+    )
     settings: Any = {**STYLE, **ink}
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=(5.6, 3.8), layout="constrained")
@@ -58,13 +60,24 @@ def line_chart(
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor").replace("xlink:href", "href")
-    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->| xmlns(:\w+)?=\"[^\"]*\"", "", svg, flags=re.DOTALL)
+    svg = re.sub(
+        r"<metadata>.*?</metadata>|<!--.*?-->| xmlns(:\w+)?=\"[^\"]*\"", "", svg, flags=re.DOTALL
+    )
     label = escape(f"{y_label}, {x_label}")
     return Markup(
-        re.sub(r"<svg [^>]*?(viewBox=\"[^\"]*\")[^>]*>", rf'<svg \1 role="img" aria-label="{label}">', svg, count=1)
+        re.sub(
+            r"<svg [^>]*?(viewBox=\"[^\"]*\")[^>]*>",
+            rf'<svg \1 role="img" aria-label="{label}">',
+            svg,
+            count=1,
+        )
     )
 
 
 def column(lines: Sequence[Mapping[str, Any]], x: str, y: str) -> List[Tuple[float, float]]:
     """Points of two columns of CSV lines, without lines that lack a number."""
-    return [(float(line[x]), float(line[y])) for line in lines if not {None, ""} & {line.get(x), line.get(y)}]
+    return [
+        (float(line[x]), float(line[y]))
+        for line in lines
+        if not {None, ""} & {line.get(x), line.get(y)}
+    ]

@@ -20,8 +20,8 @@ ELSEWHERE = ("pairs", "scenes", "bad")  # long tables, only in their CSV files
 class Picture:
     """A pair and its matches.
 
-    jpeg: both images side by side, base64, of width x height pixels; matches: by matcher, rows of x0, y0, x1, y1 in
-    these pixels, score and 1 (correct) or 0.
+    jpeg: both images side by side, base64, of width x height pixels; matches: by matcher, rows of
+    x0, y0, x1, y1 in these pixels, score and 1 (correct) or 0.
     """
 
     name: str
@@ -34,7 +34,9 @@ class Picture:
 
 @dataclass(frozen=True)
 class Content:
-    """Everything in the report: the lines of each file, and the page. unit: what intervals resample (photographs)."""
+    """Everything in the report: the lines of each file, and the page. unit: what intervals resample
+    (photographs).
+    """
 
     title: str  # where the pairs come from
     metrics: Dict[str, Optional[float]]
@@ -53,7 +55,9 @@ class Content:
 
 def save(folder: Path, content: Content) -> None:
     """Write report.json."""
-    values = {name: value for name, value in dataclasses.asdict(content).items() if name not in ELSEWHERE}
+    values = {
+        name: value for name, value in dataclasses.asdict(content).items() if name not in ELSEWHERE
+    }
     (folder / JSON).write_text(json.dumps(values) + "\n", encoding="utf-8")
 
 
@@ -61,6 +65,10 @@ def load(folder: Path) -> Content:
     """Read report.json. Raises RequestError for one that is missing or damaged."""
     values = read_json(folder / JSON, "no such file; `make repro` makes it")
     try:
-        return Content(**{**values, "pictures": [Picture(**picture) for picture in values["pictures"]]})
+        return Content(
+            **{**values, "pictures": [Picture(**picture) for picture in values["pictures"]]}
+        )
     except (TypeError, KeyError) as error:
-        raise RequestError(f"{folder / JSON}: cannot be read: {error}; run the evaluation again") from None
+        raise RequestError(
+            f"{folder / JSON}: cannot be read: {error}; run the evaluation again"
+        ) from None

@@ -10,14 +10,25 @@ from typing import Mapping, Optional, Sequence
 from pipeline.files import write_atomic, write_csv
 from pipeline.report import document, page, summary, tables
 
-TABLES = ("pairs", "scenes", "intervals", "differences", "robustness")  # fields of `Content` with a CSV each
-FILES = ("metrics.json", "summary.json", "protocol.json", "matchers.csv", "bad_images.csv", page.PAGE, document.JSON,
-         *(f"{name}.csv" for name in TABLES))  # fmt: skip
+# Fields of `Content` with a CSV each
+TABLES = ("pairs", "scenes", "intervals", "differences", "robustness")
+FILES = (
+    "metrics.json",
+    "summary.json",
+    "protocol.json",
+    "matchers.csv",
+    "bad_images.csv",
+    page.PAGE,
+    document.JSON,
+    *(f"{name}.csv" for name in TABLES),
+)
 FOLDERS = ("curves", "pictures")
 
 
 def write(out: Path, content: document.Content, training: Optional[Path] = None) -> None:
-    """Write all files but the pictures, and remove those of an earlier evaluation. training: folder of its curves."""
+    """Write all files but the pictures, and remove those of an earlier evaluation. training: folder
+    of its curves.
+    """
     write_json(out / "metrics.json", content.metrics)
     write_json(out / "summary.json", summary.headline(content))
     write_json(out / "protocol.json", content.protocol)
@@ -35,7 +46,9 @@ def write(out: Path, content: document.Content, training: Optional[Path] = None)
     page.write(out, training)
 
 
-def write_lines(path: Path, lines: Sequence[Mapping[str, object]], columns: Sequence[str] = ()) -> None:
+def write_lines(
+    path: Path, lines: Sequence[Mapping[str, object]], columns: Sequence[str] = ()
+) -> None:
     """Write dicts as CSV; columns: default all keys in order of appearance."""
     names = list(columns) or list(dict.fromkeys(name for line in lines for name in line))
     write_csv(path, [names, *([line.get(name) for name in names] for line in lines)])

@@ -25,7 +25,9 @@ SHORT = {  # all metrics but the AUC, in the order of the columns
 }
 AT_RATIO = "_at_ratio_"  # in metrics where every threshold is tried: "at the ratio test's"
 ALIGNED = "_aligned"  # suffix of the estimator's name in metrics of aligned matches
-DETECTED, MOVED = "as detected", "aligned"  # headings of the two parts of a table
+# headings of the two parts of a table
+DETECTED = "as detected"
+MOVED = "aligned"
 POSES = ("AUC POSE", "AUC REFINED")
 ABREAST = 3  # estimators in one table, within 100 columns
 WORDS = {
@@ -58,7 +60,9 @@ def points(value: Optional[float]) -> str:
 
 
 def metric_title(name: str) -> str:
-    """auc_ransac_3 -> 'AUC@3 RANSAC', auc_ransac_aligned_3 -> 'AUC@3 RANSAC aligned'; other names as words."""
+    """auc_ransac_3 -> 'AUC@3 RANSAC', auc_ransac_aligned_3 -> 'AUC@3 RANSAC aligned'; other names
+    as words.
+    """
     kind, _, rest = name.partition("_")
     estimator, _, pixels = rest.rpartition("_")
     words = name.replace(AT_RATIO, " at the ratio test's ").replace("_", " ")
@@ -74,13 +78,19 @@ def estimator_title(estimator: str) -> str:
 def aligned_counterpart(name: str) -> str:
     """auc_ransac_3 -> 'auc_ransac_aligned_3'; '' for other metrics and for aligned ones."""
     start, _, limit = name.rpartition("_")
-    return f"{start}{ALIGNED}_{limit}" if name.startswith("auc_") and not start.endswith(ALIGNED) else ""
+    return (
+        f"{start}{ALIGNED}_{limit}"
+        if name.startswith("auc_") and not start.endswith(ALIGNED)
+        else ""
+    )
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> List[str]:
     """Lines with aligned columns: the first to the left, the others to the right."""
     first, *widths = (max(map(len, column)) for column in zip(*rows))
-    return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]).rstrip() for row in rows]
+    return [
+        "  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]).rstrip() for row in rows
+    ]
 
 
 def lines_by_matcher(metrics: Mapping[str, Optional[float]]) -> List[Dict[str, object]]:
@@ -101,7 +111,9 @@ def columns_of(metrics: Iterable[str]) -> Dict[str, List[str]]:
     groups: Dict[str, List[str]] = {"": [name for name in SHORT if name in known]}
     for name in known:
         if aligned_counterpart(name):
-            groups.setdefault(f"AUC {name[len('auc_') :].rpartition('_')[0].upper()}", []).append(name)
+            groups.setdefault(f"AUC {name[len('auc_') :].rpartition('_')[0].upper()}", []).append(
+                name
+            )
     return groups
 
 
@@ -135,12 +147,16 @@ def comparison(metrics: Mapping[str, Optional[float]]) -> str:
     lines = aligned(rows)
     heads = list(groups)
     for start in range(0, len(heads), ABREAST):
-        lines += ["", *areas(metrics, {head: groups[head] for head in heads[start : start + ABREAST]})]
+        lines += [
+            "",
+            *areas(metrics, {head: groups[head] for head in heads[start : start + ABREAST]}),
+        ]
     return "\n".join([*lines, *notes(metrics)])
 
 
 def areas(metrics: Mapping[str, Optional[float]], groups: Mapping[str, Sequence[str]]) -> List[str]:
-    """A table of the AUC of some estimators; those of aligned matches, if any, follow below in the same columns.
+    """A table of the AUC of some estimators; those of aligned matches, if any, follow below in the
+    same columns.
 
     groups: names of the metrics by heading.
     """
@@ -167,11 +183,18 @@ def areas(metrics: Mapping[str, Optional[float]], groups: Mapping[str, Sequence[
 
 def notes(metrics: Mapping[str, Optional[float]]) -> List[str]:
     """Notes below the table: the meaning of its columns, and which matches and pairs they count."""
-    groups, matchers = columns_of(metrics), matchers_in(metrics)
-    columns = [f"{SHORT[name]}: {metric_title(name)}" for name in groups[""] if AT_RATIO not in name]
+    groups = columns_of(metrics)
+    matchers = matchers_in(metrics)
+    columns = [
+        f"{SHORT[name]}: {metric_title(name)}" for name in groups[""] if AT_RATIO not in name
+    ]
     for head, group in list(groups.items())[1:]:
         limits = ", ".join(name.rpartition("_")[2] for name in group)
-        error = f"pose error up to {limits} degrees" if head in POSES else f"mean corner error up to {limits} px"
+        error = (
+            f"pose error up to {limits} degrees"
+            if head in POSES
+            else f"mean corner error up to {limits} px"
+        )
         columns.append(f"AUC of the {error}")
     lines = ["in %; " + "; ".join(dict.fromkeys(columns))]
     lines += [words for head, words in WORDS.items() if head in groups]
@@ -181,7 +204,11 @@ def notes(metrics: Mapping[str, Optional[float]]) -> List[str]:
     thresholds = {name: f"{value:g}" for name, value in thresholds.items() if value is not None}
     if thresholds:
         equal = len(set(thresholds.values())) == 1
-        above = next(iter(thresholds.values())) if equal else ", ".join(map(" ".join, thresholds.items()))
+        above = (
+            next(iter(thresholds.values()))
+            if equal
+            else ", ".join(map(" ".join, thresholds.items()))
+        )
         lines.append(f"a network's matches have a confidence above {above}")
     swept = [f"{SHORT[name]}: {metric_title(name)}" for name in groups[""] if AT_RATIO in name]
     if swept:
@@ -189,19 +216,25 @@ def notes(metrics: Mapping[str, Optional[float]]) -> List[str]:
     counts = [(metrics.get(f"{name}.recall_pairs"), metrics[f"{name}.pairs"]) for name in matchers]
     for recall_pairs, pairs in dict.fromkeys(counts):
         if recall_pairs not in (None, pairs):
-            lines.append(f"recall is over {recall_pairs} of {pairs} pairs: the others have no true match")
+            lines.append(
+                f"recall is over {recall_pairs} of {pairs} pairs: the others have no true match"
+            )
     return lines
 
 
 def negative_pairs(metrics: Mapping[str, Optional[float]]) -> List[str]:
     """A table of the number of matches on negative pairs; empty without such pairs."""
     names = ("unrelated_matches", "unrelated_matches_p95")
-    matchers = [name for name in matchers_in(metrics) if metrics.get(f"{name}.{names[0]}") is not None]
+    matchers = [
+        name for name in matchers_in(metrics) if metrics.get(f"{name}.{names[0]}") is not None
+    ]
     if not matchers:
         return []
     pairs = metrics[f"{matchers[0]}.unrelated_pairs"]
     rows = [[f"matches on {pairs} pairs with nothing in common", "mean", "95th percentile"]]
-    rows += [[title(name), *(f"{metrics[f'{name}.{kind}']:.1f}" for kind in names)] for name in matchers]
+    rows += [
+        [title(name), *(f"{metrics[f'{name}.{kind}']:.1f}" for kind in names)] for name in matchers
+    ]
     return ["", *aligned(rows)]
 
 
@@ -216,13 +249,16 @@ def side_by_side(variants: Dict[str, Dict[str, Optional[float]]]) -> str:
 
 
 def by_scene(lines: Sequence[Mapping[str, Any]]) -> str:
-    """One line per sequence: AUC@3 by the first estimator, the same aligned, and precision of each matcher.
+    """One line per sequence: AUC@3 by the first estimator, the same aligned, and precision of each
+    matcher.
 
     lines: as in scenes.csv.
     """
     area = next(name for name in lines[0] if name.startswith("auc_") and name.endswith("_3"))
     names = [name for name in (area, aligned_counterpart(area), "precision") if name in lines[0]]
-    scenes, matchers = (list(dict.fromkeys(str(line[key]) for line in lines)) for key in ("scene", "matcher"))
+    scenes, matchers = (
+        list(dict.fromkeys(str(line[key]) for line in lines)) for key in ("scene", "matcher")
+    )
     by_cell = {(str(line["scene"]), str(line["matcher"])): line for line in lines}
     heads = [metric_title(area), *([MOVED] if len(names) > 2 else []), "precision"]
     rows = [[" | ".join(heads), "pairs"] + [title(matcher) for matcher in matchers]]
@@ -245,17 +281,27 @@ def foremost(names: Sequence[str]) -> List[str]:
     Of the first estimator also those of aligned matches.
     """
     estimators = list(columns_of(names).values())[1 : ABREAST + 1]
-    areas = [[name for name in group if name.endswith("_5") or name == group[-1]] for group in estimators]
+    areas = [
+        [name for name in group if name.endswith("_5") or name == group[-1]] for group in estimators
+    ]
     shown = set(SHORT).union(*areas, *([map(aligned_counterpart, areas[0])] if areas else []))
     return [name for name in names if name in shown]
 
 
 def differences(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Ours minus the best baseline with its 95 % interval, in percentage points. lines: of differences.csv."""
+    """Ours minus the best baseline with its 95 % interval, in percentage points. lines: of
+    differences.csv.
+    """
     rows = [["ours minus the best baseline", "points", "95 % interval", "verdict", "best baseline"]]
     first = foremost([line["figure"] for line in lines])
     for line in lines:
         span = "-" if line["low"] is None else f"{points(line['low'])} .. {points(line['high'])}"
-        row = [metric_title(line["figure"]), points(line["value"]), span, line["verdict"], title(line["baseline"])]
+        row = [
+            metric_title(line["figure"]),
+            points(line["value"]),
+            span,
+            line["verdict"],
+            title(line["baseline"]),
+        ]
         rows += [row] if line["figure"] in first else []
     return "\n".join(aligned(rows))

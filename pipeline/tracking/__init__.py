@@ -17,15 +17,34 @@ from typing import Any, Dict, Optional
 
 from pipeline.parameters.schema import flatten
 from pipeline.provenance import repro
-from pipeline.tracking.log import Event, EventLog, find_log, now_ms, recall_run, remember_run, take_log
+from pipeline.tracking.log import (
+    Event,
+    EventLog,
+    find_log,
+    now_ms,
+    recall_run,
+    remember_run,
+    take_log,
+)
 from pipeline.tracking.mlflow_store import EVALUATION, HEADLINE, HIDDEN, LEADING, RUN_ID
 from pipeline.tracking.run import NullRun, Run, ending
 from pipeline.tracking.secrets import redact
 
 __all__ = [
-    "EVALUATION", "HEADLINE", "HIDDEN", "LEADING", "RUN_ID", "NullRun", "Run", "attach", "ending", "known_run",
-    "open_run", "redact", "tracking_uri",
-]  # fmt: skip
+    "EVALUATION",
+    "HEADLINE",
+    "HIDDEN",
+    "LEADING",
+    "RUN_ID",
+    "NullRun",
+    "Run",
+    "attach",
+    "ending",
+    "known_run",
+    "open_run",
+    "redact",
+    "tracking_uri",
+]
 
 EXPERIMENT = "superglue-sift"
 RUN_FILE = "run.json"
@@ -39,7 +58,9 @@ def tracking_uri(stored: str = "") -> str:
     experiment's copy). A run's own address comes first, since the environment may be an image's.
     A file that is not there belongs to another machine or container, and does not count.
     """
-    default = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{repro.main_root() / 'mlflow.db'}"
+    default = (
+        os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{repro.main_root() / 'mlflow.db'}"
+    )
     scheme, _, path = stored.partition(":///")
     is_lost = not stored or (scheme == "sqlite" and not Path(path).is_file())
     return default if is_lost or stored == redact(default) else stored
@@ -59,9 +80,9 @@ def open_run(
     """Open a run, or continue an interrupted one.
 
     `reports_dir` gets `log.jsonl`. The file `noted_in` (default: run.json there) names the run of
-    this `training` for `attach` and `known_run`. The run's name is `name`, or the time. `params` may
-    be nested: {"train": {"lr": 1}} becomes `train.lr`. `resume` is `.key` of the interrupted run.
-    With `enabled=False` (every rank but the first) it does nothing.
+    this `training` for `attach` and `known_run`. The run's name is `name`, or the time. `params`
+    may be nested: {"train": {"lr": 1}} becomes `train.lr`. `resume` is `.key` of the interrupted
+    run. With `enabled=False` (every rank but the first) it does nothing.
     """
     if not enabled:
         return NullRun()
@@ -71,7 +92,9 @@ def open_run(
     header = log.header()
     if header:
         uri = tracking_uri(header.get("tracking_uri", ""))
-        log.append({"tags": _tags(tags or {}, repro.provenance()), "resumed": True, "time": now_ms()})
+        log.append(
+            {"tags": _tags(tags or {}, repro.provenance()), "resumed": True, "time": now_ms()}
+        )
     else:
         uri = tracking_uri()
         header = _header(uri, params, tags or {}, resume, name)
@@ -89,7 +112,8 @@ def known_run(noted_in: Any, training: str) -> Optional[str]:
 
 
 def attach(noted_in: Any, training: Optional[str] = None) -> NullRun:
-    """Continue the run named in `noted_in` from another stage; without one, a run that does nothing.
+    """Continue the run named in `noted_in` from another stage; without one, a run that does
+    nothing.
 
     `training`: identity of the training that the metrics belong to; None: the latest. Its log gets
     the events. What the server does not have of it is sent first; if it has all, and nothing is
@@ -107,7 +131,9 @@ def attach(noted_in: Any, training: Optional[str] = None) -> NullRun:
     return Run(log, tracking_uri(known.get("tracking_uri", "")), False)
 
 
-def _header(uri: str, params: Dict[str, Any], tags: Dict[str, Any], run: Optional[str], name: str) -> Event:
+def _header(
+    uri: str, params: Dict[str, Any], tags: Dict[str, Any], run: Optional[str], name: str
+) -> Event:
     given = os.environ.get("MLFLOW_RUN_NAME") or os.environ.get("DVC_EXP_NAME")
     provenance = repro.provenance()
     return {
@@ -131,7 +157,9 @@ def _tags(tags: Dict[str, Any], provenance: Dict[str, str]) -> Dict[str, str]:
     except (KeyError, OSError):  # a container's --user without an entry in passwd
         user = str(os.getuid())
     dirty = {"git.dirty": "true"} if provenance["git.dirty"] == "true" else {}
-    hidden = {f"{HIDDEN}{key}": value for key, value in provenance.items() if not key.startswith(MACHINE)}
+    hidden = {
+        f"{HIDDEN}{key}": value for key, value in provenance.items() if not key.startswith(MACHINE)
+    }
     return {
         **{str(key): str(value) for key, value in tags.items()},
         **dirty,

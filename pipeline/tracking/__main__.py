@@ -14,7 +14,9 @@ from pipeline.tracking.run import Run
 def main(argv: Optional[List[str]] = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipeline.tracking", description=__doc__)
     parser.add_argument("command", choices=["resend"])
-    parser.add_argument("--reports", type=Path, default=Path("reports"), help="folder with the logs")
+    parser.add_argument(
+        "--reports", type=Path, default=Path("reports"), help="folder with the logs"
+    )
     parser.add_argument("--wait", type=float, default=3600, help="seconds for each run")
     parser.add_argument("--to", metavar="URI", help="another server than that of each run")
     args = parser.parse_args(argv)

@@ -94,7 +94,9 @@ class EventLog:
         """The last step logged under each metric's name."""
         last: Dict[str, int] = {}
         for event, _ in self.read():
-            last.update({name: max(last.get(name, 0), event["step"]) for name in event.get("metrics", {})})
+            last.update(
+                {name: max(last.get(name, 0), event["step"]) for name in event.get("metrics", {})}
+            )
         return last
 
 

@@ -1,10 +1,11 @@
-"""The matcher as MLflow serves it: two images in, matches out. MLflow copies this file into the model.
+"""The matcher as MLflow serves it: two images in, matches out. MLflow copies this file into the
+model.
 
     model = mlflow.pyfunc.load_model("models:/superglue-sift@champion")
     model.predict([{"image0": image0, "image1": image1}], params={"threshold": 0.5})
 
-An image is the base64 text of a JPEG, PNG, WebP, ... file, rotated as its EXIF data say, or pixels: (H, W) gray or
-(H, W, 3) BGR, 0 to 255.
+An image is the base64 text of a JPEG, PNG, WebP, ... file, rotated as its EXIF data say, or pixels:
+(H, W) gray or (H, W, 3) BGR, 0 to 255.
 """
 
 from __future__ import annotations
@@ -34,15 +35,24 @@ PARAMS = {"threshold": 0.0, "max_keypoints": 1024, "refine": True}  # threshold 
 
 
 def signature() -> ModelSignature:
-    """Columns image0 and image1 in; keypoints, matches (indices into them), scores and aligned positions out."""
-    points, numbers = Array(Array(DataType.double)), Array(DataType.double)
+    """Columns image0 and image1 in; keypoints, matches (indices into them), scores and aligned
+    positions out.
+    """
+    points = Array(Array(DataType.double))
+    numbers = Array(DataType.double)
     inputs: List[Any] = [ColSpec(AnyType(), name) for name in ("image0", "image1")]
     outputs: List[Any] = [ColSpec(points, name) for name in ("keypoints0", "keypoints1")]
     outputs += [ColSpec(Array(Array(DataType.long)), "matches"), ColSpec(numbers, "scores")]
     outputs += [ColSpec(points, name, required=False) for name in ("aligned0", "aligned1")]
     outputs += [ColSpec(numbers, name, required=False) for name in ("deviations", "correlations")]
-    kinds = {"threshold": DataType.double, "max_keypoints": DataType.long, "refine": DataType.boolean}
-    params = ParamSchema([ParamSpec(name, kinds[name], default) for name, default in PARAMS.items()])
+    kinds = {
+        "threshold": DataType.double,
+        "max_keypoints": DataType.long,
+        "refine": DataType.boolean,
+    }
+    params = ParamSchema(
+        [ParamSpec(name, kinds[name], default) for name, default in PARAMS.items()]
+    )
     return ModelSignature(inputs=Schema(inputs), outputs=Schema(outputs), params=params)
 
 
@@ -56,7 +66,9 @@ def input_example() -> List[Dict[str, str]]:
 
 
 def pixels(image: Any, name: str) -> np.ndarray:
-    """The image of a request, (H, W) or (H, W, 3) uint8. Raises RequestError or BadImage, naming the column."""
+    """The image of a request, (H, W) or (H, W, 3) uint8. Raises RequestError or BadImage, naming
+    the column.
+    """
     if isinstance(image, str):
         try:
             return decode_gray(base64.b64decode(image, validate=True), name, UPRIGHT)
@@ -68,23 +80,30 @@ def pixels(image: Any, name: str) -> np.ndarray:
         array = np.empty(0)
     fits = array.dtype.kind in "iuf" and array.ndim in (2, 3) and 0 < array.size <= 3 * MAX_PIXELS
     if not fits or array.min() < 0 or array.max() > 255:
-        raise RequestError(f"{name}: must be base64 of an image file, or pixels (H, W) or (H, W, 3) from 0 to 255")
+        raise RequestError(
+            f"{name}: must be base64 of an image file, or pixels (H, W) or (H, W, 3) from 0 to 255"
+        )
     return array.astype(np.uint8)
 
 
 class Answers:
-    """Base of MatcherModel, since MLflow warns of a `predict` without type hints in a subclass of PythonModel."""
+    """Base of MatcherModel, since MLflow warns of a `predict` without type hints in a subclass of
+    PythonModel.
+    """
 
     matcher: Matcher
 
     def load_context(self, context: Any) -> None:
         self.matcher = Matcher.load(Path(context.artifacts[WEIGHTS]))
 
-    def predict(self, context, model_input, params=None):  # without types: MLflow reads them as a signature
-        """For each row keypoints0, keypoints1 (N, 2), matches (K, 2), scores (K,), as lists; aligned0, aligned1 (K, 2),
-        deviations (K,) px, None where a position was not refined, correlations (K,); None with refine=False.
+    # Without types: MLflow reads them as a signature
+    def predict(self, context, model_input, params=None):
+        """For each row keypoints0, keypoints1 (N, 2), matches (K, 2), scores (K,), as lists;
+        aligned0, aligned1 (K, 2), deviations (K,) px, None where a position was not refined,
+        correlations (K,); None with refine=False.
 
-        Raises MlflowException (HTTP 400) for an invalid image or parameter, with the reason in one line.
+        Raises MlflowException (HTTP 400) for an invalid image or parameter, with the reason in one
+        line.
         """
         asked = {**PARAMS, **(params or {})}
         rows = model_input.to_dict("records") if hasattr(model_input, "to_dict") else model_input
@@ -94,15 +113,21 @@ class Answers:
             raise MlflowException.invalid_parameter_value(str(error)) from None
 
     def _match(self, row: Mapping[str, Any], asked: Mapping[str, Any]) -> Dict[str, Any]:
-        threshold, max_keypoints = float(asked["threshold"]), int(asked["max_keypoints"])
+        threshold = float(asked["threshold"])
+        max_keypoints = int(asked["max_keypoints"])
         if not 0 <= threshold < 1 or not 1 <= max_keypoints <= MAX_KEYPOINTS:
             raise RequestError(f"threshold must be 0 to 1, max_keypoints 1 to {MAX_KEYPOINTS}")
         threshold = threshold or self.matcher.threshold
-        matcher = dataclasses.replace(self.matcher, max_keypoints=max_keypoints, threshold=threshold)
+        matcher = dataclasses.replace(
+            self.matcher, max_keypoints=max_keypoints, threshold=threshold
+        )
         matcher = dataclasses.replace(matcher, refine=bool(asked["refine"]))
         matches = matcher.match(*(pixels(row[name], name) for name in ("image0", "image1")))
         names = ("keypoints0", "keypoints1", "matches", "scores")
-        return {**{name: np.asarray(getattr(matches, name)).tolist() for name in names}, **aligned_lists(matches)}
+        return {
+            **{name: np.asarray(getattr(matches, name)).tolist() for name in names},
+            **aligned_lists(matches),
+        }
 
 
 class MatcherModel(Answers, PythonModel):

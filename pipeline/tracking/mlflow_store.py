@@ -80,7 +80,9 @@ class MlflowStore:
     def open(self, header: Event) -> bool:
         """Find or create the run of a log. True if it is new to this store."""
         experiment = self._experiment(header["experiment"])
-        known = self._client.search_runs([experiment], f"tags.`{KEY_TAG}` = '{header['run']}'", max_results=1)
+        known = self._client.search_runs(
+            [experiment], f"tags.`{KEY_TAG}` = '{header['run']}'", max_results=1
+        )
         if known:
             self.run_id = known[0].info.run_id
         else:
@@ -94,7 +96,11 @@ class MlflowStore:
         if known is None:
             scheme, _, path = self._uri.partition(":///")
             # MLflow's default is the current directory, which may be a temporary copy of DVC
-            place = (Path(path).resolve().parent / "mlartifacts" / name).as_uri() if scheme == "sqlite" else None
+            place = (
+                (Path(path).resolve().parent / "mlartifacts" / name).as_uri()
+                if scheme == "sqlite"
+                else None
+            )
             tags = {"mlflow.experimentKind": "custom_model_development", VIEW_TAG: view()}
             return self._client.create_experiment(name, place, tags)
         if known.tags.get(VIEW_TAG) != view():
@@ -209,7 +215,9 @@ class MlflowStore:
         if same:
             model = same[0]
         else:
-            model = self._client.create_logged_model(experiment, event["name"], self.run_id, tags, model_type="matcher")
+            model = self._client.create_logged_model(
+                experiment, event["name"], self.run_id, tags, model_type="matcher"
+            )
         if model.status == "READY":
             return model.model_id
         folder = Path(self._models.name) / model.model_id
@@ -256,7 +264,9 @@ class MlflowStore:
         say(f"{name} version {best} is {CHAMPION}; version {version} {result}")
 
     def _describe(self, name: str, version: Any, note: str) -> None:
-        """Describe the registered model: its champion, the first line of its note, and the usage."""
+        """Describe the registered model: its champion, the first line of its note, and the
+        usage.
+        """
         text = f"Version {version} is `{CHAMPION}`. {note.splitlines()[0]}\n\n" if note else ""
         self._client.update_registered_model(name, text + USAGE.replace("NAME", name))
 
@@ -271,7 +281,9 @@ class Machine:
 
         self._monitor = SystemMetricsMonitor("")
         self._interval = MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL.get() or 10.0
-        self._step = max((s + 1 for n, s in last_steps.items() if n.startswith("system/")), default=0)
+        self._step = max(
+            (s + 1 for n, s in last_steps.items() if n.startswith("system/")), default=0
+        )
         self._last = time.monotonic()
 
     def sample(self, record: Callable[[Dict[str, Any], int], None]) -> None:
@@ -314,12 +326,26 @@ def view() -> str:
     columns = [f"metrics.`{name}`" for name in COLUMNS]
     columns += [f"params.`{name}`" for name in ("fetch.source", "train.steps", "train.lr")]
     # MLflow 3.1 shows an error if one of these keys is missing
-    return json.dumps({
-        "selectedColumns": columns, "orderByKey": "attributes.start_time", "orderByAsc": False, "searchFilter": "",
-        "startTime": "ALL", "lifecycleFilter": "Active", "modelVersionFilter": "All Runs", "datasetsFilter": [],
-        "runsPinned": [], "runsHidden": [], "runsHiddenMode": "FIRST_10_RUNS", "groupBy": None, "runsExpanded": {},
-        "groupsExpanded": {}, "runsVisibilityMap": {}, "chartsSearchFilter": "",
-    })  # fmt: skip
+    return json.dumps(
+        {
+            "selectedColumns": columns,
+            "orderByKey": "attributes.start_time",
+            "orderByAsc": False,
+            "searchFilter": "",
+            "startTime": "ALL",
+            "lifecycleFilter": "Active",
+            "modelVersionFilter": "All Runs",
+            "datasetsFilter": [],
+            "runsPinned": [],
+            "runsHidden": [],
+            "runsHiddenMode": "FIRST_10_RUNS",
+            "groupBy": None,
+            "runsExpanded": {},
+            "groupsExpanded": {},
+            "runsVisibilityMap": {},
+            "chartsSearchFilter": "",
+        }
+    )
 
 
 def save_model(folder: Path, run_id: str, model_id: str, files: List[str]) -> None:

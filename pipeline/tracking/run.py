@@ -98,7 +98,9 @@ class Run(NullRun):
             return
         if numbers:
             # JSON has no NaN and no infinity: as text
-            kept = {n: value if math.isfinite(value) else str(value) for n, value in numbers.items()}
+            kept = {
+                n: value if math.isfinite(value) else str(value) for n, value in numbers.items()
+            }
             self._append({"metrics": kept, "step": int(step), "time": now_ms()})
             self._has_metrics = True
 

@@ -9,7 +9,12 @@ import sys
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-SECRETS = ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+SECRETS = (
+    "MLFLOW_TRACKING_PASSWORD",
+    "MLFLOW_TRACKING_TOKEN",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+)
 # The user in front of a server's or a database's name, and the value of `?password=...`
 _LOGIN = re.compile(r"\b((?:https?|\w+sql(?:\+\w+)?)://)[^\s'\"<>]*@")
 _OPTION = re.compile(r"(?i)([?&;][\w.-]*(?:pass|pwd|secret|token|key|sig)[\w.-]*=)[^\s'\"&;]*")

@@ -1,11 +1,15 @@
 """Stage 3: train SuperGlue on the stored views, with one process or many.
 
-    python -m pipeline.launch pipeline.train --keypoints data/keypoints --out checkpoints   (all local processes)
-    torchrun --nproc_per_node=2 -m pipeline.train ...                                        (the same by hand)
-    python -m pipeline.train ...                                                             (one process)
+    python -m pipeline.launch pipeline.train --keypoints data/keypoints --out checkpoints   (all
+      local processes)
+    torchrun --nproc_per_node=2 -m pipeline.train ...                                        (the
+      same by hand)
+    python -m pipeline.train ...                                                             (one
+      process)
 
-Every rank runs this file. The order of the pairs, the learning rate and the augmentation are functions of the step, so
-a run killed anywhere resumes from its newest checkpoint and ends with the same weights.
+Every rank runs this file. The order of the pairs, the learning rate and the augmentation are
+functions of the step, so a run killed anywhere resumes from its newest checkpoint and ends with the
+same weights.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ from superglue_sift import threads
 
 if __name__ == "__main__":  # before torch is loaded
     threads.wait_passively()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of every rank: the flag of `distributed.wrap` is meant
+    # Of every rank: the flag of `distributed.wrap` is meant
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import argparse
 import shlex
@@ -45,22 +50,35 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--keypoints", type=Path, default=TrainPaths.keypoints, help="folder of the stage keypoints")
+    add(
+        "--keypoints", type=Path, default=TrainPaths.keypoints, help="folder of the stage keypoints"
+    )
     add("--out", type=Path, default=TrainPaths.out, help="folder of the checkpoints")
     add("--reports", type=Path, default=TrainPaths.reports, help="folder of metrics and curves")
     add("--params", type=Path, default=TrainPaths.params)
-    add("--fresh", action="store_true",
-        help="begin anew, in a new folder, although there is a training with these parameters and data")  # fmt: skip
+    add(
+        "--fresh",
+        action="store_true",
+        help=(
+            "begin anew, in a new folder, although there is a training with these parameters and"
+            " data"
+        ),
+    )
     add("--verify", action="store_true", help="check every shard of the keypoints, not a sample")
     add("--validate-only", action="store_true",
         help="print metrics of the best model (or train.init_from); no training")  # fmt: skip
-    add("--keep-seen", action="store_true",
-        help="validate also on photographs that the weights it starts from were trained on")  # fmt: skip
+    add(
+        "--keep-seen",
+        action="store_true",
+        help="validate also on photographs that the weights it starts from were trained on",
+    )
     try:
         usual = shlex.split(os.environ.get(OPTIONS, ""))
         parser.parse_args(usual)
     except (RequestError, ValueError) as error:
-        raise RequestError(f"{OPTIONS}: {error}; `python -m pipeline.train --help` lists what it may hold") from None
+        raise RequestError(
+            f"{OPTIONS}: {error}; `python -m pipeline.train --help` lists what it may hold"
+        ) from None
     return parser.parse_args([*usual, *(sys.argv[1:] if argv is None else argv)])
 
 
@@ -75,7 +93,9 @@ def options_of(args: argparse.Namespace) -> Dict[str, Any]:
 
 
 def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[Store, Store]:
-    """Check the request before any process starts: RequestError. Returns the opened train and val stores."""
+    """Check the request before any process starts: RequestError. Returns the opened train and val
+    stores.
+    """
     args = parse(argv)
     train = params.load("train", args.params, options_of(args))
     how = "all" if args.verify else "sample"

@@ -11,13 +11,18 @@ from superglue_sift.weights import BadCheckpoint, Tensors, load_model_file, save
 
 
 class Checkpoints:
-    """The checkpoints of one training: `step-00000100.safetensors`, the newest `keep` of them, and `best`."""
+    """The checkpoints of one training: `step-00000100.safetensors`, the newest `keep` of them, and
+    `best`.
+    """
 
     def __init__(self, folder: Union[str, Path], keep: int = 2) -> None:
-        self.folder, self.keep = Path(folder), keep
+        self.folder = Path(folder)
+        self.keep = keep
 
     def save(self, step: int, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> Path:
-        """Write the checkpoint of `step`, then delete the oldest beyond `keep`. One process at a time writes here."""
+        """Write the checkpoint of `step`, then delete the oldest beyond `keep`. One process at a
+        time writes here.
+        """
         for partial in self.folder.glob(".*.tmp"):  # of killed writers, which would fill the disk
             partial.unlink(missing_ok=True)
         path = self.folder / f"step-{step:08d}.safetensors"

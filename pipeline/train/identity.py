@@ -1,7 +1,9 @@
-"""Identity of a training: the parameters and data that determine its weights, and the name of its folder.
+"""Identity of a training: the parameters and data that determine its weights, and the name of its
+folder.
 
-Parameters that affect no weight may change at any time. Those of the schedule give another training, which begins from
-the other's checkpoint if the learning rates of the steps done are the same. Nothing here can change a weight.
+Parameters that affect no weight may change at any time. Those of the schedule give another
+training, which begins from the other's checkpoint if the learning rates of the steps done are the
+same. Nothing here can change a weight.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ SCHEDULE = ("decay_start", "lr", "schedule", "steps", "warmup_steps")
 
 
 def stated(train: TrainParams) -> Dict[str, Any]:
-    """The section as JSON values; of `init_from` only the file name, since `initial_weights` has the digest."""
+    """The section as JSON values; of `init_from` only the file name, since `initial_weights` has
+    the digest.
+    """
     return {**train.model_dump(), "init_from": Path(train.init_from).name}
 
 
@@ -59,7 +63,9 @@ def fingerprint_of(info: Dict[str, Any]) -> Fingerprint:
 
 
 def name_of(values: Fingerprint) -> str:
-    """The name of a training with this fingerprint, on any machine and for any version of the code."""
+    """The name of a training with this fingerprint, on any machine and for any version of the
+    code.
+    """
     free = _free_keys(values, values)
     return json_digest({key: value for key, value in values.items() if key not in free})
 
@@ -90,13 +96,16 @@ def _free_keys(one: Fingerprint, other: Fingerprint) -> Set[str]:
 
 
 def _same_rates(saved: Fingerprint, ours: Fingerprint, step: int) -> bool:
-    """Whether the learning rates of the first `step` steps are equal, and our training has as many steps."""
+    """Whether the learning rates of the first `step` steps are equal, and our training has as many
+    steps.
+    """
     if any(f"train.{key}" not in values for key in SCHEDULE for values in (saved, ours)):
         return False
     one, other = (_schedule(values) for values in (saved, ours))
     worlds = saved.get("world_size", 1), ours.get("world_size", 1)
     return step <= other.steps and all(
-        learning_rate(one, done, worlds[0]) == learning_rate(other, done, worlds[1]) for done in range(step)
+        learning_rate(one, done, worlds[0]) == learning_rate(other, done, worlds[1])
+        for done in range(step)
     )
 
 
@@ -109,7 +118,8 @@ def changes(saved: Fingerprint, ours: Fingerprint) -> List[str]:
     """A line for each key of a resumed training that has another value."""
     lines = []
     for key in changed_keys(saved, ours):
-        name, line = key.rpartition(".")[2], f"{key} changed on resume: {saved.get(key)} -> {ours.get(key)}"
+        name = key.rpartition(".")[2]
+        line = f"{key} changed on resume: {saved.get(key)} -> {ours.get(key)}"
         if not key.startswith("train.") or name == "init_from" or key not in saved:
             continue
         if name in SCHEDULE:
@@ -126,7 +136,9 @@ def versions() -> Dict[str, str]:
 
 
 def without_code(versions: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
-    """Versions of the packages alone: the best model is the same file at any commit that computes the same."""
+    """Versions of the packages alone: the best model is the same file at any commit that computes
+    the same.
+    """
     kept: List[Dict[str, Any]] = []
     for each in versions:
         packages = {name: version for name, version in each.items() if name != CODE}
@@ -136,7 +148,9 @@ def without_code(versions: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
 
 
 def other_versions(info: Dict[str, Any]) -> str:
-    """How the last `versions` of a checkpoint or best model differ from ours: `torch 2.4.0 (now 2.13.0)`, or ""."""
+    """How the last `versions` of a checkpoint or best model differ from ours: `torch 2.4.0 (now
+    2.13.0)`, or "".
+    """
     now = versions()
     before = info["versions"][-1]
     names = [name for name in sorted(now) if name in before and before[name] != now[name]]

@@ -20,9 +20,13 @@ class LiveLine:
         shown: False on every rank but the first.
     """
 
-    def __init__(self, steps: int, done: int, baseline: float, best: Optional[float], shown: bool) -> None:
+    def __init__(
+        self, steps: int, done: int, baseline: float, best: Optional[float], shown: bool
+    ) -> None:
         self.bar = Progress(total=steps, initial=done, desc="train", unit="step", disable=not shown)
-        self.baseline, self.best, self.shown = baseline, best, shown
+        self.baseline = baseline
+        self.best = best
+        self.shown = shown
         self._loss = math.nan
         self._validation = ""
 
@@ -30,7 +34,11 @@ class LiveLine:
         """Show a step. sums: `StepResult.sums` of this rank."""
         loss = sums["loss"] / max(sums["pairs"], 1.0)
         if math.isfinite(loss):
-            self._loss = SMOOTHING * self._loss + (1 - SMOOTHING) * loss if math.isfinite(self._loss) else loss
+            self._loss = (
+                SMOOTHING * self._loss + (1 - SMOOTHING) * loss
+                if math.isfinite(self._loss)
+                else loss
+            )
         self._show()
         self.bar.update(1)
 
@@ -41,17 +49,20 @@ class LiveLine:
         self._validation = f"F1 {100 * f1:.1f}{gain}"
         self._show()
         if self.shown and not self.bar.terminal:
-            gain = "" if self.best is None else f", {100 * (f1 - self.best):+.1f} from the best before"
+            gain = (
+                "" if self.best is None else f", {100 * (f1 - self.best):+.1f} from the best before"
+            )
             self.bar.say(
-                f"validation at step {step}: F1 {100 * f1:.1f} %{gain}; ratio test {100 * self.baseline:.1f} %; "
-                f"loss {metrics['loss']:.3f}, precision {100 * metrics['precision']:.1f} %, "
-                f"recall {100 * metrics['recall']:.1f} %"
+                f"validation at step {step}: F1 {100 * f1:.1f} %{gain}; ratio test"
+                f" {100 * self.baseline:.1f} %; loss {metrics['loss']:.3f}, precision"
+                f" {100 * metrics['precision']:.1f} %, recall {100 * metrics['recall']:.1f} %"
             )
         self.best = f1 if self.best is None else max(self.best, f1)
 
     def _show(self) -> None:
         loss = f"loss {self._loss:.2f}" if math.isfinite(self._loss) else ""
-        shown = (self._validation, f"ratio test {100 * self.baseline:.1f}", loss)  # 80 columns hold them
+        # 80 columns hold them
+        shown = (self._validation, f"ratio test {100 * self.baseline:.1f}", loss)
         self.bar.show(", ".join(filter(None, shown)))
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
-"""Reports of a training: MLflow and the local log, curves for DVC, metrics.json, a profile, printed lines.
+"""Reports of a training: MLflow and the local log, curves for DVC, metrics.json, a profile, printed
+lines.
 
-Rank 0 reports, and one rank writes the curves in each folder of reports; sums over ranks are exchanged every
-`--log-every` steps. Curves and metrics.json are outputs of the stage, the same in every run; timing.csv and MLflow
-also have what depends on the machine.
+Rank 0 reports, and one rank writes the curves in each folder of reports; sums over ranks are
+exchanged every `--log-every` steps. Curves and metrics.json are outputs of the stage, the same in
+every run; timing.csv and MLflow also have what depends on the machine.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from pipeline.train.precision import Choice
 from pipeline.train.resume import TrainPaths
 from pipeline.train.step import StepResult
 
-CURVES = {"train": "train.csv", "val": "validation.csv"}  # in the folder `curves`, and in every checkpoint
+# In the folder `curves`, and in every checkpoint
+CURVES = {"train": "train.csv", "val": "validation.csv"}
 TIMING = "timing.csv"  # of this machine, so in no checkpoint
 NO_CURVES: Mapping[str, str] = {}
 Window = List[Dict[str, float]]  # each rank's sums since the last point
@@ -56,7 +58,9 @@ class TrainingLogger:
         window: Optional[Window] = None,
         curves: Mapping[str, str] = NO_CURVES,
     ) -> None:
-        self.paths, self.context, self.pairs = paths, context, pairs
+        self.paths = paths
+        self.context = context
+        self.pairs = pairs
         self.sums = _own_share(window or [], context)
         self.last_sums: Dict[str, float] = {}  # of the last step
         self._restart_clock()
@@ -65,7 +69,8 @@ class TrainingLogger:
         self.data = params.data_name(sections)
         run_file = paths.reports.parent / "run.json"
         names = (params.preset(paths.params), self.data)
-        size, device = context.world_size, str(context.device.type)
+        size = context.world_size
+        device = str(context.device.type)
         chosen = {"precision": precision.precision, "precision_reason": precision.reason}
         self.run = tracking.open_run(
             paths.reports,
@@ -78,7 +83,10 @@ class TrainingLogger:
             name=" ".join(dict.fromkeys(name for name in names if name)),
         )
         files = {kind: paths.reports / "curves" / name for kind, name in CURVES.items()}
-        self.curves = {kind: Curve(file if writes else None, curves.get(kind, "")) for kind, file in files.items()}
+        self.curves = {
+            kind: Curve(file if writes else None, curves.get(kind, ""))
+            for kind, file in files.items()
+        }
         timing = paths.reports / TIMING
         self.timing = Curve(timing, points_until(timing, step)) if writes else Curve(None)
 
@@ -96,26 +104,38 @@ class TrainingLogger:
         """Print what is trained on which data; `weights` is their number."""
         if not self.context.is_main:
             return
-        what = f"training {weights / 1e6:.2f} M weights on {len(store)} images of {store.views_per_image} views"
+        what = (
+            f"training {weights / 1e6:.2f} M weights on {len(store)} images of"
+            f" {store.views_per_image} views"
+        )
         where = f"{self.context.world_size} process(es) on {self.context.device.type}"
         print(f"{what}, {self.pairs} pairs a step, {where}", *messages, sep="\n")
         self.run.dataset(self.data or "views", store.digest, str(self.paths.keypoints))
 
     def add_step(self, result: StepResult, waited: float) -> None:
-        """Add a step that waited `waited` seconds for its batch; `log_point` reports them together."""
+        """Add a step that waited `waited` seconds for its batch; `log_point` reports them
+        together.
+        """
         _add(self.sums, result.sums)
         self.last_sums = result.sums
         self.waited += waited
         self.timed_steps += 1
 
     def log_point(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A point on the curves: means since the last one, and `metrics` of this step; all ranks call it."""
+        """A point on the curves: means since the last one, and `metrics` of this step; all ranks
+        call it.
+        """
         weight = self.sums.pop("pairs", 0.0)
         means = distributed.weighted_means(self.sums, weight)
         self._point("train", step, {**means, **metrics})
         seconds = max(time.perf_counter() - self.window_began, 1e-9)
-        speed, wait = self.pairs * self.timed_steps / seconds, self.waited / seconds
-        timing = {"pairs_per_s": speed, "data_wait": wait, "memory_gib": _memory_gib(self.context.device)}
+        speed = self.pairs * self.timed_steps / seconds
+        wait = self.waited / seconds
+        timing = {
+            "pairs_per_s": speed,
+            "data_wait": wait,
+            "memory_gib": _memory_gib(self.context.device),
+        }
         self._track("train", step, timing)
         self.timing.append(step, timing)
         self._restart_clock()
@@ -153,14 +173,20 @@ class TrainingLogger:
         self.run.artifact(self.paths.reports / "metrics.json")
         self.run.model(best.with_suffix(".safetensors"), best, step=best_step)
         print(
-            f"best validation at step {best_step}: F1 {metrics['f1']:.3f}, loss {metrics['loss']:.3f}, "
-            f"precision {metrics['precision']:.3f}, recall {metrics['recall']:.3f} ({metrics['pairs']:.0f} pairs)"
+            f"best validation at step {best_step}: F1 {metrics['f1']:.3f}, loss"
+            f" {metrics['loss']:.3f}, precision {metrics['precision']:.3f}, recall"
+            f" {metrics['recall']:.3f} ({metrics['pairs']:.0f} pairs)"
         )
         if init_from and best_step == 0:
-            print(f"validation kept the weights of {init_from}: training on these images did not raise their F1")
+            print(
+                f"validation kept the weights of {init_from}: training on these images did not"
+                " raise their F1"
+            )
 
     def _restart_clock(self) -> None:
-        self.window_began, self.waited, self.timed_steps = time.perf_counter(), 0.0, 0
+        self.window_began = time.perf_counter()
+        self.waited = 0.0
+        self.timed_steps = 0
 
     def _point(self, kind: str, step: int, point: Dict[str, float]) -> None:
         self._track(kind, step, point)
@@ -188,7 +214,11 @@ def _add(totals: Dict[str, float], values: Mapping[str, float]) -> None:
 
 def write_metrics(reports: Path, info: Dict[str, Any]) -> None:
     """metrics.json of a finished training, from the JSON of its best model."""
-    metrics = {"step": info["train"]["steps"], "best_step": info["step"], "skipped_steps": info["skipped_steps"]}
+    metrics = {
+        "step": info["train"]["steps"],
+        "best_step": info["step"],
+        "skipped_steps": info["skipped_steps"],
+    }
     metrics.update({f"val_{name}": value for name, value in info["validation"].items()})
     write_atomic(reports / "metrics.json", json.dumps(metrics, indent=2) + "\n")
 
@@ -203,8 +233,8 @@ def _memory_gib(device: torch.device) -> float:
 class Curve:
     """A CSV file with the column `step` and one column per metric, appended to.
 
-    path: None if another process writes the file. text: what it begins with, of the steps done before; it replaces
-    whatever else the file holds.
+    path: None if another process writes the file. text: what it begins with, of the steps done
+    before; it replaces whatever else the file holds.
     """
 
     def __init__(self, path: Optional[Path], text: str = "") -> None:
@@ -218,7 +248,9 @@ class Curve:
         return "".join(self._parts)
 
     def append(self, step: int, point: Mapping[str, float]) -> None:
-        """Append the point of `step`. Every point has the same metrics. Raises OSError (a full disk)."""
+        """Append the point of `step`. Every point has the same metrics. Raises OSError (a full
+        disk).
+        """
         row = {"step": str(step), **{name: f"{value:.6g}" for name, value in point.items()}}
         if not self._parts:
             self._parts.append(",".join(row) + "\n")
@@ -242,8 +274,14 @@ def points_until(path: Path, step: int) -> str:
     """The whole lines of a curve's file up to `step`; "" without a file or at step 0."""
     if step <= 0 or not path.is_file():
         return ""
-    header, *lines = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0].split("\n")
-    kept = [line for line in lines if line.partition(",")[0].isdigit() and int(line.partition(",")[0]) <= step]
+    header, *lines = (
+        path.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0].split("\n")
+    )
+    kept = [
+        line
+        for line in lines
+        if line.partition(",")[0].isdigit() and int(line.partition(",")[0]) <= step
+    ]
     return "".join(f"{line}\n" for line in (header, *kept))
 
 
@@ -252,7 +290,8 @@ SKIPPED = 3  # first steps, which are slower
 
 @contextlib.contextmanager
 def profiled(steps: int, folder: Path) -> Iterator[Callable[[], None]]:
-    """Profile `steps` steps after the first few, as a table and as a trace for Perfetto; 0: no profile.
+    """Profile `steps` steps after the first few, as a table and as a trace for Perfetto; 0: no
+    profile.
 
     Yields a function to call at the end of each step.
     """

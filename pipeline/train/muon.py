@@ -1,8 +1,9 @@
 """Muon for the matrices of the attention layers, Adam for everything else, in one optimiser.
 
-Muon (Jordan et al. 2024) steps along the orthogonalised momentum of a matrix, scaled to the size of Adam's step (Liu et
-al. 2025, arXiv 2502.16982, section 2.2), so that one learning rate serves both. torch's version (from 2.9 on) computes
-in bfloat16 and for whole parameters; this one is float32, and splits stacked parameters such as query, key and value.
+Muon (Jordan et al. 2024) steps along the orthogonalised momentum of a matrix, scaled to the size of
+Adam's step (Liu et al. 2025, arXiv 2502.16982, section 2.2), so that one learning rate serves both.
+torch's version (from 2.9 on) computes in bfloat16 and for whole parameters; this one is float32,
+and splits stacked parameters such as query, key and value.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from pipeline.compat import lerp_
 from pipeline.processes import distributed
 from superglue_sift.superglue import SuperGlue
 
-# Newton-Schulz iteration of degree five, coefficients of Jordan's report: singular values end between 0.7 and 1.2.
+# Newton-Schulz iteration of degree five, coefficients of Jordan's report: singular values end
+# between 0.7 and 1.2.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 ADAM_RMS = 0.2  # root mean square of a typical step of Adam, divided by its learning rate
-MOMENTUM, BETAS, EPS = 0.95, (0.9, 0.999), 1e-8
+MOMENTUM = 0.95
+BETAS = (0.9, 0.999)
+EPS = 1e-8
 
 FOREACH: Any = torch  # the stubs lack its operators over lists of tensors
 
@@ -42,7 +46,8 @@ def orthogonalized(matrices: Tensor) -> Tensor:
 
 def blocks(matrix: Tensor, side: int) -> Tensor:
     """Cut matrices (..., A, B) into squares (K, side, side), row by row; `side` divides A and B."""
-    cut = matrix.unflatten(-1, (-1, side)).unflatten(-3, (-1, side))  # (..., rows, side, columns, side)
+    # (..., rows, side, columns, side)
+    cut = matrix.unflatten(-1, (-1, side)).unflatten(-3, (-1, side))
     return cut.transpose(-3, -2).reshape(-1, side, side)
 
 
@@ -85,7 +90,11 @@ class Muon(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             by_shape.setdefault(p.shape, []).append((p, gradient))
-        lerp_([self.state[p]["momentum_buffer"] for p, _ in pairs], [gradient for _, gradient in pairs], 1 - MOMENTUM)
+        lerp_(
+            [self.state[p]["momentum_buffer"] for p, _ in pairs],
+            [gradient for _, gradient in pairs],
+            1 - MOMENTUM,
+        )
         directions = []
         for alike in by_shape.values():  # a few launches for each shape instead of each parameter
             buffers = torch.stack([self.state[p]["momentum_buffer"] for p, _ in alike])
@@ -93,25 +102,38 @@ class Muon(torch.optim.Optimizer):
             directions.append(blocks(nesterov, self.side))
         matrices = torch.cat(directions)
         steps = distributed.map_rows_over_ranks(orthogonalized, matrices)
-        for alike, squares in zip(by_shape.values(), steps.split([len(squares) for squares in directions])):
+        for alike, squares in zip(
+            by_shape.values(), steps.split([len(squares) for squares in directions])
+        ):
             parameters = [p for p, _ in alike]
             updates = from_blocks(squares, torch.Size((len(alike), *parameters[0].shape)))
-            FOREACH._foreach_add_(parameters, list(updates.unbind()), alpha=-lr * ADAM_RMS * math.sqrt(self.side))
+            FOREACH._foreach_add_(
+                parameters, list(updates.unbind()), alpha=-lr * ADAM_RMS * math.sqrt(self.side)
+            )
 
     def _adam(self, pairs: Gradients, lr: float) -> None:
         for p, _ in pairs:
             if not self.state[p]:
-                self.state[p].update(step=0.0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-            self.state[p]["step"] = float(self.state[p]["step"]) + 1  # a tensor after `load_state_dict`
-        parameters, gradients = [p for p, _ in pairs], [gradient for _, gradient in pairs]
+                self.state[p].update(
+                    step=0.0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)
+                )
+            # A tensor after `load_state_dict`
+            self.state[p]["step"] = float(self.state[p]["step"]) + 1
+        parameters = [p for p, _ in pairs]
+        gradients = [gradient for _, gradient in pairs]
         states = [self.state[p] for p in parameters]
         means, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
         lerp_(means, gradients, 1 - BETAS[0])
         FOREACH._foreach_mul_(squares, BETAS[1])
         FOREACH._foreach_addcmul_(squares, gradients, gradients, 1 - BETAS[1])
-        denominators = FOREACH._foreach_div(squares, [1 - BETAS[1] ** state["step"] for state in states])
+        denominators = FOREACH._foreach_div(
+            squares, [1 - BETAS[1] ** state["step"] for state in states]
+        )
         FOREACH._foreach_sqrt_(denominators)
         FOREACH._foreach_add_(denominators, EPS)
         FOREACH._foreach_addcdiv_(
-            parameters, means, denominators, [-lr / (1 - BETAS[0] ** state["step"]) for state in states]
+            parameters,
+            means,
+            denominators,
+            [-lr / (1 - BETAS[0] ** state["step"]) for state in states],
         )

@@ -1,10 +1,12 @@
-"""From a batch to its loss, in one module, so that DistributedDataParallel sees the whole forward pass.
+"""From a batch to its loss, in one module, so that DistributedDataParallel sees the whole forward
+pass.
 
-The loss of a pair is the negative log-likelihood of its true assignment (SuperGlue, equation 10), divided by the
-number of terms of the sum: the mean of -log P_ij over the matches, -log P_i,dustbin over the unmatched keypoints of
-image 0 and -log P_dustbin,j over those of image 1. Ignored keypoints do not count; without any term the loss is 0.
-Half of the weight for the matches and half for the unmatched teaches less (docs/recipe.md). Only these entries are
-gathered; there is no dense target.
+The loss of a pair is the negative log-likelihood of its true assignment (SuperGlue, equation 10),
+divided by the number of terms of the sum: the mean of -log P_ij over the matches, -log P_i,dustbin
+over the unmatched keypoints of image 0 and -log P_dustbin,j over those of image 1. Ignored
+keypoints do not count; without any term the loss is 0. Half of the weight for the matches and half
+for the unmatched teaches less (docs/recipe.md). Only these entries are gathered; there is no dense
+target.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def assignment_loss(log_P: Tensor, truth: Truth) -> PairLoss:
         PairLoss; a pair without any keypoint has loss 0.
     """
     columns = torch.where(truth.matches0 >= 0, truth.matches0, log_P.shape[2] - 1)
-    losses0 = -log_P[:, :-1].gather(2, columns.unsqueeze(2)).squeeze(2)  # (B, M): the match, or the dustbin
+    # (B, M): the match, or the dustbin
+    losses0 = -log_P[:, :-1].gather(2, columns.unsqueeze(2)).squeeze(2)
     losses1 = -log_P[:, -1, :-1]  # (B, N): the dustbin
     none = losses0.new_zeros(())
     terms = (
@@ -60,24 +63,30 @@ def assignment_loss(log_P: Tensor, truth: Truth) -> PairLoss:
 class MatchingObjective(nn.Module):
     """SuperGlue with its ground truth and loss."""
 
-    def __init__(self, model: SuperGlue, positive_px: float, negative_px: float, precision: str = "float32") -> None:
+    def __init__(
+        self, model: SuperGlue, positive_px: float, negative_px: float, precision: str = "float32"
+    ) -> None:
         super().__init__()
         # DistributedDataParallel fills its buckets in the order in which modules are registered
         self.in_order = nn.ModuleList(model.in_order)
         self.model = model
-        self.positive_px, self.negative_px, self.precision = positive_px, negative_px, precision
-        self.fixed_size: Optional[Tuple[int, int]] = None  # pairs, keypoints: pad each batch to these, for `compile`
+        self.positive_px = positive_px
+        self.negative_px = negative_px
+        self.precision = precision
+        self.fixed_size: Optional[Tuple[int, int]] = (
+            None  # pairs, keypoints: pad each batch to these, for `compile`
+        )
 
     def forward(self, batch: PairBatch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
         """Loss of a batch with homographies, any number of pairs, none included.
 
         Args:
-            wait: compute pairs that overflow float32 in the log domain, for which the host waits for the GPU;
-                otherwise their loss and the gradient are nan.
+            wait: compute pairs that overflow float32 in the log domain, for which the host waits
+                for the GPU; otherwise their loss and the gradient are nan.
 
         Returns:
-            The sum (not the mean) of the pairs' losses, (1,) float32, since this rank does not know the number of
-            pairs of the whole step; and the values of each pair by name, (B,).
+            The sum (not the mean) of the pairs' losses, (1,) float32, since this rank does not know
+            the number of pairs of the whole step; and the values of each pair by name, (B,).
         """
         order, batches = self._size_classes(batch)
         # before the network: its large matrices are freed before activations take memory
@@ -102,7 +111,9 @@ class MatchingObjective(nn.Module):
         return losses.total.sum().reshape(1), values
 
     def _size_classes(self, batch: PairBatch) -> Tuple[List[int], List[PairBatch]]:
-        """`PairBatch.size_classes`; if compiled, one batch of the fixed size, which may end with empty pairs."""
+        """`PairBatch.size_classes`; if compiled, one batch of the fixed size, which may end with
+        empty pairs.
+        """
         if not self.fixed_size:
             return batch.size_classes()
         return [], [batch.pad(*self.fixed_size)]
@@ -113,7 +124,8 @@ class MatchingObjective(nn.Module):
 
 
 class DataParallelObjective(nn.Module):
-    """The objective over all GPUs of one process (torch's DataParallel), to compare with one process per GPU.
+    """The objective over all GPUs of one process (torch's DataParallel), to compare with one
+    process per GPU.
 
     DataParallel scatters only tensors, so a batch is passed as its tensors.
     """

@@ -23,15 +23,22 @@ ADAMW_DECAY = 0.01  # torch's
 def learning_rate(train: TrainParams, step: int, world_size: int = 1) -> float:
     """Learning rate of global step 0, 1, 2, ..., a function of the step alone.
 
-    `constant_decay` is the paper's: constant, then exponential from `decay_start` on. `cosine` falls to 0 at the last
-    step; `wsd` is constant until `decay_start`, then falls linearly to 0. Each starts with a linear warm-up over
-    `warmup_steps`. `lr_scaling` scales it with the number of processes (linear: Goyal 2017), for `batch_per_rank`.
+    `constant_decay` is the paper's: constant, then exponential from `decay_start` on. `cosine`
+    falls to 0 at the last step; `wsd` is constant until `decay_start`, then falls linearly to 0.
+    Each starts with a linear warm-up over `warmup_steps`. `lr_scaling` scales it with the number of
+    processes (linear: Goyal 2017), for `batch_per_rank`.
     """
-    factor = {"none": 1.0, "linear": float(world_size), "sqrt": math.sqrt(world_size)}[train.lr_scaling]
+    factor = {"none": 1.0, "linear": float(world_size), "sqrt": math.sqrt(world_size)}[
+        train.lr_scaling
+    ]
     if step < train.warmup_steps:
         return train.lr * factor * (step + 1) / train.warmup_steps
     if train.schedule == "constant_decay":
-        return train.lr * factor * DECAY ** (max(0, step - train.decay_start) / max(1, train.decay_start))
+        return (
+            train.lr
+            * factor
+            * DECAY ** (max(0, step - train.decay_start) / max(1, train.decay_start))
+        )
     if train.schedule == "wsd":
         left = (train.steps - step) / max(1, train.steps - train.decay_start)
         return train.lr * factor * min(1.0, left)
@@ -40,7 +47,8 @@ def learning_rate(train: TrainParams, step: int, world_size: int = 1) -> float:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> List[str]:
-    """Freeze the parameters whose names match one of the shell-style `patterns`. Returns their names.
+    """Freeze the parameters whose names match one of the shell-style `patterns`. Returns their
+    names.
 
     Raises RequestError if a pattern matches no parameter.
     """
@@ -50,7 +58,9 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> List[str]:
         matching = fnmatch.filter(parameters, pattern)
         if not matching:
             some = ", ".join(list(parameters)[:3])
-            raise RequestError(f"train.freeze: {pattern!r} fits no parameter; names look like {some}")
+            raise RequestError(
+                f"train.freeze: {pattern!r} fits no parameter; names look like {some}"
+            )
         frozen.update(matching)
     for name in frozen:
         parameters[name].requires_grad_(False)
@@ -74,7 +84,11 @@ def make_optimizer(train: TrainParams, model: SuperGlue) -> torch.optim.Optimize
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Dict[str, Tensor]:
     """The optimiser's state as named tensors: `<parameter index>.<name>`."""
     state = optimizer.state_dict()["state"]
-    named = ((f"{index}.{name}", value) for index, values in state.items() for name, value in values.items())
+    named = (
+        (f"{index}.{name}", value)
+        for index, values in state.items()
+        for name, value in values.items()
+    )
     return {name: torch.as_tensor(value) for name, value in named if value is not None}
 
 
@@ -86,7 +100,9 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Dict[str, Tenso
         # Adam's step is a number in torch 1.10, a tensor in later versions
         plain = name == "step" and not hasattr(torch, "compile")
         state.setdefault(int(index), {})[name] = int(tensor.item()) if plain else tensor
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict(
+        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
 
 
 class MovingAverage:
@@ -94,11 +110,15 @@ class MovingAverage:
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.values = {k: v.detach().clone() for k, v in model.state_dict().items()} if decay > 0 else {}
+        self.values = (
+            {k: v.detach().clone() for k, v in model.state_dict().items()} if decay > 0 else {}
+        )
 
     @torch.no_grad()
     def update(self, model: nn.Module, step: int) -> None:
-        """Update after global step `step`; early steps weigh more, so that the initial weights fade."""
+        """Update after global step `step`; early steps weigh more, so that the initial weights
+        fade.
+        """
         if not self.values:
             return
         decay = min(self.decay, (1 + step) / (10 + step))

@@ -9,12 +9,17 @@ import torch
 from pipeline import compat
 from pipeline.errors import RequestError
 
-BY_SUPPORT = ("float32", "float16", "bfloat16")  # a device supports the precisions before its own choice
-AMPERE, VOLTA = (8, 0), (7, 0)  # compute capabilities from which bfloat16, float16 have matrix units
-AMX, AVX512 = "amx_bf16", "avx512_bf16"  # CPU flags: products of bfloat16 in matrix units, in vector units
-# Width of the network from which bfloat16 is faster in vector units: 1.2 to 1.6 times at 128, 0.8 times at 32
-# (docs/performance.md). A rule and no measurement at the start: on a busy machine that comes out differently each time,
-# and then so do the bytes of the weights.
+# A device supports the precisions before its own choice
+BY_SUPPORT = ("float32", "float16", "bfloat16")
+# compute capabilities from which bfloat16, float16 have matrix units
+AMPERE = (8, 0)
+VOLTA = (7, 0)
+# CPU flags: products of bfloat16 in matrix units, in vector units
+AMX = "amx_bf16"
+AVX512 = "avx512_bf16"
+# Width of the network from which bfloat16 is faster in vector units: 1.2 to 1.6 times at 128, 0.8
+# times at 32 (docs/performance.md). A rule and no measurement at the start: on a busy machine that
+# comes out differently each time, and then so do the bytes of the weights.
 AVX512_DIM = 128
 AUTO = "auto: "  # how the reason of `auto` begins
 
@@ -29,7 +34,9 @@ class Choice(NamedTuple):
         return f"precision: {self.precision} ({self.reason})"
 
 
-def resolve(asked: str, dim: int, capability: Optional[Tuple[int, int]], cpu_flags: AbstractSet[str]) -> Choice:
+def resolve(
+    asked: str, dim: int, capability: Optional[Tuple[int, int]], cpu_flags: AbstractSet[str]
+) -> Choice:
     """The precision for `asked` (auto, float32, bfloat16, float16).
 
     Args:
@@ -48,11 +55,15 @@ def resolve(asked: str, dim: int, capability: Optional[Tuple[int, int]], cpu_fla
         reason = "compute capability {}.{}".format(*capability)
         if asked == "bfloat16" and capability < AMPERE:
             raise RequestError(
-                f"train.precision: bfloat16 needs a GPU of compute capability 8.0 (Ampere) or newer, this one has "
-                f"{reason}: set float16, or auto"
+                "train.precision: bfloat16 needs a GPU of compute capability 8.0 (Ampere) or"
+                f" newer, this one has {reason}: set float16, or auto"
             )
-        fast = "bfloat16" if capability >= AMPERE else "float16" if capability >= VOLTA else "float32"
-    return Choice(fast, AUTO + reason) if asked == "auto" else Choice(asked, "as train.precision asks")
+        fast = (
+            "bfloat16" if capability >= AMPERE else "float16" if capability >= VOLTA else "float32"
+        )
+    return (
+        Choice(fast, AUTO + reason) if asked == "auto" else Choice(asked, "as train.precision asks")
+    )
 
 
 def _fast_on_cpu(dim: int, cpu_flags: AbstractSet[str]) -> Tuple[str, str]:
@@ -68,8 +79,8 @@ def _fast_on_cpu(dim: int, cpu_flags: AbstractSet[str]) -> Tuple[str, str]:
 def resumed(asked: str, before: str, now: Choice, gpu: bool, cpu_flags: AbstractSet[str]) -> Choice:
     """The precision of a training that resumes.
 
-    `auto` keeps on a CPU the precision that the training has, if the CPU can multiply in it: what is fast on a GPU or
-    on another CPU is no reason to round differently.
+    `auto` keeps on a CPU the precision that the training has, if the CPU can multiply in it: what
+    is fast on a GPU or on another CPU is no reason to round differently.
 
     Args:
         before: precision of the checkpoint.
@@ -78,10 +89,16 @@ def resumed(asked: str, before: str, now: Choice, gpu: bool, cpu_flags: Abstract
     able = before == "float32" or (before == "bfloat16" and not cpu_flags.isdisjoint((AMX, AVX512)))
     if asked != "auto" or before == now.precision or gpu or not able:
         return now
-    return Choice(before, f"{AUTO}as before; from scratch it would be {now.precision}: {now.reason.replace(AUTO, '')}")
+    return Choice(
+        before,
+        f"{AUTO}as before; from scratch it would be {now.precision}:"
+        f" {now.reason.replace(AUTO, '')}",
+    )
 
 
 def on(asked: str, dim: int, device: torch.device) -> Choice:
     """`resolve` for this device."""
     gpu = device.type == "cuda"
-    return resolve(asked, dim, torch.cuda.get_device_capability(device) if gpu else None, compat.cpu_flags())
+    return resolve(
+        asked, dim, torch.cuda.get_device_capability(device) if gpu else None, compat.cpu_flags()
+    )

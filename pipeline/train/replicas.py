@@ -45,8 +45,13 @@ def shared(saved: Optional[Saved], source: int) -> Saved:
 
 
 def digest(state: TrainState) -> int:
-    """CRC-32 of all parameters and of the optimiser's state, without buffers: unsynchronised statistics differ."""
-    named: Dict[str, Tensor] = {**dict(state.model.named_parameters()), **optimizer_tensors(state.optimizer)}
+    """CRC-32 of all parameters and of the optimiser's state, without buffers: unsynchronised
+    statistics differ.
+    """
+    named: Dict[str, Tensor] = {
+        **dict(state.model.named_parameters()),
+        **optimizer_tensors(state.optimizer),
+    }
     crc = 0
     for _, tensor in sorted(named.items()):
         crc = zlib.crc32(tensor.detach().cpu().contiguous().numpy().data, crc)
@@ -54,7 +59,8 @@ def digest(state: TrainState) -> int:
 
 
 def check(state: TrainState, is_main: bool) -> None:
-    """Raises WorkError on rank 0, SystemExit on the others, if the bits of weights or optimiser differ between ranks.
+    """Raises WorkError on rank 0, SystemExit on the others, if the bits of weights or optimiser
+    differ between ranks.
 
     All ranks call it: one collective of two numbers.
     """
@@ -66,6 +72,7 @@ def check(state: TrainState, is_main: bool) -> None:
         raise SystemExit(1)
     wrong = ", ".join(f"rank {rank}" for rank, other in enumerate(others, 1) if other != first)
     raise WorkError(
-        f"step {state.step}: weights or optimiser of {wrong} differ from those of rank 0: memory or network may be at "
-        "fault. No checkpoint of this step was saved; the same command resumes from the previous one"
+        f"step {state.step}: weights or optimiser of {wrong} differ from those of rank 0: memory or"
+        " network may be at fault. No checkpoint of this step was saved; the same command resumes"
+        " from the previous one"
     )

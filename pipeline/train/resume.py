@@ -2,10 +2,12 @@
 
 checkpoints/<name>/      step-*, best.*: a training; the name is a digest of its parameters and data
 checkpoints/<name>-2/    the same training once more, by `--fresh`
-checkpoints/best.*       a copy of the best model of the training that ran last, for DVC and the later stages
+checkpoints/best.*       a copy of the best model of the training that ran last, for DVC and the
+                         later stages
 
-A training whose folder exists is resumed or finished. Otherwise it may begin from the checkpoint of another one that
-had the same steps so far (a longer schedule). Nothing in the folder of another training is changed.
+A training whose folder exists is resumed or finished. Otherwise it may begin from the checkpoint of
+another one that had the same steps so far (a longer schedule). Nothing in the folder of another
+training is changed.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ class TrainPaths:
 class Start(NamedTuple):
     """How a training starts, the same on every rank.
 
-    folder: of its checkpoints. best: description of its best model if it is finished. saved: the checkpoint to start
-    from; None: from scratch.
+    folder: of its checkpoints. best: description of its best model if it is finished. saved: the
+    checkpoint to start from; None: from scratch.
     """
 
     folder: Path
@@ -58,10 +60,14 @@ class Start(NamedTuple):
 
 
 def agree(ours: Fingerprint, is_main: bool) -> None:
-    """RequestError on rank 0 if another rank has other parameters, data or code; the others exit silently."""
+    """RequestError on rank 0 if another rank has other parameters, data or code; the others exit
+    silently.
+    """
     disagreement = replicas.disagreement(ours)
     if disagreement and is_main:
-        raise RequestError(f"{disagreement}; give every node the same parameters, keypoints and code")
+        raise RequestError(
+            f"{disagreement}; give every node the same parameters, keypoints and code"
+        )
     if disagreement:
         raise SystemExit(2)
 
@@ -87,18 +93,22 @@ def prepare(paths: TrainPaths, ours: Fingerprint, writes: bool) -> Start:
         saved = _of_another(paths.out, name, ours) if writes else None
         source = replicas.furthest(saved[1]["step"] if saved else -1)
     if writes:
-        folder.mkdir(parents=True, exist_ok=True)  # also before the first checkpoint: a restart goes on in it
+        # Also before the first checkpoint: a restart goes on in it
+        folder.mkdir(parents=True, exist_ok=True)
     if source is None:
         return Start(folder)
     newest = replicas.shared(saved, source)
     step = newest[1]["step"]
     if writes and not (folder / f"step-{step:08d}.safetensors").is_file():
-        Checkpoints(folder).save(step, *newest)  # of another training, or a node with a folder of its own that lacks it
+        # Of another training, or a node with a folder of its own that lacks it
+        Checkpoints(folder).save(step, *newest)
     return Start(folder, saved=newest)
 
 
 def publish(folder: Path, out: Path) -> None:
-    """Copy the best model of the training in `folder`, with its description and its list of photographs, to `out`."""
+    """Copy the best model of the training in `folder`, with its description and its list of
+    photographs, to `out`.
+    """
     for partial in out.glob(".*.tmp"):  # of killed writers
         partial.unlink(missing_ok=True)
     best = folder / BEST
@@ -120,9 +130,13 @@ def _last_number(out: Path, name: str) -> int:
 
 
 def _finished(folder: Path, paths: TrainPaths, name: str) -> Optional[Dict[str, Any]]:
-    """Description of the finished best model in `folder`, or of the one that is published; None without one."""
+    """Description of the finished best model in `folder`, or of the one that is published; None
+    without one.
+    """
     places = [folder]
-    if not folder.is_dir() and all((paths.reports / "curves" / curve).is_file() for curve in CURVES):
+    if not folder.is_dir() and all(
+        (paths.reports / "curves" / curve).is_file() for curve in CURVES
+    ):
         places.append(paths.out)  # as after `dvc pull`: outputs are there, checkpoints are not
     for place in places:
         with contextlib.suppress(FileNotFoundError, BadCheckpoint):
@@ -133,7 +147,9 @@ def _finished(folder: Path, paths: TrainPaths, name: str) -> Optional[Dict[str, 
 
 
 def _newest(folder: Path) -> Tuple[Optional[Saved], bool]:
-    """The newest undamaged checkpoint in a folder, and whether there are damaged ones, each named in a line."""
+    """The newest undamaged checkpoint in a folder, and whether there are damaged ones, each named
+    in a line.
+    """
     saved, warnings = Checkpoints(folder).load_newest()
     for warning in warnings:
         print(f"warning: {warning}; {'the previous one is used' if saved else 'there is no other'}")
@@ -141,7 +157,9 @@ def _newest(folder: Path) -> Tuple[Optional[Saved], bool]:
 
 
 def _of_another(out: Path, name: str, ours: Fingerprint) -> Optional[Saved]:
-    """The undamaged checkpoint of most steps of another training whose steps so far are those of ours."""
+    """The undamaged checkpoint of most steps of another training whose steps so far are those of
+    ours.
+    """
     fitting = []
     for path in out.glob("*/step-*.json"):
         if path.parent.name.partition("-")[0] == name:

@@ -27,10 +27,13 @@ from superglue_sift.descriptors import kind_of
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.weights import BadCheckpoint, load_model_file
 
-# Mutual nearest keypoints closer than POSITIVE_PX are a true match; keypoints without a neighbour closer than
-# NEGATIVE_PX are unmatched; in between SIFT's positions are too uncertain to teach either.
-POSITIVE_PX, NEGATIVE_PX = 3.0, 5.0
-SHAPE = ("dim", "layers", "heads", "norm", "neighbours", "rotary")  # keys that should fit initial weights
+# Mutual nearest keypoints closer than POSITIVE_PX are a true match; keypoints without a neighbour
+# closer than NEGATIVE_PX are unmatched; in between SIFT's positions are too uncertain to teach
+# either.
+POSITIVE_PX = 3.0
+NEGATIVE_PX = 5.0
+# Keys that should fit initial weights
+SHAPE = ("dim", "layers", "heads", "norm", "neighbours", "rotary")
 
 
 class Parts(NamedTuple):
@@ -61,13 +64,19 @@ def global_batch(train: TrainParams, world_size: int) -> int:
     return train.batch_per_rank * world_size or train.batch
 
 
-def step_size(train: TrainParams, pairs: int, world_size: int, keypoints: int, record: int) -> StepSize:
-    """Size of one rank's step: `pairs` over all ranks, of at most `keypoints` records of `record` bytes a view."""
+def step_size(
+    train: TrainParams, pairs: int, world_size: int, keypoints: int, record: int
+) -> StepSize:
+    """Size of one rank's step: `pairs` over all ranks, of at most `keypoints` records of `record`
+    bytes a view.
+    """
     return StepSize(-(-pairs // world_size), keypoints, record, train.accumulate)
 
 
 def read_model(path: Union[str, Path], asked_by: str) -> Tuple[Dict[str, Tensor], dict]:
-    """Tensors and description of a model file; RequestError, beginning with `asked_by`, when it cannot be read."""
+    """Tensors and description of a model file; RequestError, beginning with `asked_by`, when it
+    cannot be read.
+    """
     try:
         return load_model_file(path)
     except (FileNotFoundError, BadCheckpoint) as error:
@@ -84,12 +93,14 @@ def check_device(train: TrainParams) -> None:
 
 
 def check_features(train: TrainParams, store: Store) -> None:
-    """Raises RequestError if the training needs scales and angles and the keypoints of `store` have none."""
+    """Raises RequestError if the training needs scales and angles and the keypoints of `store` have
+    none.
+    """
     keys = [name for name in ("neighbours", "rotation_deg", "zoom") if getattr(train, name)]
     if keys and not store.scale_angle:
         raise RequestError(
-            f"train.{keys[0]} = {getattr(train, keys[0])}: {store.extractor} gives neither scale nor angle; "
-            "set neighbours: false, rotation_deg: 0 and zoom: 0"
+            f"train.{keys[0]} = {getattr(train, keys[0])}: {store.extractor} gives neither scale"
+            " nor angle; set neighbours: false, rotation_deg: 0 and zoom: 0"
         )
 
 
@@ -121,7 +132,8 @@ def build(
     store: Optional[Store] = None,
     chosen: Optional[precision.Choice] = None,
 ) -> Tuple[Parts, List[str]]:
-    """The parts of a training on `store` (None: SIFT keypoints), equal on every rank, and messages to print.
+    """The parts of a training on `store` (None: SIFT keypoints), equal on every rank, and messages
+    to print.
 
     chosen: the precision, the same on every rank; None: `choose_precision`.
     """
@@ -159,9 +171,11 @@ def _wrapped(train: TrainParams, objective: MatchingObjective) -> nn.Module:
 
 
 def seed_everything(seed: int, deterministic: bool = False) -> None:
-    """Seed Python, NumPy and torch (every device). `deterministic` also asks torch for reproducible kernels.
+    """Seed Python, NumPy and torch (every device). `deterministic` also asks torch for reproducible
+    kernels.
 
-    Training draws from its own generators (seed, epoch, index); this covers libraries that draw from the global ones.
+    Training draws from its own generators (seed, epoch, index); this covers libraries that draw
+    from the global ones.
     """
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
@@ -179,18 +193,22 @@ def set_deterministic() -> None:
 
 
 def _initialize(model: SuperGlue, path: str) -> Tuple[List[str], Optional[float]]:
-    """Load what fits of the model file `path`. Returns messages and the file's match threshold, if it has one."""
+    """Load what fits of the model file `path`. Returns messages and the file's match threshold, if
+    it has one.
+    """
     tensors, info = read_model(path, "train.init_from")
     taken, skipped, missing = initialize_from(model, tensors)
     messages = [f"initial weights from {path}: {len(taken)} tensors taken"]
     for title, names in (("skipped, another shape", skipped), ("missing there", missing)):
         if names:
             messages.append(f"  {title}: {', '.join(names)}")
-    theirs, ours = info.get("model", {}), model.config.to_dict()
+    theirs = info.get("model", {})
+    ours = model.config.to_dict()
     for name in SHAPE:
         if name in theirs and theirs[name] != ours[name]:
             now, before = (str(values[name]).lower() for values in (ours, theirs))
             messages.append(
-                f"  train.{name} is {now}: these weights were trained with {before}; set that to use them fully"
+                f"  train.{name} is {now}: these weights were trained with {before}; set that to"
+                " use them fully"
             )
     return messages, info.get("match_threshold")

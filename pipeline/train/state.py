@@ -19,7 +19,10 @@ class TrainState:
     PLAIN = ("step", "best", "best_step", "best_figures", "skipped", "validated")
 
     def __init__(self, model: SuperGlue, optimizer, scaler, ema: MovingAverage) -> None:
-        self.model, self.optimizer, self.scaler, self.ema = model, optimizer, scaler, ema
+        self.model = model
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.ema = ema
         self.step = 0  # optimiser steps done
         self.best: Optional[float] = None  # best validation f1 so far
         self.best_step = 0
@@ -36,7 +39,11 @@ class TrainState:
             "average.": self.ema.values,
             BEST_PREFIX: self.best_weights,
         }
-        tensors = {prefix + name: value for prefix, values in kinds.items() for name, value in values.items()}
+        tensors = {
+            prefix + name: value
+            for prefix, values in kinds.items()
+            for name, value in values.items()
+        }
         return {**tensors, "rng.cpu": torch.get_rng_state()}
 
     def info(self) -> Dict[str, Any]:
@@ -57,10 +64,14 @@ class TrainState:
             setattr(self, name, info.get(name, getattr(self, name)))
 
     def keep_best(self, metrics: Dict[str, float]) -> bool:
-        """Keep a copy of the weights if this validation is the best so far; returns whether it is."""
+        """Keep a copy of the weights if this validation is the best so far; returns whether it
+        is.
+        """
         if self.best is not None and metrics["f1"] <= self.best:
             return False
-        self.best, self.best_step, self.best_figures = metrics["f1"], self.step, metrics
+        self.best = metrics["f1"]
+        self.best_step = self.step
+        self.best_figures = metrics
         self.best_weights = {k: v.detach().cpu().clone() for k, v in self.weights().items()}
         return True
 
@@ -73,8 +84,12 @@ def _part(tensors: Dict[str, Tensor], prefix: str) -> Dict[str, Tensor]:
     return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
 
 
-def initialize_from(model: SuperGlue, tensors: Dict[str, Tensor]) -> Tuple[List[str], List[str], List[str]]:
-    """Load the weights of another model that fit. Returns the names taken, skipped (shape differs), missing there."""
+def initialize_from(
+    model: SuperGlue, tensors: Dict[str, Tensor]
+) -> Tuple[List[str], List[str], List[str]]:
+    """Load the weights of another model that fit. Returns the names taken, skipped (shape differs),
+    missing there.
+    """
     given = _part(tensors, "model.") or tensors
     weights = model.state_dict()
     taken = [n for n in weights if n in given and given[n].shape == weights[n].shape]

@@ -1,4 +1,6 @@
-"""One optimiser step: the gradient of the mean loss over all pairs of all ranks, clipping and update."""
+"""One optimiser step: the gradient of the mean loss over all pairs of all ranks, clipping and
+update.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ Values = Dict[str, List[Tensor]]  # by name: for each micro-batch the values of 
 class StepResult(NamedTuple):
     """Result of a step.
 
-    sums: this rank's sums by name (see MatchingObjective) and its number of `pairs`; grad_norm: before clipping;
-    applied: False if the gradient was not finite; bad_pairs: indices of this rank's pairs with a loss that was not.
+    sums: this rank's sums by name (see MatchingObjective) and its number of `pairs`; grad_norm:
+    before clipping; applied: False if the gradient was not finite; bad_pairs: indices of this
+    rank's pairs with a loss that was not.
     """
 
     sums: Dict[str, float]
@@ -42,13 +45,14 @@ def train_step(
     """One step over this rank's micro-batches.
 
     Each rank computes the gradient of (sum of its losses) * world size / (pairs of all ranks), and
-    DistributedDataParallel averages these. The result is the gradient of one process with the whole batch, also if
-    the ranks have different numbers of pairs, or none.
+    DistributedDataParallel averages these. The result is the gradient of one process with the whole
+    batch, also if the ranks have different numbers of pairs, or none.
 
     Args:
         objective: MatchingObjective, in DistributedDataParallel if there are several processes.
         scaler: torch's GradScaler, enabled for float16 only.
-        micro_batches: one or more PairBatches, on the device; gradients are exchanged with the last.
+        micro_batches: one or more PairBatches, on the device; gradients are exchanged with the
+            last.
         pairs: pairs in this step over all ranks and micro-batches.
         clip_norm: largest norm of the gradient; 0: no clipping.
     """
@@ -79,7 +83,9 @@ def _copy(sources: List[Tensor], targets: List[Tensor]) -> None:
         target.copy_(source)
 
 
-def _backward(objective: nn.Module, batch: PairBatch, wait: bool, scaler, weight: float, values: Values) -> None:
+def _backward(
+    objective: nn.Module, batch: PairBatch, wait: bool, scaler, weight: float, values: Values
+) -> None:
     total, parts = objective(batch, wait)
     scaler.scale(total.sum() * weight).backward()
     for name, value in parts.items():
@@ -99,7 +105,8 @@ def _stepped(
     clip_norm: float,
     device: torch.device,
 ) -> StepResult:
-    """Clip and step, unless the gradient is not finite, which leaves running statistics as they were.
+    """Clip and step, unless the gradient is not finite, which leaves running statistics as they
+    were.
 
     The norm is computed after the exchange: it is the same on every rank, and so is the decision.
     """
@@ -118,13 +125,17 @@ def _stepped(
         scaler.update()
     losses = joined["loss"]
     bad = [] if applied else torch.nonzero(~torch.isfinite(losses))[:, 0].tolist()
-    return StepResult({**dict(zip(joined, sums)), "pairs": float(losses.numel())}, grad_norm, applied, bad)
+    return StepResult(
+        {**dict(zip(joined, sums)), "pairs": float(losses.numel())}, grad_norm, applied, bad
+    )
 
 
 def _enqueued(
     values: Values, optimizer: torch.optim.Optimizer, scaler, clip_norm: float
 ) -> Tuple[Dict[str, Tensor], Tensor]:
-    """Clip the gradient. Returns the values by name, and (1 + names,) float64: norm before clipping, sums."""
+    """Clip the gradient. Returns the values by name, and (1 + names,) float64: norm before
+    clipping, sums.
+    """
     scaler.unscale_(optimizer)
     norm = compat.clip_grad_norm_(_parameters(optimizer), clip_norm if clip_norm > 0 else math.inf)
     joined = torch.cat([part for parts in values.values() for part in parts]).view(len(values), -1)

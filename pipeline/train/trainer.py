@@ -1,4 +1,6 @@
-"""The training loop of one rank: load batches, step, once in a while validate and save, stop on request."""
+"""The training loop of one rank: load batches, step, once in a while validate and save, stop on
+request.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,13 @@ class StepBatches:
     pairs: of a step over all ranks (`setup.global_batch`).
     """
 
-    def __init__(self, train: TrainParams, store: Store, pairs: int, context: distributed.Context) -> None:
-        self.train, self.store, self.pairs, self.context = train, store, pairs, context
+    def __init__(
+        self, train: TrainParams, store: Store, pairs: int, context: distributed.Context
+    ) -> None:
+        self.train = train
+        self.store = store
+        self.pairs = pairs
+        self.context = context
         self._order = PairOrder(train.seed, len(store), store.views_per_image)
         self._augmentation = Augmentation.of(train)
         keypoints = min(train.max_keypoints, int(store.counts.max(initial=1)))
@@ -52,17 +59,23 @@ class StepBatches:
 
     def samples(self, step: int) -> List[List[Sample]]:
         """This rank's pairs of global step `step`, in micro-batches."""
-        samples, context = self._order.step(step, self.pairs), self.context
+        samples = self._order.step(step, self.pairs)
+        context = self.context
         samples = samples[rank_slice(self.pairs, context.rank, context.world_size)]
         return split_evenly(samples, self.train.accumulate)
 
     def load(self, step: int) -> List[PairBatch]:
         """The PairBatches of `samples`, on the host."""
         train = self.train
-        return [self._load(self.store, part, train.max_keypoints, self._augmentation) for part in self.samples(step)]
+        return [
+            self._load(self.store, part, train.max_keypoints, self._augmentation)
+            for part in self.samples(step)
+        ]
 
     def prefetched(self, steps: Sequence[int]) -> Generator[List[PairBatch], None, None]:
-        """`load` of each of `steps`, in advance; closing the generator ends the thread or processes."""
+        """`load` of each of `steps`, in advance; closing the generator ends the thread or
+        processes.
+        """
         return self._prefetched(self.load, steps)
 
 
@@ -70,9 +83,16 @@ class Training:
     """One rank of one training run on the views of `store`, validated on those of `held_out`."""
 
     def __init__(
-        self, paths: resume.TrainPaths, context: distributed.Context, stop: signals.Stop, store: Store, held_out: Store
+        self,
+        paths: resume.TrainPaths,
+        context: distributed.Context,
+        stop: signals.Stop,
+        store: Store,
+        held_out: Store,
     ) -> None:
-        self.paths, self.context, self.stop = paths, context, stop
+        self.paths = paths
+        self.context = context
+        self.stop = stop
         self.train: TrainParams = params.load("train", paths.params, paths.options)
         self.pairs = setup.global_batch(self.train, context.world_size)
         self.store = store
@@ -80,7 +100,9 @@ class Training:
         initial = Path(self.train.init_from) if self.train.init_from else None
         self.validation = unseen.validation(self.train, held_out, initial, paths.keep_seen)
         augmentation = Augmentation.of(self.train)
-        self.held_out = HeldOut(held_out, self.validation.samples, self.train.max_keypoints, context, augmentation)
+        self.held_out = HeldOut(
+            held_out, self.validation.samples, self.train.max_keypoints, context, augmentation
+        )
         self.trained_on = unseen.trained_with(self.train, store)
         self.precision = setup.choose_precision(self.train, context)
         parts, self.messages = setup.build(self.train, context, store, self.precision)
@@ -89,13 +111,18 @@ class Training:
         self.checkpoints: Checkpoints  # set by `run`
         self._compared = -1  # step at which the replicas were last compared
         self.fingerprint = identity.fingerprint(self.train, self.store.digest, context.world_size)
-        self.identity = identity.name_of(self.fingerprint)  # a longer schedule keeps that of the shorter one
-        self.versions = [{"step": 0, **identity.versions()}]  # of packages and code, from each step on
+        # A longer schedule keeps that of the shorter one
+        self.identity = identity.name_of(self.fingerprint)
+        # Of packages and code, from each step on
+        self.versions = [{"step": 0, **identity.versions()}]
 
     def run(self) -> int:
         """Train to the last step, or until asked to stop; 0 or 143."""
         self.writes = Writes(
-            *(distributed.writes(folder, self.context) for folder in (self.paths.out, self.paths.reports))
+            *(
+                distributed.writes(folder, self.context)
+                for folder in (self.paths.out, self.paths.reports)
+            )
         )
         decisive = {
             "validation pairs": json_digest(self.validation.samples),
@@ -117,12 +144,15 @@ class Training:
             except RuntimeError as error:
                 if a_process_died(error):
                     where = f"rank {self.context.rank} at step {self.state.step}"
-                    end_as_lost(f"{where}: a process that loads batches died (killed, or out of memory): {error}")
+                    end_as_lost(
+                        f"{where}: a process that loads batches died (killed, or out of memory):"
+                        f" {error}"
+                    )
                 if not distributed.lost_peer(error):
                     raise
                 raise LostPeer(
-                    f"rank {self.context.rank} at step {self.state.step}: another rank died or hangs "
-                    f"({str(error).splitlines()[0]})"
+                    f"rank {self.context.rank} at step {self.state.step}: another rank died or"
+                    f" hangs ({str(error).splitlines()[0]})"
                 ) from error
             if not finished:
                 logger.log_stop(self.state.step)
@@ -132,9 +162,12 @@ class Training:
         return 0
 
     def _already_finished(self, folder: Path, info: Dict[str, Any]) -> int:
-        """Report that this training is finished, and publish it; `info` describes its best model."""
+        """Report that this training is finished, and publish it; `info` describes its best
+        model.
+        """
         if self.context.is_main:
-            reports, saved = self.paths.reports, self.checkpoints.load_newest()[0]
+            reports = self.paths.reports
+            saved = self.checkpoints.load_newest()[0]
             if saved:
                 resume.publish(folder, self.paths.out)
                 for kind, text in _curves_of(saved[0]).items():
@@ -143,7 +176,9 @@ class Training:
             if not trained_on.list_of(published).is_file():
                 trained_on.write(published, self.trained_on)
             write_metrics(reports, info)
-            print(f"{folder}: trained with these parameters and data, to the last step: nothing to do")
+            print(
+                f"{folder}: trained with these parameters and data, to the last step: nothing to do"
+            )
             other = identity.other_versions(saved[1] if saved else info)
             if other:
                 print(f"it was trained under {other}; --fresh trains it anew, in a new folder")
@@ -158,16 +193,23 @@ class Training:
             self.state.model.load_state_dict(distributed.broadcast_tensors(weights, 0))
         chosen = self.validation
         if self.context.is_main:
-            chosen = unseen.validation(self.train, self.held_out.store, Path(source), self.paths.keep_seen)
-        metrics = validate(self.objective, self.held_out._replace(samples=distributed.broadcast(chosen.samples)))
+            chosen = unseen.validation(
+                self.train, self.held_out.store, Path(source), self.paths.keep_seen
+            )
+        metrics = validate(
+            self.objective, self.held_out._replace(samples=distributed.broadcast(chosen.samples))
+        )
         if self.context.is_main:
             print(*chosen.messages, sep="\n", end="\n" if chosen.messages else "")
-            print(f"{source}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+            print(
+                f"{source}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            )
         return 0
 
     def _loop(self, logger: TrainingLogger) -> bool:
         """Train. True: the last step is done; False: stopped by a signal, after a checkpoint."""
-        state, train = self.state, self.train
+        state = self.state
+        train = self.train
         steps = range(state.step, train.steps)
         profile_steps = train.profile_steps if self.context.is_main else 0
         with (
@@ -176,7 +218,8 @@ class Training:
             profiled(profile_steps, self.paths.reports / "profile") as step_profiled,
         ):
             initial = state.step == 0  # the curve begins at the initial weights
-            if initial or (state.step == train.steps != state.validated):  # stopped before its last validation
+            # Stopped before its last validation
+            if initial or (state.step == train.steps != state.validated):
                 self._report_validation(logger, line)
             waiting = time.perf_counter()
             for micro_batches in loader:
@@ -188,7 +231,11 @@ class Training:
                 if state.step % train.val_every == 0 or state.step == train.steps:
                     self._report_validation(logger, line)
                 stop = stopping()
-                if state.step % (train.save_every or train.val_every) == 0 or state.step == train.steps or stop:
+                if (
+                    state.step % (train.save_every or train.val_every) == 0
+                    or state.step == train.steps
+                    or stop
+                ):
                     self._compare_replicas()
                     self._save(logger)
                 if stop and state.step < train.steps:
@@ -197,7 +244,8 @@ class Training:
         return True
 
     def _step(self, micro_batches: List[PairBatch], logger: TrainingLogger, waited: float) -> None:
-        state, train = self.state, self.train
+        state = self.state
+        train = self.train
         distributed.write_heartbeat(state.step)
         lr = learning_rate(train, state.step, self.context.world_size)
         for group in state.optimizer.param_groups:
@@ -217,7 +265,9 @@ class Training:
     def _live_line(self) -> LiveLine:
         """The progress line, on rank 0."""
         baseline = ratio_test_f1(self.objective, self.held_out)
-        return LiveLine(self.train.steps, self.state.step, baseline, self.state.best, self.context.is_main)
+        return LiveLine(
+            self.train.steps, self.state.step, baseline, self.state.best, self.context.is_main
+        )
 
     def _gradient_step(self, batches: List[PairBatch]) -> StepResult:
         state = self.state
@@ -227,29 +277,36 @@ class Training:
         except RuntimeError as error:
             if "out of memory" not in str(error):
                 raise
-            train, world_size = self.train, self.context.world_size
+            train = self.train
+            world_size = self.context.world_size
             pairs = -(-self.pairs // world_size // train.accumulate)
             raise WorkError(
-                f"out of memory at step {self.state.step} with {pairs} pairs at a time: set "
-                f"TRAIN_OPTIONS='--accumulate {train.accumulate * 2}' (the same steps, {max(pairs // 2, 1)} pairs at a "
-                f"time), or train.batch: {max(self.pairs // 2, world_size)}"
+                f"out of memory at step {self.state.step} with {pairs} pairs at a time: set"
+                f" TRAIN_OPTIONS='--accumulate {train.accumulate * 2}' (the same steps,"
+                f" {max(pairs // 2, 1)} pairs at a time), or train.batch:"
+                f" {max(self.pairs // 2, world_size)}"
             ) from error
 
     def _skipped(self, result: StepResult) -> None:
-        """Print the pairs of a gradient that was not finite, and give up after too many; all ranks call it."""
+        """Print the pairs of a gradient that was not finite, and give up after too many; all ranks
+        call it.
+        """
         state = self.state
         samples = [sample for part in self.batches.samples(state.step) for sample in part]
         names = [self._name(samples[index]) for index in result.bad_pairs]
         bad = [name for names in distributed.all_gather(names) for name in names]
         if self.context.is_main:
-            print(f"step {state.step}: the gradient is not finite, skipped; pairs: {', '.join(bad) or 'none alone'}")
+            print(
+                f"step {state.step}: the gradient is not finite, skipped; pairs:"
+                f" {', '.join(bad) or 'none alone'}"
+            )
         if state.scaler.is_enabled() and not bad:
             return  # the scaler searches for the largest scale that does not overflow
         state.skipped += 1
         if state.skipped > MAX_SKIPPED:
             raise WorkError(
-                f"step {state.step}: {state.skipped} steps had a gradient that was not finite, more than "
-                f"{MAX_SKIPPED}; lower train.lr, or look at the pairs named above"
+                f"step {state.step}: {state.skipped} steps had a gradient that was not finite, more"
+                f" than {MAX_SKIPPED}; lower train.lr, or look at the pairs named above"
             )
 
     def _name(self, sample: Sample) -> str:
@@ -306,7 +363,9 @@ class Training:
             "versions": identity.without_code(self.versions),
             "train": identity.stated(self.train),
             trained_on.KEY: trained_on.digest(self.trained_on or ()),
-            **{key: self.fingerprint[key] for key in identity.OF_THE_RUN if key in self.fingerprint},
+            **{
+                key: self.fingerprint[key] for key in identity.OF_THE_RUN if key in self.fingerprint
+            },
         }
         folder = self.checkpoints.folder
         trained_on.write(folder / resume.BEST, self.trained_on)
@@ -314,7 +373,9 @@ class Training:
         resume.publish(folder, self.paths.out)
 
     def _threshold(self) -> float:
-        """The match threshold of the best model, from validation; with few images that of the initial weights."""
+        """The match threshold of the best model, from validation; with few images that of the
+        initial weights.
+        """
         if self.validation.images < MIN_IMAGES and self._init_threshold is not None:
             return self._init_threshold
         return self.state.best_figures["threshold"]
@@ -323,19 +384,31 @@ class Training:
         window = logger.window()
         if self.writes.checkpoints:
             info = {**self.state.info(), "fingerprint": self.fingerprint, "log_window": window}
-            chosen = {"precision": self.precision.precision, "precision_reason": self.precision.reason}
+            chosen = {
+                "precision": self.precision.precision,
+                "precision_reason": self.precision.reason,
+            }
             info.update(chosen, training=self.identity, versions=self.versions)
-            curves = {f"{CURVE}{kind}": curve.text for kind, curve in logger.curves.items() if curve.text}
-            texts = {name: torch.tensor(list(text.encode()), dtype=torch.uint8) for name, text in curves.items()}
+            curves = {
+                f"{CURVE}{kind}": curve.text for kind, curve in logger.curves.items() if curve.text
+            }
+            texts = {
+                name: torch.tensor(list(text.encode()), dtype=torch.uint8)
+                for name, text in curves.items()
+            }
             self.checkpoints.save(self.state.step, {**self.state.tensors(), **texts}, info)
         distributed.barrier()
 
     def _resume(self, saved: Saved) -> Tuple[Optional[Window], Dict[str, str]]:
-        """Restore the checkpoint that `resume.prepare` found. Returns its `TrainingLogger.window`, and its curves."""
+        """Restore the checkpoint that `resume.prepare` found. Returns its `TrainingLogger.window`,
+        and its curves.
+        """
         tensors, info = saved
         self.state.restore(tensors, info)
-        before, other = info["fingerprint"], identity.other_versions(info)
-        self.identity, self.versions = info["training"], info["versions"]
+        before = info["fingerprint"]
+        other = identity.other_versions(info)
+        self.identity = info["training"]
+        self.versions = info["versions"]
         if other:
             self.versions = [*self.versions, {"step": self.state.step, **identity.versions()}]
         began = info.get("precision", self.precision.precision)
@@ -345,20 +418,31 @@ class Training:
             for line in identity.changes(before, self.fingerprint):
                 print(line)
             if began != self.precision.precision:
-                print(f"precision changed on resume: {began} -> {self.precision.precision} ({self.precision.reason})")
+                print(
+                    f"precision changed on resume: {began} -> {self.precision.precision}"
+                    f" ({self.precision.reason})"
+                )
             if other:
-                print(f"versions changed on resume: {other}: the weights may differ in their last bits")
+                print(
+                    f"versions changed on resume: {other}: the weights may differ in their last"
+                    " bits"
+                )
         if self.state.best_weights:
             if before.get("train.val_pairs") != self.train.val_pairs:
                 metrics = self._metrics_of(self.state.best_weights)
-                self.state.best, self.state.best_figures = metrics["f1"], metrics
+                self.state.best = metrics["f1"]
+                self.state.best_figures = metrics
             self._save_best()  # the published file may be another training's
         return info.get("log_window"), _curves_of(tensors)
 
     def _keep_precision(self, began: str) -> None:
-        """Go on in the precision in which the training began, where all ranks can (`precision.resumed`)."""
+        """Go on in the precision in which the training began, where all ranks can
+        (`precision.resumed`).
+        """
         gpu = self.context.device.type == "cuda"
-        kept = precision.resumed(self.train.precision, began, self.precision, gpu, compat.cpu_flags())
+        kept = precision.resumed(
+            self.train.precision, began, self.precision, gpu, compat.cpu_flags()
+        )
         self.precision = setup.agreed(kept)
         self.objective.precision = self.precision.precision
 

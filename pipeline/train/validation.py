@@ -1,4 +1,6 @@
-"""Validation on held-out pairs, split over the ranks: each computes sums, which are exchanged once and divided."""
+"""Validation on held-out pairs, split over the ranks: each computes sums, which are exchanged once
+and divided.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,11 @@ from superglue_sift.superglue import mutual_matches
 from superglue_sift.truth import IGNORED, Truth
 
 CONFIDENCE_BINS = 500  # of the histograms from which a threshold is chosen: steps of 0.002
-CHUNK = 8  # pairs computed together; fixed, so that metrics do not depend on the number of processes
+# Pairs computed together; fixed, so that metrics do not depend on the number of processes
+CHUNK = 8
 
-# Fewest photographs to choose a threshold from; with fewer it is noise, and the initial weights' threshold is kept.
+# Fewest photographs to choose a threshold from; with fewer it is noise, and the initial weights'
+# threshold is kept.
 MIN_IMAGES = 16
 
 
@@ -42,13 +46,24 @@ class HeldOut(NamedTuple):
     augmentation: Augmentation = NO_CHANGE
 
     def sums(self, sums_of: Callable[[PairBatch], Dict[str, np.ndarray]]) -> Dict[str, np.ndarray]:
-        """The values of `sums_of` by name, added over all pairs, on every rank; each rank computes a part."""
-        chunks = [self.samples[start : start + CHUNK] for start in range(0, len(self.samples), CHUNK)]
+        """The values of `sums_of` by name, added over all pairs, on every rank; each rank computes
+        a part.
+        """
+        chunks = [
+            self.samples[start : start + CHUNK] for start in range(0, len(self.samples), CHUNK)
+        ]
         mine = chunks[rank_slice(len(chunks), self.context.rank, self.context.world_size)]
-        batches = (load_batch(self.store, chunk, self.max_keypoints, self.augmentation) for chunk in mine)
-        computed = [sums_of(part) for batch in batches for part in batch.to(self.context.device).size_classes()[1]]
+        batches = (
+            load_batch(self.store, chunk, self.max_keypoints, self.augmentation) for chunk in mine
+        )
+        computed = [
+            sums_of(part)
+            for batch in batches
+            for part in batch.to(self.context.device).size_classes()[1]
+        ]
         sums: Dict[str, np.ndarray] = {}
-        # every rank adds the same chunks in the same order: the bits do not depend on the number of processes
+        # every rank adds the same chunks in the same order: the bits do not depend on the number of
+        # processes
         for part in [part for parts in distributed.all_gather(computed) for part in parts]:
             for name, value in part.items():
                 sums[name] = sums.get(name, np.float64(0.0)) + value
@@ -58,9 +73,10 @@ class HeldOut(NamedTuple):
 def validate(objective: MatchingObjective, held_out: HeldOut) -> Dict[str, float]:
     """Mean loss with its parts, and precision and recall, over all pairs, on every rank.
 
-    `f1` is the largest harmonic mean of precision and recall over all thresholds: confidences drift during a training,
-    which would move F1 at a fixed threshold. `threshold`, `precision` and `recall` belong to it. `pairs` is the number
-    of pairs. The metrics are the same for any number of processes.
+    `f1` is the largest harmonic mean of precision and recall over all thresholds: confidences drift
+    during a training, which would move F1 at a fixed threshold. `threshold`, `precision` and
+    `recall` belong to it. `pairs` is the number of pairs. The metrics are the same for any number
+    of processes.
     """
     model = objective.model
     was_training = model.training
@@ -68,26 +84,31 @@ def validate(objective: MatchingObjective, held_out: HeldOut) -> Dict[str, float
     sums = held_out.sums(partial(_sums, objective))
     model.train(was_training)
     pairs = max(float(sums["pairs"]), 1.0)
-    losses = {name: float(sums[name]) / pairs for name in ("loss", "loss_positive", "loss_unmatched")}
+    losses = {
+        name: float(sums[name]) / pairs for name in ("loss", "loss_positive", "loss_unmatched")
+    }
     return {**losses, **_separation(sums), "pairs": float(sums["pairs"])}
 
 
 def ratio_test_f1(objective: MatchingObjective, held_out: HeldOut) -> float:
     """`f1` of the ratio test on the same pairs, over all ratios: the baseline of a training.
 
-    Matches are mutual nearest neighbours, with the confidence 1 - nearest / second nearest distance (Lowe 2004).
+    Matches are mutual nearest neighbours, with the confidence 1 - nearest / second nearest distance
+    (Lowe 2004).
     """
     return _separation(held_out.sums(partial(_ratio_sums, objective)))["f1"]
 
 
 @torch.no_grad()
 def _sums(objective: MatchingObjective, batch: PairBatch) -> Dict[str, np.ndarray]:
-    """Sums of a batch that give the loss, and precision and recall at any threshold, of any set of batches.
+    """Sums of a batch that give the loss, and precision and recall at any threshold, of any set of
+    batches.
 
     Returns:
-        () float64 each: `pairs`, `true` (number of true matches), and the sums of `MatchingObjective.forward`; and
-        (CONFIDENCE_BINS,) float64, by confidence: `predicted`, mutual best matches whose keypoint in image 0 is not
-        ignored by the truth, and `correct`, those that equal the truth.
+        () float64 each: `pairs`, `true` (number of true matches), and the sums of
+        `MatchingObjective.forward`; and (CONFIDENCE_BINS,) float64, by confidence: `predicted`,
+        mutual best matches whose keypoint in image 0 is not ignored by the truth, and `correct`,
+        those that equal the truth.
     """
     log_P = objective.model(batch)
     truth = objective.truth(batch)
@@ -98,14 +119,17 @@ def _sums(objective: MatchingObjective, batch: PairBatch) -> Dict[str, np.ndarra
         **_counts(answers.matches0, answers.matching_scores0, truth),
         "loss": losses.total.sum().double().cpu().numpy(),
         "loss_positive": losses.positive.sum().double().cpu().numpy(),
-        "loss_unmatched": ((losses.unmatched0.sum() + losses.unmatched1.sum()) / 2).double().cpu().numpy(),
+        "loss_unmatched": (
+            ((losses.unmatched0.sum() + losses.unmatched1.sum()) / 2).double().cpu().numpy()
+        ),
     }
 
 
 @torch.no_grad()
 def _ratio_sums(objective: MatchingObjective, batch: PairBatch) -> Dict[str, np.ndarray]:
     """`_counts` of the ratio test, on the descriptors that the network sees."""
-    batch, config = choose_orientations(batch), objective.model.config
+    batch = choose_orientations(batch)
+    config = objective.model.config
     sides = (batch.descriptors0, batch.descriptors1)
     units = [unit_vectors(side, config.descriptor, config.descriptor_dim) for side in sides]
     truth = objective.truth(batch)
@@ -130,7 +154,9 @@ def _counts(matches0: Tensor, scores: Tensor, truth: Truth) -> Dict[str, np.ndar
 
 
 def _histogram(confidences: Tensor) -> np.ndarray:
-    return np.histogram(confidences.float().cpu().numpy(), CONFIDENCE_BINS, (0.0, 1.0))[0].astype(np.float64)
+    return np.histogram(confidences.float().cpu().numpy(), CONFIDENCE_BINS, (0.0, 1.0))[0].astype(
+        np.float64
+    )
 
 
 def _separation(sums: Dict[str, np.ndarray]) -> Dict[str, float]:

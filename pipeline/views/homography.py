@@ -1,8 +1,9 @@
 """Sample the homography of a view: without borders, convex, of bounded up-scaling.
 
-A view is cut from a quadrilateral, built around the origin (perspective, scale, rotation), shrunk until its bounding
-box fits into the image, and moved to a random place inside, so no pixel is missing. Folds are rejected, and too much
-up-scaling: magnified pixels contain no finer detail, and SIFT finds fewer, coarser keypoints there.
+A view is cut from a quadrilateral, built around the origin (perspective, scale, rotation), shrunk
+until its bounding box fits into the image, and moved to a random place inside, so no pixel is
+missing. Folds are rejected, and too much up-scaling: magnified pixels contain no finer detail, and
+SIFT finds fewer, coarser keypoints there.
 
 Source of the idea: SuperPoint's homographic adaptation (DeTone et al. 2018), SuperGlue appendix E.
 """
@@ -26,7 +27,9 @@ _TRIES = 20
 
 
 def generator(seed: int, name: str, index: int) -> np.random.Generator:
-    """The generator of view `index` of the image `name`, independent of other images, workers and their order."""
+    """The generator of view `index` of the image `name`, independent of other images, workers and
+    their order.
+    """
     digest = hashlib.sha256(f"{seed}\n{index}\n{name}".encode("utf-8", "surrogateescape")).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "big")))
 
@@ -53,12 +56,16 @@ def smallest_images(sections: Mapping[str, Any]) -> Dict[str, Size]:
 
 
 def sample_view(
-    rng: np.random.Generator, image_size: Size, view_size: Size, limits: Homography, difficulty: float = 1.0
+    rng: np.random.Generator,
+    image_size: Size,
+    view_size: Size,
+    limits: Homography,
+    difficulty: float = 1.0,
 ) -> np.ndarray:
     """Sample a random view: H_image_to_view (3, 3) float64.
 
-    The corners of the view are a convex quadrilateral inside the image, and no image pixel is magnified more than
-    `limits.max_upscale` times.
+    The corners of the view are a convex quadrilateral inside the image, and no image pixel is
+    magnified more than `limits.max_upscale` times.
 
     Args:
         rng: consumed in a fixed order; see `generator`.
@@ -77,7 +84,9 @@ def sample_view(
 
 
 def mild_view(rng: np.random.Generator, image_size: Size, view_size: Size) -> np.ndarray:
-    """Sample view 0: an upright crop of 90 to 100 % of the largest that fits. Arguments and errors: `sample_view`."""
+    """Sample view 0: an upright crop of 90 to 100 % of the largest that fits. Arguments and errors:
+    `sample_view`.
+    """
     _require_fit(image_size, view_size)
     largest = _largest(image_size, view_size)
     scale = largest * rng.uniform(max(MILD_SCALE_MIN, min(1.0, 1.0 / (MAX_UPSCALE * largest))), 1.0)
@@ -110,10 +119,15 @@ def _try_view(
     largest = _largest(image_size, view_size)
     # bounds of the scale: the quadrilateral fits into the image, and is not magnified too much
     max_scale = min(largest, *((np.array(image_size) - 1) / np.ptp(quad, axis=0)))
-    min_scale = magnification(through_four_points(quad, corners(view_size)), view_size).max() / limits.max_upscale
+    min_scale = (
+        magnification(through_four_points(quad, corners(view_size)), view_size).max()
+        / limits.max_upscale
+    )
     if min_scale > max_scale:
         return None
-    min_scale = min(max(largest * (1.0 - strength * (1.0 - limits.scale_min)), min_scale), max_scale)
+    min_scale = min(
+        max(largest * (1.0 - strength * (1.0 - limits.scale_min)), min_scale), max_scale
+    )
     quad *= math.exp(rng.uniform(math.log(min_scale), math.log(max_scale)))
     return _place(rng, quad, image_size, view_size, strength)
 
@@ -126,8 +140,9 @@ def _map(points: np.ndarray, A: np.ndarray) -> np.ndarray:
 def _foreshortening(tilt: float, rng: np.random.Generator) -> np.ndarray:
     """(2, 2) stretch of a camera tilted by up to `tilt` (radians), along a random direction.
 
-    The stretch is log-uniform between 1 and 1 / cos(tilt). With uniform angles, few pairs would be stretched by 2 and
-    more, as photographs of a wall from its side are (Morel and Yu 2009, "ASIFT", section 2.2: transition tilts).
+    The stretch is log-uniform between 1 and 1 / cos(tilt). With uniform angles, few pairs would be
+    stretched by 2 and more, as photographs of a wall from its side are (Morel and Yu 2009, "ASIFT",
+    section 2.2: transition tilts).
     """
     direction = rng.uniform(0.0, math.pi)
     axis = np.array([math.cos(direction), math.sin(direction)])
@@ -135,10 +150,17 @@ def _foreshortening(tilt: float, rng: np.random.Generator) -> np.ndarray:
 
 
 def _place(
-    rng: np.random.Generator, quad: np.ndarray, image_size: Size, view_size: Size, strength: float = 1.0
+    rng: np.random.Generator,
+    quad: np.ndarray,
+    image_size: Size,
+    view_size: Size,
+    strength: float = 1.0,
 ) -> np.ndarray:
-    """Homography of the quadrilateral at a random place inside the image. strength: 0 (centred) to 1 (anywhere)."""
-    low, high = quad.min(0), quad.max(0)
+    """Homography of the quadrilateral at a random place inside the image. strength: 0 (centred) to
+    1 (anywhere).
+    """
+    low = quad.min(0)
+    high = quad.max(0)
     last = np.array(image_size) - 1.0
     margin = np.maximum(last - (high - low), 0.0)
     position = 0.5 + strength * rng.uniform(-0.5, 0.5, 2)
@@ -156,7 +178,8 @@ def _convex(quad: np.ndarray) -> bool:
 
 
 def magnification(H: np.ndarray, view_size: Size) -> np.ndarray:
-    """(4,) view pixels per image pixel along the most stretched direction, at the corners of the view.
+    """(4,) view pixels per image pixel along the most stretched direction, at the corners of the
+    view.
 
     The local scale of a homography has its extremes over a convex quadrilateral at the corners.
     """

@@ -1,7 +1,8 @@
 """Render a view of an image through a homography, and distort its photometry.
 
-Distortions follow the order of a camera: light, lens, sensor, file. They take about 1 ms for a view of 512x384, since
-all changes of gray levels share one look-up and the noise is cut from a tile drawn once.
+Distortions follow the order of a camera: light, lens, sensor, file. They take about 1 ms for a view
+of 512x384, since all changes of gray levels share one look-up and the noise is cut from a tile
+drawn once.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ TILE = 1024  # side of the noise tile in px
 _MIN_BLUR = 0.2  # px; less is invisible
 
 
-def render(image: np.ndarray, H_image_to_view: np.ndarray, view_size: Tuple[int, int]) -> np.ndarray:
+def render(
+    image: np.ndarray, H_image_to_view: np.ndarray, view_size: Tuple[int, int]
+) -> np.ndarray:
     """Render the view of an image, uint8 of `view_size` (width, height) px, sampled bilinearly.
 
     Args:
-        image: (H, W) or (H, W, 3) uint8; shrunk first by averaging areas where the view is much smaller, to avoid
-            aliasing.
+        image: (H, W) or (H, W, 3) uint8; shrunk first by averaging areas where the view is much
+            smaller, to avoid aliasing.
         H_image_to_view: (3, 3) float64, pixel centres at integers.
     """
     scale = _scale(H_image_to_view, view_size)
@@ -37,7 +40,9 @@ def render(image: np.ndarray, H_image_to_view: np.ndarray, view_size: Tuple[int,
         H = compose(H, inverse(resizing((width, height), small)))
         image = cv2.resize(image, small, interpolation=cv2.INTER_AREA)
     # rounding may reach a fraction of a pixel beyond the border
-    return cv2.warpPerspective(image, H, view_size, flags=cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
+    return cv2.warpPerspective(
+        image, H, view_size, flags=cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE
+    )
 
 
 def _scale(H: np.ndarray, view_size: Tuple[int, int]) -> float:
@@ -50,11 +55,15 @@ def _scale(H: np.ndarray, view_size: Tuple[int, int]) -> float:
 def distort(view: np.ndarray, rng: np.random.Generator, limits: Photometric) -> np.ndarray:
     """A distorted copy of a view, (H, W) uint8 both, with the same geometry.
 
-    rng: the number of draws does not depend on the limits, so switching one distortion off leaves the others.
+    rng: the number of draws does not depend on the limits, so switching one distortion off leaves
+    the others.
     """
     brightness, contrast, gamma = rng.uniform(-1.0, 1.0, 3)
     blur, noise, jpeg, quality, x, y = rng.uniform(0.0, 1.0, 6)
-    out = cv2.LUT(view, _levels(brightness * limits.brightness, contrast * limits.contrast, gamma * limits.gamma))
+    out = cv2.LUT(
+        view,
+        _levels(brightness * limits.brightness, contrast * limits.contrast, gamma * limits.gamma),
+    )
     if blur * limits.blur > _MIN_BLUR:
         out = cv2.GaussianBlur(out, (0, 0), blur * limits.blur)
     if limits.noise > 0.0:
@@ -66,7 +75,9 @@ def distort(view: np.ndarray, rng: np.random.Generator, limits: Photometric) -> 
 
 
 def _levels(brightness: float, contrast: float, gamma: float) -> np.ndarray:
-    """(256,) uint8 table. Contrast is around the middle gray; gamma is symmetric: 1.25 and 1 / 1.25 alike."""
+    """(256,) uint8 table. Contrast is around the middle gray; gamma is symmetric: 1.25 and 1 / 1.25
+    alike.
+    """
     level = np.linspace(0.0, 1.0, 256)
     exponent = 1.0 + gamma if gamma >= 0 else 1.0 / (1.0 - gamma)
     level = (level**exponent - 0.5) * (1.0 + contrast) + 0.5 + brightness
@@ -84,11 +95,21 @@ def _add_noise(view: np.ndarray, deviation: float, x: float, y: float) -> np.nda
     """Add noise from a random place of the tile, repeated where the view is larger."""
     height, width = view.shape
     tile = _tile()
-    top, left = int(y * TILE), int(x * TILE)
-    rows, columns = np.arange(top, top + height) % TILE, np.arange(left, left + width) % TILE
-    noise = tile[rows][:, columns] if max(height + top, width + left) > TILE else tile[rows[0] :, columns[0] :]
+    top = int(y * TILE)
+    left = int(x * TILE)
+    rows = np.arange(top, top + height) % TILE
+    columns = np.arange(left, left + width) % TILE
+    noise = (
+        tile[rows][:, columns]
+        if max(height + top, width + left) > TILE
+        else tile[rows[0] :, columns[0] :]
+    )
     noise = np.ascontiguousarray(noise[:height, :width])
-    return cv2.addWeighted(view.astype(np.int16), 1.0, noise, deviation / 16.0, 0.0).clip(0, 255).astype(np.uint8)
+    return (
+        cv2.addWeighted(view.astype(np.int16), 1.0, noise, deviation / 16.0, 0.0)
+        .clip(0, 255)
+        .astype(np.uint8)
+    )
 
 
 def compress(view: np.ndarray, quality: int) -> np.ndarray:

@@ -1,4 +1,5 @@
 """Programs around the matcher.
 
-`cli` (superglue-match), `many` (folders, lists, videos), `retrieval`, `results` (files of a pair), `serve` (the page).
+`cli` (superglue-match), `many` (folders, lists, videos), `retrieval`, `results` (files of a pair),
+`serve` (the page).
 """

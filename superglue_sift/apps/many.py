@@ -1,8 +1,9 @@
-"""Match many pairs: of a folder, a list or a video. Features are computed once and kept on disk; pairs are resumed.
+"""Match many pairs: of a folder, a list or a video. Features are computed once and kept on disk;
+pairs are resumed.
 
-A pair is done if its `A_B_matches.npz` exists, which is written last and atomically, and states the same images,
-weights, settings and versions. Memory holds the names of all images, but features of only the last 256, pixels of 32,
-and one batch of pairs.
+A pair is done if its `A_B_matches.npz` exists, which is written last and atomically, and states the
+same images, weights, settings and versions. Memory holds the names of all images, but features of
+only the last 256, pixels of 32, and one batch of pairs.
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ BATCH_ON_GPU = 8
 PAIRS_OF_A_WORKER = 2  # in a batch on a CPU: workers wait for the last pair of a batch
 MAX_EXHAUSTIVE = 200  # images of which all 19,900 pairs are matched by default
 NEIGHBOURS = {"sequential": 5, "nearest": 20}  # default numbers for each image
-MATCHES, JSON, PICTURE = "matches.npz", "matches.json", "matches.jpg"  # suffixes of a pair's files
-OVERLAY, BLINK = "overlay.jpg", "blink.gif"
+# suffixes of a pair's files
+MATCHES = "matches.npz"
+JSON = "matches.json"
+PICTURE = "matches.jpg"
+OVERLAY = "overlay.jpg"
+BLINK = "blink.gif"
 
 
 Pairs = Iterable[Tuple[Item, Item]]
@@ -56,12 +61,22 @@ class Output:
 
     def missing(self, item0: Item, item1: Item) -> Set[str]:
         """Suffixes of requested files, other than the matches, that do not exist."""
-        wanted = {JSON: self.json, PICTURE: self.pictures, OVERLAY: self.homography, BLINK: self.homography}
-        return {ending for ending in wanted if wanted[ending] and not self.file(item0, item1, ending).is_file()}
+        wanted = {
+            JSON: self.json,
+            PICTURE: self.pictures,
+            OVERLAY: self.homography,
+            BLINK: self.homography,
+        }
+        return {
+            ending
+            for ending in wanted
+            if wanted[ending] and not self.file(item0, item1, ending).is_file()
+        }
 
     def complete(self, item0: Item, item1: Item, found: MatchResult, made: str) -> bool:
         """Write the missing files; returns whether there were any."""
-        missing, found = self.missing(item0, item1), found._replace(images=(item0.image, item1.image))
+        missing = self.missing(item0, item1)
+        found = found._replace(images=(item0.image, item1.image))
         fitted = found.fits() if missing else {}
         if JSON in missing:
             about = {"image0": item0.name, "image1": item1.name, "made_from": json.loads(made)}
@@ -76,7 +91,9 @@ class Output:
         return bool(missing)
 
     def write(self, item0: Item, item1: Item, found: MatchResult, made: str) -> None:
-        """Write all files of a pair, the matches last; files of an earlier result are removed first."""
+        """Write all files of a pair, the matches last; files of an earlier result are removed
+        first.
+        """
         for ending in (MATCHES, JSON, PICTURE, OVERLAY, BLINK):
             self.file(item0, item1, ending).unlink(missing_ok=True)
         self.complete(item0, item1, found, made)
@@ -84,19 +101,28 @@ class Output:
 
 
 def photos_in(folder: Path, out_dir: Path) -> List[Item]:
-    """All image files below a folder, by name, except results: files below `out_dir`, and pictures of other runs.
+    """All image files below a folder, by name, except results: files below `out_dir`, and pictures
+    of other runs.
 
     Raises RequestError: fewer than two images, or `out_dir` is the folder itself.
     """
     output = out_dir.resolve()
     if output == folder.resolve():
         raise RequestError(
-            f"--out-dir {out_dir}: is the folder of the photographs; name another, such as {out_dir}/found"
+            f"--out-dir {out_dir}: is the folder of the photographs; name another, such as"
+            f" {out_dir}/found"
         )
-    files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file() and not _is_result(p))
+    files = sorted(
+        p
+        for p in folder.rglob("*")
+        if p.suffix.lower() in EXTENSIONS and p.is_file() and not _is_result(p)
+    )
     paths = [path for path in files if output not in path.resolve().parents]
     if len(paths) < len(files):
-        print(f"{out_dir}: {len(files) - len(paths)} images there are ignored: it is the output", file=sys.stderr)
+        print(
+            f"{out_dir}: {len(files) - len(paths)} images there are ignored: it is the output",
+            file=sys.stderr,
+        )
     if len(paths) < 2:
         raise RequestError(f"{folder}: {len(paths)} images; matching needs two or more")
     return named(paths, folder)
@@ -121,12 +147,15 @@ def named(paths: Sequence[Path], root: Path) -> List[Item]:
     names = plain if clear else whole
     for name, count in collections.Counter(names).items():
         if count > 1:
-            raise RequestError(f"{name}: the results of two images would have this name; rename one")
+            raise RequestError(
+                f"{name}: the results of two images would have this name; rename one"
+            )
     return [Item(name, path) for name, path in zip(names, paths)]
 
 
 def listed_pairs(file: Path, root: Path) -> List[Tuple[Item, Item]]:
-    """Pairs of a text file, `a b` in each line, below `root`. Lines that start with `#` are ignored.
+    """Pairs of a text file, `a b` in each line, below `root`. Lines that start with `#` are
+    ignored.
 
     Names with spaces stand in double quotes, or with a tab between the two.
     Raises RequestError for an unreadable file or a line without two names.
@@ -154,7 +183,9 @@ def listed_pairs(file: Path, root: Path) -> List[Tuple[Item, Item]]:
 
 
 def _names(line: str) -> List[str]:
-    """The names in a line: between tabs if there are any, else words, with spaces if in double quotes."""
+    """The names in a line: between tabs if there are any, else words, with spaces if in double
+    quotes.
+    """
     if "\t" in line.strip():
         return [name.strip().strip('"') for name in line.split("\t") if name.strip()]
     words = shlex.shlex(line, posix=True)
@@ -190,7 +221,9 @@ def sequential(items: Iterable[Item], window: int) -> Iterator[Tuple[Item, Item]
 
 
 def prepare(photos: Sequence[Item], store: FeatureStore) -> Tuple[List[Item], Dict[str, str]]:
-    """Compute missing features; returns the readable photos, and for the others the reason by path."""
+    """Compute missing features; returns the readable photos, and for the others the reason by
+    path.
+    """
 
     def reason(photo: Item) -> str:
         try:
@@ -199,9 +232,12 @@ def prepare(photos: Sequence[Item], store: FeatureStore) -> Tuple[List[Item], Di
             return str(error).replace(f"{photo.image}: ", "", 1)
         return ""
 
-    readable, bad = [], {}
+    readable = []
+    bad = {}
     with ThreadPoolExecutor(2) as pool:
-        shown = Progress(pool.map(reason, photos), total=len(photos), desc="features", unit="images")
+        shown = Progress(
+            pool.map(reason, photos), total=len(photos), desc="features", unit="images"
+        )
         for why, photo in zip(shown, photos):
             if why:
                 bad[str(photo.image)] = why
@@ -222,10 +258,11 @@ def choose_pairs(
 ) -> Tuple[Pairs, int]:
     """Pairs of photos, and their number.
 
-    pairing: exhaustive; sequential or nearest with `k` others each (None: NEIGHBOURS); auto: exhaustive up to
-    MAX_EXHAUSTIVE photos, else nearest. nearest compares SIFT.
+    pairing: exhaustive; sequential or nearest with `k` others each (None: NEIGHBOURS); auto:
+    exhaustive up to MAX_EXHAUSTIVE photos, else nearest. nearest compares SIFT.
     """
-    count, pairing = len(photos), resolved(photos, store, pairing)
+    count = len(photos)
+    pairing = resolved(photos, store, pairing)
     if pairing == "exhaustive":
         return itertools.combinations(photos, 2), count * (count - 1) // 2
     k = k or NEIGHBOURS[pairing]
@@ -238,7 +275,8 @@ def choose_pairs(
 
 @dataclass
 class Run:
-    """Match pairs into `output`, and count pairs: matched, of these again; done before, of these with missing files.
+    """Match pairs into `output`, and count pairs: matched, of these again; done before, of these
+    with missing files.
 
     adding: functions that are called with every pair, also those done before.
     """
@@ -253,9 +291,14 @@ class Run:
 
     def match(self, pairs: Pairs, total: Optional[int]) -> None:
         """Match and write each pair that is not done. total: number of pairs, if known."""
-        matcher, output = self.store.matcher, self.output
+        matcher = self.store.matcher
+        output = self.output
         matcher.side_by_side()
-        size = BATCH_ON_GPU if matcher.device.startswith("cuda") else PAIRS_OF_A_WORKER * matcher.workers
+        size = (
+            BATCH_ON_GPU
+            if matcher.device.startswith("cuda")
+            else PAIRS_OF_A_WORKER * matcher.workers
+        )
         shown = Progress(total=total, desc="matching", unit="pairs")
         started: collections.deque = collections.deque()  # pairs in progress, and their `made_from`
         with shown:
@@ -278,7 +321,8 @@ class Run:
                 continue
             features = self.store.with_pixels if self.store.matcher.refine else self.store
             sides = features(pair[0]), features(pair[1])
-            started.append((pair, self._made_from(pair)))  # after reading the features, which are of this content
+            # After reading the features, which are of this content
+            started.append((pair, self._made_from(pair)))
             yield sides
 
     def _add(self, pair: Tuple[Item, Item], found: MatchResult) -> None:
@@ -286,12 +330,17 @@ class Run:
             add(*pair, found)
 
     def _made_from(self, pair: Tuple[Item, Item]) -> str:
-        return results.made_from((self.store.digest(pair[0]), self.store.digest(pair[1])), self.output.settings)
+        return results.made_from(
+            (self.store.digest(pair[0]), self.store.digest(pair[1])), self.output.settings
+        )
 
     def _done(self, pair: Tuple[Item, Item], shown: Progress) -> bool:
-        """Whether the result of a pair exists and has the same inputs as now; writes its missing files."""
+        """Whether the result of a pair exists and has the same inputs as now; writes its missing
+        files.
+        """
         path = self.output.file(*pair, MATCHES)
-        before, now = results.read_made_from(path), self._made_from(pair)
+        before = results.read_made_from(path)
+        now = self._made_from(pair)
         if before is None:
             return False
         why = results.differs(before, now)

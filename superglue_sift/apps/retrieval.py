@@ -1,8 +1,9 @@
 """Find photographs that look alike, by VLAD of their SIFT descriptors (Jegou et al. 2010).
 
-The vocabulary is OpenCV's k-means of RootSIFT of all images. An image is the sum of its descriptors' offsets from their
-words, normalised by word and as a whole (Arandjelovic and Zisserman 2013), and images are compared by cosine. Pairs
-that accepted pairs propose (`Expansion`) are correct far more often than those of the next best cosines.
+The vocabulary is OpenCV's k-means of RootSIFT of all images. An image is the sum of its
+descriptors' offsets from their words, normalised by word and as a whole (Arandjelovic and Zisserman
+2013), and images are compared by cosine. Pairs that accepted pairs propose (`Expansion`) are
+correct far more often than those of the next best cosines.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ ROUNDS = 2
 SAMPLE = 20_000  # descriptors for the vocabulary, the same number from each image
 
 
-def nearest_pairs(images: Sequence[Any], descriptors: Callable[[Any], np.ndarray], k: int) -> List[Tuple[int, int]]:
-    """Pair each image with the k (at least 1) most similar others: pairs (i, j), i < j, sorted and unique.
+def nearest_pairs(
+    images: Sequence[Any], descriptors: Callable[[Any], np.ndarray], k: int
+) -> List[Tuple[int, int]]:
+    """Pair each image with the k (at least 1) most similar others: pairs (i, j), i < j, sorted and
+    unique.
 
-    descriptors: returns SIFT (n, 128) uint8 of an image; called twice per image, with one result in memory at a time.
+    descriptors: returns SIFT (n, 128) uint8 of an image; called twice per image, with one result in
+    memory at a time.
     """
     if len(images) < 2:
         return []
@@ -41,13 +46,15 @@ def nearest_pairs(images: Sequence[Any], descriptors: Callable[[Any], np.ndarray
 
 
 class Expansion:
-    """Query expansion (Chum et al. 2007): propose pairs of images that are both accepted with a third.
+    """Query expansion (Chum et al. 2007): propose pairs of images that are both accepted with a
+    third.
 
     Call it with every matched pair of `images` and its `MatchResult`.
     """
 
     def __init__(self, images: Sequence[Any]) -> None:
-        self._images, self._number = list(images), {image: number for number, image in enumerate(images)}
+        self._images = list(images)
+        self._number = {image: number for number, image in enumerate(images)}
         self._scores: Dict[Tuple[int, int], int] = {}  # 0: rejected
 
     def __call__(self, image0: Any, image1: Any, result: Any) -> None:
@@ -55,9 +62,11 @@ class Expansion:
         self._scores[i, j] = result.pair_score if result.accepted else 0
 
     def proposed(self, k: int = PROPOSED) -> List[Tuple[Any, Any]]:
-        """Pairs that are not matched yet, up to k of the highest scores for each image, in the order of the images.
+        """Pairs that are not matched yet, up to k of the highest scores for each image, in the
+        order of the images.
 
-        The score of a pair is the lower of the scores of both with a third image, for the best third image.
+        The score of a pair is the lower of the scores of both with a third image, for the best
+        third image.
         """
         near: Dict[int, Dict[int, int]] = collections.defaultdict(dict)
         for (i, j), score in self._scores.items():

@@ -2,10 +2,10 @@
 
     superglue-match --serve          then http://127.0.0.1:8010
 
-Listens on 127.0.0.1 only and rejects other host names and pages of other sites. Uploads are limited to 32 MB, images to
-JPEG, PNG or WebP of at most 50 megapixels, checked in the header before decoding. The server keeps no state and ignores
-file names: matches go to the page, which sends them back to request a fit, a picture or a file.
-Needs `pip install 'superglue-sift[serve]'`.
+Listens on 127.0.0.1 only and rejects other host names and pages of other sites. Uploads are limited
+to 32 MB, images to JPEG, PNG or WebP of at most 50 megapixels, checked in the header before
+decoding. The server keeps no state and ignores file names: matches go to the page, which sends them
+back to request a fit, a picture or a file. Needs `pip install 'superglue-sift[serve]'`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def run(matcher: Matcher, port: int) -> int:
     try:
         server = make_server(HOST, port, app, threaded=True)
     except (OSError, SystemExit):
-        raise RequestError(f"--port {port}: cannot be opened on {HOST}; if it is in use, name another") from None
+        raise RequestError(
+            f"--port {port}: cannot be opened on {HOST}; if it is in use, name another"
+        ) from None
     print(f"http://{HOST}:{server.server_port}  (Ctrl-C ends it)", flush=True)
     server.serve_forever()
     return 0
@@ -53,7 +55,9 @@ def library() -> Any:
     try:
         import flask
     except ImportError:
-        raise RequestError("--serve needs one more package: pip install 'superglue-sift[serve]'") from None
+        raise RequestError(
+            "--serve needs one more package: pip install 'superglue-sift[serve]'"
+        ) from None
     return flask
 
 
@@ -89,7 +93,10 @@ def make_app(matcher: Matcher, port: int) -> Any:
     def picture() -> Any:
         found, threshold, _ = sent_back(flask.request.form.get("found", "").encode())
         with lock:
-            images = tuple(image_of(data, name) for data, name in zip(uploads(flask.request.files), SIDES.values()))
+            images = tuple(
+                image_of(data, name)
+                for data, name in zip(uploads(flask.request.files), SIDES.values())
+            )
         shown = found.above(threshold)._replace(images=images).show()
         return flask.Response(drawing.encode(".jpg", shown.pixels), mimetype="image/jpeg")
 
@@ -99,13 +106,18 @@ def make_app(matcher: Matcher, port: int) -> Any:
 
     @app.errorhandler(413)
     def too_large(_error: Any) -> Any:
-        return flask.jsonify(error=f"too large: both images together may have {MAX_BYTES >> 20} MB"), 413
+        return (
+            flask.jsonify(error=f"too large: both images together may have {MAX_BYTES >> 20} MB"),
+            413,
+        )
 
     return app
 
 
 def _guard(app: Any, flask: Any, port: int) -> None:
-    """Accept requests of this page only; forbid it to load other content, and other pages to embed it."""
+    """Accept requests of this page only; forbid it to load other content, and other pages to embed
+    it.
+    """
     end = "" if port == 80 else f":{port}"  # as browsers send it
     homes = {HOST + end, "localhost" + end}
 
@@ -113,7 +125,9 @@ def _guard(app: Any, flask: Any, port: int) -> None:
     def only_this_page() -> Any:
         # rejects pages of other sites, and DNS rebinding
         origin = flask.request.headers.get("Origin")
-        if flask.request.host in homes and (origin is None or origin in {f"http://{home}" for home in homes}):
+        if flask.request.host in homes and (
+            origin is None or origin in {f"http://{home}" for home in homes}
+        ):
             return None
         return flask.jsonify(error=f"only http://{HOST}:{port} may ask"), 403
 
@@ -130,7 +144,11 @@ def page_text() -> str:
     """The page, with the colours of `drawing`."""
     text = Path(__file__).with_name("serve.html").read_text(encoding="utf-8")
     blue, green, red = drawing.RED
-    drawn = {"red": f"rgb({red}, {green}, {blue})", "lines": drawing.LINES, "opacity": drawing.OPACITY}
+    drawn = {
+        "red": f"rgb({red}, {green}, {blue})",
+        "lines": drawing.LINES,
+        "opacity": drawing.OPACITY,
+    }
     return text.replace("/*drawing*/null", json.dumps(drawn))
 
 
@@ -160,17 +178,22 @@ def image_of(data: bytes, name: str) -> np.ndarray:
 def answer(matcher: Matcher, data0: bytes, data1: bytes) -> Dict[str, Any]:
     """Match two files for the page.
 
-    pictures: data URLs, upright, each `scales` times as large as its image. record: `results.record_of` of all matches,
-    whatever their score. points: [x0, y0, x1, y1] of each match, pixels of the pictures. fit: see `fitted`.
-    Positions can differ by a tenth of a pixel from those of an alignment of only the matches above a threshold.
+    pictures: data URLs, upright, each `scales` times as large as its image. record:
+    `results.record_of` of all matches, whatever their score. points: [x0, y0, x1, y1] of each
+    match, pixels of the pictures. fit: see `fitted`. Positions can differ by a tenth of a pixel
+    from those of an alignment of only the matches above a threshold.
     """
     named = list(zip((data0, data1), SIDES.values()))
     shown = [drawing.reduced(image_of(data, name), SHOWN_SIDE) for data, name in named]
     sides = [matcher.extract_file(data, name) for data, name in named]
     found = dataclasses.replace(matcher, threshold=0.0).match(*sides)
-    about = {f"image{side}": hashlib.sha256(data).hexdigest() for side, (data, _) in enumerate(named)}
+    about = {
+        f"image{side}": hashlib.sha256(data).hexdigest() for side, (data, _) in enumerate(named)
+    }
     files = [base64.b64encode(drawing.encode(".jpg", picture)).decode() for picture, _ in shown]
-    points = [(p + 0.5) * scale - 0.5 for p, (_, scale) in zip((found.points0, found.points1), shown)]
+    points = [
+        (p + 0.5) * scale - 0.5 for p, (_, scale) in zip((found.points0, found.points1), shown)
+    ]
     return {
         "pictures": [f"data:image/jpeg;base64,{file}" for file in files],
         "scales": [scale for _, scale in shown],
@@ -190,7 +213,8 @@ def sent_back(body: bytes) -> Tuple[MatchResult, float, Dict[str, str]]:
     """
     try:
         content = json.loads(body)
-        record, threshold = content["record"], float(content["threshold"])
+        record = content["record"]
+        threshold = float(content["threshold"])
         about = {name: str(record[name])[:64] for name in SIDES}
     except (ValueError, KeyError, TypeError):
         raise RequestError("the page sent something else than matches: load it again") from None
@@ -202,8 +226,8 @@ def sent_back(body: bytes) -> Tuple[MatchResult, float, Dict[str, str]]:
 def fitted(found: MatchResult, threshold: float, about: Mapping[str, str]) -> Dict[str, Any]:
     """Fit a homography and a fundamental matrix to the matches above a threshold.
 
-    record: `results.record_of` of these matches. matches: their indices among all; off: whether each is an outlier of
-    the better fit; off_means: legend for these, "" without a fit.
+    record: `results.record_of` of these matches. matches: their indices among all; off: whether
+    each is an outlier of the better fit; off_means: legend for these, "" without a fit.
     """
     chosen = np.flatnonzero(found.scores > threshold)
     above = found.above(threshold)
@@ -222,5 +246,7 @@ def file_of(kind: str, found: MatchResult, about: Mapping[str, str]) -> bytes:
     """A file of matches, "json" or "npz", as the command writes it."""
     if kind == "npz":
         images = about["image0"], about["image1"]
-        return results.npz_of(found, results.made_from(images, {"threshold": found.threshold, "frame": found.frame}))
+        return results.npz_of(
+            found, results.made_from(images, {"threshold": found.threshold, "frame": found.frame})
+        )
     return (json.dumps(results.record_of(found, found.fits(), about)) + "\n").encode()

@@ -18,29 +18,42 @@ from superglue_sift.sift import GEOMETRY
 
 def to_dmatches(result: MatchResult) -> List[cv2.DMatch]:
     """Convert to OpenCV's matches, for `cv2.drawMatches` and others; distance = 1 - score."""
-    return [cv2.DMatch(int(i), int(j), float(1.0 - s)) for (i, j), s in zip(result.matches, result.scores)]
+    return [
+        cv2.DMatch(int(i), int(j), float(1.0 - s))
+        for (i, j), s in zip(result.matches, result.scores)
+    ]
 
 
-def from_dmatches(matches: Sequence[cv2.DMatch], features0: Features, features1: Features) -> MatchResult:
+def from_dmatches(
+    matches: Sequence[cv2.DMatch], features0: Features, features1: Features
+) -> MatchResult:
     """Inverse of `to_dmatches`."""
     pairs = np.array([(m.queryIdx, m.trainIdx) for m in matches], np.int64).reshape(-1, 2)
-    return MatchResult.of(features0, features1, pairs, np.array([1.0 - m.distance for m in matches], np.float32))
+    return MatchResult.of(
+        features0, features1, pairs, np.array([1.0 - m.distance for m in matches], np.float32)
+    )
 
 
 def to_keypoints(features: Features) -> List[cv2.KeyPoint]:
     """Convert to OpenCV's keypoints, in the same order."""
-    return [cv2.KeyPoint(*(float(record[name]) for name in GEOMETRY)) for record in features.records]
+    return [
+        cv2.KeyPoint(*(float(record[name]) for name in GEOMETRY)) for record in features.records
+    ]
 
 
 def to_lightglue(features: Features) -> Dict[str, Tensor]:
-    """Convert SIFT features of one image to the input of LightGlue and glue-factory, a batch of one, float32.
+    """Convert SIFT features of one image to the input of LightGlue and glue-factory, a batch of
+    one, float32.
 
-    keypoints (1, N, 2) pixels; descriptors (1, N, 128) RootSIFT; keypoint_scores, scales (pixels) and oris (radians)
-    (1, N); image_size (1, 2) width, height. Raises RequestError for other features than SIFT.
+    keypoints (1, N, 2) pixels; descriptors (1, N, 128) RootSIFT; keypoint_scores, scales (pixels)
+    and oris (radians) (1, N); image_size (1, 2) width, height. Raises RequestError for other
+    features than SIFT.
     """
     records = features.records
     if kind_of(records.dtype)[0] != "sift":
-        raise RequestError("LightGlue and hloc: only SIFT features can be converted, these are others")
+        raise RequestError(
+            "LightGlue and hloc: only SIFT features can be converted, these are others"
+        )
     values = {
         "keypoints": features.keypoints,
         "keypoint_scores": records["score"],
@@ -49,11 +62,15 @@ def to_lightglue(features: Features) -> Dict[str, Tensor]:
         "oris": np.deg2rad(records["angle"]),
         "image_size": np.array(features.size),
     }
-    return {name: torch.from_numpy(np.array(value, np.float32))[None] for name, value in values.items()}
+    return {
+        name: torch.from_numpy(np.array(value, np.float32))[None] for name, value in values.items()
+    }
 
 
 def from_lightglue(data: Mapping[str, Any]) -> Features:
-    """Inverse of `to_lightglue`, also for other SIFT; batched or not. Raises RequestError as `Features.of`."""
+    """Inverse of `to_lightglue`, also for other SIFT; batched or not. Raises RequestError as
+    `Features.of`.
+    """
 
     def plain(name: str, axes: int) -> np.ndarray:
         value = data[name] if name in data else data["keypoint_" + name]
@@ -61,8 +78,11 @@ def from_lightglue(data: Mapping[str, Any]) -> Features:
         return value[0] if value.ndim > axes else value
 
     width, height = plain("image_size", 1)
-    scales, scores, angles = plain("scales", 1), plain("scores", 1), np.mod(np.rad2deg(plain("oris", 1)), 360.0)
-    descriptors, size = whole_sift(plain("descriptors", 2)), (int(width), int(height))
+    scales = plain("scales", 1)
+    scores = plain("scores", 1)
+    angles = np.mod(np.rad2deg(plain("oris", 1)), 360.0)
+    descriptors = whole_sift(plain("descriptors", 2))
+    size = (int(width), int(height))
     return Features.of(plain("keypoints", 2), scales, angles, scores, descriptors, size)
 
 
@@ -82,8 +102,8 @@ def whole_sift(descriptors: np.ndarray) -> np.ndarray:
 def to_lightglue_matches(result: MatchResult) -> Dict[str, Any]:
     """Convert to the output of LightGlue for a batch of one.
 
-    matches0 (1, M), matches1 (1, N) int64, -1 without a match; matching_scores0, matching_scores1 float32, 0 without;
-    matches [(K, 2)] and scores [(K,)], a list.
+    matches0 (1, M), matches1 (1, N) int64, -1 without a match; matching_scores0, matching_scores1
+    float32, 0 without; matches [(K, 2)] and scores [(K,)], a list.
     """
     output: Dict[str, Any] = {
         "matches": [torch.from_numpy(result.matches)],
@@ -91,11 +111,20 @@ def to_lightglue_matches(result: MatchResult) -> Dict[str, Any]:
     }
     for side in (0, 1):
         partners, scores = (torch.from_numpy(values)[None] for values in result.dense(side))
-        output[f"matches{side}"], output[f"matching_scores{side}"] = partners, scores
+        output[f"matches{side}"] = partners
+        output[f"matching_scores{side}"] = scores
     return output
 
 
-def from_lightglue_matches(data: Mapping[str, Any], features0: Features, features1: Features) -> MatchResult:
-    """Convert matches of LightGlue, glue-factory or any matcher that returns `matches0` and `matching_scores0`."""
-    matches0, scores0 = (np.asarray(data[name]).reshape(-1) for name in ("matches0", "matching_scores0"))
-    return MatchResult.of(features0, features1, matches0.astype(np.int64), scores0.astype(np.float32))
+def from_lightglue_matches(
+    data: Mapping[str, Any], features0: Features, features1: Features
+) -> MatchResult:
+    """Convert matches of LightGlue, glue-factory or any matcher that returns `matches0` and
+    `matching_scores0`.
+    """
+    matches0, scores0 = (
+        np.asarray(data[name]).reshape(-1) for name in ("matches0", "matching_scores0")
+    )
+    return MatchResult.of(
+        features0, features1, matches0.astype(np.int64), scores0.astype(np.float32)
+    )

@@ -5,8 +5,8 @@
 
     pycolmap.incremental_mapping("database.db", "photos", "model")
 
-COLMAP's coordinates start at the corner of the first pixel, so 0.5 is added. It ignores the EXIF orientation, so
-keypoints of photographs that were rotated upright are rotated back.
+COLMAP's coordinates start at the corner of the first pixel, so 0.5 is added. It ignores the EXIF
+orientation, so keypoints of photographs that were rotated upright are rotated back.
 """
 
 from __future__ import annotations
@@ -39,14 +39,18 @@ def library() -> Any:
     try:
         import pycolmap
     except ImportError:
-        raise RequestError("COLMAP needs one more package: pip install 'superglue-sift[colmap]'") from None
+        raise RequestError(
+            "COLMAP needs one more package: pip install 'superglue-sift[colmap]'"
+        ) from None
     return pycolmap
 
 
 class ColmapDatabase:
     """A COLMAP database that is filled pair by pair; a context manager."""
 
-    def __init__(self, path: Union[str, Path], images: Union[str, Path, None] = None, camera: Any = None) -> None:
+    def __init__(
+        self, path: Union[str, Path], images: Union[str, Path, None] = None, camera: Any = None
+    ) -> None:
         """path: a new file. images: folder of the photographs, whose EXIF has the focal length.
 
         camera: a pycolmap.Camera of all photographs; None: one for each, COLMAP's SIMPLE_RADIAL.
@@ -55,7 +59,8 @@ class ColmapDatabase:
         pycolmap = library()
         if Path(path).exists():
             raise RequestError(f"{path}: exists already; delete it or name another database")
-        self._pycolmap, self._images = pycolmap, Path(images) if images else None
+        self._pycolmap = pycolmap
+        self._images = Path(images) if images else None
         self._database = pycolmap.Database.open(str(path))
         self._shared = camera and self._write_camera(camera)
         self._known: Dict[str, Tuple[int, Any]] = {}  # image id and camera
@@ -67,35 +72,50 @@ class ColmapDatabase:
     def __exit__(self, *_error: Any) -> None:
         self._database.close()
         if self._unread:
-            count = f"{self._unread[0]}" + (f" and {len(self._unread) - 1} more" if self._unread[1:] else "")
+            count = f"{self._unread[0]}" + (
+                f" and {len(self._unread) - 1} more" if self._unread[1:] else ""
+            )
             guess = f"the focal length in the database is a guess, {FOCAL} times the longer side"
             print(
-                f"{count}: COLMAP cannot read the file; {guess}; save as JPEG or PNG to use its EXIF", file=sys.stderr
+                f"{count}: COLMAP cannot read the file; {guess}; save as JPEG or PNG to use its"
+                " EXIF",
+                file=sys.stderr,
             )
 
-    def add(self, name0: str, name1: str, features0: Features, features1: Features, result: MatchResult) -> int:
-        """Write the matches and the two-view geometry of two images; returns the number of its inliers.
+    def add(
+        self, name0: str, name1: str, features0: Features, features1: Features, result: MatchResult
+    ) -> int:
+        """Write the matches and the two-view geometry of two images; returns the number of its
+        inliers.
 
-        names: of files below the folder of the photographs. New images are added. Of a rejected pair
-        (`MatchResult.accepted`) nothing else is written.
+        names: of files below the folder of the photographs. New images are added. Of a rejected
+        pair (`MatchResult.accepted`) nothing else is written.
         """
-        (id0, camera0), (id1, camera1) = self._image(name0, features0), self._image(name1, features1)
+        id0, camera0 = self._image(name0, features0)
+        id1, camera1 = self._image(name1, features1)
         if not result.accepted:
             return 0
         matches = result.matches[~result.stamped()].astype(np.uint32)
         self._database.write_matches(id0, id1, matches)
         points0, points1 = (_points(side).astype(np.float64) for side in (features0, features1))
-        geometry = self._pycolmap.estimate_two_view_geometry(camera0, points0, camera1, points1, matches)
+        geometry = self._pycolmap.estimate_two_view_geometry(
+            camera0, points0, camera1, points1, matches
+        )
         inliers = len(geometry.inlier_matches)
         # its mapper would also use what its own test calls a watermark
-        if inliers >= MIN_INLIERS and geometry.config != self._pycolmap.TwoViewGeometryConfiguration.WATERMARK:
+        if (
+            inliers >= MIN_INLIERS
+            and geometry.config != self._pycolmap.TwoViewGeometryConfiguration.WATERMARK
+        ):
             self._database.write_two_view_geometry(id0, id1, geometry)
         return inliers
 
     def _image(self, name: str, features: Features) -> Tuple[int, Any]:
         """Id and camera of an image; writes new images with their keypoints."""
         if name not in self._known:
-            camera = self._shared or self._write_camera(self._guessed_camera(name, _stored_size(features)))
+            camera = self._shared or self._write_camera(
+                self._guessed_camera(name, _stored_size(features))
+            )
             image = self._pycolmap.Image(name=name, camera_id=camera.camera_id)
             image.image_id = self._database.write_image(image)
             frame = self._pycolmap.Frame()
@@ -105,9 +125,13 @@ class ColmapDatabase:
             self._database.write_keypoints(image.image_id, _points(features))
             if kind_of(features.records.dtype)[0] == "sift":
                 # RootSIFT in bytes, as COLMAP keeps its own SIFT
-                rows = np.clip(np.rint(512.0 * root_sift_of(features.records["descriptor"])), 0, 255).astype(np.uint8)
+                rows = np.clip(
+                    np.rint(512.0 * root_sift_of(features.records["descriptor"])), 0, 255
+                ).astype(np.uint8)
                 sift = self._pycolmap.FeatureExtractorType.__members__["SIFT"]
-                self._database.write_descriptors(image.image_id, self._pycolmap.FeatureDescriptors(sift, rows))
+                self._database.write_descriptors(
+                    image.image_id, self._pycolmap.FeatureDescriptors(sift, rows)
+                )
             self._known[name] = image.image_id, camera
         return self._known[name]
 
@@ -117,7 +141,9 @@ class ColmapDatabase:
                 return self._pycolmap.infer_camera_from_image(str(self._images / name))
             except (ValueError, RuntimeError):  # a format that COLMAP does not read
                 self._unread.append(name)
-        return self._pycolmap.Camera.create_from_model_name(0, "SIMPLE_RADIAL", FOCAL * max(size), *size)
+        return self._pycolmap.Camera.create_from_model_name(
+            0, "SIMPLE_RADIAL", FOCAL * max(size), *size
+        )
 
     def _write_camera(self, camera: Any) -> Any:
         """Write a camera on a rig of its own, with the same id."""
@@ -129,11 +155,15 @@ class ColmapDatabase:
 
 
 @contextlib.contextmanager
-def database_of(path: Path, root: Path, store: FeatureStore, refine: bool = True) -> Iterator[Callable[..., None]]:
-    """A function that adds pairs of photographs below `root` to a database; `path` is created at the end.
+def database_of(
+    path: Path, root: Path, store: FeatureStore, refine: bool = True
+) -> Iterator[Callable[..., None]]:
+    """A function that adds pairs of photographs below `root` to a database; `path` is created at
+    the end.
 
-    refine: align keypoints by the pixels of all their pairs (`tracks.refine_tracks`), and drop matches of scenes that
-    then do not fit (`scenes.consistent`): without this, four cameras of unknown focal length move by decimetres.
+    refine: align keypoints by the pixels of all their pairs (`tracks.refine_tracks`), and drop
+    matches of scenes that then do not fit (`scenes.consistent`): without this, four cameras of
+    unknown focal length move by decimetres.
     """
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
@@ -143,7 +173,10 @@ def database_of(path: Path, root: Path, store: FeatureStore, refine: bool = True
 
     def add(photo0: Any, photo1: Any, result: MatchResult) -> None:
         # keep the keypoints of a photograph once, not for each of its pairs
-        kept = [keypoints.setdefault(p, k) for p, k in ((photo0, result.keypoints0), (photo1, result.keypoints1))]
+        kept = [
+            keypoints.setdefault(p, k)
+            for p, k in ((photo0, result.keypoints0), (photo1, result.keypoints1))
+        ]
         pairs.append((photo0, photo1, result._replace(keypoints0=kept[0], keypoints1=kept[1])))
 
     with ColmapDatabase(partial, root) as database:
@@ -164,7 +197,9 @@ def database_of(path: Path, root: Path, store: FeatureStore, refine: bool = True
 
 
 def exact_keypoints(
-    keypoints: Mapping[Any, np.ndarray], pairs: Sequence[Tuple[Any, Any, MatchResult]], store: FeatureStore
+    keypoints: Mapping[Any, np.ndarray],
+    pairs: Sequence[Tuple[Any, Any, MatchResult]],
+    store: FeatureStore,
 ) -> Dict[Any, np.ndarray]:
     """Keypoints (N, 2) of each photograph, aligned by the pixels of all its accepted pairs."""
     number = {photo: at for at, photo in enumerate(keypoints)}
@@ -172,7 +207,8 @@ def exact_keypoints(
 
     def aligned() -> Iterator[Tuple[int, int, MatchResult]]:
         waiting = (
-            (result, store.with_pixels(photo0), store.with_pixels(photo1)) for photo0, photo1, result in accepted
+            (result, store.with_pixels(photo0), store.with_pixels(photo1))
+            for photo0, photo1, result in accepted
         )
         done = store.matcher.align_batch(waiting)
         shown = Progress(done, total=len(accepted), desc="aligning", unit="pairs")

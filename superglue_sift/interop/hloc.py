@@ -1,14 +1,18 @@
-"""hloc's files and its matcher (pip install 'superglue-sift[hloc]' brings h5py; hloc itself comes from its sources).
+"""hloc's files and its matcher (pip install 'superglue-sift[hloc]' brings h5py; hloc itself comes
+from its sources).
 
     write_features("features.h5", "a.jpg", features)               a group for each image
     write_matches("matches.h5", "a.jpg", "b.jpg", found)           a group for each pair
 
-In a program that uses hloc, `register()` adds the matcher `superglue_sift` to `hloc.match_features`:
+In a program that uses hloc, `register()` adds the matcher `superglue_sift` to
+`hloc.match_features`:
 
-    match_features.main({"output": "matches-superglue-sift", "model": {"name": "superglue_sift"}}, pairs, ...)
+    match_features.main({"output": "matches-superglue-sift", "model": {"name": "superglue_sift"}},
+    pairs, ...)
 
-hloc reads pixels as COLMAP does, as stored: of photographs with EXIF data take `Matcher.load(frame="stored")`.
-With `"scene": True` in the model's settings, pairs are matched as by `superglue-match --colmap`.
+hloc reads pixels as COLMAP does, as stored: of photographs with EXIF data take
+`Matcher.load(frame="stored")`. With `"scene": True` in the model's settings, pairs are matched as
+by `superglue-match --colmap`.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ FileName = Union[str, Path]
 
 
 def write_features(path: FileName, name: str, features: Features) -> None:
-    """Add an image: keypoints (N, 2) pixels, scores, scales, oris (radians) (N,), descriptors (128, N), image_size.
+    """Add an image: keypoints (N, 2) pixels, scores, scales, oris (radians) (N,), descriptors (128,
+    N), image_size.
 
     Descriptors are RootSIFT, as in hloc's own SIFT.
     """
@@ -44,7 +49,9 @@ def write_features(path: FileName, name: str, features: Features) -> None:
 
 
 def read_features(path: FileName, name: str) -> Features:
-    """Read an image from `write_features` or hloc's own SIFT. Raises RequestError if it is not in the file."""
+    """Read an image from `write_features` or hloc's own SIFT. Raises RequestError if it is not in
+    the file.
+    """
     data = _read(path, name)
     return arrays.from_lightglue({**data, "descriptors": data["descriptors"].T})
 
@@ -52,11 +59,19 @@ def read_features(path: FileName, name: str) -> Features:
 def write_matches(path: FileName, name0: str, name1: str, found: MatchResult) -> None:
     """Add a pair: matches0 (M,) int64, -1 without a match, and matching_scores0 (M,) float32."""
     output = arrays.to_lightglue_matches(found)
-    _write(path, _pair(name0, name1), {k: output[k][0].numpy() for k in ("matches0", "matching_scores0")})
+    _write(
+        path,
+        _pair(name0, name1),
+        {k: output[k][0].numpy() for k in ("matches0", "matching_scores0")},
+    )
 
 
-def read_matches(path: FileName, name0: str, name1: str, features0: Features, features1: Features) -> MatchResult:
-    """Read a pair from `write_matches` or hloc's `match_features`. Raises RequestError if it is not in the file."""
+def read_matches(
+    path: FileName, name0: str, name1: str, features0: Features, features1: Features
+) -> MatchResult:
+    """Read a pair from `write_matches` or hloc's `match_features`. Raises RequestError if it is not
+    in the file.
+    """
     return arrays.from_lightglue_matches(_read(path, _pair(name0, name1)), features0, features1)
 
 
@@ -68,7 +83,9 @@ def _h5py() -> ModuleType:
     try:
         import h5py
     except ImportError:
-        raise RequestError("hloc's files need one more package: pip install 'superglue-sift[hloc]'") from None
+        raise RequestError(
+            "hloc's files need one more package: pip install 'superglue-sift[hloc]'"
+        ) from None
     return h5py
 
 
@@ -91,33 +108,55 @@ def _read(path: FileName, group: str) -> Dict[str, np.ndarray]:
 class MatcherForHloc:
     """A matcher for hloc, without its BaseModel (see `register`)."""
 
-    default_conf: ClassVar[Dict[str, Any]] = {"model": None, "threshold": None, "device": "auto", "scene": False}
+    default_conf: ClassVar[Dict[str, Any]] = {
+        "model": None,
+        "threshold": None,
+        "device": "auto",
+        "scene": False,
+    }
     required_inputs: ClassVar[List[str]] = [
-        f"{name}{side}" for side in "01" for name in ("image", "keypoints", "scores", "descriptors", "scales", "oris")
+        f"{name}{side}"
+        for side in "01"
+        for name in ("image", "keypoints", "scores", "descriptors", "scales", "oris")
     ]
 
     def _init(self, conf: Mapping[str, Any]) -> None:
-        self.matcher = Matcher.load(conf["model"], conf["device"], threshold=conf["threshold"], scene=conf["scene"])
+        self.matcher = Matcher.load(
+            conf["model"], conf["device"], threshold=conf["threshold"], scene=conf["scene"]
+        )
 
     def _forward(self, data: Mapping[str, Tensor]) -> Dict[str, Tensor]:
-        """hloc's features of two images, a batch of one, to matches0 (1, M) and matching_scores0 (1, M)."""
+        """hloc's features of two images, a batch of one, to matches0 (1, M) and matching_scores0
+        (1, M).
+        """
         sides = []
         for side in "01":
             values = {name: data[name + side] for name in ("keypoints", "scores", "scales", "oris")}
             height, width = data["image" + side].shape[-2:]
             values["descriptors"] = data["descriptors" + side].transpose(-1, -2)
-            sides.append(arrays.from_lightglue({**values, "image_size": torch.tensor([width, height])}))
+            sides.append(
+                arrays.from_lightglue({**values, "image_size": torch.tensor([width, height])})
+            )
         output = arrays.to_lightglue_matches(self.matcher.match(*sides))
-        return {name: output[name].to(data["keypoints0"].device) for name in ("matches0", "matching_scores0")}
+        return {
+            name: output[name].to(data["keypoints0"].device)
+            for name in ("matches0", "matching_scores0")
+        }
 
 
 def register() -> Type:
-    """Register the matcher `superglue_sift` in hloc and return its class. Raises RequestError without hloc."""
+    """Register the matcher `superglue_sift` in hloc and return its class. Raises RequestError
+    without hloc.
+    """
     try:
         from hloc.utils.base_model import BaseModel  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise RequestError("hloc is not installed: github.com/cvg/Hierarchical-Localization") from None
-    matcher = type("SuperGlueSIFT", (MatcherForHloc, BaseModel), {"__module__": f"hloc.matchers.{NAME}"})
+        raise RequestError(
+            "hloc is not installed: github.com/cvg/Hierarchical-Localization"
+        ) from None
+    matcher = type(
+        "SuperGlueSIFT", (MatcherForHloc, BaseModel), {"__module__": f"hloc.matchers.{NAME}"}
+    )
     home = ModuleType(f"hloc.matchers.{NAME}")
     home.SuperGlueSIFT = matcher  # type: ignore[attr-defined]
     sys.modules[home.__name__] = home

@@ -36,7 +36,8 @@ SAVING = ("ckpt_fsync", "ckpt_replace", "ckpt_prune")  # the last deletes the ol
 
 
 class Cell(NamedTuple):
-    """One training with one or more faults: the worlds of its starts, SG_FAULT, and changes to its parameters.
+    """One training with one or more faults: the worlds of its starts, SG_FAULT, and changes to its
+    parameters.
 
     environment: variables of its ranks.
     """
@@ -57,17 +58,30 @@ def kills() -> List[Cell]:
                 for phase in COMPUTING
                 for step in (0, 1, 3, STEPS - 1)
             ]
-            cells += [Cell((world,), f"kill:rank={rank},step={step},phase=eval") for step in (1, 3, STEPS - 1)]
+            cells += [
+                Cell((world,), f"kill:rank={rank},step={step},phase=eval")
+                for step in (1, 3, STEPS - 1)
+            ]
         cells += [
-            Cell((world,), f"kill:rank=0,step={step},phase={phase}") for phase in SAVING for step in (5, STEPS - 1)
+            Cell((world,), f"kill:rank=0,step={step},phase={phase}")
+            for phase in SAVING
+            for step in (5, STEPS - 1)
         ]
     return cells
 
 
 def repeated() -> List[Cell]:
-    """Killed twice or more, also while resuming; with accumulation, batch norm and a moving average: row 6."""
-    twice = "kill:rank=1,step=3,phase=backward;kill:rank=0,step=5,phase=ckpt_replace;kill:rank=1,step=7,phase=eval"
-    resuming = "kill:rank=0,step=4,phase=forward;kill:rank=1,step=4,phase=load_batch;kill:rank=0,step=4,phase=opt_step"
+    """Killed twice or more, also while resuming; with accumulation, batch norm and a moving
+    average: row 6.
+    """
+    twice = (
+        "kill:rank=1,step=3,phase=backward;kill:rank=0,step=5,phase=ckpt_replace;"
+        "kill:rank=1,step=7,phase=eval"
+    )
+    resuming = (
+        "kill:rank=0,step=4,phase=forward;kill:rank=1,step=4,phase=load_batch;"
+        "kill:rank=0,step=4,phase=opt_step"
+    )
     options = (
         (("accumulate", 2),), (("norm", "batch"),), (("ema", 0.9),), (("optimizer", "sgd"),),
         (("schedule", "constant_decay"),),
@@ -86,16 +100,24 @@ def signals() -> List[Cell]:
 
 
 def loaders() -> List[Cell]:
-    """Batches from loader processes, as for a GPU: signals to them and their rank, and one of them killed."""
+    """Batches from loader processes, as for a GPU: signals to them and their rank, and one of them
+    killed.
+    """
     places = ((1, 0), (2, 1))
     signalled = (
         ("term", 0, "forward"), ("term", 3, "backward"), ("term", 5, "eval"), ("int", 3, "forward"),
         ("usr1", 4, "opt_step"),
     )  # fmt: skip
-    faults = [f"group-{name}:rank={{}},step={step},phase={phase}" for name, step, phase in signalled]
+    faults = [
+        f"group-{name}:rank={{}},step={step},phase={phase}" for name, step, phase in signalled
+    ]
     faults += [f"kill:rank={{}},step={step},phase=load_batch" for step in (0, 3, STEPS - 1)]
     processes = (("SG_LOADER_PROCESSES", "2"),)
-    return [Cell((world,), fault.format(rank), (), processes) for world, rank in places for fault in faults]
+    return [
+        Cell((world,), fault.format(rank), (), processes)
+        for world, rank in places
+        for fault in faults
+    ]
 
 
 class Workbench:
@@ -121,7 +143,9 @@ class Workbench:
 
         if (world, keys) not in self._clean:
             steps = dict(keys).get("steps", STEPS)
-            done = until_done(self.folder / "clean", self.arguments(keys), [world], "", seconds=60 + steps)
+            done = until_done(
+                self.folder / "clean", self.arguments(keys), [world], "", seconds=60 + steps
+            )
             assert done.starts == 1, done
             self._clean[world, keys] = done.digest
         return self._clean[world, keys]

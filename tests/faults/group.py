@@ -1,7 +1,8 @@
-"""Trainings that are killed, in processes forked from this one: no interpreter starts, so a kill costs a second.
+"""Trainings that are killed, in processes forked from this one: no interpreter starts, so a kill
+costs a second.
 
-A group is started as by torchrun (RANK, WORLD_SIZE, a gloo group over loopback). `until_done` restarts it from the
-newest checkpoint whenever a process died, as the launcher does.
+A group is started as by torchrun (RANK, WORLD_SIZE, a gloo group over loopback). `until_done`
+restarts it from the newest checkpoint whenever a process died, as the launcher does.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ HANG_SECONDS = 60
 
 
 class Outcome(NamedTuple):
-    """One start of a group: exit code of each rank (negative: the signal), and whether one had to be killed."""
+    """One start of a group: exit code of each rank (negative: the signal), and whether one had to
+    be killed.
+    """
 
     codes: List[int]
     hung: bool
@@ -44,11 +47,13 @@ def fork(
     environment: Sequence[Tuple[str, str]] = (),
     tracked: bool = False,
 ) -> int:
-    """Fork a process that becomes a command: `main(arguments)` in `folder`, printing into `log`; its id.
+    """Fork a process that becomes a command: `main(arguments)` in `folder`, printing into `log`;
+    its id.
 
     tracked: with MLflow, which has tests of its own.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # a signal finds the command, not what becomes it
+    # A signal finds the command, not what becomes it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     pid = os.fork()
     if pid:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -60,7 +65,8 @@ def fork(
         os.dup2(out, 1)
         os.dup2(out, 2)
         # pytest has replaced them
-        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, errors="backslashreplace")  # as stderr is
+        # As stderr is
+        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, errors="backslashreplace")
         os.chdir(folder or ".")
         os.environ.update(environment)
         inject.install()
@@ -82,7 +88,13 @@ def start(world_size: int, arguments: Sequence[str], log: Path, **environment: s
     """Fork the ranks of a training; their process ids."""
     group = {"WORLD_SIZE": str(world_size), **rendezvous(), **environment}
     return [
-        fork(train.main, arguments, log, None, list({"RANK": str(i), "LOCAL_RANK": str(i), **group}.items()))
+        fork(
+            train.main,
+            arguments,
+            log,
+            None,
+            list({"RANK": str(i), "LOCAL_RANK": str(i), **group}.items()),
+        )
         for i in range(world_size)
     ]
 
@@ -93,14 +105,18 @@ def rendezvous() -> Dict[str, str]:
 
 
 def wait(pids: List[int], limit: float = HANG_SECONDS) -> Outcome:
-    """Wait for all ranks; those that are still there after `limit` seconds are killed, and that counts as a hang."""
+    """Wait for all ranks; those that are still there after `limit` seconds are killed, and that
+    counts as a hang.
+    """
     codes = {}
     deadline = time.monotonic() + limit
     while len(codes) < len(pids) and time.monotonic() < deadline:
         for pid in set(pids) - set(codes):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                codes[pid] = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+                codes[pid] = (
+                    -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+                )
         time.sleep(0.02)
     hung = len(codes) < len(pids)
     for pid in set(pids) - set(codes):
@@ -111,7 +127,9 @@ def wait(pids: List[int], limit: float = HANG_SECONDS) -> Outcome:
 
 
 class Killed(NamedTuple):
-    """A training carried to its end through faults: digest of its last checkpoint, starts it took, hangs seen."""
+    """A training carried to its end through faults: digest of its last checkpoint, starts it took,
+    hangs seen.
+    """
 
     digest: str
     starts: int
@@ -128,19 +146,31 @@ def until_done(
     seconds: float = HANG_SECONDS,
     environment: Sequence[Tuple[str, str]] = (),
 ) -> Killed:
-    """Start a group again and again until the training is done. Start i has world_sizes[i] ranks, then the last.
+    """Start a group again and again until the training is done. Start i has world_sizes[i] ranks,
+    then the last.
 
-    A start that takes more than `seconds` hangs. AssertionError when it is not done after `limit` starts.
+    A start that takes more than `seconds` hangs. AssertionError when it is not done after `limit`
+    starts.
     """
-    marks, out = folder / "marks", folder / "checkpoints"
+    marks = folder / "marks"
+    out = folder / "checkpoints"
     shutil.rmtree(folder, ignore_errors=True)
     marks.mkdir(parents=True)
     whole = [*arguments, "--out", str(out), "--reports", str(folder / "reports")]
     seen: List[Outcome] = []
     while not seen or any(seen[-1].codes):
-        assert len(seen) < limit, f"not done after {limit} starts: {seen}\n{(folder / 'log').read_text()[-3000:]}"
+        assert len(seen) < limit, (
+            f"not done after {limit} starts: {seen}\n{(folder / 'log').read_text()[-3000:]}"
+        )
         world_size = world_sizes[min(len(seen), len(world_sizes) - 1)]
-        pids = start(world_size, whole, folder / "log", SG_FAULT=fault, SG_FAULT_ONCE=str(marks), **dict(environment))
+        pids = start(
+            world_size,
+            whole,
+            folder / "log",
+            SG_FAULT=fault,
+            SG_FAULT_ONCE=str(marks),
+            **dict(environment),
+        )
         seen.append(wait(pids, seconds))
     hung = sum(outcome.hung for outcome in seen)
     return Killed(digest(out), len(seen), hung, [outcome.codes for outcome in seen])

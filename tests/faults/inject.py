@@ -20,10 +20,21 @@ import signal
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
-SIGNALS = {name: getattr(signal, f"SIG{name.upper()}") for name in ("kill", "term", "int", "usr1", "stop")}
+SIGNALS = {
+    name: getattr(signal, f"SIG{name.upper()}") for name in ("kill", "term", "int", "usr1", "stop")
+}
 GROUP = "group-"
 KINDS = (*SIGNALS, *(GROUP + name for name in SIGNALS), "torchrun", "oom", "full", "nan")
-PHASES = ("load_batch", "forward", "backward", "opt_step", "eval", "ckpt_fsync", "ckpt_replace", "ckpt_prune")
+PHASES = (
+    "load_batch",
+    "forward",
+    "backward",
+    "opt_step",
+    "eval",
+    "ckpt_fsync",
+    "ckpt_replace",
+    "ckpt_prune",
+)
 
 _now: Dict[str, Any] = {"step": 0, "saving": False}
 
@@ -43,9 +54,13 @@ def parse(text: str) -> List[Fault]:
         kind, _, rest = part.strip().partition(":")
         conditions = dict(item.split("=", 1) for item in rest.split(",") if item)
         if kind not in KINDS or not set(conditions) <= {"rank", "step", "phase"}:
-            raise ValueError(f"SG_FAULT: {part!r}: must be one of {', '.join(KINDS)} with rank, step, phase")
+            raise ValueError(
+                f"SG_FAULT: {part!r}: must be one of {', '.join(KINDS)} with rank, step, phase"
+            )
         if conditions.get("phase", PHASES[0]) not in PHASES:
-            raise ValueError(f"SG_FAULT: phase {conditions['phase']!r}: must be one of {', '.join(PHASES)}")
+            raise ValueError(
+                f"SG_FAULT: phase {conditions['phase']!r}: must be one of {', '.join(PHASES)}"
+            )
         faults.append(Fault(kind, conditions, index))
     return faults
 
@@ -96,7 +111,11 @@ def install() -> None:
         return
     from pipeline.train import checkpoint, objective, trainer
 
-    _wrap(trainer.StepBatches, "load", lambda inner, self, step: (at("load_batch", step), inner(self, step))[1])
+    _wrap(
+        trainer.StepBatches,
+        "load",
+        lambda inner, self, step: (at("load_batch", step), inner(self, step))[1],
+    )
     _wrap(trainer.Training, "_step", _step)
     _wrap(trainer.Training, "_validate", lambda inner, self: (at("eval"), inner(self))[1])
     _wrap(objective.MatchingObjective, "forward", _forward)
@@ -122,7 +141,11 @@ def _step(inner: Callable[..., Any], self: Any, *arguments: Any) -> Any:
     _now["step"] = self.state.step
     optimizer = self.state.optimizer
     if "step" not in vars(optimizer):
-        _wrap(optimizer, "step", lambda step, *given, **named: (at("opt_step"), step(*given, **named))[1])
+        _wrap(
+            optimizer,
+            "step",
+            lambda step, *given, **named: (at("opt_step"), step(*given, **named))[1],
+        )
     return inner(self, *arguments)
 
 

@@ -1,6 +1,8 @@
-"""One random fault: disturb a stage once or twice, repeat it until it succeeds, and compare its bytes.
+"""One random fault: disturb a stage once or twice, repeat it until it succeeds, and compare its
+bytes.
 
-A cell is a function of its number and the seed. Its result is a `Found`; each problem is a broken promise.
+A cell is a function of its number and the seed. Its result is a `Found`; each problem is a broken
+promise.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ Environment = Sequence[Tuple[str, str]]
 
 
 class Found(NamedTuple):
-    """Result of a cell. silent: the stage succeeded with other bytes; lost: bytes missing, different or redone."""
+    """Result of a cell. silent: the stage succeeded with other bytes; lost: bytes missing,
+    different or redone.
+    """
 
     stage: str
     fault: str
@@ -40,18 +44,25 @@ class Found(NamedTuple):
     seconds: float = 0.0
 
 
-def start(stage: Stage, folder: Path, log: Path, environment: Environment = (), tracked: bool = False) -> List[int]:
+def start(
+    stage: Stage, folder: Path, log: Path, environment: Environment = (), tracked: bool = False
+) -> List[int]:
     """Fork the processes of a stage in `folder`; returns their ids."""
     meeting = list(rendezvous().items()) if len(stage.ranks) > 1 else []
     ranks = stage.ranks
-    return [fork(r.main, r.arguments, log, folder, [*r.environment, *meeting, *environment], tracked) for r in ranks]
+    return [
+        fork(r.main, r.arguments, log, folder, [*r.environment, *meeting, *environment], tracked)
+        for r in ranks
+    ]
 
 
 class Cell:
     """A stage in its folder, and its results so far."""
 
     def __init__(self, base: Base, stage: Stage, draw: random.Random) -> None:
-        self.base, self.stage, self.draw = base, stage, draw
+        self.base = base
+        self.stage = stage
+        self.draw = draw
         self.expected = base.expected(stage)
         self.log = base.logs / "cell"
         self.problems: List[str] = []
@@ -87,7 +98,9 @@ class Cell:
             self.problems.append(f"a traceback: {last[:200]}")
 
     def finish(self, tracked: bool = False, environment: Environment = ()) -> None:
-        """Repeat the command until it ends with 0, then compare. Correct files must not be computed again."""
+        """Repeat the command until it ends with 0, then compare. Correct files must not be computed
+        again.
+        """
         kept = self.right_so_far()
         for _ in range(STARTS):
             if not any(self.wait(self.start(environment, tracked)).codes):
@@ -97,15 +110,25 @@ class Cell:
             self.problems.append(f"no success after {STARTS} more starts: {last[:200]}")
             return
         self.compare()
-        redone = [path for path, stamp in kept.items() if not path.exists() or path.stat().st_mtime_ns != stamp]
+        redone = [
+            path
+            for path, stamp in kept.items()
+            if not path.exists() or path.stat().st_mtime_ns != stamp
+        ]
         if redone:
             self.lost += sum(path.stat().st_size for path in redone if path.exists())
-            self.problems.append(f"computed again although intact: {', '.join(path.name for path in redone[:3])}")
+            self.problems.append(
+                f"computed again although intact: {', '.join(path.name for path in redone[:3])}"
+            )
 
     def right_so_far(self) -> Dict[Path, int]:
         """Lasting files that are finished and correct, with their modification times."""
         found = digests(self.folder, self.stage.lasting)
-        right = [self.folder / name for name, digest in found.items() if self.expected.get(name) == digest]
+        right = [
+            self.folder / name
+            for name, digest in found.items()
+            if self.expected.get(name) == digest
+        ]
         right = [path for path in right if finished(path)]
         return {path: path.stat().st_mtime_ns for path in right}
 
@@ -128,7 +151,9 @@ def size_of(path: Path) -> int:
 
 
 class Clock:
-    """Duration of an undisturbed start of each stage on this machine; moments of faults are drawn within it."""
+    """Duration of an undisturbed start of each stage on this machine; moments of faults are drawn
+    within it.
+    """
 
     def __init__(self) -> None:
         self.seconds: Dict[str, float] = {}
@@ -160,8 +185,12 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
-def disturbed(cell: Cell, clock: Clock, strike: Callable[[List[int]], bool], tracked: bool = False) -> bool:
-    """Start the stage and strike at a random moment, repeatedly until that is before the end; False: it never was."""
+def disturbed(
+    cell: Cell, clock: Clock, strike: Callable[[List[int]], bool], tracked: bool = False
+) -> bool:
+    """Start the stage and strike at a random moment, repeatedly until that is before the end;
+    False: it never was.
+    """
     for miss in range(MISSES):
         began = time.monotonic()
         pids = cell.start(tracked=tracked)
@@ -183,7 +212,9 @@ def disturbed(cell: Cell, clock: Clock, strike: Callable[[List[int]], bool], tra
 
 
 def none_left(cell: Cell, processes: List[psutil.Process]) -> None:
-    """Check that no process outlives its parent, except for the seconds in which it only imports."""
+    """Check that no process outlives its parent, except for the seconds in which it only
+    imports.
+    """
     deadline = time.monotonic() + 60
     while any(map(alive, processes)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -237,14 +268,18 @@ def stop(cell: Cell, clock: Clock) -> Tuple[str, bool]:
 
 
 def after_stop(cell: Cell, in_steps: bool) -> None:
-    """Check that a training that was in its steps ended with 143 and a checkpoint, or finished, without a traceback."""
+    """Check that a training that was in its steps ended with 143 and a checkpoint, or finished,
+    without a traceback.
+    """
     cell.no_traceback()
     codes = set(cell.codes[-1])
     if not in_steps:
         return
     saved = files(cell.folder, ("checkpoints/*/step-*.safetensors",))
     if not codes <= {0, 143} or (codes != {0} and not saved):
-        cell.problems.append(f"ended with {sorted(codes)} and {len(saved)} checkpoints instead of 143 and one")
+        cell.problems.append(
+            f"ended with {sorted(codes)} and {len(saved)} checkpoints instead of 143 and one"
+        )
 
 
 def full_disk(cell: Cell, clock: Clock) -> Tuple[str, bool]:
@@ -265,7 +300,9 @@ def full_disk(cell: Cell, clock: Clock) -> Tuple[str, bool]:
         cell.fresh()
     if struck:
         cell.no_traceback()
-        if not any(words in cell.said() for words in ("No space left", "disk is full", "make room")):
+        if not any(
+            words in cell.said() for words in ("No space left", "disk is full", "make room")
+        ):
             cell.problems.append(f"the message does not name the disk: {cell.said()[-200:]}")
     cell.finish()
     return "disk full", struck
@@ -274,7 +311,8 @@ def full_disk(cell: Cell, clock: Clock) -> Tuple[str, bool]:
 def damage(path: Path, draw: random.Random) -> str:
     """Flip one bit, truncate the file, or zero a part of it; returns which."""
     content = bytearray(path.read_bytes())
-    how, at = draw.choice(("flipped", "flipped", "torn", "zeroed")), draw.randrange(len(content))
+    how = draw.choice(("flipped", "flipped", "torn", "zeroed"))
+    at = draw.randrange(len(content))
     before = bytes(content)
     if how == "flipped":
         content[at] ^= 1 << draw.randrange(8)
@@ -311,11 +349,14 @@ def torn(cell: Cell, clock: Clock) -> Tuple[str, bool]:
     before = len(cell.said())
     outcome = cell.wait(cell.start())
     lists = [path.read_text(errors="replace") for path in cell.folder.glob("reports/*/*.csv")]
-    name, said = victim.name, "\n".join((*lists, cell.said()[before:]))
+    name = victim.name
+    said = "\n".join((*lists, cell.said()[before:]))
     if "Traceback" in said:
         cell.problems.append(f"a traceback over {name}: {said.splitlines()[-1][:200]}")
     wrong = differing(digests(cell.folder, cell.stage.made), cell.expected)
-    refused = victim not in inputs and not any(outcome.codes) and still_good(cell, victim, good, wrong)
+    refused = (
+        victim not in inputs and not any(outcome.codes) and still_good(cell, victim, good, wrong)
+    )
     if not any(outcome.codes) and wrong and name not in said:
         cell.silent = True
         cell.lost += sum(size_of(cell.folder / each) for each in wrong)
@@ -330,7 +371,8 @@ def torn(cell: Cell, clock: Clock) -> Tuple[str, bool]:
 
 
 def still_good(cell: Cell, victim: Path, good: bytes, wrong: List[str]) -> bool:
-    """Remove a damaged file that the command did not touch from `wrong` if nobody can use it unknowingly.
+    """Remove a damaged file that the command did not touch from `wrong` if nobody can use it
+    unknowingly.
 
     Returns True if its reader refuses it; else the reader finds the earlier content.
     """
@@ -377,7 +419,13 @@ def leaving_node(cell: Cell, clock: Clock) -> Tuple[str, bool]:
     return f"node {gone} returns empty", struck
 
 
-def run(base: Base, clock: Clock, stage: Stage, fault: Callable[[Cell, Clock], Tuple[str, bool]], seed: str) -> Found:
+def run(
+    base: Base,
+    clock: Clock,
+    stage: Stage,
+    fault: Callable[[Cell, Clock], Tuple[str, bool]],
+    seed: str,
+) -> Found:
     """Run one cell, a function of its seed except for the load of the machine."""
     began = time.monotonic()
     cell: Optional[Cell] = None
@@ -388,4 +436,6 @@ def run(base: Base, clock: Clock, stage: Stage, fault: Callable[[Cell, Clock], T
     except (AssertionError, OSError) as error:
         problem = f"{type(error).__name__}: {str(error)[:300]}"
         print(problem, file=sys.stderr)
-        return Found(stage.name, fault.__name__, True, [problem], seconds=round(time.monotonic() - began, 2))
+        return Found(
+            stage.name, fault.__name__, True, [problem], seconds=round(time.monotonic() - began, 2)
+        )

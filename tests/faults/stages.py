@@ -1,4 +1,6 @@
-"""The stages under random faults: small work for each, in a separate folder, and the bytes that it must write."""
+"""The stages under random faults: small work for each, in a separate folder, and the bytes that it
+must write.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,8 @@ class Start(NamedTuple):
 class Stage(NamedTuple):
     """A command on small inputs. Names of files are shell patterns below its folder.
 
-    ranks: its processes; made: files whose bytes are promised; lasting: those of them that, once there, are not made
-    again; read: inputs and what is kept, in which bytes are damaged too.
+    ranks: its processes; made: files whose bytes are promised; lasting: those of them that, once
+    there, are not made again; read: inputs and what is kept, in which bytes are damaged too.
     """
 
     name: str
@@ -75,36 +77,87 @@ IMAGES = ("images/manifest.csv", "images/source.json")
 def stages() -> Dict[str, Stage]:
     """All by name."""
     two = [
-        _start(train.main, TRAINING, ("RANK", str(rank)), ("LOCAL_RANK", str(rank)), ("WORLD_SIZE", "2"))
+        _start(
+            train.main,
+            TRAINING,
+            ("RANK", str(rank)),
+            ("LOCAL_RANK", str(rank)),
+            ("WORLD_SIZE", "2"),
+        )
         for rank in range(2)
     ]
-    there = TRAINING.replace(" checkpoints", " other/checkpoints").replace(" reports", " other/reports")
-    nodes = [_start(train.main, words, *two[rank].environment) for rank, words in enumerate((TRAINING, there))]
+    there = TRAINING.replace(" checkpoints", " other/checkpoints").replace(
+        " reports", " other/reports"
+    )
+    nodes = [
+        _start(train.main, words, *two[rank].environment)
+        for rank, words in enumerate((TRAINING, there))
+    ]
     alone = _start(train.main, TRAINING)
     loaders = alone._replace(environment=(("SG_LOADER_PROCESSES", "2"),))
     learn = {"needs": ("keypoints",), "made": WEIGHTS, "read": STORE}
     listed = [
-        Stage("fetch", (_start(fetch.main, "--params params.json --out images --reports reports/fetch"),),
-              ("photos",), IMAGES),
-        Stage("download", (_start(download_main, "--params remote.json --out images --reports reports/fetch "
-              "--archives archives"),), (), (*IMAGES, "archives/*.zip"), ("archives/*.zip",)),
-        Stage("keypoints", (_start(keypoints_main, "--params params.json --images images --out keypoints "
-              "--reports reports/keypoints --workers 1"),),
-              ("photos", "images"), STORE, ("keypoints/*/shard-*.safetensors",), ("photos/*", *IMAGES)),
+        Stage(
+            "fetch",
+            (_start(fetch.main, "--params params.json --out images --reports reports/fetch"),),
+            ("photos",),
+            IMAGES,
+        ),
+        Stage(
+            "download",
+            (
+                _start(
+                    download_main,
+                    "--params remote.json --out images --reports reports/fetch --archives archives",
+                ),
+            ),
+            (),
+            (*IMAGES, "archives/*.zip"),
+            ("archives/*.zip",),
+        ),
+        Stage(
+            "keypoints",
+            (
+                _start(
+                    keypoints_main,
+                    "--params params.json --images images --out keypoints "
+                    "--reports reports/keypoints --workers 1",
+                ),
+            ),
+            ("photos", "images"),
+            STORE,
+            ("keypoints/*/shard-*.safetensors",),
+            ("photos/*", *IMAGES),
+        ),
         Stage("train", (alone,), **learn),
         Stage("train, 2 ranks", tuple(two), **learn),
         Stage("train, loader processes", (loaders,), **learn),
         Stage("train, 2 nodes", tuple(nodes), **learn),
         Stage("train, tracked", (_start(tracked_main, TRAINING),), **learn),
         Stage("launcher", (_start(launcher_main, TRAINING),), **learn),
-        Stage("evaluate", (_start(evaluate.main, f"{MODEL} --params params.json --images images "
-              "--out reports/evaluate --batch 4 --pictures 1"),),
-              ("photos", "images", "checkpoints"), ("reports/evaluate/pairs.csv", "reports/evaluate/metrics.json"), (),
-              ("photos/*", *IMAGES, WEIGHTS[0])),
-        Stage("match", (_start(cli.main, f"photos --out-dir found {MODEL} --max-keypoints 64 --resize 160"),),
-              ("photos", "checkpoints"), ("found/*_matches.npz",), ("found/*_matches.npz",),
-              ("found/features/*", WEIGHTS[0])),
-    ]  # fmt: skip
+        Stage(
+            "evaluate",
+            (
+                _start(
+                    evaluate.main,
+                    f"{MODEL} --params params.json --images images "
+                    "--out reports/evaluate --batch 4 --pictures 1",
+                ),
+            ),
+            ("photos", "images", "checkpoints"),
+            ("reports/evaluate/pairs.csv", "reports/evaluate/metrics.json"),
+            (),
+            ("photos/*", *IMAGES, WEIGHTS[0]),
+        ),
+        Stage(
+            "match",
+            (_start(cli.main, f"photos --out-dir found {MODEL} --max-keypoints 64 --resize 160"),),
+            ("photos", "checkpoints"),
+            ("found/*_matches.npz",),
+            ("found/*_matches.npz",),
+            ("found/features/*", WEIGHTS[0]),
+        ),
+    ]
     return {stage.name: stage for stage in listed}
 
 
@@ -115,7 +168,9 @@ def keypoints_main(argv: Sequence[str]) -> int:
 
 
 def download_main(argv: Sequence[str]) -> int:
-    """`fetch` of an archive as COCO's, from the server in remote-archive.json; runs in a separate process."""
+    """`fetch` of an archive as COCO's, from the server in remote-archive.json; runs in a separate
+    process.
+    """
     os.environ[download.MIRROR], *about = json.loads(Path("remote-archive.json").read_text())
     coco.SOURCES["coco2017-val"] = coco.Source(coco.Archive("val2017.zip", *about), None)
     download.sleep = lambda _: None
@@ -125,16 +180,25 @@ def download_main(argv: Sequence[str]) -> int:
 def tracked_main(argv: Sequence[str]) -> int:
     """`train` with a short wait for a tracking server at its end; runs in a separate process."""
     close = run.Run.close
-    run.Run.close = lambda self, status="FINISHED": close(self, status, float(os.environ["SG_WAIT"]))
+    run.Run.close = lambda self, status="FINISHED": close(
+        self, status, float(os.environ["SG_WAIT"])
+    )
     sender.POLL_SECONDS = 0.1
     sender.LONGEST_PAUSE_SECONDS = 0.2
     return train.main(argv)
 
 
 def launcher_main(argv: Sequence[str]) -> int:
-    """This process becomes the launcher as a person starts it, with torchrun and two ranks below it."""
+    """This process becomes the launcher as a person starts it, with torchrun and two ranks below
+    it.
+    """
     store = f"sqlite:///{os.getcwd()}/mlflow.db"
-    own = {"PYTHONPATH": str(ROOT), "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1", "MLFLOW_TRACKING_URI": store}
+    own = {
+        "PYTHONPATH": str(ROOT),
+        "NPROC_PER_NODE": "2",
+        "OMP_NUM_THREADS": "1",
+        "MLFLOW_TRACKING_URI": store,
+    }
     words = [sys.executable, "-m", "pipeline.launch", "pipeline.train", *argv]
     os.execve(sys.executable, words, {**os.environ, **own})
 
@@ -146,7 +210,9 @@ def write_photographs(folder: Path) -> int:
     from skimage import data
 
     folder.mkdir(parents=True)
-    taken = [getattr(data, name)() for name in ("coffee", "chelsea", "astronaut", "rocket", "camera")]
+    taken = [
+        getattr(data, name)() for name in ("coffee", "chelsea", "astronaut", "rocket", "camera")
+    ]
     for number in range(PHOTOGRAPHS):
         image = taken[number % len(taken)]
         if number >= len(taken):
@@ -157,7 +223,10 @@ def write_photographs(folder: Path) -> int:
 
 def write_params(folder: Path, **remote: str) -> None:
     """params.json of the small work, and remote.json, the same with these keys of `fetch`."""
-    sections = {name: section.model_dump() for name, section in params.load_all(ROOT / "presets/sample.yaml").items()}
+    sections = {
+        name: section.model_dump()
+        for name, section in params.load_all(ROOT / "presets/sample.yaml").items()
+    }
     for name, changes in SMALL.items():
         sections[name].update(changes)
     (folder / "params.json").write_text(json.dumps(file_of(sections)))  # JSON is YAML
@@ -166,11 +235,15 @@ def write_params(folder: Path, **remote: str) -> None:
 
 
 class Base:
-    """The inputs of every stage, computed once by the stages before it, and the outputs of undisturbed runs."""
+    """The inputs of every stage, computed once by the stages before it, and the outputs of
+    undisturbed runs.
+    """
 
     def __init__(self, work: Path, logs: Path) -> None:
         """work: where cells are; logs: where processes print, on another disk."""
-        self.work, self.logs, self.folder = work, logs, work / "base"
+        self.work = work
+        self.logs = logs
+        self.folder = work / "base"
         self.known = stages()
         self.seconds: Dict[str, float] = {}  # of the last undisturbed run of a stage
         self._expected: Dict[str, Dict[str, str]] = {}
@@ -179,7 +252,14 @@ class Base:
         """Photographs, their manifest, keypoints, and a trained model."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_params(self.folder)
-        self._done(fork(lambda _: write_photographs(self.folder / "photos"), (), self.logs / "base", self.folder))
+        self._done(
+            fork(
+                lambda _: write_photographs(self.folder / "photos"),
+                (),
+                self.logs / "base",
+                self.folder,
+            )
+        )
         for name in ("fetch", "keypoints", "train"):
             self.run(self.known[name], self.folder)
 
@@ -188,19 +268,29 @@ class Base:
         from faults.random_faults import start
 
         began = time.monotonic()
-        outcome = wait(start(stage, folder, self.logs / "base"), 600)
+        outcome = wait(start(stage, folder, self.logs / "base"), 180)
         self.seconds[stage.name] = time.monotonic() - began
-        assert not any(outcome.codes), f"{stage.name}: {outcome}\n{(self.logs / 'base').read_text()[-2000:]}"
+        assert not any(outcome.codes), (
+            f"{stage.name}: {outcome}\n{(self.logs / 'base').read_text()[-2000:]}"
+        )
 
     def _done(self, pid: int) -> None:
         assert wait([pid], 600).codes == [0], (self.logs / "base").read_text()[-2000:]
 
     def cell(self, stage: Stage) -> Path:
-        """A fresh folder with the inputs of the stage; always the same place, which results may name."""
+        """A fresh folder with the inputs of the stage; always the same place, which results may
+        name.
+        """
         folder = self.work / "cell"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        for name in (*stage.needs, "params.json", "remote.json", "remote-archive.json", "mlflow.db"):
+        for name in (
+            *stage.needs,
+            "params.json",
+            "remote.json",
+            "remote-archive.json",
+            "mlflow.db",
+        ):
             source = self.folder / name
             if source.is_dir():
                 shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("step-*"))
@@ -216,7 +306,9 @@ class Base:
                 folder = self.cell(stage)
                 self.run(stage, folder)
                 found.append(digests(folder, stage.made))
-            assert found[0] and found[0] == found[1], f"{stage.name}: run twice, other bytes: {differing(*found)}"
+            assert found[0] and found[0] == found[1], (
+                f"{stage.name}: run twice, other bytes: {differing(*found)}"
+            )
             self._expected[stage.name] = found[0]
         return self._expected[stage.name]
 
@@ -226,13 +318,16 @@ def files(folder: Path, patterns: Sequence[str]) -> List[Path]:
 
 
 def finished(path: Path) -> bool:
-    """A shard of keypoints is when its note was written behind it, or store.json, which takes the notes' place."""
+    """A shard of keypoints is when its note was written behind it, or store.json, which takes the
+    notes' place.
+    """
     notes = (path.with_suffix(".json"), path.parent / "store.json")
     return not path.name.startswith("shard-") or any(note.is_file() for note in notes)
 
 
 def same_content(path: Path, good: bytes) -> bool:
-    """Whether a damaged result has the same content as the `good` bytes. ValueError: its reader refuses it.
+    """Whether a damaged result has the same content as the `good` bytes. ValueError: its reader
+    refuses it.
 
     A byte of a zip's dates changes nothing.
     """
@@ -241,7 +336,10 @@ def same_content(path: Path, good: bytes) -> bool:
     if path.suffix != ".npz":
         return path.read_bytes() == good
     try:
-        with np.load(path, allow_pickle=False) as one, np.load(io.BytesIO(good), allow_pickle=False) as other:
+        with (
+            np.load(path, allow_pickle=False) as one,
+            np.load(io.BytesIO(good), allow_pickle=False) as other,
+        ):
             return all(np.array_equal(one[name], other[name]) for name in other.files)
     except Exception as error:  # whatever numpy and zipfile raise over other bytes
         raise ValueError(str(error)) from error
@@ -249,7 +347,10 @@ def same_content(path: Path, good: bytes) -> bool:
 
 def digests(folder: Path, patterns: Sequence[str]) -> Dict[str, str]:
     found = files(folder, patterns)
-    return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in found
+    }
 
 
 def differing(one: Dict[str, str], other: Dict[str, str]) -> List[str]:

@@ -2,9 +2,10 @@
 
     python tests/faults/telemetry.py [arguments of pipeline.train]
 
-Prints JSON: `steps`; `loop`, seconds of the training loop, validation and checkpoints included; `calls` to the run
-from the training's thread and `recording`, the seconds they took; `thread`, processor seconds of the uploading thread
-(nearly all of it is importing MLflow); `opening` and `closing`, seconds before the first and after the last step.
+Prints JSON: `steps`; `loop`, seconds of the training loop, validation and checkpoints included;
+`calls` to the run from the training's thread and `recording`, the seconds they took; `thread`,
+processor seconds of the uploading thread (nearly all of it is importing MLflow); `opening` and
+`closing`, seconds before the first and after the last step.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Silent:
                 self.taken.append(self.listener.accept()[0])
 
     def close(self) -> None:
-        self.listener.shutdown(socket.SHUT_RDWR)  # close alone leaves the thread, and so the port, in accept
+        # Close alone leaves the thread, and so the port, in accept
+        self.listener.shutdown(socket.SHUT_RDWR)
         for each in (self.listener, *self.taken):
             each.close()
 
@@ -46,13 +48,15 @@ class Silent:
 class Gate:
     """MLflow's own REST handlers over a local store, behind a gate that can misbehave.
 
-    mode: "up"; "error" answers 500; "hang" answers nothing; "deaf" does the work and loses the reply. Each
-    answer takes `delay` seconds more.
+    mode: "up"; "error" answers 500; "hang" answers nothing; "deaf" does the work and loses the
+    reply. Each answer takes `delay` seconds more.
     """
 
     def __init__(self, uri: str, port: int = 0, delay: float = 0.0) -> None:
         os.environ["_MLFLOW_SERVER_FILE_STORE"] = uri
-        os.environ["_MLFLOW_SERVER_ARTIFACT_ROOT"] = str(Path(uri[len("sqlite:///") :]).parent / "served")
+        os.environ["_MLFLOW_SERVER_ARTIFACT_ROOT"] = str(
+            Path(uri[len("sqlite:///") :]).parent / "served"
+        )
         from mlflow.server import app, handlers
 
         from pipeline.launch import free_port
@@ -61,7 +65,8 @@ class Gate:
         self.app = app.wsgi_app if hasattr(app, "wsgi_app") else app
         self.mode = "up"
         self.posts = self.requests = 0
-        self.port, self.delay = port or free_port(), delay
+        self.port = port or free_port()
+        self.delay = delay
         self.uri = f"http://127.0.0.1:{self.port}"
         self.server = None
 
@@ -136,7 +141,9 @@ def measure(arguments: Sequence[str]) -> Dict[str, float]:
     from pipeline.train import __main__ as train
     from pipeline.train.trainer import Training
 
-    silent, watch, thread = Silent(), Stopwatch(), {}
+    silent = Silent()
+    watch = Stopwatch()
+    thread = {}
     os.environ["MLFLOW_TRACKING_URI"] = silent.uri
     for method in RECORDED_BY:
         watch.around(run.Run, method, "recording")
@@ -154,7 +161,9 @@ def measure(arguments: Sequence[str]) -> Dict[str, float]:
     watch.around(Training, "_step", "step")
     code = train.main(list(arguments))
     if code or not silent.taken:
-        raise SystemExit(f"the training ended with {code}, {len(silent.taken)} connections were taken")
+        raise SystemExit(
+            f"the training ended with {code}, {len(silent.taken)} connections were taken"
+        )
     return {
         "steps": watch.calls["step"],
         "calls": watch.calls["recording"],

@@ -1,4 +1,6 @@
-"""A small part of the fault matrix in every test run; `make faults` runs all of it and writes docs/faults.md."""
+"""A small part of the fault matrix in every test run; `make faults` runs all of it and writes
+docs/faults.md.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,14 @@ def ends_the_same(bench, cell, starts):
 KILLS = {phase: cells.Cell((2,), f"kill:rank=0,step=5,phase={phase}") for phase in inject.PHASES}
 
 
-# one in each phase, where time is short in validation and in saving; `make faults` kills every rank at more steps
+# one in each phase, where time is short in validation and in saving; `make faults` kills every rank
+# at more steps
 @pytest.mark.parametrize(
     "cell",
     [
-        pytest.param(cell, marks=[pytest.mark.slow] * (phase not in ("eval", "ckpt_replace")), id=phase)
+        pytest.param(
+            cell, marks=[pytest.mark.slow] * (phase not in ("eval", "ckpt_replace")), id=phase
+        )
         for phase, cell in KILLS.items()
     ],
 )
@@ -67,20 +72,32 @@ LOADERS = cells.loaders()
     ids=lambda c: f"{c.worlds[0]}:{c.fault}",
 )
 def test_processes_that_make_batches(bench, cell):
-    """A signal to all processes gives a checkpoint and 143; a killed one counts as a killed rank."""
+    """A signal to all processes gives a checkpoint and 143; a killed one counts as a killed
+    rank.
+    """
     arguments = (bench.arguments(), cell.worlds, cell.fault)
     done = until_done(bench.folder / "cell", *arguments, environment=cell.environment)
-    world, log = cell.worlds[0], (bench.folder / "cell" / "log").read_text()
+    world = cell.worlds[0]
+    log = (bench.folder / "cell" / "log").read_text()
     if cell.fault.startswith("kill"):
         assert done.codes == [[1] * world, [0] * world]
-        assert "a process that loads batches died (killed, or out of memory)" in log and "Traceback" not in log
+        assert (
+            "a process that loads batches died (killed, or out of memory)" in log
+            and "Traceback" not in log
+        )
     else:
         assert done.codes == [[143] * world, [0] * world]
     assert done.digest == bench.clean(world)
 
 
 def test_a_loss_that_is_no_number_is_skipped_by_all_ranks_together(bench):
-    arguments = [*bench.arguments(), "--out", str(bench.folder / "nan"), "--reports", str(bench.folder / "nan-reports")]
+    arguments = [
+        *bench.arguments(),
+        "--out",
+        str(bench.folder / "nan"),
+        "--reports",
+        str(bench.folder / "nan-reports"),
+    ]
     log = bench.folder / "nan.log"
     assert wait(start(2, arguments, log, SG_FAULT="nan:rank=1,step=3")).codes == [0, 0]
     lines = [line for line in log.read_text().splitlines() if "not finite" in line]
@@ -90,15 +107,31 @@ def test_a_loss_that_is_no_number_is_skipped_by_all_ranks_together(bench):
 def test_too_many_bad_steps_end_the_run(bench, monkeypatch):
     monkeypatch.setattr(trainer, "MAX_SKIPPED", 1)  # the ranks are forks of this process
     arguments = bench.arguments()
-    arguments += ["--out", str(bench.folder / "many"), "--reports", str(bench.folder / "many-reports")]
+    arguments += [
+        "--out",
+        str(bench.folder / "many"),
+        "--reports",
+        str(bench.folder / "many-reports"),
+    ]
     log = bench.folder / "many.log"
     codes = wait(start(2, arguments, log, SG_FAULT="nan:rank=0,step=2;nan:rank=1,step=3")).codes
-    assert codes == [1, 1] and "2 steps had a gradient that was not finite, more than 1;" in log.read_text()
+    assert (
+        codes == [1, 1]
+        and "2 steps had a gradient that was not finite, more than 1;" in log.read_text()
+    )
 
 
-@pytest.mark.parametrize("kind, text", [("oom", "set TRAIN_OPTIONS='--accumulate 2'"), ("full", "No space left")])
+@pytest.mark.parametrize(
+    "kind, text", [("oom", "set TRAIN_OPTIONS='--accumulate 2'"), ("full", "No space left")]
+)
 def test_the_message_names_the_fix(bench, kind, text):
-    arguments = [*bench.arguments(), "--out", str(bench.folder / kind), "--reports", str(bench.folder / "r")]
+    arguments = [
+        *bench.arguments(),
+        "--out",
+        str(bench.folder / kind),
+        "--reports",
+        str(bench.folder / "r"),
+    ]
     log = bench.folder / f"{kind}.log"
     phase = "forward" if kind == "oom" else "ckpt_fsync"
     assert wait(start(1, arguments, log, SG_FAULT=f"{kind}:step=3,phase={phase}")).codes == [1]
@@ -120,7 +153,9 @@ class TestRandomFaults:
     def test_a_cell_is_a_function_of_its_number_and_every_stage_is_drawn(self):
         every = [campaign.drawn(0, number) for number in range(1000)]
         assert every == [campaign.drawn(0, number) for number in range(1000)]
-        wanted = {(kind, stage) for kind, about in campaign.KINDS.items() for stage in about.weights}
+        wanted = {
+            (kind, stage) for kind, about in campaign.KINDS.items() for stage in about.weights
+        }
         assert set(every) == wanted and {stage for _, stage in wanted} == set(stages.stages())
 
     def test_the_page_has_the_promises(self):
@@ -144,7 +179,9 @@ class TestRandomFaults:
             campaign.keep(results, line, tmp_path)
         with results.open("a") as file:
             file.write('{"seed": 0, "numb')  # killed while it wrote
-        assert list(campaign.cells_left(4, 0, results)) == [2, 3] and list(campaign.cells_left(2, 1, results)) == [0, 1]
+        assert list(campaign.cells_left(4, 0, results)) == [2, 3] and list(
+            campaign.cells_left(2, 1, results)
+        ) == [0, 1]
         text = campaign.table(4, 0, results)
         assert "| fetch | 1 | 1 | 0 | 0 | 0 |" in text and "| match | 1 | 0 | 0 | 1 | 7 |" in text
         assert "cell 1, match, SIGKILL: other bytes: a" in text
@@ -156,18 +193,26 @@ class TestRandomFaults:
         base.make()
         stage = base.known["fetch"]._replace(read=())  # so that only outputs are damaged
         clock = random_faults.Clock()
-        good = [random_faults.run(base, clock, stage, random_faults.torn, str(seed)) for seed in range(3)]
+        good = [
+            random_faults.run(base, clock, stage, random_faults.torn, str(seed))
+            for seed in range(3)
+        ]
         assert any(each.struck for each in good) and not any(each.problems for each in good)
         # takes whatever is there for its own
         monkeypatch.setattr(
-            fetch, "_up_to_date", lambda options, _: [] if (options.out / "manifest.csv").is_file() else None
+            fetch,
+            "_up_to_date",
+            lambda options, _: [] if (options.out / "manifest.csv").is_file() else None,
         )
-        seen = [random_faults.run(base, clock, stage, random_faults.torn, str(seed)) for seed in range(8)]
+        seen = [
+            random_faults.run(base, clock, stage, random_faults.torn, str(seed))
+            for seed in range(8)
+        ]
         assert any(each.silent for each in seen)
 
 
-# Options of several ranks. They stand here, and tests/faults runs first, because torch 1.10 cannot fork a training from
-# a process that has used autograd.
+# Options of several ranks. They stand here, and tests/faults runs first, because torch 1.10 cannot
+# fork a training from a process that has used autograd.
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling, factor", [("linear", 2.0), ("sqrt", 2.0**0.5)])
 def test_the_learning_rate_grows_with_the_ranks_and_their_pairs(bench, scaling, factor):
@@ -175,7 +220,9 @@ def test_the_learning_rate_grows_with_the_ranks_and_their_pairs(bench, scaling, 
     rates = {}
     for world in (1, 2):
         until_done(bench.folder / "cell", bench.arguments(keys), [world], "")
-        curve = (bench.folder / "cell" / "reports" / "curves" / "train.csv").read_text().splitlines()
+        curve = (
+            (bench.folder / "cell" / "reports" / "curves" / "train.csv").read_text().splitlines()
+        )
         rates[world] = float(dict(zip(*(line.split(",") for line in curve[:2])))["lr"])
         assert f", {4 * world} pairs a step" in (bench.folder / "cell" / "log").read_text()
     assert rates[2] == pytest.approx(factor * rates[1], rel=1e-5)

@@ -1,4 +1,6 @@
-"""Nodes with separate folders: whatever is on their disks, all resume from one state to the same bytes."""
+"""Nodes with separate folders: whatever is on their disks, all resume from one state to the same
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,29 @@ def nodes(bench) -> List[Path]:
     return folders
 
 
-def run(folders: Sequence[Path], arguments: Sequence[str], fault: str = "", more: Sequence[Sequence[str]] = ()):
+def run(
+    folders: Sequence[Path],
+    arguments: Sequence[str],
+    fault: str = "",
+    more: Sequence[Sequence[str]] = (),
+):
     """A rank on each node, with separate folders; more: arguments of each rank."""
-    where, pids = {"WORLD_SIZE": str(len(folders)), "SG_FAULT": fault, **group.rendezvous()}, []
+    where = {"WORLD_SIZE": str(len(folders)), "SG_FAULT": fault, **group.rendezvous()}
+    pids = []
     for rank, folder in enumerate(folders):
-        own = [*arguments, "--out", str(folder / "checkpoints"), "--reports", str(folder / "reports")]
+        own = [
+            *arguments,
+            "--out",
+            str(folder / "checkpoints"),
+            "--reports",
+            str(folder / "reports"),
+        ]
         own += more[rank] if more else []
         folder.mkdir(parents=True, exist_ok=True)
         environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), **where}
-        pids.append(group.fork(train.main, own, folder / "log", environment=list(environment.items())))
+        pids.append(
+            group.fork(train.main, own, folder / "log", environment=list(environment.items()))
+        )
     return wait(pids)
 
 
@@ -69,12 +85,16 @@ def test_a_node_that_returns_with_an_empty_disk_gets_the_state_of_the_other(benc
 
 @pytest.mark.slow
 def test_an_elastic_restart_goes_on_from_the_node_that_went_furthest(bench, nodes):
-    """The second node continues alone, then the first returns, as rank 0 again, with its old checkpoint."""
+    """The second node continues alone, then the first returns, as rank 0 again, with its old
+    checkpoint.
+    """
     arguments = bench.arguments()
     killed(nodes, arguments, 3)
     assert run(nodes[1:], arguments, "term:rank=0,step=5,phase=forward").codes == [143]
     assert run(nodes, arguments).codes == [0, 0]
-    assert "resuming at step 6 of 8" in text(nodes[0]) and "resuming at step 2 of 8" in text(nodes[1])
+    assert "resuming at step 6 of 8" in text(nodes[0]) and "resuming at step 2 of 8" in text(
+        nodes[1]
+    )
     assert digest(nodes[0] / "checkpoints") == digest(nodes[1] / "checkpoints")
     curves = [(folder / "reports" / "curves" / "train.csv").read_bytes() for folder in nodes]
     assert curves[1].count(b"\n") == 5  # a point every other step
@@ -95,11 +115,15 @@ def test_another_training_on_one_of_the_disks_stays_there(bench, nodes):
 def test_nodes_with_other_parameters_are_refused_in_one_line(bench, nodes):
     logged = [["--log-every", str(every)] for every in (2, 4)]
     assert run(nodes, bench.arguments(), more=logged).codes == [2, 2]
-    (line,) = [line for folder in nodes for line in text(folder).splitlines() if line.startswith("error")]
+    (line,) = [
+        line for folder in nodes for line in text(folder).splitlines() if line.startswith("error")
+    ]
     assert "rank 1 has train.log_every: 4, rank 0 2" in line
 
 
-def test_replicas_that_differ_end_the_run_before_anything_of_them_is_saved(bench, nodes, monkeypatch):
+def test_replicas_that_differ_end_the_run_before_anything_of_them_is_saved(
+    bench, nodes, monkeypatch
+):
     from pipeline.train.trainer import Training
 
     inner = Training._step
@@ -107,14 +131,22 @@ def test_replicas_that_differ_end_the_run_before_anything_of_them_is_saved(bench
     def step(self, *arguments):
         inner(self, *arguments)
         if self.state.step == 5 and self.context.rank == 1:
-            next(self.state.model.parameters()).data.view(-1)[0] *= 1 + 2**-20  # as a flipped bit would
+            # As a flipped bit would
+            next(self.state.model.parameters()).data.view(-1)[0] *= 1 + 2**-20
 
     monkeypatch.setattr(Training, "_step", step)
     assert run(nodes, bench.arguments()).codes == [1, 1]
     lines = [line for folder in nodes for line in text(folder).splitlines() if "differ" in line]
-    assert len(lines) == 1 and lines[0].startswith("failed: step 6: weights or optimiser of rank 1 differ")
+    assert len(lines) == 1 and lines[0].startswith(
+        "failed: step 6: weights or optimiser of rank 1 differ"
+    )
     assert "Traceback" not in text(nodes[0]) + text(nodes[1])
     monkeypatch.undo()
-    assert load_model_file(next((nodes[1] / "checkpoints").glob("*/step-00000004.safetensors")))[1]["step"] == 4
+    assert (
+        load_model_file(next((nodes[1] / "checkpoints").glob("*/step-00000004.safetensors")))[1][
+            "step"
+        ]
+        == 4
+    )
     assert run(nodes, bench.arguments()).codes == [0, 0]
     assert digest(nodes[0] / "checkpoints") == bench.clean(2)

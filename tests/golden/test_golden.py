@@ -1,6 +1,7 @@
 """A change of form changes no figure: losses and assignments as stored in golden.json, to rounding.
 
-`PYTHONPATH=.:tests python tests/golden/test_golden.py` writes the file anew, for a change that is meant to move them.
+`PYTHONPATH=.:tests python tests/golden/test_golden.py` writes the file anew, for a change that is
+meant to move them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ NETWORKS: Dict[str, Dict[str, Any]] = {
 
 
 def compute_losses(folder: Path, **changes: Any) -> List[float]:
-    """The mean loss of each of ten steps of gradient descent; image 1 of the store has no keypoints."""
+    """The mean loss of each of ten steps of gradient descent; image 1 of the store has no
+    keypoints.
+    """
     store = Store(made_store(folder))
     order = PairOrder(0, len(store), store.views_per_image)
     torch.manual_seed(0)
@@ -67,7 +70,8 @@ def made_pairs() -> List[Pair]:
 
 
 def compute_assignments(exact: bool) -> List[Dict[str, List[float]]]:
-    """With the shipped weights, of each pair: the largest entry of each row but the last, its place, the dustbins.
+    """With the shipped weights, of each pair: the largest entry of each row but the last, its
+    place, the dustbins.
 
     exact: in float64, else as `Matcher` computes it.
     """
@@ -125,7 +129,10 @@ def _round(values: Any) -> Any:
 
 def _write() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        losses = {name: compute_losses(Path(folder) / name, **changes) for name, changes in NETWORKS.items()}
+        losses = {
+            name: compute_losses(Path(folder) / name, **changes)
+            for name, changes in NETWORKS.items()
+        }
     figures = {"losses": losses, "assignments": compute_assignments(exact=True)}
     lines = json.dumps(_round(figures), separators=(",", ":")).replace("{", "\n{")
     FILE.write_text(lines.strip() + "\n")

@@ -42,9 +42,13 @@ print(homographies.hexdigest(), keypoints.hexdigest())
 
 def compute(**variables):
     """Hashes of homographies and keypoints in a new process with these variables."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OPENCV_", "OPENBLAS_"))}
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("OPENCV_", "OPENBLAS_"))
+    }
     environment.update(variables)
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stderr == ""
     return done.stdout.split()
 

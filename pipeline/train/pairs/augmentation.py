@@ -1,8 +1,8 @@
 """Random changes of a pair in keypoint space, determined by the seed of its sample.
 
-They are cheap, since they change keypoints and not pixels. A rotation is exact up to the pixel grid, since SIFT's
-descriptor rotates along. A crop is exact except near its edges. A smaller view is an approximation, since SIFT samples
-other scales there: docs/training.md says how close it is.
+They are cheap, since they change keypoints and not pixels. A rotation is exact up to the pixel
+grid, since SIFT's descriptor rotates along. A crop is exact except near its edges. A smaller view
+is an approximation, since SIFT samples other scales there: docs/training.md says how close it is.
 """
 
 from __future__ import annotations
@@ -22,11 +22,17 @@ from superglue_sift.geometry import resizing
 # Draws another view of the store; None if the draw is one of the pair's own images.
 Others = Callable[[np.random.Generator], Optional[View]]
 
-MIN_ZOOM, MAX_ZOOM = 1.5, 8.0  # factors by which a view of a zoomed pair shrinks (docs/recipe.md)
+# factors by which a view of a zoomed pair shrinks (docs/recipe.md)
+MIN_ZOOM = 1.5
+MAX_ZOOM = 8.0
 MAX_NEIGHBOURS = 8  # views of other images around the shrunk one
 MAX_BEYOND = 0.25  # fraction of each side of the shrunk view that may lie outside the canvas
 
-_NEGATIVE, _COUNTS, _VIEW, _ZOOM = 0, 1, 2, 3  # separate streams of random numbers
+# separate streams of random numbers
+_NEGATIVE = 0
+_COUNTS = 1
+_VIEW = 2
+_ZOOM = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +40,14 @@ class Augmentation:
     """Amounts of the changes; the defaults change nothing.
 
     drop: largest fraction of a view's keypoints to leave out.
-    rotation_deg: largest rotation of each view either way (180: any angle), on a canvas that just holds it.
+    rotation_deg: largest rotation of each view either way (180: any angle), on a canvas that just
+    holds it.
     window: smallest side of a random crop, as a fraction of the view's side; 1: no crop.
     negatives: fraction of pairs from different images, which have no match.
-    min_keypoints: each view keeps its strongest n, with n log-uniform from here to the limit; 0: always the limit.
-    zoom_fraction: fraction of pairs with one view that is shrunk and surrounded by views of other images; the factor is
-        log-uniform from MIN_ZOOM to MAX_ZOOM.
+    min_keypoints: each view keeps its strongest n, with n log-uniform from here to the limit; 0:
+    always the limit.
+    zoom_fraction: fraction of pairs with one view that is shrunk and surrounded by views of other
+        images; the factor is log-uniform from MIN_ZOOM to MAX_ZOOM.
     """
 
     drop: float = 0.0
@@ -62,18 +70,23 @@ class Augmentation:
         )
 
     def second_image(self, image: int, images: int, seed: int) -> int:
-        """Image of the second view: `image` itself, or in a negative pair another of the `images`."""
+        """Image of the second view: `image` itself, or in a negative pair another of the
+        `images`.
+        """
         if images < 2 or self.negatives == 0:
             return image
         if np.random.default_rng((seed, _NEGATIVE)).random() >= self.negatives:
             return image
-        return (image + int(np.random.default_rng((seed, _NEGATIVE, 1)).integers(1, images))) % images
+        return (
+            image + int(np.random.default_rng((seed, _NEGATIVE, 1)).integers(1, images))
+        ) % images
 
     def counts(self, limit: int, seed: int) -> Tuple[int, int]:
         """Numbers of keypoints that the two views keep."""
         if not 0 < self.min_keypoints < limit:
             return limit, limit
-        low, high = math.log(self.min_keypoints), math.log(limit + 1)
+        low = math.log(self.min_keypoints)
+        high = math.log(limit + 1)
         n0, n1 = np.exp(np.random.default_rng((seed, _COUNTS)).uniform(low, high, 2)).astype(int)
         return int(n0), int(n1)
 
@@ -95,24 +108,31 @@ class Augmentation:
 
         Args:
             others: draws the views that surround a shrunk one.
-            min_scale: smallest scale (px) at which keypoints are detected; 0: the smallest of the view.
+            min_scale: smallest scale (px) at which keypoints are detected; 0: the smallest of the
+                view.
             limit: number of keypoints to keep; None: all.
         """
         given = view.records
-        if self.window < 1.0 or self.drop > 0 or self.rotation_deg > 0:  # creating a generator is slow
+        # Creating a generator is slow
+        if self.window < 1.0 or self.drop > 0 or self.rotation_deg > 0:
             random = np.random.default_rng((seed, _VIEW, side))
         if self.window < 1.0:
             view = _cropped(view, self.window, random)
         if self.drop > 0:
             view = view._replace(
-                records=_kept(view.records, random.random(len(view.records)) >= self.drop * random.random())
+                records=_kept(
+                    view.records, random.random(len(view.records)) >= self.drop * random.random()
+                )
             )
         factor = self.zoom(seed, side)
         if factor > 1.0:
             # from a separate stream: the rotation is the same with and without zoom
-            view = mosaic(view, factor, min_scale, others, np.random.default_rng((seed, _ZOOM, side)))
+            view = mosaic(
+                view, factor, min_scale, others, np.random.default_rng((seed, _ZOOM, side))
+            )
         copied = view.records is not given
-        view = view._replace(records=view.records[:limit])  # before the rotation, which keeps their order
+        # Before the rotation, which keeps their order
+        view = view._replace(records=view.records[:limit])
         if self.rotation_deg > 0:
             view = _rotated(view, random.uniform(-self.rotation_deg, self.rotation_deg), copied)
         return view
@@ -133,28 +153,37 @@ def _kept(records: np.ndarray, chosen: np.ndarray) -> np.ndarray:
 
 
 def _cropped(view: View, smallest: float, random: np.random.Generator) -> View:
-    """The keypoints inside a random window with sides of at least the fraction `smallest` of the view's."""
-    records, size = view.records, np.array(view.size)
+    """The keypoints inside a random window with sides of at least the fraction `smallest` of the
+    view's.
+    """
+    records = view.records
+    size = np.array(view.size)
     sides = np.maximum(np.round(size * random.uniform(smallest, 1.0)), 1.0)
     corner = np.floor(random.uniform(0.0, 1.0, 2) * (size - sides + 1))
-    x, y = records["x"] - corner[0], records["y"] - corner[1]
+    x = records["x"] - corner[0]
+    y = records["y"] - corner[1]
     inside = (x >= -0.5) & (y >= -0.5) & (x <= sides[0] - 0.5) & (y <= sides[1] - 0.5)
     kept = _kept(records, inside)
-    kept["x"], kept["y"] = x[inside], y[inside]
+    kept["x"] = x[inside]
+    kept["y"] = y[inside]
     shift = np.array([[1.0, 0.0, -corner[0]], [0.0, 1.0, -corner[1]], [0.0, 0.0, 1.0]])
     return View(kept, shift @ view.H_image_to_view, (int(sides[0]), int(sides[1])))
 
 
 def _rotated(view: View, degrees: float, in_place: bool) -> View:
     """The keypoints rotated clockwise by `degrees` (as SIFT counts angles: x right, y down)."""
-    records, size = view.records, view.size
-    c, s = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    records = view.records
+    size = view.size
+    c = math.cos(math.radians(degrees))
+    s = math.sin(math.radians(degrees))
     R = np.array([[c, -s], [s, c]])
     canvas = np.ceil(np.abs(R) @ np.array(size, float) - 1e-9)
     shift = (canvas - 1) / 2 - R @ ((np.array(size) - 1) / 2)
     moved = records if in_place else records.view(f"V{records.itemsize}").copy().view(records.dtype)
-    x, y = records["x"].astype(np.float64), records["y"].astype(np.float64)
-    moved["x"], moved["y"] = c * x - s * y + shift[0], s * x + c * y + shift[1]
+    x = records["x"].astype(np.float64)
+    y = records["y"].astype(np.float64)
+    moved["x"] = c * x - s * y + shift[0]
+    moved["y"] = s * x + c * y + shift[1]
     for name in ("angle", "second_angle"):
         if name in (records.dtype.names or ()):
             moved[name] = np.mod(records[name] + degrees, 360.0)
@@ -163,19 +192,25 @@ def _rotated(view: View, degrees: float, in_place: bool) -> View:
     return View(moved, T @ view.H_image_to_view, (int(canvas[0]), int(canvas[1])), cell)
 
 
-def mosaic(view: View, factor: float, min_scale: float, others: Others, random: np.random.Generator) -> View:
-    """The view shrunk by `factor` and placed at random among others shrunk alike, on a canvas of its own size.
+def mosaic(
+    view: View, factor: float, min_scale: float, others: Others, random: np.random.Generator
+) -> View:
+    """The view shrunk by `factor` and placed at random among others shrunk alike, on a canvas of
+    its own size.
 
-    Keypoints outside the canvas are dropped, and those below the scale `min_scale` (px), which no detector would
-    find. The rest stay ordered by falling score. Descriptors and angles do not change. The truth needs the `cell` of
-    the view: its homography also maps points onto the other photographs.
+    Keypoints outside the canvas are dropped, and those below the scale `min_scale` (px), which no
+    detector would find. The rest stay ordered by falling score. Descriptors and angles do not
+    change. The truth needs the `cell` of the view: its homography also maps points onto the other
+    photographs.
     """
     min_scale = min_scale or float(view.records["scale"].min(initial=np.inf))
     canvas = np.array(view.size, float)
     cell = canvas / factor
     corner = random.uniform(-MAX_BEYOND * cell, canvas - (1.0 - MAX_BEYOND) * cell)
     records = [_shrunk(view, factor, min_scale, corner, cell)]
-    before, after = (np.ceil(np.maximum(space, 0) / cell) for space in (corner, canvas - corner - cell))
+    before, after = (
+        np.ceil(np.maximum(space, 0) / cell) for space in (corner, canvas - corner - cell)
+    )
     columns, rows = (range(-int(a), int(b) + 1) for a, b in zip(before, after))
     around = [place for place in itertools.product(columns, rows) if place != (0, 0)]
     for place in random.permutation(len(around))[:MAX_NEIGHBOURS]:
@@ -195,8 +230,12 @@ def mosaic(view: View, factor: float, min_scale: float, others: Others, random: 
     return View(_kept(joined, order), shrink @ view.H_image_to_view, view.size, to_cell)
 
 
-def _shrunk(view: View, factor: float, min_scale: float, corner: np.ndarray, cell: np.ndarray) -> np.ndarray:
-    """The keypoints of the view shrunk by `factor`, its upper left corner at `corner`, inside its cell (px)."""
+def _shrunk(
+    view: View, factor: float, min_scale: float, corner: np.ndarray, cell: np.ndarray
+) -> np.ndarray:
+    """The keypoints of the view shrunk by `factor`, its upper left corner at `corner`, inside its
+    cell (px).
+    """
     records = view.records
     kept = _kept(records, records["scale"] >= min_scale * factor)
     inside = np.ones(len(kept), bool)

@@ -1,4 +1,6 @@
-"""Loading of batches: reads views from the store, augments and packs them, ahead of the training."""
+"""Loading of batches: reads views from the store, augments and packs them, ahead of the
+training.
+"""
 
 from __future__ import annotations
 
@@ -24,37 +26,52 @@ APART = np.array([[1.0, 0.0, 1e6], [0.0, 1.0, 1e6], [0.0, 0.0, 1.0]])
 
 
 def load_batch(
-    store: Store, samples: Sequence[Sample], max_keypoints: int, augmentation: Augmentation = NO_CHANGE
+    store: Store,
+    samples: Sequence[Sample],
+    max_keypoints: int,
+    augmentation: Augmentation = NO_CHANGE,
 ) -> PairBatch:
     """The PairBatch of these samples, in order, with homographies; no samples give an empty batch.
 
     Args:
         max_keypoints: number of keypoints to keep of each view, the strongest.
-        augmentation: random changes of each pair, by its `sample.seed`, unless that is NO_AUGMENTATION.
+        augmentation: random changes of each pair, by its `sample.seed`, unless that is
+            NO_AUGMENTATION.
     """
     if not samples:
         return from_pairs([], np.zeros((0, 3, 3)), store.dtype, cells=np.zeros((0, 2, 3, 3)))
     changes = [NO_CHANGE if sample.seed == NO_AUGMENTATION else augmentation for sample in samples]
-    images1 = [change.second_image(sample.image, len(store), sample.seed) for change, sample in zip(changes, samples)]
-    views0, views1 = [], []
+    images1 = [
+        change.second_image(sample.image, len(store), sample.seed)
+        for change, sample in zip(changes, samples)
+    ]
+    views0 = []
+    views1 = []
     for change, sample, image1 in zip(changes, samples, images1):
         others = functools.partial(_another_view, store, (sample.image, image1))
         shown = store.view(sample.image, sample.view0), store.view(image1, sample.view1)
         limits = change.counts(max_keypoints, sample.seed)
         for side, (views, view) in enumerate(zip((views0, views1), shown)):
-            views.append(change.apply(view, sample.seed, side, others, store.min_scale, limits[side]))
+            views.append(
+                change.apply(view, sample.seed, side, others, store.min_scale, limits[side])
+            )
     # one call for all: 64 small inversions, one by one, take 1 ms of a batch
     to0, to1 = (np.stack([view.H_image_to_view for view in side]) for side in (views0, views1))
     H_0to1 = normalized(to1 @ inv(to0))
     H_0to1[[image1 != sample.image for image1, sample in zip(images1, samples)]] = APART
     cells = np.array([[one.cell, other.cell] for one, other in zip(views0, views1)])
-    pairs = [Pair(one.records, other.records, one.size, other.size) for one, other in zip(views0, views1)]
+    pairs = [
+        Pair(one.records, other.records, one.size, other.size) for one, other in zip(views0, views1)
+    ]
     return from_pairs(pairs, H_0to1, cells=cells)
 
 
-def _another_view(store: Store, shown: Tuple[int, int], random: np.random.Generator) -> Optional[View]:
+def _another_view(
+    store: Store, shown: Tuple[int, int], random: np.random.Generator
+) -> Optional[View]:
     """A random view of a random image; None if it is one of those `shown`."""
-    image, view = int(random.integers(len(store))), int(random.integers(store.views_per_image))
+    image = int(random.integers(len(store)))
+    view = int(random.integers(store.views_per_image))
     return None if image in shown else store.view(image, view)
 
 
@@ -66,7 +83,9 @@ def split_evenly(samples: List[Sample], parts: int) -> List[List[Sample]]:
 def prefetched_page_locked(
     make: Callable[[int], List[PairBatch]], steps: Sequence[int]
 ) -> Generator[List[PairBatch], None, None]:
-    """`prefetched` into page-locked memory, so that the step does not wait for the copy to the GPU."""
+    """`prefetched` into page-locked memory, so that the step does not wait for the copy to the
+    GPU.
+    """
     return prefetched(lambda step: [batch.pin_memory() for batch in make(step)], steps)
 
 
@@ -75,13 +94,18 @@ def choose(
 ) -> Tuple[Callable[..., PairBatch], Callable[..., Generator]]:
     """(load_batch, prefetched) of `--loader`: plain or synthetic; both have the same signatures.
 
-    step: size of this rank's step; None: a thread loads the batches, never processes. On a CPU one thread does: the
-    step needs the cores, and handing a batch between processes takes longer than loading it.
+    step: size of this rank's step; None: a thread loads the batches, never processes. On a CPU one
+    thread does: the step needs the cores, and handing a batch between processes takes longer than
+    loading it.
     """
-    by_thread = prefetched_page_locked if device is not None and device.type == "cuda" else prefetched
+    by_thread = (
+        prefetched_page_locked if device is not None and device.type == "cuda" else prefetched
+    )
     if name == "synthetic":
         from pipeline.train.pairs import synthetic
 
         return synthetic.load_batch, by_thread
     plan = workers.plan(device, step) if step else workers.BY_THREAD
-    return load_batch, functools.partial(workers.prefetched, plan=plan) if plan.processes else by_thread
+    return load_batch, (
+        functools.partial(workers.prefetched, plan=plan) if plan.processes else by_thread
+    )

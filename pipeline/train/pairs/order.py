@@ -1,6 +1,7 @@
 """Order of the training pairs: a pure function of the seed and the position.
 
-A run resumed at step s, with any number of processes, sees exactly the pairs of the uninterrupted run.
+A run resumed at step s, with any number of processes, sees exactly the pairs of the uninterrupted
+run.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from typing import List, NamedTuple
 
 import numpy as np
 
-_SHUFFLE, _DRAW, _VALIDATION = 1, 2, 3  # separate streams of random numbers
+# separate streams of random numbers
+_SHUFFLE = 1
+_DRAW = 2
+_VALIDATION = 3
 
 NO_AUGMENTATION = -1  # the seed of a pair that is shown as it is stored
 
@@ -28,7 +32,8 @@ def _generator(*key: int) -> np.random.Generator:
 
 
 class PairOrder:
-    """The endless sequence of training pairs. Position p is in epoch p // images; each epoch shuffles the images.
+    """The endless sequence of training pairs. Position p is in epoch p // images; each epoch
+    shuffles the images.
 
     In every epoch each image gives one ordered pair of its views, drawn by (seed, epoch, image).
     """
@@ -36,7 +41,9 @@ class PairOrder:
     def __init__(self, seed: int, images: int, views: int) -> None:
         if images < 1 or views < 2:
             raise ValueError(f"{images} images of {views} views hold no pair")
-        self.seed, self.images, self.views = seed, images, views
+        self.seed = seed
+        self.images = images
+        self.views = views
         self._epoch = -1
         self._shuffled = np.zeros(0, np.int64)
 
@@ -66,7 +73,9 @@ def validation_pairs(seed: int, images: int, views: int, count: int) -> List[Sam
         draw = _generator(seed, _VALIDATION, i)
         view0, view1 = draw.choice(views, size=2, replace=False)
         image = i * images // count if count < images else i % images
-        augmented = (i % images + i // images) % 2 == 1  # over the rounds, too, each image has both kinds
+        augmented = (
+            i % images + i // images
+        ) % 2 == 1  # over the rounds, too, each image has both kinds
         own = int(draw.integers(2**31)) if augmented else NO_AUGMENTATION
         samples.append(Sample(image, int(view0), int(view1), own))
     return samples

@@ -1,8 +1,9 @@
 """Processes that load batches for a GPU: their number, their shared memory, their end.
 
-A thread that loads batches would compete with the Python code that launches kernels. The processes ignore SIGTERM,
-SIGINT and SIGUSR1, which may go to all processes of a job, and end with the training. A killed one counts as a lost
-rank: torch's DataLoader raises in the middle of a step, whose result cannot be used.
+A thread that loads batches would compete with the Python code that launches kernels. The processes
+ignore SIGTERM, SIGINT and SIGUSR1, which may go to all processes of a job, and end with the
+training. A killed one counts as a lost rank: torch's DataLoader raises in the middle of a step,
+whose result cannot be used.
 """
 
 from __future__ import annotations
@@ -26,22 +27,28 @@ from pipeline.processes import machine, signals
 
 Made = TypeVar("Made")
 
-MAX_PROCESSES, AHEAD = 4, 2  # of a GPU; steps that each loads in advance
-HELD = 2  # steps that the training holds: the current one and the next, which it takes before it frees the current
+# of a GPU; steps that each loads in advance
+MAX_PROCESSES = 4
+AHEAD = 2
+# Steps that the training holds: the current one and the next, which it takes before it frees the
+# current
+HELD = 2
 TENSORS = 8  # of a PairBatch; each is a file in shared memory, of whole pages
-PAGE, OTHER_FILES = 4096, 128
+PAGE = 4096
+OTHER_FILES = 128
 SHARED = "/dev/shm"
-NUMBER = (
-    "SG_LOADER_PROCESSES"  # environment: processes of each rank; 0: a thread; auto or unset: MAX_PROCESSES for a GPU
-)
+# Environment: processes of each rank; 0: a thread; auto or unset: MAX_PROCESSES for a GPU
+NUMBER = "SG_LOADER_PROCESSES"
 
-# The processes inherit the mapped store and start in milliseconds. Python 3.14's default is forkserver, whose server
-# dies of a SIGTERM to all processes and loses their exit codes.
+# The processes inherit the mapped store and start in milliseconds. Python 3.14's default is
+# forkserver, whose server dies of a SIGTERM to all processes and loses their exit codes.
 START_METHOD = "fork"
 
 
 class StepSize(NamedTuple):
-    """Size of one rank's step: pairs, most keypoints of a view, bytes of a keypoint's record, micro-batches."""
+    """Size of one rank's step: pairs, most keypoints of a view, bytes of a keypoint's record,
+    micro-batches.
+    """
 
     pairs: int
     keypoints: int
@@ -50,8 +57,13 @@ class StepSize(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Shared memory of the batches: for each pair records of two views, counts, sizes, homography, cells."""
-        return self.pairs * (2 * (self.keypoints * self.record + 8 + 8 + 72) + 72) + self.parts * TENSORS * PAGE
+        """Shared memory of the batches: for each pair records of two views, counts, sizes,
+        homography, cells.
+        """
+        return (
+            self.pairs * (2 * (self.keypoints * self.record + 8 + 8 + 72) + 72)
+            + self.parts * TENSORS * PAGE
+        )
 
     @property
     def files(self) -> int:
@@ -69,7 +81,9 @@ class Plan(NamedTuple):
         return (self.processes * self.ahead + HELD) * step.bytes if self.processes else 0
 
     def files(self, step: StepSize) -> int:
-        return (self.processes * self.ahead + HELD) * step.files + OTHER_FILES if self.processes else 0
+        return (
+            (self.processes * self.ahead + HELD) * step.files + OTHER_FILES if self.processes else 0
+        )
 
 
 BY_THREAD = Plan(0, 0)
@@ -89,7 +103,9 @@ def wanted(on_gpu: bool, ranks: int) -> int:
 
 
 def fitting(limit: int, step: StepSize, memory: int, files: int) -> Plan:
-    """The plan of up to `limit` processes that fits into `memory` bytes of shared memory and `files` open files."""
+    """The plan of up to `limit` processes that fits into `memory` bytes of shared memory and
+    `files` open files.
+    """
     plans = [Plan(limit, AHEAD)] + [Plan(fewer, 1) for fewer in range(limit, 0, -1)]
     fits = (plan for plan in plans if plan.shared(step) <= memory and plan.files(step) <= files)
     return next(fits, BY_THREAD) if limit else BY_THREAD
@@ -98,18 +114,26 @@ def fitting(limit: int, step: StepSize, memory: int, files: int) -> Plan:
 def memory_of_rank(on_gpu: bool, ranks: int) -> int:
     """Bytes of shared memory for the batches of each of `ranks` ranks on this machine."""
     with contextlib.suppress(OSError):
-        return max(shutil.disk_usage(SHARED).free - machine.shared_memory_needed(ranks * on_gpu), 0) // ranks
+        return (
+            max(shutil.disk_usage(SHARED).free - machine.shared_memory_needed(ranks * on_gpu), 0)
+            // ranks
+        )
     return 0
 
 
 def plan(device: Optional[torch.device], step: StepSize) -> Plan:
     """How this rank loads its batches; prints a line if shared memory or open files limit it."""
-    on_gpu, ranks = device is not None and device.type == "cuda", int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    on_gpu = device is not None and device.type == "cuda"
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     limit = wanted(on_gpu, ranks)
-    chosen = fitting(limit, step, memory_of_rank(on_gpu, ranks), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    chosen = fitting(
+        limit, step, memory_of_rank(on_gpu, ranks), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    )
     if chosen.processes < limit and os.environ.get("RANK", "0") == "0":
         instead = f"{chosen.processes} process(es)" if chosen.processes else "a thread"
-        needed = f"{machine.size(Plan(limit, 1).shared(step) * ranks)} of {SHARED}, or more open files"
+        needed = (
+            f"{machine.size(Plan(limit, 1).shared(step) * ranks)} of {SHARED}, or more open files"
+        )
         fix = "`python -m pipeline.doctor` names the fix"
         print(f"batches are loaded by {instead} instead of {limit}, which need {needed} ({fix})")
     return chosen
@@ -117,7 +141,8 @@ def plan(device: Optional[torch.device], step: StepSize) -> Plan:
 
 class _Steps(Dataset):
     def __init__(self, make: Callable[[int], Any], steps: Sequence[int]) -> None:
-        self.make, self.steps = make, steps
+        self.make = make
+        self.steps = steps
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -131,11 +156,13 @@ def _begin(worker: int, parent: int) -> None:
     sys.excepthook = _silent_about_the_end
 
 
-def _silent_about_the_end(kind: Type[BaseException], error: BaseException, trace: Optional[TracebackType]) -> None:
+def _silent_about_the_end(
+    kind: Type[BaseException], error: BaseException, trace: Optional[TracebackType]
+) -> None:
     """Print no traceback when the main process ends and closes a connection.
 
-    DataLoader sends exceptions of `make` to the main process. Only multiprocessing's thread that hands over a batch's
-    file descriptors calls this.
+    DataLoader sends exceptions of `make` to the main process. Only multiprocessing's thread that
+    hands over a batch's file descriptors calls this.
     """
     if not issubclass(kind, (EOFError, ConnectionError)):
         sys.__excepthook__(kind, error, trace)
@@ -144,11 +171,13 @@ def _silent_about_the_end(kind: Type[BaseException], error: BaseException, trace
 def prefetched(
     make: Callable[[int], Made], steps: Sequence[int], plan: Plan, start_method: str = START_METHOD
 ) -> Generator[Made, None, None]:
-    """`make(step)` for each of `steps`, computed in advance by processes, in page-locked memory if there is a GPU.
+    """`make(step)` for each of `steps`, computed in advance by processes, in page-locked memory if
+    there is a GPU.
 
     start_method: fork, or spawn, which serialises `make`: a `Store` in it opens its files again.
 
-    If a process is killed, RuntimeError (see `a_process_died`) is raised anywhere in the main thread.
+    If a process is killed, RuntimeError (see `a_process_died`) is raised anywhere in the main
+    thread.
     """
     before = set(multiprocessing.active_children())
     loader = DataLoader(
@@ -159,7 +188,8 @@ def prefetched(
         pin_memory=torch.cuda.is_available(),
         multiprocessing_context=start_method,
         worker_init_fn=functools.partial(_begin, parent=os.getpid()),
-        generator=torch.Generator(),  # a draw from the global one would change the checkpoint at each start
+        # A draw from the global one would change the checkpoint at each start
+        generator=torch.Generator(),
     )
     with signals.blocked():
         batches: Any = iter(loader)  # Any: `_shutdown_workers` is not in the stubs
@@ -174,4 +204,7 @@ def prefetched(
 
 def a_process_died(error: BaseException) -> bool:
     """Whether torch's DataLoader raised this because one of its processes was killed."""
-    return isinstance(error, RuntimeError) and re.match(r"DataLoader worker \(pid", str(error)) is not None
+    return (
+        isinstance(error, RuntimeError)
+        and re.match(r"DataLoader worker \(pid", str(error)) is not None
+    )

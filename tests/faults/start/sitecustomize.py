@@ -1,4 +1,6 @@
-"""On PYTHONPATH, this installs the faults of SG_FAULT in every Python process that imports the training."""
+"""On PYTHONPATH, this installs the faults of SG_FAULT in every Python process that imports the
+training.
+"""
 
 import importlib.machinery
 import os
