@@ -38,7 +38,7 @@ from superglue_sift.features import Features
 from superglue_sift.files import check_writable
 from superglue_sift.matcher import match_threshold
 from superglue_sift.pair_inputs import choose_pair
-from superglue_sift.progress import clock
+from superglue_sift.progress import Progress
 from superglue_sift.sift import positions
 from superglue_sift.sinkhorn import log_optimal_transport
 from superglue_sift.superglue import SIFT_DIM, SuperGlue, mutual_matches
@@ -219,7 +219,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     started = time.monotonic()
 
     def report(step: str) -> None:
-        print(f"{clock(time.monotonic() - started)}  {step}", file=sys.stderr, flush=True)
+        passed = Progress.format_interval(time.monotonic() - started)
+        print(f"{passed}  {step}", file=sys.stderr, flush=True)
 
     path = export(args.out, args.model, args.threshold, report)
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, opset {OPSET}; inputs {', '.join(INPUTS)}")

@@ -1,108 +1,73 @@
-"""Progress and remaining time: one line on a terminal, overwritten; several lines in a log."""
+"""Progress and remaining time by tqdm: a bar on a terminal, plain lines in a log.
+
+    for image in Progress(images, desc="features", unit="images"): ...
+
+    with Progress(total=count, initial=done, desc="matching", unit="pairs") as bar:
+        bar.show("loss 0.25")       # behind the pace
+        bar.say("a line of its own")
+        bar.update(1)
+
+All other methods and options are tqdm's: `disable=True` shows nothing (every rank but the first).
+"""
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 import sys
-import time
-from typing import Any, Iterable, Iterator, Optional
+from typing import Any, Iterable, Optional
+
+from tqdm import tqdm
 
 EVERY_SECONDS = (15.0, 0.2)  # between updates in a log, on a terminal
 
 
-class Progress:
-    """Iterate over it, or call `update(n)` and `close()`. A closed pipe does not stop the work.
+class Progress(tqdm):
+    """tqdm, with a line for each update in a log, and nothing for no items.
 
-    total: number of items, if known. initial: number of items that were done before, not counted
-    for the pace.
-    disable: show nothing (every rank but the first). terminal: whether stderr is one, so that lines
-    can be overwritten.
+    terminal: whether stderr is one.
     """
 
-    def __init__(
-        self,
-        iterable: Iterable = (),
-        *,
-        desc: str,
-        unit: str,
-        total: Optional[int] = None,
-        initial: int = 0,
-        disable: bool = False,
-    ) -> None:
-        self.total = total
-        self.n = initial
-        self.initial = initial
-        self._iterable = iterable
-        self._desc = desc
-        self._unit = unit
-        self._disable = disable
+    monitor_interval = 0  # no thread: processes are forked while a bar is shown
+
+    def __init__(self, iterable: Optional[Iterable] = None, **options: Any) -> None:
         self.terminal = sys.stderr.isatty()
-        self._text = ""
-        self._started = self._printed = time.monotonic()
-
-    def __iter__(self) -> Iterator[Any]:
-        with self:
-            for item in self._iterable:
-                self.update(1)
-                yield item
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_error: Any) -> None:
-        self.close()
-
-    def update(self, n: int) -> None:
-        """Count n more items as done."""
-        self.n += n
-        if time.monotonic() - self._printed >= EVERY_SECONDS[self.terminal]:
-            self._print()
+        self.initial = options.get("initial", 0)
+        width = {"dynamic_ncols": True} if self.terminal else {"ncols": 0}  # 0: without a bar
+        every = EVERY_SECONDS[self.terminal]
+        pace = {"mininterval": every, "miniters": 1, "smoothing": 0}
+        super().__init__(iterable, file=_Stderr(), **pace, **width, **options)
 
     def show(self, text: str) -> None:
-        """Show text, such as metrics, between the remaining time and the pace."""
-        self._text = f", {text}" if text else ""
+        """Show text, such as metrics, behind the pace from the next update on."""
+        self.set_postfix_str(text, refresh=False)
 
     def say(self, line: str) -> None:
         """Print a line above the progress."""
-        self._write(f"\r\033[K{line}\n" if self.terminal else f"{line}\n")
+        self.write(line, file=self.fp if self.terminal else _Stderr())
+
+    def display(self, msg: Optional[str] = None, pos: Optional[int] = None) -> None:
+        """Print the progress; called by tqdm."""
+        if self.terminal:
+            super().display(msg, pos)
+        elif msg is None and self.n > self.initial:
+            self.fp.write(str(self) + ("" if self.disable else "\n"))  # tqdm ends the last line
 
     def close(self) -> None:
         """Print the last line, unless nothing was done."""
-        if self.n > self.initial:
-            self._print(last=True)
-
-    def _print(self, last: bool = False) -> None:
-        if self._disable:
-            return
-        self._printed = time.monotonic()
-        seconds = max(self._printed - self._started, 1e-9)
-        rate = (self.n - self.initial) / seconds
-        unit = self._unit
-        line = (
-            f"{self.n}/{self.total} {unit}, {self.n / self.total:.0%}"
-            if self.total
-            else f"{self.n} {unit}"
-        )
-        line = f"{self._desc}: {line}"
-        if last:
-            line += f", took {clock(seconds)}"
-        elif self.total and rate:
-            line += f", ETA {clock((self.total - self.n) / rate)}"
-        # The pace last: narrow terminals truncate the line
-        line += f"{self._text}, {rate:.3g} {unit}/s"
-        if self.terminal:
-            line = "\r\033[K" + line[: shutil.get_terminal_size().columns - 1]
-        self._write(line + ("\n" if last or not self.terminal else ""))
-
-    def _write(self, text: str) -> None:
-        try:
-            print(text, end="", file=sys.stderr, flush=True)
-        except (OSError, ValueError):
-            pass
+        self.leave = self.n > self.initial
+        super().close()
 
 
-def clock(seconds: float) -> str:
-    """Seconds as m:ss or h:mm:ss."""
-    minutes, left = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
+class _Stderr:
+    """The standard error. Where it is gone, such as a closed pipe, the work goes on without it."""
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+    def flush(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)  # encoding; fileno, by which tqdm asks for the width

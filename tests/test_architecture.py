@@ -31,7 +31,7 @@ STAGES = {"fetch", "keypoints", "train", "evaluate", "export"}
 # stacks.
 GROUND = {"errors", "files", "parameters.schema", "compat"}
 # What the library may import: nothing of the project but itself, and of others these alone.
-LIBRARY = {"PIL", "cv2", "numpy", "safetensors", "scipy", "superglue_sift", "torch"}
+LIBRARY = {"PIL", "cv2", "numpy", "safetensors", "scipy", "superglue_sift", "torch", "tqdm"}
 LIBRARY |= set(getattr(sys, "stdlib_module_names", ()))
 # ... and of its extras inside functions, so that it works without them (tests/test_library.py
 # imports it so).

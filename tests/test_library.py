@@ -30,7 +30,7 @@ from superglue_sift.scenes import epipolar_distances
 from superglue_sift.sift import KEYPOINT, MIN_SCALE
 from superglue_sift.weights import save_model_file
 
-NEEDS = ("torch", "numpy", "opencv-python", "pillow", "safetensors", "scipy")
+NEEDS = ("torch", "numpy", "opencv-python", "pillow", "safetensors", "scipy", "tqdm")
 if sys.version_info < (3, 10):
     NEEDS += ("setuptools",)  # torch 1.10 imports pkg_resources and does not say so
 

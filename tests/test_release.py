@@ -65,7 +65,7 @@ def test_the_card_of_the_weights_states_their_size_and_data():
 
 
 @pytest.mark.parametrize(
-    "name", ["torch", "numpy", "opencv-python", "pillow", "safetensors", "scipy"]
+    "name", ["torch", "numpy", "opencv-python", "pillow", "safetensors", "scipy", "tqdm"]
 )
 def test_a_dependency_has_bounds_that_hold_the_pins_of_both_stacks(name):
     bounds = requirements_of("dependencies")[name].specifier

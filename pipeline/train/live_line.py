@@ -61,8 +61,8 @@ class LiveLine:
 
     def _show(self) -> None:
         loss = f"loss {self._loss:.2f}" if math.isfinite(self._loss) else ""
-        # 80 columns hold them
-        shown = (self._validation, f"ratio test {100 * self.baseline:.1f}", loss)
+        # A narrow terminal cuts the end off
+        shown = (loss, self._validation, f"ratio test {100 * self.baseline:.1f}")
         self.bar.show(", ".join(filter(None, shown)))
 
     def close(self) -> None:

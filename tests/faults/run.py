@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from faults import campaign, cells  # noqa: E402 (the path must be set first)
 from faults.group import until_done  # noqa: E402
-from superglue_sift.progress import Progress, clock  # noqa: E402
+from superglue_sift.progress import Progress  # noqa: E402
 
 
 class Result(NamedTuple):
@@ -262,7 +262,7 @@ def report(results: Dict[str, Result], every: int) -> str:
             r.kills,
             r.hangs,
             len(r.failures),
-            clock(r.seconds),
+            Progress.format_interval(r.seconds),
         )
         text += "| " + " | ".join(map(str, cells_of_row)) + " |\n"
     kills, hangs = (sum(getattr(r, f) for r in results.values()) for f in ("kills", "hangs"))
