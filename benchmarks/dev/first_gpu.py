@@ -147,7 +147,14 @@ def list_parts(out: Path, device: str) -> List[Part]:
         Part(
             "tests",
             120,
-            [*PYTHON, "pytest", "-q", "-m", "gpu", *(["tests/test_dali.py"] if small else [])],
+            [
+                *PYTHON,
+                "pytest",
+                "-q",
+                "-m",
+                "gpu",
+                *(["tests/image_sets/test_dali.py"] if small else []),
+            ],
         ),
         Part("fetch", 30, [*PYTHON, "pipeline.fetch", *stage, *fetch]),
         Part("keypoints", 90, [*PYTHON, "pipeline.keypoints", *stage, *extract]),

@@ -14,7 +14,7 @@ from superglue_sift import extractors
 from superglue_sift.images import BadImage
 
 # Of the shards. Raise it when the same photograph and parameters give other views or keypoints:
-# shards of another version are made again. tests/test_keypoints.py fails when a golden shard
+# shards of another version are made again. tests/keypoints fails when a golden shard
 # changes and this does not.
 VERSION = 1
 SEED = 0  # draws depend on the image's name and the index of the view, too

@@ -27,7 +27,7 @@ from pipeline.train.objective import assignment_loss
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.truth import ground_truth
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SETTING = Setting(
     torch.device("cpu"),
     SuperGlueConfig(dim=16, layers=2, heads=2, sinkhorn_iterations=20),
