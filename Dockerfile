@@ -144,12 +144,11 @@ RUN case "$BASE_IMAGE" in *@sha256:?*) ;; *) echo "note: base image $BASE_IMAGE 
 WORKDIR /opt/superglue
 COPY requirements/cu111.lock requirements/
 COPY docker/locks docker/locks
-COPY docker/wheels.py docker/
-# pip 20.0 of Ubuntu 20.04 is too old for today's wheels. wheels.py leaves wheels.txt: file, size and SHA-256 of torch.
+# pip 20.0 of Ubuntu 20.04 is too old for today's wheels.
 RUN --mount=type=cache,target=/root/.cache/pip \
     python3.9 -m venv /opt/venv \
     && pip install --disable-pip-version-check --require-hashes --no-deps -r docker/locks/pip.lock \
-    && python docker/wheels.py "$TORCH_LOCK" "$TORCH_LINKS" wheels.txt \
+    && pip install --disable-pip-version-check --no-deps --find-links "$TORCH_LINKS" -r "$TORCH_LOCK" \
     && pip install --disable-pip-version-check --require-hashes --no-deps -r requirements/cu111.lock \
     && pip install --disable-pip-version-check --require-hashes --no-deps -r docker/locks/dali-cu111.lock \
     && pip check

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What CI does for the images. Without a change to them since the parent commit the text tests of tests/test_docker.py
+# What CI does for the images. Without a change to them since the parent commit the tests of tests/repository/test_docker.py
 # are enough; with one (or with --always) all targets are built and tried, step by step as the Dockerfile says:
 #   build, `repro --preset ci` inside, a stop in the middle of training and the run that goes on from there, an empty mount;
 #   for the image that matches alone a pair, a folder and its size;
@@ -14,7 +14,7 @@ mkdir -p "$out"
 
 parts=(Dockerfile .dockerignore docker requirements/cu111.lock requirements/modern.lock)
 if [ "${1:-}" != --always ] && git rev-parse -q --verify HEAD~1 >/dev/null && git diff --quiet HEAD~1 -- "${parts[@]}"; then
-    echo "SKIP: Dockerfile, docker/ and the locks are those of the parent commit; tests/test_docker.py stands in"
+    echo "SKIP: Dockerfile, docker/ and the locks are those of the parent commit; tests/repository/test_docker.py stands in"
     exit 0
 fi
 say() { printf '\n=== images: %s\n' "$*"; }

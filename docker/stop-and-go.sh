@@ -19,7 +19,7 @@ fail() {
 }
 
 # chroot isolation shares our process ids, and the workspace's lock names the entrypoint.
-entry() { sed -E 's/.*"pid": ([0-9]+).*/\1/' "$place/.dvc/tmp/workspace.lock"; }
+entry() { sed -E 's/.*process ([0-9]+).*/\1/' "$place/.dvc/tmp/workspace.lock"; }
 
 start() {
     docker/build-in-chroot.sh "$stack" run "$place" repro >"$log" 2>&1 &

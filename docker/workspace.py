@@ -1,5 +1,4 @@
-"""The mounted workspace: what an empty one gets, and one writer at a time across containers and the
-host.
+"""The mounted workspace: what an empty one gets, and one writer at a time across containers.
 
 `python docker/workspace.py COMMAND ...` runs a command under the same lock, without a container
 (`make repro`).
@@ -7,29 +6,21 @@ host.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
-import json
 import os
+import re
 import shutil
 import socket
 import sys
 import time
 from pathlib import Path
-from typing import Dict, List, Set
+from typing import Dict, List, TextIO
 
 HOME = Path(__file__).resolve().parents[1]
 CODE = ("superglue_sift", "pipeline", "benchmarks", "presets", "dvc.yaml")
-SEED = (
-    *CODE,
-    "pretrained",
-    "params.yaml",
-    "dvc.lock",
-    ".dvcignore",
-    ".dvc",
-    "LICENSE",
-    "README.md",
-    "docs",
-)
+PAGES = ("LICENSE", "README.md", "docs")
+SEED = (*CODE, *PAGES, "pretrained", "params.yaml", "dvc.lock", ".dvcignore", ".dvc")
 
 
 class Wrong(Exception):
@@ -37,13 +28,11 @@ class Wrong(Exception):
 
 
 def seed(workspace: Path) -> None:
-    """Give an empty workspace the project's files, a copy what it lacks of them; check that it can
-    be written to.
-    """
-    if not os.access(str(workspace), os.W_OK):
-        raise Wrong(
-            f"{workspace} cannot be written by uid {os.getuid()}: add --user $(id -u):$(id -g)"
-        )
+    """Copy the project from the image to a workspace that is no clone, where it lacks it."""
+    if not os.access(workspace, os.W_OK):
+        user = f"uid {os.getuid()}: add --user $(id -u):$(id -g)"
+        raise Wrong(f"{workspace} cannot be written by {user}")
+    is_fresh = not (workspace / ".dvc").exists()
     if not any(workspace.iterdir()):
         print(
             f"{workspace} is empty: it gets the project as the image has it. Where its README.md"
@@ -51,184 +40,88 @@ def seed(workspace: Path) -> None:
             " ui or report; docs/containers.md has all",
             flush=True,
         )
-        if not os.path.ismount(str(workspace)):
-            print(
-                "nothing is mounted there, so all goes with the container: add -v"
-                ' "$PWD:/workspace"',
-                flush=True,
-            )
-    elif not (workspace / "dvc.yaml").exists() and not (workspace / ".dvc").is_dir():
-        raise Wrong(
-            f"{workspace} has no dvc.yaml: mount a clone of the project there, or an empty folder"
-        )
-    if not (workspace / ".git").exists():
-        fill(workspace)
-    os.makedirs(str(workspace / ".dvc" / "tmp"), exist_ok=True)
-
-
-def fill(workspace: Path) -> None:
-    """Copy from the image what a workspace that is no clone has not."""
-    fresh = not (workspace / ".dvc").exists()
+        if not workspace.is_mount():
+            print('nothing is mounted there: add -v "$PWD:/workspace" to keep it', flush=True)
+    elif is_fresh and not (workspace / "dvc.yaml").exists():
+        raise Wrong(f"{workspace} has no dvc.yaml: mount a clone there, or an empty folder")
+    if (workspace / ".git").exists():
+        return
     for name in SEED:
-        source = HOME / name
-        copy = workspace / name
-        if copy.exists():
-            continue
-        if source.is_dir():
-            shutil.copytree(
-                source, copy, ignore=shutil.ignore_patterns("__pycache__", "cache", "tmp")
-            )
-        elif source.exists():
-            shutil.copy(source, copy)
-    if fresh:
+        if (HOME / name).is_dir() and not (workspace / name).exists():
+            ignore = shutil.ignore_patterns("__pycache__", "cache", "tmp")
+            shutil.copytree(HOME / name, workspace / name, ignore=ignore)
+        elif (HOME / name).is_file() and not (workspace / name).exists():
+            shutil.copy(HOME / name, workspace / name)
+    if is_fresh:
         (workspace / ".dvc" / "config.local").write_text("[core]\n    no_scm = true\n")
 
 
-def same_code(workspace: Path) -> None:
-    """Refuse a copy of the project that another image left: its code would run, and not this
-    image's.
-
-    A clone is its owner's, and runs as it is.
-    """
+def require_same_code(workspace: Path) -> None:
+    """Refuse a copy of the project that another image left; a clone runs as it is."""
     if (workspace / ".git").exists() or os.environ.get("KEEP_CODE"):
         return
-    other = [
-        name
-        for name in CODE
-        if (workspace / name).exists() and sources(workspace / name) != sources(HOME / name)
-    ]
+    there = [name for name in CODE if (workspace / name).exists()]
+    other = " ".join(name for name in there if read(workspace / name) != read(HOME / name))
     if other:
         raise Wrong(
-            f"{workspace} has the code of another image ({', '.join(other)}): `rm -r"
-            f" {' '.join(other)}` there, and the next run brings this image's; or add -e"
-            " KEEP_CODE=1 to run what is there"
+            f"{workspace} has the code of another image: `rm -r {other}` there, and the next run"
+            " brings this image's; or add -e KEEP_CODE=1 to run what is there"
         )
 
 
-def sources(path: Path) -> Dict[str, bytes]:
-    """What stands in a file, or in the Python and YAML files of a folder."""
-    files = (
-        [path] if path.is_file() else [f for f in path.rglob("*") if f.suffix in (".py", ".yaml")]
-    )
+def read(path: Path) -> Dict[str, bytes]:
+    """The content of a file, or of the Python and YAML files of a folder."""
+    files = [path] if path.is_file() else [*path.rglob("*.py"), *path.rglob("*.yaml")]
     return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
-class WorkspaceLock:
-    """flock on a file of the workspace: one kernel, one writer, whatever container or host process
-    it is.
+def lock(workspace: Path) -> TextIO:
+    """Lock the workspace while the returned stream is open, here or in a child that inherits it.
 
-    The file names the last holder and the DVC it ran; it is empty after a clean end. Who holds the
-    lock knows that this DVC is gone, and removes what a kill left of it in DVC's `rwlock`: its
-    process id may be alive here, as that of another. An entry with another process id is of a DVC
-    that was started without this lock, and is left alone.
+    flock works across all containers and processes of one kernel; DVC's `rwlock` only within one
+    container, where the process id that a killed container left may be that of another program.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rwlock = path.with_name("rwlock")
-
-    def __enter__(self) -> WorkspaceLock:
-        try:
-            os.makedirs(str(self.path.parent), exist_ok=True)
-            self.stream = open(self.path, "a+")
-        except OSError as error:
-            raise Wrong(
-                f"{self.path}: {error.strerror}; uid {os.getuid()} has to write it"
-            ) from None
-        try:
-            fcntl.flock(self.stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Wrong(f"{self.path.parents[2]} is in use by {describe(self._holder())}") from None
-        except OSError as error:  # a network file system without locks
-            print(
-                f"note: {self.path}: {error.strerror}; nothing keeps a second run away", flush=True
-            )
-        last = self._holder()
-        if self._clear(last.get("dvc")):
-            print(
-                f"the last run ({describe(last)}) was killed: its DVC lock is removed", flush=True
-            )
-        elif processes(self.rwlock):
-            raise Wrong(
-                f"a DVC run without our lock holds {self.rwlock}; if there is none, remove the file"
-            )
-        self.dvc = 0
-        self.runs(0)
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self._clear(self.dvc)  # our DVC has ended, perhaps killed before it could tidy up
-        self._write("")
-        self.stream.close()
-
-    def fileno(self) -> int:
-        """The descriptor that a child inherits, so that the lock lasts as long as the child
-        does.
-        """
-        return self.stream.fileno()
-
-    def runs(self, pid: int) -> None:
-        """Note the process that may be DVC."""
-        self.dvc = pid
-        since = time.strftime("%F %T")
-        self._write(
-            json.dumps(
-                {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "dvc": pid}
-            )
-        )
-
-    def _clear(self, dvc: object) -> bool:
-        """Remove the `rwlock` when all its entries are of this process; tell whether it did."""
-        left = processes(self.rwlock) == {dvc}
-        if left:
-            self.rwlock.unlink()
-        return left
-
-    def _holder(self) -> Dict[str, object]:
-        self.stream.seek(0)
-        try:
-            return json.loads(self.stream.read() or "{}")
-        except ValueError:
-            return {"host": "unknown"}
-
-    def _write(self, text: str) -> None:
-        self.stream.truncate(0)
-        self.stream.write(text)
-        self.stream.flush()
-
-
-def describe(holder: Dict[str, object]) -> str:
-    """A holder as text: Docker's host name is the container's id."""
-    return (
-        f"container or host {holder.get('host', 'unknown')}, since {holder.get('since', 'unknown')}"
-    )
-
-
-def processes(rwlock: Path) -> Set[object]:
-    """The process ids that DVC's lock file names: `write` has one entry for a path, `read` a
-    list.
-    """
+    path = workspace / ".dvc" / "tmp" / "workspace.lock"
     try:
-        tree = json.loads(rwlock.read_text() or "{}")
-        found = [entry for paths in tree.values() for entry in paths.values()]
-    except (OSError, ValueError, AttributeError):
-        return set()
-    return {
-        one.get("pid") for entry in found for one in (entry if isinstance(entry, list) else [entry])
-    }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = path.open("a+")
+    except OSError as error:
+        raise Wrong(f"{path}: {error.strerror}; uid {os.getuid()} has to write it") from None
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = path.read_text() or "another run"
+        raise Wrong(f"{workspace} is in use by {holder}; wait until it is done") from None
+    except OSError as error:  # a network file system without locks
+        print(f"note: {path}: {error.strerror}; nothing keeps a second run away", flush=True)
+    rwlock = path.with_name("rwlock")
+    if rwlock.exists() and not is_used(rwlock.read_text()):
+        rwlock.unlink()
+    stream.truncate(0)
+    since = time.strftime("%F %T")
+    stream.write(f"container or host {socket.gethostname()}, process {os.getpid()}, since {since}")
+    stream.flush()
+    return stream
+
+
+def is_used(rwlock: str) -> bool:
+    """Whether a DVC that runs here, started without our lock, has an entry in DVC's own lock."""
+    for pid, command in re.findall(r'"pid": (\d+), "cmd": "([^"]*)"', rwlock):
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            if command in " ".join(words):
+                return True
+    return False
 
 
 def main(words: List[str]) -> None:
-    """Become `words` under the lock of the workspace this is started in; the lock ends with the
-    process.
-    """
+    """Become `words` under the lock of this folder; the lock ends with the process."""
     try:
-        lock = WorkspaceLock(Path.cwd() / ".dvc" / "tmp" / "workspace.lock").__enter__()
+        stream = lock(Path.cwd())
     except Wrong as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    lock.runs(os.getpid())
-    os.set_inheritable(lock.fileno(), True)
+    os.set_inheritable(stream.fileno(), True)
     os.execvp(words[0], words)
 
 

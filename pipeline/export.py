@@ -17,7 +17,7 @@ from pipeline.errors import RequestError
 from pipeline.files import file_sha256, read_json
 from pipeline.parameters import params
 from pipeline.parameters.schema import flatten
-from pipeline.provenance import repro, trained_on, workspace_lock
+from pipeline.provenance import repro, trained_on
 from superglue_sift import __version__
 from superglue_sift.matcher import match_threshold
 from superglue_sift.weights import load_model, save_model_file
@@ -112,7 +112,6 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
 
 def main(argv: Optional[List[str]] = None) -> int:
     args = parse(argv)
-    workspace_lock.take()
     sections = params.load_all(args.params)
     model, info = load_model(args.model)
     if args.match_threshold is not None:

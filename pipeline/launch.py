@@ -33,7 +33,6 @@ import psutil
 from pipeline import errors
 from pipeline.errors import AGENT_PID, EXIT_FOLDER, LOST_PEER, STOPPED, STOPPING, RequestError
 from pipeline.processes import signals
-from pipeline.provenance import workspace_lock
 from superglue_sift import threads
 
 DEFAULT_CPU_PROCESSES = 2
@@ -238,7 +237,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     rest = arguments[1:]
     if name not in LAUNCHED:
         raise RequestError(f"{name!r} cannot be launched: must be one of {', '.join(LAUNCHED)}")
-    workspace_lock.take()
     module = importlib.import_module(f"{name}.__main__")
     processes = processes_per_node()
     if hasattr(module, "processes"):  # a stage may want fewer

@@ -27,7 +27,6 @@ CHANGES_NO_OUTPUT = (
     "pipeline.processes.machine",
     "pipeline.processes.prefetch",  # results of others, in their order
     "pipeline.processes.signals",
-    "pipeline.provenance.workspace_lock",
     "pipeline.tracking",
     "pipeline.train.live_line",
     "superglue_sift.errors",

@@ -38,7 +38,6 @@ from pipeline.image_sets import sources
 from pipeline.parameters import params
 from pipeline.parameters.schema import EvaluateParams
 from pipeline.processes import distributed
-from pipeline.provenance import workspace_lock
 from pipeline.report import outputs, summary
 from pipeline.report.document import Content
 from superglue_sift import extractors
@@ -360,7 +359,6 @@ def main(argv: Optional[List[str]] = None) -> int:
     started = time.monotonic()
     args = parse(argv)
     cv2.setNumThreads(1)  # the ranks of a machine share its cores
-    workspace_lock.take()
     with distributed.process_group() as context:
         contents, info = evaluate(args, context)
         if contents:

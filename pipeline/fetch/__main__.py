@@ -24,7 +24,6 @@ from pipeline.image_sets import manifest, sources
 from pipeline.image_sets.manifest import Entry
 from pipeline.parameters import params
 from pipeline.parameters.schema import FetchParams
-from pipeline.provenance import workspace_lock
 from pipeline.views.homography import smallest_images
 from superglue_sift.progress import Progress
 
@@ -49,7 +48,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     )
     parser.add_argument("--limit", type=int, help="images of each set, instead of fetch.limit")
     options = parser.parse_args(argv)
-    workspace_lock.take()
     settings = params.load("fetch", options.params)
     if options.limit is not None:
         if options.limit < 0:

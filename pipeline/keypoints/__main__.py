@@ -26,7 +26,6 @@ from pipeline.image_sets.sources import ImageSet, open_manifest
 from pipeline.keypoints.pool import Pool, cores, decoder
 from pipeline.keypoints.shards import Folder, Shard, plan
 from pipeline.parameters import params
-from pipeline.provenance import workspace_lock
 from superglue_sift.progress import Progress
 
 SPLITS = ("train", "val")
@@ -37,7 +36,6 @@ Work = List[Tuple[Folder, Shard]]
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     options = _arguments(argv)
-    workspace_lock.take()
     settings = params.load("keypoints", options.params)
     decoder(settings.decoder)  # RequestError if it is not installed
     images = open_manifest(options.images)

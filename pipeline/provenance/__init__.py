@@ -1,1 +1,1 @@
-"""Provenance of results: `trained_on`, `repro` (versions), `workspace_lock`."""
+"""Provenance of results: `trained_on`, `repro` (versions)."""

