@@ -36,10 +36,10 @@ def local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -
     these, `fallback` (K, 2, 2).
     """
     given = points0.astype(np.float32), points1.astype(np.float32)
-    plane = geometry.homography_with_inliers(*given, GEOMETRY_PX)
+    plane = geometry.fit_homography(*given, GEOMETRY_PX)
     agreeing = plane.inliers
     if agreeing.mean() < PLANAR:
-        agreeing = agreeing | geometry.fundamental_with_inliers(*given, GEOMETRY_PX).inliers
+        agreeing = agreeing | geometry.fit_fundamental(*given, GEOMETRY_PX).inliers
     if agreeing.sum() < MIN_AGREEING:
         return fallback.copy()
     maps = nearest_affine(points0, points1, agreeing)

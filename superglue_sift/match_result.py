@@ -170,23 +170,19 @@ class MatchResult(NamedTuple):
         four matches.
 
         None, too, where matches only fit a mirror image. threshold_px: distance in image 1 up to
-        which a match is an inlier. See `geometry.homography_with_inliers`.
+        which a match is an inlier. See `geometry.fit_homography`.
         """
         return self._fit(
-            lambda r: geometry.homography_with_inliers(
-                r.points0, r.points1, threshold_px, r.deviations
-            )
+            lambda r: geometry.fit_homography(r.points0, r.points1, threshold_px, r.deviations)
         )
 
     def fundamental(self, threshold_px: float = INLIER_PX) -> geometry.Fit:
         """Robust fundamental matrix F, x1^T F x0 = 0; its model is None for fewer than eight
         matches.
 
-        threshold_px: distance from epipolar lines. See `geometry.fundamental_with_inliers`.
+        threshold_px: distance from epipolar lines. See `geometry.fit_fundamental`.
         """
-        return self._fit(
-            lambda r: geometry.fundamental_with_inliers(r.points0, r.points1, threshold_px)
-        )
+        return self._fit(lambda r: geometry.fit_fundamental(r.points0, r.points1, threshold_px))
 
     def _fit(self, fit: Callable[[MatchResult], Fitted]) -> Fitted:
         """`fit` of the matches that lie on no stamp; the others are outliers."""

@@ -117,7 +117,7 @@ def screen(side0: Features, side1: Features, resize: int) -> Screened:
     found = MatchResult.of(few[0], few[1], matches, scores)
     stamped = found.stamped()
     index0, index1 = matches[~stamped].T
-    fit = geometry.fundamental_with_inliers(one.points[index0], other.points[index1], STRICT_PX)
+    fit = geometry.fit_fundamental(one.points[index0], other.points[index1], STRICT_PX)
     kept = []
     sides = []
     for side, stamp in ((side0, found.points0[stamped]), (side1, found.points1[stamped])):
@@ -137,11 +137,11 @@ def consistent(
     """
     points0 = points0 / units[0]
     points1 = points1 / units[1]
-    F = geometry.fundamental_with_inliers(points0, points1, EXACT_PX).model
+    F = geometry.fit_fundamental(points0, points1, EXACT_PX).model
     return (
         np.ones(len(points0), bool)
         if F is None
-        else epipolar_distances(F, points0, points1) <= EXACT_PX
+        else geometry.epipolar_distances(F, points0, points1) <= EXACT_PX
     )
 
 
@@ -155,20 +155,6 @@ class Filled(NamedTuple):
     matches: np.ndarray
     scores: np.ndarray
     score: int
-
-
-def epipolar_distances(F: np.ndarray, points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
-    """(K,) px: the larger distance of matched points (K, 2) from their epipolar lines in both
-    images.
-    """
-    ones = np.ones((len(points0), 1))
-    homogeneous0 = np.hstack([points0, ones])
-    homogeneous1 = np.hstack([points1, ones])
-    lines1 = homogeneous0 @ F.T
-    lines0 = homogeneous1 @ F
-    product = np.abs((homogeneous1 * lines1).sum(axis=1))
-    shorter = np.minimum(np.hypot(lines0[:, 0], lines0[:, 1]), np.hypot(lines1[:, 0], lines1[:, 1]))
-    return product / np.maximum(shorter, 1e-12)
 
 
 def filled(
@@ -212,7 +198,7 @@ def _geometry(
     mirror image.
     """
     points0, points1 = (side.points[matches[:, number]] for number, side in enumerate(sides))
-    F = geometry.fundamental_with_inliers(points0, points1, STRICT_PX).model
+    F = geometry.fit_fundamental(points0, points1, STRICT_PX).model
     if F is None:
         return None, 0
     agreeing = strict[_distances(F, sides, strict) <= STRICT_PX]
@@ -222,7 +208,7 @@ def _geometry(
 
 
 def _is_mirrored(points0: np.ndarray, points1: np.ndarray) -> bool:
-    """Whether the maps around most matches (K, 2) reverse them, as no view of a surface does.
+    """Whether the maps around most matches (K, 2) are those of a mirror image.
 
     A photograph fits its mirror image by one F, as details that are symmetric themselves match.
     Between true views, matches at different depths may change order, so that up to half of the maps
@@ -231,10 +217,10 @@ def _is_mirrored(points0: np.ndarray, points1: np.ndarray) -> bool:
     if len(points0) < MIN_AGREEING:
         return False
     maps = nearest_affine(points0, points1, np.ones(len(points0), bool))
-    return bool((np.linalg.det(maps) < 0).mean() > MIRRORED)
+    return geometry.mirrored_part(maps) > MIRRORED
 
 
 def _distances(F: np.ndarray, sides: Tuple[Side, Side], matches: np.ndarray) -> np.ndarray:
-    return epipolar_distances(
+    return geometry.epipolar_distances(
         F, *(side.points[matches[:, number]] for number, side in enumerate(sides))
     )

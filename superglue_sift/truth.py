@@ -57,18 +57,10 @@ def _not_nan(points: Tensor) -> Tensor:
 
 
 def _inverse(H: Tensor) -> Tensor:
-    """Inverses of (..., 3, 3), without the check of `torch.linalg.inv`, a device-to-host
-    synchronisation.
+    """Inverses of (..., 3, 3) from cross products, as in `geometry.inverse`.
 
-    On a GPU from cross products, since a CUDA graph cannot contain every library that inverts
-    matrices.
+    Without a check, which on a GPU would wait for the device.
     """
-    if H.device.type == "cpu":
-        return torch.linalg.inv_ex(H).inverse
-    return _adjugate_inverse(H)
-
-
-def _adjugate_inverse(H: Tensor) -> Tensor:
     rows = torch.cat([H, H], -2)
     cofactors = torch.cross(rows[..., 1:4, :], rows[..., 2:5, :], dim=-1)
     determinants = (H * cofactors).sum(-1, keepdim=True)  # of each row: the same, up to rounding

@@ -24,9 +24,8 @@ from PIL import Image
 
 from superglue_sift import Features, Matcher, RequestError, drawing, weights
 from superglue_sift.features import extract, reduce
-from superglue_sift.geometry import corner_error, transform
+from superglue_sift.geometry import corner_error, epipolar_distances, transform
 from superglue_sift.images import read_gray
-from superglue_sift.scenes import epipolar_distances
 from superglue_sift.sift import KEYPOINT, MIN_SCALE
 from superglue_sift.weights import save_model_file
 

@@ -127,7 +127,7 @@ def test_keypoints_too_few_for_a_ratio_give_no_match():
 def test_distances_of_a_camera_that_moved_sideways_are_those_of_rows():
     points0 = np.array([[10, 20.0], [30, 40]])
     points1 = np.array([[55, 20.0], [7, 43]])
-    np.testing.assert_allclose(scenes.epipolar_distances(SIDEWAYS, points0, points1), [0, 3])
+    np.testing.assert_allclose(geometry.epipolar_distances(SIDEWAYS, points0, points1), [0, 3])
 
 
 def made_pair(right: int, wrong: int, seed: int = 0):
@@ -236,7 +236,7 @@ def test_wrong_matches_at_which_opencv_fails_have_no_geometry():
     ]
     points0 += [(557.6, 602.0), (327.2, 476.6), (780.8, 307.8)]
     points1 += [(129.2, 607.3), (128.9, 542.2), (319.8, 419.8)]
-    found = geometry.fundamental_with_inliers(np.array(points0), np.array(points1), 1.5)
+    found = geometry.fit_fundamental(np.array(points0), np.array(points1), 1.5)
     assert found.model is None and found.inliers.shape == (9,) and not found.inliers.any()
 
 

@@ -158,12 +158,6 @@ def test_a_mirror_image_has_no_homography():
     assert geometry.corner_error(found.model, TURN, SIZE) < 0.5
 
 
-def test_a_homography_that_reverses_its_inliers_is_a_mirrors():
-    points = points_in(5, 5, 634, 474, 20)
-    assert geometry.is_mirroring(np.diag([-1.0, 1, 1]), points)
-    assert not geometry.is_mirroring(TURN, points) and not geometry.is_mirroring(TURN, points[:0])
-
-
 def test_a_scene_does_not_accept_its_mirror_image():
     sides, matches = made_pair(right=200, wrong=0)
     scores = np.full(200, 0.95, np.float32)

@@ -17,7 +17,7 @@ import numpy as np
 
 from pipeline.errors import RequestError
 from pipeline.evaluate.inputs import Scene, Source, ViewPair, image_size
-from superglue_sift.geometry import resizing
+from superglue_sift.geometry import compose, inverse, resizing
 from superglue_sift.images import EXTENSIONS, decode_color, read_gray
 
 MAX_SIDE = 16_000  # pixels: SIFT doubles an image, and OpenCV's remap takes less than 32,767
@@ -71,12 +71,12 @@ class HPatchesPairs(Source):
         for number in numbers:
             if number == REFERENCE:
                 continue
-            H_0to1 = scalings[number] @ read_homography(sequence.homographies[number])
-            H_0to1 = H_0to1 @ np.linalg.inv(scalings[REFERENCE])
+            H_given = read_homography(sequence.homographies[number])
+            H_0to1 = compose(scalings[number], H_given, inverse(scalings[REFERENCE]))
             name = f"{sequence.name}/{REFERENCE}-{number}"
             first = numbers.index(REFERENCE)
             second = numbers.index(number)
-            pairs.append(ViewPair(name, first, second, H_0to1 / H_0to1[2, 2]))
+            pairs.append(ViewPair(name, first, second, H_0to1))
         return Scene(sequence.name, list(images.values()), pairs)
 
     def in_color(self, index: int, image: int, gray: np.ndarray) -> np.ndarray:

@@ -185,9 +185,8 @@ def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.nda
     H_0to1 = np.asarray(H_0to1, np.float64)
     with np.errstate(all="ignore"):
         forward = np.linalg.norm(geometry.transform(points0, H_0to1) - points1, axis=-1)
-        backward = np.linalg.norm(
-            geometry.transform(points1, np.linalg.inv(H_0to1)) - points0, axis=-1
-        )
+        back = geometry.transform(points1, geometry.inverse(H_0to1))
+        backward = np.linalg.norm(back - points0, axis=-1)
         worst = np.maximum(forward, backward)
     return np.where(np.isfinite(worst), worst, np.inf)
 

@@ -277,7 +277,7 @@ def write_overlay(stem: Path, found: MatchResult, H_0to1: np.ndarray) -> Tuple[P
     STEM_blink.gif.
     """
     photo0, photo1 = found.photos()
-    H_shown = geometry.compose(photo1.to_shown, H_0to1, np.linalg.inv(photo0.to_shown))
+    H_shown = geometry.compose(photo1.to_shown, H_0to1, geometry.inverse(photo0.to_shown))
     image1 = photo1.pixels
     size = image1.shape[1::-1]
     warped = cv2.warpPerspective(photo0.pixels, H_shown, size)

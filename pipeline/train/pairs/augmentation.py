@@ -17,7 +17,7 @@ import numpy as np
 
 from pipeline.features.store import EVERYWHERE, View
 from pipeline.parameters.schema import TrainParams
-from superglue_sift.geometry import resizing
+from superglue_sift.geometry import compose, inverse, resizing
 
 # Draws another view of the store; None if the draw is one of the pair's own images.
 Others = Callable[[np.random.Generator], Optional[View]]
@@ -188,8 +188,8 @@ def _rotated(view: View, degrees: float, in_place: bool) -> View:
         if name in (records.dtype.names or ()):
             moved[name] = np.mod(records[name] + degrees, 360.0)
     T = np.array([[c, -s, shift[0]], [s, c, shift[1]], [0.0, 0.0, 1.0]])
-    cell = view.cell if view.cell is EVERYWHERE else view.cell @ np.linalg.inv(T)
-    return View(moved, T @ view.H_image_to_view, (int(canvas[0]), int(canvas[1])), cell)
+    cell = view.cell if view.cell is EVERYWHERE else compose(view.cell, inverse(T))
+    return View(moved, compose(T, view.H_image_to_view), (int(canvas[0]), int(canvas[1])), cell)
 
 
 def mosaic(
