@@ -1,9 +1,7 @@
-"""Check this machine before the work: `python -m pipeline.doctor` (all), `--quick` (what `repro`
-runs first).
+"""Check this machine before the work; with `--quick`, as in `make repro`, what would stop it.
 
 Driver, GPUs, memory, shared memory, disk, packages, and whether MLflow answers. Exit code 0 if the
-work can start, 2 if something prevents it. `--quick` prints only what does, or else the disk. How
-long a training takes, its progress says.
+work can start, 2 if something prevents it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Export the network to ONNX: keypoints and descriptors to matches, for any batch size and number
-of keypoints.
+"""Export the network to ONNX: from keypoints and descriptors to matches.
 
     python -m superglue_sift.onnx superglue.onnx --model models/superglue.safetensors
 

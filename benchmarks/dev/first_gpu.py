@@ -1,5 +1,4 @@
-"""The first half hour on a GPU: everything that needs one, in order; a part that fails does not
-stop the others.
+"""The first half hour on a GPU: everything that needs one, in order.
 
     python -m benchmarks.dev.first_gpu [--images FOLDER] [--out reports/first-gpu]
     python -m benchmarks.dev.first_gpu --device cpu          the same parts in the same order, small

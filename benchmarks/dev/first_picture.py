@@ -1,5 +1,4 @@
-"""The first picture of the README: one hard pair, our matches above those of the ratio test, with
-the shipped weights.
+"""Draw the first picture of the README: one hard pair, our matches above the ratio test's.
 
     python -m benchmarks.dev.first_picture docs/matches.jpg
 

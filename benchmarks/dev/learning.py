@@ -1,5 +1,4 @@
-"""Learning curves of several trainings: loss, precision, recall and F1 against pairs and processor
-minutes.
+"""Learning curves of several trainings against pairs and processor minutes.
 
     python -m benchmarks.dev.learning adam=runs/adam muon=runs/muon --keypoints data/keypoints --out
     reports/learning

@@ -1,9 +1,7 @@
-"""Stage `evaluate`: compare the trained matcher with baselines, on held-out images or a folder of
-pairs.
+"""Stage `evaluate`: compare a matcher with baselines, on held-out images or pairs.
 
     python -m pipeline.evaluate --model checkpoints/best.safetensors --out reports/evaluate
-    python -m pipeline.evaluate --pairs DIR --out DIR                                      (the
-      shipped weights)
+    python -m pipeline.evaluate --pairs DIR --out DIR          # the shipped weights
 
 Writes index.html (one page with everything), metrics.json (flat names), pairs.csv (one line per
 pair and matcher) and more into --out. docs/evaluation.md explains every file and metric.

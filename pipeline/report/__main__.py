@@ -1,6 +1,4 @@
-"""Print the comparison of the last evaluation and where to look next: `python -m pipeline.report
-[--open]`.
-"""
+"""Print the comparison of the last evaluation and where to look next."""
 
 from __future__ import annotations
 

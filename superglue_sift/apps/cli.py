@@ -1,27 +1,20 @@
-"""Match photographs with a trained model: two images, a folder, a list of pairs, a video or a
-camera.
+"""Match photographs with a trained model: two images, a folder, a list of pairs, a video, a camera.
 
-  superglue-match A.jpg B.jpg --out matches.png            two images; prints the numbers of matches
-                                                           and inliers
-  superglue-match A.jpg B.jpg --json matches.json          keypoints, matches, scores, homography
-  superglue-match A.jpg B.jpg --out m.png --homography     also m_overlay.jpg and m_blink.gif: A
-                                                           warped onto B
-  superglue-match photos/ --out-dir found                  all pairs of a folder (5 photos: 10
-                                                           pairs)
-  superglue-match photos/*.jpg --out-dir found             all pairs of these files
-  superglue-match photos/ --out-dir found --pairing nearest --k 10      each with the 10 most
-    similar
-  superglue-match photos/ --out-dir found --pairing sequential --k 5    each with the 5 before it by
-    name
-  superglue-match photos/ --out-dir found --colmap database.db           also a COLMAP database,
-    ready to map
-  superglue-match photos/ --out-dir found --scene          photographs of one place: pairs.csv lists
-                                                           the accepted pairs
-  superglue-match --pairs pairs.txt --root photos --out-dir found       a pair `a.jpg b.jpg` in each
-    line
-  superglue-match walk.mp4 --out-dir found --every 10 --pictures        frames 0, 10, 20, ...
+  superglue-match A.jpg B.jpg --out matches.png       two images: a picture, the numbers of matches
+  superglue-match A.jpg B.jpg --json matches.json     keypoints, matches, scores, homography
+  superglue-match A.jpg B.jpg --out m.png --homography     also A warped onto B: m_overlay.jpg,
+                                                           m_blink.gif
+  superglue-match photos/ --out-dir found             all pairs of a folder
+  superglue-match photos/*.jpg --out-dir found        all pairs of these files
+  superglue-match photos/ --out-dir found --pairing nearest --k 10       with the 10 most similar
+  superglue-match photos/ --out-dir found --pairing sequential --k 5     with the 5 before it
+  superglue-match photos/ --out-dir found --scene     photographs of one place: pairs.csv lists the
+                                                      accepted pairs
+  superglue-match photos/ --out-dir found --colmap database.db     also a COLMAP database
+  superglue-match --pairs pairs.txt --root photos --out-dir found  a pair `a.jpg b.jpg` in each line
+  superglue-match walk.mp4 --out-dir found --every 10 --pictures   frames 0, 10, 20, ...
   superglue-match --camera 0 --out-dir found --frames 100
-  superglue-match --serve                                  a local page for the browser
+  superglue-match --serve                             a local page for the browser
 
 In --out-dir each pair has a file A_B_matches.npz: keypoints0 (M, 2), keypoints1 (N, 2), matches
 (M,) with -1 for none, match_confidence (M,); aligned0, aligned1 (M, 2), positions aligned by the
